@@ -1,0 +1,57 @@
+# make demo   a tiny model is trained, saved, exported and asked questions, on 2 processes
+# make test   the suite (under 15 minutes on 2 cores)
+PYTHON ?= python3
+VENV ?= .venv
+CONSTRAINTS ?= constraints.txt
+BIN = $(VENV)/bin
+INSTALLED = $(VENV)/.installed
+PYTEST_ARGS ?=
+DEMO_ARGS ?=
+
+.PHONY: help demo test lint format test-slow test-gpu test-floor test-latest docs clean
+help:
+	@grep -E '^# make' Makefile | cut -c3-
+
+$(INSTALLED): pyproject.toml $(CONSTRAINTS)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "fsdp-sft needs Python 3.11 or newer; set PYTHON=python3.x")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev]'
+	touch $(INSTALLED)
+
+# One process per GPU, at most two; without a GPU two processes on the CPU.
+demo: $(INSTALLED)
+	@n=$$($(BIN)/python -c 'import torch; n = torch.cuda.device_count(); print(min(n, 2) if n else 2)'); \
+	HF_HUB_OFFLINE=1 $(BIN)/torchrun --standalone --nproc-per-node $$n examples/minimal_sft.py $(DEMO_ARGS)
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# make test-slow   the tests that take minutes
+test-slow: $(INSTALLED)
+	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+
+# make test-gpu   the tests that need a CUDA device
+test-gpu: $(INSTALLED)
+	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
+
+# make lint   ruff, mypy, codespell
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/codespell
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# make test-floor   the suite on the lowest versions that pyproject.toml admits, in an environment of its own
+test-floor:
+	$(MAKE) test VENV=.venv-floor CONSTRAINTS=constraints-floor.txt
+
+# make test-latest   the suite on the newest versions that pyproject.toml admits
+test-latest:
+	$(MAKE) test VENV=.venv-latest CONSTRAINTS=constraints-latest.txt
+
+clean:
+	rm -rf .venv .venv-floor .venv-latest build dist site demo-output .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,286 @@
+"""From the row shapes that data sets use to one list of chat messages.
+
+Everything here works on plain Python data; no tokenizer and no template is involved.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+SHAREGPT_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "function_call": "assistant",
+    "observation": "tool",
+    "tool": "tool",
+    "system": "system",
+}
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+_FLAG_KEYS = ("train", "loss_weight", "weight")
+_SHAPES = (
+    '"messages" (role/content), "conversations" (from/value), "instruction" + "output" (Alpaca), '
+    '"prompt" + "completion", or "input_ids" + "labels"'
+)
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """One row in the form chat templates take.
+
+    Attributes:
+        messages: Messages with `role`, `content` (always a str) and, where given, `tool_calls`,
+            `reasoning_content` and other template fields.
+        trainable: One flag per message; False where the row switched the message off.
+        tools: Tool schemas for the template, or None.
+    """
+
+    messages: list[Message]
+    trainable: list[bool]
+    tools: list[dict[str, Any]] | None
+
+
+def is_encoded(row: Any) -> bool:
+    """Tell whether `row` is already tokenised."""
+    return isinstance(row, Mapping) and "input_ids" in row
+
+
+def read_encoded(row: Mapping[str, Any]) -> tuple[list[int], list[int]]:
+    """Return (input_ids, labels) of a tokenised row.
+
+    Raises:
+        ValueError: Without `labels`, with unequal lengths, or empty.
+    """
+    if row.get("labels") is None:
+        raise ValueError(
+            f'a tokenised row needs "input_ids" and "labels", got the keys {sorted(row)}; add labels '
+            "aligned with input_ids (-100 where nothing is trained), or pass the chat row itself"
+        )
+    ids, labels = (_int_list(row[key], key) for key in ("input_ids", "labels"))
+    if len(ids) != len(labels) or not ids:
+        raise ValueError(
+            "a tokenised row needs input_ids and labels of one length of at least 1, "
+            f"got {len(ids)} and {len(labels)}"
+        )
+    return ids, labels
+
+
+def read_row(row: Any) -> Conversation:
+    """Detect the shape of a chat row and convert it.
+
+    Raises:
+        ValueError: For an unknown shape, an empty row, an unknown role, content that is not text, or a
+            weight that is neither 0 nor 1.
+    """
+    if not isinstance(row, Mapping):
+        raise ValueError(f"a row must be a dict, got {type(row).__name__}; accepted shapes: {_SHAPES}")
+    for key, reader in _READERS.items():
+        if row.get(key) is not None:
+            messages = reader(row)
+            break
+    else:
+        raise ValueError(
+            f"no known row shape in the keys {sorted(map(str, row))}; accepted shapes: {_SHAPES}"
+        )
+    if not messages:
+        raise ValueError("the row has no messages; a conversation needs at least one")
+    trainable = [_pop_flag(message, index) for index, message in enumerate(messages)]
+    return Conversation(messages, trainable, _read_tools(row.get("tools")))
+
+
+def _int_list(values: Any, key: str) -> list[int]:
+    if hasattr(values, "tolist"):
+        values = values.tolist()
+    if not isinstance(values, Sequence) or not all(type(value) is int for value in values):
+        raise ValueError(f'"{key}" must be a flat list of integers, got {_short(values)}')
+    return list(values)
+
+
+def _short(value: Any, limit: int = 60) -> str:
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= limit else text[:limit] + '...'}"
+
+
+def _text(value: Any, where: str) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{where} must be a string, got {_short(value)}")
+    return value
+
+
+def _read_messages(row: Mapping[str, Any]) -> list[Message]:
+    return [
+        _read_message(item, f"messages[{i}]") for i, item in enumerate(_as_list(row["messages"], "messages"))
+    ]
+
+
+def _as_list(value: Any, where: str) -> list[Any]:
+    if isinstance(value, str | Mapping) or not isinstance(value, Sequence):
+        raise ValueError(f'"{where}" must be a list, got {_short(value)}')
+    return list(value)
+
+
+def _read_message(item: Any, where: str) -> Message:
+    if not isinstance(item, Mapping):
+        raise ValueError(f"{where} must be a dict with role and content, got {_short(item)}")
+    # Arrow tables give every message the keys of all the others, filled with None.
+    message = {str(key): value for key, value in item.items() if value is not None}
+    role = message.get("role")
+    if role not in ROLES:
+        raise ValueError(f"{where} has the role {role!r}; known roles: {', '.join(ROLES)}")
+    calls = message.pop("tool_calls", None) or []
+    content = message.get("content")
+    if isinstance(content, list | tuple):
+        content, reasoning, part_calls = _read_parts(content, where)
+        calls = [*calls, *part_calls]
+        if reasoning:
+            message["reasoning_content"] = reasoning
+    if content is None and not calls:
+        raise ValueError(f"{where} has neither content nor tool_calls, got the keys {sorted(message)}")
+    message["content"] = "" if content is None else _text(content, f"{where}.content")
+    if calls:
+        if role != "assistant":
+            raise ValueError(f"{where} has tool calls but the role {role!r}; only the assistant calls tools")
+        message["tool_calls"] = [_read_call(call, where) for call in calls]
+    for key in REASONING_KEYS:
+        if key in message:
+            _text(message[key], f"{where}.{key}")
+    return message
+
+
+def _read_parts(parts: Sequence[Any], where: str) -> tuple[str, str, list[Any]]:
+    found: dict[str, list[str]] = {"text": [], "reasoning": [], "tool_call": []}
+    for number, part in enumerate(parts):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind not in found:
+            raise ValueError(
+                f"{where}.content[{number}] must be a part of type text, reasoning or tool_call, "
+                f"got {_short(part)}"
+            )
+        value = next((part[key] for key in (kind, "text", "value") if part.get(key) is not None), None)
+        found[kind].append(_text(value, f"{where}.content[{number}]"))
+    calls = [_parse_json(text, f"{where}: tool_call") for text in found["tool_call"]]
+    return "".join(found["text"]), "".join(found["reasoning"]), calls
+
+
+def _parse_json(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where} must be JSON, got {_short(text)} ({error})") from error
+
+
+def _read_call(call: Any, where: str) -> dict[str, Any]:
+    inner = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(inner, Mapping) or not isinstance(inner.get("name"), str):
+        raise ValueError(f"{where}: a tool call needs a name and arguments, got {_short(call)}")
+    arguments = inner.get("arguments")
+    if isinstance(arguments, str):
+        # Templates print arguments with tojson, which would quote a string a second time.
+        arguments = _parse_json(arguments or "{}", f"{where}: arguments")
+    if arguments is not None and not isinstance(arguments, Mapping):
+        raise ValueError(f"{where}: tool call arguments must be an object, got {_short(arguments)}")
+    function = {"name": inner["name"], "arguments": dict(arguments or {})}
+    call_id = {"id": call["id"]} if call.get("id") is not None else {}
+    return {"type": "function", **call_id, "function": function}
+
+
+def _read_conversations(row: Mapping[str, Any]) -> list[Message]:
+    items = _as_list(row["conversations"], "conversations")
+    messages = [_read_turn(item, f"conversations[{i}]") for i, item in enumerate(items)]
+    return _with_system(row, messages)
+
+
+def _read_turn(item: Any, where: str) -> Message:
+    if isinstance(item, Mapping) and "role" in item:
+        return _read_message(item, where)
+    if not isinstance(item, Mapping) or "from" not in item:
+        raise ValueError(f"{where} must be a dict with from and value, got {_short(item)}")
+    speaker = item["from"]
+    if speaker not in SHAREGPT_ROLES:
+        raise ValueError(f"{where} has the role {speaker!r}; known roles: {', '.join(SHAREGPT_ROLES)}")
+    message: Message = {key: item[key] for key in _FLAG_KEYS if item.get(key) is not None}
+    message["role"] = SHAREGPT_ROLES[speaker]
+    value = _text(item.get("value"), f"{where}.value")
+    if speaker != "function_call":
+        return {**message, "content": value}
+    calls = _parse_json(value, f"{where}: function_call")
+    calls = calls if isinstance(calls, list) else [calls]
+    return {**message, "content": "", "tool_calls": [_read_call(call, where) for call in calls]}
+
+
+def _with_system(row: Mapping[str, Any], messages: list[Message]) -> list[Message]:
+    system = row.get("system")
+    if not system or (messages and messages[0]["role"] == "system"):
+        return messages
+    return [{"role": "system", "content": _text(system, "system")}, *messages]
+
+
+def _read_alpaca(row: Mapping[str, Any]) -> list[Message]:
+    if row.get("output") is None:
+        raise ValueError(f'an Alpaca row needs "instruction" and "output", got the keys {sorted(row)}')
+    messages: list[Message] = []
+    for number, pair in enumerate(row.get("history") or []):
+        if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
+            raise ValueError(f"history[{number}] must be a [user, assistant] pair, got {_short(pair)}")
+        messages += _pair(pair[0], pair[1], f"history[{number}]")
+    parts = [_text(row.get(key) or "", key) for key in ("instruction", "input")]
+    messages += _pair("\n".join(part for part in parts if part), row["output"], "output")
+    return _with_system(row, messages)
+
+
+def _read_prompt(row: Mapping[str, Any]) -> list[Message]:
+    if row.get("completion") is None:
+        raise ValueError(f'a prompt row needs "prompt" and "completion", got the keys {sorted(row)}')
+    return _with_system(row, _pair(row["prompt"], row["completion"], "prompt/completion"))
+
+
+def _pair(user: Any, assistant: Any, where: str) -> list[Message]:
+    return [
+        {"role": "user", "content": _text(user, f"{where} (user side)")},
+        {"role": "assistant", "content": _text(assistant, f"{where} (assistant side)")},
+    ]
+
+
+_READERS: dict[str, Callable[[Mapping[str, Any]], list[Message]]] = {
+    "messages": _read_messages,
+    "conversations": _read_conversations,
+    "instruction": _read_alpaca,
+    "prompt": _read_prompt,
+}
+
+
+def _pop_flag(message: Message, index: int) -> bool:
+    flag = True
+    for key in _FLAG_KEYS:
+        value = message.pop(key, 1)
+        if not isinstance(value, int | float) or value not in (0, 1):
+            raise ValueError(
+                f"message {index}: {key} must be 0 or 1 (False or True), got {value!r}; "
+                "other weights are not supported"
+            )
+        flag = flag and bool(value)
+    return flag
+
+
+def _read_tools(tools: Any) -> list[dict[str, Any]] | None:
+    if isinstance(tools, str):
+        tools = _parse_json(tools, "tools") if tools.strip() else None
+    if not tools:
+        return None
+    schemas = []
+    for number, tool in enumerate(_as_list(tools, "tools")):
+        if isinstance(tool, str):
+            tool = _parse_json(tool, f"tools[{number}]")
+        if not isinstance(tool, Mapping):
+            raise ValueError(f"tools[{number}] must be a JSON schema (a dict), got {_short(tool)}")
+        # Templates read tool.function.name; data sets often carry the inner object alone.
+        bare = "function" not in tool and "name" in tool
+        schemas.append({"type": "function", "function": dict(tool)} if bare else dict(tool))
+    return schemas

@@ -1,0 +1,171 @@
+"""Find the repeated blocks of a model: what is sharded, checkpointed and compiled one by one."""
+
+from collections.abc import Iterable, Iterator
+
+from torch import nn
+
+# A list of modules this much smaller than the largest one is no trunk of the model (Gemma3n's three
+# projection matrices beside its 35 layers).
+_SMALLEST_SHARE = 0.1
+
+BlockClass = type[nn.Module] | str
+
+
+class NoBlocksError(ValueError):
+    """No block of the model matches."""
+
+
+def find_blocks(
+    model: nn.Module,
+    *,
+    block_cls: BlockClass | Iterable[BlockClass] | None = None,
+    min_params: int | None = None,
+) -> dict[str, nn.Module]:
+    """Find the transformer blocks of a model, encoder and decoder alike.
+
+    By default these are the elements of the model's outermost module lists that are, or contain, a class
+    named in transformers' ``_no_split_modules``; for a model without that attribute, the elements of its
+    large outermost module lists. Works on models of any origin, sharded or not, materialised or meta.
+
+    Args:
+        model: Any module; ``*ForCausalLM``, encoder-decoders and classifiers are the usual ones.
+        block_cls: Take the outermost modules of this class instead: a class, a class name, or several.
+        min_params: Take modules by size instead, innermost first, as soon as the parameters that no inner
+            module has taken reach this number. Modules that share a parameter with the rest of the model
+            are never taken. Results can be nested.
+
+    Returns:
+        FQN to block, in the order of registration, which is forward order in transformers.
+
+    Raises:
+        NoBlocksError: If nothing matches; the message lists what the model has.
+        ValueError: If both arguments are given, or ``min_params`` is not positive.
+    """
+    if block_cls is not None and min_params is not None:
+        raise ValueError("give block_cls or min_params, not both")
+    if block_cls is not None:
+        blocks = _by_class(model, _class_names(block_cls))
+        wanted = f"of class {sorted(_class_names(block_cls))}"
+    elif min_params is not None:
+        if min_params < 1:
+            raise ValueError(f"min_params must be at least 1, got {min_params}")
+        blocks = _by_size(model, min_params)
+        wanted = f"with at least {min_params} parameters of its own"
+    else:
+        blocks = _by_module_list(model)
+        wanted = "in a repeated module list"
+    if not blocks:
+        raise NoBlocksError(
+            f"no block {wanted} in {type(model).__name__}; name the class with block_cls=. "
+            f"Seen: {_summary(model)}"
+        )
+    return blocks
+
+
+def _class_names(block_cls: BlockClass | Iterable[BlockClass]) -> set[str]:
+    several = [block_cls] if isinstance(block_cls, (str, type)) else list(block_cls)
+    for entry in several:
+        if not isinstance(entry, (str, type)):
+            raise TypeError(f"block_cls takes classes or class names, got {entry!r}")
+    return {entry if isinstance(entry, str) else entry.__name__ for entry in several}
+
+
+def _is_one_of(module: nn.Module, names: set[str]) -> bool:
+    # fully_shard replaces a block's class by a subclass, so the bases count too.
+    return any(base.__name__ in names for base in type(module).__mro__)
+
+
+def _by_class(model: nn.Module, names: set[str]) -> dict[str, nn.Module]:
+    matching = {fqn: m for fqn, m in model.named_modules() if fqn and _is_one_of(m, names)}
+    return {fqn: m for fqn, m in matching.items() if not _inside(fqn, matching)}
+
+
+def _by_module_list(model: nn.Module) -> dict[str, nn.Module]:
+    lists = dict(_outermost_lists(model))
+    names = _no_split_names(model)
+    if names:
+        named = {fqn: m for fqn, m in lists.items() if any(_is_one_of(inner, names) for inner in m.modules())}
+        if not named:
+            return _by_class(model, names)
+        lists = named
+    else:
+        sizes = {fqn: _num_parameters(m) for fqn, m in lists.items()}
+        largest = max(sizes.values(), default=0)
+        lists = {fqn: m for fqn, m in lists.items() if sizes[fqn] >= _SMALLEST_SHARE * largest}
+    return {f"{fqn}.{name}": block for fqn, m in lists.items() for name, block in m.named_children()}
+
+
+def _outermost_lists(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Containers of composite modules with parameters that lie in no other such container."""
+    found: set[str] = set()
+    for fqn, module in model.named_modules():
+        if fqn and not _inside(fqn, found) and _is_block_list(module):
+            found.add(fqn)
+            yield fqn, module
+
+
+def _is_block_list(module: nn.Module) -> bool:
+    children = list(module.children())
+    if not children or any(next(child.parameters(), None) is None for child in children):
+        return False
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        return any(next(child.children(), None) is not None for child in children)
+    # An nn.Sequential is a trunk only if it repeats one composite module.
+    return (
+        isinstance(module, nn.Sequential)
+        and len(children) > 1
+        and len({type(child) for child in children}) == 1
+        and next(children[0].children(), None) is not None
+    )
+
+
+def _no_split_names(model: nn.Module) -> set[str]:
+    names: set[str] = set()
+    for module in model.modules():
+        names.update(getattr(module, "_no_split_modules", None) or ())
+    return names
+
+
+def _by_size(model: nn.Module, min_params: int) -> dict[str, nn.Module]:
+    shared = _shared_parameters(model)
+    taken: dict[str, nn.Module] = {}
+
+    def visit(fqn: str, module: nn.Module) -> int:
+        """Take what is large enough below ``module``; return how many of its parameters are left."""
+        own = [p for p in module.parameters(recurse=False) if id(p) not in shared]
+        left = sum(p.numel() for p in own)
+        for name, child in module.named_children():
+            left += visit(f"{fqn}.{name}" if fqn else name, child)
+        container = isinstance(module, (nn.ModuleList, nn.ModuleDict))  # never called, so never gathered
+        if not fqn or container or left < min_params or any(id(p) in shared for p in module.parameters()):
+            return left
+        taken[fqn] = module
+        return 0
+
+    visit("", model)
+    return {fqn: module for fqn, module in model.named_modules() if fqn in taken}
+
+
+def _shared_parameters(model: nn.Module) -> set[int]:
+    """Ids of parameters that stand in more than one place."""
+    seen: set[int] = set()
+    shared: set[int] = set()
+    for _, parameter in model.named_parameters(remove_duplicate=False):
+        (shared if id(parameter) in seen else seen).add(id(parameter))
+    return shared
+
+
+def _inside(fqn: str, outer: Iterable[str]) -> bool:
+    return any(fqn.startswith(f"{prefix}.") for prefix in outer)
+
+
+def _num_parameters(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def _summary(model: nn.Module, most: int = 12) -> str:
+    counts: dict[str, int] = {}
+    for module in model.modules():
+        counts[type(module).__name__] = counts.get(type(module).__name__, 0) + 1
+    shown = [f"{name} x{count}" for name, count in sorted(counts.items(), key=lambda kv: -kv[1])]
+    return ", ".join(shown[:most]) + (f" and {len(shown) - most} more classes" if len(shown) > most else "")

@@ -1,0 +1,403 @@
+"""Which rank am I, on which device, in which mesh: the same answer under every launcher."""
+
+import os
+import re
+import socket
+import subprocess
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from fsdp_sft._agree import all_reduce_sum, control_group, is_distributed
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+DP_REPLICATE = "dp_replicate"
+DP_SHARD = "dp_shard"
+
+_TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+# Slurm numbers steps that srun did not start (batch script, interactive shell, ...) from here up:
+# https://github.com/SchedMD/slurm/blob/master/slurm/slurm.h (SLURM_BATCH_SCRIPT and its neighbours).
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0
+
+
+@dataclass(frozen=True)
+class DistributedContext:
+    """Where this process stands in the job.
+
+    Attributes:
+        rank: Index of this process in the job, from 0.
+        local_rank: Index of this process on its node, from 0.
+        world_size: Number of processes in the job.
+        local_world_size: Number of processes on this node.
+        device: Device this process computes on; on CUDA it has been made the current one.
+        backend: What the default process group uses, such as ``"cpu:gloo,cuda:nccl"``.
+        launcher: ``"torchrun"``, ``"slurm"``, ``"single"``, or ``"existing"`` for a process group that the
+            caller had made.
+    """
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    device: torch.device
+    backend: str
+    launcher: str
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, the one that prints and writes."""
+        return self.rank == 0
+
+    def __str__(self) -> str:
+        return (
+            f"rank {self.rank} of {self.world_size} (local {self.local_rank} of {self.local_world_size}) "
+            f"on {self.device}, {self.backend}, launcher: {self.launcher}"
+        )
+
+
+@dataclass(frozen=True)
+class _Launch:
+    launcher: str
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    init_method: str | None  # None: a store inside the process
+
+
+def init_distributed(
+    *,
+    device_type: str | None = None,
+    backend: str | None = None,
+    timeout: timedelta = timedelta(minutes=30),
+) -> DistributedContext:
+    """Join the job's process group, whoever launched it, and choose this process's device.
+
+    In this order: a process group that exists already is used as it is; torchrun's variables; the variables
+    of a Slurm step (a plain ``python`` inside ``salloc`` or a batch script is not one); otherwise a single
+    process. A gloo group for control messages is made beside the default group.
+
+    Args:
+        device_type: ``"cuda"``, ``"cpu"`` or another accelerator's name; None takes the accelerator if there
+            is one.
+        backend: Backend of the default group; None takes ``"cpu:gloo,cuda:nccl"`` on CUDA (gloo serves CPU
+            tensors, which CPU offload and checkpoints need) and ``"gloo"`` on the CPU.
+        timeout: After which a collective that some rank does not enter fails.
+
+    Raises:
+        ValueError: If the launcher's variables are incomplete or contradict each other, or the device does
+            not exist; the message names the variable.
+
+    Collective: all ranks.
+    """
+    if device_type is None:
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        device_type = accelerator.type if accelerator is not None else "cpu"
+    if dist.is_initialized():
+        launch = _existing_launch()
+        device = _select_device(device_type, launch)
+    else:
+        launch = _detect_launch()
+        device = _select_device(device_type, launch)
+        _init_process_group(launch, backend or _default_backend(device_type), timeout)
+    if is_distributed():
+        control_group(timeout)
+    return DistributedContext(
+        rank=launch.rank,
+        local_rank=launch.local_rank,
+        world_size=launch.world_size,
+        local_world_size=launch.local_world_size,
+        device=device,
+        backend=_backend_name(),
+        launcher=launch.launcher,
+    )
+
+
+def build_mesh(
+    *, dp_replicate: int = 1, dp_shard: int | None = None, device_type: str | None = None
+) -> "DeviceMesh":
+    """Arrange all ranks for data parallelism.
+
+    Args:
+        dp_replicate: Number of replicas. 1 gives a 1-D mesh ``("dp_shard",)``: FSDP. More gives a 2-D mesh
+            ``("dp_replicate", "dp_shard")``: HSDP, with neighbouring ranks in one shard group, so that with
+            ``dp_shard`` equal to the GPUs of a node only the gradient all-reduce crosses nodes.
+        dp_shard: Ranks that a replica's parameters are split over; None takes all that ``dp_replicate``
+            leaves. 1 with ``dp_replicate`` equal to the world size is plain data parallelism (DDP).
+        device_type: Device type of the mesh; None takes the accelerator if there is one, else ``"cpu"``.
+
+    Raises:
+        ValueError: If the two numbers do not multiply to the number of ranks.
+        RuntimeError: Without a process group.
+
+    Collective: all ranks.
+    """
+    if not dist.is_initialized():
+        raise RuntimeError("build_mesh needs a process group: call fsdp_sft.init_distributed() first")
+    world_size = dist.get_world_size()
+    for name, value in ((DP_REPLICATE, dp_replicate), (DP_SHARD, dp_shard)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ValueError(f"{name} must be a positive integer, got {value!r}")
+    if dp_shard is None:
+        if world_size % dp_replicate:
+            raise ValueError(
+                f"dp_replicate={dp_replicate} does not divide the {world_size} ranks; "
+                f"use one of {_divisors(world_size)}"
+            )
+        dp_shard = world_size // dp_replicate
+    if dp_replicate * dp_shard != world_size:
+        raise ValueError(
+            f"dp_replicate={dp_replicate} x dp_shard={dp_shard} makes {dp_replicate * dp_shard} ranks, but "
+            f"the job has {world_size}; leave dp_shard out to use all that dp_replicate leaves"
+        )
+    if device_type is None:
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        device_type = accelerator.type if accelerator is not None else "cpu"
+    from torch.distributed.device_mesh import init_device_mesh
+
+    if dp_replicate == 1:
+        return init_device_mesh(device_type, (dp_shard,), mesh_dim_names=(DP_SHARD,))
+    return init_device_mesh(device_type, (dp_replicate, dp_shard), mesh_dim_names=(DP_REPLICATE, DP_SHARD))
+
+
+def mesh_of(model: torch.nn.Module) -> "DeviceMesh | None":
+    """The mesh of a sharded model's parameters, or None for an ordinary model."""
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+
+    def of_parameters() -> "DeviceMesh | None":
+        return next((p.device_mesh for p in model.parameters() if isinstance(p, DTensor)), None)
+
+    mesh = of_parameters()
+    if mesh is None and any(isinstance(module, FSDPModule) for module in model.modules()):
+        reshard(model)  # gathered parameters are plain tensors
+        mesh = of_parameters()
+    return mesh
+
+
+def reshard(model: torch.nn.Module) -> None:
+    """Make every FSDP2 parameter of ``model`` its shard again; nothing to do for an ordinary model.
+
+    After a forward without a backward the root's parameters stay gathered (torch's default), so whatever
+    reads or writes parameters calls this first.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def compute_device(model: torch.nn.Module) -> torch.device:
+    """The device that ``model`` computes on, which with CPU offload is not where its shards are."""
+    mesh = mesh_of(model)
+    if mesh is not None:
+        if mesh.device_type == "cpu":
+            return torch.device("cpu")
+        return torch.device(mesh.device_type, torch.accelerator.current_device_index())
+    parameter = next(model.parameters(), None)
+    return parameter.device if parameter is not None else torch.device("cpu")
+
+
+def sum_over_mesh(values: list[float], mesh: "DeviceMesh | None") -> list[float]:
+    """Element-wise float64 sum over the ranks of ``mesh``; ``values`` itself without one.
+
+    Collective: all ranks of the mesh.
+    """
+    if mesh is None or mesh.size() == 1:
+        return list(values)
+    if mesh.size() == dist.get_world_size():
+        return all_reduce_sum(values)
+    device = "cpu" if mesh.device_type == "cpu" else torch.accelerator.current_accelerator()
+    total = torch.tensor(values, dtype=torch.float64, device=device)
+    for dim in range(mesh.ndim):
+        dist.all_reduce(total, group=mesh.get_group(dim))
+    return [float(v) for v in total]
+
+
+def _existing_launch() -> _Launch:
+    world_size = dist.get_world_size()
+    local_rank = _env_int("LOCAL_RANK") if "LOCAL_RANK" in os.environ else None
+    if local_rank is None and _is_slurm_step():
+        local_rank = _env_int("SLURM_LOCALID")
+    rank = dist.get_rank()
+    local_world_size = _env_int("LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in os.environ else world_size
+    if local_rank is None:
+        # Without a launcher's word, ranks fill the node's devices in order.
+        devices = torch.accelerator.device_count() if torch.accelerator.is_available() else world_size
+        local_rank = rank % max(devices, 1)
+    return _Launch("existing", rank, local_rank, world_size, local_world_size, None)
+
+
+def _detect_launch() -> _Launch:
+    if "RANK" in os.environ or "LOCAL_RANK" in os.environ:
+        return _torchrun_launch()
+    if _is_slurm_step():
+        return _slurm_launch()
+    if "WORLD_SIZE" in os.environ and _env_int("WORLD_SIZE") > 1:
+        raise ValueError(
+            f"WORLD_SIZE={os.environ['WORLD_SIZE']} is set but RANK is not: start with torchrun or srun, "
+            "or unset WORLD_SIZE to run as a single process"
+        )
+    return _Launch("single", 0, 0, 1, 1, None)
+
+
+def _torchrun_launch() -> _Launch:
+    missing = [name for name in _TORCHRUN_VARIABLES if name not in os.environ]
+    if missing:
+        present = [name for name in _TORCHRUN_VARIABLES if name in os.environ]
+        raise ValueError(
+            f"{', '.join(present)} set but {', '.join(missing)} not: torchrun sets all of "
+            f"{', '.join(_TORCHRUN_VARIABLES)}; start with torchrun, or set the missing ones, or unset all "
+            "of them to run as a single process"
+        )
+    rank, world_size, local_rank = _env_int("RANK"), _env_int("WORLD_SIZE"), _env_int("LOCAL_RANK")
+    if not 0 <= rank < world_size:
+        raise ValueError(f"RANK={rank} is not in [0, WORLD_SIZE={world_size})")
+    local_world_size = _env_int("LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in os.environ else world_size
+    if not 0 <= local_rank < local_world_size:
+        raise ValueError(f"LOCAL_RANK={local_rank} is not in [0, {local_world_size} processes on this node)")
+    return _Launch("torchrun", rank, local_rank, world_size, local_world_size, "env://")
+
+
+def _is_slurm_step() -> bool:
+    # Inside salloc or a batch script SLURM_PROCID may be set, but no srun started this process.
+    step = os.environ.get("SLURM_STEP_ID", "")
+    return (
+        step.isdigit()
+        and int(step) < _FIRST_SPECIAL_STEP
+        and all(name in os.environ for name in ("SLURM_PROCID", "SLURM_LOCALID"))
+    )
+
+
+def _slurm_launch() -> _Launch:
+    tasks = next((name for name in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") if name in os.environ), None)
+    if tasks is None:
+        raise ValueError("inside a Slurm step, but neither SLURM_STEP_NUM_TASKS nor SLURM_NTASKS is set")
+    rank, local_rank, world_size = _env_int("SLURM_PROCID"), _env_int("SLURM_LOCALID"), _env_int(tasks)
+    if not 0 <= rank < world_size:
+        raise ValueError(f"SLURM_PROCID={rank} is not in [0, {tasks}={world_size})")
+    if world_size == 1:
+        return _Launch("slurm", 0, 0, 1, 1, None)
+    address = os.environ.get("MASTER_ADDR") or _slurm_master_address()
+    port = os.environ.get("MASTER_PORT") or str(_slurm_port())
+    return _Launch(
+        "slurm", rank, local_rank, world_size, _slurm_local_world_size(), f"tcp://{address}:{port}"
+    )
+
+
+def _slurm_local_world_size() -> int:
+    """This node's entry of a list such as ``4(x2),3``: four tasks on two nodes, then three on one."""
+    listed = os.environ.get("SLURM_STEP_TASKS_PER_NODE") or os.environ.get("SLURM_TASKS_PER_NODE", "1")
+    counts: list[int] = []
+    for part in listed.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if match is None:
+            raise ValueError(f"SLURM_STEP_TASKS_PER_NODE={listed!r} is not a list such as '4(x2),3'")
+        counts += [int(match[1])] * int(match[2] or 1)
+    node = _env_int("SLURM_NODEID") if "SLURM_NODEID" in os.environ else 0
+    return counts[min(node, len(counts) - 1)]
+
+
+def _slurm_master_address() -> str:
+    nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_NODELIST", "")
+    if not nodes:
+        raise ValueError("inside a Slurm step, but SLURM_STEP_NODELIST is not set; set MASTER_ADDR")
+    first = _first_host(nodes)
+    try:
+        socket.getaddrinfo(first, None)
+    except OSError:
+        # Node names need not resolve (several slurmd on one host); srun's own address then serves.
+        launch = os.environ.get("SLURM_LAUNCH_NODE_IPADDR")
+        if not launch:
+            raise ValueError(
+                f"the first node {first!r} of SLURM_STEP_NODELIST={nodes!r} has no address; set MASTER_ADDR"
+            ) from None
+        return launch
+    return first
+
+
+def _first_host(nodes: str) -> str:
+    """The first name of a Slurm node list such as ``gpu[03-05,9],login1``."""
+    match = re.match(r"([^,\[]+)(?:\[([^\]]+)\])?([^,]*)", nodes)
+    if match is None:
+        raise ValueError(f"SLURM_STEP_NODELIST={nodes!r} is not a Slurm node list; set MASTER_ADDR")
+    prefix, numbers, suffix = match[1], match[2], match[3]
+    if numbers is None:
+        return prefix
+    if "[" in suffix:  # several bracketed parts: leave it to Slurm's own expansion
+        listed = subprocess.run(
+            ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True, timeout=30
+        )
+        return listed.stdout.split()[0]
+    return prefix + re.split(r"[,-]", numbers)[0] + suffix
+
+
+def _slurm_port() -> int:
+    # One port per job and step, so that steps of neighbouring jobs on shared nodes do not meet.
+    job, step = int(os.environ.get("SLURM_JOB_ID", "0")), int(os.environ.get("SLURM_STEP_ID", "0"))
+    return 20000 + (job * 7 + step) % 20000
+
+
+def _select_device(device_type: str, launch: _Launch) -> torch.device:
+    if device_type == "cpu":
+        return torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or accelerator.type != device_type:
+        raise ValueError(
+            f"device_type={device_type!r}, but this process sees "
+            f"{'no accelerator' if accelerator is None else accelerator.type}; use device_type='cpu' or "
+            "check the driver and CUDA_VISIBLE_DEVICES"
+        )
+    count = torch.accelerator.device_count()
+    # A launcher that binds one GPU to each task makes it device 0 in every one of them.
+    index = 0 if count == 1 else launch.local_rank
+    if index >= count:
+        raise ValueError(
+            f"local rank {launch.local_rank} has no device of its own: this process sees {count} of type "
+            f"{device_type}; start at most {count} processes on this node"
+        )
+    torch.accelerator.set_device_index(index)
+    return torch.device(device_type, index)
+
+
+def _default_backend(device_type: str) -> str:
+    if device_type == "cpu":
+        return "gloo"
+    return f"cpu:gloo,{device_type}:{dist.get_default_backend_for_device(device_type)}"
+
+
+def _init_process_group(launch: _Launch, backend: str, timeout: timedelta) -> None:
+    if launch.init_method is None:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        return
+    if launch.init_method == "env://":
+        dist.init_process_group(backend, timeout=timeout)
+        return
+    dist.init_process_group(
+        backend,
+        init_method=launch.init_method,
+        rank=launch.rank,
+        world_size=launch.world_size,
+        timeout=timeout,
+    )
+
+
+def _backend_name() -> str:
+    return str(dist.get_backend_config())
+
+
+def _env_int(name: str) -> int:
+    try:
+        return int(os.environ[name])
+    except ValueError:
+        raise ValueError(f"{name}={os.environ[name]!r} is not a number") from None
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]

@@ -1,0 +1,238 @@
+"""What a training loop reports: memory, FLOPs, throughput and MFU, and the sinks they are logged to."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from fsdp_sft._flops import model_flops_per_token, peak_flops_per_second, resolve_device
+from fsdp_sft._metric_log import MetricLogger
+
+__all__ = [
+    "MetricLogger",
+    "ThroughputMeter",
+    "memory_stats",
+    "model_flops_per_token",
+    "peak_flops_per_second",
+    "reset_peak_memory",
+]
+
+_PROC_STATUS = Path("/proc/self/status")
+_PROC_CLEAR_REFS = Path("/proc/self/clear_refs")
+
+
+def memory_stats(device: torch.device | str | int | None = None) -> dict[str, int]:
+    """Memory in use by this process, of one device.
+
+    Args:
+        device: A CUDA or CPU device; None means the current CUDA device if there is one, otherwise the CPU.
+
+    Returns:
+        CUDA: `peak_allocated_bytes`, `peak_reserved_bytes` (since the start or `reset_peak_memory`),
+        `allocated_bytes` (tensors now), `total_bytes` (of the device), `num_alloc_retries` (a count: how
+        often the caching allocator had to free its cache; more than a few in a run: memory is too tight).
+        CPU: `peak_resident_bytes` and `resident_bytes` of the process. Where there is no /proc (macOS),
+        `resident_bytes` is absent.
+
+    Raises:
+        ValueError: The device is neither CUDA nor CPU.
+    """
+    device = _memory_device(device)
+    if device.type == "cpu":
+        return _cpu_memory_stats()
+    return {
+        "peak_allocated_bytes": torch.cuda.max_memory_allocated(device),
+        "peak_reserved_bytes": torch.cuda.max_memory_reserved(device),
+        "allocated_bytes": torch.cuda.memory_allocated(device),
+        "total_bytes": torch.cuda.get_device_properties(device).total_memory,
+        "num_alloc_retries": int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0)),
+    }
+
+
+def reset_peak_memory(device: torch.device | str | int | None = None) -> bool:
+    """Start a new peak: later `memory_stats` report the highest value from here on.
+
+    Args:
+        device: As in `memory_stats`.
+
+    Returns:
+        True if the peaks were reset; False on a CPU whose operating system keeps one peak for the life of the
+        process (no writable /proc/self/clear_refs).
+
+    Raises:
+        ValueError: The device is neither CUDA nor CPU.
+    """
+    device = _memory_device(device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return True
+    try:
+        _PROC_CLEAR_REFS.write_text(
+            "5"
+        )  # 5 resets VmHWM: https://man7.org/linux/man-pages/man5/proc_pid_clear_refs.5.html
+    except OSError:
+        return False
+    return True
+
+
+class ThroughputMeter:
+    """Tokens per second, TFLOP/s and MFU over the last optimizer steps.
+
+    Time is wall-clock time between calls of `update`; the device is not synchronised, since over a window of
+    steps the host cannot run ahead of it by much. Each rank may have a meter: with the global number of
+    tokens all of them report the same, up to jitter.
+
+    Args:
+        world_size: Number of ranks that share the tokens, >= 1.
+        flops_per_token: Training FLOPs per token (see `model_flops_per_token`); None leaves TFLOP/s and MFU
+            None.
+        device: Device whose peak MFU refers to; None means the current CUDA device if there is one, otherwise
+            the CPU.
+        peak_flops: Peak of one device in FLOP/s, for one that `peak_flops_per_second` does not know (which is
+            asked if this is None).
+        window: Optimizer steps that are averaged over, >= 1.
+        warmup_steps: First steps that are left out (compilation, allocation, first read), >= 0. With 0 the
+            first step is counted from the construction of the meter.
+        clock: Seconds, monotonic; for tests.
+
+    Raises:
+        ValueError: `world_size` or `window` below 1, `warmup_steps` below 0, `flops_per_token` or
+            `peak_flops` not positive.
+
+    Example:
+        >>> ticks = iter([0.0, 5.0, 7.0, 9.0])
+        >>> meter = ThroughputMeter(world_size=2, device="cpu", clock=lambda: next(ticks))
+        >>> for _ in range(3):
+        ...     meter.update(num_tokens=1000)
+        >>> meter.stats()["tokens_per_second_per_gpu"]
+        250.0
+    """
+
+    def __init__(
+        self,
+        *,
+        world_size: int,
+        flops_per_token: int | None = None,
+        device: torch.device | str | int | None = None,
+        peak_flops: float | None = None,
+        window: int = 20,
+        warmup_steps: int = 1,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        for name, value, least in (
+            ("world_size", world_size, 1),
+            ("window", window, 1),
+            ("warmup_steps", warmup_steps, 0),
+        ):
+            if value < least:
+                raise ValueError(f"{name} must be >= {least}, got {value}")
+        for name, rate in (("flops_per_token", flops_per_token), ("peak_flops", peak_flops)):
+            if rate is not None and rate <= 0:
+                raise ValueError(f"{name} must be positive, got {rate}; use None where it is not known")
+        self._device = resolve_device(device)
+        self._world_size = world_size
+        self._flops_per_token = flops_per_token
+        self._peak_flops = peak_flops_per_second(self._device) if peak_flops is None else peak_flops
+        self._warmup_left = warmup_steps
+        self._steps: deque[tuple[int, float]] = deque(maxlen=window)
+        self._clock = clock
+        self._pause_depth = 0
+        self._paused_seconds = 0.0
+        self._last = clock()
+
+    def update(self, *, num_tokens: int) -> None:
+        """Count one optimizer step, at its end.
+
+        Args:
+            num_tokens: Tokens of the step over all ranks and micro-batches, >= 0.
+
+        Raises:
+            TypeError: `num_tokens` is not an int.
+            ValueError: `num_tokens` is negative.
+            RuntimeError: Called inside `paused()`.
+        """
+        if not isinstance(num_tokens, int) or isinstance(num_tokens, bool):
+            raise TypeError(
+                f"num_tokens must be an int, got {type(num_tokens).__name__}; call .item() on a tensor"
+            )
+        if num_tokens < 0:
+            raise ValueError(f"num_tokens must be >= 0, got {num_tokens}")
+        if self._pause_depth:
+            raise RuntimeError(
+                "update() was called inside paused(); leave the pause before the next training step"
+            )
+        now = self._clock()
+        seconds = now - self._last - self._paused_seconds
+        self._last, self._paused_seconds = now, 0.0
+        if self._warmup_left:
+            self._warmup_left -= 1
+        else:
+            self._steps.append((num_tokens, seconds))
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave the time inside out of the step it falls into: evaluation, saving. May be nested.
+
+        On CUDA the device is synchronised on the way in and out, so that training work still queued is
+        counted and work queued inside is not.
+        """
+        self._pause_depth += 1
+        start = self._now_when_idle() if self._pause_depth == 1 else 0.0
+        try:
+            yield
+        finally:
+            if self._pause_depth == 1:
+                self._paused_seconds += self._now_when_idle() - start
+            self._pause_depth -= 1
+
+    def stats(self) -> dict[str, float | None]:
+        """Means over the window, ready for `MetricLogger.log`.
+
+        Returns:
+            `tokens_per_second` (all ranks), `tokens_per_second_per_gpu`, `step_seconds`, `tflops_per_gpu`
+            (1e12 FLOP/s) and `mfu` (fraction of the peak, 0 to 1). None where it is not known: all before the
+            first measured step; the last two without `flops_per_token`; `mfu` without a known peak.
+        """
+        seconds = sum(seconds for _, seconds in self._steps)
+        measured = seconds > 0
+        tokens_per_second = sum(tokens for tokens, _ in self._steps) / seconds if measured else None
+        per_gpu = None if tokens_per_second is None else tokens_per_second / self._world_size
+        flops = None if per_gpu is None or self._flops_per_token is None else per_gpu * self._flops_per_token
+        return {
+            "tokens_per_second": tokens_per_second,
+            "tokens_per_second_per_gpu": per_gpu,
+            "step_seconds": seconds / len(self._steps) if measured else None,
+            "tflops_per_gpu": None if flops is None else flops / 1e12,
+            "mfu": None if flops is None or self._peak_flops is None else flops / self._peak_flops,
+        }
+
+    def _now_when_idle(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return self._clock()
+
+
+def _memory_device(device: torch.device | str | int | None) -> torch.device:
+    device = resolve_device(device)
+    if device.type not in ("cuda", "cpu"):
+        raise ValueError(
+            f"memory is known for cuda and cpu devices, got {device}; pass device='cpu' or 'cuda'"
+        )
+    return device
+
+
+def _cpu_memory_stats() -> dict[str, int]:
+    if not _PROC_STATUS.exists():
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        # ru_maxrss is bytes on macOS, KiB elsewhere.
+        return {"peak_resident_bytes": peak if sys.platform == "darwin" else peak * 1024}
+    fields = dict(line.split(":", 1) for line in _PROC_STATUS.read_text().splitlines())
+    kib = {name: int(fields[name].split()[0]) for name in ("VmHWM", "VmRSS")}
+    return {"peak_resident_bytes": kib["VmHWM"] * 1024, "resident_bytes": kib["VmRSS"] * 1024}

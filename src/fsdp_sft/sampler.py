@@ -1,0 +1,128 @@
+"""A distributed order of rows that resumes exactly where training stopped, at any number of ranks."""
+
+from collections.abc import Iterator, Mapping, Sized
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import Sampler
+
+
+class ResumableSampler(Sampler[int]):
+    """Like torch's ``DistributedSampler``, with a position that belongs in the checkpoint.
+
+    The position counts the rows that training has consumed on all ranks, not those that a DataLoader's
+    workers have fetched ahead. ``windows`` reports them; a loop without it calls ``mark_consumed`` itself.
+    Row ``k`` of the epoch's order goes to rank ``k % num_replicas``, so the position means the same at
+    another number of ranks. When an epoch has been consumed, the next one begins by itself.
+
+    Args:
+        data: The data set, or its number of rows.
+        shuffle: Whether each epoch has an order of its own; otherwise rows come in theirs.
+        seed: Of the order, together with the epoch; the same on all ranks.
+        drop_last: Whether an epoch ends at the last row that gives every rank one. Otherwise the first rows
+            of the order fill the last round, so that all ranks yield the same number.
+        num_replicas: Number of ranks that share the rows; None takes the process group's, or 1.
+        rank: This rank; None takes the process group's, or 0.
+
+    Raises:
+        ValueError: If the data is empty, or smaller than the ranks with ``drop_last``.
+    """
+
+    def __init__(
+        self,
+        data: Sized | int,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+    ) -> None:
+        grouped = dist.is_available() and dist.is_initialized()
+        self.num_replicas = num_replicas or (dist.get_world_size() if grouped else 1)
+        self.rank = rank if rank is not None else (dist.get_rank() if grouped else 0)
+        if not 0 <= self.rank < self.num_replicas:
+            raise ValueError(f"rank must be in [0, {self.num_replicas}), got {self.rank}")
+        self.num_rows = data if isinstance(data, int) else len(data)
+        self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
+        self.epoch = 0
+        self.position = 0
+        if self.num_rows < (self.num_replicas if drop_last else 1):
+            raise ValueError(
+                f"{self.num_rows} rows cannot give each of {self.num_replicas} ranks one; "
+                "use more rows, fewer ranks, or drop_last=False"
+            )
+
+    def __iter__(self) -> Iterator[int]:
+        order = self._order()
+        return iter(order[self.position + self.rank :: self.num_replicas])
+
+    def __len__(self) -> int:
+        """Rows that this rank has left in the current epoch."""
+        return (self._end() - self.position) // self.num_replicas
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the start of an epoch; the current one is not restarted, so a resumed loop may call it."""
+        if epoch != self.epoch:
+            self.epoch, self.position = epoch, 0
+
+    def mark_consumed(self, num_rows: int) -> None:
+        """Advance by ``num_rows`` rows of this rank, and as many on every other."""
+        self.position += num_rows * self.num_replicas
+        if self.position >= self._end():
+            self.end_epoch()
+
+    def end_epoch(self) -> None:
+        """Go on to the next epoch, if the current one has begun."""
+        if self.position:
+            self.epoch, self.position = self.epoch + 1, 0
+
+    def state_dict(self) -> dict[str, int]:
+        """The same on every rank: epoch, position, and what the order depends on."""
+        return {
+            "epoch": self.epoch,
+            "position": self.position,
+            "num_rows": self.num_rows,
+            "seed": self.seed,
+            "shuffle": int(self.shuffle),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved position, at this or another number of ranks.
+
+        Raises:
+            ValueError: If the state is of other data or another order: the rows seen would not be the same.
+        """
+        own = self.state_dict()
+        missing = [key for key in own if key not in state]
+        if missing:
+            raise ValueError(f"sampler state lacks {missing}; expected what state_dict() returned")
+        for key in ("num_rows", "seed", "shuffle"):
+            if int(state[key]) != own[key]:
+                raise ValueError(
+                    f"sampler state has {key}={state[key]}, this sampler {own[key]}: the order would differ; "
+                    "use the same data and options, or start a new run"
+                )
+        self.epoch, self.position = int(state["epoch"]), int(state["position"])
+        if not 0 <= self.position <= self.num_rows + self.num_replicas:
+            raise ValueError(f"sampler position {self.position} is outside the {self.num_rows} rows")
+        if self.position >= self._end():
+            self.end_epoch()
+
+    def _order(self) -> list[int]:
+        if self.shuffle:
+            generator = torch.Generator().manual_seed(self.seed + 1_000_003 * self.epoch)
+            order = torch.randperm(self.num_rows, generator=generator).tolist()
+        else:
+            order = list(range(self.num_rows))
+        end = self._end()
+        while len(order) < end:
+            order += order[: end - len(order)]
+        return order[:end]
+
+    def _end(self) -> int:
+        """Where the epoch ends, so that the rows left from the position divide by the ranks."""
+        left = self.num_rows - self.position
+        rounds = left // self.num_replicas if self.drop_last else -(-left // self.num_replicas)
+        return self.position + max(rounds, 0) * self.num_replicas

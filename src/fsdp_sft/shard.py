@@ -1,0 +1,309 @@
+"""Shard a model with FSDP2, block by block, with float32 masters made from each shard and not each block."""
+
+import re
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
+
+from fsdp_sft._compat import apply_to_tensors, keep_in_float32_patterns
+from fsdp_sft.blocks import find_blocks
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def shard_model(
+    model: nn.Module,
+    *,
+    mesh: "DeviceMesh",
+    master_dtype: torch.dtype = torch.float32,
+    frozen_dtype: torch.dtype | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    blocks: Mapping[str, nn.Module] | None = None,
+    reshard_after_forward: bool | int = True,
+    offload_policy: OffloadPolicy | None = None,
+    prefetch: int = 0,
+) -> nn.Module:
+    """Shard a model in place: each block is one FSDP2 group, what is left (embedding, norm, head) the root's.
+
+    Each shard is cast after its block has been split, so a rank casts 1/N of the bytes and never holds a
+    block in the master dtype. Tied embedding and head end up in the root's group together. Modules that
+    transformers keeps in float32 under the policy's compute dtype get a group of their own with float32
+    compute; what cannot be honoured is named in a warning.
+
+    Args:
+        model: Materialised (every rank with the same values) or on the meta device; ordinary parameters.
+        mesh: From ``build_mesh``: 1-D for FSDP, 2-D for HSDP and DDP.
+        master_dtype: Dtype of the stored trainable shards, hence of gradients and optimizer states.
+        frozen_dtype: Dtype of the stored frozen shards; None keeps the dtype they have.
+        mp_policy: Compute and reduction dtypes; None is bfloat16 compute with float32 reduction.
+        blocks: FQN to block, innermost groups may be nested; None takes ``find_blocks(model)``.
+        reshard_after_forward: For the blocks. True frees a block's parameters after its forward (ZeRO-3),
+            False keeps them until its backward (ZeRO-2), a number keeps them sharded over that many ranks.
+            The root keeps torch's default: it stays gathered from forward to backward.
+        offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and optimizer on the host. Pinned
+            memory is turned off where there is no accelerator to copy to.
+        prefetch: How many blocks ahead the forward gathers; 0 leaves it to torch (the next one is gathered
+            while the current computes). Costs that many gathered blocks.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: If the model is sharded already, an argument is out of range, or a block is not of this
+            model.
+        NoBlocksError: If ``blocks`` is None and none is found.
+
+    Collective: all ranks of the mesh, with the same model.
+    Memory: For a materialised model, what it holds, falling towards the shards; one block at a time more.
+    """
+    _refuse_sharded(model)
+    policy = mp_policy or MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    _check_reshard(reshard_after_forward, mesh)
+    _check_dtypes(master_dtype, frozen_dtype)
+    chosen = dict(find_blocks(model) if blocks is None else blocks)
+    _check_blocks(model, chosen)
+    if isinstance(prefetch, bool) or prefetch < 0:
+        raise ValueError(f"prefetch must be a number of blocks, 0 or more, got {prefetch!r}")
+    offload = _offload_policy(offload_policy)
+
+    def shard(modules: nn.Module | list[nn.Module], mp: MixedPrecisionPolicy, **kwargs: bool | int) -> None:
+        fully_shard(modules, mesh=mesh, mp_policy=mp, offload_policy=offload, **kwargs)  # type: ignore[call-overload]
+        for module in modules if isinstance(modules, list) else [modules]:
+            _cast_shards(module, master_dtype, frozen_dtype)
+
+    for modules in _tied_across_blocks(model, chosen):
+        shard(modules, policy, reshard_after_forward=False)
+    float32_policy = replace(policy, param_dtype=torch.float32, cast_forward_inputs=False, output_dtype=None)
+    for module in _kept_in_float32(model, policy, warn=mesh.get_rank() == 0):
+        shard(module, float32_policy, reshard_after_forward=reshard_after_forward)
+    for module in reversed(
+        list(chosen.values())
+    ):  # registration order is outer first; FSDP2 wants inner first
+        shard(module, policy, reshard_after_forward=reshard_after_forward)
+    shard(model, policy)
+    _set_prefetch(list(chosen.values()), prefetch)
+    return model
+
+
+def compile_blocks(model: nn.Module, **compile_kwargs: object) -> list[str]:
+    """Compile each block in place with ``torch.compile``; parameter names do not change.
+
+    Blocks of one class share their compiled code, so the model compiles in the time of one block. Call it
+    after ``apply_sac`` and before ``shard_model``.
+
+    Args:
+        model: Any model that ``find_blocks`` reads.
+        **compile_kwargs: Passed to ``torch.compile``, such as ``backend=`` or ``dynamic=``.
+
+    Returns:
+        FQNs of the compiled blocks.
+
+    Raises:
+        NoBlocksError: If the model has no blocks.
+    """
+    blocks = find_blocks(model)
+    for block in blocks.values():
+        block.compile(**compile_kwargs)
+    return list(blocks)
+
+
+def describe_sharding(model: nn.Module) -> str:
+    """A table of the FSDP2 groups: FQN, parameters, local bytes, dtypes, placements.
+
+    Groups that are alike in all but their index share a row. Reshards the model first.
+
+    Raises:
+        ValueError: If the model is not sharded.
+    """
+    from fsdp_sft.distributed import mesh_of, reshard
+
+    mesh = mesh_of(model)
+    if mesh is None:
+        raise ValueError(f"{type(model).__name__} is not sharded; call shard_model first")
+    reshard(model)
+    rows: dict[tuple[str, ...], int] = {}
+    total_local = total = 0
+    for fqn, parameters in _groups(model).items():
+        local = sum(_local_bytes(p) for p in parameters)
+        numel = sum(p.numel() for p in parameters)
+        total, total_local = total + numel, total_local + local
+        dtypes = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters}))
+        placements = ", ".join(
+            sorted({str(p.placements) if isinstance(p, DTensor) else "not sharded" for p in parameters})
+        )
+        trainable = sum(p.numel() for p in parameters if p.requires_grad)
+        row = (
+            re.sub(r"\.\d+(?=\.|$)", ".*", fqn) or "(root)",
+            f"{numel:,}",
+            f"{trainable:,}",
+            f"{local:,}",
+            dtypes,
+            placements,
+        )
+        rows[row] = rows.get(row, 0) + 1
+    header = ("group", "x", "parameters", "trainable", "local bytes", "dtype", "placements")
+    table = [header] + [(row[0], str(count), *row[1:]) for row, count in rows.items()]
+    widths = [max(len(line[i]) for line in table) for i in range(len(header))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in table]
+    names = ", ".join(f"{n}={s}" for n, s in zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
+    summary = (
+        f"{total:,} parameters, {total_local:,} bytes on this rank, mesh ({names}) on {mesh.device_type}"
+    )
+    return "\n".join([line.rstrip() for line in lines] + [summary])
+
+
+def _groups(model: nn.Module) -> dict[str, list[nn.Parameter]]:
+    """FQN of each FSDP2 module to the parameters that it, and no inner one, manages."""
+    sharded = [fqn for fqn, module in model.named_modules() if isinstance(module, FSDPModule)]
+    groups: dict[str, list[nn.Parameter]] = {fqn: [] for fqn in sharded}
+    for name, parameter in model.named_parameters():
+        groups[_owner(name, sharded)].append(parameter)
+    return {fqn: parameters for fqn, parameters in groups.items() if parameters}
+
+
+def _owner(name: str, groups: list[str]) -> str:
+    """The innermost of ``groups`` that the parameter ``name`` lies in; ``""`` is the root."""
+    return max((fqn for fqn in groups if not fqn or name.startswith(f"{fqn}.")), key=len, default="")
+
+
+def _local_bytes(parameter: nn.Parameter) -> int:
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return local.numel() * local.element_size()
+
+
+def _refuse_sharded(model: nn.Module) -> None:
+    for fqn, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            raise ValueError(
+                f"{fqn or 'the model'} is sharded already; shard_model works once, on an ordinary model"
+            )
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise ValueError(f"{name} is a DTensor already; shard_model takes ordinary parameters")
+
+
+def _check_reshard(reshard_after_forward: bool | int, mesh: "DeviceMesh") -> None:
+    if isinstance(reshard_after_forward, bool):
+        return
+    shards = mesh.size(mesh.ndim - 1)
+    allowed = [d for d in range(2, shards) if shards % d == 0]
+    if reshard_after_forward not in allowed:
+        raise ValueError(
+            "reshard_after_forward must be True, False or a divisor of the shard group between 1 and its "
+            f"size ({allowed or 'none'} for {shards} ranks), got {reshard_after_forward!r}"
+        )
+
+
+def _check_dtypes(master_dtype: torch.dtype, frozen_dtype: torch.dtype | None) -> None:
+    for name, dtype in (("master_dtype", master_dtype), ("frozen_dtype", frozen_dtype)):
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ValueError(f"{name} must be a floating-point torch.dtype, got {dtype!r}")
+
+
+def _check_blocks(model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
+    modules = dict(model.named_modules())
+    for fqn, block in blocks.items():
+        if not fqn or modules.get(fqn) is not block:
+            raise ValueError(
+                f"blocks[{fqn!r}] is not the module of that name in {type(model).__name__}; "
+                "pass what find_blocks(model, ...) returned"
+            )
+
+
+def _offload_policy(policy: OffloadPolicy | None) -> OffloadPolicy:
+    if policy is None:
+        return OffloadPolicy()
+    if isinstance(policy, CPUOffloadPolicy) and policy.pin_memory and not torch.accelerator.is_available():
+        return CPUOffloadPolicy(pin_memory=False)
+    return policy
+
+
+def _cast_shards(module: nn.Module, master_dtype: torch.dtype, frozen_dtype: torch.dtype | None) -> None:
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, DTensor) or not tensor.is_floating_point():
+            return tensor  # a buffer, or an integer parameter of a quantised layer
+        dtype = master_dtype if tensor.requires_grad else frozen_dtype
+        return tensor if dtype is None or tensor.dtype == dtype else tensor.to(dtype)
+
+    apply_to_tensors(module, cast)
+
+
+def _kept_in_float32(model: nn.Module, policy: MixedPrecisionPolicy, *, warn: bool) -> list[nn.Module]:
+    """Modules that need float32 compute under ``policy``, by transformers' own rule for loading."""
+    if policy.param_dtype not in (torch.float16, torch.bfloat16):
+        return []
+    float16_only, always = keep_in_float32_patterns(model)
+    names = always | float16_only if policy.param_dtype == torch.float16 else always
+    kept: list[nn.Module] = []
+    ignored: set[str] = set()
+    for fqn, module in model.named_modules():
+        own = [f"{fqn}.{name}" if fqn else name for name, _ in module.named_parameters(recurse=False)]
+        matching = [name for name in own if _matches(name, names)]
+        if matching and len(matching) == len(own) and fqn:
+            kept.append(module)
+        else:
+            ignored.update(matching)
+        ignored.update(name for name in own if name not in matching and _matches(name, float16_only))
+    if ignored and warn:
+        warnings.warn(
+            f"computed in {policy.param_dtype} although transformers lists them in _keep_in_fp32_modules: "
+            f"{_abridged(ignored)} (transformers itself keeps such modules in float32 under float16 only, or "
+            "they share a module with other parameters)",
+            stacklevel=3,
+        )
+    return kept
+
+
+def _matches(parameter_name: str, patterns: set[str]) -> bool:
+    # As transformers matches them: whole dotted components, anywhere in the name.
+    return any(re.search(rf"(?:^|\.){re.escape(p)}(?:\.|$)", parameter_name) for p in patterns)
+
+
+def _abridged(names: set[str]) -> str:
+    return ", ".join(sorted({re.sub(r"\.\d+(?=\.)", ".*", name) for name in names}))
+
+
+def _tied_across_blocks(model: nn.Module, blocks: Mapping[str, nn.Module]) -> list[list[nn.Module]]:
+    """Modules that share a parameter across blocks, to be one group each time.
+
+    torch (2.13 on) refuses a parameter that lies in two groups. Embedding and head both lie in the root's
+    and need nothing; a layer that several blocks share (Zamba's attention) needs a group of its own.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    places: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        places.setdefault(id(parameter), []).append(name)
+    groups: dict[tuple[str, ...], list[nn.Module]] = {}
+    for names in places.values():
+        owners = sorted({_owner(name, list(blocks)) for name in names})
+        if len(owners) < 2:
+            continue
+        members = groups.setdefault(tuple(owners), [])
+        for name in names:
+            module = modules[name.rpartition(".")[0]]
+            if all(module is not member for member in members):
+                members.append(module)
+    return list(groups.values())
+
+
+def _set_prefetch(blocks: list[nn.Module], prefetch: int) -> None:
+    if not prefetch:
+        return
+    sharded = [block for block in blocks if isinstance(block, FSDPModule)]
+    for i, block in enumerate(sharded):
+        following = sharded[i + 1 : i + 1 + prefetch]
+        if following:
+            block.set_modules_to_forward_prefetch(following)

@@ -1,0 +1,167 @@
+"""Tiny models of many families, ragged batches, and the plain single-process oracle."""
+
+import copy
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+VOCAB = 101  # not divisible by any number of ranks used here
+
+
+def tiny_config(family: str, **overrides: Any) -> Any:
+    import transformers as tf
+
+    common = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    no_kv = {name: value for name, value in common.items() if name != "num_key_value_heads"}
+    table = {
+        "llama": lambda: tf.LlamaConfig(**{**common, **overrides}),
+        "qwen2": lambda: tf.Qwen2Config(**{**common, "tie_word_embeddings": False, **overrides}),
+        "qwen2-tied": lambda: tf.Qwen2Config(**{**common, "tie_word_embeddings": True, **overrides}),
+        "gemma3": lambda: tf.Gemma3TextConfig(
+            **{**common, "head_dim": 8, "sliding_window": 8, "layer_types": None, **overrides}
+        ),
+        "mixtral": lambda: tf.MixtralConfig(
+            **{**common, "num_local_experts": 4, "num_experts_per_tok": 2, **overrides}
+        ),
+        "gpt2": lambda: tf.GPT2Config(
+            **{
+                "vocab_size": VOCAB,
+                "n_embd": 32,
+                "n_layer": 3,
+                "n_head": 4,
+                "n_positions": 128,
+                "resid_pdrop": 0.0,
+                "embd_pdrop": 0.0,
+                "attn_pdrop": 0.0,
+                **overrides,
+            }
+        ),
+        "t5": lambda: tf.T5Config(
+            **{
+                "vocab_size": VOCAB,
+                "d_model": 32,
+                "d_kv": 8,
+                "d_ff": 48,
+                "num_layers": 3,
+                "num_heads": 4,
+                "dropout_rate": 0.0,
+                "decoder_start_token_id": 0,
+                "pad_token_id": 0,
+                **overrides,
+            }
+        ),
+        "bert": lambda: tf.BertConfig(
+            **{
+                **no_kv,
+                "num_labels": 3,
+                "hidden_dropout_prob": 0.0,
+                "attention_probs_dropout_prob": 0.0,
+                **overrides,
+            }
+        ),
+    }
+    return table[family]()
+
+
+def tiny_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
+    import transformers as tf
+
+    classes = {
+        "llama": "LlamaForCausalLM",
+        "qwen2": "Qwen2ForCausalLM",
+        "qwen2-tied": "Qwen2ForCausalLM",
+        "gemma3": "Gemma3ForCausalLM",
+        "mixtral": "MixtralForCausalLM",
+        "gpt2": "GPT2LMHeadModel",
+        "t5": "T5ForConditionalGeneration",
+        "bert": "BertForSequenceClassification",
+    }
+    config = tiny_config(family, **overrides)
+    torch.manual_seed(seed)
+    model = getattr(tf, classes[family])(config)
+    # The default initialisation is so small that gradients hardly depend on the inputs.
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(3)
+    if dtype == torch.float64 and family == "mixtral":
+        model.set_experts_implementation("eager")  # torch's grouped_mm takes no float64
+    return model.to(dtype).train()
+
+
+def ragged_batches(
+    count: int, *, seed: int = 1, batch_size: int = 2, longest: int = 17
+) -> list[dict[str, Any]]:
+    """Padded batches of unequal widths and numbers of targets; the last one has no target at all."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (1,), generator=generator))
+
+    batches = []
+    for index in range(count):
+        lengths = [draw(4, longest) for _ in range(batch_size)]
+        width = max(lengths)
+        ids = torch.zeros(batch_size, width, dtype=torch.int64)
+        mask = torch.zeros_like(ids)
+        labels = torch.full_like(ids, -100)
+        for row, length in enumerate(lengths):
+            ids[row, :length] = torch.randint(3, VOCAB, (length,), generator=generator)
+            mask[row, :length] = 1
+            start = draw(1, length)
+            labels[row, start:length] = ids[row, start:length]
+        if count > 1 and index == count - 1:
+            labels[:] = -100
+        batches.append({"input_ids": ids, "attention_mask": mask, "labels": labels})
+    return batches
+
+
+def oracle_loss(model: nn.Module, batches: list[dict[str, Any]]) -> torch.Tensor:
+    """Mean over all targets of all batches, written out plainly."""
+    total, targets = torch.zeros((), dtype=torch.float64), 0
+    for batch in batches:
+        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        for row in range(logits.shape[0]):
+            for position in range(1, logits.shape[1]):
+                label = int(batch["labels"][row, position])
+                if label != -100:
+                    total = total - F.log_softmax(logits[row, position - 1], dim=-1)[label]
+                    targets += 1
+    return total / targets
+
+
+def oracle_gradients(
+    model: nn.Module, batches: list[dict[str, Any]]
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradients of the unsharded model over all batches, by name; the model is left alone."""
+    model = copy.deepcopy(model)
+    loss = oracle_loss(model, batches)
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def full(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    from torch.distributed.tensor import DTensor
+
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def largest_error(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """Largest difference relative to the largest entry of all expected tensors."""
+    assert actual.keys() == expected.keys(), sorted(actual.keys() ^ expected.keys())
+    scale = max(float(tensor.abs().max()) for tensor in expected.values())
+    worst = max(float((actual[name] - expected[name]).abs().max()) for name in expected)
+    return worst / scale

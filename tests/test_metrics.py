@@ -1,0 +1,504 @@
+import io
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+from torch.utils.flop_counter import FlopCounterMode
+
+from fsdp_sft import _flops, metrics
+from fsdp_sft.metrics import (
+    MetricLogger,
+    ThroughputMeter,
+    memory_stats,
+    model_flops_per_token,
+    peak_flops_per_second,
+    reset_peak_memory,
+)
+
+BATCH, SEQ = 2, 32
+SMALL = {
+    "vocab_size": 160,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+GQA = {**SMALL, "num_key_value_heads": 2}
+MOE = {**GQA, "num_experts_per_tok": 2, "experts_implementation": "eager"}
+FAMILIES = {
+    "llama": lambda: transformers.LlamaConfig(**SMALL),
+    "llama-gqa-tied": lambda: transformers.LlamaConfig(**GQA, tie_word_embeddings=True),
+    "llama-wide-heads": lambda: transformers.LlamaConfig(**GQA, head_dim=32),
+    "qwen2": lambda: transformers.Qwen2Config(**GQA),
+    "qwen3": lambda: transformers.Qwen3Config(**GQA, head_dim=24),
+    "gemma3-text": lambda: transformers.Gemma3TextConfig(**GQA, head_dim=24, sliding_window=SEQ),
+    "mixtral": lambda: transformers.MixtralConfig(**MOE, num_local_experts=8),
+    "qwen2-moe": lambda: transformers.Qwen2MoeConfig(
+        **MOE,
+        num_experts=8,
+        moe_intermediate_size=48,
+        shared_expert_intermediate_size=80,
+        mlp_only_layers=[1],
+    ),
+    "qwen3-moe": lambda: transformers.Qwen3MoeConfig(
+        **MOE, num_experts=8, moe_intermediate_size=48, head_dim=16, decoder_sparse_step=2
+    ),
+    "glm4-moe": lambda: transformers.Glm4MoeConfig(
+        **MOE,
+        n_routed_experts=8,
+        n_shared_experts=2,
+        moe_intermediate_size=48,
+        head_dim=16,
+        first_k_dense_replace=2,
+    ),
+    "granite-moe-shared": lambda: transformers.GraniteMoeSharedConfig(
+        **MOE, num_local_experts=8, shared_intermediate_size=96
+    ),
+    "gpt-oss": lambda: transformers.GptOssConfig(**MOE, num_local_experts=8, head_dim=16, sliding_window=SEQ),
+    "nemotron": lambda: transformers.NemotronConfig(**GQA),
+    "stablelm": lambda: transformers.StableLmConfig(**GQA),
+    "bloom": lambda: transformers.BloomConfig(vocab_size=160, hidden_size=64, n_layer=3, n_head=4),
+    "gpt2": lambda: transformers.GPT2Config(
+        vocab_size=160, n_embd=64, n_layer=4, n_head=4, bos_token_id=1, eos_token_id=2
+    ),
+    "gpt2-inner": lambda: transformers.GPT2Config(
+        vocab_size=160, n_embd=64, n_layer=4, n_head=4, n_inner=96, bos_token_id=1, eos_token_id=2
+    ),
+    "phi": lambda: transformers.PhiConfig(**GQA),
+    "phi3": lambda: transformers.Phi3Config(**GQA, sliding_window=SEQ),
+    "gpt-neox": lambda: transformers.GPTNeoXConfig(**SMALL),
+}
+
+
+def measured_flops_per_token(config, *, backward=False):
+    config._attn_implementation = (
+        "eager"  # the counter has no formula for scaled_dot_product_attention on a CPU
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    input_ids = torch.randint(3, 160, (BATCH, SEQ))
+    with FlopCounterMode(display=False) as counter:
+        logits = model(input_ids=input_ids, use_cache=False).logits
+        if backward:
+            logits.sum().backward()
+    return counter.get_total_flops() / (BATCH * SEQ) * (1 if backward else 3)
+
+
+class TestModelFlops:
+    @pytest.mark.parametrize("family", FAMILIES)
+    def test_agrees_with_flop_counter(self, family):
+        config = FAMILIES[family]()
+        assert model_flops_per_token(config, SEQ) == pytest.approx(measured_flops_per_token(config), rel=0.02)
+
+    def test_backward_is_twice_the_forward(self):
+        config = FAMILIES["llama"]()
+        measured = measured_flops_per_token(config, backward=True)
+        assert model_flops_per_token(config, SEQ) == pytest.approx(measured, rel=0.02)
+
+    def test_llama_2_7b_by_hand(self):
+        config = transformers.LlamaConfig()
+        blocks = 32 * (4 * 4096**2 + 3 * 4096 * 11008)
+        assert model_flops_per_token(config, 4096) == 6 * (blocks + 32000 * 4096) + 12 * 32 * 4096 * 4096
+
+    def test_sliding_window_shortens_the_context(self):
+        layers = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+        config = transformers.Gemma3TextConfig(**GQA, head_dim=24, sliding_window=8, layer_types=layers)
+        growth = model_flops_per_token(config, 32) - model_flops_per_token(config, 16)
+        assert growth == 12 * 4 * 24 * 2 * 16
+
+    def test_window_of_all_layers(self):
+        config = transformers.MistralConfig(**GQA, sliding_window=8)
+        assert model_flops_per_token(config, 32) == model_flops_per_token(config, 8)
+
+    def test_unused_window_is_ignored(self):
+        config = transformers.Qwen2Config(**GQA, sliding_window=8, use_sliding_window=False)
+        assert model_flops_per_token(config, 32) > model_flops_per_token(config, 8)
+
+    def test_composite_config_counts_its_text_decoder(self):
+        text = FAMILIES["gemma3-text"]()
+        config = transformers.Gemma3Config(text_config=text.to_dict())
+        assert model_flops_per_token(config, SEQ) == model_flops_per_token(text, SEQ)
+
+    def test_result_is_an_int(self):
+        assert type(model_flops_per_token(FAMILIES["mixtral"](), SEQ)) is int
+
+    @pytest.mark.parametrize(
+        ("config", "reason"),
+        [
+            (transformers.T5Config, "is_encoder_decoder"),
+            (transformers.MambaConfig, "'mamba'"),
+            (transformers.DeepseekV3Config, "kv_lora_rank=512"),
+            (transformers.Qwen3NextConfig, "linear_attn"),
+            (transformers.FalconConfig, "no tensor-parallel plan"),
+            (transformers.AfmoeConfig, "'afmoe'"),
+            (transformers.HunYuanMoEV1Config, "moe_topk"),
+            (transformers.Gemma4UnifiedTextConfig, "per_layer_attributes"),
+        ],
+    )
+    def test_other_shapes_are_refused(self, config, reason):
+        with pytest.raises(ValueError, match=reason) as error:
+            model_flops_per_token(config(), SEQ)
+        assert "FlopCounterMode" in str(error.value)
+
+    def test_experts_without_a_number_are_refused(self):
+        with pytest.raises(ValueError, match="none of num_local_experts"):
+            model_flops_per_token(transformers.Dots1Config(), SEQ)
+
+    def test_short_sequence(self):
+        with pytest.raises(ValueError, match="seq_length must be >= 1, got 0"):
+            model_flops_per_token(FAMILIES["llama"](), 0)
+
+
+class TestPeakFlops:
+    def test_cpu_is_unknown(self):
+        assert peak_flops_per_second("cpu") is None
+
+    @pytest.mark.parametrize(
+        ("name", "tflops"),
+        [
+            ("NVIDIA A100-SXM4-80GB", 312.0),
+            ("NVIDIA A10G", 70.0),
+            ("NVIDIA A10", 125.0),
+            ("NVIDIA H100 80GB HBM3", 989.4),
+            ("NVIDIA H100 PCIe", 756.5),
+            ("NVIDIA H100 NVL", 835.5),
+            ("NVIDIA H200", 989.4),
+            ("NVIDIA H200 NVL", 835.5),
+            ("NVIDIA GH200 480GB", 989.4),
+            ("NVIDIA B200", 2250.0),
+            ("NVIDIA GB200", 2500.0),
+            ("NVIDIA L40S", 362.05),
+            ("NVIDIA GeForce RTX 4090", 165.2),
+            ("AMD Instinct MI300X", 1307.4),
+            ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+            ("NVIDIA GeForce RTX 4090 D", None),
+            ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+            ("NVIDIA RTX A4000", None),
+            ("Tesla V100-SXM2-16GB", None),
+        ],
+    )
+    def test_names(self, name, tflops):
+        assert _flops._peak_of_name(name) == (None if tflops is None else tflops * 1e12)
+
+
+class TestMemoryStats:
+    def test_cpu_in_bytes(self):
+        stats = memory_stats("cpu")
+        assert set(stats) == {"peak_resident_bytes", "resident_bytes"}
+        assert 50 << 20 < stats["resident_bytes"] <= stats["peak_resident_bytes"] < 1 << 40
+
+    def test_cpu_sees_an_allocation(self):
+        before = memory_stats("cpu")["resident_bytes"]
+        held = torch.ones(64 << 20, dtype=torch.uint8)
+        grown = memory_stats("cpu")["resident_bytes"] - before
+        assert grown == pytest.approx(held.nbytes, rel=0.2)
+
+    def test_without_proc(self, monkeypatch, tmp_path):
+        expected = memory_stats("cpu")["peak_resident_bytes"]
+        monkeypatch.setattr(metrics, "_PROC_STATUS", tmp_path / "absent")
+        monkeypatch.setattr(metrics, "_PROC_CLEAR_REFS", tmp_path / "absent" / "clear_refs")
+        stats = memory_stats("cpu")
+        assert set(stats) == {"peak_resident_bytes"}
+        assert stats["peak_resident_bytes"] >= expected * 0.9
+        assert reset_peak_memory("cpu") is False
+
+    def test_reset(self):
+        held = torch.ones(64 << 20, dtype=torch.uint8)
+        del held
+        before = memory_stats("cpu")
+        if not reset_peak_memory("cpu"):
+            pytest.skip("this system keeps one peak for the life of a process")
+        after = memory_stats("cpu")
+        assert after["peak_resident_bytes"] < before["peak_resident_bytes"]
+
+    def test_other_device(self):
+        with pytest.raises(ValueError, match="got meta"):
+            memory_stats("meta")
+
+    @pytest.mark.gpu
+    def test_cuda(self):
+        reset_peak_memory()
+        base = memory_stats()["allocated_bytes"]
+        held = torch.empty(32 << 20, dtype=torch.uint8, device="cuda")
+        del held
+        stats = memory_stats()
+        assert stats["allocated_bytes"] == base
+        assert stats["peak_allocated_bytes"] == base + (32 << 20)
+        assert stats["peak_allocated_bytes"] <= stats["peak_reserved_bytes"] <= stats["total_bytes"]
+        assert stats["num_alloc_retries"] == 0
+        assert memory_stats(0) == memory_stats("cuda")
+        assert reset_peak_memory("cuda:0") is True
+        assert memory_stats()["peak_allocated_bytes"] == base
+
+
+class Clock:
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+def run(meter, clock, steps):
+    for num_tokens, seconds in steps:
+        clock.now += seconds
+        meter.update(num_tokens=num_tokens)
+
+
+class TestThroughputMeter:
+    def test_warmup_is_left_out(self, clock):
+        meter = ThroughputMeter(world_size=4, device="cpu", clock=clock)
+        run(meter, clock, [(1000, 60.0), (1000, 2.0), (3000, 2.0)])
+        assert meter.stats() == {
+            "tokens_per_second": 1000.0,
+            "tokens_per_second_per_gpu": 250.0,
+            "step_seconds": 2.0,
+            "tflops_per_gpu": None,
+            "mfu": None,
+        }
+
+    def test_without_warmup_the_first_step_counts(self, clock):
+        meter = ThroughputMeter(world_size=1, device="cpu", clock=clock, warmup_steps=0)
+        run(meter, clock, [(1000, 4.0)])
+        assert meter.stats()["tokens_per_second"] == 250.0
+
+    def test_nothing_is_known_before_the_first_measured_step(self, clock):
+        meter = ThroughputMeter(world_size=1, flops_per_token=10, device="cpu", peak_flops=1e12, clock=clock)
+        run(meter, clock, [(1000, 4.0)])
+        assert set(meter.stats().values()) == {None}
+
+    def test_window_slides(self, clock):
+        meter = ThroughputMeter(world_size=1, device="cpu", clock=clock, window=2)
+        run(meter, clock, [(1, 1.0), (1, 50.0), (100, 1.0), (300, 3.0)])
+        assert meter.stats()["tokens_per_second"] == 100.0
+        assert meter.stats()["step_seconds"] == 2.0
+
+    def test_rate_and_mfu(self, clock):
+        meter = ThroughputMeter(
+            world_size=2, flops_per_token=10**9, device="cpu", peak_flops=4e12, clock=clock, warmup_steps=0
+        )
+        run(meter, clock, [(4000, 1.0)])
+        assert meter.stats()["tflops_per_gpu"] == pytest.approx(2.0)
+        assert meter.stats()["mfu"] == pytest.approx(0.5)
+
+    def test_unknown_peak_is_none_and_not_zero(self, clock):
+        meter = ThroughputMeter(
+            world_size=1, flops_per_token=10**9, device="cpu", clock=clock, warmup_steps=0
+        )
+        run(meter, clock, [(4000, 1.0)])
+        assert meter.stats()["tflops_per_gpu"] == pytest.approx(4.0)
+        assert meter.stats()["mfu"] is None
+
+    def test_pauses_are_left_out_even_nested(self, clock):
+        meter = ThroughputMeter(world_size=1, device="cpu", clock=clock)
+        run(meter, clock, [(1, 1.0)])
+        with meter.paused():
+            clock.now += 100.0
+            with meter.paused():
+                clock.now += 100.0
+        clock.now += 1.0
+        with meter.paused():
+            clock.now += 50.0
+        run(meter, clock, [(1000, 1.0), (1000, 2.0)])
+        assert meter.stats()["step_seconds"] == 2.0
+        assert meter.stats()["tokens_per_second"] == 500.0
+
+    def test_a_pause_ends_with_an_error_too(self, clock):
+        meter = ThroughputMeter(world_size=1, device="cpu", clock=clock, warmup_steps=0)
+
+        def save():
+            clock.now += 9.0
+            raise OSError("disk full")
+
+        with pytest.raises(OSError, match="disk full"), meter.paused():
+            save()
+        run(meter, clock, [(10, 1.0)])
+        assert meter.stats()["step_seconds"] == 1.0
+
+    def test_update_inside_a_pause(self, clock):
+        meter = ThroughputMeter(world_size=1, device="cpu", clock=clock)
+        with meter.paused(), pytest.raises(RuntimeError, match="leave the pause"):
+            meter.update(num_tokens=1)
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"world_size": 0}, "world_size must be >= 1, got 0"),
+            ({"world_size": 1, "window": 0}, "window must be >= 1"),
+            ({"world_size": 1, "warmup_steps": -1}, "warmup_steps must be >= 0"),
+            ({"world_size": 1, "flops_per_token": 0}, "flops_per_token must be positive"),
+            ({"world_size": 1, "peak_flops": 0.0}, "peak_flops must be positive"),
+        ],
+    )
+    def test_arguments(self, options, message):
+        with pytest.raises(ValueError, match=message):
+            ThroughputMeter(device="cpu", **options)
+
+    def test_num_tokens(self):
+        meter = ThroughputMeter(world_size=1, device="cpu")
+        with pytest.raises(TypeError, match="Tensor"):
+            meter.update(num_tokens=torch.tensor(3))
+        with pytest.raises(ValueError, match="got -1"):
+            meter.update(num_tokens=-1)
+
+    @pytest.mark.gpu
+    def test_queued_work_is_not_taken_for_a_pause(self):
+        meter = ThroughputMeter(world_size=1, flops_per_token=1, warmup_steps=0)
+        torch.cuda._sleep(2_000_000_000)  # about a second, queued and not waited for
+        with meter.paused():
+            pass
+        meter.update(num_tokens=1)
+        assert meter.stats()["step_seconds"] > 0.3
+        assert meter.stats()["mfu"] is not None
+
+
+def strict_lines(path):
+    def refuse(constant):
+        raise ValueError(f"{constant} is not strict JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+class TestMetricLogger:
+    def test_jsonl(self, tmp_path):
+        path = tmp_path / "runs" / "a" / "metrics.jsonl"
+        with MetricLogger(jsonl=path, stdout=False, clock=lambda: 12.5) as logger:
+            logger.log(
+                {"loss": torch.tensor(2.5, dtype=torch.bfloat16), "n": torch.tensor(3), "mfu": None}, 1
+            )
+            # Flushed per line: readable before the file is closed.
+            assert strict_lines(path) == [{"step": 1, "time": 12.5, "loss": 2.5, "n": 3, "mfu": None}]
+            logger.log({"phase": "eval\nα", "skipped": True}, step=2)
+        assert strict_lines(path)[1] == {"step": 2, "time": 12.5, "phase": "eval\nα", "skipped": True}
+
+    def test_not_finite_is_strict_json(self, tmp_path):
+        path = tmp_path / "m.jsonl"
+        with MetricLogger(jsonl=path, stdout=False) as logger:
+            logger.log({"a": math.nan, "b": math.inf, "c": torch.tensor(-math.inf)}, 0)
+        (row,) = strict_lines(path)
+        assert (row["a"], row["b"], row["c"]) == ("NaN", "Infinity", "-Infinity")
+        assert math.isnan(float(row["a"]))
+
+    @pytest.mark.parametrize(
+        ("left", "steps"),
+        [
+            ('{"step": 1}\n', [1, 2]),
+            ('{"step": 1}\n{"step": 2, "lo', [1, 2]),
+            ('{"step": 1}', [1, 2]),
+            ("", [2]),
+        ],
+    )
+    def test_resuming_appends(self, tmp_path, left, steps):
+        path = tmp_path / "m.jsonl"
+        path.write_text(left)
+        with MetricLogger(jsonl=path, stdout=False) as logger:
+            logger.log({}, 2)
+        assert [row["step"] for row in strict_lines(path)] == steps
+
+    def test_readable_line(self):
+        stream = io.StringIO()
+        logger = MetricLogger(stream=stream)
+        row = {
+            "loss": 2.345678,
+            "lr": 0.01,
+            "tokens_per_second": 12345.678,
+            "mfu": None,
+            "n": 123456,
+            "tiny": 1e-7,
+        }
+        logger.log({**row, "ok": True, "bad": math.nan}, 7)
+        logger.log({**row, "ok": False, "bad": math.inf, "loss": 12.5}, 1234)
+        first, second = stream.getvalue().splitlines()
+        assert first == (
+            "step      7 | loss    2.3457 | lr  1.00e-02 | tokens_per_second   12345.7 | mfu         - "
+            "| n    123456 | tiny  1.00e-07 | ok      true | bad       nan"
+        )
+        assert len(first) == len(second)
+
+    def test_line_goes_above_a_bar(self):
+        tqdm = pytest.importorskip("tqdm")
+        stream = io.StringIO()
+        bar = tqdm.tqdm(total=3, file=stream)
+        MetricLogger(stream=stream).log({"loss": 1.0}, 1)
+        bar.close()
+        lines = stream.getvalue().replace("\r", "\n").splitlines()
+        assert "step      1 | loss    1.0000" in lines
+
+    def test_stdout_by_default(self, capsys):
+        MetricLogger().log({"loss": 1.0}, 1)
+        assert capsys.readouterr().out == "step      1 | loss    1.0000\n"
+
+    def test_other_ranks_write_nothing(self, tmp_path, monkeypatch):
+        path, stream = tmp_path / "runs" / "m.jsonl", io.StringIO()
+        logger = MetricLogger(jsonl=path, stream=stream)
+        # The rank is asked for at the first log, after the process group came up.
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+        logger.log({"loss": 1.0}, 1)
+        logger.close()
+        assert not path.parent.exists()
+        assert stream.getvalue() == ""
+
+    def test_is_main_overrides(self):
+        stream = io.StringIO()
+        MetricLogger(stream=stream, is_main=False).log({"loss": 1.0}, 1)
+        assert stream.getvalue() == ""
+
+    @pytest.mark.parametrize(
+        "value", [[1.0], torch.ones(1), torch.ones(2, 2), object(), 1j, torch.tensor(1j)]
+    )
+    @pytest.mark.parametrize("is_main", [True, False])
+    def test_value_of_another_type_names_its_key(self, value, is_main):
+        with pytest.raises(TypeError, match="'grad_norm'"):
+            MetricLogger(stream=io.StringIO(), is_main=is_main).log({"grad_norm": value}, 1)
+
+    def test_dtensor_is_refused(self):
+        class Sharded:
+            def full_tensor(self):
+                raise AssertionError("a collective on one rank")
+
+        with pytest.raises(TypeError, match=r"'grad_norm' is a DTensor; call \.full_tensor\(\)"):
+            MetricLogger(is_main=True).log({"grad_norm": Sharded()}, 1)
+
+    @pytest.mark.parametrize("key", ["step", "time"])
+    def test_taken_names(self, key):
+        with pytest.raises(ValueError, match=f"'{key}' is taken"):
+            MetricLogger(is_main=True).log({key: 1}, 1)
+
+    def test_step_and_keys(self):
+        logger = MetricLogger(is_main=True)
+        with pytest.raises(TypeError, match="step must be an int, got float"):
+            logger.log({}, 1.0)
+        with pytest.raises(ValueError, match="got -1"):
+            logger.log({}, -1)
+        with pytest.raises(TypeError, match="got 3"):
+            logger.log({3: 1}, 1)
+
+    def test_closed(self, tmp_path):
+        logger = MetricLogger(jsonl=tmp_path / "m.jsonl", stdout=False)
+        logger.log({}, 1)
+        logger.close()
+        logger.close()
+        with pytest.raises(ValueError, match="closed MetricLogger"):
+            logger.log({}, 2)
+
+
+def test_import_starts_nothing():
+    code = (
+        "import sys; import torch; before = set(sys.modules); import fsdp_sft.metrics\n"
+        "heavy = ('transformers', 'torch._dynamo', 'tqdm')\n"
+        "print([m for m in set(sys.modules) - before if m.startswith(heavy)], torch.cuda.is_initialized())"
+    )
+    output = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert output.strip() == "[] False"

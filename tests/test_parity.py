@@ -1,0 +1,113 @@
+"""Gradients, losses and steps of the sharded model against the unsharded single process."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+from tests.distributed import run_distributed
+from tests.models import full, largest_error, oracle_gradients, ragged_batches, tiny_model
+
+FAMILIES = ["llama", "qwen2", "qwen2-tied", "gemma3", "mixtral", "gpt2"]
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-6}
+
+
+def _rank() -> tuple[int, int]:
+    import torch.distributed as dist
+
+    return dist.get_rank(), dist.get_world_size()
+
+
+def _mine(batches: list[Any]) -> list[Any]:
+    """This rank's micro-batches: every world_size-th."""
+    rank, world_size = _rank()
+    return batches[rank::world_size]
+
+
+def _sharded_gradients(
+    model: Any,
+    mine: list[Any],
+    *,
+    mesh_shape: dict[str, int] | None = None,
+    pass_mesh: bool = False,
+    accumulate: str = "all",
+    **shard_options: Any,
+) -> tuple[float, dict[str, torch.Tensor]]:
+    import fsdp_sft as fs
+
+    mesh = fs.build_mesh(**(mesh_shape or {}), device_type="cpu")
+    fs.shard_model(model, mesh=mesh, **shard_options)
+    given = {"mesh": mesh} if pass_mesh else {}
+    targets = fs.count_targets(mine)
+    losses = []
+    for index, batch in enumerate(mine):
+        with fs.gradient_sync(model, "all" if index == len(mine) - 1 else accumulate):
+            loss = fs.causal_lm_loss(model, batch, num_targets=targets, **given)
+            loss.backward()
+        losses.append(loss.item())
+    total = torch.tensor(sum(losses) / mesh.size(), dtype=torch.float64)
+    torch.distributed.all_reduce(total)
+    gradients = {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    return float(total), gradients
+
+
+def _check_families(
+    families: list[str], dtype: torch.dtype, accumulation: int, options: dict[str, Any]
+) -> None:
+    import fsdp_sft as fs
+
+    options = dict(options)
+    prepare = options.pop("prepare", None)
+    overrides = options.pop("overrides", {})
+    _, world_size = _rank()
+    for family in families:
+        batches = ragged_batches(world_size * accumulation)
+        model = tiny_model(family, dtype=dtype, **overrides)
+        if prepare == "freeze":
+            model.get_input_embeddings().requires_grad_(False)
+        expected_loss, expected = oracle_gradients(model, batches)
+        if prepare == "sac":
+            assert fs.apply_sac(model, "1/3")
+        if prepare == "compile":
+            fs.apply_sac(model, "1/3")
+            fs.compile_blocks(model, backend="aot_eager")
+        loss, actual = _sharded_gradients(
+            model,
+            _mine(batches),
+            mp_policy=MixedPrecisionPolicy(),
+            master_dtype=dtype,
+            **options,
+        )
+        error = largest_error(actual, expected)
+        assert error <= TOLERANCE[dtype], f"{family}: gradient error {error:.2e}"
+        assert abs(loss - expected_loss) <= TOLERANCE[dtype] * max(1, abs(expected_loss)), family
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_gradients_equal_the_single_process(world_size: int, dtype: torch.dtype) -> None:
+    run_distributed(_check_families, world_size, FAMILIES, dtype, 1, {})
+
+
+CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "accumulate, sync each": (2, 3, {}),
+    "accumulate, sync last": (2, 3, {"accumulate": "none"}),
+    "hsdp": (4, 2, {"mesh_shape": {"dp_replicate": 2}}),
+    "hsdp, all-reduce deferred": (4, 3, {"mesh_shape": {"dp_replicate": 2}, "accumulate": "reduce_scatter"}),
+    "ddp": (2, 3, {"mesh_shape": {"dp_replicate": 2, "dp_shard": 1}, "pass_mesh": True}),
+    "reshard False": (2, 2, {"reshard_after_forward": False}),
+    "reshard 2": (4, 2, {"reshard_after_forward": 2}),
+    "offload": (2, 2, {"offload_policy": CPUOffloadPolicy()}),
+    "frozen embedding": (2, 2, {"prepare": "freeze"}),
+    "prefetch": (2, 1, {"prefetch": 2}),
+    "sac": (2, 2, {"prepare": "sac"}),
+    "compile": (2, 2, {"prepare": "compile"}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_equal_the_single_process_with(case: str) -> None:
+    world_size, accumulation, options = CASES[case]
+    families = ["llama", "qwen2-tied"] if case != "compile" else ["qwen2-tied"]
+    run_distributed(_check_families, world_size, families, torch.float64, accumulation, options)
