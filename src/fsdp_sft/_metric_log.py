@@ -24,7 +24,8 @@ class MetricLogger:
 
     A JSONL line is strict JSON, an object with `step`, `time` (Unix seconds) and the metrics in the order
     given; NaN and infinities are the strings "NaN", "Infinity", "-Infinity", which Python's `float` and
-    pandas' `to_numeric` read. An existing file is appended to; a last line that a crash cut off is removed first.
+    pandas' `to_numeric` read. An existing file is appended to; a last line that a crash cut off is removed
+    first.
 
     Args:
         jsonl: File to append to; its parent folders are made. None writes no file.

@@ -23,9 +23,10 @@ def find_blocks(
 ) -> dict[str, nn.Module]:
     """Find the transformer blocks of a model, encoder and decoder alike.
 
-    By default these are the elements of the model's outermost module lists that are, or contain, a class
-    named in transformers' ``_no_split_modules``; for a model without that attribute, the elements of its
-    large outermost module lists. Works on models of any origin, sharded or not, materialised or meta.
+    By default these are the elements of the model's outermost module lists: of those whose elements are, or
+    contain, a class named in transformers' ``_no_split_modules``, and of those about as large (a vision
+    tower that the attribute leaves out). Works on models of any origin, sharded or not, materialised or
+    meta.
 
     Args:
         model: Any module; ``*ForCausalLM``, encoder-decoders and classifiers are the usual ones.
@@ -83,15 +84,12 @@ def _by_class(model: nn.Module, names: set[str]) -> dict[str, nn.Module]:
 def _by_module_list(model: nn.Module) -> dict[str, nn.Module]:
     lists = dict(_outermost_lists(model))
     names = _no_split_names(model)
-    if names:
-        named = {fqn: m for fqn, m in lists.items() if any(_is_one_of(inner, names) for inner in m.modules())}
-        if not named:
-            return _by_class(model, names)
-        lists = named
-    else:
-        sizes = {fqn: _num_parameters(m) for fqn, m in lists.items()}
-        largest = max(sizes.values(), default=0)
-        lists = {fqn: m for fqn, m in lists.items() if sizes[fqn] >= _SMALLEST_SHARE * largest}
+    named = {fqn for fqn, m in lists.items() if any(_is_one_of(inner, names) for inner in m.modules())}
+    if names and not named:
+        return _by_class(model, names)
+    sizes = {fqn: _num_parameters(m) for fqn, m in lists.items()}
+    smallest = _SMALLEST_SHARE * max(sizes.values(), default=0)
+    lists = {fqn: m for fqn, m in lists.items() if fqn in named or sizes[fqn] >= smallest}
     return {f"{fqn}.{name}": block for fqn, m in lists.items() for name, block in m.named_children()}
 
 

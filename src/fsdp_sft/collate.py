@@ -14,14 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 
 from fsdp_sft._chat_rows import ROLES, Conversation, is_encoded, read_encoded, read_row
-from fsdp_sft._spans import (
-    ChatTemplate,
-    ChatTemplateError,
-    Turn,
-    common_length,
-    describe_tokenizer,
-    find_turns,
-)
+from fsdp_sft._chat_template import ChatTemplate, ChatTemplateError, common_length, describe_tokenizer
+from fsdp_sft._spans import Turn, find_turns
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -78,6 +72,8 @@ class _Options:
         truncation: str,
         chat_template: str | None,
     ) -> _Options:
+        if not isinstance(train_on, str | Iterable):
+            raise ValueError(f"train_on must be a str or a set of roles, got {train_on!r}")
         roles = train_on if isinstance(train_on, str) else frozenset(train_on)
         if isinstance(roles, str):
             _check_choice("train_on", roles, ("assistant", "last", "all"), hint="; give roles as a set")

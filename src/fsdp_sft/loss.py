@@ -175,15 +175,12 @@ def _checked_labels(batch: Batch) -> torch.Tensor:
         raise ValueError(f"a batch needs 'labels' aligned with 'input_ids', got {seen}")
     ids = batch.get("input_ids")
     if not isinstance(labels, torch.Tensor) or labels.ndim != 2 or labels.dtype != torch.int64:
-        got = (
-            f"{labels.dtype} {tuple(labels.shape)}"
-            if isinstance(labels, torch.Tensor)
-            else type(labels).__name__
-        )
+        tensor = isinstance(labels, torch.Tensor)
+        got = f"{labels.dtype} {tuple(labels.shape)}" if tensor else type(labels).__name__
         raise ValueError(f"labels must be an int64 tensor of shape (B, S), got {got}")
     if isinstance(ids, torch.Tensor) and ids.shape != labels.shape:
         raise ValueError(
-            f"labels {tuple(labels.shape)} must be aligned with input_ids {tuple(ids.shape)}; do not shift them"
+            f"labels {tuple(labels.shape)} must be aligned with input_ids {tuple(ids.shape)}; the loss shifts"
         )
     return labels
 

@@ -157,7 +157,7 @@ def remove_sac(model: nn.Module) -> None:
             else:
                 module.__dict__[name] = value
     if model.__dict__.pop(_CACHE_WAS_ON, False):
-        model.config.use_cache = True  # type: ignore[union-attr,assignment]
+        model.config.use_cache = True  # type: ignore[union-attr]
 
 
 def draws_random_numbers(model: nn.Module) -> bool:
@@ -197,10 +197,9 @@ def _checkpoint_block(block: nn.Module, recompute: Callable[..., Any]) -> None:
         _override(block, gradient_checkpointing=True, _gradient_checkpointing_func=recompute)
         return
     plain = block.__dict__.get("forward")  # a forward that someone set on the instance stays the inner one
-    # A bound method of a plain function, not a closure: it survives deepcopy and pickling of the model.
-    _override(
-        block, forward=MethodType(_forward_with_checkpointing, block), _fsdp_sft_recompute=(recompute, plain)
-    )
+    # A partial of a plain function, not a closure or a method: it survives deepcopy and pickling of the model.
+    forward = functools.partial(_forward_with_checkpointing, block)
+    _override(block, forward=forward, _fsdp_sft_recompute=(recompute, plain))
 
 
 def _forward_with_checkpointing(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -302,7 +302,7 @@ def _tied_across_blocks(model: nn.Module, blocks: Mapping[str, nn.Module]) -> li
 def _set_prefetch(blocks: list[nn.Module], prefetch: int) -> None:
     if not prefetch:
         return
-    sharded = [block for block in blocks if isinstance(block, FSDPModule)]
+    sharded: list[FSDPModule] = [block for block in blocks if isinstance(block, FSDPModule)]
     for i, block in enumerate(sharded):
         following = sharded[i + 1 : i + 1 + prefetch]
         if following:

@@ -87,6 +87,8 @@ def windows(loader: Iterable[Batch], grad_accum_steps: int) -> Iterator[list[Bat
 
 def _windows(loader: Iterable[Batch], grad_accum_steps: int) -> Iterator[list[Batch]]:
     sampler = getattr(loader, "sampler", None)
+    mark_consumed = getattr(sampler, "mark_consumed", None)
+    end_epoch = getattr(sampler, "end_epoch", None)
     batches = iter(loader)
     targets_seen = False
     while True:
@@ -103,13 +105,13 @@ def _windows(loader: Iterable[Batch], grad_accum_steps: int) -> Iterator[list[Ba
         if length == 0:
             break
         window = window[:length]
-        if hasattr(sampler, "mark_consumed"):
-            sampler.mark_consumed(sum(_num_rows(batch) for batch in window))
+        if mark_consumed is not None:
+            mark_consumed(sum(_num_rows(batch) for batch in window))
         yield window
         if length < grad_accum_steps:
             break
-    if hasattr(sampler, "end_epoch"):
-        sampler.end_epoch()
+    if end_epoch is not None:
+        end_epoch()
     if all_reduce_sum([targets_seen])[0] == 0:
         raise ValueError(
             "the data set has no target on any rank: every label, after the shift, is -100, or there is no "
@@ -181,8 +183,9 @@ def train_step(
     (loss_total,) = sum_over_mesh([float(total)], mesh)
     if scaler is None and not math.isfinite(grad_norm):
         raise FloatingPointError(
-            f"the gradient norm is {grad_norm} at a loss of {loss_total / targets:.4g}; parameters and optimizer "
-            "are unchanged. Look at the last batches, lower the learning rate, or start from the last checkpoint"
+            f"the gradient norm is {grad_norm} at a loss of {loss_total / targets:.4g}; parameters and "
+            "optimizer are unchanged. Look at the last batches, lower the learning rate, or start from the "
+            "last checkpoint"
         )
     if scheduler is not None and skipped is None:
         scheduler.step()

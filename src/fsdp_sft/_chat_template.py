@@ -1,0 +1,184 @@
+"""A tokenizer's chat template, and what can be learnt about it from a small probe."""
+
+from __future__ import annotations
+
+import json
+import re
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fsdp_sft import _compat
+from fsdp_sft._chat_rows import Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# Two private-use characters around a number; no tokenizer, template or strip() treats them specially.
+OPEN, CLOSE = "\U000f5b01", "\U000f5b02"
+SENTINEL = re.compile(f"{OPEN}([0-9]+){CLOSE}")
+
+
+class ChatTemplateError(ValueError):
+    """The trained part of a conversation cannot be told for sure with this chat template."""
+
+
+@dataclass(frozen=True)
+class TemplateFacts:
+    """What a probe with four messages tells about a template.
+
+    Attributes:
+        headers: Texts that end where generation starts, the best first; empty if there is no such text.
+        always_headed: Whether a header of its own stands in front of every answer, not just a question's end.
+        before_answer: Text between the user's content and the answer.
+        after_answer: Text after the last answer.
+        stop_tokens: Tokens on which generation stops.
+    """
+
+    headers: tuple[str, ...]
+    always_headed: bool
+    before_answer: str
+    after_answer: str
+    stop_tokens: tuple[str, ...]
+
+
+class ChatTemplate:
+    """A tokenizer's chat template with what is known about it.
+
+    Args:
+        tokenizer: Supplies the template, the special tokens and the name for error messages.
+        chat_template: A template, or the name of one of the tokenizer's; None takes the tokenizer's own.
+        tools: Tool schemas of the conversation; some tokenizers have a second template for them.
+
+    Raises:
+        ValueError: If there is no template.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        chat_template: str | None = None,
+        tools: list[dict[str, Any]] | None = None,
+    ) -> None:
+        if chat_template is None and not tokenizer.chat_template:
+            raise ValueError(
+                f"{describe_tokenizer(tokenizer)} has no chat template; pass chat_template=, or set "
+                "tokenizer.chat_template to the one of the model's instruct version"
+            )
+        self.tokenizer = tokenizer
+        self.text: str = tokenizer.get_chat_template(chat_template, tools=tools)
+        self.tools = tools
+        self._special_tokens: dict[str, Any] = dict(tokenizer.special_tokens_map)
+
+    def render(
+        self,
+        messages: list[Message],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = False,
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """Render in the sandbox; returns the text and the character spans of generation tags."""
+        import jinja2
+
+        try:
+            return _compat.render_chat(
+                self.text,
+                messages,
+                special_tokens=self._special_tokens,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+            raise ChatTemplateError(
+                f"the chat template of {describe_tokenizer(self.tokenizer)} does not take this conversation: "
+                f"{type(error).__name__}: {error}; change the row, or pass another chat_template="
+            ) from error
+
+    def facts(self) -> TemplateFacts:
+        """Probe the template, once per tokenizer and template."""
+        known = _FACTS.setdefault(self.tokenizer, {})
+        key = (self.text, json.dumps(self._special_tokens, default=str), len(self.tokenizer))
+        if key not in known:
+            known[key] = self._probe()
+        return known[key]
+
+    def _probe(self) -> TemplateFacts:
+        roles = ("user", "assistant", "user", "assistant")
+        chat = [{"role": role, "content": sentinel(number)} for number, role in enumerate(roles)]
+        asked = self._after(0, self.render(chat[:1])[0])
+        prompted = self._after(0, self.render(chat[:1], add_generation_prompt=True)[0])
+        answered = self.render(chat)[0]
+        # Templates of reasoning models write another header in front of answers of the past.
+        before_past, before_answer = (
+            self._after(question, answered).partition(sentinel(question + 1))[0] for question in (0, 2)
+        )
+        after_answer = self._after(3, answered)
+        shared, shared_past = (
+            prompted[: common_length(prompted, before)] for before in (before_answer, before_past)
+        )
+        # Not len(asked): some templates close the rendering without a prompt in a way of its own.
+        skip = common_length(asked, prompted)
+        prompt = prompted[skip:]
+        headers = [prompted, shared, shared_past]
+        if prompt.strip():
+            headers = [header[skip:] for header in headers]
+        stops = [self.tokenizer.eos_token, self._stop_token(after_answer)]
+        return TemplateFacts(
+            headers=tuple(header for header in sorted(headers, key=len, reverse=True) if header.strip()),
+            always_headed=bool(prompt.strip()),
+            before_answer=before_answer,
+            after_answer=after_answer,
+            stop_tokens=tuple(dict.fromkeys(str(stop) for stop in stops if stop)),
+        )
+
+    def _after(self, number: int, text: str) -> str:
+        mark = sentinel(number)
+        if text.count(mark) != 1:
+            raise self.error("it does not print each message exactly once")
+        return text[text.index(mark) + len(mark) :]
+
+    def _stop_token(self, after_answer: str) -> str | None:
+        found, special = [], []
+        for token in self.tokenizer.added_tokens_decoder.values():
+            if not token.content.strip():
+                continue
+            if token.special:
+                special.append(re.escape(token.content))
+            at = after_answer.find(token.content)
+            # Some tokenizers add their end-of-turn token as an ordinary one; it is known by its place.
+            if at >= 0 and (token.special or not after_answer[:at].strip()):
+                found.append((at, -len(token.content), token.content))
+        if not found:
+            return None
+        at, _, first = min(found)
+        # Cohere closes the answer with one token and, directly after it, the turn with another.
+        run = re.compile(f"(?:{'|'.join(special)})*").match(after_answer, at)
+        eos = self.tokenizer.eos_token
+        return str(eos) if eos and run and str(eos) in run[0] else first
+
+    def error(self, reason: str) -> ChatTemplateError:
+        """A `ChatTemplateError` that says `reason` and the way out."""
+        return ChatTemplateError(
+            f"cannot tell which tokens the assistant writes with the chat template of "
+            f"{describe_tokenizer(self.tokenizer)}: {reason}; pass a chat_template= that prints every "
+            "message as it is, with {% generation %}...{% endgeneration %} around the assistant's part"
+        )
+
+
+_FACTS: weakref.WeakKeyDictionary[Any, dict[Any, TemplateFacts]] = weakref.WeakKeyDictionary()
+
+
+def describe_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Name a tokenizer in an error message."""
+    name = tokenizer.name_or_path
+    return f"{type(tokenizer).__name__} {name!r}" if name else type(tokenizer).__name__
+
+
+def common_length(first: str, second: str) -> int:
+    """Length of the longest common prefix."""
+    pairs = zip(first, second, strict=False)
+    return next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
+
+
+def sentinel(number: int) -> str:
+    return f"{OPEN}{number}{CLOSE}"

@@ -1,0 +1,270 @@
+"""The safetensors format at the level of bytes: headers, positional reads and writes.
+
+A file is an 8-byte little-endian length, that many bytes of JSON and the tensors' bytes back to back. Headers
+come from disk and are not trusted: sizes are bounded and offsets must be contiguous and inside the file.
+
+Source: https://github.com/huggingface/safetensors#format
+"""
+
+import json
+import os
+import stat
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+MAX_HEADER_BYTES = 100_000_000  # the limit of the reference implementation
+_MAX_IO_BYTES = 1 << 30  # Linux moves at most 2 GiB per call
+_ALIGNMENT = 8
+_METADATA = "__metadata__"
+
+DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "F32": torch.float32,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class SafetensorsError(ValueError):
+    """A file is not sound safetensors, or a tensor cannot be stored as such."""
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One tensor of a file.
+
+    Attributes:
+        dtype: Of the stored elements.
+        shape: Row-major.
+        start: Of its first byte, from the start of the file.
+        end: One past its last byte.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Length of the tensor's bytes."""
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a file holds.
+
+    Attributes:
+        entries: Name to place, in the order of the bytes.
+        metadata: Free text by name.
+        file_bytes: Size of the whole file.
+    """
+
+    entries: dict[str, TensorEntry]
+    metadata: dict[str, str]
+    file_bytes: int
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The format's name of a dtype, such as ``"BF16"``.
+
+    Raises:
+        SafetensorsError: For a dtype that the format does not have.
+    """
+    if dtype not in DTYPE_NAMES:
+        raise SafetensorsError(f"safetensors cannot store {dtype}; it knows {', '.join(DTYPES)}")
+    return DTYPE_NAMES[dtype]
+
+
+def num_bytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
+    """Bytes of a contiguous tensor."""
+    total = dtype.itemsize
+    for size in shape:
+        total *= size
+    return total
+
+
+def encode_header(
+    tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, Header]:
+    """Lay out a file: widest dtypes first, then by name, which keeps every tensor aligned.
+
+    Returns:
+        (the bytes that the file begins with, where each tensor goes).
+
+    Raises:
+        SafetensorsError: For a dtype or a name that cannot be stored.
+    """
+    order = sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, name))
+    described: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
+    offsets: dict[str, tuple[int, int]] = {}
+    end = 0
+    for name in order:
+        if name == _METADATA:
+            raise SafetensorsError(f"a tensor cannot be named {_METADATA!r}")
+        dtype, shape = tensors[name]
+        start, end = end, end + num_bytes(dtype, shape)
+        offsets[name] = (start, end)
+        described[name] = {"dtype": dtype_name(dtype), "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(described, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    if len(text) > MAX_HEADER_BYTES:
+        raise SafetensorsError(f"the header would take {len(text)} bytes, more than {MAX_HEADER_BYTES}")
+    first = len(text) + 8
+    entries = {
+        name: TensorEntry(tensors[name][0], tuple(tensors[name][1]), start + first, stop + first)
+        for name, (start, stop) in offsets.items()
+    }
+    return struct.pack("<Q", len(text)) + text, Header(entries, dict(metadata or {}), first + end)
+
+
+def create(
+    path: Path,
+    tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]],
+    metadata: Mapping[str, str] | None = None,
+) -> tuple[int, Header, bytes]:
+    """Make a file of its final size with its header written, ready for writes at any place.
+
+    Returns:
+        (open file descriptor, layout, the header's bytes as written).
+
+    Raises:
+        FileExistsError: If there is something of that name.
+    """
+    head, header = encode_header(tensors, metadata)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
+    try:
+        os.ftruncate(fd, header.file_bytes)
+        write_at(fd, 0, memoryview(head))
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd, header, head
+
+
+def open_file(path: Path) -> int:
+    """Open a regular file for reading; the last component must not be a symbolic link."""
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise SafetensorsError(f"{path} is not a regular file")
+    return fd
+
+
+def read_header(fd: int) -> Header:
+    """Read and check a file's header.
+
+    Raises:
+        SafetensorsError: If the file is cut short, the header is too large or not what the format says, or a
+            tensor's bytes overlap, leave a hole or lie outside the file.
+    """
+    file_bytes = os.fstat(fd).st_size
+    if file_bytes < 8:
+        raise SafetensorsError(f"a safetensors file has at least 8 bytes, this one {file_bytes}")
+    prefix = bytearray(8)
+    read_at(fd, 0, memoryview(prefix))
+    (length,) = struct.unpack("<Q", prefix)
+    if length > MAX_HEADER_BYTES or length + 8 > file_bytes:
+        raise SafetensorsError(f"the header claims {length} bytes; the file has {file_bytes}")
+    text = bytearray(length)
+    read_at(fd, 8, memoryview(text))
+    return parse_header(bytes(text), file_bytes)
+
+
+def parse_header(text: bytes, file_bytes: int) -> Header:
+    """Check the JSON of a header against the size of its file; see ``read_header``."""
+    try:
+        described = json.loads(text.decode(), object_pairs_hook=_without_duplicates)
+    except (ValueError, RecursionError) as error:
+        raise SafetensorsError(f"the header is not JSON: {error}") from None
+    if not isinstance(described, dict):
+        raise SafetensorsError("the header is not a JSON object")
+    metadata = described.pop(_METADATA, {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise SafetensorsError("the header's metadata is not an object of strings")
+    first = len(text) + 8
+    entries = {name: _parse_entry(name, value, first) for name, value in described.items()}
+    entries = dict(sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)))
+    _check_contiguous(entries, first, file_bytes)
+    return Header(entries, metadata, file_bytes)
+
+
+def read_at(fd: int, offset: int, buffer: memoryview) -> None:
+    """Fill ``buffer`` from the file; the file's own position does not move.
+
+    Raises:
+        SafetensorsError: If the file ends before.
+    """
+    view = buffer.cast("B")
+    done = 0
+    while done < len(view):
+        count = os.preadv(fd, [view[done : done + _MAX_IO_BYTES]], offset + done)
+        if count == 0:
+            raise SafetensorsError(f"the file ends at byte {offset + done}, {len(view) - done} too early")
+        done += count
+
+
+def write_at(fd: int, offset: int, buffer: memoryview) -> None:
+    """Write all of ``buffer`` at a place in the file."""
+    view = buffer.cast("B")
+    done = 0
+    while done < len(view):
+        done += os.pwrite(fd, view[done : done + _MAX_IO_BYTES], offset + done)
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor; it stays valid only as long as the tensor does."""
+    if tensor.numel() == 0:
+        return memoryview(b"")
+    flat = tensor.detach().reshape(-1).view(torch.uint8)
+    return memoryview(flat.numpy())  # type: ignore[arg-type]
+
+
+def _without_duplicates(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    seen: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in seen:
+            raise SafetensorsError(f"the header names {name!r} twice")
+        seen[name] = value
+    return seen
+
+
+def _parse_entry(name: str, value: Any, first: int) -> TensorEntry:
+    try:
+        dtype, shape, (start, end) = value["dtype"], value["shape"], value["data_offsets"]
+        sizes = [*shape, start, end]
+        ok = isinstance(shape, list) and all(type(size) is int and size >= 0 for size in sizes)
+        if not ok or dtype not in DTYPES or num_bytes(DTYPES[dtype], shape) != end - start:
+            raise ValueError
+    except (TypeError, KeyError, ValueError):
+        raise SafetensorsError(f"the header's entry of {name!r} is not valid: {str(value)[:200]}") from None
+    return TensorEntry(DTYPES[dtype], tuple(shape), start + first, end + first)
+
+
+def _check_contiguous(entries: Mapping[str, TensorEntry], first: int, file_bytes: int) -> None:
+    end = first
+    for name, entry in entries.items():
+        if entry.start != end:
+            raise SafetensorsError(f"the bytes of {name!r} begin at {entry.start}; the tensors before end at {end}")
+        end = entry.end
+    if end != file_bytes:
+        raise SafetensorsError(f"the tensors end at byte {end}, the file at {file_bytes}: cut short or appended to")

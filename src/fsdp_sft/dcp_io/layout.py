@@ -1,0 +1,137 @@
+"""Boxes: which part of a tensor a rank has, and which parts a file has. No I/O."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangular part of a tensor.
+
+    Attributes:
+        offset: Index of its first element, per dimension.
+        shape: Its extent, per dimension.
+    """
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements; 1 for a 0-dim tensor."""
+        return math.prod(self.shape)
+
+    def intersect(self, other: "Box") -> "Box | None":
+        """The part that both have, or None if it is empty."""
+        low = [max(a, b) for a, b in zip(self.offset, other.offset, strict=True)]
+        high = [
+            min(a + n, b + m)
+            for a, n, b, m in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
+        ]
+        if any(a >= b for a, b in zip(low, high, strict=True)):
+            return None
+        return Box(tuple(low), tuple(b - a for a, b in zip(low, high, strict=True)))
+
+    def relative_to(self, outer: "Box") -> "Box":
+        """The same part, counted from the start of ``outer``."""
+        return Box(tuple(a - b for a, b in zip(self.offset, outer.offset, strict=True)), self.shape)
+
+
+def whole(shape: Sequence[int]) -> Box:
+    """All of a tensor."""
+    return Box((0,) * len(shape), tuple(shape))
+
+
+def box_at(
+    shape: Sequence[int], placements: Sequence[Any], mesh_shape: Sequence[int], coordinate: Sequence[int]
+) -> Box:
+    """What the rank at ``coordinate`` of a mesh has of a tensor: ``torch.chunk`` along each sharded dimension.
+
+    Raises:
+        TypeError: For a placement other than ``Shard`` and ``Replicate``.
+    """
+    offset, extent = [0] * len(shape), list(shape)
+    for placement, parts, index in zip(placements, mesh_shape, coordinate, strict=True):
+        if type(placement) is Replicate:
+            continue
+        if type(placement) is not Shard:
+            raise TypeError(f"cannot store a tensor placed as {placement}; only Shard and Replicate are known")
+        dim = placement.dim
+        step = -(-extent[dim] // parts)
+        start = min(step * index, extent[dim])
+        offset[dim] += start
+        extent[dim] = min(step, extent[dim] - start)
+    return Box(tuple(offset), tuple(extent))
+
+
+def box_of(tensor: torch.Tensor, rank: int | None = None) -> Box:
+    """What ``rank`` (None: this one) has of ``tensor``; all of it unless it is a DTensor."""
+    if not isinstance(tensor, DTensor):
+        return whole(tensor.shape)
+    mesh = tensor.device_mesh
+    return box_at(tensor.shape, tensor.placements, mesh.shape, _coordinate(tensor, rank))
+
+
+def owner_ranks(tensor: torch.Tensor, replica: int = 0) -> list[int]:
+    """Ranks that together have one copy of ``tensor``: the ``replica``-th, counted round robin."""
+    if not isinstance(tensor, DTensor):
+        return [replica % _world_size()]
+    mesh = tensor.device_mesh
+    copies = [n for p, n in zip(tensor.placements, mesh.shape, strict=True) if isinstance(p, Replicate)]
+    wanted = replica % math.prod(copies)
+    index: list[Any] = []
+    for placement, size in zip(reversed(tensor.placements), reversed(mesh.shape), strict=True):
+        if isinstance(placement, Replicate):
+            index.insert(0, wanted % size)
+            wanted //= size
+        else:
+            index.insert(0, slice(None))
+    return [int(rank) for rank in mesh.mesh[tuple(index)].reshape(-1)]
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part, sharing memory with ``tensor``."""
+    detached = tensor.detach()
+    return detached.to_local() if isinstance(detached, DTensor) else detached
+
+
+def tiling_problem(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
+    """Why ``boxes`` do not cover a tensor exactly once, or None if they do."""
+    for box in boxes:
+        if len(box.shape) != len(shape) or any(
+            a < 0 or n < 0 or a + n > size for a, n, size in zip(box.offset, box.shape, shape, strict=True)
+        ):
+            return f"a part {box.shape} at {box.offset} lies outside the shape {tuple(shape)}"
+    covered = sum(box.numel for box in boxes)
+    if covered != math.prod(shape):
+        return f"its parts have {covered} of {math.prod(shape)} elements"
+    if _overlapping([box for box in boxes if box.numel]):
+        return "its parts overlap"
+    return None
+
+
+def _overlapping(boxes: Sequence[Box]) -> bool:
+    ordered = sorted(boxes, key=lambda box: box.offset)
+    if all(box.shape[1:] == ordered[0].shape[1:] for box in ordered):  # rows, as FSDP2 shards
+        pairs = zip(ordered, ordered[1:], strict=False)
+        return any(a.intersect(b) is not None for a, b in pairs)
+    return any(a.intersect(b) is not None for i, a in enumerate(ordered) for b in ordered[i + 1 :])
+
+
+def _coordinate(tensor: DTensor, rank: int | None) -> list[int]:
+    mesh = tensor.device_mesh
+    rank = (dist.get_rank() if dist.is_initialized() else 0) if rank is None else rank
+    found = (mesh.mesh == rank).nonzero()
+    if len(found) != 1:
+        raise ValueError(f"rank {rank} is not in the mesh of the model's parameters; all ranks must be")
+    return [int(index) for index in found[0]]
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1

@@ -1,0 +1,285 @@
+"""train_step, evaluate and windows against the plain single process."""
+
+import copy
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import fsdp_sft as fs
+from tests.distributed import RankFailedError, run_distributed
+from tests.models import full, largest_error, oracle_gradients, oracle_loss, ragged_batches, tiny_model
+
+FLOAT32 = MixedPrecisionPolicy()
+MESHES = {
+    "fsdp": lambda ranks: {},
+    "hsdp": lambda ranks: {"dp_replicate": 2} if ranks == 4 else None,
+    "ddp": lambda ranks: {"dp_replicate": ranks, "dp_shard": 1} if ranks > 1 else None,
+}
+
+
+def _mine(batches: list[Any]) -> list[Any]:
+    return batches[dist.get_rank() :: dist.get_world_size()]
+
+
+def _norm(gradients: dict[str, torch.Tensor]) -> float:
+    return math.sqrt(sum(float(g.double().pow(2).sum()) for g in gradients.values()))
+
+
+def _check_window_loss_and_norm(accumulation: int) -> list[str]:
+    ranks = dist.get_world_size()
+    done = []
+    for (kind, shape), pass_mesh in itertools.product(MESHES.items(), (False, True)):
+        mesh_shape = shape(ranks)
+        if mesh_shape is None:
+            continue
+        for grad_sync in ("each", "last", "reduce_scatter"):
+            batches = ragged_batches(ranks * accumulation)
+            model = tiny_model("qwen2-tied")
+            loss, gradients = oracle_gradients(model, batches)
+            norm = _norm(gradients)
+            mesh = fs.build_mesh(**mesh_shape, device_type="cpu")
+            fs.shard_model(model, mesh=mesh, mp_policy=FLOAT32)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+            given = {"mesh": mesh} if pass_mesh else {}
+            result = fs.train_step(model, _mine(batches), optimizer, grad_sync=grad_sync, **given)
+            assert abs(result.loss - loss) <= 1e-6 * loss, (kind, grad_sync, result.loss, loss)
+            assert abs(result.grad_norm - norm) <= 1e-6 * norm, (kind, grad_sync, result.grad_norm, norm)
+            assert result.num_targets == sum(int((b["labels"][:, 1:] != -100).sum()) for b in batches)
+            assert result.num_tokens == sum(int(b["attention_mask"].sum()) for b in batches)
+            assert all(p.grad is None for p in model.parameters())
+            done.append(f"{kind}{' mesh=' if pass_mesh else ''} {grad_sync}")
+    return done
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_loss_and_norm_of_unequal_micro_batches_equal_the_whole_batch(ranks: int, accumulation: int) -> None:
+    done = run_distributed(_check_window_loss_and_norm, ranks, accumulation)
+    assert len(done[0]) == {1: 1, 2: 2, 4: 3}[ranks] * 6
+
+
+def _check_optimizer_steps() -> None:
+    batches = ragged_batches(6)
+    for make, tolerance in (
+        (lambda p: torch.optim.SGD(p, lr=0.1), 1e-6),
+        (lambda p: torch.optim.AdamW(p, lr=1e-3), 0.05 * 1e-3),
+    ):
+        plain = tiny_model("llama")
+        sharded = fs.shard_model(copy.deepcopy(plain), mesh=fs.build_mesh(device_type="cpu"), mp_policy=FLOAT32)
+        optimizer = make(plain.parameters())
+        oracle_loss(plain, batches).backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        optimizer.step()
+        fs.train_step(sharded, _mine(batches), make(sharded.parameters()))
+        for (name, p), q in zip(sharded.named_parameters(), plain.parameters(), strict=True):
+            assert (full(p) - q).abs().max() <= tolerance, name
+
+
+def test_optimizer_steps_equal_the_single_process() -> None:
+    run_distributed(_check_optimizer_steps, 2)
+
+
+def test_without_a_process_group_the_plain_model_trains() -> None:
+    batches = ragged_batches(3)
+    model = tiny_model("gpt2")
+    loss, gradients = oracle_gradients(model, batches)
+    result = fs.train_step(model, batches, torch.optim.SGD(model.parameters(), lr=0.1), max_grad_norm=None)
+    assert result.loss == pytest.approx(loss, rel=1e-6)
+    assert result.grad_norm == pytest.approx(_norm(gradients), rel=1e-5)
+
+
+def _check_skips() -> None:
+    model = fs.shard_model(tiny_model("llama"), mesh=fs.build_mesh(device_type="cpu"), mp_policy=FLOAT32)
+    before = {name: full(p).clone() for name, p in model.named_parameters()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+    empty = ragged_batches(4)[-1:]
+    result = fs.train_step(model, empty, optimizer, scheduler=scheduler)
+    assert result.skipped == "no targets"
+    assert math.isnan(result.loss)
+    assert scheduler.last_epoch == 0
+    assert all(torch.equal(full(p), before[name]) for name, p in model.named_parameters())
+    # One rank without targets is no reason to skip.
+    window = ragged_batches(2)[dist.get_rank() :][:1]
+    result = fs.train_step(model, window, optimizer, scheduler=scheduler)
+    assert result.skipped is None
+    assert scheduler.last_epoch == 1
+    assert not all(torch.equal(full(p), before[name]) for name, p in model.named_parameters())
+
+
+def test_window_without_targets_is_skipped_by_all() -> None:
+    run_distributed(_check_skips, 2)
+
+
+def _check_scaler() -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
+    model = fs.shard_model(tiny_model("llama"), mesh=fs.build_mesh(device_type="cpu"), mp_policy=policy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    window = _mine(ragged_batches(4))
+    before = {name: full(p).clone() for name, p in model.named_parameters()}
+    result = fs.train_step(model, window, optimizer, scaler=scaler, scheduler=scheduler)
+    assert result.skipped is None
+    expected_norm = result.grad_norm
+    changed = {name: full(p).clone() for name, p in model.named_parameters()}
+    assert any(not torch.equal(changed[name], before[name]) for name in before)
+    # An inf in one rank's shard of one gradient: every rank skips, the scale falls, the schedule waits.
+    handle = None
+    if dist.get_rank() == 1:
+        norm = model.model.norm.weight
+        handle = norm.register_post_accumulate_grad_hook(lambda p: p.grad.to_local().fill_(math.inf))
+    result = fs.train_step(model, window, optimizer, scaler=scaler, scheduler=scheduler)
+    assert result.skipped == "inf gradients"
+    assert scaler.get_scale() == 128.0
+    assert scheduler.last_epoch == 1
+    assert all(torch.equal(full(p), changed[name]) for name, p in model.named_parameters())
+    if handle is not None:
+        handle.remove()
+    model.load_state_dict(model.state_dict())
+    result = fs.train_step(model, window, optimizer, scaler=scaler)
+    assert result.skipped is None
+    assert 0 < result.grad_norm < 10 * expected_norm, "the norm is measured after unscaling"
+
+
+def test_an_inf_on_one_rank_skips_the_step_on_all() -> None:
+    run_distributed(_check_scaler, 2)
+
+
+def _check_nonfinite() -> None:
+    model = fs.shard_model(tiny_model("llama"), mesh=fs.build_mesh(device_type="cpu"), mp_policy=FLOAT32)
+    before = {name: full(p).clone() for name, p in model.named_parameters()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    if dist.get_rank() == 1:
+        model.model.norm.weight.register_post_accumulate_grad_hook(lambda p: p.grad.to_local().fill_(math.nan))
+    with pytest.raises(FloatingPointError, match="gradient norm is nan"):
+        fs.train_step(model, _mine(ragged_batches(4)), optimizer)
+    assert not optimizer.state
+    assert all(torch.equal(full(p), before[name]) for name, p in model.named_parameters())
+
+
+def test_nonfinite_gradients_raise_and_change_nothing() -> None:
+    run_distributed(_check_nonfinite, 2)
+
+
+def _check_bad_windows() -> None:
+    rank = dist.get_rank()
+    model = fs.shard_model(tiny_model("llama"), mesh=fs.build_mesh(device_type="cpu"), mp_policy=FLOAT32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    good = ragged_batches(2)[0]
+    bad_labels = {**good, "labels": good["labels"][:, :-1]} if rank == 1 else good
+    no_labels = {"input_ids": good["input_ids"]} if rank == 1 else good
+    for window, message in (
+        ([good] * (1 + rank), "different numbers of micro-batches"),
+        ([bad_labels], "aligned with input_ids"),
+        ([no_labels], "needs 'labels'"),
+        ([] if rank else [good], "empty window"),
+        (good if rank else [good], r"wrap a single batch as \[batch\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            fs.train_step(model, window, optimizer)
+    with pytest.raises(ValueError, match="grad_sync must be"):
+        fs.train_step(model, [good], optimizer, grad_sync="never")
+    assert fs.train_step(model, [good], optimizer).skipped is None, "nothing was lost"
+
+
+def test_bad_windows_raise_on_all_ranks() -> None:
+    run_distributed(_check_bad_windows, 2, timeout=30)
+
+
+def _check_evaluate() -> None:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    batches = ragged_batches(5)
+    expected = float(oracle_loss(tiny_model("gpt2").eval(), batches).detach())
+    model = fs.shard_model(tiny_model("gpt2"), mesh=fs.build_mesh(device_type="cpu"), mp_policy=FLOAT32)
+    shares = {0: batches[:3], 1: batches[3:]}.get(rank, [])
+    for share in (shares, batches if rank == ranks - 1 else []):
+        model.transformer.h[0].eval()
+        result = fs.evaluate(model, iter(share))
+        assert result.loss == pytest.approx(expected, rel=1e-6)
+        assert result.perplexity == pytest.approx(math.exp(expected), rel=1e-5)
+        assert result.num_targets == sum(int((b["labels"][:, 1:] != -100).sum()) for b in batches)
+        assert model.training
+        assert not model.transformer.h[0].training, "each module's own mode is restored"
+        assert all(hasattr(p, "placements") for p in model.parameters()), "sharded again"
+    with pytest.raises(ValueError, match="no target on any rank"):
+        fs.evaluate(model, batches[-1:] if rank == 0 else [])
+
+    def failing() -> Any:
+        yield batches[0]
+        if rank == ranks - 1:
+            raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        fs.evaluate(model, failing())
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_evaluate_is_exact_at_unequal_counts(ranks: int) -> None:
+    run_distributed(_check_evaluate, ranks, timeout=60)
+
+
+def _check_windows() -> None:
+    rank = dist.get_rank()
+    batches = ragged_batches(9)
+    lengths = [len(window) for window in fs.windows(batches[: 5 + 2 * rank], 3)]
+    assert lengths == [3, 2], "the rank with fewest batches ends the pass for all"
+    assert [len(window) for window in fs.windows(batches[:6], 3)] == [3, 3]
+    with pytest.raises(ValueError, match="no target on any rank"):
+        list(fs.windows(batches[-1:] * 2, 1))
+    list(fs.windows(batches[-1:] if rank else batches[:1], 1))
+
+    def failing() -> Any:
+        yield from batches[:2]
+        if rank == 1:
+            raise OSError("bad sector")
+        yield from batches[2:]
+
+    seen = []
+    with pytest.raises(OSError, match="bad sector") as caught:
+        for window in fs.windows(failing(), 2):
+            seen.append(len(window))
+    assert seen == [2]
+    assert "rank 1 failed first while reading the next window" in caught.value.__notes__[0]
+    with pytest.raises(ValueError, match="grad_accum_steps must be a positive integer"):
+        fs.windows(batches, 0)
+
+
+def test_windows_keep_ranks_together() -> None:
+    run_distributed(_check_windows, 2, timeout=60)
+
+
+def _hang_if_uneven() -> None:
+    if dist.get_rank() == 0:
+        raise RuntimeError("rank 0 gave up")
+    dist.barrier()
+
+
+def test_the_harness_names_the_rank_that_failed_first() -> None:
+    with pytest.raises(RankFailedError, match=r"rank 0 failed first[\s\S]*rank 0 gave up"):
+        run_distributed(_hang_if_uneven, 2, timeout=60)
+
+
+def _check_own_loop_matches_train_step() -> None:
+    batches = ragged_batches(6)
+    mine = _mine(batches)
+    mesh = fs.build_mesh(device_type="cpu")
+    expected = oracle_gradients(tiny_model("llama"), batches)[1]
+    model = fs.shard_model(tiny_model("llama"), mesh=mesh, mp_policy=FLOAT32)
+    n = fs.count_targets(window for window in mine)
+    for index, batch in enumerate(mine):
+        with fs.gradient_sync(model, "all" if index == len(mine) - 1 else "none"):
+            total, targets = fs.loss_sum(model, batch)
+            assert targets == int((batch["labels"][:, 1:] != -100).sum())
+            fs.scale_for_backward(total, num_targets=n).backward()
+    actual = {name: full(p.grad) for name, p in model.named_parameters()}
+    assert largest_error(actual, expected) <= 1e-6
+
+
+def test_a_loop_of_ones_own_without_passing_a_mesh() -> None:
+    run_distributed(_check_own_loop_matches_train_step, 2)

@@ -1,0 +1,175 @@
+"""What is public, which way imports point, and that importing starts nothing."""
+
+import ast
+import importlib
+import inspect
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fsdp_sft as fs
+
+SOURCE = Path(fs.__file__).parent
+
+# The floor of the house, then each storey: a module imports from lower storeys only.
+STOREYS = [
+    {"_compat", "_agree", "_safetensors", "distributed", "blocks"},
+    {"_chat_rows", "_spans", "_render", "_flops", "_metric_log", "sampler"},
+    {"shard", "sac", "collate", "metrics", "dcp_io"},
+    {"loss"},
+    {"step"},
+]
+# Pairs on one storey that may meet, upper first.
+WITHIN = {("distributed", "_agree"), ("_spans", "_chat_rows"), ("_render", "_chat_rows")}
+
+
+def _imports(path: Path) -> set[str]:
+    """Modules of the package that a file imports, at any depth of its code."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "fsdp_sft":
+            parts = node.module.split(".")
+            found.update([parts[1]] if len(parts) > 1 else [alias.name for alias in node.names])
+        elif isinstance(node, ast.Import):
+            found.update(a.name.split(".")[1] for a in node.names if a.name.startswith("fsdp_sft."))
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path.name}: relative import"
+    return found
+
+
+def _modules() -> dict[str, list[Path]]:
+    modules: dict[str, list[Path]] = {}
+    for path in SOURCE.rglob("*.py"):
+        parts = path.relative_to(SOURCE).with_suffix("").parts
+        if parts != ("__init__",):
+            modules.setdefault(parts[0], []).append(path)
+    return modules
+
+
+def test_imports_point_one_way() -> None:
+    storey = {name: i for i, names in enumerate(STOREYS) for name in names}
+    for name, paths in _modules().items():
+        assert name in storey, f"{name} has no place in the house: add it to STOREYS and ARCHITECTURE.md"
+        for other in set().union(*map(_imports, paths)) - {name}:
+            allowed = storey[other] < storey[name] or (name, other) in WITHIN
+            assert allowed, f"{name} imports {other}, which does not lie below it"
+
+
+def test_private_names_of_torch_and_transformers_stay_in_compat() -> None:
+    for path in SOURCE.rglob("*.py"):
+        if path.name == "_compat.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.ImportFrom) or not node.module:
+                continue
+            top = node.module.split(".")[0]
+            if top in ("torch", "transformers", "huggingface_hub", "safetensors"):
+                private = [p for p in [*node.module.split("."), *(a.name for a in node.names)] if p[0] == "_"]
+                assert not private, f"{path.name}: {private}"
+
+
+def test_every_public_name_is_there_documented_and_typed() -> None:
+    assert fs.__all__ == sorted(fs.__all__)
+    assert set(fs.__all__) <= set(dir(fs))
+    modules = {path.stem for path in SOURCE.glob("*.py")} | {p.name for p in SOURCE.iterdir() if p.is_dir()}
+    for name in fs.__all__:
+        value = getattr(fs, name)
+        if name == "__version__":
+            continue
+        assert name not in modules, f"{name} carries the name of a module"
+        if callable(value):
+            assert inspect.getdoc(value), f"{name} has no docstring"
+            signature = inspect.signature(value)
+            kinds = [p.kind for p in signature.parameters.values()]
+            assert inspect.Parameter.VAR_KEYWORD not in kinds or name == "compile_blocks", name
+    with pytest.raises(AttributeError, match="no attribute 'no_such_name'"):
+        fs.no_such_name  # noqa: B018
+
+
+def test_type_checkers_see_the_same_names() -> None:
+    tree = ast.parse((SOURCE / "__init__.py").read_text())
+    checked = next(n for n in tree.body if isinstance(n, ast.If))
+    seen = {(n.module.split(".")[1], a.name) for n in checked.body for a in n.names}
+    assert seen == {(owner, name) for name, owner in fs._OWNERS.items()}
+
+
+def test_model_first_the_rest_by_keyword() -> None:
+    two = {"apply_sac", "load_full_state_dict", "save_full_state_dict", "loss_sum", "causal_lm_loss", "windows"}
+    two |= {"encode_chat", "filter_rows", "evaluate", "gradient_sync", "export_hf", "save_checkpoint"}
+    two |= {"select_block_indices", "model_flops_per_token"}
+    three = {"train_step", "save_optimizer_state", "load_optimizer_state", "render_labels"}
+    for name in fs.__all__:
+        value = getattr(fs, name)
+        if not inspect.isfunction(value):
+            continue
+        positional = [
+            p for p in inspect.signature(value).parameters.values() if p.kind == p.POSITIONAL_OR_KEYWORD
+        ]
+        assert len(positional) <= (3 if name in three else 2 if name in two else 1), name
+
+
+def _in_fresh_python(code: str) -> dict:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_importing_starts_nothing() -> None:
+    report = _in_fresh_python(
+        """
+import json, logging, os, sys
+before = dict(os.environ)
+import torch
+import fsdp_sft
+lazy = sorted(m for m in sys.modules if m.startswith("fsdp_sft."))
+for name in fsdp_sft.__all__:
+    getattr(fsdp_sft, name)
+import torch.distributed as dist
+heavy = ("torch._dynamo", "torch._inductor", "torch.distributed.checkpoint", "transformers", "jinja2.sandbox")
+print(json.dumps({
+    "lazy": lazy,
+    "heavy": [m for m in heavy if m in sys.modules],
+    "environment": before == dict(os.environ),
+    "handlers": len(logging.getLogger("fsdp_sft").handlers),
+    "group": dist.is_initialized(),
+    "cuda": torch.cuda.is_initialized(),
+}))
+"""
+    )
+    assert report == {
+        "lazy": [],
+        "heavy": [],
+        "environment": True,
+        "handlers": 0,
+        "group": False,
+        "cuda": False,
+    }
+
+
+def test_importing_costs_next_to_nothing_over_torch() -> None:
+    code = "import json, time; import torch; a = time.process_time(); import fsdp_sft; " \
+        "b = time.process_time(); print(json.dumps({'torch': a, 'ours': b - a}))"
+    best = min((_in_fresh_python(code) for _ in range(3)), key=lambda r: r["ours"])
+    assert best["ours"] <= 0.15 * best["torch"], best
+
+
+def test_the_declared_dependencies_are_the_ones_imported() -> None:
+    allowed = {"torch", "transformers", "safetensors", "huggingface_hub", "typing_extensions", "fsdp_sft"}
+    optional = {"tqdm"}  # arrives with transformers; used only where it is loaded already
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [a.name for a in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                names = [node.module]
+            for name in names:
+                top = name.split(".")[0]
+                assert top in sys.stdlib_module_names | allowed | optional, f"{path.name} imports {name}"
+
+
+def test_modules_import_on_their_own() -> None:
+    for name in _modules():
+        importlib.import_module(f"fsdp_sft.{name}")
