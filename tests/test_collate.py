@@ -222,6 +222,50 @@ def test_tags_leave_out_what_they_do_not_cover():
     assert shown(row, tokenizer).endswith("(note)⟦b⟧(note)⟦why<|im_end|>⟧\n")
 
 
+def test_tags_inside_a_macro_are_ignored():
+    tokenizer = ct.byte_tokenizer("chatml")
+    new = "{{ message.content }}{% endgeneration %}(note){% generation %}{{ message.reasoning_content }}"
+    tokenizer.chat_template = ct.CHATML_TAGGED_IN_MACRO.replace("{{ message.content }}", new, 1)
+    row = chat("a", "hello there, all of you out there", "a", "general")
+    for message in row["messages"][1::2]:
+        message["reasoning_content"] = "for a long and winding reason"
+    text = shown(row, tokenizer)
+    assert "⟦hello there, all of you out there(note)for a long and winding reason<|im_end|>⟧\n" in text
+    assert text.endswith("⟦general(note)for a long and winding reason<|im_end|>⟧\n")
+
+
+@pytest.mark.parametrize("capture", ["macro", "set", None])
+def test_tags_that_count_from_elsewhere_do_not_tell_a_start(capture):
+    """Without a header only the tag tells where the second answer starts, if its offset can be trusted."""
+    tokenizer = ct.byte_tokenizer("chatml")
+    body = (
+        "{% if message.role == 'assistant' %}(note){% generation %}{{ message.content }}<|im_end|>"
+        "{% endgeneration %}{% else %}{{ message.content }}{% endif %}"
+    )
+    macro = "{% macro turn(message) %}" + body + "{% endmacro %}" if capture == "macro" else ""
+    use = {
+        "macro": "{{ turn(message) }}",
+        "set": "{% set text %}" + body + "{% endset %}{{ text }}",
+        None: body,
+    }
+    first = "{% if not loop.index0 or messages[loop.index0 - 1].role != message.role %}"
+    header = first + ct._ROLE + "{% endif %}"
+    loop = "{% for message in messages %}" + header + use[capture] + "{% endfor %}"
+    tokenizer.chat_template = macro + loop + ct._PROMPT
+    row = chat("a", "b", ("assistant", "c"))
+    if capture is None:
+        assert shown(row, tokenizer).endswith("(note)⟦b<|im_end|>⟧(note)⟦c<|im_end|>⟧")
+    else:
+        with pytest.raises(ChatTemplateError, match="second assistant message in a row"):
+            encode_chat(row, tokenizer)
+
+
+def test_a_header_quoted_by_the_template_itself():
+    tokenizer = ct.byte_tokenizer("chatml")
+    tokenizer.chat_template = "{{ 'Write after <|im_start|>assistant\n.' }}" + ct.CHATML
+    assert shown(chat("", "b"), tokenizer).endswith("<|im_start|>assistant\n⟦b<|im_end|>⟧\n")
+
+
 def test_templates_that_depend_on_what_the_user_wrote():
     tokenizer = ct.byte_tokenizer("chatml")
     tokenizer.chat_template = (
@@ -242,6 +286,7 @@ def test_templates_that_depend_on_what_the_user_wrote():
         ("{{ message.content }}", "{% if message.content != 'b' %}{{ message.content }}{% endif %}", "match"),
         ("{% for message in messages %}", "{% for message in messages[:4] %}", "does not print message 5"),
         (ct._CALLS, "", "leaves out tool calls"),
+        (ct._PROMPT, ct._PROMPT + "{% if messages[-1].content == 'f' %}END{% endif %}", "match the first"),
     ],
 )
 def test_a_template_that_cannot_be_followed_is_refused(old, new, reason):
@@ -372,7 +417,7 @@ def test_truncation():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"train_on": "asistant"}, "train_on must be one of 'assistant', 'last', 'all', got 'asistant'"),
+        ({"train_on": "answer"}, "train_on must be one of 'assistant', 'last', 'all', got 'answer'"),
         ({"train_on": {"model"}}, r"train_on must be a set of roles out of .*got \['model'\]"),
         ({"train_on": set()}, "train_on must be a set of roles"),
         ({"train_on": None}, "train_on must be a str or a set of roles, got None"),
@@ -381,7 +426,7 @@ def test_truncation():
         ({"max_length": True}, "max_length must be an integer"),
         ({"truncation": "middle"}, "truncation must be one of 'right', 'left', 'error', got 'middle'"),
         ({"chat_template": 3}, "chat_template must be a Jinja template as a str, got int"),
-        ({"padding": "longst"}, "padding must be one of 'longest', 'max_length', got 'longst'"),
+        ({"padding": "short"}, "padding must be one of 'longest', 'max_length', got 'short'"),
         ({"padding_side": "both"}, "padding_side must be one of 'right', 'left', got 'both'"),
         ({"pad_to_multiple_of": 0}, "pad_to_multiple_of must be an integer of at least 1, got 0"),
     ],

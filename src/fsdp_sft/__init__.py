@@ -8,33 +8,74 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fsdp_sft.blocks import NoBlocksError as NoBlocksError
     from fsdp_sft.blocks import find_blocks as find_blocks
+    from fsdp_sft.collate import IGNORE_INDEX as IGNORE_INDEX
+    from fsdp_sft.collate import EncodedChat as EncodedChat
+    from fsdp_sft.collate import SFTCollator as SFTCollator
+    from fsdp_sft.collate import encode_chat as encode_chat
+    from fsdp_sft.collate import filter_rows as filter_rows
+    from fsdp_sft.collate import render_labels as render_labels
     from fsdp_sft.distributed import DistributedContext as DistributedContext
     from fsdp_sft.distributed import build_mesh as build_mesh
     from fsdp_sft.distributed import init_distributed as init_distributed
+    from fsdp_sft.loss import causal_lm_loss as causal_lm_loss
+    from fsdp_sft.loss import count_targets as count_targets
+    from fsdp_sft.loss import loss_sum as loss_sum
+    from fsdp_sft.loss import scale_for_backward as scale_for_backward
+    from fsdp_sft.metrics import MetricLogger as MetricLogger
+    from fsdp_sft.metrics import ThroughputMeter as ThroughputMeter
+    from fsdp_sft.metrics import memory_stats as memory_stats
+    from fsdp_sft.metrics import model_flops_per_token as model_flops_per_token
+    from fsdp_sft.sac import apply_sac as apply_sac
+    from fsdp_sft.sac import remove_sac as remove_sac
+    from fsdp_sft.sac import select_block_indices as select_block_indices
+    from fsdp_sft.sampler import ResumableSampler as ResumableSampler
+    from fsdp_sft.shard import compile_blocks as compile_blocks
+    from fsdp_sft.shard import describe_sharding as describe_sharding
+    from fsdp_sft.shard import shard_model as shard_model
+    from fsdp_sft.step import EvalResult as EvalResult
+    from fsdp_sft.step import StepResult as StepResult
+    from fsdp_sft.step import evaluate as evaluate
+    from fsdp_sft.step import gradient_sync as gradient_sync
+    from fsdp_sft.step import train_step as train_step
+    from fsdp_sft.step import windows as windows
 
 __version__ = "0.1.0"
 
 _OWNERS = {
     "DistributedContext": "distributed",
+    "EncodedChat": "collate",
+    "EvalResult": "step",
+    "IGNORE_INDEX": "collate",
+    "MetricLogger": "metrics",
+    "NoBlocksError": "blocks",
     "ResumableSampler": "sampler",
+    "SFTCollator": "collate",
+    "StepResult": "step",
+    "ThroughputMeter": "metrics",
     "apply_sac": "sac",
+    "build_mesh": "distributed",
     "causal_lm_loss": "loss",
     "compile_blocks": "shard",
     "count_targets": "loss",
     "describe_sharding": "shard",
+    "encode_chat": "collate",
     "evaluate": "step",
+    "filter_rows": "collate",
+    "find_blocks": "blocks",
     "gradient_sync": "step",
+    "init_distributed": "distributed",
     "loss_sum": "loss",
+    "memory_stats": "metrics",
+    "model_flops_per_token": "metrics",
     "remove_sac": "sac",
+    "render_labels": "collate",
     "scale_for_backward": "loss",
     "select_block_indices": "sac",
     "shard_model": "shard",
     "train_step": "step",
     "windows": "step",
-    "build_mesh": "distributed",
-    "find_blocks": "blocks",
-    "init_distributed": "distributed",
 }
 
 __all__ = sorted([*_OWNERS, "__version__"])

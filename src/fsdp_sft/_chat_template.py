@@ -6,6 +6,7 @@ import json
 import re
 import weakref
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from fsdp_sft import _compat
@@ -17,6 +18,13 @@ if TYPE_CHECKING:
 # Two private-use characters around a number; no tokenizer, template or strip() treats them specially.
 OPEN, CLOSE = "\U000f5b01", "\U000f5b02"
 SENTINEL = re.compile(f"{OPEN}([0-9]+){CLOSE}")
+
+# Offsets of generation tags count from the start of the block that captures its output.
+_CAPTURE = r"(?:macro|call|filter)\b|set\s+[\w.]+\s*-?%\}"
+_CAPTURED_TAG = re.compile(
+    rf"\{{%[-+]?\s*(?:{_CAPTURE})(?:(?!\{{%[-+]?\s*end(?:macro|call|filter|set)\b).)*?\{{%[-+]?\s*generation\b",
+    re.DOTALL,
+)
 
 
 class ChatTemplateError(ValueError):
@@ -67,7 +75,7 @@ class ChatTemplate:
             )
         self.tokenizer = tokenizer
         self.text: str = tokenizer.get_chat_template(chat_template, tools=tools)
-        self.tools = tools
+        self._tags_count = not _has_captured_tag(self.text)
         self._special_tokens: dict[str, Any] = dict(tokenizer.special_tokens_map)
 
     def render(
@@ -77,11 +85,15 @@ class ChatTemplate:
         tools: list[dict[str, Any]] | None = None,
         add_generation_prompt: bool = False,
     ) -> tuple[str, list[tuple[int, int]]]:
-        """Render in the sandbox; returns the text and the character spans of generation tags."""
+        """Render in the sandbox.
+
+        Returns:
+            (text, character spans of generation tags; none where a macro or a block set holds the tags).
+        """
         import jinja2
 
         try:
-            return _compat.render_chat(
+            text, tags = _compat.render_chat(
                 self.text,
                 messages,
                 special_tokens=self._special_tokens,
@@ -93,6 +105,7 @@ class ChatTemplate:
                 f"the chat template of {describe_tokenizer(self.tokenizer)} does not take this conversation: "
                 f"{type(error).__name__}: {error}; change the row, or pass another chat_template="
             ) from error
+        return text, tags if self._tags_count else []
 
     def facts(self) -> TemplateFacts:
         """Probe the template, once per tokenizer and template."""
@@ -168,6 +181,11 @@ class ChatTemplate:
 _FACTS: weakref.WeakKeyDictionary[Any, dict[Any, TemplateFacts]] = weakref.WeakKeyDictionary()
 
 
+@lru_cache(maxsize=64)
+def _has_captured_tag(template: str) -> bool:
+    return _CAPTURED_TAG.search(template) is not None
+
+
 def describe_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
     """Name a tokenizer in an error message."""
     name = tokenizer.name_or_path
@@ -181,4 +199,5 @@ def common_length(first: str, second: str) -> int:
 
 
 def sentinel(number: int) -> str:
+    """The placeholder for the text `number`."""
     return f"{OPEN}{number}{CLOSE}"

@@ -80,3 +80,48 @@ def render_chat(
         **special_tokens,
     )
     return texts[0], [(int(start), int(end)) for start, end in (spans[0] if tagged else ())]
+
+
+# --- export -----------------------------------------------------------------------------------------------
+
+
+def revert_weight_conversion(
+    model: nn.Module, state_dict: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Names and tensors as a checkpoint on the Hub has them, from those that the model has.
+
+    ``save_pretrained`` does this between gathering and writing, and offers no way to do it for a part of
+    the model. Returns ``state_dict`` itself if the architecture has no conversions.
+
+    Args:
+        model: An unsharded model: conversions are looked up by its class, which FSDP2 replaces.
+        state_dict: Model names to tensors, which may be on the meta device.
+    """
+    from transformers.core_model_loading import revert_weight_conversion as revert
+
+    reverted: dict[str, torch.Tensor] = revert(model, state_dict)  # type: ignore[arg-type]
+    return reverted
+
+
+def copy_weight_conversions(source: nn.Module, target: nn.Module) -> None:
+    """Let ``target`` be saved in the format that ``source`` was loaded from.
+
+    ``from_pretrained`` leaves what it converted in ``_weight_conversions``, which only saving reads.
+    """
+    conversions = getattr(source, "_weight_conversions", None)
+    if conversions is not None:
+        target._weight_conversions = conversions
+
+
+def names_left_out_on_save(model: nn.Module) -> tuple[set[str], set[str]]:
+    """(names that ``save_pretrained`` never writes, patterns of tied names that it leaves out).
+
+    ``_keys_to_ignore_on_save`` and ``_tied_weights_keys`` are class attributes with no public reader; see
+    ``remove_tied_weights_from_state_dict`` in transformers' ``modeling_utils.py``.
+    """
+    ignored: Any = getattr(model, "_keys_to_ignore_on_save", None) or ()
+    tied: set[str] = set()
+    for prefix, module in model.named_modules():
+        keys: Any = getattr(module, "_tied_weights_keys", None) or ()
+        tied.update(f"{prefix}.{key}" if prefix else key for key in keys)
+    return set(ignored), tied

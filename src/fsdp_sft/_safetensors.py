@@ -264,7 +264,7 @@ def _check_contiguous(entries: Mapping[str, TensorEntry], first: int, file_bytes
     end = first
     for name, entry in entries.items():
         if entry.start != end:
-            raise SafetensorsError(f"the bytes of {name!r} begin at {entry.start}; the tensors before end at {end}")
+            raise SafetensorsError(f"{name!r} begins at byte {entry.start}, the tensors before end at {end}")
         end = entry.end
     if end != file_bytes:
-        raise SafetensorsError(f"the tensors end at byte {end}, the file at {file_bytes}: cut short or appended to")
+        raise SafetensorsError(f"the tensors end at byte {end}, the file at {file_bytes}")

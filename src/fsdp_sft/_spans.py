@@ -65,7 +65,7 @@ class _Layout:
     places: list[_Place]
     length: int
 
-    def check(self, template: ChatTemplate, messages: list[Message], wanted: set[int]) -> None:
+    def check(self, template: ChatTemplate, wanted: set[int]) -> None:
         """Refuse a layout in which a wanted message is missing, doubled or torn apart."""
         printed = Counter(place.leaf for place in self.places)
         groups = Counter(index for index, _ in groupby(self.places, key=lambda place: place.message))
@@ -95,8 +95,8 @@ def find_turns(
     """Render a conversation and find the trained characters of the messages `wanted`.
 
     Returns:
-        (rendered text, turns in the order of the text). A message may have several turns, where the
-        template's own generation tags leave out a part in its middle, or none, where it is not printed.
+        (rendered text, turns in the order of the text). A message has several turns where the template's
+        own generation tags leave out a part in its middle.
 
     Raises:
         ChatTemplateError: If the characters cannot be told for sure.
@@ -120,7 +120,7 @@ def find_turns(
             "what it prints around a message depends on the message's content, so that a second rendering "
             "with other contents does not match the first"
         )
-    layout.check(template, messages, wanted)
+    layout.check(template, wanted)
     owned = _tags_by_message(tags, layout.places, messages)
     finder = _TurnFinder(template, facts, messages, owned)
     return text, [turn for group in layout.groups(wanted) for turn in finder.find(text, *group)]
@@ -214,7 +214,9 @@ def _mark_message(message: Message, index: int, leaves: list[_Leaf]) -> Message:
         marked["tool_calls"] = [_mark_call(call, leaves, add) for call in marked["tool_calls"]]
     if len(leaves) == known and message["role"] == "assistant":
         content = message["content"]
-        marked["content"] = _mark_text(content, add) if content.strip() else add(content, "")
+        # White space alone cannot stay around a sentinel, so it is replaced, in every way it may be stripped.
+        blanks = (content, content.lstrip("\n"), content.rstrip("\n"), content.strip("\n"), "")
+        marked["content"] = _mark_text(content, add) if content.strip() else add(*dict.fromkeys(blanks))
     return marked
 
 
@@ -310,19 +312,17 @@ def _edges(message: Message) -> tuple[str, str]:
     """What stands in front of the first and behind the last sentinel of a message's content."""
     if "tool_calls" in message:
         return "", ""
-    marked = _mark_text(message["content"], lambda *_: OPEN, pattern=_THINK)
-    head, mark, tail = marked.partition(OPEN)
-    return (head, tail.rpartition(OPEN)[2]) if mark else ("", "")
+    for pattern in (_THINK, None):
+        marked = _mark_text(message["content"], lambda *_: OPEN, pattern=pattern)
+        if OPEN in marked:
+            return marked.partition(OPEN)[0], marked.rpartition(OPEN)[2]
+    return "", ""
 
 
 def _tags_by_message(
     tags: list[tuple[int, int]], places: list[_Place], messages: list[Message]
 ) -> dict[int, list[tuple[int, int]]]:
-    """Generation tags of each assistant message; none at all if one of them cannot be right.
-
-    The offsets of tags inside a macro are those of the macro's own output. Such tags cut a text in two or
-    hold another role's text.
-    """
+    """Generation tags of each assistant message; none at all if one cuts a text or holds another role's."""
     owned: dict[int, list[tuple[int, int]]] = {}
     for start, end in tags:
         inside = [place for place in places if place.start < end and place.end > start]

@@ -189,7 +189,7 @@ def _tokenise(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int],
             token = str(tokenizer.convert_ids_to_tokens(ids[index]))
             spaces = len(token) - len(token.lstrip("Ġ"))
             offsets[index] = (max(position, start - spaces), end)
-        position = max(position, end)
+        position = end if end > position else position
     return ids, offsets
 
 

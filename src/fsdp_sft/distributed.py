@@ -1,9 +1,6 @@
 """Which rank am I, on which device, in which mesh: the same answer under every launcher."""
 
 import os
-import re
-import socket
-import subprocess
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -12,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_sft._agree import all_reduce_sum, control_group, is_distributed
+from fsdp_sft._slurm import Launch, env_int, is_slurm_step, slurm_launch
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -20,9 +18,6 @@ DP_REPLICATE = "dp_replicate"
 DP_SHARD = "dp_shard"
 
 _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-# Slurm numbers steps that srun did not start (batch script, interactive shell, ...) from here up:
-# https://github.com/SchedMD/slurm/blob/master/slurm/slurm.h (SLURM_BATCH_SCRIPT and its neighbours).
-_FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
 
 @dataclass(frozen=True)
@@ -58,16 +53,6 @@ class DistributedContext:
             f"rank {self.rank} of {self.world_size} (local {self.local_rank} of {self.local_world_size}) "
             f"on {self.device}, {self.backend}, launcher: {self.launcher}"
         )
-
-
-@dataclass(frozen=True)
-class _Launch:
-    launcher: str
-    rank: int
-    local_rank: int
-    world_size: int
-    local_world_size: int
-    init_method: str | None  # None: a store inside the process
 
 
 def init_distributed(
@@ -220,34 +205,34 @@ def sum_over_mesh(values: list[float], mesh: "DeviceMesh | None") -> list[float]
     return [float(v) for v in total]
 
 
-def _existing_launch() -> _Launch:
+def _existing_launch() -> Launch:
     world_size = dist.get_world_size()
-    local_rank = _env_int("LOCAL_RANK") if "LOCAL_RANK" in os.environ else None
-    if local_rank is None and _is_slurm_step():
-        local_rank = _env_int("SLURM_LOCALID")
+    local_rank = env_int("LOCAL_RANK") if "LOCAL_RANK" in os.environ else None
+    if local_rank is None and is_slurm_step():
+        local_rank = env_int("SLURM_LOCALID")
     rank = dist.get_rank()
-    local_world_size = _env_int("LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in os.environ else world_size
+    local_world_size = env_int("LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in os.environ else world_size
     if local_rank is None:
         # Without a launcher's word, ranks fill the node's devices in order.
         devices = torch.accelerator.device_count() if torch.accelerator.is_available() else world_size
         local_rank = rank % max(devices, 1)
-    return _Launch("existing", rank, local_rank, world_size, local_world_size, None)
+    return Launch("existing", rank, local_rank, world_size, local_world_size, None)
 
 
-def _detect_launch() -> _Launch:
+def _detect_launch() -> Launch:
     if "RANK" in os.environ or "LOCAL_RANK" in os.environ:
         return _torchrun_launch()
-    if _is_slurm_step():
-        return _slurm_launch()
-    if "WORLD_SIZE" in os.environ and _env_int("WORLD_SIZE") > 1:
+    if is_slurm_step():
+        return slurm_launch()
+    if "WORLD_SIZE" in os.environ and env_int("WORLD_SIZE") > 1:
         raise ValueError(
             f"WORLD_SIZE={os.environ['WORLD_SIZE']} is set but RANK is not: start with torchrun or srun, "
             "or unset WORLD_SIZE to run as a single process"
         )
-    return _Launch("single", 0, 0, 1, 1, None)
+    return Launch("single", 0, 0, 1, 1, None)
 
 
-def _torchrun_launch() -> _Launch:
+def _torchrun_launch() -> Launch:
     missing = [name for name in _TORCHRUN_VARIABLES if name not in os.environ]
     if missing:
         present = [name for name in _TORCHRUN_VARIABLES if name in os.environ]
@@ -256,95 +241,16 @@ def _torchrun_launch() -> _Launch:
             f"{', '.join(_TORCHRUN_VARIABLES)}; start with torchrun, or set the missing ones, or unset all "
             "of them to run as a single process"
         )
-    rank, world_size, local_rank = _env_int("RANK"), _env_int("WORLD_SIZE"), _env_int("LOCAL_RANK")
+    rank, world_size, local_rank = env_int("RANK"), env_int("WORLD_SIZE"), env_int("LOCAL_RANK")
     if not 0 <= rank < world_size:
         raise ValueError(f"RANK={rank} is not in [0, WORLD_SIZE={world_size})")
-    local_world_size = _env_int("LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in os.environ else world_size
+    local_world_size = env_int("LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in os.environ else world_size
     if not 0 <= local_rank < local_world_size:
         raise ValueError(f"LOCAL_RANK={local_rank} is not in [0, {local_world_size} processes on this node)")
-    return _Launch("torchrun", rank, local_rank, world_size, local_world_size, "env://")
+    return Launch("torchrun", rank, local_rank, world_size, local_world_size, "env://")
 
 
-def _is_slurm_step() -> bool:
-    # Inside salloc or a batch script SLURM_PROCID may be set, but no srun started this process.
-    step = os.environ.get("SLURM_STEP_ID", "")
-    return (
-        step.isdigit()
-        and int(step) < _FIRST_SPECIAL_STEP
-        and all(name in os.environ for name in ("SLURM_PROCID", "SLURM_LOCALID"))
-    )
-
-
-def _slurm_launch() -> _Launch:
-    tasks = next((name for name in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") if name in os.environ), None)
-    if tasks is None:
-        raise ValueError("inside a Slurm step, but neither SLURM_STEP_NUM_TASKS nor SLURM_NTASKS is set")
-    rank, local_rank, world_size = _env_int("SLURM_PROCID"), _env_int("SLURM_LOCALID"), _env_int(tasks)
-    if not 0 <= rank < world_size:
-        raise ValueError(f"SLURM_PROCID={rank} is not in [0, {tasks}={world_size})")
-    if world_size == 1:
-        return _Launch("slurm", 0, 0, 1, 1, None)
-    address = os.environ.get("MASTER_ADDR") or _slurm_master_address()
-    port = os.environ.get("MASTER_PORT") or str(_slurm_port())
-    return _Launch(
-        "slurm", rank, local_rank, world_size, _slurm_local_world_size(), f"tcp://{address}:{port}"
-    )
-
-
-def _slurm_local_world_size() -> int:
-    """This node's entry of a list such as ``4(x2),3``: four tasks on two nodes, then three on one."""
-    listed = os.environ.get("SLURM_STEP_TASKS_PER_NODE") or os.environ.get("SLURM_TASKS_PER_NODE", "1")
-    counts: list[int] = []
-    for part in listed.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
-        if match is None:
-            raise ValueError(f"SLURM_STEP_TASKS_PER_NODE={listed!r} is not a list such as '4(x2),3'")
-        counts += [int(match[1])] * int(match[2] or 1)
-    node = _env_int("SLURM_NODEID") if "SLURM_NODEID" in os.environ else 0
-    return counts[min(node, len(counts) - 1)]
-
-
-def _slurm_master_address() -> str:
-    nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_NODELIST", "")
-    if not nodes:
-        raise ValueError("inside a Slurm step, but SLURM_STEP_NODELIST is not set; set MASTER_ADDR")
-    first = _first_host(nodes)
-    try:
-        socket.getaddrinfo(first, None)
-    except OSError:
-        # Node names need not resolve (several slurmd on one host); srun's own address then serves.
-        launch = os.environ.get("SLURM_LAUNCH_NODE_IPADDR")
-        if not launch:
-            raise ValueError(
-                f"the first node {first!r} of SLURM_STEP_NODELIST={nodes!r} has no address; set MASTER_ADDR"
-            ) from None
-        return launch
-    return first
-
-
-def _first_host(nodes: str) -> str:
-    """The first name of a Slurm node list such as ``gpu[03-05,9],login1``."""
-    match = re.match(r"([^,\[]+)(?:\[([^\]]+)\])?([^,]*)", nodes)
-    if match is None:
-        raise ValueError(f"SLURM_STEP_NODELIST={nodes!r} is not a Slurm node list; set MASTER_ADDR")
-    prefix, numbers, suffix = match[1], match[2], match[3]
-    if numbers is None:
-        return prefix
-    if "[" in suffix:  # several bracketed parts: leave it to Slurm's own expansion
-        listed = subprocess.run(
-            ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True, timeout=30
-        )
-        return listed.stdout.split()[0]
-    return prefix + re.split(r"[,-]", numbers)[0] + suffix
-
-
-def _slurm_port() -> int:
-    # One port per job and step, so that steps of neighbouring jobs on shared nodes do not meet.
-    job, step = int(os.environ.get("SLURM_JOB_ID", "0")), int(os.environ.get("SLURM_STEP_ID", "0"))
-    return 20000 + (job * 7 + step) % 20000
-
-
-def _select_device(device_type: str, launch: _Launch) -> torch.device:
+def _select_device(device_type: str, launch: Launch) -> torch.device:
     if device_type == "cpu":
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -372,7 +278,7 @@ def _default_backend(device_type: str) -> str:
     return f"cpu:gloo,{device_type}:{dist.get_default_backend_for_device(device_type)}"
 
 
-def _init_process_group(launch: _Launch, backend: str, timeout: timedelta) -> None:
+def _init_process_group(launch: Launch, backend: str, timeout: timedelta) -> None:
     if launch.init_method is None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return
@@ -390,13 +296,6 @@ def _init_process_group(launch: _Launch, backend: str, timeout: timedelta) -> No
 
 def _backend_name() -> str:
     return str(dist.get_backend_config())
-
-
-def _env_int(name: str) -> int:
-    try:
-        return int(os.environ[name])
-    except ValueError:
-        raise ValueError(f"{name}={os.environ[name]!r} is not a number") from None
 
 
 def _divisors(number: int) -> list[int]:

@@ -86,13 +86,17 @@ def shard_model(
 
     for modules in _tied_across_blocks(model, chosen):
         shard(modules, policy, reshard_after_forward=False)
-    float32_policy = replace(policy, param_dtype=torch.float32, cast_forward_inputs=False, output_dtype=None)
-    for module in _kept_in_float32(model, policy, warn=mesh.get_rank() == 0):
-        shard(module, float32_policy, reshard_after_forward=reshard_after_forward)
-    for module in reversed(
-        list(chosen.values())
-    ):  # registration order is outer first; FSDP2 wants inner first
-        shard(module, policy, reshard_after_forward=reshard_after_forward)
+    kept = _kept_in_float32(model, policy, warn=mesh.get_rank() == 0)
+    if kept:
+        # Such models cast for themselves, and rely on float32 passing between their blocks (T5's residual).
+        block_policy = replace(policy, cast_forward_inputs=False)
+        for module in kept:
+            float32_policy = replace(block_policy, param_dtype=torch.float32, output_dtype=None)
+            shard(module, float32_policy, reshard_after_forward=reshard_after_forward)
+    else:
+        block_policy = policy
+    for module in reversed(list(chosen.values())):  # inner before outer, as FSDP2 wants
+        shard(module, block_policy, reshard_after_forward=reshard_after_forward)
     shard(model, policy)
     _set_prefetch(list(chosen.values()), prefetch)
     return model

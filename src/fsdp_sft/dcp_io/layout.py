@@ -1,5 +1,6 @@
 """Boxes: which part of a tensor a rank has, and which parts a file has. No I/O."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -51,7 +52,7 @@ def whole(shape: Sequence[int]) -> Box:
 def box_at(
     shape: Sequence[int], placements: Sequence[Any], mesh_shape: Sequence[int], coordinate: Sequence[int]
 ) -> Box:
-    """What the rank at ``coordinate`` of a mesh has of a tensor: ``torch.chunk`` along each sharded dimension.
+    """What the rank at ``coordinate`` of a mesh has: ``torch.chunk`` along each sharded dimension.
 
     Raises:
         TypeError: For a placement other than ``Shard`` and ``Replicate``.
@@ -61,7 +62,7 @@ def box_at(
         if type(placement) is Replicate:
             continue
         if type(placement) is not Shard:
-            raise TypeError(f"cannot store a tensor placed as {placement}; only Shard and Replicate are known")
+            raise TypeError(f"cannot store a tensor placed as {placement}; only Shard and Replicate")
         dim = placement.dim
         step = -(-extent[dim] // parts)
         start = min(step * index, extent[dim])
@@ -111,16 +112,15 @@ def tiling_problem(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
     covered = sum(box.numel for box in boxes)
     if covered != math.prod(shape):
         return f"its parts have {covered} of {math.prod(shape)} elements"
-    if _overlapping([box for box in boxes if box.numel]):
+    if _overlapping(shape, [box for box in boxes if box.numel]):
         return "its parts overlap"
     return None
 
 
-def _overlapping(boxes: Sequence[Box]) -> bool:
+def _overlapping(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
     ordered = sorted(boxes, key=lambda box: box.offset)
-    if all(box.shape[1:] == ordered[0].shape[1:] for box in ordered):  # rows, as FSDP2 shards
-        pairs = zip(ordered, ordered[1:], strict=False)
-        return any(a.intersect(b) is not None for a, b in pairs)
+    if all(box.shape[1:] == tuple(shape[1:]) for box in ordered):  # whole rows, as FSDP2 shards
+        return any(a.intersect(b) is not None for a, b in itertools.pairwise(ordered))
     return any(a.intersect(b) is not None for i, a in enumerate(ordered) for b in ordered[i + 1 :])
 
 

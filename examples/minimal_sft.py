@@ -1,0 +1,183 @@
+"""Fine-tune a causal LM on chats with FSDP2, from one process to many nodes, without a trainer.
+
+    torchrun --standalone --nproc-per-node 2 examples/minimal_sft.py
+    torchrun --standalone --nproc-per-node 8 examples/minimal_sft.py --model PATH --data chats.jsonl
+
+Without --model and --data a tiny model is made and taught a small vocabulary, which the end checks.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, get_cosine_schedule_with_warmup
+
+import fsdp_sft as fs
+
+HERE = Path(__file__).parent
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--model", help="Hugging Face folder or Hub id (default: a tiny one made here)")
+    add("--data", type=Path, help=".jsonl or .json of messages, Alpaca or ShareGPT rows (default: bundled)")
+    add("--output", type=Path, default=Path("demo-output"), help="checkpoints, log, export")
+    add("--steps", type=int, default=200, help="optimizer steps")
+    add("--micro-batch-size", type=int, default=16, help="rows per rank and micro-batch")
+    add("--grad-accum-steps", type=int, default=1, help="micro-batches per optimizer step")
+    add("--max-length", type=int, default=512, help="tokens per row; longer rows are truncated")
+    add("--learning-rate", type=float, default=1e-3)
+    add("--warmup-steps", type=int, default=20)
+    add("--sac-ratio", default="1/3", help="fraction of blocks that recompute their activations")
+    add("--dp-replicate", type=int, default=1, help="replicas (HSDP); 1 shards over all ranks")
+    add("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="compute; masters are float32")
+    add("--compile", action="store_true", help="compile each block")
+    add("--save-every", type=int, default=50, help="optimizer steps between checkpoints")
+    add("--resume", action="store_true", help="continue from the newest sound checkpoint in --output")
+    add("--seed", type=int, default=0)
+    return parser.parse_args()
+
+
+def read_rows(path: Path) -> list[dict]:
+    text = path.read_text()
+    return json.loads(text) if path.suffix == ".json" else [json.loads(line) for line in text.splitlines()]
+
+
+@torch.no_grad()
+def answer(folder: str | Path, rows: list[dict], device: torch.device) -> tuple[float, list[str]]:
+    """Greedy answers of a saved model to each row's first message, and the share that is exactly right."""
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval()
+    prompts = [
+        tokenizer.apply_chat_template(row["messages"][:1], add_generation_prompt=True, tokenize=False)
+        for row in rows
+    ]
+    inputs = tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=False).to(device)
+    out = model.generate(**inputs, max_new_tokens=40, do_sample=False)
+    answers = tokenizer.batch_decode(out[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    right = [a == row["messages"][1]["content"] for a, row in zip(answers, rows, strict=True)]
+    return sum(right) / len(right), answers
+
+
+def plot_loss(log: Path, picture: Path) -> None:
+    try:
+        import matplotlib
+    except ImportError:
+        return  # the "plot" extra is not installed
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    points = [json.loads(line) for line in log.read_text().splitlines()]
+    points = [point for point in points if "loss" in point]
+    pyplot.figure(figsize=(6, 4), layout="constrained")
+    pyplot.semilogy([p["step"] for p in points], [p["loss"] for p in points])
+    pyplot.xlabel("optimizer step")
+    pyplot.ylabel("loss (nats per target token)")
+    pyplot.grid(alpha=0.3)
+    pyplot.savefig(picture, dpi=120)
+    print(f"loss curve: {picture}")
+
+
+@record  # so that torchrun's report carries the traceback of the rank that failed first
+def main() -> None:
+    args = parse_arguments()
+    context = fs.init_distributed()
+    print(context, flush=True)
+    torch.manual_seed(args.seed)
+    if args.model is None:
+        from tiny_model import make_tiny_model
+
+        args.model = str(args.output / "tiny-model")
+        if context.is_main:
+            chats = read_rows(HERE / "data" / "chats.jsonl")
+            make_tiny_model(Path(args.model), [m["content"] for row in chats for m in row["messages"]])
+        dist.barrier()
+
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    rows = read_rows(args.data or HERE / "data" / "chats.jsonl")
+    test_rows = (
+        read_rows(HERE / "data" / "chats-test.jsonl") if args.data is None else rows[:: len(rows) // 50 + 1]
+    )
+    if args.data is not None:
+        rows = [row for i, row in enumerate(rows) if i % (len(rows) // 50 + 1)]
+    rows, counts = fs.filter_rows(rows, tokenizer, max_length=args.max_length)
+    test_rows, _ = fs.filter_rows(test_rows, tokenizer, max_length=args.max_length)
+    if context.is_main:
+        print(f"rows: {counts}; first row, trained part marked:")
+        first = fs.encode_chat(rows[0], tokenizer, max_length=args.max_length)
+        print(fs.render_labels(tokenizer, first.input_ids, first.labels, color=False))
+        if args.data is None:
+            print(f"answered exactly before training: {answer(args.model, test_rows, context.device)[0]:.0%}")
+
+    mesh = fs.build_mesh(dp_replicate=args.dp_replicate)
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype="auto").train()
+    fs.apply_sac(model, args.sac_ratio)
+    if args.compile:
+        fs.compile_blocks(model)
+    compute = torch.bfloat16 if args.dtype == "bfloat16" else torch.float32
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+    fs.shard_model(model, mesh=mesh, mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.01)
+    scheduler = get_cosine_schedule_with_warmup(optimizer, args.warmup_steps, args.steps)
+    collate = fs.SFTCollator(tokenizer, max_length=args.max_length)
+    sampler = fs.ResumableSampler(rows, seed=args.seed)
+    loader = DataLoader(rows, args.micro_batch_size, sampler=sampler, collate_fn=collate, drop_last=True)
+    mine = test_rows[context.rank :: context.world_size]
+    test_loader = DataLoader(mine, args.micro_batch_size, collate_fn=collate)
+
+    step = 0
+    if args.resume:
+        loaded = fs.load_checkpoint(args.output / "checkpoints", model=model, optimizer=optimizer)
+        step = loaded.step
+        scheduler.load_state_dict(loaded.train_state["scheduler"])
+        sampler.load_state_dict(loaded.train_state["sampler"])
+    flops = fs.model_flops_per_token(model.config, args.max_length)
+    meter = fs.ThroughputMeter(flops_per_token=flops, world_size=context.world_size, device=context.device)
+    logger = fs.MetricLogger(jsonl=args.output / "log.jsonl", stdout=False)
+    bar = tqdm(total=args.steps, initial=step, unit="step", disable=not context.is_main)
+    while step < args.steps:
+        for window in fs.windows(loader, args.grad_accum_steps):
+            result = fs.train_step(model, window, optimizer, scheduler=scheduler)
+            step += 1
+            meter.update(num_tokens=result.num_tokens)
+            metrics = {"loss": result.loss, "grad_norm": result.grad_norm, "lr": scheduler.get_last_lr()[0]}
+            logger.log({**metrics, **meter.stats()}, step)
+            bar.set_postfix(loss=f"{result.loss:.4f}", refresh=False)
+            bar.update()
+            if step % args.save_every == 0 or step == args.steps:
+                state = {"scheduler": scheduler.state_dict(), "sampler": sampler.state_dict()}
+                with meter.paused():
+                    fs.save_checkpoint(
+                        args.output / "checkpoints", step, model=model, optimizer=optimizer, train_state=state
+                    )
+            if step == args.steps:
+                break
+    bar.close()
+
+    evaluation = fs.evaluate(model, test_loader)
+    logger.log({"eval_loss": evaluation.loss, "perplexity": evaluation.perplexity}, step)
+    export = fs.export_hf(model, args.output / "export", tokenizer=tokenizer)
+    if context.is_main:
+        print(f"evaluation: loss {evaluation.loss:.4f}, perplexity {evaluation.perplexity:.3f}")
+        print(f"exported to {export}")
+        plot_loss(args.output / "log.jsonl", args.output / "loss.png")
+        if args.data is None:
+            share, answers = answer(export, test_rows, context.device)
+            for row, text in list(zip(test_rows, answers, strict=True))[:5]:
+                print(f"  {row['messages'][0]['content']}  ->  {text}")
+            print(f"answered exactly after training: {share:.0%} of {len(test_rows)} unseen prompts")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""A tiny Qwen2-style model and a byte-level chat tokenizer, saved as an ordinary Hugging Face folder."""
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+# The generation tags say which part the assistant writes; they leave no trace in the text.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message.role + '\\n' }}"
+    "{% if message.role == 'assistant' %}"
+    "{% generation %}{{ message.content + '<|im_end|>' }}{% endgeneration %}"
+    "{% else %}{{ message.content + '<|im_end|>' }}{% endif %}"
+    "{{ '\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def make_tokenizer(texts: list[str], *, vocab_size: int = 640) -> PreTrainedTokenizerFast:
+    """A byte-level BPE trained on a few texts: common words become one token, and any text has one."""
+    special = ["<|pad|>", "<|im_start|>", "<|im_end|>"]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=special,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<|pad|>",
+        eos_token="<|im_end|>",
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=1024,
+    )
+
+
+def make_tiny_model(folder: Path, texts: list[str], *, seed: int = 0) -> None:
+    """Write an untrained model of about a million parameters, in bfloat16 as checkpoints are."""
+    tokenizer = make_tokenizer(texts)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    torch.manual_seed(seed)
+    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

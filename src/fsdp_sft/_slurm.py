@@ -1,0 +1,114 @@
+"""What Slurm's variables say about a task: rank, neighbours, and where the ranks meet."""
+
+import os
+import re
+import socket
+import subprocess
+from dataclasses import dataclass
+
+# Slurm numbers steps that srun did not start (batch script, interactive shell, ...) from here up:
+# https://github.com/SchedMD/slurm/blob/master/slurm/slurm.h (SLURM_BATCH_SCRIPT and its neighbours).
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a launcher says about this process."""
+
+    launcher: str
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    init_method: str | None  # None: a store inside the process
+
+
+def env_int(name: str) -> int:
+    """An environment variable that must be a number."""
+    try:
+        return int(os.environ[name])
+    except ValueError:
+        raise ValueError(f"{name}={os.environ[name]!r} is not a number") from None
+
+
+def is_slurm_step() -> bool:
+    """Whether srun started this process as a task of a step."""
+    # Inside salloc or a batch script SLURM_PROCID may be set, but no srun started this process.
+    step = os.environ.get("SLURM_STEP_ID", "")
+    return (
+        step.isdigit()
+        and int(step) < _FIRST_SPECIAL_STEP
+        and all(name in os.environ for name in ("SLURM_PROCID", "SLURM_LOCALID"))
+    )
+
+
+def slurm_launch() -> Launch:
+    """This task's place in its step, and where its ranks meet.
+
+    Raises:
+        ValueError: If a variable is missing or wrong; the message names it.
+    """
+    tasks = next((name for name in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") if name in os.environ), None)
+    if tasks is None:
+        raise ValueError("inside a Slurm step, but neither SLURM_STEP_NUM_TASKS nor SLURM_NTASKS is set")
+    rank, local_rank, world_size = env_int("SLURM_PROCID"), env_int("SLURM_LOCALID"), env_int(tasks)
+    if not 0 <= rank < world_size:
+        raise ValueError(f"SLURM_PROCID={rank} is not in [0, {tasks}={world_size})")
+    if world_size == 1:
+        return Launch("slurm", 0, 0, 1, 1, None)
+    address = os.environ.get("MASTER_ADDR") or _master_address()
+    port = os.environ.get("MASTER_PORT") or str(_port())
+    return Launch("slurm", rank, local_rank, world_size, _local_world_size(), f"tcp://{address}:{port}")
+
+
+def _local_world_size() -> int:
+    """This node's entry of a list such as ``4(x2),3``: four tasks on two nodes, then three on one."""
+    listed = os.environ.get("SLURM_STEP_TASKS_PER_NODE") or os.environ.get("SLURM_TASKS_PER_NODE", "1")
+    counts: list[int] = []
+    for part in listed.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if match is None:
+            raise ValueError(f"SLURM_STEP_TASKS_PER_NODE={listed!r} is not a list such as '4(x2),3'")
+        counts += [int(match[1])] * int(match[2] or 1)
+    node = env_int("SLURM_NODEID") if "SLURM_NODEID" in os.environ else 0
+    return counts[min(node, len(counts) - 1)]
+
+
+def _master_address() -> str:
+    nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_NODELIST", "")
+    if not nodes:
+        raise ValueError("inside a Slurm step, but SLURM_STEP_NODELIST is not set; set MASTER_ADDR")
+    first = _first_host(nodes)
+    try:
+        socket.getaddrinfo(first, None)
+    except OSError:
+        # Node names need not resolve (several slurmd on one host); srun's own address then serves.
+        launch = os.environ.get("SLURM_LAUNCH_NODE_IPADDR")
+        if not launch:
+            raise ValueError(
+                f"the first node {first!r} of SLURM_STEP_NODELIST={nodes!r} has no address; set MASTER_ADDR"
+            ) from None
+        return launch
+    return first
+
+
+def _first_host(nodes: str) -> str:
+    """The first name of a Slurm node list such as ``gpu[03-05,9],login1``."""
+    match = re.match(r"([^,\[]+)(?:\[([^\]]+)\])?([^,]*)", nodes)
+    if match is None:
+        raise ValueError(f"SLURM_STEP_NODELIST={nodes!r} is not a Slurm node list; set MASTER_ADDR")
+    prefix, numbers, suffix = match[1], match[2], match[3]
+    if numbers is None:
+        return prefix
+    if "[" in suffix:  # several bracketed parts: leave it to Slurm's own expansion
+        listed = subprocess.run(
+            ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True, timeout=30
+        )
+        return listed.stdout.split()[0]
+    return prefix + re.split(r"[,-]", numbers)[0] + suffix
+
+
+def _port() -> int:
+    # One port per job and step, so that steps of neighbouring jobs on shared nodes do not meet.
+    job, step = int(os.environ.get("SLURM_JOB_ID", "0")), int(os.environ.get("SLURM_STEP_ID", "0"))
+    return 20000 + (job * 7 + step) % 20000

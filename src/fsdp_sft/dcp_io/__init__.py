@@ -1,0 +1,39 @@
+"""Saving and loading: full state dicts, optimizer state, crash-safe checkpoints, Hugging Face export.
+
+The name comes from torch's distributed checkpoint (DCP), which this package does not use: what it writes is
+safetensors and JSON, and nothing it reads can run code. A checkpoint is a folder with a manifest, see
+``manifest``; every function calls ``reshard`` on the model first.
+"""
+
+from fsdp_sft.dcp_io.checkpoint import LoadedCheckpoint, SavedCheckpoint, load_checkpoint, save_checkpoint
+from fsdp_sft.dcp_io.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+)
+from fsdp_sft.dcp_io.export import export_hf
+from fsdp_sft.dcp_io.full_state import load_full_state_dict, save_full_state_dict
+from fsdp_sft.dcp_io.optimizer_state import load_optimizer_state, save_optimizer_state
+from fsdp_sft.dcp_io.retention import CheckpointInfo, find_checkpoints, verify_checkpoint
+
+__all__ = [
+    "CheckpointCorruptError",
+    "CheckpointError",
+    "CheckpointExistsError",
+    "CheckpointInfo",
+    "CheckpointMismatchError",
+    "CheckpointNotFoundError",
+    "LoadedCheckpoint",
+    "SavedCheckpoint",
+    "export_hf",
+    "find_checkpoints",
+    "load_checkpoint",
+    "load_full_state_dict",
+    "load_optimizer_state",
+    "save_checkpoint",
+    "save_full_state_dict",
+    "save_optimizer_state",
+    "verify_checkpoint",
+]

@@ -1,0 +1,311 @@
+"""Crash-safe checkpoints: a step is there completely, verified, or not at all."""
+
+import os
+import uuid
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from fsdp_sft._agree import agreed, all_gather_objects
+from fsdp_sft.dcp_io.codec import decode, dumps, encode, loads
+from fsdp_sft.dcp_io.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+)
+from fsdp_sft.dcp_io.files import TensorReader, read_bytes
+from fsdp_sft.dcp_io.folder import (
+    FolderContent,
+    describe_mesh,
+    open_folder,
+    read_tensors,
+    this_rank,
+    world_size,
+    write_folder,
+)
+from fsdp_sft.dcp_io.manifest import (
+    MANIFEST_NAME,
+    MAX_JSON_BYTES,
+    TRAIN_STATE_NAME,
+    Manifest,
+    StoredTensor,
+    verify_folder,
+)
+from fsdp_sft.dcp_io.optimizer_state import apply_optimizer, check_optimizer, optimizer_content
+from fsdp_sft.dcp_io.rank_files import rank_content, read_rank_files, restore_rng
+from fsdp_sft.dcp_io.retention import is_step_folder, prune, remove_stale, step_folder, step_folders
+from fsdp_sft.dcp_io.tensors import ModelTensors, model_tensors
+from fsdp_sft.distributed import reshard
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """A save that has been started.
+
+    Attributes:
+        path: The step's folder.
+    """
+
+    path: Path
+
+    def wait(self) -> None:
+        """Return when the checkpoint is committed; a synchronous save has been from the start."""
+
+
+@dataclass(frozen=True)
+class LoadedCheckpoint:
+    """What was loaded besides model and optimizer.
+
+    Attributes:
+        step: Number of the step.
+        path: Its folder.
+        train_state: As it was given to the save; None if nothing was.
+        rank_state: What this rank gave to the save; None at another world size.
+    """
+
+    step: int
+    path: Path
+    train_state: Any
+    rank_state: Any
+
+
+def save_checkpoint(
+    root: str | os.PathLike[str],
+    step: int,
+    *,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    train_state: Mapping[str, Any] | None = None,
+    rank_state: Mapping[str, Any] | None = None,
+    keep_last: int | None = 2,
+) -> SavedCheckpoint:
+    """Write ``root/step-<step>``: weights, optimizer, random number generators, and the caller's own state.
+
+    Each rank writes its shards, once over all replicas. The step appears under its name when every file is
+    on the disk with its checksum in the manifest; until then, and if anything fails on any rank, earlier
+    steps are as they were. One job at a time may save below a root.
+
+    Schedulers, scalers and samplers go into ``train_state`` by their ``state_dict()``::
+
+        save_checkpoint("ckpt", step, model=model, optimizer=optimizer, train_state={
+            "scheduler": scheduler.state_dict(), "sampler": sampler.state_dict(),
+        })
+        loaded = load_checkpoint("ckpt", model=model, optimizer=optimizer)
+        scheduler.load_state_dict(loaded.train_state["scheduler"])
+        sampler.load_state_dict(loaded.train_state["sampler"])
+
+    Args:
+        root: Folder of all steps, on a file system that all ranks share; made if it is not there.
+        step: Number of the step, 0 or more.
+        model: Sharded or not, in any state between two steps.
+        optimizer: Its optimizer.
+        train_state: State that all ranks share: nested dicts, lists, tuples, strings, numbers, booleans and
+            None. Rank 0's is written.
+        rank_state: State of this rank, such as a data loader's position; may hold CPU tensors and bytes.
+        keep_last: How many sound steps to keep, this one included; None keeps all.
+
+    Returns:
+        Where it is.
+
+    Raises:
+        CheckpointExistsError: If that step is there and sound. One that is not sound is moved aside to
+            ``.unsound-step-<step>-<id>``.
+        TypeError: If ``train_state`` or ``rank_state`` has a value that cannot be stored; names its key path.
+        CheckpointError: If ranks do not share the file system or were given different steps.
+        OSError: If writing fails on any rank.
+
+    Collective: all ranks; all raise the same error.
+    Memory: One local shard of a tensor in CPU memory.
+    """
+    reshard(model)
+    root = Path(root).absolute()
+    target = step_folder(root, step)
+    aside = root / f".unsound-step-{step}-{uuid.uuid4().hex}"
+    with agreed(f"preparing to save {target}"):
+        _check_numbers(step, keep_last)
+        content = _content(step, model, optimizer, train_state, rank_state)
+        if this_rank() == 0:
+            _prepare_root(root, target)
+    _agree_on(target)
+    write_folder(target, content, aside=aside)
+    if this_rank() == 0:
+        prune(root, keep_last=keep_last, just_saved=step)
+    return SavedCheckpoint(target)
+
+
+def load_checkpoint(
+    path_or_root: str | os.PathLike[str],
+    *,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    verify: bool = True,
+    fallback: bool = True,
+) -> LoadedCheckpoint:
+    """Continue from a step: exactly at the same world size and mesh, re-sharded at another.
+
+    Everything is checked on all ranks before the model or the optimizer is touched. Random number
+    generators are restored at the same world size.
+
+    Args:
+        path_or_root: One step's folder, or the root of all steps, of which the newest is taken.
+        model: The model to load into; same names, shapes and dtypes as were saved.
+        optimizer: Its optimizer, over the same parameters in the same groups; None leaves what was saved of
+            one.
+        verify: Compare every file's checksum, each on one rank. False looks at names, sizes and headers.
+        fallback: From a root, take the newest step that is sound, and warn about the ones that are not.
+            Otherwise the newest has to be.
+
+    Returns:
+        Step, folder, and the caller's own state.
+
+    Raises:
+        CheckpointNotFoundError: If there is no checkpoint.
+        CheckpointCorruptError: If a step, or with ``fallback`` every step, is damaged.
+        CheckpointMismatchError: If it is of another model or optimizer; the message lists the differences.
+
+    Collective: all ranks; all raise the same error.
+    Memory: A 16 MiB buffer, and the optimizer's state if it had none.
+    """
+    reshard(model)
+    path = Path(path_or_root).absolute()
+    candidates: list[Path] = []
+    with agreed(f"looking for checkpoints at {path}"):
+        candidates = _candidates(path)
+    folder, manifest = _first_sound(candidates, hashes=verify, fallback=fallback)
+    same_ranks = manifest.world_size == world_size()
+    train_state = rng = rank_state = None
+    with agreed(f"checking the model against {folder}"):
+        tensors = model_tensors(model)
+        sources = _check_model(manifest, tensors)
+        if optimizer is not None:
+            check_optimizer(manifest, model, optimizer)
+        train_state = _read_train_state(folder, manifest)
+        if same_ranks:
+            rng, rank_state = read_rank_files(folder, this_rank())
+    with agreed(f"reading {folder} (the model is loaded in part)"), TensorReader(folder) as reader:
+        read_tensors(reader, sources, tensors.tensors)
+        if optimizer is not None:
+            apply_optimizer(manifest, model, optimizer, reader)
+        if rng is not None:
+            restore_rng(rng)
+    return LoadedCheckpoint(int(manifest.step or 0), folder, train_state, rank_state)
+
+
+def _check_numbers(step: int, keep_last: int | None) -> None:
+    if type(step) is not int or step < 0:
+        raise ValueError(f"step must be an integer, 0 or more, got {step!r}")
+    if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
+        raise ValueError(f"keep_last must be at least 1, or None to keep every step, got {keep_last!r}")
+
+
+def _content(
+    step: int,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    train_state: Mapping[str, Any] | None,
+    rank_state: Mapping[str, Any] | None,
+) -> FolderContent:
+    stored = optimizer_content(model, optimizer) if optimizer is not None else None
+    return FolderContent(
+        step=step,
+        mesh=describe_mesh(model),
+        model=model_tensors(model),
+        optimizer=stored.tensors if stored is not None else None,
+        optimizer_info=stored.info if stored is not None else {},
+        train_state=dumps(encode(train_state, "train_state"), canonical=False),
+        rank_content=rank_content(rank_state),
+    )
+
+
+def _prepare_root(root: Path, target: Path) -> None:
+    root.mkdir(parents=True, exist_ok=True)
+    remove_stale(root)
+    if os.path.lexists(target) and not verify_folder(target, hashes=True):
+        raise CheckpointExistsError(
+            f"{target} is there and sound; a committed step is never overwritten. Save under another number, "
+            "or delete it first"
+        )
+
+
+def _agree_on(target: Path) -> None:
+    targets = all_gather_objects(str(target))
+    if len(set(targets)) != 1:
+        raise CheckpointError(f"ranks were told to save different things: {sorted(set(targets))[:4]}")
+
+
+def _candidates(path: Path) -> list[Path]:
+    """Steps to try, best first."""
+    if is_step_folder(path) or (path / MANIFEST_NAME).exists():
+        if not path.is_dir():
+            raise CheckpointNotFoundError(f"there is no checkpoint at {path}")
+        return [path]
+    found = [folder for _, folder in step_folders(path)]
+    if not found:
+        raise CheckpointNotFoundError(
+            f"there is no checkpoint in {path}; expected folders named step-<number>, or such a folder itself"
+        )
+    return found[::-1]
+
+
+def _first_sound(candidates: list[Path], *, hashes: bool, fallback: bool) -> tuple[Path, Manifest]:
+    everyone = all_gather_objects([str(path) for path in candidates])
+    if any(own != everyone[0] for own in everyone):
+        raise CheckpointError(
+            f"ranks see different checkpoints beside {candidates[0]}; all of them must share its file system"
+        )
+    for folder in candidates if fallback else candidates[:1]:
+        manifest, problems = open_folder(folder, hashes=hashes)
+        if manifest is not None and manifest.model is not None:
+            return folder, manifest
+        summary = "; ".join(problems[:5]) or "it has no model in it"
+        if len(candidates) > 1 and fallback and this_rank() == 0:
+            warnings.warn(f"checkpoint {folder} is not sound and is passed over: {summary}", stacklevel=3)
+    tried = len(candidates) if fallback else 1
+    raise CheckpointCorruptError(
+        f"{folder} is not sound: {summary}"
+        if tried == 1
+        else f"none of the {tried} checkpoints in {folder.parent} is sound; the oldest: {summary}"
+    )
+
+
+def _check_model(manifest: Manifest, live: ModelTensors) -> dict[str, StoredTensor]:
+    """Which stored tensor goes into each of the model's.
+
+    Raises:
+        CheckpointMismatchError: If names, ties, shapes or dtypes differ.
+    """
+    stored = manifest.model or {}
+    stored_names = {**{name: name for name in stored}, **manifest.ties}
+    problems = [f"{name} is not in the checkpoint" for name in live.names if name not in stored_names]
+    problems += [f"{name} is not in the model" for name in stored_names if name not in live.names]
+    sources: dict[str, StoredTensor] = {}
+    for name, first in live.names.items():
+        source = stored_names.get(name)
+        if source is None or source not in stored:
+            continue
+        if first in sources and sources[first] is not stored[source]:
+            problems.append(f"{name} and {first} are one tensor in the model, two in the checkpoint")
+        sources.setdefault(first, stored[source])
+    for name, tensor in sources.items():
+        actual = live.tensors[name]
+        if tuple(actual.shape) != tensor.shape or actual.dtype != tensor.dtype:
+            problems.append(
+                f"{name} was {tensor.dtype} {tensor.shape} and is {actual.dtype} {tuple(actual.shape)}"
+            )
+    if problems:
+        rest = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
+        raise CheckpointMismatchError("the checkpoint is of another model: " + "; ".join(problems[:8]) + rest)
+    return sources
+
+
+def _read_train_state(folder: Path, manifest: Manifest) -> Any:
+    if TRAIN_STATE_NAME not in manifest.files:
+        return None
+    return decode(loads(read_bytes(folder / TRAIN_STATE_NAME, MAX_JSON_BYTES), TRAIN_STATE_NAME))

@@ -1,0 +1,116 @@
+"""Nested Python state as JSON and back, exactly: no pickle, nothing silently changed."""
+
+import base64
+import json
+from collections import Counter, OrderedDict, deque
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+# JSON has neither tuples nor keys other than strings; such values are objects with this one marked key.
+_TAG = "__fsdp_sft__"
+
+
+def encode(value: Any, where: str, tensors: dict[str, torch.Tensor] | None = None) -> Any:
+    """Turn nested state into what JSON can hold.
+
+    Args:
+        value: Dicts (with string, integer or other plain keys), lists, tuples, strings, numbers, booleans
+            and None. NaN and infinities are kept.
+        where: How to call ``value`` in an error, such as ``"train_state"``.
+        tensors: Takes up tensors under the key path they have, and allows bytes; None refuses both.
+
+    Raises:
+        TypeError: For anything else; the message names the key path.
+    """
+    if value is None or type(value) in (bool, int, str):
+        return value
+    if type(value) in (list, tuple, deque):
+        items = [encode(item, f"{where}[{index}]", tensors) for index, item in enumerate(value)]
+        return items if type(value) is list else {_TAG: type(value).__name__, "items": items}
+    if type(value) in (dict, OrderedDict, Counter):
+        return _encode_dict(value, where, tensors)
+    if isinstance(value, float):  # and numpy's float64, which is one
+        return float(value)
+    if tensors is not None and type(value) in (torch.Tensor, torch.nn.Parameter):
+        tensors[where] = value
+        return {_TAG: "tensor", "key": where}
+    if tensors is not None and type(value) is bytes:
+        return {_TAG: "bytes", "base64": base64.b64encode(value).decode()}
+    advice = (
+        "plain tensors belong in rank_state, or in the model as buffers; a number is tensor.item()"
+        if isinstance(value, torch.Tensor)
+        else "use dicts, lists, tuples, strings, numbers, booleans and None"
+    )
+    raise TypeError(f"{where} is a {type(value).__name__}, which JSON cannot hold: {advice}")
+
+
+def decode(value: Any, tensors: Mapping[str, torch.Tensor] | None = None) -> Any:
+    """The inverse of ``encode``.
+
+    Raises:
+        ValueError: If ``value`` is not what ``encode`` makes.
+    """
+    if isinstance(value, list):
+        return [decode(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if _TAG not in value:
+        return {key: decode(item, tensors) for key, item in value.items()}
+    try:
+        return _decode_tagged(value, tensors or {})
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"not a valid stored value: {str(value)[:200]}") from error
+
+
+def dumps(value: Any, *, canonical: bool = True) -> bytes:
+    """JSON, with NaN and infinities as Python writes them; canonical: equal values give equal bytes."""
+    return json.dumps(value, sort_keys=canonical, separators=(",", ":")).encode()
+
+
+def loads(text: bytes, what: str) -> Any:
+    """Read JSON.
+
+    Raises:
+        ValueError: If it is not JSON; the message begins with ``what``.
+    """
+    try:
+        return json.loads(text.decode())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{what} is not JSON: {error}") from None
+
+
+def _encode_dict(value: Mapping[Any, Any], where: str, tensors: dict[str, torch.Tensor] | None) -> Any:
+    plain = type(value) is not Counter and all(type(key) is str for key in value) and _TAG not in value
+    encoded = [
+        (encode(key, f"a key of {where}"), encode(item, f"{where}[{key!r}]", tensors))
+        for key, item in value.items()
+    ]
+    if plain:
+        return dict(encoded)
+    kind = "Counter" if type(value) is Counter else "dict"
+    return {_TAG: kind, "items": [list(pair) for pair in encoded]}
+
+
+def _decode_tagged(value: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> Any:
+    kind = value[_TAG]
+    if kind == "tensor":
+        return tensors[value["key"]]
+    if kind == "bytes":
+        return base64.b64decode(value["base64"], validate=True)
+    makers: dict[str, Any] = {
+        "tuple": tuple,
+        "deque": deque,
+        "dict": dict,
+        "Counter": lambda p: Counter(dict(p)),
+    }
+    items = value["items"]
+    if kind in ("dict", "Counter"):
+        return makers[kind]([(_hashable(decode(k)), decode(item, tensors)) for k, item in items])
+    return makers[kind]([decode(item, tensors) for item in items])
+
+
+def _hashable(key: Any) -> Any:
+    hash(key)
+    return key

@@ -1,0 +1,305 @@
+"""Export to a Hugging Face folder: what ``save_pretrained`` of the unsharded model would write."""
+
+import copy
+import json
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from fsdp_sft._agree import agreed, all_gather_objects
+from fsdp_sft._compat import (
+    copy_weight_conversions,
+    keep_in_float32_patterns,
+    names_left_out_on_save,
+    revert_weight_conversion,
+)
+from fsdp_sft._safetensors import Header, bytes_of, create, num_bytes, write_at
+from fsdp_sft.dcp_io.files import sync_folder, write_bytes
+from fsdp_sft.dcp_io.folder import this_rank
+from fsdp_sft.dcp_io.tensors import Gatherer, ModelTensors, model_tensors
+from fsdp_sft.distributed import reshard
+
+Described = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+
+
+@dataclass(frozen=True)
+class _Plan:
+    sources: dict[str, str]  # name to save under, before conversion -> the model's first name of it
+    dtypes: dict[str, torch.dtype]  # of the sources
+    groups: list[list[str]]  # sources that are converted together
+    written: Described  # what the files get, in order
+    converts: bool
+
+
+def export_hf(
+    model: nn.Module,
+    out_dir: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = torch.bfloat16,
+    max_shard_size: int | str = "5GB",
+    tokenizer: Any = None,
+) -> Path:
+    """Write a folder that ``from_pretrained`` and serving engines read: weights, index, configuration.
+
+    Names, shapes and files are those of ``save_pretrained`` on the unsharded model: tied weights once, and
+    in the format of the architecture on the Hub where transformers loads another one (such as Mixtral's
+    experts, which are one tensor in memory and many on the Hub). The folder appears when it is complete.
+
+    Args:
+        model: A transformers model, sharded or not.
+        out_dir: The folder to make; it may exist if it is empty. Rank 0 writes.
+        dtype: Of floating-point tensors, except modules that transformers always keeps in float32; None
+            keeps what they have. Also goes into the configuration.
+        max_shard_size: Of one file, in bytes or such as ``"5GB"``.
+        tokenizer: Saved beside the model, if given.
+
+    Returns:
+        The folder.
+
+    Raises:
+        FileExistsError: If there is something at ``out_dir``.
+        TypeError: If the model is not a transformers model.
+        OSError: If writing fails; raised on all ranks, and nothing is left behind.
+
+    Collective: all ranks.
+    Memory: On rank 0 a tensor, or a group that is converted together, twice; on other ranks their own part
+        of one tensor. All of it CPU memory.
+    """
+    target = Path(out_dir).absolute()
+    reshard(model)
+    temporary = target.with_name(f".tmp-{target.name}-{uuid.uuid4().hex}")
+    plan: _Plan | None = None
+    try:
+        with agreed(f"preparing to export to {target}"):
+            content = _checked(model, target, dtype)
+            if this_rank() == 0:
+                temporary.mkdir(parents=True)
+                plan = _plan(model, content, dtype)
+                _write_settings(model, temporary, dtype, tokenizer)
+        plan = all_gather_objects(plan)[0]
+        assert plan is not None
+        gatherer = Gatherer()
+        _write_weights(model, content, plan, temporary, max_shard_size, gatherer)
+        if this_rank() == 0:
+            gatherer.attempt(lambda: _publish(temporary, target))
+        gatherer.finish(f"exporting to {target}")
+    finally:
+        if this_rank() == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+    return target
+
+
+def _checked(model: nn.Module, target: Path, dtype: torch.dtype | None) -> ModelTensors:
+    import transformers
+
+    if not isinstance(model, transformers.PreTrainedModel):
+        raise TypeError(
+            f"export_hf takes a transformers model, got {type(model).__name__}; "
+            "save_full_state_dict writes any model"
+        )
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"dtype must be a floating-point torch.dtype or None, got {dtype!r}")
+    if this_rank() == 0 and os.path.lexists(target) and not (target.is_dir() and not os.listdir(target)):
+        raise FileExistsError(
+            f"{target} exists and is not an empty folder; choose another, or delete it first"
+        )
+    return model_tensors(model)
+
+
+def _plan(model: nn.Module, content: ModelTensors, dtype: torch.dtype | None) -> _Plan:
+    twin = _unsharded_twin(model)
+    sources = _sources(twin, content)
+    dtypes = _dtypes(model, content, sources, dtype)
+    meta = {
+        name: torch.empty(content.tensors[first].shape, dtype=dtypes[name], device="meta")
+        for name, first in sources.items()
+    }
+    final = revert_weight_conversion(twin, meta)
+    converts = final is not meta
+    groups = _groups(twin, meta, final) if converts else [[name] for name in meta]
+    written = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in final.items()}
+    return _Plan(sources, dtypes, groups, written, converts)
+
+
+def _unsharded_twin(model: nn.Module) -> nn.Module:
+    """An ordinary model of the same architecture; without memory, if ``model`` is sharded."""
+    if not any(isinstance(module, FSDPModule) for module in model.modules()):
+        return model
+    with torch.device("meta"):
+        twin = _original_class(model)(copy.deepcopy(model.config))
+    copy_weight_conversions(model, twin)
+    return cast(nn.Module, twin)
+
+
+def _original_class(model: nn.Module) -> Any:
+    return next(base for base in type(model).__mro__ if not issubclass(base, FSDPModule))
+
+
+def _sources(twin: nn.Module, content: ModelTensors) -> dict[str, str]:
+    ignored, tied_patterns = names_left_out_on_save(twin)
+    aliases: dict[str, list[str]] = {}
+    for name, first in content.names.items():
+        aliases.setdefault(first, []).append(name)
+    kept = set()
+    for names in aliases.values():
+        main = [name for name in names if not any(re.search(pattern, name) for pattern in tied_patterns)]
+        kept.add(main[0] if main else max(names))
+    return {name: first for name, first in content.names.items() if name in kept and name not in ignored}
+
+
+def _dtypes(
+    model: nn.Module, content: ModelTensors, sources: Mapping[str, str], dtype: torch.dtype | None
+) -> dict[str, torch.dtype]:
+    float16_only, always = keep_in_float32_patterns(model)
+    patterns = (
+        {torch.float16: always | float16_only, torch.bfloat16: always}.get(dtype, set()) if dtype else set()
+    )
+    dtypes = {}
+    for name, first in sources.items():
+        own = content.tensors[first].dtype
+        in_float32 = any(re.search(rf"(?:^|\.){re.escape(p)}(?:\.|$)", name) for p in patterns)
+        wanted = torch.float32 if in_float32 else dtype
+        dtypes[name] = wanted if wanted is not None and own.is_floating_point else own
+    return dtypes
+
+
+def _groups(
+    twin: nn.Module, meta: dict[str, torch.Tensor], final: dict[str, torch.Tensor]
+) -> list[list[str]]:
+    """The smallest sets of tensors that can be converted apart from the others, tried out without memory."""
+    alone: dict[str, bool] = {}  # by name without indices: blocks are alike
+    outputs: dict[str, list[str]] = {}
+    for name, tensor in meta.items():
+        kind = re.sub(r"\d+", "#", name)
+        if alone.get(kind):
+            continue
+        try:
+            made = revert_weight_conversion(twin, {name: tensor})
+        except Exception:  # a conversion that needs several tensors fails in its own way with one of them
+            made = {}
+        alone[kind] = bool(made) and all(
+            key in final and final[key].shape == t.shape for key, t in made.items()
+        )
+        if not alone[kind]:
+            outputs[name] = list(made) or [re.sub(r"(\d+).*", r"\1", name)]  # else by block
+    groups = [[name] for name in meta if alone[re.sub(r"\d+", "#", name)]]
+    return groups + _joined(outputs)
+
+
+def _joined(outputs: Mapping[str, list[str]]) -> list[list[str]]:
+    """Names that share an output, together."""
+    groups: list[tuple[set[str], list[str]]] = []
+    for name, made in outputs.items():
+        sharing = [group for group in groups if group[0].intersection(made)]
+        groups = [group for group in groups if group not in sharing]
+        merged = set(made).union(*(keys for keys, _ in sharing))
+        groups.append((merged, [member for _, members in sharing for member in members] + [name]))
+    return [members for _, members in groups]
+
+
+def _write_settings(model: Any, folder: Path, dtype: torch.dtype | None, tokenizer: Any) -> None:
+    config = copy.deepcopy(model.config)
+    config.dtype = str(dtype or model.dtype).removeprefix("torch.")
+    config.architectures = [_original_class(model).__name__]
+    config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+
+
+def _write_weights(
+    model: nn.Module,
+    content: ModelTensors,
+    plan: _Plan,
+    folder: Path,
+    max_shard_size: int | str,
+    gatherer: Gatherer,
+) -> None:
+    writer = _Writer(plan)
+    if this_rank() == 0:
+        gatherer.attempt(lambda: writer.start(model, folder, max_shard_size))
+    for group in plan.groups:
+        full = {}
+        for name in group:
+            tensor = gatherer.gather(content.tensors[plan.sources[name]], plan.dtypes[name])
+            if tensor is not None:
+                full[name] = tensor
+        if full:
+            gatherer.attempt(partial(writer.write, full))
+    if this_rank() == 0:
+        gatherer.attempt(writer.finish)
+        writer.close()
+
+
+class _Writer:
+    """Rank 0's side: pre-sized files that are filled in any order."""
+
+    def __init__(self, plan: _Plan) -> None:
+        self._plan = plan
+        self._left = set(plan.written)
+        self._files: dict[str, tuple[int, Header]] = {}
+        self._file_of: dict[str, str] = {}
+        self._twin: nn.Module | None = None
+
+    def start(self, model: Any, folder: Path, max_shard_size: int | str) -> None:
+        from huggingface_hub import split_state_dict_into_shards_factory
+
+        split = split_state_dict_into_shards_factory(
+            self._plan.written,
+            get_storage_size=lambda described: num_bytes(*described),
+            filename_pattern="model{suffix}.safetensors",
+            max_shard_size=max_shard_size,
+        )
+        self._twin = _unsharded_twin(model)
+        self._file_of = dict(split.tensor_to_filename)
+        for file, names in split.filename_to_tensors.items():
+            described = {name: self._plan.written[name] for name in names}
+            self._files[file] = create(folder / file, described, {"format": "pt"})[:2]
+        if split.is_sharded:
+            metadata = {"total_parameters": model.num_parameters(), **split.metadata}
+            index = {"metadata": metadata, "weight_map": self._file_of}
+            text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+            write_bytes(folder / "model.safetensors.index.json", text.encode())
+
+    def write(self, full: dict[str, torch.Tensor]) -> None:
+        assert self._twin is not None
+        made = revert_weight_conversion(self._twin, full) if self._plan.converts else full
+        for name, tensor in made.items():
+            if self._plan.written.get(name) != (tensor.dtype, tuple(tensor.shape)) or name not in self._left:
+                raise RuntimeError(
+                    f"{name} came out as {tensor.dtype} {tuple(tensor.shape)} when converted apart from the "
+                    "rest of the model; please report the architecture"
+                )
+            fd, header = self._files[self._file_of[name]]
+            contiguous = tensor.contiguous()
+            write_at(fd, header.entries[name].start, bytes_of(contiguous))
+            self._left.remove(name)
+
+    def finish(self) -> None:
+        if self._left:
+            raise RuntimeError(
+                f"no tensor was converted to {sorted(self._left)[:4]}; please report the architecture"
+            )
+        for fd, _ in self._files.values():
+            os.fsync(fd)
+
+    def close(self) -> None:
+        for fd, _ in self._files.values():
+            os.close(fd)
+
+
+def _publish(temporary: Path, target: Path) -> None:
+    sync_folder(temporary)
+    os.rename(temporary, target)  # over an empty folder at most
+    sync_folder(target.parent)

@@ -1,0 +1,219 @@
+"""Writing and reading one file of a checkpoint: hashed on the way out, positional on the way in."""
+
+import contextlib
+import hashlib
+import os
+import stat
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from fsdp_sft._safetensors import (
+    Header,
+    SafetensorsError,
+    TensorEntry,
+    bytes_of,
+    create,
+    open_file,
+    read_at,
+    read_header,
+    write_at,
+)
+from fsdp_sft.dcp_io.errors import CheckpointCorruptError
+from fsdp_sft.dcp_io.layout import Box, whole
+from fsdp_sft.dcp_io.tensors import part_of
+
+_BUFFER_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """What the manifest knows of a file.
+
+    Attributes:
+        size: In bytes.
+        sha256: Of all its bytes, in hexadecimal.
+    """
+
+    size: int
+    sha256: str
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> FileRecord:
+    """Write a safetensors file and put it on the disk (fsync); it is hashed meanwhile in a thread.
+
+    Memory: One of the tensors in CPU memory, if it is not there already.
+    """
+    fd, header, head = create(path, {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()})
+    digest = hashlib.sha256(head)
+    with ThreadPoolExecutor(1) as pool, closing(fd):
+        for name, entry in header.entries.items():
+            staged = tensors[name].detach().to("cpu").contiguous()
+            view = bytes_of(staged)
+            hashed = pool.submit(digest.update, view)  # hashlib lets go of the GIL
+            write_at(fd, entry.start, view)
+            hashed.result()
+        os.fsync(fd)
+    return FileRecord(header.file_bytes, digest.hexdigest())
+
+
+def write_bytes(path: Path, data: bytes) -> FileRecord:
+    """Write a small file and put it on the disk (fsync)."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
+    with closing(fd):
+        write_at(fd, 0, memoryview(data))
+        os.fsync(fd)
+    return FileRecord(len(data), hashlib.sha256(data).hexdigest())
+
+
+def sync_folder(path: Path) -> None:
+    """Put a folder's entries on the disk."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    with closing(fd):
+        os.fsync(fd)
+
+
+def read_bytes(path: Path, most: int) -> bytes:
+    """A regular file's bytes.
+
+    Raises:
+        CheckpointCorruptError: If it is missing, a symbolic link, or longer than ``most`` bytes.
+    """
+    try:
+        fd = open_file(path)
+        with closing(fd):
+            size = os.fstat(fd).st_size
+            if size > most:
+                raise SafetensorsError(f"it has {size} bytes, more than {most}")
+            data = bytearray(size)
+            read_at(fd, 0, memoryview(data))
+    except (OSError, SafetensorsError) as error:
+        raise CheckpointCorruptError(f"{path} cannot be read: {error}") from error
+    return bytes(data)
+
+
+def file_problem(path: Path, record: FileRecord, *, hashes: bool) -> str | None:
+    """How a file differs from its record, or None."""
+    try:
+        status = path.lstat()
+        if not stat.S_ISREG(status.st_mode) or not stat.S_ISDIR(path.parent.lstat().st_mode):
+            return "is not a regular file"
+        if status.st_size != record.size:
+            return f"has {status.st_size} bytes instead of {record.size}"
+        if hashes:
+            fd = open_file(path)
+            with closing(fd), os.fdopen(fd, "rb", closefd=False) as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != record.sha256:
+                    return "has other contents than were written (SHA-256 differs)"
+    except FileNotFoundError:
+        return "is missing"
+    except (OSError, SafetensorsError) as error:
+        return f"cannot be read: {error}"
+    return None
+
+
+class TensorReader:
+    """Reads parts of tensors from the safetensors files below a folder, through one reused buffer.
+
+    Memory: 16 MiB.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._open: dict[str, tuple[int, Header]] = {}
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def __enter__(self) -> "TensorReader":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for fd, _ in self._open.values():
+            os.close(fd)
+        self._open.clear()
+
+    def header(self, file: str) -> Header:
+        """The checked header of a file.
+
+        Raises:
+            CheckpointCorruptError: If it is not sound.
+        """
+        if file not in self._open:
+            try:
+                fd = open_file(self._folder / file)
+                try:
+                    self._open[file] = (fd, read_header(fd))
+                except BaseException:
+                    os.close(fd)
+                    raise
+            except (OSError, SafetensorsError) as error:
+                raise CheckpointCorruptError(f"{self._folder / file} cannot be read: {error}") from error
+        return self._open[file][1]
+
+    def read(self, file: str, name: str, out: torch.Tensor, part: Box | None = None) -> None:
+        """Read ``part`` (None: all) of a stored tensor into ``out``, which may be on any device.
+
+        ``out`` has the part's shape; a different dtype is cast to.
+
+        Raises:
+            CheckpointCorruptError: If the bytes cannot be read.
+        """
+        entry = self.header(file).entries[name]
+        try:
+            with torch.no_grad():
+                self._read(self._open[file][0], entry, part or whole(entry.shape), out)
+        except (OSError, SafetensorsError) as error:
+            raise CheckpointCorruptError(f"{self._folder / file} cannot be read: {error}") from error
+
+    def _read(self, fd: int, entry: TensorEntry, part: Box, out: torch.Tensor) -> None:
+        if part.shape[1:] == entry.shape[1:]:  # one stretch of the file
+            row_bytes = _row_bytes(entry)
+            start = entry.start + (part.offset[0] * row_bytes if part.offset else 0)
+            self._read_stretch(fd, entry.dtype, start, out)
+            return
+        rows, row_shape = part.shape[0], entry.shape[1:]
+        row_bytes = _row_bytes(entry)
+        for row in range(rows):
+            start = entry.start + (part.offset[0] + row) * row_bytes
+            inner = TensorEntry(entry.dtype, row_shape, start, start + row_bytes)
+            self._read(fd, inner, Box(part.offset[1:], part.shape[1:]), out[row])
+
+    def _read_stretch(self, fd: int, dtype: torch.dtype, start: int, out: torch.Tensor) -> None:
+        if not self._buffer.numel():
+            self._buffer = torch.empty(_BUFFER_BYTES, dtype=torch.uint8)
+        target = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype, device=out.device)
+        flat = target.view(-1)
+        step = _BUFFER_BYTES // dtype.itemsize
+        for first in range(0, flat.numel(), step):
+            piece = flat[first : first + step]
+            num_bytes = piece.numel() * dtype.itemsize
+            read_at(fd, start + first * dtype.itemsize, bytes_of(self._buffer[:num_bytes]))
+            piece.copy_(self._buffer[:num_bytes].view(dtype))
+        if target is not out:
+            out.copy_(target)
+
+
+def read_into(
+    reader: TensorReader, name: str, chunks: Sequence[tuple[str, Box]], box: Box, out: torch.Tensor
+) -> None:
+    """Fill ``out``, which is ``box`` of a tensor, from the files that have the tensor's parts."""
+    for file, chunk in chunks:
+        common = chunk.intersect(box)
+        if common is not None and common.numel:
+            reader.read(file, name, part_of(out, common.relative_to(box)), common.relative_to(chunk))
+
+
+class closing(contextlib.AbstractContextManager[None]):
+    """Close a file descriptor at the end of a block."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def __exit__(self, *exc_info: object) -> None:
+        os.close(self._fd)
+
+
+def _row_bytes(entry: TensorEntry) -> int:
+    return entry.num_bytes // entry.shape[0] if entry.shape and entry.shape[0] else entry.num_bytes

@@ -1,0 +1,249 @@
+"""Writing a folder of sharded tensors so that it is there completely or not at all, and opening one."""
+
+import os
+import shutil
+import stat
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_sft._agree import agreed, all_gather_objects, is_distributed
+from fsdp_sft.dcp_io.errors import CheckpointCorruptError, CheckpointError
+from fsdp_sft.dcp_io.files import FileRecord, TensorReader, read_into, sync_folder, write_bytes, write_tensors
+from fsdp_sft.dcp_io.layout import Box, box_of, local_of, owner_ranks
+from fsdp_sft.dcp_io.manifest import (
+    MANIFEST_NAME,
+    TRAIN_STATE_NAME,
+    Manifest,
+    StoredTensor,
+    encode_manifest,
+    file_problems,
+    read_manifest,
+    tiling_problems,
+    versions,
+)
+from fsdp_sft.dcp_io.rank_files import write_rank_files
+from fsdp_sft.dcp_io.tensors import ModelTensors
+from fsdp_sft.distributed import mesh_of
+
+_VISIBLE_SECONDS = 5.0  # a network file system may show a new folder late
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class FolderContent:
+    """What a rank brings to a save; tensors are the live ones, whole or sharded.
+
+    Attributes:
+        step: Number of the step, or None.
+        mesh: As in the manifest.
+        model: None for an optimizer state of its own.
+        optimizer: ``<fqn>/<state name>`` to tensor, or None.
+        optimizer_info: As in the manifest.
+        train_state: The bytes of ``train_state.json``; rank 0's are written.
+        rank_content: This rank's own JSON and tensors.
+    """
+
+    step: int | None
+    mesh: list[list[Any]] | None
+    model: ModelTensors | None = None
+    optimizer: Tensors | None = None
+    optimizer_info: dict[str, Any] = field(default_factory=dict)
+    train_state: bytes | None = None
+    rank_content: tuple[bytes, dict[str, torch.Tensor]] | None = None
+
+    @property
+    def sections(self) -> dict[str, Tensors]:
+        """Folder to the tensors in it."""
+        found: dict[str, Tensors] = {}
+        if self.model is not None:
+            found["model"] = self.model.tensors
+        if self.optimizer is not None:
+            found["optimizer"] = self.optimizer
+        return found
+
+
+@dataclass(frozen=True)
+class _Written:
+    files: dict[str, FileRecord]
+    chunks: dict[str, dict[str, tuple[str, Box]]]  # section -> tensor -> (file, box)
+
+
+def this_rank() -> int:
+    """Rank in the default process group, 0 without one."""
+    return dist.get_rank() if is_distributed() else 0
+
+
+def world_size() -> int:
+    """Ranks in the default process group, 1 without one."""
+    return dist.get_world_size() if is_distributed() else 1
+
+
+def describe_mesh(model: nn.Module) -> list[list[Any]] | None:
+    """Name and size of each axis of a model's mesh."""
+    mesh = mesh_of(model)
+    if mesh is None:
+        return None
+    names = mesh.mesh_dim_names or tuple(str(dim) for dim in range(mesh.ndim))
+    return [[name, size] for name, size in zip(names, mesh.shape, strict=True)]
+
+
+def write_folder(target: Path, content: FolderContent, *, aside: Path | None = None) -> None:
+    """Write ``content`` to a temporary folder beside ``target``, and rename it when it is complete.
+
+    Args:
+        target: Where to; its parent must exist for rank 0.
+        content: What to write; all ranks with the same names.
+        aside: Where what is at ``target`` is moved to, just before the rename.
+
+    Raises:
+        CheckpointError: If ranks do not share a file system, or their parts do not make up a tensor.
+        OSError: If writing fails on any rank. Nothing is left behind, ``target`` is as it was.
+
+    Collective: all ranks; all raise the same error.
+    """
+    token: str = all_gather_objects(uuid.uuid4().hex)[0]
+    temporary = target.parent / f".tmp-{target.name}-{token}"
+    try:
+        with agreed(f"creating {temporary}"):
+            if this_rank() == 0:
+                for name in ("", *content.sections, *(("rank",) if content.rank_content else ())):
+                    (temporary / name).mkdir()
+        with agreed("looking for the temporary folder"):
+            _wait_until_visible(temporary)
+        written = None
+        with agreed(f"writing {target.name}"):
+            written = _write_own(temporary, content)
+        everything: list[_Written] = all_gather_objects(written)
+        with agreed(f"committing {target.name}"):
+            if this_rank() == 0:
+                _commit(temporary, target, content, everything, aside)
+    except BaseException:
+        if this_rank() == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def open_folder(folder: Path, *, hashes: bool) -> tuple[Manifest | None, list[str]]:
+    """Read a folder's manifest on every rank and check its files, each on one rank.
+
+    Returns:
+        (manifest, or None if it is not sound; problems of any rank, the same list on all of them).
+
+    Collective: all ranks.
+    """
+    manifest: Manifest | None = None
+    problems: list[str] = []
+    with agreed(f"checking {folder}"):
+        try:
+            manifest = read_manifest(folder)
+            by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name].size, name))
+            problems = file_problems(folder, manifest, by_size[this_rank() :: world_size()], hashes=hashes)
+        except CheckpointCorruptError as error:
+            problems = [str(error)]
+    found = all_gather_objects((problems, manifest.digest if manifest is not None else None))
+    merged = list(dict.fromkeys(problem for own, _ in found for problem in own))
+    if not merged and len({digest for _, digest in found}) != 1:
+        merged = [f"ranks see different files at {folder}; all of them must share its file system"]
+    return (None if merged else manifest), merged
+
+
+def read_tensors(reader: TensorReader, stored: Mapping[str, StoredTensor], tensors: Tensors) -> None:
+    """Fill this rank's part of each tensor from the files."""
+    for name, tensor in tensors.items():
+        box = box_of(tensor)
+        if box.numel:
+            read_into(reader, name, stored[name].chunks, box, local_of(tensor))
+
+
+def _wait_until_visible(folder: Path) -> None:
+    deadline = time.monotonic() + _VISIBLE_SECONDS
+    while not folder.is_dir():
+        if time.monotonic() > deadline:
+            raise CheckpointError(
+                f"rank {this_rank()} does not see {folder}, which rank 0 has made: all ranks must write to "
+                "one shared file system; choose a folder on it, by an absolute path"
+            )
+        time.sleep(0.05)
+
+
+def _write_own(folder: Path, content: FolderContent) -> _Written:
+    rank = this_rank()
+    written = _Written({}, {})
+    for section, tensors in content.sections.items():
+        parts = _own_parts(tensors)
+        if parts:
+            file = f"{section}/{rank:05d}.safetensors"
+            locals_ = {name: local_of(tensors[name]) for name in parts}
+            written.files[file] = write_tensors(folder / file, locals_)
+            written.chunks[section] = {name: (file, box) for name, box in parts.items()}
+    if content.rank_content is not None:
+        written.files.update(write_rank_files(folder, rank, content.rank_content))
+    if content.train_state is not None and rank == 0:
+        written.files[TRAIN_STATE_NAME] = write_bytes(folder / TRAIN_STATE_NAME, content.train_state)
+    return written
+
+
+def _own_parts(tensors: Tensors) -> dict[str, Box]:
+    """The parts that this rank writes: replicas take turns, so that each part is written once."""
+    rank = this_rank()
+    parts: dict[str, Box] = {}
+    for index, name in enumerate(sorted(tensors)):
+        if rank in owner_ranks(tensors[name], index):
+            box = box_of(tensors[name])
+            if box.numel:
+                parts[name] = box
+    return parts
+
+
+def _commit(
+    temporary: Path, target: Path, content: FolderContent, everything: list[_Written], aside: Path | None
+) -> None:
+    files = {name: record for written in everything for name, record in written.files.items()}
+    for name, record in files.items():
+        status = (temporary / name).lstat()
+        if not stat.S_ISREG(status.st_mode) or status.st_size != record.size:
+            raise CheckpointError(f"{name} has {status.st_size} bytes after writing {record.size}")
+    stored = {section: _merge(section, tensors, everything) for section, tensors in content.sections.items()}
+    manifest = Manifest(
+        step=content.step,
+        world_size=world_size(),
+        mesh=content.mesh,
+        files=dict(sorted(files.items())),
+        model=stored.get("model"),
+        ties=content.model.ties if content.model is not None else {},
+        frozen=content.model.frozen if content.model is not None else [],
+        optimizer=stored.get("optimizer"),
+        optimizer_info=content.optimizer_info,
+        versions=versions(),
+    )
+    for folder in temporary.iterdir():
+        if folder.is_dir():
+            sync_folder(folder)
+    write_bytes(temporary / MANIFEST_NAME, encode_manifest(manifest))
+    sync_folder(temporary)
+    if aside is not None and os.path.lexists(target):
+        os.rename(target, aside)
+    os.rename(temporary, target)
+    sync_folder(target.parent)
+
+
+def _merge(section: str, tensors: Tensors, everything: list[_Written]) -> dict[str, StoredTensor]:
+    stored = {name: StoredTensor(tuple(t.shape), t.dtype, []) for name, t in sorted(tensors.items())}
+    for written in everything:
+        for name, chunk in written.chunks.get(section, {}).items():
+            if name not in stored:
+                raise CheckpointError(f"a rank has {name} in its {section}, rank 0 has not")
+            stored[name].chunks.append(chunk)
+    problems = tiling_problems(stored)
+    if problems:
+        raise CheckpointError(f"the ranks' parts do not make up {len(problems)} tensors: {problems[:3]}")
+    return stored

@@ -1,0 +1,298 @@
+"""One file with the whole model, as other tools read and write it."""
+
+import os
+import pickle
+import uuid
+from collections.abc import Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from fsdp_sft._agree import agreed, all_gather_objects
+from fsdp_sft._safetensors import bytes_of, create, write_at
+from fsdp_sft.dcp_io.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointNotFoundError
+from fsdp_sft.dcp_io.files import TensorReader, closing, sync_folder
+from fsdp_sft.dcp_io.folder import this_rank, world_size
+from fsdp_sft.dcp_io.layout import Box, box_of, local_of
+from fsdp_sft.dcp_io.tensors import Gatherer, ModelTensors, model_tensors, part_of, receive_into, send
+from fsdp_sft.distributed import reshard
+
+_TORCH_SUFFIXES = (".pt", ".pth", ".bin")
+_SUFFIXES = (*_TORCH_SUFFIXES, ".safetensors")
+
+Described = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+
+
+def save_full_state_dict(
+    model: nn.Module, path: str | os.PathLike[str], *, dtype: torch.dtype | None = None
+) -> None:
+    """Write all parameters and persistent buffers to one file, from rank 0.
+
+    The file is complete or not there: it is written under another name, put on the disk and renamed over
+    what may be there.
+
+    Args:
+        model: Sharded or not.
+        path: ``.safetensors`` (tied tensors are stored once, under their first name) or ``.pt``, ``.pth``,
+            ``.bin`` (every name, as ``torch.save(model.state_dict(), path)`` writes them). Rank 0's counts.
+        dtype: To cast floating-point tensors to; None keeps what they have.
+
+    Raises:
+        ValueError: For another suffix, or a model on the meta device.
+        OSError: If writing fails; raised on all ranks, and what was at ``path`` stays.
+
+    Collective: all ranks.
+    Memory: On rank 0 one full tensor for ``.safetensors``, the full model for the others; on other ranks
+        their own part of one tensor. All of it CPU memory.
+    """
+    target = Path(path).absolute()
+    reshard(model)
+    temporary = target.with_name(f".tmp-{target.name}-{uuid.uuid4().hex}")
+    with agreed(f"preparing to save {target}"):
+        _check_suffix(target)
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ValueError(f"dtype must be a floating-point torch.dtype or None, got {dtype!r}")
+        content = model_tensors(model)
+        dtypes = {
+            n: dtype if dtype and t.is_floating_point() else t.dtype for n, t in content.tensors.items()
+        }
+        if this_rank() == 0:
+            target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        gatherer = Gatherer()
+        write = _write_safetensors if target.suffix == ".safetensors" else _write_torch
+        write(temporary, content, dtypes, gatherer)
+        if this_rank() == 0:
+            gatherer.attempt(lambda: _replace(temporary, target))
+        gatherer.finish(f"writing {target}")
+    finally:
+        if this_rank() == 0:
+            temporary.unlink(missing_ok=True)
+
+
+def load_full_state_dict(model: nn.Module, path: str | os.PathLike[str]) -> None:
+    """Load one file with a whole model; every rank takes its part, cast to the dtype it has.
+
+    Names, shapes and kinds of dtype are checked on all ranks before the model is touched. Floating-point
+    tensors may have any floating-point dtype in the file. Of tied tensors one name is enough.
+
+    Args:
+        model: Sharded or not; with memory, not on the meta device.
+        path: A file as ``save_full_state_dict`` or ``torch.save(model.state_dict(), ...)`` writes it. If
+            some rank does not see it, rank 0 reads it and sends every rank its part.
+
+    Raises:
+        ValueError: For another suffix, or a model on the meta device.
+        CheckpointNotFoundError: If rank 0 does not see the file.
+        CheckpointCorruptError: If it is cut short, or holds anything but tensors: nothing in it is run.
+        CheckpointMismatchError: If it is of another model; the message lists the differences.
+
+    Collective: all ranks; all raise the same error.
+    Memory: A part of one tensor; the file is mapped (``.pt``) or read in pieces (``.safetensors``).
+    """
+    source_path = Path(path).absolute()
+    reshard(model)
+    with agreed(f"preparing to load {source_path}"):
+        _check_suffix(source_path)
+        content = model_tensors(model)
+    sizes = all_gather_objects(source_path.stat().st_size if source_path.is_file() else None)
+    if sizes[0] is None:
+        raise CheckpointNotFoundError(f"there is no file {source_path} (as rank 0 sees it)")
+    shared = len(set(sizes)) == 1
+    source: _Source | None = None
+    with agreed(f"opening {source_path}"):
+        if shared or this_rank() == 0:
+            source = _open(source_path)
+    described: Described = all_gather_objects(source.described if source is not None else None)[0]
+    plan: dict[str, list[str]] = {}
+    with agreed(f"checking the model against {source_path}"):
+        plan = _match(content, described)
+        if source is not None:
+            _check_ties(content, plan, source)
+    names = {first: found[0] for first, found in plan.items()}
+    if shared and source is not None:
+        with agreed(f"reading {source_path} (the model is loaded in part)"):
+            for first, tensor in content.tensors.items():
+                local, box = local_of(tensor), box_of(tensor)
+                if box.numel:
+                    source.read(names[first], box, local)
+    else:
+        _distribute(content, names, source, f"distributing {source_path}")
+
+
+class _Source(Protocol):
+    described: Described
+
+    def read(self, name: str, box: Box, out: torch.Tensor) -> None: ...
+
+
+class _TorchSource:
+    def __init__(self, path: Path) -> None:
+        try:
+            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except pickle.UnpicklingError as error:
+            raise CheckpointCorruptError(
+                f"{path} holds Python objects, not only tensors; they are not unpickled, because that could "
+                "run any code. Save model.state_dict() instead of the model. "
+                f"({str(error).splitlines()[0][:300]})"
+            ) from None
+        except (RuntimeError, ValueError, EOFError, OSError, KeyError) as error:
+            raise CheckpointCorruptError(
+                f"{path} is cut short, damaged, or not in torch.save's zip format: "
+                f"{(str(error).splitlines() or [type(error).__name__])[0][:300]}"
+            ) from None
+        if not isinstance(loaded, Mapping) or not all(
+            isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in loaded.items()
+        ):
+            raise CheckpointCorruptError(
+                f"{path} is not a flat dict of names to tensors, as model.state_dict() is; if the model lies "
+                "under a key of a larger checkpoint, save that part alone"
+            )
+        self._tensors: dict[str, torch.Tensor] = dict(loaded)
+        self.described = {name: (t.dtype, tuple(t.shape)) for name, t in loaded.items()}
+
+    def read(self, name: str, box: Box, out: torch.Tensor) -> None:
+        with torch.no_grad():
+            out.copy_(part_of(self._tensors[name], box))
+
+
+class _SafetensorsSource:
+    def __init__(self, path: Path) -> None:
+        self._reader, self._file = TensorReader(path.parent.resolve()), path.resolve().name
+        entries = self._reader.header(self._file).entries
+        self.described = {name: (entry.dtype, entry.shape) for name, entry in entries.items()}
+
+    def read(self, name: str, box: Box, out: torch.Tensor) -> None:
+        self._reader.read(self._file, name, out, box)
+
+
+def _open(path: Path) -> _Source:
+    return _SafetensorsSource(path) if path.suffix == ".safetensors" else _TorchSource(path)
+
+
+def _check_suffix(path: Path) -> None:
+    if path.suffix not in _SUFFIXES:
+        raise ValueError(
+            f"the suffix says the format: expected one of {', '.join(_SUFFIXES)}, got {path.name!r}"
+        )
+
+
+def _write_safetensors(
+    path: Path, content: ModelTensors, dtypes: Mapping[str, torch.dtype], gatherer: Gatherer
+) -> None:
+    described = {name: (dtypes[name], tuple(tensor.shape)) for name, tensor in content.tensors.items()}
+    opened: list[Any] = []
+
+    def start() -> None:
+        if this_rank() == 0:
+            opened.extend(create(path, described, {"format": "pt"})[:2])
+
+    gatherer.attempt(start)
+    for name, tensor in content.tensors.items():
+        full = gatherer.gather(tensor, dtypes[name])
+        if full is not None:
+            gatherer.attempt(partial(_write_full, opened, name, full))
+    if opened:
+        with closing(opened[0]):
+            gatherer.attempt(lambda: os.fsync(opened[0]))
+
+
+def _write_full(opened: list[Any], name: str, full: torch.Tensor) -> None:
+    write_at(opened[0], opened[1].entries[name].start, bytes_of(full))
+
+
+def _write_torch(
+    path: Path, content: ModelTensors, dtypes: Mapping[str, torch.dtype], gatherer: Gatherer
+) -> None:
+    state: dict[str, torch.Tensor] = {}
+    for name, tensor in content.tensors.items():
+        full = gatherer.gather(tensor, dtypes[name])
+        if full is not None and gatherer.error is None:
+            # An ordinary CPU model's own memory may come back; torch.save would write all of its storage.
+            state[name] = full.clone() if full.untyped_storage().nbytes() != full.nbytes else full
+    state.update({alias: state[first] for alias, first in content.ties.items() if first in state})
+
+    def save() -> None:
+        with open(path, "xb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+
+    if this_rank() == 0:
+        gatherer.attempt(save)
+
+
+def _replace(temporary: Path, target: Path) -> None:
+    os.replace(temporary, target)
+    sync_folder(target.parent)
+
+
+def _match(content: ModelTensors, described: Described) -> dict[str, list[str]]:
+    """First name of each of the model's tensors to the names that the file has of it."""
+    found: dict[str, list[str]] = {first: [] for first in content.tensors}
+    for name, first in content.names.items():
+        if name in described:
+            found[first].append(name)
+    problems = []
+    missing = [first for first, names in found.items() if not names]
+    unexpected = [name for name in described if name not in content.names]
+    if missing:
+        problems.append(f"missing in the file: {_listed(missing)}")
+    if unexpected:
+        problems.append(f"unexpected in the file: {_listed(unexpected)}")
+    for first, names in found.items():
+        tensor = content.tensors[first]
+        for name in names:
+            dtype, shape = described[name]
+            castable = dtype == tensor.dtype or (dtype.is_floating_point and tensor.is_floating_point())
+            if shape != tuple(tensor.shape) or not castable:
+                problems.append(
+                    f"{name} is {dtype} {shape}, the model's is {tensor.dtype} {tuple(tensor.shape)}"
+                )
+    if problems:
+        raise CheckpointMismatchError("the file is of another model: " + "; ".join(problems[:8]))
+    return found
+
+
+def _check_ties(content: ModelTensors, plan: Mapping[str, list[str]], source: _Source) -> None:
+    """Names of one tied tensor must have the same values; each rank looks at its own part."""
+    for first, names in plan.items():
+        if len(names) < 2:
+            continue
+        box = box_of(content.tensors[first])
+        parts = []
+        for name in names:
+            parts.append(torch.empty(box.shape, dtype=source.described[name][0]))
+            source.read(name, box, parts[-1])
+        if any(not torch.equal(part, parts[0]) for part in parts[1:]):
+            raise CheckpointMismatchError(f"{names} are one tensor in the model, but differ in the file")
+
+
+def _distribute(content: ModelTensors, names: Mapping[str, str], source: _Source | None, phase: str) -> None:
+    """Rank 0 reads every rank's part of every tensor and sends it."""
+    sender = Gatherer()  # for its rule that a rank that has failed goes on taking part
+    for first, tensor in content.tensors.items():
+        for rank in range(world_size()):
+            box = box_of(tensor, rank)
+            if not box.numel or this_rank() not in (0, rank):
+                continue
+            part = torch.zeros(box.shape, dtype=tensor.dtype)
+            if this_rank() == 0 and source is not None:
+                sender.attempt(partial(source.read, names[first], box, part))
+                if rank != 0:
+                    send(part, rank)
+            else:
+                receive_into(part, 0)
+            if this_rank() == rank:
+                with torch.no_grad():
+                    local_of(tensor).copy_(part)
+    sender.finish(phase)
+
+
+def _listed(names: Iterable[str], most: int = 10) -> str:
+    names = list(names)
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

@@ -1,0 +1,254 @@
+"""The manifest: everything about a checkpoint except the numbers, with a digest of its own.
+
+Nothing in it is trusted before it has been checked: names of files follow one pattern, and the stored parts
+tile every tensor exactly once.
+"""
+
+import hashlib
+import re
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fsdp_sft._safetensors import DTYPES, dtype_name
+from fsdp_sft.dcp_io.codec import dumps, loads
+from fsdp_sft.dcp_io.errors import CheckpointCorruptError
+from fsdp_sft.dcp_io.files import FileRecord, TensorReader, file_problem, read_bytes
+from fsdp_sft.dcp_io.layout import Box, tiling_problem
+
+MANIFEST_NAME = "MANIFEST.json"
+TRAIN_STATE_NAME = "train_state.json"
+FORMAT = "fsdp-sft-checkpoint"
+VERSION = 1
+MAX_JSON_BYTES = 1 << 30
+_FILE_NAMES = re.compile(
+    r"(?:model|optimizer)/\d{5,}\.safetensors|train_state\.json|rank/\d{5,}\.(?:json|safetensors)"
+)
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of the checkpoint.
+
+    Attributes:
+        shape: Of the full tensor.
+        dtype: Of its elements.
+        chunks: (file, part of the tensor that it has) pairs; together they tile the tensor.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: list[tuple[str, Box]]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What one folder holds.
+
+    Attributes:
+        step: Number of the step; None for an optimizer state of its own.
+        world_size: Ranks that wrote it.
+        mesh: Name to size of each axis of their mesh, in order; None for an ordinary model.
+        files: Name below the folder to record.
+        model: FQN to tensor; None if there is no model in it.
+        ties: Other names of tied tensors, to the one that is stored.
+        frozen: FQNs of parameters that were frozen.
+        optimizer: ``<fqn>/<state name>`` to tensor; None if there is no optimizer in it.
+        optimizer_info: The optimizer's class, parameters, groups and state other than tensors.
+        versions: Of the libraries that wrote it.
+        digest: Of everything else, once it has been read from a file.
+    """
+
+    step: int | None
+    world_size: int
+    mesh: list[list[Any]] | None
+    files: dict[str, FileRecord]
+    model: dict[str, StoredTensor] | None = None
+    ties: dict[str, str] = field(default_factory=dict)
+    frozen: list[str] = field(default_factory=list)
+    optimizer: dict[str, StoredTensor] | None = None
+    optimizer_info: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    digest: str = ""
+
+
+def versions() -> dict[str, str]:
+    """Versions of what writes a checkpoint; of transformers only if it has been imported."""
+    from fsdp_sft import __version__
+
+    found = {"fsdp_sft": __version__, "torch": str(torch.__version__), "python": sys.version.split()[0]}
+    if "transformers" in sys.modules:
+        found["transformers"] = str(sys.modules["transformers"].__version__)
+    return found
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The manifest's bytes, with the digest of all the rest in them."""
+    body = {
+        "format": FORMAT,
+        "version": VERSION,
+        "step": manifest.step,
+        "world_size": manifest.world_size,
+        "mesh": manifest.mesh,
+        "files": {name: {"size": r.size, "sha256": r.sha256} for name, r in manifest.files.items()},
+        "model": None if manifest.model is None else _encode_tensors(manifest.model),
+        "ties": manifest.ties,
+        "frozen": manifest.frozen,
+        "optimizer": None if manifest.optimizer is None else _encode_tensors(manifest.optimizer),
+        "optimizer_info": manifest.optimizer_info,
+        "versions": manifest.versions,
+    }
+    return dumps({**body, "digest": hashlib.sha256(dumps(body)).hexdigest()})
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read and check the manifest of a folder, not the files it names.
+
+    Raises:
+        CheckpointCorruptError: If it is missing, damaged or edited, of an unknown version, names a file
+            outside the folder, or has a tensor that its parts do not tile.
+    """
+    data = read_bytes(folder / MANIFEST_NAME, MAX_JSON_BYTES)
+    try:
+        manifest = _parse(loads(data, MANIFEST_NAME))
+        named = re.fullmatch(r"step-(\d+)", folder.name)
+        if named is not None and manifest.step != int(named[1]):
+            raise ValueError(f"it is of step {manifest.step}, in a folder of another name")
+        return manifest
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        detail = f"{error}" if type(error) is ValueError else f"not what it should be ({error!r})"
+        raise CheckpointCorruptError(f"{folder / MANIFEST_NAME} is not sound: {detail}") from error
+
+
+def file_problems(folder: Path, manifest: Manifest, names: list[str], *, hashes: bool) -> list[str]:
+    """How some of a checkpoint's files differ from what the manifest says; empty if they do not."""
+    problems = []
+    expected = _expected_entries(manifest)
+    for name in names:
+        problem = file_problem(folder / name, manifest.files[name], hashes=hashes)
+        if problem is None and name in expected:
+            problem = _header_problem(folder, name, expected[name])
+        if problem is not None:
+            problems.append(f"{folder.name}/{name} {problem}")
+    return problems
+
+
+def verify_folder(folder: Path, *, hashes: bool) -> list[str]:
+    """All problems of a checkpoint folder, looked at by this process alone."""
+    try:
+        manifest = read_manifest(folder)
+    except CheckpointCorruptError as error:
+        return [str(error)]
+    return file_problems(folder, manifest, list(manifest.files), hashes=hashes)
+
+
+def tiling_problems(tensors: dict[str, StoredTensor]) -> list[str]:
+    """Names of tensors whose parts do not tile them, each with the reason."""
+    found = {
+        name: tiling_problem(tensor.shape, [box for _, box in tensor.chunks])
+        for name, tensor in tensors.items()
+    }
+    return [f"{name}: {problem}" for name, problem in found.items() if problem is not None]
+
+
+def _encode_tensors(tensors: dict[str, StoredTensor]) -> dict[str, Any]:
+    return {
+        name: {
+            "shape": list(tensor.shape),
+            "dtype": dtype_name(tensor.dtype),
+            "chunks": [[file, list(box.offset), list(box.shape)] for file, box in tensor.chunks],
+        }
+        for name, tensor in tensors.items()
+    }
+
+
+def _parse(raw: Any) -> Manifest:
+    if not isinstance(raw, dict) or raw.get("format") != FORMAT:
+        raise ValueError("it is not a manifest of this library")
+    if raw.get("version") != VERSION:
+        raise ValueError(
+            f"its format is version {raw.get('version')}, this release reads version {VERSION}; "
+            "load it with the release that wrote it"
+        )
+    body = {key: value for key, value in raw.items() if key != "digest"}
+    if raw.get("digest") != hashlib.sha256(dumps(body)).hexdigest():
+        raise ValueError("its digest does not match: it was damaged or edited")
+    files = {}
+    for name, record in body["files"].items():
+        if not _FILE_NAMES.fullmatch(name):
+            raise ValueError(f"it names a file {name!r}, which no checkpoint has")
+        files[name] = FileRecord(int(record["size"]), str(record["sha256"]))
+    optimizer = _parse_tensors(body["optimizer"], "optimizer/", files)
+    if optimizer is not None:
+        _check_optimizer_info(body["optimizer_info"], optimizer)
+    return Manifest(
+        step=body["step"],
+        world_size=int(body["world_size"]),
+        mesh=body["mesh"],
+        files=files,
+        model=_parse_tensors(body["model"], "model/", files),
+        ties=dict(body["ties"]),
+        frozen=list(body["frozen"]),
+        optimizer=optimizer,
+        optimizer_info=dict(body["optimizer_info"]),
+        versions=dict(body["versions"]),
+        digest=raw["digest"],
+    )
+
+
+def _check_optimizer_info(info: Any, tensors: dict[str, StoredTensor]) -> None:
+    parameters = info["parameters"]
+    in_groups = [name for group in info["groups"] for name in group["params"]]
+    in_state = [*(name.rpartition("/")[0] for name in tensors), *info["values"]]
+    if sorted(in_groups) != sorted(parameters) or not set(in_state) <= set(parameters):
+        raise ValueError("its optimizer's groups and state are not of the same parameters")
+    if not isinstance(info["class"], str) or any(not isinstance(g["options"], dict) for g in info["groups"]):
+        raise ValueError("its optimizer's groups are not valid")
+
+
+def _parse_tensors(raw: Any, prefix: str, files: dict[str, FileRecord]) -> dict[str, StoredTensor] | None:
+    if raw is None:
+        return None
+    tensors: dict[str, StoredTensor] = {}
+    for name, value in raw.items():
+        chunks = [(file, Box(tuple(offset), tuple(shape))) for file, offset, shape in value["chunks"]]
+        numbers = [*value["shape"], *(n for _, box in chunks for n in (*box.offset, *box.shape))]
+        if any(type(number) is not int or number < 0 for number in numbers):
+            raise ValueError(f"the shape or a part of {name} is not valid")
+        if any(file not in files or not file.startswith(prefix) for file, _ in chunks):
+            raise ValueError(f"{name} has a part in a file that is not listed")
+        if len({file for file, _ in chunks}) != len(chunks):
+            raise ValueError(f"{name} has two parts in one file")
+        tensors[name] = StoredTensor(tuple(value["shape"]), DTYPES[value["dtype"]], chunks)
+    problems = tiling_problems(tensors)
+    if problems:
+        raise ValueError(f"{len(problems)} tensors are not complete: {'; '.join(problems[:3])}")
+    return tensors
+
+
+def _expected_entries(manifest: Manifest) -> dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]]:
+    """File to what its header must say of each tensor."""
+    expected: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]] = {
+        name: {} for name in manifest.files if name.startswith(("model/", "optimizer/"))
+    }
+    for section in (manifest.model, manifest.optimizer):
+        for name, tensor in (section or {}).items():
+            for file, box in tensor.chunks:
+                expected[file][name] = (tensor.dtype, box.shape)
+    return expected
+
+
+def _header_problem(
+    folder: Path, name: str, expected: dict[str, tuple[torch.dtype, tuple[int, ...]]]
+) -> str | None:
+    try:
+        with TensorReader(folder) as reader:
+            entries = reader.header(name).entries
+    except CheckpointCorruptError as error:
+        return f"is not sound: {error}"
+    if {key: (entry.dtype, entry.shape) for key, entry in entries.items()} != expected:
+        return "holds other tensors than the manifest says"
+    return None

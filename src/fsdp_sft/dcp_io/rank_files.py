@@ -1,0 +1,98 @@
+"""What belongs to one rank: its random number generators and the caller's own state."""
+
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fsdp_sft.dcp_io.codec import decode, dumps, encode, loads
+from fsdp_sft.dcp_io.errors import CheckpointCorruptError
+from fsdp_sft.dcp_io.files import FileRecord, TensorReader, read_bytes, write_bytes, write_tensors
+from fsdp_sft.dcp_io.manifest import MAX_JSON_BYTES
+
+
+def rank_content(rank_state: Any) -> tuple[bytes, dict[str, torch.Tensor]]:
+    """What to write for this rank: JSON, and the tensors that it refers to.
+
+    Raises:
+        TypeError: If ``rank_state`` has something that neither can hold; names the key path.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    content = {
+        "rng": encode(_rng_state(), "rng", tensors),
+        "rank_state": encode(rank_state, "rank_state", tensors),
+    }
+    return dumps(content, canonical=False), tensors
+
+
+def write_rank_files(
+    folder: Path, rank: int, content: tuple[bytes, dict[str, torch.Tensor]]
+) -> dict[str, FileRecord]:
+    """Write ``rank/RRRRR.json`` and ``rank/RRRRR.safetensors`` below ``folder``."""
+    text, tensors = content
+    names = file_names(rank)
+    return {
+        names[0]: write_bytes(folder / names[0], text),
+        names[1]: write_tensors(folder / names[1], tensors),
+    }
+
+
+def file_names(rank: int) -> tuple[str, str]:
+    """The two files of a rank."""
+    return f"rank/{rank:05d}.json", f"rank/{rank:05d}.safetensors"
+
+
+def read_rank_files(folder: Path, rank: int) -> tuple[dict[str, Any], Any]:
+    """The generators' states and the caller's state, as they were given; changes nothing.
+
+    Raises:
+        CheckpointCorruptError: If a file is not what was written.
+    """
+    json_name, tensor_name = file_names(rank)
+    raw = loads(read_bytes(folder / json_name, MAX_JSON_BYTES), json_name)
+    tensors: dict[str, torch.Tensor] = {}
+    with TensorReader(folder) as reader:
+        for name, entry in reader.header(tensor_name).entries.items():
+            tensors[name] = torch.empty(entry.shape, dtype=entry.dtype)
+            reader.read(tensor_name, name, tensors[name])
+    try:
+        return decode(raw["rng"], tensors), decode(raw["rank_state"], tensors)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointCorruptError(f"{folder / json_name} is not what was written: {error}") from error
+
+
+def restore_rng(state: dict[str, Any]) -> None:
+    """Set every generator that ``state`` has and this process knows."""
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    device = _device_type()
+    if device is not None and device in state:
+        torch.get_device_module(device).set_rng_state(state[device])
+    if "numpy" in state and "numpy" in sys.modules:
+        name, key, position, has_gauss, cached = state["numpy"]
+        sys.modules["numpy"].random.set_state((name, key.numpy(), position, has_gauss, cached))
+
+
+def _rng_state() -> dict[str, Any]:
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    device = _device_type()
+    if device is not None:
+        state[device] = torch.get_device_module(device).get_rng_state()
+    if "numpy" in sys.modules:
+        name, key, position, has_gauss, cached = sys.modules["numpy"].random.get_state()
+        if name == "MT19937":  # the only one that numpy's global functions use unless told otherwise
+            state["numpy"] = (
+                name,
+                torch.from_numpy(key.copy()),
+                int(position),
+                int(has_gauss),
+                float(cached),
+            )
+    return state
+
+
+def _device_type() -> str | None:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return accelerator.type if accelerator is not None else None

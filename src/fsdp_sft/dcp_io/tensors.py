@@ -1,0 +1,164 @@
+"""The tensors of a model by name, and how a full one comes together on rank 0."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_sft._agree import control_group, is_distributed, raise_first
+from fsdp_sft.dcp_io.layout import Box, box_of, local_of, owner_ranks
+
+# torch.compile(model) and checkpoint_wrapper put these into every name below them.
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+@dataclass(frozen=True)
+class ModelTensors:
+    """What of a model belongs in a file.
+
+    Attributes:
+        tensors: FQN to parameter or persistent buffer; of tied ones the first name only.
+        names: Every name to the first name of its tensor, in the order of the model's state dict.
+        frozen: FQNs of parameters that require no gradient.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    names: dict[str, str]
+    frozen: list[str]
+
+    @property
+    def ties(self) -> dict[str, str]:
+        """Every other name of a tied tensor, to its first."""
+        return {name: first for name, first in self.names.items() if name != first}
+
+
+def model_tensors(model: nn.Module) -> ModelTensors:
+    """Name every parameter and persistent buffer of ``model``, which must be resharded.
+
+    Raises:
+        ValueError: If something is still on the meta device.
+        TypeError: If a module has extra state that is not a tensor.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    names: dict[str, str] = {}
+    first_names: dict[int, str] = {}
+    for key, value in model.state_dict(keep_vars=True).items():
+        name = clean_name(key)
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(
+                f"{name} of {type(model).__name__} is a {type(value).__name__}, not a tensor: extra state of "
+                "modules cannot be stored without pickle; keep it in train_state or rank_state"
+            )
+        names[name] = first_names.setdefault(id(value), name)
+        tensors.setdefault(names[name], value)
+    on_meta = [name for name, tensor in tensors.items() if tensor.device.type == "meta"]
+    if on_meta:
+        raise ValueError(
+            f"{len(on_meta)} tensors of {type(model).__name__} are on the meta device ({on_meta[0]}, ...): "
+            "give them memory with model.to_empty(device=...) and compute the non-persistent buffers "
+            "again, or load the base model with load_weights, which does both"
+        )
+    frozen = [n for n, t in tensors.items() if isinstance(t, nn.Parameter) and not t.requires_grad]
+    return ModelTensors(tensors, names, frozen)
+
+
+def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
+    """Each parameter to its first FQN."""
+    return {parameter: clean_name(name) for name, parameter in model.named_parameters()}
+
+
+def clean_name(name: str) -> str:
+    """An FQN without what wrappers put into it."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+class Gatherer:
+    """Brings full tensors to rank 0 one after the other, over the control group.
+
+    Only rank 0 ever has more than its own part, and holds one full tensor at a time. A rank that fails
+    sends zeros from then on and reports it in ``finish``, so that nobody waits for it.
+
+    Collective: all ranks make one, call ``gather`` for the same tensors in the same order, then ``finish``.
+    """
+
+    def __init__(self) -> None:
+        self.rank = dist.get_rank() if is_distributed() else 0
+        self.error: Exception | None = None
+
+    def gather(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+        """The full tensor in CPU memory as ``dtype`` on rank 0; None on the other ranks."""
+        owners = owner_ranks(tensor)
+        if self.rank != 0:
+            if self.rank in owners:
+                self._send(tensor, dtype)
+            return None
+        if owners == [0]:
+            return local_of(tensor).to("cpu", dtype).contiguous()
+        full = torch.empty(tensor.shape, dtype=dtype)
+        for owner in owners:
+            box = box_of(tensor, owner)
+            if not box.numel:
+                continue
+            part = part_of(full, box)
+            if owner == 0:
+                part.copy_(local_of(tensor))
+            else:
+                receive_into(part, owner)
+        return full
+
+    def attempt(self, action: Callable[[], None]) -> None:
+        """Run something that may fail, unless it has failed already; the error waits for ``finish``."""
+        if self.error is None:
+            try:
+                action()
+            except Exception as error:
+                self.error = error
+
+    def finish(self, phase: str) -> None:
+        """Raise the first error of any rank on every rank."""
+        raise_first(self.error, phase)
+
+    def _send(self, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+        box = box_of(tensor)
+        if not box.numel:
+            return
+        payload = None
+
+        def prepare() -> None:
+            nonlocal payload
+            payload = local_of(tensor).to("cpu", dtype).contiguous()
+
+        self.attempt(prepare)
+        send(payload if payload is not None else torch.zeros(box.shape, dtype=dtype), 0)
+
+
+def part_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    """The view of ``tensor`` that ``box`` names."""
+    for dim, (offset, size) in enumerate(zip(box.offset, box.shape, strict=True)):
+        if size != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, offset, size)
+    return tensor
+
+
+def send(tensor: torch.Tensor, rank: int) -> None:
+    """Send a contiguous CPU tensor's bytes over the control group."""
+    for piece in _byte_pieces(tensor):
+        dist.send(piece, dst=rank, group=control_group())
+
+
+def receive_into(tensor: torch.Tensor, rank: int) -> None:
+    """Fill a CPU tensor with the bytes that ``rank`` sends."""
+    target = tensor if tensor.is_contiguous() else torch.empty(tensor.shape, dtype=tensor.dtype)
+    for piece in _byte_pieces(target):
+        dist.recv(piece, src=rank, group=control_group())
+    if target is not tensor:
+        tensor.copy_(target)
+
+
+def _byte_pieces(tensor: torch.Tensor, most: int = 1 << 28) -> Iterator[torch.Tensor]:
+    # gloo knows neither every dtype nor messages of any length
+    yield from tensor.reshape(-1).view(torch.uint8).split(most)

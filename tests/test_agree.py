@@ -1,0 +1,52 @@
+"""One verdict per phase, and the first error raised on every rank."""
+
+import time
+
+import pytest
+import torch.distributed as dist
+
+from fsdp_sft import _agree
+from tests.distributed import run_distributed
+
+
+class _Picky(Exception):
+    """Cannot be pickled: its constructor wants more than its args."""
+
+    def __init__(self, a: int, b: int) -> None:
+        super().__init__(f"{a} and {b}")
+
+
+def _check_first_error() -> None:
+    rank = dist.get_rank()
+    with _agree.agreed("doing nothing"):
+        pass
+    with pytest.raises(FileNotFoundError, match="gone from rank 1") as caught, _agree.agreed("looking"):
+        if rank == 0:
+            time.sleep(0.3)
+            raise ValueError("rank 0 came later")
+        if rank == 1:
+            raise FileNotFoundError("gone from rank 1")
+    assert caught.value.__notes__ == ["rank 1 failed first while looking (failed: 0, 1)"]
+    expected = _Picky if rank == 2 else _agree.RemoteRankError
+    with pytest.raises(expected, match="1 and 2"), _agree.agreed("being picky"):
+        if rank == 2:
+            raise _Picky(1, 2)
+    assert _agree.all_reduce_sum([1, rank]) == [3.0, 3.0]
+    assert _agree.all_reduce_min(5 - rank) == 3
+    assert _agree.all_gather_objects({"rank": rank}) == [{"rank": r} for r in range(3)]
+    assert _agree.control_group() is _agree.control_group()
+    assert _agree.control_group() is not dist.group.WORLD
+
+
+def test_all_ranks_raise_the_first_error() -> None:
+    run_distributed(_check_first_error, 3, timeout=30)
+
+
+def test_without_a_group_there_is_nothing_to_exchange() -> None:
+    with pytest.raises(KeyError), _agree.agreed("alone"):
+        raise KeyError("x")
+    assert _agree.all_reduce_sum([2]) == [2]
+    assert _agree.all_reduce_min(2) == 2
+    assert _agree.all_gather_objects("a") == ["a"]
+    with pytest.raises(RuntimeError, match="init_distributed"):
+        _agree.control_group()

@@ -1,0 +1,183 @@
+"""init_distributed under each launcher's variables, and the meshes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import fsdp_sft as fs
+from fsdp_sft import _slurm
+from fsdp_sft.distributed import _detect_launch
+from tests.distributed import run_distributed
+
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
+STEP = {
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "2",
+    "SLURM_STEP_NUM_TASKS": "6",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x3)",
+    "SLURM_STEP_NODELIST": "localhost,other",
+    "SLURM_JOB_ID": "77",
+}
+ALL = {*TORCHRUN, *STEP, "SLURM_NTASKS", "LOCAL_WORLD_SIZE", "SLURM_LAUNCH_NODE_IPADDR", "SLURM_NODELIST"}
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> Any:
+    for name in ALL:
+        monkeypatch.delenv(name, raising=False)
+
+    def set_to(**variables: str) -> None:
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    return set_to
+
+
+def test_nothing_set_is_a_single_process(environment: Any) -> None:
+    launch = _detect_launch()
+    assert (launch.launcher, launch.rank, launch.world_size, launch.init_method) == ("single", 0, 1, None)
+
+
+def test_torchrun(environment: Any) -> None:
+    environment(**TORCHRUN, LOCAL_WORLD_SIZE="4", **STEP)
+    launch = _detect_launch()
+    assert launch == _slurm.Launch("torchrun", 3, 1, 8, 4, "env://"), "torchrun inside a Slurm step wins"
+
+
+def test_a_slurm_step(environment: Any) -> None:
+    environment(**STEP)
+    launch = _detect_launch()
+    assert launch == _slurm.Launch("slurm", 5, 1, 6, 2, "tcp://localhost:20539")
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"SLURM_STEP_ID": ""},
+        {"SLURM_STEP_ID": "4294967290"},  # an interactive step
+        {"SLURM_STEP_ID": "4294967291"},  # the batch script
+    ],
+)
+def test_inside_an_allocation_without_a_step_it_is_a_single_process(environment: Any, changed: Any) -> None:
+    environment(**{**STEP, **changed})
+    assert _detect_launch().launcher == "single"
+
+
+def test_slurm_addresses(environment: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    environment(**{**STEP, "SLURM_STEP_NODELIST": "no-such-node[1-2].invalid", "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.7"})
+    assert _detect_launch().init_method == "tcp://127.0.0.7:20539"
+    environment(MASTER_ADDR="head", MASTER_PORT="123")
+    assert _detect_launch().init_method == "tcp://head:123"
+    monkeypatch.delenv("MASTER_ADDR")
+    monkeypatch.delenv("SLURM_LAUNCH_NODE_IPADDR")
+    with pytest.raises(ValueError, match=r"'no-such-node1.invalid'.*set MASTER_ADDR"):
+        _detect_launch()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [("a1", "a1"), ("a1,b2", "a1"), ("gpu[03-05,9],x", "gpu03"), ("n[7]-ib", "n7-ib"), ("g[1,4]", "g1")],
+)
+def test_first_host_of_a_node_list(nodes: str, first: str) -> None:
+    assert _slurm._first_host(nodes) == first
+
+
+def test_unequal_tasks_per_node(environment: Any) -> None:
+    environment(**{**STEP, "SLURM_STEP_TASKS_PER_NODE": "2(x2),1,4"})
+    assert _detect_launch().local_world_size == 1
+    environment(SLURM_STEP_TASKS_PER_NODE="two")
+    with pytest.raises(ValueError, match="SLURM_STEP_TASKS_PER_NODE='two'"):
+        _detect_launch()
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"RANK": "0"}, "RANK set but WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT not"),
+        ({k: v for k, v in TORCHRUN.items() if k != "MASTER_PORT"}, "MASTER_PORT not"),
+        ({**TORCHRUN, "RANK": "8"}, r"RANK=8 is not in \[0, WORLD_SIZE=8\)"),
+        ({**TORCHRUN, "WORLD_SIZE": "many"}, "WORLD_SIZE='many' is not a number"),
+        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "1"}, "LOCAL_RANK=1 is not in"),
+        ({"WORLD_SIZE": "4"}, "WORLD_SIZE=4 is set but RANK is not"),
+        ({**STEP, "SLURM_PROCID": "6"}, "SLURM_PROCID=6"),
+        ({k: v for k, v in STEP.items() if k != "SLURM_STEP_NUM_TASKS"}, "SLURM_STEP_NUM_TASKS nor SLURM_NTASKS"),
+    ],
+)
+def test_half_set_variables_are_named(environment: Any, variables: Any, message: str) -> None:
+    environment(**variables)
+    with pytest.raises(ValueError, match=message):
+        fs.init_distributed()
+    assert not dist.is_initialized()
+
+
+def _check_existing_group_and_meshes() -> list[Any]:
+    context = fs.init_distributed()
+    assert context.launcher == "existing"
+    assert (context.rank, context.world_size) == (dist.get_rank(), 4)
+    assert context.is_main == (context.rank == 0)
+    assert str(context.device) == "cpu"
+    assert fs.init_distributed() == context, "calling it again changes nothing"
+    flat = fs.build_mesh()
+    assert (flat.mesh_dim_names, flat.shape) == (("dp_shard",), (4,))
+    hybrid = fs.build_mesh(dp_replicate=2)
+    assert (hybrid.mesh_dim_names, hybrid.shape) == (("dp_replicate", "dp_shard"), (2, 2))
+    assert hybrid.mesh.tolist() == [[0, 1], [2, 3]]
+    ddp = fs.build_mesh(dp_replicate=4, dp_shard=1)
+    assert ddp.shape == (4, 1)
+    for arguments, message in (
+        ({"dp_replicate": 3}, r"dp_replicate=3 does not divide the 4 ranks; use one of \[1, 2, 4\]"),
+        ({"dp_replicate": 2, "dp_shard": 4}, "makes 8 ranks, but the job has 4"),
+        ({"dp_shard": 2}, "makes 2 ranks, but the job has 4"),
+        ({"dp_replicate": 0}, "dp_replicate must be a positive integer, got 0"),
+        ({"dp_shard": -4}, "dp_shard must be a positive integer"),
+        ({"dp_replicate": True}, "dp_replicate must be a positive integer, got True"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            fs.build_mesh(**arguments)
+    return [context.local_rank]
+
+
+def test_an_existing_group_is_used_and_meshes_are_checked() -> None:
+    assert run_distributed(_check_existing_group_and_meshes, 4) == [[0], [1], [2], [3]]
+
+
+def test_a_mesh_needs_a_group() -> None:
+    with pytest.raises(RuntimeError, match="init_distributed"):
+        fs.build_mesh()
+
+
+SCRIPT = """
+import json, sys
+import torch, torch.distributed as dist
+import fsdp_sft as fs
+context = fs.init_distributed()
+total = torch.tensor([context.rank + 1.0])
+dist.all_reduce(total)
+mesh = fs.build_mesh()
+out = [context.launcher, context.rank, context.local_rank, context.world_size, float(total), mesh.size()]
+with open(f"{sys.argv[1]}/{context.rank}.json", "w") as file:
+    json.dump([*out, str(context)], file)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(("launcher", "ranks"), [("torchrun", 2), ("single", 1)])
+def test_a_real_launch(tmp_path: Path, launcher: str, ranks: int) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, str(script), str(tmp_path)]
+    if launcher == "torchrun":
+        run = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        command = [*run, *command[1:]]
+    subprocess.run(command, check=True, timeout=120, capture_output=True)
+    for rank in range(ranks):
+        *values, text = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert values == [launcher, rank, rank, ranks, sum(range(1, ranks + 1)), ranks]
+        assert text.startswith(f"rank {rank} of {ranks} (local {rank} of {ranks}) on ")

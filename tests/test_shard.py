@@ -1,0 +1,325 @@
+"""shard_model: dtypes, groups, ties, and the models it must refuse."""
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+import fsdp_sft as fs
+from tests.distributed import run_distributed
+from tests.models import full, largest_error, ragged_batches, tiny_model
+
+FLOAT32 = MixedPrecisionPolicy()
+
+
+def _mesh(**shape: int) -> Any:
+    return fs.build_mesh(**shape, device_type="cpu")
+
+
+def _check_masters() -> None:
+    for family in ("llama", "qwen2-tied", "gpt2"):
+        plain = tiny_model(family, dtype=torch.bfloat16)
+        buffers = {name: b.clone() for name, b in plain.named_buffers()}
+        model = fs.shard_model(copy.deepcopy(plain), mesh=_mesh())
+        assert isinstance(model, FSDPModule)
+        for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert isinstance(p, DTensor)
+            assert p.dtype == torch.float32
+            assert torch.equal(full(p), q.float()), name
+        assert all(b.dtype == buffers[n].dtype and torch.equal(b, buffers[n]) for n, b in model.named_buffers())
+        head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+        tied = getattr(model.config, "tie_word_embeddings", False)
+        assert (head.weight is embedding.weight) == tied
+        # bfloat16 compute on float32 masters: what the plain bfloat16 model computes, bit for bit.
+        batch = ragged_batches(2)[0]
+        inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+        logits = model(**inputs).logits
+        assert logits.dtype == torch.bfloat16
+        assert torch.equal(logits, plain(**inputs).logits)
+        fs.loss_sum(model, batch)[0].backward()
+        assert all(p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+def test_float32_masters_and_bfloat16_compute() -> None:
+    run_distributed(_check_masters, 2)
+
+
+def _check_cast_after_equals_cast_before() -> None:
+    batch = ragged_batches(2)[0]
+    gradients = []
+    for cast_first in (True, False):
+        model = tiny_model("qwen2-tied", dtype=torch.bfloat16)
+        if cast_first:
+            model.float()
+        fs.shard_model(model, mesh=_mesh())
+        fs.loss_sum(model, batch)[0].backward()
+        gradients.append({name: full(p.grad) for name, p in model.named_parameters()})
+    assert all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])
+
+
+def test_casting_the_shard_equals_casting_the_block() -> None:
+    run_distributed(_check_cast_after_equals_cast_before, 2)
+
+
+def _check_frozen() -> None:
+    for frozen_dtype, expected in ((None, torch.bfloat16), (torch.float16, torch.float16)):
+        model = tiny_model("llama", dtype=torch.bfloat16)
+        model.model.embed_tokens.requires_grad_(False)
+        model.model.layers[0].requires_grad_(False)
+        fs.shard_model(model, mesh=_mesh(), frozen_dtype=frozen_dtype)
+        for p in model.parameters():
+            assert p.dtype == (torch.float32 if p.requires_grad else expected)
+        result = fs.train_step(model, ragged_batches(2)[:1], torch.optim.AdamW(model.parameters(), lr=1e-3))
+        assert result.skipped is None
+
+
+def test_frozen_parameters_keep_their_dtype_or_take_the_one_asked_for() -> None:
+    run_distributed(_check_frozen, 2)
+
+
+def _own_loss_gradients(model: Any, batch: Any) -> dict[str, torch.Tensor]:
+    model(**batch).loss.backward()
+    return {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _check_own_losses() -> None:
+    for family in ("t5", "bert"):
+        batch = dict(ragged_batches(2)[0])
+        if family == "bert":
+            batch["labels"] = torch.tensor([0, 2])
+        plain = tiny_model(family, dtype=torch.float64)
+        expected = _own_loss_gradients(copy.deepcopy(plain), batch)
+        for ratio in (0, "1/3"):
+            model = copy.deepcopy(plain)
+            fs.apply_sac(model, ratio)
+            fs.shard_model(model, mesh=_mesh(), mp_policy=FLOAT32, master_dtype=torch.float64)
+            # The same batch on every rank: the average over ranks is the single process's gradient.
+            assert largest_error(_own_loss_gradients(model, batch), expected) < 1e-10
+        if family == "t5":
+            with pytest.raises(ValueError, match="T5ForConditionalGeneration is an encoder-decoder"):
+                fs.causal_lm_loss(model, batch, num_targets=1)
+        else:
+            with pytest.raises(ValueError, match="for a classifier use the model's own loss"):
+                fs.causal_lm_loss(model, ragged_batches(2)[0], num_targets=1)
+
+
+def test_encoder_decoders_and_classifiers_train_with_their_own_loss() -> None:
+    run_distributed(_check_own_losses, 2)
+
+
+class SharedLayer(nn.Module):
+    """Shares one linear by its parameters, as Zamba's layers share attention, and one as a module."""
+
+    def __init__(self, shared: nn.Linear, same: nn.Linear) -> None:
+        super().__init__()
+        self.own, self.shared, self.same = nn.Linear(8, 8), nn.Linear(8, 8), same
+        self.shared.weight, self.shared.bias = shared.weight, shared.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.own(x)) + torch.tanh(self.shared(x)) * torch.sigmoid(self.same(x))
+
+
+class SharedModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        shared, same = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.embed = nn.Embedding(11, 8)
+        self.layers = nn.ModuleList(SharedLayer(shared, same) for _ in range(3))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def _check_tied_across_blocks() -> None:
+    torch.manual_seed(0)
+    plain = SharedModel().double()
+    ids = torch.arange(6).view(2, 3)
+    reference = copy.deepcopy(plain)
+    reference(ids).square().sum().backward()
+    expected = {name: p.grad for name, p in reference.named_parameters()}
+    model = fs.shard_model(plain, mesh=_mesh(), mp_policy=FLOAT32, master_dtype=torch.float64)
+    for _ in range(2):
+        model.zero_grad()
+        model(ids).square().sum().backward()
+        actual = {name: full(p.grad) for name, p in model.named_parameters()}
+        assert largest_error(actual, expected) < 1e-10
+    assert model.layers[0].shared.weight is model.layers[2].shared.weight
+
+
+def test_layers_shared_across_blocks_become_a_group_of_their_own() -> None:
+    run_distributed(_check_tied_across_blocks, 2, timeout=60)
+
+
+def _check_kept_in_float32() -> None:
+    batch = ragged_batches(2)[0]
+    for dtype, attribute in (
+        (torch.bfloat16, "_keep_in_fp32_modules_strict"),
+        (torch.float16, "_keep_in_fp32_modules"),
+    ):
+        plain = tiny_model("t5")
+        setattr(plain, attribute, {"wo"})
+        model = copy.deepcopy(plain)
+        for name, parameter in plain.named_parameters():
+            if not name.endswith("wo.weight"):
+                parameter.data = parameter.data.to(dtype)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            fs.shard_model(model, mesh=_mesh(), mp_policy=MixedPrecisionPolicy(dtype, torch.float32))
+        seen = []
+        wo = model.encoder.block[0].layer[-1].DenseReluDense.wo
+        wo.register_forward_pre_hook(lambda m, args, seen=seen: seen.append((m.weight.dtype, args[0].dtype)))
+        output = model(**batch)
+        assert seen == [(torch.float32, torch.float32)]
+        assert torch.equal(output.logits, plain(**batch).logits), "what plain transformers computes"
+        output.loss.backward()
+        assert all(p.grad.dtype == torch.float32 for p in model.parameters())
+
+    # What is not honoured is named, once, on rank 0.
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fs.shard_model(tiny_model("t5"), mesh=_mesh())
+    named = [str(w.message) for w in caught if "_keep_in_fp32_modules" in str(w.message)]
+    assert len(named) == (dist.get_rank() == 0)
+    assert all("encoder.block.*.layer.*.DenseReluDense.wo.weight" in text for text in named)
+
+
+def test_modules_kept_in_float32_are_honoured_or_named() -> None:
+    run_distributed(_check_kept_in_float32, 2)
+
+
+def _check_meta() -> None:
+    import transformers as tf
+
+    from tests.models import tiny_config
+
+    with torch.device("meta"):
+        model = tf.LlamaForCausalLM(tiny_config("llama"))
+    model.to(torch.bfloat16)
+    fs.shard_model(model, mesh=_mesh())
+    assert all(p.is_meta and p.dtype == torch.float32 for p in model.parameters())
+    plain = tiny_model("llama")
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+            offset = dist.get_rank() * -(-q.shape[0] // dist.get_world_size())
+            p.to_local().copy_(q[offset : offset + p.to_local().shape[0]])
+            assert torch.equal(full(p), q), name
+    for (_, b), c in zip(model.named_buffers(), plain.buffers(), strict=True):
+        b.copy_(c)
+    assert fs.train_step(model, ragged_batches(2)[:1], torch.optim.SGD(model.parameters(), lr=0.1)).loss > 0
+
+
+def test_meta_models_are_sharded_without_memory() -> None:
+    run_distributed(_check_meta, 2)
+
+
+def _check_refusals() -> None:
+    model = fs.shard_model(tiny_model("llama"), mesh=_mesh())
+    with pytest.raises(ValueError, match="is sharded already"):
+        fs.shard_model(model, mesh=_mesh())
+    with pytest.raises(ValueError, match=r"blocks\['model.layers.0'\] is not the module"):
+        fs.shard_model(tiny_model("llama"), mesh=_mesh(), blocks=fs.find_blocks(tiny_model("llama")))
+    with pytest.raises(ValueError, match=r"between 1 and its size \(\[2\] for 4 ranks\), got 3"):
+        fs.shard_model(tiny_model("llama"), mesh=_mesh(), reshard_after_forward=3)
+    with pytest.raises(ValueError, match=r"\(none for 2 ranks\), got 2"):
+        fs.shard_model(tiny_model("llama"), mesh=_mesh(dp_replicate=2), reshard_after_forward=2)
+    with pytest.raises(ValueError, match="master_dtype must be a floating-point"):
+        fs.shard_model(tiny_model("llama"), mesh=_mesh(), master_dtype=torch.int8)
+    with pytest.raises(ValueError, match="prefetch must be"):
+        fs.shard_model(tiny_model("llama"), mesh=_mesh(), prefetch=-1)
+    with pytest.raises(ValueError, match="no block"):
+        fs.shard_model(nn.Linear(3, 3), mesh=_mesh())
+    with pytest.raises(ValueError, match="is not sharded; call shard_model first"):
+        fs.describe_sharding(tiny_model("llama"))
+
+
+def test_what_cannot_be_sharded_is_refused() -> None:
+    run_distributed(_check_refusals, 4)
+
+
+def _check_description() -> str:
+    model = tiny_model("qwen2-tied", dtype=torch.bfloat16)
+    model.model.norm.requires_grad_(False)
+    fs.shard_model(model, mesh=_mesh(dp_replicate=2), offload_policy=CPUOffloadPolicy())
+    with torch.no_grad():
+        model(input_ids=torch.tensor([[1, 2]]))  # leaves the root gathered
+    return fs.describe_sharding(model)
+
+
+def test_description_lists_groups_with_local_bytes() -> None:
+    text = run_distributed(_check_description, 4)[0]
+    plain = tiny_model("qwen2-tied")
+    layer = sum(p.numel() for p in plain.model.layers[0].parameters())
+    root = sum(p.numel() for p in plain.parameters()) - 3 * layer
+    lines = text.splitlines()
+    assert lines[0].split() == ["group", "x", "parameters", "trainable", "local", "bytes", "dtype", "placements"]
+    blocks = next(line for line in lines if line.startswith("model.layers.*"))
+    assert blocks.split()[1:4] == ["3", f"{layer:,}", f"{layer:,}"]
+    assert "(Replicate(), Shard(dim=0))" in blocks
+    root_line = next(line for line in lines if line.startswith("(root)"))
+    assert root_line.split()[1:4] == ["1", f"{root:,}", f"{root - 32:,}"]
+    assert "bfloat16, float32" in root_line
+    assert "mesh (dp_replicate=2, dp_shard=2)" in lines[-1]
+
+
+def _check_compiled_names() -> None:
+    model = tiny_model("llama")
+    names = list(model.state_dict())
+    assert fs.compile_blocks(model, backend="aot_eager") == [f"model.layers.{i}" for i in range(3)]
+    fs.shard_model(model, mesh=_mesh())
+    assert list(model.state_dict()) == names
+
+
+def test_compiling_changes_no_names() -> None:
+    run_distributed(_check_compiled_names, 1)
+
+
+def _check_size_based_groups() -> None:
+    plain = tiny_model("llama", dtype=torch.float64)
+    batch = ragged_batches(2)[0]
+    expected = _own_loss_gradients(copy.deepcopy(plain), batch)
+    blocks = fs.find_blocks(plain, min_params=1500)
+    assert len(blocks) > 3
+    model = fs.shard_model(
+        plain, mesh=_mesh(), mp_policy=FLOAT32, master_dtype=torch.float64, blocks=blocks, prefetch=1
+    )
+    assert largest_error(_own_loss_gradients(model, batch), expected) < 1e-10
+
+
+def test_groups_by_size_train_the_same() -> None:
+    run_distributed(_check_size_based_groups, 2)
+
+
+def test_a_72b_model_shards_over_64_fake_ranks_in_one_process() -> None:
+    import subprocess
+    import sys
+
+    code = """
+import time, torch, torch.distributed as dist, transformers as tf
+from torch.testing._internal.distributed.fake_pg import FakeStore
+import fsdp_sft as fs
+dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=64)
+config = tf.Qwen2Config(hidden_size=8192, intermediate_size=29568, num_hidden_layers=80,
+    num_attention_heads=64, num_key_value_heads=8, vocab_size=152064)
+with torch.device("meta"):
+    model = tf.Qwen2ForCausalLM(config).to(torch.bfloat16)
+start = time.perf_counter()
+fs.shard_model(model, mesh=fs.build_mesh(dp_replicate=2, device_type="cpu"), reshard_after_forward=8)
+seconds = time.perf_counter() - start
+assert seconds < 20, seconds
+local = sum(p.to_local().numel() for p in model.parameters())
+assert local == sum(p.numel() for p in model.parameters()) // 32, local
+print(fs.describe_sharding(model))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "72,706,203,648 parameters" in done.stdout
