@@ -9,10 +9,11 @@ import torch
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
-from fsdp_sft import _flops, metrics
 from fsdp_sft.metrics import (
     MetricLogger,
     ThroughputMeter,
+    flops,
+    memory,
     memory_stats,
     model_flops_per_token,
     peak_flops_per_second,
@@ -184,7 +185,7 @@ class TestPeakFlops:
         ],
     )
     def test_names(self, name, tflops):
-        assert _flops._peak_of_name(name) == (None if tflops is None else tflops * 1e12)
+        assert flops._peak_of_name(name) == (None if tflops is None else tflops * 1e12)
 
 
 class TestMemoryStats:
@@ -201,8 +202,8 @@ class TestMemoryStats:
 
     def test_without_proc(self, monkeypatch, tmp_path):
         expected = memory_stats("cpu")["peak_resident_bytes"]
-        monkeypatch.setattr(metrics, "_PROC_STATUS", tmp_path / "absent")
-        monkeypatch.setattr(metrics, "_PROC_CLEAR_REFS", tmp_path / "absent" / "clear_refs")
+        monkeypatch.setattr(memory, "_PROC_STATUS", tmp_path / "absent")
+        monkeypatch.setattr(memory, "_PROC_CLEAR_REFS", tmp_path / "absent" / "clear_refs")
         stats = memory_stats("cpu")
         assert set(stats) == {"peak_resident_bytes"}
         assert stats["peak_resident_bytes"] >= expected * 0.9

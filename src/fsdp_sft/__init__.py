@@ -16,6 +16,23 @@ if TYPE_CHECKING:
     from fsdp_sft.collate import encode_chat as encode_chat
     from fsdp_sft.collate import filter_rows as filter_rows
     from fsdp_sft.collate import render_labels as render_labels
+    from fsdp_sft.dcp_io import CheckpointCorruptError as CheckpointCorruptError
+    from fsdp_sft.dcp_io import CheckpointError as CheckpointError
+    from fsdp_sft.dcp_io import CheckpointExistsError as CheckpointExistsError
+    from fsdp_sft.dcp_io import CheckpointInfo as CheckpointInfo
+    from fsdp_sft.dcp_io import CheckpointMismatchError as CheckpointMismatchError
+    from fsdp_sft.dcp_io import CheckpointNotFoundError as CheckpointNotFoundError
+    from fsdp_sft.dcp_io import LoadedCheckpoint as LoadedCheckpoint
+    from fsdp_sft.dcp_io import SavedCheckpoint as SavedCheckpoint
+    from fsdp_sft.dcp_io import export_hf as export_hf
+    from fsdp_sft.dcp_io import find_checkpoints as find_checkpoints
+    from fsdp_sft.dcp_io import load_checkpoint as load_checkpoint
+    from fsdp_sft.dcp_io import load_full_state_dict as load_full_state_dict
+    from fsdp_sft.dcp_io import load_optimizer_state as load_optimizer_state
+    from fsdp_sft.dcp_io import save_checkpoint as save_checkpoint
+    from fsdp_sft.dcp_io import save_full_state_dict as save_full_state_dict
+    from fsdp_sft.dcp_io import save_optimizer_state as save_optimizer_state
+    from fsdp_sft.dcp_io import verify_checkpoint as verify_checkpoint
     from fsdp_sft.distributed import DistributedContext as DistributedContext
     from fsdp_sft.distributed import build_mesh as build_mesh
     from fsdp_sft.distributed import init_distributed as init_distributed
@@ -44,14 +61,22 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _OWNERS = {
+    "CheckpointCorruptError": "dcp_io",
+    "CheckpointError": "dcp_io",
+    "CheckpointExistsError": "dcp_io",
+    "CheckpointInfo": "dcp_io",
+    "CheckpointMismatchError": "dcp_io",
+    "CheckpointNotFoundError": "dcp_io",
     "DistributedContext": "distributed",
     "EncodedChat": "collate",
     "EvalResult": "step",
     "IGNORE_INDEX": "collate",
+    "LoadedCheckpoint": "dcp_io",
     "MetricLogger": "metrics",
     "NoBlocksError": "blocks",
     "ResumableSampler": "sampler",
     "SFTCollator": "collate",
+    "SavedCheckpoint": "dcp_io",
     "StepResult": "step",
     "ThroughputMeter": "metrics",
     "apply_sac": "sac",
@@ -62,19 +87,28 @@ _OWNERS = {
     "describe_sharding": "shard",
     "encode_chat": "collate",
     "evaluate": "step",
+    "export_hf": "dcp_io",
     "filter_rows": "collate",
     "find_blocks": "blocks",
+    "find_checkpoints": "dcp_io",
     "gradient_sync": "step",
     "init_distributed": "distributed",
+    "load_checkpoint": "dcp_io",
+    "load_full_state_dict": "dcp_io",
+    "load_optimizer_state": "dcp_io",
     "loss_sum": "loss",
     "memory_stats": "metrics",
     "model_flops_per_token": "metrics",
     "remove_sac": "sac",
     "render_labels": "collate",
+    "save_checkpoint": "dcp_io",
+    "save_full_state_dict": "dcp_io",
+    "save_optimizer_state": "dcp_io",
     "scale_for_backward": "loss",
     "select_block_indices": "sac",
     "shard_model": "shard",
     "train_step": "step",
+    "verify_checkpoint": "dcp_io",
     "windows": "step",
 }
 

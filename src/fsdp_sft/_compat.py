@@ -70,8 +70,8 @@ def render_chat(
 
     # Asking for spans of a template without the tag logs a warning.
     tagged = re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
-    # The annotation of the return value says str; it is a pair in every release up to 5.23.
-    texts, spans = render_jinja_template(  # type: ignore[misc]
+    render: Any = render_jinja_template  # its annotation says that a str comes back; a pair does, up to 5.23
+    texts, spans = render(
         [messages],
         tools=tools,
         chat_template=template,

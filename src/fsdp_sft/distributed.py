@@ -280,7 +280,8 @@ def _default_backend(device_type: str) -> str:
 
 def _init_process_group(launch: Launch, backend: str, timeout: timedelta) -> None:
     if launch.init_method is None:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        store = dist.HashStore()  # type: ignore[attr-defined,unused-ignore]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
         return
     if launch.init_method == "env://":
         dist.init_process_group(backend, timeout=timeout)

@@ -197,7 +197,7 @@ def _checkpoint_block(block: nn.Module, recompute: Callable[..., Any]) -> None:
         _override(block, gradient_checkpointing=True, _gradient_checkpointing_func=recompute)
         return
     plain = block.__dict__.get("forward")  # a forward that someone set on the instance stays the inner one
-    # A partial of a plain function, not a closure or a method: it survives deepcopy and pickling of the model.
+    # A partial of a plain function, not a closure or a method: it survives deepcopy and pickling.
     forward = functools.partial(_forward_with_checkpointing, block)
     _override(block, forward=forward, _fsdp_sft_recompute=(recompute, plain))
 

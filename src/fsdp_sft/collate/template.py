@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from fsdp_sft import _compat
-from fsdp_sft._chat_rows import Message
+from fsdp_sft.collate.rows import Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Any
 
-from fsdp_sft._chat_rows import REASONING_KEYS, Conversation, Message
-from fsdp_sft._chat_template import OPEN, SENTINEL, ChatTemplate, ChatTemplateError, TemplateFacts, sentinel
+from fsdp_sft.collate.rows import REASONING_KEYS, Conversation, Message
+from fsdp_sft.collate.template import OPEN, SENTINEL, ChatTemplate, ChatTemplateError, TemplateFacts, sentinel
 
 # Templates of reasoning models look for these in the content and cut it there.
 _THINK = re.compile(r"(</?think>)")

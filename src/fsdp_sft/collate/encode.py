@@ -1,0 +1,214 @@
+"""One chat row to input_ids and labels: which tokens are trained, and truncation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from fsdp_sft.collate.rows import ROLES, Conversation, is_encoded, read_encoded, read_row
+from fsdp_sft.collate.spans import Turn, find_turns
+from fsdp_sft.collate.template import ChatTemplate, describe_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+IGNORE_INDEX = -100
+"""The label of a position that is not trained; the default of `torch.nn.functional.cross_entropy`."""
+
+TrainOn = Literal["assistant", "last", "all"] | Iterable[str]
+
+
+@dataclass(frozen=True)
+class EncodedChat:
+    """A tokenised conversation.
+
+    Attributes:
+        input_ids: Token ids of the whole conversation, (S,).
+        labels: The same ids where trained and -100 elsewhere, (S,), not shifted.
+    """
+
+    input_ids: list[int]
+    labels: list[int]
+
+    @property
+    def num_targets(self) -> int:
+        """Trained positions after the shift; the first token has nothing before it to be told from."""
+        return sum(label != IGNORE_INDEX for label in self.labels[1:])
+
+
+@dataclass(frozen=True)
+class EncodeOptions:
+    """What `encode_chat` takes beside the row, checked once."""
+
+    train_on: str | frozenset[str]
+    train_eot: bool
+    max_length: int | None
+    truncation: str
+    chat_template: str | None
+
+    @classmethod
+    def check(
+        cls,
+        train_on: TrainOn,
+        train_eot: bool,
+        max_length: int | None,
+        truncation: str,
+        chat_template: str | None,
+    ) -> EncodeOptions:
+        """Check each option; raise ValueError for the first that is wrong."""
+        if not isinstance(train_on, str | Iterable):
+            raise ValueError(f"train_on must be a str or a set of roles, got {train_on!r}")
+        roles = train_on if isinstance(train_on, str) else frozenset(train_on)
+        if isinstance(roles, str):
+            check_choice("train_on", roles, ("assistant", "last", "all"), hint="; give roles as a set")
+        elif not roles or roles - set(ROLES):
+            raise ValueError(f"train_on must be a set of roles out of {ROLES}, got {sorted(map(str, roles))}")
+        if not isinstance(train_eot, bool):
+            raise ValueError(f"train_eot must be True or False, got {train_eot!r}")
+        if max_length is not None:
+            check_count("max_length", max_length)
+        check_choice("truncation", truncation, ("right", "left", "error"))
+        if chat_template is not None and not isinstance(chat_template, str):
+            raise ValueError(
+                f"chat_template must be a Jinja template as a str, got {type(chat_template).__name__}"
+            )
+        return cls(roles, train_eot, max_length, truncation, chat_template)
+
+
+def check_choice(name: str, value: Any, allowed: tuple[str, ...], hint: str = "") -> None:
+    """Raise ValueError unless the option is one of the allowed ones."""
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}{hint}")
+
+
+def check_count(name: str, value: Any) -> None:
+    """Raise ValueError unless the option is a positive integer."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+
+
+def encode_chat(
+    row: Mapping[str, Any],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    train_on: TrainOn = "assistant",
+    train_eot: bool = True,
+    max_length: int | None = None,
+    truncation: str = "right",
+    chat_template: str | None = None,
+) -> EncodedChat:
+    """Tokenise a chat row and label what the model is to learn.
+
+    The conversation is rendered with the chat template and tokenised once, without adding special tokens
+    (the template writes its own). An assistant turn is trained from the end of the generation prompt through
+    the token on which generation stops, if the template writes one. A token that reaches over the start is
+    not trained.
+
+    Args:
+        row: `messages`, `conversations` (ShareGPT), `instruction`/`output` (Alpaca), `prompt`/`completion`,
+            or `input_ids`/`labels`, which pass through with truncation only. `tools` may be a list or JSON.
+            `train`, `weight` or `loss_weight` of 0 switches a message off; 1 leaves it to `train_on`.
+        tokenizer: A fast tokenizer.
+        train_on: "assistant": every assistant turn, tool calls included and tool results not; "last": the
+            last assistant turn; "all": every token; or a set of roles, of which all but the assistant's are
+            trained without white space in front.
+        train_eot: Whether the end-of-turn token is trained.
+        max_length: Most tokens to keep; None keeps all.
+        truncation: "right" drops the end, "left" the beginning, "error" raises.
+        chat_template: Takes the place of the tokenizer's template.
+
+    Returns:
+        Ids and labels of equal length. Without a trained turn all labels are -100.
+
+    Raises:
+        ChatTemplateError: If the trained tokens cannot be told for sure, or the template refuses the row.
+        ValueError: For a malformed row or option, a missing template, a slow tokenizer, or a row over
+            max_length with truncation="error".
+    """
+    options = EncodeOptions.check(train_on, train_eot, max_length, truncation, chat_template)
+    return truncate(encode_row(row, tokenizer, options), options)
+
+
+def encode_row(
+    row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, options: EncodeOptions
+) -> EncodedChat:
+    """`encode_chat` before truncation."""
+    if is_encoded(row):
+        return EncodedChat(*read_encoded(row))
+    conversation = read_row(row)
+    if not tokenizer.is_fast:
+        raise ValueError(
+            f"{describe_tokenizer(tokenizer)} gives no character offsets, which labels need; "
+            "load the fast version (AutoTokenizer does, where a tokenizer.json exists)"
+        )
+    template = ChatTemplate(tokenizer, options.chat_template, conversation.tools)
+    everything = options.train_on == "all"
+    wanted = _off(conversation) if everything else selected_turns(conversation, options)
+    text, turns = find_turns(template, conversation, wanted)
+    ids, offsets = _tokenise(tokenizer, text)
+    if everything:
+        trained = [not off for off in _mark_tokens(offsets, turns, with_stop=True)]
+    else:
+        trained = _mark_tokens(offsets, turns, with_stop=options.train_eot)
+    return EncodedChat(ids, [token if on else IGNORE_INDEX for token, on in zip(ids, trained, strict=True)])
+
+
+def _off(conversation: Conversation) -> list[int]:
+    return [index for index, on in enumerate(conversation.trainable) if not on]
+
+
+def turns_of_roles(conversation: Conversation, options: EncodeOptions) -> list[int]:
+    """Indices of the messages whose role is trained."""
+    roles = options.train_on if isinstance(options.train_on, frozenset) else {"assistant"}
+    indices = [i for i, message in enumerate(conversation.messages) if message["role"] in roles]
+    return indices[-1:] if options.train_on == "last" else indices
+
+
+def selected_turns(conversation: Conversation, options: EncodeOptions) -> list[int]:
+    """Of those, the ones that no weight switches off."""
+    return [index for index in turns_of_roles(conversation, options) if conversation.trainable[index]]
+
+
+def _tokenise(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+    encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    ids: list[int] = encoding["input_ids"]
+    offsets: list[tuple[int, int]] = encoding["offset_mapping"]
+    # Byte-level tokenizers with trim_offsets leave the space of "Ġword" out of its offsets.
+    position = 0
+    for index, (start, end) in enumerate(offsets):
+        if start > position and text[position:start].isspace():
+            token = str(tokenizer.convert_ids_to_tokens(ids[index]))
+            spaces = len(token) - len(token.lstrip("Ġ"))
+            offsets[index] = (max(position, start - spaces), end)
+        position = end if end > position else position
+    return ids, offsets
+
+
+def _mark_tokens(offsets: Sequence[tuple[int, int]], turns: Sequence[Turn], *, with_stop: bool) -> list[bool]:
+    """Tell for each token whether it starts inside a turn; offsets and turns in the order of the text."""
+    marks, waiting = [], iter(turns)
+    turn = next(waiting, None)
+    for start, end in offsets:
+        while turn is not None and turn.end <= start:
+            turn = next(waiting, None)
+        inside = turn is not None and turn.start <= start < end
+        if inside and turn is not None and not with_stop and turn.stop_start < turn.end:
+            # A token that strips the white space around it may start before the end-of-turn token does.
+            inside = end <= turn.stop_start
+        marks.append(inside)
+    return marks
+
+
+def truncate(chat: EncodedChat, options: EncodeOptions) -> EncodedChat:
+    """Cut a chat to `max_length`, or refuse it, as the options say."""
+    limit, length = options.max_length, len(chat.input_ids)
+    if limit is None or length <= limit:
+        return chat
+    if options.truncation == "error":
+        raise ValueError(
+            f"the row has {length} tokens, max_length is {limit}; raise max_length, drop the row, "
+            'or truncate with "right" or "left"'
+        )
+    keep = slice(limit) if options.truncation == "right" else slice(length - limit, None)
+    return EncodedChat(chat.input_ids[keep], chat.labels[keep])
