@@ -21,7 +21,8 @@ $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 # One process per GPU, at most two; without a GPU two processes on the CPU.
 demo: $(INSTALLED)
 	@n=$$($(BIN)/python -c 'import torch; n = torch.cuda.device_count(); print(min(n, 2) if n else 2)'); \
-	HF_HUB_OFFLINE=1 $(BIN)/torchrun --standalone --nproc-per-node $$n examples/minimal_sft.py $(DEMO_ARGS)
+	rm -rf demo-output; \
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc-per-node $$n examples/minimal_sft.py --output demo-output $(DEMO_ARGS)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

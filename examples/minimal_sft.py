@@ -17,6 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, get_cosine_schedule_with_warmup
+from transformers.utils.logging import disable_progress_bar
 
 import fsdp_sft as fs
 
@@ -90,8 +91,13 @@ def plot_loss(log: Path, picture: Path) -> None:
 @record  # so that torchrun's report carries the traceback of the rank that failed first
 def main() -> None:
     args = parse_arguments()
+    checkpoints, export_to = args.output / "checkpoints", args.output / "export"
+    if export_to.exists() or (checkpoints.exists() and not args.resume):
+        raise SystemExit(f"{args.output} holds an earlier run: give --resume, or another --output")
     context = fs.init_distributed()
-    print(context, flush=True)
+    if context.is_main:
+        print(context, flush=True)
+    disable_progress_bar()  # transformers' own, one for each file and rank
     torch.manual_seed(args.seed)
     if args.model is None:
         from tiny_model import make_tiny_model
@@ -136,7 +142,7 @@ def main() -> None:
 
     step = 0
     if args.resume:
-        loaded = fs.load_checkpoint(args.output / "checkpoints", model=model, optimizer=optimizer)
+        loaded = fs.load_checkpoint(checkpoints, model=model, optimizer=optimizer)
         step = loaded.step
         scheduler.load_state_dict(loaded.train_state["scheduler"])
         sampler.load_state_dict(loaded.train_state["sampler"])
@@ -156,16 +162,14 @@ def main() -> None:
             if step % args.save_every == 0 or step == args.steps:
                 state = {"scheduler": scheduler.state_dict(), "sampler": sampler.state_dict()}
                 with meter.paused():
-                    fs.save_checkpoint(
-                        args.output / "checkpoints", step, model=model, optimizer=optimizer, train_state=state
-                    )
+                    fs.save_checkpoint(checkpoints, step, model=model, optimizer=optimizer, train_state=state)
             if step == args.steps:
                 break
     bar.close()
 
     evaluation = fs.evaluate(model, test_loader)
     logger.log({"eval_loss": evaluation.loss, "perplexity": evaluation.perplexity}, step)
-    export = fs.export_hf(model, args.output / "export", tokenizer=tokenizer)
+    export = fs.export_hf(model, export_to, tokenizer=tokenizer)
     if context.is_main:
         print(f"evaluation: loss {evaluation.loss:.4f}, perplexity {evaluation.perplexity:.3f}")
         print(f"exported to {export}")

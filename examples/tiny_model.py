@@ -8,10 +8,15 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 # The generation tags say which part the assistant writes; they leave no trace in the text.
 CHAT_TEMPLATE = (
+    "{% if tools %}{{ '<|im_start|>system\\nTools: ' + tools | tojson + '<|im_end|>\\n' }}{% endif %}"
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message.role + '\\n' }}"
-    "{% if message.role == 'assistant' %}"
-    "{% generation %}{{ message.content + '<|im_end|>' }}{% endgeneration %}"
+    "{% if message.role == 'assistant' %}{% generation %}"
+    "{{ message.content or '' }}"
+    "{% for call in message.tool_calls or [] %}"
+    "{{ '<tool_call>' + call.function | tojson + '</tool_call>' }}"
+    "{% endfor %}"
+    "{{ '<|im_end|>' }}{% endgeneration %}"
     "{% else %}{{ message.content + '<|im_end|>' }}{% endif %}"
     "{{ '\\n' }}"
     "{% endfor %}"

@@ -71,7 +71,13 @@ def test_inside_an_allocation_without_a_step_it_is_a_single_process(environment:
 
 
 def test_slurm_addresses(environment: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    environment(**{**STEP, "SLURM_STEP_NODELIST": "no-such-node[1-2].invalid", "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.7"})
+    environment(
+        **{
+            **STEP,
+            "SLURM_STEP_NODELIST": "no-such-node[1-2].invalid",
+            "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.7",
+        }
+    )
     assert _detect_launch().init_method == "tcp://127.0.0.7:20539"
     environment(MASTER_ADDR="head", MASTER_PORT="123")
     assert _detect_launch().init_method == "tcp://head:123"
@@ -107,7 +113,10 @@ def test_unequal_tasks_per_node(environment: Any) -> None:
         ({**TORCHRUN, "LOCAL_WORLD_SIZE": "1"}, "LOCAL_RANK=1 is not in"),
         ({"WORLD_SIZE": "4"}, "WORLD_SIZE=4 is set but RANK is not"),
         ({**STEP, "SLURM_PROCID": "6"}, "SLURM_PROCID=6"),
-        ({k: v for k, v in STEP.items() if k != "SLURM_STEP_NUM_TASKS"}, "SLURM_STEP_NUM_TASKS nor SLURM_NTASKS"),
+        (
+            {k: v for k, v in STEP.items() if k != "SLURM_STEP_NUM_TASKS"},
+            "SLURM_STEP_NUM_TASKS nor SLURM_NTASKS",
+        ),
     ],
 )
 def test_half_set_variables_are_named(environment: Any, variables: Any, message: str) -> None:

@@ -35,7 +35,8 @@ def test_one_epoch_is_a_fair_share_of_every_row(ranks: int, drop_last: bool, shu
         assert len(rows) == -(-23 // ranks) * ranks
     if not shuffle:
         expected = [
-            list(DistributedSampler(range(23), ranks, r, shuffle=False, drop_last=drop_last)) for r in range(ranks)
+            list(DistributedSampler(range(23), ranks, r, shuffle=False, drop_last=drop_last))
+            for r in range(ranks)
         ]
         assert shares == expected, "the shares are DistributedSampler's"
 
@@ -108,8 +109,13 @@ def test_windows_report_rows_and_a_resumed_loop_continues() -> None:
 
 def test_a_loader_that_drops_its_tail_goes_on_to_the_next_epoch() -> None:
     sampler = fs.ResumableSampler(5, shuffle=False)
-    loader = DataLoader(range(5), batch_size=2, sampler=sampler, drop_last=True, collate_fn=lambda rows: {
-        "input_ids": torch.tensor([rows]) , "labels": torch.tensor([rows])})
+    loader = DataLoader(
+        range(5),
+        batch_size=2,
+        sampler=sampler,
+        drop_last=True,
+        collate_fn=lambda rows: {"input_ids": torch.tensor([rows]), "labels": torch.tensor([rows])},
+    )
     assert len(list(fs.windows(loader, 1))) == 2
     assert (sampler.epoch, sampler.position) == (1, 0)
     assert len(list(fs.windows(loader, 1))) == 2

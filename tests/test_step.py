@@ -70,7 +70,9 @@ def _check_optimizer_steps() -> None:
         (lambda p: torch.optim.AdamW(p, lr=1e-3), 0.05 * 1e-3),
     ):
         plain = tiny_model("llama")
-        sharded = fs.shard_model(copy.deepcopy(plain), mesh=fs.build_mesh(device_type="cpu"), mp_policy=FLOAT32)
+        sharded = fs.shard_model(
+            copy.deepcopy(plain), mesh=fs.build_mesh(device_type="cpu"), mp_policy=FLOAT32
+        )
         optimizer = make(plain.parameters())
         oracle_loss(plain, batches).backward()
         torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
@@ -156,7 +158,9 @@ def _check_nonfinite() -> None:
     before = {name: full(p).clone() for name, p in model.named_parameters()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     if dist.get_rank() == 1:
-        model.model.norm.weight.register_post_accumulate_grad_hook(lambda p: p.grad.to_local().fill_(math.nan))
+        model.model.norm.weight.register_post_accumulate_grad_hook(
+            lambda p: p.grad.to_local().fill_(math.nan)
+        )
     with pytest.raises(FloatingPointError, match="gradient norm is nan"):
         fs.train_step(model, _mine(ragged_batches(4)), optimizer)
     assert not optimizer.state

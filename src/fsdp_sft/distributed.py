@@ -296,7 +296,9 @@ def _init_process_group(launch: Launch, backend: str, timeout: timedelta) -> Non
 
 
 def _backend_name() -> str:
-    return str(dist.get_backend_config())
+    by_device = dist.get_backend_config()  # "cpu:gloo,cuda:gloo" where one backend serves all
+    backends = {entry.partition(":")[2] for entry in by_device.split(",")}
+    return backends.pop() if len(backends) == 1 else by_device
 
 
 def _divisors(number: int) -> list[int]:

@@ -19,6 +19,7 @@ from fsdp_sft.dcp_io.errors import (
     CheckpointExistsError,
     CheckpointMismatchError,
     CheckpointNotFoundError,
+    abridged,
 )
 from fsdp_sft.dcp_io.files import TensorReader, read_bytes
 from fsdp_sft.dcp_io.folder import (
@@ -283,26 +284,29 @@ def _check_model(manifest: Manifest, live: ModelTensors) -> dict[str, StoredTens
     """
     stored = manifest.model or {}
     stored_names = {**{name: name for name in stored}, **manifest.ties}
-    problems = [f"{name} is not in the checkpoint" for name in live.names if name not in stored_names]
-    problems += [f"{name} is not in the model" for name in stored_names if name not in live.names]
+    problems = _differing_names("the model", live.names, stored_names)
+    problems += _differing_names("the checkpoint", stored_names, live.names)
     sources: dict[str, StoredTensor] = {}
     for name, first in live.names.items():
         source = stored_names.get(name)
-        if source is None or source not in stored:
+        if source is None:
             continue
-        if first in sources and sources[first] is not stored[source]:
-            problems.append(f"{name} and {first} are one tensor in the model, two in the checkpoint")
+        if source != stored_names.get(first, source) or first != live.names.get(source, first):
+            problems.append(f"{name} is tied to another name in only one of model and checkpoint")
         sources.setdefault(first, stored[source])
     for name, tensor in sources.items():
         actual = live.tensors[name]
         if tuple(actual.shape) != tensor.shape or actual.dtype != tensor.dtype:
-            problems.append(
-                f"{name} was {tensor.dtype} {tensor.shape} and is {actual.dtype} {tuple(actual.shape)}"
-            )
+            own = f"{actual.dtype} {tuple(actual.shape)}"
+            problems.append(f"{name} was {tensor.dtype} {tensor.shape} and is {own}")
     if problems:
-        rest = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
-        raise CheckpointMismatchError("the checkpoint is of another model: " + "; ".join(problems[:8]) + rest)
+        raise CheckpointMismatchError("the checkpoint is of another model: " + abridged(problems))
     return sources
+
+
+def _differing_names(where: str, names: Mapping[str, str], others: Mapping[str, str]) -> list[str]:
+    only = [name for name in names if name not in others]
+    return [f"{len(only)} tensors are only in {where} ({abridged(only, ', ', 4)})"] if only else []
 
 
 def _read_train_state(folder: Path, manifest: Manifest) -> Any:

@@ -1,5 +1,7 @@
 """What can go wrong with a checkpoint, by what to do about it."""
 
+from collections.abc import Iterable
+
 
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written or read."""
@@ -19,3 +21,10 @@ class CheckpointExistsError(CheckpointError, FileExistsError):
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
     """There is no checkpoint at that place."""
+
+
+def abridged(items: Iterable[str], separator: str = "; ", most: int = 8) -> str:
+    """The first few items for a message, and how many more there are."""
+    listed = list(items)
+    more = f" and {len(listed) - most} more" if len(listed) > most else ""
+    return separator.join(listed[:most]) + more

@@ -51,7 +51,7 @@ def export_hf(
 ) -> Path:
     """Write a folder that ``from_pretrained`` and serving engines read: weights, index, configuration.
 
-    Names, shapes and files are those of ``save_pretrained`` on the unsharded model: tied weights once, and
+    Names, shapes and dtypes are those of ``save_pretrained`` on the unsharded model: tied weights once, and
     in the format of the architecture on the Hub where transformers loads another one (such as Mixtral's
     experts, which are one tensor in memory and many on the Hub). The folder appears when it is complete.
 

@@ -3,7 +3,7 @@
 import os
 import pickle
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,7 +13,12 @@ from torch import nn
 
 from fsdp_sft._agree import agreed, all_gather_objects
 from fsdp_sft._safetensors import bytes_of, create, write_at
-from fsdp_sft.dcp_io.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointNotFoundError
+from fsdp_sft.dcp_io.errors import (
+    CheckpointCorruptError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    abridged,
+)
 from fsdp_sft.dcp_io.files import TensorReader, closing, sync_folder
 from fsdp_sft.dcp_io.folder import this_rank, world_size
 from fsdp_sft.dcp_io.layout import Box, box_of, local_of
@@ -240,9 +245,9 @@ def _match(content: ModelTensors, described: Described) -> dict[str, list[str]]:
     missing = [first for first, names in found.items() if not names]
     unexpected = [name for name in described if name not in content.names]
     if missing:
-        problems.append(f"missing in the file: {_listed(missing)}")
+        problems.append(f"missing in the file: {abridged(missing, ', ')}")
     if unexpected:
-        problems.append(f"unexpected in the file: {_listed(unexpected)}")
+        problems.append(f"unexpected in the file: {abridged(unexpected, ', ')}")
     for first, names in found.items():
         tensor = content.tensors[first]
         for name in names:
@@ -253,7 +258,7 @@ def _match(content: ModelTensors, described: Described) -> dict[str, list[str]]:
                     f"{name} is {dtype} {shape}, the model's is {tensor.dtype} {tuple(tensor.shape)}"
                 )
     if problems:
-        raise CheckpointMismatchError("the file is of another model: " + "; ".join(problems[:8]))
+        raise CheckpointMismatchError("the file is of another model: " + abridged(problems))
     return found
 
 
@@ -290,9 +295,3 @@ def _distribute(content: ModelTensors, names: Mapping[str, str], source: _Source
                 with torch.no_grad():
                     local_of(tensor).copy_(part)
     sender.finish(phase)
-
-
-def _listed(names: Iterable[str], most: int = 10) -> str:
-    names = list(names)
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more

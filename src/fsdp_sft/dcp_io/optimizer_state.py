@@ -16,7 +16,12 @@ from torch.optim import Optimizer
 from fsdp_sft._agree import agreed
 from fsdp_sft._safetensors import dtype_name
 from fsdp_sft.dcp_io.codec import decode, encode
-from fsdp_sft.dcp_io.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointNotFoundError
+from fsdp_sft.dcp_io.errors import (
+    CheckpointCorruptError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    abridged,
+)
 from fsdp_sft.dcp_io.files import TensorReader
 from fsdp_sft.dcp_io.folder import (
     FolderContent,
@@ -174,9 +179,7 @@ def check_optimizer(manifest: Manifest, model: nn.Module, optimizer: Optimizer) 
         if tensor.shape not in ((), shape):
             problems.append(f"{name} has the shape {tensor.shape}, its parameter {shape}")
     if problems:
-        raise CheckpointMismatchError(
-            "the saved optimizer state does not fit: " + "; ".join(problems[:8]) + _more(problems, 8)
-        )
+        raise CheckpointMismatchError("the saved optimizer state does not fit: " + abridged(problems))
 
 
 def apply_optimizer(manifest: Manifest, model: nn.Module, optimizer: Optimizer, reader: TensorReader) -> None:
@@ -198,12 +201,12 @@ def apply_optimizer(manifest: Manifest, model: nn.Module, optimizer: Optimizer, 
     for fqn, values in info["values"].items():
         states.setdefault(fqn, {}).update({name: decode(value) for name, value in values.items()})
     read_tensors(reader, stored, tensors)
-    for fqn in info["parameters"]:
-        optimizer.state.pop(by_name[fqn], None)
-        if fqn in states:
-            optimizer.state[by_name[fqn]] = states[fqn]
     for group, saved in groups:
         _apply_options(group, saved["options"])
+        for parameter in group["params"]:
+            optimizer.state.pop(parameter, None)
+            if names[parameter] in states:
+                optimizer.state[parameter] = states[names[parameter]]
 
 
 def _new_state(
@@ -266,8 +269,8 @@ def _group_difference(live: Mapping[str, Any], saved: Mapping[str, Any]) -> str:
     added = sorted(set(live["parameters"]) - set(saved["parameters"]))
     if missing or added:
         return (
-            f"the optimizer lacks {len(missing)} of its parameters {missing[:3]} and has {len(added)} others "
-            f"{added[:3]}; freeze the same ones before making it"
+            f"the optimizer lacks {len(missing)} of its parameters ({abridged(missing, ', ', 3)}) and has "
+            f"{len(added)} others ({abridged(added, ', ', 3)}); freeze the same ones before making it"
         )
     sizes = [[len(group["params"]) for group in info["groups"]] for info in (saved, live)]
     return f"it has groups of {sizes[0]} parameters, the optimizer {sizes[1]}; group them as they were saved"
@@ -275,7 +278,3 @@ def _group_difference(live: Mapping[str, Any], saved: Mapping[str, Any]) -> str:
 
 def _described(entry: list[Any]) -> str:
     return f"{entry[0]} {entry[1]}"
-
-
-def _more(problems: list[str], shown: int) -> str:
-    return f"; and {len(problems) - shown} more" if len(problems) > shown else ""

@@ -1,0 +1,132 @@
+"""The example as a person runs it: learning that can be checked, and a run that is killed and resumed."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+BUNDLED = "chats.jsonl"
+
+
+def _command(output: Path, *arguments: str, ranks: int = 2) -> list[str]:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    return [*torchrun, str(ROOT / "examples" / "minimal_sft.py"), "--output", str(output), *arguments]
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+
+
+def _run(output: Path, *arguments: str, ranks: int = 2) -> str:
+    done = subprocess.run(
+        _command(output, *arguments, ranks=ranks),
+        env=_environment(),
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def _losses(output: Path) -> dict[int, tuple[float, float]]:
+    """Loss and gradient norm by step; a step that ran again after a resumption counts as it ran last."""
+    rows = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
+    return {row["step"]: (row["loss"], row["grad_norm"]) for row in rows if "loss" in row}
+
+
+def test_the_demo_learns_to_answer_prompts_it_has_not_seen(tmp_path: Path) -> None:
+    folder = ROOT / "examples" / "data"
+    train, test = (
+        [json.loads(line)["messages"] for line in (folder / name).read_text().splitlines()]
+        for name in ("chats.jsonl", "chats-test.jsonl")
+    )
+    assert len(test) >= 100
+    assert len({messages[1]["content"] for messages in test}) >= 20
+    assert not {m[0]["content"] for m in train} & {m[0]["content"] for m in test}
+    output = tmp_path / "out"
+    text = _run(output)
+    before, after = (int(share) for share in re.findall(r"answered exactly \w+ training: (\d+)%", text))
+    assert before <= 5
+    assert after >= 90
+    losses = _losses(output)
+    assert list(losses) == list(range(1, 201))
+    assert losses[200][0] < losses[1][0] / 10
+    assert (output / "loss.png").stat().st_size > 5000
+
+
+def _kill_at(output: Path, step: int, *arguments: str) -> None:
+    """Start a run and kill all of its processes as soon as it has logged ``step``."""
+    with (output.parent / "cut.txt").open("w") as text:
+        process = subprocess.Popen(
+            _command(output, *arguments), env=_environment(), stdout=text, stderr=text, start_new_session=True
+        )
+    log = output / "log.jsonl"
+    deadline = time.monotonic() + 240
+    while not log.exists() or log.read_text().count("\n") < step:
+        assert process.poll() is None, (output.parent / "cut.txt").read_text()[-3000:]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    children = subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True, check=True
+    ).stdout.split()
+    os.killpg(process.pid, signal.SIGKILL)
+    for child in children:  # torchrun puts each worker into a session of its own
+        os.kill(int(child), signal.SIGKILL)
+    process.wait()
+
+
+@pytest.mark.parametrize(
+    ("data", "arguments"),
+    [
+        (BUNDLED, ("--grad-accum-steps", "2", "--micro-batch-size", "3")),
+        pytest.param(
+            "alpaca_en_demo.json", ("--max-length", "384", "--micro-batch-size", "4"), marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "glaive_toolcall_en_demo.json",
+            ("--max-length", "1024", "--micro-batch-size", "2"),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+@pytest.mark.timeout(900)
+def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path, data: str, arguments: tuple[str, ...]) -> None:
+    folder = os.environ.get("FSDP_SFT_DATA")
+    if data != BUNDLED and not folder:
+        pytest.skip("FSDP_SFT_DATA is not set to a folder with the sample data")
+    path = ROOT / "examples" / "data" / data if data == BUNDLED else Path(str(folder)) / data
+    arguments = ("--data", str(path.resolve()), "--steps", "60", "--save-every", "10", *arguments)
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    _run(whole, *arguments)
+    _kill_at(cut, 33, *arguments)
+    assert not (cut / "export").exists()
+    _run(cut, *arguments, "--resume")
+    expected, actual = _losses(whole), _losses(cut)
+    first, last = (sum(expected[s][0] for s in range(start, start + 5)) / 5 for start in (1, 56))
+    print(f"{data}: mean loss of the first 5 steps {first:.4f}, of the last 5 {last:.4f}")
+    assert last < 0.8 * first
+    assert list(actual) == list(range(1, 61))
+    assert actual == expected, "losses and gradient norms, bit for bit"
+
+
+def test_a_second_run_does_not_overwrite_the_first(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    done = subprocess.run(
+        _command(tmp_path, ranks=1),
+        env=_environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "holds an earlier run: give --resume, or another --output" in done.stderr
