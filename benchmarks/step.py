@@ -107,7 +107,9 @@ def compare(args: argparse.Namespace, param_dtype: torch.dtype) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name, default in (("hidden", 512), ("layers", 8), ("vocab", 8000), ("batch", 2), ("seq", 256)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--grad-accum-steps", type=int, default=2)

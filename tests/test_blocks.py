@@ -33,8 +33,12 @@ def test_every_causal_lm_of_transformers_has_its_layers_found() -> None:
             not_built.append(model_type)
             continue
         count = len(fs.find_blocks(model))
-        expected = COUNTS.get(model_type, config.get_text_config().num_hidden_layers if hasattr(
-            config.get_text_config(), "num_hidden_layers") else None)
+        expected = COUNTS.get(
+            model_type,
+            config.get_text_config().num_hidden_layers
+            if hasattr(config.get_text_config(), "num_hidden_layers")
+            else None,
+        )
         if model_type in SEVERAL_TRUNKS:
             ok = expected is None or count > expected
         else:
@@ -92,9 +96,14 @@ def test_by_size_takes_innermost_first_and_leaves_shared_parameters() -> None:
     assert not any("embed_tokens" in fqn or "lm_head" in fqn for fqn in fine)
     sizes = {fqn: sum(p.numel() for p in m.parameters()) for fqn, m in fine.items()}
     inner = {o: sum(s for f, s in sizes.items() if f.startswith(f"{o}.")) for o in sizes}
-    assert all(sizes[fqn] - inner[fqn] >= 1500 for fqn in sizes if not any(
-        f != fqn and f.startswith(f"{fqn}.") and any(g != f and g.startswith(f"{f}.") for g in sizes) for f in sizes
-    ))
+    assert all(
+        sizes[fqn] - inner[fqn] >= 1500
+        for fqn in sizes
+        if not any(
+            f != fqn and f.startswith(f"{fqn}.") and any(g != f and g.startswith(f"{f}.") for g in sizes)
+            for f in sizes
+        )
+    )
     with pytest.raises(ValueError, match="min_params must be at least 1"):
         fs.find_blocks(model, min_params=0)
     with pytest.raises(ValueError, match="not both"):

@@ -389,12 +389,26 @@ def _rename_file(raw: dict[str, Any], name: str) -> None:
             chunk[0] = name if chunk[0] == "model/00000.safetensors" else chunk[0]
 
 
+def _change_dtype(raw: dict[str, Any]) -> None:
+    raw["model"]["model.norm.weight"]["dtype"] = "I32"
+
+
 def _link(path: Path) -> None:
     path.rename(path.parent.parent / "elsewhere")
     path.symlink_to("../elsewhere")
 
 
 FIRST = "model/00000.safetensors"
+REASONS = {
+    "absolute name": "which no checkpoint has",
+    "name outside": "which no checkpoint has",
+    "other dtype": "holds other tensors",
+    "linked file": "is not a regular file",
+    "linked folder": "is not a regular file",
+    "missing part": "are not complete",
+    "edited manifest": "its digest does not match",
+    "manifest of another step": "it is of step 1",
+}
 DAMAGE: dict[str, Any] = {
     "cut short": lambda s: (s / FIRST).write_bytes((s / FIRST).read_bytes()[:-4]),
     "flipped bit": lambda s: _flip(s / FIRST, -5),
@@ -420,6 +434,7 @@ DAMAGE: dict[str, Any] = {
     "name outside": lambda s: _edit_manifest(
         s, lambda r: _rename_file(r, "model/../../x.safetensors"), sign=True
     ),
+    "other dtype": lambda s: _edit_manifest(s, _change_dtype, sign=True),
     "a list": lambda s: (s / "MANIFEST.json").write_text("[]"),
     "deep": lambda s: (s / "MANIFEST.json").write_text("[" * 100_000),
     "linked file": lambda s: _link(s / FIRST),
@@ -468,7 +483,9 @@ def test_every_damage_is_found_before_the_model_is_touched(tmp_path: Path) -> No
     for name, damage in DAMAGE.items():
         shutil.copytree(tmp_path / "good", tmp_path / name)
         damage(tmp_path / name / "step-2")
-        assert dcp_io.verify_checkpoint(tmp_path / name / "step-2"), name
+        problems = dcp_io.verify_checkpoint(tmp_path / name / "step-2")
+        assert problems, name
+        assert REASONS.get(name, "") in problems[0]
         assert dcp_io.verify_checkpoint(tmp_path / name / "step-1") == [], name
     run_distributed(_load_damaged, 2, str(tmp_path), list(DAMAGE))
     sound = {info.step: info.sound for info in fs.find_checkpoints(tmp_path / "cut short")}
@@ -605,6 +622,14 @@ def _saving(root: str) -> None:
     assert saved.path == Path(root, "step-1")
     loaded = fs.load_checkpoint(saved.path, model=model, optimizer=optimizer)
     assert (loaded.train_state, loaded.rank_state) == (None, None)
+    expected = _state(model, optimizer)
+    for state in optimizer.state.values():
+        state["step"].zero_()
+    fs.load_optimizer_state(model, optimizer, saved.path)
+    _assert_same(_state(model, optimizer), expected)
+    wrapped = torch.compile(_model(3, None), backend="eager")  # puts _orig_mod. into every name
+    fs.load_checkpoint(root, model=wrapped)
+    _assert_same(_state(wrapped._orig_mod), {k: v for k, v in expected.items() if k.startswith("model/")})
     _rejected_loads(root, model, optimizer)
     _rejected_saves(root, model)
     _failing_write(root, model, optimizer)

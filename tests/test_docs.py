@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted([ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")])
+PAGES = sorted(
+    [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")]
+)
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 # README's loops are fragments of a reader's own program: the names they take for granted are made here.
@@ -32,7 +34,9 @@ def _with_python(page: Path) -> bool:
     return BLOCK.search(page.read_text()) is not None
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if _with_python(p)], ids=lambda p: str(p.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "page", [p for p in PAGES if _with_python(p)], ids=lambda p: str(p.relative_to(ROOT))
+)
 def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path) -> None:
     blocks = BLOCK.findall(page.read_text())
     code = "\n".join(blocks)

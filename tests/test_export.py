@@ -11,6 +11,7 @@ from safetensors import safe_open
 from torch import nn
 
 import fsdp_sft as fs
+from fsdp_sft.dcp_io import export
 from tests.distributed import run_distributed
 from tests.models import full, tiny_model
 
@@ -104,6 +105,9 @@ def _other_tensors(folder: str) -> None:
     inner.register_buffer("scratch", torch.ones(2), persistent=False)
     model._keep_in_fp32_modules_strict = {"input_layernorm"}
     fs.shard_model(model, mesh=fs.build_mesh(device_type="cpu"))
+    twin = export._unsharded_twin(model)  # conversions are looked up by class
+    assert type(twin).__name__ == "LlamaForCausalLM"
+    assert {p.device.type for p in twin.parameters()} == {"meta"}
     fs.export_hf(model, f"{folder}/out", tokenizer=_Tokenizer())
     fs.export_hf(model, f"{folder}/own", dtype=None)
     if torch.distributed.get_rank() == 0:
@@ -122,8 +126,6 @@ def _other_tensors(folder: str) -> None:
 
 
 def _refusals(folder: str) -> None:
-    from fsdp_sft.dcp_io import export
-
     rank = torch.distributed.get_rank()
     model = tiny_model("qwen2-tied", seed=3)
     fs.shard_model(model, mesh=fs.build_mesh(device_type="cpu"))
@@ -169,7 +171,5 @@ def test_other_tensors_and_refusals(tmp_path: Path) -> None:
 
 
 def test_tensors_that_are_converted_together_are_grouped() -> None:
-    from fsdp_sft.dcp_io.export import _joined
-
     outputs = {"a.0": ["x"], "b.0": ["y", "x"], "a.1": ["z"], "c": ["y"], "d": ["w"]}
-    assert _joined(outputs) == [["a.1"], ["a.0", "b.0", "c"], ["d"]]
+    assert export._joined(outputs) == [["a.1"], ["a.0", "b.0", "c"], ["d"]]

@@ -32,7 +32,9 @@ def _check_masters() -> None:
             assert isinstance(p, DTensor)
             assert p.dtype == torch.float32
             assert torch.equal(full(p), q.float()), name
-        assert all(b.dtype == buffers[n].dtype and torch.equal(b, buffers[n]) for n, b in model.named_buffers())
+        assert all(
+            b.dtype == buffers[n].dtype and torch.equal(b, buffers[n]) for n, b in model.named_buffers()
+        )
         head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
         tied = getattr(model.config, "tie_word_embeddings", False)
         assert (head.weight is embedding.weight) == tied
@@ -261,7 +263,16 @@ def test_description_lists_groups_with_local_bytes() -> None:
     layer = sum(p.numel() for p in plain.model.layers[0].parameters())
     root = sum(p.numel() for p in plain.parameters()) - 3 * layer
     lines = text.splitlines()
-    assert lines[0].split() == ["group", "x", "parameters", "trainable", "local", "bytes", "dtype", "placements"]
+    assert lines[0].split() == [
+        "group",
+        "x",
+        "parameters",
+        "trainable",
+        "local",
+        "bytes",
+        "dtype",
+        "placements",
+    ]
     blocks = next(line for line in lines if line.startswith("model.layers.*"))
     assert blocks.split()[1:4] == ["3", f"{layer:,}", f"{layer:,}"]
     assert "(Replicate(), Shard(dim=0))" in blocks

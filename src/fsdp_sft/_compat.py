@@ -125,3 +125,203 @@ def names_left_out_on_save(model: nn.Module) -> tuple[set[str], set[str]]:
         keys: Any = getattr(module, "_tied_weights_keys", None) or ()
         tied.update(f"{prefix}.{key}" if prefix else key for key in keys)
     return set(ignored), tied
+
+
+# --- weights ----------------------------------------------------------------------------------------------
+
+
+def original_class(model: nn.Module) -> type[nn.Module]:
+    """The class that a model had before ``fully_shard`` replaced it by a subclass of its own making.
+
+    transformers looks conversions up by class name and tells its own code by ``__module__``; FSDP2's
+    dynamic class answers neither as the original does.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    return next(base for base in type(model).__mro__ if not issubclass(base, FSDPModule))
+
+
+def build_like_from_pretrained(cls: Any, config: Any, dtype: torch.dtype) -> Any:
+    """A model on the meta device with untied weights: what ``from_pretrained`` builds before it reads.
+
+    ``get_init_context`` is the classmethod that decides the context of the build, ``patch_output_recorders``
+    and ``_get_dtype_plan`` the two steps after it. Parameters that the class keeps in float32 under
+    ``dtype`` are float32. ``config`` is changed: it takes ``dtype``, and the model refers to it.
+    """
+    from transformers.monkey_patching import patch_output_recorders
+    from transformers.utils.generic import ContextManagers
+
+    config.dtype = dtype
+    for name in config.sub_configs:
+        if getattr(config, name, None) is not None:
+            getattr(config, name).dtype = dtype
+    with ContextManagers(cls.get_init_context(dtype, False, False, None)):
+        model = cls(config)
+        patch_output_recorders(model)
+    kept = [pattern.replace("*", ".*") for pattern in model._get_dtype_plan(dtype)]
+    if kept:
+        import re
+
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if parameter.is_floating_point() and re.search("|".join(kept), name):
+                parameter.data = parameter.data.to(torch.float32)
+    return model
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Target name to source name of each tie that the model's config asks for.
+
+    ``all_tied_weights_keys`` is what transformers itself ties by; models from elsewhere lack it.
+    """
+    return dict(getattr(model, "all_tied_weights_keys", None) or {})
+
+
+def drop_tie(model: nn.Module, target: str) -> None:
+    """Forget one tie, as ``tie_weights`` does when a checkpoint holds two different tensors for it."""
+    model.all_tied_weights_keys.pop(target, None)  # type: ignore[operator,union-attr]
+
+
+def tie_by_names(model: nn.Module) -> None:
+    """Tie what ``tied_names`` lists, without asking the config again (``tie_weights`` alone would)."""
+    model.tie_weights(recompute_mapping=False)  # type: ignore[operator]
+
+
+def match_checkpoint_keys(
+    twin: nn.Module, keys: list[str], conversions: list[Any]
+) -> tuple[dict[str, tuple[Any, dict[str, list[str]]]], dict[str, str]]:
+    """Which checkpoint keys make which targets: the first half of transformers' loading, without tensors.
+
+    The private loop is ``convert_and_load_state_dict_in_model``; it cannot be called for its matching
+    alone. Order matters: keys are visited in transformers' natural order, which is the order in which
+    experts are stacked.
+
+    Args:
+        twin: The model, unsharded, on the meta device and untied.
+        keys: Names in the checkpoint.
+        conversions: From ``weight_conversions``; those that match are marked as used.
+
+    Returns:
+        ({first target: (WeightConverter or None for a renaming, {source pattern: keys})},
+        {unexpected name: checkpoint key}).
+    """
+    from copy import deepcopy
+
+    from transformers.core_model_loading import (
+        WeightConverter,
+        WeightRenaming,
+        dot_natural_key,
+        rename_source_key,
+    )
+
+    state: dict[str, Any] = twin.state_dict()
+    prefix: Any = twin.base_model_prefix
+    renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
+    by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
+    matched: dict[str, tuple[Any, dict[str, list[str]]]] = {}
+    unexpected: dict[str, str] = {}
+    for key in sorted(keys, key=dot_natural_key):
+        name, pattern = rename_source_key(key, renamings, converters, prefix, state)
+        if name not in state and key in state:
+            name, pattern = rename_source_key(key, [], [], prefix, state)
+        if name in state:
+            fresh = deepcopy(by_pattern[pattern]) if pattern is not None and name not in matched else None
+            _, sources = matched.setdefault(name, (fresh, {}))
+            sources.setdefault(key if pattern is None else pattern, []).append(key)
+        elif pattern is not None:
+            first, *_ = targets = by_pattern[pattern].target_patterns
+            unexpected.update({name.replace(first, target): key for target in targets})
+        else:
+            unexpected[name] = key
+    return matched, unexpected
+
+
+def weight_conversions(twin: nn.Module) -> list[Any]:
+    """Transformers' renames and conversions for a model's class and its sub-models (a fresh copy)."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    return list(get_model_conversion_mapping(twin))  # type: ignore[arg-type]
+
+
+def run_conversion(
+    twin: nn.Module, first_target: str, converter: Any, tensors: dict[str, list[torch.Tensor]]
+) -> dict[str, torch.Tensor]:
+    """Run one ``WeightConverter`` over tensors (by source pattern) as loading does; see its ``convert``.
+
+    Returns:
+        Target name to converted tensor.
+    """
+    from copy import deepcopy
+
+    fresh = deepcopy(converter)
+    for pattern, collected in tensors.items():
+        fresh.collected_tensors[pattern].extend(collected)
+    converted = fresh.convert(first_target, model=twin, config=twin.config)
+    return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
+
+
+def keep_used_conversions(model: nn.Module, conversions: list[Any]) -> None:
+    """Leave what matched where ``save_pretrained`` looks for it, as ``from_pretrained`` does."""
+    model._weight_conversions = [entry for entry in conversions if entry.was_used()]  # type: ignore[assignment]
+
+
+def ignored_on_load(twin: nn.Module) -> tuple[list[str], list[str]]:
+    """(patterns of keys that may be missing, patterns of keys that may be unexpected).
+
+    The class attributes have no public reader; the two extra patterns are those of
+    ``_adjust_missing_and_unexpected_keys``, for buffers that older versions saved.
+    """
+    buffers = [name for name, _ in twin.named_buffers()]
+    unexpected: list[str] = list(getattr(twin, "_keys_to_ignore_on_load_unexpected", None) or ())
+    if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
+        unexpected.append(r"rotary_emb\.inv_freq")
+    if any(name.endswith("position_ids") for name in buffers):
+        unexpected.append(r"(^|\.)position_ids$")
+    return list(getattr(twin, "_keys_to_ignore_on_load_missing", None) or ()), unexpected
+
+
+def initialise_computed(twin: nn.Module, missing: set[str]) -> dict[str, torch.Tensor]:
+    """Run the model's own initialisation for its computed buffers and the missing keys, on the CPU.
+
+    transformers marks what has been loaded by ``_is_hf_initialized`` and lets ``initialize_weights`` fill
+    the rest; the same marks on the meta tensors of a twin keep it from the rest here.
+
+    Returns:
+        Values of all non-persistent buffers and of ``missing``.
+    """
+    ties = set(tied_names(twin))
+    computed = {name for name, _ in twin.named_non_persistent_buffers()}  # type: ignore[operator]
+    values: dict[str, torch.Tensor] = {}
+    for name in [*computed, *(missing - ties)]:
+        parent, _, leaf = name.rpartition(".")
+        module = twin.get_submodule(parent)
+        empty = torch.empty_like(getattr(module, leaf), device="cpu")
+        value = nn.Parameter(empty, empty.is_floating_point()) if leaf in module._parameters else empty
+        setattr(module, leaf, value)
+    for name, tensor in [*twin.named_parameters(), *twin.named_buffers()]:
+        if name not in computed and (name not in missing or name in ties):
+            tensor._is_hf_initialized = True  # type: ignore[attr-defined]
+    twin.initialize_weights()  # type: ignore[operator]
+    for name in [*computed, *(missing - ties)]:
+        parent, _, leaf = name.rpartition(".")
+        values[name] = getattr(twin.get_submodule(parent), leaf).detach()
+    return values
+
+
+def local_box(
+    shape: tuple[int, ...], mesh_shape: tuple[int, ...], coordinate: list[int], placements: Any
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(start, size) of the shard that a DTensor's rank at ``coordinate`` holds, without padding.
+
+    torch knows this in ``torch.distributed.tensor._utils``; the public surface only tells a tensor's own
+    local shape, and no offsets.
+    """
+    from torch.distributed.tensor import _utils
+
+    size, start = _utils._compute_local_shape_and_global_offset(shape, mesh_shape, coordinate, placements)
+    return tuple(start), tuple(size)
+
+
+def wrapper_tensor(cls: type[torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+    """A tensor subclass's instance without storage: documented for ``__torch_dispatch__``, yet underscored."""
+    return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device="cpu")  # type: ignore[attr-defined]

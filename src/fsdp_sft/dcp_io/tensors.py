@@ -116,7 +116,7 @@ class Gatherer:
             try:
                 action()
             except Exception as error:
-                raise
+                self.error = error
 
     def finish(self, phase: str) -> None:
         """Raise the first error of any rank on every rank."""
