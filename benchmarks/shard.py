@@ -148,7 +148,7 @@ def main() -> None:
                 f"{parameters / 1e6:.0f}M parameters, bfloat16 to float32 shards, median of {args.runs} "
                 f"alternating fresh processes, one thread each, torch {torch.__version__}",
                 "",
-                "| ranks | cast | seconds (min to max) | peak over the bfloat16 model, MiB | at the end, MiB |",
+                "| ranks | cast | seconds (min to max) | peak over the model, MiB | at the end, MiB |",
                 "|---|---|---|---|---|",
             ]
         for way in WAYS:

@@ -1,6 +1,8 @@
 """init_distributed under each launcher's variables, and the meshes."""
 
 import json
+import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -177,15 +179,27 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize(("launcher", "ranks"), [("torchrun", 2), ("single", 1)])
+@pytest.mark.parametrize(("launcher", "ranks"), [("torchrun", 2), ("slurm", 2), ("single", 1)])
 def test_a_real_launch(tmp_path: Path, launcher: str, ranks: int) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     command = [sys.executable, str(script), str(tmp_path)]
+    outside = {name: value for name, value in os.environ.items() if name not in ALL}
+    environments = [outside]
     if launcher == "torchrun":
         run = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         command = [*run, *command[1:]]
-    subprocess.run(command, check=True, timeout=120, capture_output=True)
+    elif launcher == "slurm":
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        step = {**STEP, "SLURM_NODEID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
+        environments = [
+            {**outside, **step, "SLURM_PROCID": rank, "SLURM_LOCALID": rank, "MASTER_PORT": port}
+            for rank in ("0", "1")
+        ]
+    started = [subprocess.Popen(command, env=environment) for environment in environments]
+    assert [process.wait(timeout=120) for process in started] == [0] * len(started)
     for rank in range(ranks):
         *values, text = json.loads((tmp_path / f"{rank}.json").read_text())
         assert values == [launcher, rank, rank, ranks, sum(range(1, ranks + 1)), ranks]

@@ -19,8 +19,8 @@ import os, sys
 sys.path.insert(0, {examples!r})
 from pathlib import Path
 from tiny_model import make_tiny_model
-rows = [{{"messages": [{{"role": "user", "content": f"{{i}} + 1?"}}, {{"role": "assistant", "content": f"{{i + 1}}"}}]}}
-        for i in range(64)]
+chats = [[("user", f"{{i}} + 1?"), ("assistant", f"{{i + 1}}")] for i in range(64)]
+rows = [{{"messages": [{{"role": role, "content": text}} for role, text in chat]}} for chat in chats]
 path = Path("tiny").resolve()
 make_tiny_model(path, [m["content"] for row in rows for m in row["messages"]])
 """

@@ -17,8 +17,8 @@ SOURCE = Path(fs.__file__).parent
 # The floor of the house, then each storey: a module imports from lower storeys only.
 STOREYS = [
     {"_compat", "_agree", "_safetensors", "_slurm", "distributed", "blocks"},
-    {"shard", "sac", "collate", "metrics", "dcp_io", "sampler"},
-    {"loss"},
+    {"shard", "sac", "collate", "metrics", "dcp_io", "sampler", "weights"},
+    {"loss", "pretrained"},
     {"step"},
 ]
 # Pairs on one storey that may meet, upper first.

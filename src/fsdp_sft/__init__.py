@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from fsdp_sft.metrics import ThroughputMeter as ThroughputMeter
     from fsdp_sft.metrics import memory_stats as memory_stats
     from fsdp_sft.metrics import model_flops_per_token as model_flops_per_token
+    from fsdp_sft.metrics import peak_flops_per_second as peak_flops_per_second
+    from fsdp_sft.metrics import reset_peak_memory as reset_peak_memory
     from fsdp_sft.sac import apply_sac as apply_sac
     from fsdp_sft.sac import remove_sac as remove_sac
     from fsdp_sft.sac import select_block_indices as select_block_indices
@@ -99,8 +101,10 @@ _OWNERS = {
     "loss_sum": "loss",
     "memory_stats": "metrics",
     "model_flops_per_token": "metrics",
+    "peak_flops_per_second": "metrics",
     "remove_sac": "sac",
     "render_labels": "collate",
+    "reset_peak_memory": "metrics",
     "save_checkpoint": "dcp_io",
     "save_full_state_dict": "dcp_io",
     "save_optimizer_state": "dcp_io",
