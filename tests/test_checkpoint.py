@@ -16,7 +16,7 @@ from fsdp_sft import dcp_io
 from fsdp_sft.dcp_io import manifest as manifest_module
 from fsdp_sft.dcp_io.codec import decode, dumps, encode, loads
 from fsdp_sft.dcp_io.layout import Box, box_at, tiling_problem
-from tests.checkpoints import (
+from tests.checkpoint_models import (
     DDP,
     HSDP,
     assert_same,

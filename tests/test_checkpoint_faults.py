@@ -14,7 +14,7 @@ from torch import nn
 import fsdp_sft as fs
 from fsdp_sft import dcp_io
 from fsdp_sft.dcp_io.codec import dumps
-from tests.checkpoints import (
+from tests.checkpoint_models import (
     assert_same,
     everything,
     make_adamw,

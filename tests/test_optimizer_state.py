@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import fsdp_sft as fs
-from tests.checkpoints import assert_same, everything, make_adamw, make_model, this_rank, train
+from tests.checkpoint_models import assert_same, everything, make_adamw, make_model, this_rank, train
 from tests.distributed import run_distributed
 
 

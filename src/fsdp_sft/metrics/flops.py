@@ -28,13 +28,16 @@ _COVERED = re.compile(
 )
 _GATE = re.compile(r"layers\.\*\.(mlp|block_sparse_moe)\.(.+\.)?(gate_proj|gate_up_proj)")
 
-# Families without a plan whose blocks follow the rule: is the MLP gated?
+# Families without a plan (granitemoeshared and nemotron have none in 5.17) whose
+# blocks follow the rule: is the MLP gated?
 _GATED_WITHOUT_PLAN = {
     "bloom": False,
     "codegen": False,
     "gpt2": False,
     "gpt_oss": True,
     "gptj": False,
+    "granitemoeshared": True,
+    "nemotron": False,
     "stablelm": True,
 }
 
