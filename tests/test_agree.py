@@ -50,3 +50,17 @@ def test_without_a_group_there_is_nothing_to_exchange() -> None:
     assert _agree.all_gather_objects("a") == ["a"]
     with pytest.raises(RuntimeError, match="init_distributed"):
         _agree.control_group()
+
+
+def test_the_control_group_ends_with_its_process_group() -> None:
+    import gc
+    import weakref
+
+    groups = []
+    for _ in range(2):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        groups.append(weakref.ref(_agree.control_group()))
+        assert _agree.control_group() is groups[-1]()
+        dist.destroy_process_group()
+        gc.collect()
+        assert groups[-1]() is None

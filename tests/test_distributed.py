@@ -175,6 +175,7 @@ mesh = fs.build_mesh()
 out = [context.launcher, context.rank, context.local_rank, context.world_size, float(total), mesh.size()]
 with open(f"{sys.argv[1]}/{context.rank}.json", "w") as file:
     json.dump([*out, str(context)], file)
+dist.barrier()
 dist.destroy_process_group()
 """
 

@@ -8,6 +8,7 @@ communicator with training.
 
 import pickle
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -17,7 +18,8 @@ import torch
 import torch.distributed as dist
 
 _CONTROL_TIMEOUT = timedelta(minutes=30)
-_control: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
+# Weak: destroy_process_group must end both groups; the interpreter's exit is too late for gloo's threads.
+_control: tuple[weakref.ref[dist.ProcessGroup], weakref.ref[dist.ProcessGroup]] | None = None
 
 
 class RemoteRankError(RuntimeError):
@@ -38,9 +40,11 @@ def control_group(timeout: timedelta = _CONTROL_TIMEOUT) -> dist.ProcessGroup:
     world = dist.group.WORLD
     if world is None:
         raise RuntimeError("no process group: call fsdp_sft.init_distributed() first")
-    if _control is None or _control[0] is not world:
-        _control = (world, dist.new_group(backend="gloo", timeout=timeout))
-    return _control[1]
+    group = _control[1]() if _control is not None and _control[0]() is world else None
+    if group is None:
+        group = dist.new_group(backend="gloo", timeout=timeout)
+        _control = (weakref.ref(world), weakref.ref(group))
+    return group
 
 
 def all_gather_objects(value: Any) -> list[Any]:
