@@ -102,14 +102,14 @@ def _check_skips() -> None:
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
     empty = ragged_batches(4)[-1:]
     result = fs.train_step(model, empty, optimizer, scheduler=scheduler)
-    assert result.skipped == "no targets"
+    assert result.skip_reason == "no targets"
     assert math.isnan(result.loss)
     assert scheduler.last_epoch == 0
     assert all(torch.equal(full(p), before[name]) for name, p in model.named_parameters())
     # One rank without targets is no reason to skip.
     window = ragged_batches(2)[dist.get_rank() :][:1]
     result = fs.train_step(model, window, optimizer, scheduler=scheduler)
-    assert result.skipped is None
+    assert result.skipped is False
     assert scheduler.last_epoch == 1
     assert not all(torch.equal(full(p), before[name]) for name, p in model.named_parameters())
 
@@ -127,7 +127,7 @@ def _check_scaler() -> None:
     window = _mine(ragged_batches(4))
     before = {name: full(p).clone() for name, p in model.named_parameters()}
     result = fs.train_step(model, window, optimizer, scaler=scaler, scheduler=scheduler)
-    assert result.skipped is None
+    assert result.skipped is False
     expected_norm = result.grad_norm
     changed = {name: full(p).clone() for name, p in model.named_parameters()}
     assert any(not torch.equal(changed[name], before[name]) for name in before)
@@ -137,7 +137,7 @@ def _check_scaler() -> None:
         norm = model.model.norm.weight
         handle = norm.register_post_accumulate_grad_hook(lambda p: p.grad.to_local().fill_(math.inf))
     result = fs.train_step(model, window, optimizer, scaler=scaler, scheduler=scheduler)
-    assert result.skipped == "inf gradients"
+    assert result.skip_reason == "inf gradients"
     assert scaler.get_scale() == 128.0
     assert scheduler.last_epoch == 1
     assert all(torch.equal(full(p), changed[name]) for name, p in model.named_parameters())
@@ -145,7 +145,7 @@ def _check_scaler() -> None:
         handle.remove()
     model.load_state_dict(model.state_dict())
     result = fs.train_step(model, window, optimizer, scaler=scaler)
-    assert result.skipped is None
+    assert result.skipped is False
     assert 0 < result.grad_norm < 10 * expected_norm, "the norm is measured after unscaling"
 
 
@@ -189,7 +189,7 @@ def _check_bad_windows() -> None:
             fs.train_step(model, window, optimizer)
     with pytest.raises(ValueError, match="grad_sync must be"):
         fs.train_step(model, [good], optimizer, grad_sync="never")
-    assert fs.train_step(model, [good], optimizer).skipped is None, "nothing was lost"
+    assert fs.train_step(model, [good], optimizer).skipped is False, "nothing was lost"
 
 
 def test_bad_windows_raise_on_all_ranks() -> None:

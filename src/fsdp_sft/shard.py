@@ -127,7 +127,8 @@ def compile_blocks(model: nn.Module, **compile_kwargs: object) -> list[str]:
 def describe_sharding(model: nn.Module) -> str:
     """A table of the FSDP2 groups: FQN, parameters, local bytes, dtypes, placements.
 
-    Groups that are alike in all but their index share a row. Reshards the model first.
+    Groups that are alike in all but their index share a row, named by the first and the last. Reshards the
+    model first.
 
     Raises:
         ValueError: If the model is not sharded.
@@ -138,7 +139,7 @@ def describe_sharding(model: nn.Module) -> str:
     if mesh is None:
         raise ValueError(f"{type(model).__name__} is not sharded; call shard_model first")
     reshard(model)
-    rows: dict[tuple[str, ...], int] = {}
+    rows: dict[tuple[str, ...], list[str]] = {}
     total_local = total = 0
     for fqn, parameters in _groups(model).items():
         local = sum(_local_bytes(p) for p in parameters)
@@ -149,22 +150,19 @@ def describe_sharding(model: nn.Module) -> str:
             sorted({str(p.placements) if isinstance(p, DTensor) else "not sharded" for p in parameters})
         )
         trainable = sum(p.numel() for p in parameters if p.requires_grad)
-        row = (
-            re.sub(r"\.\d+(?=\.|$)", ".*", fqn) or "(root)",
-            f"{numel:,}",
-            f"{trainable:,}",
-            f"{local:,}",
-            dtypes,
-            placements,
-        )
-        rows[row] = rows.get(row, 0) + 1
-    header = ("group", "x", "parameters", "trainable", "local bytes", "dtype", "placements")
-    table = [header] + [(row[0], str(count), *row[1:]) for row, count in rows.items()]
+        alike = re.sub(r"\.\d+(?=\.|$)", ".*", fqn)
+        row = (alike, f"{numel:,}", f"{trainable:,}", f"{local:,}", dtypes, placements)
+        rows.setdefault(row, []).append(fqn or "(root)")
+    header: tuple[str, ...] = ("group", "x", "parameters", "trainable", "local bytes", "dtype", "placements")
+    table = [header]
+    for row, fqns in rows.items():
+        names = fqns[0] if len(fqns) == 1 else f"{fqns[0]} ... {fqns[-1]}"
+        table.append((names, str(len(fqns)), *row[1:]))
     widths = [max(len(line[i]) for line in table) for i in range(len(header))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in table]
-    names = ", ".join(f"{n}={s}" for n, s in zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
+    axes = ", ".join(f"{n}={s}" for n, s in zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
     summary = (
-        f"{total:,} parameters, {total_local:,} bytes on this rank, mesh ({names}) on {mesh.device_type}"
+        f"{total:,} parameters, {total_local:,} bytes on this rank, mesh ({axes}) on {mesh.device_type}"
     )
     return "\n".join([line.rstrip() for line in lines] + [summary])
 

@@ -35,14 +35,16 @@ class StepResult:
         grad_norm: 2-norm of the whole gradient before clipping; nan where there was none.
         num_targets: Targets of the window on all ranks.
         num_tokens: Tokens of the window on all ranks, padding excluded.
-        skipped: Why the optimizer did not step, ``"no targets"`` or ``"inf gradients"``; None if it did.
+        skipped: Whether the optimizer did not step.
+        skip_reason: ``"no targets"`` or ``"inf gradients"``; None if it did step.
     """
 
     loss: float
     grad_norm: float
     num_targets: int
     num_tokens: int
-    skipped: str | None
+    skipped: bool
+    skip_reason: str | None = None
 
 
 @dataclass(frozen=True)
@@ -167,7 +169,7 @@ def train_step(
     mesh = mesh if mesh is not None else mesh_of(model)
     targets, tokens = _agree_on_window(micro_batches, mesh)
     if targets == 0:
-        return StepResult(math.nan, math.nan, 0, tokens, "no targets")
+        return StepResult(math.nan, math.nan, 0, tokens, True, "no targets")
     device = compute_device(model)
     deferred: SyncMode = {"each": "all", "last": "none", "reduce_scatter": "reduce_scatter"}[grad_sync]  # type: ignore[assignment]
     total = torch.zeros((), dtype=torch.float64)
@@ -178,7 +180,7 @@ def train_step(
             loss = scale_for_backward(summed, num_targets=targets, mesh=mesh) if mesh else summed / targets
             (scaler.scale(loss) if scaler is not None else loss).backward()
         total = total.to(summed.device) + summed.detach()
-    grad_norm, skipped = _optimizer_step(model, optimizer, max_grad_norm, scaler)
+    grad_norm, skip_reason = _optimizer_step(model, optimizer, max_grad_norm, scaler)
     optimizer.zero_grad(set_to_none=True)
     (loss_total,) = sum_over_mesh([float(total)], mesh)
     if scaler is None and not math.isfinite(grad_norm):
@@ -187,9 +189,9 @@ def train_step(
             "optimizer are unchanged. Look at the last batches, lower the learning rate, or start from the "
             "last checkpoint"
         )
-    if scheduler is not None and skipped is None:
+    if scheduler is not None and skip_reason is None:
         scheduler.step()
-    return StepResult(loss_total / targets, grad_norm, targets, tokens, skipped)
+    return StepResult(loss_total / targets, grad_norm, targets, tokens, skip_reason is not None, skip_reason)
 
 
 @contextmanager
