@@ -155,9 +155,9 @@ def describe_sharding(model: nn.Module) -> str:
         rows.setdefault(row, []).append(fqn or "(root)")
     header: tuple[str, ...] = ("group", "x", "parameters", "trainable", "local bytes", "dtype", "placements")
     table = [header]
-    for row, fqns in rows.items():
+    for cells, fqns in rows.items():
         names = fqns[0] if len(fqns) == 1 else f"{fqns[0]} ... {fqns[-1]}"
-        table.append((names, str(len(fqns)), *row[1:]))
+        table.append((names, str(len(fqns)), *cells[1:]))
     widths = [max(len(line[i]) for line in table) for i in range(len(header))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in table]
     axes = ", ".join(f"{n}={s}" for n, s in zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
