@@ -125,13 +125,16 @@ def main() -> None:
             print(f"answered exactly before training: {answer(args.model, test_rows, context.device)[0]:.0%}")
 
     mesh = fs.build_mesh(dp_replicate=args.dp_replicate)
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype="auto").train()
-    fs.apply_sac(model, args.sac_ratio)
-    if args.compile:
-        fs.compile_blocks(model)
     compute = torch.bfloat16 if args.dtype == "bfloat16" else torch.float32
-    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
-    fs.shard_model(model, mesh=mesh, mp_policy=policy)
+    model = fs.load_pretrained(
+        args.model,
+        mesh=mesh,
+        sac_ratio=args.sac_ratio,
+        compile=args.compile,
+        mp_policy=MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32),
+    )
+    if context.is_main:
+        print(model.load_report)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.01)
     scheduler = get_cosine_schedule_with_warmup(optimizer, args.warmup_steps, args.steps)
     collate = fs.SFTCollator(tokenizer, max_length=args.max_length)

@@ -26,6 +26,7 @@ make_tiny_model(path, [m["content"] for row in rows for m in row["messages"]])
 """
 README_CHECK = """
 assert result.loss > 0 and step == 4
+from transformers import AutoModelForCausalLM
 assert AutoModelForCausalLM.from_pretrained("out").config.num_hidden_layers == 4
 """
 

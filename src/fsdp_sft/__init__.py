@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from fsdp_sft.metrics import model_flops_per_token as model_flops_per_token
     from fsdp_sft.metrics import peak_flops_per_second as peak_flops_per_second
     from fsdp_sft.metrics import reset_peak_memory as reset_peak_memory
+    from fsdp_sft.pretrained import load_pretrained as load_pretrained
     from fsdp_sft.sac import apply_sac as apply_sac
     from fsdp_sft.sac import remove_sac as remove_sac
     from fsdp_sft.sac import select_block_indices as select_block_indices
@@ -59,6 +60,13 @@ if TYPE_CHECKING:
     from fsdp_sft.step import gradient_sync as gradient_sync
     from fsdp_sft.step import train_step as train_step
     from fsdp_sft.step import windows as windows
+    from fsdp_sft.weights import CheckpointFormatError as CheckpointFormatError
+    from fsdp_sft.weights import LoadReport as LoadReport
+    from fsdp_sft.weights import MissingKeysError as MissingKeysError
+    from fsdp_sft.weights import NonFiniteWeightsError as NonFiniteWeightsError
+    from fsdp_sft.weights import UnexpectedKeysError as UnexpectedKeysError
+    from fsdp_sft.weights import build_meta_model as build_meta_model
+    from fsdp_sft.weights import load_weights as load_weights
 
 __version__ = "0.1.0"
 
@@ -66,6 +74,7 @@ _OWNERS = {
     "CheckpointCorruptError": "dcp_io",
     "CheckpointError": "dcp_io",
     "CheckpointExistsError": "dcp_io",
+    "CheckpointFormatError": "weights",
     "CheckpointInfo": "dcp_io",
     "CheckpointMismatchError": "dcp_io",
     "CheckpointNotFoundError": "dcp_io",
@@ -73,16 +82,21 @@ _OWNERS = {
     "EncodedChat": "collate",
     "EvalResult": "step",
     "IGNORE_INDEX": "collate",
+    "LoadReport": "weights",
     "LoadedCheckpoint": "dcp_io",
     "MetricLogger": "metrics",
+    "MissingKeysError": "weights",
     "NoBlocksError": "blocks",
+    "NonFiniteWeightsError": "weights",
     "ResumableSampler": "sampler",
     "SFTCollator": "collate",
     "SavedCheckpoint": "dcp_io",
     "StepResult": "step",
     "ThroughputMeter": "metrics",
+    "UnexpectedKeysError": "weights",
     "apply_sac": "sac",
     "build_mesh": "distributed",
+    "build_meta_model": "weights",
     "causal_lm_loss": "loss",
     "compile_blocks": "shard",
     "count_targets": "loss",
@@ -98,6 +112,8 @@ _OWNERS = {
     "load_checkpoint": "dcp_io",
     "load_full_state_dict": "dcp_io",
     "load_optimizer_state": "dcp_io",
+    "load_pretrained": "pretrained",
+    "load_weights": "weights",
     "loss_sum": "loss",
     "memory_stats": "metrics",
     "model_flops_per_token": "metrics",

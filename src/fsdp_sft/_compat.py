@@ -138,7 +138,9 @@ def original_class(model: nn.Module) -> type[nn.Module]:
     """
     from torch.distributed.fsdp import FSDPModule
 
-    return next(base for base in type(model).__mro__ if not issubclass(base, FSDPModule))
+    bases: Any = type(model).__mro__
+    original: type[nn.Module] = next(base for base in bases if not issubclass(base, FSDPModule))
+    return original
 
 
 def build_like_from_pretrained(cls: Any, config: Any, dtype: torch.dtype) -> Any:
@@ -323,5 +325,20 @@ def local_box(
 
 
 def wrapper_tensor(cls: type[torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Any:
-    """A tensor subclass's instance without storage: documented for ``__torch_dispatch__``, yet underscored."""
-    return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device="cpu")  # type: ignore[attr-defined]
+    """A tensor subclass's instance without storage (documented for dispatch, yet underscored)."""
+    return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=torch.device("cpu"))
+
+
+def keeps_shards_on_host(model: nn.Module) -> bool:
+    """Whether a sharded model was given ``CPUOffloadPolicy``: FSDP2 remembers it where nobody can ask."""
+    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state: Any = module._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+            if any(
+                group is not None and isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups
+            ):
+                return True
+    return False

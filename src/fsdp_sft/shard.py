@@ -161,9 +161,7 @@ def describe_sharding(model: nn.Module) -> str:
     widths = [max(len(line[i]) for line in table) for i in range(len(header))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in table]
     axes = ", ".join(f"{n}={s}" for n, s in zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
-    summary = (
-        f"{total:,} parameters, {total_local:,} bytes on this rank, mesh ({axes}) on {mesh.device_type}"
-    )
+    summary = f"{total:,} parameters, {total_local:,} bytes on this rank, mesh ({axes}) on {mesh.device_type}"
     return "\n".join([line.rstrip() for line in lines] + [summary])
 
 

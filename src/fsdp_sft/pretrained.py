@@ -1,0 +1,106 @@
+"""From a checkpoint to a sharded, loaded model in train() mode, in one call."""
+
+import os
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+
+from fsdp_sft._agree import agreed
+from fsdp_sft.sac import Placement, Ratio, apply_sac
+from fsdp_sft.shard import compile_blocks, shard_model
+from fsdp_sft.weights import build_meta_model, load_weights
+from fsdp_sft.weights.hub import resolve_folder
+from fsdp_sft.weights.load import Strategy
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from transformers import PreTrainedModel
+
+
+def load_pretrained(
+    name_or_path: str | os.PathLike[str],
+    *,
+    mesh: "DeviceMesh",
+    master_dtype: torch.dtype = torch.float32,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    sac_ratio: Ratio = 0,
+    sac_placement: Placement = "even",
+    compile: bool = False,  # noqa: A002  the word that torch uses for it
+    revision: str | None = None,
+    strategy: Strategy = "auto",
+    host_budget_bytes: int = 1 << 30,
+    missing: Literal["error", "initialise"] = "error",
+    unexpected: Literal["error", "ignore"] = "error",
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
+    reshard_after_forward: bool | int = True,
+    offload_policy: OffloadPolicy | None = None,
+    prefetch: int = 0,
+) -> "PreTrainedModel":
+    """Build a checkpoint's model on the meta device, prepare its blocks, shard it, and load it.
+
+    No rank ever holds more than its shards and a bounded buffer.
+
+    Args:
+        name_or_path: A folder, or a Hub id.
+        mesh: From ``build_mesh``.
+        master_dtype: Dtype of the stored shards.
+        mp_policy: See ``shard_model``.
+        sac_ratio: Fraction of blocks whose activations are recomputed; see ``apply_sac``.
+        sac_placement: ``"even"`` or ``"prefix"``.
+        compile: Whether to compile each block.
+        revision: Branch, tag or commit of a Hub id.
+        strategy: See ``load_weights``.
+        host_budget_bytes: See ``load_weights``.
+        missing: See ``load_weights``.
+        unexpected: See ``load_weights``.
+        attn_implementation: See ``build_meta_model``.
+        trust_remote_code: See ``build_meta_model``.
+        reshard_after_forward: See ``shard_model``.
+        offload_policy: See ``shard_model``.
+        prefetch: See ``shard_model``.
+
+    Returns:
+        The model in ``train()`` mode; ``model.load_report`` is the ``LoadReport``.
+
+    Raises:
+        CheckpointFormatError: If the checkpoint is damaged, unsafe or does not fit.
+        ValueError: For an argument out of range.
+
+    Collective: all ranks of the mesh, which are all ranks of the job.
+    Memory: The shards and what ``load_weights`` says.
+    """
+    folder = resolve_folder(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
+    with agreed("building the model"):
+        model = build_meta_model(
+            folder,
+            dtype=master_dtype,
+            attn_implementation=attn_implementation,
+            trust_remote_code=trust_remote_code,
+        )
+        model.config.name_or_path = model.name_or_path = os.fspath(name_or_path)
+        if sac_ratio:
+            apply_sac(model, sac_ratio, placement=sac_placement)
+        if compile:
+            compile_blocks(model)
+    shard_model(
+        model,
+        mesh=mesh,
+        master_dtype=master_dtype,
+        mp_policy=mp_policy,
+        reshard_after_forward=reshard_after_forward,
+        offload_policy=offload_policy,
+        prefetch=prefetch,
+    )
+    report = load_weights(
+        model,
+        folder,
+        strategy=strategy,
+        host_budget_bytes=host_budget_bytes,
+        missing=missing,
+        unexpected=unexpected,
+    )
+    model.load_report = report  # type: ignore[assignment]
+    model.train()
+    return model

@@ -1,0 +1,26 @@
+"""Stream Hugging Face safetensors checkpoints straight into float32 shards.
+
+``build_meta_model`` builds a model without memory, ``shard_model`` cuts it up, ``load_weights`` fills the
+shards: the headers of the checkpoint are read first, every parameter is traced back through transformers'
+renames and conversions to the bytes it is made of, and each rank reads only its own.
+"""
+
+from fsdp_sft.weights.errors import CheckpointFormatError as CheckpointFormatError
+from fsdp_sft.weights.errors import MissingKeysError as MissingKeysError
+from fsdp_sft.weights.errors import NonFiniteWeightsError as NonFiniteWeightsError
+from fsdp_sft.weights.errors import UnexpectedKeysError as UnexpectedKeysError
+from fsdp_sft.weights.load import choose_strategy as choose_strategy
+from fsdp_sft.weights.load import load_weights as load_weights
+from fsdp_sft.weights.meta import build_meta_model as build_meta_model
+from fsdp_sft.weights.report import LoadReport as LoadReport
+
+__all__ = [
+    "CheckpointFormatError",
+    "LoadReport",
+    "MissingKeysError",
+    "NonFiniteWeightsError",
+    "UnexpectedKeysError",
+    "build_meta_model",
+    "choose_strategy",
+    "load_weights",
+]

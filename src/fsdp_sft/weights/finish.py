@@ -1,0 +1,133 @@
+"""Around the reading: memory for the shards before it, computed buffers and missing keys after it."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_sft._compat import (
+    apply_to_tensors,
+    initialise_computed,
+    keeps_shards_on_host,
+    tie_by_names,
+    tied_names,
+)
+from fsdp_sft.distributed import compute_device
+from fsdp_sft.weights.errors import abridged
+from fsdp_sft.weights.geometry import box_of, local_of
+from fsdp_sft.weights.plan import Plan
+from fsdp_sft.weights.read import check_finite
+
+
+def make_ties(model: nn.Module) -> None:
+    """Tie what the model's config says, where building it has not.
+
+    Raises:
+        ValueError: If the model is sharded and its tied weights are two parameters, which cannot be joined.
+    """
+    tensors = dict(model.named_parameters(remove_duplicate=False))
+    apart = [
+        (target, source)
+        for target, source in tied_names(model).items()
+        if tensors.get(target) is not tensors.get(source)
+    ]
+    if not apart:
+        return
+    if any(isinstance(tensor, DTensor) for tensor in tensors.values()):
+        target, source = apart[0]
+        raise ValueError(
+            f"the config ties {target!r} to {source!r}, but they were sharded as two parameters; call "
+            "model.tie_weights() before shard_model, or set config.tie_word_embeddings = False"
+        )
+    tie_by_names(model)
+
+
+def materialise(model: nn.Module) -> set[str]:
+    """Give every meta tensor memory: shards where FSDP2 keeps them, the rest where the model computes.
+
+    Returns:
+        Names of the tensors that were on the meta device.
+    """
+    device = compute_device(model)
+    if device.type == "meta":
+        device = torch.device("cpu")
+    shard_device = torch.device("cpu") if keeps_shards_on_host(model) else device
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    empty = {name for name, tensor in named if tensor.is_meta}
+    made: dict[int, torch.Tensor] = {}
+    for name, tensor in named:
+        if tensor.is_meta and not isinstance(tensor, DTensor):
+            parent, _, leaf = name.rpartition(".")
+            if id(tensor) not in made:
+                fresh = torch.empty_like(tensor, device=device)
+                is_parameter = isinstance(tensor, nn.Parameter)
+                made[id(tensor)] = nn.Parameter(fresh, tensor.requires_grad) if is_parameter else fresh
+            setattr(model.get_submodule(parent), leaf, made[id(tensor)])
+
+    def fill(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(tensor, device=shard_device) if tensor.is_meta else tensor
+
+    if any(isinstance(tensor, DTensor) and tensor.is_meta for _, tensor in named):
+        apply_to_tensors(model, fill)
+    return empty
+
+
+@torch.no_grad()
+def initialise_rest(model: nn.Module, plan: Plan, *, seed: int) -> None:
+    """Compute the buffers that no checkpoint holds and fill the keys that it lacks, by the model's own code.
+
+    The same on every rank: plain ``from_pretrained`` after ``torch.manual_seed(seed)`` gives the same values.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        values = initialise_computed(plan.twin, set(plan.initialised))
+    persistent = plan.twin.state_dict().keys()
+    tensors = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+    for name, value in values.items():
+        tensor = tensors[name]
+        if name not in persistent:
+            parent, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, value.to(tensor.device, tensor.dtype))
+            continue
+        box = box_of(tensor)
+        window = tuple(slice(a, a + n) for a, n in zip(box.start, box.size, strict=True))
+        local_of(tensor).copy_(value[window])
+
+
+def check_complete(model: nn.Module, plan: Plan, empty: Iterable[str]) -> None:
+    """See that nothing is left on the meta device or without a value.
+
+    Raises:
+        RuntimeError: Naming what is.
+    """
+    tensors = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+    left = {name for name, tensor in tensors.items() if tensor.is_meta}
+    computed = {name for name, _ in plan.twin.named_non_persistent_buffers()}
+    filled = {id(tensors[name]) for name in [*plan.targets, *plan.initialised, *computed] if name in tensors}
+    left |= {name for name in empty if id(tensors[name]) not in filled}
+    if left:
+        raise RuntimeError(
+            f"nothing says what {abridged(left)} should hold: neither the checkpoint nor a model built from "
+            "the same config has them; add modules to a model after loading it"
+        )
+
+
+def check_shards_finite(model: nn.Module, plan: Plan) -> None:
+    """Refuse NaN and infinity in shards on an accelerator; those on the host were checked as they were read.
+
+    Raises:
+        NonFiniteWeightsError: Naming the parameter.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name, target in plan.targets.items():
+        if target.is_parameter and parameters[name].is_floating_point():
+            local = local_of(parameters[name])
+            if local.device.type != "cpu":
+                check_finite(name, local)

@@ -1,0 +1,163 @@
+"""A Hub id as a folder: one download for each distinct cache, the same commit on every rank."""
+
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fsdp_sft._agree import agreed, all_gather_objects, is_distributed
+from fsdp_sft.weights.errors import CheckpointFormatError
+from fsdp_sft.weights.resolve import INDEX, SINGLE, weight_file_names, with_variant
+
+_CONFIG_FILES = ["config.json", "generation_config.json"]
+_POLL_SECONDS = (0.05, 2.0)
+_ATTEMPTS = 4
+
+
+def resolve_folder(
+    name_or_path: str | os.PathLike[str],
+    *,
+    revision: str | None = None,
+    variant: str | None = None,
+    trust_remote_code: bool = False,
+) -> Path:
+    """The folder of a checkpoint: the given one, or a snapshot in this rank's Hub cache.
+
+    For a Hub id, ranks find out which of them share a cache by looking for each other's marker files in it.
+    The lowest rank of each cache downloads, to the commit that rank 0 got, only the config and the weight
+    files that the index names; the others wait. A download that was interrupted goes on where it stopped.
+
+    Args:
+        name_or_path: A folder, or a Hub id such as ``"Qwen/Qwen3-8B"``.
+        revision: Branch, tag or commit of a Hub id.
+        variant: Such as ``"fp16"``.
+        trust_remote_code: Whether to fetch the checkpoint's Python files too.
+
+    Raises:
+        CheckpointFormatError: If it is neither, or the ranks do not agree whether it is a folder.
+
+    Collective: all ranks.
+    """
+    name = os.fspath(name_or_path)
+    seen = all_gather_objects(Path(name).is_dir())
+    if all(seen):
+        return Path(name)
+    if any(seen):
+        missing = [rank for rank, is_folder in enumerate(seen) if not is_folder]
+        raise CheckpointFormatError(
+            f"{name} is a folder on some ranks but not on {missing[:8]}; put it on a shared file system, or "
+            "copy it to every node"
+        )
+    if name.startswith(("/", ".", "~")) or name.count("/") > 1:
+        raise CheckpointFormatError(f"{name} is not a folder, and no Hub id could look like this")
+    return _snapshot(name, revision, variant, trust_remote_code)
+
+
+def _snapshot(repo: str, revision: str | None, variant: str | None, code: bool) -> Path:
+    from huggingface_hub import constants
+
+    leader = _cache_leaders(Path(constants.HF_HUB_CACHE))
+    rank = _rank()
+    small = [*_CONFIG_FILES, with_variant(INDEX, variant)] + (["*.py"] if code else [])
+    first = _together(rank == 0, lambda: _fetch(repo, revision, small), f"downloading the config of {repo}")
+    commit = next(path.name for path in all_gather_objects(first) if path is not None)
+
+    def fetch() -> Path:
+        folder = _fetch(repo, commit, small)
+        index = folder / with_variant(INDEX, variant)
+        names = weight_file_names(folder, variant) if index.exists() else [with_variant(SINGLE, variant)]
+        return _fetch(repo, commit, [*small, *names])
+
+    mine = _together(leader == rank, fetch, f"downloading {repo}")
+    with agreed(f"finding {repo} in the cache"):
+        folder = mine or _fetch(repo, commit, small, local=True)
+        weight_file_names(folder, variant)
+    return folder
+
+
+def _fetch(repo: str, revision: str | None, patterns: list[str], *, local: bool = False) -> Path:
+    from huggingface_hub import snapshot_download
+
+    for attempt in range(_ATTEMPTS):
+        try:
+            return Path(
+                snapshot_download(repo, revision=revision, allow_patterns=patterns, local_files_only=local)
+            )
+        except Exception as error:
+            # What the Hub says (no such repository, no access) will not go away; a broken connection may, and
+            # what has arrived is kept and continued. The HTTP library behind differs between versions.
+            names = {base.__name__ for base in type(error).__mro__}
+            if not names & {"TransportError", "ConnectionError"} or attempt == _ATTEMPTS - 1:
+                raise
+            time.sleep(2**attempt)
+    raise AssertionError
+
+
+def _rank() -> int:
+    if not is_distributed():
+        return 0
+    import torch.distributed as dist
+
+    return dist.get_rank()
+
+
+def _cache_leaders(cache: Path) -> int:
+    """The lowest rank that shares this rank's cache.
+
+    Collective: all ranks.
+    """
+    token = all_gather_objects(uuid.uuid4().hex)[0]
+    marker = cache / f".fsdp-sft-{token}-{_rank()}"
+    written = True
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        marker.touch()
+    except OSError:
+        written = (
+            False  # a cache that cannot be written has nothing to download to; its rank looks for itself
+        )
+    all_gather_objects(written)
+    ranks = [int(path.name.rpartition("-")[2]) for path in cache.glob(f".fsdp-sft-{token}-*")]
+    all_gather_objects(None)
+    if written:
+        marker.unlink(missing_ok=True)
+    return min(ranks, default=_rank()) if written else _rank()
+
+
+def _together(working: bool, work: Callable[[], Path], phase: str) -> Path | None:
+    """Run ``work`` on the ranks that are to, while all ranks ask each other how it goes.
+
+    A download can take longer than any collective's time-out, and one that fails must not leave the others
+    waiting for the rest of it.
+
+    Collective: all ranks.
+    """
+    result: list[Path] = []
+    failure: list[Exception] = []
+
+    def run() -> None:
+        try:
+            result.append(work())
+        except Exception as error:
+            failure.append(error)
+
+    thread = threading.Thread(target=run, daemon=True) if working else None
+    if thread is not None:
+        thread.start()
+    pause = _POLL_SECONDS[0]
+    while True:
+        if thread is not None:
+            thread.join(pause)
+        elif is_distributed():
+            time.sleep(pause)
+        states: list[Any] = all_gather_objects((thread is not None and thread.is_alive(), bool(failure)))
+        if any(failed for _, failed in states) or not any(busy for busy, _ in states):
+            break
+        pause = min(pause * 2, _POLL_SECONDS[1])
+    with agreed(phase):
+        if failure:
+            raise failure[0]
+    return result[0] if result else None

@@ -1,0 +1,385 @@
+"""Fill the shards of a model from a checkpoint, phase by phase, all ranks in step."""
+
+import os
+import socket
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_sft._agree import agreed, all_gather_objects, control_group, is_distributed
+from fsdp_sft._compat import keep_used_conversions, run_conversion
+from fsdp_sft.distributed import reshard
+from fsdp_sft.weights.errors import CheckpointFormatError
+from fsdp_sft.weights.finish import (
+    check_complete,
+    check_shards_finite,
+    initialise_rest,
+    make_ties,
+    materialise,
+)
+from fsdp_sft.weights.geometry import Box, box_of, local_of, replicate_dims
+from fsdp_sft.weights.hub import resolve_folder
+from fsdp_sft.weights.plan import Group, Plan, Target, make_plan
+from fsdp_sft.weights.provenance import Piece, contiguous_strides, intersect
+from fsdp_sft.weights.read import Job, check_finite, job_for, read_jobs
+from fsdp_sft.weights.report import LoadReport
+from fsdp_sft.weights.resolve import Checkpoint, open_checkpoint
+
+Strategy = Literal["auto", "slice", "exchange"]
+_MAX_WORKERS = 4
+_MIN_BUDGET_BYTES = 1 << 16
+_BROADCAST_BYTES = 16 << 20
+_PROGRESS_AFTER_SECONDS = 3
+
+
+def load_weights(
+    model: nn.Module,
+    name_or_path: str | os.PathLike[str],
+    *,
+    revision: str | None = None,
+    variant: str | None = None,
+    strategy: Strategy = "auto",
+    host_budget_bytes: int = 1 << 30,
+    missing: Literal["error", "initialise"] = "error",
+    unexpected: Literal["error", "ignore"] = "error",
+    seed: int = 0,
+) -> LoadReport:
+    """Stream a safetensors checkpoint into a model's shards, casting each piece on its way.
+
+    Every parameter and buffer ends up bitwise as plain ``from_pretrained`` would have it: transformers' own
+    renames and conversions are applied, computed buffers are recomputed, ties kept. A rank reads only what
+    its shards are made of. Parameters keep their dtype, ``requires_grad`` and the model its mode.
+
+    Args:
+        model: From ``build_meta_model``, usually after ``shard_model``; on the meta device or not.
+        name_or_path: A folder, or a Hub id.
+        revision: Branch, tag or commit of a Hub id.
+        variant: Such as ``"fp16"``, for files like ``model.fp16.safetensors``.
+        strategy: ``"slice"``: every rank reads its own shards. ``"exchange"``: of replicas one reads and the
+            others receive, and tensors that must be converted whole are read by one rank. ``"auto"`` chooses.
+        host_budget_bytes: For read buffers.
+        missing: What to do about keys that the checkpoint lacks: ``"error"``, or ``"initialise"`` with the
+            model's own initialisation, the same on all ranks.
+        unexpected: What to do about keys that the model lacks: ``"error"`` or ``"ignore"``.
+        seed: Of that initialisation.
+
+    Raises:
+        CheckpointFormatError: If the checkpoint is damaged, unsafe or does not fit the model; with the
+            subclasses ``MissingKeysError``, ``UnexpectedKeysError`` and ``NonFiniteWeightsError``.
+        ValueError: For an argument out of range.
+
+    Collective: all ranks. An error on one is raised on all.
+    Memory: The shards, a read buffer of about 1 MiB for each thread (within ``host_budget_bytes``), the
+        largest group of tensors that must be converted whole, and the keys that are initialised.
+    """
+    _check_arguments(strategy, host_budget_bytes, missing, unexpected)
+    started = time.perf_counter()
+    reshard(model)
+    folder = resolve_folder(name_or_path, revision=revision, variant=variant)
+    with agreed("planning the load"):
+        make_ties(model)
+        checkpoint = open_checkpoint(folder, variant)
+        plan = make_plan(model, checkpoint, missing=missing, unexpected=unexpected)
+        digest = plan.digest(checkpoint)
+    workers = _agree_on_plan(digest, str(folder))
+    chosen, reason = choose_strategy(model, plan, strategy)
+    empty: set[str] = set()
+    with agreed("reading the checkpoint"):
+        empty = materialise(model)
+        reads = _Reads(model, plan, checkpoint, chosen, host_budget_bytes, workers)
+        bytes_read = _read_own(reads)
+    bytes_read += _exchange(reads)
+    with agreed("finishing the load"):
+        initialise_rest(model, plan, seed=seed)
+        check_complete(model, plan, empty)
+        check_shards_finite(model, plan)
+        keep_used_conversions(model, plan.conversions)
+    return LoadReport(
+        bytes_read=bytes_read,
+        job_bytes_read=sum(all_gather_objects(bytes_read)),
+        checkpoint_bytes=checkpoint.total_bytes,
+        seconds=time.perf_counter() - started,
+        loaded=[*plan.targets, *(target.name for target in plan.duplicates)],
+        missing=plan.missing,
+        unexpected=plan.unexpected,
+        initialised=plan.initialised,
+        strategy=chosen,
+        reason=reason,
+        class_bytes=plan.class_bytes,
+    )
+
+
+def choose_strategy(model: nn.Module, plan: Plan, strategy: Strategy) -> tuple[str, str]:
+    """(``"slice"`` or ``"exchange"``, why)."""
+    if strategy != "auto":
+        return strategy, "as asked"
+    if not is_distributed():
+        return "slice", "one process reads everything"
+    replicated = next((found for p in model.parameters() if (found := replicate_dims(p))), None)
+    if replicated is not None:
+        mesh, dims = replicated
+        return "exchange", f"{mesh.size(dims[0])} replicas: one reads each tensor and the others receive it"
+    if plan.groups:
+        converted = plan.class_bytes["other"] / 1e6
+        return "exchange", f"{converted:.1f} MB must be converted whole: one rank reads each group"
+    return "slice", "no replicas and nothing to convert whole: each byte is read once"
+
+
+def _check_arguments(strategy: str, host_budget_bytes: int, missing: str, unexpected: str) -> None:
+    for name, value, allowed in (
+        ("strategy", strategy, ("auto", "slice", "exchange")),
+        ("missing", missing, ("error", "initialise")),
+        ("unexpected", unexpected, ("error", "ignore")),
+    ):
+        if value not in allowed:
+            raise ValueError(f"{name} must be one of {allowed}, got {value!r}")
+    if isinstance(host_budget_bytes, bool) or host_budget_bytes < _MIN_BUDGET_BYTES:
+        raise ValueError(f"host_budget_bytes must be at least {_MIN_BUDGET_BYTES}, got {host_budget_bytes!r}")
+
+
+def _agree_on_plan(digest: str, folder: str) -> int:
+    """See that all ranks planned the same; how many reading threads this one should have.
+
+    Collective: all ranks.
+    """
+    seen = all_gather_objects((digest, socket.gethostname()))
+    different = [rank for rank, (other, _) in enumerate(seen) if other != seen[0][0]]
+    if different:
+        raise CheckpointFormatError(
+            f"ranks {different[:8]} see another checkpoint in {folder} than rank 0; is every node's copy the "
+            "same?"
+        )
+    neighbours = sum(host == socket.gethostname() for _, host in seen)
+    return max(1, min(_MAX_WORKERS, len(os.sched_getaffinity(0)) // int(neighbours)))
+
+
+@dataclass
+class _Reads:
+    """One load's reading: what, from where, for whom."""
+
+    model: nn.Module
+    plan: Plan
+    checkpoint: Checkpoint
+    strategy: str
+    host_budget_bytes: int
+    workers: int
+
+    def __post_init__(self) -> None:
+        named = [*self.model.named_parameters(remove_duplicate=False)]
+        self.tensors: dict[str, torch.Tensor] = {
+            **dict(named),
+            **dict(self.model.named_buffers(remove_duplicate=False)),
+        }
+
+        self.readers = _readers(self) if self.strategy == "exchange" else {}
+
+    def is_checked(self, target: Target) -> bool:
+        """Whether a target's values have to be finite."""
+        return target.is_parameter and self.tensors[target.name].is_floating_point()
+
+    def run(self, jobs: Iterable[Job], progress: Callable[[int], None] = lambda _: None) -> int:
+        """Do jobs; bytes read."""
+        return read_jobs(
+            self.checkpoint,
+            jobs,
+            host_budget_bytes=self.host_budget_bytes,
+            workers=self.workers,
+            progress=progress,
+        )
+
+
+def _read_own(reads: _Reads) -> int:
+    """Read what this rank reads without help; bytes read."""
+    targets = [target for target in reads.plan.targets.values() if target.group is None]
+    jobs = list(_jobs(reads, targets, "copy"))
+    with _progress(sum(job.dest.numel() * job.dtype.itemsize for job in jobs)) as progress:
+        bytes_read = reads.run(jobs, progress)
+    duplicates = [target for target in reads.plan.duplicates if target.group is None]
+    return bytes_read + reads.run(_jobs(reads, duplicates, "compare"))
+
+
+def _exchange(reads: _Reads) -> int:
+    """Receive what other ranks have read, and convert what has to be converted whole; bytes read.
+
+    Collective: all ranks.
+    """
+    for name, (mesh, dim, reader) in reads.readers.items():
+        local = local_of(reads.tensors[name])
+        if local.numel():
+            dist.broadcast(local, group=mesh.get_group(dim), group_src=reader)
+    return _fill_converted(reads)
+
+
+def _readers(reads: _Reads) -> dict[str, tuple[Any, int, int]]:
+    """Which replica reads each target: (mesh, dimension, index along it), shared out evenly by bytes."""
+    readers: dict[str, tuple[Any, int, int]] = {}
+    load: dict[int, int] = {}
+    for name, target in reads.plan.targets.items():
+        found = replicate_dims(reads.tensors[name])
+        if target.group is None and found is not None:
+            mesh, dims = found
+            reader = min(range(mesh.size(dims[0])), key=lambda index: load.get(index, 0))
+            load[reader] = load.get(reader, 0) + reads.tensors[name].numel()
+            readers[name] = (mesh, dims[0], reader)
+    return readers
+
+
+def _jobs(
+    reads: _Reads,
+    targets: Iterable[Target],
+    mode: Literal["copy", "compare"],
+) -> Iterable[Job]:
+    for target in targets:
+        tensor = reads.tensors[target.name]
+        if target.name in reads.readers:
+            mesh, dim, reader = reads.readers[target.name]
+            if mesh.get_local_rank(dim) != reader:
+                continue
+        box, local = box_of(tensor), local_of(tensor)
+        checked = reads.is_checked(target)
+        for piece in target.pieces:
+            job = job_for(reads.checkpoint, target.name, piece, box, local, check_finite=checked, mode=mode)
+            if job is not None:
+                yield job
+
+
+def _fill_converted(reads: _Reads) -> int:
+    """Convert the groups that cannot be cut before, and take this rank's part of the results.
+
+    Collective: all ranks.
+    """
+    bytes_read = 0
+    world = dist.get_world_size() if is_distributed() else 1
+    if reads.strategy == "slice" or world == 1:
+        for group in reads.plan.groups:
+            with agreed(f"converting {group.first_target!r}"):
+                count, converted = _convert(reads, group)
+                bytes_read += count
+                _check_duplicates(reads, group, converted)
+                for target in _targets_of(reads, group):
+                    _take(reads, target, converted[target.name], Box((0,) * len(target.shape), target.shape))
+        return bytes_read
+    for first in range(0, len(reads.plan.groups), world):
+        batch = reads.plan.groups[first : first + world]
+        mine: dict[str, torch.Tensor] = {}
+        with agreed(f"converting {batch[0].first_target!r} and others"):
+            if dist.get_rank() < len(batch):
+                count, mine = _convert(reads, batch[dist.get_rank()])
+                bytes_read += count
+                _check_duplicates(reads, batch[dist.get_rank()], mine)
+        for owner, group in enumerate(batch):
+            for target in _targets_of(reads, group):
+                _broadcast(reads, target, mine.get(target.name), owner)
+    return bytes_read
+
+
+def _targets_of(reads: _Reads, group: Group) -> list[Target]:
+    number = reads.plan.groups.index(group)
+    return [target for target in reads.plan.targets.values() if target.group == number]
+
+
+def _convert(reads: _Reads, group: Group) -> tuple[int, dict[str, torch.Tensor]]:
+    """Read a group's sources whole and run the conversion on the CPU: (bytes read, results by target)."""
+    sources: dict[str, torch.Tensor] = {}
+    jobs = []
+    for key in group.keys:
+        entry = reads.checkpoint.sources[key].entry
+        sources[key] = torch.empty(entry.shape, dtype=group.dtype)
+        zeros = (0,) * len(entry.shape)
+        piece = Piece(zeros, entry.shape, key, 0, contiguous_strides(entry.shape))
+        box = Box(zeros, entry.shape)
+        job = job_for(reads.checkpoint, key, piece, box, sources[key], check_finite=False, mode="copy")
+        jobs += [job] if job is not None else []
+    bytes_read = reads.run(jobs)
+    made = {pattern: [sources.pop(key) for key in keys] for pattern, keys in group.sources.items()}
+    jobs.clear()
+    converted = run_conversion(reads.plan.twin, group.first_target, group.converter, made)
+    for target in _targets_of(reads, group):
+        if reads.is_checked(target):
+            check_finite(target.name, converted[target.name])
+    return bytes_read, converted
+
+
+def _check_duplicates(reads: _Reads, group: Group, converted: dict[str, torch.Tensor]) -> None:
+    """Tied names that one conversion makes must come out equal."""
+    number = reads.plan.groups.index(group)
+    for target in reads.plan.duplicates:
+        if target.group == number:
+            tied = next(
+                name for name in reads.plan.targets if reads.tensors[name] is reads.tensors[target.name]
+            )
+            if tied in converted and not torch.equal(converted[tied], converted[target.name]):
+                raise CheckpointFormatError(f"{target.name!r} and {tied!r} are tied, but their values differ")
+
+
+def _take(reads: _Reads, target: Target, values: torch.Tensor, where: Box) -> None:
+    """Copy what of ``values``, which is the box ``where`` of a target, lies in this rank's shard."""
+    tensor = reads.tensors[target.name]
+    box = box_of(tensor)
+    shape = where.size
+    part = intersect(Piece(where.start, shape, "", 0, contiguous_strides(shape)), box.start, box.size)
+    if part is not None:
+        window = tuple(
+            slice(a - b, a - b + n) for a, b, n in zip(part.start, box.start, part.size, strict=True)
+        )
+        taken = tuple(
+            slice(a - b, a - b + n) for a, b, n in zip(part.start, where.start, part.size, strict=True)
+        )
+        with torch.no_grad():
+            local_of(tensor)[window].copy_(values[taken])
+
+
+def _broadcast(reads: _Reads, target: Target, values: torch.Tensor | None, owner: int) -> None:
+    """Send a converted tensor from its owner to all ranks, a block of rows at a time.
+
+    Collective: all ranks.
+    """
+    shape = target.shape or (1,)
+    dtype = reads.tensors[target.name].dtype
+    row_bytes = dtype.itemsize
+    for size in shape[1:]:
+        row_bytes *= size
+    rows = max(1, _BROADCAST_BYTES // max(row_bytes, 1))
+    for at in range(0, shape[0], rows):
+        count = min(rows, shape[0] - at)
+        if values is not None:
+            block = values.reshape(shape)[at : at + count].to(dtype).contiguous()
+        else:
+            block = torch.empty((count, *shape[1:]), dtype=dtype)
+        dist.broadcast(block, src=owner, group=control_group())
+        if target.shape:
+            _take(reads, target, block, Box((at, *(0 for _ in shape[1:])), (count, *shape[1:])))
+        else:
+            _take(reads, target, block.reshape(()), Box((), ()))
+
+
+class _progress:
+    """A progress bar on rank 0, seen only if the reading takes a while."""
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._bar: Any = None
+
+    def __enter__(self) -> Callable[[int], None]:
+        if is_distributed() and dist.get_rank() != 0:
+            return lambda _: None
+        from tqdm import tqdm  # type: ignore[import-untyped,unused-ignore]
+
+        self._bar = tqdm(
+            total=self._total,
+            unit="B",
+            unit_scale=True,
+            desc="loading weights (rank 0)",
+            delay=_PROGRESS_AFTER_SECONDS,
+        )
+        update: Callable[[int], None] = self._bar.update
+        return update
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()

@@ -1,0 +1,379 @@
+"""Positional reads of boxes of stored tensors straight into shards, cast on the way, in bounded memory.
+
+Pieces of about 1 MiB are read into a buffer that is used again and again and copied out while they are still
+in the processor's cache: with larger pieces every byte travels to memory and back twice more.
+"""
+
+import math
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from fsdp_sft._safetensors import SafetensorsError, open_file, read_at
+from fsdp_sft.weights.errors import CheckpointFormatError, NonFiniteWeightsError
+from fsdp_sft.weights.geometry import Box
+from fsdp_sft.weights.provenance import Ints, Piece, intersect
+from fsdp_sft.weights.resolve import Checkpoint
+
+PIECE_BYTES = 1 << 20
+_DEVICE_PIECE_BYTES = 8 << 20  # a copy to an accelerator wants larger pieces than a cache does
+_MIN_RUN_BYTES = 512
+_ALIGNMENT = 8
+_Mode = Literal["copy", "compare"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A strided box of one stored tensor and the memory that it goes to.
+
+    Attributes:
+        name: Of the parameter or buffer, for messages.
+        key: Of the tensor in the checkpoint.
+        file: Index into the checkpoint's files.
+        start: Byte of the file that the box begins with.
+        dtype: Of the stored elements.
+        size: Of the box.
+        stride: In stored elements.
+        dest: View of that size into the shard.
+        check_finite: Whether NaN and infinity are errors.
+        mode: ``"compare"`` wants ``dest`` to hold the same already.
+    """
+
+    name: str
+    key: str
+    file: int
+    start: int
+    dtype: torch.dtype
+    size: Ints
+    stride: Ints
+    dest: torch.Tensor
+    check_finite: bool = False
+    mode: _Mode = "copy"
+
+
+@dataclass(slots=True)
+class _Segment:
+    job: Job
+    start: int  # byte of the file
+    num_bytes: int  # from the first to one past the last that is needed
+    size: Ints
+    stride: Ints
+    dest_stride: Ints
+    dest_offset: int  # in the storage of the job's dest
+
+
+def job_for(
+    checkpoint: Checkpoint,
+    name: str,
+    piece: Piece,
+    box: Box,
+    local: torch.Tensor,
+    *,
+    check_finite: bool,
+    mode: _Mode,
+) -> Job | None:
+    """The part of a piece that lies in a rank's box, as a job; None if there is none."""
+    part = intersect(piece, box.start, box.size)
+    if part is None:
+        return None
+    stored = checkpoint.sources[part.key]
+    window = tuple(slice(a - b, a - b + n) for a, b, n in zip(part.start, box.start, part.size, strict=True))
+    start = stored.entry.start + part.offset * stored.entry.dtype.itemsize
+    return Job(
+        name,
+        part.key,
+        stored.file,
+        start,
+        stored.entry.dtype,
+        part.size,
+        part.stride,
+        local[window],
+        check_finite,
+        mode,
+    )
+
+
+def piece_bytes(device: torch.device) -> int:
+    """How much is read at a time for a shard on ``device``."""
+    return PIECE_BYTES if device.type == "cpu" else _DEVICE_PIECE_BYTES
+
+
+def read_jobs(
+    checkpoint: Checkpoint,
+    jobs: Iterable[Job],
+    *,
+    host_budget_bytes: int,
+    workers: int = 1,
+    progress: Callable[[int], None] = lambda _: None,
+) -> int:
+    """Do all jobs.
+
+    Args:
+        checkpoint: The files.
+        jobs: In any order; they are done in the order of the files.
+        host_budget_bytes: For all buffers together.
+        workers: Threads; fewer if the budget does not allow a buffer for each.
+        progress: Called with the bytes of each read, under a lock.
+
+    Returns:
+        Bytes read.
+
+    Raises:
+        CheckpointFormatError: If a file ends early or cannot be opened, or tied tensors differ.
+        NonFiniteWeightsError: If a parameter's values are not finite.
+
+    Memory: ``workers`` buffers of about 1 MiB (two of 8 MiB, pinned, for an accelerator).
+    """
+    jobs = list(jobs)
+    device = next((job.dest.device for job in jobs), torch.device("cpu"))
+    size = min(piece_bytes(device), max(host_budget_bytes // 2, 1 << 12))
+    segments = [segment for job in jobs for segment in _segments(job, size)]
+    segments.sort(key=lambda segment: (segment.job.file, segment.start))
+    reader = _Reader(checkpoint.files, size, iter(list(_batches(segments, size))), progress)
+    buffers = 1 if device.type == "cpu" else 2
+    workers = max(1, min(workers, host_budget_bytes // (size * buffers)))
+    try:
+        if workers == 1:
+            reader.work(device)
+        else:
+            with ThreadPoolExecutor(workers) as pool:
+                for done in [pool.submit(reader.work, device) for _ in range(workers)]:
+                    done.result()
+    finally:
+        reader.close()
+    return reader.bytes_read
+
+
+class _Reader:
+    """Files, the queue of batches and the count of bytes, shared by the threads of one load."""
+
+    def __init__(
+        self,
+        files: list[Path],
+        piece_bytes: int,
+        batches: Iterator[list[_Segment]],
+        progress: Callable[[int], None],
+    ) -> None:
+        self.bytes_read = 0
+        self._files = files
+        self._piece_bytes = piece_bytes
+        self._batches = batches
+        self._progress = progress
+        self._descriptors: dict[int, int] = {}
+        self._lock = threading.Lock()
+        self._failed = False
+
+    def work(self, device: torch.device) -> None:
+        """Do batches until there are none left or another thread has failed."""
+        stage = (
+            _HostStage(self._piece_bytes) if device.type == "cpu" else _DeviceStage(self._piece_bytes, device)
+        )
+        try:
+            with torch.no_grad():
+                while (taken := self._next()) is not None:
+                    fd, batch = taken
+                    self._do(fd, batch, stage)
+            stage.finish()
+        except BaseException:
+            self._failed = True
+            raise
+
+    def _next(self) -> tuple[int, list[_Segment]] | None:
+        with self._lock:
+            batch = None if self._failed else next(self._batches, None)
+            if batch is None:
+                return None
+            file = batch[0].job.file
+            if file not in self._descriptors:
+                try:
+                    self._descriptors[file] = open_file(self._files[file])
+                except (OSError, SafetensorsError) as error:
+                    raise CheckpointFormatError(f"{self._files[file]} cannot be opened: {error}") from None
+            return self._descriptors[file], batch
+
+    def _do(self, fd: int, batch: list[_Segment], stage: "_HostStage | _DeviceStage") -> None:
+        start = batch[0].start
+        num_bytes = max(segment.start + segment.num_bytes for segment in batch) - start
+        try:
+            read_at(fd, start, stage.memory(num_bytes))
+        except (OSError, SafetensorsError) as error:
+            path = self._files[batch[0].job.file]
+            raise CheckpointFormatError(
+                f"{path} cannot be read at byte {start} ({batch[0].job.key!r}): {error}; is it complete?"
+            ) from None
+        with self._lock:
+            self.bytes_read += num_bytes
+            self._progress(num_bytes)
+        staged = stage.staged(num_bytes)
+        for segment in batch:
+            _deliver(segment, staged[segment.start - start : segment.start - start + segment.num_bytes])
+        stage.used()
+
+    def close(self) -> None:
+        """Close every file."""
+        for fd in self._descriptors.values():
+            os.close(fd)
+        self._descriptors.clear()
+
+
+class _HostStage:
+    """One buffer, read into and copied out of."""
+
+    def __init__(self, size: int) -> None:
+        self._buffer = torch.empty(size, dtype=torch.uint8)
+        self._view = memoryview(self._buffer.numpy())  # type: ignore[arg-type]
+
+    def memory(self, num_bytes: int) -> memoryview:
+        """Where to read to."""
+        return self._view[:num_bytes]
+
+    def staged(self, num_bytes: int) -> torch.Tensor:
+        """What was read."""
+        return self._buffer[:num_bytes]
+
+    def used(self) -> None:
+        """The buffer may be read into again."""
+
+    def finish(self) -> None:
+        """Wait for copies under way."""
+
+
+class _DeviceStage:
+    """Two pinned buffers in turn: one is read into while the other travels to the device."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        pin = device.type == "cuda"
+        self._buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=pin) for _ in range(2)]
+        self._device = device
+        self._turn = 0
+        self._events: list[torch.Event | None] = [None, None]
+
+    def memory(self, num_bytes: int) -> memoryview:
+        """Where to read to, once the copy that used this buffer before is done."""
+        event = self._events[self._turn]
+        if event is not None:
+            event.synchronize()
+        return memoryview(self._buffers[self._turn].numpy())[:num_bytes]  # type: ignore[arg-type]
+
+    def staged(self, num_bytes: int) -> torch.Tensor:
+        """What was read, on the device and still in the checkpoint's dtype: the cast happens there."""
+        return self._buffers[self._turn][:num_bytes].to(self._device, non_blocking=True)
+
+    def used(self) -> None:
+        """The other buffer is next."""
+        event = torch.Event(self._device)
+        event.record()
+        self._events[self._turn] = event
+        self._turn = 1 - self._turn
+
+    def finish(self) -> None:
+        """Wait for copies under way."""
+        for event in self._events:
+            if event is not None:
+                event.synchronize()
+
+
+def _deliver(segment: _Segment, raw: torch.Tensor) -> None:
+    job = segment.job
+    stored = raw.view(job.dtype).as_strided(segment.size, segment.stride)
+    dest = job.dest.as_strided(segment.size, segment.dest_stride, segment.dest_offset)
+    if job.mode == "compare":
+        if not torch.equal(dest, stored.to(dest.dtype)):
+            raise CheckpointFormatError(
+                f"the checkpoint holds different values for {job.key!r} and for the tensor it is tied to; "
+                "pass tie_word_embeddings=False to build_meta_model to keep the two apart"
+            )
+        return
+    dest.copy_(stored)
+    # A sum of finite numbers can overflow, so only a sum that is not finite is looked at closely; on an
+    # accelerator each look would wait for the device, so shards are checked at the end there.
+    if job.check_finite and dest.is_cpu and not math.isfinite(dest.sum().item()):
+        check_finite(job.name, stored)
+
+
+def check_finite(name: str, values: torch.Tensor) -> None:
+    """Refuse NaN and infinity.
+
+    Raises:
+        NonFiniteWeightsError: Naming the parameter.
+    """
+    finite = torch.isfinite(values)
+    if not bool(finite.all()):
+        count = int((~finite).sum())
+        raise NonFiniteWeightsError(f"{name!r} has {count} values in the checkpoint that are NaN or infinite")
+
+
+def _segments(job: Job, limit: int) -> Iterator[_Segment]:
+    dims = _merged(job)
+    yield from _cut(job, job.start, dims, int(job.dest.storage_offset()), limit)
+
+
+def _merged(job: Job) -> list[tuple[int, int, int]]:
+    """(size, stored stride, shard stride) with neighbours merged, from the largest stored stride down."""
+    dims = [d for d in zip(job.size, job.stride, job.dest.stride(), strict=True) if d[0] > 1]
+    dims.sort(key=lambda d: -d[1])
+    merged: list[tuple[int, int, int]] = []
+    for size, step, dest_step in dims:
+        if merged and merged[-1][1] == size * step and merged[-1][2] == size * dest_step:
+            merged[-1] = (merged[-1][0] * size, step, dest_step)
+        else:
+            merged.append((size, step, dest_step))
+    return merged or [(1, 1, 1)]
+
+
+def _cut(
+    job: Job, start: int, dims: list[tuple[int, int, int]], dest_offset: int, limit: int
+) -> Iterator[_Segment]:
+    """Cut a box along its outermost dimension until one read fits the buffer and wastes little."""
+    itemsize = job.dtype.itemsize
+    (size, step, dest_step), inner = dims[0], dims[1:]
+    inner_span = 1 + sum((n - 1) * s for n, s, _ in inner)
+    inner_bytes = inner_span * itemsize
+    needed = 1
+    for n, _, _ in inner:
+        needed *= n
+    dense = needed * 20 >= step * 19 or needed * itemsize < _MIN_RUN_BYTES
+    fits = (inner_bytes <= limit and needed * 20 >= inner_span * 19) or inner_bytes < _MIN_RUN_BYTES
+    if fits:
+        rows = max(1, (limit - inner_bytes) // (step * itemsize) + 1) if dense else 1
+        for at in range(0, size, rows):
+            count = min(rows, size - at)
+            yield _Segment(
+                job,
+                start + at * step * itemsize,
+                ((count - 1) * step + inner_span) * itemsize,
+                (count, *(n for n, _, _ in inner)),
+                (step, *(s for _, s, _ in inner)),
+                (dest_step, *(d for _, _, d in inner)),
+                dest_offset + at * dest_step,
+            )
+        return
+    for index in range(size):
+        yield from _cut(job, start + index * step * itemsize, inner, dest_offset + index * dest_step, limit)
+
+
+def _batches(segments: list[_Segment], limit: int) -> Iterator[list[_Segment]]:
+    """Neighbours in a file that one read can fetch."""
+    batch: list[_Segment] = []
+    for segment in segments:
+        if batch:
+            first, last = batch[0], batch[-1]
+            end = segment.start + segment.num_bytes
+            if (
+                segment.job.file == first.job.file
+                and segment.start == last.start + last.num_bytes
+                and end - first.start <= limit
+                and (segment.start - first.start) % _ALIGNMENT == 0
+            ):
+                batch.append(segment)
+                continue
+            yield batch
+        batch = [segment]
+    if batch:
+        yield batch
