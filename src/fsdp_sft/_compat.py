@@ -7,18 +7,6 @@ import torch
 from torch import nn
 
 
-def is_gradient_checkpointing_layer(module: nn.Module) -> bool:
-    """Whether transformers can checkpoint this block by the block's own flag.
-
-    ``GradientCheckpointingLayer`` is documented but not exported from the package root. It is looked up by
-    name among the bases, so that a model from elsewhere does not make us import transformers.
-    """
-    return any(
-        base.__name__ == "GradientCheckpointingLayer" and base.__module__ == "transformers.modeling_layers"
-        for base in type(module).__mro__
-    )
-
-
 def apply_to_tensors(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Replace every parameter and buffer below ``module`` by ``function`` of it.
 
@@ -208,12 +196,8 @@ def match_checkpoint_keys(
     """
     from copy import deepcopy
 
-    from transformers.core_model_loading import (
-        WeightConverter,
-        WeightRenaming,
-        dot_natural_key,
-        rename_source_key,
-    )
+    from transformers import WeightConverter
+    from transformers.core_model_loading import WeightRenaming, dot_natural_key, rename_source_key
 
     state: dict[str, Any] = twin.state_dict()
     prefix: Any = twin.base_model_prefix

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_sft._compat import is_gradient_checkpointing_layer
 from fsdp_sft.blocks import find_blocks
 
 Ratio = float | str | Fraction
@@ -193,13 +192,21 @@ def _checkpoint_function(preserve_rng_state: bool, early_stop: bool | None) -> C
 
 
 def _checkpoint_block(block: nn.Module, recompute: Callable[..., Any]) -> None:
-    if is_gradient_checkpointing_layer(block):
+    if _has_checkpointing_flag(block):
         _override(block, gradient_checkpointing=True, _gradient_checkpointing_func=recompute)
         return
     plain = block.__dict__.get("forward")  # a forward that someone set on the instance stays the inner one
     # A partial of a plain function, not a closure or a method: it survives deepcopy and pickling.
     forward = functools.partial(_forward_with_checkpointing, block)
     _override(block, forward=forward, _fsdp_sft_recompute=(recompute, plain))
+
+
+def _has_checkpointing_flag(block: nn.Module) -> bool:
+    # transformers.GradientCheckpointingLayer by name: a model from elsewhere must not import transformers.
+    return any(
+        base.__name__ == "GradientCheckpointingLayer" and base.__module__.startswith("transformers.")
+        for base in type(block).__mro__
+    )
 
 
 def _forward_with_checkpointing(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

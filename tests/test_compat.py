@@ -1,0 +1,106 @@
+"""Each private name that `_compat` touches is still there, and has no public form yet.
+
+A test that fails on its second half says that the private name can go.
+"""
+
+import importlib
+import inspect
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_sft import _compat
+from tests.models import tiny_model
+
+# (function of _compat, module that has the private name, the name, where a public form would be expected)
+PRIVATE = [
+    (
+        "render_chat",
+        "transformers.utils.chat_template_utils",
+        "render_jinja_template",
+        "transformers",
+    ),
+    (
+        "revert_weight_conversion",
+        "transformers.core_model_loading",
+        "revert_weight_conversion",
+        "transformers",
+    ),
+    ("match_checkpoint_keys", "transformers.core_model_loading", "rename_source_key", "transformers"),
+    ("match_checkpoint_keys", "transformers.core_model_loading", "dot_natural_key", "transformers"),
+    ("match_checkpoint_keys", "transformers.core_model_loading", "WeightRenaming", "transformers"),
+    (
+        "weight_conversions",
+        "transformers.conversion_mapping",
+        "get_model_conversion_mapping",
+        "transformers",
+    ),
+    ("build_like_from_pretrained", "transformers.monkey_patching", "patch_output_recorders", "transformers"),
+    (
+        "local_box",
+        "torch.distributed.tensor._utils",
+        "_compute_local_shape_and_global_offset",
+        "torch.distributed.tensor",
+    ),
+]
+
+
+@pytest.mark.parametrize(("user", "module", "name", "public"), PRIVATE, ids=lambda value: str(value))
+def test_a_private_name_is_there_and_not_public_yet(user: str, module: str, name: str, public: str) -> None:
+    assert name in inspect.getsource(getattr(_compat, user)), f"{user} no longer uses {name}: drop this line"
+    assert hasattr(importlib.import_module(module), name)
+    is_public = name.lstrip("_") in dir(importlib.import_module(public))
+    assert not is_public, f"{public}.{name.lstrip('_')} is public now: use it in {user} and drop this line"
+
+
+ATTRIBUTES = {
+    "keep_in_float32_patterns": ["_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"],
+    "names_left_out_on_save": ["_keys_to_ignore_on_save", "_tied_weights_keys"],
+    "ignored_on_load": ["_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_load_unexpected"],
+}
+
+
+@pytest.mark.parametrize("user", ATTRIBUTES)
+def test_class_attributes_are_there_and_have_no_public_reader(user: str) -> None:
+    from transformers import PreTrainedModel
+
+    source = inspect.getsource(getattr(_compat, user))
+    for name in ATTRIBUTES[user]:
+        assert name in source
+        assert hasattr(PreTrainedModel, name)
+        assert not hasattr(PreTrainedModel, name.lstrip("_")), f"{name.lstrip('_')} is public now: use it"
+
+
+def test_methods_of_models_that_from_pretrained_uses() -> None:
+    model = tiny_model("qwen2-tied")
+    for name in ("_get_dtype_plan", "all_tied_weights_keys", "tie_weights", "initialize_weights"):
+        assert hasattr(model, name), name
+    assert "recompute_mapping" in inspect.signature(model.tie_weights).parameters
+    assert hasattr(model, "named_non_persistent_buffers")
+    assert next(iter(inspect.signature(type(model).get_init_context).parameters)) == "dtype"
+    assert "_is_hf_initialized" in inspect.getsource(importlib.import_module("transformers.initialization"))
+
+
+def test_tensors_of_a_module_can_be_replaced_only_through_a_private_method() -> None:
+    module = nn.Linear(2, 2)
+    _compat.apply_to_tensors(module, lambda tensor: tensor.double())
+    assert module.weight.dtype == torch.float64
+    assert not hasattr(nn.Module, "apply_to_tensors"), "torch has a public form now"
+
+
+def test_wrapper_subclasses_have_no_public_constructor() -> None:
+    assert hasattr(torch.Tensor, "_make_wrapper_subclass")
+    assert not hasattr(torch.Tensor, "make_wrapper_subclass"), "torch has a public form now"
+
+
+def test_every_private_name_is_watched() -> None:
+    watched = {user for user, *_ in PRIVATE} | set(ATTRIBUTES)
+    watched |= {"apply_to_tensors", "wrapper_tensor"}
+    # Attributes on instances, covered by the tests of export and loading themselves.
+    watched |= {"copy_weight_conversions", "keep_used_conversions", "initialise_computed", "tied_names"}
+    watched |= {"run_conversion", "drop_tie", "tie_by_names", "original_class", "keeps_shards_on_host"}
+    functions = {
+        n for n, f in vars(_compat).items() if inspect.isfunction(f) and f.__module__ == _compat.__name__
+    }
+    assert functions == watched
