@@ -194,11 +194,18 @@ LAYOUTS = [
 ]
 
 
-def _check_layout(folder: Path, layout: str, mesh_shape: dict[str, int]) -> None:
+def _check_layout(folder: Path, layout: str, mesh_shape: dict[str, int]) -> str | None:
+    """Load a layout with every strategy; why plain transformers could not write it, if it could not."""
     _register_layout(layout)
+    refusal: list[str | None] = [None]
     if dist.get_rank() == 0:
-        save_tiny(folder, "llama")
-    dist.barrier()
+        try:
+            save_tiny(folder, "llama")
+        except TypeError as error:
+            refusal = [str(error)]
+    dist.broadcast_object_list(refusal)
+    if refusal[0] is not None:
+        return refusal[0]
     oracle = plain(folder)
     for strategy in ("slice", "exchange", "auto"):
         model = build_meta_model(folder)
@@ -211,15 +218,19 @@ def _check_layout(folder: Path, layout: str, mesh_shape: dict[str, int]) -> None
         if layout == "computed" and strategy == "exchange" and not mesh_shape:
             assert report.job_bytes_read == report.checkpoint_bytes
         assert [str(c) for c in model._weight_conversions] == [str(c) for c in oracle._weight_conversions]
+    return None
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_of_older_checkpoints(tmp_path: Path, layout: str) -> None:
-    run_distributed(_check_layout, 3, tmp_path, layout, {})
+    refusal = run_distributed(_check_layout, 3, tmp_path, layout, {})[0]
+    if refusal is not None:
+        assert layout == "rope", refusal
+        pytest.skip(f"save_pretrained of this transformers cannot write the layout: {refusal}")
 
 
 def test_a_computed_layout_on_replicas(tmp_path: Path) -> None:
-    run_distributed(_check_layout, 4, tmp_path, "computed", {"dp_replicate": 2})
+    assert run_distributed(_check_layout, 4, tmp_path, "computed", {"dp_replicate": 2})[0] is None
 
 
 def test_tracing_finds_every_element(tmp_path: Path) -> None:
