@@ -18,6 +18,7 @@ import torch
 from fsdp_sft._safetensors import SafetensorsError, open_file, read_at
 from fsdp_sft.weights.errors import CheckpointFormatError, NonFiniteWeightsError
 from fsdp_sft.weights.geometry import Box
+from fsdp_sft.weights.prefault import prefault
 from fsdp_sft.weights.provenance import Ints, Piece, intersect
 from fsdp_sft.weights.resolve import Checkpoint
 
@@ -66,6 +67,14 @@ class _Segment:
     stride: Ints
     dest_stride: Ints
     dest_offset: int  # in the storage of the job's dest
+
+    def place(self) -> torch.Tensor:
+        """The view of the shard that this segment fills."""
+        return self.job.dest.as_strided(self.size, self.dest_stride, self.dest_offset)
+
+    def values(self, raw: torch.Tensor) -> torch.Tensor:
+        """The segment's elements among the bytes that were read for it."""
+        return raw.view(self.job.dtype).as_strided(self.size, self.stride)
 
 
 def job_for(
@@ -199,7 +208,10 @@ class _Reader:
 
     def _do(self, fd: int, batch: list[_Segment], stage: "_HostStage | _DeviceStage") -> None:
         start = batch[0].start
-        num_bytes = max(segment.start + segment.num_bytes for segment in batch) - start
+        num_bytes = batch[-1].start + batch[-1].num_bytes - start  # a batch has no gaps
+        places = [segment.place() for segment in batch]
+        for place in places:
+            stage.prepare(place)
         try:
             read_at(fd, start, stage.memory(num_bytes))
         except (OSError, SafetensorsError) as error:
@@ -211,8 +223,9 @@ class _Reader:
             self.bytes_read += num_bytes
             self._progress(num_bytes)
         staged = stage.staged(num_bytes)
-        for segment in batch:
-            _deliver(segment, staged[segment.start - start : segment.start - start + segment.num_bytes])
+        for segment, place in zip(batch, places, strict=True):
+            at = segment.start - start
+            _deliver(segment.job, segment.values(staged[at : at + segment.num_bytes]), place)
         stage.used()
 
     def close(self) -> None:
@@ -228,6 +241,10 @@ class _HostStage:
     def __init__(self, size: int) -> None:
         self._buffer = torch.empty(size, dtype=torch.uint8)
         self._view = memoryview(self._buffer.numpy())  # type: ignore[arg-type]
+
+    def prepare(self, place: torch.Tensor) -> None:
+        """What is read next goes to ``place``."""
+        prefault(place)
 
     def memory(self, num_bytes: int) -> memoryview:
         """Where to read to."""
@@ -254,6 +271,9 @@ class _DeviceStage:
         self._turn = 0
         self._events: list[torch.Event | None] = [None, None]
 
+    def prepare(self, place: torch.Tensor) -> None:
+        """Memory of a device is mapped when it is allocated."""
+
     def memory(self, num_bytes: int) -> memoryview:
         """Where to read to, once the copy that used this buffer before is done."""
         event = self._events[self._turn]
@@ -279,10 +299,7 @@ class _DeviceStage:
                 event.synchronize()
 
 
-def _deliver(segment: _Segment, raw: torch.Tensor) -> None:
-    job = segment.job
-    stored = raw.view(job.dtype).as_strided(segment.size, segment.stride)
-    dest = job.dest.as_strided(segment.size, segment.dest_stride, segment.dest_offset)
+def _deliver(job: Job, stored: torch.Tensor, dest: torch.Tensor) -> None:
     if job.mode == "compare":
         if not torch.equal(dest, stored.to(dest.dtype)):
             raise CheckpointFormatError(
