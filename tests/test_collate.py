@@ -556,14 +556,36 @@ def test_tool_calls_that_a_template_joins_as_text():
     assert shown(row, tokenizer) == f"<s>[INST]a[/INST]⟦[TOOL_CALLS]weather:{arguments}</s>⟧"
 
 
-def test_an_unfinished_tool_call_is_refused():
+def test_a_tool_call_without_a_stop_token_ends_where_the_template_ends_it():
     tokenizer = ct.byte_tokenizer("glm")
     tokenizer.chat_template = ct.GLM.replace("message.content }}", "message.content }}" + ct._CALLS)
     row = {"conversations": [{"from": "human", "value": "a"}, {"from": "function_call", "value": CALL}]}
+    assert shown(row, tokenizer).endswith("</tool_call>⟧")
+    row["conversations"] += [{"from": "observation", "value": "rain"}, {"from": "gpt", "value": "b"}]
+    assert "</tool_call>⟧<|tool|>\nrain<|assistant|>\n⟦b⟧" in shown(row, tokenizer)
+    end = "{% if loop.last %}(the end){% endif %}{% endfor %}{% if add"
+    tokenizer.chat_template = tokenizer.chat_template.replace("{% endfor %}{% if add", end)
     with pytest.raises(
         ChatTemplateError, match="no end-of-turn token comes after the tool calls of message 1"
     ):
         encode_chat(row, tokenizer)
+
+
+def test_a_blank_answer_that_a_template_prints_otherwise():
+    tokenizer = ct.byte_tokenizer("glm")
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|{{ m.role }}|>{% if m.content.strip() %}: {{ m.content.strip() }}"
+        "{% else %}(nothing){% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    text = shown(chat("a", "", "b", "c"), tokenizer)
+    assert text == "<|user|>: a<|assistant|>⟦(nothing)⟧<|user|>: b<|assistant|>⟦: c⟧"
+
+
+def test_contents_are_given_in_parts_to_templates_that_take_nothing_else():
+    tokenizer = ct.byte_tokenizer("chatml")
+    tokenizer.chat_template = ct.CHATML.replace("{{ message.content }}", "{{ message.content[0]['text'] }}")
+    row = chat("hi", "hello", "more", "")
+    assert shown(row, tokenizer) == shown(row)
 
 
 def test_reasoning_is_trained_where_the_template_prints_it():

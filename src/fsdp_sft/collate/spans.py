@@ -4,7 +4,9 @@ A chat template is a program, so the place of an answer in its output cannot be 
 may quote the answer, a header or an end-of-turn token. The conversation is therefore rendered twice, once
 as it is and once with every content replaced by a numbered sentinel. Where putting the contents back for
 the sentinels gives the first rendering character for character, the sentinels tell where the contents are;
-where it does not, a `ChatTemplateError` is raised.
+where it does not, a `ChatTemplateError` is raised. Where a turn has no known header or end-of-turn token,
+its edges are those of two more renderings: of the messages before it with a generation prompt, and of the
+messages up to it.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from fsdp_sft.collate.template import OPEN, SENTINEL, ChatTemplate, ChatTemplate
 
 # Templates of reasoning models look for these in the content and cut it there.
 _THINK = re.compile(r"(</?think>)")
+_OPENED_THINK = re.compile(r"<think>\s*(?:</think>\s*)?$")
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,7 @@ class _Layout:
     leaves: list[_Leaf]
     places: list[_Place]
     length: int
+    marked: list[Message]
 
     def check(self, template: ChatTemplate, wanted: set[int]) -> None:
         """Refuse a layout in which a wanted message is missing, doubled or torn apart."""
@@ -80,7 +84,15 @@ class _Layout:
                 raise template.error(f"it prints message {index} more than once")
 
     def groups(self, wanted: set[int]) -> Iterator[tuple[int, int, int, int, int]]:
-        """Yield (message, end of what is before, first start, last end, start of what is after)."""
+        """Yield (message, end of what is before, first start, last end, start of what is after).
+
+        For a message of which nothing is printed, first start and last end are -1.
+        """
+        printed = {place.message for place in self.places}
+        for index in sorted(wanted - printed):
+            floor = max((p.end for p in self.places if p.message < index), default=0)
+            ceiling = min((p.start for p in self.places if p.message > index), default=self.length)
+            yield index, floor, -1, -1, ceiling
         runs = [list(run) for _, run in groupby(self.places, key=lambda place: place.message)]
         ends = [0, *(run[-1].end for run in runs)]
         starts = [*(run[0].start for run in runs), self.length]
@@ -108,22 +120,34 @@ def find_turns(
     if OPEN in text:
         raise template.error(f"the conversation holds the private-use character {OPEN!r}")
     facts = template.facts()
+    layout = _lay_out_any(template, messages, conversation.tools, wanted, text)
+    layout.check(template, wanted)
+    owned = _tags_by_message(tags, layout.places, messages)
+    finder = _TurnFinder(template, facts, messages, owned, layout, conversation.tools)
+    turns = [turn for group in layout.groups(wanted) for turn in finder.find(text, *group)]
+    return text, sorted(turns, key=lambda turn: turn.start)
+
+
+def _lay_out_any(
+    template: ChatTemplate,
+    messages: list[Message],
+    tools: list[dict[str, Any]] | None,
+    wanted: set[int],
+    text: str,
+) -> _Layout:
+    """The first layout that holds: all roles marked or the assistant's, blank answers marked or not."""
     everyone = frozenset(message["role"] for message in messages)
     roles_wanted = {messages[index]["role"] for index in wanted}
     for roles in dict.fromkeys([everyone, everyone & {"assistant"}]):
-        if roles_wanted <= roles and (roles == everyone or not _mimics(messages, facts)):
-            layout = _lay_out(template, messages, conversation.tools, roles, text)
-            if layout is not None:
-                break
-    else:
-        raise template.error(
-            "what it prints around a message depends on the message's content, so that a second rendering "
-            "with other contents does not match the first"
-        )
-    layout.check(template, wanted)
-    owned = _tags_by_message(tags, layout.places, messages)
-    finder = _TurnFinder(template, facts, messages, owned)
-    return text, [turn for group in layout.groups(wanted) for turn in finder.find(text, *group)]
+        if roles_wanted <= roles and (roles == everyone or not _mimics(messages, template.facts())):
+            for blanks in (True, False):
+                layout = _lay_out(template, messages, tools, roles, text, blanks=blanks)
+                if layout is not None:
+                    return layout
+    raise template.error(
+        "what it prints around a message depends on the message's content, so that a second rendering "
+        "with other contents does not match the first"
+    )
 
 
 def _render_any(
@@ -164,10 +188,12 @@ def _lay_out(
     tools: list[dict[str, Any]] | None,
     roles: frozenset[str],
     text: str,
+    *,
+    blanks: bool,
 ) -> _Layout | None:
     leaves: list[_Leaf] = []
     marked = [
-        _mark_message(message, index, leaves) if message["role"] in roles else message
+        _mark_message(message, index, leaves, blanks=blanks) if message["role"] in roles else message
         for index, message in enumerate(messages)
     ]
     try:
@@ -175,7 +201,7 @@ def _lay_out(
     except ChatTemplateError:
         return None
     places = _align(rendered, text, leaves)
-    return None if places is None else _Layout(leaves, places, len(text))
+    return None if places is None else _Layout(leaves, places, len(text), marked)
 
 
 def _align(marked: str, text: str, leaves: Sequence[_Leaf]) -> list[_Place] | None:
@@ -197,8 +223,11 @@ def _align(marked: str, text: str, leaves: Sequence[_Leaf]) -> list[_Place] | No
     return places if position == len(text) else None
 
 
-def _mark_message(message: Message, index: int, leaves: list[_Leaf]) -> Message:
-    """Copy a message with its texts replaced by sentinels, and note them in `leaves`."""
+def _mark_message(message: Message, index: int, leaves: list[_Leaf], *, blanks: bool) -> Message:
+    """Copy a message with its texts replaced by sentinels, and note them in `leaves`.
+
+    `blanks` says whether an answer of nothing but white space gets one too.
+    """
     in_call = False
 
     def add(*spellings: str) -> str:
@@ -212,7 +241,7 @@ def _mark_message(message: Message, index: int, leaves: list[_Leaf]) -> Message:
     if "tool_calls" in marked:
         in_call = True
         marked["tool_calls"] = [_mark_call(call, leaves, add) for call in marked["tool_calls"]]
-    if len(leaves) == known and message["role"] == "assistant":
+    if blanks and len(leaves) == known and message["role"] == "assistant":
         content = message["content"]
         # White space alone cannot stay around a sentinel, so it is replaced, in every way it may be stripped.
         blanks = (content, content.lstrip("\n"), content.rstrip("\n"), content.strip("\n"), "")
@@ -257,21 +286,28 @@ class _TurnFinder:
     facts: TemplateFacts
     messages: list[Message]
     tags: dict[int, list[tuple[int, int]]]
+    layout: _Layout
+    tools: list[dict[str, Any]] | None
 
     def find(self, text: str, index: int, floor: int, first: int, last: int, ceiling: int) -> list[Turn]:
         """The turns of one message, whose leaves reach from `first` to `last`."""
+        if first < 0:
+            return self._find_blank(text, index, floor, ceiling)
         message, tags = self.messages[index], self.tags.get(index, [])
         start = self._start(message, text[floor:first])
-        stop = self._stop(message, text[last:ceiling])
-        if start is None and not tags:
+        if start is None:
+            start = self._end_of_prompt(index, floor, text[floor:first])
+        if start is None and tags and index and self.messages[index - 1]["role"] == "assistant":
+            start = max(0, tags[0][0] - floor)  # nothing is generated anew between two answers in a row
+        stop = self._stop(message, text[last:ceiling]) or self._end_of_ending(index, last, text[last:ceiling])
+        if start is None:
             raise self.template.error(
                 f"message {index} does not come after the generation prompt or anything like it; "
                 "is it a second assistant message in a row, or one that follows a tool's?"
             )
-        if stop is None and (not tags or tags[-1][1] < last):
+        if stop is None:
             raise self.template.error(f"no end-of-turn token comes after the tool calls of message {index}")
-        begin = tags[0][0] if start is None else floor + start
-        stop_start, end = (last + stop[0], last + stop[1]) if stop else (tags[-1][1], tags[-1][1])
+        begin, stop_start, end = floor + start, last + stop[0], last + stop[1]
         # Tags say which part inside a turn is left out; a tag's end never is the end of the turn.
         gaps = [(left[1], right[0]) for left, right in pairwise(tags)]
         begin = max(begin, tags[0][0]) if tags else begin
@@ -279,6 +315,58 @@ class _TurnFinder:
         spans = list(zip(cuts[::2], cuts[1::2], strict=True))
         turns = [Turn(index, left, right, right) for left, right in spans[:-1]]
         return [*turns, Turn(index, spans[-1][0], stop_start, end)]
+
+    def _find_blank(self, text: str, index: int, floor: int, ceiling: int) -> list[Turn]:
+        """The turn of a message of which nothing is printed, or nothing but white space."""
+        between = text[floor:ceiling]
+        start = self._end_of_prompt(index, floor, between)
+        ending = self._rendered_after(index + 1, floor, prompt=False)
+        if start is None or ending is None or not between.startswith(ending) or len(ending) < start:
+            raise self.template.error(f"message {index} is blank, and it does not show where its turn is")
+        found = [(at, -len(stop)) for stop in self.facts.stop_tokens if (at := ending.find(stop, start)) >= 0]
+        if found:
+            at, length = min(found)
+            return [Turn(index, floor + start, floor + at, floor + at - length)]
+        end = floor + max(start, len(ending.rstrip()))
+        return [Turn(index, floor + start, end, end)] if end > floor + start else []
+
+    def _end_of_prompt(self, index: int, floor: int, before: str) -> int | None:
+        """Where the generation prompt of exactly these messages ends in `before`; None if it is not there."""
+        prompt = self._rendered_after(index, floor, prompt=True)
+        if prompt is None:
+            return None
+        # A prompt may open a think block, or write an empty one, that this answer has not or has otherwise.
+        for there in (prompt, _OPENED_THINK.sub("", prompt)):
+            if before.startswith(there):
+                return len(there)
+        return None
+
+    def _end_of_ending(self, index: int, last: int, after: str) -> tuple[int, int] | None:
+        """Like `_stop`, by what is printed if the conversation ends with this message."""
+        ending = self._rendered_after(index + 1, last, prompt=False)
+        if ending is None or not after.startswith(ending):
+            return None
+        ending = ending.rstrip()
+        token = self.template.last_special_token(ending)
+        return len(ending) - len(token or ""), len(ending)
+
+    def _rendered_after(self, count: int, position: int, *, prompt: bool) -> str | None:
+        """What the first `count` messages print after the leaf that ends at `position` of the real text.
+
+        None if that is not the last leaf they print.
+        """
+        messages = self.layout.marked[:count]
+        if not messages:
+            return None
+        try:
+            marked, _ = self.template.render(messages, tools=self.tools, add_generation_prompt=prompt)
+        except ChatTemplateError:
+            return None
+        pieces = SENTINEL.split(marked)
+        if len(pieces) == 1:
+            return pieces[0] if position == 0 else None
+        ends_here = any(p.leaf == int(pieces[-2]) and p.end == position for p in self.layout.places)
+        return pieces[-1] if ends_here else None
 
     def _start(self, message: Message, before: str) -> int | None:
         """Offset in `before`, the template text in front of the first leaf; None if it cannot be told."""
@@ -304,7 +392,8 @@ class _TurnFinder:
         if "tool_calls" in message:
             return None
         tail = _edges(message)[1]
-        kept = len(tail) if after.startswith(tail + self.facts.after_answer) else 0
+        endings = (tail + self.facts.after_answer, tail + self.facts.after_past_answer)
+        kept = len(tail) if after.startswith(endings) else 0
         return kept, kept
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 import weakref
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -40,14 +41,18 @@ class TemplateFacts:
         always_headed: Whether a header of its own stands in front of every answer, not just a question's end.
         before_answer: Text between the user's content and the answer.
         after_answer: Text after the last answer.
+        after_past_answer: Text between an earlier answer and the next user's content.
         stop_tokens: Tokens on which generation stops.
+        in_parts: Whether contents must be lists of parts, as some templates of vision models want them.
     """
 
     headers: tuple[str, ...]
     always_headed: bool
     before_answer: str
     after_answer: str
+    after_past_answer: str
     stop_tokens: tuple[str, ...]
+    in_parts: bool = False
 
 
 class ChatTemplate:
@@ -77,6 +82,9 @@ class ChatTemplate:
         self.text: str = tokenizer.get_chat_template(chat_template, tools=tools)
         self._tags_count = not _has_captured_tag(self.text)
         self._special_tokens: dict[str, Any] = dict(tokenizer.special_tokens_map)
+        self._in_parts = False
+        with suppress(ChatTemplateError):  # what cannot be told is no matter until a turn is to be found
+            self._in_parts = self.facts().in_parts
 
     def render(
         self,
@@ -92,6 +100,8 @@ class ChatTemplate:
         """
         import jinja2
 
+        if self._in_parts:
+            messages = [_in_parts(message) for message in messages]
         try:
             text, tags = _compat.render_chat(
                 self.text,
@@ -112,8 +122,18 @@ class ChatTemplate:
         known = _FACTS.setdefault(self.tokenizer, {})
         key = (self.text, json.dumps(self._special_tokens, default=str), len(self.tokenizer))
         if key not in known:
-            known[key] = self._probe()
+            known[key] = self._probe_either_form()
         return known[key]
+
+    def _probe_either_form(self) -> TemplateFacts:
+        try:
+            return self._probe()
+        except ChatTemplateError:
+            self._in_parts = True
+            with suppress(ChatTemplateError):
+                return replace(self._probe(), in_parts=True)
+            self._in_parts = False
+            raise
 
     def _probe(self) -> TemplateFacts:
         roles = ("user", "assistant", "user", "assistant")
@@ -126,6 +146,7 @@ class ChatTemplate:
             self._after(question, answered).partition(sentinel(question + 1))[0] for question in (0, 2)
         )
         after_answer = self._after(3, answered)
+        after_past_answer = self._after(1, answered).partition(sentinel(2))[0]
         shared, shared_past = (
             prompted[: common_length(prompted, before)] for before in (before_answer, before_past)
         )
@@ -141,6 +162,7 @@ class ChatTemplate:
             always_headed=bool(prompt.strip()),
             before_answer=before_answer,
             after_answer=after_answer,
+            after_past_answer=after_past_answer,
             stop_tokens=tuple(dict.fromkeys(str(stop) for stop in stops if stop)),
         )
 
@@ -169,6 +191,12 @@ class ChatTemplate:
         eos = self.tokenizer.eos_token
         return str(eos) if eos and run and str(eos) in run[0] else first
 
+    def last_special_token(self, text: str) -> str | None:
+        """The special token that ``text`` ends with; None if it ends with something else."""
+        added = (token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special)
+        found = [token for token in added if token and text.endswith(token)]
+        return max(found, key=len, default=None)
+
     def error(self, reason: str) -> ChatTemplateError:
         """A `ChatTemplateError` that says `reason` and the way out."""
         return ChatTemplateError(
@@ -190,6 +218,10 @@ def describe_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
     """Name a tokenizer in an error message."""
     name = tokenizer.name_or_path
     return f"{type(tokenizer).__name__} {name!r}" if name else type(tokenizer).__name__
+
+
+def _in_parts(message: Message) -> Message:
+    return {**message, "content": [{"type": "text", "text": message["content"]}]}
 
 
 def common_length(first: str, second: str) -> int:
