@@ -244,8 +244,8 @@ def _mark_message(message: Message, index: int, leaves: list[_Leaf], *, blanks: 
     if blanks and len(leaves) == known and message["role"] == "assistant":
         content = message["content"]
         # White space alone cannot stay around a sentinel, so it is replaced, in every way it may be stripped.
-        blanks = (content, content.lstrip("\n"), content.rstrip("\n"), content.strip("\n"), "")
-        marked["content"] = _mark_text(content, add) if content.strip() else add(*dict.fromkeys(blanks))
+        stripped = (content, content.lstrip("\n"), content.rstrip("\n"), content.strip("\n"), "")
+        marked["content"] = _mark_text(content, add) if content.strip() else add(*dict.fromkeys(stripped))
     return marked
 
 
