@@ -1,0 +1,20 @@
+"""Causal-LM loss in which every target token of an optimizer step weighs the same.
+
+The loss is a float32 sum. It is divided by the number of targets of the whole window (all ranks, all
+micro-batches), never by a rank's own, and the averaging that FSDP2 does over ranks is cancelled:
+the mean of per-rank means is something else as soon as ranks hold unequal numbers of targets.
+
+``counting`` is about targets, ``causal`` about a model's loss. The loss is computed without the logits where
+that is proven to be the same: ``linear_cross_entropy`` and ``products`` do it, ``head`` brings it into the
+model's forward, ``probe`` proves it and ``prepare`` decides; ``liger`` is an optional other way to do it.
+"""
+
+from fsdp_sft.loss.causal import causal_lm_loss as causal_lm_loss
+from fsdp_sft.loss.causal import loss_sum as loss_sum
+from fsdp_sft.loss.counting import Batch as Batch
+from fsdp_sft.loss.counting import count_targets as count_targets
+from fsdp_sft.loss.counting import num_targets as num_targets
+from fsdp_sft.loss.counting import scale_for_backward as scale_for_backward
+from fsdp_sft.loss.linear_cross_entropy import linear_cross_entropy_sum as linear_cross_entropy_sum
+from fsdp_sft.loss.prepare import LossImpl as LossImpl
+from fsdp_sft.loss.prepare import prepare_loss as prepare_loss

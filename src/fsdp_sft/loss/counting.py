@@ -1,0 +1,101 @@
+"""Targets: which labels count, how many there are, and the scale that makes each weigh the same."""
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+
+from fsdp_sft._agree import all_reduce_sum
+from fsdp_sft.collate import IGNORE_INDEX
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+Batch = Mapping[str, Any]
+
+
+def count_targets(micro_batches: Iterable[Batch], *, group: dist.ProcessGroup | None = None) -> int:
+    """Number of targets in a window: all its micro-batches on all ranks.
+
+    Args:
+        micro_batches: Batches with ``labels``, int64 ``(B, S)``, aligned with ``input_ids``.
+        group: Ranks to sum over, with a backend that takes CPU tensors; None takes all ranks.
+
+    Returns:
+        How many labels, after the shift, are not -100.
+
+    Raises:
+        ValueError: If a batch has no proper labels.
+
+    Collective: all ranks of ``group``.
+    """
+    own = sum(num_targets(batch) for batch in micro_batches)
+    if group is None:
+        return int(all_reduce_sum([own])[0])
+    total = torch.tensor([own])
+    dist.all_reduce(total, group=group)
+    return int(total.item())
+
+
+def num_targets(batch: Batch) -> int:
+    """Number of targets in one batch of this rank: labels after the shift that are not -100."""
+    return int((checked_labels(batch)[:, 1:] != IGNORE_INDEX).sum())
+
+
+def shifted(labels: torch.Tensor) -> torch.Tensor:
+    """The target of each position: the next label; the last position has none. ``(B, S)`` as ``labels``."""
+    return F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
+
+
+def scale_for_backward(
+    loss: torch.Tensor, *, num_targets: int, mesh: "DeviceMesh | None" = None
+) -> torch.Tensor:
+    """Scale a sum so that after FSDP2's averaging the gradient is that of the mean over ``num_targets``.
+
+    Args:
+        loss: Sum over this rank's targets in one micro-batch.
+        num_targets: Targets of the whole window over all ranks, from ``count_targets``.
+        mesh: Ranks that FSDP2 averages over; None takes all ranks of the job.
+
+    Returns:
+        ``loss * data-parallel size / num_targets``.
+
+    Raises:
+        ValueError: If ``num_targets`` is not positive.
+    """
+    check_num_targets(num_targets)
+    if mesh is not None:
+        ranks = mesh.size()
+    else:
+        ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    # FSDP2 averages over the mesh; cancel it so that every token weighs the same.
+    return loss * (ranks / num_targets)
+
+
+def check_num_targets(num_targets: int) -> None:
+    """Refuse a window without targets, which has no mean."""
+    if num_targets < 1:
+        raise ValueError(
+            f"num_targets must be at least 1, got {num_targets}: a window without targets has no mean; "
+            "skip it on all ranks (train_step does) and filter such rows with filter_rows"
+        )
+
+
+def checked_labels(batch: Batch) -> torch.Tensor:
+    """The labels of a batch, int64 ``(B, S)``, or a ValueError that says what is wrong with them."""
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    if labels is None:
+        seen = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
+        raise ValueError(f"a batch needs 'labels' aligned with 'input_ids', got {seen}")
+    ids = batch.get("input_ids")
+    if not isinstance(labels, torch.Tensor) or labels.ndim != 2 or labels.dtype != torch.int64:
+        tensor = isinstance(labels, torch.Tensor)
+        got = f"{labels.dtype} {tuple(labels.shape)}" if tensor else type(labels).__name__
+        raise ValueError(f"labels must be an int64 tensor of shape (B, S), got {got}")
+    if isinstance(ids, torch.Tensor) and ids.shape != labels.shape:
+        raise ValueError(
+            f"labels {tuple(labels.shape)} must be aligned with input_ids {tuple(ids.shape)}; the loss shifts"
+        )
+    return labels

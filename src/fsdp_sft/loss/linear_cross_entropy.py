@@ -1,0 +1,258 @@
+"""Cross entropy of a linear head without the logits: one chunk of them at a time.
+
+The gradients are computed in the forward, where a chunk's logits exist, and kept until the backward. They
+are those of the *sum*; the backward multiplies them by what it is given, before it narrows them to the
+dtype of the inputs, so that a ``GradScaler`` prevents underflow as it does for ordinary logits.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fsdp_sft.collate import IGNORE_INDEX
+from fsdp_sft.loss.products import products_for
+
+
+def linear_cross_entropy_sum(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    chunk_size: int | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """``cross_entropy(cap(scale * (hidden @ weight.T + bias)), labels, reduction="sum")``, chunk by chunk.
+
+    Nothing is shifted: ``labels[i]`` is the target of ``hidden[i]`` (``loss_sum`` shifts). Rows with label
+    -100 are dropped before any product.
+
+    Args:
+        hidden: ``(..., H)``, floating point.
+        weight: ``(V, H)``, same dtype and device as ``hidden``; an ordinary tensor, not a DTensor.
+        labels: int64 ``(...)``; -100 or in ``[0, V)``.
+        bias: ``(V,)``, same dtype.
+        chunk_size: Rows whose logits exist at once; None takes H / 2 (H below float32), within 128 and 1024.
+        softcap: ``cap(x) = softcap * tanh(x / softcap)`` is applied to the scaled logits; None for none.
+        scale: Factor on the logits; None is 1.
+
+    Returns:
+        A float32 scalar (float64 for float64), connected to the inputs even without a target. Its backward
+        runs once, and not twice differentiated.
+
+    Raises:
+        ValueError: For shapes, dtypes, labels or options that do not fit together.
+        TypeError: For a weight that is a DTensor.
+        RuntimeError: In a second backward, since the first gives the kept gradients away.
+
+    Memory: In the forward ``chunk_size * V`` logits, in float32 except for bfloat16 on a CPU (on CUDA twice
+    with a soft cap, and half of it again below float32). Until the backward the gradients of those
+    inputs that need one, in float32.
+    """
+    _check(hidden, weight, labels, bias)
+    chunk_size = _default_chunk_size(hidden) if chunk_size is None else chunk_size
+    scale = 1.0 if scale is None else scale
+    _check_options(softcap, scale, chunk_size)
+    if torch.is_autocast_enabled(hidden.device.type):
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    if hidden.dtype != weight.dtype or (bias is not None and bias.dtype != weight.dtype):
+        got = [str(t.dtype) for t in (hidden, weight, bias) if t is not None]
+        raise ValueError(f"hidden, weight and bias must have one dtype, got {', '.join(got)}")
+    apply: Any = _LinearCrossEntropySum.apply
+    if torch.compiler.is_compiling():
+        # The rows that count are known at run time only; a graph breaks here, cleanly.
+        apply = torch.compiler.disable(apply)
+    rows, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1).to(hidden.device)
+    with torch.autocast(hidden.device.type, enabled=False):
+        result: torch.Tensor = apply(
+            rows, weight, bias, labels, (chunk_size, softcap, scale), torch.is_grad_enabled()
+        )
+    return result
+
+
+@dataclass(frozen=True)
+class _Head:
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    softcap: float | None
+    scale: float
+
+
+class _LinearCrossEntropySum(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        labels: torch.Tensor,
+        options: tuple[int, float | None, float],
+        grad_enabled: bool,
+    ) -> torch.Tensor:
+        chunk_size, softcap, scale = options
+        wanted = [needed and grad_enabled for needed in ctx.needs_input_grad[:3]]
+        head = _Head(weight, bias, softcap, scale)
+        loss, ctx.gradients, gain = _chunked(hidden, head, labels, chunk_size, wanted)
+        ctx.factor = scale / gain
+        ctx.dtype = hidden.dtype
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "linear_cross_entropy_sum: no derivative of its gradient (create_graph=True); use full "
+                "logits and F.cross_entropy for that (impl='logits')"
+            )
+        if ctx.gradients is None:
+            raise RuntimeError(
+                "linear_cross_entropy_sum: a second backward through the same loss; the first gave its "
+                "gradients away. Compute the loss again, or sum losses and call backward once"
+            )
+        gradients, ctx.gradients = ctx.gradients, None
+        factor = grad_output * ctx.factor
+        return (*(_narrowed(gradients, i, factor, ctx.dtype) for i in range(3)), None, None, None)
+
+
+def _narrowed(
+    gradients: list[torch.Tensor | None], index: int, factor: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor | None:
+    """``factor`` times one of the kept gradients, in ``dtype``; the wide one is freed."""
+    kept, gradients[index] = gradients[index], None
+    if kept is None or kept.dtype == dtype:
+        return None if kept is None else kept.mul_(factor)
+    return torch.mul(kept, factor, out=torch.empty_like(kept, dtype=dtype))
+
+
+def _chunked(
+    hidden: torch.Tensor, head: _Head, labels: torch.Tensor, chunk_size: int, wanted: list[bool]
+) -> tuple[torch.Tensor, list[torch.Tensor | None], float]:
+    """Loss, and the wanted gradients of (hidden, weight, bias) without ``head.scale`` and times the last."""
+    dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    total = torch.zeros((), dtype=torch.float64, device=hidden.device)
+    d_hidden, d_weight, d_bias = (
+        torch.zeros(t.shape, dtype=dtype, device=t.device) if t is not None and want else None
+        for t, want in zip((hidden, head.weight, head.bias), wanted, strict=True)
+    )
+    targets = _targets(labels, head.weight.shape[0])
+    products = products_for(head.weight, min(chunk_size, len(targets)))
+    for index in targets.split(chunk_size) if len(targets) else ():
+        rows = hidden.index_select(0, index)
+        logits = products.logits(rows)
+        for part, block in products.blocks(logits):
+            columns = labels[index[part], None]
+            if head.bias is not None:
+                block.add_(head.bias)
+            if products.rounds:
+                _refine(block, rows[part], columns, head)
+            total += _softmax_slopes(block, columns, head, any(wanted))
+            if products.gain != 1:
+                block.mul_(products.gain)
+            if d_bias is not None:
+                d_bias.add_(block.sum(0))
+        if d_hidden is not None:
+            d_hidden.index_copy_(0, index, products.hidden_gradient(logits))
+        if d_weight is not None:
+            products.add_weight_gradient(logits, rows, d_weight)
+    return total.to(dtype), [d_hidden, d_weight, d_bias], products.gain
+
+
+def _refine(logits: torch.Tensor, hidden: torch.Tensor, columns: torch.Tensor, head: _Head) -> None:
+    """Compute anew the rounded logits that matter most: those of the target and of the largest.
+
+    bfloat16 moves a logit by up to 0.4 %. The errors of the many average out in the sum of exponentials;
+    those of these two do not.
+    """
+    largest = logits.argmax(-1, keepdim=True) if head.scale > 0 else logits.argmin(-1, keepdim=True)
+    for column in (columns, largest):
+        exact = head.weight[column.squeeze(1)].float().mul_(hidden).sum(-1, keepdim=True)
+        if head.bias is not None:
+            exact.add_(head.bias[column])
+        logits.scatter_(1, column, exact)
+
+
+def _softmax_slopes(logits: torch.Tensor, columns: torch.Tensor, head: _Head, slopes: bool) -> torch.Tensor:
+    """Sum of the losses of some rows; turns ``logits`` into their gradient, without ``scale``, in place.
+
+    Args:
+        logits: ``(C, V)``, before scale and soft cap; overwritten.
+        columns: The targets, ``(C, 1)``.
+        head: For its scale and soft cap.
+        slopes: Whether the gradient is wanted.
+    """
+    tanh = None
+    if head.softcap is not None:
+        logits.mul_(head.scale / head.softcap).tanh_()
+        tanh = logits.clone() if slopes else None
+        logits.mul_(head.softcap)
+    elif head.scale != 1:
+        logits.mul_(head.scale)
+    largest = logits.argmax(-1, keepdim=True)
+    behind = logits.gather(1, largest) - logits.gather(1, columns)
+    torch.softmax(logits, -1, out=logits)
+    # -log(softmax) of the target, by way of the largest probability: that one never underflows.
+    loss = (behind - logits.gather(1, largest).log()).sum(dtype=torch.float64)
+    if slopes:
+        logits.scatter_(1, columns, logits.gather(1, columns) - 1)
+        if tanh is not None:
+            logits.mul_(tanh.square_().neg_().add_(1))
+    return loss
+
+
+def _targets(labels: torch.Tensor, vocabulary: int) -> torch.Tensor:
+    """Positions of the labels that count."""
+    index = (labels != IGNORE_INDEX).nonzero().squeeze(1)
+    if len(index):
+        low, high = torch.stack(labels[index].aminmax()).tolist()
+        if low < 0 or high >= vocabulary:
+            raise ValueError(
+                f"labels must be {IGNORE_INDEX} or in [0, {vocabulary}), got {low if low < 0 else high}; "
+                "the vocabulary is the number of rows of the weight"
+            )
+    return index
+
+
+def _check(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, bias: torch.Tensor | None
+) -> None:
+    from torch.distributed.tensor import DTensor
+
+    if isinstance(weight, DTensor) or isinstance(bias, DTensor) or isinstance(hidden, DTensor):
+        raise TypeError(
+            "linear_cross_entropy_sum takes ordinary tensors, got a DTensor: gather the parameter first "
+            "(FSDP2 does in a forward; unshard() does by hand)"
+        )
+    if hidden.ndim < 1 or weight.ndim != 2 or hidden.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"hidden must be (..., H) and weight (V, H), got {tuple(hidden.shape)} and {tuple(weight.shape)}"
+        )
+    if not hidden.is_floating_point() or not weight.is_floating_point():
+        raise ValueError(f"hidden and weight must be floating point, got {hidden.dtype} and {weight.dtype}")
+    if labels.dtype != torch.int64 or labels.shape != hidden.shape[:-1]:
+        raise ValueError(
+            f"labels must be int64 of shape {tuple(hidden.shape[:-1])}, one for each row of hidden, got "
+            f"{labels.dtype} {tuple(labels.shape)}"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias must be {tuple(weight.shape[:1])}, got {tuple(bias.shape)}")
+    if weight.device != hidden.device or (bias is not None and bias.device != hidden.device):
+        raise ValueError(f"hidden is on {hidden.device}, weight on {weight.device}; use one device")
+
+
+def _default_chunk_size(hidden: torch.Tensor) -> int:
+    """As many rows as make the logits half as large as a float32 gradient of the weight, or fewer."""
+    return min(1024, max(128, 2 * hidden.shape[-1] // hidden.element_size()))
+
+
+def _check_options(softcap: float | None, scale: float, chunk_size: int) -> None:
+    if softcap is not None and not (math.isfinite(softcap) and softcap > 0):
+        raise ValueError(f"softcap must be a positive number or None, got {softcap!r}")
+    if not (math.isfinite(scale) and scale != 0):
+        raise ValueError(f"scale must be a finite number other than 0, or None, got {scale!r}")
+    if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1:
+        raise ValueError(f"chunk_size must be a positive number of rows or None, got {chunk_size!r}")

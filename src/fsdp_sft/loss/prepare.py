@@ -1,0 +1,139 @@
+"""Choose how the loss of a model is computed, once, with a reason, and the same on all ranks."""
+
+import logging
+import weakref
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from fsdp_sft._compat import original_class
+from fsdp_sft.distributed import compute_device, mesh_of, sum_over_mesh
+from fsdp_sft.loss import liger
+from fsdp_sft.loss.head import plain_head, takes_use_cache
+from fsdp_sft.loss.plan import Plan, Transform
+from fsdp_sft.loss.probe import NotFusedError, probe
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+LossImpl = Literal["auto", "chunked", "liger", "logits"]
+
+IMPLS = ("auto", "chunked", "liger", "logits")
+_logger = logging.getLogger("fsdp_sft.loss")
+_plans: "weakref.WeakKeyDictionary[nn.Module, dict[str, Plan]]" = weakref.WeakKeyDictionary()
+
+
+def prepare_loss(model: nn.Module, *, impl: LossImpl = "auto") -> str:
+    """Decide how ``loss_sum`` and what is built on it compute this model's loss under ``impl="auto"``.
+
+    A fused loss needs a head that is a plain linear layer, and logits that are the head's output up to a
+    scale and a soft cap. Both are found out on a tiny batch, and the fused loss is compared with that of
+    the model's real logits before it is ever used. Without a call, the first ``"auto"`` loss does the same.
+    Sharding the model or replacing its head afterwards leads to another probe.
+
+    Args:
+        model: A decoder-only language model with its weights, sharded or not. It is left as it was: mode,
+            buffers, gradients, random number generators. If sharded, it is resharded.
+        impl: ``"auto"`` takes the chunked loss if it can and falls back to full logits with a logged
+            warning; ``"chunked"`` and ``"liger"`` (its kernels, on CUDA) raise instead; ``"logits"``
+            computes logits in full.
+
+    Returns:
+        ``"chunked"``, ``"liger"`` or ``"logits"``. Which, and why, is logged.
+
+    Raises:
+        ValueError: For another ``impl``, an encoder-decoder, a model on the meta device, or one whose loss
+            cannot be fused although ``impl`` says so; the message has the reason.
+
+    Collective: all ranks of the model's mesh, by two forwards of 2 x 8 tokens.
+    """
+    check_impl(impl)
+    refuse_encoder_decoder(model)
+    plan = _decide(model, impl)
+    _plans.setdefault(model, {}).update({impl: plan, "auto": plan})
+    return plan.impl
+
+
+def plan_for(model: nn.Module, impl: LossImpl) -> Plan:
+    """The plan of ``impl``, made now if there is none for the model as it is.
+
+    Collective: all ranks of the model's mesh, the first time.
+    """
+    plans = _plans.setdefault(model, {})
+    plan = plans.get(impl)
+    if plan is None or not plan.holds(model):
+        plan = plans[impl] = _decide(model, impl)
+    return plan
+
+
+def check_impl(impl: str) -> None:
+    """Refuse an ``impl`` that there is not."""
+    if impl not in IMPLS:
+        raise ValueError(f"impl must be one of {IMPLS}, got {impl!r}")
+
+
+def refuse_encoder_decoder(model: nn.Module) -> None:
+    """Raise for a model whose labels are not shifted against its inputs."""
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise ValueError(
+            f"{type(model).__name__} is an encoder-decoder: its labels are not shifted against its inputs. "
+            "Use the loss that model(**batch) returns"
+        )
+
+
+def _decide(model: nn.Module, impl: LossImpl) -> Plan:
+    name = original_class(model).__name__
+    if any(p.is_meta for p in model.parameters()):
+        raise ValueError(f"{name} has parameters on the meta device: load its weights first")
+    mesh = mesh_of(model)
+    first = mesh is None or mesh.get_rank() == 0
+    if impl == "logits":
+        return _logits_plan(model, "asked for")
+    kind = "liger" if impl == "liger" else "chunked"
+    head, reason = plain_head(model)
+    if kind == "liger":
+        reason = reason or liger.why_not(compute_device(model))
+    # Once before the probe, which is collective, and once after it.
+    reason = _agreed_reason(reason, mesh)
+    plan = None
+    if head is not None and not reason:
+        plan, reason = _try_fused(model, head, kind)
+        reason = _agreed_reason(reason, mesh)
+    if plan is not None and not reason:
+        if first:
+            _logger.info("loss of %s: %s, %s", name, plan.impl, plan.transform)
+        return plan
+    if impl != "auto":
+        raise NotFusedError(f"the loss of {name} cannot be computed by impl={impl!r}: {reason}")
+    if first:
+        _logger.warning("loss of %s: full logits, because %s", name, reason)
+    return _logits_plan(model, reason)
+
+
+def _agreed_reason(reason: str, mesh: "DeviceMesh | None") -> str:
+    """This rank's reason not to fuse, or that another one has one; empty if none of the mesh has."""
+    failed = sum_over_mesh([bool(reason)], mesh)[0]
+    return reason or (f"{int(failed)} other ranks of the mesh could not" if failed else "")
+
+
+def _try_fused(model: nn.Module, head: nn.Linear, impl: str) -> tuple[Plan | None, str]:
+    def make_plan(transform: Transform) -> Plan:
+        return Plan(impl, "", transform, weakref.ref(head), isinstance(model, FSDPModule))
+
+    inputs: dict[str, Any] = {"use_cache": False} if takes_use_cache(model) else {}
+    try:
+        return probe(model, head, make_plan, inputs), ""
+    except NotFusedError as error:
+        return None, str(error)
+
+
+def _logits_plan(model: nn.Module, reason: str) -> Plan:
+    head, _ = plain_head(model)
+    return Plan(
+        "logits",
+        reason,
+        Transform(),
+        weakref.ref(head) if head is not None else None,
+        isinstance(model, FSDPModule),
+    )

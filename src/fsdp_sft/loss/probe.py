@@ -1,0 +1,210 @@
+"""Find out, on a tiny batch, how a model makes its loss from its hidden states, and prove it.
+
+A plain head is a matter of structure; what the model does to the head's output is a matter of observation.
+The model's own forward runs with its own head, except that in one row the head's output is replaced by large
+known numbers. What comes out of that row shows scale and soft cap; the other row holds the real logits, whose
+cross entropy the fused loss must then reproduce.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from fsdp_sft.collate import IGNORE_INDEX
+from fsdp_sft.distributed import compute_device, reshard
+from fsdp_sft.loss.head import loss_at_head, replaced_forward
+from fsdp_sft.loss.plan import Plan, Transform
+
+_LENGTH = 8
+_KNOWN_SIZE = 20.0  # large enough for a soft cap to show
+# Wide enough for TF32; the transform has been found exactly by then.
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
+
+
+class NotFusedError(ValueError):
+    """The loss of a model cannot be computed without its logits; the message says why."""
+
+
+def probe(
+    model: nn.Module, head: nn.Linear, make_plan: Callable[[Transform], Plan], inputs: dict[str, Any]
+) -> Plan:
+    """A plan whose loss equals that of the real logits on a tiny batch.
+
+    The model is left as it was: mode, buffers, gradients and random number generators; it is sharded again.
+
+    Args:
+        model: The model.
+        head: Its plain head.
+        make_plan: From a ``Transform`` to the plan to be tried.
+        inputs: Of the forward beside ``input_ids``.
+
+    Raises:
+        NotFusedError: If there is none.
+
+    Collective: all ranks of the model's mesh, by two forwards.
+    """
+    device = compute_device(model)
+    ids = torch.arange(3, 3 + 2 * _LENGTH, device=device).view(2, -1) % head.weight.shape[0]
+    targets = ids.roll(-1, dims=1)
+    targets[:, -1] = IGNORE_INDEX
+    targets[1] = IGNORE_INDEX  # the row that shows the transform has no real logits
+    inputs = {"input_ids": ids, **inputs}
+    with _left_as_it_was(model, device):
+        raw, logits = _observe(model, head, inputs)
+        plan = make_plan(_transform(model, raw, logits))
+        expected = F.cross_entropy(_wide(logits[0]), targets[0], reduction="sum", ignore_index=IGNORE_INDEX)
+        actual = _guarded(model, lambda: loss_at_head(model, head, inputs, plan.loss_of(head, targets)))
+    error = float((actual - expected).abs() / expected.abs().clamp_min(1e-6))
+    if not error <= _TOLERANCE.get(raw.dtype, 1e-2):
+        raise NotFusedError(f"the fused loss differs from that of the logits by {error:.1e}, relatively")
+    return plan
+
+
+def _observe(model: nn.Module, head: nn.Linear, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(what the head returned, what the model made of it), both ``(2, S, V)``."""
+    raw: list[torch.Tensor] = []
+    outputs: list[Any] = []
+    own_head, own_model = head.forward, model.forward
+
+    def head_forward(hidden: torch.Tensor) -> torch.Tensor:
+        logits = own_head(hidden)
+        raw.append(logits)
+        if logits.shape[:2] == inputs["input_ids"].shape:
+            generator = torch.Generator().manual_seed(0)
+            known = _KNOWN_SIZE * torch.randn(logits.shape[1:], generator=generator)
+            raw[-1] = torch.stack([logits[0], known.to(logits)])
+        return raw[-1]
+
+    def model_forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+        outputs.append(own_model(*args, **kwargs))
+        return torch.zeros(())
+
+    with replaced_forward(head, head_forward), replaced_forward(model, model_forward):
+        _guarded(model, lambda: model(**inputs))
+    if len(raw) != 1:
+        raise NotFusedError(f"the forward calls the head {len(raw)} times")
+    logits = getattr(outputs[0], "logits", None)
+    if not isinstance(logits, torch.Tensor):
+        raise NotFusedError("the forward returns no logits")
+    if logits.shape != raw[0].shape or logits.shape[:2] != inputs["input_ids"].shape:
+        raise NotFusedError(
+            f"the head returns {tuple(raw[0].shape)} and the model {tuple(logits.shape)} for input_ids "
+            f"{tuple(inputs['input_ids'].shape)}"
+        )
+    return raw[0], logits
+
+
+def _transform(model: nn.Module, raw: torch.Tensor, logits: torch.Tensor) -> Transform:
+    """The scale and soft cap, out of what the config suggests, that turn ``raw`` into ``logits``."""
+    eps = max(torch.finfo(raw.dtype).eps, torch.finfo(logits.dtype).eps)
+    raw, logits = _wide(raw), _wide(logits)
+    errors = {
+        candidate: float((candidate(raw) - logits).abs().max() / logits.abs().max())
+        for candidate in _candidates(model)
+    }
+    best = min(errors, key=lambda candidate: errors[candidate])
+    if not errors[best] <= 16 * eps:
+        raise NotFusedError(
+            "what the model does to its head's output is neither a scale nor a soft cap of its config "
+            f"(off by {errors[best]:.1e} of the largest logit)"
+        )
+    return best
+
+
+def _candidates(model: nn.Module) -> list[Transform]:
+    config: Any = getattr(model, "config", None)
+    get_text_config = getattr(config, "get_text_config", None)
+    fields: dict[str, Any] = {}
+    for source in (config, get_text_config() if get_text_config is not None else None):
+        fields.update(vars(source) if source is not None else {})
+    numbers = {
+        name: float(value)
+        for name, value in fields.items()
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
+    }
+    scales, softcaps = {1.0: None}, {None: None}  # dicts keep the order
+    for name, value in numbers.items():
+        if any(word in name for word in ("logit", "scal", "multiplier")):
+            scales.update({value: None, 1 / value: None})
+        if "cap" in name:
+            softcaps[value] = None  # type: ignore[index]
+    return [Transform(scale, softcap) for scale in scales for softcap in softcaps]
+
+
+def _guarded(model: nn.Module, call: Any) -> Any:
+    """``call()``; an error inside the model's forward is raised when FSDP2's hooks have ended it.
+
+    An exception that leaves the root's forward leaves FSDP2 in the middle of it.
+    """
+    errors: list[Exception] = []
+    forward = model.forward
+
+    def model_forward(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return forward(*args, **kwargs)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            errors.append(error)
+            return torch.zeros(())
+
+    with replaced_forward(model, model_forward):
+        try:
+            result = call()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            errors.append(error)
+    if errors:
+        _end_forwards(model)
+        first = str(errors[0]).strip().split("\n")[0]
+        raise NotFusedError(f"the probe failed: {type(errors[0]).__name__}: {first}") from errors[0]
+    return result
+
+
+def _end_forwards(model: nn.Module) -> None:
+    """Bring FSDP2 out of forwards that an error inside a block has broken off (torch >= 2.13 knows how)."""
+    reset = getattr(model, "reset_iter_state", None)
+    if reset is not None:
+        with suppress(RuntimeError):  # only the outermost FSDP2 module may
+            reset()
+
+
+@contextmanager
+def _left_as_it_was(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Evaluation mode without gradients, random numbers of its own, and no compiling for tiny shapes."""
+    modes = {module: module.training for module in model.modules()}
+    buffers = [
+        (module, name, buffer, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
+    devices = [] if device.type == "cpu" else [device]
+    compiling = "torch._dynamo" in sys.modules
+    eager = torch.compiler.set_stance("force_eager") if compiling else nullcontext()
+    model.eval()
+    try:
+        with torch.no_grad(), eager, torch.random.fork_rng(devices, device_type=_rng_device(device)):
+            yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+        for module, name, buffer, value in buffers:
+            if getattr(module, name, None) is not buffer:
+                setattr(module, name, buffer)
+            if not torch.equal(buffer, value):
+                buffer.copy_(value)
+        reshard(model)
+
+
+def _rng_device(device: torch.device) -> str:
+    return "cuda" if device.type == "cpu" else device.type  # fork_rng knows accelerators only
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
