@@ -1,0 +1,223 @@
+"""A distributed order of packs, balanced over ranks, with a position that resumes at any number of ranks."""
+
+import zlib
+from array import array
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import Sampler
+
+from fsdp_sft.packing.bins import as_ints, check_lengths, pack_lengths
+
+_ORDER_VERSION = 1  # goes up when the same arguments would give another order
+_POOL_ROUNDS = 32  # rounds among which packs are sorted; more balance better, and mix a round's packs less
+_LEVELS = 16  # packs whose tokens differ by less than 1/16 of max_length count as equally long
+
+
+class PackedSampler(Sampler[list[int]]):
+    """Deals packs of rows out to ranks; for the ``batch_sampler`` of a DataLoader with ``PackedCollator``.
+
+    Every epoch packs all rows anew, in an order of its own. A *round* gives every rank one pack; its packs
+    have about as many tokens and targets as each other, so ranks wait little, and rounds come in random
+    order. Every row is in exactly one pack of the epoch. In the last round packs are split, so that every
+    rank has one; if rows run out, ranks get an empty pack, of which ``PackedCollator`` makes a batch without
+    targets.
+
+    The position counts packs that training has consumed on all ranks, not those that a DataLoader's workers
+    have fetched ahead. ``windows`` reports them; a loop without it calls ``mark_consumed``. When the number
+    of ranks changes in the middle of an epoch, the packs that are left are arranged in rounds of the new
+    size.
+
+    Args:
+        lengths: Tokens of each row of the data set; see ``row_sizes``.
+        max_length: Most tokens of a pack.
+        num_targets: Targets of each row, after the shift; None balances tokens only.
+        shuffle: Whether each epoch has packs and an order of its own; otherwise all have the first one's.
+        seed: Of packs and order, together with the epoch; the same on all ranks.
+        num_replicas: Number of ranks that share the rows; None takes the process group's, or 1.
+        rank: This rank; None takes the process group's, or 0.
+
+    Raises:
+        TypeError: If a length or number of targets is no integer.
+        ValueError: If there are no rows, one does not fit, or an argument is out of range.
+
+    Memory: About 150 bytes a row while an epoch's packs are made, 20 after that.
+    """
+
+    def __init__(
+        self,
+        lengths: Any,
+        *,
+        max_length: int,
+        num_targets: Any = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+    ) -> None:
+        grouped = dist.is_available() and dist.is_initialized()
+        self.num_replicas = num_replicas or (dist.get_world_size() if grouped else 1)
+        self.rank = rank if rank is not None else (dist.get_rank() if grouped else 0)
+        if not 0 <= self.rank < self.num_replicas:
+            raise ValueError(f"rank must be in [0, {self.num_replicas}), got {self.rank}")
+        self._lengths = array("q", check_lengths(lengths, max_length))
+        self._targets = array(
+            "q", self._lengths if num_targets is None else as_ints("num_targets", num_targets)
+        )
+        self._check_rows()
+        self.max_length, self.shuffle, self.seed = max_length, shuffle, seed
+        self.epoch = 0
+        # Of the current epoch, (number of ranks, packs consumed at that number), the present one last.
+        self._history = [(self.num_replicas, 0)]
+        self._packs: tuple[tuple[int, ...], list[list[int]]] | None = None
+
+    def __iter__(self) -> Iterator[list[int]]:
+        packs, ranks = self._order(), self.num_replicas
+        for start in range(self._history[-1][1], len(packs), ranks):
+            dealt = deal(packs[start : start + ranks], self._lengths, ranks)
+            # Ranks take turns, so that none gets the larger packs of all rounds.
+            yield dealt[(self.rank + start // ranks) % ranks]
+
+    def __len__(self) -> int:
+        """Packs that this rank has left in the current epoch, one a batch."""
+        return max(-(-(len(self._order()) - self._history[-1][1]) // self.num_replicas), 0)
+
+    @property
+    def position(self) -> int:
+        """Packs of the current epoch that all ranks together have consumed."""
+        return sum(packs for _, packs in self._history)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the start of an epoch; the current one is not restarted, so a resumed loop may call it."""
+        if epoch != self.epoch:
+            self.epoch, self._history = epoch, [(self.num_replicas, 0)]
+
+    def mark_consumed(self, num_packs: int) -> None:
+        """Advance by ``num_packs`` packs of this rank, and as many on every other."""
+        consumed = self._history[-1][1] + num_packs * self.num_replicas
+        self._history[-1] = (self.num_replicas, consumed)
+        if consumed >= len(self._order()):
+            self.end_epoch()
+
+    def end_epoch(self) -> None:
+        """Go on to the next epoch, if the current one has begun."""
+        if self.position:
+            self.epoch, self._history = self.epoch + 1, [(self.num_replicas, 0)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The same on every rank: epoch, packs consumed, and what packs and order depend on."""
+        return {"epoch": self.epoch, "consumed": [list(part) for part in self._history], **self._source()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved position, at this or another number of ranks.
+
+        Raises:
+            ValueError: If the state is of other data or another order: the rows seen would not be the same.
+        """
+        missing = [key for key in self.state_dict() if key not in state]
+        if missing:
+            raise ValueError(f"sampler state lacks {missing}; expected what state_dict() returned")
+        for key, own in self._source().items():
+            if int(state[key]) != own:
+                raise ValueError(
+                    f"sampler state has {key}={state[key]}, this sampler {own}: the packs would differ; "
+                    "use the same data and options, or start a new run"
+                )
+        epoch, history = int(state["epoch"]), [(int(ranks), int(packs)) for ranks, packs in state["consumed"]]
+        most = len(self._lengths) + self.num_replicas  # no more packs than rows, and a last round filled up
+        if epoch < 0 or any(ranks < 1 or not 0 <= packs <= most for ranks, packs in history):
+            raise ValueError(f"sampler state has epoch={epoch}, consumed={state['consumed']}")
+        self.epoch, self._history = epoch, [part for part in history if part[1]]
+        if not self._history or self._history[-1][0] != self.num_replicas:
+            self._history.append((self.num_replicas, 0))
+
+    def _source(self) -> dict[str, int]:
+        return {
+            "num_rows": len(self._lengths),
+            "max_length": self.max_length,
+            "seed": self.seed,
+            "shuffle": int(self.shuffle),
+            "rows_crc32": zlib.crc32(self._targets.tobytes(), zlib.crc32(self._lengths.tobytes())),
+            "version": _ORDER_VERSION,
+        }
+
+    def _order(self) -> list[list[int]]:
+        """Packs of all ranks as they are dealt out, from where the number of ranks last changed."""
+        epoch = self.epoch if self.shuffle else 0
+        *earlier, (ranks, _) = self._history
+        key = (epoch, ranks, *(number for part in earlier for number in part))
+        if self._packs is None or self._packs[0] != key:
+            generator = torch.Generator().manual_seed(self.seed + 1_000_003 * epoch)
+            rows = torch.randperm(len(self._lengths), generator=generator).tolist()
+            packs = pack_lengths([self._lengths[row] for row in rows], self.max_length)
+            packs = [[rows[i] for i in pack] for pack in _shuffled(packs, generator)]
+            for ranks_then, consumed in earlier:
+                packs = self._balanced(packs, ranks_then, generator)[consumed:]
+            self._packs = key, self._balanced(packs, ranks, generator)
+        return self._packs[1]
+
+    def _balanced(self, packs: list[list[int]], ranks: int, generator: torch.Generator) -> list[list[int]]:
+        """Packs in rounds of similar ones, one for each rank; rounds in random order, a short one last."""
+        whole = len(packs) // ranks * ranks
+        # The last round is split up, so it takes packs of many rows.
+        by_rows = sorted(range(len(packs)), key=lambda i: min(len(packs[i]), ranks))
+        last = [packs[i] for i in by_rows[whole:]]
+        packs = [packs[i] for i in sorted(by_rows[:whole])]
+        rounds: list[list[list[int]]] = []
+        for start in range(0, whole, ranks * _POOL_ROUNDS):
+            pool = sorted(packs[start : start + ranks * _POOL_ROUNDS], key=self._size)
+            rounds += [pool[i : i + ranks] for i in range(0, len(pool), ranks)]
+        return [pack for one in _shuffled(rounds, generator) for pack in one] + last
+
+    def _size(self, pack: list[int]) -> tuple[int, int]:
+        free = self.max_length - sum(self._lengths[row] for row in pack)
+        return free * _LEVELS // self.max_length, sum(self._targets[row] for row in pack)
+
+    def _check_rows(self) -> None:
+        if not self._lengths:
+            raise ValueError("there are no rows to pack; check what filter_rows kept")
+        if len(self._targets) != len(self._lengths):
+            raise ValueError(
+                f"num_targets has {len(self._targets)} entries, lengths {len(self._lengths)}; "
+                "row_sizes returns both"
+            )
+        for row, (length, targets) in enumerate(zip(self._lengths, self._targets, strict=True)):
+            if not 0 <= targets <= length:
+                raise ValueError(f"row {row} has {length} tokens and cannot have {targets} targets")
+
+
+def deal(packs: list[list[int]], lengths: Any, num_ranks: int) -> list[list[int]]:
+    """One pack for each rank from a round that may have fewer: the longest are split until there are enough.
+
+    Args:
+        packs: A round; packs of rows that index ``lengths``.
+        lengths: Tokens of each row.
+        num_ranks: Number of packs to return.
+
+    Returns:
+        ``num_ranks`` packs of the same rows, some of them empty if there are fewer rows than ranks.
+    """
+    packs = list(packs)
+    while len(packs) < num_ranks:
+        splittable = [i for i, pack in enumerate(packs) if len(pack) > 1]
+        if not splittable:
+            return packs + [[] for _ in range(num_ranks - len(packs))]
+        longest = max(splittable, key=lambda i: sum(lengths[row] for row in packs[i]))
+        packs[longest : longest + 1] = _halves(packs[longest], lengths)
+    return packs
+
+
+def _halves(pack: list[int], lengths: Any) -> list[list[int]]:
+    halves: list[list[int]] = [[], []]
+    tokens = [0, 0]
+    for row in sorted(pack, key=lambda row: -lengths[row]):
+        side = tokens[1] < tokens[0]
+        halves[side].append(row)
+        tokens[side] += lengths[row]
+    return halves
+
+
+def _shuffled(items: list[Any], generator: torch.Generator) -> list[Any]:
+    return [items[i] for i in torch.randperm(len(items), generator=generator).tolist()]

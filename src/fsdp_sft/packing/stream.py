@@ -1,0 +1,176 @@
+"""Packing rows that come from a stream, within a bounded buffer."""
+
+import itertools
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch.utils.data import IterableDataset, get_worker_info
+
+from fsdp_sft.packing.bins import check_count, pack_lengths
+from fsdp_sft.packing.collator import Row, row_sizes
+from fsdp_sft.packing.sampler import deal
+
+
+class _Place(NamedTuple):
+    """A boundary between buffers: how many rows and packs of the stream come before it."""
+
+    rows: int
+    packs: int
+
+
+class PackedStream(IterableDataset[list[Row]]):
+    """Packs a stream of rows; for a DataLoader with ``batch_size=None`` and ``PackedCollator``.
+
+    ``buffer_size`` rows at a time are read and packed by best fit decreasing. Pack ``k`` of the stream goes
+    to rank ``k % num_replicas``. At the end packs are split so that every rank has as many; if rows run out,
+    ranks get an empty pack, of which ``PackedCollator`` makes a batch without targets. No row is lost or
+    repeated.
+
+    Every rank reads the whole stream, so rows must come in the same order everywhere. If ranks have streams
+    of their own, pass ``num_replicas=1, rank=0``; ``windows`` then ends the pass with the shortest, and the
+    state is that of one rank. Rows are packed in the consuming process, which alone knows what has been
+    consumed; to tokenise in the background, let ``rows`` be a DataLoader with workers and
+    ``batch_size=None``.
+
+    The position counts packs that training has consumed on all ranks, as in ``PackedSampler``. A resumed
+    stream skips the rows of the buffers that were used up, with the ``skip`` of a Hugging Face
+    ``IterableDataset`` or else by reading them, and packs the last buffer again. A stream that was consumed
+    to its end begins its next epoch.
+
+    Args:
+        rows: An iterable that can be read again for another epoch, of rows with ``input_ids`` and ``labels``
+            or ``EncodedChat``s; read lazily.
+        max_length: Most tokens of a pack.
+        buffer_size: Rows that are held and packed together; more fill packs better. 1000 fill about 99 %.
+        num_replicas: Number of ranks that share the packs; None takes the process group's, or 1.
+        rank: This rank; None takes the process group's, or 0.
+
+    Raises:
+        TypeError: If a number is no integer.
+        ValueError: If an argument is out of range; while reading, for a malformed row or one that is too
+            long, with its index in the stream.
+
+    Memory: ``buffer_size`` rows.
+    """
+
+    def __init__(
+        self,
+        rows: Iterable[Row],
+        *,
+        max_length: int,
+        buffer_size: int = 1000,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+    ) -> None:
+        grouped = dist.is_available() and dist.is_initialized()
+        self.num_replicas = num_replicas or (dist.get_world_size() if grouped else 1)
+        self.rank = rank if rank is not None else (dist.get_rank() if grouped else 0)
+        if not 0 <= self.rank < self.num_replicas:
+            raise ValueError(f"rank must be in [0, {self.num_replicas}), got {self.rank}")
+        self.rows = rows
+        self.max_length = check_count("max_length", max_length)
+        self.buffer_size = check_count("buffer_size", buffer_size)
+        self.epoch = 0
+        self._start = _Place(0, 0)  # a buffer that begins at or before the position
+        self._later: deque[_Place] = deque()  # the ones read after it, as far as this process knows
+        self.position = 0
+
+    def __iter__(self) -> Iterator[list[Row]]:
+        if get_worker_info() is not None:
+            raise RuntimeError(
+                "PackedStream packs in the consuming process: use num_workers=0 here, and for tokenising in "
+                "the background PackedStream(DataLoader(rows, batch_size=None, num_workers=...), ...)"
+            )
+        rounds = self._rounds()
+        first = next(rounds, None)
+        if first is None and self.position:
+            self.end_epoch()
+            rounds = self._rounds()
+            first = next(rounds, None)
+        for packs in itertools.chain([first] if first is not None else [], rounds):
+            yield packs[self.rank]
+
+    def mark_consumed(self, num_packs: int) -> None:
+        """Advance by ``num_packs`` packs of this rank, and as many on every other."""
+        self.position += num_packs * self.num_replicas
+        while self._later and self._later[0].packs <= self.position:
+            self._start = self._later.popleft()
+
+    def end_epoch(self) -> None:
+        """Go on to the next epoch, if the current one has begun: the rows are read from the start again."""
+        if self.position:
+            self.epoch, self.position, self._start = self.epoch + 1, 0, _Place(0, 0)
+            self._later.clear()
+
+    def state_dict(self) -> dict[str, int]:
+        """The same on every rank: epoch, packs consumed, and the rows and packs before the current buffer."""
+        return {
+            "epoch": self.epoch,
+            "position": self.position,
+            "rows_before": self._start.rows,
+            "packs_before": self._start.packs,
+            **self._source(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved position, at this or another number of ranks.
+
+        The rows themselves are not checked: the stream must give the same ones in the same order.
+
+        Raises:
+            ValueError: If the state is of other options: the packs would not be the same.
+        """
+        missing = [key for key in self.state_dict() if key not in state]
+        if missing:
+            raise ValueError(f"stream state lacks {missing}; expected what state_dict() returned")
+        for key, own in self._source().items():
+            if int(state[key]) != own:
+                raise ValueError(
+                    f"stream state has {key}={state[key]}, this stream {own}: the packs would differ; "
+                    "use the same options, or start a new run"
+                )
+        start = _Place(int(state["rows_before"]), int(state["packs_before"]))
+        if not (0 <= start.packs <= int(state["position"]) and start.rows >= 0 and int(state["epoch"]) >= 0):
+            raise ValueError(f"stream state has a place that cannot be: {dict(state)}")
+        self.epoch, self.position, self._start = int(state["epoch"]), int(state["position"]), start
+        self._later.clear()
+
+    def _source(self) -> dict[str, int]:
+        return {"max_length": self.max_length, "buffer_size": self.buffer_size}
+
+    def _rounds(self) -> Iterator[list[list[Row]]]:
+        """One pack for each rank at a time, from the position on."""
+        self._later.clear()
+        packs = itertools.islice(self._all_packs(), self.position - self._start.packs, None)
+        while dealt := list(itertools.islice(packs, self.num_replicas)):
+            if len(dealt) < self.num_replicas:
+                rows = [row for pack in dealt for row in pack]
+                lengths, _ = row_sizes(rows)
+                counts = itertools.count()
+                numbered = [list(itertools.islice(counts, len(pack))) for pack in dealt]
+                dealt = [[rows[i] for i in pack] for pack in deal(numbered, lengths, self.num_replicas)]
+            yield dealt
+
+    def _all_packs(self) -> Iterator[list[Row]]:
+        place = self._start
+        source = iter(_skipped(self.rows, place.rows))
+        while buffer := list(itertools.islice(source, self.buffer_size)):
+            try:
+                packs = pack_lengths(row_sizes(buffer)[0], self.max_length)
+            except ValueError as error:
+                error.add_note(f"rows are counted from row {place.rows} of the stream")
+                raise
+            place = _Place(place.rows + len(buffer), place.packs + len(packs))
+            self._later.append(place)
+            for pack in packs:
+                yield [buffer[row] for row in pack]
+
+
+def _skipped(rows: Iterable[Row], number: int) -> Iterable[Row]:
+    skip = getattr(rows, "skip", None)
+    if number and callable(skip):
+        skipped: Iterable[Row] = skip(number)
+        return skipped
+    return itertools.islice(iter(rows), number, None)

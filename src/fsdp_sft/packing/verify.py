@@ -1,0 +1,285 @@
+"""Whether a model keeps packed rows apart, measured on the model at hand."""
+
+import inspect
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_sft._agree import raise_first
+from fsdp_sft._compat import attention_of, compute_dtypes, original_class
+from fsdp_sft.distributed import compute_device, mesh_of, reshard, sum_over_mesh
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+# Most that logits of a packed row may differ from those of the row alone, relative to their own size.
+# Rounding grows with the root of the depth: three random blocks differ by 2 epsilons in bfloat16 (1.4e-2),
+# 80 blocks would by 10. What leaks moves logits by 0.1 to 1.5 in all but the freshest models, which the
+# second test is for: there, nothing but the neighbours' tokens changes.
+_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
+_TF32_TOLERANCE = 1e-2
+_LEAK_TOLERANCE = 1e-5
+_TIMES_NOISE = 4
+_EARLIER, _LATER = (7, 1, 9, 8), 10  # tokens of the rows before and after a long one
+_SHORTEST_PROBE = 64
+_SAMPLES = 16  # compared at each end of the long row, and twice as many in between
+
+
+class PackingError(ValueError):
+    """The model does not keep packed rows apart, or it cannot be told whether it does."""
+
+
+@dataclass(frozen=True)
+class PackingReport:
+    """What ``verify_packing`` measured; differences of logits are relative to their own size.
+
+    Attributes:
+        error: Largest difference between a row in a pack and the row alone.
+        tolerance: Most that ``error`` may be in the dtype that the model computes in.
+        leak: Largest change of a row's logits when the tokens of rows before it change.
+        noise: The same when those of rows after it change, which a causal model cannot see.
+        unpacked: Largest difference if rows are simply joined: what ``error`` would be without isolation.
+    """
+
+    error: float
+    tolerance: float
+    leak: float
+    noise: float
+    unpacked: float
+
+    def __str__(self) -> str:
+        return (
+            f"packed against alone {self.error:.1e} (at most {self.tolerance:.0e}; {self.unpacked:.1e} if "
+            f"simply joined), moved by the rows before {self.leak:.1e}, by the rows after {self.noise:.1e}"
+        )
+
+
+def verify_packing(model: nn.Module, *, max_length: int, mesh: "DeviceMesh | None" = None) -> PackingReport:
+    """Check that a row in a pack gives the logits that it gives alone; call it once before training.
+
+    A pack of six random rows, a long one among them, goes through the model as in training: ``position_ids``
+    from 0 in each row, no attention mask, ``use_cache=False``. The logits are compared with those of each
+    row alone, and with those of the pack with other tokens in its first or in its last rows. Recurrent
+    models, ALiBi, and positions counted by index fail one or the other unless they heed ``position_ids``.
+    What is smaller than the rounding of the dtype the model computes in is not seen.
+
+    The model is left as it was: mode, gradients, buffers and random number generators are untouched, dropout
+    is off, and sharded parameters are sharded again.
+
+    Args:
+        model: A causal language model with its weights, sharded or not.
+        max_length: Tokens of the packs that will be trained; the probe has as many (at least 64), since some
+            models count positions by index or switch frequencies only beyond some length.
+        mesh: Ranks that hold the model; None takes the mesh of its parameters, or a single process.
+
+    Returns:
+        What was measured, the same on every rank up to rounding.
+
+    Raises:
+        PackingError: If rows are not kept apart, or the weights are such that it cannot be told.
+
+    Collective: all ranks of the mesh; all of them raise or none.
+    Memory: A forward of ``max_length`` tokens, and logits at about 100 positions where the model has
+        ``logits_to_keep``, at all of them where not.
+    """
+    if isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < 1:
+        raise ValueError(f"max_length must be a positive integer, got {max_length!r}")
+    mesh = mesh if mesh is not None else mesh_of(model)
+    report = error = None
+    try:
+        _check_model(model)
+        with _undisturbed(model):
+            report = _run_probe(model, max(max_length, _SHORTEST_PROBE))
+        _judge(model, report)
+    except Exception as caught:
+        error = caught
+    if any(sum_over_mesh([error is not None], mesh)):
+        if mesh is not None and mesh.size() > 1 and mesh.size() == dist.get_world_size():
+            raise_first(error, "verifying that packed rows are kept apart")
+        raise error or PackingError("another rank of the mesh found that packed rows are not kept apart")
+    assert report is not None
+    return report
+
+
+def _check_model(model: nn.Module) -> None:
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise PackingError(f"{original_class(model).__name__} is on the meta device; load its weights first")
+    parameters = inspect.signature(model.forward).parameters.values()
+    if not any(p.name == "position_ids" or p.kind == p.VAR_KEYWORD for p in parameters):
+        raise PackingError(
+            f"{original_class(model).__name__} takes no position_ids, by which packed rows are kept apart; "
+            "train it with SFTCollator, without packing"
+        )
+
+
+def _run_probe(model: nn.Module, length: int) -> PackingReport:
+    try:
+        return _measure(model, length)
+    except (PackingError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise PackingError(
+            f"{original_class(model).__name__} with {attention_of(model)} attention cannot run a pack of "
+            f"{length} tokens with position_ids and without a mask ({type(error).__name__}: {error}); train "
+            "it with SFTCollator, without packing, or with a shorter max_length"
+        ) from error
+
+
+def _measure(model: nn.Module, length: int) -> PackingReport:
+    probe = _Probe(model, length)
+    base = probe.packed(probe.ids)
+    joined = probe.packed(probe.ids, torch.arange(length) % probe.longest)
+    alone = probe.alone()
+    size = (alone - alone.mean(-1, keepdim=True)).norm(dim=-1)
+
+    def difference(a: torch.Tensor, b: torch.Tensor, where: slice) -> float:
+        # nan if the logits are, or if all of them are the same
+        return float(((a - b).norm(dim=-1) / size)[where].max())
+
+    early = sum(_EARLIER)  # tokens, and logits too: short rows are compared at every token
+    changed = torch.cat([probe.draw(early), probe.ids[:, early:]], 1)
+    changed_later = torch.cat([probe.ids[:, :early], probe.draw(length - early)], 1)
+    return PackingReport(
+        error=difference(base, alone, slice(None)),
+        tolerance=_tolerance(model, probe.device),
+        leak=difference(base, probe.packed(changed), slice(early, None)),
+        noise=difference(base, probe.packed(changed_later), slice(early)),
+        unpacked=difference(joined, alone, slice(None)),
+    )
+
+
+class _Probe:
+    """Random rows in one pack, and the positions at which their logits are compared."""
+
+    def __init__(self, model: nn.Module, length: int) -> None:
+        self.model, self.device = model, compute_device(model)
+        self._generator = torch.Generator().manual_seed(0)
+        self._vocabulary, most = _text_sizes(model)
+        self.longest = min(most or length, length)
+        left = length - sum(_EARLIER) - _LATER
+        long_rows = [self.longest] * (left // self.longest) + [left % self.longest] * (
+            left % self.longest > 0
+        )
+        self.sizes = [*_EARLIER, *long_rows, _LATER]
+        self.ids = self.draw(length)
+        self._kept = [_sampled(size) for size in self.sizes]
+        starts = [sum(self.sizes[:i]) for i in range(len(self.sizes))]
+        self._kept_in_pack = torch.cat([s + keep for s, keep in zip(starts, self._kept, strict=True)])
+
+    def draw(self, number: int) -> torch.Tensor:
+        # The middle of the vocabulary: padding, images and the like have their ids at the ends.
+        low, high = self._vocabulary // 4, max(3 * self._vocabulary // 4, 1)
+        return torch.randint(low, high, (1, number), generator=self._generator)
+
+    def packed(self, ids: torch.Tensor, position_ids: torch.Tensor | None = None) -> torch.Tensor:
+        if position_ids is None:
+            position_ids = torch.cat([torch.arange(size) for size in self.sizes])
+        return self._logits(ids, self._kept_in_pack, {"position_ids": position_ids[None].to(self.device)})
+
+    def alone(self) -> torch.Tensor:
+        rows = self.ids.split(self.sizes, 1)
+        return torch.cat([self._logits(row, keep, {}) for row, keep in zip(rows, self._kept, strict=True)])
+
+    def _logits(self, ids: torch.Tensor, keep: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
+        """float32 logits ``(positions kept, vocabulary)``, computed as training does."""
+        keep = keep.to(self.device)
+        taken = inspect.signature(self.model.forward).parameters
+        if "use_cache" in taken:
+            inputs["use_cache"] = False
+        if "logits_to_keep" in taken:
+            inputs["logits_to_keep"] = keep
+        logits: torch.Tensor = self.model(input_ids=ids.to(self.device), **inputs).logits[0]
+        return (logits if logits.shape[0] == len(keep) else logits[keep]).float()
+
+
+def _sampled(size: int) -> torch.Tensor:
+    """Positions of a row that are compared: all of a short one, both ends and some between of a long one."""
+    if size <= 4 * _SAMPLES:
+        return torch.arange(size)
+    between = torch.linspace(_SAMPLES, size - _SAMPLES - 1, 2 * _SAMPLES).long()
+    every = torch.cat([torch.arange(_SAMPLES), between, torch.arange(size - _SAMPLES, size)])
+    return torch.tensor(sorted(set(every.tolist())))
+
+
+def _tolerance(model: nn.Module, device: torch.device) -> float:
+    dtypes = compute_dtypes(model)
+    if torch.is_autocast_enabled(device.type):
+        dtypes.add(torch.get_autocast_dtype(device.type))
+    tolerance = (
+        max((_TOLERANCES.get(dtype, 0.0) for dtype in dtypes), default=0.0) or _TOLERANCES[torch.bfloat16]
+    )
+    if device.type == "cuda" and torch.get_float32_matmul_precision() != "highest":
+        tolerance = max(tolerance, _TF32_TOLERANCE)
+    return tolerance
+
+
+def _judge(model: nn.Module, report: PackingReport) -> None:
+    name, attention = original_class(model).__name__, attention_of(model)
+    measured = f"{name} with {attention} attention: {report}"
+    if report.error <= report.tolerance and report.leak <= max(_LEAK_TOLERANCE, _TIMES_NOISE * report.noise):
+        if report.unpacked > _TIMES_NOISE * report.tolerance:
+            return
+        raise PackingError(
+            f"it cannot be told whether packed rows are kept apart by {measured}. Rows hardly matter to each "
+            "other with these weights; load the weights first, and check them if they are loaded"
+        )
+    if not math.isfinite(report.error):
+        raise PackingError(f"the logits are not finite, or all the same: {measured}. Check the weights")
+    raise PackingError(
+        f"packed rows are not kept apart by {measured}. Train it with SFTCollator, without packing; or try "
+        "another attn_implementation, or a shorter max_length if only long packs fail. Models with a "
+        "recurrent state or a convolution, or that do not heed position_ids, cannot be packed"
+    )
+
+
+def _text_sizes(model: nn.Module) -> tuple[int, int | None]:
+    """(number of token ids, most positions of a row if the model has a limit)."""
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    vocabulary = getattr(config, "vocab_size", None)
+    if not isinstance(vocabulary, int) or vocabulary < 2:
+        raise PackingError(
+            f"{original_class(model).__name__}'s config has no vocab_size to draw a probe from"
+        )
+    positions = getattr(config, "max_position_embeddings", None)
+    return vocabulary, positions if isinstance(positions, int) and positions >= max(_EARLIER) else None
+
+
+@contextmanager
+def _undisturbed(model: nn.Module) -> Iterator[None]:
+    """Evaluate without gradients; leave modes, buffers, cached lengths and random numbers as they were."""
+    device = compute_device(model)
+    plain = [
+        (
+            module,
+            {name: value for name, value in vars(module).items() if isinstance(value, (bool, int, float))},
+        )
+        for module in model.modules()
+    ]
+    buffers = [
+        (module, name, buffer, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
+    devices = [] if device.type == "cpu" else [device.index]
+    model.eval()
+    try:
+        with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"), torch.no_grad():
+            yield
+    finally:
+        for module, values in plain:
+            for name, value in values.items():
+                if getattr(module, name, None) is not value:
+                    setattr(module, name, value)
+        for module, name, buffer, content in buffers:
+            if not torch.equal(buffer, content):
+                buffer.copy_(content)
+            if getattr(module, name, None) is not buffer:
+                setattr(module, name, buffer)
+        reshard(model)
