@@ -1,0 +1,154 @@
+"""``python -m fsdp_sft.planner``: what fits on the GPUs at hand, and where its memory goes."""
+
+import argparse
+import sys
+from typing import Any
+
+import torch
+
+from fsdp_sft.planner.calibrate import calibrate
+from fsdp_sft.planner.devices import parse_gpu
+from fsdp_sft.planner.estimate import check_options
+from fsdp_sft.planner.model import as_config, build_skeleton
+from fsdp_sft.planner.picture import bars, draw, plan_table
+from fsdp_sft.planner.search import NoPlanError, RunPlan, plan_run, smallest_num_gpus
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; returns 0 if something fits, 1 if nothing does, 2 for bad input."""
+    args = _parser().parse_args(arguments)
+    try:
+        name, memory = parse_gpu(args.gpu)
+        return _report(args, name, memory)
+    except NoPlanError as error:
+        print(error)
+        return 1
+    except (ValueError, OSError, ModuleNotFoundError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m fsdp_sft.planner", description=__doc__)
+    parser.add_argument(
+        "--model", required=True, help="folder with a config.json, or a Hub id; no weights are read"
+    )
+    parser.add_argument("--gpus", type=int, required=True, help="number of GPUs")
+    parser.add_argument(
+        "--gpu", required=True, help="a100, h100, h200, gb200 or cpu, with a size if unusual: h100-80gb"
+    )
+    parser.add_argument("--seq", type=int, required=True, help="tokens per sequence")
+    parser.add_argument(
+        "--global-batch", type=int, required=True, help="sequences per optimizer step, over all GPUs"
+    )
+    parser.add_argument(
+        "--micro-batch", type=int, help="sequences per GPU and forward; searched if not given"
+    )
+    parser.add_argument(
+        "--sac", metavar="RATIO", help="checkpointed share of the blocks, such as 1/3; searched if not"
+    )
+    parser.add_argument("--compile", action="store_true", help="the blocks are compiled")
+    parser.add_argument(
+        "--no-padding", action="store_true", help="batches have no attention mask (packed sequences)"
+    )
+    parser.add_argument("--loss", choices=("chunked", "logits"), default="chunked")
+    parser.add_argument(
+        "--masters", choices=_DTYPES, default="float32", help="dtype of the stored parameters"
+    )
+    parser.add_argument("--optimizer", default="adamw")
+    parser.add_argument("--replicas", type=int, default=1, help="replicas of the sharded model (HSDP)")
+    parser.add_argument(
+        "--lora", type=int, default=0, metavar="RANK", help="train adapters of that rank only"
+    )
+    parser.add_argument("--plans", type=int, default=8, help="how many plans to print")
+    parser.add_argument("--png", metavar="FILE", help="draw the plans' memory")
+    parser.add_argument(
+        "--calibrate", action="store_true", help="run two real blocks and correct the estimate by them"
+    )
+    return parser
+
+
+def _options(args: argparse.Namespace, gpu: str) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "gpu": gpu,
+        "compile": args.compile,
+        "attention_mask": not args.no_padding,
+        "loss_impl": args.loss,
+        "master_dtype": _DTYPES[args.masters],
+        "optimizer": args.optimizer,
+        "dp_replicate": args.replicas,
+        "lora_rank": args.lora,
+    }
+    if args.micro_batch is not None:
+        options["micro_batch_size"] = args.micro_batch
+    if args.sac is not None:
+        options["sac_ratio"] = args.sac
+    return options
+
+
+def _report(args: argparse.Namespace, gpu: str, memory: int) -> int:
+    config, options = as_config(args.model), _options(args, gpu)
+    plans = plan_run(
+        config,
+        num_gpus=args.gpus,
+        gpu_memory_bytes=memory,
+        seq_length=args.seq,
+        global_batch_size=args.global_batch,
+        **options,
+    )
+    best = plans[0]
+    shown = plans[: args.plans]
+    print(_headline(args, config, best, memory))
+    print(f"\n{plan_table(shown)}")
+    if len(plans) > len(shown):
+        print(f"... and {len(plans) - len(shown)} more (--plans {len(plans)})")
+    print(f"\nPlan 1: {'; '.join(best.reasons)}.")
+    for note in best.estimate.notes:
+        print(f"Note: {note}.")
+    estimate = best.estimate
+    if args.calibrate:
+        estimate = _calibrated(args, config, options, best)
+    print(f"\nMemory of plan 1 on each GPU at the peak, in the {estimate.peak_phase} phase:\n")
+    print(bars(estimate, memory_bytes=memory))
+    smallest = smallest_num_gpus(config, gpu_memory_bytes=memory, seq_length=args.seq, **options)
+    if smallest is not None:
+        print(f"\nFewest such GPUs (in powers of two) that hold this training at all: {smallest}.")
+    if args.png:
+        labelled = [(f"plan {i}: {_label(plan)}", plan.estimate) for i, plan in enumerate(shown, start=1)]
+        print(f"Picture: {draw(args.png, labelled, memory_bytes=memory)}")
+    return 0
+
+
+def _headline(args: argparse.Namespace, config: Any, best: RunPlan, memory: int) -> str:
+    total, active = best.estimate.parameters, best.estimate.active_parameters
+    size = f"{total / 1e9:.2f}B parameters" + (f" ({active / 1e9:.2f}B active)" if active != total else "")
+    return (
+        f"{config.model_type}, {size}, on {args.gpus} x {args.gpu} ({memory / (1 << 30):.1f} GiB each), "
+        f"{args.global_batch} sequences of {args.seq} tokens a step"
+    )
+
+
+def _label(plan: RunPlan) -> str:
+    text = f"{plan.micro_batch_size} x {plan.grad_accum_steps}"
+    if plan.sac_ratio:
+        text += ", all checkpointed" if plan.sac_ratio == 1 else f", {plan.sac_ratio} {plan.sac_placement}"
+    return text + ("" if plan.reshard_after_forward else ", kept gathered")
+
+
+def _calibrated(args: argparse.Namespace, config: Any, options: dict[str, Any], best: RunPlan) -> Any:
+    chosen = {**options, "micro_batch_size": best.micro_batch_size}
+    setup = check_options(num_gpus=args.gpus, seq_length=args.seq, **chosen)
+    build_skeleton(config, setup)
+    found = calibrate(config, setup)
+    print(
+        f"\nCalibration on {found.device}: a real block keeps {found.measured_bytes / (1 << 20):.1f} MiB of "
+        f"1 x {found.seq_length} tokens, the planner says {found.estimated_bytes / (1 << 20):.1f} MiB there "
+        f"(factor {found.factor:.3f})."
+    )
+    return found.refine(best.estimate)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

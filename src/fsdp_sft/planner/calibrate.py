@@ -1,0 +1,167 @@
+"""Compare the estimate's account of a block with a real one, on whatever device is there."""
+
+import copy
+import gc
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from fsdp_sft.planner.devices import gpu_named
+from fsdp_sft.planner.estimate import MemoryEstimate
+from fsdp_sft.planner.model import build_skeleton
+from fsdp_sft.planner.replay import KEPT
+from fsdp_sft.planner.setup import Setup
+from fsdp_sft.planner.trace import trace
+
+_CPU_TOKENS = 512  # activations grow with the tokens, so a short sequence tells as much as a long one
+_SMALL_VOCABULARY = 1024
+_PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What real blocks kept for their backward, beside what the planner says they keep.
+
+    Attributes:
+        device: Where it was measured.
+        measured_bytes: Of one block, the mean over those that were run.
+        estimated_bytes: The same from the planner, for the same device and sizes.
+        seq_length: Tokens of the one sequence that was run.
+        blocks: How many blocks were run.
+    """
+
+    device: str
+    measured_bytes: int
+    estimated_bytes: int
+    seq_length: int
+    blocks: int
+
+    @property
+    def factor(self) -> float:
+        """Measured over estimated."""
+        return self.measured_bytes / self.estimated_bytes
+
+    def refine(self, estimate: MemoryEstimate) -> MemoryEstimate:
+        """The estimate with its kept activations scaled by ``factor``."""
+        kept = estimate.breakdown.get(KEPT, 0)
+        change = round(kept * (self.factor - 1))
+        note = f"kept activations scaled by {self.factor:.3f}, measured on {self.device}"
+        return replace(
+            estimate,
+            peak_bytes=estimate.peak_bytes + change,
+            breakdown={**estimate.breakdown, **({KEPT: kept + change} if kept else {})},
+            activation_bytes=round(estimate.activation_bytes * self.factor),
+            notes=(*estimate.notes, note),
+        )
+
+
+def calibrate(config: Any, setup: Setup, *, blocks: int = 2) -> Calibration:
+    """Run one forward of a model of a few such blocks, with random weights and a small vocabulary.
+
+    Args:
+        config: As for ``estimate_memory``.
+        setup: As it is to be estimated. On a CPU the sequence is cut to 512 tokens.
+        blocks: How many blocks to run, taken from the front.
+
+    Memory: Those blocks' parameters and activations, on the accelerator if there is one.
+    """
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda" if on_gpu else "cpu")
+    short = _shortened(config, blocks)
+    seq_length = setup.seq_length if on_gpu else min(setup.seq_length, _CPU_TOKENS)
+    here = replace(
+        setup,
+        num_gpus=1,
+        dp_replicate=1,
+        micro_batch_size=1,
+        seq_length=seq_length,
+        compile=False,
+        loss_impl="logits",
+        logits_dtype=setup.param_dtype,
+        gpu=setup.gpu if on_gpu else gpu_named("cpu"),
+    )
+    skeleton = build_skeleton(short, here)
+    seen = trace(skeleton, here)
+    estimated = sum(seen.blocks[kind].saved for kind in skeleton.kinds)
+    measured = saved_bytes_of_blocks(
+        short, device, seq_length, dtype=setup.param_dtype, padded=setup.attention_mask
+    )
+    count = len(skeleton.blocks)
+    return Calibration(
+        torch.cuda.get_device_name() if on_gpu else "this CPU",
+        measured // count,
+        estimated // count,
+        seq_length,
+        count,
+    )
+
+
+def _shortened(config: Any, blocks: int) -> Any:
+    text = copy.deepcopy(config.get_text_config(decoder=True))
+    kept = min(blocks, text.num_hidden_layers)
+    for name in _PER_LAYER:
+        if isinstance(getattr(text, name, None), list):
+            setattr(text, name, getattr(text, name)[:kept])
+    text.num_hidden_layers = kept
+    if text.vocab_size > _SMALL_VOCABULARY:
+        text.vocab_size = _SMALL_VOCABULARY
+        text.pad_token_id = text.bos_token_id = text.eos_token_id = None
+    return text
+
+
+def saved_bytes_of_blocks(
+    config: Any,
+    device: torch.device,
+    seq_length: int,
+    *,
+    dtype: torch.dtype,
+    padded: bool,
+    batch_size: int = 1,
+) -> int:
+    """Bytes that a real model's blocks save for their backward, each storage once, without parameters."""
+    from transformers import AutoModelForCausalLM
+
+    from fsdp_sft.blocks import find_blocks
+
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype).train()
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    running: list[int] = []
+    given: set[int] = set()
+    saved: dict[tuple[int, int], int] = {}
+
+    def enter(index: int, args: Any, kwargs: Any) -> None:
+        running.append(index)
+        hidden = args[0] if args else kwargs["hidden_states"]
+        given.update(t.untyped_storage().data_ptr() for t in [hidden, *_tensors_of(kwargs)])
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
+        if running and address not in parameters and address not in given:
+            saved[(running[-1], address)] = storage.nbytes()
+        return tensor
+
+    for index, block in enumerate(find_blocks(model).values()):
+        block.register_forward_pre_hook(
+            lambda _, args, kwargs, index=index: enter(index, args, kwargs), with_kwargs=True
+        )
+        block.register_forward_hook(lambda _, __, ___: running.clear())
+    ids = torch.randint(config.vocab_size, (batch_size, seq_length), device=device)
+    mask = torch.ones_like(ids)
+    mask[0, -1] = 0
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = model(input_ids=ids, attention_mask=mask if padded else None, use_cache=False)
+    total = sum(saved.values())
+    del output, model
+    gc.collect()
+    return total
+
+
+def _tensors_of(kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    found = []
+    for value in kwargs.values():
+        several = value if isinstance(value, (tuple, list)) else (value,)
+        found += [item for item in several if isinstance(item, torch.Tensor)]
+    return found

@@ -1,0 +1,210 @@
+"""How much memory a training step needs on each GPU, from the config alone."""
+
+import inspect
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fsdp_sft.planner.model import CHECKED_FAMILIES, Skeleton, as_config, build_skeleton
+from fsdp_sft.planner.replay import replay
+from fsdp_sft.planner.setup import GradSync, LossImpl, Optimizer, Setup, make_setup
+from fsdp_sft.planner.trace import trace
+from fsdp_sft.sac import Placement, Ratio
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+_GIB = 1 << 30
+_NOTABLE_PADDING = 0.05
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Memory of one rank in the steady state: tensors that are alive, not what the allocator has reserved.
+
+    Attributes:
+        peak_bytes: At the fullest moment of an optimizer step; compare it with
+            ``torch.cuda.max_memory_allocated()``, and leave it 90 % of the device.
+        peak_phase: When that is: ``"loss"`` (forward, loss, and its backward down to the last block),
+            ``"backward"`` (the blocks' backward and the reduction of gradients) or ``"optimizer"``.
+        breakdown: What is alive then, in bytes by kind; the values add up to ``peak_bytes``.
+        parameters: Of the model, tied ones once.
+        active_parameters: Those that one token passes through; fewer for a mixture of experts.
+        activation_bytes: What the forward leaves behind for the backward in all blocks.
+        notes: What a reader should know about this estimate, such as a family that was never compared with a
+            measurement.
+    """
+
+    peak_bytes: int
+    peak_phase: str
+    breakdown: dict[str, int]
+    parameters: int
+    active_parameters: int
+    activation_bytes: int
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        parts = sorted(self.breakdown.items(), key=lambda item: -item[1])
+        width = max(len(name) for name in self.breakdown)
+        lines = [f"{self.peak_bytes / _GIB:.2f} GiB per GPU at the peak, in the {self.peak_phase} phase"]
+        lines += [
+            f"  {name:<{width}}  {size / _GIB:8.2f} GiB  {size / self.peak_bytes:6.1%}"
+            for name, size in parts
+        ]
+        return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
+
+
+def estimate_memory(
+    config: "PreTrainedConfig | str | os.PathLike[str]",
+    *,
+    num_gpus: int,
+    micro_batch_size: int,
+    seq_length: int,
+    sac_ratio: Ratio = 0,
+    sac_placement: Placement = "even",
+    compile: bool = False,  # noqa: A002  # the word of load_pretrained
+    master_dtype: torch.dtype = torch.float32,
+    loss_impl: LossImpl = "chunked",
+    attention_mask: bool = True,
+    gpu: str = "h100",
+    grad_accum_steps: int = 1,
+    dp_replicate: int = 1,
+    sac_blocks: Iterable[int] | None = None,
+    optimizer: Optimizer = "adamw",
+    grad_sync: GradSync = "each",
+    reshard_after_forward: bool = True,
+    cpu_offload: bool = False,
+    trainable: str | Iterable[str] | None = None,
+    lora_rank: int = 0,
+    lora_targets: str | Iterable[str] | None = None,
+    frozen_dtype: torch.dtype | None = None,
+    param_dtype: torch.dtype = torch.bfloat16,
+    reduce_dtype: torch.dtype = torch.float32,
+    logits_dtype: torch.dtype | None = None,
+    chunk_size: int | None = None,
+) -> MemoryEstimate:
+    """Estimate the peak memory per GPU of training a causal language model with this library.
+
+    The model is built without memory; one block of each kind runs forward and backward on the meta device,
+    which shows what it keeps and what it needs while it runs; and one optimizer step is replayed from that in
+    the order in which FSDP2 allocates and frees. No weights, no process group and no GPU are needed.
+
+    Args:
+        config: Of a decoder-only model: a transformers config, a folder or a Hub id.
+        num_gpus: Ranks in all, >= 1.
+        micro_batch_size: Sequences per rank and forward.
+        seq_length: Tokens per sequence, padding included.
+        sac_ratio: Fraction of blocks that are checkpointed, as for ``apply_sac``.
+        sac_placement: ``"even"`` or ``"prefix"``.
+        compile: Whether the blocks are compiled (``compile_blocks``).
+        master_dtype: Of the stored shards, hence of gradients and optimizer states.
+        loss_impl: ``"chunked"``, or ``"logits"`` for logits in full.
+        attention_mask: Whether batches are padded, so that attention gets a mask.
+        gpu: ``"a100"``, ``"h100"``, ``"h200"``, ``"gb200"`` or ``"cpu"``: whose attention kernels.
+        grad_accum_steps: Micro-batches per optimizer step.
+        dp_replicate: Replicas of the sharded model (HSDP); divides ``num_gpus``.
+        sac_blocks: Indices of the checkpointed blocks, in place of ratio and placement.
+        optimizer: ``"adamw"`` (as torch runs it by default: ``foreach`` on a GPU, a loop on a CPU),
+            ``"adamw_foreach"``, ``"adamw_fused"``, ``"adamw_for_loop"``, ``"adamw8bit"``,
+            ``"sgd"``, ``"sgd_momentum"``.
+        grad_sync: ``"each"`` micro-batch, or only the ``"last"``, which keeps whole gradients.
+        reshard_after_forward: False keeps gathered blocks until their backward (ZeRO-2).
+        cpu_offload: Whether shards, gradients and optimizer live on the host, which is then not counted.
+        trainable: Regular expressions of the names of trained parameters; None trains all.
+        lora_rank: Of adapters beside linear layers; above 0 everything else is frozen, but ``trainable``.
+        lora_targets: Names of those layers, such as ``["q_proj", "v_proj"]``; None takes all in the blocks.
+        frozen_dtype: Of frozen shards; None is ``param_dtype`` with LoRA and ``master_dtype`` without.
+        param_dtype: Of the computation.
+        reduce_dtype: Of the gradients' reduction.
+        logits_dtype: With ``loss_impl="logits"``, what the cross entropy computes in. None is
+            ``param_dtype``: a plain loop that gives the model's logits to ``F.cross_entropy`` and holds on to
+            them. ``torch.float32`` is what ``causal_lm_loss(impl="logits")`` does.
+        chunk_size: As for ``linear_cross_entropy_sum``.
+
+    Returns:
+        The estimate. Families that were never compared with a measurement carry a note.
+
+    Raises:
+        ValueError: For an argument out of range, a config that is no causal language model's, or a model
+            whose forward cannot be followed without values.
+    """
+    setup = make_setup(
+        num_gpus=num_gpus,
+        micro_batch_size=micro_batch_size,
+        seq_length=seq_length,
+        sac_ratio=sac_ratio,
+        sac_placement=sac_placement,
+        sac_blocks=sac_blocks,
+        compile=compile,
+        master_dtype=master_dtype,
+        frozen_dtype=frozen_dtype,
+        param_dtype=param_dtype,
+        reduce_dtype=reduce_dtype,
+        loss_impl=loss_impl,
+        logits_dtype=logits_dtype,
+        chunk_size=chunk_size,
+        attention_mask=attention_mask,
+        gpu=gpu,
+        grad_accum_steps=grad_accum_steps,
+        grad_sync=grad_sync,
+        dp_replicate=dp_replicate,
+        reshard_after_forward=reshard_after_forward,
+        cpu_offload=cpu_offload,
+        optimizer=optimizer,
+        trainable=trainable,
+        lora_rank=lora_rank,
+        lora_targets=lora_targets,
+    )
+    return estimate(as_config(config), setup)
+
+
+def check_options(**options: Any) -> Setup:
+    """The setup that ``estimate_memory`` makes of its arguments; TypeError for one that it does not have."""
+    signature = inspect.signature(estimate_memory)
+    bound = signature.bind(None, **options)
+    bound.apply_defaults()
+    arguments = dict(bound.arguments)
+    del arguments["config"]
+    return make_setup(**arguments)
+
+
+def estimate(config: "PreTrainedConfig", setup: Setup) -> MemoryEstimate:
+    """``estimate_memory`` with the arguments checked already."""
+    skeleton = build_skeleton(config, setup)
+    seen = trace(skeleton, setup)
+    peak = replay(skeleton, seen, setup)
+    checkpointed = setup.checkpointed(len(skeleton.blocks))
+    activations = sum(
+        seen.blocks[kind].output if index in checkpointed else seen.blocks[kind].kept
+        for index, kind in enumerate(skeleton.kinds)
+        if index >= skeleton.first_backward
+    )
+    return MemoryEstimate(
+        peak_bytes=peak.total,
+        peak_phase=peak.phase,
+        breakdown=peak.parts,
+        parameters=skeleton.parameters,
+        active_parameters=skeleton.active_parameters,
+        activation_bytes=activations,
+        notes=_notes(skeleton, setup),
+    )
+
+
+def _notes(skeleton: Skeleton, setup: Setup) -> tuple[str, ...]:
+    notes = []
+    if skeleton.family not in CHECKED_FAMILIES:
+        notes.append(
+            f"model type {skeleton.family} was followed like any other but never compared with a measurement"
+        )
+    shards = setup.num_shards
+    padded = sum(n * group.shard_elements(shards) for group, n in skeleton.distinct_groups) * shards
+    excess = padded / skeleton.parameters - 1
+    if excess > _NOTABLE_PADDING:
+        notes.append(
+            f"{shards} shards do not divide the parameters' first dimensions, which FSDP2 pads by "
+            f"{excess:.0%}: fewer shards (dp_replicate) can need less"
+        )
+    return tuple(notes)

@@ -1,0 +1,172 @@
+"""What a compiled block keeps: the cheapest set of tensors from which the rest can be computed again.
+
+``torch.compile`` cuts the joint graph of forward and backward where least has to be kept, and computes
+pointwise operations again from there. Matrix products and attention are never computed twice, and what they
+read in the backward has to lie in memory.
+Source: Herrmann et al.'s min-cut as in torch's partitioner,
+https://dev-discuss.pytorch.org/t/min-cut-optimal-recomputation-i-e-activation-checkpointing-with-aotautograd/467.
+"""
+
+from collections import deque
+from typing import Any
+
+from fsdp_sft.planner.ledger import Event
+
+ATTENTION = "attention"  # the name under which a fused attention kernel is recorded
+
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "convolution", "_scaled_mm")
+_NOT_FUSED = (
+    *_PRODUCTS,
+    "topk",
+    "sort",
+    "argsort",
+    "cumsum",
+    "histc",
+    "bincount",
+    "index_put",
+    "_index_put_impl_",
+)
+_INFINITE = 1 << 62
+
+
+def fused_footprint(
+    *,
+    forward: list[Event],
+    backward: list[Event],
+    sizes: list[int],
+    saved: set[int],
+    block_input: int,
+    block_output: int,
+) -> dict[str, int]:
+    """The fields of a ``Footprint``, but its output's size, of a block under ``torch.compile``.
+
+    Args:
+        forward: Events of the block's eager forward.
+        backward: Events of its eager backward.
+        sizes: Bytes by storage number.
+        saved: Storages that the eager forward saves for the backward.
+        block_input: Number of the input's storage.
+        block_output: Likewise of the output.
+    """
+    in_memory = _materialised(forward)
+    inside = {number for event in forward for number in event.outputs}
+    own = {number for number in saved if number in inside}
+    needed = own & in_memory
+    cut = _cheapest_cut(forward, sizes, free=needed, wanted=own - needed, block_input=block_input)
+    kept = needed | cut
+    bytes_kept = sum(sizes[number] for number in kept)
+    output = sizes[block_output]
+    input_given_back = 0 if block_input in kept or block_input in saved & in_memory else sizes[block_input]
+    without_input = bytes_kept - (sizes[block_input] if block_input in kept else 0)
+    counted = in_memory | {block_output}
+    return {
+        "kept": without_input + output - input_given_back,
+        "forward_peak": max(_peak(forward, sizes, counted, 0), without_input + output),
+        "saved": without_input,
+        "backward_peak": _peak(backward, sizes, _materialised(backward) | _left_over(backward), 0),
+    }
+
+
+def _is_fused(op: Any) -> bool:
+    if op == ATTENTION:
+        return False
+    return getattr(op, "overloadpacket", op).__name__ not in _NOT_FUSED
+
+
+def _materialised(events: list[Event]) -> set[int]:
+    """Storages that an operation reads or writes which no other one is fused into."""
+    return {
+        number
+        for event in events
+        if event.op is not None and not _is_fused(event.op)
+        for number in (*event.inputs, *event.outputs)
+    }
+
+
+def _left_over(events: list[Event]) -> set[int]:
+    made = {number for event in events for number in event.outputs}
+    return made - {event.freed for event in events if event.op is None}
+
+
+def _peak(events: list[Event], sizes: list[int], counted: set[int], live: int) -> int:
+    """Most bytes alive over a stretch of events, of the storages that count."""
+    peak, seen = live, set()
+    for event in events:
+        for number in event.outputs:
+            if number in counted and number not in seen and number not in event.inputs:
+                seen.add(number)
+                live += sizes[number]
+        peak = max(peak, live)
+        if event.op is None and (event.freed in seen):
+            live -= sizes[event.freed]
+    return peak
+
+
+def _cheapest_cut(
+    events: list[Event], sizes: list[int], *, free: set[int], wanted: set[int], block_input: int
+) -> set[int]:
+    """Storages of least total size from which ``wanted`` follows by fused operations alone.
+
+    ``free`` ones are kept in any case and cost nothing more.
+    """
+    network = _Network()
+    produced: set[int] = set()
+    for event in events:
+        if event.op is None:
+            continue
+        new = [number for number in event.outputs if number not in event.inputs]
+        for number in new:
+            produced.add(number)
+            if not _is_fused(event.op) or not event.inputs:
+                network.add(("source",), (number, "in"), _INFINITE)
+            for source in event.inputs if _is_fused(event.op) else ():
+                network.add((source, "out"), (number, "in"), _INFINITE)
+    network.add(("source",), (block_input, "in"), _INFINITE)
+    for number in produced | {block_input}:
+        network.add((number, "in"), (number, "out"), 0 if number in free else sizes[number])
+    for number in wanted:
+        network.add((number, "out"), ("sink",), _INFINITE)
+    reachable = network.cut(("source",), ("sink",))
+    return {
+        number
+        for number in produced | {block_input}
+        if number not in free and (number, "in") in reachable and (number, "out") not in reachable
+    }
+
+
+class _Network:
+    """Maximum flow by shortest augmenting paths (Edmonds and Karp), on a few hundred nodes."""
+
+    def __init__(self) -> None:
+        self.capacity: dict[Any, dict[Any, int]] = {}
+
+    def add(self, start: Any, end: Any, capacity: int) -> None:
+        row = self.capacity.setdefault(start, {})
+        row[end] = max(row.get(end, 0), capacity)
+        self.capacity.setdefault(end, {}).setdefault(start, 0)
+
+    def cut(self, source: Any, sink: Any) -> set[Any]:
+        """Nodes on the source's side of a minimum cut."""
+        while True:
+            came_from = self._paths(source)
+            if sink not in came_from:
+                return set(came_from)
+            path, node = [], sink
+            while node != source:
+                path.append((came_from[node], node))
+                node = came_from[node]
+            flow = min(self.capacity[a][b] for a, b in path)
+            for a, b in path:
+                self.capacity[a][b] -= flow
+                self.capacity[b][a] += flow
+
+    def _paths(self, source: Any) -> dict[Any, Any]:
+        came_from = {source: source}
+        queue = deque([source])
+        while queue:
+            node = queue.popleft()
+            for neighbour, capacity in self.capacity.get(node, {}).items():
+                if capacity > 0 and neighbour not in came_from:
+                    came_from[neighbour] = node
+                    queue.append(neighbour)
+        return came_from

@@ -1,0 +1,173 @@
+"""What fused kernels keep and allocate, where the meta device would run something else."""
+
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from fsdp_sft.planner.devices import Gpu
+from fsdp_sft.planner.fused import ATTENTION
+from fsdp_sft.planner.ledger import Ledger
+
+_SLICE_BYTES_CPU = 8 << 20
+_SLICE_BYTES = 256 << 20  # float32 bytes of the weight's gradient, as loss/products.py makes it on CUDA
+
+
+class Kernels(TorchFunctionMode):
+    """Runs attention as a device's fused kernel does, memory-wise, and answers questions about values.
+
+    transformers asks whether a padding mask is all ones, which a meta tensor cannot say: ``padded`` does.
+    """
+
+    def __init__(self, gpu: Gpu, *, padded: bool, ledger: Ledger) -> None:
+        super().__init__()
+        self.gpu = gpu
+        self.padded = padded
+        self.ledger = ledger
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.__bool__ and args[0].is_meta:
+            return not self.padded
+        if func is F.scaled_dot_product_attention:
+            return self._attention(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _attention(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        **options: Any,
+    ) -> torch.Tensor:
+        if dropout_p > 0 and self.gpu.name == "cpu":
+            # torch's CPU kernel has no dropout; what it falls back to keeps the attention matrix.
+            return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, **options)
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            bias = torch.zeros_like(attn_mask, dtype=query.dtype)
+            attn_mask = bias.masked_fill_(attn_mask.logical_not(), float("-inf"))
+        result: torch.Tensor = _FusedAttention.apply(query, key, value, attn_mask, self.gpu, self.ledger)
+        return result
+
+
+class _FusedAttention(torch.autograd.Function):
+    """Keeps query, key, value, bias, output and one float32 per row; the attention matrix never exists."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        bias: torch.Tensor | None,
+        gpu: Gpu,
+        ledger: Ledger,
+    ) -> torch.Tensor:
+        out = _attention_output(query, value.shape[-1], gpu, masked=bias is not None)
+        rows = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, bias, out, rows)
+        ctx.ledger = ledger
+        ledger.note(ATTENTION, (query, key, value, bias), (out, rows))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, _, _, _ = ctx.saved_tensors
+        result = [torch.empty_like(t) for t in (query, key, value)]
+        ctx.ledger.note(ATTENTION, (grads[0], query, key, value), result)
+        return (*result, None, None, None)
+
+
+def _attention_output(query: torch.Tensor, width: int, gpu: Gpu, *, masked: bool) -> torch.Tensor:
+    """An empty output in the memory order of the device's kernel."""
+    batch, heads, length, _ = query.shape
+    if gpu.attention_output == "heads":
+        return query.new_empty(batch, heads, length, width)
+    if gpu.attention_output == "tokens" and masked:
+        return query.new_empty(batch, length, heads, width).transpose(1, 2)
+    return torch.empty_like(
+        query[..., :width] if width <= query.shape[-1] else query.expand(-1, -1, -1, width)
+    )
+
+
+def chunked_loss(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    chunk_size: int | None,
+    gpu: Gpu,
+) -> torch.Tensor:
+    """The buffers of ``fsdp_sft.linear_cross_entropy_sum``, with the lifetimes that they have there."""
+    width = hidden.shape[-1]
+    rows = chunk_size or default_chunk_size(width, hidden.dtype)
+    result: torch.Tensor = _ChunkedLoss.apply(hidden.reshape(-1, width), weight, bias, rows, gpu)
+    return result
+
+
+def default_chunk_size(width: int, dtype: torch.dtype) -> int:
+    """Rows per chunk where none are asked for, as ``linear_cross_entropy_sum`` chooses them."""
+    return min(1024, max(128, 2 * width // dtype.itemsize))
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        chunk_size: int,
+        gpu: Gpu,
+    ) -> torch.Tensor:
+        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        kept = [
+            torch.empty_like(t, dtype=wide, memory_format=torch.contiguous_format)
+            if t is not None and needed
+            else None
+            for t, needed in zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)
+        ]
+        ctx.kept, ctx.dtype = kept, hidden.dtype
+        _chunk_buffers(hidden, weight, min(chunk_size, hidden.shape[0]), wide, gpu)
+        return hidden.new_zeros((), dtype=wide)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        results: list[torch.Tensor | None] = []
+        for index in range(3):
+            kept, ctx.kept[index] = ctx.kept[index], None
+            results.append(None if kept is None else torch.empty_like(kept, dtype=ctx.dtype))
+            del kept
+        return (*results, None, None)
+
+
+def _chunk_buffers(
+    hidden: torch.Tensor, weight: torch.Tensor, rows: int, wide: torch.dtype, gpu: Gpu
+) -> None:
+    """Allocate, and drop, what one turn of the chunk loop has at its fullest; see ``loss/products.py``."""
+    width, vocabulary = weight.shape[1], weight.shape[0]
+    taken = hidden.new_empty(rows, width)
+    if hidden.dtype == wide:
+        buffers = [hidden.new_empty(rows, vocabulary), torch.empty_like(taken)]
+    elif gpu.name == "cpu":
+        part = min(vocabulary, max(1, _SLICE_BYTES_CPU // (4 * width)))
+        block = min(rows, max(1, _SLICE_BYTES_CPU // (4 * vocabulary)))
+        buffers = [hidden.new_empty(rows, vocabulary), hidden.new_empty(block, vocabulary, dtype=wide)]
+        gradient = [torch.empty_like(taken), torch.empty_like(taken, dtype=wide)]
+        del gradient
+        buffers += [hidden.new_empty(part, width), hidden.new_empty(part, width, dtype=wide)]
+    else:
+        logits = hidden.new_empty(rows, vocabulary, dtype=wide)
+        buffers = [logits, hidden.new_empty(rows, vocabulary), torch.empty_like(taken, dtype=wide)]
+        del buffers[1:]
+        part = min(vocabulary, max(1, _SLICE_BYTES // (4 * width)))
+        buffers += [hidden.new_empty(rows, part), hidden.new_empty(part, width, dtype=wide)]
+        del buffers[1:]
+        if hidden.shape[0] > rows:  # a chunk's logits are there until the next one's are
+            buffers.append(torch.empty_like(logits))
+        del logits
+    del buffers, taken

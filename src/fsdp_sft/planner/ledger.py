@@ -1,0 +1,111 @@
+"""How many bytes are alive: a mode that watches every storage that operations create."""
+
+import weakref
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fsdp_sft._compat import TorchDispatchMode
+
+
+@dataclass
+class Event:
+    """One operation, or the end of one storage.
+
+    Attributes:
+        op: The operation; None where ``freed`` says that a storage ended.
+        inputs: Storages it read, by number.
+        outputs: Storages it wrote or returned, by number; new ones and old ones.
+        freed: A storage's number.
+    """
+
+    op: Any
+    inputs: tuple[int, ...] = ()
+    outputs: tuple[int, ...] = ()
+    freed: int = -1
+
+
+@dataclass(eq=False)
+class Ledger(TorchDispatchMode):
+    """Live bytes of the storages that were created under it, with their peak and a record of events.
+
+    Works on meta tensors, whose storages have a size and no memory. Storages named in ``ignore`` (and by
+    what views them) count as nothing.
+
+    Attributes:
+        live: Bytes alive now.
+        peak: Largest ``live`` since the last ``reset_peak``.
+        events: What happened, in order.
+        sizes: Bytes of each storage, by number.
+    """
+
+    live: int = 0
+    peak: int = 0
+    events: list[Event] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    _numbers: dict[int, int] = field(default_factory=dict)
+    _guards: dict[int, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        inputs = tuple(self.number(tensor) for tensor in tensors_in((args, kwargs)))
+        self.events.append(Event(func, inputs, tuple(self.number(tensor) for tensor in tensors_in(result))))
+        return result
+
+    def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Count these as nothing: parameters, whose memory is accounted for elsewhere."""
+        for tensor in tensors:
+            self.number(tensor, counted=False)
+
+    def number(self, tensor: torch.Tensor, *, counted: bool = True) -> int:
+        """The number of a tensor's storage; a new storage is counted from here on."""
+        storage = tensor.untyped_storage()
+        key = id(storage)
+        found = self._numbers.get(key)
+        if found is not None:
+            return found
+        number = self._numbers[key] = len(self.sizes)
+        size = storage.nbytes() if counted else 0
+        self.sizes.append(size)
+        self._guards[key] = weakref.ref(storage, lambda _: self._end(key, number))
+        self.live += size
+        self.peak = max(self.peak, self.live)
+        return number
+
+    def note(self, op: str, inputs: Iterable[torch.Tensor | None], outputs: Iterable[torch.Tensor]) -> None:
+        """Record an operation that the mode does not see as one, such as a fused kernel's."""
+        read = tuple(self.number(tensor) for tensor in inputs if tensor is not None)
+        self.events.append(Event(op, read, tuple(self.number(tensor) for tensor in outputs)))
+
+    def alive(self, number: int) -> bool:
+        """Whether a storage still exists."""
+        return number in self._numbers.values()
+
+    def reset_peak(self) -> int:
+        """The peak so far, from which on a new one is taken."""
+        peak, self.peak = self.peak, self.live
+        return peak
+
+    def _end(self, key: int, number: int) -> None:
+        self.live -= self.sizes[number]
+        del self._numbers[key], self._guards[key]
+        self.events.append(Event(None, freed=number))
+
+
+def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
+    """The tensors in nested lists, tuples and dicts."""
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, (list, tuple)):
+        for item in tree:
+            yield from tensors_in(item)
+    elif isinstance(tree, dict):
+        yield from tensors_in(list(tree.values()))

@@ -1,0 +1,278 @@
+"""A config's model on the meta device, its blocks by kind, and what its parameters weigh on each rank."""
+
+import functools
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from fsdp_sft.blocks import find_blocks
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from fsdp_sft.planner.setup import Setup
+
+# Compared with measurements; see docs/explanation/how-the-estimate-was-checked.md.
+CHECKED_FAMILIES = frozenset(
+    (
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "llama",
+        "mistral",
+        "mixtral",
+        "phi",
+        "phi3",
+        "qwen2",
+        "qwen3",
+        "qwen3_moe",
+    )
+)
+
+
+@dataclass(frozen=True)
+class Group:
+    """The parameters of one FSDP2 group: a block's, or the root's.
+
+    Attributes:
+        shapes: Of each parameter, with whether it is trained.
+    """
+
+    shapes: tuple[tuple[tuple[int, ...], bool], ...]
+
+    def elements(self, *, trained: bool | None = None) -> int:
+        """Parameters, all or only the trained (or frozen) ones."""
+        return sum(_numel(shape) for shape, flag in self.shapes if trained is None or flag is trained)
+
+    def shard_elements(self, num_shards: int, *, trained: bool | None = None) -> int:
+        """Parameters in one rank's shard, with the padding that sharding on the first dimension needs."""
+        chosen = [shape for shape, flag in self.shapes if trained is None or flag is trained]
+        return sum(_shard_numel(shape, num_shards) for shape in chosen)
+
+    def last_trained(self) -> int:
+        """Elements of the trained parameter that comes last."""
+        return next((_numel(shape) for shape, flag in reversed(self.shapes) if flag), 0)
+
+    def largest_shard(self, num_shards: int) -> int:
+        """Parameters in the largest trained shard."""
+        return max((_shard_numel(shape, num_shards) for shape, flag in self.shapes if flag), default=0)
+
+
+@dataclass(frozen=True)
+class Skeleton:
+    """What the planner knows of a model.
+
+    Attributes:
+        model: On the meta device, in the compute dtype, ``train()`` mode.
+        family: ``config.model_type``.
+        blocks: The blocks, in forward order.
+        kinds: For each block, the index of the first block that is made like it.
+        groups: Parameters of each block, in forward order; equal ones are the same object.
+        root: Parameters of what is left: embedding, last norm, head.
+        first_backward: Index of the first block that the backward reaches: those before it have nothing to
+            train in or below them, and keep nothing.
+        parameters: Of the whole model, tied ones once.
+        active_parameters: Of them, those that one token passes through.
+    """
+
+    model: Any
+    family: str
+    blocks: tuple[nn.Module, ...]
+    kinds: tuple[int, ...]
+    groups: tuple[Group, ...]
+    root: Group
+    first_backward: int
+    parameters: int
+    active_parameters: int
+
+    @functools.cached_property
+    def distinct_groups(self) -> tuple[tuple[Group, int], ...]:
+        """Each kind of group, the root's included, with how many there are."""
+        return tuple(Counter([*self.groups, self.root]).items())
+
+
+def as_config(config: "PreTrainedConfig | str | os.PathLike[str]") -> Any:
+    """A config as it is, or that of a folder or a Hub id."""
+    if not isinstance(config, (str, os.PathLike)):
+        if not hasattr(config, "model_type") or not hasattr(config, "to_dict"):
+            raise TypeError(f"config must be a transformers config, a folder or a Hub id, got {config!r}")
+        return config
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(str(config))
+
+
+def build_skeleton(config: Any, setup: "Setup") -> Skeleton:
+    """The model of a config, built once per config and choice of trained parameters."""
+    key = json.dumps(config.to_dict(), sort_keys=True, default=str)
+    return _cached_skeleton(_Keyed(key, config), setup.param_dtype, setup.trainable, setup.lora)
+
+
+@dataclass(frozen=True)
+class _Keyed:
+    """A config that hashes by its contents."""
+
+    key: str
+    config: Any
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Keyed) and other.key == self.key
+
+
+@functools.lru_cache(maxsize=8)
+def _cached_skeleton(
+    keyed: _Keyed,
+    dtype: torch.dtype,
+    trainable: tuple[str, ...] | None,
+    lora: tuple[int, tuple[str, ...]] | None,
+) -> Skeleton:
+    model = _build(keyed.config, dtype)
+    blocks = find_blocks(model)
+    if lora is not None:
+        _add_lora(blocks, *lora)
+    _choose_trained(model, trainable, lora)
+    inside: set[int] = set()
+    known: dict[Group, Group] = {}
+    groups = [_group(block.parameters(), inside) for block in blocks.values()]
+    groups = [known.setdefault(group, group) for group in groups]
+    root = _group(model.parameters(), inside)
+    total = sum(group.elements() for group in groups) + root.elements()
+    return Skeleton(
+        model=model,
+        family=keyed.config.model_type,
+        blocks=tuple(blocks.values()),
+        kinds=_kinds(list(blocks.values())),
+        groups=tuple(groups),
+        root=root,
+        first_backward=_first_backward(model, groups),
+        parameters=total,
+        active_parameters=total - _idle_expert_parameters(model, keyed.config),
+    )
+
+
+def _build(config: Any, dtype: torch.dtype) -> Any:
+    import copy
+
+    from transformers import AutoModelForCausalLM
+
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"{config.model_type} is an encoder-decoder; the planner knows decoder-only models")
+    config = copy.deepcopy(config)
+    config.use_cache = False
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+    except ValueError as error:
+        raise ValueError(
+            f"no causal language model can be built from a config of type {config.model_type!r}: "
+            f"{str(error)[:200]}; pass the config of the text decoder"
+        ) from error
+
+
+def _group(parameters: Iterable[nn.Parameter], inside: set[int]) -> Group:
+    own = [p for p in parameters if id(p) not in inside]
+    inside.update(id(p) for p in own)
+    return Group(tuple((tuple(p.shape), p.requires_grad) for p in own))
+
+
+def _first_backward(model: Any, groups: list[Group]) -> int:
+    embedding = model.get_input_embeddings()
+    if any(p.requires_grad for p in embedding.parameters()):
+        return 0
+    trained = (index for index, group in enumerate(groups) if group.elements(trained=True))
+    return next(trained, len(groups))
+
+
+def _kinds(blocks: list[nn.Module]) -> tuple[int, ...]:
+    first: dict[Any, int] = {}
+    return tuple(first.setdefault(_likeness(block), index) for index, block in enumerate(blocks))
+
+
+def _likeness(block: nn.Module) -> Any:
+    """Equal for blocks that compute alike: classes, shapes, and plain attributes such as a window."""
+    parts: list[Any] = []
+    for name, module in block.named_modules():
+        plain = [
+            (key, value)
+            for key, value in sorted(vars(module).items())
+            if key not in ("layer_idx", "layer_index", "training")
+            and (value is None or isinstance(value, (bool, int, float, str)))
+        ]
+        shapes = [(key, tuple(p.shape), p.requires_grad) for key, p in module.named_parameters(recurse=False)]
+        parts.append((name, type(module).__name__, tuple(plain), tuple(shapes)))
+    return tuple(parts)
+
+
+def _choose_trained(model: nn.Module, trainable: tuple[str, ...] | None, lora: Any) -> None:
+    if trainable is None and lora is None:
+        return
+    import re
+
+    patterns = trainable or ()
+    for name, parameter in model.named_parameters():
+        adapter = name.endswith(("lora_A.weight", "lora_B.weight"))
+        chosen = adapter or any(re.search(pattern, name) for pattern in patterns)
+        parameter.requires_grad_(chosen)
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ValueError(
+            f"trainable={patterns!r} matches no parameter name; regular expressions are searched"
+        )
+
+
+class _LoraLinear(nn.Module):
+    """A frozen linear layer beside two small trained ones, as adapters are computed."""
+
+    def __init__(self, base: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.base = base
+        place = {"device": base.weight.device, "dtype": base.weight.dtype}
+        self.lora_A = nn.Linear(base.in_features, rank, bias=False, **place)
+        self.lora_B = nn.Linear(rank, base.out_features, bias=False, **place)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        added: torch.Tensor = self.base(x) + self.lora_B(self.lora_A(x)) * 2.0
+        return added
+
+
+def _add_lora(blocks: dict[str, nn.Module], rank: int, targets: tuple[str, ...]) -> None:
+    replaced = 0
+    for block in blocks.values():
+        for name, module in list(block.named_modules()):
+            parent, _, leaf = name.rpartition(".")
+            if isinstance(module, nn.Linear) and (leaf in targets or "all-linear" in targets):
+                setattr(block.get_submodule(parent), leaf, _LoraLinear(module, rank))
+                replaced += 1
+    if not replaced:
+        raise ValueError(f"lora_targets={targets!r} names no linear layer of the blocks")
+
+
+def _idle_expert_parameters(model: nn.Module, config: Any) -> int:
+    """Parameters of the experts that a token is not routed to."""
+    text = config.get_text_config(decoder=True)
+    chosen = getattr(text, "num_experts_per_tok", None)
+    if not isinstance(chosen, int):
+        return 0
+    idle = 0
+    for name, parameter in model.named_parameters():
+        if ".experts." in name and parameter.ndim == 3:
+            idle += parameter.numel() * (parameter.shape[0] - chosen) // parameter.shape[0]
+    return idle
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    return functools.reduce(lambda a, b: a * b, shape, 1)
+
+
+@functools.lru_cache(maxsize=65536)
+def _shard_numel(shape: tuple[int, ...], num_shards: int) -> int:
+    rows = shape[0] if shape else 1
+    return -(-rows // num_shards) * _numel(shape[1:])

@@ -1,0 +1,298 @@
+"""One optimizer step on paper: who holds how many bytes when, in the order in which FSDP2 allocates.
+
+Source of the order: ``torch/distributed/fsdp/_fully_shard`` (``FSDPParamGroup``, ``foreach_all_gather``,
+``foreach_reduce``), torch 2.11 to 2.13.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import torch
+
+from fsdp_sft.planner.model import Group, Skeleton
+from fsdp_sft.planner.setup import Setup
+from fsdp_sft.planner.trace import Footprint, Trace
+
+MASTERS = "parameters (shards)"
+OPTIMIZER = "optimizer states"
+GRADIENTS = "gradients (shards)"
+UNSHARDED = "gathered parameters"
+ALL_GATHER = "all-gather buffers"
+WHOLE_GRADIENTS = "gradients before reduction"
+REDUCE_SCATTER = "reduce-scatter buffers"
+KEPT = "activations kept"
+CHECKPOINTED = "activations of checkpointed blocks"
+INPUTS = "embedding, rotary tables, mask"
+HEAD = "logits and loss"
+WORKING = "block at work"
+UPDATE = "optimizer at work"
+WORKSPACE = "cuBLAS workspace"
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The fullest moment of a step.
+
+    Attributes:
+        total: Bytes.
+        phase: ``"loss"``, ``"backward"`` or ``"optimizer"``.
+        parts: What they are; they add up to ``total``.
+    """
+
+    total: int
+    phase: str
+    parts: dict[str, int]
+
+
+def replay(skeleton: Skeleton, trace: Trace, setup: Setup) -> Peak:
+    """Find the peak of one optimizer step in the steady state, when optimizer states exist."""
+    step = _Step(skeleton, trace, setup)
+    accumulates = setup.grad_accum_steps > 1
+    if setup.grad_sync == "last" and accumulates:
+        step.micro_step(reduce=False)
+        if setup.grad_accum_steps > 2:
+            step.micro_step(reduce=False)
+    elif accumulates:
+        step.micro_step()
+    step.micro_step()
+    step.optimizer()
+    return Peak(step.best, step.best_phase, dict(step.best_parts))
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Bytes of one FSDP2 group."""
+
+    gathered: int  # as the compute sees it, padded
+    cast: int  # this rank's part of it, the all-gather's input
+    gradients: int  # of the trained parameters, in the compute dtype
+    reduced: int  # the same in the dtype of the reduction, padded
+    scattered: int  # this rank's part of that
+    last_gradient: int  # of the last trained parameter: foreach_reduce's loop variable outlives its loop
+    shard_gradients: int  # as the optimizer reads it
+
+
+class _Step:
+    def __init__(self, skeleton: Skeleton, trace: Trace, setup: Setup) -> None:
+        self.setup = setup
+        self.trace = trace
+        self.footprints: list[Footprint] = [trace.blocks[kind] for kind in skeleton.kinds]
+        self.first_backward = skeleton.first_backward
+        self.checkpointed = setup.checkpointed(len(skeleton.blocks))
+        by_group = {id(group): _group_sizes(group, setup) for group, _ in skeleton.distinct_groups}
+        by_group[id(skeleton.root)] = _group_sizes(skeleton.root, setup)
+        self.sizes = [by_group[id(group)] for group in skeleton.groups]
+        self.root = by_group[id(skeleton.root)]
+        self.groups = skeleton.distinct_groups
+        self.held: dict[str, int] = defaultdict(int)
+        self.total = 0
+        self.best, self.best_phase, self.best_parts = -1, "", dict[str, int]()
+        self.reduced = 0  # bytes of the latest reduce-scatter's input, which the next one frees
+        self.accumulated = [0] * (len(self.sizes) + 1)  # whole gradients of earlier micro-steps, by group
+        self.has_gradients = False
+        self._hold_states()
+
+    def _hold_states(self) -> None:
+        setup, on_device = self.setup, not self.setup.cpu_offload or self.setup.gpu.name == "cpu"
+        masters = states = 0
+        for group, count in self.groups:
+            trained = group.shard_elements(setup.num_shards, trained=True)
+            frozen = group.shard_elements(setup.num_shards, trained=False)
+            masters += count * (trained * setup.master_dtype.itemsize + frozen * setup.frozen_dtype.itemsize)
+            states += count * _state_bytes(setup.optimizer, trained, setup.master_dtype)
+        self.hold(WORKSPACE, setup.gpu.workspace_bytes)
+        self.shards_on_device = on_device
+        if on_device:
+            self.hold(MASTERS, masters)
+            self.hold(OPTIMIZER, states)
+
+    def hold(self, part: str, size: int) -> None:
+        self.held[part] += size
+        self.total += size
+
+    def free(self, part: str, size: int) -> None:
+        self.hold(part, -size)
+
+    def look(self, phase: str, part: str = "", extra: int = 0) -> None:
+        """Compare this moment, with ``extra`` more bytes for ``part``, with the fullest so far."""
+        if self.total + extra <= self.best:
+            return
+        self.best, self.best_phase = self.total + extra, phase
+        parts = {name: size for name, size in self.held.items() if size}
+        if extra:
+            parts[part] = parts.get(part, 0) + extra
+        self.best_parts = parts
+
+    # --- forward ------------------------------------------------------------------------------------------
+
+    def micro_step(self, *, reduce: bool = True) -> None:
+        """Forward and backward of one micro-batch, with the reduction of its gradients or without."""
+        last_gather = self._forward()
+        self._loss(last_gather)
+        self._backward(reduce=reduce)
+
+    def _forward(self) -> int:
+        several = self.setup.num_shards > 1
+        previous = self._gather(self.root, "loss")
+        self.hold(INPUTS, self.trace.before)
+        for index, footprint in enumerate(self.footprints):
+            sizes = self.sizes[index]
+            if several:
+                self.hold(ALL_GATHER, sizes.gathered)
+                self.look("loss", ALL_GATHER, sizes.cast)
+                self.free(ALL_GATHER, previous)
+                previous = sizes.gathered
+            self.hold(UNSHARDED, sizes.gathered)
+            self.look("loss", WORKING, footprint.forward_peak)
+            if index >= self.first_backward:
+                kept = footprint.output if index in self.checkpointed else footprint.kept
+                self.hold(CHECKPOINTED if index in self.checkpointed else KEPT, kept)
+            if self.setup.reshard_after_forward:
+                self.free(UNSHARDED, sizes.gathered)
+        return previous
+
+    def _gather(self, sizes: _Sizes, phase: str) -> int:
+        """Gather the root; its all-gather buffer, of the size returned, lives until the first block is."""
+        buffer = sizes.gathered if self.setup.num_shards > 1 else 0
+        self.hold(ALL_GATHER, buffer)
+        self.look(phase, ALL_GATHER, sizes.cast)
+        self.hold(UNSHARDED, sizes.gathered)
+        self.look(phase)
+        return buffer
+
+    def _loss(self, last_gather: int) -> None:
+        trace = self.trace
+        self.hold(INPUTS, trace.arguments if self.checkpointed else 0)
+        self.look("loss", HEAD, trace.head_peak)
+        self.free(ALL_GATHER, last_gather)
+        self.free(HEAD, self.held[HEAD])  # the outputs that a plain loop held since the last micro-step
+        self.look("loss", HEAD, trace.loss_peak)
+        self._prefetch(len(self.sizes) - 1)
+        self.look("loss", HEAD, trace.head_backward_peak)
+        self.hold(WHOLE_GRADIENTS, trace.head_gradients)
+        self.hold(HEAD, trace.residue - trace.head_gradients)
+
+    # --- backward -----------------------------------------------------------------------------------------
+
+    def _prefetch(self, index: int) -> None:
+        """Start to gather a block that the backward comes to next."""
+        if index >= self.first_backward and self.setup.reshard_after_forward and self.setup.num_shards > 1:
+            self.hold(ALL_GATHER, self.sizes[index].gathered)
+            self.look("backward", ALL_GATHER, self.sizes[index].cast)
+
+    def _backward(self, *, reduce: bool) -> None:
+        for index in reversed(range(self.first_backward, len(self.sizes))):
+            self._block_backward(index)
+            self._drop_activations(index)
+            self._reduce(index, self.sizes[index], reduce=reduce)
+        trace = self.trace
+        embedding = self.root.gradients - trace.head_gradients
+        self.look("backward", WHOLE_GRADIENTS, trace.embedding_peak)
+        self.hold(WHOLE_GRADIENTS, embedding)
+        self.free(INPUTS, self.held[INPUTS])
+        self.hold(HEAD, trace.outputs - self.held[HEAD])
+        self.free(UNSHARDED, self.held[UNSHARDED])
+        self._reduce(len(self.sizes), self.root, reduce=reduce)
+        self.look("backward")
+        self.free(REDUCE_SCATTER, self.held[REDUCE_SCATTER])
+        self.reduced = 0
+        self.has_gradients = True
+        self.look("backward")
+
+    def _block_backward(self, index: int) -> None:
+        sizes, footprint = self.sizes[index], self.footprints[index]
+        if self.setup.reshard_after_forward:
+            self.hold(UNSHARDED, sizes.gathered)
+            self.look("backward")
+            if self.setup.num_shards > 1:
+                self.free(ALL_GATHER, sizes.gathered)
+        self._prefetch(index - 1)
+        if index in self.checkpointed:
+            again = footprint.saved
+            self.look("backward", WORKING, max(footprint.forward_peak, again + footprint.backward_peak))
+        else:
+            self.look("backward", WORKING, footprint.backward_peak)
+        self.free(UNSHARDED, sizes.gathered)
+        self.hold(WHOLE_GRADIENTS, sizes.gradients)
+
+    def _drop_activations(self, index: int) -> None:
+        footprint = self.footprints[index]
+        if index in self.checkpointed:
+            self.free(CHECKPOINTED, footprint.output)
+        else:
+            self.free(KEPT, footprint.kept)
+
+    def _reduce(self, index: int, sizes: _Sizes, *, reduce: bool) -> None:
+        """What happens to a group's gradients when its backward is over."""
+        if not sizes.gradients:
+            return
+        wide = sizes.gradients * self.setup.reduce_dtype.itemsize // self.setup.param_dtype.itemsize
+        if not reduce:
+            if not self.accumulated[index]:
+                self.hold(WHOLE_GRADIENTS, wide)
+                self.accumulated[index] = wide
+            self.look("backward")
+            self.free(WHOLE_GRADIENTS, sizes.gradients)
+            return
+        if self.accumulated[index]:
+            self.look("backward")
+            self.free(WHOLE_GRADIENTS, sizes.gradients)
+        self.free(REDUCE_SCATTER, self.reduced)
+        self.hold(REDUCE_SCATTER, sizes.reduced)
+        self.look("backward")
+        self.free(WHOLE_GRADIENTS, self.accumulated[index] or sizes.gradients)
+        self.accumulated[index] = 0
+        self.reduced = sizes.reduced
+        cast = sizes.shard_gradients if sizes.shard_gradients != sizes.scattered else 0
+        lingering = sizes.last_gradient if self.setup.num_shards > 1 else 0
+        self.hold(WHOLE_GRADIENTS, lingering)
+        self.look("backward", REDUCE_SCATTER, sizes.scattered + cast)
+        self.free(WHOLE_GRADIENTS, lingering)
+        if self.shards_on_device and not self.has_gradients:
+            self.hold(GRADIENTS, sizes.shard_gradients)
+        if self.setup.dp_replicate > 1 and (cast or self.has_gradients):
+            # FSDP2 keeps what it has all-reduced until the backward ends, even if that is not the gradient.
+            self.hold(REDUCE_SCATTER, sizes.scattered)
+
+    # --- optimizer ----------------------------------------------------------------------------------------
+
+    def optimizer(self) -> None:
+        """The update."""
+        setup = self.setup
+        if not self.shards_on_device:
+            return
+        item, shards = setup.master_dtype.itemsize, setup.num_shards
+        working = 0
+        looped = setup.optimizer == "adamw_for_loop" or (
+            setup.optimizer == "adamw" and setup.gpu.name == "cpu"
+        )
+        if looped:
+            working = 2 * item * max(group.largest_shard(shards) for group, _ in self.groups)
+        elif setup.optimizer in ("adamw", "adamw_foreach"):  # denominators of all at once
+            working = item * sum(n * group.shard_elements(shards, trained=True) for group, n in self.groups)
+        self.look("optimizer", UPDATE, working)
+
+
+def _group_sizes(group: Group, setup: Setup) -> _Sizes:
+    shards = setup.num_shards
+    compute, reduce = setup.param_dtype.itemsize, setup.reduce_dtype.itemsize
+    shard = group.shard_elements(shards)
+    trained = group.shard_elements(shards, trained=True)
+    return _Sizes(
+        gathered=shard * shards * compute,
+        cast=shard * compute if shards > 1 else 0,
+        gradients=group.elements(trained=True) * compute,
+        reduced=trained * shards * reduce,
+        scattered=trained * reduce,
+        last_gradient=group.last_trained() * compute,
+        shard_gradients=trained * setup.master_dtype.itemsize,
+    )
+
+
+def _state_bytes(optimizer: str, elements: int, master_dtype: torch.dtype) -> int:
+    item = master_dtype.itemsize
+    if optimizer.startswith("adamw8bit"):
+        # Two states of one byte, and one float32 scale each for every 256 values.
+        # https://huggingface.co/docs/bitsandbytes/main/en/optimizers
+        return 2 * elements + 2 * 4 * (-(-elements // 256))
+    return {"sgd": 0, "sgd_momentum": 1}.get(optimizer, 2) * elements * item

@@ -1,0 +1,131 @@
+"""The arguments of an estimate, checked once."""
+
+import functools
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+
+from fsdp_sft.planner.devices import Gpu, gpu_named
+from fsdp_sft.sac import Placement, Ratio, select_block_indices
+
+LossImpl = Literal["chunked", "logits"]
+Optimizer = Literal[
+    "adamw", "adamw_foreach", "adamw_fused", "adamw_for_loop", "adamw8bit", "sgd", "sgd_momentum"
+]
+GradSync = Literal["each", "last"]
+
+_FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One way to train; the fields are ``estimate_memory``'s arguments."""
+
+    num_gpus: int
+    micro_batch_size: int
+    seq_length: int
+    sac_ratio: Ratio
+    sac_placement: Placement
+    sac_blocks: tuple[int, ...] | None
+    compile: bool
+    master_dtype: torch.dtype
+    frozen_dtype: torch.dtype
+    param_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    loss_impl: LossImpl
+    logits_dtype: torch.dtype
+    chunk_size: int | None
+    attention_mask: bool
+    gpu: Gpu
+    grad_accum_steps: int
+    grad_sync: GradSync
+    dp_replicate: int
+    reshard_after_forward: bool
+    cpu_offload: bool
+    optimizer: Optimizer
+    trainable: tuple[str, ...] | None
+    lora: tuple[int, tuple[str, ...]] | None
+
+    @property
+    def num_shards(self) -> int:
+        """Ranks that a parameter is split over."""
+        return self.num_gpus // self.dp_replicate
+
+    def checkpointed(self, num_blocks: int) -> frozenset[int]:
+        """Which blocks are recomputed in the backward."""
+        if self.sac_blocks is None:
+            return _selected(num_blocks, self.sac_ratio, self.sac_placement)
+        outside = [index for index in self.sac_blocks if not 0 <= index < num_blocks]
+        if outside:
+            raise ValueError(f"sac_blocks must lie in [0, {num_blocks}), got {outside}")
+        return frozenset(self.sac_blocks)
+
+
+@functools.lru_cache(maxsize=256)
+def _selected(num_blocks: int, ratio: Ratio, placement: Placement) -> frozenset[int]:
+    return frozenset(select_block_indices(num_blocks, ratio, placement=placement))
+
+
+def make_setup(
+    *,
+    gpu: str,
+    logits_dtype: torch.dtype | None,
+    sac_blocks: Any,
+    trainable: Any,
+    lora_rank: int,
+    lora_targets: Any,
+    **fields: Any,
+) -> Setup:
+    """Check all arguments that can be checked without the model.
+
+    Raises:
+        ValueError: For a value out of range; the message says what is allowed.
+    """
+    positive = ("num_gpus", "micro_batch_size", "seq_length", "grad_accum_steps", "dp_replicate")
+    for name in positive:
+        _check_integer(name, fields[name], 1)
+    if fields["chunk_size"] is not None:
+        _check_integer("chunk_size", fields["chunk_size"], 1)
+    _check_integer("lora_rank", lora_rank, 0)
+    if fields["num_gpus"] % fields["dp_replicate"]:
+        raise ValueError(
+            f"dp_replicate must divide num_gpus, got {fields['dp_replicate']} of {fields['num_gpus']}"
+        )
+    _check_choice("loss_impl", fields["loss_impl"], get_args(LossImpl))
+    _check_choice("optimizer", fields["optimizer"], get_args(Optimizer))
+    _check_choice("grad_sync", fields["grad_sync"], get_args(GradSync))
+    for name in ("compile", "attention_mask", "reshard_after_forward", "cpu_offload"):
+        _check_choice(name, fields[name], (True, False))
+    for name in ("master_dtype", "param_dtype", "reduce_dtype"):
+        _check_choice(name, fields[name], _FLOATING)
+    if fields["frozen_dtype"] is None:
+        fields["frozen_dtype"] = fields["param_dtype"] if lora_rank else fields["master_dtype"]
+    select_block_indices(1, fields["sac_ratio"], placement=fields["sac_placement"])
+    return Setup(
+        gpu=gpu_named(gpu),
+        logits_dtype=fields["param_dtype"] if logits_dtype is None else logits_dtype,
+        sac_blocks=None if sac_blocks is None else tuple(sorted(set(sac_blocks))),
+        trainable=_patterns("trainable", trainable),
+        lora=(lora_rank, _patterns("lora_targets", lora_targets) or ("all-linear",)) if lora_rank else None,
+        **fields,
+    )
+
+
+def _check_integer(name: str, value: Any, smallest: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
+        raise ValueError(f"{name} must be an integer of at least {smallest}, got {value!r}")
+
+
+def _check_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
+    if not any(value is choice or (isinstance(choice, str) and value == choice) for choice in allowed):
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+def _patterns(name: str, value: Any) -> tuple[str, ...] | None:
+    if value is None:
+        return None
+    several = (value,) if isinstance(value, str) else tuple(value)
+    if not several or not all(isinstance(entry, str) for entry in several):
+        raise ValueError(f"{name} takes texts, got {value!r}")
+    return several

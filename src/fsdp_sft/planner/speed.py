@@ -1,0 +1,81 @@
+"""How long an optimizer step takes: a model good for ranking plans, not for booking hours."""
+
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from fsdp_sft.metrics import model_flops_per_token
+from fsdp_sft.planner.model import Skeleton
+from fsdp_sft.planner.setup import Setup
+
+# Measured on the step as a whole: recomputing every block costs 23 % where it stops early, because the last
+# matrix product of a block is left out, and the loss, the head and the optimizer are not repeated.
+_RECOMPUTE = 0.23
+_EFFICIENCY = 0.5  # of the peak that a large step reaches
+_HALF_SPEED_TOKENS = 256  # a micro-batch of so many tokens reaches half of that
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one optimizer step, by part.
+
+    Attributes:
+        compute: Of one micro-step, recomputation included.
+        recompute: The part of ``compute`` that checkpointing adds.
+        communication: Of one micro-step; it runs beside the computation.
+        optimizer: Of the update.
+        total: Of the whole step.
+    """
+
+    compute: float
+    recompute: float
+    communication: float
+    optimizer: float
+    total: float
+
+
+def step_time(config: Any, skeleton: Skeleton, setup: Setup) -> StepTime:
+    """``accumulation x max(compute, communication) + optimizer``."""
+    tokens = setup.micro_batch_size * setup.seq_length
+    rate = setup.gpu.flops_per_second * _EFFICIENCY * tokens / (tokens + _HALF_SPEED_TOKENS)
+    plain = _flops_per_token(config, skeleton, setup.seq_length) * tokens / rate
+    ratio = Fraction(len(setup.checkpointed(len(skeleton.blocks))), len(skeleton.blocks))
+    recompute = plain * _RECOMPUTE * float(ratio)
+    gathering, reducing = _communication(skeleton, setup)
+    each = setup.grad_sync == "each"
+    communication = gathering + (reducing if each else 0.0)
+    optimizer = _update(skeleton, setup)
+    total = setup.grad_accum_steps * max(plain + recompute, communication) + optimizer
+    if not each:
+        total += max(0.0, reducing - plain)
+    return StepTime(plain + recompute, recompute, communication, optimizer, total)
+
+
+def _flops_per_token(config: Any, skeleton: Skeleton, seq_length: int) -> float:
+    try:
+        return model_flops_per_token(config, seq_length)
+    except ValueError:  # a family whose matrix products the config does not name
+        return 6 * skeleton.active_parameters
+
+
+def _communication(skeleton: Skeleton, setup: Setup) -> tuple[float, float]:
+    """Seconds to gather the parameters of one micro-step, and to reduce its gradients."""
+    gpu, shards = setup.gpu, setup.num_shards
+    within = gpu.node_bytes_per_second if shards <= gpu.gpus_per_node else gpu.bytes_per_second
+    trained = sum(n * group.elements(trained=True) for group, n in skeleton.distinct_groups)
+    share = (shards - 1) / shards
+    gathers = 2 if setup.reshard_after_forward else 1
+    gathering = gathers * skeleton.parameters * setup.param_dtype.itemsize * share / within
+    reducing = trained * setup.reduce_dtype.itemsize * share / within
+    if setup.dp_replicate > 1:
+        across = gpu.node_bytes_per_second if setup.num_gpus <= gpu.gpus_per_node else gpu.bytes_per_second
+        again = 2 * (setup.dp_replicate - 1) / setup.dp_replicate
+        reducing += again * trained * setup.reduce_dtype.itemsize / shards / across
+    return gathering, reducing
+
+
+def _update(skeleton: Skeleton, setup: Setup) -> float:
+    """Masters, gradients and two states are read and three of them written."""
+    trained = sum(n * group.elements(trained=True) for group, n in skeleton.distinct_groups)
+    moved = 7 * setup.master_dtype.itemsize * trained / setup.num_shards
+    return moved / (setup.gpu.bytes_per_second if setup.cpu_offload else setup.gpu.memory_bytes_per_second)

@@ -1,0 +1,341 @@
+"""One forward and backward on the meta device, in which one block of each kind takes part.
+
+Every other block passes its input on, so the trace costs a few blocks whatever the depth. It says what each
+kind of block keeps and what it needs while it runs; ``replay`` puts the whole step together from that.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from fsdp_sft.planner.devices import Gpu
+from fsdp_sft.planner.fused import fused_footprint
+from fsdp_sft.planner.kernels import Kernels, chunked_loss
+from fsdp_sft.planner.ledger import Ledger, tensors_in
+from fsdp_sft.planner.model import Skeleton
+from fsdp_sft.planner.setup import Setup
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes of one block, parameters and their gathering apart.
+
+    Attributes:
+        kept: What its forward adds to the activations, its output included and its input given back where
+            nothing needs that.
+        forward_peak: Most that its forward adds while it runs.
+        saved: What the backward of the block needs, given its input.
+        backward_peak: Most that its backward adds while it runs, gradients of its parameters included.
+        output: Its output.
+    """
+
+    kept: int
+    forward_peak: int
+    saved: int
+    backward_peak: int
+    output: int
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Bytes of everything that computes, parameters and their gathering apart.
+
+    Attributes:
+        blocks: Footprint by the index of the first block of its kind.
+        before: Alive when the first block begins: its input, rotary tables, mask.
+        arguments: Of ``before``, what only a checkpointed block keeps until its backward.
+        head_peak: Most that last norm and head add in the forward, over ``before`` and the blocks' ``kept``.
+        loss_peak: The same from the loss until its gradient reaches the model's output.
+        head_backward_peak: The same from there until the gradient reaches the last block.
+        residue: What is left of all that during the blocks' backward, gradients of norm and head included.
+        embedding_peak: Most that the embedding's backward adds at the end.
+        head_gradients: Gradients of norm and head.
+        outputs: What the training loop holds on to until the end of the step: the logits of a plain loop.
+    """
+
+    blocks: dict[int, Footprint]
+    before: int
+    arguments: int
+    head_peak: int
+    loss_peak: int
+    head_backward_peak: int
+    residue: int
+    embedding_peak: int
+    head_gradients: int
+    outputs: int
+
+
+def trace(skeleton: Skeleton, setup: Setup) -> Trace:
+    """Trace a model under a setup; equal questions are answered from memory.
+
+    Raises:
+        ValueError: If the model cannot run without values, so that nothing can be said about it.
+    """
+    question = _Question(
+        micro_batch_size=setup.micro_batch_size,
+        seq_length=setup.seq_length,
+        compile=setup.compile,
+        loss_impl=setup.loss_impl,
+        logits_dtype=setup.logits_dtype,
+        chunk_size=setup.chunk_size,
+        attention_mask=setup.attention_mask,
+        gpu=setup.gpu,
+    )
+    return _trace(_Identity(skeleton), question)
+
+
+@dataclass(frozen=True)
+class _Question:
+    micro_batch_size: int
+    seq_length: int
+    compile: bool
+    loss_impl: str
+    logits_dtype: torch.dtype
+    chunk_size: int | None
+    attention_mask: bool
+    gpu: Gpu
+
+
+class _Identity:
+    """A skeleton that is equal only to itself: skeletons are cached already."""
+
+    def __init__(self, skeleton: Skeleton) -> None:
+        self.skeleton = skeleton
+
+    def __hash__(self) -> int:
+        return id(self.skeleton)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identity) and other.skeleton is self.skeleton
+
+
+@functools.lru_cache(maxsize=128)
+def _trace(identity: _Identity, question: _Question) -> Trace:
+    skeleton = identity.skeleton
+    try:
+        return _Run(skeleton, question).result()
+    except (RuntimeError, NotImplementedError, AttributeError, TypeError) as error:
+        raise ValueError(
+            f"the memory of model type {skeleton.family!r} cannot be traced: its forward needs values "
+            f"({type(error).__name__}: {str(error)[:200]}); measure a step of it instead"
+        ) from error
+
+
+class _BlockRun:
+    """What was seen of one block."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self.block = block
+        self.saved: set[int] = set()
+        self.live = {"before": 0, "after": 0, "backward": 0}
+        self.peak = {"forward": 0, "backward": 0}
+        self.events = {"before": 0, "after": 0, "backward": 0, "end": 0}
+        self.input = self.output = -1
+        self.arguments: set[int] = set()
+
+
+class _Run:
+    """One traced step."""
+
+    def __init__(self, skeleton: Skeleton, question: _Question) -> None:
+        self.model = skeleton.model
+        self.skeleton = skeleton
+        self.question = question
+        self.ledger = Ledger()
+        self.ledger.ignore([*self.model.parameters(), *self.model.buffers()])
+        kinds = sorted(set(skeleton.kinds))
+        self.runs = {kind: _BlockRun(skeleton.blocks[kind]) for kind in kinds}
+        self.current: _BlockRun | None = None
+        self.marks: dict[str, int] = {}
+
+    def result(self) -> Trace:
+        kernels = Kernels(self.question.gpu, padded=self.question.attention_mask, ledger=self.ledger)
+        try:
+            with self._instrumented(), self.ledger, kernels, torch.enable_grad():
+                self._step()
+        finally:
+            self.model.zero_grad(set_to_none=True)
+        return self._summary()
+
+    def _step(self) -> None:
+        ledger, marks = self.ledger, self.marks
+        q = self.question
+        ids = torch.zeros((q.micro_batch_size, q.seq_length), dtype=torch.int64, device="meta")
+        mask = torch.ones_like(ids) if q.attention_mask else None
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
+            output = self._forward(ids, mask)
+            output.register_hook(self._at_output_gradient)
+            marks["head_peak"] = ledger.reset_peak()
+            loss = output if q.loss_impl == "chunked" else self._cross_entropy(output, ids)
+        holds = q.loss_impl == "logits" and q.logits_dtype == output.dtype
+        marks["outputs"] = ledger.sizes[ledger.number(output)] if holds else 0
+        if not holds:
+            del output
+        marks["after_forward"] = ledger.live
+        for run in self.runs.values():
+            run.arguments = {n for n in run.arguments if not ledger.alive(n)}
+            run.live["input_kept"] = int(ledger.alive(run.input))
+        loss.backward()
+        marks["embedding_peak"] = ledger.reset_peak()
+
+    def _forward(self, ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        """What the sharded model returns: logits, or the loss where that is computed in the head's place."""
+        inputs = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
+        if self.question.loss_impl == "logits":
+            output: torch.Tensor = self.model(**inputs).logits
+            return output
+        head = self.model.get_output_embeddings()
+        if not isinstance(head, nn.Linear):
+            raise ValueError(
+                f"loss_impl='chunked' needs a linear head, {self.skeleton.family} has {type(head).__name__}; "
+                "use loss_impl='logits'"
+            )
+        losses: list[torch.Tensor] = []
+
+        def loss_in_place(hidden: torch.Tensor) -> torch.Tensor:
+            q = self.question
+            losses.append(chunked_loss(hidden, head.weight, head.bias, q.chunk_size, q.gpu))
+            return hidden.new_empty((*hidden.shape[:-1], 0))
+
+        head.__dict__["forward"] = loss_in_place
+        try:
+            self.model(**inputs)
+        finally:
+            del head.__dict__["forward"]
+        return losses[0]
+
+    def _cross_entropy(self, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        if self.question.logits_dtype == logits.dtype:  # a plain loop: labels are moved, not logits
+            return F.cross_entropy(logits.flatten(0, 1), ids.flatten(), reduction="sum")
+        shifted = logits[:, :-1].to(self.question.logits_dtype).flatten(0, 1)
+        return F.cross_entropy(shifted, ids[:, 1:].flatten(), reduction="sum")
+
+    @contextmanager
+    def _instrumented(self) -> Iterator[None]:
+        taking_part = {id(run.block) for run in self.runs.values()}
+        silenced = [block for block in self.skeleton.blocks if id(block) not in taking_part]
+        handles = []
+        try:
+            for block in silenced:
+                block.forward = self._pass_on
+            for run in self.runs.values():
+                before = functools.partial(self._before, run)
+                handles.append(run.block.register_forward_pre_hook(before, with_kwargs=True))
+                handles.append(run.block.register_forward_hook(functools.partial(self._after, run)))
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            for block in silenced:
+                block.__dict__.pop("forward", None)
+
+    def _pass_on(self, *args: Any, **kwargs: Any) -> Any:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        return (hidden,) if self.marks.get("tuples") else hidden
+
+    def _before(self, run: _BlockRun, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        ledger = self.ledger
+        hidden = args[0] if args else kwargs["hidden_states"]
+        if not hidden.requires_grad:
+            hidden.requires_grad_()
+        hidden = hidden.view_as(
+            hidden
+        )  # a tensor of its own, whose gradient is the end of this block's backward
+        hidden.register_hook(functools.partial(self._at_input_gradient, run))
+        run.input = ledger.number(hidden)
+        others = [value for value in tensors_in((args[1:], kwargs)) if value is not hidden]
+        run.arguments = {ledger.number(tensor) for tensor in others} - {run.input}
+        self.marks.setdefault("before", ledger.live)
+        run.live["before"], run.events["before"] = ledger.live, len(ledger.events)
+        self.current = run
+        ledger.reset_peak()
+        if args:
+            return (hidden, *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": hidden}
+
+    def _after(self, run: _BlockRun, module: nn.Module, args: Any, output: Any) -> None:
+        ledger = self.ledger
+        self.marks["tuples"] = int(isinstance(output, tuple))
+        hidden = output[0] if isinstance(output, tuple) else output
+        hidden.register_hook(functools.partial(self._at_output_gradient_of, run))
+        run.output = ledger.number(hidden)
+        run.live["after"], run.events["after"] = ledger.live, len(ledger.events)
+        run.peak["forward"] = ledger.reset_peak()
+        self.current = None
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.current is not None:
+            self.current.saved.add(self.ledger.number(tensor))
+        return tensor.detach()
+
+    def _at_output_gradient(self, grad: torch.Tensor) -> None:
+        self.marks["loss_peak"] = self.ledger.reset_peak()
+
+    def _at_output_gradient_of(self, run: _BlockRun, grad: torch.Tensor) -> None:
+        if "block_backward" not in self.marks:
+            self.marks["block_backward"] = self.ledger.live
+            self.marks["head_backward_peak"] = self.ledger.peak
+            self.marks["head_gradients"] = sum(
+                p.grad.numel() * p.grad.element_size() for p in self.model.parameters() if p.grad is not None
+            )
+        run.live["backward"], run.events["backward"] = self.ledger.live, len(self.ledger.events)
+        self.ledger.reset_peak()
+
+    def _at_input_gradient(self, run: _BlockRun, grad: torch.Tensor) -> None:
+        run.peak["backward"] = self.ledger.reset_peak()
+        run.events["end"] = len(self.ledger.events)
+        for parameter in run.block.parameters():
+            parameter.grad = None
+        self.ledger.reset_peak()
+        self.marks["embedding_before"] = self.ledger.live
+
+    def _summary(self) -> Trace:
+        marks = self.marks
+        kept = {kind: self._kept(run) for kind, run in self.runs.items()}
+        base = marks["before"] + sum(kept.values())
+        arguments = set().union(*(run.arguments for run in self.runs.values()))
+        make: Callable[[_BlockRun, int], Footprint] = self._fused if self.question.compile else self._eager
+        return Trace(
+            blocks={kind: make(run, kept[kind]) for kind, run in self.runs.items()},
+            before=marks["before"],
+            arguments=sum(self.ledger.sizes[number] for number in arguments),
+            head_peak=marks["head_peak"] - base,
+            loss_peak=marks["loss_peak"] - base,
+            head_backward_peak=marks["head_backward_peak"] - base,
+            residue=marks["block_backward"] - base,
+            embedding_peak=marks["embedding_peak"] - marks["embedding_before"],
+            head_gradients=marks["head_gradients"],
+            outputs=marks["outputs"],
+        )
+
+    def _kept(self, run: _BlockRun) -> int:
+        given_back = 0 if run.live["input_kept"] else self.ledger.sizes[run.input]
+        return run.live["after"] - run.live["before"] - given_back
+
+    def _eager(self, run: _BlockRun, kept: int) -> Footprint:
+        output = self.ledger.sizes[run.output]
+        return Footprint(
+            kept=kept,
+            forward_peak=run.peak["forward"] - run.live["before"],
+            saved=run.live["after"] - run.live["before"] - output,
+            backward_peak=run.peak["backward"] - run.live["backward"],
+            output=output,
+        )
+
+    def _fused(self, run: _BlockRun, kept: int) -> Footprint:
+        events = self.ledger.events
+        fused = fused_footprint(
+            forward=events[run.events["before"] : run.events["after"]],
+            backward=events[run.events["backward"] : run.events["end"]],
+            sizes=self.ledger.sizes,
+            saved=run.saved,
+            block_input=run.input,
+            block_output=run.output,
+        )
+        return Footprint(output=self.ledger.sizes[run.output], **fused)
