@@ -9,6 +9,8 @@ import torch
 SMALL: dict[str, Any] = {
     "vocab_size": 101,
     "hidden_size": 32,
+    "hidden_size_global": 64,
+    "backbone_hidden_size": 32,
     "d_model": 32,
     "n_embd": 32,
     "dim": 32,
@@ -47,7 +49,10 @@ SMALL: dict[str, Any] = {
     "n_routed_experts": 6,
     "moe_num_experts": 6,
     "num_experts_per_tok": 2,
+    "num_experts_per_token": 2,
     "moe_topk": 2,
+    "zero_expert_num": 2,
+    "num_expert_group": 1,
     "n_group": 1,
     "topk_group": 1,
     "n_shared_experts": 1,
@@ -78,6 +83,8 @@ SMALL: dict[str, Any] = {
     "mamba_dt_rank": 8,
     "time_step_rank": 8,
     "lru_width": 32,
+    "linear_head_dim": 8,
+    "linear_num_heads": 4,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
     "linear_num_key_heads": 2,
@@ -110,6 +117,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}},
         "layer_types": ["full_attention"] * 2,
     },
+    "BltForCausalLM": {"global_config.hidden_size": 64, "global_config.head_dim": 16},
+    "DeepseekV2ForCausalLM": {"num_experts_per_tok": 2},
     "Dots1ForCausalLM": {"n_routed_experts": 6, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "Qwen4ExpForCausalLM": {
@@ -125,15 +134,25 @@ SPECIAL: dict[str, dict[str, Any]] = {
     },
     "Gemma4ForCausalLM": {"per_layer_config": {}},
     "Gemma4UnifiedForCausalLM": {"per_layer_config": {}},
+    "Gemma4AssistantForCausalLM": {"text_config.num_kv_shared_layers": 2, "text_config.per_layer_config": {}},
+    "Gemma4UnifiedAssistantForCausalLM": {
+        "text_config.num_hidden_layers": 4,
+        "text_config.num_kv_shared_layers": 2,
+        "text_config.layer_types": ["sliding_attention", "full_attention"] * 2,
+        "text_config.per_layer_config": {},
+    },
     "DbrxForCausalLM": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8}},
     "xLSTMForCausalLM": {"num_heads": 4, "qk_dim_factor": 0.5, "v_dim_factor": 1.0},
     "GPTNeoForCausalLM": {"attention_types": [[["global", "local"], 1]]},
     "HunYuanDenseV1ForCausalLM": {"head_dim": 8},
     "HunYuanMoEV1ForCausalLM": {"head_dim": 8},
+    "LongcatFlashForCausalLM": {"head_dim": 4},
     "MinistralForCausalLM": {"head_dim": 8},
     "Mamba2ForCausalLM": {"num_heads": 8, "n_groups": 1},
     "MptForCausalLM": {"attn_config": DERIVED},
     "NemotronForCausalLM": {"num_key_value_heads": 2},
+    "NemotronHForCausalLM": {"n_groups": 1},
+    "XmodForCausalLM": {"default_language": "en_XX"},
     "ZayaForCausalLM": {"num_experts_per_tok": 1},
     "ZambaForCausalLM": {
         "num_hidden_layers": 9,
@@ -150,6 +169,19 @@ SPECIAL: dict[str, dict[str, Any]] = {
     },
     "Dots3NoteForCausalLM": {"per_layer_config": {}, "head_dim": 12, "qk_nope_head_dim": 8},
 }
+
+# What a config has to be given before its other defaults make sense.
+NEEDED: dict[str, dict[str, Any]] = {
+    "Gemma4AssistantForCausalLM": {
+        "text_config": {
+            "model_type": "gemma4_text",
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": 0,
+        }
+    },
+}
+
+OFF_AT_ZERO = {"hidden_size_per_layer_input", "vocab_size_per_layer_input"}
 
 
 def class_names() -> list[str]:
@@ -170,6 +202,8 @@ def shrink(fields: dict[str, Any]) -> dict[str, Any]:
     for name, value in fields.items():
         if isinstance(value, dict) and name.endswith("config"):
             small[name] = {**value, **shrink(value)}
+        elif name in OFF_AT_ZERO and value == 0:
+            continue
         elif name in SMALL and value is not None and not isinstance(value, (list, dict, str)):
             small[name] = SMALL[name]
     layers = next((small[n] for n in ("num_hidden_layers", "n_layer", "num_layers") if n in small), 2)
@@ -199,11 +233,13 @@ def tiny_architecture(name: str) -> Any:
     cls = getattr(transformers, name)
     config_cls = cls.config_class
     torch.manual_seed(0)
-    fields = shrink(config_cls().to_dict())
+    fields = shrink(config_cls(**NEEDED.get(name, {})).to_dict())
     if "qk_rope_head_dim" in fields:  # multi-head latent attention derives what others are told
         fields.pop("head_dim", None)
         fields["num_key_value_heads"] = fields["num_attention_heads"]
-    fields.update(SPECIAL.get(name, {}))
+    for path, value in SPECIAL.get(name, {}).items():
+        outer, _, field = path.rpartition(".")
+        (fields[outer] if outer else fields)[field] = value
     fields = {field: value for field, value in fields.items() if value is not DERIVED}
     fields.pop("architectures", None)
     fields.pop("transformers_version", None)
@@ -219,3 +255,32 @@ def _spread(model: Any) -> Any:
             if parameter.is_floating_point():
                 parameter.add_(torch.randn_like(parameter), alpha=0.05)
     return model
+
+
+def inputs_for(model: Any) -> dict[str, Any]:
+    """What the forward of a tiny model takes: tokens and labels, unless its class wants more or others."""
+    name = type(model).__name__.removeprefix("FSDP")
+    ids = torch.arange(3, 21).view(2, 9)
+    generator = torch.Generator().manual_seed(0)
+    if name == "GitForCausalLM":  # its loss leaves out the image's positions and needs to be told of some
+        pixels = torch.randn(2, 3, 32, 32, generator=generator)
+        return {"input_ids": ids, "labels": ids, "pixel_values": pixels, "use_cache": False}
+    if name.startswith("Musicgen"):  # a row for each codebook, labels with the codebooks last
+        books = model.config.num_codebooks
+        ids = torch.arange(2 * books * 9).view(2 * books, 9) % 90 + 3
+        labels = ids.view(2, books, 9).transpose(1, 2).contiguous()
+        return {"input_ids": ids, "labels": labels, "use_cache": False}
+    if (
+        "Assistant" in name
+    ):  # reads the last hidden states and the attention cache of the model that it assists
+        text = model.config.get_text_config()
+        width = 2 * model.config.backbone_hidden_size
+        cache = {
+            kind: tuple(
+                torch.randn(2, text.num_key_value_heads, 9, text.head_dim, generator=generator) for _ in "kv"
+            )
+            for kind in set(text.layer_types)
+        }
+        hidden = torch.randn(2, 1, width, generator=generator)
+        return {"inputs_embeds": hidden, "shared_kv_states": cache, "position_ids": torch.full((2, 1), 8)}
+    return {"input_ids": ids, "labels": ids, "use_cache": False}

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the reference implementation
+_MAX_SIZE = (1 << 63) - 1  # of a tensor's dimension, in torch
 _MAX_IO_BYTES = 1 << 30  # Linux moves at most 2 GiB per call
 _ALIGNMENT = 8
 _METADATA = "__metadata__"
@@ -28,6 +29,9 @@ DTYPES = {
     "I8": torch.int8,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "I16": torch.int16,
     "U16": torch.uint16,
     "F16": torch.float16,
@@ -252,9 +256,15 @@ def _parse_entry(name: str, value: Any, first: int) -> TensorEntry:
     try:
         dtype, shape, (start, end) = value["dtype"], value["shape"], value["data_offsets"]
         sizes = [*shape, start, end]
-        ok = isinstance(shape, list) and all(type(size) is int and size >= 0 for size in sizes)
-        if not ok or dtype not in DTYPES or num_bytes(DTYPES[dtype], shape) != end - start:
+        ok = isinstance(shape, list) and all(type(size) is int and 0 <= size <= _MAX_SIZE for size in sizes)
+        if ok and isinstance(dtype, str) and dtype not in DTYPES:
+            raise SafetensorsError(
+                f"the header's entry of {name!r} is not valid: stored as {dtype}, none of {', '.join(DTYPES)}"
+            )
+        if not ok or num_bytes(DTYPES[dtype], shape) != end - start:
             raise ValueError
+    except SafetensorsError:
+        raise
     except (TypeError, KeyError, ValueError):
         raise SafetensorsError(f"the header's entry of {name!r} is not valid: {str(value)[:200]}") from None
     return TensorEntry(DTYPES[dtype], tuple(shape), start + first, end + first)

@@ -34,6 +34,7 @@ def load_pretrained(
     unexpected: Literal["error", "ignore"] = "error",
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
+    allow_pickle: bool = False,
     reshard_after_forward: bool | int = True,
     offload_policy: OffloadPolicy | None = None,
     prefetch: int = 0,
@@ -57,6 +58,7 @@ def load_pretrained(
         unexpected: See ``load_weights``.
         attn_implementation: See ``build_meta_model``.
         trust_remote_code: See ``build_meta_model``.
+        allow_pickle: See ``load_weights``.
         reshard_after_forward: See ``shard_model``.
         offload_policy: See ``shard_model``.
         prefetch: See ``shard_model``.
@@ -71,13 +73,16 @@ def load_pretrained(
     Collective: all ranks of the mesh, which are all ranks of the job.
     Memory: The shards and what ``load_weights`` says.
     """
-    folder = resolve_folder(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
+    folder = resolve_folder(
+        name_or_path, revision=revision, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle
+    )
     with agreed("building the model"):
         model = build_meta_model(
             folder,
             dtype=master_dtype,
             attn_implementation=attn_implementation,
             trust_remote_code=trust_remote_code,
+            allow_pickle=allow_pickle,
         )
         model.config.name_or_path = model.name_or_path = os.fspath(name_or_path)
         if sac_ratio:
@@ -100,6 +105,7 @@ def load_pretrained(
         host_budget_bytes=host_budget_bytes,
         missing=missing,
         unexpected=unexpected,
+        allow_pickle=allow_pickle,
     )
     model.load_report = report  # type: ignore[assignment]
     model.train()

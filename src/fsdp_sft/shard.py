@@ -90,7 +90,7 @@ def shard_model(
     if kept:
         # Such models cast for themselves, and rely on float32 passing between their blocks (T5's residual).
         block_policy = replace(policy, cast_forward_inputs=False)
-        for module in kept:
+        for module in reversed(kept):  # inner before outer
             float32_policy = replace(block_policy, param_dtype=torch.float32, output_dtype=None)
             shard(module, float32_policy, reshard_after_forward=reshard_after_forward)
     else:

@@ -1,5 +1,6 @@
 """A Hub id as a folder: one download for each distinct cache, the same commit on every rank."""
 
+import glob
 import os
 import threading
 import time
@@ -10,7 +11,14 @@ from typing import Any
 
 from fsdp_sft._agree import agreed, all_gather_objects, is_distributed
 from fsdp_sft.weights.errors import CheckpointFormatError
-from fsdp_sft.weights.resolve import INDEX, SINGLE, weight_file_names, with_variant
+from fsdp_sft.weights.resolve import (
+    INDEX,
+    PICKLED_INDEX,
+    PICKLED_SINGLE,
+    SINGLE,
+    weight_file_names,
+    with_variant,
+)
 
 _CONFIG_FILES = ["config.json", "generation_config.json"]
 _POLL_SECONDS = (0.05, 2.0)
@@ -23,6 +31,7 @@ def resolve_folder(
     revision: str | None = None,
     variant: str | None = None,
     trust_remote_code: bool = False,
+    allow_pickle: bool = False,
 ) -> Path:
     """The folder of a checkpoint: the given one, or a snapshot in this rank's Hub cache.
 
@@ -35,6 +44,7 @@ def resolve_folder(
         revision: Branch, tag or commit of a Hub id.
         variant: Such as ``"fp16"``.
         trust_remote_code: Whether to fetch the checkpoint's Python files too.
+        allow_pickle: Whether to fetch ``pytorch_model.bin`` where there are no safetensors.
 
     Raises:
         CheckpointFormatError: If it is neither, or the ranks do not agree whether it is a folder.
@@ -53,28 +63,35 @@ def resolve_folder(
         )
     if name.startswith(("/", ".", "~")) or name.count("/") > 1:
         raise CheckpointFormatError(f"{name} is not a folder, and no Hub id could look like this")
-    return _snapshot(name, revision, variant, trust_remote_code)
+    return _snapshot(name, revision, variant, trust_remote_code, allow_pickle)
 
 
-def _snapshot(repo: str, revision: str | None, variant: str | None, code: bool) -> Path:
+def _snapshot(repo: str, revision: str | None, variant: str | None, code: bool, pickles: bool) -> Path:
     from huggingface_hub import constants
 
     leader = _cache_leaders(Path(constants.HF_HUB_CACHE))
     rank = _rank()
-    small = [*_CONFIG_FILES, with_variant(INDEX, variant)] + (["*.py"] if code else [])
+    small = [*_CONFIG_FILES, *(["*.py"] if code else [])]
     first = _together(rank == 0, lambda: _fetch(repo, revision, small), f"downloading the config of {repo}")
     commit = next(path.name for path in all_gather_objects(first) if path is not None)
 
     def fetch() -> Path:
-        folder = _fetch(repo, commit, small)
-        index = folder / with_variant(INDEX, variant)
-        names = weight_file_names(folder, variant) if index.exists() else [with_variant(SINGLE, variant)]
-        return _fetch(repo, commit, [*small, *names])
+        # As transformers looks for them: a single file before an index, safetensors before pickles.
+        kinds = [(SINGLE, INDEX), (PICKLED_SINGLE, PICKLED_INDEX)][: 2 if pickles else 1]
+        for single, index in kinds:
+            names = [with_variant(single, variant), with_variant(index, variant)]
+            folder = _fetch(repo, commit, [*small, *names])
+            if (folder / names[0]).exists():
+                return folder
+            if (folder / names[1]).exists():
+                wanted = weight_file_names(folder, variant, allow_pickle=pickles)
+                return _fetch(repo, commit, [glob.escape(name) for name in wanted])
+        return folder
 
     mine = _together(leader == rank, fetch, f"downloading {repo}")
     with agreed(f"finding {repo} in the cache"):
         folder = mine or _fetch(repo, commit, small, local=True)
-        weight_file_names(folder, variant)
+        weight_file_names(folder, variant, allow_pickle=pickles)
     return folder
 
 

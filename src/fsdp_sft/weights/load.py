@@ -48,6 +48,7 @@ def load_weights(
     missing: Literal["error", "initialise"] = "error",
     unexpected: Literal["error", "ignore"] = "error",
     seed: int = 0,
+    allow_pickle: bool = False,
 ) -> LoadReport:
     """Stream a safetensors checkpoint into a model's shards, casting each piece on its way.
 
@@ -67,6 +68,8 @@ def load_weights(
             model's own initialisation, the same on all ranks.
         unexpected: What to do about keys that the model lacks: ``"error"`` or ``"ignore"``.
         seed: Of that initialisation.
+        allow_pickle: Whether a ``pytorch_model.bin`` will do where there are no safetensors. Its tensors are
+            read by position; nothing that the pickle wants to call is called.
 
     Raises:
         CheckpointFormatError: If the checkpoint is damaged, unsafe or does not fit the model; with the
@@ -80,10 +83,10 @@ def load_weights(
     _check_arguments(strategy, host_budget_bytes, missing, unexpected)
     started = time.perf_counter()
     reshard(model)
-    folder = resolve_folder(name_or_path, revision=revision, variant=variant)
+    folder = resolve_folder(name_or_path, revision=revision, variant=variant, allow_pickle=allow_pickle)
     with agreed("planning the load"):
         make_ties(model)
-        checkpoint = open_checkpoint(folder, variant)
+        checkpoint = open_checkpoint(folder, variant, allow_pickle=allow_pickle)
         plan = make_plan(model, checkpoint, missing=missing, unexpected=unexpected)
         digest = plan.digest(checkpoint)
     workers = _agree_on_plan(digest, str(folder))

@@ -34,6 +34,7 @@ def build_meta_model(
     dtype: torch.dtype = torch.float32,
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
+    allow_pickle: bool = False,
     **config_overrides: Any,
 ) -> "PreTrainedModel":
     """Build the model that a checkpoint's config names, with no memory behind its tensors.
@@ -48,6 +49,7 @@ def build_meta_model(
         dtype: Of the parameters, and what computed buffers are derived in.
         attn_implementation: Such as ``"sdpa"`` or ``"flash_attention_2"``; None is transformers' choice.
         trust_remote_code: Whether a class that the checkpoint brings along may be imported and run.
+        allow_pickle: See ``load_weights``; here, whether a ``pytorch_model.bin`` is asked about tied weights.
         **config_overrides: Fields of the config to replace.
 
     Returns:
@@ -68,7 +70,7 @@ def build_meta_model(
     model = build_like_from_pretrained(cls, config, dtype)
     _set_requires_grad(model)
     _take_generation_config(model, Path(name_or_path))
-    _tie(model, Path(name_or_path))
+    _tie(model, Path(name_or_path), allow_pickle)
     return model.train()  # type: ignore[no-any-return]
 
 
@@ -107,7 +109,7 @@ def _class_and_config(
     import transformers
 
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": remote}
-    config = transformers.AutoConfig.from_pretrained(name, **options)
+    config = _auto_config(name, options)
     architecture = next(iter(config.architectures or ()), None)
     if architecture is None:
         raise CheckpointFormatError(f"the config of {name} names no architecture; add 'architectures' to it")
@@ -130,6 +132,20 @@ def _class_and_config(
     return cls, config
 
 
+def _auto_config(name: str, options: dict[str, Any]) -> Any:
+    import transformers
+
+    try:
+        return transformers.AutoConfig.from_pretrained(name, **options)
+    except ValueError as error:
+        if options["trust_remote_code"] or "trust_remote_code" not in str(error):
+            raise
+        raise CheckpointFormatError(
+            f"{name} brings code of its own, which has not been run; read it, and if you trust it pass "
+            "trust_remote_code=True"
+        ) from None
+
+
 def _remote_class(config: Any, architecture: str, name: str, revision: str | None) -> Any:
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
@@ -148,13 +164,13 @@ def _take_generation_config(model: Any, folder: Path) -> None:
         model.generation_config = GenerationConfig.from_pretrained(folder)
 
 
-def _tie(model: nn.Module, folder: Path) -> None:
+def _tie(model: nn.Module, folder: Path, allow_pickle: bool) -> None:
     ties = tied_names(model)
     if ties and folder.is_dir():
         from fsdp_sft.weights.resolve import open_checkpoint
 
         try:
-            checkpoint = open_checkpoint(folder)
+            checkpoint = open_checkpoint(folder, allow_pickle=allow_pickle)
         except CheckpointFormatError:
             checkpoint = None  # loading will say what is wrong; the architecture can be built without weights
         for target, source in ties.items() if checkpoint is not None else ():

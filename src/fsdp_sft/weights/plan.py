@@ -107,7 +107,7 @@ class Plan:
         """A fingerprint that two ranks share exactly if they would load the same."""
         hashed = hashlib.sha256(repr(checkpoint.file_bytes).encode())
         for key, tensor in sorted(checkpoint.sources.items()):
-            hashed.update(f"{key} {tensor.file} {tensor.entry}".encode())
+            hashed.update(repr((key, tensor.file, tensor.entry)).encode())
         for target in [*self.targets.values(), *self.duplicates]:
             hashed.update(repr(target).encode())
         hashed.update(repr((self.missing, self.initialised, self.unexpected)).encode())
@@ -204,21 +204,25 @@ def _traced(checkpoint: Checkpoint, key: str) -> Traced:
 def _converted(
     plan: Plan, checkpoint: Checkpoint, first: str, converter: Any, sources: dict[str, list[str]]
 ) -> dict[str, torch.Tensor]:
-    """The results of a conversion without data: traced where it only moves elements, else shapes alone."""
+    """The results of a conversion without data: traced where it only moves elements, else shapes alone.
+
+    Memory: Where it computes, the tensors of one conversion, before the shards have any.
+    """
 
     def run(make: Any) -> dict[str, torch.Tensor]:
         made = {pattern: [make(key) for key in keys] for pattern, keys in sources.items()}
         return run_conversion(plan.twin, first, converter, made)
 
-    def shape_only(key: str) -> torch.Tensor:
+    def zeros(key: str) -> torch.Tensor:
         entry = checkpoint.sources[key].entry
-        return torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+        return torch.zeros(entry.shape, dtype=entry.dtype)
 
     try:
         try:
             return run(lambda key: _traced(checkpoint, key))
         except UntraceableError:
-            return run(shape_only)
+            # Not on the meta device: code that computes may mix in tensors of its own, or look at values.
+            return {name: tensor.to("meta") for name, tensor in run(zeros).items()}
     except Exception as error:
         keys = [key for values in sources.values() for key in values]
         raise CheckpointFormatError(

@@ -92,9 +92,14 @@ class Traced(torch.Tensor):
     ) -> Any:
         """Move the pieces as ``func`` moves elements."""
         handler = _HANDLERS.get(func.overloadpacket)
-        if handler is None:
+        if handler is None or not _all_traced(args):
             raise UntraceableError(f"{func} does more than move elements")
         return handler(*args, **(kwargs or {}))
+
+
+def _all_traced(args: Sequence[Any]) -> bool:
+    flat = [item for arg in args for item in (arg if isinstance(arg, (list, tuple)) else [arg])]
+    return all(isinstance(item, Traced) for item in flat if isinstance(item, torch.Tensor))
 
 
 def _like(tensor: Traced, shape: Sequence[int], pieces: list[Piece]) -> Traced:
@@ -132,7 +137,7 @@ def _slice(tensor: Traced, dim: int = 0, start: Any = None, end: Any = None, ste
 
 def _select(tensor: Traced, dim: int, index: int) -> Traced:
     dim %= tensor.ndim
-    index %= tensor.shape[dim]
+    index = range(tensor.shape[dim])[index]  # raises where torch does
     return _squeeze(_slice(tensor, dim, index, index + 1), dim)
 
 
@@ -144,6 +149,8 @@ def _split(tensor: Traced, sizes: int | Sequence[int], dim: int = 0) -> list[Tra
     total = tensor.shape[dim]
     if isinstance(sizes, int):
         sizes = [min(sizes, total - at) for at in range(0, total, sizes)]
+    if sum(sizes) != total:
+        raise ValueError(f"cannot split {total} elements into {list(sizes)}")
     parts, at = [], 0
     for size in sizes:
         parts.append(_slice(tensor, dim, at, at + size))
@@ -181,7 +188,11 @@ def _permute(tensor: Traced, dims: Sequence[int]) -> Traced:
     return _permuted(tensor, [d % tensor.ndim for d in dims])
 
 
-def _transpose(tensor: Traced, first: int = 0, second: int = 1) -> Traced:
+def _t(tensor: Traced) -> Traced:
+    return _permuted(tensor, range(tensor.ndim)[::-1])
+
+
+def _transpose(tensor: Traced, first: int, second: int) -> Traced:
     order = list(range(tensor.ndim))
     order[first], order[second] = order[second], order[first]
     return _permuted(tensor, order)
@@ -203,13 +214,17 @@ def _stack(tensors: Sequence[Traced], dim: int = 0) -> Traced:
     return _cat([_unsqueeze(tensor, dim) for tensor in tensors], dim)
 
 
-def _view(tensor: Traced, shape: Sequence[int]) -> Traced:
+def _view(tensor: Traced, shape: Sequence[int] | torch.dtype) -> Traced:
+    if isinstance(shape, torch.dtype):
+        raise UntraceableError(f"the bits are taken for {shape}")
     sizes = list(shape)
     if -1 in sizes:
         known = math.prod(n for n in sizes if n != -1)
-        sizes[sizes.index(-1)] = tensor.numel() // known
-    if math.prod(sizes) != tensor.numel() or 0 in sizes:
+        sizes[sizes.index(-1)] = tensor.numel() // max(known, 1)
+    if math.prod(sizes) != tensor.numel():
         raise ValueError(f"cannot view shape {tuple(tensor.shape)} as {tuple(shape)}")
+    if tensor.numel() == 0:
+        return _like(tensor, sizes, [])
     groups = _matching_dims(tuple(tensor.shape), tuple(sizes))
     pieces: list[Piece] = []
     for piece in tensor.pieces:
@@ -320,7 +335,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     _aten.split_with_sizes: _split,
     _aten.squeeze: _squeeze,
     _aten.stack: _stack,
-    _aten.t: _transpose,
+    _aten.t: _t,
     _aten.transpose: _transpose,
     _aten.unbind: _unbind,
     _aten.unsqueeze: _unsqueeze,

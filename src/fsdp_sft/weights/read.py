@@ -311,7 +311,7 @@ def _deliver(job: Job, stored: torch.Tensor, dest: torch.Tensor) -> None:
     # A sum of finite numbers can overflow, so only a sum that is not finite is looked at closely; on an
     # accelerator each look would wait for the device, so shards are checked at the end there.
     if job.check_finite and dest.is_cpu and not math.isfinite(dest.sum().item()):
-        check_finite(job.name, stored)
+        check_finite(job.name, dest)
 
 
 def check_finite(name: str, values: torch.Tensor) -> None:
@@ -323,7 +323,9 @@ def check_finite(name: str, values: torch.Tensor) -> None:
     finite = torch.isfinite(values)
     if not bool(finite.all()):
         count = int((~finite).sum())
-        raise NonFiniteWeightsError(f"{name!r} has {count} values in the checkpoint that are NaN or infinite")
+        raise NonFiniteWeightsError(
+            f"{name!r} has {count} values in the checkpoint that are NaN or infinite in {values.dtype}"
+        )
 
 
 def _segments(job: Job, limit: int) -> Iterator[_Segment]:

@@ -7,10 +7,13 @@ from pathlib import Path
 
 from fsdp_sft._safetensors import Header, SafetensorsError, TensorEntry, open_file, read_header
 from fsdp_sft.weights.errors import CheckpointFormatError, abridged
+from fsdp_sft.weights.pickled import read_pickled
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-_PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+PICKLED_SINGLE = "pytorch_model.bin"
+PICKLED_INDEX = "pytorch_model.bin.index.json"
+_INDEX_ENDING, _PICKLE_ENDING, _SAFE_ENDING = ".json", ".bin", ".safetensors"
 _MAX_INDEX_BYTES = 1 << 28
 
 
@@ -49,31 +52,48 @@ class Checkpoint:
         return sum(source.entry.num_bytes for source in self.sources.values())
 
 
-def weight_file_names(folder: Path, variant: str | None = None) -> list[str]:
-    """Names of the files that hold a checkpoint's tensors; nothing else in the folder is looked at.
+def find_manifest(folder: Path, variant: str | None = None, *, allow_pickle: bool = False) -> str:
+    """Name of the file to begin with: the only weight file, or the index of several.
 
-    As transformers does, a single file is preferred to an index.
+    As transformers does, safetensors are preferred to pickles, and a single file to an index.
 
     Args:
         folder: Of the checkpoint.
         variant: Such as ``"fp16"``, the middle of ``model.fp16.safetensors``.
+        allow_pickle: Whether ``pytorch_model.bin`` will do.
 
     Raises:
-        CheckpointFormatError: If there is neither, the index is not one, or it names a file outside.
+        CheckpointFormatError: If there is none, or only pickles and they are not allowed.
     """
-    single, index = with_variant(SINGLE, variant), with_variant(INDEX, variant)
-    if (folder / single).exists():
-        return [single]
-    if (folder / index).exists():
-        return sorted(set(read_index(folder / index).values()))
-    pickled = [name for name in _PICKLES if (folder / with_variant(name, variant)).exists()]
-    if pickled:
+    safe = [with_variant(name, variant) for name in (SINGLE, INDEX)]
+    pickled = [with_variant(name, variant) for name in (PICKLED_SINGLE, PICKLED_INDEX)]
+    found = next((name for name in [*safe, *pickled] if (folder / name).exists()), None)
+    if found in pickled and not allow_pickle:
         raise CheckpointFormatError(
-            f"{folder} holds only pickled weights ({pickled[0]}), which can run code when they are opened. "
-            "Convert them once: AutoModelForCausalLM.from_pretrained(...).save_pretrained(folder)"
+            f"{folder} holds only pickled weights ({found}), which can hold code. allow_pickle=True reads "
+            "their tensors and runs nothing; or convert them once: "
+            "AutoModelForCausalLM.from_pretrained(...).save_pretrained(folder)"
         )
-    present = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-    raise CheckpointFormatError(f"{folder} has neither {single} nor {index}; it has {abridged(present)}")
+    if found is None:
+        present = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+        wanted = f"neither {safe[0]} nor {safe[1]}"
+        raise CheckpointFormatError(f"{folder} has {wanted}; it has {abridged(present)}")
+    return found
+
+
+def weight_file_names(folder: Path, variant: str | None = None, *, allow_pickle: bool = False) -> list[str]:
+    """Names of the files that hold a checkpoint's tensors; nothing else in the folder is looked at.
+
+    Args:
+        folder: Of the checkpoint.
+        variant: See ``find_manifest``.
+        allow_pickle: See ``find_manifest``.
+
+    Raises:
+        CheckpointFormatError: As ``find_manifest``, or if the index is not one or names a file outside.
+    """
+    found = find_manifest(folder, variant, allow_pickle=allow_pickle)
+    return sorted(set(read_index(folder / found).values())) if found.endswith(_INDEX_ENDING) else [found]
 
 
 def with_variant(name: str, variant: str | None) -> str:
@@ -100,7 +120,7 @@ def read_index(path: Path) -> dict[str, str]:
         if not texts or not weight_map:
             raise ValueError("weight_map is not an object of file names")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointFormatError(f"{path} is not a safetensors index: {error!r}") from None
+        raise CheckpointFormatError(f"{path} is not an index of weight files: {error!r}") from None
     for name in set(weight_map.values()):
         check_inside(name, path)
     return {str(key): str(name) for key, name in weight_map.items()}
@@ -110,40 +130,44 @@ def check_inside(name: str, index: Path) -> None:
     """Refuse a file name that could lead out of the checkpoint's folder.
 
     Raises:
-        CheckpointFormatError: If it is absolute, climbs, or does not end in ``.safetensors``.
+        CheckpointFormatError: If it is absolute, climbs, or ends otherwise than the index's own kind of file.
     """
     parts = name.replace("\\", "/").split("/")
     if name.startswith(("/", "\\")) or ":" in name or any(part in ("", ".", "..") for part in parts):
         raise CheckpointFormatError(f"{index} names {name!r}, which leads out of its folder")
-    if not name.endswith(".safetensors"):
-        raise CheckpointFormatError(f"{index} names {name!r}, which is not a .safetensors file")
+    ending = _PICKLE_ENDING if _PICKLE_ENDING in index.suffixes else _SAFE_ENDING
+    if not name.endswith(ending):
+        raise CheckpointFormatError(f"{index} names {name!r}, which is not a {ending} file")
 
 
-def open_checkpoint(folder: Path, variant: str | None = None) -> Checkpoint:
+def open_checkpoint(folder: Path, variant: str | None = None, *, allow_pickle: bool = False) -> Checkpoint:
     """Read and check every header of a checkpoint in a folder.
 
     Args:
         folder: A checkpoint's own folder, or a snapshot in the Hub's cache.
-        variant: See ``weight_file_names``.
+        variant: See ``find_manifest``.
+        allow_pickle: See ``find_manifest``. Nothing that a pickle wants to call is called.
 
     Raises:
         CheckpointFormatError: If a file is missing, damaged or outside, or the index names a tensor that its
             file does not have.
     """
-    names = weight_file_names(folder, variant)
+    found = find_manifest(folder, variant, allow_pickle=allow_pickle)
+    weight_map = read_index(folder / found) if found.endswith(_INDEX_ENDING) else {}
+    names = sorted(set(weight_map.values())) or [found]
     files = [resolved_inside(folder, name) for name in names]
-    headers = [_header(path) for path in files]
+    headers = [_header(path, name) for path, name in zip(files, names, strict=True)]
     sources: dict[str, Source] = {}
     for number, header in enumerate(headers):
         for key, entry in header.entries.items():
             sources.setdefault(key, Source(number, entry))
-    index = folder / with_variant(INDEX, variant)
-    if names != [with_variant(SINGLE, variant)] and index.exists():
-        for key, name in read_index(index).items():
-            number = names.index(name)
-            if key not in headers[number].entries:
-                raise CheckpointFormatError(f"{index} says that {key!r} is in {name}, which does not have it")
-            sources[key] = Source(number, headers[number].entries[key])
+    for key, name in weight_map.items():
+        number = names.index(name)
+        if key not in headers[number].entries:
+            raise CheckpointFormatError(
+                f"{folder / found} says that {key!r} is in {name}, which does not have it"
+            )
+        sources[key] = Source(number, headers[number].entries[key])
     return Checkpoint(folder, files, [header.file_bytes for header in headers], sources)
 
 
@@ -156,19 +180,24 @@ def resolved_inside(folder: Path, name: str) -> Path:
     path = folder / name
     try:
         real = path.resolve(strict=True)
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, ValueError) as error:  # a name with a NUL byte is a ValueError
         raise CheckpointFormatError(
-            f"{path} cannot be opened: {error}; is the checkpoint complete?"
+            f"{path!s:.500} cannot be opened: {error}; is the checkpoint complete?"
         ) from None
     # The Hub's cache keeps <repo>/snapshots/<commit>/<name> as links to <repo>/blobs/<hash>.
     roots = [folder.resolve()]
-    roots += [parent.parent / "blobs" for parent in roots[0].parents if parent.name == "snapshots"]
+    roots += [
+        (parent.parent / "blobs").resolve() for parent in roots[0].parents if parent.name == "snapshots"
+    ]
     if not any(real.is_relative_to(root) for root in roots):
         raise CheckpointFormatError(f"{path} is a link that leads out of its folder, to {real}")
     return real
 
 
-def _header(path: Path) -> Header:
+def _header(path: Path, name: str) -> Header:
+    # By the name in the folder: the Hub's cache keeps files under their hashes.
+    if name.endswith(_PICKLE_ENDING):
+        return read_pickled(path)
     try:
         fd = open_file(path)
     except (OSError, SafetensorsError) as error:

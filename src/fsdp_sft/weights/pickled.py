@@ -1,0 +1,113 @@
+"""What a ``pytorch_model.bin`` holds, and where: a header for a format that has none.
+
+Such a file is a zip archive of the tensors' storages, uncompressed, and of a pickle that says which tensor is
+a view of which storage. The pickle is read by ``torch.load(weights_only=True)``, which builds tensors and
+containers and calls nothing else, and onto the meta device, so that no storage is read. What is left are byte
+ranges, which are then read like those of a safetensors file.
+"""
+
+import os
+import pickle
+import struct
+import zipfile
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import nn
+
+from fsdp_sft._compat import offset_in_checkpoint
+from fsdp_sft._safetensors import DTYPES, MAX_HEADER_BYTES, Header, TensorEntry, num_bytes, open_file
+from fsdp_sft.weights.errors import CheckpointFormatError
+
+_LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, ..., length of the name, length of the extra field
+_SIGNATURE = b"PK\x03\x04"
+_CONVERT = "convert it once: AutoModelForCausalLM.from_pretrained(...).save_pretrained(folder)"
+
+
+def read_pickled(path: Path) -> Header:
+    """Names, dtypes, shapes and places of the tensors in a file that ``torch.save`` wrote.
+
+    Two names may stand for the same bytes, and a tensor may be a part of a larger storage.
+
+    Args:
+        path: Of a dictionary of names to tensors; the last component must not be a symbolic link.
+
+    Raises:
+        CheckpointFormatError: If the file is damaged, is not such a dictionary, wants to run code, is from
+            before torch 1.6, or holds a tensor that is not one run of bytes.
+
+    Memory: The pickle, at most 100 MB, and no tensor.
+    """
+    try:
+        with os.fdopen(open_file(path), "rb") as file:
+            records = _records(file)
+            file.seek(0)
+            state = torch.load(file, map_location="meta", weights_only=True)
+            if not isinstance(state, dict):
+                raise ValueError(f"it holds {type(state).__name__}, not a dictionary of tensors")
+            entries = {_checked(name): _entry(name, value, records) for name, value in state.items()}
+            file_bytes = os.fstat(file.fileno()).st_size
+    except Exception as error:  # whatever the archive or the pickle makes torch raise
+        raise CheckpointFormatError(f"{path} cannot be used: {_reason(error)}") from None
+    return Header(dict(sorted(entries.items(), key=lambda item: item[1].start)), {}, file_bytes)
+
+
+def _reason(error: Exception) -> str:
+    # torch's first lines are advice on how to run the pickle all the same; the reason comes below them.
+    lines = str(error).splitlines() or [""]
+    if isinstance(error, pickle.UnpicklingError):
+        detail = next((line.strip() for line in lines if "Unpickler error" in line), lines[0])
+        return f"its pickle holds more than tensors, and was not run ({detail})"
+    return f"{type(error).__name__}: {lines[0]}"
+
+
+def _records(file: IO[bytes]) -> dict[int, int]:
+    """Length by first byte of each record in the archive, all of them stored as they are."""
+    if file.read(4) != _SIGNATURE:
+        raise ValueError(f"it is not a zip archive, so it is damaged or from before torch 1.6; {_CONVERT}")
+    with zipfile.ZipFile(file) as archive:
+        infos = archive.infolist()
+        for info in infos:
+            if info.compress_type != zipfile.ZIP_STORED:
+                raise ValueError(f"{info.filename} is compressed, which torch.save never does; {_CONVERT}")
+            if info.filename.endswith("/data.pkl") and info.file_size > MAX_HEADER_BYTES:
+                raise ValueError(f"its pickle has {info.file_size} bytes, more than {MAX_HEADER_BYTES}")
+            if info.filename.endswith("/byteorder") and archive.read(info) != b"little":
+                raise ValueError(f"its numbers are big-endian; {_CONVERT}")
+    return {_start(file, info): info.file_size for info in infos}
+
+
+def _start(file: IO[bytes], info: zipfile.ZipInfo) -> int:
+    """First byte of a record: after its local header, whose length the directory does not tell."""
+    file.seek(info.header_offset)
+    signature, name, extra = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
+    if signature != _SIGNATURE:
+        raise ValueError(f"{info.filename} is not where the archive's directory says")
+    return info.header_offset + _LOCAL_HEADER.size + int(name) + int(extra)
+
+
+def _checked(name: Any) -> str:
+    if not isinstance(name, str):
+        raise ValueError(f"{name!r} is not the name of a tensor")
+    return name
+
+
+def _entry(name: str, tensor: Any, records: dict[int, int]) -> TensorEntry:
+    if type(tensor) not in (torch.Tensor, nn.Parameter):
+        raise ValueError(f"{name!r} is {type(tensor).__name__}, not a tensor; {_CONVERT}")
+    plain = tensor.layout == torch.strided and not tensor.is_conj() and not tensor.is_neg()
+    if not plain or not tensor.is_contiguous() or tensor.dtype not in DTYPES.values():
+        raise ValueError(
+            f"{name!r} is not stored as one run of plain numbers ({tensor.layout}, {tensor.dtype}, shape "
+            f"{tuple(tensor.shape)}, strides {tensor.stride() if plain else 'none'}); {_CONVERT}"
+        )
+    length = num_bytes(tensor.dtype, tensor.shape)
+    if length == 0:
+        return TensorEntry(tensor.dtype, tuple(tensor.shape), 0, 0)
+    first = offset_in_checkpoint(tensor)
+    start = first + int(tensor.storage_offset()) * tensor.dtype.itemsize
+    # torch works the offset out from the sizes of what comes before; an archive that others wrote may differ.
+    if start < first or start + length > first + records.get(first, 0):
+        raise ValueError(f"{name!r} lies outside of the archive's records; {_CONVERT}")
+    return TensorEntry(tensor.dtype, tuple(tensor.shape), start, start + length)
