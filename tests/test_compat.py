@@ -5,6 +5,7 @@ A test that fails on its second half says that the private name can go.
 
 import importlib
 import inspect
+from pathlib import Path
 
 import pytest
 import torch
@@ -94,9 +95,52 @@ def test_wrapper_subclasses_have_no_public_constructor() -> None:
     assert not hasattr(torch.Tensor, "make_wrapper_subclass"), "torch has a public form now"
 
 
+def test_the_base_class_of_dispatch_modes_has_no_public_module() -> None:
+    assert issubclass(_compat.TorchDispatchMode, object)
+    assert not hasattr(torch.utils, "TorchDispatchMode"), "torch has a public name now"
+    assert not hasattr(torch.overrides, "TorchDispatchMode"), "torch has a public name now"
+
+
+def test_how_a_model_computes_has_no_public_reader() -> None:
+    from torch.distributed.fsdp import FSDPModule
+
+    model = tiny_model("llama", attn_implementation="eager")
+    assert _compat.attention_of(model) == "eager"
+    assert not hasattr(model.config, "attn_implementation"), "transformers has a public name now"
+    assert _compat.compute_dtypes(model) == {torch.float32}
+    assert not hasattr(FSDPModule, "mp_policy"), "torch has a public name now"
+
+
+def test_where_torch_load_left_a_storage_has_no_public_reader(tmp_path: Path) -> None:
+    torch.save({"a": torch.zeros(3), "b": torch.arange(5)}, tmp_path / "file")
+    loaded = torch.load(tmp_path / "file", map_location="meta", weights_only=True)
+    start = _compat.offset_in_checkpoint(loaded["b"])
+    stored = (tmp_path / "file").read_bytes()[start : start + 40]
+    assert torch.frombuffer(bytearray(stored), dtype=torch.int64).tolist() == [0, 1, 2, 3, 4]
+    assert not hasattr(torch.UntypedStorage, "checkpoint_offset"), "torch has a public form now"
+    with pytest.raises(ValueError, match="no bytes"):
+        _compat.offset_in_checkpoint(torch.zeros(1))
+
+
+def test_whether_a_module_is_compiled_has_no_public_reader() -> None:
+    module = nn.Linear(2, 2)
+    assert not _compat.is_compiled(module)
+    assert _compat.is_compiled(torch.compile(module, backend="eager"))
+    module.compile(backend="eager")
+    assert _compat.is_compiled(module)
+    assert not hasattr(nn.Module, "is_compiled"), "torch has a public name now"
+
+
 def test_every_private_name_is_watched() -> None:
     watched = {user for user, *_ in PRIVATE} | set(ATTRIBUTES)
-    watched |= {"apply_to_tensors", "wrapper_tensor"}
+    watched |= {
+        "apply_to_tensors",
+        "wrapper_tensor",
+        "compute_dtypes",
+        "attention_of",
+        "offset_in_checkpoint",
+    }
+    watched |= {"is_compiled"}
     # Attributes on instances, covered by the tests of export and loading themselves.
     watched |= {"copy_weight_conversions", "keep_used_conversions", "initialise_computed", "tied_names"}
     watched |= {"run_conversion", "drop_tie", "tie_by_names", "original_class", "keeps_shards_on_host"}

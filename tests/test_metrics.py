@@ -267,6 +267,7 @@ class TestThroughputMeter:
             "step_seconds": 2.0,
             "tflops_per_gpu": None,
             "mfu": None,
+            "data_wait_share": None,
         }
 
     def test_without_warmup_the_first_step_counts(self, clock):

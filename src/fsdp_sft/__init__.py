@@ -38,14 +38,40 @@ if TYPE_CHECKING:
     from fsdp_sft.distributed import init_distributed as init_distributed
     from fsdp_sft.loss import causal_lm_loss as causal_lm_loss
     from fsdp_sft.loss import count_targets as count_targets
+    from fsdp_sft.loss import linear_cross_entropy_sum as linear_cross_entropy_sum
     from fsdp_sft.loss import loss_sum as loss_sum
+    from fsdp_sft.loss import prepare_loss as prepare_loss
     from fsdp_sft.loss import scale_for_backward as scale_for_backward
     from fsdp_sft.metrics import MetricLogger as MetricLogger
+    from fsdp_sft.metrics import MetricSink as MetricSink
+    from fsdp_sft.metrics import ProgressBar as ProgressBar
+    from fsdp_sft.metrics import StepProfiler as StepProfiler
+    from fsdp_sft.metrics import TensorBoardSink as TensorBoardSink
     from fsdp_sft.metrics import ThroughputMeter as ThroughputMeter
+    from fsdp_sft.metrics import TrackioSink as TrackioSink
+    from fsdp_sft.metrics import WandbSink as WandbSink
+    from fsdp_sft.metrics import aggregate_metrics as aggregate_metrics
     from fsdp_sft.metrics import memory_stats as memory_stats
     from fsdp_sft.metrics import model_flops_per_token as model_flops_per_token
     from fsdp_sft.metrics import peak_flops_per_second as peak_flops_per_second
+    from fsdp_sft.metrics import plot_run as plot_run
     from fsdp_sft.metrics import reset_peak_memory as reset_peak_memory
+    from fsdp_sft.packing import PackedCollator as PackedCollator
+    from fsdp_sft.packing import PackedSampler as PackedSampler
+    from fsdp_sft.packing import PackedStream as PackedStream
+    from fsdp_sft.packing import PackingError as PackingError
+    from fsdp_sft.packing import PackingReport as PackingReport
+    from fsdp_sft.packing import pack_lengths as pack_lengths
+    from fsdp_sft.packing import row_sizes as row_sizes
+    from fsdp_sft.packing import verify_packing as verify_packing
+    from fsdp_sft.planner import MemoryEstimate as MemoryEstimate
+    from fsdp_sft.planner import NoPlanError as NoPlanError
+    from fsdp_sft.planner import RunPlan as RunPlan
+    from fsdp_sft.planner import estimate_memory as estimate_memory
+    from fsdp_sft.planner import plan_run as plan_run
+    from fsdp_sft.planner import smallest_num_gpus as smallest_num_gpus
+    from fsdp_sft.preemption import REQUEUE_EXIT_CODE as REQUEUE_EXIT_CODE
+    from fsdp_sft.preemption import PreemptionGuard as PreemptionGuard
     from fsdp_sft.pretrained import load_pretrained as load_pretrained
     from fsdp_sft.sac import apply_sac as apply_sac
     from fsdp_sft.sac import remove_sac as remove_sac
@@ -84,16 +110,33 @@ _OWNERS = {
     "IGNORE_INDEX": "collate",
     "LoadReport": "weights",
     "LoadedCheckpoint": "dcp_io",
+    "MemoryEstimate": "planner",
     "MetricLogger": "metrics",
+    "MetricSink": "metrics",
     "MissingKeysError": "weights",
     "NoBlocksError": "blocks",
+    "NoPlanError": "planner",
     "NonFiniteWeightsError": "weights",
+    "PackedCollator": "packing",
+    "PackedSampler": "packing",
+    "PackedStream": "packing",
+    "PackingError": "packing",
+    "PackingReport": "packing",
+    "PreemptionGuard": "preemption",
+    "ProgressBar": "metrics",
+    "REQUEUE_EXIT_CODE": "preemption",
     "ResumableSampler": "sampler",
+    "RunPlan": "planner",
     "SFTCollator": "collate",
     "SavedCheckpoint": "dcp_io",
+    "StepProfiler": "metrics",
     "StepResult": "step",
+    "TensorBoardSink": "metrics",
     "ThroughputMeter": "metrics",
+    "TrackioSink": "metrics",
     "UnexpectedKeysError": "weights",
+    "WandbSink": "metrics",
+    "aggregate_metrics": "metrics",
     "apply_sac": "sac",
     "build_mesh": "distributed",
     "build_meta_model": "weights",
@@ -102,6 +145,7 @@ _OWNERS = {
     "count_targets": "loss",
     "describe_sharding": "shard",
     "encode_chat": "collate",
+    "estimate_memory": "planner",
     "evaluate": "step",
     "export_hf": "dcp_io",
     "filter_rows": "collate",
@@ -109,6 +153,7 @@ _OWNERS = {
     "find_checkpoints": "dcp_io",
     "gradient_sync": "step",
     "init_distributed": "distributed",
+    "linear_cross_entropy_sum": "loss",
     "load_checkpoint": "dcp_io",
     "load_full_state_dict": "dcp_io",
     "load_optimizer_state": "dcp_io",
@@ -117,18 +162,25 @@ _OWNERS = {
     "loss_sum": "loss",
     "memory_stats": "metrics",
     "model_flops_per_token": "metrics",
+    "pack_lengths": "packing",
     "peak_flops_per_second": "metrics",
+    "plan_run": "planner",
+    "plot_run": "metrics",
+    "prepare_loss": "loss",
     "remove_sac": "sac",
     "render_labels": "collate",
     "reset_peak_memory": "metrics",
+    "row_sizes": "packing",
     "save_checkpoint": "dcp_io",
     "save_full_state_dict": "dcp_io",
     "save_optimizer_state": "dcp_io",
     "scale_for_backward": "loss",
     "select_block_indices": "sac",
     "shard_model": "shard",
+    "smallest_num_gpus": "planner",
     "train_step": "step",
     "verify_checkpoint": "dcp_io",
+    "verify_packing": "packing",
     "windows": "step",
 }
 

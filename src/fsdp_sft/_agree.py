@@ -7,6 +7,7 @@ communicator with training.
 """
 
 import pickle
+import threading
 import time
 import weakref
 from collections.abc import Iterator
@@ -18,8 +19,9 @@ import torch
 import torch.distributed as dist
 
 _CONTROL_TIMEOUT = timedelta(minutes=30)
-# Weak: destroy_process_group must end both groups; the interpreter's exit is too late for gloo's threads.
-_control: tuple[weakref.ref[dist.ProcessGroup], weakref.ref[dist.ProcessGroup]] | None = None
+# Weak: destroy_process_group must end the groups; the interpreter's exit is too late for gloo's threads.
+_groups: dict[str, tuple[weakref.ref[dist.ProcessGroup], weakref.ref[dist.ProcessGroup]]] = {}
+_this_thread = threading.local()
 
 
 class RemoteRankError(RuntimeError):
@@ -36,14 +38,38 @@ def control_group(timeout: timedelta = _CONTROL_TIMEOUT) -> dist.ProcessGroup:
 
     Collective: all ranks, the first time it is called for a default process group.
     """
-    global _control
+    own: dist.ProcessGroup | None = getattr(_this_thread, "group", None)
+    return own if own is not None else _group("control", timeout)
+
+
+def background_group(timeout: timedelta = _CONTROL_TIMEOUT) -> dist.ProcessGroup:
+    """A second such group, for a thread that agrees while the main thread may be agreeing too.
+
+    Collective: all ranks, the first time it is called for a default process group.
+    """
+    return _group("background", timeout)
+
+
+@contextmanager
+def agreeing_over(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Let everything that this thread agrees on travel over ``group``; None changes nothing."""
+    before = getattr(_this_thread, "group", None)
+    _this_thread.group = group if group is not None else before
+    try:
+        yield
+    finally:
+        _this_thread.group = before
+
+
+def _group(name: str, timeout: timedelta) -> dist.ProcessGroup:
     world = dist.group.WORLD
     if world is None:
         raise RuntimeError("no process group: call fsdp_sft.init_distributed() first")
-    group = _control[1]() if _control is not None and _control[0]() is world else None
+    known = _groups.get(name)
+    group = known[1]() if known is not None and known[0]() is world else None
     if group is None:
         group = dist.new_group(backend="gloo", timeout=timeout)
-        _control = (weakref.ref(world), weakref.ref(group))
+        _groups[name] = (weakref.ref(world), weakref.ref(group))
     return group
 
 
@@ -76,11 +102,19 @@ def all_reduce_min(value: int) -> int:
 
     Collective: all ranks.
     """
+    return -all_reduce_max(-value)
+
+
+def all_reduce_max(value: int) -> int:
+    """The largest value of any rank.
+
+    Collective: all ranks.
+    """
     if not is_distributed():
         return value
-    smallest = torch.tensor([value])
-    dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=control_group())
-    return int(smallest.item())
+    largest = torch.tensor([value])
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=control_group())
+    return int(largest.item())
 
 
 @contextmanager

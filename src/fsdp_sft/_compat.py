@@ -6,6 +6,9 @@ from typing import Any
 import torch
 from torch import nn
 
+# The documented base class of modes that see every operation; only its module's name has an underscore.
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
 
 def apply_to_tensors(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Replace every parameter and buffer below ``module`` by ``function`` of it.
@@ -326,3 +329,52 @@ def keeps_shards_on_host(model: nn.Module) -> bool:
             ):
                 return True
     return False
+
+
+def offset_in_checkpoint(tensor: torch.Tensor) -> int:
+    """First byte, in its file, of the storage of a tensor that ``torch.load(map_location="meta")`` gave.
+
+    ``torch.load`` leaves it on storages that it did not read, under a private name, so that others can.
+
+    Raises:
+        ValueError: If the tensor has no storage in the file.
+    """
+    offset = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
+    if not isinstance(offset, int):
+        raise ValueError("a tensor has no bytes of its own in the file")
+    return offset
+
+
+# --- packing ----------------------------------------------------------------------------------------------
+
+
+def compute_dtypes(model: nn.Module) -> set[torch.dtype]:
+    """Floating dtypes of a model's parameters, and those that FSDP2 casts them to for the forward.
+
+    ``fully_shard`` keeps its ``mp_policy`` in a state that has no public reader.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            policy: Any = module._get_fsdp_state()._mp_policy
+            dtypes |= {policy.param_dtype} - {None}
+    return dtypes
+
+
+def attention_of(model: nn.Module) -> str:
+    """Which attention implementation a transformers model runs: its config has it under a private name."""
+    return str(getattr(getattr(model, "config", None), "_attn_implementation", None) or "its own")
+
+
+# --- loss -------------------------------------------------------------------------------------------------
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``torch.compile`` or ``module.compile()`` was called on this very module.
+
+    ``Module.compile`` leaves the compiled call in ``_compiled_call_impl``, ``torch.compile`` the module in
+    the ``_orig_mod`` of a wrapper; neither has a public reader.
+    """
+    return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")

@@ -67,8 +67,9 @@ def windows(loader: Iterable[Batch], grad_accum_steps: int) -> Iterator[list[Bat
 
     Before each window ranks agree on how many micro-batches every one of them has: the smallest number
     counts, so a rank that runs out early ends the pass for all instead of hanging it. The last window may
-    be short. If reading the data fails on one rank, all raise its error. A sampler with ``mark_consumed``
-    (``ResumableSampler``) is told the rows of each window before the window is handed out.
+    be short. If reading the data fails on one rank, all raise its error. A sampler or data set with
+    ``mark_consumed`` (``ResumableSampler``, ``PackedSampler``, ``PackedStream``) is told the rows or packs of
+    each window before the window is handed out.
 
     Args:
         loader: A DataLoader, or any iterable of batches with ``input_ids`` and ``labels``.
@@ -88,7 +89,7 @@ def windows(loader: Iterable[Batch], grad_accum_steps: int) -> Iterator[list[Bat
 
 
 def _windows(loader: Iterable[Batch], grad_accum_steps: int) -> Iterator[list[Batch]]:
-    sampler = getattr(loader, "sampler", None)
+    sampler = _resumable(loader)
     mark_consumed = getattr(sampler, "mark_consumed", None)
     end_epoch = getattr(sampler, "end_epoch", None)
     batches = iter(loader)
@@ -119,6 +120,12 @@ def _windows(loader: Iterable[Batch], grad_accum_steps: int) -> Iterator[list[Ba
             "the data set has no target on any rank: every label, after the shift, is -100, or there is no "
             "batch. Look at a row with render_labels, and at the counts that filter_rows returns"
         )
+
+
+def _resumable(loader: Any) -> Any:
+    """What keeps the position: a sampler, a sampler of batches, a stream, or the loader itself."""
+    sources = [getattr(loader, name, None) for name in ("sampler", "batch_sampler", "dataset")]
+    return next((source for source in [*sources, loader] if hasattr(source, "mark_consumed")), None)
 
 
 def train_step(

@@ -16,6 +16,7 @@ from fsdp_sft.collate.encode import (
     check_choice,
     check_count,
     encode_row,
+    encode_rows,
     selected_turns,
     truncate,
     turns_of_roles,
@@ -94,12 +95,13 @@ class SFTCollator:
         """
         if not rows:
             raise ValueError("a batch needs at least one row, got none; check the sampler's batch size")
-        chats = [
-            truncate(
-                row if isinstance(row, EncodedChat) else encode_row(row, self.tokenizer, self._options),
-                self._options,
+        fresh = iter(
+            encode_rows(
+                [row for row in rows if not isinstance(row, EncodedChat)], self.tokenizer, self._options
             )
-            for row in rows
+        )
+        chats = [
+            truncate(row if isinstance(row, EncodedChat) else next(fresh), self._options) for row in rows
         ]
         longest = max(len(chat.input_ids) for chat in chats)
         length = self.max_length if self.padding == "max_length" else longest

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import operator
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -134,8 +136,32 @@ def encode_row(
     row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, options: EncodeOptions
 ) -> EncodedChat:
     """`encode_chat` before truncation."""
-    if is_encoded(row):
-        return EncodedChat(*read_encoded(row))
+    return encode_rows([row], tokenizer, options)[0]
+
+
+def encode_rows(
+    rows: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, options: EncodeOptions
+) -> list[EncodedChat]:
+    """`encode_row` of several rows, tokenised in one call, which uses all cores the tokenizer may use."""
+    encoded: dict[int, EncodedChat] = {}
+    rendered: dict[int, tuple[str, list[Turn]]] = {}
+    for index, row in enumerate(rows):
+        if is_encoded(row):
+            encoded[index] = EncodedChat(*read_encoded(row))
+        else:
+            rendered[index] = _render(row, tokenizer, options)
+    texts = [text for text, _ in rendered.values()]
+    for (index, (_, turns)), (ids, offsets) in zip(
+        rendered.items(), _tokenise(tokenizer, texts), strict=True
+    ):
+        encoded[index] = EncodedChat(ids, _labels(ids, offsets, turns, options))
+    return [encoded[index] for index in range(len(rows))]
+
+
+def _render(
+    row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, options: EncodeOptions
+) -> tuple[str, list[Turn]]:
+    """(text, the turns that are trained, or with train_on="all" those that are not)."""
     conversation = read_row(row)
     if not tokenizer.is_fast:
         raise ValueError(
@@ -143,15 +169,8 @@ def encode_row(
             "load the fast version (AutoTokenizer does, where a tokenizer.json exists)"
         )
     template = ChatTemplate(tokenizer, options.chat_template, conversation.tools)
-    everything = options.train_on == "all"
-    wanted = _off(conversation) if everything else selected_turns(conversation, options)
-    text, turns = find_turns(template, conversation, wanted)
-    ids, offsets = _tokenise(tokenizer, text)
-    if everything:
-        trained = [not off for off in _mark_tokens(offsets, turns, with_stop=True)]
-    else:
-        trained = _mark_tokens(offsets, turns, with_stop=options.train_eot)
-    return EncodedChat(ids, [token if on else IGNORE_INDEX for token, on in zip(ids, trained, strict=True)])
+    wanted = _off(conversation) if options.train_on == "all" else selected_turns(conversation, options)
+    return find_turns(template, conversation, wanted)
 
 
 def _off(conversation: Conversation) -> list[int]:
@@ -170,11 +189,23 @@ def selected_turns(conversation: Conversation, options: EncodeOptions) -> list[i
     return [index for index in turns_of_roles(conversation, options) if conversation.trainable[index]]
 
 
-def _tokenise(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-    encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    ids: list[int] = encoding["input_ids"]
-    offsets: list[tuple[int, int]] = encoding["offset_mapping"]
-    # Byte-level tokenizers with trim_offsets leave the space of "Ġword" out of its offsets.
+Offsets = list[tuple[int, int]]
+
+
+def _tokenise(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> Iterator[tuple[list[int], Offsets]]:
+    """(ids, offsets) of each text."""
+    if not texts:
+        return
+    encoding = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    for text, ids, offsets in zip(texts, encoding["input_ids"], encoding["offset_mapping"], strict=True):
+        yield ids, _without_gaps(tokenizer, text, ids, offsets)
+
+
+def _without_gaps(tokenizer: PreTrainedTokenizerBase, text: str, ids: list[int], offsets: Offsets) -> Offsets:
+    """Byte-level tokenizers with trim_offsets leave the space of "Ġword" out of its offsets; put it back."""
+    starts, ends = [start for start, _ in offsets], [0, *(end for _, end in offsets)]
+    if not any(map(operator.gt, starts, ends)):
+        return offsets
     position = 0
     for index, (start, end) in enumerate(offsets):
         if start > position and text[position:start].isspace():
@@ -182,22 +213,22 @@ def _tokenise(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int],
             spaces = len(token) - len(token.lstrip("Ġ"))
             offsets[index] = (max(position, start - spaces), end)
         position = end if end > position else position
-    return ids, offsets
+    return offsets
 
 
-def _mark_tokens(offsets: Sequence[tuple[int, int]], turns: Sequence[Turn], *, with_stop: bool) -> list[bool]:
-    """Tell for each token whether it starts inside a turn; offsets and turns in the order of the text."""
-    marks, waiting = [], iter(turns)
-    turn = next(waiting, None)
-    for start, end in offsets:
-        while turn is not None and turn.end <= start:
-            turn = next(waiting, None)
-        inside = turn is not None and turn.start <= start < end
-        if inside and turn is not None and not with_stop and turn.stop_start < turn.end:
+def _labels(ids: list[int], offsets: Offsets, turns: Sequence[Turn], options: EncodeOptions) -> list[int]:
+    """The id of each trained token, -100 elsewhere. A token lies in a turn if it starts there."""
+    starts, ends = [start for start, _ in offsets], [end for _, end in offsets]
+    everything = options.train_on == "all"
+    labels = list(ids) if everything else [IGNORE_INDEX] * len(ids)
+    for turn in turns:
+        first, stop = bisect_left(starts, turn.start), bisect_left(starts, turn.end)
+        if not everything and not options.train_eot and turn.stop_start < turn.end:
             # A token that strips the white space around it may start before the end-of-turn token does.
-            inside = end <= turn.stop_start
-        marks.append(inside)
-    return marks
+            stop = min(stop, bisect_right(ends, turn.stop_start))
+        for index in range(first, stop):
+            labels[index] = IGNORE_INDEX if everything else ids[index]
+    return labels
 
 
 def truncate(chat: EncodedChat, options: EncodeOptions) -> EncodedChat:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import weakref
 from contextlib import suppress
@@ -82,6 +81,7 @@ class ChatTemplate:
         self.text: str = tokenizer.get_chat_template(chat_template, tools=tools)
         self._tags_count = not _has_captured_tag(self.text)
         self._special_tokens: dict[str, Any] = dict(tokenizer.special_tokens_map)
+        self._key = (self.text, tuple(map(str, self._special_tokens.values())), len(tokenizer))
         self._in_parts = False
         with suppress(ChatTemplateError):  # what cannot be told is no matter until a turn is to be found
             self._in_parts = self.facts().in_parts
@@ -120,10 +120,9 @@ class ChatTemplate:
     def facts(self) -> TemplateFacts:
         """Probe the template, once per tokenizer and template."""
         known = _FACTS.setdefault(self.tokenizer, {})
-        key = (self.text, json.dumps(self._special_tokens, default=str), len(self.tokenizer))
-        if key not in known:
-            known[key] = self._probe_either_form()
-        return known[key]
+        if self._key not in known:
+            known[self._key] = self._probe_either_form()
+        return known[self._key]
 
     def _probe_either_form(self) -> TemplateFacts:
         try:

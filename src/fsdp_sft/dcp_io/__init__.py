@@ -17,6 +17,7 @@ from fsdp_sft.dcp_io.export import export_hf
 from fsdp_sft.dcp_io.full_state import load_full_state_dict, save_full_state_dict
 from fsdp_sft.dcp_io.optimizer_state import load_optimizer_state, save_optimizer_state
 from fsdp_sft.dcp_io.retention import CheckpointInfo, find_checkpoints, verify_checkpoint
+from fsdp_sft.preemption import PreemptionGuard
 
 __all__ = [
     "CheckpointCorruptError",
@@ -26,6 +27,7 @@ __all__ = [
     "CheckpointMismatchError",
     "CheckpointNotFoundError",
     "LoadedCheckpoint",
+    "PreemptionGuard",
     "SavedCheckpoint",
     "export_hf",
     "find_checkpoints",

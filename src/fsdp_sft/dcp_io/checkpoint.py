@@ -1,17 +1,20 @@
 """Crash-safe checkpoints: a step is there completely, verified, or not at all."""
 
+import math
 import os
+import time
 import uuid
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-from fsdp_sft._agree import agreed, all_gather_objects
+from fsdp_sft._agree import agreed, all_gather_objects, background_group, is_distributed
+from fsdp_sft.dcp_io.background import BackgroundSave, join_last, wait_for_last
 from fsdp_sft.dcp_io.codec import decode, dumps, encode, loads
 from fsdp_sft.dcp_io.errors import (
     CheckpointCorruptError,
@@ -26,6 +29,7 @@ from fsdp_sft.dcp_io.folder import (
     FolderContent,
     describe_mesh,
     open_folder,
+    own_parts,
     read_tensors,
     this_rank,
     world_size,
@@ -42,8 +46,12 @@ from fsdp_sft.dcp_io.manifest import (
 from fsdp_sft.dcp_io.optimizer_state import apply_optimizer, check_optimizer, optimizer_content
 from fsdp_sft.dcp_io.rank_files import rank_content, read_rank_files, restore_rng
 from fsdp_sft.dcp_io.retention import is_step_folder, prune, remove_stale, step_folder, step_folders
+from fsdp_sft.dcp_io.snapshot import Snapshot
 from fsdp_sft.dcp_io.tensors import ModelTensors, model_tensors
 from fsdp_sft.distributed import reshard
+
+# The memory for asynchronous saves; one is under way at a time.
+_snapshot = Snapshot()
 
 
 @dataclass(frozen=True)
@@ -52,12 +60,23 @@ class SavedCheckpoint:
 
     Attributes:
         path: The step's folder.
+        blocked_seconds: How long training stood still for it on this rank, the wait for an asynchronous save
+            before it included.
     """
 
     path: Path
+    blocked_seconds: float
+    _background: BackgroundSave | None = field(default=None, repr=False, compare=False)
 
     def wait(self) -> None:
-        """Return when the checkpoint is committed; a synchronous save has been from the start."""
+        """Return when the checkpoint is committed, as a synchronous one has been from the start.
+
+        Raises:
+            Exception: The error of an asynchronous save, the same on all ranks, unless something else has
+                raised it before.
+        """
+        if self._background is not None:
+            self._background.wait()
 
 
 @dataclass(frozen=True)
@@ -85,7 +104,10 @@ def save_checkpoint(
     optimizer: Optimizer | None = None,
     train_state: Mapping[str, Any] | None = None,
     rank_state: Mapping[str, Any] | None = None,
+    async_: bool = False,
     keep_last: int | None = 2,
+    metric: float | None = None,
+    keep_best: int = 0,
 ) -> SavedCheckpoint:
     """Write ``root/step-<step>``: weights, optimizer, random number generators, and the caller's own state.
 
@@ -110,35 +132,60 @@ def save_checkpoint(
         train_state: State that all ranks share: nested dicts, lists, tuples, strings, numbers, booleans and
             None. Rank 0's is written.
         rank_state: State of this rank, such as a data loader's position; may hold CPU tensors and bytes.
-        keep_last: How many sound steps to keep, this one included; None keeps all.
+        async_: Copy everything to host memory, and write it in a thread while training goes on. One such save
+            is under way at a time: the next one waits for it. An error of the thread is raised on all ranks
+            by the next save or by ``wait``; a program that ends without either prints it and exits with 1.
+            Wait before ``destroy_process_group``, which would break the save off.
+        keep_last: How many of the newest sound steps to keep, this one included; None keeps all.
+        metric: How good this step is, lower being better, the same on all ranks; what is not finite counts
+            as None, which is never the best.
+        keep_best: How many of the steps with the lowest metric to keep beside the newest.
 
     Returns:
-        Where it is.
+        Where it is or will be, and how long training stood still.
 
     Raises:
         CheckpointExistsError: If that step is there and sound. One that is not sound is moved aside to
             ``.unsound-step-<step>-<id>``.
         TypeError: If ``train_state`` or ``rank_state`` has a value that cannot be stored; names its key path.
-        CheckpointError: If ranks do not share the file system or were given different steps.
+        CheckpointError: If ranks do not share the file system or were given different steps or metrics.
         OSError: If writing fails on any rank.
 
     Collective: all ranks; all raise the same error.
-    Memory: One local shard of a tensor in CPU memory.
+    Memory: One local shard of a tensor in CPU memory. Asynchronous: a copy of all that this rank writes, kept
+        for the next save.
     """
+    started = time.perf_counter()
+    with agreed("waiting for the save before this one"):
+        wait_for_last()
     reshard(model)
     root = Path(root).absolute()
     target = step_folder(root, step)
     aside = root / f".unsound-step-{step}-{uuid.uuid4().hex}"
+    if metric is not None and not math.isfinite(metric):
+        metric = None
     with agreed(f"preparing to save {target}"):
-        _check_numbers(step, keep_last)
-        content = _content(step, model, optimizer, train_state, rank_state)
+        _check_numbers(step, keep_last, keep_best)
+        content = _content(step, metric, model, optimizer, train_state, rank_state)
+        parts = own_parts(content)
+        if async_:
+            content, parts = content.with_own_copies(), _snapshot.take(parts)
         if this_rank() == 0:
             _prepare_root(root, target)
-    _agree_on(target)
-    write_folder(target, content, aside=aside)
-    if this_rank() == 0:
-        prune(root, keep_last=keep_last, just_saved=step)
-    return SavedCheckpoint(target)
+    _agree_on(target, metric)
+
+    def write() -> None:
+        write_folder(target, content, aside=aside, parts=parts)
+        if this_rank() == 0:
+            prune(root, keep_last=keep_last, keep_best=keep_best, just_saved=step)
+
+    background = None
+    if async_:
+        background = BackgroundSave(write, background_group() if is_distributed() else None)
+        background.start()
+    else:
+        write()
+    return SavedCheckpoint(target, time.perf_counter() - started, background)
 
 
 def load_checkpoint(
@@ -174,6 +221,7 @@ def load_checkpoint(
     Collective: all ranks; all raise the same error.
     Memory: A 16 MiB buffer, and the optimizer's state if it had none.
     """
+    join_last()  # it may be what is to be loaded
     reshard(model)
     path = Path(path_or_root).absolute()
     candidates: list[Path] = []
@@ -199,15 +247,18 @@ def load_checkpoint(
     return LoadedCheckpoint(int(manifest.step or 0), folder, train_state, rank_state)
 
 
-def _check_numbers(step: int, keep_last: int | None) -> None:
+def _check_numbers(step: int, keep_last: int | None, keep_best: int) -> None:
     if type(step) is not int or step < 0:
         raise ValueError(f"step must be an integer, 0 or more, got {step!r}")
     if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
         raise ValueError(f"keep_last must be at least 1, or None to keep every step, got {keep_last!r}")
+    if type(keep_best) is not int or keep_best < 0:
+        raise ValueError(f"keep_best must be an integer, 0 or more, got {keep_best!r}")
 
 
 def _content(
     step: int,
+    metric: float | None,
     model: nn.Module,
     optimizer: Optimizer | None,
     train_state: Mapping[str, Any] | None,
@@ -217,6 +268,7 @@ def _content(
     return FolderContent(
         step=step,
         mesh=describe_mesh(model),
+        metric=None if metric is None else float(metric),
         model=model_tensors(model),
         optimizer=stored.tensors if stored is not None else None,
         optimizer_info=stored.info if stored is not None else {},
@@ -235,10 +287,10 @@ def _prepare_root(root: Path, target: Path) -> None:
         )
 
 
-def _agree_on(target: Path) -> None:
-    targets = all_gather_objects(str(target))
-    if len(set(targets)) != 1:
-        raise CheckpointError(f"ranks were told to save different things: {sorted(set(targets))[:4]}")
+def _agree_on(target: Path, metric: float | None) -> None:
+    told = {f"{path}, metric {value}" for path, value in all_gather_objects((str(target), metric))}
+    if len(told) != 1:
+        raise CheckpointError(f"ranks were told to save different things: {sorted(told)[:4]}")
 
 
 def _candidates(path: Path) -> list[Path]:

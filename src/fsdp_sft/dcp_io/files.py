@@ -4,10 +4,11 @@ import contextlib
 import hashlib
 import os
 import stat
+import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 
 import torch
 
@@ -48,16 +49,54 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> FileRecord
     Memory: One of the tensors in CPU memory, if it is not there already.
     """
     fd, header, head = create(path, {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()})
-    digest = hashlib.sha256(head)
-    with ThreadPoolExecutor(1) as pool, closing(fd):
+    with _Hasher(head) as hasher, closing(fd):
         for name, entry in header.entries.items():
             staged = tensors[name].detach().to("cpu").contiguous()
             view = bytes_of(staged)
-            hashed = pool.submit(digest.update, view)  # hashlib lets go of the GIL
+            hasher.begin(view)
             write_at(fd, entry.start, view)
-            hashed.result()
+            hasher.wait()
         os.fsync(fd)
-    return FileRecord(header.file_bytes, digest.hexdigest())
+        return FileRecord(header.file_bytes, hasher.hexdigest())
+
+
+class _Hasher:
+    """SHA-256 in a thread of its own; hashlib lets go of the GIL.
+
+    No executor: those take no work once the interpreter waits for its threads, as it does for an asynchronous
+    save at the end of a program.
+    """
+
+    def __init__(self, head: bytes) -> None:
+        self._digest = hashlib.sha256(head)
+        self._work: SimpleQueue[memoryview | None] = SimpleQueue()
+        self._done = threading.Semaphore(0)
+        self._thread = threading.Thread(target=self._run, name="fsdp_sft-hash")
+
+    def __enter__(self) -> "_Hasher":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._work.put(None)
+        self._thread.join()
+
+    def begin(self, view: memoryview) -> None:
+        """Hash ``view``, which must stay as it is until ``wait`` returns."""
+        self._work.put(view)
+
+    def wait(self) -> None:
+        """Return when what was begun is hashed."""
+        self._done.acquire()
+
+    def hexdigest(self) -> str:
+        """Of everything so far."""
+        return self._digest.hexdigest()
+
+    def _run(self) -> None:
+        while (view := self._work.get()) is not None:
+            self._digest.update(view)
+            self._done.release()
 
 
 def write_bytes(path: Path, data: bytes) -> FileRecord:

@@ -6,7 +6,7 @@ import stat
 import time
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ class FolderContent:
     Attributes:
         step: Number of the step, or None.
         mesh: As in the manifest.
+        metric: As in the manifest.
         model: None for an optimizer state of its own.
         optimizer: ``<fqn>/<state name>`` to tensor, or None.
         optimizer_info: As in the manifest.
@@ -54,11 +55,19 @@ class FolderContent:
 
     step: int | None
     mesh: list[list[Any]] | None
+    metric: float | None = None
     model: ModelTensors | None = None
     optimizer: Tensors | None = None
     optimizer_info: dict[str, Any] = field(default_factory=dict)
     train_state: bytes | None = None
     rank_content: tuple[bytes, dict[str, torch.Tensor]] | None = None
+
+    def with_own_copies(self) -> "FolderContent":
+        """The same, with copies of the tensors that the caller gave for this rank."""
+        if self.rank_content is None:
+            return self
+        text, tensors = self.rank_content
+        return replace(self, rank_content=(text, {n: t.detach().clone() for n, t in tensors.items()}))
 
     @property
     def sections(self) -> dict[str, Tensors]:
@@ -69,6 +78,22 @@ class FolderContent:
         if self.optimizer is not None:
             found["optimizer"] = self.optimizer
         return found
+
+
+@dataclass(frozen=True)
+class Part:
+    """What this rank writes of one tensor.
+
+    Attributes:
+        box: Where in the tensor it lies.
+        tensor: Its values: the live ones, or a copy.
+    """
+
+    box: Box
+    tensor: torch.Tensor
+
+
+Parts = Mapping[str, Mapping[str, Part]]  # section -> tensor -> part
 
 
 @dataclass(frozen=True)
@@ -96,13 +121,16 @@ def describe_mesh(model: nn.Module) -> list[list[Any]] | None:
     return [[name, size] for name, size in zip(names, mesh.shape, strict=True)]
 
 
-def write_folder(target: Path, content: FolderContent, *, aside: Path | None = None) -> None:
+def write_folder(
+    target: Path, content: FolderContent, *, aside: Path | None = None, parts: Parts | None = None
+) -> None:
     """Write ``content`` to a temporary folder beside ``target``, and rename it when it is complete.
 
     Args:
         target: Where to; its parent must exist for rank 0.
         content: What to write; all ranks with the same names.
         aside: Where what is at ``target`` is moved to, just before the rename.
+        parts: ``own_parts(content)`` or a copy of it; None takes the live values.
 
     Raises:
         CheckpointError: If ranks do not share a file system, or their parts do not make up a tensor.
@@ -121,7 +149,7 @@ def write_folder(target: Path, content: FolderContent, *, aside: Path | None = N
             _wait_until_visible(temporary)
         written = None
         with agreed(f"writing {target.name}"):
-            written = _write_own(temporary, content)
+            written = _write_own(temporary, content, own_parts(content) if parts is None else parts)
         everything: list[_Written] = all_gather_objects(written)
         with agreed(f"committing {target.name}"):
             if this_rank() == 0:
@@ -175,33 +203,35 @@ def _wait_until_visible(folder: Path) -> None:
         time.sleep(0.05)
 
 
-def _write_own(folder: Path, content: FolderContent) -> _Written:
+def own_parts(content: FolderContent) -> Parts:
+    """What this rank writes, live: replicas take turns, so that each part is written once."""
+    return {section: _parts_of(tensors) for section, tensors in content.sections.items()}
+
+
+def _parts_of(tensors: Tensors) -> dict[str, Part]:
+    rank = this_rank()
+    parts: dict[str, Part] = {}
+    for index, name in enumerate(sorted(tensors)):
+        if rank in owner_ranks(tensors[name], index):
+            box = box_of(tensors[name])
+            if box.numel:
+                parts[name] = Part(box, local_of(tensors[name]))
+    return parts
+
+
+def _write_own(folder: Path, content: FolderContent, parts: Parts) -> _Written:
     rank = this_rank()
     written = _Written({}, {})
-    for section, tensors in content.sections.items():
-        parts = _own_parts(tensors)
-        if parts:
+    for section, own in parts.items():
+        if own:
             file = f"{section}/{rank:05d}.safetensors"
-            locals_ = {name: local_of(tensors[name]) for name in parts}
-            written.files[file] = write_tensors(folder / file, locals_)
-            written.chunks[section] = {name: (file, box) for name, box in parts.items()}
+            written.files[file] = write_tensors(folder / file, {n: part.tensor for n, part in own.items()})
+            written.chunks[section] = {name: (file, part.box) for name, part in own.items()}
     if content.rank_content is not None:
         written.files.update(write_rank_files(folder, rank, content.rank_content))
     if content.train_state is not None and rank == 0:
         written.files[TRAIN_STATE_NAME] = write_bytes(folder / TRAIN_STATE_NAME, content.train_state)
     return written
-
-
-def _own_parts(tensors: Tensors) -> dict[str, Box]:
-    """The parts that this rank writes: replicas take turns, so that each part is written once."""
-    rank = this_rank()
-    parts: dict[str, Box] = {}
-    for index, name in enumerate(sorted(tensors)):
-        if rank in owner_ranks(tensors[name], index):
-            box = box_of(tensors[name])
-            if box.numel:
-                parts[name] = box
-    return parts
 
 
 def _commit(
@@ -217,6 +247,7 @@ def _commit(
         step=content.step,
         world_size=world_size(),
         mesh=content.mesh,
+        metric=content.metric,
         files=dict(sorted(files.items())),
         model=stored.get("model"),
         ties=content.model.ties if content.model is not None else {},

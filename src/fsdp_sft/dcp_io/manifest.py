@@ -57,6 +57,7 @@ class Manifest:
         ties: Other names of tied tensors, to the one that is stored.
         frozen: FQNs of parameters that were frozen.
         optimizer: ``<fqn>/<state name>`` to tensor; None if there is no optimizer in it.
+        metric: What ``save_checkpoint`` was given, lower being better; None if it was nothing finite.
         optimizer_info: The optimizer's class, parameters, groups and state other than tensors.
         versions: Of the libraries that wrote it.
         digest: Of everything else, once it has been read from a file.
@@ -71,6 +72,7 @@ class Manifest:
     frozen: list[str] = field(default_factory=list)
     optimizer: dict[str, StoredTensor] | None = None
     optimizer_info: dict[str, Any] = field(default_factory=dict)
+    metric: float | None = None
     versions: dict[str, str] = field(default_factory=dict)
     digest: str = ""
 
@@ -91,6 +93,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
         "format": FORMAT,
         "version": VERSION,
         "step": manifest.step,
+        "metric": manifest.metric,
         "world_size": manifest.world_size,
         "mesh": manifest.mesh,
         "files": {name: {"size": r.size, "sha256": r.sha256} for name, r in manifest.files.items()},
@@ -194,6 +197,7 @@ def _parse(raw: Any) -> Manifest:
         frozen=list(body["frozen"]),
         optimizer=optimizer,
         optimizer_info=dict(body["optimizer_info"]),
+        metric=None if body["metric"] is None else float(body["metric"]),
         versions=dict(body["versions"]),
         digest=raw["digest"],
     )

@@ -8,7 +8,8 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsdp_sft.dcp_io.manifest import verify_folder
+from fsdp_sft.dcp_io.errors import CheckpointCorruptError
+from fsdp_sft.dcp_io.manifest import file_problems, read_manifest, verify_folder
 
 _STEP_NAME = re.compile(r"step-(0|[1-9]\d*)")
 
@@ -22,11 +23,13 @@ class CheckpointInfo:
         path: Its folder.
         sound: Whether the manifest is sound and every file is there with its size; the contents are for
             ``verify_checkpoint``.
+        metric: What it was saved with, lower being better; None if with nothing finite.
     """
 
     step: int
     path: Path
     sound: bool
+    metric: float | None = None
 
 
 def find_checkpoints(root: str | os.PathLike[str]) -> list[CheckpointInfo]:
@@ -34,10 +37,16 @@ def find_checkpoints(root: str | os.PathLike[str]) -> list[CheckpointInfo]:
 
     Looks from this process alone, and not into the contents of files.
     """
-    return [
-        CheckpointInfo(step, path, not verify_folder(path, hashes=False))
-        for step, path in step_folders(Path(root).absolute())
-    ]
+    return [_info(step, path) for step, path in step_folders(Path(root).absolute())]
+
+
+def _info(step: int, path: Path) -> CheckpointInfo:
+    try:
+        manifest = read_manifest(path)
+    except CheckpointCorruptError:
+        return CheckpointInfo(step, path, sound=False)
+    problems = file_problems(path, manifest, list(manifest.files), hashes=False)
+    return CheckpointInfo(step, path, not problems, manifest.metric)
 
 
 def verify_checkpoint(path: str | os.PathLike[str]) -> list[str]:
@@ -67,26 +76,33 @@ def is_step_folder(path: Path) -> bool:
     return _STEP_NAME.fullmatch(path.name) is not None and not step_folders(path)
 
 
-def prune(root: Path, *, keep_last: int | None, just_saved: int) -> None:
-    """Delete sound steps beyond the newest ``keep_last``, never the one just saved.
+def prune(root: Path, *, keep_last: int | None, keep_best: int, just_saved: int) -> None:
+    """Delete sound steps other than the newest ``keep_last`` and the best ``keep_best``.
 
-    Unsound ones neither count nor go: someone may want to look at them. A step that cannot be deleted is
-    warned about; the checkpoint that was just saved stands.
+    The one just saved stays and counts among the newest. Of equal metrics the newer is better. Unsound ones
+    neither count nor go: someone may want to look at them. A step that cannot be deleted is warned about; the
+    checkpoint that was just saved stands.
     """
     if keep_last is None:
         return
-    others = [
-        info.path
-        for info in find_checkpoints(root)
-        if info.sound and info.step != just_saved and not info.path.is_symlink()
-    ]
-    for path in others[: max(0, len(others) - (keep_last - 1))]:
-        doomed = root / f".tmp-pruned-{path.name}-{uuid.uuid4().hex}"
-        try:
-            os.rename(path, doomed)  # so that a step is never there by half
-            shutil.rmtree(doomed)
-        except OSError as error:
-            warnings.warn(f"could not delete the old checkpoint {path}: {error}", stacklevel=3)
+    sound = [info for info in find_checkpoints(root) if info.sound]
+    others = [info for info in sound if info.step != just_saved]
+    measured = [info for info in sound if info.metric is not None]
+    best = sorted(measured, key=lambda info: (info.metric, -info.step))[:keep_best]
+    newest = others[max(0, len(others) - (keep_last - 1)) :]
+    kept = {info.step for info in [*newest, *best]}
+    for info in others:
+        if info.step not in kept and not info.path.is_symlink():
+            _delete(root, info.path)
+
+
+def _delete(root: Path, path: Path) -> None:
+    doomed = root / f".tmp-pruned-{path.name}-{uuid.uuid4().hex}"
+    try:
+        os.rename(path, doomed)  # so that a step is never there by half
+        shutil.rmtree(doomed)
+    except OSError as error:
+        warnings.warn(f"could not delete the old checkpoint {path}: {error}", stacklevel=4)
 
 
 def remove_stale(root: Path) -> None:

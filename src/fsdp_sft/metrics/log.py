@@ -1,38 +1,41 @@
-"""Metrics to a readable line and to a JSONL file, on one rank."""
+"""Metrics checked once and handed to every sink, on one rank."""
 
 from __future__ import annotations
 
-import json
-import math
-import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import IO, Self, TypeAlias
+from typing import IO, Self
 
 import torch
 
-Scalar: TypeAlias = float | int | str | bool | None
+from fsdp_sft.metrics.sinks import JsonlSink, LineSink, MetricSink, Scalar
 
 
 class MetricLogger:
-    """Writes metrics to standard output and a JSONL file, on rank 0 alone.
+    """Writes metrics to standard output, a JSONL file and other sinks, on rank 0 alone.
 
     Every rank calls `log`; the main one writes. Whether this rank is the main one is decided at the first
-    `log`: rank 0 of the default process group, or the only process if there is none. Not a collective.
-    Arguments are checked on every rank, tensors are read (a device synchronisation) on the main one.
+    `log`: rank 0 of the default process group, or the only process if there is none. Not a collective; values
+    that differ between ranks go through `aggregate_metrics` first. Arguments are checked on every rank,
+    tensors are read (a device synchronisation) on the main one.
 
     A JSONL line is strict JSON, an object with `step`, `time` (Unix seconds) and the metrics in the order
     given; NaN and infinities are the strings "NaN", "Infinity", "-Infinity", which Python's `float` and
     pandas' `to_numeric` read. An existing file is appended to; a last line that a crash cut off is removed
-    first.
+    first. `plot_run` draws such a file.
 
     Args:
         jsonl: File to append to; its parent folders are made. None writes no file.
         stdout: Print one readable line per `log`, above the bars of tqdm where that is in use.
+        sinks: More places to write to: `ProgressBar`, `TensorBoardSink`, `WandbSink`, `TrackioSink`, or
+            anything with `log(metrics, step)` and `close()`.
         stream: Text stream to print to in place of `sys.stdout`.
         is_main: Overrides whether this rank writes.
         clock: Unix seconds; for tests.
+
+    Raises:
+        TypeError: A sink lacks `log` or `close`.
     """
 
     def __init__(
@@ -40,16 +43,21 @@ class MetricLogger:
         *,
         jsonl: str | Path | None = None,
         stdout: bool = True,
+        sinks: Iterable[MetricSink] = (),
         stream: IO[str] | None = None,
         is_main: bool | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._path = None if jsonl is None else Path(jsonl)
-        self._stdout = stdout
-        self._stream = stream
+        self._sinks: list[MetricSink] = []
+        if jsonl is not None:
+            self._sinks.append(JsonlSink(jsonl, clock=clock))
+        if stdout:
+            self._sinks.append(LineSink(stream))
+        for sink in sinks:
+            if not isinstance(sink, MetricSink):
+                raise TypeError(f"a sink needs log(metrics, step) and close(), got {type(sink).__name__}")
+            self._sinks.append(sink)
         self._is_main = is_main
-        self._clock = clock
-        self._file: IO[str] | None = None
         self._closed = False
 
     def log(self, metrics: Mapping[str, object], step: int) -> None:
@@ -77,24 +85,14 @@ class MetricLogger:
             key: value.item() if isinstance(value, torch.Tensor) else value  # type: ignore[misc]
             for key, value in metrics.items()
         }
-        if self._path is not None:
-            self._file = self._file or _open_for_append(self._path)
-            record = {
-                "step": step,
-                "time": self._clock(),
-                **{key: _json_value(value) for key, value in row.items()},
-            }
-            self._file.write(json.dumps(record, allow_nan=False) + "\n")
-            self._file.flush()
-        if self._stdout:
-            _print_line(_format_line(row, step), self._stream or sys.stdout)
+        for sink in self._sinks:
+            sink.log(row, step)
 
     def close(self) -> None:
-        """Close the file; may be called more than once."""
+        """Close every sink; may be called more than once."""
         self._closed = True
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        for sink in self._sinks:
+            sink.close()
 
     def __enter__(self) -> Self:
         """Return the logger itself."""
@@ -135,63 +133,3 @@ def _check(metrics: Mapping[str, object], step: int) -> None:
                 f"metric {key!r} must be a float, int, str, bool, None or 0-dim tensor, "
                 f"got {type(value).__name__}; convert it first, for example with float()"
             )
-
-
-def _json_value(value: Scalar) -> Scalar:
-    if not isinstance(value, float) or math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-
-
-def _open_for_append(path: Path) -> IO[str]:
-    """Open a JSONL file at its end, after removing a last line that has no newline and is not JSON."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists():
-        content = path.read_bytes()
-        start = content.rfind(b"\n") + 1
-        if start < len(content):
-            _mend_last_line(path, content[start:], start)
-    return path.open("a", encoding="utf-8", newline="\n")
-
-
-def _mend_last_line(path: Path, last_line: bytes, start: int) -> None:
-    with path.open("r+b") as file:
-        try:
-            json.loads(last_line)
-        except ValueError:
-            file.truncate(start)
-        else:
-            file.seek(0, 2)
-            file.write(b"\n")
-
-
-def _format_line(row: Mapping[str, Scalar], step: int) -> str:
-    return " | ".join(
-        [f"step {step:>6}", *(f"{key} {_format_value(key, value):>9}" for key, value in row.items())]
-    )
-
-
-def _format_value(key: str, value: Scalar) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if not isinstance(value, float):
-        return str(value).replace("\n", "\\n")
-    magnitude = abs(value)
-    is_learning_rate = key.replace("/", "_").split("_")[-1] == "lr" or "learning_rate" in key
-    if not math.isfinite(value):
-        return str(value)
-    if is_learning_rate or magnitude >= 1e9 or 0 < magnitude < 1e-3:
-        return f"{value:.2e}"
-    return f"{value:.1f}" if magnitude >= 1000 else f"{value:.4f}"
-
-
-def _print_line(line: str, stream: IO[str]) -> None:
-    # A plain print would cut through an active bar; whoever has a bar has imported tqdm already.
-    tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)
-    if tqdm is None:
-        print(line, file=stream)
-    else:
-        tqdm.write(line, file=stream)
-    stream.flush()

@@ -1,19 +1,22 @@
-"""Tokens per second, FLOP/s and MFU over the last steps."""
+"""Tokens per second, FLOP/s, MFU and the share of time waiting for data over the last steps."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from fsdp_sft.metrics.flops import peak_flops_per_second, resolve_device
 
+T = TypeVar("T")
+
 
 class ThroughputMeter:
-    """Tokens per second, TFLOP/s and MFU over the last optimizer steps.
+    """Tokens per second, TFLOP/s, MFU and the share of time waiting for data over the last optimizer steps.
 
     Time is wall-clock time between calls of `update`; the device is not synchronised, since over a window of
     steps the host cannot run ahead of it by much. Each rank may have a meter: with the global number of
@@ -71,10 +74,14 @@ class ThroughputMeter:
         self._flops_per_token = flops_per_token
         self._peak_flops = peak_flops_per_second(self._device) if peak_flops is None else peak_flops
         self._warmup_left = warmup_steps
-        self._steps: deque[tuple[int, float]] = deque(maxlen=window)
+        self._steps: deque[tuple[int, float, float]] = deque(
+            maxlen=window
+        )  # tokens, seconds, of them waiting
         self._clock = clock
         self._pause_depth = 0
         self._paused_seconds = 0.0
+        self._waited_seconds = 0.0
+        self._watches_data = False
         self._last = clock()
 
     def update(self, *, num_tokens: int) -> None:
@@ -100,11 +107,28 @@ class ThroughputMeter:
             )
         now = self._clock()
         seconds = now - self._last - self._paused_seconds
-        self._last, self._paused_seconds = now, 0.0
+        waited = self._waited_seconds
+        self._last, self._paused_seconds, self._waited_seconds = now, 0.0, 0.0
         if self._warmup_left:
             self._warmup_left -= 1
         else:
-            self._steps.append((num_tokens, seconds))
+            self._steps.append((num_tokens, seconds, waited))
+
+    def watch(self, loader: Iterable[T]) -> Iterable[T]:
+        """Count the time that this rank waits for the batches of `loader`.
+
+        Args:
+            loader: A DataLoader or another iterable of batches. Iterating the result iterates it; every
+                attribute, such as `sampler`, is the loader's own, so the result goes where the loader went.
+
+        Example:
+            In front of `windows`::
+
+                for window in fs.windows(meter.watch(loader), grad_accum_steps=8):
+                    ...
+        """
+        self._watches_data = True
+        return _WatchedLoader(loader, self)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -127,12 +151,14 @@ class ThroughputMeter:
 
         Returns:
             `tokens_per_second` (all ranks), `tokens_per_second_per_gpu`, `step_seconds`, `tflops_per_gpu`
-            (1e12 FLOP/s) and `mfu` (fraction of the peak, 0 to 1). None where it is not known: all before the
-            first measured step; the last two without `flops_per_token`; `mfu` without a known peak.
+            (1e12 FLOP/s), `mfu` (fraction of the peak, 0 to 1) and `data_wait_share` (of this rank's time, 0
+            to 1). None where it is not known: all before the first measured step; the FLOP rates without
+            `flops_per_token`; `mfu` without a known peak; `data_wait_share` unless a loader is watched.
         """
-        seconds = sum(seconds for _, seconds in self._steps)
+        seconds = sum(seconds for _, seconds, _ in self._steps)
         measured = seconds > 0
-        tokens_per_second = sum(tokens for tokens, _ in self._steps) / seconds if measured else None
+        waited = sum(waited for _, _, waited in self._steps)
+        tokens_per_second = sum(tokens for tokens, _, _ in self._steps) / seconds if measured else None
         per_gpu = None if tokens_per_second is None else tokens_per_second / self._world_size
         flops = None if per_gpu is None or self._flops_per_token is None else per_gpu * self._flops_per_token
         return {
@@ -141,9 +167,39 @@ class ThroughputMeter:
             "step_seconds": seconds / len(self._steps) if measured else None,
             "tflops_per_gpu": None if flops is None else flops / 1e12,
             "mfu": None if flops is None or self._peak_flops is None else flops / self._peak_flops,
+            "data_wait_share": waited / seconds if measured and self._watches_data else None,
         }
+
+    def _timed_next(self, batches: Iterator[T]) -> T:
+        start = self._clock()
+        try:
+            return next(batches)
+        finally:
+            if not self._pause_depth:  # a pause is left out of the step, and so is waiting inside it
+                self._waited_seconds += self._clock() - start
 
     def _now_when_idle(self) -> float:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return self._clock()
+
+
+class _WatchedLoader(Generic[T]):
+    def __init__(self, loader: Iterable[T], meter: ThroughputMeter) -> None:
+        self._loader = loader
+        self._meter = meter
+
+    def __iter__(self) -> Iterator[T]:
+        batches = iter(self._loader)
+        while True:
+            try:
+                batch = self._meter._timed_next(batches)
+            except StopIteration:
+                return
+            yield batch
+
+    def __len__(self) -> int:
+        return len(self._loader)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)

@@ -1,0 +1,182 @@
+"""Time to turn chats into labels: this library, transformers' generation tags, and prefix re-tokenisation.
+
+    python benchmarks/collate.py
+
+``tags`` is what transformers and TRL offer for templates with ``{% generation %}``:
+``apply_chat_template`` with ``return_assistant_tokens_mask=True``, a row at a time as TRL maps its data sets.
+``prefixes`` renders and tokenises the chat up to and after each answer, the common way for other templates.
+``ours`` is ``SFTCollator`` on batches, padding included, and ``ours, single`` is ``encode_chat`` on a row at
+a time. All use one ChatML template (with tags for ``tags``) and one byte-level BPE trained here; the
+tokenizer's threads are left as they are. Each round times each way once. The exponent is that of seconds per
+row in the number of messages, over all sizes, by least squares on logarithms.
+"""
+
+import argparse
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from fsdp_sft import SFTCollator, encode_chat
+
+PLAIN = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content }}"
+    "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+TAGGED = (
+    "{% for message in messages %}{% if message.role == 'assistant' %}{{ '<|im_start|>assistant\n' }}"
+    "{% generation %}{{ message.content + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}{% else %}"
+    "{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+BATCH = 16
+WORDS = [
+    "the",
+    "a",
+    "of",
+    "time",
+    "model",
+    "token",
+    "loss",
+    "rank",
+    "shard",
+    "step",
+    "answer",
+    "question",
+    "house",
+    "green",
+    "water",
+    "small",
+    "seven",
+]
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    generator = random.Random(0)
+    text = [" ".join(generator.choices(WORDS, k=40)) for _ in range(500)]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(text, trainers.BpeTrainer(vocab_size=2000, initial_alphabet=alphabet))
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>", "<pad>"])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<pad>")
+
+
+def make_rows(messages: int, rows: int, words: int) -> list[list[dict[str, Any]]]:
+    generator = random.Random(messages)
+    return [
+        [
+            {
+                "role": ("user", "assistant")[i % 2],
+                "content": " ".join(
+                    generator.choices(WORDS, k=generator.randint(words // 2, 3 * words // 2))
+                ),
+            }
+            for i in range(messages)
+        ]
+        for _ in range(rows)
+    ]
+
+
+def ours(tokenizer: Any, chats: list[Any]) -> list[list[int]]:
+    collate = SFTCollator(tokenizer, max_length=1 << 20, chat_template=PLAIN)
+    labels: list[list[int]] = []
+    for start in range(0, len(chats), BATCH):
+        batch = collate([{"messages": chat} for chat in chats[start : start + BATCH]])
+        lengths = batch["attention_mask"].sum(1).tolist()
+        labels += [row[:length] for row, length in zip(batch["labels"].tolist(), lengths, strict=True)]
+    return labels
+
+
+def ours_single(tokenizer: Any, chats: list[Any]) -> list[list[int]]:
+    return [encode_chat({"messages": chat}, tokenizer, chat_template=PLAIN).labels for chat in chats]
+
+
+def tags(tokenizer: Any, chats: list[Any]) -> list[list[int]]:
+    return [tags_of(tokenizer, chat) for chat in chats]
+
+
+def prefixes(tokenizer: Any, chats: list[Any]) -> list[list[int]]:
+    return [prefixes_of(tokenizer, chat) for chat in chats]
+
+
+def tags_of(tokenizer: Any, chat: list[dict[str, Any]]) -> list[int]:
+    encoded = tokenizer.apply_chat_template(
+        chat, chat_template=TAGGED, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
+    pairs = zip(encoded["input_ids"], encoded["assistant_masks"], strict=True)
+    return [token if on else -100 for token, on in pairs]
+
+
+def prefixes_of(tokenizer: Any, chat: list[dict[str, Any]]) -> list[int]:
+    def ids(messages: list[dict[str, Any]], prompt: bool) -> list[int]:
+        encoded = tokenizer.apply_chat_template(
+            messages, chat_template=PLAIN, add_generation_prompt=prompt, tokenize=True, return_dict=True
+        )
+        return list(encoded["input_ids"])
+
+    whole = ids(chat, False)
+    labels = [-100] * len(whole)
+    for index, message in enumerate(chat):
+        if message["role"] == "assistant":
+            start, end = len(ids(chat[:index], True)), len(ids(chat[: index + 1], False))
+            labels[start : end - 1] = whole[
+                start : end - 1
+            ]  # the newline after the stop token is not trained
+    return labels
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--words", type=int, default=40, help="words of a message, on average")
+    options = parser.parse_args()
+    tokenizer = make_tokenizer()
+    ways: dict[str, Callable[..., list[list[int]]]] = {
+        "ours": ours,
+        "ours, single": ours_single,
+        "tags": tags,
+        "prefixes": prefixes,
+    }
+    seconds: dict[str, dict[int, float]] = {name: {} for name in ways}
+    print(
+        "| messages | tokens a row | ours, k tokens/s | tags / ours | prefixes / ours | tags / ours, single |"
+    )
+    print("|---|---|---|---|---|---|")
+    for messages in (2, 8, 32, 64):
+        rows = make_rows(messages, max(16, 512 // messages), options.words)
+        expected = tags(tokenizer, rows)
+        for name, way in ways.items():
+            assert way(tokenizer, rows) == expected, f"{name} labels otherwise"
+        times: dict[str, list[float]] = {name: [] for name in ways}
+        for _ in range(options.rounds):
+            for name, way in ways.items():
+                started = time.perf_counter()
+                way(tokenizer, rows)
+                times[name].append((time.perf_counter() - started) / len(rows))
+
+        def ratio(name: str, other: str) -> float:
+            return statistics.median(a / b for a, b in zip(times[name], times[other], strict=True))  # noqa: B023
+
+        for name in ways:
+            seconds[name][messages] = statistics.median(times[name])
+        tokens = sum(map(len, expected)) / len(expected)
+        speed = tokens / seconds["ours"][messages] / 1e3
+        ratios = [("tags", "ours"), ("prefixes", "ours"), ("tags", "ours, single")]
+        shown = " | ".join(f"{ratio(*pair):.2f}" for pair in ratios)
+        print(f"| {messages} | {tokens:.0f} | {speed:.0f} | {shown} |")
+    for name, by_messages in seconds.items():
+        x, y = [math.log(n) for n in by_messages], [math.log(s) for s in by_messages.values()]
+        print(f"{name}: exponent {statistics.linear_regression(x, y).slope:.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""A copy of what this rank writes, taken while training waits, written while it goes on."""
+
+import torch
+
+from fsdp_sft.dcp_io.folder import Part, Parts
+
+
+class Snapshot:
+    """Host memory for one copy, which every save uses again.
+
+    The first copy is the slow one: its memory is new (0.6 GiB/s measured, then 12.5). For an accelerator the
+    memory is pinned.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    def take(self, parts: Parts) -> Parts:
+        """``parts`` with values that later changes of the live ones do not reach.
+
+        Valid until the next call. Memory: this rank's parts, once.
+        """
+        copies: dict[str, dict[str, Part]] = {}
+        used: dict[str, torch.Tensor] = {}
+        for section, own in parts.items():
+            copies[section] = {}
+            for name, part in own.items():
+                key = f"{section}/{name}"
+                used[key] = self._buffer(key, part.tensor)
+                used[key].copy_(part.tensor, non_blocking=True)
+                copies[section][name] = Part(part.box, used[key])
+        self._buffers = used  # what the model has no more is let go
+        for device in {part.tensor.device for own in parts.values() for part in own.values()}:
+            if device.type != "cpu":
+                torch.accelerator.synchronize(device)
+        return copies
+
+    def _buffer(self, key: str, live: torch.Tensor) -> torch.Tensor:
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.shape != live.shape or buffer.dtype != live.dtype:
+            buffer = torch.empty(live.shape, dtype=live.dtype, pin_memory=live.device.type == "cuda")
+        return buffer

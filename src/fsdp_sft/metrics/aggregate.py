@@ -1,0 +1,79 @@
+"""Metrics that differ between ranks, made into ones that every rank knows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Literal
+
+from fsdp_sft._agree import all_gather_objects
+
+Reduction = Literal["mean", "sum", "min", "max", "spread"]
+
+
+def aggregate_metrics(
+    metrics: Mapping[str, float | int | None], *, reduce: Reduction = "mean"
+) -> dict[str, float | int | None]:
+    """One value per metric over all ranks, the same on every rank, in one exchange.
+
+    What `train_step` returns is the same on all ranks already; memory, allocator retries and waiting for data
+    are not, and one slow rank slows all of them down.
+
+    Args:
+        metrics: Numbers of this rank; the same names on every rank. None is a rank that does not know.
+        reduce: `"mean"`, `"sum"`, `"min"` or `"max"` over the ranks that know. `"spread"` gives four metrics
+            for each: `<name>_min`, `<name>_mean`, `<name>_max` and `<name>_max_rank`, the lowest rank that
+            has the maximum.
+
+    Returns:
+        Metrics ready for `MetricLogger.log`. None where no rank knows; NaN where any rank has NaN.
+
+    Raises:
+        ValueError: For another `reduce`, or ranks with different names; raised on all ranks.
+        TypeError: A value is neither a number nor None; raised on all ranks.
+
+    Collective: all ranks, over the control group.
+
+    Example:
+        >>> aggregate_metrics({"data_wait_share": 0.25}, reduce="spread")["data_wait_share_max_rank"]
+        0
+    """
+    if reduce not in ("mean", "sum", "min", "max", "spread"):
+        raise ValueError(f"reduce must be 'mean', 'sum', 'min', 'max' or 'spread', got {reduce!r}")
+    by_rank = all_gather_objects(dict(metrics))
+    for rank, row in enumerate(by_rank):
+        if list(row) != list(by_rank[0]):
+            raise ValueError(f"rank {rank} has metrics {sorted(row)}, rank 0 has {sorted(by_rank[0])}")
+        for name, value in row.items():
+            if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+                raise TypeError(
+                    f"rank {rank}: metric {name!r} must be a float, int or None, got {type(value).__name__}"
+                )
+    result: dict[str, float | int | None] = {}
+    for name in by_rank[0]:
+        known = {rank: row[name] for rank, row in enumerate(by_rank) if row[name] is not None}
+        if reduce == "spread":
+            largest = _reduced(list(known.values()), "max")
+            result[f"{name}_min"] = _reduced(list(known.values()), "min")
+            result[f"{name}_mean"] = _reduced(list(known.values()), "mean")
+            result[f"{name}_max"] = largest
+            result[f"{name}_max_rank"] = next((r for r, v in known.items() if _same(v, largest)), None)
+        else:
+            result[name] = _reduced(list(known.values()), reduce)
+    return result
+
+
+def _reduced(values: list[float | int], reduce: Reduction) -> float | int | None:
+    if not values:
+        return None
+    if any(math.isnan(value) for value in values):
+        return math.nan
+    if reduce == "mean":
+        return sum(values) / len(values)
+    if reduce == "sum":
+        return sum(values)
+    return min(values) if reduce == "min" else max(values)
+
+
+def _same(value: float, largest: float | None) -> bool:
+    return value == largest or (math.isnan(value) and largest is not None and math.isnan(largest))

@@ -1,0 +1,173 @@
+"""One picture of a run: loss, gradient norm, throughput and memory over the steps."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+_PEAK_MEMORY = ("peak_reserved_bytes", "peak_allocated_bytes", "peak_resident_bytes")
+_SMOOTH_FROM = 60  # points from which a median is drawn over the raw curve
+_LINE, _SECOND, _BAD = "#1f5fa8", "#d1660d", "#c62828"
+
+Points = tuple[list[int], list[float]]
+
+
+def plot_run(jsonl: str | Path, out: str | Path) -> Path:
+    """Draw the JSONL file of a `MetricLogger` as one PNG with four panels.
+
+    The panels are `loss` with `eval_loss`, `grad_norm`, `tokens_per_second` with `mfu`, and the peak of
+    `memory_stats`. A panel whose metric was not logged says so. Where a run was resumed and steps appear
+    twice, the later line counts. Steps with a value that is not finite are marked red on the lower edge; a
+    broken last line is left out.
+
+    Args:
+        jsonl: File written by `MetricLogger(jsonl=...)`.
+        out: PNG to write; its parent folders are made.
+
+    Returns:
+        `out` as a path.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ValueError: The file holds no line with a step.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+        from matplotlib.layout_engine import ConstrainedLayoutEngine
+    except ImportError as error:
+        raise ImportError("matplotlib is not installed: pip install 'fsdp-sft[plot]'") from error
+    rows = _read(Path(jsonl))
+    spacing = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1, wspace=0.03, hspace=0.04)
+    figure = Figure(figsize=(11, 7), layout=spacing)
+    FigureCanvasAgg(figure)  # no pyplot: it would choose a backend for the whole process
+    panels = figure.subplots(2, 2).flat
+    _loss_panel(next(panels), rows)
+    _grad_norm_panel(next(panels), rows)
+    _throughput_panel(next(panels), rows)
+    _memory_panel(next(panels), rows)
+    path = Path(out)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120, format="png")
+    return path
+
+
+def _read(path: Path) -> dict[int, dict[str, Any]]:
+    """Rows by step, ascending; of a name that a step has twice, the later value."""
+    rows: dict[int, dict[str, Any]] = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue  # the line a crash cut off
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            rows.setdefault(row["step"], {}).update(row)
+    if not rows:
+        raise ValueError(f"{path} holds no line with a step; it should be the jsonl of a MetricLogger")
+    return dict(sorted(rows.items()))
+
+
+def _points(rows: dict[int, dict[str, Any]], key: str, unit: float = 1.0) -> tuple[Points, list[int]]:
+    """Steps and values of one metric, and the steps at which it was not finite."""
+    steps, values, bad = [], [], []
+    for step, row in rows.items():
+        value = row.get(key)
+        if value in ("NaN", "Infinity", "-Infinity"):
+            bad.append(step)
+        elif isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+            steps.append(step)
+            values.append(value / unit)
+    return (steps, values), bad
+
+
+def _draw(axes: Any, points: Points, bad: list[int], *, title: str, unit: str) -> None:
+    steps, values = points
+    axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
+    axes.set_xlabel("optimizer step")
+    axes.set_ylabel(unit)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    if not steps and not bad:
+        axes.text(0.5, 0.5, "not logged", transform=axes.transAxes, ha="center", va="center", color="0.5")
+        axes.set_xticks([])
+        axes.set_yticks([])
+        return
+    smooth = len(steps) >= _SMOOTH_FROM
+    axes.plot(steps, values, color=_LINE, alpha=0.3 if smooth else 1.0, linewidth=1.0 if smooth else 1.6)
+    if smooth:
+        axes.plot(steps, _running_median(values, len(values) // 40 + 3), color=_LINE, linewidth=1.8)
+    if bad:
+        label = f"not finite ({len(bad)})"
+        axes.plot(
+            bad,
+            [0] * len(bad),
+            "x",
+            color=_BAD,
+            transform=axes.get_xaxis_transform(),
+            clip_on=False,
+            label=label,
+        )
+        _legend(axes, "upper right")
+
+
+def _legend(axes: Any, where: str) -> None:
+    axes.legend(loc=where, frameon=True, framealpha=1.0, edgecolor="none")
+
+
+def _running_median(values: list[float], width: int) -> list[float]:
+    half = width // 2
+    medians = []
+    for i in range(len(values)):
+        window = sorted(values[max(0, i - half) : i + half + 1])
+        medians.append(window[len(window) // 2])
+    return medians
+
+
+def _loss_panel(axes: Any, rows: dict[int, dict[str, Any]]) -> None:
+    points, bad = _points(rows, "loss")
+    _draw(axes, points, bad, title="Loss", unit="nats per target token")
+    (steps, values), _ = _points(rows, "eval_loss")
+    if steps:
+        axes.plot(steps, values, "o-", color=_SECOND, markersize=4, linewidth=1.2, label="evaluation")
+        _legend(axes, "upper right")
+
+
+def _grad_norm_panel(axes: Any, rows: dict[int, dict[str, Any]]) -> None:
+    points, bad = _points(rows, "grad_norm")
+    _draw(axes, points, bad, title="Gradient norm", unit="2-norm before clipping")
+    positive = [value for value in points[1] if value > 0]
+    if positive and max(positive) > 30 * min(positive):
+        axes.set_yscale("log")
+
+
+def _throughput_panel(axes: Any, rows: dict[int, dict[str, Any]]) -> None:
+    points, bad = _points(rows, "tokens_per_second")
+    _draw(axes, points, bad, title="Throughput", unit="tokens per second, all ranks")
+    if points[0]:
+        axes.set_ylim(0, 1.1 * max(points[1]) or None)
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    percent_per_token = [
+        100 * row["mfu"] / row["tokens_per_second"]
+        for row in rows.values()
+        if isinstance(row.get("mfu"), float) and row.get("tokens_per_second")
+    ]
+    if percent_per_token:  # MFU is throughput in other units, so it is a scale and not a curve
+        factor = sorted(percent_per_token)[len(percent_per_token) // 2]
+        scale = axes.secondary_yaxis("right", functions=(lambda y: y * factor, lambda y: y / factor))
+        scale.set_ylabel("MFU (%)")
+
+
+def _memory_panel(axes: Any, rows: dict[int, dict[str, Any]]) -> None:
+    key = next((k for k in _PEAK_MEMORY if any(k in row for row in rows.values())), _PEAK_MEMORY[0])
+    points, bad = _points(rows, key, 1 << 30)
+    name = key.removeprefix("peak_").removesuffix("_bytes")
+    _draw(axes, points, bad, title=f"Peak memory ({name})", unit="GiB")
+    if points[0]:
+        axes.set_ylim(0, 1.1 * max(points[1]) or None)
+    (steps, values), _ = _points(rows, "num_alloc_retries")
+    if any(values):
+        first = next(step for step, value in zip(steps, values, strict=True) if value)
+        axes.axvline(first, color=_BAD, linewidth=1.2, label=f"allocator retries from step {first}")
+        _legend(axes, "lower right")

@@ -1,0 +1,127 @@
+"""A torch profiler trace of a few optimizer steps in the middle of a run."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+
+class StepProfiler:
+    """Records the steps from `first_step` to `last_step` and writes one trace per chosen rank.
+
+    The trace begins when the step before `first_step` has ended, so it holds the loading of data too, and is
+    written when `last_step` has ended: `<folder>/rank-<R>-steps-<first>-<last>.json.gz`, for
+    https://ui.perfetto.dev or chrome://tracing. Outside these steps nothing is recorded and nothing costs
+    time. Take steps after the first few, which allocate and compile.
+
+    Args:
+        folder: Where traces go; made when one is written.
+        first_step: First recorded optimizer step, >= 1.
+        last_step: Last recorded optimizer step, >= `first_step`; a few are enough, a trace of a large model
+            has about 10 MB per step.
+        ranks: Ranks that record; None means all.
+        initial_step: Steps done before this process started (resume), >= 0.
+        with_stack: Also record Python's call stacks; slower.
+
+    Raises:
+        ValueError: The steps are not in order.
+
+    Memory: events of the recorded steps, on the host, until the trace is written.
+
+    Example:
+        Around a loop of one's own, with `step` counted from 1::
+
+            with fs.StepProfiler("traces", first_step=10, last_step=12) as profiler:
+                for step, window in enumerate(fs.windows(loader, 8), start=1):
+                    fs.train_step(model, window, optimizer)
+                    profiler.end_step(step)
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        first_step: int,
+        last_step: int,
+        ranks: tuple[int, ...] | None = (0,),
+        initial_step: int = 0,
+        with_stack: bool = False,
+    ) -> None:
+        if initial_step < 0 or not 1 <= first_step <= last_step:
+            raise ValueError(
+                f"steps must satisfy 1 <= first_step <= last_step and initial_step >= 0, got "
+                f"first_step={first_step}, last_step={last_step}, initial_step={initial_step}"
+            )
+        self._folder = Path(folder)
+        self._first, self._last, self._done = first_step, last_step, initial_step
+        self._ranks = ranks
+        self._with_stack = with_stack
+        self._profile: Any = None
+        self._written: Path | None = None
+
+    @property
+    def trace(self) -> Path | None:
+        """The file this rank has written, None before that and on ranks that do not record."""
+        return self._written
+
+    def end_step(self, step: int) -> None:
+        """Say that optimizer step `step` has ended.
+
+        Raises:
+            ValueError: `step` does not come after the one before it.
+        """
+        if step <= self._done:
+            raise ValueError(f"steps must ascend, got {step} after {self._done}")
+        self._done = step
+        if self._profile is not None and step >= self._last:
+            self._write()
+        else:
+            self._start_if_next()
+
+    def __enter__(self) -> Self:
+        """Start recording at once if the first step to record is the first of the run."""
+        self._start_if_next()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Write what was recorded if the run ended between the two steps; warn if it never came to them."""
+        if self._profile is not None:
+            self._write()
+        elif self._written is None and self._records():
+            warnings.warn(
+                f"no trace: the run ended after step {self._done}, or had started after step {self._first}; "
+                f"steps {self._first} to {self._last} were to be recorded",
+                stacklevel=2,
+            )
+
+    def _records(self) -> bool:
+        return self._ranks is None or _rank() in self._ranks
+
+    def _start_if_next(self) -> None:
+        due = self._done + 1 == self._first and self._profile is None and self._records()
+        if not due:
+            return
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+            torch.cuda.synchronize()  # kernels of the step before would lie in the trace
+        self._profile = torch.profiler.profile(activities=activities, with_stack=self._with_stack)
+        self._profile.start()
+
+    def _write(self) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        profile, self._profile = self._profile, None
+        profile.stop()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        last = min(self._done, self._last)
+        self._written = self._folder / f"rank-{_rank()}-steps-{self._first}-{last}.json.gz"
+        profile.export_chrome_trace(str(self._written))
+
+
+def _rank() -> int:
+    distributed = torch.distributed
+    return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0

@@ -1,0 +1,114 @@
+"""Sinks of experiment trackers: TensorBoard, Weights & Biases, trackio; each an extra of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from fsdp_sft.metrics.sinks import Scalar
+
+
+class TensorBoardSink:
+    """Scalars in a folder that `tensorboard --logdir` shows.
+
+    Text is written as text; None is left out, so that an unknown MFU makes a gap and not a zero.
+
+    Args:
+        folder: Where the event file goes; made at the first `log`.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self._folder = Path(folder)
+        self._writer: Any = None
+
+    def log(self, metrics: Mapping[str, Scalar], step: int) -> None:
+        """Add one point to each metric's curve.
+
+        Raises:
+            ImportError: TensorBoard is not installed.
+        """
+        if self._writer is None:
+            _require("tensorboard")
+            self._writer = import_module("torch.utils.tensorboard").SummaryWriter(str(self._folder))
+        for key, value in metrics.items():
+            if isinstance(value, str):
+                self._writer.add_text(key, value, step)
+            elif value is not None:
+                self._writer.add_scalar(key, float(value), step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Close the event file."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+class _RunSink:
+    """What wandb and trackio have in common: a module with `init`, and a run with `log` and `finish`."""
+
+    _module: str
+
+    def __init__(self, init: Mapping[str, Any]) -> None:
+        if not isinstance(init, Mapping):
+            raise TypeError(
+                f"init holds the arguments of {self._module}.init, such as {{'project': 'sft'}}; "
+                f"got {type(init).__name__}"
+            )
+        self._init = dict(init)
+        self._run: Any = None
+
+    def log(self, metrics: Mapping[str, Scalar], step: int) -> None:
+        """Send one step; None is left out. The first call starts the run.
+
+        Raises:
+            ImportError: The tracker is not installed.
+        """
+        if self._run is None:
+            self._run = _require(self._module).init(**self._init)
+        row = {key: value for key, value in metrics.items() if value is not None}
+        self._run.log(row, step=step)
+
+    def close(self) -> None:
+        """End the run."""
+        if self._run is not None:
+            self._run.finish()
+            self._run = None
+
+
+class WandbSink(_RunSink):
+    """A run of Weights & Biases, started at the first `log` and so on the main rank alone.
+
+    wandb takes steps in ascending order: a point of an earlier step than the last one is dropped, with its
+    own warning. After a resume from an older checkpoint, start another run.
+
+    Args:
+        init: Arguments of `wandb.init`, such as `{"project": "sft", "config": {...}}`.
+
+    Raises:
+        TypeError: `init` is not a mapping.
+    """
+
+    _module = "wandb"
+
+
+class TrackioSink(_RunSink):
+    """A run of trackio, which keeps its data on this machine; started at the first `log`.
+
+    Args:
+        init: Arguments of `trackio.init`, such as `{"project": "sft"}`.
+
+    Raises:
+        TypeError: `init` is not a mapping.
+    """
+
+    _module = "trackio"
+
+
+def _require(module: str) -> Any:
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise ImportError(f"{module} is not installed: pip install 'fsdp-sft[{module}]'") from error

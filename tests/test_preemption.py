@@ -1,0 +1,108 @@
+"""Signals to one rank stop all ranks at the same step."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fsdp_sft as fs
+from tests.distributed import run_distributed
+
+
+def _loop(root: str, number: int, victim: int) -> tuple[int, int, list[int]]:
+    """Train until stopped; (step, signal, steps on the disk)."""
+    model = fs.shard_model(torch.nn.Linear(4, 4), mesh=fs.build_mesh(device_type="cpu"), blocks={})
+    rank = torch.distributed.get_rank()
+    with fs.PreemptionGuard() as guard:
+        if rank == victim:  # in the middle of some step, different from what the others do
+            threading.Timer(0.2, os.kill, (os.getpid(), number)).start()
+        for step in range(1, 1000):
+            model(torch.ones(2, 4)).sum().backward()
+            time.sleep(0.01 * (rank + 1))
+            if guard.should_stop():
+                assert guard.should_stop()
+                fs.save_checkpoint(root, step, model=model)
+                break
+    assert guard.signal is not None
+    torch.distributed.barrier()
+    return step, int(guard.signal), [info.step for info in fs.find_checkpoints(root) if info.sound]
+
+
+@pytest.mark.parametrize(("number", "victim"), [(signal.SIGTERM, 1), (signal.SIGUSR1, 0)])
+def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path: Path, number: int, victim: int) -> None:
+    results = run_distributed(_loop, 3, str(tmp_path), int(number), victim)
+    step = results[0][0]
+    assert 1 <= step < 999
+    assert results == [(step, int(number), [step])] * 3
+
+
+def test_handlers_come_back_and_nested_guards_tell_each_other() -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
+    try:
+        mine = signal.getsignal(signal.SIGUSR1)
+        with fs.PreemptionGuard() as outer:
+            assert not outer.should_stop()
+            with fs.PreemptionGuard(signals=[signal.SIGUSR1]) as inner:
+                os.kill(os.getpid(), signal.SIGUSR1)
+                assert inner.should_stop()
+                assert inner.signal == signal.SIGUSR1
+            assert outer.should_stop()
+        assert signal.getsignal(signal.SIGUSR1) is mine
+        assert heard == []
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert heard == [signal.SIGUSR1]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_wrong_uses_are_named() -> None:
+    with pytest.raises(ValueError, match="at least one"):
+        fs.PreemptionGuard(signals=[])
+    with pytest.raises(ValueError, match="SIGKILL cannot be caught"):
+        fs.PreemptionGuard(signals=[signal.SIGKILL])
+    with fs.PreemptionGuard() as guard, pytest.raises(RuntimeError, match="active already"):
+        guard.__enter__()
+    errors: list[Any] = []
+
+    def elsewhere() -> None:
+        try:
+            fs.PreemptionGuard().__enter__()
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert "main thread" in errors[0]
+
+
+PROGRAM = """
+    import sys, time, torch
+    import fsdp_sft as fs
+    with fs.PreemptionGuard() as guard:
+        print("ready", flush=True)
+        for step in range(1000):
+            time.sleep(0.01)
+            if guard.should_stop():
+                fs.save_checkpoint(sys.argv[1], step, model=torch.nn.Linear(2, 2), async_=True).wait()
+                raise SystemExit(fs.REQUEUE_EXIT_CODE)
+"""
+
+
+def test_the_exit_code_asks_for_a_requeue(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", textwrap.dedent(PROGRAM), str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 85
+    assert [info.sound for info in fs.find_checkpoints(tmp_path)] == [True]
