@@ -2,13 +2,17 @@
 
     python benchmarks/collate.py
 
-``tags`` is what transformers and TRL offer for templates with ``{% generation %}``:
-``apply_chat_template`` with ``return_assistant_tokens_mask=True``, a row at a time as TRL maps its data sets.
-``prefixes`` renders and tokenises the chat up to and after each answer, the common way for other templates.
-``ours`` is ``SFTCollator`` on batches, padding included, and ``ours, single`` is ``encode_chat`` on a row at
-a time. All use one ChatML template (with tags for ``tags``) and one byte-level BPE trained here; the
-tokenizer's threads are left as they are. Each round times each way once. The exponent is that of seconds per
-row in the number of messages, over all sizes, by least squares on logarithms.
+Each way makes the same padded batches of 16 rows.
+
+- tags: what transformers and TRL offer for templates with ``{% generation %}``: ``apply_chat_template``
+  with ``return_assistant_tokens_mask=True``, a row at a time, as TRL maps its data sets. ``tags, batched``
+  gives it 16 rows at a time, which TRL does not.
+- prefixes: the chat is rendered and tokenised up to and after each answer, the common way otherwise.
+- ours: ``SFTCollator``; ``ours, single`` is ``encode_chat`` on a row at a time.
+
+All use one ChatML template (with tags for ``tags`` only) and one byte-level BPE trained here; the tokenizer's
+threads are left as they are. Each round times each way once. The exponent is that of seconds per row in the
+number of messages, over all sizes, by least squares on logarithms.
 """
 
 import argparse
@@ -19,7 +23,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast
 
 from fsdp_sft import SFTCollator, encode_chat
@@ -84,37 +90,53 @@ def make_rows(messages: int, rows: int, words: int) -> list[list[dict[str, Any]]
     ]
 
 
-def ours(tokenizer: Any, chats: list[Any]) -> list[list[int]]:
+Batch = dict[str, torch.Tensor]
+Pair = tuple[list[int], list[int]]  # ids and labels of a row
+
+
+def padded(tokenizer: Any, rows: list[Pair]) -> Batch:
+    """A batch as the peers' collators make it."""
+    ids, labels = ([torch.tensor(column) for column in columns] for columns in zip(*rows, strict=True))
+    return {
+        "input_ids": pad_sequence(ids, batch_first=True, padding_value=tokenizer.pad_token_id),
+        "attention_mask": pad_sequence([torch.ones_like(row) for row in ids], batch_first=True),
+        "labels": pad_sequence(labels, batch_first=True, padding_value=-100),
+    }
+
+
+def ours(tokenizer: Any, chats: list[Any]) -> Batch:
     collate = SFTCollator(tokenizer, max_length=1 << 20, chat_template=PLAIN)
-    labels: list[list[int]] = []
-    for start in range(0, len(chats), BATCH):
-        batch = collate([{"messages": chat} for chat in chats[start : start + BATCH]])
-        lengths = batch["attention_mask"].sum(1).tolist()
-        labels += [row[:length] for row, length in zip(batch["labels"].tolist(), lengths, strict=True)]
-    return labels
+    return collate([{"messages": chat} for chat in chats])
 
 
-def ours_single(tokenizer: Any, chats: list[Any]) -> list[list[int]]:
-    return [encode_chat({"messages": chat}, tokenizer, chat_template=PLAIN).labels for chat in chats]
+def ours_single(tokenizer: Any, chats: list[Any]) -> Batch:
+    encoded = [encode_chat({"messages": chat}, tokenizer, chat_template=PLAIN) for chat in chats]
+    return padded(tokenizer, [(row.input_ids, row.labels) for row in encoded])
 
 
-def tags(tokenizer: Any, chats: list[Any]) -> list[list[int]]:
-    return [tags_of(tokenizer, chat) for chat in chats]
+def tags(tokenizer: Any, chats: list[Any]) -> Batch:
+    return padded(tokenizer, [pair for chat in chats for pair in tags_of(tokenizer, [chat])])
 
 
-def prefixes(tokenizer: Any, chats: list[Any]) -> list[list[int]]:
-    return [prefixes_of(tokenizer, chat) for chat in chats]
+def tags_batched(tokenizer: Any, chats: list[Any]) -> Batch:
+    return padded(tokenizer, tags_of(tokenizer, chats))
 
 
-def tags_of(tokenizer: Any, chat: list[dict[str, Any]]) -> list[int]:
+def prefixes(tokenizer: Any, chats: list[Any]) -> Batch:
+    return padded(tokenizer, [prefixes_of(tokenizer, chat) for chat in chats])
+
+
+def tags_of(tokenizer: Any, chats: list[Any]) -> list[Pair]:
     encoded = tokenizer.apply_chat_template(
-        chat, chat_template=TAGGED, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        chats, chat_template=TAGGED, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
     )
-    pairs = zip(encoded["input_ids"], encoded["assistant_masks"], strict=True)
-    return [token if on else -100 for token, on in pairs]
+    return [
+        (ids, [token if on else -100 for token, on in zip(ids, mask, strict=True)])
+        for ids, mask in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True)
+    ]
 
 
-def prefixes_of(tokenizer: Any, chat: list[dict[str, Any]]) -> list[int]:
+def prefixes_of(tokenizer: Any, chat: list[dict[str, Any]]) -> Pair:
     def ids(messages: list[dict[str, Any]], prompt: bool) -> list[int]:
         encoded = tokenizer.apply_chat_template(
             messages, chat_template=PLAIN, add_generation_prompt=prompt, tokenize=True, return_dict=True
@@ -126,10 +148,13 @@ def prefixes_of(tokenizer: Any, chat: list[dict[str, Any]]) -> list[int]:
     for index, message in enumerate(chat):
         if message["role"] == "assistant":
             start, end = len(ids(chat[:index], True)), len(ids(chat[: index + 1], False))
-            labels[start : end - 1] = whole[
-                start : end - 1
-            ]  # the newline after the stop token is not trained
-    return labels
+            # The newline after the stop token is not trained.
+            labels[start : end - 1] = whole[start : end - 1]
+    return whole, labels
+
+
+def batches(rows: list[Any]) -> list[list[Any]]:
+    return [rows[start : start + BATCH] for start in range(0, len(rows), BATCH)]
 
 
 def main() -> None:
@@ -140,27 +165,34 @@ def main() -> None:
     parser.add_argument("--words", type=int, default=40, help="words of a message, on average")
     options = parser.parse_args()
     tokenizer = make_tokenizer()
-    ways: dict[str, Callable[..., list[list[int]]]] = {
+    ways: dict[str, Callable[[Any, list[Any]], Batch]] = {
         "ours": ours,
         "ours, single": ours_single,
         "tags": tags,
+        "tags, batched": tags_batched,
         "prefixes": prefixes,
     }
     seconds: dict[str, dict[int, float]] = {name: {} for name in ways}
     print(
-        "| messages | tokens a row | ours, k tokens/s | tags / ours | prefixes / ours | tags / ours, single |"
+        "| messages | tokens a row | ours, k tokens/s | tags / ours | prefixes / ours | tags / ours, single "
+        "| tags, batched / ours |"
     )
-    print("|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|")
     for messages in (2, 8, 32, 64):
         rows = make_rows(messages, max(16, 512 // messages), options.words)
-        expected = tags(tokenizer, rows)
-        for name, way in ways.items():
-            assert way(tokenizer, rows) == expected, f"{name} labels otherwise"
+        tokens = 0
+        for batch in batches(rows):
+            expected = tags(tokenizer, batch)
+            tokens += int(expected["attention_mask"].sum())
+            for name, way in ways.items():
+                made = way(tokenizer, batch)
+                assert all(torch.equal(made[key], expected[key]) for key in expected), f"{name} differs"
         times: dict[str, list[float]] = {name: [] for name in ways}
         for _ in range(options.rounds):
             for name, way in ways.items():
                 started = time.perf_counter()
-                way(tokenizer, rows)
+                for batch in batches(rows):
+                    way(tokenizer, batch)
                 times[name].append((time.perf_counter() - started) / len(rows))
 
         def ratio(name: str, other: str) -> float:
@@ -168,11 +200,15 @@ def main() -> None:
 
         for name in ways:
             seconds[name][messages] = statistics.median(times[name])
-        tokens = sum(map(len, expected)) / len(expected)
-        speed = tokens / seconds["ours"][messages] / 1e3
-        ratios = [("tags", "ours"), ("prefixes", "ours"), ("tags", "ours, single")]
+        speed = tokens / len(rows) / seconds["ours"][messages] / 1e3
+        ratios = [
+            ("tags", "ours"),
+            ("prefixes", "ours"),
+            ("tags", "ours, single"),
+            ("tags, batched", "ours"),
+        ]
         shown = " | ".join(f"{ratio(*pair):.2f}" for pair in ratios)
-        print(f"| {messages} | {tokens:.0f} | {speed:.0f} | {shown} |")
+        print(f"| {messages} | {tokens / len(rows):.0f} | {speed:.0f} | {shown} |")
     for name, by_messages in seconds.items():
         x, y = [math.log(n) for n in by_messages], [math.log(s) for s in by_messages.values()]
         print(f"{name}: exponent {statistics.linear_regression(x, y).slope:.2f}")

@@ -193,8 +193,8 @@ def test_the_brute_force_finds_mistakes(mistake: str, monkeypatch: pytest.Monkey
 
     find_turns = encode.find_turns
 
-    def wrong(*args: Any) -> Any:
-        text, turns = find_turns(*args)
+    def wrong(*args: Any, **options: Any) -> Any:
+        text, turns = find_turns(*args, **options)
         change = {
             "one token late": lambda t: encode.Turn(t.message, t.start + 1, t.stop_start, t.end),
             "header trained": lambda t: encode.Turn(t.message, t.start - 1, t.stop_start, t.end),

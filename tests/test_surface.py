@@ -114,7 +114,8 @@ def test_model_first_the_rest_by_keyword() -> None:
     }
     two |= {"encode_chat", "filter_rows", "evaluate", "gradient_sync", "export_hf", "save_checkpoint"}
     two |= {"plot_run", "pack_lengths", "select_block_indices", "model_flops_per_token", "load_weights"}
-    three = {"train_step", "save_optimizer_state", "load_optimizer_state", "render_labels"}
+    three = {"train_step", "save_optimizer_state", "load_optimizer_state"}
+    three |= {"render_labels", "render_labels_html"}
     three |= {"linear_cross_entropy_sum"}
     for name in fs.__all__:
         value = getattr(fs, name)

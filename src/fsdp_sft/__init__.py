@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from fsdp_sft.collate import encode_chat as encode_chat
     from fsdp_sft.collate import filter_rows as filter_rows
     from fsdp_sft.collate import render_labels as render_labels
+    from fsdp_sft.collate import render_labels_html as render_labels_html
     from fsdp_sft.dcp_io import CheckpointCorruptError as CheckpointCorruptError
     from fsdp_sft.dcp_io import CheckpointError as CheckpointError
     from fsdp_sft.dcp_io import CheckpointExistsError as CheckpointExistsError
@@ -169,6 +170,7 @@ _OWNERS = {
     "prepare_loss": "loss",
     "remove_sac": "sac",
     "render_labels": "collate",
+    "render_labels_html": "collate",
     "reset_peak_memory": "metrics",
     "row_sizes": "packing",
     "save_checkpoint": "dcp_io",

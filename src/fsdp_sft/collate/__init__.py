@@ -5,7 +5,7 @@ Labels are aligned with input_ids, as in Hugging Face; the shift by one happens 
 
 from fsdp_sft.collate.collator import SFTCollator, filter_rows
 from fsdp_sft.collate.encode import IGNORE_INDEX, EncodedChat, encode_chat
-from fsdp_sft.collate.render import render_labels
+from fsdp_sft.collate.render import render_labels, render_labels_html
 from fsdp_sft.collate.template import ChatTemplateError
 
 __all__ = [
@@ -16,4 +16,5 @@ __all__ = [
     "encode_chat",
     "filter_rows",
     "render_labels",
+    "render_labels_html",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -44,8 +45,10 @@ class SFTCollator:
         pad_to_multiple_of: Rounds the padded length up to a multiple, beyond max_length if need be.
         train_on: As in `encode_chat`, like all that follow.
         train_eot: Whether the end-of-turn token is trained.
+        train_reasoning: Whether reasoning is trained.
         truncation: "right", "left" or "error".
         chat_template: Takes the place of the tokenizer's template.
+        row_format: Named, or None to detect it.
 
     Raises:
         ValueError: For an option that is not allowed, or a tokenizer without a padding token.
@@ -61,8 +64,10 @@ class SFTCollator:
         pad_to_multiple_of: int | None = None,
         train_on: TrainOn = "assistant",
         train_eot: bool = True,
+        train_reasoning: bool = True,
         truncation: str = "right",
         chat_template: str | None = None,
+        row_format: str | None = None,
     ) -> None:
         check_count("max_length", max_length)
         check_choice("padding", padding, ("longest", "max_length"))
@@ -79,7 +84,9 @@ class SFTCollator:
         self.padding = padding
         self.padding_side = padding_side
         self.pad_to_multiple_of = pad_to_multiple_of or 1
-        self._options = EncodeOptions.check(train_on, train_eot, max_length, truncation, chat_template)
+        self._options = EncodeOptions.check(
+            train_on, train_eot, train_reasoning, max_length, truncation, chat_template, row_format
+        )
 
     def __call__(self, rows: Sequence[Mapping[str, Any] | EncodedChat]) -> dict[str, torch.Tensor]:
         """Encode what is not encoded yet, and pad.
@@ -106,18 +113,23 @@ class SFTCollator:
         longest = max(len(chat.input_ids) for chat in chats)
         length = self.max_length if self.padding == "max_length" else longest
         length += -length % self.pad_to_multiple_of
-        pad_token_id = int(self.tokenizer.pad_token_id)
-        return {
-            "input_ids": self._pad([chat.input_ids for chat in chats], length, pad_token_id),
-            "attention_mask": self._pad([[1] * len(chat.input_ids) for chat in chats], length, 0),
-            "labels": self._pad([chat.labels for chat in chats], length, IGNORE_INDEX),
-        }
+        shape = (len(chats), length)
+        input_ids = torch.full(shape, int(self.tokenizer.pad_token_id), dtype=torch.int64)
+        attention_mask = torch.zeros(shape, dtype=torch.int64)
+        labels = torch.full(shape, IGNORE_INDEX, dtype=torch.int64)
+        for index, chat in enumerate(chats):
+            size = len(chat.input_ids)
+            place = slice(length - size, None) if self.padding_side == "left" else slice(size)
+            if size:
+                input_ids[index, place] = _tensor(chat.input_ids)
+                attention_mask[index, place] = 1
+                labels[index, place] = _tensor(chat.labels)
+        return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
 
-    def _pad(self, rows: list[list[int]], length: int, filler: int) -> torch.Tensor:
-        fill = [[filler] * (length - len(row)) for row in rows]
-        left = self.padding_side == "left"
-        padded = [pad + row if left else row + pad for row, pad in zip(rows, fill, strict=True)]
-        return torch.tensor(padded, dtype=torch.int64)
+
+def _tensor(items: list[int]) -> torch.Tensor:
+    # Several times as fast as torch.tensor(items), which looks at every item by itself.
+    return torch.frombuffer(array("q", items), dtype=torch.int64)
 
 
 def filter_rows(
@@ -126,9 +138,11 @@ def filter_rows(
     *,
     train_on: TrainOn = "assistant",
     train_eot: bool = True,
+    train_reasoning: bool = True,
     max_length: int | None = None,
     truncation: str = "right",
     chat_template: str | None = None,
+    row_format: str | None = None,
 ) -> tuple[list[Row], dict[str, int]]:
     """Drop the rows that would train nothing, before the sampler deals them out.
 
@@ -137,9 +151,11 @@ def filter_rows(
         tokenizer: A fast tokenizer.
         train_on: As in `encode_chat`, like all that follow; give what the collator gets.
         train_eot: Whether the end-of-turn token is trained.
+        train_reasoning: Whether reasoning is trained.
         max_length: Most tokens to keep; None keeps all.
         truncation: "right", "left" or "error".
         chat_template: Takes the place of the tokenizer's template.
+        row_format: Named, or None to detect it.
 
     Returns:
         (the rows with a target after truncation and shift, counts). The counts have "kept", and those that
@@ -150,7 +166,9 @@ def filter_rows(
     Raises:
         ValueError: For a malformed row, with its index, or if no row is left, with the counts.
     """
-    options = EncodeOptions.check(train_on, train_eot, max_length, truncation, chat_template)
+    options = EncodeOptions.check(
+        train_on, train_eot, train_reasoning, max_length, truncation, chat_template, row_format
+    )
     kept: list[Row] = []
     counts = Counter(kept=0)
     for index, row in enumerate(rows):
@@ -176,9 +194,9 @@ def _why_empty(row: Any, tokenizer: PreTrainedTokenizerBase, options: EncodeOpti
         return None
     if whole.num_targets:
         return "truncated_away"
-    if isinstance(row, EncodedChat) or is_encoded(row):
+    if isinstance(row, EncodedChat) or is_encoded(row, options.row_format):
         return "no_trained_token"
-    conversation = read_row(row)
+    conversation = read_row(row, options.row_format)
     if options.train_on != "all" and not turns_of_roles(conversation, options):
         return "no_assistant_turn" if isinstance(options.train_on, str) else "no_turn_of_the_roles"
     if options.train_on != "all" and not selected_turns(conversation, options):

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import operator
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from fsdp_sft.collate.rows import ROLES, Conversation, is_encoded, read_encoded, read_row
+from fsdp_sft.collate.rows import FORMATS, ROLES, Conversation, is_encoded, read_encoded, read_row
 from fsdp_sft.collate.spans import Turn, find_turns
 from fsdp_sft.collate.template import ChatTemplate, describe_tokenizer
+from fsdp_sft.collate.tokens import Tokens, tokenise
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,18 +44,22 @@ class EncodeOptions:
 
     train_on: str | frozenset[str]
     train_eot: bool
+    train_reasoning: bool
     max_length: int | None
     truncation: str
     chat_template: str | None
+    row_format: str | None
 
     @classmethod
     def check(
         cls,
         train_on: TrainOn,
-        train_eot: bool,
-        max_length: int | None,
-        truncation: str,
-        chat_template: str | None,
+        train_eot: bool = True,
+        train_reasoning: bool = True,
+        max_length: int | None = None,
+        truncation: str = "right",
+        chat_template: str | None = None,
+        row_format: str | None = None,
     ) -> EncodeOptions:
         """Check each option; raise ValueError for the first that is wrong."""
         if not isinstance(train_on, str | Iterable):
@@ -66,8 +69,11 @@ class EncodeOptions:
             check_choice("train_on", roles, ("assistant", "last", "all"), hint="; give roles as a set")
         elif not roles or roles - set(ROLES):
             raise ValueError(f"train_on must be a set of roles out of {ROLES}, got {sorted(map(str, roles))}")
-        if not isinstance(train_eot, bool):
-            raise ValueError(f"train_eot must be True or False, got {train_eot!r}")
+        for name, value in (("train_eot", train_eot), ("train_reasoning", train_reasoning)):
+            if not isinstance(value, bool):
+                raise ValueError(f"{name} must be True or False, got {value!r}")
+        if roles == "all" and not train_reasoning:
+            raise ValueError('train_reasoning=False leaves out reasoning, and train_on="all" nothing')
         if max_length is not None:
             check_count("max_length", max_length)
         check_choice("truncation", truncation, ("right", "left", "error"))
@@ -75,7 +81,9 @@ class EncodeOptions:
             raise ValueError(
                 f"chat_template must be a Jinja template as a str, got {type(chat_template).__name__}"
             )
-        return cls(roles, train_eot, max_length, truncation, chat_template)
+        if row_format is not None:
+            check_choice("row_format", row_format, tuple(FORMATS))
+        return cls(roles, train_eot, train_reasoning, max_length, truncation, chat_template, row_format)
 
 
 def check_choice(name: str, value: Any, allowed: tuple[str, ...], hint: str = "") -> None:
@@ -96,9 +104,11 @@ def encode_chat(
     *,
     train_on: TrainOn = "assistant",
     train_eot: bool = True,
+    train_reasoning: bool = True,
     max_length: int | None = None,
     truncation: str = "right",
     chat_template: str | None = None,
+    row_format: str | None = None,
 ) -> EncodedChat:
     """Tokenise a chat row and label what the model is to learn.
 
@@ -108,17 +118,22 @@ def encode_chat(
     not trained.
 
     Args:
-        row: `messages`, `conversations` (ShareGPT), `instruction`/`output` (Alpaca), `prompt`/`completion`,
-            or `input_ids`/`labels`, which pass through with truncation only. `tools` may be a list or JSON.
+        row: `messages`, `conversations` (ShareGPT), `instruction`/`output` (Alpaca), `prompt`/`completion`
+            (two texts, or two lists of messages of which the first is not trained), or
+            `input_ids`/`labels`, which pass through with truncation only. `tools` may be a list or JSON.
             `train`, `weight` or `loss_weight` of 0 switches a message off; 1 leaves it to `train_on`.
         tokenizer: A fast tokenizer.
         train_on: "assistant": every assistant turn, tool calls included and tool results not; "last": the
             last assistant turn; "all": every token; or a set of roles, of which all but the assistant's are
             trained without white space in front.
         train_eot: Whether the end-of-turn token is trained.
+        train_reasoning: Whether reasoning is trained, with the tags around it. What a template prints where
+            there is no reasoning, such as an empty think block, is trained either way.
         max_length: Most tokens to keep; None keeps all.
         truncation: "right" drops the end, "left" the beginning, "error" raises.
         chat_template: Takes the place of the tokenizer's template.
+        row_format: "messages", "sharegpt", "alpaca", "prompt_completion" or "tokenized"; None detects it, in
+            the order tokenized, messages, sharegpt, alpaca, prompt_completion.
 
     Returns:
         Ids and labels of equal length. Without a trained turn all labels are -100.
@@ -128,7 +143,9 @@ def encode_chat(
         ValueError: For a malformed row or option, a missing template, a slow tokenizer, or a row over
             max_length with truncation="error".
     """
-    options = EncodeOptions.check(train_on, train_eot, max_length, truncation, chat_template)
+    options = EncodeOptions.check(
+        train_on, train_eot, train_reasoning, max_length, truncation, chat_template, row_format
+    )
     return truncate(encode_row(row, tokenizer, options), options)
 
 
@@ -145,32 +162,37 @@ def encode_rows(
     """`encode_row` of several rows, tokenised in one call, which uses all cores the tokenizer may use."""
     encoded: dict[int, EncodedChat] = {}
     rendered: dict[int, tuple[str, list[Turn]]] = {}
+    templates: dict[bool, ChatTemplate] = {}  # some tokenizers have a second one for tools
     for index, row in enumerate(rows):
-        if is_encoded(row):
+        if is_encoded(row, options.row_format):
             encoded[index] = EncodedChat(*read_encoded(row))
         else:
-            rendered[index] = _render(row, tokenizer, options)
-    texts = [text for text, _ in rendered.values()]
-    for (index, (_, turns)), (ids, offsets) in zip(
-        rendered.items(), _tokenise(tokenizer, texts), strict=True
-    ):
-        encoded[index] = EncodedChat(ids, _labels(ids, offsets, turns, options))
+            rendered[index] = _render(row, tokenizer, options, templates)
+    tokenised = tokenise(tokenizer, [text for text, _ in rendered.values()])
+    for (index, (_, turns)), tokens in zip(rendered.items(), tokenised, strict=True):
+        encoded[index] = EncodedChat(tokens.ids, _labels(tokens, turns, options))
     return [encoded[index] for index in range(len(rows))]
 
 
 def _render(
-    row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, options: EncodeOptions
+    row: Mapping[str, Any],
+    tokenizer: PreTrainedTokenizerBase,
+    options: EncodeOptions,
+    templates: dict[bool, ChatTemplate],
 ) -> tuple[str, list[Turn]]:
     """(text, the turns that are trained, or with train_on="all" those that are not)."""
-    conversation = read_row(row)
+    conversation = read_row(row, options.row_format)
     if not tokenizer.is_fast:
         raise ValueError(
             f"{describe_tokenizer(tokenizer)} gives no character offsets, which labels need; "
             "load the fast version (AutoTokenizer does, where a tokenizer.json exists)"
         )
-    template = ChatTemplate(tokenizer, options.chat_template, conversation.tools)
+    has_tools = conversation.tools is not None
+    if has_tools not in templates:
+        templates[has_tools] = ChatTemplate(tokenizer, options.chat_template, conversation.tools)
+    template = templates[has_tools]
     wanted = _off(conversation) if options.train_on == "all" else selected_turns(conversation, options)
-    return find_turns(template, conversation, wanted)
+    return find_turns(template, conversation, wanted, reasoning=options.train_reasoning)
 
 
 def _off(conversation: Conversation) -> list[int]:
@@ -189,45 +211,18 @@ def selected_turns(conversation: Conversation, options: EncodeOptions) -> list[i
     return [index for index in turns_of_roles(conversation, options) if conversation.trainable[index]]
 
 
-Offsets = list[tuple[int, int]]
-
-
-def _tokenise(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> Iterator[tuple[list[int], Offsets]]:
-    """(ids, offsets) of each text."""
-    if not texts:
-        return
-    encoding = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    for text, ids, offsets in zip(texts, encoding["input_ids"], encoding["offset_mapping"], strict=True):
-        yield ids, _without_gaps(tokenizer, text, ids, offsets)
-
-
-def _without_gaps(tokenizer: PreTrainedTokenizerBase, text: str, ids: list[int], offsets: Offsets) -> Offsets:
-    """Byte-level tokenizers with trim_offsets leave the space of "Ġword" out of its offsets; put it back."""
-    starts, ends = [start for start, _ in offsets], [0, *(end for _, end in offsets)]
-    if not any(map(operator.gt, starts, ends)):
-        return offsets
-    position = 0
-    for index, (start, end) in enumerate(offsets):
-        if start > position and text[position:start].isspace():
-            token = str(tokenizer.convert_ids_to_tokens(ids[index]))
-            spaces = len(token) - len(token.lstrip("Ġ"))
-            offsets[index] = (max(position, start - spaces), end)
-        position = end if end > position else position
-    return offsets
-
-
-def _labels(ids: list[int], offsets: Offsets, turns: Sequence[Turn], options: EncodeOptions) -> list[int]:
+def _labels(tokens: Tokens, turns: Sequence[Turn], options: EncodeOptions) -> list[int]:
     """The id of each trained token, -100 elsewhere. A token lies in a turn if it starts there."""
-    starts, ends = [start for start, _ in offsets], [end for _, end in offsets]
+    ids = tokens.ids
     everything = options.train_on == "all"
     labels = list(ids) if everything else [IGNORE_INDEX] * len(ids)
     for turn in turns:
-        first, stop = bisect_left(starts, turn.start), bisect_left(starts, turn.end)
+        first, stop = tokens.first_from(turn.start), tokens.first_from(turn.end)
         if not everything and not options.train_eot and turn.stop_start < turn.end:
             # A token that strips the white space around it may start before the end-of-turn token does.
-            stop = min(stop, bisect_right(ends, turn.stop_start))
-        for index in range(first, stop):
-            labels[index] = IGNORE_INDEX if everything else ids[index]
+            stop = min(stop, tokens.first_beyond(turn.stop_start))
+        if first < stop:
+            labels[first:stop] = [IGNORE_INDEX] * (stop - first) if everything else ids[first:stop]
     return labels
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import html
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -14,11 +15,40 @@ from fsdp_sft.collate.template import common_length
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    Ids = Sequence[int] | torch.Tensor
+
+_PAGE = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<style>
+:root {{ color-scheme: light dark; --ink: light-dark(#6b7280, #9ca3af); --page: light-dark(#fff, #15181c);
+  --on: light-dark(#064e3b, #bbf7d0); --mark: light-dark(#d1fae5, #14532d);
+  --line: light-dark(#e5e7eb, #2d333b); --strong: light-dark(#111827, #f3f4f6); }}
+body {{ margin: 2rem auto; max-width: 62rem; padding: 0 1rem; background: var(--page); color: var(--ink);
+  font: 15px/1.55 system-ui, sans-serif; }}
+h1, h2 {{ color: var(--strong); font-weight: 600; }}
+h1 {{ font-size: 1.4rem; }}
+h2 {{ font-size: 1rem; margin: 0 0 .4rem; }}
+h2 small {{ color: var(--ink); font-weight: 400; margin-left: .6rem; }}
+section {{ border-top: 1px solid var(--line); padding: 1rem 0; }}
+pre {{ margin: 0; white-space: pre-wrap; overflow-wrap: anywhere; font: 13px/1.6 ui-monospace, monospace; }}
+mark {{ background: var(--mark); color: var(--on); border-radius: 2px; }}
+i {{ font-style: normal; opacity: .45; }}
+</style>
+<h1>{title}</h1>
+<p>{summary}. <mark>Trained text</mark> stands on green; all else is what the model reads.</p>
+{rows}
+</html>
+"""
+_ROW = "<section><h2>Row {number}<small>{summary}</small></h2><pre>{text}</pre></section>"
+
 
 def render_labels(
     tokenizer: PreTrainedTokenizerBase,
-    input_ids: Sequence[int] | torch.Tensor,
-    labels: Sequence[int] | torch.Tensor,
+    input_ids: Ids,
+    labels: Ids,
     *,
     color: bool = True,
 ) -> str:
@@ -36,24 +66,94 @@ def render_labels(
     Raises:
         ValueError: If a label is neither -100 nor the id at its position.
     """
-    ids, marks = (
-        [int(item) for item in (values.tolist() if isinstance(values, torch.Tensor) else values)]
-        for values in (input_ids, labels)
+    styles = {True: ("\x1b[32;4m", "\x1b[0m"), False: ("\x1b[2m", "\x1b[0m")}
+    pieces = []
+    for text, trained in _runs(tokenizer, *_checked(input_ids, labels)):
+        before, after = styles[trained] if color else ("⟦", "⟧") if trained else ("", "")
+        pieces.append(before + text.replace("\x1b", "␛") + after)
+    return "".join(pieces)
+
+
+def render_labels_html(
+    tokenizer: PreTrainedTokenizerBase,
+    input_ids: Sequence[Ids] | torch.Tensor,
+    labels: Sequence[Ids] | torch.Tensor,
+    *,
+    attention_mask: Sequence[Ids] | torch.Tensor | None = None,
+    title: str = "What is trained",
+) -> str:
+    """Show which tokens of a batch are trained, as a page of HTML that needs no other file.
+
+    Args:
+        tokenizer: Decodes the ids.
+        input_ids: (B, S), or B rows of any lengths.
+        labels: Of the same shape, aligned with the ids.
+        attention_mask: Of the same shape; where it is 0 nothing is shown. None shows padding too.
+        title: Heading of the page.
+
+    Returns:
+        The page, to be written to a file in UTF-8. Line ends are marked with ↵.
+
+    Raises:
+        ValueError: If the shapes differ, or a label is neither -100 nor the id at its position.
+    """
+    masks: Sequence[Ids] | torch.Tensor = (
+        [[1] * len(row) for row in input_ids] if attention_mask is None else attention_mask
     )
+    if not len(input_ids) == len(labels) == len(masks):
+        raise ValueError(
+            f"input_ids, labels and attention_mask must have one row each for each other's, "
+            f"got {len(input_ids)}, {len(labels)} and {len(masks)}"
+        )
+    rows, tokens, targets = [], 0, 0
+    for number, columns in enumerate(zip(input_ids, labels, masks, strict=True)):
+        ids, marks = _checked(*(_unpadded(column, columns[2]) for column in columns[:2]))
+        count = sum(mark != IGNORE_INDEX for mark in marks[1:])
+        tokens, targets = tokens + len(ids), targets + count
+        text = "".join(_as_html(*run) for run in _runs(tokenizer, ids, marks))
+        rows.append(_ROW.format(number=number, summary=_counts(len(ids), count), text=text))
+    summary = f"{len(rows)} rows, {_counts(tokens, targets)}"
+    return _PAGE.format(title=html.escape(title), summary=summary, rows="\n".join(rows))
+
+
+def _counts(tokens: int, targets: int) -> str:
+    return f"{tokens:,} tokens, {targets:,} of them targets ({targets / max(tokens, 1):.1%})"
+
+
+def _as_html(text: str, trained: bool) -> str:
+    shown = html.escape(text).replace("\n", "<i>↵</i>\n")
+    return f"<mark>{shown}</mark>" if trained else shown
+
+
+def _as_list(values: Ids) -> list[int]:
+    return [int(item) for item in (values.tolist() if isinstance(values, torch.Tensor) else values)]
+
+
+def _unpadded(values: Ids, mask: Ids) -> list[int]:
+    items, kept = _as_list(values), _as_list(mask)
+    if len(items) != len(kept):
+        raise ValueError(f"a row of {len(items)} ids or labels has a mask of {len(kept)}")
+    return [item for item, keep in zip(items, kept, strict=True) if keep]
+
+
+def _checked(input_ids: Ids, labels: Ids) -> tuple[list[int], list[int]]:
+    ids, marks = _as_list(input_ids), _as_list(labels)
     expected = [token if mark != IGNORE_INDEX else mark for token, mark in zip(ids, marks, strict=False)]
     if len(ids) != len(marks) or marks != expected:
         raise ValueError(
             f"each label must be {IGNORE_INDEX} or the id at its position, got other labels; "
             "pass the labels of one row as encode_chat returns them, not shifted"
         )
-    styles = {True: ("\x1b[32;4m", "\x1b[0m"), False: ("\x1b[2m", "\x1b[0m")}
-    pieces, shown, position = [], "", 0
+    return ids, marks
+
+
+def _runs(tokenizer: PreTrainedTokenizerBase, ids: list[int], marks: list[int]) -> Iterator[tuple[str, bool]]:
+    """(text, whether it is trained) of each stretch of the row."""
+    shown, position = "", 0
     for trained, run in groupby(marks, key=lambda mark: mark != IGNORE_INDEX):
         position += len(list(run))
         # Decoding from the beginning keeps spaces, and characters whose bytes lie on both sides of an edge.
         text = str(tokenizer.decode(ids[:position], clean_up_tokenization_spaces=False))
         text = text if position == len(ids) else text.rstrip("\ufffd")
-        before, after = styles[trained] if color else ("⟦", "⟧") if trained else ("", "")
-        pieces.append(before + text[common_length(shown, text) :].replace("\x1b", "␛") + after)
+        yield text[common_length(shown, text) :], trained
         shown = text
-    return "".join(pieces)

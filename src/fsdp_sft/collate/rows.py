@@ -23,6 +23,14 @@ SHAREGPT_ROLES = {
 }
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 _FLAG_KEYS = ("train", "loss_weight", "weight")
+FORMATS = {
+    "tokenized": "input_ids",
+    "messages": "messages",
+    "sharegpt": "conversations",
+    "alpaca": "instruction",
+    "prompt_completion": "prompt",
+}
+"""Each row format and the key that tells it."""
 _SHAPES = (
     '"messages" (role/content), "conversations" (from/value), "instruction" + "output" (Alpaca), '
     '"prompt" + "completion", or "input_ids" + "labels"'
@@ -47,9 +55,9 @@ class Conversation:
     tools: list[dict[str, Any]] | None
 
 
-def is_encoded(row: Any) -> bool:
-    """Tell whether `row` is already tokenised."""
-    return isinstance(row, Mapping) and "input_ids" in row
+def is_encoded(row: Any, row_format: str | None = None) -> bool:
+    """Tell whether `row` is already tokenised; a row of another format may hold anything else besides."""
+    return row_format in (None, "tokenized") and isinstance(row, Mapping) and "input_ids" in row
 
 
 def read_encoded(row: Mapping[str, Any]) -> tuple[list[int], list[int]]:
@@ -72,8 +80,12 @@ def read_encoded(row: Mapping[str, Any]) -> tuple[list[int], list[int]]:
     return ids, labels
 
 
-def read_row(row: Any) -> Conversation:
-    """Detect the shape of a chat row and convert it.
+def read_row(row: Any, row_format: str | None = None) -> Conversation:
+    """Convert a chat row of any shape.
+
+    Args:
+        row: A dict.
+        row_format: One of `FORMATS`; None detects it.
 
     Raises:
         ValueError: For an unknown shape, an empty row, an unknown role, content that is not text, or a
@@ -81,14 +93,14 @@ def read_row(row: Any) -> Conversation:
     """
     if not isinstance(row, Mapping):
         raise ValueError(f"a row must be a dict, got {type(row).__name__}; accepted shapes: {_SHAPES}")
-    for key, reader in _READERS.items():
-        if row.get(key) is not None:
-            messages = reader(row)
-            break
-    else:
-        raise ValueError(
-            f"no known row shape in the keys {sorted(map(str, row))}; accepted shapes: {_SHAPES}"
-        )
+    keys = [FORMATS[row_format]] if row_format else list(_READERS)
+    key = next((key for key in keys if row.get(key) is not None), None)
+    if key is None or key not in _READERS:
+        found = f"the keys {sorted(map(str, row))}"
+        if row_format:
+            raise ValueError(f'a row of the format {row_format} needs "{keys[0]}", got {found}')
+        raise ValueError(f"no known row shape in {found}; accepted shapes: {_SHAPES}")
+    messages = _READERS[key](row)
     if not messages:
         raise ValueError("the row has no messages; a conversation needs at least one")
     trainable = [_pop_flag(message, index) for index, message in enumerate(messages)]
@@ -238,7 +250,14 @@ def _read_alpaca(row: Mapping[str, Any]) -> list[Message]:
 def _read_prompt(row: Mapping[str, Any]) -> list[Message]:
     if row.get("completion") is None:
         raise ValueError(f'a prompt row needs "prompt" and "completion", got the keys {sorted(row)}')
-    return _with_system(row, _pair(row["prompt"], row["completion"], "prompt/completion"))
+    prompt, completion = row["prompt"], row["completion"]
+    if isinstance(prompt, str) or isinstance(completion, str):
+        return _with_system(row, _pair(prompt, completion, "prompt/completion"))
+    given, wanted = (
+        [_read_message(item, f"{key}[{i}]") for i, item in enumerate(_as_list(row[key], key))]
+        for key in ("prompt", "completion")
+    )
+    return _with_system(row, [{**message, "train": 0} for message in given] + wanted)
 
 
 def _pair(user: Any, assistant: Any, where: str) -> list[Message]:

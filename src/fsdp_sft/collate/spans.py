@@ -16,7 +16,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -25,6 +25,9 @@ from fsdp_sft.collate.template import OPEN, SENTINEL, ChatTemplate, ChatTemplate
 
 # Templates of reasoning models look for these in the content and cut it there.
 _THINK = re.compile(r"(</?think>)")
+# What opens and closes reasoning in the rendered text: <think>, [THINK], <|END_THINKING|>, <|end|> ...
+_OPENING = re.compile(r"(?:<[^<>]*>|\[[^\[\]]*\])\s*$")
+_CLOSING = re.compile(r"\s*(?:<[^<>]*>|\[[^\[\]]*\])\s*")
 _OPENED_THINK = re.compile(r"<think>\s*(?:</think>\s*)?$")
 
 
@@ -43,11 +46,17 @@ class Turn:
 
 @dataclass(frozen=True)
 class _Leaf:
-    """A text of a message, and the spellings under which a template may print it."""
+    """A text of a message, in the forms in which a template may print it."""
 
     message: int
-    spellings: tuple[str, ...]
+    texts: tuple[str, ...]
     in_call: bool
+    is_reasoning: bool = False
+
+    def spellings(self) -> Iterator[str]:
+        """The texts, and the first as it stands inside of JSON."""
+        yield from self.texts
+        yield json.dumps(self.texts[0], ensure_ascii=False)[1:-1]
 
 
 @dataclass(frozen=True)
@@ -58,6 +67,7 @@ class _Place:
     message: int
     start: int
     end: int
+    is_reasoning: bool = False
 
 
 @dataclass(frozen=True)
@@ -102,9 +112,15 @@ class _Layout:
 
 
 def find_turns(
-    template: ChatTemplate, conversation: Conversation, wanted: Iterable[int]
+    template: ChatTemplate, conversation: Conversation, wanted: Iterable[int], *, reasoning: bool = True
 ) -> tuple[str, list[Turn]]:
     """Render a conversation and find the trained characters of the messages `wanted`.
+
+    Args:
+        template: The chat template.
+        conversation: What to render.
+        wanted: Indices of messages.
+        reasoning: Whether their reasoning belongs to them, with the tags that open and close it.
 
     Returns:
         (rendered text, turns in the order of the text). A message has several turns where the template's
@@ -125,7 +141,27 @@ def find_turns(
     owned = _tags_by_message(tags, layout.places, messages)
     finder = _TurnFinder(template, facts, messages, owned, layout, conversation.tools)
     turns = [turn for group in layout.groups(wanted) for turn in finder.find(text, *group)]
+    if not reasoning:
+        turns = [part for turn in turns for part in _without_reasoning(turn, layout.places, text)]
     return text, sorted(turns, key=lambda turn: turn.start)
+
+
+def _without_reasoning(turn: Turn, places: list[_Place], text: str) -> Iterator[Turn]:
+    """The parts of a turn that are not reasoning, nor a tag right in front of reasoning or behind it."""
+    mine = [place for place in places if turn.start <= place.start and place.end <= turn.stop_start]
+    start = turn.start
+    for number, place in enumerate(mine):
+        if not place.is_reasoning:
+            continue
+        before = mine[number - 1].end if number else turn.start
+        after = mine[number + 1].start if number + 1 < len(mine) else turn.stop_start
+        opening = _OPENING.search(text[before : place.start])
+        closing = _CLOSING.match(text[place.end : after])
+        end = before + opening.start() if opening else place.start
+        if end > start:
+            yield Turn(turn.message, start, end, end)
+        start = place.end + (closing.end() if closing else 0)
+    yield Turn(turn.message, start, max(start, turn.stop_start), turn.end)
 
 
 def _lay_out_any(
@@ -197,10 +233,11 @@ def _lay_out(
         for index, message in enumerate(messages)
     ]
     try:
-        rendered, _ = template.render(marked, tools=tools)
+        places = _align(template.skeleton(marked, tools), text, leaves)
+        if places is None:  # a template may print the date, which has changed since
+            places = _align(template.skeleton(marked, tools, renew=True), text, leaves)
     except ChatTemplateError:
         return None
-    places = _align(rendered, text, leaves)
     return None if places is None else _Layout(leaves, places, len(text), marked)
 
 
@@ -212,13 +249,13 @@ def _align(marked: str, text: str, leaves: Sequence[_Leaf]) -> list[_Place] | No
     position, places = len(literal), []
     for number, literal in zip(rest[::2], rest[1::2], strict=True):
         leaf = leaves[int(number)]
-        for spelling in leaf.spellings:
+        for spelling in leaf.spellings():
             end = position + len(spelling)
             if text.startswith(spelling, position) and text.startswith(literal, end):
                 break
         else:
             return None
-        places.append(_Place(int(number), leaf.message, position, end))
+        places.append(_Place(int(number), leaf.message, position, end, leaf.is_reasoning))
         position = end + len(literal)
     return places if position == len(text) else None
 
@@ -228,16 +265,22 @@ def _mark_message(message: Message, index: int, leaves: list[_Leaf], *, blanks: 
 
     `blanks` says whether an answer of nothing but white space gets one too.
     """
-    in_call = False
+    in_call = in_reasoning = False
 
-    def add(*spellings: str) -> str:
-        leaves.append(_Leaf(index, spellings, in_call))
+    def add(*texts: str) -> str:
+        leaves.append(_Leaf(index, texts, in_call, in_reasoning))
         return sentinel(len(leaves) - 1)
 
     known, marked = len(leaves), dict(message)
     for key in (*REASONING_KEYS, "content"):
         if key in marked:
-            marked[key] = _mark_text(marked[key], add, pattern=_THINK)
+            in_reasoning = key != "content"
+            pattern = _THINK if "think>" in marked[key] else None
+            first = len(leaves)
+            marked[key] = _mark_text(marked[key], add, pattern)
+            if pattern and not in_reasoning:
+                _note_reasoning(marked[key], leaves, first)
+    in_reasoning = False
     if "tool_calls" in marked:
         in_call = True
         marked["tool_calls"] = [_mark_call(call, leaves, add) for call in marked["tool_calls"]]
@@ -257,9 +300,21 @@ def _mark_text(text: str, add: Callable[..., str], pattern: re.Pattern[str] | No
         if not core or (pattern and pattern.fullmatch(part)):
             parts.append(part)
         else:
-            head, tail = part[: len(part) - len(part.lstrip())], part[len(part.rstrip()) :]
-            parts.append(head + add(core, json.dumps(core, ensure_ascii=False)[1:-1]) + tail)
+            head, _, tail = part.partition(core)
+            parts.append(head + add(core) + tail)
     return "".join(parts)
+
+
+def _note_reasoning(marked: str, leaves: list[_Leaf], first: int) -> None:
+    """Note which leaves from `first` on stand inside of think tags; the opening one may be in the prompt."""
+    inside = marked.find("</think>") >= 0 and not 0 <= marked.find("<think>") < marked.find("</think>")
+    number = first
+    for part in _THINK.split(marked):
+        if _THINK.fullmatch(part):
+            inside = part == "<think>"
+        elif SENTINEL.search(part):
+            leaves[number] = replace(leaves[number], is_reasoning=inside)
+            number += 1
 
 
 def _mark_call(call: dict[str, Any], leaves: list[_Leaf], add: Callable[..., str]) -> dict[str, Any]:
@@ -402,7 +457,7 @@ def _edges(message: Message) -> tuple[str, str]:
     if "tool_calls" in message:
         return "", ""
     for pattern in (_THINK, None):
-        marked = _mark_text(message["content"], lambda *_: OPEN, pattern=pattern)
+        marked = _mark_text(message["content"], lambda *_: OPEN, pattern)
         if OPEN in marked:
             return marked.partition(OPEN)[0], marked.rpartition(OPEN)[2]
     return "", ""

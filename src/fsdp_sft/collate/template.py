@@ -117,6 +117,26 @@ class ChatTemplate:
             ) from error
         return text, tags if self._tags_count else []
 
+    def skeleton(
+        self, marked: list[Message], tools: list[dict[str, Any]] | None, *, renew: bool = False
+    ) -> str:
+        """Render a conversation whose texts are sentinels; many conversations have the same one.
+
+        Args:
+            marked: The messages.
+            tools: Tool schemas.
+            renew: Whether to render in any case.
+        """
+        if tools is not None or any(len(message) != 2 for message in marked):
+            return self.render(marked, tools=tools)[0]
+        known = _SKELETONS.setdefault(self.tokenizer, {}).setdefault(self._key, {})
+        key = tuple((message["role"], message["content"]) for message in marked)
+        if renew or key not in known:
+            if len(known) >= _MAX_SKELETONS:
+                known.clear()
+            known[key] = self.render(marked)[0]
+        return known[key]
+
     def facts(self) -> TemplateFacts:
         """Probe the template, once per tokenizer and template."""
         known = _FACTS.setdefault(self.tokenizer, {})
@@ -206,6 +226,8 @@ class ChatTemplate:
 
 
 _FACTS: weakref.WeakKeyDictionary[Any, dict[Any, TemplateFacts]] = weakref.WeakKeyDictionary()
+_SKELETONS: weakref.WeakKeyDictionary[Any, dict[Any, dict[Any, str]]] = weakref.WeakKeyDictionary()
+_MAX_SKELETONS = 1024
 
 
 @lru_cache(maxsize=64)
