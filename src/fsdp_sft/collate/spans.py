@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from typing import Any
 
+from fsdp_sft.collate.forms import other_forms
 from fsdp_sft.collate.rows import REASONING_KEYS, Conversation, Message
 from fsdp_sft.collate.template import OPEN, SENTINEL, ChatTemplate, ChatTemplateError, TemplateFacts, sentinel
 
@@ -189,26 +190,15 @@ def _lay_out_any(
 def _render_any(
     template: ChatTemplate, conversation: Conversation
 ) -> tuple[str, list[tuple[int, int]], list[Message]]:
+    """(text, tags, messages in the form that the template takes)."""
     messages = conversation.messages
     try:
         return *template.render(messages, tools=conversation.tools), messages
     except ChatTemplateError:
-        # Some templates join the arguments of a tool call to a string, and take them as JSON only.
-        as_json = [_with_json_arguments(message) for message in messages]
-        if as_json != messages:
+        for form in other_forms(messages):
             with suppress(ChatTemplateError):
-                return *template.render(as_json, tools=conversation.tools), as_json
+                return *template.render(form, tools=conversation.tools), form
         raise
-
-
-def _with_json_arguments(message: Message) -> Message:
-    if "tool_calls" not in message:
-        return message
-    calls = []
-    for call in message["tool_calls"]:
-        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
-        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
-    return {**message, "tool_calls": calls}
 
 
 def _mimics(messages: list[Message], facts: TemplateFacts) -> bool:
