@@ -33,7 +33,7 @@ def _edit_manifest(step: Path, change: Any, *, sign: bool) -> None:
     if sign:
         raw.pop("digest")
         raw["digest"] = hashlib.sha256(dumps(raw)).hexdigest()
-    (step / "MANIFEST.json").write_text(json.dumps(raw))
+    (step / "MANIFEST.json").write_bytes(dumps(raw) if sign else json.dumps(raw).encode())
 
 
 def _flip(path: Path, position: int) -> None:

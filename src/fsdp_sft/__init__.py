@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fsdp_sft._agree import LostRankError as LostRankError
     from fsdp_sft.blocks import NoBlocksError as NoBlocksError
     from fsdp_sft.blocks import find_blocks as find_blocks
     from fsdp_sft.collate import IGNORE_INDEX as IGNORE_INDEX
@@ -111,6 +112,7 @@ _OWNERS = {
     "IGNORE_INDEX": "collate",
     "LoadReport": "weights",
     "LoadedCheckpoint": "dcp_io",
+    "LostRankError": "_agree",
     "MemoryEstimate": "planner",
     "MetricLogger": "metrics",
     "MetricSink": "metrics",

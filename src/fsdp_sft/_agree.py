@@ -21,6 +21,7 @@ import torch.distributed as dist
 _CONTROL_TIMEOUT = timedelta(minutes=30)
 # Weak: destroy_process_group must end the groups; the interpreter's exit is too late for gloo's threads.
 _groups: dict[str, tuple[weakref.ref[dist.ProcessGroup], weakref.ref[dist.ProcessGroup]]] = {}
+_timeout = _CONTROL_TIMEOUT  # of the control group that was made last
 _this_thread = threading.local()
 
 
@@ -28,12 +29,16 @@ class RemoteRankError(RuntimeError):
     """Another rank failed with an error that could not be sent over as it was."""
 
 
+class LostRankError(RuntimeError):
+    """Another rank has died, or has not answered within the time-out: end the job and start it again."""
+
+
 def is_distributed() -> bool:
     """Whether there is a process group of more than one rank to agree with."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def control_group(timeout: timedelta = _CONTROL_TIMEOUT) -> dist.ProcessGroup:
+def control_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
     """The gloo group over all ranks for verdicts, counts and manifests; made on first use.
 
     Collective: all ranks, the first time it is called for a default process group.
@@ -42,12 +47,14 @@ def control_group(timeout: timedelta = _CONTROL_TIMEOUT) -> dist.ProcessGroup:
     return own if own is not None else _group("control", timeout)
 
 
-def background_group(timeout: timedelta = _CONTROL_TIMEOUT) -> dist.ProcessGroup:
+def background_group() -> dist.ProcessGroup:
     """A second such group, for a thread that agrees while the main thread may be agreeing too.
 
-    Collective: all ranks, the first time it is called for a default process group.
+    Its time-out is the control group's. Collective: all ranks, the first time it is called for a default
+    process group.
     """
-    return _group("background", timeout)
+    control_group()
+    return _group("background", None)
 
 
 @contextmanager
@@ -61,16 +68,37 @@ def agreeing_over(group: dist.ProcessGroup | None) -> Iterator[None]:
         _this_thread.group = before
 
 
-def _group(name: str, timeout: timedelta) -> dist.ProcessGroup:
+def _group(name: str, timeout: timedelta | None) -> dist.ProcessGroup:
+    global _timeout
     world = dist.group.WORLD
     if world is None:
         raise RuntimeError("no process group: call fsdp_sft.init_distributed() first")
     known = _groups.get(name)
     group = known[1]() if known is not None and known[0]() is world else None
     if group is None:
-        group = dist.new_group(backend="gloo", timeout=timeout)
+        if name == "control":
+            _timeout = timeout or _CONTROL_TIMEOUT
+        with answered():
+            group = dist.new_group(backend="gloo", timeout=_timeout)
         _groups[name] = (weakref.ref(world), weakref.ref(group))
     return group
+
+
+@contextmanager
+def answered() -> Iterator[None]:
+    """Around a collective over a group of this module: ``LostRankError`` if it breaks off.
+
+    gloo notices at once that a process has ended, and one that only stands still after the time-out that
+    ``init_distributed`` was given.
+    """
+    try:
+        yield
+    except RuntimeError as error:  # gloo's errors have no type of their own
+        detail = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        raise LostRankError(
+            f"another rank has died, or has not answered within {_timeout.total_seconds():g} s ({detail}); "
+            "end the job and start it again: it continues from its last checkpoint"
+        ) from error
 
 
 def all_gather_objects(value: Any) -> list[Any]:
@@ -81,7 +109,8 @@ def all_gather_objects(value: Any) -> list[Any]:
     if not is_distributed():
         return [value]
     gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, value, group=control_group())
+    with answered():
+        dist.all_gather_object(gathered, value, group=control_group())
     return gathered
 
 
@@ -93,7 +122,8 @@ def all_reduce_sum(values: list[float]) -> list[float]:
     if not is_distributed():
         return list(values)
     total = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(total, group=control_group())
+    with answered():
+        dist.all_reduce(total, group=control_group())
     return [float(v) for v in total]
 
 
@@ -113,7 +143,8 @@ def all_reduce_max(value: int) -> int:
     if not is_distributed():
         return value
     largest = torch.tensor([value])
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=control_group())
+    with answered():
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=control_group())
     return int(largest.item())
 
 
@@ -144,7 +175,12 @@ def raise_first(error: Exception | None, phase: str) -> None:
             raise error
         return
     rank = dist.get_rank()
-    verdicts = all_gather_objects(None if error is None else (time.time(), rank, _portable(error)))
+    try:
+        verdicts = all_gather_objects(None if error is None else (time.time(), rank, _portable(error)))
+    except LostRankError as lost:
+        if error is not None:
+            lost.add_note(f"this rank itself had failed while {phase}: {error!r}")
+        raise
     failed = [verdict for verdict in verdicts if verdict is not None]
     if not failed:
         return

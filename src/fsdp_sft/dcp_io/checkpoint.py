@@ -41,6 +41,7 @@ from fsdp_sft.dcp_io.manifest import (
     TRAIN_STATE_NAME,
     Manifest,
     StoredTensor,
+    checked_size,
     verify_folder,
 )
 from fsdp_sft.dcp_io.optimizer_state import apply_optimizer, check_optimizer, optimizer_content
@@ -272,7 +273,7 @@ def _content(
         model=model_tensors(model),
         optimizer=stored.tensors if stored is not None else None,
         optimizer_info=stored.info if stored is not None else {},
-        train_state=dumps(encode(train_state, "train_state"), canonical=False),
+        train_state=checked_size(dumps(encode(train_state, "train_state"), canonical=False), "train_state"),
         rank_content=rank_content(rank_state),
     )
 
@@ -364,4 +365,10 @@ def _differing_names(where: str, names: Mapping[str, str], others: Mapping[str, 
 def _read_train_state(folder: Path, manifest: Manifest) -> Any:
     if TRAIN_STATE_NAME not in manifest.files:
         return None
-    return decode(loads(read_bytes(folder / TRAIN_STATE_NAME, MAX_JSON_BYTES), TRAIN_STATE_NAME))
+    data = read_bytes(folder / TRAIN_STATE_NAME, MAX_JSON_BYTES)
+    try:
+        return decode(loads(data, TRAIN_STATE_NAME))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointCorruptError(
+            f"{folder / TRAIN_STATE_NAME} is not what was written: {error}"
+        ) from None

@@ -1,6 +1,7 @@
 """Export to a Hugging Face folder: what ``save_pretrained`` of the unsharded model would write."""
 
 import copy
+import glob
 import json
 import os
 import re
@@ -83,7 +84,10 @@ def export_hf(
         with agreed(f"preparing to export to {target}"):
             content = _checked(model, target, dtype)
             if this_rank() == 0:
-                temporary.mkdir(parents=True)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                for stale in target.parent.glob(f".tmp-{glob.escape(target.name)}-*"):
+                    shutil.rmtree(stale, ignore_errors=True)  # of an export that was killed
+                temporary.mkdir()
                 plan = _plan(model, content, dtype)
                 _write_settings(model, temporary, dtype, tokenizer)
         plan = all_gather_objects(plan)[0]

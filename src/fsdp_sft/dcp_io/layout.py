@@ -1,6 +1,5 @@
 """Boxes: which part of a tensor a rank has, and which parts a file has. No I/O."""
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,6 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
+
+_MAX_CUTS = 16
 
 
 @dataclass(frozen=True)
@@ -112,16 +113,30 @@ def tiling_problem(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
     covered = sum(box.numel for box in boxes)
     if covered != math.prod(shape):
         return f"its parts have {covered} of {math.prod(shape)} elements"
-    if _overlapping(shape, [box for box in boxes if box.numel]):
+    if not _disjoint([box for box in boxes if box.numel]):
         return "its parts overlap"
     return None
 
 
-def _overlapping(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
-    ordered = sorted(boxes, key=lambda box: box.offset)
-    if all(box.shape[1:] == tuple(shape[1:]) for box in ordered):  # whole rows, as FSDP2 shards
-        return any(a.intersect(b) is not None for a, b in itertools.pairwise(ordered))
-    return any(a.intersect(b) is not None for i, a in enumerate(ordered) for b in ordered[i + 1 :])
+def _disjoint(boxes: Sequence[Box], depth: int = 0) -> bool:
+    """Whether cuts across all of ``boxes``, then across what they leave, and so on, take them apart.
+
+    Every sharding by dimensions can be cut like that. Not every tiling can; one that cannot, or takes more
+    than a few rounds, counts as overlapping, which bounds the time that a hostile manifest can take.
+    """
+    if len(boxes) < 2:
+        return True
+    for dim in range(len(boxes[0].shape) if depth < _MAX_CUTS else 0):
+        pieces: list[list[Box]] = []
+        end = -1
+        for box in sorted(boxes, key=lambda box: box.offset[dim]):
+            if box.offset[dim] >= end:
+                pieces.append([])
+            pieces[-1].append(box)
+            end = max(end, box.offset[dim] + box.shape[dim])
+        if len(pieces) > 1:
+            return all(_disjoint(piece, depth + 1) for piece in pieces)
+    return False
 
 
 def _coordinate(tensor: DTensor, rank: int | None) -> list[int]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fsdp_sft._safetensors import DTYPES, dtype_name
-from fsdp_sft.dcp_io.codec import dumps, loads
+from fsdp_sft.dcp_io.codec import decode, dumps, loads
 from fsdp_sft.dcp_io.errors import CheckpointCorruptError
 from fsdp_sft.dcp_io.files import FileRecord, TensorReader, file_problem, read_bytes
 from fsdp_sft.dcp_io.layout import Box, tiling_problem
@@ -23,7 +23,9 @@ MANIFEST_NAME = "MANIFEST.json"
 TRAIN_STATE_NAME = "train_state.json"
 FORMAT = "fsdp-sft-checkpoint"
 VERSION = 1
-MAX_JSON_BYTES = 1 << 30
+MAX_JSON_BYTES = 1 << 27  # Python makes up to 24 bytes of one; 70B parameters on 1,024 ranks take 100 MB
+_MAX_DIMS = 64  # torch's own limit
+_MAX_SIZE = (1 << 63) - 1
 _FILE_NAMES = re.compile(
     r"(?:model|optimizer)/\d{5,}\.safetensors|train_state\.json|rank/\d{5,}\.(?:json|safetensors)"
 )
@@ -104,7 +106,21 @@ def encode_manifest(manifest: Manifest) -> bytes:
         "optimizer_info": manifest.optimizer_info,
         "versions": manifest.versions,
     }
-    return dumps({**body, "digest": hashlib.sha256(dumps(body)).hexdigest()})
+    return checked_size(dumps({**body, "digest": hashlib.sha256(dumps(body)).hexdigest()}), "the manifest")
+
+
+def checked_size(text: bytes, what: str) -> bytes:
+    """``text``, if loading would take it.
+
+    Raises:
+        ValueError: If it is longer than ``MAX_JSON_BYTES``.
+    """
+    if len(text) > MAX_JSON_BYTES:
+        raise ValueError(
+            f"{what} takes {len(text)} bytes as JSON, more than the {MAX_JSON_BYTES} that are read again; "
+            "large state belongs in tensors: in rank_state, or in buffers of the model"
+        )
+    return text
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -116,12 +132,12 @@ def read_manifest(folder: Path) -> Manifest:
     """
     data = read_bytes(folder / MANIFEST_NAME, MAX_JSON_BYTES)
     try:
-        manifest = _parse(loads(data, MANIFEST_NAME))
+        manifest = _parse(data)
         named = re.fullmatch(r"step-(\d+)", folder.name)
         if named is not None and manifest.step != int(named[1]):
             raise ValueError(f"it is of step {manifest.step}, in a folder of another name")
         return manifest
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         detail = f"{error}" if type(error) is ValueError else f"not what it should be ({error!r})"
         raise CheckpointCorruptError(f"{folder / MANIFEST_NAME} is not sound: {detail}") from error
 
@@ -168,7 +184,8 @@ def _encode_tensors(tensors: dict[str, StoredTensor]) -> dict[str, Any]:
     }
 
 
-def _parse(raw: Any) -> Manifest:
+def _parse(data: bytes) -> Manifest:
+    raw = loads(data, MANIFEST_NAME)
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
         raise ValueError("it is not a manifest of this library")
     if raw.get("version") != VERSION:
@@ -177,7 +194,8 @@ def _parse(raw: Any) -> Manifest:
             "load it with the release that wrote it"
         )
     body = {key: value for key, value in raw.items() if key != "digest"}
-    if raw.get("digest") != hashlib.sha256(dumps(body)).hexdigest():
+    # The bytes too: a flipped bit can make 1e5 of 1E5, which is equal.
+    if raw.get("digest") != hashlib.sha256(dumps(body)).hexdigest() or dumps(raw) != data:
         raise ValueError("its digest does not match: it was damaged or edited")
     files = {}
     for name, record in body["files"].items():
@@ -211,6 +229,7 @@ def _check_optimizer_info(info: Any, tensors: dict[str, StoredTensor]) -> None:
         raise ValueError("its optimizer's groups and state are not of the same parameters")
     if not isinstance(info["class"], str) or any(not isinstance(g["options"], dict) for g in info["groups"]):
         raise ValueError("its optimizer's groups are not valid")
+    decode([[group["options"] for group in info["groups"]], info["values"]])  # raises if it cannot be
 
 
 def _parse_tensors(raw: Any, prefix: str, files: dict[str, FileRecord]) -> dict[str, StoredTensor] | None:
@@ -220,7 +239,8 @@ def _parse_tensors(raw: Any, prefix: str, files: dict[str, FileRecord]) -> dict[
     for name, value in raw.items():
         chunks = [(file, Box(tuple(offset), tuple(shape))) for file, offset, shape in value["chunks"]]
         numbers = [*value["shape"], *(n for _, box in chunks for n in (*box.offset, *box.shape))]
-        if any(type(number) is not int or number < 0 for number in numbers):
+        valid = all(type(number) is int and 0 <= number <= _MAX_SIZE for number in numbers)
+        if not valid or len(value["shape"]) > _MAX_DIMS:
             raise ValueError(f"the shape or a part of {name} is not valid")
         if any(file not in files or not file.startswith(prefix) for file, _ in chunks):
             raise ValueError(f"{name} has a part in a file that is not listed")

@@ -10,7 +10,7 @@ import torch
 from fsdp_sft.dcp_io.codec import decode, dumps, encode, loads
 from fsdp_sft.dcp_io.errors import CheckpointCorruptError
 from fsdp_sft.dcp_io.files import FileRecord, TensorReader, read_bytes, write_bytes, write_tensors
-from fsdp_sft.dcp_io.manifest import MAX_JSON_BYTES
+from fsdp_sft.dcp_io.manifest import MAX_JSON_BYTES, checked_size
 
 
 def rank_content(rank_state: Any) -> tuple[bytes, dict[str, torch.Tensor]]:
@@ -24,7 +24,7 @@ def rank_content(rank_state: Any) -> tuple[bytes, dict[str, torch.Tensor]]:
         "rng": encode(_rng_state(), "rng", tensors),
         "rank_state": encode(rank_state, "rank_state", tensors),
     }
-    return dumps(content, canonical=False), tensors
+    return checked_size(dumps(content, canonical=False), "rank_state"), tensors
 
 
 def write_rank_files(
@@ -51,20 +51,23 @@ def read_rank_files(folder: Path, rank: int) -> tuple[dict[str, Any], Any]:
         CheckpointCorruptError: If a file is not what was written.
     """
     json_name, tensor_name = file_names(rank)
-    raw = loads(read_bytes(folder / json_name, MAX_JSON_BYTES), json_name)
+    text = read_bytes(folder / json_name, MAX_JSON_BYTES)
     tensors: dict[str, torch.Tensor] = {}
     with TensorReader(folder) as reader:
         for name, entry in reader.header(tensor_name).entries.items():
             tensors[name] = torch.empty(entry.shape, dtype=entry.dtype)
             reader.read(tensor_name, name, tensors[name])
     try:
-        return decode(raw["rng"], tensors), decode(raw["rank_state"], tensors)
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointCorruptError(f"{folder / json_name} is not what was written: {error}") from error
+        raw = loads(text, json_name)
+        rng, rank_state = decode(raw["rng"], tensors), decode(raw["rank_state"], tensors)
+        _try_rng(rng)
+    except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+        raise CheckpointCorruptError(f"{folder / json_name} is not what was written: {error!r}") from error
+    return rng, rank_state
 
 
 def restore_rng(state: dict[str, Any]) -> None:
-    """Set every generator that ``state`` has and this process knows."""
+    """Set every generator that ``state`` has and this process knows; ``read_rank_files`` has tried it."""
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     device = _device_type()
@@ -73,6 +76,15 @@ def restore_rng(state: dict[str, Any]) -> None:
     if "numpy" in state and "numpy" in sys.modules:
         name, key, position, has_gauss, cached = state["numpy"]
         sys.modules["numpy"].random.set_state((name, key.numpy(), position, has_gauss, cached))
+
+
+def _try_rng(state: dict[str, Any]) -> None:
+    """Set generators that nobody uses."""
+    torch.Generator().set_state(state["torch"])
+    random.Random().setstate(state["python"])
+    if "numpy" in state and "numpy" in sys.modules:
+        name, key, position, has_gauss, cached = state["numpy"]
+        sys.modules["numpy"].random.RandomState().set_state((name, key.numpy(), position, has_gauss, cached))
 
 
 def _rng_state() -> dict[str, Any]:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_sft._agree import control_group, is_distributed, raise_first
+from fsdp_sft._agree import answered, control_group, is_distributed, raise_first
 from fsdp_sft.dcp_io.layout import Box, box_of, local_of, owner_ranks
 
 # torch.compile(model) and checkpoint_wrapper put these into every name below them.
@@ -147,14 +147,16 @@ def part_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
 def send(tensor: torch.Tensor, rank: int) -> None:
     """Send a contiguous CPU tensor's bytes over the control group."""
     for piece in _byte_pieces(tensor):
-        dist.send(piece, dst=rank, group=control_group())
+        with answered():
+            dist.send(piece, dst=rank, group=control_group())
 
 
 def receive_into(tensor: torch.Tensor, rank: int) -> None:
     """Fill a CPU tensor with the bytes that ``rank`` sends."""
     target = tensor if tensor.is_contiguous() else torch.empty(tensor.shape, dtype=tensor.dtype)
     for piece in _byte_pieces(target):
-        dist.recv(piece, src=rank, group=control_group())
+        with answered():
+            dist.recv(piece, src=rank, group=control_group())
     if target is not tensor:
         tensor.copy_(target)
 
