@@ -339,13 +339,24 @@ def _note(log: int, word: str, key: Key) -> None:
 
 def _damage(root: Path, key: Key, log: int) -> None:
     _note(log, "damage", key)
-    dist.barrier()
+    _meet()
     if dist.get_rank() == 0:
         path = root / f"step-{key[0]}" / "model" / "00000.safetensors"
         data = bytearray(path.read_bytes())
         data[-3] ^= 1
         path.write_bytes(data)
-    dist.barrier()
+    _meet()
+
+
+class Barrier(RuntimeError):
+    """The loop's own collective broke, between two saves."""
+
+
+def _meet() -> None:
+    try:
+        dist.barrier()
+    except RuntimeError as error:
+        raise Barrier from error
 
 
 def _die(trial: Trial, folder: Path) -> None:

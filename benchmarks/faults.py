@@ -45,7 +45,7 @@ def kills(
 def is_bad(outcome: fault_kills.Outcome) -> bool:
     """Whether something was lost, a rank hung, or a survivor ended with another error than it should."""
     lost = outcome.verdict not in ("exact", "newer", "none due")
-    return lost or outcome.survivor not in ("-", "LostRankError")
+    return lost or outcome.survivor not in ("-", "LostRankError", "Barrier")
 
 
 def random_kills(count: int, root: Path) -> Rows:
@@ -78,7 +78,7 @@ def random_kills(count: int, root: Path) -> Rows:
         "on purpose).\n\n"
         + table([*head, "exact", "newer", "none due", "lost"], lines)
         + f"\n\nLeft in the folder by the kill: {counted(left)}. Ranks that survived ended with: "
-        f"{counted(survivors)}.\n"
+        f"{counted(survivors)} (Barrier: between two saves).\n"
     )
     return text, bad
 

@@ -18,7 +18,7 @@ STOREYS = [
     {"_compat", "_agree", "_safetensors", "_slurm", "distributed", "blocks", "preemption"},
     {"shard", "sac", "collate", "metrics", "dcp_io", "sampler", "weights"},
     {"loss", "packing", "planner", "pretrained"},
-    {"step"},
+    {"step", "prepared"},
 ]
 # Pairs on one storey that may meet, upper first.
 WITHIN = {("distributed", "_agree"), ("distributed", "_slurm"), ("preemption", "_agree")}
@@ -114,6 +114,7 @@ def test_model_first_the_rest_by_keyword() -> None:
     }
     two |= {"encode_chat", "filter_rows", "evaluate", "gradient_sync", "export_hf", "save_checkpoint"}
     two |= {"plot_run", "pack_lengths", "select_block_indices", "model_flops_per_token", "load_weights"}
+    two |= {"prepare_base"}
     three = {"train_step", "save_optimizer_state", "load_optimizer_state"}
     three |= {"render_labels", "render_labels_html"}
     three |= {"linear_cross_entropy_sum"}

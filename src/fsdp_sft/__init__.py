@@ -74,6 +74,8 @@ if TYPE_CHECKING:
     from fsdp_sft.planner import smallest_num_gpus as smallest_num_gpus
     from fsdp_sft.preemption import REQUEUE_EXIT_CODE as REQUEUE_EXIT_CODE
     from fsdp_sft.preemption import PreemptionGuard as PreemptionGuard
+    from fsdp_sft.prepared import load_prepared as load_prepared
+    from fsdp_sft.prepared import prepare_base as prepare_base
     from fsdp_sft.pretrained import load_pretrained as load_pretrained
     from fsdp_sft.sac import apply_sac as apply_sac
     from fsdp_sft.sac import remove_sac as remove_sac
@@ -160,7 +162,9 @@ _OWNERS = {
     "load_checkpoint": "dcp_io",
     "load_full_state_dict": "dcp_io",
     "load_optimizer_state": "dcp_io",
+    "load_prepared": "prepared",
     "load_pretrained": "pretrained",
+    "prepare_base": "prepared",
     "load_weights": "weights",
     "loss_sum": "loss",
     "memory_stats": "metrics",

@@ -233,10 +233,10 @@ def load_checkpoint(
     train_state = rng = rank_state = None
     with agreed(f"checking the model against {folder}"):
         tensors = model_tensors(model)
-        sources = _check_model(manifest, tensors)
+        sources = check_model(manifest, tensors)
         if optimizer is not None:
             check_optimizer(manifest, model, optimizer)
-        train_state = _read_train_state(folder, manifest)
+        train_state = read_train_state(folder, manifest)
         if same_ranks:
             rng, rank_state = read_rank_files(folder, this_rank())
     with agreed(f"reading {folder} (the model is loaded in part)"), TensorReader(folder) as reader:
@@ -329,7 +329,7 @@ def _first_sound(candidates: list[Path], *, hashes: bool, fallback: bool) -> tup
     )
 
 
-def _check_model(manifest: Manifest, live: ModelTensors) -> dict[str, StoredTensor]:
+def check_model(manifest: Manifest, live: ModelTensors) -> dict[str, StoredTensor]:
     """Which stored tensor goes into each of the model's.
 
     Raises:
@@ -362,7 +362,12 @@ def _differing_names(where: str, names: Mapping[str, str], others: Mapping[str, 
     return [f"{len(only)} tensors are only in {where} ({abridged(only, ', ', 4)})"] if only else []
 
 
-def _read_train_state(folder: Path, manifest: Manifest) -> Any:
+def read_train_state(folder: Path, manifest: Manifest) -> Any:
+    """What the caller gave to the save; None if nothing was.
+
+    Raises:
+        CheckpointCorruptError: If it is not what was written.
+    """
     if TRAIN_STATE_NAME not in manifest.files:
         return None
     data = read_bytes(folder / TRAIN_STATE_NAME, MAX_JSON_BYTES)

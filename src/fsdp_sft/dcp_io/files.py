@@ -155,7 +155,12 @@ def file_problem(path: Path, record: FileRecord, *, hashes: bool) -> str | None:
 
 
 class TensorReader:
-    """Reads parts of tensors from the safetensors files below a folder, through one reused buffer.
+    """Reads parts of tensors from the safetensors files below a folder.
+
+    What lies in memory as it lies in the file is read in place, the rest through one reused buffer.
+
+    Attributes:
+        bytes_read: Of tensors, so far.
 
     Memory: 16 MiB.
     """
@@ -164,6 +169,7 @@ class TensorReader:
         self._folder = folder
         self._open: dict[str, tuple[int, Header]] = {}
         self._buffer = torch.empty(0, dtype=torch.uint8)
+        self.bytes_read = 0
 
     def __enter__(self) -> "TensorReader":
         return self
@@ -220,6 +226,10 @@ class TensorReader:
             self._read(fd, inner, Box(part.offset[1:], part.shape[1:]), out[row])
 
     def _read_stretch(self, fd: int, dtype: torch.dtype, start: int, out: torch.Tensor) -> None:
+        self.bytes_read += out.numel() * dtype.itemsize
+        if out.device.type == "cpu" and out.dtype == dtype and out.is_contiguous():
+            read_at(fd, start, bytes_of(out))
+            return
         if not self._buffer.numel():
             self._buffer = torch.empty(_BUFFER_BYTES, dtype=torch.uint8)
         target = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype, device=out.device)

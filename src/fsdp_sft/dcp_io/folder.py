@@ -51,6 +51,7 @@ class FolderContent:
         optimizer_info: As in the manifest.
         train_state: The bytes of ``train_state.json``; rank 0's are written.
         rank_content: This rank's own JSON and tensors.
+        settings: Name to bytes of small files below ``settings/``; rank 0's are written.
     """
 
     step: int | None
@@ -61,6 +62,7 @@ class FolderContent:
     optimizer_info: dict[str, Any] = field(default_factory=dict)
     train_state: bytes | None = None
     rank_content: tuple[bytes, dict[str, torch.Tensor]] | None = None
+    settings: Mapping[str, bytes] = field(default_factory=dict)
 
     def with_own_copies(self) -> "FolderContent":
         """The same, with copies of the tensors that the caller gave for this rank."""
@@ -68,6 +70,12 @@ class FolderContent:
             return self
         text, tensors = self.rank_content
         return replace(self, rank_content=(text, {n: t.detach().clone() for n, t in tensors.items()}))
+
+    @property
+    def folders(self) -> list[str]:
+        """What to make below the folder."""
+        rest = {"rank": self.rank_content is not None, "settings": bool(self.settings)}
+        return [*self.sections, *(name for name, there in rest.items() if there)]
 
     @property
     def sections(self) -> dict[str, Tensors]:
@@ -143,7 +151,7 @@ def write_folder(
     try:
         with agreed(f"creating {temporary}"):
             if this_rank() == 0:
-                for name in ("", *content.sections, *(("rank",) if content.rank_content else ())):
+                for name in ("", *content.folders):
                     (temporary / name).mkdir()
         with agreed("looking for the temporary folder"):
             _wait_until_visible(temporary)
@@ -231,6 +239,8 @@ def _write_own(folder: Path, content: FolderContent, parts: Parts) -> _Written:
         written.files.update(write_rank_files(folder, rank, content.rank_content))
     if content.train_state is not None and rank == 0:
         written.files[TRAIN_STATE_NAME] = write_bytes(folder / TRAIN_STATE_NAME, content.train_state)
+    for name, data in content.settings.items() if rank == 0 else ():
+        written.files[f"settings/{name}"] = write_bytes(folder / "settings" / name, data)
     return written
 
 

@@ -28,6 +28,7 @@ _MAX_DIMS = 64  # torch's own limit
 _MAX_SIZE = (1 << 63) - 1
 _FILE_NAMES = re.compile(
     r"(?:model|optimizer)/\d{5,}\.safetensors|train_state\.json|rank/\d{5,}\.(?:json|safetensors)"
+    r"|settings/\w[\w.-]*"
 )
 
 

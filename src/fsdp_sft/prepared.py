@@ -1,0 +1,432 @@
+"""A base model that is converted and cast once, so that every experiment starts by reading its shards."""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+
+from fsdp_sft._agree import agreed, all_gather_objects
+from fsdp_sft._compat import keep_used_conversions, match_checkpoint_keys, tied_names, weight_conversions
+from fsdp_sft._safetensors import open_file, read_at
+from fsdp_sft.dcp_io.checkpoint import check_model, read_train_state
+from fsdp_sft.dcp_io.codec import dumps
+from fsdp_sft.dcp_io.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointNotFoundError
+from fsdp_sft.dcp_io.files import TensorReader
+from fsdp_sft.dcp_io.folder import (
+    FolderContent,
+    describe_mesh,
+    open_folder,
+    read_tensors,
+    this_rank,
+    write_folder,
+)
+from fsdp_sft.dcp_io.manifest import MANIFEST_NAME, Manifest, verify_folder
+from fsdp_sft.dcp_io.tensors import model_tensors
+from fsdp_sft.pretrained import load_pretrained
+from fsdp_sft.sac import Placement, Ratio, apply_sac
+from fsdp_sft.shard import compile_blocks, shard_model
+from fsdp_sft.weights import LoadReport, build_meta_model
+from fsdp_sft.weights.finish import initialise_rest, materialise
+from fsdp_sft.weights.hub import resolve_folder
+from fsdp_sft.weights.load import Strategy
+from fsdp_sft.weights.meta import build_twin
+from fsdp_sft.weights.plan import Plan
+from fsdp_sft.weights.resolve import find_manifest, open_checkpoint, resolved_inside, weight_file_names
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from transformers import PreTrainedModel
+
+FORMAT_VERSION = 1
+_SAMPLES, _SAMPLE_BYTES = 64, 1 << 16
+_BEAT_SECONDS, _DEAD_SECONDS = 5.0, 60.0
+_ROUND_SECONDS = 10.0  # ranks that wait together hear of each other this often
+_HASH_NAME = re.compile(r"[0-9a-f]{64}")
+
+
+def prepare_base(
+    name_or_path: str | os.PathLike[str],
+    cache_dir: str | os.PathLike[str],
+    *,
+    mesh: "DeviceMesh",
+    master_dtype: torch.dtype = torch.float32,
+    revision: str | None = None,
+    strategy: Strategy = "auto",
+    host_budget_bytes: int = 1 << 30,
+    missing: Literal["error", "initialise"] = "error",
+    unexpected: Literal["error", "ignore"] = "error",
+    trust_remote_code: bool = False,
+    allow_pickle: bool = False,
+) -> Path:
+    """Load a checkpoint once and keep it as it lies in memory, for ``load_prepared`` to read.
+
+    What is there already, of the same source, dtype and format, is returned at once. Any number of jobs may
+    call it at the same time: one prepares and the others wait for it; if it dies, another goes on. A folder
+    appears under its name only when it is complete.
+
+    The name of the folder has a digest of the source: its configuration, and of each weight file the name,
+    the size, samples of the contents, and either the Hub's checksum or the time of the last change. A source
+    that is changed in place is prepared anew.
+
+    Args:
+        name_or_path: A folder, or a Hub id.
+        cache_dir: Where prepared models are kept, on a file system that all ranks share; made if need be.
+        mesh: From ``build_mesh``; the result can be loaded on any other.
+        master_dtype: Dtype of the stored shards.
+        revision: Branch, tag or commit of a Hub id.
+        strategy: See ``load_weights``.
+        host_budget_bytes: See ``load_weights``.
+        missing: See ``load_weights``.
+        unexpected: See ``load_weights``.
+        trust_remote_code: See ``build_meta_model``.
+        allow_pickle: See ``load_weights``.
+
+    Returns:
+        The folder for ``load_prepared``.
+
+    Raises:
+        CheckpointFormatError: If the source is damaged, unsafe or does not fit.
+        CheckpointError: If ranks do not share the file system.
+        OSError: If writing fails on any rank; nothing is left behind.
+
+    Collective: all ranks of the mesh, which are all ranks of the job.
+    Memory: As ``load_pretrained``, and one local shard of a tensor in CPU memory.
+    """
+    source = resolve_folder(
+        name_or_path, revision=revision, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle
+    )
+    target: Path | None = None
+    with agreed(f"looking for a prepared {name_or_path}"):
+        if this_rank() == 0:
+            digest = _source_digest(source, master_dtype, missing, trust_remote_code, allow_pickle)
+            label = re.sub(r"[^\w.-]+", "-", os.fspath(name_or_path)).strip("-.")[-80:]
+            target = Path(cache_dir).absolute() / f"{label}-{digest[:20]}"
+            target.parent.mkdir(parents=True, exist_ok=True)
+    target = Path(all_gather_objects(target)[0])
+    turn = _Turn(target)
+    if not _wait_for_turn(turn):
+        return target
+    try:
+        model = load_pretrained(
+            source,
+            mesh=mesh,
+            master_dtype=master_dtype,
+            strategy=strategy,
+            host_budget_bytes=host_budget_bytes,
+            missing=missing,
+            unexpected=unexpected,
+            trust_remote_code=trust_remote_code,
+            allow_pickle=allow_pickle,
+        )
+        _write(model, target, source, os.fspath(name_or_path), master_dtype, allow_pickle)
+    finally:
+        turn.end()
+    return target
+
+
+def load_prepared(
+    path: str | os.PathLike[str],
+    *,
+    mesh: "DeviceMesh",
+    master_dtype: torch.dtype | None = None,
+    verify: bool = True,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    sac_ratio: Ratio = 0,
+    sac_placement: Placement = "even",
+    compile: bool = False,  # noqa: A002  the word that torch uses for it
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
+    reshard_after_forward: bool | int = True,
+    offload_policy: OffloadPolicy | None = None,
+    prefetch: int = 0,
+) -> "PreTrainedModel":
+    """Build a prepared model, shard it and read its shards: the same, bit for bit, as ``load_pretrained``.
+
+    Args:
+        path: What ``prepare_base`` returned.
+        mesh: From ``build_mesh``; of any size and shape.
+        master_dtype: The dtype that it was prepared in, if you want to make sure; None takes what it is.
+        verify: Compare every file's checksum, each on one rank. False looks at names, sizes and headers.
+        mp_policy: See ``shard_model``.
+        sac_ratio: See ``apply_sac``.
+        sac_placement: ``"even"`` or ``"prefix"``.
+        compile: Whether to compile each block.
+        attn_implementation: See ``build_meta_model``.
+        trust_remote_code: See ``build_meta_model``.
+        reshard_after_forward: See ``shard_model``.
+        offload_policy: See ``shard_model``.
+        prefetch: See ``shard_model``.
+
+    Returns:
+        The model in ``train()`` mode; ``model.load_report`` is a ``LoadReport``.
+
+    Raises:
+        CheckpointNotFoundError: If there is no such folder.
+        CheckpointCorruptError: If a file is damaged.
+        CheckpointMismatchError: If it was prepared in another dtype, or this version of transformers builds
+            another model of the config; prepare it anew.
+
+    Collective: all ranks of the mesh, which are all ranks of the job.
+    Memory: The shards and a 16 MiB buffer.
+    """
+    started = time.perf_counter()
+    folder = Path(path).absolute()
+    with agreed(f"looking for {folder}"):
+        if not (folder / MANIFEST_NAME).exists():
+            raise CheckpointNotFoundError(f"there is no prepared model at {folder}; prepare_base makes one")
+    manifest, problems = open_folder(folder, hashes=verify)
+    if manifest is None:
+        raise CheckpointCorruptError(
+            f"{folder} is not sound: {'; '.join(problems[:5])}; delete it and call prepare_base again"
+        )
+    with agreed(f"building the model of {folder}"):
+        about = _about(folder, manifest, master_dtype)
+        dtype = getattr(torch, about["master_dtype"])
+        model = build_meta_model(
+            folder / "settings",
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            trust_remote_code=trust_remote_code,
+        )
+        model.config.name_or_path = model.name_or_path = about["name"]
+        if sac_ratio:
+            apply_sac(model, sac_ratio, placement=sac_placement)
+        if compile:
+            compile_blocks(model)
+    shard_model(
+        model,
+        mesh=mesh,
+        master_dtype=dtype,
+        mp_policy=mp_policy,
+        reshard_after_forward=reshard_after_forward,
+        offload_policy=offload_policy,
+        prefetch=prefetch,
+    )
+    with agreed(f"reading {folder}"):
+        bytes_read = _fill(model, folder, manifest, about)
+    model.load_report = _report(model, manifest, bytes_read, started)  # type: ignore[assignment]
+    model.train()
+    return model
+
+
+def _write(
+    model: Any, target: Path, source: Path, name: str, master_dtype: torch.dtype, allow_pickle: bool
+) -> None:
+    content = FolderContent(step=None, mesh=None)
+    with agreed(f"preparing to write {target}"):
+        about = {
+            "prepared": FORMAT_VERSION,
+            "name": name,
+            "master_dtype": str(master_dtype).removeprefix("torch."),
+            "source_keys": sorted(open_checkpoint(source, allow_pickle=allow_pickle).sources),
+        }
+        content = FolderContent(
+            step=None,
+            mesh=describe_mesh(model),
+            model=model_tensors(model),
+            train_state=dumps(about),
+            settings=_settings(source, model) if this_rank() == 0 else {},
+        )
+        if this_rank() == 0 and os.path.lexists(target):  # it was found unsound
+            os.rename(target, target.with_name(f".unsound-{target.name}-{uuid.uuid4().hex}"))
+    try:
+        write_folder(target, content)
+    except Exception:
+        if not all_gather_objects(this_rank() == 0 and _is_sound(target))[0]:
+            raise  # else another job that had taken this one for dead has been faster
+
+
+def _settings(source: Path, model: Any) -> dict[str, bytes]:
+    """The files that a model is built from without its weights."""
+    names = ["config.json", "generation_config.json", *(path.name for path in sorted(source.glob("*.py")))]
+    found = {name: resolved_inside(source, name).read_bytes() for name in names if (source / name).exists()}
+    config = json.loads(found["config.json"])
+    if set(tied_names(build_twin(model))) - set(tied_names(model)):
+        # The checkpoint has two different tensors where its config says one; load_pretrained kept them apart.
+        config["tie_word_embeddings"] = False
+        found["config.json"] = json.dumps(config, indent=2).encode()
+    return found
+
+
+def _about(folder: Path, manifest: Manifest, master_dtype: torch.dtype | None) -> Any:
+    about = read_train_state(folder, manifest)
+    if not isinstance(about, dict) or about.get("prepared") != FORMAT_VERSION or manifest.model is None:
+        raise CheckpointMismatchError(
+            f"{folder} was not made by prepare_base, or in another format; call prepare_base again (a step "
+            "of training is for load_checkpoint)"
+        )
+    if not isinstance(getattr(torch, str(about["master_dtype"]), None), torch.dtype):
+        raise CheckpointCorruptError(f"{folder} names a dtype {about['master_dtype']!r}, which torch has not")
+    own = getattr(torch, about["master_dtype"])
+    if master_dtype not in (None, own):
+        raise CheckpointMismatchError(
+            f"{folder} was prepared in {own}, not {master_dtype}; call prepare_base with that master_dtype"
+        )
+    return about
+
+
+def _fill(model: Any, folder: Path, manifest: Manifest, about: Mapping[str, Any]) -> int:
+    materialise(model)
+    tensors = model_tensors(model)
+    sources = check_model(manifest, tensors)
+    twin = build_twin(model)
+    conversions = weight_conversions(twin)
+    match_checkpoint_keys(twin, about["source_keys"], conversions)  # marks those that exporting must undo
+    with TensorReader(folder) as reader:
+        read_tensors(reader, sources, tensors.tensors)
+        initialise_rest(model, Plan(twin=twin), seed=0)
+        keep_used_conversions(model, conversions)
+        return reader.bytes_read
+
+
+def _report(model: torch.nn.Module, manifest: Manifest, bytes_read: int, started: float) -> LoadReport:
+    return LoadReport(
+        bytes_read=bytes_read,
+        job_bytes_read=sum(all_gather_objects(bytes_read)),
+        checkpoint_bytes=sum(r.size for n, r in manifest.files.items() if n.startswith("model/")),
+        seconds=time.perf_counter() - started,
+        loaded=list(manifest.model or {}),
+        missing=[],
+        unexpected=[],
+        initialised=[],
+        strategy="prepared",
+        reason="every rank reads its own shards of what prepare_base wrote",
+        class_bytes={},
+    )
+
+
+# --- which source it is -------------------------------------------------------------------------------------
+
+
+def _source_digest(
+    source: Path, master_dtype: torch.dtype, missing: str, remote: bool, allow_pickle: bool
+) -> str:
+    """Of everything that the prepared tensors depend on; not of where the source lies or who loads it."""
+    described: list[Any] = [FORMAT_VERSION, str(master_dtype), missing, remote]
+    names = weight_file_names(source, allow_pickle=allow_pickle)
+    small = ["config.json", "generation_config.json", find_manifest(source, allow_pickle=allow_pickle)]
+    small += [path.name for path in sorted(source.glob("*.py"))] if remote else []
+    there = [name for name in dict.fromkeys(small) if name not in names and (source / name).exists()]
+    described += [
+        [name, hashlib.sha256(resolved_inside(source, name).read_bytes()).hexdigest()] for name in there
+    ]
+    described += [[name, *_file_digest(resolved_inside(source, name))] for name in names]
+    return hashlib.sha256(dumps(described)).hexdigest()
+
+
+def _file_digest(path: Path) -> list[Any]:
+    """Without reading it all: a checkpoint of hundreds of gigabytes would take minutes at every start."""
+    if _HASH_NAME.fullmatch(path.name):
+        return [path.name]  # the Hub's cache names files by their SHA-256
+    fd = open_file(path)
+    try:
+        status = os.fstat(fd)
+        hashed = hashlib.sha256()
+        length = min(_SAMPLE_BYTES, status.st_size)
+        for sample in range(_SAMPLES):
+            piece = bytearray(length)
+            read_at(fd, (status.st_size - length) * sample // (_SAMPLES - 1), memoryview(piece))
+            hashed.update(piece)
+    finally:
+        os.close(fd)
+    return [status.st_size, status.st_mtime_ns, hashed.hexdigest()]
+
+
+# --- one job prepares, others wait --------------------------------------------------------------------------
+
+
+class _Turn:
+    """A claim on preparing one folder, kept alive by touching a file.
+
+    Only courtesy rests on it: should two jobs prepare at once, the first rename wins.
+    """
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+        self._claim = target.with_name(f".claim-{target.name}")
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._last_beat: tuple[int, float] | None = None
+
+    def take(self) -> bool:
+        """Whether this job may prepare now."""
+        try:
+            os.close(os.open(self._claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
+        except FileExistsError:
+            if not self._is_dead():
+                return False
+            self._claim.unlink(missing_ok=True)
+            return self.take()
+        for stale in self.target.parent.glob(f".tmp-{self.target.name}-*"):
+            shutil.rmtree(stale, ignore_errors=True)  # of a job that was killed
+        self._thread = threading.Thread(target=self._beat, name="fsdp_sft-prepare", daemon=True)
+        self._thread.start()
+        return True
+
+    def end(self) -> None:
+        """Let others have it."""
+        if self._thread is not None:
+            self._stop.set()
+            self._thread.join()
+            self._claim.unlink(missing_ok=True)
+
+    def _beat(self) -> None:
+        while not self._stop.wait(_BEAT_SECONDS):
+            try:
+                os.utime(self._claim)
+            except OSError:
+                return
+
+    def _is_dead(self) -> bool:
+        # By this process's clock, and by whether the file changes: clocks of other machines may be off.
+        try:
+            beat = self._claim.stat().st_mtime_ns
+        except FileNotFoundError:
+            return False
+        now = time.monotonic()
+        if self._last_beat is None or self._last_beat[0] != beat:
+            self._last_beat = (beat, now)
+        return now - self._last_beat[1] > _DEAD_SECONDS
+
+
+def _wait_for_turn(turn: _Turn) -> bool:
+    """True if this job is to prepare the folder, False once it is there.
+
+    Collective: all ranks; rank 0 looks, and tells the others from time to time.
+    """
+    while True:
+        answer = None
+        with agreed(f"waiting for {turn.target}"):
+            if this_rank() == 0:
+                answer = _look(turn, time.monotonic() + _ROUND_SECONDS)
+        answer = all_gather_objects(answer)[0]
+        if answer is not None:
+            return bool(answer)
+
+
+def _look(turn: _Turn, until: float) -> bool | None:
+    while True:
+        if _is_sound(turn.target):
+            return False
+        if turn.take():
+            if not _is_sound(turn.target):  # it may have come between
+                return True
+            turn.end()
+            return False
+        if time.monotonic() > until:
+            return None
+        time.sleep(0.2)
+
+
+def _is_sound(target: Path) -> bool:
+    return target.is_dir() and not verify_folder(target, hashes=False)
