@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import uuid
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -25,9 +26,11 @@ from fsdp_sft._compat import (
     revert_weight_conversion,
 )
 from fsdp_sft._safetensors import Header, bytes_of, create, num_bytes, write_at
+from fsdp_sft.dcp_io.card import model_card
 from fsdp_sft.dcp_io.files import sync_folder, write_bytes
 from fsdp_sft.dcp_io.folder import this_rank
 from fsdp_sft.dcp_io.tensors import Gatherer, ModelTensors, model_tensors
+from fsdp_sft.dcp_io.upload import make_repository, upload
 from fsdp_sft.distributed import reshard
 
 Described = dict[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -49,8 +52,9 @@ def export_hf(
     dtype: torch.dtype | None = torch.bfloat16,
     max_shard_size: int | str = "5GB",
     tokenizer: Any = None,
+    push_to_hub: str | None = None,
 ) -> Path:
-    """Write a folder that ``from_pretrained`` and serving engines read: weights, index, configuration.
+    """Write a folder that ``from_pretrained`` and serving engines read: weights, index, configuration, card.
 
     Names, shapes and dtypes are those of ``save_pretrained`` on the unsharded model: tied weights once, and
     in the format of the architecture on the Hub where transformers loads another one (such as Mixtral's
@@ -62,15 +66,19 @@ def export_hf(
         dtype: Of floating-point tensors, except modules that transformers always keeps in float32; None
             keeps what they have. Also goes into the configuration.
         max_shard_size: Of one file, in bytes or such as ``"5GB"``.
-        tokenizer: Saved beside the model, if given.
+        tokenizer: Saved beside the model, if given: a tokenizer or a processor.
+        push_to_hub: A repository such as ``"name/model"``, which is made (public or not as the account's
+            default says) before the export begins, so that a token that may not write is found at once. The
+            folder is uploaded when it is complete, by rank 0, and stays if that fails.
 
     Returns:
         The folder.
 
     Raises:
         FileExistsError: If there is something at ``out_dir``.
-        TypeError: If the model is not a transformers model.
-        OSError: If writing fails; raised on all ranks, and nothing is left behind.
+        TypeError: If the model is not a transformers model, or ``tokenizer`` cannot be saved.
+        OSError: If writing or uploading fails; raised on all ranks. Nothing is left behind of what is not
+            complete.
 
     Collective: all ranks.
     Memory: On rank 0 a tensor, or a group that is converted together, twice; on other ranks their own part
@@ -82,14 +90,16 @@ def export_hf(
     plan: _Plan | None = None
     try:
         with agreed(f"preparing to export to {target}"):
-            content = _checked(model, target, dtype)
+            content = _checked(model, target, dtype, tokenizer)
             if this_rank() == 0:
+                if push_to_hub is not None:
+                    make_repository(push_to_hub)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 for stale in target.parent.glob(f".tmp-{glob.escape(target.name)}-*"):
                     shutil.rmtree(stale, ignore_errors=True)  # of an export that was killed
                 temporary.mkdir()
                 plan = _plan(model, content, dtype)
-                _write_settings(model, temporary, dtype, tokenizer)
+                _write_settings(model, temporary, push_to_hub or target.name, dtype, tokenizer)
         plan = all_gather_objects(plan)[0]
         assert plan is not None
         gatherer = Gatherer()
@@ -100,10 +110,12 @@ def export_hf(
     finally:
         if this_rank() == 0:
             shutil.rmtree(temporary, ignore_errors=True)
+    if push_to_hub is not None:
+        upload(target, push_to_hub)
     return target
 
 
-def _checked(model: nn.Module, target: Path, dtype: torch.dtype | None) -> ModelTensors:
+def _checked(model: nn.Module, target: Path, dtype: torch.dtype | None, tokenizer: Any) -> ModelTensors:
     import transformers
 
     if not isinstance(model, transformers.PreTrainedModel):
@@ -113,6 +125,8 @@ def _checked(model: nn.Module, target: Path, dtype: torch.dtype | None) -> Model
         )
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ValueError(f"dtype must be a floating-point torch.dtype or None, got {dtype!r}")
+    if tokenizer is not None and not callable(getattr(tokenizer, "save_pretrained", None)):
+        raise TypeError(f"tokenizer must have save_pretrained, got {type(tokenizer).__name__}")
     if this_rank() == 0 and os.path.lexists(target) and not (target.is_dir() and not os.listdir(target)):
         raise FileExistsError(
             f"{target} exists and is not an empty folder; choose another, or delete it first"
@@ -211,15 +225,24 @@ def _joined(outputs: Mapping[str, list[str]]) -> list[list[str]]:
     return [members for _, members in groups]
 
 
-def _write_settings(model: Any, folder: Path, dtype: torch.dtype | None, tokenizer: Any) -> None:
+def _write_settings(model: Any, folder: Path, title: str, dtype: torch.dtype | None, tokenizer: Any) -> None:
+    architecture = _original_class(model).__name__
     config = copy.deepcopy(model.config)
     config.dtype = str(dtype or model.dtype).removeprefix("torch.")
-    config.architectures = [_original_class(model).__name__]
+    config.architectures = [architecture]
     config.save_pretrained(folder)
     if model.can_generate():
-        model.generation_config.save_pretrained(folder)
+        try:
+            model.generation_config.save_pretrained(folder)
+        except ValueError as error:
+            # Some on the Hub contradict themselves (a temperature without sampling). transformers loads them
+            # with a warning and then refuses to save them: no reason to lose the end of a training run.
+            warnings.warn(f"the generation config is exported as it is: {error}", stacklevel=3)
+            model.generation_config.to_json_file(folder / "generation_config.json")
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
+    card = model_card(model, title, architecture, dtype or model.dtype)
+    write_bytes(folder / "README.md", card.encode())
 
 
 def _write_weights(

@@ -1,0 +1,58 @@
+"""The model card of an export: what the Hub shows, and how to load the model."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_AUTO_CLASSES = {
+    "ForCausalLM": ("AutoModelForCausalLM", "text-generation"),
+    "ForSequenceClassification": ("AutoModelForSequenceClassification", "text-classification"),
+    "ForConditionalGeneration": ("AutoModelForSeq2SeqLM", None),
+}
+
+
+def model_card(model: Any, name: str, architecture: str, dtype: torch.dtype) -> str:
+    """Markdown with the Hub's metadata at its head.
+
+    Args:
+        model: A transformers model.
+        name: Title; the last part of it is enough.
+        architecture: Its class.
+        dtype: Of the exported tensors.
+    """
+    from fsdp_sft import __version__
+
+    auto, task = next((v for k, v in _AUTO_CLASSES.items() if architecture.endswith(k)), ("AutoModel", None))
+    base = _hub_id(model.name_or_path)
+    metadata = ["library_name: transformers"]
+    metadata += [f"pipeline_tag: {task}"] if task else []
+    metadata += [f"base_model: {base}"] if base else []
+    origin = f", fine-tuned from [{base}](https://huggingface.co/{base})" if base else ", fine-tuned"
+    lines = [
+        "---",
+        *metadata,
+        "tags:",
+        "- sft",
+        "---",
+        "",
+        f"# {name}",
+        "",
+        f"`{architecture}` of {model.num_parameters():,} parameters in {str(dtype).removeprefix('torch.')}"
+        f"{origin} and exported with fsdp_sft {__version__}.",
+        "",
+        "```python",
+        f"from transformers import {auto}, AutoTokenizer",
+        "",
+        f'model = {auto}.from_pretrained("{name}")',
+        f'tokenizer = AutoTokenizer.from_pretrained("{name}")',
+        "```",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _hub_id(name_or_path: str) -> str | None:
+    looks_like = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name_or_path or "")
+    return name_or_path if looks_like and not Path(name_or_path).exists() else None
