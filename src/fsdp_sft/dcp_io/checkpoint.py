@@ -177,8 +177,9 @@ def save_checkpoint(
 
     def write() -> None:
         write_folder(target, content, aside=aside, parts=parts)
-        if this_rank() == 0:
-            prune(root, keep_last=keep_last, keep_best=keep_best, just_saved=step)
+        with agreed(f"pruning {root}"):  # a rank that went on might list the folder while steps go
+            if this_rank() == 0:
+                prune(root, keep_last=keep_last, keep_best=keep_best, just_saved=step)
 
     background = None
     if async_:
