@@ -463,6 +463,19 @@ def test_a_batch_without_targets_on_any_rank_gives_zero_gradients() -> None:
     run_distributed(_check_no_targets_anywhere, 2)
 
 
+def test_a_first_token_is_no_target() -> None:
+    """Nothing stands in front of it, whatever its label says; the counts agree on that with the loss."""
+    model = tiny_model("llama")
+    ids = torch.arange(3, 11).view(1, 8)
+    all_of_them = {"input_ids": ids, "labels": ids.clone()}
+    without_first = {"input_ids": ids, "labels": torch.where(torch.arange(8) > 0, ids, -100)}
+    for impl in ("logits", "chunked"):
+        first, count = fs.loss_sum(model, all_of_them, impl=impl)
+        second, same = fs.loss_sum(model, without_first, impl=impl)
+        assert count == same == fs.count_targets([all_of_them]) == 7
+        assert torch.equal(first, second)
+
+
 def test_packed_batches_pass_their_positions_on() -> None:
     model = _model("llama")
     ids = torch.randint(3, VOCAB, (1, 12), generator=torch.Generator().manual_seed(0))
