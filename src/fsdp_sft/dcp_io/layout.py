@@ -141,11 +141,14 @@ def _disjoint(boxes: Sequence[Box], depth: int = 0) -> bool:
 
 def _coordinate(tensor: DTensor, rank: int | None) -> list[int]:
     mesh = tensor.device_mesh
-    rank = (dist.get_rank() if dist.is_initialized() else 0) if rank is None else rank
-    found = (mesh.mesh == rank).nonzero()
-    if len(found) != 1:
+    if rank is None:
+        found: Any = mesh.get_coordinate()
+    else:
+        found = next(iter((mesh.mesh == rank).nonzero().tolist()), None)
+    if found is None:
+        rank = dist.get_rank() if rank is None else rank
         raise ValueError(f"rank {rank} is not in the mesh of the model's parameters; all ranks must be")
-    return [int(index) for index in found[0]]
+    return [int(index) for index in found]
 
 
 def _world_size() -> int:
