@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import fsdp_sft as fs
 from fsdp_sft import _slurm
-from fsdp_sft.distributed import _detect_launch
+from fsdp_sft import distributed as module
+from fsdp_sft._launch import detect_launch, restarts_to_set_apart
 from tests.distributed import run_distributed
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
@@ -27,7 +29,23 @@ STEP = {
     "SLURM_STEP_NODELIST": "localhost,other",
     "SLURM_JOB_ID": "77",
 }
-ALL = {*TORCHRUN, *STEP, "SLURM_NTASKS", "LOCAL_WORLD_SIZE", "SLURM_LAUNCH_NODE_IPADDR", "SLURM_NODELIST"}
+SUBMITIT = {
+    "SUBMITIT_EXECUTOR": "local",
+    "SUBMITIT_LOCAL_NTASKS": "4",
+    "SUBMITIT_LOCAL_GLOBALID": "2",
+    "SUBMITIT_LOCAL_LOCALID": "2",
+    "SUBMITIT_LOCAL_JOB_ID": "20123",
+}
+ELASTIC = {
+    "TORCHELASTIC_RUN_ID": "r",
+    "TORCHELASTIC_RESTART_COUNT": "1",
+    "TORCHELASTIC_MAX_RESTARTS": "3",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "GROUP_WORLD_SIZE": "1",
+}
+ALL = {*TORCHRUN, *STEP, *SUBMITIT, *ELASTIC, "SLURM_NTASKS", "SLURM_NNODES", "LOCAL_WORLD_SIZE"}
+ALL |= {"SLURM_LAUNCH_NODE_IPADDR", "SLURM_NODELIST", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"}
+ALL |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE"}
 
 
 @pytest.fixture
@@ -43,19 +61,19 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_nothing_set_is_a_single_process(environment: Any) -> None:
-    launch = _detect_launch()
+    launch = detect_launch()
     assert (launch.launcher, launch.rank, launch.world_size, launch.init_method) == ("single", 0, 1, None)
 
 
 def test_torchrun(environment: Any) -> None:
     environment(**TORCHRUN, LOCAL_WORLD_SIZE="4", **STEP)
-    launch = _detect_launch()
+    launch = detect_launch()
     assert launch == _slurm.Launch("torchrun", 3, 1, 8, 4, "env://"), "torchrun inside a Slurm step wins"
 
 
 def test_a_slurm_step(environment: Any) -> None:
     environment(**STEP)
-    launch = _detect_launch()
+    launch = detect_launch()
     assert launch == _slurm.Launch("slurm", 5, 1, 6, 2, "tcp://localhost:20539")
 
 
@@ -68,8 +86,67 @@ def test_a_slurm_step(environment: Any) -> None:
     ],
 )
 def test_inside_an_allocation_without_a_step_it_is_a_single_process(environment: Any, changed: Any) -> None:
-    environment(**{**STEP, **changed})
-    assert _detect_launch().launcher == "single"
+    environment(**{**STEP, **changed, "SLURM_NTASKS": "6"})
+    launch = detect_launch()
+    assert launch.launcher == "single"
+    assert launch.hint.startswith("Slurm job 77 has 6 tasks, but no srun started this process")
+
+
+def test_an_allocation_of_one_task_needs_no_hint(environment: Any) -> None:
+    environment(SLURM_JOB_ID="77", SLURM_NTASKS="1", SLURM_NNODES="1", SLURM_PROCID="0")
+    assert detect_launch().hint == ""
+
+
+def test_submitit_on_this_machine(environment: Any) -> None:
+    environment(**SUBMITIT, **STEP)
+    launch = detect_launch()
+    assert launch == _slurm.Launch("submitit", 2, 2, 4, 4, "tcp://127.0.0.1:20123"), "it is the inner one"
+    environment(SUBMITIT_EXECUTOR="slurm")
+    assert detect_launch().launcher == "slurm"
+    environment(SUBMITIT_EXECUTOR="local", SUBMITIT_LOCAL_NTASKS="1", SUBMITIT_LOCAL_GLOBALID="0")
+    assert detect_launch().init_method is None
+
+
+def test_restarts_of_one_agent_are_kept_apart(environment: Any) -> None:
+    environment(**TORCHRUN, **ELASTIC)
+    launch = detect_launch()
+    assert (launch.details, launch.hint) == ("meeting at h:1, restart 1 of 3", "")
+    assert restarts_to_set_apart() == 1
+    environment(GROUP_WORLD_SIZE="2")
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every node" in detect_launch().hint
+    assert restarts_to_set_apart() == 0, "agents count their own restarts"
+    environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    assert detect_launch().hint == ""
+
+
+def test_what_was_found_is_logged_before_the_ranks_meet(environment: Any, caplog: Any) -> None:
+    environment(SLURM_JOB_ID="77", SLURM_NTASKS="4")
+    with caplog.at_level("INFO", logger="fsdp_sft"):
+        module._say_what_was_found(detect_launch(), torch.device("cpu"))
+    info, hint = caplog.records
+    assert (info.levelname, hint.levelname) == ("INFO", "WARNING")
+    assert info.getMessage() == f"rank 0 of 1 on {socket.gethostname()}, cpu, launcher: single"
+    assert "start it with srun" in hint.getMessage()
+
+
+def test_devices(environment: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[int] = []
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda")
+    )
+    monkeypatch.setattr(torch.accelerator, "set_device_index", chosen.append)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    for count, local_rank, index in ((1, 3, 0), (2, 1, 1)):
+        monkeypatch.setattr(torch.accelerator, "device_count", lambda count=count: count)
+        launch = _slurm.Launch("slurm", 3, local_rank, 8, 4, "tcp://h:1")
+        assert module._select_device("cuda", launch) == torch.device("cuda", index)
+    assert chosen == [0, 1]
+    with pytest.raises(ValueError, match=r"local rank 2 .* sees 2 of type cuda \(CUDA_VISIBLE_DEVICES=4,5\)"):
+        module._select_device("cuda", _slurm.Launch("torchrun", 2, 2, 4, 4, "env://"))
+    with pytest.raises(ValueError, match="device_type='xpu', but this process sees cuda"):
+        module._select_device("xpu", launch)
+    assert module._shared_device([("a", "u1"), ("b", "u1"), ("a", "u2"), ("b", "u1")]) == [1, 3]
+    assert module._shared_device([("a", "u1"), ("b", "u1")]) is None
 
 
 def test_slurm_addresses(environment: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,13 +157,13 @@ def test_slurm_addresses(environment: Any, monkeypatch: pytest.MonkeyPatch) -> N
             "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.7",
         }
     )
-    assert _detect_launch().init_method == "tcp://127.0.0.7:20539"
+    assert detect_launch().init_method == "tcp://127.0.0.7:20539"
     environment(MASTER_ADDR="head", MASTER_PORT="123")
-    assert _detect_launch().init_method == "tcp://head:123"
+    assert detect_launch().init_method == "tcp://head:123"
     monkeypatch.delenv("MASTER_ADDR")
     monkeypatch.delenv("SLURM_LAUNCH_NODE_IPADDR")
     with pytest.raises(ValueError, match=r"'no-such-node1.invalid'.*set MASTER_ADDR"):
-        _detect_launch()
+        detect_launch()
 
 
 @pytest.mark.parametrize(
@@ -98,11 +175,11 @@ def test_first_host_of_a_node_list(nodes: str, first: str) -> None:
 
 
 def test_unequal_tasks_per_node(environment: Any) -> None:
-    environment(**{**STEP, "SLURM_STEP_TASKS_PER_NODE": "2(x2),1,4"})
-    assert _detect_launch().local_world_size == 1
+    environment(**{**STEP, "SLURM_STEP_TASKS_PER_NODE": "2(x2),1,4", "SLURM_LOCALID": "0"})
+    assert detect_launch().local_world_size == 1
     environment(SLURM_STEP_TASKS_PER_NODE="two")
     with pytest.raises(ValueError, match="SLURM_STEP_TASKS_PER_NODE='two'"):
-        _detect_launch()
+        detect_launch()
 
 
 @pytest.mark.parametrize(
@@ -114,7 +191,20 @@ def test_unequal_tasks_per_node(environment: Any) -> None:
         ({**TORCHRUN, "WORLD_SIZE": "many"}, "WORLD_SIZE='many' is not a number"),
         ({**TORCHRUN, "LOCAL_WORLD_SIZE": "1"}, "LOCAL_RANK=1 is not in"),
         ({"WORLD_SIZE": "4"}, "WORLD_SIZE=4 is set but RANK is not"),
+        ({**TORCHRUN, "MASTER_PORT": "http"}, "MASTER_PORT='http' is not a number"),
+        ({**TORCHRUN, "MASTER_PORT": "70000"}, "MASTER_PORT=70000 is not a port"),
+        ({**TORCHRUN, "MASTER_ADDR": ""}, "MASTER_ADDR not"),
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, "OMPI_COMM_WORLD_SIZE=4 is set but RANK is not"),
+        ({"SUBMITIT_EXECUTOR": "local"}, "SUBMITIT_LOCAL_NTASKS, SUBMITIT_LOCAL_GLOBALID"),
+        ({**SUBMITIT, "SUBMITIT_LOCAL_GLOBALID": "4"}, "SUBMITIT_LOCAL_GLOBALID=4"),
         ({**STEP, "SLURM_PROCID": "6"}, "SLURM_PROCID=6"),
+        ({**STEP, "SLURM_LOCALID": "2"}, "SLURM_LOCALID=2 is not in"),
+        ({**STEP, "MASTER_PORT": "x"}, "MASTER_PORT='x' is not a number"),
+        ({**STEP, "SLURM_JOB_ID": "x"}, "SLURM_JOB_ID='x' is not a number"),
+        (
+            {k: v for k, v in STEP.items() if k not in ("SLURM_PROCID", "SLURM_LOCALID")},
+            "inside Slurm step 0, but SLURM_PROCID and SLURM_LOCALID not set",
+        ),
         (
             {k: v for k, v in STEP.items() if k != "SLURM_STEP_NUM_TASKS"},
             "SLURM_STEP_NUM_TASKS nor SLURM_NTASKS",
@@ -180,7 +270,9 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize(("launcher", "ranks"), [("torchrun", 2), ("slurm", 2), ("single", 1)])
+@pytest.mark.parametrize(
+    ("launcher", "ranks"), [("torchrun", 2), ("slurm", 2), ("submitit", 2), ("single", 1)]
+)
 def test_a_real_launch(tmp_path: Path, launcher: str, ranks: int) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
@@ -197,6 +289,12 @@ def test_a_real_launch(tmp_path: Path, launcher: str, ranks: int) -> None:
         step = {**STEP, "SLURM_NODEID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
         environments = [
             {**outside, **step, "SLURM_PROCID": rank, "SLURM_LOCALID": rank, "MASTER_PORT": port}
+            for rank in ("0", "1")
+        ]
+    elif launcher == "submitit":
+        job = {**SUBMITIT, "SUBMITIT_LOCAL_NTASKS": "2", "SUBMITIT_LOCAL_JOB_ID": str(os.getpid())}
+        environments = [
+            {**outside, **job, "SUBMITIT_LOCAL_GLOBALID": rank, "SUBMITIT_LOCAL_LOCALID": rank}
             for rank in ("0", "1")
         ]
     started = [subprocess.Popen(command, env=environment) for environment in environments]

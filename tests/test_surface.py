@@ -15,13 +15,14 @@ SOURCE = Path(fs.__file__).parent
 
 # The floor of the house, then each storey: a module imports from lower storeys only.
 STOREYS = [
-    {"_compat", "_agree", "_safetensors", "_slurm", "distributed", "blocks", "preemption"},
+    {"_compat", "_agree", "_safetensors", "_slurm", "_launch", "distributed", "blocks", "preemption"},
     {"shard", "sac", "collate", "metrics", "dcp_io", "sampler", "weights"},
     {"loss", "packing", "planner", "pretrained"},
     {"step", "prepared"},
 ]
 # Pairs on one storey that may meet, upper first.
-WITHIN = {("distributed", "_agree"), ("distributed", "_slurm"), ("preemption", "_agree")}
+WITHIN = {("distributed", "_agree"), ("distributed", "_slurm"), ("distributed", "_launch")}
+WITHIN |= {("_launch", "_slurm"), ("preemption", "_agree")}
 
 
 def _imports(path: Path) -> set[str]:

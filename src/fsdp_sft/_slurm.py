@@ -4,7 +4,7 @@ import os
 import re
 import socket
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 # Slurm numbers steps that srun did not start (batch script, interactive shell, ...) from here up:
 # https://github.com/SchedMD/slurm/blob/master/slurm/slurm.h (SLURM_BATCH_SCRIPT and its neighbours).
@@ -21,6 +21,8 @@ class Launch:
     world_size: int
     local_world_size: int
     init_method: str | None  # None: a store inside the process
+    details: str = field(default="", compare=False)  # for the line that says what was found
+    hint: str = field(default="", compare=False)  # what the person may have meant instead
 
 
 def env_int(name: str) -> int:
@@ -31,14 +33,32 @@ def env_int(name: str) -> int:
         raise ValueError(f"{name}={os.environ[name]!r} is not a number") from None
 
 
+def env_port(name: str) -> int:
+    """An environment variable that must be a port."""
+    port = env_int(name)
+    if not 0 < port < 2**16:
+        raise ValueError(f"{name}={port} is not a port; use a free one from 1024 to 65535")
+    return port
+
+
 def is_slurm_step() -> bool:
     """Whether srun started this process as a task of a step."""
     # Inside salloc or a batch script SLURM_PROCID may be set, but no srun started this process.
     step = os.environ.get("SLURM_STEP_ID", "")
+    return step.isdigit() and int(step) < _FIRST_SPECIAL_STEP
+
+
+def unused_allocation() -> str:
+    """What to tell a single process that has a Slurm allocation for several; empty without one."""
+    tasks = max(
+        (env_int(name) for name in ("SLURM_NTASKS", "SLURM_NNODES") if os.environ.get(name)), default=1
+    )
+    if is_slurm_step() or "SLURM_JOB_ID" not in os.environ or tasks == 1:
+        return ""
     return (
-        step.isdigit()
-        and int(step) < _FIRST_SPECIAL_STEP
-        and all(name in os.environ for name in ("SLURM_PROCID", "SLURM_LOCALID"))
+        f"Slurm job {os.environ['SLURM_JOB_ID']} has {tasks} tasks, but no srun started this process "
+        "(SLURM_STEP_ID is not that of a step), so it runs alone: start it with srun, or torchrun, to use "
+        "them all"
     )
 
 
@@ -48,17 +68,29 @@ def slurm_launch() -> Launch:
     Raises:
         ValueError: If a variable is missing or wrong; the message names it.
     """
+    missing = [name for name in ("SLURM_PROCID", "SLURM_LOCALID") if name not in os.environ]
+    if missing:
+        raise ValueError(
+            f"inside Slurm step {os.environ['SLURM_STEP_ID']}, but {' and '.join(missing)} not set; pass the "
+            "environment on (srun --export=ALL, a container's option), or unset SLURM_STEP_ID to run alone"
+        )
     tasks = next((name for name in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") if name in os.environ), None)
     if tasks is None:
         raise ValueError("inside a Slurm step, but neither SLURM_STEP_NUM_TASKS nor SLURM_NTASKS is set")
     rank, local_rank, world_size = env_int("SLURM_PROCID"), env_int("SLURM_LOCALID"), env_int(tasks)
     if not 0 <= rank < world_size:
         raise ValueError(f"SLURM_PROCID={rank} is not in [0, {tasks}={world_size})")
+    where = f"job {os.environ.get('SLURM_JOB_ID', '?')}, step {os.environ['SLURM_STEP_ID']}"
     if world_size == 1:
-        return Launch("slurm", 0, 0, 1, 1, None)
+        return Launch("slurm", 0, 0, 1, 1, None, where)
     address = os.environ.get("MASTER_ADDR") or _master_address()
-    port = os.environ.get("MASTER_PORT") or str(_port())
-    return Launch("slurm", rank, local_rank, world_size, _local_world_size(), f"tcp://{address}:{port}")
+    port = env_port("MASTER_PORT") if os.environ.get("MASTER_PORT") else _port()
+    meeting = f"tcp://{address}:{port}"
+    local_world_size = _local_world_size()
+    if not 0 <= local_rank < local_world_size:
+        raise ValueError(f"SLURM_LOCALID={local_rank} is not in [0, {local_world_size} tasks on this node)")
+    details = f"{where}, node {os.environ.get('SLURMD_NODENAME', '?')}, meeting at {meeting}"
+    return Launch("slurm", rank, local_rank, world_size, local_world_size, meeting, details)
 
 
 def _local_world_size() -> int:
@@ -110,5 +142,6 @@ def _first_host(nodes: str) -> str:
 
 def _port() -> int:
     # One port per job and step, so that steps of neighbouring jobs on shared nodes do not meet.
-    job, step = int(os.environ.get("SLURM_JOB_ID", "0")), int(os.environ.get("SLURM_STEP_ID", "0"))
+    job = env_int("SLURM_JOB_ID") if "SLURM_JOB_ID" in os.environ else 0
+    step = env_int("SLURM_STEP_ID")
     return 20000 + (job * 7 + step) % 20000

@@ -1,15 +1,19 @@
 """Which rank am I, on which device, in which mesh: the same answer under every launcher."""
 
+import logging
 import os
-from dataclasses import dataclass
+import socket
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
-from fsdp_sft._agree import all_reduce_sum, control_group, is_distributed
-from fsdp_sft._slurm import Launch, env_int, is_slurm_step, slurm_launch
+from fsdp_sft._agree import all_gather_objects, all_reduce_sum, control_group, is_distributed
+from fsdp_sft._launch import detect_launch, restarts_to_set_apart
+from fsdp_sft._slurm import Launch, env_int, is_slurm_step
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -17,7 +21,7 @@ if TYPE_CHECKING:
 DP_REPLICATE = "dp_replicate"
 DP_SHARD = "dp_shard"
 
-_TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_logger = logging.getLogger("fsdp_sft")
 
 
 @dataclass(frozen=True)
@@ -31,8 +35,9 @@ class DistributedContext:
         local_world_size: Number of processes on this node.
         device: Device this process computes on; on CUDA it has been made the current one.
         backend: What the default process group uses, such as ``"cpu:gloo,cuda:nccl"``.
-        launcher: ``"torchrun"``, ``"slurm"``, ``"single"``, or ``"existing"`` for a process group that the
-            caller had made.
+        launcher: ``"torchrun"`` (or whoever else sets its variables), ``"slurm"``, ``"submitit"`` for its
+            local executor, ``"single"``, or ``"existing"`` for a process group that the caller had made.
+        details: What else the launcher says: its job, restarts, where the ranks meet.
     """
 
     rank: int
@@ -42,6 +47,7 @@ class DistributedContext:
     device: torch.device
     backend: str
     launcher: str
+    details: str = field(default="", compare=False)
 
     @property
     def is_main(self) -> bool:
@@ -52,6 +58,7 @@ class DistributedContext:
         return (
             f"rank {self.rank} of {self.world_size} (local {self.local_rank} of {self.local_world_size}) "
             f"on {self.device}, {self.backend}, launcher: {self.launcher}"
+            + (f" ({self.details})" if self.details else "")
         )
 
 
@@ -63,9 +70,10 @@ def init_distributed(
 ) -> DistributedContext:
     """Join the job's process group, whoever launched it, and choose this process's device.
 
-    In this order: a process group that exists already is used as it is; torchrun's variables; the variables
-    of a Slurm step (a plain ``python`` inside ``salloc`` or a batch script is not one); otherwise a single
-    process. A gloo group for control messages is made beside the default group.
+    In this order: a process group that exists already is used as it is; torchrun's variables; those of
+    submitit's local executor; those of a Slurm step (a plain ``python`` inside ``salloc`` or a batch script
+    is not one, and is told so); otherwise a single process. A gloo group for control messages is made beside
+    the default group. What was found is logged under ``fsdp_sft`` at the level INFO before the ranks meet.
 
     Args:
         device_type: ``"cuda"``, ``"cpu"`` or another accelerator's name; None takes the accelerator if there
@@ -87,11 +95,13 @@ def init_distributed(
         launch = _existing_launch()
         device = _select_device(device_type, launch)
     else:
-        launch = _detect_launch()
+        launch = detect_launch()
         device = _select_device(device_type, launch)
+        _say_what_was_found(launch, device)
         _init_process_group(launch, backend or _default_backend(device_type), timeout)
     if is_distributed():
         control_group(timeout)
+        _check_devices(device)
     return DistributedContext(
         rank=launch.rank,
         local_rank=launch.local_rank,
@@ -100,6 +110,7 @@ def init_distributed(
         device=device,
         backend=_backend_name(),
         launcher=launch.launcher,
+        details=launch.details,
     )
 
 
@@ -208,7 +219,7 @@ def sum_over_mesh(values: list[float], mesh: "DeviceMesh | None") -> list[float]
 def _existing_launch() -> Launch:
     world_size = dist.get_world_size()
     local_rank = env_int("LOCAL_RANK") if "LOCAL_RANK" in os.environ else None
-    if local_rank is None and is_slurm_step():
+    if local_rank is None and is_slurm_step() and "SLURM_LOCALID" in os.environ:
         local_rank = env_int("SLURM_LOCALID")
     rank = dist.get_rank()
     local_world_size = env_int("LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in os.environ else world_size
@@ -219,35 +230,36 @@ def _existing_launch() -> Launch:
     return Launch("existing", rank, local_rank, world_size, local_world_size, None)
 
 
-def _detect_launch() -> Launch:
-    if "RANK" in os.environ or "LOCAL_RANK" in os.environ:
-        return _torchrun_launch()
-    if is_slurm_step():
-        return slurm_launch()
-    if "WORLD_SIZE" in os.environ and env_int("WORLD_SIZE") > 1:
-        raise ValueError(
-            f"WORLD_SIZE={os.environ['WORLD_SIZE']} is set but RANK is not: start with torchrun or srun, "
-            "or unset WORLD_SIZE to run as a single process"
-        )
-    return Launch("single", 0, 0, 1, 1, None)
+def _say_what_was_found(launch: Launch, device: torch.device) -> None:
+    details = f" ({launch.details})" if launch.details else ""
+    _logger.info(
+        "rank %d of %d on %s, %s, launcher: %s%s",
+        *(launch.rank, launch.world_size, socket.gethostname(), device, launch.launcher, details),
+    )
+    if launch.hint and launch.rank == 0:
+        _logger.warning("%s", launch.hint)
 
 
-def _torchrun_launch() -> Launch:
-    missing = [name for name in _TORCHRUN_VARIABLES if name not in os.environ]
-    if missing:
-        present = [name for name in _TORCHRUN_VARIABLES if name in os.environ]
+def _check_devices(device: torch.device) -> None:
+    """Refuse two ranks on one GPU, which NCCL would only refuse in its first collective."""
+    if device.type != "cuda" or "nccl" not in _backend_name():
+        return
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    shared = _shared_device(all_gather_objects((socket.gethostname(), uuid)))
+    if shared is not None:
         raise ValueError(
-            f"{', '.join(present)} set but {', '.join(missing)} not: torchrun sets all of "
-            f"{', '.join(_TORCHRUN_VARIABLES)}; start with torchrun, or set the missing ones, or unset all "
-            "of them to run as a single process"
+            f"ranks {shared} share one GPU on {socket.gethostname()}: this process sees "
+            f"{torch.accelerator.device_count()} (CUDA_VISIBLE_DEVICES="
+            f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'unset')}); start one process per GPU"
         )
-    rank, world_size, local_rank = env_int("RANK"), env_int("WORLD_SIZE"), env_int("LOCAL_RANK")
-    if not 0 <= rank < world_size:
-        raise ValueError(f"RANK={rank} is not in [0, WORLD_SIZE={world_size})")
-    local_world_size = env_int("LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in os.environ else world_size
-    if not 0 <= local_rank < local_world_size:
-        raise ValueError(f"LOCAL_RANK={local_rank} is not in [0, {local_world_size} processes on this node)")
-    return Launch("torchrun", rank, local_rank, world_size, local_world_size, "env://")
+
+
+def _shared_device(devices: list[tuple[str, str]]) -> list[int] | None:
+    """The first ranks that have the same (host, device)."""
+    ranks: dict[tuple[str, str], list[int]] = {}
+    for rank, device in enumerate(devices):
+        ranks.setdefault(device, []).append(rank)
+    return next((sharing for sharing in ranks.values() if len(sharing) > 1), None)
 
 
 def _select_device(device_type: str, launch: Launch) -> torch.device:
@@ -266,7 +278,8 @@ def _select_device(device_type: str, launch: Launch) -> torch.device:
     if index >= count:
         raise ValueError(
             f"local rank {launch.local_rank} has no device of its own: this process sees {count} of type "
-            f"{device_type}; start at most {count} processes on this node"
+            f"{device_type} (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'unset')}); start "
+            f"at most {count} processes on this node, or show each of them its own device only"
         )
     torch.accelerator.set_device_index(index)
     return torch.device(device_type, index)
@@ -280,11 +293,13 @@ def _default_backend(device_type: str) -> str:
 
 def _init_process_group(launch: Launch, backend: str, timeout: timedelta) -> None:
     if launch.init_method is None:
-        store = dist.HashStore()  # type: ignore[attr-defined,unused-ignore]
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+        alone = dist.HashStore()  # type: ignore[attr-defined,unused-ignore]
+        dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=timeout)
         return
     if launch.init_method == "env://":
-        dist.init_process_group(backend, timeout=timeout)
+        store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+        store = dist.PrefixStore(f"restart-{restarts_to_set_apart()}", store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
         return
     dist.init_process_group(
         backend,

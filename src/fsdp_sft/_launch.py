@@ -1,0 +1,108 @@
+"""Which launcher started this process, and what it says: torchrun, submitit, Slurm, or nobody."""
+
+import os
+
+from fsdp_sft._slurm import Launch, env_int, env_port, is_slurm_step, slurm_launch, unused_allocation
+
+_TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_SUBMITIT_VARIABLES = ("SUBMITIT_LOCAL_NTASKS", "SUBMITIT_LOCAL_GLOBALID", "SUBMITIT_LOCAL_LOCALID")
+_FOREIGN_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # mpirun's, MPICH's mpiexec's
+
+
+def detect_launch() -> Launch:
+    """What the environment says about this process.
+
+    Raises:
+        ValueError: If a launcher's variables are incomplete or contradict each other; the message names them.
+    """
+    if "RANK" in os.environ or "LOCAL_RANK" in os.environ:
+        return _torchrun_launch()
+    if os.environ.get("SUBMITIT_EXECUTOR") == "local":
+        return _submitit_launch()
+    if is_slurm_step():
+        return slurm_launch()
+    for name in _FOREIGN_SIZES:
+        if name in os.environ and env_int(name) > 1:
+            raise ValueError(
+                f"{name}={os.environ[name]} is set but RANK is not: start with torchrun or srun, or unset "
+                f"{name} to run as a single process"
+            )
+    return Launch("single", 0, 0, 1, 1, None, hint=unused_allocation())
+
+
+def _torchrun_launch() -> Launch:
+    missing = [name for name in _TORCHRUN_VARIABLES if not os.environ.get(name)]
+    if missing:
+        present = [name for name in _TORCHRUN_VARIABLES if os.environ.get(name)]
+        raise ValueError(
+            f"{', '.join(present)} set but {', '.join(missing)} not: torchrun sets all of "
+            f"{', '.join(_TORCHRUN_VARIABLES)}; start with torchrun, or set the missing ones, or unset all "
+            "of them to run as a single process"
+        )
+    rank, world_size, local_rank = env_int("RANK"), env_int("WORLD_SIZE"), env_int("LOCAL_RANK")
+    if not 0 <= rank < world_size:
+        raise ValueError(f"RANK={rank} is not in [0, WORLD_SIZE={world_size})")
+    local_world_size = env_int("LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in os.environ else world_size
+    if not 0 <= local_rank < local_world_size:
+        raise ValueError(f"LOCAL_RANK={local_rank} is not in [0, {local_world_size} processes on this node)")
+    details = f"meeting at {os.environ['MASTER_ADDR']}:{env_port('MASTER_PORT')}"
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        details += f", restart {_restarts()} of {os.environ.get('TORCHELASTIC_MAX_RESTARTS', '?')}"
+    return Launch(
+        "torchrun", rank, local_rank, world_size, local_world_size, "env://", details, _restart_hint()
+    )
+
+
+def restarts_to_set_apart() -> int:
+    """How often one torchrun agent has restarted its workers beside a store that outlives them.
+
+    The store then still holds the addresses of the workers before, under the keys that torch would use again:
+    https://github.com/pytorch/pytorch/blob/v2.11.0/torch/distributed/elastic/rendezvous/dynamic_rendezvous.py
+    (TORCH_DISABLE_SHARE_RDZV_TCP_STORE). Agents of several nodes count differently, so there this is 0.
+    """
+    return _restarts() if _shares_agent_store() and not _several_agents() else 0
+
+
+def _restarts() -> int:
+    name = "TORCHELASTIC_RESTART_COUNT"
+    return env_int(name) if name in os.environ else 0
+
+
+def _several_agents() -> bool:
+    return os.environ.get("GROUP_WORLD_SIZE", "1") != "1"
+
+
+def _shares_agent_store() -> bool:
+    return (
+        os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        and os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0") != "1"
+    )
+
+
+def _restart_hint() -> str:
+    may_restart = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    if not (may_restart and _several_agents() and _shares_agent_store()):
+        return ""
+    return (
+        "a restart over several nodes would meet the addresses of the workers before it: start torchrun "
+        "with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every node"
+    )
+
+
+def _submitit_launch() -> Launch:
+    missing = [name for name in _SUBMITIT_VARIABLES if name not in os.environ]
+    if missing:
+        raise ValueError(f"SUBMITIT_EXECUTOR=local is set but {', '.join(missing)} not")
+    world_size, rank, local_rank = (env_int(name) for name in _SUBMITIT_VARIABLES)
+    if not 0 <= rank < world_size:
+        raise ValueError(f"SUBMITIT_LOCAL_GLOBALID={rank} is not in [0, SUBMITIT_LOCAL_NTASKS={world_size})")
+    job = os.environ.get("SUBMITIT_LOCAL_JOB_ID", "0")
+    if world_size == 1:
+        return Launch("submitit", 0, 0, 1, 1, None, f"job {job}")
+    if os.environ.get("MASTER_PORT"):
+        port = env_port("MASTER_PORT")
+    else:  # the job's id is a process id of this machine, so no other job has it
+        port = 20000 + env_int("SUBMITIT_LOCAL_JOB_ID") % 20000
+    meeting = f"tcp://{os.environ.get('MASTER_ADDR') or '127.0.0.1'}:{port}"
+    details = f"job {job}, meeting at {meeting}"
+    return Launch("submitit", rank, local_rank, world_size, world_size, meeting, details)
