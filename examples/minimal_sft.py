@@ -4,6 +4,10 @@
     torchrun --standalone --nproc-per-node 8 examples/minimal_sft.py --model PATH --data chats.jsonl
 
 Without --model and --data a tiny model is made and taught a small vocabulary, which the end checks.
+
+SIGTERM or SIGUSR1 to any rank makes all ranks save the same step and exit with 85. The same command with
+--resume auto begins the run, goes on after that or after a crash, and does nothing once the run is complete:
+it is the one for a job that is requeued and for torchrun --max-restarts.
 """
 
 import argparse
@@ -43,7 +47,13 @@ def parse_arguments() -> argparse.Namespace:
     add("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="compute; masters are float32")
     add("--compile", action="store_true", help="compile each block")
     add("--save-every", type=int, default=50, help="optimizer steps between checkpoints")
-    add("--resume", action="store_true", help="continue from the newest sound checkpoint in --output")
+    add(
+        "--resume",
+        nargs="?",
+        const="required",
+        choices=["required", "auto"],
+        help="continue from the newest sound checkpoint in --output; auto: begin if there is none yet",
+    )
     add("--seed", type=int, default=0)
     return parser.parse_args()
 
@@ -88,10 +98,11 @@ def plot_loss(log: Path, picture: Path) -> None:
     print(f"loss curve: {picture}")
 
 
-@record  # so that torchrun's report carries the traceback of the rank that failed first
-def main() -> None:
-    args = parse_arguments()
+def train(args: argparse.Namespace, guard: fs.PreemptionGuard) -> None:
     checkpoints, export_to = args.output / "checkpoints", args.output / "export"
+    if export_to.exists() and args.resume == "auto":
+        print(f"{export_to} is there already: nothing to do", flush=True)
+        return
     if export_to.exists() or (checkpoints.exists() and not args.resume):
         raise SystemExit(f"{args.output} holds an earlier run: give --resume, or another --output")
     context = fs.init_distributed()
@@ -144,8 +155,13 @@ def main() -> None:
     test_loader = DataLoader(mine, args.micro_batch_size, collate_fn=collate)
 
     step = 0
-    if args.resume:
-        loaded = fs.load_checkpoint(checkpoints, model=model, optimizer=optimizer)
+    try:
+        loaded = fs.load_checkpoint(checkpoints, model=model, optimizer=optimizer) if args.resume else None
+    except fs.CheckpointNotFoundError:
+        if args.resume != "auto":
+            raise
+        loaded = None
+    if loaded is not None:
         step = loaded.step
         scheduler.load_state_dict(loaded.train_state["scheduler"])
         sampler.load_state_dict(loaded.train_state["sampler"])
@@ -162,10 +178,16 @@ def main() -> None:
             logger.log({**metrics, **meter.stats()}, step)
             bar.set_postfix(loss=f"{result.loss:.4f}", refresh=False)
             bar.update()
-            if step % args.save_every == 0 or step == args.steps:
+            stop = guard.should_stop()
+            if stop or step % args.save_every == 0 or step == args.steps:
                 state = {"scheduler": scheduler.state_dict(), "sampler": sampler.state_dict()}
                 with meter.paused():
                     fs.save_checkpoint(checkpoints, step, model=model, optimizer=optimizer, train_state=state)
+            if stop:
+                if context.is_main:
+                    print(f"{guard.signal.name}: step {step} is saved, exiting with 85", flush=True)
+                dist.destroy_process_group()
+                raise SystemExit(fs.REQUEUE_EXIT_CODE)
             if step == args.steps:
                 break
     bar.close()
@@ -184,6 +206,13 @@ def main() -> None:
             print(f"answered exactly after training: {share:.0%} of {len(test_rows)} unseen prompts")
     dist.barrier()
     dist.destroy_process_group()
+
+
+@record  # so that torchrun's report carries the traceback of the rank that failed first
+def main() -> None:
+    args = parse_arguments()
+    with fs.PreemptionGuard() as guard:
+        train(args, guard)
 
 
 if __name__ == "__main__":

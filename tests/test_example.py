@@ -130,3 +130,28 @@ def test_a_second_run_does_not_overwrite_the_first(tmp_path: Path) -> None:
     )
     assert done.returncode != 0
     assert "holds an earlier run: give --resume, or another --output" in done.stderr
+
+
+def test_a_signal_saves_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    """One process; several ranks are signalled in test_launchers.py and test_slurm.py."""
+    command = [sys.executable, str(ROOT / "examples" / "minimal_sft.py"), "--steps", "20", "--resume", "auto"]
+    command += ["--data", str(ROOT / "examples" / "data" / BUNDLED), "--micro-batch-size", "4"]
+    command += ["--output", str(tmp_path)]
+    log = tmp_path / "log.jsonl"
+    with subprocess.Popen(command, env=_environment(), stdout=subprocess.PIPE, text=True) as process:
+        while process.poll() is None and not (log.exists() and log.read_text().count("\n") >= 7):
+            time.sleep(0.01)
+        process.send_signal(signal.SIGUSR1)
+        assert process.wait(60) == 85
+        assert process.stdout is not None
+        saved = re.search(r"SIGUSR1: step (\d+) is saved", process.stdout.read())
+    assert saved is not None
+    assert 7 <= int(saved[1]) < 20
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [f"step-{saved[1]}"]
+    for said in ("exported to", "nothing to do"):
+        done = subprocess.run(
+            command, env=_environment(), capture_output=True, text=True, timeout=200, check=False
+        )
+        assert (done.returncode, said in done.stdout) == (0, True), done.stderr[-3000:]
+    steps = [json.loads(line)["step"] for line in log.read_text().splitlines() if '"loss"' in line]
+    assert steps == list(range(1, 21)), "each step once: no step is lost and none runs again"
