@@ -42,6 +42,11 @@ lint: $(INSTALLED)
 	$(BIN)/mypy
 	$(BIN)/codespell
 
+# make docs   the site, in site/; any warning is an error
+docs: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .

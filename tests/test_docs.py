@@ -52,6 +52,17 @@ def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, f"{page.name}:\n{done.stderr[-3000:]}"
 
 
+def test_every_public_name_is_in_the_reference_and_every_page_on_the_site() -> None:
+    import fsdp_sft as fs
+
+    text = "".join(path.read_text() for path in ROOT.glob("docs/reference/*.md"))
+    named = {line.rpartition(".")[2] for line in text.splitlines() if line.startswith("::: ")}
+    assert named == set(fs.__all__) - {"__version__"}
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    for page in ROOT.glob("docs/**/*.md"):
+        assert f": {page.relative_to(ROOT / 'docs')}" in navigation, page.name
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_links_between_pages_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):

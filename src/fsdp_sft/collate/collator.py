@@ -113,23 +113,24 @@ class SFTCollator:
         longest = max(len(chat.input_ids) for chat in chats)
         length = self.max_length if self.padding == "max_length" else longest
         length += -length % self.pad_to_multiple_of
-        shape = (len(chats), length)
-        input_ids = torch.full(shape, int(self.tokenizer.pad_token_id), dtype=torch.int64)
-        attention_mask = torch.zeros(shape, dtype=torch.int64)
-        labels = torch.full(shape, IGNORE_INDEX, dtype=torch.int64)
-        for index, chat in enumerate(chats):
-            size = len(chat.input_ids)
-            place = slice(length - size, None) if self.padding_side == "left" else slice(size)
-            if size:
-                input_ids[index, place] = _tensor(chat.input_ids)
-                attention_mask[index, place] = 1
-                labels[index, place] = _tensor(chat.labels)
-        return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
+        pad_token_id = int(self.tokenizer.pad_token_id)
+        ones = array("q", [1])
+        return {
+            "input_ids": self._pad([chat.input_ids for chat in chats], length, pad_token_id),
+            "attention_mask": self._pad([ones * len(chat.input_ids) for chat in chats], length, 0),
+            "labels": self._pad([chat.labels for chat in chats], length, IGNORE_INDEX),
+        }
 
-
-def _tensor(items: list[int]) -> torch.Tensor:
-    # Several times as fast as torch.tensor(items), which looks at every item by itself.
-    return torch.frombuffer(array("q", items), dtype=torch.int64)
+    def _pad(self, rows: Sequence[list[int] | array[int]], length: int, filler: int) -> torch.Tensor:
+        # One buffer: torch.tensor(lists) looks at every item by itself and takes several times as long.
+        flat = array("q")
+        for row in rows:
+            padding = array("q", [filler]) * (length - len(row))
+            for part in (padding, row) if self.padding_side == "left" else (row, padding):
+                flat.extend(part)
+        if not flat:
+            return torch.empty(len(rows), 0, dtype=torch.int64)
+        return torch.frombuffer(flat, dtype=torch.int64).view(len(rows), length)
 
 
 def filter_rows(
