@@ -3,6 +3,7 @@
 A test that fails on its second half says that the private name can go.
 """
 
+import functools
 import importlib
 import inspect
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fsdp_sft import _compat
 from tests.models import tiny_model
@@ -131,6 +133,57 @@ def test_whether_a_module_is_compiled_has_no_public_reader() -> None:
     assert not hasattr(nn.Module, "is_compiled"), "torch has a public name now"
 
 
+def test_compilers_memory_budget_has_no_public_reader() -> None:
+    from torch._functorch import config
+
+    assert _compat.compile_memory_budget() == config.activation_memory_budget == 1
+    assert not hasattr(torch.compiler.config, "activation_memory_budget"), "torch has a public name now"
+    assert not hasattr(torch.compiler, "lookup_backend"), "torch has a public name now"
+    seen = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> object:
+        seen.append(config.activation_memory_budget)
+        return graph.forward
+
+    torch.compile(lambda x: x + 1, backend=_compat.backend_with_memory_budget(backend, 0.25))(torch.ones(2))
+    assert seen == [0.25]
+    assert config.activation_memory_budget == 1
+
+
+def test_which_module_is_being_traced_has_no_public_reader() -> None:
+    import torch.fx.traceback
+
+    assert _compat.modules_being_traced() == []
+    assert not hasattr(torch.fx.traceback, "get_nn_module_stack"), "torch has a public name now"
+    seen: list[list[str]] = []
+
+    def policy(context: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+        seen.append(_compat.modules_being_traced())
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    model = nn.ModuleList([nn.Sequential(nn.Linear(2, 2), nn.ReLU())])
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(model[0], x, use_reentrant=False, context_fn=contexts)
+
+    torch.compile(run, backend="aot_eager", fullgraph=True)(torch.ones(1, 2)).sum().backward()
+    assert any(path.endswith(".0.0") for path in sum(seen, [])), seen
+
+
+def test_what_an_operator_does_has_no_public_reader() -> None:
+    aten = torch.ops.aten
+    assert _compat.changes_its_inputs(aten.add_.Tensor)
+    assert not _compat.changes_its_inputs(aten.mm.default)
+    attention = aten._scaled_dot_product_flash_attention.default
+    assert _compat.draws_random_numbers_now(attention, (1, 2, 3, 0.1), {})
+    assert not _compat.draws_random_numbers_now(attention, (1, 2, 3, 0.0), {})
+    assert not _compat.draws_random_numbers_now(attention, (1, 2, 3), {})
+    assert _compat.draws_random_numbers_now(aten.native_dropout.default, (), {})
+    assert not _compat.draws_random_numbers_now(aten.mm.default, (), {})
+    assert not hasattr(torch._ops.OpOverload, "schema"), "torch has a public name now"
+
+
 def test_every_private_name_is_watched() -> None:
     watched = {user for user, *_ in PRIVATE} | set(ATTRIBUTES)
     watched |= {
@@ -141,6 +194,8 @@ def test_every_private_name_is_watched() -> None:
         "offset_in_checkpoint",
     }
     watched |= {"is_compiled"}
+    watched |= {"compile_memory_budget", "backend_with_memory_budget", "_compile_with_memory_budget"}
+    watched |= {"modules_being_traced", "changes_its_inputs", "draws_random_numbers_now"}
     # Attributes on instances, covered by the tests of export and loading themselves.
     watched |= {"copy_weight_conversions", "keep_used_conversions", "initialise_computed", "tied_names"}
     watched |= {"run_conversion", "drop_tie", "tie_by_names", "original_class", "keeps_shards_on_host"}

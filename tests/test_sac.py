@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
 from tests.distributed import run_distributed
-from tests.models import full, ragged_batches, tiny_model
+from tests.models import full, ragged_batches, tiny_config, tiny_model
 
 
 def _taken(length: int, numerator: int, denominator: int) -> list[int]:
@@ -26,14 +26,18 @@ def _taken(length: int, numerator: int, denominator: int) -> list[int]:
     return [i for i in range(length) if before(i + 1) > before(i)]
 
 
-@pytest.mark.parametrize("length", [1, 2, 3, 24, 45, 80, 128])
-def test_ratio_rule_is_exact_for_every_fraction_of_the_blocks(length: int) -> None:
-    for k in range(length + 1):
-        expected = _taken(length, k, length)
-        assert len(expected) == k
-        for ratio in (f"{k}/{length}", Fraction(k, length), k / length):
-            assert fs.select_block_indices(length, ratio) == expected
+def test_ratio_rule_is_exact_for_every_fraction_of_the_blocks() -> None:
+    checked = 0
+    for length in range(1, 129):
+        for k in range(length + 1):
+            expected = _taken(length, k, length)
+            assert len(expected) == k
+            for ratio in (f"{k}/{length}", Fraction(k, length), k / length):
+                assert fs.select_block_indices(length, ratio) == expected
             assert fs.select_block_indices(length, ratio, placement="prefix") == list(range(k))
+            checked += 1
+    print(f"{checked} pairs of k and L, each as text, Fraction and float")
+    assert checked == sum(length + 1 for length in range(1, 129))
 
 
 def test_seven_tenths_of_45_blocks_are_32() -> None:
@@ -52,6 +56,19 @@ def test_known_selections() -> None:
 @pytest.mark.parametrize(
     ("ratio", "message"),
     [
+        ("0.1e9/1", "a text such as '1/3'"),
+        ("½", "a text such as '1/3'"),
+        ("１/３", "a text such as '1/3'"),
+        ("1/3; import os", "a text such as '1/3'"),
+        ("(1)/(3)", "a text such as '1/3'"),
+        ("2**-1", "a text such as '1/3'"),
+        ("0x1/0x3", "a text such as '1/3'"),
+        ("nan", "a text such as '1/3'"),
+        ("inf", "a text such as '1/3'"),
+        ("1/3\n1/3", "a text such as '1/3'"),
+        ("1/3\x00", "a text such as '1/3'"),
+        ("+1/3", "a text such as '1/3'"),
+        (".5", "a text such as '1/3'"),
         (7, r"ratio must be in \[0, 1\], got 7; use 1 to checkpoint every block"),
         (-0.25, r"got -0.25; use 0 to checkpoint none"),
         (1.0000001, "use 1 to checkpoint every block"),
@@ -256,6 +273,79 @@ def test_the_cache_is_off_while_blocks_are_checkpointed() -> None:
     fs.apply_sac(model, "1/3")
     fs.remove_sac(model)
     assert model.config.use_cache
+
+
+def test_caches_of_composite_models_are_off_too() -> None:
+    import transformers
+
+    model = tiny_model("t5")
+    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
+    assert len(configs) > 1
+    before = [config.use_cache for config in configs.values()]
+    fs.apply_sac(model, 1)
+    assert not any(config.use_cache for config in configs.values())
+    fs.remove_sac(model)
+    assert [config.use_cache for config in configs.values()] == before
+    config = transformers.LlavaConfig(text_config=tiny_config("llama"))
+    assert config.text_config.use_cache
+    model = Plain()
+    model.config = config
+    fs.apply_sac(model, 1)
+    assert not config.text_config.use_cache
+
+
+def test_blocks_can_be_listed() -> None:
+    model = tiny_model("llama")
+    assert fs.apply_sac(model, blocks=[2, 0]) == ["model.layers.0", "model.layers.2"]
+    assert fs.apply_sac(model, blocks=[-1, "model.layers.2"]) == ["model.layers.2"]
+    blocks = fs.find_blocks(model)
+    assert [_forward_calls(model, block, "llama") for block in blocks.values()] == [1, 1, 2]
+    assert fs.apply_sac(model, blocks=blocks) == list(blocks), "what find_blocks returned is a list of FQNs"
+    expected = _gradients(tiny_model("llama"), "llama")
+    assert fs.apply_sac(model, blocks=["model.layers.1.mlp", "lm_head"]) == ["model.layers.1.mlp", "lm_head"]
+    mlp = model.get_submodule("model.layers.1.mlp")
+    assert (
+        _forward_calls(model, mlp, "llama"),
+        _forward_calls(model, blocks["model.layers.1"], "llama"),
+    ) == (2, 1)
+    gradients = _gradients(model, "llama")
+    assert all(torch.equal(gradients[name], expected[name]) for name in expected)
+    assert fs.apply_sac(model, blocks=[]) == []
+
+
+@pytest.mark.parametrize(
+    ("blocks", "error", "message"),
+    [
+        ([3], ValueError, "block 3 does not exist: LlamaForCausalLM has 3 blocks"),
+        ([-4], ValueError, "block -4 does not exist"),
+        (["model.layer.0"], ValueError, "did you mean one of .*model.layers.0"),
+        ([""], ValueError, "no module ''"),
+        (["model.layers"], ValueError, "name its elements"),
+        (["model.layers.0", "model.layers.0.mlp"], ValueError, "lies in 'model.layers.0'"),
+        ([True], TypeError, "FQNs and positions"),
+        ([nn.Linear(1, 1)], TypeError, "FQNs and positions"),
+    ],
+)
+def test_bad_lists_of_blocks_are_refused(blocks: Any, error: type[Exception], message: str) -> None:
+    model = tiny_model("llama")
+    fs.apply_sac(model, blocks=[0])
+    with pytest.raises(error, match=message):
+        fs.apply_sac(model, blocks=blocks)
+    assert _forward_calls(model, fs.find_blocks(model)["model.layers.0"], "llama") == 2, "left as it was"
+
+
+def test_a_ratio_or_blocks_and_no_other_checkpointing() -> None:
+    model = tiny_model("llama")
+    for arguments in ({}, {"ratio": 1, "blocks": [0]}):
+        with pytest.raises(ValueError, match="either a ratio such as '1/3' or blocks="):
+            fs.apply_sac(model, **arguments)
+    with pytest.raises(ValueError, match="early_stop"):
+        fs.apply_sac(model, 1, early_stop="no")
+    model.gradient_checkpointing_enable()
+    with pytest.raises(ValueError, match=r"call model.gradient_checkpointing_disable\(\) before apply_sac"):
+        fs.apply_sac(model, "1/3")
+    model.gradient_checkpointing_disable()
+    assert len(fs.apply_sac(model, "1/3")) == 1
 
 
 def test_evaluation_does_not_recompute() -> None:

@@ -77,7 +77,9 @@ if TYPE_CHECKING:
     from fsdp_sft.prepared import load_prepared as load_prepared
     from fsdp_sft.prepared import prepare_base as prepare_base
     from fsdp_sft.pretrained import load_pretrained as load_pretrained
+    from fsdp_sft.sac import apply_op_sac as apply_op_sac
     from fsdp_sft.sac import apply_sac as apply_sac
+    from fsdp_sft.sac import compile_with_memory_budget as compile_with_memory_budget
     from fsdp_sft.sac import remove_sac as remove_sac
     from fsdp_sft.sac import select_block_indices as select_block_indices
     from fsdp_sft.sampler import ResumableSampler as ResumableSampler
@@ -142,11 +144,13 @@ _OWNERS = {
     "UnexpectedKeysError": "weights",
     "WandbSink": "metrics",
     "aggregate_metrics": "metrics",
+    "apply_op_sac": "sac",
     "apply_sac": "sac",
     "build_mesh": "distributed",
     "build_meta_model": "weights",
     "causal_lm_loss": "loss",
     "compile_blocks": "shard",
+    "compile_with_memory_budget": "sac",
     "count_targets": "loss",
     "describe_sharding": "shard",
     "encode_chat": "collate",

@@ -378,3 +378,76 @@ def is_compiled(module: nn.Module) -> bool:
     the ``_orig_mod`` of a wrapper; neither has a public reader.
     """
     return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
+
+
+# --- activation checkpointing -----------------------------------------------------------------------------
+
+
+def compile_memory_budget() -> float:
+    """The share of activations that compiled code may keep, as set for the whole process.
+
+    ``torch._functorch.config`` has no public form; ``torch.autograd.graph.region_activation_memory_budget``
+    (a prototype, torch 2.13) cannot be asked.
+    """
+    from torch._functorch import config
+
+    return float(config.activation_memory_budget)
+
+
+def backend_with_memory_budget(backend: Any, budget: float) -> Callable[..., Any]:
+    """A ``torch.compile`` backend that partitions forward and backward under ``budget``.
+
+    ``lookup_backend`` is how ``torch.compile`` itself turns a name into a function. The budget is read while
+    a graph is compiled, so it is set for that long only and other models of the process keep theirs.
+    """
+    from functools import partial
+
+    from torch._dynamo import lookup_backend
+
+    return partial(_compile_with_memory_budget, lookup_backend(backend), budget)
+
+
+def _compile_with_memory_budget(
+    compiler: Callable[..., Any], budget: float, graph: Any, inputs: Any, **options: Any
+) -> Any:
+    from torch._functorch import config
+
+    with config.patch(activation_memory_budget=budget):
+        return compiler(graph, inputs, **options)
+
+
+def modules_being_traced() -> list[str]:
+    """Names of the modules around the operation that is being compiled, outermost first; empty in eager.
+
+    ``torch.fx.traceback`` carries what Dynamo saw into AOTAutograd's tracing; the key has no public reader.
+    """
+    import re
+
+    from torch.fx import traceback
+
+    stack: dict[str, tuple[str, Any]] = traceback.get_current_meta().get("nn_module_stack") or {}
+    return [
+        re.sub(r"\._modules\[['\"]([^'\"]+)['\"]\]|\[(\d+)\]", r".\1\2", name) for name, _ in stack.values()
+    ]
+
+
+def changes_its_inputs(op: Any) -> bool:
+    """Whether an operator writes to its arguments: its schema has no public reader."""
+    return bool(getattr(getattr(op, "_schema", None), "is_mutable", False))
+
+
+def draws_random_numbers_now(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an operator draws random numbers with these arguments.
+
+    Attention kernels carry the tag whether or not they drop anything; which argument says so is in the
+    schema, which has no public reader.
+    """
+    if torch.Tag.nondeterministic_seeded not in getattr(op, "tags", ()):
+        return False
+    for position, argument in enumerate(op._schema.arguments):
+        if argument.name == "dropout_p":
+            value = (
+                args[position] if position < len(args) else kwargs.get("dropout_p", argument.default_value)
+            )
+            return bool(value)
+    return True

@@ -1,0 +1,11 @@
+"""Selective activation checkpointing: recompute chosen blocks, or chosen operations, in the backward."""
+
+from fsdp_sft.sac.apply import apply_sac as apply_sac
+from fsdp_sft.sac.apply import remove_sac as remove_sac
+from fsdp_sft.sac.budget import compile_with_memory_budget as compile_with_memory_budget
+from fsdp_sft.sac.noise import draws_random_numbers as draws_random_numbers
+from fsdp_sft.sac.ops import apply_op_sac as apply_op_sac
+from fsdp_sft.sac.ratio import Placement as Placement
+from fsdp_sft.sac.ratio import Ratio as Ratio
+from fsdp_sft.sac.ratio import parse_ratio as parse_ratio
+from fsdp_sft.sac.ratio import select_block_indices as select_block_indices

@@ -1,0 +1,140 @@
+"""Recompute whole blocks in the backward: a ratio of them, or a list."""
+
+import difflib
+import functools
+from collections.abc import Iterable
+from typing import Any, Literal
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fsdp_sft._compat import compile_memory_budget
+from fsdp_sft.blocks import find_blocks
+from fsdp_sft.sac.attach import checkpoint_block, disable_caches, enter_mode, restore
+from fsdp_sft.sac.noise import preserves_rng_state
+from fsdp_sft.sac.ratio import Placement, Ratio, select_block_indices
+
+
+def apply_sac(
+    model: nn.Module,
+    ratio: Ratio | None = None,
+    *,
+    blocks: Iterable[int | str] | None = None,
+    placement: Placement = "even",
+    preserve_rng_state: bool | Literal["auto"] = "auto",
+    early_stop: bool | None = None,
+) -> list[str]:
+    """Checkpoint some of the model's blocks: their activations are recomputed in the backward.
+
+    Blocks that transformers can checkpoint are switched by their own flag; any other module's ``forward``
+    is replaced on the instance. Parameter names do not change. Call it before or after ``compile_blocks``
+    and ``shard_model``. A second call replaces the first. Only ``train()`` mode recomputes. Generation
+    caches cannot be combined with recomputation, so ``use_cache`` is turned off in the model's configs
+    until ``remove_sac``.
+
+    Args:
+        model: Any model that ``find_blocks`` reads.
+        ratio: Fraction of blocks in [0, 1]: a number or a text such as ``"1/3"``.
+        blocks: Instead of a ratio: FQNs of any modules, or positions in ``find_blocks(model)`` (negative
+            ones count from the end).
+        placement: ``"even"`` spreads them, ``"prefix"`` takes the first ones.
+        preserve_rng_state: Whether the recomputation repeats the random numbers of the forward. ``"auto"``
+            does so exactly when the model has any dropout or jitter; without it dropout gives wrong
+            gradients.
+        early_stop: Whether recomputation ends at the last tensor the backward needs; None leaves torch's
+            default (yes). Turn it off where blocks communicate, as experts on several ranks do.
+
+    Returns:
+        FQNs of the checkpointed blocks, in forward order.
+
+    Raises:
+        NoBlocksError: If the model has no blocks.
+        TypeError: If ``ratio`` is no number or text.
+        ValueError: If an argument is out of range, a block is unknown or lies in another one, transformers'
+            own checkpointing is on, or compile's memory budget is (torch would ignore it).
+
+    Memory: Per checkpointed block its inputs stay, and one block's activations while it is recomputed.
+    """
+    if blocks is not None and ratio is None:
+        chosen = named_blocks(model, blocks)
+    elif ratio is not None and blocks is None:
+        found = list(find_blocks(model).items())
+        chosen = dict(found[i] for i in select_block_indices(len(found), ratio, placement=placement))
+    else:
+        raise ValueError("give either a ratio such as '1/3' or blocks=, a list of FQNs or positions")
+    options = checkpoint_options(model, preserve_rng_state, early_stop)
+    refuse_memory_budget("apply_sac")
+    enter_mode(model, "apply_sac", replaces={"apply_sac", "apply_op_sac"})
+    recompute = functools.partial(checkpoint, **options)
+    for block in chosen.values():
+        checkpoint_block(block, recompute)
+    if chosen:
+        disable_caches(model)
+    return list(chosen)
+
+
+def remove_sac(model: nn.Module) -> None:
+    """Undo ``apply_sac``, ``apply_op_sac`` or ``compile_with_memory_budget``; nothing to do without them."""
+    restore(model)
+
+
+def checkpoint_options(
+    model: nn.Module, preserve_rng_state: bool | Literal["auto"], early_stop: bool | None
+) -> dict[str, Any]:
+    """Keywords of ``torch.utils.checkpoint.checkpoint``; torch's reentrant form is never used.
+
+    Raises:
+        ValueError: If an argument is out of range.
+    """
+    if early_stop not in (True, False, None):
+        raise ValueError(f"early_stop must be True, False or None, got {early_stop!r}")
+    preserve = preserves_rng_state(model, preserve_rng_state)
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve}
+    return options if early_stop is None else {**options, "early_stop": early_stop}
+
+
+def named_blocks(model: nn.Module, blocks: Iterable[int | str]) -> dict[str, nn.Module]:
+    """FQN to module of an explicit list, in forward order.
+
+    Raises:
+        TypeError: If an entry is neither an FQN nor a position.
+        ValueError: If one is unknown, cannot be called, or lies in another one.
+    """
+    entries = [blocks] if isinstance(blocks, str) else list(blocks)
+    modules = dict(model.named_modules())
+    fqns = {_fqn_of(model, entry, modules) for entry in entries}
+    for fqn in fqns:
+        outer = [other for other in fqns if fqn.startswith(f"{other}.")]
+        if outer:
+            raise ValueError(
+                f"{fqn!r} lies in {outer[0]!r}, which is recomputed as a whole; name one of them"
+            )
+    return {fqn: module for fqn, module in modules.items() if fqn in fqns}
+
+
+def refuse_memory_budget(caller: str) -> None:
+    """Raise if compile's memory budget was set by hand: torch ignores it, or else checkpointing's marks."""
+    budget = compile_memory_budget()
+    if budget != 1:
+        raise ValueError(
+            f"compile's activation_memory_budget is {budget}, and of it and {caller} torch ignores one; "
+            "set it back to 1.0, or use compile_with_memory_budget(model, ...) instead"
+        )
+
+
+def _fqn_of(model: nn.Module, entry: Any, modules: dict[str, nn.Module]) -> str:
+    if isinstance(entry, bool) or not isinstance(entry, (int, str)):
+        raise TypeError(f"blocks takes FQNs and positions, got {entry!r}")
+    if isinstance(entry, int):
+        found = list(find_blocks(model))
+        if not -len(found) <= entry < len(found):
+            raise ValueError(f"block {entry} does not exist: {type(model).__name__} has {len(found)} blocks")
+        return found[entry]
+    if not entry or entry not in modules:
+        close = difflib.get_close_matches(entry, modules, n=3, cutoff=0.4) or list(find_blocks(model))[:3]
+        raise ValueError(
+            f"{type(model).__name__} has no module {entry!r} inside; did you mean one of {close}?"
+        )
+    if isinstance(modules[entry], (nn.ModuleList, nn.ModuleDict)):
+        raise ValueError(f"{entry!r} is a list of modules and is never called; name its elements")
+    return entry

@@ -1,0 +1,113 @@
+"""Put a checkpoint function on a block without renaming a parameter, and take it off again."""
+
+import functools
+from collections.abc import Callable, Iterator
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+_STATE = "_fsdp_sft_sac"  # on a module: the instance attributes that were replaced
+_MODE = "_fsdp_sft_sac_mode"  # on the model: which function put them there
+_CACHES = "_fsdp_sft_caches_that_were_on"
+_ABSENT = "absent"
+
+
+def checkpoint_block(block: nn.Module, recompute: Callable[..., Any]) -> None:
+    """Run the block's training forward through ``recompute``."""
+    if _has_checkpointing_flag(block):
+        override(block, gradient_checkpointing=True, _gradient_checkpointing_func=recompute)
+        return
+    plain = block.__dict__.get("forward")  # a forward that someone set on the instance stays the inner one
+    # A partial of a plain function, not a closure or a method: it survives deepcopy and pickling.
+    forward = functools.partial(_forward_with_checkpointing, block)
+    override(block, forward=forward, _fsdp_sft_recompute=(recompute, plain))
+
+
+def override(module: nn.Module, **attributes: Any) -> None:
+    """Set instance attributes and remember what stood there."""
+    replaced = module.__dict__.setdefault(_STATE, {})
+    for name in attributes:
+        replaced.setdefault(name, module.__dict__.get(name, _ABSENT))
+    module.__dict__.update(attributes)
+
+
+def restore(model: nn.Module) -> None:
+    """Take off everything that ``override`` set, and switch the caches on again."""
+    for module in model.modules():
+        for name, value in module.__dict__.pop(_STATE, {}).items():
+            if isinstance(value, str) and value == _ABSENT:
+                module.__dict__.pop(name, None)
+            else:
+                module.__dict__[name] = value
+    for config in model.__dict__.pop(_CACHES, ()):
+        config.use_cache = True
+    model.__dict__.pop(_MODE, None)
+
+
+def enter_mode(model: nn.Module, mode: str, *, replaces: set[str]) -> None:
+    """Make room for ``mode``: what is on already goes if it is in ``replaces``.
+
+    Raises:
+        ValueError: If something is on that does not combine with ``mode``.
+    """
+    present = model.__dict__.get(_MODE)
+    if present is not None and present not in replaces:
+        raise ValueError(
+            f"{present} is on, and of checkpointing and compile's memory budget torch ignores one: choose, "
+            f"and call remove_sac(model) before {mode}"
+        )
+    restore(model)
+    _refuse_foreign_checkpointing(model, mode)
+    model.__dict__[_MODE] = mode
+
+
+def disable_caches(model: nn.Module) -> None:
+    """Turn ``use_cache`` off in all configs of the model; ``restore`` turns it on again."""
+    on = [config for config in _configs(model) if getattr(config, "use_cache", False)]
+    for config in on:
+        config.use_cache = False
+    model.__dict__[_CACHES] = on
+
+
+def _configs(model: nn.Module) -> Iterator[Any]:
+    """Every config that a module of the model reads, the nested ones of composite models too."""
+    seen: set[int] = set()
+    waiting = [
+        config for module in model.modules() if (config := getattr(module, "config", None)) is not None
+    ]
+    while waiting:
+        config = waiting.pop()
+        if id(config) in seen or not hasattr(config, "__dict__"):
+            continue
+        seen.add(id(config))
+        yield config
+        waiting.extend(
+            value for name, value in vars(config).items() if name in getattr(config, "sub_configs", ())
+        )
+
+
+def _refuse_foreign_checkpointing(model: nn.Module, mode: str) -> None:
+    for fqn, module in model.named_modules():
+        if getattr(module, "gradient_checkpointing", False) is True:
+            raise ValueError(
+                f"{fqn or 'the model'} is checkpointed by transformers already, which would recompute blocks "
+                f"that were not chosen; call model.gradient_checkpointing_disable() before {mode}"
+            )
+
+
+def _has_checkpointing_flag(block: nn.Module) -> bool:
+    # transformers.GradientCheckpointingLayer by name: a model from elsewhere must not import transformers.
+    return any(
+        base.__name__ == "GradientCheckpointingLayer" and base.__module__.startswith("transformers.")
+        for base in type(block).__mro__
+    )
+
+
+def _forward_with_checkpointing(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    recompute, plain = self.__dict__["_fsdp_sft_recompute"]
+    forward = plain if plain is not None else MethodType(type(self).forward, self)
+    if self.training and torch.is_grad_enabled():
+        return recompute(forward, *args, **kwargs)
+    return forward(*args, **kwargs)

@@ -1,0 +1,43 @@
+"""Whether a model's training forward is random, so that its recomputation must repeat the random numbers."""
+
+from typing import Any, Literal
+
+from torch import nn
+
+
+def draws_random_numbers(model: nn.Module) -> bool:
+    """Whether a training forward can draw random numbers: any positive dropout, drop path or jitter."""
+    return any(
+        _is_noise(name, value)
+        for module in model.modules()
+        for name, value in [*vars(module).items(), *_config_items(module)]
+    ) or any(_is_dropout(module) for module in model.modules())
+
+
+def preserves_rng_state(model: nn.Module, wanted: bool | Literal["auto"]) -> bool:
+    """``preserve_rng_state`` of ``apply_sac``, decided for this model.
+
+    Raises:
+        ValueError: If ``wanted`` is neither a bool nor ``"auto"``.
+    """
+    if isinstance(wanted, bool):
+        return wanted
+    if wanted == "auto":
+        return draws_random_numbers(model)
+    raise ValueError(f"preserve_rng_state must be True, False or 'auto', got {wanted!r}")
+
+
+def _is_noise(name: str, value: Any) -> bool:
+    # layerdrop of the whole layer counts too: it decides in Python, but by the same generator.
+    noisy = "drop" in name or "jitter" in name or name.endswith("pdrop")
+    return noisy and isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
+
+
+def _config_items(module: nn.Module) -> list[tuple[str, Any]]:
+    config = getattr(module, "config", None)
+    return list(vars(config).items()) if config is not None and hasattr(config, "__dict__") else []
+
+
+def _is_dropout(module: nn.Module) -> bool:
+    # torch's own dropout modules share a private base; all of them carry p and say so in their name.
+    return "dropout" in type(module).__name__.lower() and getattr(module, "p", 0) > 0

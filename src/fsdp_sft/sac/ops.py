@@ -1,0 +1,196 @@
+"""Recompute blocks but for the costly operations of named submodules."""
+
+import functools
+import re
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from fsdp_sft._compat import (
+    attention_of,
+    changes_its_inputs,
+    draws_random_numbers_now,
+    is_compiled,
+    modules_being_traced,
+)
+from fsdp_sft.blocks import find_blocks
+from fsdp_sft.sac.apply import checkpoint_options, named_blocks, refuse_memory_budget
+from fsdp_sft.sac.attach import checkpoint_block, disable_caches, enter_mode, override
+
+SDPA = "sdpa"  # in ``save``: the fused attention kernels, which run between submodules and have no name
+
+# Matrix products, convolutions and fused attention of torch; whatever a library has registered by itself
+# (grouped experts, scans) is one kernel that is costly too.
+_COSTLY = re.compile(r"aten::_?\w*(mm|attention\w*|convolution\w*)")
+_ATTENTION = re.compile(r".*(attention|attn).*")
+_NOT_A_KERNEL = {"aten", "prim", "prims", "c10d", "_c10d_functional", "fsdp"}
+
+
+def apply_op_sac(
+    model: nn.Module,
+    *,
+    save: str | Iterable[str],
+    blocks: Iterable[int | str] | None = None,
+    preserve_rng_state: bool | Literal["auto"] = "auto",
+    early_stop: bool | None = None,
+) -> list[str]:
+    """Checkpoint blocks but keep what their named submodules compute; the rest is recomputed.
+
+    What is kept are the outputs of the costly operations inside a named submodule: of a linear layer its
+    output, of a whole attention its projections and its fused kernel. Cheap operations are recomputed
+    everywhere. Works in eager mode and in compiled blocks, before or after ``shard_model``. Replaces an
+    earlier ``apply_sac`` or ``apply_op_sac``; ``remove_sac`` undoes it.
+
+    Args:
+        model: Any model that ``find_blocks`` reads.
+        save: Names of submodules within a block by their last components: ``"self_attn"``, ``"o_proj"``,
+            ``"mlp.down_proj"``; or ``"sdpa"`` for the fused attention kernels alone.
+        blocks: FQNs or positions, as in ``apply_sac``; None takes all blocks.
+        preserve_rng_state: See ``apply_sac``.
+        early_stop: See ``apply_sac``.
+
+    Returns:
+        FQNs of the checkpointed blocks, in forward order.
+
+    Raises:
+        NoBlocksError: If the model has no blocks.
+        ValueError: If a name matches no submodule of these blocks, a named one has no matrix to multiply
+            by, ``"sdpa"`` cannot be kept, a part of a block is compiled by itself (torch would see none of
+            its operations), or compile's memory budget is on
+            (torch would ignore it, or else the marks).
+
+    Memory: The inputs of each block and the outputs that are kept.
+    """
+    chosen = find_blocks(model) if blocks is None else named_blocks(model, blocks)
+    names = (save,) if isinstance(save, str) else tuple(save)
+    kept = _kept_modules(chosen, names)
+    options = checkpoint_options(model, preserve_rng_state, early_stop)
+    if SDPA in names:
+        _check_sdpa(model)
+    _refuse_compiled_parts(chosen)
+    refuse_memory_budget("apply_op_sac")
+    enter_mode(model, "apply_op_sac", replaces={"apply_sac", "apply_op_sac"})
+    inside = _Inside(options["preserve_rng_state"])
+    for module in kept:
+        plain = module.__dict__.get("forward")
+        override(module, forward=functools.partial(_forward_inside, module, inside, plain))
+    policy = functools.partial(_policy, inside, names)
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    recompute = functools.partial(checkpoint, context_fn=contexts, **options)
+    for block in chosen.values():
+        checkpoint_block(block, recompute)
+    disable_caches(model)
+    return list(chosen)
+
+
+class _Inside:
+    """How many of the named modules the forward is in at present."""
+
+    def __init__(self, is_random: bool) -> None:
+        self.depth = 0
+        self.is_random = is_random
+
+
+def _forward_inside(self: nn.Module, inside: _Inside, plain: Any, *args: Any, **kwargs: Any) -> Any:
+    forward = plain if plain is not None else functools.partial(type(self).forward, self)
+    if torch.compiler.is_compiling():  # compiled code is known by modules_being_traced
+        return forward(*args, **kwargs)
+    inside.depth += 1
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        inside.depth -= 1
+
+
+def _policy(
+    inside: _Inside, names: tuple[str, ...], context: Any, op: Any, *args: Any, **kwargs: Any
+) -> CheckpointPolicy:
+    is_kept = SDPA in names and _ATTENTION.fullmatch(op.name()) is not None
+    if not is_kept and _is_costly(op):
+        is_kept = inside.depth > 0 or any(_ends_with(path, names) for path in modules_being_traced())
+    # A kernel that draws random numbers has to draw them again, or those after it would differ.
+    if is_kept and not (inside.is_random and draws_random_numbers_now(op, args, kwargs)):
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _is_costly(op: Any) -> bool:
+    if op.namespace in _NOT_A_KERNEL:
+        return _COSTLY.fullmatch(op.name()) is not None
+    return not changes_its_inputs(op)
+
+
+def _ends_with(path: str, names: tuple[str, ...]) -> bool:
+    return any(path == name or path.endswith(f".{name}") for name in names)
+
+
+def _kept_modules(blocks: dict[str, nn.Module], names: tuple[str, ...]) -> list[nn.Module]:
+    """The submodules that ``names`` mean, each once."""
+    if not names or not all(isinstance(name, str) and name for name in names):
+        raise ValueError(
+            f"save takes names of submodules such as 'o_proj', got {names!r}; see also apply_sac"
+        )
+    inside = {
+        (fqn, name): module for fqn, block in blocks.items() for name, module in block.named_modules() if name
+    }
+    kept: dict[int, nn.Module] = {}
+    for name in names:
+        matching = {path: module for path, module in inside.items() if _ends_with(path[1], (name,))}
+        if name == SDPA and not matching:
+            continue
+        if not matching:
+            raise ValueError(
+                f"no submodule of these blocks is called {name!r}; they have {_nameable(blocks)}"
+            )
+        for path, module in matching.items():
+            if not _has_matrix(module):
+                where = ".".join(path)
+                raise ValueError(
+                    f"{where} ({type(module).__name__}) has no matrix to multiply by: recomputing it costs "
+                    f"next to nothing; name one of {_nameable(blocks)}"
+                )
+            kept[id(module)] = module
+    return list(kept.values())
+
+
+def _nameable(blocks: dict[str, nn.Module], most: int = 16) -> list[str]:
+    """Names that ``save`` takes, without the indices of experts."""
+    names = (
+        name for block in blocks.values() for name, m in block.named_modules() if name and _has_matrix(m)
+    )
+    return list(dict.fromkeys(name for name in names if not re.search(r"(^|\.)\d+(\.|$)", name)))[:most]
+
+
+def _has_matrix(module: nn.Module) -> bool:
+    return any(parameter.ndim > 1 for parameter in module.parameters())
+
+
+def _check_sdpa(model: nn.Module) -> None:
+    implementation = attention_of(model)
+    if implementation == "eager":
+        raise ValueError(
+            "save='sdpa' keeps fused attention kernels, and this model runs attn_implementation='eager'; "
+            "load it with 'sdpa', or name the attention module"
+        )
+    for name, value in vars(getattr(model, "config", object)).items():
+        if "drop" in name and "att" in name and isinstance(value, float) and value > 0:
+            raise ValueError(
+                f"save='sdpa' cannot be kept with {name}={value}: the kernel has to draw its numbers again; "
+                f"set config.{name} = 0, or leave 'sdpa' out"
+            )
+
+
+def _refuse_compiled_parts(blocks: dict[str, nn.Module]) -> None:
+    for fqn, block in blocks.items():
+        for name, module in block.named_modules():
+            # block.compile() is fine, for it compiles what surrounds the checkpoint; torch.compile(block) is
+            # inside of it, as a part with a compile() of its own is.
+            if is_compiled(module) and (name or hasattr(module, "_orig_mod")):
+                where = f"{fqn}.{name}" if name else fqn
+                raise ValueError(
+                    f"{where} is compiled inside of the checkpoint, where torch would ignore save=: use "
+                    "compile_blocks(model), or block.compile() instead of torch.compile(block)"
+                )

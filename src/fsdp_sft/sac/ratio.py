@@ -1,0 +1,82 @@
+"""Which blocks a ratio picks, in exact arithmetic."""
+
+import math
+import re
+from fractions import Fraction
+from typing import Literal
+
+Ratio = float | str | Fraction
+Placement = Literal["even", "prefix"]
+
+_PLACEMENTS = ("even", "prefix")
+_RATIO_TEXT = re.compile(r"\d+(\.\d+)?(\s*/\s*\d+(\.\d+)?)?", re.ASCII)
+
+
+def parse_ratio(ratio: Ratio) -> Fraction:
+    """The exact ratio behind a number or a text such as ``"1/3"``.
+
+    Args:
+        ratio: A float is taken as the nearest fraction with a denominator up to 1000, because 0.7 as it is
+            stored is a little less than 7/10 and would pick 31 of 45 blocks instead of 32.
+
+    Raises:
+        TypeError: If it is no number or text.
+        ValueError: If it cannot be read or lies outside [0, 1].
+    """
+    if isinstance(ratio, bool) or not isinstance(ratio, (int, float, str, Fraction)):
+        raise TypeError(f"ratio must be a number in [0, 1] or a text such as '1/3', got {ratio!r}")
+    if isinstance(ratio, str):
+        # A pattern, not Fraction() alone: that also reads '1_0', '1e5' and unbounded powers of ten.
+        text = ratio.strip()
+        if len(text) > 32 or _RATIO_TEXT.fullmatch(text) is None:
+            raise ValueError(f"ratio must be a number in [0, 1] or a text such as '1/3', got {ratio[:40]!r}")
+        parts = [Fraction(part.strip()) for part in text.split("/")]
+        if len(parts) == 2 and parts[1] == 0:
+            raise ValueError(f"ratio {ratio!r} divides by zero; use 0 to checkpoint no block")
+        exact = parts[0] / parts[1] if len(parts) == 2 else parts[0]
+    elif isinstance(ratio, float):
+        if not math.isfinite(ratio):
+            raise ValueError(f"ratio must be in [0, 1], got {ratio}")
+        exact = Fraction(ratio).limit_denominator(1000)
+        if ratio < 0 or ratio > 1:
+            exact = Fraction(ratio)
+    else:
+        exact = Fraction(ratio)
+    if not 0 <= exact <= 1:
+        hint = "use 1 to checkpoint every block" if exact > 1 else "use 0 to checkpoint none"
+        raise ValueError(f"ratio must be in [0, 1], got {ratio}; {hint}")
+    return exact
+
+
+def select_block_indices(num_blocks: int, ratio: Ratio, *, placement: Placement = "even") -> list[int]:
+    """Which of ``num_blocks`` blocks a ratio checkpoints.
+
+    ``"even"``: block ``i`` is taken when ``floor((i + 1) * r + 1/2) > floor(i * r + 1/2)``, in exact
+    arithmetic, which spreads them and takes ``floor(num_blocks * r + 1/2)`` in all. ``"prefix"``: that many
+    from the front, which lowers the peak further, since the blocks whose activations are held longest are
+    the first.
+
+    Args:
+        num_blocks: Number of blocks in the model.
+        ratio: Fraction of blocks in [0, 1]: a number or a text such as ``"1/3"``.
+        placement: ``"even"`` or ``"prefix"``.
+
+    Returns:
+        Indices from 0, ascending.
+
+    Raises:
+        TypeError: If ``ratio`` is no number or text.
+        ValueError: If an argument is out of range.
+    """
+    if isinstance(num_blocks, bool) or not isinstance(num_blocks, int) or num_blocks < 0:
+        raise ValueError(f"num_blocks must be a non-negative integer, got {num_blocks!r}")
+    if placement not in _PLACEMENTS:
+        raise ValueError(f"placement must be one of {_PLACEMENTS}, got {placement!r}")
+    exact = parse_ratio(ratio)
+
+    def taken_before(i: int) -> int:
+        return math.floor(i * exact + Fraction(1, 2))
+
+    if placement == "prefix":
+        return list(range(taken_before(num_blocks)))
+    return [i for i in range(num_blocks) if taken_before(i + 1) > taken_before(i)]
