@@ -18,6 +18,7 @@ from tests.models import tiny_model
 
 # (function of _compat, module that has the private name, the name, where a public form would be expected)
 PRIVATE = [
+    ("default_store", "torch.distributed.distributed_c10d", "_get_default_store", "torch.distributed"),
     (
         "render_chat",
         "transformers.utils.chat_template_utils",

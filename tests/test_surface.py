@@ -16,7 +16,7 @@ SOURCE = Path(fs.__file__).parent
 # The floor of the house, then each storey: a module imports from lower storeys only.
 STOREYS = [
     {"_compat", "_agree", "_safetensors", "_slurm", "_launch", "distributed", "blocks", "preemption"},
-    {"shard", "sac", "collate", "metrics", "dcp_io", "sampler", "weights"},
+    {"shard", "sac", "collate", "metrics", "dcp_io", "sampler", "weights", "watchdog"},
     {"loss", "packing", "planner", "pretrained"},
     {"step", "prepared"},
 ]

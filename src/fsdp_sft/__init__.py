@@ -92,6 +92,8 @@ if TYPE_CHECKING:
     from fsdp_sft.step import gradient_sync as gradient_sync
     from fsdp_sft.step import train_step as train_step
     from fsdp_sft.step import windows as windows
+    from fsdp_sft.watchdog import STALL_EXIT_CODE as STALL_EXIT_CODE
+    from fsdp_sft.watchdog import Watchdog as Watchdog
     from fsdp_sft.weights import CheckpointFormatError as CheckpointFormatError
     from fsdp_sft.weights import LoadReport as LoadReport
     from fsdp_sft.weights import MissingKeysError as MissingKeysError
@@ -135,6 +137,7 @@ _OWNERS = {
     "ResumableSampler": "sampler",
     "RunPlan": "planner",
     "SFTCollator": "collate",
+    "STALL_EXIT_CODE": "watchdog",
     "SavedCheckpoint": "dcp_io",
     "StepProfiler": "metrics",
     "StepResult": "step",
@@ -143,6 +146,7 @@ _OWNERS = {
     "TrackioSink": "metrics",
     "UnexpectedKeysError": "weights",
     "WandbSink": "metrics",
+    "Watchdog": "watchdog",
     "aggregate_metrics": "metrics",
     "apply_op_sac": "sac",
     "apply_sac": "sac",

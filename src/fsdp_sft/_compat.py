@@ -451,3 +451,16 @@ def draws_random_numbers_now(op: Any, args: tuple[Any, ...], kwargs: dict[str, A
             )
             return bool(value)
     return True
+
+
+# --- watchdog ---------------------------------------------------------------------------------------------
+
+
+def default_store() -> Any:
+    """The store over which the default process group was made, with the group's prefix.
+
+    ``init_process_group`` keeps it; a store of one's own would need a port that only the launcher knows.
+    """
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()

@@ -1,0 +1,117 @@
+"""What one rank says about itself at one moment, and what can be seen of a process on this machine."""
+
+import json
+import os
+import sys
+import sysconfig
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+RUNNING, ENDED, FAILED = "running", "ended", "failed"
+
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_COLLECTIVES = os.path.join("torch", "distributed", "")
+
+
+@dataclass(frozen=True)
+class Beat:
+    """One heartbeat.
+
+    Attributes:
+        rank: Of whom.
+        host: Host name.
+        process: Process id, start time and process namespace, which together name one process of a machine.
+        number: Counts beats: one that stays the same means that the process does not run.
+        progress: Counts calls of ``step`` and changes of phase: one that stays means that the loop hangs.
+        step: The last step that the loop began; None before the first.
+        phase: ``"train"``, or the innermost ``phase``.
+        limit: Seconds that ``progress`` may stay the same; infinite while paused.
+        state: ``"running"``, ``"ended"`` or ``"failed"`` (an exception left the block).
+        error: The exception of a failed rank.
+        ticket: Which rank failed first: 1, 2, ...; 0 for none.
+        where: Innermost place in the caller's own code, such as ``"train.py:33 in main"``.
+        collective: Name of the torch.distributed function that the main thread is in, or "".
+        shapes: (first step, shape) of the latest changes of the batch's shape; () where none was given.
+        saw: (rank, state) of processes of the same machine that do not run.
+    """
+
+    rank: int
+    host: str
+    process: tuple[int, str, str]
+    number: int = 0
+    progress: int = 0
+    step: int | None = None
+    phase: str = "train"
+    limit: float = 0.0
+    state: str = RUNNING
+    error: str = ""
+    ticket: int = 0
+    where: str = ""
+    collective: str = ""
+    shapes: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    saw: tuple[tuple[int, str], ...] = ()
+
+    def to_bytes(self) -> bytes:
+        """As it goes through the store; a few hundred bytes."""
+        return json.dumps(list(vars(self).values()), separators=(",", ":")).encode()
+
+    @classmethod
+    def from_bytes(cls, value: bytes) -> "Beat":
+        """What ``to_bytes`` made, with tuples where JSON has lists."""
+        return cls(*(_tuples(item) for item in json.loads(value)))
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
+
+
+def this_process() -> tuple[int, str, str]:
+    """Process id, start time and process namespace of this process; the latter two "" without /proc."""
+    pid = os.getpid()
+    try:
+        return pid, _stat(pid)[19], os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return pid, "", ""
+
+
+def process_state(beat: Beat, host: str, namespace: str) -> str:
+    """``"dead"``, ``"stopped"`` or ``"running"`` for a process of this machine; "" for one that is not."""
+    pid, born, its_namespace = beat.process
+    if not born or (beat.host, its_namespace) != (host, namespace):
+        return ""
+    try:
+        stat = _stat(pid)
+    except FileNotFoundError:
+        return "dead"
+    except OSError:
+        return ""
+    if stat[19] != born or stat[0] in ("Z", "X"):  # another process with the same number, or a corpse
+        return "dead"
+    return "stopped" if stat[0] in ("T", "t") else "running"
+
+
+def _stat(pid: int) -> list[str]:
+    # Fields from the third on, as proc_pid_stat(5) numbers them; the second may contain blanks and brackets.
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def place_of_main_thread() -> tuple[str, str]:
+    """(innermost place in code outside of libraries, collective that it waits in or "")."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    where = collective = ""
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if _COLLECTIVES in path and not where:
+            if not path.endswith("c10d_logger.py"):  # wraps each of them
+                collective = frame.f_code.co_name
+        elif not where and not path.startswith((*_LIBRARIES, "<frozen")):
+            where = _named(frame)
+        frame = frame.f_back
+    return where, collective
+
+
+def _named(frame: FrameType) -> str:
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"

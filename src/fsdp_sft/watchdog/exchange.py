@@ -1,0 +1,176 @@
+"""Beats through the store, from a thread of its own: a store that does not answer blocks nobody else."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+from fsdp_sft.watchdog.beat import Beat
+
+_FEW = 32
+_SHORTEST_PAUSE = 0.05  # seconds between two posts, however short the steps are
+_LEAVING_SECONDS = 0.2
+
+
+class Exchange:
+    """Posts the own beat and fetches others', once per interval, and posts whatever is new in between.
+
+    Args:
+        store: Any c10d store of the job; a connection of its own is made, since calls of one client wait
+            for each other.
+        prefix: Of all keys; the same on all ranks.
+        rank: The own one.
+        watched: Ranks whose beats to fetch.
+        beat: Makes the own beat; called in the exchange's thread.
+        interval: Seconds between two exchanges.
+        timeout: Seconds that the store may take.
+
+    Attributes:
+        beats: The latest beat of each watched rank that has begun.
+        answered: When the exchange that was last completed began, in ``time.monotonic()``.
+        verdict: What the job ends with, the same on all ranks that reach the store; "" for none yet.
+        ticket: The place of this rank among those that failed, from 1; 0 for none.
+        num_left: How many ranks have left the loop, once this one has.
+        error: What the store said last, if it failed.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        *,
+        prefix: str,
+        rank: int,
+        watched: Sequence[int],
+        beat: Callable[[], Beat],
+        interval: float,
+        timeout: float,
+    ) -> None:
+        self._given: Any = store
+        self._store: Any = None
+        self._timeout = timedelta(seconds=max(timeout, 1.0))
+        self._prefix, self._rank, self._beat, self._interval = prefix, rank, beat, interval
+        self._missing, self._present = set(watched), set[int]()
+        self._wake = threading.Event()
+        self._proposed, self._decided = "", threading.Event()
+        self._wants_ticket = self._wants_to_leave = self._hurry = self._closing = False
+        self._closed_at = 0.0
+        self._num_left = 0
+        self._looks = 0
+        self.beats: dict[int, Beat] = {}
+        self.answered = time.monotonic()
+        self.verdict = ""
+        self.ticket = 0
+        self.num_left = 0
+        self.error = ""
+        self._thread = threading.Thread(target=self._run, name="watchdog-store", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def poke(self) -> None:
+        """Post the own beat soon: it has something new."""
+        self._wake.set()
+
+    def leave(self) -> None:
+        """Count this rank as one that has left the loop; ``num_left`` says from now on how many have."""
+        self._wants_to_leave = self._hurry = True
+        self._wake.set()
+
+    def propose(self, text: str, seconds: float) -> str:
+        """The job's verdict: ``text``, or what another rank said first, or ``text`` if the store is mute."""
+        self._proposed, self._hurry = text, True
+        self._wake.set()
+        self._decided.wait(seconds)
+        return self.verdict or text
+
+    def fail(self, seconds: float) -> None:
+        """Take the next place among the ranks that failed, and exchange now."""
+        self._wants_ticket = self._wants_to_leave = True
+        self.refresh(seconds)
+
+    def refresh(self, seconds: float) -> None:
+        """Exchange now, and wait for it at most so long."""
+        asked, self._hurry = time.monotonic(), True
+        self._wake.set()
+        while self.answered < asked and time.monotonic() - asked < seconds and self._thread.is_alive():
+            time.sleep(0.01)
+
+    def close(self, seconds: float) -> None:
+        """Post the last beat and stop, or give up after so long."""
+        self._closed_at = time.monotonic()
+        self._closing = self._wants_to_leave = True
+        self._wake.set()
+        self._thread.join(seconds)
+
+    def _run(self) -> None:
+        due = 0.0
+        while not (self._closing and self.answered >= self._closed_at):
+            self._wake.wait(max(due - time.monotonic(), 0.0))
+            self._wake.clear()
+            asked = time.monotonic()
+            full = self._hurry or self._closing or asked >= due
+            self._hurry = False
+            try:
+                self._post()
+                if full:
+                    self._fetch()
+                    self.answered, self.error = asked, ""
+            except RuntimeError as error:  # torch's DistError, which all of the store's errors are
+                self.error = str(error).split("\n", 1)[0]
+                if self._closing:
+                    return
+            if full:
+                due = asked + (_LEAVING_SECONDS if self._wants_to_leave else self._interval)
+            time.sleep(_SHORTEST_PAUSE)
+
+    def _post(self) -> None:
+        if self._store is None:
+            self._store = self._given.clone()
+            self._store.set_timeout(self._timeout)
+        if self._wants_ticket and not self.ticket:
+            self.ticket = int(self._store.add(self._prefix + "tickets", 1))
+        self._store.set(self._key(self._rank), self._beat().to_bytes())
+
+    def _fetch(self) -> None:
+        self._find_new()
+        ranks = sorted(self._present)
+        values = self._store.multi_get([self._key(rank) for rank in ranks]) if ranks else []
+        self.beats = {rank: Beat.from_bytes(value) for rank, value in zip(ranks, values, strict=True)}
+        key = self._prefix + "verdict"
+        if self._proposed and not self.verdict:
+            self.verdict = self._store.compare_set(key, "", self._proposed).decode()
+        # After a verdict of one's own and before asking for others': who sees all leave sees that, too.
+        if self._wants_to_leave:
+            self._num_left = int(self._store.add(self._prefix + "left", 0 if self._num_left else 1))
+        if not self.verdict and self._store.check([key]):
+            self.verdict = self._store.get(key).decode()
+        self.num_left = self._num_left
+        if self.verdict:
+            self._decided.set()
+
+    def _find_new(self) -> None:
+        # One question for all of a large job; one by one only at times, while some are still missing.
+        self._looks += 1
+        if not self._missing:
+            return
+        if self._store.check([self._key(rank) for rank in self._missing]):
+            found = set(self._missing)
+        elif len(self._missing) <= _FEW or self._looks % 4 == 1:
+            found = {rank for rank in self._missing if self._store.check([self._key(rank)])}
+        else:
+            found = set()
+        self._present |= found
+        self._missing -= found
+
+    def _key(self, rank: int) -> str:
+        return f"{self._prefix}{rank}"
+
+
+def address_of(store: Any) -> str:
+    """``"host:port"`` of a TCPStore below any number of prefixes; "" for another store."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    host, port = getattr(store, "host", ""), getattr(store, "port", "")
+    return f"{host}:{port}" if host else ""

@@ -1,0 +1,346 @@
+"""The watchdog: what a loop tells it, and the thread that looks at all ranks."""
+
+import math
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+
+from fsdp_sft._agree import is_distributed
+from fsdp_sft._compat import default_store
+from fsdp_sft.watchdog.beat import (
+    ENDED,
+    FAILED,
+    RUNNING,
+    Beat,
+    place_of_main_thread,
+    process_state,
+    this_process,
+)
+from fsdp_sft.watchdog.exchange import Exchange, address_of
+from fsdp_sft.watchdog.judge import Finding, Judge, first_failed
+from fsdp_sft.watchdog.report import Report
+
+STALL_EXIT_CODE = 86
+"""What every rank ends with after the watchdog has reported a stall; no shell or scheduler uses it itself."""
+
+_LOOKOUTS = 16  # ranks that watch all others; the rest watch these and one neighbour
+_SHAPES_KEPT = 16
+_uses = count()  # watchdogs entered by this process, which all ranks enter in the same order
+
+
+class Watchdog:
+    """Names the rank that a job hangs on, on all ranks, and ends the job.
+
+    A collective that one rank does not enter leaves the others waiting in C++ until the group's time-out,
+    where no exception reaches them. So a thread of each rank posts heartbeats to the store over which the
+    process group was made, without collectives, and looks at the others'::
+
+        with fs.Watchdog(timeout=300) as watchdog:
+            for step, window in enumerate(fs.windows(loader, 8), start=1):
+                watchdog.step(step)
+                fs.train_step(model, window, optimizer)
+                if step % 100 == 0:
+                    with watchdog.phase("save", timeout=1800):
+                        fs.save_checkpoint("ckpt", step, model=model, optimizer=optimizer)
+
+    A report is due when a process is gone; when one sends no heartbeat for ``timeout`` seconds (stopped, or
+    its host lost); when one makes no progress for that long (its loop hangs, or waits for a rank that is
+    behind or has left); when one never enters the block; when batches differ in a shape given to ``step``.
+    Then every rank that still runs writes the same to stderr: rank, host, process, step, phase and place
+    of each rank that stands out, what the others do, and the stack of its own main thread. It exits with
+    ``STALL_EXIT_CODE``, whatever its main thread waits in. All that takes ``timeout`` and at most four
+    intervals; a process that is gone is found by ranks of its own machine within three intervals.
+
+    A rank that comes to the end of the block waits there until all have left it, as long as the others make
+    progress. One that leaves with an exception does not wait; it is reported only once another has waited for
+    it for too long, and the exception gets a note that says which rank failed or died first. If the store
+    cannot be reached (its host is rank 0 or torchrun's agent), each rank judges by its own progress, and
+    reports where the store was and what it heard last.
+
+    A single process only watches its own progress.
+
+    Args:
+        timeout: Seconds that a step may take on any rank, with what comes between two calls of ``step``; more
+            than the longest, less than the time-out of the process group.
+        interval: Seconds between two heartbeats; None takes a tenth of ``timeout``, at most 5.
+
+    Raises:
+        ValueError: For a time that is not positive, or an interval of more than a third of ``timeout``.
+        RuntimeError: On entering twice.
+
+    Collective: all ranks, in the same order if there are several; they wait for each other at the end only.
+
+    Memory: one beat of some hundred bytes per watched rank. Up to 16 ranks watch all others, all further ones
+    watch these and one neighbour, so that the store serves 33,000 beats per interval to 1,000 ranks.
+    """
+
+    def __init__(self, *, timeout: float = 600.0, interval: float | None = None) -> None:
+        _check_seconds("timeout", timeout)
+        if interval is not None:
+            _check_seconds("interval", interval)
+            if interval > timeout / 3:
+                raise ValueError(f"interval={interval:g} is more than a third of timeout={timeout:g}")
+        self.timeout = float(timeout)
+        self.interval = float(interval) if interval is not None else min(self.timeout / 10, 5.0)
+        self._host, self._process = socket.gethostname(), this_process()
+        self._rank, self._world_size = 0, 1
+        self._step: int | None = None
+        self._phases: list[tuple[str, float]] = [("train", self.timeout)]
+        self._progress = count(1)
+        self._state: dict[str, Any] = {"progress": 0, "step": None, "phase": "train", "limit": self.timeout}
+        self._shapes: list[tuple[int, tuple[int, ...]]] = []
+        self._numbers = count(1)
+        self._ending: dict[str, Any] = {"state": RUNNING}
+        self._saw: dict[int, str] = {}
+        self._left = threading.Event()
+        self._exchange: Exchange | None = None
+        self._judge: Judge | None = None
+        self._thread: threading.Thread | None = None
+        self._store_address = ""
+
+    def __enter__(self) -> "Watchdog":
+        if self._thread is not None:
+            raise RuntimeError("this Watchdog was entered before; make another one")
+        self._process = this_process()
+        if is_distributed():
+            self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+            self._join(default_store())
+        else:
+            self._judge = self._new_judge([0])
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, Exception):
+            self._ending = {"state": FAILED, "error": f"{type(error).__name__}: {_first_line(error)}"}
+            self._explain(error)
+        else:
+            self._ending = {"state": ENDED}
+            if error is None:
+                self._wait_for_the_others()
+        self._left.set()
+        if self._exchange is not None:
+            self._exchange.close(min(self.timeout, 2.0))
+
+    def step(self, step: int, *, shape: Sequence[int] | None = None) -> None:
+        """Say that the loop begins ``step``.
+
+        Args:
+            step: Number of the step; the same on all ranks for steps that belong together.
+            shape: Shape of the batch, where all ranks' batches must have the same one in each step (padding
+                to ``max_length``, packs, collectives of one's own over the batch): a rank that differs ends
+                the job. Leave it out where lengths may differ, which FSDP does not mind.
+
+        Raises:
+            TypeError: For a step that is not an int.
+        """
+        if isinstance(step, bool) or not isinstance(step, int):
+            raise TypeError(f"step must be an int, got {type(step).__name__}")
+        sizes = tuple(int(size) for size in shape or ())
+        if sizes != (self._shapes[-1][1] if self._shapes else ()):
+            self._shapes = [*self._shapes[1 - _SHAPES_KEPT :], (step, sizes)]
+        self._step = step
+        self._moved()
+
+    @contextmanager
+    def phase(self, name: str, *, timeout: float | None = None) -> Iterator[None]:
+        """Name what the block does in reports, and give it a limit of its own.
+
+        While a rank is in a phase with a longer limit than others', these may wait for it as long.
+
+        Args:
+            name: Such as ``"save"``.
+            timeout: Seconds without progress that are allowed inside; None keeps the limit from outside.
+
+        Raises:
+            ValueError: For a time that is not positive.
+        """
+        if timeout is not None and timeout != math.inf:
+            _check_seconds("timeout", timeout)
+        self._phases.append((name, self._phases[-1][1] if timeout is None else float(timeout)))
+        self._moved()
+        try:
+            yield
+        finally:
+            self._phases.pop()
+            self._moved()
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Let the block take as long as it likes; that its process runs is watched all the same."""
+        with self.phase("paused", timeout=math.inf):
+            yield
+
+    def _moved(self) -> None:
+        phase, limit = self._phases[-1]
+        # One assignment: the other threads see the old state or the new one.
+        self._state = {"progress": next(self._progress), "step": self._step, "phase": phase, "limit": limit}
+        if self._exchange is not None:
+            self._exchange.poke()
+
+    def _beat(self) -> Beat:
+        where, collective = place_of_main_thread()
+        return Beat(
+            rank=self._rank,
+            host=self._host,
+            process=self._process,
+            number=next(self._numbers),
+            ticket=self._exchange.ticket if self._exchange is not None else 0,
+            where=where,
+            collective=collective,
+            shapes=tuple(self._shapes),
+            saw=tuple(self._saw.items()),
+            **self._state,
+            **self._ending,
+        )
+
+    def _join(self, store: Any) -> None:
+        everyone = range(self._world_size)
+        lookouts = set(everyone[:_LOOKOUTS])
+        neighbour = (self._rank + 1) % self._world_size
+        watched = sorted(everyone if self._rank in lookouts else lookouts | {self._rank, neighbour})
+        self._judge = self._new_judge(watched)
+        self._store_address = address_of(store)
+        self._exchange = Exchange(
+            store,
+            prefix=f"fsdp_sft/watchdog/{next(_uses)}/",
+            rank=self._rank,
+            watched=watched,
+            beat=self._beat,
+            interval=self.interval,
+            timeout=self.timeout,
+        )
+        self._exchange.start()
+
+    def _new_judge(self, watched: list[int]) -> Judge:
+        thorough = len(watched) == self._world_size
+        return Judge(self._rank, watched, thorough=thorough, timeout=self.timeout, now=time.monotonic())
+
+    def _watch(self) -> None:
+        ticked = time.monotonic()
+        while not self._left.wait(self.interval):
+            now = time.monotonic()
+            # Far too late: this process was stopped itself, or starved, and has not seen the others since.
+            if now - ticked > 3 * self.interval + 1 and self._judge is not None:
+                self._judge.shift(now - ticked)
+            ticked = now
+            verdict = self._exchange.verdict if self._exchange is not None else ""
+            verdict = verdict or self._look()
+            if verdict:
+                self._end(verdict)
+                return
+
+    def _look(self) -> str:
+        """What ends the job, or ""."""
+        assert self._judge is not None
+        now = time.monotonic()
+        answered = self._exchange.answered if self._exchange is not None else now
+        beats = dict(self._exchange.beats) if self._exchange is not None else {}
+        beats[self._rank] = self._beat()
+        states = self._states(beats)
+        finding = self._judge.look(beats, now=now, answered=answered, states=states)
+        if finding is None:
+            return ""
+        text = self._text(finding, beats, states, now)
+        return self._exchange.propose(text, 2 * self.interval + 1) if self._exchange is not None else text
+
+    def _states(self, beats: dict[int, Beat]) -> dict[int, str]:
+        """Processes that do not run, as far as this rank or another one sees."""
+        _, _, namespace = self._process
+        own = {r: process_state(b, self._host, namespace) for r, b in beats.items() if b.state == RUNNING}
+        self._saw = {r: state for r, state in own.items() if state in ("dead", "stopped")}
+        told = {r: state for b in beats.values() for r, state in b.saw if r not in own or not own[r]}
+        return {**told, **self._saw}
+
+    def _text(self, finding: Finding, beats: dict[int, Beat], states: dict[int, str], now: float) -> str:
+        assert self._judge is not None
+        report = Report(beats, self._judge.stamps, states, now=now, timeout=self.timeout)
+        text = report.text(finding)
+        exchange = self._exchange
+        if exchange is not None and (exchange.error or now - exchange.answered > self.timeout):
+            store = f"the store{f' at {self._store_address}' if self._store_address else ''}"
+            reason = f": {exchange.error}" if exchange.error else ""
+            text += (
+                f"\n  {store}, hosted by rank 0 or torchrun's agent, has not answered for "
+                f"{now - exchange.answered:.0f} s{reason}; of the other ranks this is what was heard last"
+            )
+        return text
+
+    def _end(self, verdict: str) -> None:
+        own = f"rank {self._rank} of {self._world_size} on {self._host}"
+        frames = sys._current_frames().get(threading.main_thread().ident or 0)
+        stack = "".join(traceback.format_stack(frames)) if frames is not None else ""
+        _write(f"[watchdog, {own}] {verdict}\n{own} was here:\n{stack}[watchdog, {own}] ")
+        _write(f"exits with code {STALL_EXIT_CODE}\n")
+        # The store may live in this process: let the others fetch the verdict first.
+        self._left.wait(2 * self.interval + 1 if self._exchange is not None else 0)
+        if self._left.is_set():
+            return  # an exception has reached the main thread after all, and says more
+        flushing = threading.Thread(target=_flush, daemon=True)
+        flushing.start()
+        flushing.join(1.0)  # the main thread may hold the stream's lock for ever
+        os._exit(STALL_EXIT_CODE)
+
+    def _wait_for_the_others(self) -> None:
+        if self._exchange is None:
+            return
+        self._exchange.leave()
+        while self._exchange.verdict or not (
+            self._exchange.num_left == self._world_size or self._exchange.error
+        ):
+            time.sleep(0.02)  # with a verdict, until the other thread ends the process
+
+    def _explain(self, error: Exception) -> None:
+        """Note who failed or died first: what reaches a rank is often only the loss of its peer."""
+        if self._exchange is None or self._judge is None:
+            return
+        self._exchange.fail(min(self.interval, 2.0))
+        deadline = time.monotonic() + min(3 * self.interval, 5.0)
+        while True:
+            beats = {**self._exchange.beats, self._rank: self._beat()}
+            dead = [r for r, state in self._states(beats).items() if state == "dead"]
+            first = first_failed(beats)
+            if dead or (first is not None and first.rank != self._rank) or time.monotonic() > deadline:
+                break
+            self._exchange.refresh(self.interval)
+        for rank in dead:
+            at = f"in step {beats[rank].step}, phase {beats[rank].phase}"
+            error.add_note(f"watchdog: rank {rank} on {beats[rank].host} died {at}")
+        if not dead and first is not None and first.rank != self._rank:
+            at = f"in step {first.step}, phase {first.phase}"
+            error.add_note(f"watchdog: rank {first.rank} on {first.host} failed first, {at}: {first.error}")
+
+
+def _check_seconds(name: str, value: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise ValueError(f"{name} must be a positive number of seconds, got {value!r}")
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).split("\n", 1)[0][:200]
+
+
+def _write(text: str) -> None:
+    # Not sys.stderr: the main thread may hang while it holds that.
+    try:
+        os.write(2, text.encode(errors="replace"))
+    except OSError:
+        return
+
+
+def _flush() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
