@@ -127,9 +127,10 @@ class Report:
         return f"is {abs(ahead)} step{'s' * (abs(ahead) > 1)} {'ahead' if ahead > 0 else 'behind'}"
 
     def _not_waiting(self, beat: Beat) -> str:
-        overdue = self.now - self.stamps[beat.rank].counts > beat.limit
+        # Those that wait for it may be overdue a little before it is itself.
+        late = self.now - self.stamps[beat.rank].counts > beat.limit / 2
         others = any(b.collective for r, b in self.beats.items() if r != beat.rank)
-        return "hangs outside of a collective" if overdue and others and not beat.collective else ""
+        return "hangs outside of a collective" if late and others and not beat.collective else ""
 
     def _limit(self, finding: Finding) -> float:
         return min(self.beats[rank].limit for rank in finding.ranks)

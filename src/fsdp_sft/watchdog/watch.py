@@ -103,6 +103,7 @@ class Watchdog:
         self._ending: dict[str, Any] = {"state": RUNNING}
         self._saw: dict[int, str] = {}
         self._left = threading.Event()
+        self._found = threading.Event()  # something: the process is about to end
         self._exchange: Exchange | None = None
         self._judge: Judge | None = None
         self._thread: threading.Thread | None = None
@@ -125,6 +126,10 @@ class Watchdog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if isinstance(error, Exception):
+            if self._found.is_set() and self._thread is not None:
+                # Most often only that the others are gone. Left to itself, it would change the exit code.
+                _write("".join(traceback.format_exception(error)))
+                self._thread.join()
             self._ending = {"state": FAILED, "error": f"{type(error).__name__}: {_first_line(error)}"}
             self._explain(error)
         else:
@@ -240,6 +245,7 @@ class Watchdog:
             verdict = self._exchange.verdict if self._exchange is not None else ""
             verdict = verdict or self._look()
             if verdict:
+                self._found.set()
                 self._end(verdict)
                 return
 
@@ -270,7 +276,7 @@ class Watchdog:
         report = Report(beats, self._judge.stamps, states, now=now, timeout=self.timeout)
         text = report.text(finding)
         exchange = self._exchange
-        if exchange is not None and (exchange.error or now - exchange.answered > self.timeout):
+        if exchange is not None and (exchange.error or now - exchange.answered > 3 * self.interval):
             store = f"the store{f' at {self._store_address}' if self._store_address else ''}"
             reason = f": {exchange.error}" if exchange.error else ""
             text += (
