@@ -55,6 +55,7 @@ def test_handlers_come_back_and_nested_guards_tell_each_other() -> None:
                 os.kill(os.getpid(), signal.SIGUSR1)
                 assert inner.should_stop()
                 assert inner.signal == signal.SIGUSR1
+            assert outer.signal == signal.SIGUSR1, "without asking the other ranks again"
             assert outer.should_stop()
         assert signal.getsignal(signal.SIGUSR1) is mine
         assert heard == []

@@ -34,7 +34,8 @@ class PreemptionGuard:
             with ``--signals-to-handle=SIGTERM,SIGINT,SIGUSR1``.
 
     Attributes:
-        signal: The signal that made ``should_stop`` True, the same on all ranks; None before that.
+        signal: The signal that made ``should_stop`` True, here or in a guard inside this one, the same on all
+            ranks; None before that.
 
     Raises:
         ValueError: For no signals, or one that cannot be caught.
@@ -65,8 +66,9 @@ class PreemptionGuard:
         for number, handler in self._before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
             outer = getattr(handler, "__self__", None)
-            if self._noted and isinstance(outer, PreemptionGuard):
+            if isinstance(outer, PreemptionGuard):
                 outer._noted = outer._noted or self._noted
+                outer.signal = outer.signal or self.signal  # which all ranks know already
         self._before.clear()
 
     def should_stop(self) -> bool:
