@@ -10,13 +10,16 @@ import re
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests import launches
 
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge")  # Debian's and Ubuntu's names
 PROGRAMS = ("slurmctld", "slurmd", "srun", "sbatch", "scancel", "scontrol", "squeue", "munged", "munge")
@@ -37,6 +40,7 @@ SlurmdParameters=config_overrides
 ReturnToService=2
 KillWait=60
 JobRequeue=1
+MinJobAge=3600
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SlurmctldPidFile={folder}/slurmctld.pid
@@ -60,7 +64,7 @@ class SlurmCluster:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._daemons: list[subprocess.Popen[bytes]] = []
-        outside = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "SBATCH_", "SRUN_"))}
+        outside = {k: v for k, v in launches.environment().items() if not k.startswith(("SBATCH_", "SRUN_"))}
         self.env = {**outside, "SLURM_CONF": str(folder / "slurm.conf")}
 
     def start(self) -> None:
@@ -127,21 +131,34 @@ class SlurmCluster:
         """What the controller says about a job: JobState, ExitCode, Restarts, ..."""
         return dict(re.findall(r"(\w+)=(\S*)", self.call("scontrol", "show", "job", job_id)))
 
-    def wait(self, job_id: str, *, timeout: float = 300, starts: int = 1) -> dict[str, str]:
-        """Wait until a job has ended after at least ``starts`` starts.
+    def release(self, job_id: str) -> None:
+        """Start a requeued job now: by Slurm's design it would wait for about two minutes."""
+        with contextlib.suppress(RuntimeError):  # it may have started in between
+            if self.job(job_id)["Reason"] in ("BeginTime", "JobHeldUser"):
+                self.call("scontrol", "update", f"JobId={job_id}", "StartTime=now")
 
-        A requeued job waits about two minutes by Slurm's design; it is let go at once here.
-        """
-        deadline = time.monotonic() + timeout
-        while True:
-            job = self.job(job_id)
-            if job["JobState"] in ENDED and int(job["Restarts"]) + 1 >= starts:
-                return job
-            if job["JobState"] == "PENDING" and job["Reason"] in ("BeginTime", "JobHeldUser", "None"):
-                with contextlib.suppress(RuntimeError):  # it may have started in between
-                    self.call("scontrol", "update", f"JobId={job_id}", "StartTime=now")
-            assert time.monotonic() < deadline, job
-            time.sleep(0.5)
+    def until(self, condition: Callable[[], Any], seconds: float, otherwise: str) -> None:
+        """Wait for a condition; AssertionError with the daemons' logs after ``seconds``."""
+        try:
+            _until(condition, seconds, otherwise)
+        except RuntimeError as error:
+            raise AssertionError(f"{error}\n{self.logs()}") from error
+
+    def ended(self, job_id: str, *, starts: int = 1) -> bool:
+        """Whether a job has ended after at least ``starts`` starts; if it is requeued, it starts now."""
+        self.release(job_id)
+        job = self.job(job_id)
+        return job["JobState"] in ENDED and int(job["Restarts"]) + 1 >= starts
+
+    def wait(self, *job_ids: str, timeout: float = 300, starts: int = 1) -> list[dict[str, str]]:
+        """Wait until jobs have ended, and what the controller says about each then."""
+        everyone = ", ".join(job_ids)
+        self.until(
+            lambda: not [job_id for job_id in job_ids if not self.ended(job_id, starts=starts)],
+            timeout,
+            f"jobs {everyone} do not end",
+        )
+        return [self.job(job_id) for job_id in job_ids]
 
     def logs(self) -> str:
         """The ends of the daemons' logs."""
@@ -154,6 +171,49 @@ class SlurmCluster:
                 [str(path), *command[1:]], env=self.env, stdout=log, stderr=log, start_new_session=True
             )
         self._daemons.append(daemon)
+
+
+class TrainingJob:
+    """The example's train.sbatch on a cluster, with a pause in each step."""
+
+    def __init__(
+        self,
+        cluster: SlurmCluster,
+        folder: Path,
+        *options: str,
+        nodes: int,
+        ranks: int,
+        steps: int,
+        pace: float,
+        script: str = "train.sbatch",
+        **env: str,
+    ) -> None:
+        self.cluster, self.folder, self.text = cluster, folder, folder / "job.log"
+        shape = (f"--nodes={nodes}", f"--ntasks-per-node={ranks // nodes}", "--cpus-per-task=1")
+        place = ("--gpus-per-node=0", "--chdir", str(launches.ROOT), "--output", str(self.text))
+        program = {"PACE_SECONDS": str(pace), "TRAIN": f"{sys.executable} {launches.PACED}"}
+        self.id = cluster.sbatch(
+            *(*shape, *place, *options, str(launches.ROOT / "examples" / "slurm" / script)),
+            *launches.arguments(folder, ranks=ranks, steps=steps),
+            **launches.environment(**program, **env),
+        )
+
+    def last_step(self) -> int:
+        """The newest step in the log; 0 before the first."""
+        return launches.last_step(self.folder)
+
+    def until_step(self, step: int, *, timeout: float = 300) -> None:
+        """Wait until a step is in the log, letting a requeued job start at once."""
+        deadline = time.monotonic() + timeout
+        while self.last_step() < step:
+            self.cluster.release(self.id)
+            assert time.monotonic() < deadline, self.text.read_text()
+            time.sleep(0.2)
+
+    def exit_codes(self) -> list[int]:
+        """Of the starts that have ended."""
+        text = self.text.read_text() if self.text.exists() else ""
+        return [int(code) for code in re.findall(r"start \d+: exit code (\d+)", text)]
 
 
 @contextlib.contextmanager
@@ -209,7 +269,7 @@ def _free_ports() -> list[int]:
     raise RuntimeError("no free ports")
 
 
-def _until(condition: Any, seconds: float, otherwise: str) -> None:
+def _until(condition: Callable[[], Any], seconds: float, otherwise: str) -> None:
     deadline = time.monotonic() + seconds
     while True:
         with contextlib.suppress(RuntimeError):

@@ -3,10 +3,13 @@
 import contextlib
 import importlib.util
 import os
+import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -124,14 +127,26 @@ def test_a_step_with_one_gpu_visible_per_task(plain: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_submitit_on_this_machine(plain: Path, tmp_path: Path) -> None:
+def test_submitit_on_this_machine_starts_a_signalled_job_again(plain: Path, tmp_path: Path) -> None:
     if importlib.util.find_spec("submitit") is None:
         pytest.skip("submitit is not installed")
     logs, output = tmp_path / "logs", tmp_path / "output"
     launch = [sys.executable, str(launches.ROOT / "examples" / "submitit" / "launch.py"), "--local"]
     arguments = launches.arguments(output, ranks=2, steps=STEPS)
-    launches.run([*launch, "--logs", str(logs), "--ranks-per-node", "2", "--", *arguments])
-    assert any("launcher: submitit" in path.read_text() for path in logs.glob("*_0_log.out"))
+    command = [*launch, "--logs", str(logs), "--ranks-per-node", "2", "--", *arguments]
+    with subprocess.Popen(command, env=launches.environment(), stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        job = re.match(r"job (\d+)", process.stdout.readline())
+        assert job is not None
+        while launches.last_step(output) < 1 and process.poll() is None:
+            time.sleep(0.01)
+        tasks = Path(f"/proc/{job[1]}/task/{job[1]}/children").read_text().split()
+        os.kill(int(tasks[1]), signal.SIGUSR1)  # to one rank of the two
+        assert process.wait(200) == 0
+    text = "".join(path.read_text() for path in logs.glob("*_0_log.*"))
+    assert "launcher: submitit" in text
+    assert "Requeued job" in text
+    assert len({step for step, *_ in launches.losses(output)}) == len(launches.losses(output)) == STEPS
     _compare(output, plain)
 
 
