@@ -1,6 +1,10 @@
 """Every python block in README and docs runs, page by page, as one program."""
 
+import ast
+import importlib.util
+import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +16,13 @@ PAGES = sorted(
     [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")]
 )
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+# What a reader of a migration page comes from: programs of their own, which need the other library.
+BEFORE = re.compile(r'^```python title="Before[^"]*"\n(.*?)^```$', re.MULTILINE | re.DOTALL)
+PYTHON_FENCE = re.compile(r"^```(?:python|py)\b.*$", re.MULTILINE)
 
-# README's loops are fragments of a reader's own program: the names they take for granted are made here.
-README_SETUP = """
+# README's loops and the migration pages are fragments of a reader's own program: the names they take for
+# granted are made here.
+SETUP = """
 import os, sys
 sys.path.insert(0, {examples!r})
 from pathlib import Path
@@ -29,27 +37,90 @@ assert result.loss > 0 and step == 4
 from transformers import AutoModelForCausalLM
 assert AutoModelForCausalLM.from_pretrained("out").config.num_hidden_layers == 4
 """
+MIGRATION_SETUP = """
+import fsdp_sft
+from transformers import AutoTokenizer
+rows = rows[:16]
+collate = fsdp_sft.SFTCollator(AutoTokenizer.from_pretrained(path), max_length=64)
+"""
+
+
+def _name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
 
 
 def _with_python(page: Path) -> bool:
     return BLOCK.search(page.read_text()) is not None
 
 
-@pytest.mark.parametrize(
-    "page", [p for p in PAGES if _with_python(p)], ids=lambda p: str(p.relative_to(ROOT))
-)
-def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path) -> None:
-    blocks = BLOCK.findall(page.read_text())
-    code = "\n".join(blocks)
-    if page.name == "README.md":
-        assert len([line for line in blocks[0].splitlines() if line.strip()]) <= 26, "a loop of 25 lines"
-        code = README_SETUP.format(examples=str(ROOT / "examples")) + code + README_CHECK
-    script = tmp_path / "page.py"
+def _is_migration(page: Path) -> bool:
+    return page.name.startswith("migrate-from-")
+
+
+def _setup(page: Path) -> str:
+    setup = SETUP.format(examples=str(ROOT / "examples"))
+    if _is_migration(page):
+        return setup + MIGRATION_SETUP
+    return setup if page.name == "README.md" else ""
+
+
+def _imports(code: str) -> set[str]:
+    """The top-level packages that a program imports."""
+    nodes = list(ast.walk(ast.parse(code)))
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
+    return {name.split(".")[0] for name in names}
+
+
+def _as_one_rank_of_torchrun() -> dict[str, str]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    return {**os.environ, **ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def _run(code: str, folder: Path, name: str, environment: dict[str, str] | None = None) -> None:
+    script = folder / "page.py"
     script.write_text(code)
     done = subprocess.run(
-        [sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
+        [sys.executable, str(script)],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
     )
-    assert done.returncode == 0, f"{page.name}:\n{done.stderr[-3000:]}"
+    assert done.returncode == 0, f"{name}:\n{done.stderr[-3000:]}"
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if _with_python(p)], ids=_name)
+def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path) -> None:
+    blocks = BLOCK.findall(page.read_text())
+    code = _setup(page) + "\n".join(blocks)
+    if page.name == "README.md":
+        assert len([line for line in blocks[0].splitlines() if line.strip()]) <= 26, "a loop of 25 lines"
+        code += README_CHECK
+    if _is_migration(page):
+        _run_before(page, tmp_path)
+    _run(code, tmp_path, page.name)
+
+
+def _run_before(page: Path, folder: Path) -> None:
+    """Run what a page migrates from, where its library is installed; it must compile in any case."""
+    code = "\n".join(BEFORE.findall(page.read_text()))
+    compile(code, f"{page.name}, before", "exec")
+    if all(importlib.util.find_spec(name) is not None for name in _imports(code)):
+        _run(_setup(page) + code, folder, f"{page.name}, before", _as_one_rank_of_torchrun())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_every_python_block_is_run_or_marked(page: Path) -> None:
+    text = page.read_text()
+    num_known = len(BLOCK.findall(text)) + len(BEFORE.findall(text))
+    assert len(PYTHON_FENCE.findall(text)) == num_known
+    assert _is_migration(page) or not BEFORE.findall(text)
 
 
 def test_every_public_name_is_in_the_reference_and_every_page_on_the_site() -> None:
@@ -63,7 +134,7 @@ def test_every_public_name_is_in_the_reference_and_every_page_on_the_site() -> N
         assert f": {page.relative_to(ROOT / 'docs')}" in navigation, page.name
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+@pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_links_between_pages_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
         if not target.startswith(("http://", "https://", "mailto:")):
