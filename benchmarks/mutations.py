@@ -30,27 +30,29 @@ class Mistake:
     tests: tuple[str, ...]
 
 
-COLLATOR = 'return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}'
+ATTENTION_MASK = '"attention_mask": self._pad([ones * len(chat.input_ids) for chat in chats], length, 0),'
+LABELS = '"labels": self._pad([chat.labels for chat in chats], length, IGNORE_INDEX),'
 MISTAKES = [
     Mistake(
         "labels are the attention mask",
         "collate/collator.py",
-        COLLATOR,
-        'return {"input_ids": input_ids, "attention_mask": labels, "labels": attention_mask}',
+        f"{ATTENTION_MASK}\n            {LABELS}",
+        LABELS.replace('"labels"', '"attention_mask"')
+        + ATTENTION_MASK.replace('"attention_mask"', '"labels"'),
         ("tests/test_collate.py",),
     ),
     Mistake(
         "labels are the ids",
         "collate/collator.py",
-        COLLATOR,
-        'return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": input_ids}',
+        LABELS,
+        '"labels": self._pad([chat.input_ids for chat in chats], length, IGNORE_INDEX),',
         ("tests/test_collate.py",),
     ),
     Mistake(
         "padding told by token id",
         "collate/collator.py",
-        "                attention_mask[index, place] = 1\n",
-        "                attention_mask[index] = input_ids[index] != int(self.tokenizer.pad_token_id)\n",
+        ATTENTION_MASK,
+        '"attention_mask": (self._pad([c.input_ids for c in chats], length, pad_token_id) != pad_token_id).long(),',
         ("tests/test_collate.py",),
     ),
     Mistake(
