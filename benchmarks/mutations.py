@@ -52,7 +52,7 @@ MISTAKES = [
         "padding told by token id",
         "collate/collator.py",
         ATTENTION_MASK,
-        '"attention_mask": (self._pad([c.input_ids for c in chats], length, pad_token_id) != pad_token_id).long(),',
+        '"attention_mask": self._pad([c.input_ids for c in chats], length, 0).ne(pad_token_id) * 1,',
         ("tests/test_collate.py",),
     ),
     Mistake(

@@ -50,7 +50,9 @@ class _Run:
         rows = _rows()
         self.sampler = fs.ResumableSampler(len(rows), seed=3)
         batch_size = ROWS_PER_STEP // 2 // torch.distributed.get_world_size()
-        self.loader = DataLoader(rows, batch_size, sampler=self.sampler)  # type: ignore[arg-type]
+        # A generator of its own: a loader draws its workers' seed whenever it begins, here from the numbers
+        # that dropout on the CPU goes on with.
+        self.loader = DataLoader(rows, batch_size, sampler=self.sampler, generator=torch.Generator())  # type: ignore[arg-type]
         torch.manual_seed(50 + torch.distributed.get_rank())
 
     def parts(self) -> dict[str, Any]:
