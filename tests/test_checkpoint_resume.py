@@ -123,6 +123,7 @@ def _resume(root: str, mesh_shape: dict[str, int], expected: dict[str, list[floa
         assert losses == pytest.approx(expected[str(dtype)], rel=tolerance, abs=tolerance), dtype
 
 
+@pytest.mark.slow
 def test_the_same_losses_at_other_numbers_of_ranks_and_meshes(tmp_path: Path) -> None:
     expected = run_distributed(_save, 2, str(tmp_path / "fsdp"), {})[0]
     for ranks, mesh_shape in ((1, {}), (3, {}), (4, HSDP)):

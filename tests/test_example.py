@@ -88,16 +88,11 @@ def _kill_at(output: Path, step: int, *arguments: str) -> None:
     ("data", "arguments"),
     [
         (BUNDLED, ("--grad-accum-steps", "2", "--micro-batch-size", "3")),
-        pytest.param(
-            "alpaca_en_demo.json", ("--max-length", "384", "--micro-batch-size", "4"), marks=pytest.mark.slow
-        ),
-        pytest.param(
-            "glaive_toolcall_en_demo.json",
-            ("--max-length", "1024", "--micro-batch-size", "2"),
-            marks=pytest.mark.slow,
-        ),
+        ("alpaca_en_demo.json", ("--max-length", "384", "--micro-batch-size", "4")),
+        ("glaive_toolcall_en_demo.json", ("--max-length", "1024", "--micro-batch-size", "2")),
     ],
 )
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path, data: str, arguments: tuple[str, ...]) -> None:
     folder = os.environ.get("FSDP_SFT_DATA")

@@ -421,7 +421,9 @@ def _check_case(options: dict[str, Any]) -> None:
         assert error <= 1e-10, (own_group, accumulate, error)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow) if case == "compile" else case for case in CASES]
+)
 def test_gradients_equal_logits_and_cross_entropy_with(case: str) -> None:
     ranks, options = CASES[case]
     run_distributed(_check_case, ranks, options, timeout=240)
