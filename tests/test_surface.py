@@ -15,7 +15,8 @@ SOURCE = Path(fs.__file__).parent
 
 # The floor of the house, then each storey: a module imports from lower storeys only.
 STOREYS = [
-    {"_compat", "_agree", "_safetensors", "_slurm", "_launch", "distributed", "blocks", "preemption"},
+    {"_compat", "_agree", "_safetensors", "_slurm", "_launch", "distributed", "blocks", "preemption"}
+    | {"adapters"},
     {"shard", "sac", "collate", "metrics", "dcp_io", "sampler", "weights", "watchdog"},
     {"loss", "packing", "planner", "pretrained"},
     {"step", "prepared"},
@@ -115,7 +116,7 @@ def test_model_first_the_rest_by_keyword() -> None:
     }
     two |= {"encode_chat", "filter_rows", "evaluate", "gradient_sync", "export_hf", "save_checkpoint"}
     two |= {"plot_run", "pack_lengths", "select_block_indices", "model_flops_per_token", "load_weights"}
-    two |= {"prepare_base"}
+    two |= {"prepare_base", "add_adapters", "export_adapter"}
     three = {"train_step", "save_optimizer_state", "load_optimizer_state"}
     three |= {"render_labels", "render_labels_html"}
     three |= {"linear_cross_entropy_sum"}
@@ -179,7 +180,8 @@ def test_importing_costs_next_to_nothing_over_torch() -> None:
 
 def test_the_declared_dependencies_are_the_ones_imported() -> None:
     allowed = {"torch", "transformers", "safetensors", "huggingface_hub", "typing_extensions", "fsdp_sft"}
-    optional = {"tqdm", "jinja2", "matplotlib"}  # tqdm comes with transformers, jinja2 with torch; extra plot
+    # tqdm comes with transformers, jinja2 with torch; the others are extras
+    optional = {"tqdm", "jinja2", "matplotlib", "peft"}
     for path in SOURCE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names = []

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fsdp_sft._agree import LostRankError as LostRankError
+    from fsdp_sft.adapters import add_adapters as add_adapters
     from fsdp_sft.blocks import NoBlocksError as NoBlocksError
     from fsdp_sft.blocks import find_blocks as find_blocks
     from fsdp_sft.collate import IGNORE_INDEX as IGNORE_INDEX
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from fsdp_sft.dcp_io import CheckpointNotFoundError as CheckpointNotFoundError
     from fsdp_sft.dcp_io import LoadedCheckpoint as LoadedCheckpoint
     from fsdp_sft.dcp_io import SavedCheckpoint as SavedCheckpoint
+    from fsdp_sft.dcp_io import export_adapter as export_adapter
     from fsdp_sft.dcp_io import export_hf as export_hf
     from fsdp_sft.dcp_io import find_checkpoints as find_checkpoints
     from fsdp_sft.dcp_io import load_checkpoint as load_checkpoint
@@ -147,6 +149,7 @@ _OWNERS = {
     "UnexpectedKeysError": "weights",
     "WandbSink": "metrics",
     "Watchdog": "watchdog",
+    "add_adapters": "adapters",
     "aggregate_metrics": "metrics",
     "apply_op_sac": "sac",
     "apply_sac": "sac",
@@ -160,6 +163,7 @@ _OWNERS = {
     "encode_chat": "collate",
     "estimate_memory": "planner",
     "evaluate": "step",
+    "export_adapter": "dcp_io",
     "export_hf": "dcp_io",
     "filter_rows": "collate",
     "find_blocks": "blocks",

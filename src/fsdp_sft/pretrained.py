@@ -1,12 +1,13 @@
 """From a checkpoint to a sharded, loaded model in train() mode, in one call."""
 
 import os
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from fsdp_sft._agree import agreed
+from fsdp_sft.adapters import add_adapters
 from fsdp_sft.sac import Placement, Ratio, apply_sac
 from fsdp_sft.shard import compile_blocks, shard_model
 from fsdp_sft.weights import build_meta_model, load_weights
@@ -14,6 +15,7 @@ from fsdp_sft.weights.hub import resolve_folder
 from fsdp_sft.weights.load import Strategy
 
 if TYPE_CHECKING:
+    from peft import PeftConfig
     from torch.distributed.device_mesh import DeviceMesh
     from transformers import PreTrainedModel
 
@@ -38,6 +40,9 @@ def load_pretrained(
     reshard_after_forward: bool | int = True,
     offload_policy: OffloadPolicy | None = None,
     prefetch: int = 0,
+    peft_config: "PeftConfig | None" = None,
+    adapter_seed: int = 0,
+    frozen_dtype: torch.dtype | None = None,
 ) -> "PreTrainedModel":
     """Build a checkpoint's model on the meta device, prepare its blocks, shard it, and load it.
 
@@ -46,7 +51,7 @@ def load_pretrained(
     Args:
         name_or_path: A folder, or a Hub id.
         mesh: From ``build_mesh``.
-        master_dtype: Dtype of the stored shards.
+        master_dtype: Dtype of the stored shards that are trained.
         mp_policy: See ``shard_model``.
         sac_ratio: Fraction of blocks whose activations are recomputed; see ``apply_sac``.
         sac_placement: ``"even"`` or ``"prefix"``.
@@ -62,6 +67,11 @@ def load_pretrained(
         reshard_after_forward: See ``shard_model``.
         offload_policy: See ``shard_model``.
         prefetch: See ``shard_model``.
+        peft_config: Of adapters to train instead of the model; see ``add_adapters``. The result is then a
+            ``PeftModel``.
+        adapter_seed: Of the adapters' initialisation.
+        frozen_dtype: Dtype of the stored shards that are frozen; None is the policy's compute dtype with
+            adapters and ``master_dtype`` without.
 
     Returns:
         The model in ``train()`` mode; ``model.load_report`` is the ``LoadReport``.
@@ -76,8 +86,10 @@ def load_pretrained(
     folder = resolve_folder(
         name_or_path, revision=revision, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle
     )
+    if frozen_dtype is None and peft_config is not None:
+        frozen_dtype = mp_policy.param_dtype if mp_policy is not None else torch.bfloat16
     with agreed("building the model"):
-        model = build_meta_model(
+        model: Any = build_meta_model(
             folder,
             dtype=master_dtype,
             attn_implementation=attn_implementation,
@@ -85,6 +97,8 @@ def load_pretrained(
             allow_pickle=allow_pickle,
         )
         model.config.name_or_path = model.name_or_path = os.fspath(name_or_path)
+        if peft_config is not None:
+            model = add_adapters(model, peft_config, seed=adapter_seed)
         if sac_ratio:
             apply_sac(model, sac_ratio, placement=sac_placement)
         if compile:
@@ -93,6 +107,7 @@ def load_pretrained(
         model,
         mesh=mesh,
         master_dtype=master_dtype,
+        frozen_dtype=frozen_dtype,
         mp_policy=mp_policy,
         reshard_after_forward=reshard_after_forward,
         offload_policy=offload_policy,
@@ -107,6 +122,5 @@ def load_pretrained(
         unexpected=unexpected,
         allow_pickle=allow_pickle,
     )
-    model.load_report = report  # type: ignore[assignment]
-    model.train()
-    return model
+    model.load_report = report
+    return model.train()  # type: ignore[no-any-return]

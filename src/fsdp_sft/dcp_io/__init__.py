@@ -5,6 +5,7 @@ safetensors and JSON, and nothing it reads can run code. A checkpoint is a folde
 ``manifest``; every function calls ``reshard`` on the model first.
 """
 
+from fsdp_sft.dcp_io.adapter import export_adapter
 from fsdp_sft.dcp_io.checkpoint import LoadedCheckpoint, SavedCheckpoint, load_checkpoint, save_checkpoint
 from fsdp_sft.dcp_io.errors import (
     CheckpointCorruptError,
@@ -29,6 +30,7 @@ __all__ = [
     "LoadedCheckpoint",
     "PreemptionGuard",
     "SavedCheckpoint",
+    "export_adapter",
     "export_hf",
     "find_checkpoints",
     "load_checkpoint",

@@ -26,10 +26,11 @@ from fsdp_sft._compat import (
     revert_weight_conversion,
 )
 from fsdp_sft._safetensors import Header, bytes_of, create, num_bytes, write_at
+from fsdp_sft.adapters import adapted_layers, merged_weights, without_adapters
 from fsdp_sft.dcp_io.card import model_card
 from fsdp_sft.dcp_io.files import sync_folder, write_bytes
 from fsdp_sft.dcp_io.folder import this_rank
-from fsdp_sft.dcp_io.tensors import Gatherer, ModelTensors, model_tensors
+from fsdp_sft.dcp_io.tensors import Gatherer, ModelTensors, clean_name, model_tensors
 from fsdp_sft.dcp_io.upload import make_repository, upload
 from fsdp_sft.distributed import reshard
 
@@ -60,8 +61,11 @@ def export_hf(
     in the format of the architecture on the Hub where transformers loads another one (such as Mixtral's
     experts, which are one tensor in memory and many on the Hub). The folder appears when it is complete.
 
+    Adapters of peft are merged into the weights that are written; the model keeps them apart.
+    ``export_adapter`` writes them alone.
+
     Args:
-        model: A transformers model, sharded or not.
+        model: A transformers model, sharded or not, or a peft model around one.
         out_dir: The folder to make; it may exist if it is empty. Rank 0 writes.
         dtype: Of floating-point tensors, except modules that transformers always keeps in float32; None
             keeps what they have. Also goes into the configuration.
@@ -77,20 +81,39 @@ def export_hf(
     Raises:
         FileExistsError: If there is something at ``out_dir``.
         TypeError: If the model is not a transformers model, or ``tokenizer`` cannot be saved.
+        ValueError: If the model has adapters that cannot be merged.
         OSError: If writing or uploading fails; raised on all ranks. Nothing is left behind of what is not
             complete.
 
     Collective: all ranks.
     Memory: On rank 0 a tensor, or a group that is converted together, twice; on other ranks their own part
-        of one tensor. All of it CPU memory.
+        of one tensor. All of it CPU memory. A weight with adapters is float32 at least while they are merged.
     """
     target = Path(out_dir).absolute()
     reshard(model)
+    merges = {} if not isinstance(model, nn.Module) else adapted_layers(model)
+    with without_adapters(model, trained=True) as base:
+        _export(base, merges, target, dtype, max_shard_size, tokenizer, push_to_hub)
+    if push_to_hub is not None:
+        upload(target, push_to_hub)
+    return target
+
+
+def _export(
+    model: nn.Module,
+    merges: Mapping[str, Any],
+    target: Path,
+    dtype: torch.dtype | None,
+    max_shard_size: int | str,
+    tokenizer: Any,
+    push_to_hub: str | None,
+) -> None:
     temporary = target.with_name(f".tmp-{target.name}-{uuid.uuid4().hex}")
     plan: _Plan | None = None
     try:
         with agreed(f"preparing to export to {target}"):
             content = _checked(model, target, dtype, tokenizer)
+            _refuse_tied(content, merges)
             if this_rank() == 0:
                 if push_to_hub is not None:
                     make_repository(push_to_hub)
@@ -103,16 +126,13 @@ def export_hf(
         plan = all_gather_objects(plan)[0]
         assert plan is not None
         gatherer = Gatherer()
-        _write_weights(model, content, plan, temporary, max_shard_size, gatherer)
+        _write_weights(model, content, plan, merges, temporary, max_shard_size, gatherer)
         if this_rank() == 0:
-            gatherer.attempt(lambda: _publish(temporary, target))
+            gatherer.attempt(lambda: publish(temporary, target))
         gatherer.finish(f"exporting to {target}")
     finally:
         if this_rank() == 0:
             shutil.rmtree(temporary, ignore_errors=True)
-    if push_to_hub is not None:
-        upload(target, push_to_hub)
-    return target
 
 
 def _checked(model: nn.Module, target: Path, dtype: torch.dtype | None, tokenizer: Any) -> ModelTensors:
@@ -249,6 +269,7 @@ def _write_weights(
     model: nn.Module,
     content: ModelTensors,
     plan: _Plan,
+    merges: Mapping[str, Any],
     folder: Path,
     max_shard_size: int | str,
     gatherer: Gatherer,
@@ -259,7 +280,7 @@ def _write_weights(
     for group in plan.groups:
         full = {}
         for name in group:
-            tensor = gatherer.gather(content.tensors[plan.sources[name]], plan.dtypes[name])
+            tensor = _gathered(content, plan, merges, name, gatherer)
             if tensor is not None:
                 full[name] = tensor
         if full:
@@ -267,6 +288,39 @@ def _write_weights(
     if this_rank() == 0:
         gatherer.attempt(writer.finish)
         writer.close()
+
+
+def _refuse_tied(content: ModelTensors, merges: Mapping[str, Any]) -> None:
+    tied = {*content.ties, *content.ties.values()}
+    for fqn in merges:
+        if f"{fqn}.weight" in tied:
+            raise ValueError(
+                f"{fqn} has adapters and its weight is tied to another: merged, both would change. Write the "
+                "adapters alone with export_adapter"
+            )
+
+
+def _gathered(
+    content: ModelTensors, plan: _Plan, merges: Mapping[str, Any], name: str, gatherer: Gatherer
+) -> torch.Tensor | None:
+    """The full tensor on rank 0, with adapters merged into it if it has any."""
+    source, dtype = plan.sources[name], plan.dtypes[name]
+    fqn, _, leaf = source.rpartition(".")
+    if fqn not in merges:
+        return gatherer.gather(content.tensors[source], dtype)
+    full = {}
+    for key, tensor in merges[fqn].state_dict(keep_vars=True).items():
+        wide = (
+            torch.promote_types(tensor.dtype, torch.float32) if tensor.is_floating_point() else tensor.dtype
+        )
+        part = gatherer.gather(tensor, wide)
+        if part is not None:
+            full[clean_name(key)] = part
+    if not full:
+        return None
+    merged: dict[str, torch.Tensor] = {}
+    gatherer.attempt(lambda: merged.update(merged_weights(merges[fqn], full)))
+    return merged[leaf].to(dtype) if merged else None
 
 
 class _Writer:
@@ -326,7 +380,8 @@ class _Writer:
             os.close(fd)
 
 
-def _publish(temporary: Path, target: Path) -> None:
+def publish(temporary: Path, target: Path) -> None:
+    """Let a finished folder appear under its name, whole or not at all."""
     sync_folder(temporary)
     os.rename(temporary, target)  # over an empty folder at most
     sync_folder(target.parent)

@@ -78,7 +78,9 @@ def loss_at_head(
 
 def takes_use_cache(model: nn.Module) -> bool:
     """Whether the forward has the argument by which transformers' models are told to keep no cache."""
-    return "use_cache" in inspect.signature(model.forward).parameters
+    unwrap: Any = getattr(model, "get_base_model", None)  # peft's forward passes on what it does not name
+    base = unwrap() if unwrap is not None else model
+    return "use_cache" in inspect.signature(base.forward).parameters
 
 
 @contextmanager

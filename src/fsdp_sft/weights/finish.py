@@ -43,18 +43,19 @@ def make_ties(model: nn.Module) -> None:
     tie_by_names(model)
 
 
-def materialise(model: nn.Module) -> set[str]:
-    """Give every meta tensor memory: shards where FSDP2 keeps them, the rest where the model computes.
+def names_without_memory(model: nn.Module) -> set[str]:
+    """Names of the tensors that are on the meta device."""
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return {name for name, tensor in named if tensor.is_meta}
 
-    Returns:
-        Names of the tensors that were on the meta device.
-    """
+
+def materialise(model: nn.Module) -> None:
+    """Give every meta tensor memory: shards where FSDP2 keeps them, the rest where the model computes."""
     device = compute_device(model)
     if device.type == "meta":
         device = torch.device("cpu")
     shard_device = torch.device("cpu") if keeps_shards_on_host(model) else device
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    empty = {name for name, tensor in named if tensor.is_meta}
     made: dict[int, torch.Tensor] = {}
     for name, tensor in named:
         if tensor.is_meta and not isinstance(tensor, DTensor):
@@ -70,7 +71,6 @@ def materialise(model: nn.Module) -> set[str]:
 
     if any(isinstance(tensor, DTensor) and tensor.is_meta for _, tensor in named):
         apply_to_tensors(model, fill)
-    return empty
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ from torch import nn
 
 from fsdp_sft._agree import agreed, all_gather_objects, control_group, is_distributed
 from fsdp_sft._compat import keep_used_conversions, run_conversion
+from fsdp_sft.adapters import copy_saved_modules, without_adapters
 from fsdp_sft.distributed import reshard
 from fsdp_sft.weights.errors import CheckpointFormatError
 from fsdp_sft.weights.finish import (
@@ -21,6 +22,7 @@ from fsdp_sft.weights.finish import (
     initialise_rest,
     make_ties,
     materialise,
+    names_without_memory,
 )
 from fsdp_sft.weights.geometry import Box, box_of, local_of, replicate_dims
 from fsdp_sft.weights.hub import resolve_folder
@@ -57,7 +59,8 @@ def load_weights(
     its shards are made of. Parameters keep their dtype, ``requires_grad`` and the model its mode.
 
     Args:
-        model: From ``build_meta_model``, usually after ``shard_model``; on the meta device or not.
+        model: From ``build_meta_model``, usually after ``shard_model``; on the meta device or not. Of one
+            with adapters the base model is loaded, and ``modules_to_save`` are copied from it.
         name_or_path: A folder, or a Hub id.
         revision: Branch, tag or commit of a Hub id.
         variant: Such as ``"fp16"``, for files like ``model.fp16.safetensors``.
@@ -84,24 +87,27 @@ def load_weights(
     started = time.perf_counter()
     reshard(model)
     folder = resolve_folder(name_or_path, revision=revision, variant=variant, allow_pickle=allow_pickle)
-    with agreed("planning the load"):
-        make_ties(model)
+    with agreed("planning the load"), without_adapters(model) as base:
+        make_ties(base)
         checkpoint = open_checkpoint(folder, variant, allow_pickle=allow_pickle)
-        plan = make_plan(model, checkpoint, missing=missing, unexpected=unexpected)
+        plan = make_plan(base, checkpoint, missing=missing, unexpected=unexpected)
         digest = plan.digest(checkpoint)
+        empty = names_without_memory(base)
     workers = _agree_on_plan(digest, str(folder))
     chosen, reason = choose_strategy(model, plan, strategy)
-    empty: set[str] = set()
     with agreed("reading the checkpoint"):
-        empty = materialise(model)
-        reads = _Reads(model, plan, checkpoint, chosen, host_budget_bytes, workers)
-        bytes_read = _read_own(reads)
-    bytes_read += _exchange(reads)
-    with agreed("finishing the load"):
-        initialise_rest(model, plan, seed=seed)
-        check_complete(model, plan, empty)
-        check_shards_finite(model, plan)
-        keep_used_conversions(model, plan.conversions)
+        materialise(model)
+    with without_adapters(model) as base:
+        with agreed("reading the checkpoint"):
+            reads = _Reads(base, plan, checkpoint, chosen, host_budget_bytes, workers)
+            bytes_read = _read_own(reads)
+        bytes_read += _exchange(reads)
+        with agreed("finishing the load"):
+            initialise_rest(base, plan, seed=seed)
+            check_complete(base, plan, empty)
+            check_shards_finite(base, plan)
+            keep_used_conversions(base, plan.conversions)
+    copy_saved_modules(model)
     return LoadReport(
         bytes_read=bytes_read,
         job_bytes_read=sum(all_gather_objects(bytes_read)),

@@ -1,0 +1,226 @@
+"""LoRA through peft: adapters put into a model before it is sharded, and the base model seen without them.
+
+peft is imported by ``add_adapters`` only. Everything else asks whether the caller has imported it: without
+that there is no model with adapters.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from peft import PeftConfig, PeftModel
+
+
+def add_adapters(model: nn.Module, peft_config: "PeftConfig", *, seed: int = 0) -> "PeftModel":
+    """``peft.get_peft_model``, with adapters that are the same on every rank and at every world size.
+
+    Call it before ``apply_sac``, ``compile_blocks`` and ``shard_model``. On a model from
+    ``build_meta_model`` the adapters get memory and the base model does not: ``load_weights`` after
+    ``shard_model`` fills that, and the copies of ``modules_to_save`` with it.
+
+    Args:
+        model: A transformers model, materialised or on the meta device; not sharded. It is changed.
+        peft_config: Such as ``LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")``. On the meta
+            device it must be a ``LoraConfig`` whose initialisation does not look at the base weights.
+        seed: Of the initialisation. The values are those of plain ``get_peft_model`` on a float32 model
+            after ``torch.manual_seed(seed)``; the caller's random numbers are left alone.
+
+    Returns:
+        The peft model around ``model``: adapters require gradients and nothing else does, unless the
+        config says so.
+
+    Raises:
+        ImportError: If peft is not installed.
+        ValueError: If an adapter on the meta device can only be initialised from the base weights.
+
+    Memory: The adapters, on the CPU where the base model is on the meta device.
+    """
+    from peft import get_peft_model
+
+    if any(p.is_meta for p in model.parameters()):
+        _refuse_unless_initialised_alone(peft_config)
+    with torch.random.fork_rng(devices=[]):  # peft draws on the CPU
+        torch.default_generator.manual_seed(seed)
+        adapted = cast("PeftModel", get_peft_model(model, peft_config))
+        torch.default_generator.manual_seed(seed)
+        for fqn, layer in _tuner_layers(adapted).items():
+            _initialise(fqn, layer, peft_config)
+    return adapted
+
+
+@contextmanager
+def without_adapters(model: nn.Module, *, trained: bool = False) -> Iterator[nn.Module]:
+    """The base model under its own names, as it was before adapters were put into it.
+
+    Layers with adapters are replaced by the layers that they wrap, for as long as the context lasts.
+
+    Args:
+        model: Any model; one without adapters is handed out as it is.
+        trained: Take the trained copies of ``modules_to_save`` instead of the modules they were copied from.
+
+    Raises:
+        ValueError: For adapters that leave no layer to take their place.
+    """
+    if "peft" not in sys.modules:
+        yield model
+        return
+    from peft import PeftModel
+
+    base: nn.Module = model.get_base_model() if isinstance(model, PeftModel) else model
+    wrappers = {**_tuner_layers(base), **_saved_modules(base)}
+    inner = {fqn: _inside(fqn, wrapper, trained) for fqn, wrapper in wrappers.items()}
+    try:
+        for fqn, module in inner.items():
+            _put(base, fqn, module)
+        yield base
+    finally:
+        for fqn, wrapper in wrappers.items():
+            _put(base, fqn, wrapper)
+
+
+def adapted_layers(model: nn.Module) -> dict[str, Any]:
+    """FQN in the base model to each layer with adapters; empty without any.
+
+    Raises:
+        ValueError: For prompt tuning and the like, which cannot become part of the base model's weights.
+    """
+    if "peft" not in sys.modules:
+        return {}
+    from peft import PeftModel
+
+    if not isinstance(model, PeftModel):
+        return _tuner_layers(model)
+    if model.active_peft_config.is_prompt_learning:
+        raise ValueError(
+            f"{model.active_peft_config.peft_type} trains tokens beside the model and cannot be merged into "
+            "its weights; export_adapter writes them in peft's format"
+        )
+    return _tuner_layers(cast(nn.Module, model.get_base_model()))
+
+
+def copy_saved_modules(model: nn.Module) -> None:
+    """Fill each rank's part of the copies of ``modules_to_save`` from the modules they were copied from."""
+    for wrapper in _saved_modules(model).values():
+        for copied in wrapper.modules_to_save.values():
+            for (_, source), (_, target) in zip(
+                wrapper.original_module.named_parameters(), copied.named_parameters(), strict=True
+            ):
+                _local(target).copy_(_local(source))
+
+
+@torch.no_grad()
+def merged_weights(layer: Any, full: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What peft makes of a base layer's parameters when it merges the active adapters into them.
+
+    Args:
+        layer: With adapters; left as it was.
+        full: All of its parameters and buffers by name, whole; those of the base layer are changed.
+
+    Returns:
+        The base layer's parameters by their names in it.
+    """
+    slots = {name: _slot(layer, name) for name in full}
+    own = {name: getattr(module, leaf) for name, (module, leaf) in slots.items()}
+    merged = list(layer.merged_adapters)
+    try:
+        for name, (module, leaf) in slots.items():
+            is_parameter = isinstance(own[name], nn.Parameter)
+            setattr(module, leaf, nn.Parameter(full[name], False) if is_parameter else full[name])
+        layer.merge()
+        return {name: p.detach() for name, p in layer.get_base_layer().named_parameters()}
+    finally:
+        layer.merged_adapters[:] = merged
+        for name, (module, leaf) in slots.items():
+            setattr(module, leaf, own[name])
+
+
+def _tuner_layers(model: nn.Module) -> dict[str, Any]:
+    """FQN to the outermost layers that hold adapters, in the order in which peft made them."""
+    if "peft" not in sys.modules:
+        return {}
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    found: dict[str, Any] = {}
+    for fqn, module in model.named_modules():
+        if isinstance(module, BaseTunerLayer) and not fqn.startswith(f"{next(reversed(found), None)}."):
+            found[fqn] = module
+    return found
+
+
+def _saved_modules(model: nn.Module) -> dict[str, Any]:
+    if "peft" not in sys.modules:
+        return {}
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    return {fqn: m for fqn, m in model.named_modules() if isinstance(m, AuxiliaryTrainingWrapper)}
+
+
+def _inside(fqn: str, wrapper: Any, trained: bool) -> nn.Module:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils import ModulesToSaveWrapper
+
+    if isinstance(wrapper, ModulesToSaveWrapper):
+        chosen = wrapper.modules_to_save[wrapper.active_adapters[0]] if trained else wrapper.original_module
+        return cast(nn.Module, chosen)
+    if isinstance(wrapper, BaseTunerLayer) and getattr(wrapper, "base_layer", None) is not None:
+        layer = wrapper.get_base_layer()
+        if layer is wrapper.base_layer:
+            return cast(nn.Module, layer)
+    raise ValueError(
+        f"{fqn} is a {type(wrapper).__name__} of peft, whose base weights cannot be told apart here; load "
+        "the base model with from_pretrained, and export with export_adapter"
+    )
+
+
+def _put(model: nn.Module, fqn: str, module: nn.Module) -> None:
+    parent, _, leaf = fqn.rpartition(".")
+    model.get_submodule(parent).register_module(leaf, module)
+
+
+def _slot(layer: nn.Module, name: str) -> tuple[nn.Module, str]:
+    parent, _, leaf = name.rpartition(".")
+    return layer.get_submodule(parent), leaf
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    from torch.distributed.tensor import DTensor
+
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def _refuse_unless_initialised_alone(peft_config: Any) -> None:
+    how = getattr(peft_config, "init_lora_weights", None)
+    variant = "use_dora" if getattr(peft_config, "use_dora", False) else None
+    if variant is None and not (isinstance(how, bool) or how == "gaussian"):
+        variant = f"{type(peft_config).__name__} with init_lora_weights={how!r}"
+    if variant is not None:
+        raise ValueError(
+            f"{variant} cannot be initialised on the meta device, without the base weights: take a "
+            "LoraConfig with init_lora_weights=True or 'gaussian', or load the base model with "
+            "from_pretrained"
+        )
+
+
+def _initialise(fqn: str, layer: Any, peft_config: Any) -> None:
+    """Give the adapters of a layer on the meta device memory and values, in the order that peft draws them.
+
+    peft makes them where the base layer is, and so without values where that has none.
+    """
+    base = {id(p) for p in layer.get_base_layer().parameters()}
+    empty = [name for name, p in layer.named_parameters() if p.is_meta and id(p) not in base]
+    strange = [name for name in empty if not name.startswith(("lora_A.", "lora_B."))]
+    if strange:
+        raise ValueError(
+            f"{fqn} is on the meta device, where {', '.join(strange)} cannot be initialised: adapters go to "
+            "linear layers there; load the base model with from_pretrained for others"
+        )
+    for name in layer.lora_A if empty else ():
+        for module in (layer.lora_A[name], layer.lora_B[name]):
+            module.to_empty(device="cpu")
+            module.reset_parameters()
+        layer.reset_lora_parameters(name, peft_config.init_lora_weights)

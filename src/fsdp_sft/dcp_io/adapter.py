@@ -1,0 +1,108 @@
+"""Export of peft adapters alone, in peft's own format."""
+
+import glob
+import os
+import shutil
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from fsdp_sft._agree import agreed
+from fsdp_sft.dcp_io.export import publish
+from fsdp_sft.dcp_io.folder import this_rank
+from fsdp_sft.dcp_io.tensors import Gatherer, ModelTensors, model_tensors
+from fsdp_sft.distributed import reshard
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+
+def export_adapter(
+    model: "PeftModel", out_dir: str | os.PathLike[str], *, dtype: torch.dtype | None = None
+) -> Path:
+    """Write the active adapter as ``PeftModel.save_pretrained`` would: weights, configuration, card.
+
+    ``PeftModel.from_pretrained(base_model, out_dir)`` reads the folder, and so do engines that serve adapters
+    beside a base model. It holds the adapter and the copies of ``modules_to_save``. It appears when it is
+    complete.
+
+    Args:
+        model: A peft model, sharded or not.
+        out_dir: The folder to make; it may exist if it is empty. Rank 0 writes.
+        dtype: Of the adapter's tensors; None keeps what they have.
+
+    Returns:
+        The folder.
+
+    Raises:
+        FileExistsError: If there is something at ``out_dir``.
+        TypeError: If the model is not a peft model.
+        OSError: If writing fails; raised on all ranks.
+
+    Collective: all ranks.
+    Memory: On rank 0 the adapter's tensors, whole, in CPU memory.
+    """
+    target = Path(out_dir).absolute()
+    reshard(model)
+    temporary = target.with_name(f".tmp-{target.name}-{uuid.uuid4().hex}")
+    try:
+        with agreed(f"preparing to export to {target}"):
+            content, name = _checked(model, target)
+            wanted = _names(model, content, name)
+            if this_rank() == 0:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                for stale in target.parent.glob(f".tmp-{glob.escape(target.name)}-*"):
+                    shutil.rmtree(stale, ignore_errors=True)  # of an export that was killed
+        gatherer = Gatherer()
+        full: dict[str, torch.Tensor] = {}
+        for key in wanted:
+            tensor = content.tensors[content.names[key]]
+            whole = gatherer.gather(tensor, dtype or tensor.dtype)
+            if whole is not None:
+                full[key] = whole
+        if this_rank() == 0:
+            gatherer.attempt(lambda: _save(model, temporary, full, name))
+            gatherer.attempt(lambda: publish(temporary, target))
+        gatherer.finish(f"exporting to {target}")
+    finally:
+        if this_rank() == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+    return target
+
+
+def _checked(model: "PeftModel", target: Path) -> tuple[ModelTensors, str]:
+    from peft import PeftModel
+
+    if not isinstance(model, PeftModel):
+        raise TypeError(
+            f"export_adapter takes a model with peft's adapters, got {type(model).__name__}; export_hf "
+            "writes any transformers model"
+        )
+    if this_rank() == 0 and os.path.lexists(target) and not (target.is_dir() and not os.listdir(target)):
+        raise FileExistsError(
+            f"{target} exists and is not an empty folder; choose another, or delete it first"
+        )
+    active = model.active_adapters
+    if len(active) != 1:
+        raise ValueError(f"one adapter is exported at a time, and {active} are active; call set_adapter")
+    return model_tensors(model), active[0]
+
+
+def _names(model: "PeftModel", content: ModelTensors, name: str) -> list[str]:
+    """Names in the model of what peft would save, in the model's order."""
+    from peft import get_peft_model_state_dict
+
+    own = {key: content.tensors[first] for key, first in content.names.items()}
+    saved = get_peft_model_state_dict(model, own, adapter_name=name, save_embedding_layers=False)
+    kept = {id(tensor) for tensor in saved.values()}
+    return [key for key, tensor in own.items() if id(tensor) in kept]
+
+
+def _save(model: "PeftModel", folder: Path, full: dict[str, torch.Tensor], name: str) -> None:
+    model.save_pretrained(str(folder), selected_adapters=[name], state_dict=full, save_embedding_layers=False)
+    if name != "default":  # peft puts those one level down
+        for path in (folder / name).iterdir():
+            path.rename(folder / path.name)
+        (folder / name).rmdir()
