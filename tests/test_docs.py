@@ -18,6 +18,8 @@ PAGES = sorted(
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # What a reader of a migration page comes from: programs of their own, which need the other library.
 BEFORE = re.compile(r'^```python title="Before[^"]*"\n(.*?)^```$', re.MULTILINE | re.DOTALL)
+# Pages about an extra run where it is installed.
+EXTRAS = {"peft"}
 PYTHON_FENCE = re.compile(r"^```(?:python|py)\b.*$", re.MULTILINE)
 
 # README's loops and the migration pages are fragments of a reader's own program: the names they take for
@@ -99,6 +101,8 @@ def _run(code: str, folder: Path, name: str, environment: dict[str, str] | None 
 def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path) -> None:
     blocks = BLOCK.findall(page.read_text())
     code = _setup(page) + "\n".join(blocks)
+    for name in _imports(code) & EXTRAS:
+        pytest.importorskip(name, reason=f"{page.name} is about the {name!r} extra")
     if page.name == "README.md":
         assert len([line for line in blocks[0].splitlines() if line.strip()]) <= 26, "a loop of 25 lines"
         code += README_CHECK
