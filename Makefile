@@ -6,6 +6,7 @@ CONSTRAINTS ?= constraints.txt
 BIN = $(VENV)/bin
 INSTALLED = $(VENV)/.installed
 PYTEST_ARGS ?=
+WORKERS ?= 2
 DEMO_ARGS ?=
 
 .PHONY: help demo test lint format test-slow test-gpu test-floor test-latest docs clean
@@ -24,8 +25,9 @@ demo: $(INSTALLED)
 	rm -rf demo-output; \
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc-per-node $$n examples/minimal_sft.py --output demo-output $(DEMO_ARGS)
 
+# Most tests start ranks of their own and wait for them, so two at a time take little more than half as long.
 test: $(INSTALLED)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 # make test-slow   the tests that take minutes
 test-slow: $(INSTALLED)
