@@ -145,7 +145,7 @@ def _refusals(folder: str) -> None:
     def full_disk(*args: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    for name in ("write_at", "_publish", "create"):
+    for name in ("write_at", "publish", "create"):
         with pytest.MonkeyPatch.context() as patch:
             if rank == 0:
                 patch.setattr(export, name, full_disk)
