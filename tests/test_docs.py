@@ -138,6 +138,20 @@ def test_every_public_name_is_in_the_reference_and_every_page_on_the_site() -> N
         assert f": {page.relative_to(ROOT / 'docs')}" in navigation, page.name
 
 
+def test_every_public_exception_is_on_the_errors_page() -> None:
+    import fsdp_sft as fs
+
+    public = [getattr(fs, name) for name in fs.__all__]
+    exceptions = {kind for kind in public if isinstance(kind, type) and issubclass(kind, BaseException)}
+    page = (ROOT / "docs/explanation/errors.md").read_text()
+    rows = {
+        row[0]: row for row in re.findall(r"^\| `(\w+)` \| (`.*?`) \| .+ \| .+ \| .+ \|$", page, re.MULTILINE)
+    }
+    assert rows.keys() == {kind.__name__ for kind in exceptions}
+    for kind in exceptions:
+        assert rows[kind.__name__][1] == ", ".join(f"`{base.__name__}`" for base in kind.__bases__)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_links_between_pages_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
