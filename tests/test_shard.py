@@ -161,6 +161,28 @@ def test_layers_shared_across_blocks_become_a_group_of_their_own() -> None:
     run_distributed(_check_tied_across_blocks, 2, timeout=60)
 
 
+def _check_tied_head_and_embedding_as_blocks() -> None:
+    plain = tiny_model("qwen2-tied").double()
+    batch = ragged_batches(2)[0]
+    reference = copy.deepcopy(plain)
+    reference(**batch).loss.backward()
+    expected = {name: p.grad for name, p in reference.named_parameters()}
+    for names in (["model.embed_tokens"], ["lm_head"], ["model.embed_tokens", "lm_head"]):
+        model = copy.deepcopy(plain)
+        blocks = fs.find_blocks(model) | {name: model.get_submodule(name) for name in names}
+        fs.shard_model(model, mesh=_mesh(), blocks=blocks, mp_policy=FLOAT32, master_dtype=torch.float64)
+        for _ in range(2):
+            model.zero_grad()
+            model(**batch).loss.backward()
+            actual = {name: full(p.grad) for name, p in model.named_parameters()}
+            assert largest_error(actual, expected) < 1e-10, names
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_tied_head_and_embedding_may_be_given_as_blocks() -> None:
+    run_distributed(_check_tied_head_and_embedding_as_blocks, 2, timeout=60)
+
+
 def _check_kept_in_float32() -> None:
     batch = ragged_batches(2)[0]
     for dtype, attribute in (

@@ -287,3 +287,20 @@ def _check_own_loop_matches_train_step() -> None:
 
 def test_a_loop_of_ones_own_without_passing_a_mesh() -> None:
     run_distributed(_check_own_loop_matches_train_step, 2)
+
+
+def _check_early_optimizer() -> None:
+    model = tiny_model("llama")
+    early = torch.optim.AdamW(model.parameters())
+    fs.shard_model(model, mesh=fs.build_mesh(device_type="cpu"))
+    before = [full(p).clone() for p in model.parameters()]
+    with pytest.raises(ValueError, match="none of the model's parameters"):
+        fs.train_step(model, ragged_batches(1), early)
+    assert all(torch.equal(full(p), b) for p, b in zip(model.parameters(), before, strict=True))
+    result = fs.train_step(model, ragged_batches(1), torch.optim.AdamW(model.parameters(), lr=0.1))
+    assert not result.skipped
+    assert not all(torch.equal(full(p), b) for p, b in zip(model.parameters(), before, strict=True))
+
+
+def test_an_optimizer_made_before_sharding_is_refused() -> None:
+    run_distributed(_check_early_optimizer, 2)

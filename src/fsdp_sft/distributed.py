@@ -298,7 +298,7 @@ def _init_process_group(launch: Launch, backend: str, timeout: timedelta) -> Non
         return
     if launch.init_method == "env://":
         store, rank, world_size = next(rendezvous("env://", timeout=timeout))
-        store = dist.PrefixStore(f"restart-{restarts_to_set_apart()}", store)  # type: ignore[attr-defined]
+        store = dist.PrefixStore(f"restart-{restarts_to_set_apart()}", store)  # type: ignore[attr-defined,unused-ignore]
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
         return
     dist.init_process_group(

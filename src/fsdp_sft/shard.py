@@ -96,7 +96,10 @@ def shard_model(
     else:
         block_policy = policy
     for module in reversed(list(chosen.values())):  # inner before outer, as FSDP2 wants
-        shard(module, block_policy, reshard_after_forward=reshard_after_forward)
+        if not isinstance(
+            module, FSDPModule
+        ):  # it may be one that shares its parameters, such as a tied head
+            shard(module, block_policy, reshard_after_forward=reshard_after_forward)
     shard(model, policy)
     _set_prefetch(list(chosen.values()), prefetch)
     return model

@@ -165,7 +165,7 @@ def train_step(
 
     Raises:
         ValueError: If a rank's batches are not usable or the numbers of micro-batches differ; raised on all
-            ranks, before the forward.
+            ranks, before the forward. If ``optimizer`` was made before the model was sharded.
         FloatingPointError: If the gradient norm is not finite and no scaler handles it. Parameters and
             optimizer are as before the step; gradients are zeroed.
 
@@ -173,6 +173,7 @@ def train_step(
     """
     if grad_sync not in ("each", "last", "reduce_scatter"):
         raise ValueError(f"grad_sync must be 'each', 'last' or 'reduce_scatter', got {grad_sync!r}")
+    _check_optimizer(model, optimizer)
     mesh = mesh if mesh is not None else mesh_of(model)
     targets, tokens = _agree_on_window(micro_batches, mesh)
     if targets == 0:
@@ -299,6 +300,17 @@ def _in_step(batches: Iterator[Batch], mesh: "DeviceMesh | None") -> Iterator[Ba
         if not have:
             return
         yield batch if batch is not None else stand_in
+
+
+def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse one over the tensors that sharding has replaced: it would step and train nothing."""
+    own = {id(p) for p in model.parameters() if isinstance(p, DTensor)}
+    stepped = [p for group in optimizer.param_groups for p in group["params"]]
+    if own and stepped and not any(id(p) in own or isinstance(p, DTensor) for p in stepped):
+        raise ValueError(
+            "the optimizer has none of the model's parameters: sharding has replaced those that it was made "
+            "over. Make it after shard_model or load_pretrained"
+        )
 
 
 def _agree_on_window(micro_batches: list[Batch], mesh: "DeviceMesh | None") -> tuple[int, int]:
