@@ -1,0 +1,441 @@
+"""Our loop beside ``transformers.Trainer`` and TRL's ``SFTTrainer``: tokens a second and peak memory.
+
+    FSDP_SFT_DATA=folder python benchmarks/peers.py
+
+A Qwen2-shaped model with random weights is trained on Alpaca rows on 2 CPU ranks (gloo, one thread each) by
+each system in a process group of its own. All have the same weights, tokens, labels, optimizer, bfloat16
+compute and float32 masters. In "plain" rows all have the same padded batches in the same order, and losses
+must agree; in "packed" rows each has its own way against padding: packs here and in TRL, batches of about
+equal length in Trainer. Systems alternate; medians over rounds. Needs `pip install trl` for all rows.
+
+accelerate turns FSDP2 on for accelerators only. Here its state is told after its own start that the plugin is
+on, and its FSDP2 code then runs on the CPU as it is; ``--peers ddp`` leaves that out.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+
+SYSTEMS = {"fsdp_sft": "fsdp_sft", "trainer": "transformers.Trainer", "trl": "trl.SFTTrainer"}
+NEEDS = {"fsdp_sft": "torch", "trainer": "accelerate", "trl": "trl"}
+WAYS = ("plain", "packed")
+LEARNING_RATE = 1e-3
+LOSS_TOLERANCE = 0.02
+
+
+# --- what all systems get ---------------------------------------------------------------------------------
+
+
+def make_inputs(folder: Path, args: argparse.Namespace) -> None:
+    """A tokenizer, initial weights and encoded rows, made once for all systems and rounds."""
+    from tiny_model import make_tokenizer
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    import fsdp_sft as fs
+
+    data = Path(os.environ["FSDP_SFT_DATA"])
+    chats = json.loads((data / "alpaca_en_demo.json").read_text())
+    texts = [path.read_text() for path in sorted(data.iterdir()) if path.suffix in (".json", ".jsonl")]
+    tokenizer = make_tokenizer(
+        [line for text in texts for line in text.splitlines()], vocab_size=args.vocabulary
+    )
+    tokenizer.save_pretrained(folder / "model")
+    config = Qwen2Config(
+        vocab_size=args.vocabulary,
+        hidden_size=args.hidden,
+        intermediate_size=args.hidden * 3,
+        num_hidden_layers=args.layers,
+        num_attention_heads=args.hidden // 64,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        use_cache=False,
+    )
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(config).save_pretrained(folder / "model")
+    random.Random(0).shuffle(chats)
+    rows = [fs.encode_chat(chat, tokenizer, max_length=args.length) for chat in chats]
+    kept = [{"input_ids": r.input_ids, "labels": r.labels} for r in rows if r.num_targets]
+    (folder / "rows.json").write_text(json.dumps(kept))
+
+
+class Meter:
+    """Tokens, seconds and memory of one rank, counted from the end of the warm-up."""
+
+    def __init__(self, warmup: int) -> None:
+        self.warmup, self.step = warmup, 0
+        self.tokens: list[int] = []  # of each batch, as the collator made it
+        self.losses: list[float] = []
+        self.peak, self.peak_stepping, self.at_start = 0, 0, anonymous_bytes()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+        self._thread.start()
+
+    def counted(self, collate):
+        """The collator, counting tokens that are not padding."""
+
+        def count(rows):
+            batch = collate(rows)
+            mask = batch.get("attention_mask")
+            self.tokens.append(int(mask.sum() if mask is not None else batch["input_ids"].numel()))
+            return batch
+
+        return count
+
+    def stepped(self) -> None:
+        """Note the end of an optimizer step."""
+        self.step += 1
+        if self.step == self.warmup:
+            self.started = time.perf_counter()
+            self.peak_stepping = 0
+        self.ended = time.perf_counter()
+
+    def _sample(self) -> None:
+        while not self._stop.wait(0.005):
+            now = anonymous_bytes()
+            self.peak, self.peak_stepping = max(self.peak, now), max(self.peak_stepping, now)
+
+    def report(self, system: str) -> None:
+        """Gather all ranks' figures and print them from rank 0."""
+        import torch.distributed as dist
+
+        self._stop.set()
+        self._thread.join()
+        own = {
+            "tokens": sum(self.tokens[self.warmup : self.step]),
+            "seconds": self.ended - self.started,
+            "peak": self.peak,
+            "stepping": self.peak_stepping,
+            "at_start": self.at_start,
+            "losses": self.losses,
+        }
+        ranks: list[dict] = [{}] * dist.get_world_size()
+        dist.all_gather_object(ranks, own)
+        if dist.get_rank() == 0:
+            worst = {name: max(rank[name] for rank in ranks) for name in ("peak", "stepping", "at_start")}
+            speed = sum(rank["tokens"] for rank in ranks) / max(rank["seconds"] for rank in ranks)
+            print("REPORT " + json.dumps({**worst, "speed": speed, "losses": own["losses"], "how": system}))
+
+
+def anonymous_bytes() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("needs /proc/self/status with RssAnon")
+
+
+# --- the systems ------------------------------------------------------------------------------------------
+
+
+def run_fsdp_sft(folder: Path, args: argparse.Namespace) -> None:
+    from torch.utils.data import DataLoader
+    from transformers import AutoTokenizer
+
+    import fsdp_sft as fs
+
+    context = fs.init_distributed(device_type="cpu")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    rows = json.loads((folder / "rows.json").read_text())
+    meter = Meter(args.warmup)
+    model = fs.load_pretrained(folder / "model", mesh=fs.build_mesh(), sac_ratio=args.sac)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
+    if args.way == "packed":
+        lengths, targets = fs.row_sizes(rows)
+        sampler = fs.PackedSampler(lengths, max_length=args.pack_length, num_targets=targets)
+        collate = meter.counted(fs.PackedCollator(max_length=args.pack_length))
+        loader = DataLoader(rows, batch_sampler=sampler, collate_fn=collate)
+    else:
+        batches = [
+            range(start, start + args.batch) for start in range(0, len(rows) - args.batch + 1, args.batch)
+        ]
+        mine = batches[context.rank :: context.world_size]
+        collate = meter.counted(lambda some: padded(some, tokenizer.pad_token_id))
+        loader = DataLoader(rows, batch_sampler=mine, collate_fn=collate)
+    while meter.step < args.steps:
+        for window in fs.windows(loader, grad_accum_steps=1):
+            result = fs.train_step(model, window, optimizer, max_grad_norm=1.0)
+            meter.losses.append(result.loss)
+            meter.stepped()
+            if meter.step == args.steps:
+                break
+    meter.report("FSDP2" if not args.sac else f"FSDP2, sac {args.sac}")
+
+
+def padded(rows: list[dict], pad: int) -> dict[str, torch.Tensor]:
+    """A batch padded on the right to its longest row, the same for our loop and for Trainer."""
+    width = max(len(row["input_ids"]) for row in rows)
+    ids = [row["input_ids"] + [pad] * (width - len(row["input_ids"])) for row in rows]
+    mask = [[1] * len(row["input_ids"]) + [0] * (width - len(row["input_ids"])) for row in rows]
+    labels = [row["labels"] + [-100] * (width - len(row["labels"])) for row in rows]
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    return {name: torch.tensor(value) for name, value in batch.items()}
+
+
+def run_trainer(folder: Path, args: argparse.Namespace) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+
+    rows = json.loads((folder / "rows.json").read_text())
+    options = shared_options(folder, args)
+    if args.way == "packed":
+        options["train_sampling_strategy"] = "group_by_length"
+    arguments = TrainingArguments(**options)
+    meter = Meter(args.warmup)
+    how = force_fsdp2(args, arguments)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    trainer = Trainer(
+        AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32),
+        arguments,
+        train_dataset=as_dataset(rows),
+        data_collator=meter.counted(lambda some: padded(some, tokenizer.pad_token_id)),
+        callbacks=[callback(meter)],
+    )
+    train_and_report(trainer, meter, how)
+
+
+def run_trl(folder: Path, args: argparse.Namespace) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import SFTConfig, SFTTrainer
+
+    rows = json.loads((folder / "rows.json").read_text())
+    options = {**shared_options(folder, args), "max_length": args.length}
+    if args.way == "packed":
+        options.update(packing=True, max_length=args.pack_length, per_device_train_batch_size=1)
+        options["train_sampling_strategy"] = "random"
+    arguments = SFTConfig(**options)
+    meter = Meter(args.warmup)
+    how = force_fsdp2(args, arguments)
+    trainer = SFTTrainer(
+        AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32),
+        arguments,
+        train_dataset=as_dataset(rows),
+        processing_class=AutoTokenizer.from_pretrained(folder / "model"),
+        callbacks=[callback(meter)],
+    )
+    trainer.data_collator = meter.counted(trainer.data_collator)
+    train_and_report(trainer, meter, how)
+
+
+def as_dataset(rows: list[dict]):
+    import pyarrow as pa
+    from datasets import Dataset, disable_caching
+
+    disable_caching()
+    # With a fingerprint given, datasets does not pickle the table, which fails with some versions of pyarrow.
+    return Dataset(pa.Table.from_pylist(rows), fingerprint="rows")
+
+
+def shared_options(folder: Path, args: argparse.Namespace) -> dict:
+    return {
+        "output_dir": str(folder / "unused"),
+        "use_cpu": True,
+        "bf16": True,
+        "max_steps": args.steps,
+        "per_device_train_batch_size": args.batch,
+        "learning_rate": LEARNING_RATE,
+        "lr_scheduler_type": "constant",
+        "weight_decay": 0.0,
+        "max_grad_norm": 1.0,
+        "optim": "adamw_torch_fused",
+        "train_sampling_strategy": "sequential",
+        "gradient_checkpointing": False,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+
+
+def force_fsdp2(args: argparse.Namespace, arguments) -> str:
+    """Let the accelerator that a Trainer makes next take accelerate's FSDP2 path on the CPU."""
+    if args.peers == "ddp":
+        return "DDP"
+    assert arguments.device.type == "cpu"  # asking for it makes accelerate's state anew
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
+    from accelerate.utils import DistributedType
+
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        reshard_after_forward=True,
+        cpu_ram_efficient_loading=False,
+    )
+    state = Accelerator(mixed_precision="bf16", cpu=True).state  # one for the whole process
+    plugin.set_mixed_precision("bf16")
+    state.fsdp_plugin = plugin
+    state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
+    return "FSDP2"
+
+
+def callback(meter: Meter):
+    from transformers import TrainerCallback
+
+    class Steps(TrainerCallback):
+        def on_step_end(self, *_args, **_kwargs):
+            meter.stepped()
+
+        def on_log(self, _args, _state, _control, logs=None, **_kwargs):
+            if "loss" in (logs or {}):
+                meter.losses.append(float(logs["loss"]))
+
+    return Steps()
+
+
+def train_and_report(trainer, meter: Meter, how: str) -> None:
+    from torch.distributed.fsdp import FSDPModule
+
+    trainer.train()
+    sharded = isinstance(trainer.model_wrapped, FSDPModule) or isinstance(trainer.model, FSDPModule)
+    assert sharded == (how == "FSDP2"), f"the model is a {type(trainer.model_wrapped).__name__}"
+    dtypes = {parameter.dtype for parameter in trainer.model.parameters()}
+    assert dtypes == {torch.float32}, f"masters are {dtypes}"
+    meter.report(how)
+
+
+# --- rounds and table -------------------------------------------------------------------------------------
+
+
+def measure(system: str, way: str, folder: Path, argv: list[str]) -> dict:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [__file__, "--worker", system, "--way", way, "--folder", str(folder), *argv]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+        "HF_HOME": str(folder / "cache"),
+    }
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("REPORT ")]
+    if done.returncode != 0 or not lines:
+        said = [line for line in done.stderr.splitlines() if line.startswith("[rank")]  # and not torchrun's
+        raise RuntimeError("\n".join([f"{system}, {way}:", *(said or done.stderr.splitlines())[-60:]]))
+    return json.loads(lines[-1].removeprefix("REPORT "))
+
+
+def median(runs: list[dict], key: str) -> float:
+    return statistics.median(run[key] for run in runs)
+
+
+def table(runs: dict[tuple[str, str], list[dict]]) -> list[str]:
+    lines = [
+        "| batches | system | parallelism | tokens/s (min to max) | ours, tokens/s | peak, MiB | "
+        "peak over imports, MiB | ours, peak | ours, over imports | final loss |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for way in WAYS:
+        ours = runs.get((way, "fsdp_sft"))
+        for system, name in SYSTEMS.items():
+            found = runs.get((way, system))
+            if not found or not ours:
+                continue
+            for run in [*found, *ours]:
+                run["growth"] = run["peak"] - run["at_start"]
+            speeds = [run["speed"] for run in found]
+            times = median(ours, "speed") / median(found, "speed")
+            peak, growth = (median(ours, key) / median(found, key) for key in ("peak", "growth"))
+            lines.append(
+                f"| {way} | {name} | {found[0]['how']} | {median(found, 'speed'):.0f} ({min(speeds):.0f} to "
+                f"{max(speeds):.0f}) | {times:.2f}x | {median(found, 'peak') / 2**20:.0f} | "
+                f"{median(found, 'growth') / 2**20:.0f} | {peak:.2f}x | {growth:.2f}x | "
+                f"{found[0]['losses'][-1]:.4f} |"
+            )
+    return lines
+
+
+def check_losses(runs: dict[tuple[str, str], list[dict]]) -> None:
+    """In plain rows every step's loss is that of the same batch; bfloat16 and reduction dtypes differ."""
+    ours = runs["plain", "fsdp_sft"][0]["losses"]
+    for (way, system), found in runs.items():
+        for run in found if way == "plain" else ():
+            assert len(run["losses"]) == len(ours), (system, len(run["losses"]))
+            worst = max(abs(a - b) / b for a, b in zip(run["losses"], ours, strict=True))
+            assert worst <= LOSS_TOLERANCE, f"{system}: losses differ by {worst:.1%}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--worker", choices=SYSTEMS, help=argparse.SUPPRESS)
+    parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=40, help="of which --warmup are not counted")
+    parser.add_argument("--warmup", type=int, default=6)
+    parser.add_argument("--batch", type=int, default=4, help="rows of a rank's batch")
+    parser.add_argument("--length", type=int, default=512, help="most tokens of a row")
+    parser.add_argument("--pack-length", type=int, default=1024, help="most tokens of a pack, one a batch")
+    parser.add_argument("--layers", type=int, default=10)
+    parser.add_argument("--hidden", type=int, default=384, help="a multiple of 128")
+    parser.add_argument("--vocabulary", type=int, default=32000)
+    parser.add_argument("--sac", default="0", help="ours: fraction of blocks to recompute, such as 1/3")
+    parser.add_argument("--peers", choices=("fsdp2", "ddp"), default="fsdp2")
+    parser.add_argument("--quick", action="store_true", help="a small model, few steps, one round")
+    parser.add_argument("--output", type=Path, help="also write the table there")
+    args = parser.parse_args()
+    if args.quick:
+        args.rounds, args.steps, args.warmup, args.layers, args.hidden = 1, 8, 2, 2, 128
+    args.sac = 0 if args.sac == "0" else args.sac
+    if args.worker:
+        torch.set_num_threads(1)
+        globals()[f"run_{args.worker}"](args.folder, args)
+        return
+    if "FSDP_SFT_DATA" not in os.environ:
+        parser.error("set FSDP_SFT_DATA to the folder with alpaca_en_demo.json")
+    systems = [system for system, needed in NEEDS.items() if importlib.util.find_spec(needed)]
+    runs: dict[tuple[str, str], list[dict]] = {}
+    with tempfile.TemporaryDirectory() as name:
+        make_inputs(Path(name), args)
+        for number in range(args.rounds):
+            for way in WAYS:
+                turn = number % len(systems)
+                for system in systems[turn:] + systems[:turn]:
+                    runs.setdefault((way, system), []).append(measure(system, way, Path(name), sys.argv[1:]))
+    check_losses(runs)
+    load = f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
+    lines = [
+        f"{args.layers} layers of {args.hidden}, vocabulary {args.vocabulary}, 2 gloo ranks of one thread, "
+        f"batches of {args.batch} rows of at most {args.length} tokens a rank (packs of {args.pack_length}), "
+        f"{args.steps - args.warmup} steps after {args.warmup} of warm-up, median of {args.rounds} "
+        f"alternating rounds, load {load} at the end, torch {torch.__version__}, {versions()}.",
+        "",
+        "Tokens are those that are not padding. Memory is RssAnon of the larger rank, loading included; "
+        '"ours" is the ratio of fsdp_sft to the row\'s system.',
+        "",
+        *table(runs),
+    ]
+    print("\n".join(lines))
+    if args.output:
+        args.output.write_text("# Beside Trainer and SFTTrainer\n\n" + "\n".join(lines) + "\n")
+
+
+def versions() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = []
+    for name in ("transformers", "accelerate", "trl"):
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            found.append(f"{name} not installed")
+    return ", ".join(found)
+
+
+if __name__ == "__main__":
+    main()
