@@ -30,6 +30,7 @@ from fsdp_sft.adapters import adapted_layers, merged_weights, without_adapters
 from fsdp_sft.dcp_io.card import model_card
 from fsdp_sft.dcp_io.files import sync_folder, write_bytes
 from fsdp_sft.dcp_io.folder import this_rank
+from fsdp_sft.dcp_io.own_rows import Places, has_whole_rows, open_own_rows
 from fsdp_sft.dcp_io.tensors import Gatherer, ModelTensors, clean_name, model_tensors
 from fsdp_sft.dcp_io.upload import make_repository, upload
 from fsdp_sft.distributed import reshard
@@ -43,6 +44,7 @@ class _Plan:
     dtypes: dict[str, torch.dtype]  # of the sources
     groups: list[list[str]]  # sources that are converted together
     written: Described  # what the files get, in order
+    unchanged: dict[str, str]  # sources that no conversion touches, to their names in the files
     converts: bool
 
 
@@ -66,7 +68,8 @@ def export_hf(
 
     Args:
         model: A transformers model, sharded or not, or a peft model around one.
-        out_dir: The folder to make; it may exist if it is empty. Rank 0 writes.
+        out_dir: The folder to make; it may exist if it is empty. Every rank writes its rows if all see rank
+            0's folder; else rank 0 writes everything.
         dtype: Of floating-point tensors, except modules that transformers always keeps in float32; None
             keeps what they have. Also goes into the configuration.
         max_shard_size: Of one file, in bytes or such as ``"5GB"``.
@@ -86,8 +89,10 @@ def export_hf(
             complete.
 
     Collective: all ranks.
-    Memory: On rank 0 a tensor, or a group that is converted together, twice; on other ranks their own part
-        of one tensor. All of it CPU memory. A weight with adapters is float32 at least while they are merged.
+    Memory: 4 Mi elements of a tensor on each rank. Of tensors that are converted, or that are not sharded
+        by rows: on rank 0 one of them, or a group that is converted together, twice, and on other ranks
+        their own part of one. All of it CPU memory. A weight with adapters is float32 at least while they are
+        merged.
     """
     target = Path(out_dir).absolute()
     reshard(model)
@@ -127,9 +132,10 @@ def _export(
         assert plan is not None
         gatherer = Gatherer()
         _write_weights(model, content, plan, merges, temporary, max_shard_size, gatherer)
-        if this_rank() == 0:
-            gatherer.attempt(lambda: publish(temporary, target))
         gatherer.finish(f"exporting to {target}")
+        with agreed(f"publishing {target}"):
+            if this_rank() == 0:
+                publish(temporary, target)
     finally:
         if this_rank() == 0:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -166,7 +172,9 @@ def _plan(model: nn.Module, content: ModelTensors, dtype: torch.dtype | None) ->
     converts = final is not meta
     groups = _groups(twin, meta, final) if converts else [[name] for name in meta]
     written = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in final.items()}
-    return _Plan(sources, dtypes, groups, written, converts)
+    names = {id(tensor): name for name, tensor in final.items()}
+    unchanged = {name: names[id(tensor)] for name, tensor in meta.items() if id(tensor) in names}
+    return _Plan(sources, dtypes, groups, written, unchanged, converts)
 
 
 def _unsharded_twin(model: nn.Module) -> nn.Module:
@@ -277,14 +285,25 @@ def _write_weights(
     writer = _Writer(plan)
     if this_rank() == 0:
         gatherer.attempt(lambda: writer.start(model, folder, max_shard_size))
+    own = open_own_rows(folder, writer.places() if this_rank() == 0 and gatherer.error is None else None)
     for group in plan.groups:
+        tensor = content.tensors[plan.sources[group[0]]]
+        is_adapted = plan.sources[group[0]].rpartition(".")[0] in merges
+        if own is not None and group[0] in plan.unchanged and not is_adapted and has_whole_rows(tensor):
+            written = plan.unchanged[group[0]]
+            gatherer.attempt(partial(own.write, written, tensor, plan.dtypes[group[0]]))
+            writer.expect_no_more(written)
+            continue
         full = {}
         for name in group:
-            tensor = _gathered(content, plan, merges, name, gatherer)
-            if tensor is not None:
-                full[name] = tensor
+            whole = _gathered(content, plan, merges, name, gatherer)
+            if whole is not None:
+                full[name] = whole
         if full:
             gatherer.attempt(partial(writer.write, full))
+    if own is not None:
+        gatherer.attempt(own.sync)
+        own.close()
     if this_rank() == 0:
         gatherer.attempt(writer.finish)
         writer.close()
@@ -366,6 +385,16 @@ class _Writer:
             contiguous = tensor.contiguous()
             write_at(fd, header.entries[name].start, bytes_of(contiguous))
             self._left.remove(name)
+
+    def places(self) -> Places:
+        """Where each tensor goes."""
+        return {
+            name: (file, self._files[file][1].entries[name].start) for name, file in self._file_of.items()
+        }
+
+    def expect_no_more(self, name: str) -> None:
+        """The ranks write this tensor themselves."""
+        self._left.discard(name)
 
     def finish(self) -> None:
         if self._left:

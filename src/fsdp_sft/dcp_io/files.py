@@ -54,13 +54,13 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> FileRecord
             staged = tensors[name].detach().to("cpu").contiguous()
             view = bytes_of(staged)
             hasher.begin(view)
-            _write_early(fd, entry.start, view)
+            write_early(fd, entry.start, view)
             hasher.wait()
         os.fsync(fd)
         return FileRecord(header.file_bytes, hasher.hexdigest())
 
 
-def _write_early(fd: int, offset: int, view: memoryview) -> None:
+def write_early(fd: int, offset: int, view: memoryview) -> None:
     """Write, and let the disk begin at once: the fsync at the end then has little left to wait for."""
     for first in range(0, len(view), _BUFFER_BYTES):
         piece = view[first : first + _BUFFER_BYTES]

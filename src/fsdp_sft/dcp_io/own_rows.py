@@ -1,0 +1,81 @@
+"""The part of an export for which ranks need not meet: each writes its own rows into the common files."""
+
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from fsdp_sft._agree import all_gather_objects
+from fsdp_sft._safetensors import bytes_of
+from fsdp_sft.dcp_io.files import write_early
+from fsdp_sft.dcp_io.folder import this_rank
+from fsdp_sft.dcp_io.layout import box_of, local_of, owner_ranks
+
+_PIECE_ELEMENTS = 4 << 20
+
+Places = Mapping[str, tuple[str, int]]  # tensor -> (file, byte at which it starts)
+
+
+class OwnRows:
+    """Files that rank 0 has made at their final size, open on this rank.
+
+    Memory: One piece of 4 Mi elements in CPU memory.
+    """
+
+    def __init__(self, places: Places, files: Mapping[str, int]) -> None:
+        self._places = places
+        self._files = dict(files)
+
+    def write(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+        """Write this rank's rows of ``tensor`` as ``dtype``; nothing, if another rank writes them."""
+        if this_rank() not in owner_ranks(tensor):
+            return
+        file, start = self._places[name]
+        box = box_of(tensor)
+        if tensor.dim():
+            start += box.offset[0] * math.prod(tensor.shape[1:]) * dtype.itemsize
+        rows = local_of(tensor).reshape(-1)
+        for first in range(0, box.numel, _PIECE_ELEMENTS):
+            piece = rows[first : first + _PIECE_ELEMENTS].to("cpu", dtype).contiguous()
+            write_early(self._files[file], start + first * dtype.itemsize, bytes_of(piece))
+
+    def sync(self) -> None:
+        """Put what was written on the disk."""
+        for fd in self._files.values():
+            os.fsync(fd)
+
+    def close(self) -> None:
+        """Close the files."""
+        while self._files:
+            os.close(self._files.popitem()[1])
+
+
+def open_own_rows(folder: Path, places: Places | None) -> OwnRows | None:
+    """The files for writing; None where some rank does not see rank 0's folder, or rank 0 has made none.
+
+    Collective: all ranks.
+    """
+    shared = all_gather_objects(places)[0]
+    if shared is None:
+        return None
+    files: dict[str, int] = {}
+    try:
+        for file in sorted({file for file, _ in shared.values()}):
+            files[file] = os.open(folder / file, os.O_WRONLY | os.O_NOFOLLOW)
+    except OSError:  # a folder of rank 0's own machine
+        seen = False
+    else:
+        seen = True
+    opened = OwnRows(shared, files)
+    if all(all_gather_objects(seen)):
+        return opened
+    opened.close()
+    return None
+
+
+def has_whole_rows(tensor: torch.Tensor) -> bool:
+    """Whether every part of ``tensor`` is one run of its bytes; the same on all ranks."""
+    boxes = [box_of(tensor, rank) for rank in owner_ranks(tensor)]
+    return all(tuple(box.shape[1:]) == tuple(tensor.shape[1:]) for box in boxes)
