@@ -361,7 +361,7 @@ class _Writer:
             filename_pattern="model{suffix}.safetensors",
             max_shard_size=max_shard_size,
         )
-        self._twin = _unsharded_twin(model)
+        self._twin = _unsharded_twin(model) if self._plan.converts else None
         self._file_of = dict(split.tensor_to_filename)
         for file, names in split.filename_to_tensors.items():
             described = {name: self._plan.written[name] for name in names}
@@ -373,8 +373,7 @@ class _Writer:
             write_bytes(folder / "model.safetensors.index.json", text.encode())
 
     def write(self, full: dict[str, torch.Tensor]) -> None:
-        assert self._twin is not None
-        made = revert_weight_conversion(self._twin, full) if self._plan.converts else full
+        made = revert_weight_conversion(self._twin, full) if self._twin is not None else full
         for name, tensor in made.items():
             if self._plan.written.get(name) != (tensor.dtype, tuple(tensor.shape)) or name not in self._left:
                 raise RuntimeError(

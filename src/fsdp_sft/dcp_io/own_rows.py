@@ -53,11 +53,11 @@ class OwnRows:
 
 
 def open_own_rows(folder: Path, places: Places | None) -> OwnRows | None:
-    """The files for writing; None where some rank does not see rank 0's folder, or rank 0 has made none.
+    """The files in rank 0's ``folder`` for writing; None if some rank does not see them or there are none.
 
     Collective: all ranks.
     """
-    shared = all_gather_objects(places)[0]
+    folder, shared = all_gather_objects((folder, places))[0]  # each rank would have made up a name of its own
     if shared is None:
         return None
     files: dict[str, int] = {}
