@@ -372,7 +372,7 @@ def _check_families(dtype: torch.dtype) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_gradients_equal_logits_and_cross_entropy(ranks: int, dtype: torch.dtype) -> None:
     errors = run_distributed(_check_families, ranks, dtype, timeout=240)[0]
     assert len(errors) == 2 * len(FAMILIES)

@@ -84,7 +84,7 @@ def _check_families(
         assert abs(loss - expected_loss) <= TOLERANCE[dtype] * max(1, abs(expected_loss)), family
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_gradients_equal_the_single_process(world_size: int, dtype: torch.dtype) -> None:
     run_distributed(_check_families, world_size, FAMILIES, dtype, 1, {})
@@ -106,7 +106,9 @@ CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow) if case == "compile" else case for case in CASES]
+)
 def test_gradients_equal_the_single_process_with(case: str) -> None:
     world_size, accumulation, options = CASES[case]
     families = ["llama", "qwen2-tied"] if case != "compile" else ["qwen2-tied"]

@@ -57,7 +57,7 @@ def _check_window_loss_and_norm(accumulation: int) -> list[str]:
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_loss_and_norm_of_unequal_micro_batches_equal_the_whole_batch(ranks: int, accumulation: int) -> None:
     done = run_distributed(_check_window_loss_and_norm, ranks, accumulation)
     assert len(done[0]) == {1: 1, 2: 2, 4: 3}[ranks] * 6
