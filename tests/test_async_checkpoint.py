@@ -166,6 +166,7 @@ def _default_path(root: str) -> list[float]:
     return expected
 
 
+@pytest.mark.slow
 def test_async_save_on_the_default_path(tmp_path: Path) -> None:
     losses = run_distributed(_default_path, 2, str(tmp_path))
     assert losses[0] == losses[1]

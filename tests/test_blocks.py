@@ -18,6 +18,7 @@ COUNTS = {
 SEVERAL_TRUNKS = {"blt", "gemma3", "git", "got_ocr2", "moss_transcribe_diarize", "phi4_multimodal"}
 
 
+@pytest.mark.slow
 def test_every_causal_lm_of_transformers_has_its_layers_found() -> None:
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES

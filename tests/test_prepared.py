@@ -65,6 +65,7 @@ def _compare(root: str, paths: dict[str, str], mesh_shape: dict[str, int]) -> No
             assert all(torch.equal(exported[0][name], exported[1][name]) for name in exported[0])
 
 
+@pytest.mark.slow
 def test_bitwise_the_loaded_model_on_any_ranks(tmp_path: Path) -> None:
     for family in FAMILIES:
         save_tiny(tmp_path / family, family)
