@@ -30,6 +30,7 @@ def tiny_config(family: str, **overrides: Any) -> Any:
         "llama": lambda: tf.LlamaConfig(**{**common, **overrides}),
         "qwen2": lambda: tf.Qwen2Config(**{**common, "tie_word_embeddings": False, **overrides}),
         "qwen2-tied": lambda: tf.Qwen2Config(**{**common, "tie_word_embeddings": True, **overrides}),
+        "qwen3": lambda: tf.Qwen3Config(**{**common, "head_dim": 8, **overrides}),
         "gemma3": lambda: tf.Gemma3TextConfig(
             **{**common, "head_dim": 8, "sliding_window": 8, "layer_types": None, **overrides}
         ),
@@ -83,6 +84,7 @@ def tiny_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32
         "llama": "LlamaForCausalLM",
         "qwen2": "Qwen2ForCausalLM",
         "qwen2-tied": "Qwen2ForCausalLM",
+        "qwen3": "Qwen3ForCausalLM",
         "gemma3": "Gemma3ForCausalLM",
         "mixtral": "MixtralForCausalLM",
         "gpt2": "GPT2LMHeadModel",

@@ -218,29 +218,6 @@ def test_sizes_of_rows() -> None:
 # --- a packed batch trains as its rows do -----------------------------------------------------------------
 
 
-def model_of(family: str, **overrides: Any) -> Any:
-    if family != "qwen3":
-        return tiny_model(family, **overrides)
-    config = tf.Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=128,
-        **overrides,
-    )
-    torch.manual_seed(0)
-    model = tf.Qwen3ForCausalLM(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.mul_(3)
-    return model.train()
-
-
 def drawn_rows(count: int, *, longest: int = 24, seed: int = 3) -> list[dict[str, list[int]]]:
     """Rows of 1 to ``longest`` tokens; one has no target and one consists of a single token."""
     generator = random.Random(seed)
@@ -269,7 +246,7 @@ def gradients_of_separate_rows(model: Any, rows: list[dict[str, list[int]]]) -> 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gpt2", "mixtral"])
 def test_gradients_of_a_pack_are_the_sum_over_its_rows(family: str, attention: str, padding: str) -> None:
-    model = model_of(family, attn_implementation=attention, use_cache=True)
+    model = tiny_model(family, attn_implementation=attention, use_cache=True)
     rows = drawn_rows(6)
     loss, expected = gradients_of_separate_rows(model, rows)
     batch = fs.PackedCollator(max_length=128, padding=padding)(rows)
@@ -283,7 +260,7 @@ def test_gradients_of_a_pack_are_the_sum_over_its_rows(family: str, attention: s
 
 
 def test_the_plain_call_leaks_so_that_the_test_above_can_fail() -> None:
-    model = model_of("llama", use_cache=True)
+    model = tiny_model("llama", use_cache=True)
     rows = drawn_rows(6)
     _, expected = gradients_of_separate_rows(model, rows)
     batch = fs.PackedCollator(max_length=128)(rows)
@@ -300,7 +277,7 @@ def test_the_plain_call_leaks_so_that_the_test_above_can_fail() -> None:
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gpt2", "mixtral"])
 def test_models_that_keep_rows_apart_pass(family: str, attention: str, dtype: torch.dtype) -> None:
-    model = model_of(family, attn_implementation=attention, use_cache=True).to(dtype)
+    model = tiny_model(family, attn_implementation=attention, use_cache=True).to(dtype)
     report = fs.verify_packing(model, max_length=100)
     assert report.error < (2e-6 if dtype == torch.float32 else 3e-2)
     assert report.leak == 0 or report.leak < 4 * report.noise
@@ -491,7 +468,7 @@ def test_the_model_is_left_as_it_was() -> None:
 
 
 def verify_sharded(family: str, dtype: torch.dtype | None, sac_ratio: str, attention: str) -> dict[str, Any]:
-    model = model_of(family, attn_implementation=attention, use_cache=True)
+    model = tiny_model(family, attn_implementation=attention, use_cache=True)
     fs.apply_sac(model, sac_ratio)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     fs.shard_model(model, mesh=fs.build_mesh(device_type="cpu"), mp_policy=policy)
@@ -516,7 +493,7 @@ def test_sharded_models_are_verified_and_train_as_separate_rows_do(
         assert result["report"]["tolerance"] == (6e-2 if dtype else 1e-4), "the dtype that it computes in"
     if dtype is None:
         _, expected = gradients_of_separate_rows(
-            model_of(family, attn_implementation=attention), drawn_rows(6)
+            tiny_model(family, attn_implementation=attention), drawn_rows(6)
         )
         # Every rank has the whole pack, so the loss counts twice and is averaged once.
         actual = {name: gradient / 2 for name, gradient in results[0]["gradients"].items()}

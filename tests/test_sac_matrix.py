@@ -9,7 +9,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
 from tests.distributed import run_distributed
-from tests.models import VOCAB, full, ragged_batches, tiny_model
+from tests.models import full, ragged_batches, tiny_model
 
 RATIOS = (0, "1/4", "1/3", "1/2", "2/3", 1)
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -23,25 +23,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
 HYBRIDS = ("BambaForCausalLM", "JambaForCausalLM", "Zamba2ForCausalLM", "FalconH1ForCausalLM")
 
 
-def _model(family: str) -> Any:
-    if family != "qwen3":
-        return tiny_model(family, **FAMILIES[family])
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        attention_dropout=0.2,
-    )
-    return transformers.Qwen3ForCausalLM(config).train()
-
-
 def _gradients(model: Any, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
     torch.manual_seed(7)
     model(**inputs).loss.backward()
@@ -53,7 +34,7 @@ def _gradients(model: Any, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
 def _one(family: str, ratio: Any, order: str, backend: str | None) -> dict[str, torch.Tensor]:
     """Gradients of one fresh model prepared in one order: of a letter each, sac, compile and shard."""
     torch.compiler.reset()
-    model = _model(family)
+    model = tiny_model(family, **FAMILIES[family])
     for step in order:
         if step == "s":
             fs.apply_sac(model, ratio)

