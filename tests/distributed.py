@@ -16,7 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-_PRELOAD = ["torch", "torch.distributed.fsdp", "transformers", "tests.models", "tests.distributed"]
+_PRELOAD = ["tests.preloaded"]
 _GRACE_SECONDS = 10  # what the other ranks get to fail by themselves once one has
 
 
