@@ -192,13 +192,18 @@ def compare(folder: Path, rounds: int, skip: set[str]) -> dict[str, list[float]]
 
 
 def show(times: dict[str, list[float]], total_bytes: int) -> None:
-    median = {name: statistics.median(values) for name, values in times.items()}
+    """Medians; a ratio is the median of those of the rounds, so that a machine whose speed drifts does less."""
+
+    def ratio(name: str, other: str) -> float:
+        return statistics.median(a / b for a, b in zip(times[name], times[other], strict=True))
+
     print(f"{total_bytes / 1e9:.2f} GB of bf16, {world()} ranks, {len(next(iter(times.values())))} rounds")
     print(f"{'':26s} median s   best   GB/s   x raw   x ours")
-    for name, seconds in median.items():
+    for name, values in times.items():
+        seconds = statistics.median(values)
         print(
-            f"{name:26s} {seconds:8.3f} {min(times[name]):6.3f} {total_bytes / seconds / 1e9:6.2f} "
-            f"{seconds / median['raw']:7.2f} {seconds / median['ours: whole call']:8.2f}"
+            f"{name:26s} {seconds:8.3f} {min(values):6.3f} {total_bytes / seconds / 1e9:6.2f} "
+            f"{ratio(name, 'raw'):7.2f} {ratio(name, 'ours: whole call'):8.2f}"
         )
 
 
