@@ -192,7 +192,7 @@ def compare(folder: Path, rounds: int, skip: set[str]) -> dict[str, list[float]]
 
 
 def show(times: dict[str, list[float]], total_bytes: int) -> None:
-    """Medians; a ratio is the median of those of the rounds, so that a machine whose speed drifts does less."""
+    """Medians; a ratio is the median of the rounds' own, since a machine's speed drifts."""
 
     def ratio(name: str, other: str) -> float:
         return statistics.median(a / b for a, b in zip(times[name], times[other], strict=True))

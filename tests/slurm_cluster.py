@@ -207,7 +207,9 @@ class TrainingJob:
         deadline = time.monotonic() + timeout
         while self.last_step() < step:
             self.cluster.release(self.id)
-            assert time.monotonic() < deadline, (self.cluster.job(self.id), self.text.read_text())
+            job = self.cluster.job(self.id)
+            assert job["JobState"] not in ENDED, (job, self.text.read_text())
+            assert time.monotonic() < deadline, (job, self.text.read_text())
             time.sleep(0.2)
 
     def exit_codes(self) -> list[int]:

@@ -69,7 +69,7 @@ def windows(loader: Iterable[Batch], grad_accum_steps: int) -> Iterator[list[Bat
     counts, so a rank that runs out early ends the pass for all instead of hanging it. The last window may
     be short. If reading the data fails on one rank, all raise its error. A sampler or data set with
     ``mark_consumed`` (``ResumableSampler``, ``PackedSampler``, ``PackedStream``) is told the rows or packs of
-    each window before the window is handed out.
+    each window before the window is handed out. What a checkpoint left of an epoch may be nothing.
 
     Args:
         loader: A DataLoader, or any iterable of batches with ``input_ids`` and ``labels``.
@@ -79,7 +79,7 @@ def windows(loader: Iterable[Batch], grad_accum_steps: int) -> Iterator[list[Bat
         Lists of 1 to ``grad_accum_steps`` batches.
 
     Raises:
-        ValueError: If ``grad_accum_steps`` is not positive, or a whole pass had no target on any rank.
+        ValueError: If ``grad_accum_steps`` is not positive, or a whole epoch had no target on any rank.
 
     Collective: all ranks, in step.
     """
@@ -92,6 +92,8 @@ def _windows(loader: Iterable[Batch], grad_accum_steps: int) -> Iterator[list[Ba
     sampler = _resumable(loader)
     mark_consumed = getattr(sampler, "mark_consumed", None)
     end_epoch = getattr(sampler, "end_epoch", None)
+    # After a checkpoint at an epoch's last window nothing may be left of that epoch: a loader drops its tail.
+    in_mid_epoch = bool(getattr(sampler, "position", 0))
     batches = iter(loader)
     targets_seen = False
     while True:
@@ -115,7 +117,7 @@ def _windows(loader: Iterable[Batch], grad_accum_steps: int) -> Iterator[list[Ba
             break
     if end_epoch is not None:
         end_epoch()
-    if all_reduce_sum([targets_seen])[0] == 0:
+    if all_reduce_sum([targets_seen or in_mid_epoch])[0] == 0:
         raise ValueError(
             "the data set has no target on any rank: every label, after the shift, is -100, or there is no "
             "batch. Look at a row with render_labels, and at the counts that filter_rows returns"
