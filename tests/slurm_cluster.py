@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -132,15 +133,15 @@ class SlurmCluster:
         return dict(re.findall(r"(\w+)=(\S*)", self.call("scontrol", "show", "job", job_id)))
 
     def release(self, job_id: str) -> None:
-        """Start a requeued job now: by Slurm's design it would wait for about two minutes.
+        """Start a requeued job soon: by Slurm's design it would wait for about two minutes.
 
-        That wait is for what is left of the start before: a batch script that comes while its predecessor
-        still ends is refused by slurmd, and the job fails with exit code 1.
+        Not at once: requeueing revokes the job's credential for the rest of that second, in which slurmd
+        refuses the next start ("already killed, do not launch") and the job fails with exit code 1.
         """
-        if _step_daemons(job_id):
-            return
         with contextlib.suppress(RuntimeError):  # it may have started in between
-            if self.job(job_id)["Reason"] in ("BeginTime", "JobHeldUser"):
+            job = self.job(job_id)
+            waited = datetime.now() - datetime.fromisoformat(job["SubmitTime"])  # requeueing counts as one
+            if job["Reason"] in ("BeginTime", "JobHeldUser") and waited > timedelta(seconds=3):
                 self.call("scontrol", "update", f"JobId={job_id}", "StartTime=now")
 
     def until(self, condition: Callable[[], Any], seconds: float, otherwise: str) -> None:
@@ -261,15 +262,6 @@ def _require_programs() -> None:
 
 def _missing() -> list[str]:
     return [name for name in PROGRAMS if shutil.which(name, path=_PATH) is None]
-
-
-def _step_daemons(job_id: str) -> list[str]:
-    """Slurm's processes that look after a job on a node, by title; of the batch script and of its steps."""
-    titles = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            titles.append(path.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
-    return [title for title in titles if f"slurmstepd: [{job_id}." in title]
 
 
 def _free_ports() -> list[int]:
