@@ -191,3 +191,26 @@ def test_parts_of_columns_are_read(tmp_path: Path) -> None:
 
 def test_versions_are_kept() -> None:
     assert manifest_module.versions().keys() >= {"fsdp_sft", "torch", "python"}
+
+
+def test_a_step_that_a_link_leads_to_is_loaded(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2)
+    root, disk = tmp_path / "ckpt", tmp_path / "disk"
+    fs.save_checkpoint(root, 7, model=model)
+    (root / "step-7").rename(disk)
+    (root / "step-7").symlink_to(disk)
+    (root / "latest").symlink_to("step-7")
+    assert [info.sound for info in fs.find_checkpoints(root)] == [True]
+    for path in (root, root / "step-7", root / "latest"):
+        other = torch.nn.Linear(3, 2)
+        assert fs.load_checkpoint(path, model=other).step == 7
+        assert torch.equal(other.weight, model.weight)
+    assert fs.verify_checkpoint(root / "latest") == []
+
+
+def test_a_step_below_newer_ones_is_warned_about(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2)
+    for step in (100, 200, 300):
+        fs.save_checkpoint(tmp_path, step, model=model)
+    with pytest.warns(UserWarning, match=r"step-150 is saved beside newer steps \(\[200, 300\]\)"):
+        fs.save_checkpoint(tmp_path, 150, model=model)

@@ -16,6 +16,7 @@ import fsdp_sft as fs
 from fsdp_sft import _slurm
 from fsdp_sft import distributed as module
 from fsdp_sft._launch import detect_launch, restarts_to_set_apart
+from tests import launches
 from tests.distributed import run_distributed
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
@@ -303,3 +304,22 @@ def test_a_real_launch(tmp_path: Path, launcher: str, ranks: int) -> None:
         *values, text = json.loads((tmp_path / f"{rank}.json").read_text())
         assert values == [launcher, rank, rank, ranks, sum(range(1, ranks + 1)), ranks]
         assert text.startswith(f"rank {rank} of {ranks} (local {rank} of {ranks}) on ")
+
+
+AGAIN = """
+import torch, torch.distributed as dist
+import fsdp_sft as fs
+
+for _ in range(5):
+    context = fs.init_distributed(device_type="cpu")
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total == context.world_size
+    dist.destroy_process_group()
+"""
+
+
+def test_a_process_group_can_be_made_again(tmp_path: Path) -> None:
+    script = tmp_path / "again.py"
+    script.write_text(AGAIN)
+    launches.run(launches.torchrun(2, "--standalone", str(script)), timeout=120)

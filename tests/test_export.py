@@ -193,6 +193,55 @@ def _refusals(folder: str) -> None:
         assert torch.equal(before[name], tensor)
 
 
+def _what_training_changed(folder: str) -> None:
+    """What checkpointing turned off is on in the config, and it says whether the weights are tied."""
+    import transformers as tf
+
+    model = tiny_model("qwen2-tied")
+    fs.apply_sac(model, "1/2")
+    fs.shard_model(model, mesh=fs.build_mesh(device_type="cpu"))
+    out = fs.export_hf(model, f"{folder}/tied")
+    assert model.config.use_cache is False
+    if torch.distributed.get_rank() == 0:
+        config = _json(out / "config.json")
+        assert (config["use_cache"], config["tie_word_embeddings"]) == (True, True)
+
+    apart = tiny_model("qwen2-tied")
+    apart.lm_head.weight = nn.Parameter(apart.lm_head.weight.detach() + 1)
+    apart.generation_config = None
+    head = apart.lm_head.weight.detach().clone()
+    fs.shard_model(apart, mesh=fs.build_mesh(device_type="cpu"))
+    out = fs.export_hf(apart, f"{folder}/apart")
+    if torch.distributed.get_rank() == 0:
+        assert _json(out / "config.json")["tie_word_embeddings"] is False
+        loaded = tf.AutoModelForCausalLM.from_pretrained(out)
+        assert torch.equal(loaded.lm_head.weight, head)
+        assert not torch.equal(loaded.get_input_embeddings().weight, head)
+
+
+def test_the_config_is_that_of_the_weights(tmp_path: Path) -> None:
+    run_distributed(_what_training_changed, 2, str(tmp_path))
+
+
+def test_a_link_to_an_empty_folder_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "disk")
+    model = tiny_model("gpt2")
+    fs.export_hf(model, tmp_path / "out")
+    assert (tmp_path / "out").is_symlink()
+    assert (tmp_path / "disk" / "model.safetensors").exists()
+
+
+def test_where_a_file_system_is_mounted_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "out").mkdir()
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == tmp_path / "out")
+    with pytest.raises(FileExistsError, match=r"mounted.*out/export"):
+        fs.export_hf(tiny_model("gpt2"), tmp_path / "out")
+    assert os.listdir(tmp_path) == ["out"]
+
+
 def _others(folder: str) -> None:
     _other_tensors(f"{folder}/tensors")
     _refusals(f"{folder}/refusals")

@@ -1,6 +1,7 @@
 """The memory planner against published runs, against what real models save on a CPU, and in itself."""
 
 import itertools
+import math
 import random
 import time
 from fractions import Fraction
@@ -471,6 +472,9 @@ def test_plans_refuse_what_cannot_be() -> None:
         plan_run(TINY, num_gpus=1, global_batch_size=4, no_such_option=3, **options)
     with pytest.raises(TypeError, match="grad_accum_steps"):
         plan_run(TINY, num_gpus=1, global_batch_size=4, grad_accum_steps=2, **options)
+    for nothing in (0, math.inf, math.nan):
+        with pytest.raises(ValueError, match="positive and finite"):
+            plan_run(TINY, num_gpus=1, global_batch_size=4, seq_length=512, gpu_memory_bytes=nothing)
 
 
 # --- the command line -------------------------------------------------------------------------------------

@@ -107,3 +107,57 @@ def test_the_exit_code_asks_for_a_requeue(tmp_path: Path) -> None:
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 85
     assert [info.sound for info in fs.find_checkpoints(tmp_path)] == [True]
+
+
+WITH_WORKERS = """
+    import os, signal, sys, threading, time
+    import torch
+    from torch.utils.data import DataLoader
+    import fsdp_sft as fs
+
+    def collate(rows):
+        return {"input_ids": torch.tensor([rows]), "labels": torch.tensor([rows])}
+
+    def kept(worker_id):
+        open(f"{sys.argv[1]}/worker-{worker_id}", "w").close()
+
+    if __name__ == "__main__":
+        options = dict(num_workers=2, collate_fn=collate, worker_init_fn=kept, persistent_workers=True)
+        loader = DataLoader(range(10_000), 2, multiprocessing_context=sys.argv[3], **options)
+        with fs.PreemptionGuard() as guard:
+            for step, window in enumerate(fs.windows(loader, 1), 1):
+                if step == 3:  # as a scheduler does: every process of the job, in mid-step
+                    print("now", flush=True)
+                for _ in range(20):
+                    time.sleep(0.01)
+                if guard.should_stop():
+                    print(f"stopped by {guard.signal.name}", flush=True)
+                    raise SystemExit(fs.REQUEUE_EXIT_CODE)
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_a_loaders_workers_outlive_the_signal(tmp_path: Path, method: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(WITH_WORKERS))
+    command = [sys.executable, str(script), str(tmp_path), "x", method]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "now\n"
+        os.killpg(process.pid, signal.SIGTERM)
+        assert process.wait(60) == 85
+        assert process.stdout.readline() == "stopped by SIGTERM\n"
+    assert (tmp_path / "worker-1").exists(), "the loader's own worker_init_fn is called too"
+
+
+def test_a_loader_is_left_alone_without_a_guard_or_workers() -> None:
+    loader = torch.utils.data.DataLoader([1, 2])
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    assert list(fs.keep_workers_alive(loader)) == [torch.tensor([1]), torch.tensor([2])]
+    with fs.PreemptionGuard():
+        assert list(fs.keep_workers_alive(loader)) == [torch.tensor([1]), torch.tensor([2])]
+        assert list(fs.keep_workers_alive([3])) == [3]
+        busy = torch.utils.data.DataLoader([1, 2], num_workers=1)
+        assert list(fs.keep_workers_alive(busy)) == [torch.tensor([1]), torch.tensor([2])]
+        assert busy.worker_init_fn is None
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before

@@ -70,7 +70,12 @@ def test_sharegpt_with_tools():
 
 
 @pytest.mark.parametrize(
-    "arguments", ['{"city": "Oslo \\"x\\"", "days": 3}', {"city": 'Oslo "x"', "days": 3}]
+    "arguments",
+    [
+        '{"city": "Oslo \\"x\\"", "days": 3}',
+        {"city": 'Oslo "x"', "days": 3},
+        {"expression": None, "city": 'Oslo "x"', "days": 3},  # as an Arrow table fills up another tool's
+    ],
 )
 def test_openai_tool_calls(arguments):
     call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
@@ -85,6 +90,12 @@ def test_openai_tool_calls(arguments):
     assert text.endswith(
         '⟦I look\n<tool_call>\n{"name": "noargs", "arguments": {}}\n</tool_call><|im_end|>⟧\n'
     )
+
+
+def test_null_that_is_written_as_json_is_kept():
+    call = {"function": {"name": "f", "arguments": '{"a": null}'}}
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    assert '"arguments": {"a": null}' in shown({"messages": messages})
 
 
 def test_tool_calls_that_a_template_joins_as_text():

@@ -141,3 +141,20 @@ def test_impossible_samplers_are_refused() -> None:
     with pytest.raises(ValueError, match="rank must be in"):
         fs.ResumableSampler(3, num_replicas=2, rank=2)
     assert [list(s) for s in _samplers(4, num_rows=1)] == [[0]] * 4
+
+
+def test_rows_are_counted_however_a_collator_joins_them() -> None:
+    def row(index: int) -> dict[str, list[int]]:
+        return {"input_ids": [index + 5] * 3, "labels": [index + 5] * 3}
+
+    rows = [row(index) for index in range(10)]
+    sampler = fs.ResumableSampler(rows, seed=1)
+    packed = DataLoader(rows, 4, sampler=sampler, collate_fn=fs.PackedCollator(max_length=64))
+    positions = [(sampler.epoch, sampler.position) for _ in fs.windows(packed, 1)]
+    assert positions == [(0, 4), (0, 8), (1, 0)]
+
+    inner = fs.ResumableSampler(rows, seed=1)
+    batches = torch.utils.data.BatchSampler(inner, 4, drop_last=True)
+    nested = DataLoader(rows, batch_sampler=batches, collate_fn=fs.PackedCollator(max_length=64))
+    assert [inner.position for _ in fs.windows(nested, 1)] == [4, 8]
+    assert (inner.epoch, inner.position) == (1, 0)

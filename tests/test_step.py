@@ -95,6 +95,15 @@ def test_without_a_process_group_the_plain_model_trains() -> None:
     assert result.grad_norm == pytest.approx(_norm(gradients), rel=1e-5)
 
 
+def test_gradients_that_no_optimizer_takes_do_not_pile_up() -> None:
+    batches = ragged_batches(2)
+    model = tiny_model("gpt2")
+    optimizer = torch.optim.SGD(model.lm_head.parameters(), lr=0.0)
+    norms = [fs.train_step(model, batches, optimizer, max_grad_norm=None).grad_norm for _ in range(3)]
+    assert norms == norms[:1] * 3
+    assert all(p.grad is None for p in model.parameters())
+
+
 def _check_skips() -> None:
     model = fs.shard_model(tiny_model("llama"), mesh=fs.build_mesh(device_type="cpu"), mp_policy=FLOAT32)
     before = {name: full(p).clone() for name, p in model.named_parameters()}
@@ -161,8 +170,9 @@ def _check_nonfinite() -> None:
         model.model.norm.weight.register_post_accumulate_grad_hook(
             lambda p: p.grad.to_local().fill_(math.nan)
         )
-    with pytest.raises(FloatingPointError, match="gradient norm is nan"):
-        fs.train_step(model, _mine(ragged_batches(4)), optimizer)
+    for scaler in (None, torch.amp.GradScaler("cpu", enabled=False)):
+        with pytest.raises(FloatingPointError, match="gradient norm is nan"):
+            fs.train_step(model, _mine(ragged_batches(4)), optimizer, scaler=scaler)
     assert not optimizer.state
     assert all(torch.equal(full(p), before[name]) for name, p in model.named_parameters())
 
@@ -252,6 +262,24 @@ def _check_windows() -> None:
     assert "rank 1 failed first while reading the next window" in caught.value.__notes__[0]
     with pytest.raises(ValueError, match="grad_accum_steps must be a positive integer"):
         fs.windows(batches, 0)
+
+
+def _check_loader_that_does_not_start() -> None:
+    class Broken:
+        def __iter__(self) -> Any:
+            if dist.get_rank() == 1:
+                raise OSError("cannot fork")
+            return iter(ragged_batches(3))
+
+    model = fs.shard_model(tiny_model("gpt2"), mesh=fs.build_mesh(device_type="cpu"))
+    with pytest.raises(OSError, match="cannot fork"):
+        list(fs.windows(Broken(), 1))
+    with pytest.raises(OSError, match="cannot fork"):
+        fs.evaluate(model, Broken())
+
+
+def test_a_loader_that_does_not_start_on_one_rank_raises_on_all() -> None:
+    run_distributed(_check_loader_that_does_not_start, 2, timeout=30)
 
 
 def test_windows_keep_ranks_together() -> None:

@@ -76,6 +76,7 @@ if TYPE_CHECKING:
     from fsdp_sft.planner import smallest_num_gpus as smallest_num_gpus
     from fsdp_sft.preemption import REQUEUE_EXIT_CODE as REQUEUE_EXIT_CODE
     from fsdp_sft.preemption import PreemptionGuard as PreemptionGuard
+    from fsdp_sft.preemption import keep_workers_alive as keep_workers_alive
     from fsdp_sft.prepared import load_prepared as load_prepared
     from fsdp_sft.prepared import prepare_base as prepare_base
     from fsdp_sft.pretrained import load_pretrained as load_pretrained
@@ -136,6 +137,7 @@ _OWNERS = {
     "PreemptionGuard": "preemption",
     "ProgressBar": "metrics",
     "REQUEUE_EXIT_CODE": "preemption",
+    "keep_workers_alive": "preemption",
     "ResumableSampler": "sampler",
     "RunPlan": "planner",
     "SFTCollator": "collate",

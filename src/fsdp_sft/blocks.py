@@ -1,6 +1,7 @@
 """Find the repeated blocks of a model: what is sharded, checkpointed and compiled one by one."""
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from torch import nn
 
@@ -9,6 +10,9 @@ from torch import nn
 _SMALLEST_SHARE = 0.1
 
 BlockClass = type[nn.Module] | str
+
+# On a model: the configs whose use_cache checkpointing turned off.
+CACHES_OFF = "_fsdp_sft_caches_that_were_on"
 
 
 class NoBlocksError(ValueError):
@@ -167,3 +171,8 @@ def _summary(model: nn.Module, most: int = 12) -> str:
         counts[type(module).__name__] = counts.get(type(module).__name__, 0) + 1
     shown = [f"{name} x{count}" for name, count in sorted(counts.items(), key=lambda kv: -kv[1])]
     return ", ".join(shown[:most]) + (f" and {len(shown) - most} more classes" if len(shown) > most else "")
+
+
+def configs_without_caches(model: nn.Module) -> list[Any]:
+    """Configs of a model, or of one inside it, whose ``use_cache`` is off only while it is checkpointed."""
+    return [config for module in model.modules() for config in module.__dict__.get(CACHES_OFF, ())]

@@ -1,5 +1,6 @@
 """Which rank am I, on which device, in which mesh: the same answer under every launcher."""
 
+import itertools
 import logging
 import os
 import socket
@@ -22,6 +23,7 @@ DP_REPLICATE = "dp_replicate"
 DP_SHARD = "dp_shard"
 
 _logger = logging.getLogger("fsdp_sft")
+_starts = itertools.count()  # of process groups over torchrun's store, by this process
 
 
 @dataclass(frozen=True)
@@ -298,7 +300,9 @@ def _init_process_group(launch: Launch, backend: str, timeout: timedelta) -> Non
         return
     if launch.init_method == "env://":
         store, rank, world_size = next(rendezvous("env://", timeout=timeout))
-        store = dist.PrefixStore(f"restart-{restarts_to_set_apart()}", store)  # type: ignore[attr-defined,unused-ignore]
+        # Each start anew, and each in this process, apart: a store keeps the addresses of the ranks before.
+        prefix = f"restart-{restarts_to_set_apart()}-{next(_starts)}"
+        store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined,unused-ignore]
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
         return
     dist.init_process_group(

@@ -1,12 +1,19 @@
 """Signals that end a job early, turned into one decision of all ranks at a step boundary."""
 
+import multiprocessing
+import os
 import signal
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 from fsdp_sft._agree import all_reduce_max
+
+_T = TypeVar("_T")
+_guarded: list[signal.Signals] = []  # what the active guards of this process note
 
 REQUEUE_EXIT_CODE = 85
 """To exit with after saving, so that a job script knows to requeue; no shell or scheduler uses it itself."""
@@ -24,6 +31,10 @@ class PreemptionGuard:
                 if guard.should_stop():
                     fs.save_checkpoint("ckpt", step, model=model, optimizer=optimizer)
                     raise SystemExit(fs.REQUEUE_EXIT_CODE)
+
+    A DataLoader's worker processes must outlive such a signal, which a scheduler sends to them too:
+    ``windows`` and ``evaluate`` see to that for the workers they start inside the block. A loop without them
+    iterates over ``keep_workers_alive(loader)``.
 
     The handlers that were there before come back when the block ends; a signal that came in is not passed on
     to them. A guard inside another one tells the outer one. SIGKILL cannot be caught: schedulers send it some
@@ -60,11 +71,13 @@ class PreemptionGuard:
             raise RuntimeError("this PreemptionGuard is active already; make another one")
         for number in self._signals:
             self._before[number] = signal.signal(number, self._note)
+        _guarded.extend(self._signals)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            _guarded.remove(number)
             outer = getattr(handler, "__self__", None)
             if isinstance(outer, PreemptionGuard):
                 outer._noted = outer._noted or self._noted
@@ -83,3 +96,49 @@ class PreemptionGuard:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._noted = number
+
+
+def keep_workers_alive(loader: Iterable[_T]) -> Iterator[_T]:
+    """``iter(loader)``, whose worker processes outlive the signals of the active guards.
+
+    Slurm signals every process of a job. A worker dies of SIGTERM, torch raises in the main process because
+    one did, and there is no time left to save. Here workers start with those signals blocked, and end only
+    with one that the main process sends. Nothing changes without an active ``PreemptionGuard``, without
+    workers, or on macOS, where a process cannot learn who sent a signal.
+
+    Args:
+        loader: A ``DataLoader``, whose ``worker_init_fn`` is called as ever, or any other iterable.
+    """
+    guarded = set(_guarded) if hasattr(signal, "sigwaitinfo") else set()
+    if not getattr(loader, "num_workers", 0) or not hasattr(loader, "worker_init_fn") or not guarded:
+        return iter(loader)
+    context = getattr(loader, "multiprocessing_context", None) or multiprocessing.get_context()
+    if context.get_start_method() != "fork":
+        resource_tracker.ensure_running()  # which unblocks SIGTERM when it starts
+    inner = loader.worker_init_fn
+    loader.worker_init_fn = _Outlive(tuple(guarded), inner)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, guarded)  # every thread of a worker inherits that
+    try:
+        return iter(loader)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        loader.worker_init_fn = inner
+
+
+@dataclass(frozen=True)
+class _Outlive:
+    """A ``worker_init_fn``; a class, since workers that are spawned get it pickled."""
+
+    signals: tuple[signal.Signals, ...]
+    then: Callable[[int], Any] | None
+
+    def __call__(self, worker_id: int) -> None:
+        threading.Thread(target=self._end_with_main, daemon=True).start()
+        if self.then is not None:
+            self.then(worker_id)
+
+    def _end_with_main(self) -> None:
+        main = multiprocessing.parent_process()
+        while main is not None and signal.sigwaitinfo(self.signals).si_pid != main.pid:
+            pass
+        os._exit(0)

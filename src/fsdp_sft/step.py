@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,6 +17,7 @@ from fsdp_sft._agree import all_reduce_min, all_reduce_sum, is_distributed, rais
 from fsdp_sft.collate import IGNORE_INDEX
 from fsdp_sft.distributed import compute_device, mesh_of, reshard, sum_over_mesh
 from fsdp_sft.loss import Batch, LossImpl, loss_sum, num_targets, scale_for_backward
+from fsdp_sft.preemption import keep_workers_alive
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -34,7 +35,8 @@ class StepResult:
         loss: Mean over the window's targets on all ranks; nan for a window without any.
         grad_norm: 2-norm of the whole gradient before clipping; nan where there was none.
         num_targets: Targets of the window on all ranks.
-        num_tokens: Tokens of the window on all ranks, padding excluded.
+        num_tokens: Tokens of the window on all ranks, without what ``attention_mask`` calls padding. A pack
+            has no mask: there what ``PackedCollator`` filled up counts.
         skipped: Whether the optimizer did not step.
         skip_reason: ``"no targets"`` or ``"inf gradients"``; None if it did step.
     """
@@ -94,12 +96,13 @@ def _windows(loader: Iterable[Batch], grad_accum_steps: int) -> Iterator[list[Ba
     end_epoch = getattr(sampler, "end_epoch", None)
     # After a checkpoint at an epoch's last window nothing may be left of that epoch: a loader drops its tail.
     in_mid_epoch = bool(getattr(sampler, "position", 0))
-    batches = iter(loader)
+    batches: Iterator[Batch] | None = None
     targets_seen = False
     while True:
         window: list[Batch] = []
         error: Exception | None = None
         try:
+            batches = batches if batches is not None else keep_workers_alive(loader)
             window = list(itertools.islice(batches, grad_accum_steps))
             targets_seen = targets_seen or any(num_targets(batch) > 0 for batch in window)
         except Exception as caught:
@@ -111,7 +114,7 @@ def _windows(loader: Iterable[Batch], grad_accum_steps: int) -> Iterator[list[Ba
             break
         window = window[:length]
         if mark_consumed is not None:
-            mark_consumed(sum(_num_rows(batch) for batch in window))
+            mark_consumed(_num_consumed(loader, sampler, window))
         yield window
         if length < grad_accum_steps:
             break
@@ -127,7 +130,22 @@ def _windows(loader: Iterable[Batch], grad_accum_steps: int) -> Iterator[list[Ba
 def _resumable(loader: Any) -> Any:
     """What keeps the position: a sampler, a sampler of batches, a stream, or the loader itself."""
     sources = [getattr(loader, name, None) for name in ("sampler", "batch_sampler", "dataset")]
+    sources.append(getattr(sources[1], "sampler", None))
     return next((source for source in [*sources, loader] if hasattr(source, "mark_consumed")), None)
+
+
+def _num_consumed(loader: Any, sampler: Any, window: list[Batch]) -> int:
+    """Rows or packs of a window, in whatever the sampler counts.
+
+    A sampler of rows counts what the loader took from it: a collator may have packed rows into one, or left
+    some out.
+    """
+    batches = getattr(loader, "batch_sampler", None)
+    size = getattr(batches, "batch_size", None)
+    if getattr(batches, "sampler", None) is not sampler or not isinstance(size, int):
+        return sum(_num_rows(batch) for batch in window)
+    left = len(sampler) if isinstance(sampler, Sized) else size * len(window)
+    return min(size * len(window), left)
 
 
 def train_step(
@@ -176,6 +194,8 @@ def train_step(
     if grad_sync not in ("each", "last", "reduce_scatter"):
         raise ValueError(f"grad_sync must be 'each', 'last' or 'reduce_scatter', got {grad_sync!r}")
     _check_optimizer(model, optimizer)
+    if scaler is not None and not scaler.is_enabled():
+        scaler = None  # it would let gradients that are not finite through
     mesh = mesh if mesh is not None else mesh_of(model)
     targets, tokens = _agree_on_window(micro_batches, mesh)
     if targets == 0:
@@ -192,6 +212,7 @@ def train_step(
         total = total.to(summed.device) + summed.detach()
     grad_norm, skip_reason = _optimizer_step(model, optimizer, max_grad_norm, scaler)
     optimizer.zero_grad(set_to_none=True)
+    model.zero_grad(set_to_none=True)  # also what the optimizer was not given
     (loss_total,) = sum_over_mesh([float(total)], mesh)
     if scaler is None and not math.isfinite(grad_norm):
         raise FloatingPointError(
@@ -265,7 +286,7 @@ def evaluate(
     model.eval()
     try:
         with torch.no_grad():
-            for batch in _in_step(iter(batches), mesh):
+            for batch in _in_step(batches, mesh):
                 summed, count = loss_sum(model, _to_device(batch, device), impl=loss_impl)
                 total, targets = total.to(summed.device) + summed, targets + count
     finally:
@@ -281,17 +302,19 @@ def evaluate(
     return EvalResult(loss, math.exp(loss) if loss < 709 else math.inf, int(all_targets))
 
 
-def _in_step(batches: Iterator[Batch], mesh: "DeviceMesh | None") -> Iterator[Batch]:
+def _in_step(batches: Iterable[Batch], mesh: "DeviceMesh | None") -> Iterator[Batch]:
     """This rank's batches, then stand-ins without targets, until every rank has run out."""
     stand_in: Batch = {
         "input_ids": torch.zeros((1, 2), dtype=torch.int64),
         "attention_mask": torch.ones((1, 2), dtype=torch.int64),
         "labels": torch.full((1, 2), IGNORE_INDEX),
     }
+    source: Iterator[Batch] | None = None
     while True:
         batch = error = None
         try:
-            batch = next(batches, None)
+            source = source if source is not None else keep_workers_alive(batches)
+            batch = next(source, None)
             if batch is not None:
                 num_targets(batch)
         except Exception as caught:

@@ -188,6 +188,13 @@ def _parse_json(text: str, where: str) -> Any:
         raise ValueError(f"{where} must be JSON, got {_short(text)} ({error})") from error
 
 
+def _without_none(value: Any) -> Any:
+    """Arrow tables give every dict of a column the keys of all the others; who means null writes JSON."""
+    if isinstance(value, Mapping):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    return [_without_none(item) for item in value] if isinstance(value, list) else value
+
+
 def _read_call(call: Any, where: str) -> dict[str, Any]:
     inner = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(inner, Mapping) or not isinstance(inner.get("name"), str):
@@ -196,6 +203,8 @@ def _read_call(call: Any, where: str) -> dict[str, Any]:
     if isinstance(arguments, str):
         # Templates print arguments with tojson, which would quote a string a second time.
         arguments = _parse_json(arguments or "{}", f"{where}: arguments")
+    else:
+        arguments = _without_none(arguments)
     if arguments is not None and not isinstance(arguments, Mapping):
         raise ValueError(f"{where}: tool call arguments must be an object, got {_short(arguments)}")
     function = {"name": inner["name"], "arguments": dict(arguments or {})}
@@ -295,8 +304,7 @@ def _read_tools(tools: Any) -> list[dict[str, Any]] | None:
         return None
     schemas = []
     for number, tool in enumerate(_as_list(tools, "tools")):
-        if isinstance(tool, str):
-            tool = _parse_json(tool, f"tools[{number}]")
+        tool = _parse_json(tool, f"tools[{number}]") if isinstance(tool, str) else _without_none(tool)
         if not isinstance(tool, Mapping):
             raise ValueError(f"tools[{number}] must be a JSON schema (a dict), got {_short(tool)}")
         # Templates read tool.function.name; data sets often carry the inner object alone.

@@ -12,6 +12,7 @@ import torch
 from fsdp_sft._agree import agreed
 from fsdp_sft.dcp_io.export import publish
 from fsdp_sft.dcp_io.folder import this_rank
+from fsdp_sft.dcp_io.hf_files import check_target, export_target
 from fsdp_sft.dcp_io.tensors import Gatherer, ModelTensors, model_tensors
 from fsdp_sft.distributed import reshard
 
@@ -44,7 +45,7 @@ def export_adapter(
     Collective: all ranks.
     Memory: On rank 0 the adapter's tensors, whole, in CPU memory.
     """
-    target = Path(out_dir).absolute()
+    target = export_target(out_dir)
     reshard(model)
     temporary = target.with_name(f".tmp-{target.name}-{uuid.uuid4().hex}")
     try:
@@ -80,10 +81,8 @@ def _checked(model: "PeftModel", target: Path) -> tuple[ModelTensors, str]:
             f"export_adapter takes a model with peft's adapters, got {type(model).__name__}; export_hf "
             "writes any transformers model"
         )
-    if this_rank() == 0 and os.path.lexists(target) and not (target.is_dir() and not os.listdir(target)):
-        raise FileExistsError(
-            f"{target} exists and is not an empty folder; choose another, or delete it first"
-        )
+    if this_rank() == 0:
+        check_target(target)
     active = model.active_adapters
     if len(active) != 1:
         raise ValueError(f"one adapter is exported at a time, and {active} are active; call set_adapter")

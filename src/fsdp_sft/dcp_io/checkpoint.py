@@ -46,7 +46,13 @@ from fsdp_sft.dcp_io.manifest import (
 )
 from fsdp_sft.dcp_io.optimizer_state import apply_optimizer, check_optimizer, optimizer_content
 from fsdp_sft.dcp_io.rank_files import rank_content, read_rank_files, restore_rng
-from fsdp_sft.dcp_io.retention import is_step_folder, prune, remove_stale, step_folder, step_folders
+from fsdp_sft.dcp_io.retention import (
+    is_step_folder,
+    prune,
+    remove_stale,
+    step_folder,
+    step_folders,
+)
 from fsdp_sft.dcp_io.snapshot import Snapshot
 from fsdp_sft.dcp_io.tensors import ModelTensors, model_tensors
 from fsdp_sft.distributed import reshard
@@ -172,7 +178,7 @@ def save_checkpoint(
         if async_:
             content, parts = content.with_own_copies(), _snapshot.take(parts)
         if this_rank() == 0:
-            _prepare_root(root, target)
+            _prepare_root(root, step)
     _agree_on(target, metric)
 
     def write() -> None:
@@ -279,13 +285,21 @@ def _content(
     )
 
 
-def _prepare_root(root: Path, target: Path) -> None:
+def _prepare_root(root: Path, step: int) -> None:
+    target = step_folder(root, step)
     root.mkdir(parents=True, exist_ok=True)
     remove_stale(root)
     if os.path.lexists(target) and not verify_folder(target, hashes=True):
         raise CheckpointExistsError(
             f"{target} is there and sound; a committed step is never overwritten. Save under another number, "
             "or delete it first"
+        )
+    newer = [number for number, _ in step_folders(root) if number > step]
+    if newer:
+        warnings.warn(
+            f"{target} is saved beside newer steps ({newer[:5]}). If training went back to an earlier one, "
+            "move those away: the newest are what pruning keeps and what the next start resumes from",
+            stacklevel=4,
         )
 
 

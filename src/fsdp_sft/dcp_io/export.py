@@ -24,12 +24,14 @@ from fsdp_sft._compat import (
     names_left_out_on_save,
     original_class,
     revert_weight_conversion,
+    tied_names,
 )
 from fsdp_sft.adapters import adapted_layers, merged_weights, without_adapters
+from fsdp_sft.blocks import configs_without_caches
 from fsdp_sft.dcp_io.card import model_card
 from fsdp_sft.dcp_io.files import sync_folder, write_bytes
 from fsdp_sft.dcp_io.folder import this_rank
-from fsdp_sft.dcp_io.hf_files import Described, HfFiles
+from fsdp_sft.dcp_io.hf_files import Described, HfFiles, check_target, export_target
 from fsdp_sft.dcp_io.own_rows import has_whole_rows, open_own_rows
 from fsdp_sft.dcp_io.tensors import Gatherer, ModelTensors, clean_name, model_tensors
 from fsdp_sft.dcp_io.upload import make_repository, upload
@@ -92,11 +94,12 @@ def export_hf(
         their own part of one. All of it CPU memory. A weight with adapters is float32 at least while they are
         merged.
     """
-    target = Path(out_dir).absolute()
+    target = export_target(out_dir)
     reshard(model)
     merges = {} if not isinstance(model, nn.Module) else adapted_layers(model)
+    caching = [] if not isinstance(model, nn.Module) else configs_without_caches(model)
     with without_adapters(model, trained=True) as base:
-        _export(base, merges, target, dtype, max_shard_size, tokenizer, push_to_hub)
+        _export(base, merges, caching, target, dtype, max_shard_size, tokenizer, push_to_hub)
     if push_to_hub is not None:
         upload(target, push_to_hub)
     return target
@@ -105,6 +108,7 @@ def export_hf(
 def _export(
     model: nn.Module,
     merges: Mapping[str, Any],
+    caching: list[Any],
     target: Path,
     dtype: torch.dtype | None,
     max_shard_size: int | str,
@@ -125,7 +129,8 @@ def _export(
                     shutil.rmtree(stale, ignore_errors=True)  # of an export that was killed
                 temporary.mkdir()
                 plan = _plan(model, content, dtype)
-                _write_settings(model, temporary, push_to_hub or target.name, dtype, tokenizer)
+                config = _config(model, content, caching, dtype)
+                _write_settings(model, config, temporary, push_to_hub or target.name, dtype, tokenizer)
         plan = all_gather_objects(plan)[0]
         assert plan is not None
         gatherer = Gatherer()
@@ -151,10 +156,8 @@ def _checked(model: nn.Module, target: Path, dtype: torch.dtype | None, tokenize
         raise ValueError(f"dtype must be a floating-point torch.dtype or None, got {dtype!r}")
     if tokenizer is not None and not callable(getattr(tokenizer, "save_pretrained", None)):
         raise TypeError(f"tokenizer must have save_pretrained, got {type(tokenizer).__name__}")
-    if this_rank() == 0 and os.path.lexists(target) and not (target.is_dir() and not os.listdir(target)):
-        raise FileExistsError(
-            f"{target} exists and is not an empty folder; choose another, or delete it first"
-        )
+    if this_rank() == 0:
+        check_target(target)
     return model_tensors(model)
 
 
@@ -247,13 +250,35 @@ def _joined(outputs: Mapping[str, list[str]]) -> list[list[str]]:
     return [members for _, members in groups]
 
 
-def _write_settings(model: Any, folder: Path, title: str, dtype: torch.dtype | None, tokenizer: Any) -> None:
-    architecture = original_class(model).__name__
-    config = copy.deepcopy(model.config)
+def _config(model: Any, content: ModelTensors, caching: list[Any], dtype: torch.dtype | None) -> Any:
+    """A copy of the model's as it is to be loaded: with caches, and tied only if the weights still are."""
+    copies: dict[int, Any] = {}
+    config = copy.deepcopy(model.config, copies)
+    for changed in caching:
+        if id(changed) in copies:
+            copies[id(changed)].use_cache = True
+    if _has_come_apart(model, content):
+        for part in {id(c): c for c in (config, config.get_text_config())}.values():
+            part.tie_word_embeddings = False
     config.dtype = str(dtype or model.dtype).removeprefix("torch.")
-    config.architectures = [architecture]
+    config.architectures = [original_class(model).__name__]
+    return config
+
+
+def _has_come_apart(model: Any, content: ModelTensors) -> bool:
+    """Whether weights that the config ties are two tensors: trained apart by an adapter, or loaded so."""
+    with torch.device("meta"):
+        twin = original_class(model)(copy.deepcopy(model.config))
+    names = content.names
+    pairs = [(a, b) for a, b in tied_names(twin).items() if a in names and b in names]
+    return any(names[a] != names[b] for a, b in pairs)
+
+
+def _write_settings(
+    model: Any, config: Any, folder: Path, title: str, dtype: torch.dtype | None, tokenizer: Any
+) -> None:
     config.save_pretrained(folder)
-    if model.can_generate():
+    if model.can_generate() and model.generation_config is not None:
         try:
             model.generation_config.save_pretrained(folder)
         except ValueError as error:
@@ -263,7 +288,7 @@ def _write_settings(model: Any, folder: Path, title: str, dtype: torch.dtype | N
             model.generation_config.to_json_file(folder / "generation_config.json")
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
-    card = model_card(model, title, architecture, dtype or model.dtype)
+    card = model_card(model, title, config.architectures[0], dtype or model.dtype)
     write_bytes(folder / "README.md", card.encode())
 
 

@@ -144,11 +144,13 @@ def read_bytes(path: Path, most: int) -> bytes:
     return bytes(data)
 
 
-def file_problem(path: Path, record: FileRecord, *, hashes: bool) -> str | None:
-    """How a file differs from its record, or None."""
+def file_problem(folder: Path, name: str, record: FileRecord, *, hashes: bool) -> str | None:
+    """How a file below ``folder`` differs from its record, or None. The folder alone may be a link."""
+    path = folder / name
     try:
         status = path.lstat()
-        if not stat.S_ISREG(status.st_mode) or not stat.S_ISDIR(path.parent.lstat().st_mode):
+        in_place = path.parent == folder or stat.S_ISDIR(path.parent.lstat().st_mode)
+        if not stat.S_ISREG(status.st_mode) or not in_place:
             return "is not a regular file"
         if status.st_size != record.size:
             return f"has {status.st_size} bytes instead of {record.size}"

@@ -148,7 +148,7 @@ def file_problems(folder: Path, manifest: Manifest, names: list[str], *, hashes:
     problems = []
     expected = _expected_entries(manifest)
     for name in names:
-        problem = file_problem(folder / name, manifest.files[name], hashes=hashes)
+        problem = file_problem(folder, name, manifest.files[name], hashes=hashes)
         if problem is None and name in expected:
             problem = _header_problem(folder, name, expected[name])
         if problem is not None:

@@ -1,5 +1,6 @@
 """Which of the ways to run a training fit, and which of them is fastest."""
 
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -154,8 +155,8 @@ def _check_batch(num_gpus: int, global_batch_size: int, gpu_memory_bytes: int) -
     for name, value in (("num_gpus", num_gpus), ("global_batch_size", global_batch_size)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
-    if isinstance(gpu_memory_bytes, bool) or not gpu_memory_bytes > 0:
-        raise ValueError(f"gpu_memory_bytes must be positive, got {gpu_memory_bytes!r}")
+    if isinstance(gpu_memory_bytes, bool) or not 0 < gpu_memory_bytes < math.inf:
+        raise ValueError(f"gpu_memory_bytes must be positive and finite, got {gpu_memory_bytes!r}")
     if global_batch_size % num_gpus:
         near = max(1, round(global_batch_size / num_gpus)) * num_gpus
         raise ValueError(

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_sft.blocks import CACHES_OFF
+
 _STATE = "_fsdp_sft_sac"  # on a module: the instance attributes that were replaced
 _MODE = "_fsdp_sft_sac_mode"  # on the model: which function put them there
-_CACHES = "_fsdp_sft_caches_that_were_on"
 _ABSENT = "absent"
 
 
@@ -41,7 +42,7 @@ def restore(model: nn.Module) -> None:
                 module.__dict__.pop(name, None)
             else:
                 module.__dict__[name] = value
-    for config in model.__dict__.pop(_CACHES, ()):
+    for config in model.__dict__.pop(CACHES_OFF, ()):
         config.use_cache = True
     model.__dict__.pop(_MODE, None)
 
@@ -68,7 +69,7 @@ def disable_caches(model: nn.Module) -> None:
     on = [config for config in _configs(model) if getattr(config, "use_cache", False)]
     for config in on:
         config.use_cache = False
-    model.__dict__[_CACHES] = on
+    model.__dict__[CACHES_OFF] = on
 
 
 def _configs(model: nn.Module) -> Iterator[Any]:
