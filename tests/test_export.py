@@ -211,7 +211,7 @@ def _what_training_changed(folder: str) -> None:
     apart.generation_config = None
     head = apart.lm_head.weight.detach().clone()
     fs.shard_model(apart, mesh=fs.build_mesh(device_type="cpu"))
-    out = fs.export_hf(apart, f"{folder}/apart")
+    out = fs.export_hf(apart, f"{folder}/apart", dtype=torch.float32)
     if torch.distributed.get_rank() == 0:
         assert _json(out / "config.json")["tie_word_embeddings"] is False
         loaded = tf.AutoModelForCausalLM.from_pretrained(out)
