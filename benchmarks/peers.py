@@ -424,11 +424,18 @@ def main() -> None:
     runs: dict[tuple[str, str], list[dict]] = {}
     with tempfile.TemporaryDirectory() as name:
         make_inputs(Path(name), args)
-        for number in range(args.rounds):
-            for way in WAYS:
-                turn = number % len(systems)
-                for system in systems[turn:] + systems[:turn]:
-                    runs.setdefault((way, system), []).append(measure(system, way, Path(name), sys.argv[1:]))
+        try:
+            for number in range(args.rounds):
+                for way in WAYS:
+                    turn = number % len(systems)
+                    for system in systems[turn:] + systems[:turn]:
+                        found = measure(system, way, Path(name), sys.argv[1:])
+                        runs.setdefault((way, system), []).append(found)
+                        print(f"{number + 1}: {way}, {system}: {found['speed']:.0f} tokens/s", flush=True)
+        except KeyboardInterrupt:
+            print("stopped: what follows is of the rounds that were complete")
+    args.rounds = min(map(len, runs.values()))
+    runs = {key: found[: args.rounds] for key, found in runs.items()}
     check_losses(runs)
     load = f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
     lines = [
