@@ -314,7 +314,8 @@ for _ in range(5):
     context = fs.init_distributed(device_type="cpu")
     total = torch.ones(1)
     dist.all_reduce(total)
-    assert total == context.world_size
+    if context.is_main:
+        print("sum", int(total))
     dist.destroy_process_group()
 """
 
@@ -322,4 +323,5 @@ for _ in range(5):
 def test_a_process_group_can_be_made_again(tmp_path: Path) -> None:
     script = tmp_path / "again.py"
     script.write_text(AGAIN)
-    launches.run(launches.torchrun(2, "--standalone", str(script)), timeout=120)
+    text = launches.run(launches.torchrun(2, "--standalone", str(script)), timeout=120)
+    assert text.count("sum 2\n") == 5

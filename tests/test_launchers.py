@@ -37,7 +37,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return output
 
 
-def _compare(output: Path, reference: Path, dtype: str = "float32") -> None:
+def _assert_equal_losses(output: Path, reference: Path, dtype: str = "float32") -> None:
     difference = launches.largest_difference(output, reference)
     print(f"{output.name}, {dtype}: largest difference of a loss {difference:.1e} over {STEPS} steps")
     assert difference <= TOLERANCE[dtype]
@@ -75,7 +75,7 @@ def _run_together(commands: list[tuple[list[str], dict[str, str]]], timeout: flo
 def test_torchrun_trains_as_plain_python_does(plain: Path, tmp_path: Path) -> None:
     text = launches.run(launches.torchrun(2, "--standalone", *_example(tmp_path, 2)))
     assert "rank 0 of 2 (local 0 of 2)" in text
-    _compare(tmp_path, plain)
+    _assert_equal_losses(tmp_path, plain)
 
 
 @pytest.mark.slow
@@ -87,7 +87,7 @@ def test_torchrun_with_one_two_and_four_ranks(plain: Path, tmp_path: Path, dtype
     for ranks in (1, 2, 4):
         output = tmp_path / f"torchrun-{ranks}"
         launches.run(launches.torchrun(ranks, "--standalone", *_example(output, ranks, dtype=dtype)))
-        _compare(output, plain, dtype)
+        _assert_equal_losses(output, plain, dtype)
 
 
 @pytest.mark.slow
@@ -96,7 +96,7 @@ def test_two_torchrun_agents(plain: Path, tmp_path: Path) -> None:
     command = launches.torchrun(2, *meeting, "--rdzv-id=two", *_example(tmp_path, 4))
     texts = _run_together([(command, {}), (command, {})])
     assert sum("rank 0 of 4 (local 0 of 2)" in text for text in texts) == 1
-    _compare(tmp_path, plain)
+    _assert_equal_losses(tmp_path, plain)
 
 
 @pytest.mark.slow
@@ -123,7 +123,7 @@ def test_a_step_with_one_gpu_visible_per_task(plain: Path, tmp_path: Path) -> No
     texts = _run_together([([sys.executable, *_example(tmp_path, 4)], task) for task in tasks])
     assert "rank 0 of 4 (local 0 of 2)" in texts[0]
     assert "launcher: slurm (job 7, step 0" in texts[0]
-    _compare(tmp_path, plain)
+    _assert_equal_losses(tmp_path, plain)
 
 
 @pytest.mark.slow
@@ -147,7 +147,7 @@ def test_submitit_on_this_machine_starts_a_signalled_job_again(plain: Path, tmp_
     assert "launcher: submitit" in text
     assert "Requeued job" in text
     assert len({step for step, *_ in launches.losses(output)}) == len(launches.losses(output)) == STEPS
-    _compare(output, plain)
+    _assert_equal_losses(output, plain)
 
 
 @contextlib.contextmanager
@@ -187,4 +187,4 @@ def test_two_hosts_with_hsdp(plain: Path, tmp_path: Path) -> None:
             command = [*inside[host], *launches.torchrun(2, *meeting, *place, *example)]
             commands.append((command, {"GLOO_SOCKET_IFNAME": "cable", "TP_SOCKET_IFNAME": "cable"}))
         _run_together(commands)
-    _compare(tmp_path, plain)
+    _assert_equal_losses(tmp_path, plain)

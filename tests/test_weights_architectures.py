@@ -113,7 +113,7 @@ def _check_all(folder: Path, names: list[str]) -> dict[str, Outcome]:
     return results
 
 
-def _sweep(folder: Path, names: list[str], world_size: int) -> None:
+def _assert_all_load(folder: Path, names: list[str], world_size: int) -> None:
     """Load each class that plain transformers can load, and compare it on every rank."""
     by_rank = run_distributed(_check_all, world_size, folder, names, timeout=1500)
     outcomes = by_rank[0]
@@ -136,7 +136,7 @@ def test_a_selection(tmp_path: Path) -> None:
     quiet()
     failed = save_all(tmp_path, ALWAYS)
     assert failed.keys() <= NOT_LOADABLE.keys(), failed
-    _sweep(tmp_path, [name for name in ALWAYS if name not in failed], 2)
+    _assert_all_load(tmp_path, [name for name in ALWAYS if name not in failed], 2)
 
 
 @pytest.fixture(scope="module")
@@ -155,4 +155,4 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_every_causal_lm(everything: tuple[Path, list[str]], world_size: int) -> None:
     folder, names = everything
-    _sweep(folder, names, world_size)
+    _assert_all_load(folder, names, world_size)

@@ -46,13 +46,7 @@ from fsdp_sft.dcp_io.manifest import (
 )
 from fsdp_sft.dcp_io.optimizer_state import apply_optimizer, check_optimizer, optimizer_content
 from fsdp_sft.dcp_io.rank_files import rank_content, read_rank_files, restore_rng
-from fsdp_sft.dcp_io.retention import (
-    is_step_folder,
-    prune,
-    remove_stale,
-    step_folder,
-    step_folders,
-)
+from fsdp_sft.dcp_io.retention import is_step_folder, prune, remove_stale, step_folder, step_folders
 from fsdp_sft.dcp_io.snapshot import Snapshot
 from fsdp_sft.dcp_io.tensors import ModelTensors, model_tensors
 from fsdp_sft.distributed import reshard

@@ -182,10 +182,15 @@ def _unsharded_twin(model: nn.Module) -> nn.Module:
     """An ordinary model of the same architecture; without memory, if ``model`` is sharded."""
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         return model
-    with torch.device("meta"):
-        twin = original_class(model)(copy.deepcopy(model.config))
+    twin = _on_meta(model)
     copy_weight_conversions(model, twin)
     return twin
+
+
+def _on_meta(model: Any) -> nn.Module:
+    """Another model of the same class and config, tied as the config says, without memory."""
+    with torch.device("meta"):
+        return original_class(model)(copy.deepcopy(model.config))
 
 
 def _sources(twin: nn.Module, content: ModelTensors) -> dict[str, str]:
@@ -267,10 +272,8 @@ def _config(model: Any, content: ModelTensors, caching: list[Any], dtype: torch.
 
 def _has_come_apart(model: Any, content: ModelTensors) -> bool:
     """Whether weights that the config ties are two tensors: trained apart by an adapter, or loaded so."""
-    with torch.device("meta"):
-        twin = original_class(model)(copy.deepcopy(model.config))
     names = content.names
-    pairs = [(a, b) for a, b in tied_names(twin).items() if a in names and b in names]
+    pairs = [(a, b) for a, b in tied_names(_on_meta(model)).items() if a in names and b in names]
     return any(names[a] != names[b] for a, b in pairs)
 
 
