@@ -5,8 +5,14 @@
 A Qwen2-shaped model with random weights is trained on Alpaca rows on 2 CPU ranks (gloo, one thread each) by
 each system in a process group of its own. All have the same weights, tokens, labels, optimizer, bfloat16
 compute and float32 masters. In "plain" rows all have the same padded batches in the same order, and losses
-must agree; in "packed" rows each has its own way against padding: packs here and in TRL, batches of about
-equal length in Trainer. Systems alternate; medians over rounds. Needs `pip install trl` for all rows.
+must agree; in "packed" rows each has its own way against padding: packs here (with ``use_varlen_attention``)
+and in TRL, batches of about equal length in Trainer, with as many rows as make the tokens of a pack. Trainer
+sorts 50 batches at a time from long to short (``get_length_grouped_indices``), 25 for each rank, so that many
+steps are what is measured.
+Needs `pip install trl` for all rows.
+
+All systems run at once and take turns: one makes an optimizer step while the others wait, so that a machine
+that is slower for a while is so for all of them. What is timed is the step, not what lies between steps.
 
 accelerate turns FSDP2 on for accelerators only. Here its state is told after its own start that the plugin is
 on, and its FSDP2 code then runs on the CPU as it is; ``--peers ddp`` leaves that out. TRL's own loss has
@@ -16,15 +22,16 @@ positions), so SFTTrainer is also measured with the ``compute_loss`` of Trainer.
 
 import argparse
 import importlib.util
+import itertools
 import json
 import os
 import random
-import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from multiprocessing.connection import Client, Listener
 from pathlib import Path
 
 import torch
@@ -82,13 +89,16 @@ def make_inputs(folder: Path, args: argparse.Namespace) -> None:
 
 
 class Meter:
-    """Tokens, seconds and memory of one rank, counted from the end of the warm-up."""
+    """Tokens, seconds and memory of one rank, counted from the end of the warm-up; waits for its turns."""
 
     def __init__(self, warmup: int) -> None:
         self.warmup, self.step = warmup, 0
         self.tokens: list[int] = []  # of each batch, as the collator made it
+        self.seconds: list[float] = []  # of each step
+        self.cpu: list[float] = []
         self.losses: list[float] = []
         self.peak, self.peak_stepping, self.at_start = 0, 0, anonymous_bytes()
+        self._turns = Client(os.environ["PEERS_TURNS"])
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
         self._thread.start()
@@ -104,13 +114,20 @@ class Meter:
 
         return count
 
+    def begin(self) -> None:
+        """Wait for this system's turn; the step begins."""
+        self._turns.send("ready")
+        self._turns.recv()
+        self._started, self._cpu_started = time.perf_counter(), time.process_time()
+
     def stepped(self) -> None:
-        """Note the end of an optimizer step."""
+        """The step has ended; the next system may go on."""
+        self.seconds.append(time.perf_counter() - self._started)
+        self.cpu.append(time.process_time() - self._cpu_started)
+        self._turns.send("done")
         self.step += 1
         if self.step == self.warmup:
-            self.started, self.cpu_started = time.perf_counter(), time.process_time()
             self.peak_stepping = 0
-        self.ended, self.cpu_ended = time.perf_counter(), time.process_time()
 
     def _sample(self) -> None:
         while not self._stop.wait(0.005):
@@ -125,8 +142,8 @@ class Meter:
         self._thread.join()
         own = {
             "tokens": sum(self.tokens[self.warmup : self.step]),
-            "seconds": self.ended - self.started,
-            "cpu": self.cpu_ended - self.cpu_started,
+            "seconds": self.seconds[self.warmup :],
+            "cpu": sum(self.cpu[self.warmup :]),
             "peak": self.peak,
             "stepping": self.peak_stepping,
             "at_start": self.at_start,
@@ -136,10 +153,9 @@ class Meter:
         dist.all_gather_object(ranks, own)
         if dist.get_rank() == 0:
             worst = {name: max(rank[name] for rank in ranks) for name in ("peak", "stepping", "at_start")}
-            tokens = sum(rank["tokens"] for rank in ranks)
-            speed = tokens / max(rank["seconds"] for rank in ranks)
-            per_cpu = tokens / sum(rank["cpu"] for rank in ranks)
-            found = {**worst, "speed": speed, "per_cpu": per_cpu, "losses": own["losses"], "how": system}
+            steps = [max(times) for times in zip(*(rank["seconds"] for rank in ranks), strict=True)]
+            sums = {name: sum(rank[name] for rank in ranks) for name in ("tokens", "cpu")}
+            found = {**worst, **sums, "seconds": sum(steps), "losses": own["losses"], "how": system}
             print("REPORT " + json.dumps(found))
 
 
@@ -168,7 +184,8 @@ def run_fsdp_sft(folder: Path, args: argparse.Namespace) -> None:
     if args.way == "packed":
         lengths, targets = fs.row_sizes(rows)
         sampler = fs.PackedSampler(lengths, max_length=args.pack_length, num_targets=targets)
-        collate = meter.counted(fs.PackedCollator(max_length=args.pack_length))
+        collate = meter.counted(fs.PackedCollator(max_length=args.pack_length, padding="max_length"))
+        fs.use_varlen_attention(model)
         loader = DataLoader(rows, batch_sampler=sampler, collate_fn=collate)
     else:
         batches = [
@@ -179,6 +196,7 @@ def run_fsdp_sft(folder: Path, args: argparse.Namespace) -> None:
         loader = DataLoader(rows, batch_sampler=mine, collate_fn=collate)
     while meter.step < args.steps:
         for window in fs.windows(loader, grad_accum_steps=1):
+            meter.begin()
             result = fs.train_step(model, window, optimizer, max_grad_norm=1.0)
             meter.losses.append(result.loss)
             meter.stepped()
@@ -204,6 +222,8 @@ def run_trainer(folder: Path, args: argparse.Namespace) -> None:
     options = shared_options(folder, args)
     if args.way == "packed":
         options["train_sampling_strategy"] = "group_by_length"
+        mean = sum(len(row["input_ids"]) for row in rows) / len(rows)
+        options["per_device_train_batch_size"] = round(args.pack_length / mean)
     arguments = TrainingArguments(**options)
     meter = Meter(args.warmup)
     how = force_fsdp2(args, arguments)
@@ -306,6 +326,9 @@ def callback(meter: Meter):
     from transformers import TrainerCallback
 
     class Steps(TrainerCallback):
+        def on_step_begin(self, *_args, **_kwargs):
+            meter.begin()
+
         def on_step_end(self, *_args, **_kwargs):
             meter.stepped()
 
@@ -330,32 +353,77 @@ def train_and_report(trainer, meter: Meter, how: str) -> None:
 # --- rounds and table -------------------------------------------------------------------------------------
 
 
-def measure(system: str, way: str, folder: Path, argv: list[str]) -> dict:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [__file__, "--worker", system, "--way", way, "--folder", str(folder), *argv]
+def measure(systems: list[str], way: str, folder: Path, argv: list[str]) -> dict[str, dict]:
+    """One report for each system; all run at once and take turns."""
+    address = str(folder / f"turns-{time.monotonic_ns()}")
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
-        "HF_HOME": str(folder / "cache"),
     }
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("REPORT ")]
-    if done.returncode != 0 or not lines:
-        said = [line for line in done.stderr.splitlines() if line.startswith("[rank")]  # and not torchrun's
-        raise RuntimeError("\n".join([f"{system}, {way}:", *(said or done.stderr.splitlines())[-60:]]))
-    return json.loads(lines[-1].removeprefix("REPORT "))
+    running, said, turns = {}, {}, {}
+    try:
+        for system in systems:  # one after the other: loading wants memory
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+            command += [__file__, "--worker", system, "--way", way, "--folder", str(folder), *argv]
+            environment |= {"HF_HOME": str(folder / system), "PEERS_TURNS": f"{address}-{system}"}
+            said[system] = (folder / f"{system}.out").open("w+"), (folder / f"{system}.err").open("w+")
+            with Listener(environment["PEERS_TURNS"]) as listener:
+                listener._listener._socket.settimeout(300)  # type: ignore[attr-defined]
+                running[system] = subprocess.Popen(
+                    command, env=environment, stdout=said[system][0], stderr=said[system][1]
+                )
+                turns[system] = [listener.accept() for _ in range(2)]
+                for rank in turns[system]:
+                    assert rank.recv() == "ready"
+        take_turns(turns)
+        found = {}
+        for system, process in running.items():
+            process.wait(300)
+            said[system][0].seek(0)
+            lines = [line for line in said[system][0] if line.startswith("REPORT ")]
+            found[system] = json.loads(lines[-1].removeprefix("REPORT "))
+        return found
+    except (OSError, EOFError, IndexError) as error:
+        for system, (_, errors) in said.items():
+            errors.seek(0)
+            lines = errors.read().splitlines()
+            own = [line for line in lines if line.startswith("[rank")]  # and not torchrun's
+            print("\n".join([f"{system}, {way}:", *(own or lines)[-60:]]), file=sys.stderr)
+        raise RuntimeError("a system failed; what they said is above") from error
+    finally:
+        for process in running.values():
+            process.terminate()
+        for files in said.values():
+            for file in files:
+                file.close()
 
 
-def median(runs: list[dict], key: str) -> float:
-    return statistics.median(run[key] for run in runs)
+def take_turns(turns: dict[str, list]) -> None:
+    """Let each system, ready for its first step, make a step at a time, until they have made them all."""
+    left = dict(turns)
+    for number in itertools.count():
+        order = [*left][number % len(left) :] + [*left][: number % len(left)]
+        for system in order:
+            for rank in left[system]:
+                rank.send("go")
+            for rank in left[system]:
+                assert rank.recv() == "done"
+        for system in order:
+            try:
+                for rank in left[system]:
+                    assert rank.recv() == "ready"
+            except EOFError:  # its last step
+                del left[system]
+        if not left:
+            return
 
 
 def table(runs: dict[tuple[str, str], list[dict]]) -> list[str]:
     lines = [
-        "| batches | system | parallelism | tokens/s (min to max) | ours, tokens/s | "
+        "| batches | system | parallelism | tokens/s | ours, tokens/s (of each round) | "
         "ours, tokens per CPU second | peak, MiB | steps over imports, MiB | ours, peak | ours, steps | "
         "final loss |",
         "|---" * 11 + "|",
@@ -366,18 +434,25 @@ def table(runs: dict[tuple[str, str], list[dict]]) -> list[str]:
             found = runs.get((way, system))
             if not found or not ours:
                 continue
-            for run in [*found, *ours]:
-                run["growth"] = run["stepping"] - run["at_start"]
-            speeds = [run["speed"] for run in found]
-            keys = ("speed", "per_cpu", "peak", "growth")
-            times, per_cpu, peak, growth = (median(ours, key) / median(found, key) for key in keys)
+            times, per_cpu = (ratio(ours, found, "tokens", over) for over in ("seconds", "cpu"))
+            rounds = (f"{ratio([a], [b], 'tokens', 'seconds'):.2f}" for a, b in zip(ours, found, strict=True))
+            peak, own_peak = (max(run["peak"] for run in some) for some in (found, ours))
+            growth, own_growth = (
+                max(run["stepping"] - run["at_start"] for run in some) for some in (found, ours)
+            )
+            speed = sum(run["tokens"] for run in found) / sum(run["seconds"] for run in found)
             lines.append(
-                f"| {way} | {name} | {found[0]['how']} | {median(found, 'speed'):.0f} ({min(speeds):.0f} to "
-                f"{max(speeds):.0f}) | {times:.2f}x | {per_cpu:.2f}x | {median(found, 'peak') / 2**20:.0f} | "
-                f"{median(found, 'growth') / 2**20:.0f} | {peak:.2f}x | {growth:.2f}x | "
-                f"{found[0]['losses'][-1]:.4f} |"
+                f"| {way} | {name} | {found[0]['how']} | {speed:.0f} | {times:.2f}x ({', '.join(rounds)}) | "
+                f"{per_cpu:.2f}x | {peak / 2**20:.0f} | {growth / 2**20:.0f} | {own_peak / peak:.2f}x | "
+                f"{own_growth / growth:.2f}x | {found[0]['losses'][-1]:.4f} |"
             )
     return lines
+
+
+def ratio(ours: list[dict], theirs: list[dict], amount: str, over: str) -> float:
+    """Our rate over theirs, each of all runs together."""
+    rates = [sum(run[amount] for run in some) / sum(run[over] for run in some) for some in (ours, theirs)]
+    return rates[0] / rates[1]
 
 
 def check_losses(runs: dict[tuple[str, str], list[dict]]) -> None:
@@ -397,9 +472,11 @@ def main() -> None:
     parser.add_argument("--worker", choices=SYSTEMS, help=argparse.SUPPRESS)
     parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=40, help="of which --warmup are not counted")
-    parser.add_argument("--warmup", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=2, help="new processes each")
+    parser.add_argument(
+        "--steps", type=int, default=28, help="of which --warmup are not counted; Trainer sorts 25 at a time"
+    )
+    parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--batch", type=int, default=4, help="rows of a rank's batch")
     parser.add_argument("--length", type=int, default=512, help="most tokens of a row")
     parser.add_argument("--pack-length", type=int, default=1024, help="most tokens of a pack, one a batch")
@@ -427,11 +504,10 @@ def main() -> None:
         try:
             for number in range(args.rounds):
                 for way in WAYS:
-                    turn = number % len(systems)
-                    for system in systems[turn:] + systems[:turn]:
-                        found = measure(system, way, Path(name), sys.argv[1:])
+                    for system, found in measure(systems, way, Path(name), sys.argv[1:]).items():
                         runs.setdefault((way, system), []).append(found)
-                        print(f"{number + 1}: {way}, {system}: {found['speed']:.0f} tokens/s", flush=True)
+                        speed = found["tokens"] / found["seconds"]
+                        print(f"{number + 1}: {way}, {system}: {speed:.0f} tokens/s", flush=True)
         except KeyboardInterrupt:
             print("stopped: what follows is of the rounds that were complete")
     args.rounds = min(map(len, runs.values()))
@@ -441,13 +517,13 @@ def main() -> None:
     lines = [
         f"{args.layers} layers of {args.hidden}, vocabulary {args.vocabulary}, 2 gloo ranks of one thread, "
         f"batches of {args.batch} rows of at most {args.length} tokens a rank (packs of {args.pack_length}), "
-        f"{args.steps - args.warmup} steps after {args.warmup} of warm-up, median of {args.rounds} "
-        f"alternating rounds, load {load} at the end, torch {torch.__version__}, {versions()}.",
+        f"{args.rounds} rounds of {args.steps - args.warmup} steps after {args.warmup} of warm-up, in turns "
+        f"of one step, load {load} at the end, torch {torch.__version__}, {versions()}.",
         "",
         'Tokens are those that are not padding. Memory is RssAnon of the larger rank: "peak" of the whole '
-        'run, loading included, "steps" after the warm-up less what there was before the model; "ours" is '
-        "the ratio of fsdp_sft to the row's system. CPU seconds are those of both ranks, which other work on "
-        "the machine stretches less than it does the clock's.",
+        'run, loading included, "steps" after the warm-up less what there was before the model, the largest '
+        'of all rounds; "ours" is the ratio of fsdp_sft to the row\'s system. CPU seconds are those of both '
+        "ranks, which other work on the machine stretches less than it does the clock's.",
         "",
         *table(runs),
     ]

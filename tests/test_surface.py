@@ -17,7 +17,7 @@ SOURCE = Path(fs.__file__).parent
 STOREYS = [
     {"_compat", "_agree", "_safetensors", "_slurm", "_launch", "distributed", "blocks", "preemption"}
     | {"adapters"},
-    {"shard", "sac", "collate", "metrics", "dcp_io", "sampler", "weights", "watchdog"},
+    {"shard", "sac", "collate", "metrics", "dcp_io", "sampler", "weights", "watchdog"} | {"varlen"},
     {"loss", "packing", "planner", "pretrained"},
     {"step", "prepared"},
 ]

@@ -95,6 +95,7 @@ if TYPE_CHECKING:
     from fsdp_sft.step import gradient_sync as gradient_sync
     from fsdp_sft.step import train_step as train_step
     from fsdp_sft.step import windows as windows
+    from fsdp_sft.varlen import use_varlen_attention as use_varlen_attention
     from fsdp_sft.watchdog import STALL_EXIT_CODE as STALL_EXIT_CODE
     from fsdp_sft.watchdog import Watchdog as Watchdog
     from fsdp_sft.weights import CheckpointFormatError as CheckpointFormatError
@@ -201,6 +202,7 @@ _OWNERS = {
     "shard_model": "shard",
     "smallest_num_gpus": "planner",
     "train_step": "step",
+    "use_varlen_attention": "varlen",
     "verify_checkpoint": "dcp_io",
     "verify_packing": "packing",
     "windows": "step",

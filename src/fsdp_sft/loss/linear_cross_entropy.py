@@ -14,6 +14,8 @@ import torch
 from fsdp_sft.collate import IGNORE_INDEX
 from fsdp_sft.loss.products import products_for
 
+_BLOCK = 256  # columns; the fastest of 64 to 512 for vocabularies of 32,000 to 152,000
+
 
 def linear_cross_entropy_sum(
     hidden: torch.Tensor,
@@ -168,12 +170,25 @@ def _refine(logits: torch.Tensor, hidden: torch.Tensor, columns: torch.Tensor, h
     bfloat16 moves a logit by up to 0.4 %. The errors of the many average out in the sum of exponentials;
     those of these two do not.
     """
-    largest = logits.argmax(-1, keepdim=True) if head.scale > 0 else logits.argmin(-1, keepdim=True)
+    largest = _largest_column(logits if head.scale > 0 else -logits)
     for column in (columns, largest):
         exact = head.weight[column.squeeze(1)].float().mul_(hidden).sum(-1, keepdim=True)
         if head.bias is not None:
             exact.add_(head.bias[column])
         logits.scatter_(1, column, exact)
+
+
+def _largest_column(logits: torch.Tensor) -> torch.Tensor:
+    """``logits.argmax(-1, keepdim=True)``, by blocks: a CPU takes amax in 1/20 of its time."""
+    whole = logits.shape[1] // _BLOCK * _BLOCK
+    found = [logits[:, whole:].argmax(-1, keepdim=True) + whole] if whole < logits.shape[1] else []
+    if whole:
+        block = logits[:, :whole].unflatten(1, (-1, _BLOCK)).amax(-1).argmax(-1, keepdim=True)
+        columns = block * _BLOCK + torch.arange(_BLOCK, device=logits.device)
+        best = columns.gather(1, logits.gather(1, columns).argmax(-1, keepdim=True))
+        found.insert(0, best)
+    columns = torch.cat(found, 1)
+    return columns.gather(1, logits.gather(1, columns).argmax(-1, keepdim=True))
 
 
 def _softmax_slopes(logits: torch.Tensor, columns: torch.Tensor, head: _Head, slopes: bool) -> torch.Tensor:
@@ -192,11 +207,10 @@ def _softmax_slopes(logits: torch.Tensor, columns: torch.Tensor, head: _Head, sl
         logits.mul_(head.softcap)
     elif head.scale != 1:
         logits.mul_(head.scale)
-    largest = logits.argmax(-1, keepdim=True)
-    behind = logits.gather(1, largest) - logits.gather(1, columns)
+    behind = logits.amax(-1, keepdim=True) - logits.gather(1, columns)
     torch.softmax(logits, -1, out=logits)
     # -log(softmax) of the target, by way of the largest probability: that one never underflows.
-    loss = (behind - logits.gather(1, largest).log()).sum(dtype=torch.float64)
+    loss = (behind - logits.amax(-1, keepdim=True).log()).sum(dtype=torch.float64)
     if slopes:
         logits.scatter_(1, columns, logits.gather(1, columns) - 1)
         if tanh is not None:

@@ -1,0 +1,123 @@
+"""Attention row by row, as transformers' attention and mask interfaces want it."""
+
+import functools
+import inspect
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from fsdp_sft.varlen.rows import RowMask, find_rows
+
+IMPLEMENTATION = "sdpa_varlen"  # what ``model.config`` calls it
+# Of the lengths that run row by row: a CPU keeps code and memory for each length that it has met.
+_MULTIPLE = 64
+_LARGEST_HEAD = 256  # of torch's flash attention
+_TAKES_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters  # since torch 2.12
+
+
+def make_mask(
+    *,
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    attention_mask: torch.Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    **others: Any,
+) -> torch.Tensor | RowMask | None:
+    """For transformers' mask interface: a ``RowMask`` if it says the same as the mask for ``"sdpa"``."""
+    plain = functools.partial(
+        AttentionMaskInterface()["sdpa"], batch_size=batch_size, kv_length=kv_length, **others
+    )
+    # transformers forbids to skip the mask where it has found several rows.
+    one_row = allow_is_causal_skip or allow_is_bidirectional_skip
+    unknown = torch.compiler.is_compiling() or torch.device(others.get("device", "cpu")).type == "meta"
+    if not (one_row or unknown or attention_mask is not None or q_length != kv_length):
+        slab = functools.partial(plain, allow_is_causal_skip=False)
+        rows = find_rows(slab, q_length, others.get("q_offset", 0))
+        if rows is not None:
+            return rows
+    mask: torch.Tensor | None = plain(
+        q_length=q_length,
+        attention_mask=attention_mask,
+        allow_is_causal_skip=allow_is_causal_skip,
+        allow_is_bidirectional_skip=allow_is_bidirectional_skip,
+    )
+    return mask
+
+
+def attend_by_row(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | RowMask | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """An attention of transformers' attention interface; tensors are ``(B, heads, S, head size)``."""
+    sdpa = functools.partial(AttentionInterface()["sdpa"], module, dropout=dropout, scaling=scaling, **others)
+    if not isinstance(attention_mask, RowMask):
+        return sdpa(query, key, value, attention_mask)  # type: ignore[no-any-return]
+    rows, (batch_size, _, width, _) = attention_mask, query.shape
+    by_itself = width == key.shape[2] and others.get("position_bias") is None
+    if by_itself and not dropout and rows.has_flash and _fits_flash(query, value):
+        out = _varlen(_joined(query), _joined(key), _joined(value), rows, scaling)
+        return out.unflatten(0, (batch_size, width)), None
+    if not by_itself or torch.compiler.is_compiling():
+        return sdpa(query, key, value, rows.dense(batch_size, width))  # type: ignore[no-any-return]
+    lengths = [after - before for before, after in itertools.pairwise(rows.bounds)]
+    parts = zip(*(_joined(x).split(lengths, dim=2) for x in (query, key, value)), strict=True)
+    others["is_causal"] = True
+    sdpa = functools.partial(sdpa, **others)
+    outs = [_row(sdpa, rows, length, part) for length, part in zip(lengths, parts, strict=True)]
+    return torch.cat(outs, 1)[0].unflatten(0, (batch_size, width)), None
+
+
+def _row(sdpa: Callable[..., Any], rows: RowMask, length: int, row: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Attention of one row, padded at its end, where no token of the row looks."""
+    filler = -length % _MULTIPLE
+    padded = [F.pad(x, (0, 0, 0, filler)) for x in row]
+    mask = None
+    if length > rows.window:
+        mask = rows.within(torch.arange(length + filler, device=row[0].device))[None, None]
+    out: torch.Tensor = sdpa(*padded, mask)[0]
+    return out[:, :length]
+
+
+def _joined(x: torch.Tensor) -> torch.Tensor:
+    """``(B, heads, S, D)`` to ``(1, heads, B * S, D)``."""
+    return x.transpose(0, 1).flatten(1, 2)[None]
+
+
+def _fits_flash(query: torch.Tensor, value: torch.Tensor) -> bool:
+    head = query.shape[-1]
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    return half and value.shape[-1] <= head <= _LARGEST_HEAD and head % 8 == 0
+
+
+def _varlen(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: RowMask, scale: float | None
+) -> torch.Tensor:
+    """Tensors of ``_joined`` to ``(B * S, heads, D)``."""
+    size = value.shape[-1]
+    value = F.pad(value, (0, query.shape[-1] - size))  # latent attention: values may be shorter
+    groups = query.shape[1] // key.shape[1]
+    options: dict[str, Any] = {}
+    if groups > 1 and _TAKES_GQA:
+        options["enable_gqa"] = True
+    elif groups > 1:
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    tokens = [x[0].transpose(0, 1) for x in (query, key, value)]
+    options["window_size"] = (-1 if rows.window == rows.longest else rows.window - 1, 0)
+    rows_of_both: Any = (rows.offsets, rows.offsets, rows.longest, rows.longest)
+    out: Any = varlen_attn(*tokens, *rows_of_both, scale=scale, **options)  # type: ignore[arg-type]
+    result: torch.Tensor = out[..., :size]
+    return result

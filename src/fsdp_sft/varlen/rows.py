@@ -1,0 +1,73 @@
+"""Rows of a pack, read off the mask that transformers would make of it."""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+_SLAB = 512  # queries whose mask exists at once while rows are found
+
+
+@dataclass(frozen=True, eq=False)
+class RowMask:
+    """Goes to the layers in place of a mask: causal attention within rows, none between them.
+
+    Attributes:
+        bounds: Where each row begins, and where the last ends, counted over all sequences of a batch.
+        offsets: The same on the device, int32 ``(N + 1,)``.
+        longest: Tokens of the longest row.
+        window: Keys that a query sees at most, itself among them; no more than ``longest``.
+        has_flash: Whether the device has torch's varlen flash attention.
+    """
+
+    bounds: tuple[int, ...]
+    offsets: torch.Tensor
+    longest: int
+    window: int
+    has_flash: bool
+
+    def dense(self, batch_size: int, width: int) -> torch.Tensor:
+        """The mask as transformers makes it: bool ``(B, 1, S, S)``."""
+        tokens = torch.arange(batch_size * width, dtype=torch.int32, device=self.offsets.device)
+        rows = torch.bucketize(tokens, self.offsets, right=True).view(batch_size, 1, 1, width)
+        return (rows.transpose(2, 3) == rows) & self.within(tokens[:width])
+
+    def within(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The mask of a single row: bool ``(S, S)`` of its S positions."""
+        before = tokens[:, None] - tokens
+        return (before >= 0) & (before < self.window)
+
+
+def find_rows(slab: Callable[..., torch.Tensor], width: int, offset: int) -> RowMask | None:
+    """Rows of a mask, if each token sees those before it in its row, or the last few, and no others."""
+    first, exact = (
+        [],
+        [],
+    )  # of each query: the first key that it sees; whether it sees all from there to itself
+    for start in range(0, width, _SLAB):
+        allowed = slab(q_length=min(_SLAB, width - start), q_offset=offset + start)[:, 0]
+        keys = torch.arange(width, device=allowed.device)
+        queries = keys[start : start + _SLAB, None]
+        seen = allowed.to(torch.uint8).argmax(-1, keepdim=True)
+        exact.append((allowed == ((keys >= seen) & (keys <= queries))).all())
+        first.append(seen.squeeze(-1))
+    index, starts = torch.arange(width, device=first[0].device), torch.cat(first, -1)
+    begins = starts == index
+    row_start = torch.where(begins, index, 0).cummax(-1).values
+    reach = (index - starts).amax()
+    exact.append((starts == torch.maximum(row_start, index - reach)).all())
+    if not bool(torch.stack(exact).all()):
+        return None
+    bounds = [*begins.flatten().nonzero().squeeze(1).tolist(), begins.numel()]
+    longest = max(after - before for before, after in itertools.pairwise(bounds))
+    offsets = torch.tensor(bounds, dtype=torch.int32, device=starts.device)
+    return RowMask(tuple(bounds), offsets, longest, int(reach) + 1, _has_flash(starts.device))
+
+
+def _has_flash(device: torch.device) -> bool:
+    return (
+        device.type == "cuda"
+        and torch.backends.cuda.is_flash_attention_available()
+        and torch.cuda.get_device_capability(device) >= (8, 0)
+    )
