@@ -13,6 +13,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 import fsdp_sft as fs
 from fsdp_sft.varlen import attention
 from fsdp_sft.varlen import rows as row_masks
+from tests.architectures import class_names, tiny_architecture
 from tests.distributed import run_distributed
 from tests.models import VOCAB, full, largest_error, ragged_batches, tiny_model
 from tests.packs import drawn_rows, gradients_of_separate_rows
@@ -104,6 +105,9 @@ def test_rows_are_those_of_the_mask_that_transformers_makes(
         rows = make(**inputs)
         assert isinstance(rows, row_masks.RowMask)
         assert torch.equal(rows.dense(3, width), expected)
+        assert torch.equal(rows[:, 0], expected[:, 0]), "DeepSeek V3.2 and others take a part of the mask"
+        assert rows.shape == expected.shape
+        assert torch.equal(torch.where(rows, 1, 0), expected.long())
         starts = (positions == 0).flatten().nonzero()[:, 0].tolist()
         if window != 1:  # where no token sees another, every token is a row
             assert list(rows.bounds) == [*starts, 3 * width]
@@ -302,13 +306,13 @@ def _window(model: Any) -> int:
 
 
 def test_values_shorter_than_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = row_masks.RowMask((0, 5, 12), torch.tensor([0, 5, 12], dtype=torch.int32), 7, 7, True)
+    rows = row_masks.RowMask((0, 5, 12), torch.tensor([0, 5, 12], dtype=torch.int32), 7, 7, 12, True)
     query, key, value = (torch.randn(1, 4, 12, size, dtype=torch.bfloat16) for size in (16, 16, 8))
     module = torch.nn.Module()
     expected = attention.attend_by_row(module, query, key, value, rows.dense(1, 12))[0]
     monkeypatch.setattr(attention, "varlen_attn", reference_varlen_attn)
     with_kernel = attention.attend_by_row(module, query, key, value, rows)[0]
-    rows = row_masks.RowMask(rows.bounds, rows.offsets, 7, 7, False)
+    rows = row_masks.RowMask(rows.bounds, rows.offsets, 7, 7, 12, False)
     row_by_row = attention.attend_by_row(module, query, key, value, rows)[0]
     for actual in (with_kernel, row_by_row):
         assert actual.shape == (1, 12, 4, 8)
@@ -385,3 +389,36 @@ def test_training_is_that_with_sdpa(tmp_path: Path) -> None:
         assert exported._attn_implementation != attention.IMPLEMENTATION
     configs = [(tmp_path / f"{use}-export" / "config.json").read_text() for use in (False, True)]
     assert configs[0] == configs[1]
+
+
+# --- every model ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_every_architecture_gives_what_it_gives_with_sdpa_or_is_refused(masks: list[Any]) -> None:
+    """Logits of a pack, of all ``*ForCausalLM`` that run it with "sdpa": the same to rounding."""
+    batch = packed(6, longest=12)
+    inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "use_cache": False}
+    counts = {"by row": 0, "as before": 0, "refused": 0, "not run by sdpa": 0}
+    for name in class_names():
+        with torch.no_grad():
+            try:
+                model = tiny_architecture(name).float().eval()
+                model.set_attn_implementation("sdpa")
+                expected = model(**inputs).logits
+            except Exception:
+                counts["not run by sdpa"] += 1
+                continue
+            try:
+                fs.use_varlen_attention(model)
+            except ValueError:
+                counts["refused"] += 1
+                continue
+            masks.clear()
+            actual = model(**inputs).logits
+        by_row = any(isinstance(mask, row_masks.RowMask) for mask in masks)
+        counts["by row" if by_row else "as before"] += 1
+        error = float((actual - expected).norm() / expected.norm())
+        assert error < 1e-5, f"{name}: {error:.1e}"
+    print(counts)
+    assert counts["by row"] > 60

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -13,11 +14,14 @@ _SLAB = 512  # queries whose mask exists at once while rows are found
 class RowMask:
     """Goes to the layers in place of a mask: causal attention within rows, none between them.
 
+    A model that takes something of it (an index, ``dtype``, ``torch.where``) takes it of the mask.
+
     Attributes:
         bounds: Where each row begins, and where the last ends, counted over all sequences of a batch.
         offsets: The same on the device, int32 ``(N + 1,)``.
         longest: Tokens of the longest row.
         window: Keys that a query sees at most, itself among them; no more than ``longest``.
+        width: Tokens of a sequence.
         has_flash: Whether the device has torch's varlen flash attention.
     """
 
@@ -25,7 +29,24 @@ class RowMask:
     offsets: torch.Tensor
     longest: int
     window: int
+    width: int
     has_flash: bool
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self._mask()[index]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # what Python and torch look for in any object
+            raise AttributeError(name)
+        return getattr(self._mask(), name)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args = [x._mask() if isinstance(x, RowMask) else x for x in args]
+        return function(*args, **(kwargs or {}))
+
+    def _mask(self) -> torch.Tensor:
+        return self.dense(self.bounds[-1] // self.width, self.width)
 
     def dense(self, batch_size: int, width: int) -> torch.Tensor:
         """The mask as transformers makes it: bool ``(B, 1, S, S)``."""
@@ -62,7 +83,7 @@ def find_rows(slab: Callable[..., torch.Tensor], width: int, offset: int) -> Row
     bounds = [*begins.flatten().nonzero().squeeze(1).tolist(), begins.numel()]
     longest = max(after - before for before, after in itertools.pairwise(bounds))
     offsets = torch.tensor(bounds, dtype=torch.int32, device=starts.device)
-    return RowMask(tuple(bounds), offsets, longest, int(reach) + 1, _has_flash(starts.device))
+    return RowMask(tuple(bounds), offsets, longest, int(reach) + 1, width, _has_flash(starts.device))
 
 
 def _has_flash(device: torch.device) -> bool:
