@@ -99,7 +99,7 @@ class Meter:
         self.losses: list[float] = []
         self.peak, self.peak_stepping, self.at_start = 0, 0, anonymous_bytes()
         self._turns = Client(os.environ["PEERS_TURNS"])
-        self._stop = threading.Event()
+        self._stop, self._waiting = threading.Event(), False
         self._thread = threading.Thread(target=self._sample, daemon=True)
         self._thread.start()
 
@@ -117,7 +117,9 @@ class Meter:
     def begin(self) -> None:
         """Wait for this system's turn; the step begins."""
         self._turns.send("ready")
+        self._waiting = True
         self._turns.recv()
+        self._waiting = False
         self._started, self._cpu_started = time.perf_counter(), time.process_time()
 
     def stepped(self) -> None:
@@ -131,6 +133,8 @@ class Meter:
 
     def _sample(self) -> None:
         while not self._stop.wait(0.005):
+            if self._waiting:
+                continue
             now = anonymous_bytes()
             self.peak, self.peak_stepping = max(self.peak, now), max(self.peak_stepping, now)
 
@@ -141,7 +145,7 @@ class Meter:
         self._stop.set()
         self._thread.join()
         own = {
-            "tokens": sum(self.tokens[self.warmup : self.step]),
+            "tokens": self.tokens[self.warmup : self.step],
             "seconds": self.seconds[self.warmup :],
             "cpu": sum(self.cpu[self.warmup :]),
             "peak": self.peak,
@@ -153,9 +157,11 @@ class Meter:
         dist.all_gather_object(ranks, own)
         if dist.get_rank() == 0:
             worst = {name: max(rank[name] for rank in ranks) for name in ("peak", "stepping", "at_start")}
-            steps = [max(times) for times in zip(*(rank["seconds"] for rank in ranks), strict=True)]
-            sums = {name: sum(rank[name] for rank in ranks) for name in ("tokens", "cpu")}
-            found = {**worst, **sums, "seconds": sum(steps), "losses": own["losses"], "how": system}
+            seconds = [max(times) for times in zip(*(rank["seconds"] for rank in ranks), strict=True)]
+            tokens = [sum(counts) for counts in zip(*(rank["tokens"] for rank in ranks), strict=True)]
+            cpu = [sum(rank["cpu"] for rank in ranks)]
+            found = {**worst, "tokens": tokens, "seconds": seconds, "cpu": cpu}
+            found |= {"losses": own["losses"], "how": system}
             print("REPORT " + json.dumps(found))
 
 
@@ -423,7 +429,7 @@ def take_turns(turns: dict[str, list]) -> None:
 
 def table(runs: dict[tuple[str, str], list[dict]]) -> list[str]:
     lines = [
-        "| batches | system | parallelism | tokens/s | ours, tokens/s (of each round) | "
+        "| batches | system | parallelism | tokens/s | ours, tokens/s (of each fifth of the steps) | "
         "ours, tokens per CPU second | peak, MiB | steps over imports, MiB | ours, peak | ours, steps | "
         "final loss |",
         "|---" * 11 + "|",
@@ -434,25 +440,26 @@ def table(runs: dict[tuple[str, str], list[dict]]) -> list[str]:
             found = runs.get((way, system))
             if not found or not ours:
                 continue
-            times, per_cpu = (ratio(ours, found, "tokens", over) for over in ("seconds", "cpu"))
-            rounds = (f"{ratio([a], [b], 'tokens', 'seconds'):.2f}" for a, b in zip(ours, found, strict=True))
+            times, per_cpu = (rate(ours, over) / rate(found, over) for over in ("seconds", "cpu"))
+            length = len(found[0]["seconds"])
+            parts = [slice(i * length // 5, (i + 1) * length // 5) for i in range(5)]
+            fifths = (f"{rate(ours, 'seconds', p) / rate(found, 'seconds', p):.2f}" for p in parts)
             peak, own_peak = (max(run["peak"] for run in some) for some in (found, ours))
             growth, own_growth = (
                 max(run["stepping"] - run["at_start"] for run in some) for some in (found, ours)
             )
-            speed = sum(run["tokens"] for run in found) / sum(run["seconds"] for run in found)
             lines.append(
-                f"| {way} | {name} | {found[0]['how']} | {speed:.0f} | {times:.2f}x ({', '.join(rounds)}) | "
+                f"| {way} | {name} | {found[0]['how']} | {rate(found, 'seconds'):.0f} | {times:.2f}x "
+                f"({', '.join(fifths)}) | "
                 f"{per_cpu:.2f}x | {peak / 2**20:.0f} | {growth / 2**20:.0f} | {own_peak / peak:.2f}x | "
                 f"{own_growth / growth:.2f}x | {found[0]['losses'][-1]:.4f} |"
             )
     return lines
 
 
-def ratio(ours: list[dict], theirs: list[dict], amount: str, over: str) -> float:
-    """Our rate over theirs, each of all runs together."""
-    rates = [sum(run[amount] for run in some) / sum(run[over] for run in some) for some in (ours, theirs)]
-    return rates[0] / rates[1]
+def rate(runs: list[dict], over: str, part: slice = slice(None)) -> float:
+    """Tokens a second, of the clock or the CPU, of some steps of all runs together."""
+    return sum(sum(run["tokens"][part]) for run in runs) / sum(sum(run[over][part]) for run in runs)
 
 
 def check_losses(runs: dict[tuple[str, str], list[dict]]) -> None:
@@ -506,7 +513,7 @@ def main() -> None:
                 for way in WAYS:
                     for system, found in measure(systems, way, Path(name), sys.argv[1:]).items():
                         runs.setdefault((way, system), []).append(found)
-                        speed = found["tokens"] / found["seconds"]
+                        speed = rate([found], "seconds")
                         print(f"{number + 1}: {way}, {system}: {speed:.0f} tokens/s", flush=True)
         except KeyboardInterrupt:
             print("stopped: what follows is of the rounds that were complete")
