@@ -6,9 +6,15 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+
+import fsdp_sft as fs
+from fsdp_sft.varlen import attention
+from tests.models import tiny_model
+from tests.packs import drawn_rows
 
 pytestmark = pytest.mark.gpu
 
@@ -85,3 +91,52 @@ def test_the_example_runs_unchanged_with_nccl(tmp_path: Path) -> None:
     )
     assert "nccl" in text
     assert int(re.findall(r"after training: (\d+)%", text)[0]) >= 90
+
+
+def _gradients(model: Any, batch: dict[str, torch.Tensor]) -> tuple[float, torch.Tensor]:
+    model.zero_grad(set_to_none=True)
+    loss = fs.causal_lm_loss(model, batch, num_targets=fs.count_targets([batch]), impl="logits")
+    loss.backward()
+    grads = [p.grad.float().flatten() for p in model.parameters() if p.grad is not None]
+    return float(loss.detach()), torch.cat(grads)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_varlen_attention_trains_packs_as_sdpa_does(
+    family: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    windows: list[tuple[int, int]] = []
+    kernel = attention.varlen_attn
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        windows.append(kwargs["window_size"])
+        return kernel(*args, **kwargs)
+
+    # Most rows are longer than a window of 8, which two of Gemma's layers have here.
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    model = tiny_model(family, **({"layer_types": kinds} if family == "gemma3" else {})).cuda()
+    pack = fs.PackedCollator(max_length=256, padding="max_length")(drawn_rows(12))
+    batch = {name: column.cuda() for name, column in pack.items()}
+    exact_loss, exact = _gradients(model, batch)
+    model.bfloat16()
+    plain_loss, plain = _gradients(model, batch)
+    fs.use_varlen_attention(model)
+    if compiled:
+        torch._dynamo.reset()
+        fs.compile_blocks(model)
+    else:  # in compiled code the growing list would be a reason to compile again
+        monkeypatch.setattr(attention, "varlen_attn", counted)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        loss, grads = _gradients(model, batch)
+    assert "torch_attn::_varlen_attn" in {event.name for event in profile.events()}
+    if not compiled:
+        assert windows == ([(7, 0), (-1, 0), (7, 0)] if family == "gemma3" else [(-1, 0)] * 3)
+
+    def error(found: torch.Tensor) -> float:
+        return float((found - exact).norm() / exact.norm())
+
+    # With rows that see each other the error is about 1.
+    assert loss == pytest.approx(exact_loss, abs=max(5e-3, 3 * abs(plain_loss - exact_loss)))
+    assert error(grads) <= max(0.02, 2 * error(plain))
+    assert error(plain) < 0.1
