@@ -111,6 +111,34 @@ MISTAKES = [
         "position_ids += range(len(position_ids), len(position_ids) + len(ids))",
         ("tests/test_packing.py",),
     ),
+    Mistake(
+        "rows read off a mask that is not by rows",
+        "varlen/rows.py",
+        "if not bool(torch.stack(exact).all()):",
+        "if False:",
+        ("tests/test_varlen.py",),
+    ),
+    Mistake(
+        "attention over the rows of a pack",
+        "varlen/rows.py",
+        "bounds = [*begins.flatten().nonzero().squeeze(1).tolist(), begins.numel()]",
+        "bounds = [0, begins.numel()]",
+        ("tests/test_varlen.py",),
+    ),
+    Mistake(
+        "a sliding window forgotten, row by row",
+        "varlen/attention.py",
+        "if length > rows.window:",
+        "if False:",
+        ("tests/test_varlen.py",),
+    ),
+    Mistake(
+        "a sliding window of one key more, in the kernel",
+        "varlen/attention.py",
+        "rows.window - 1, 0)",
+        "rows.window, 0)",
+        ("tests/test_varlen.py",),
+    ),
 ]
 
 

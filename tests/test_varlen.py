@@ -305,6 +305,15 @@ def _window(model: Any) -> int:
     return int(model.config.sliding_window)
 
 
+def test_what_sdpa_refuses_is_refused_before_the_kernel_ignores_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = row_masks.RowMask((0, 5, 12), torch.tensor([0, 5, 12], dtype=torch.int32), 7, 7, 12, True)
+    inputs = torch.randn(3, 1, 4, 12, 16, dtype=torch.bfloat16)
+    monkeypatch.setattr(attention, "varlen_attn", reference_varlen_attn)
+    attention.attend_by_row(torch.nn.Module(), *inputs, rows)
+    with pytest.raises(ValueError, match="does not support `softcap`"):
+        attention.attend_by_row(torch.nn.Module(), *inputs, rows, softcap=30.0)
+
+
 def test_values_shorter_than_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = row_masks.RowMask((0, 5, 12), torch.tensor([0, 5, 12], dtype=torch.int32), 7, 7, 12, True)
     query, key, value = (torch.randn(1, 4, 12, size, dtype=torch.bfloat16) for size in (16, 16, 8))

@@ -17,6 +17,7 @@ from fsdp_sft.varlen.rows import RowMask, find_rows
 IMPLEMENTATION = "sdpa_varlen"  # what ``model.config`` calls it
 # Of the lengths that run row by row: a CPU keeps code and memory for each length that it has met.
 _MULTIPLE = 64
+_BEYOND = ("position_bias", "softcap", "s_aux", "cache")  # what an attention may be given besides; not here
 _LARGEST_HEAD = 256  # of torch's flash attention
 _TAKES_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters  # since torch 2.12
 
@@ -67,7 +68,7 @@ def attend_by_row(
     if not isinstance(attention_mask, RowMask):
         return sdpa(query, key, value, attention_mask)  # type: ignore[no-any-return]
     rows, (batch_size, _, width, _) = attention_mask, query.shape
-    by_itself = width == key.shape[2] and others.get("position_bias") is None
+    by_itself = width == key.shape[2] and all(others.get(name) is None for name in _BEYOND)
     if by_itself and not dropout and rows.has_flash and _fits_flash(query, value):
         out = _varlen(_joined(query), _joined(key), _joined(value), rows, scaling)
         return out.unflatten(0, (batch_size, width)), None
