@@ -11,7 +11,8 @@ import fsdp_sft as fs
 from tests.checkpoint_models import assert_same, everything
 from tests.checkpoints import save_tiny
 from tests.distributed import run_distributed
-from tests.models import full, oracle_loss, ragged_batches, tiny_model
+from tests.models import full, largest_error, oracle_loss, ragged_batches, tiny_model
+from tests.packs import drawn_rows, gradients_of_separate_rows
 
 pytest.importorskip("peft", reason="adapters need the 'peft' extra")
 
@@ -55,6 +56,25 @@ def _oracle_training(model: Any) -> list[float]:
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
+
+
+@pytest.mark.parametrize("by_row", [False, True], ids=["sdpa", "varlen"])
+def test_packed_rows_are_kept_apart_with_adapters_too(by_row: bool) -> None:
+    rows = drawn_rows(6)
+    model = fs.add_adapters(tiny_model("qwen2", use_cache=True), _config())
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.1)
+    loss, expected = gradients_of_separate_rows(model, rows)
+    if by_row:
+        fs.use_varlen_attention(model)
+    report = fs.verify_packing(model, max_length=100)
+    assert report.error < 1e-5
+    packed = fs.causal_lm_loss(model, fs.PackedCollator(max_length=128)(rows), num_targets=1)
+    packed.backward()
+    actual = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert float(packed.detach()) == pytest.approx(loss, rel=1e-6)
+    assert largest_error(actual, expected) < 1e-6
 
 
 def _optimizer(model: Any) -> torch.optim.Optimizer:

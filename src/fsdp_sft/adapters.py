@@ -4,8 +4,9 @@ peft is imported by ``add_adapters`` only. Everything else asks whether the call
 that there is no model with adapters.
 """
 
+import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
@@ -51,6 +52,12 @@ def add_adapters(model: nn.Module, peft_config: "PeftConfig", *, seed: int = 0) 
         for fqn, layer in _tuner_layers(adapted).items():
             _initialise(fqn, layer, peft_config)
     return adapted
+
+
+def forward_parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
+    """What a model's forward takes; with adapters the inner model's, to which peft's passes on the rest."""
+    unwrap: Any = getattr(model, "get_base_model", None)
+    return inspect.signature((unwrap() if unwrap is not None else model).forward).parameters
 
 
 @contextmanager

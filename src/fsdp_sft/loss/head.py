@@ -6,7 +6,6 @@ call. The head is still called as a module, so a group of its own is gathered be
 after, and what it returns is the loss, so that FSDP2 hangs its backward hooks on that.
 """
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 from torch import nn
 
 from fsdp_sft._compat import is_compiled, original_class
+from fsdp_sft.adapters import forward_parameters
 
 HeadForward = Callable[[torch.Tensor], torch.Tensor]
 
@@ -78,9 +78,7 @@ def loss_at_head(
 
 def takes_use_cache(model: nn.Module) -> bool:
     """Whether the forward has the argument by which transformers' models are told to keep no cache."""
-    unwrap: Any = getattr(model, "get_base_model", None)  # peft's forward passes on what it does not name
-    base = unwrap() if unwrap is not None else model
-    return "use_cache" in inspect.signature(base.forward).parameters
+    return "use_cache" in forward_parameters(model)
 
 
 @contextmanager

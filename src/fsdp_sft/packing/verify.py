@@ -1,6 +1,5 @@
 """Whether a model keeps packed rows apart, measured on the model at hand."""
 
-import inspect
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from torch import nn
 
 from fsdp_sft._agree import raise_first
 from fsdp_sft._compat import attention_of, compute_dtypes, original_class
+from fsdp_sft.adapters import forward_parameters
 from fsdp_sft.distributed import compute_device, mesh_of, reshard, sum_over_mesh
 
 if TYPE_CHECKING:
@@ -110,8 +110,8 @@ def verify_packing(model: nn.Module, *, max_length: int, mesh: "DeviceMesh | Non
 def _check_model(model: nn.Module) -> None:
     if any(parameter.is_meta for parameter in model.parameters()):
         raise PackingError(f"{original_class(model).__name__} is on the meta device; load its weights first")
-    parameters = inspect.signature(model.forward).parameters.values()
-    if not any(p.name == "position_ids" or p.kind == p.VAR_KEYWORD for p in parameters):
+    taken = forward_parameters(model).values()
+    if not any(p.name == "position_ids" or p.kind == p.VAR_KEYWORD for p in taken):
         raise PackingError(
             f"{original_class(model).__name__} takes no position_ids, by which packed rows are kept apart; "
             "train it with SFTCollator, without packing"
@@ -189,7 +189,7 @@ class _Probe:
     def _logits(self, ids: torch.Tensor, keep: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
         """float32 logits ``(positions kept, vocabulary)``, computed as training does."""
         keep = keep.to(self.device)
-        taken = inspect.signature(self.model.forward).parameters
+        taken = forward_parameters(self.model)
         if "use_cache" in taken:
             inputs["use_cache"] = False
         if "logits_to_keep" in taken:
