@@ -100,12 +100,16 @@ def test_signals_and_requeues_in_mid_training(
 def test_the_time_limit_and_the_signal_before_it(
     cluster: SlurmCluster, undisturbed: Path, tmp_path: Path
 ) -> None:
-    """Two jobs at once. Slurm sends the signal up to a minute early, and strikes up to 30 s late."""
+    """Two jobs at once. Slurm sends the signal up to a minute early, and strikes up to 30 s late.
+
+    At the paces here the first start of the job with a limit cannot end before it is struck.
+    """
     options = {"signal": ("--time=2", "--signal=USR1@30"), "limit": ("--time=1", "--signal=CONT@1")}
+    paces = {"signal": 2.5, "limit": 2.0}
     jobs = {}
     for name, option in options.items():
         (tmp_path / name).mkdir()
-        jobs[name] = _job(cluster, tmp_path / name, *option, pace=2.5)
+        jobs[name] = _job(cluster, tmp_path / name, *option, pace=paces[name])
     states = cluster.wait(*(job.id for job in jobs.values()), starts=2, timeout=900)
     for (name, job), ended in zip(jobs.items(), states, strict=True):
         assert ended["JobState"] == "COMPLETED", job.text.read_text()
