@@ -194,7 +194,7 @@ def test_every_private_name_is_watched() -> None:
         "attention_of",
         "offset_in_checkpoint",
     }
-    watched |= {"is_compiled"}
+    watched |= {"is_compiled", "varlen_attn_takes_gqa"}
     watched |= {"compile_memory_budget", "backend_with_memory_budget", "_compile_with_memory_budget"}
     watched |= {"modules_being_traced", "changes_its_inputs", "draws_random_numbers_now"}
     # Attributes on instances, covered by the tests of export and loading themselves.
@@ -204,3 +204,11 @@ def test_every_private_name_is_watched() -> None:
         n for n, f in vars(_compat).items() if inspect.isfunction(f) and f.__module__ == _compat.__name__
     }
     assert functions == watched
+
+
+def test_varlen_attention_takes_grouped_heads_in_all_but_the_floor() -> None:
+    version = tuple(map(int, torch.__version__.split(".")[:2]))
+    if version == (2, 11):
+        assert not _compat.varlen_attn_takes_gqa()
+    if version >= (2, 13):
+        assert _compat.varlen_attn_takes_gqa(), "with a floor that has it, repeating can go"

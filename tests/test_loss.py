@@ -752,3 +752,13 @@ def test_every_causal_lm_is_fused_exactly_or_falls_back_with_a_reason(
     print("\n".join(f"{name}: {reason[:200]}" for name, reason in reasons.items()))
     assert max(errors.values()) <= 2e-6, max(errors, key=lambda name: errors[name])
     assert fused >= 0.9 * len(class_names())
+
+
+@pytest.mark.parametrize("columns", [1, 255, 256, 257, 1000, 1024])
+def test_the_largest_column_is_that_of_argmax(columns: int) -> None:
+    from fsdp_sft.loss.linear_cross_entropy import _largest_column
+
+    generator = torch.Generator().manual_seed(columns)
+    drawn = torch.randn(64, columns, generator=generator)
+    for logits in (drawn, drawn.round(), drawn - 50, torch.where(drawn > 3, torch.nan, drawn)):
+        assert torch.equal(_largest_column(logits), logits.argmax(-1, keepdim=True))

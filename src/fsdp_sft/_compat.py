@@ -1,5 +1,6 @@
 """Every private name of torch and transformers that the library touches, each with its reason."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -366,6 +367,13 @@ def compute_dtypes(model: nn.Module) -> set[torch.dtype]:
 def attention_of(model: nn.Module) -> str:
     """Which attention implementation a transformers model runs: its config has it under a private name."""
     return str(getattr(getattr(model, "config", None), "_attn_implementation", None) or "its own")
+
+
+def varlen_attn_takes_gqa() -> bool:
+    """Whether torch's varlen attention has ``enable_gqa``; torch 2.11 wants keys and values repeated."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 # --- loss -------------------------------------------------------------------------------------------------

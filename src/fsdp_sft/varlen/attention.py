@@ -1,7 +1,6 @@
 """Attention row by row, as transformers' attention and mask interfaces want it."""
 
 import functools
-import inspect
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +11,7 @@ from torch import nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from fsdp_sft._compat import varlen_attn_takes_gqa
 from fsdp_sft.varlen.rows import RowMask, find_rows
 
 IMPLEMENTATION = "sdpa_varlen"  # what ``model.config`` calls it
@@ -19,7 +19,7 @@ IMPLEMENTATION = "sdpa_varlen"  # what ``model.config`` calls it
 _MULTIPLE = 64
 _BEYOND = ("position_bias", "softcap", "s_aux", "cache")  # what an attention may be given besides; not here
 _LARGEST_HEAD = 256  # of torch's flash attention
-_TAKES_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters  # since torch 2.12
+_TAKES_GQA = varlen_attn_takes_gqa()
 
 
 def make_mask(
