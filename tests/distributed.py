@@ -31,13 +31,26 @@ def run_distributed(
 
     ``function`` and its arguments and results must be picklable: a function at the top of its module.
     """
+    return run_ranks(function, world_size, args, kwargs, timeout=timeout, before=_backend)
+
+
+def run_ranks(
+    function: Callable[..., Any],
+    world_size: int,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    timeout: float,
+    before: Callable[[int], str],
+) -> list[Any]:
+    """As ``run_distributed``; ``before(rank)`` runs first in each rank and names the backend."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
         folder = Path(name)
         processes = [
             context.Process(
-                target=_run_rank, args=(folder, rank, world_size, timeout, function, args, kwargs)
+                target=_run_rank, args=(folder, rank, world_size, timeout, before, function, args, kwargs)
             )
             for rank in range(world_size)
         ]
@@ -72,11 +85,16 @@ def _raise_earliest(folder: Path, processes: list[Any], timeout: float) -> None:
         raise RankFailedError(f"exit codes {exit_codes} without a traceback; time-out {timeout} s")
 
 
+def _backend(rank: int) -> str:
+    return "gloo"
+
+
 def _run_rank(
     folder: Path,
     rank: int,
     world_size: int,
     timeout: float,
+    before: Callable[[int], str],
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -87,7 +105,7 @@ def _run_rank(
     torch.set_num_threads(1)
     os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size))
     dist.init_process_group(
-        "gloo",
+        before(rank),
         init_method=f"file://{folder / 'store'}",
         rank=rank,
         world_size=world_size,

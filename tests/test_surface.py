@@ -15,7 +15,17 @@ SOURCE = Path(fs.__file__).parent
 
 # The floor of the house, then each storey: a module imports from lower storeys only.
 STOREYS = [
-    {"_compat", "_agree", "_safetensors", "_slurm", "_launch", "distributed", "blocks", "preemption"}
+    {
+        "_compat",
+        "_agree",
+        "_safetensors",
+        "_slurm",
+        "_launch",
+        "_streams",
+        "distributed",
+        "blocks",
+        "preemption",
+    }
     | {"adapters"},
     {"shard", "sac", "collate", "metrics", "dcp_io", "sampler", "weights", "watchdog"} | {"varlen"},
     {"loss", "packing", "planner", "pretrained"},
@@ -69,6 +79,20 @@ def test_private_names_of_torch_and_transformers_stay_in_compat() -> None:
             if top in ("torch", "transformers", "huggingface_hub", "safetensors"):
                 private = [p for p in [*node.module.split("."), *(a.name for a in node.names)] if p[0] == "_"]
                 assert not private, f"{path.name}: {private}"
+
+
+def test_streams_events_and_seeds_of_every_device_have_one_owner() -> None:
+    """A thread has a current device and stream of its own; ``torch.manual_seed`` reaches all devices."""
+    owners = {"Event": "_streams.py", "Stream": "_streams.py", "manual_seed": "", "manual_seed_all": ""}
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                called = ast.unparse(node.func)
+                of_torch = called.startswith("torch.") and not called.startswith(
+                    ("torch.Generator(", "torch.default_generator.")
+                )
+                owner = owners.get(node.func.attr)
+                assert not of_torch or owner in (None, path.name), f"{path.name}: {called}"
 
 
 def test_every_public_name_is_there_documented_and_typed() -> None:

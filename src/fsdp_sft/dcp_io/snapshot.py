@@ -2,6 +2,7 @@
 
 import torch
 
+from fsdp_sft._streams import host_buffer
 from fsdp_sft.dcp_io.folder import Part, Parts
 
 
@@ -38,5 +39,5 @@ class Snapshot:
     def _buffer(self, key: str, live: torch.Tensor) -> torch.Tensor:
         buffer = self._buffers.get(key)
         if buffer is None or buffer.shape != live.shape or buffer.dtype != live.dtype:
-            buffer = torch.empty(live.shape, dtype=live.dtype, pin_memory=live.device.type == "cuda")
+            buffer = host_buffer(live.shape, live.dtype, live.device)
         return buffer

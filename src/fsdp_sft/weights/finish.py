@@ -80,7 +80,7 @@ def initialise_rest(model: nn.Module, plan: Plan, *, seed: int) -> None:
     The same on every rank: plain ``from_pretrained`` after ``torch.manual_seed(seed)`` gives the same values.
     """
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would reseed every device's too
         values = initialise_computed(plan.twin, set(plan.initialised))
     persistent = plan.twin.state_dict().keys()
     tensors = {

@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 
 from fsdp_sft._safetensors import SafetensorsError, open_file, read_at
+from fsdp_sft._streams import CallerStream, host_buffer
 from fsdp_sft.weights.errors import CheckpointFormatError, NonFiniteWeightsError
 from fsdp_sft.weights.geometry import Box
 from fsdp_sft.weights.prefault import prefault
@@ -144,14 +145,15 @@ def read_jobs(
     size = min(piece_bytes(device), max(host_budget_bytes // 2, 1 << 12))
     segments = [segment for job in jobs for segment in _segments(job, size)]
     segments.sort(key=lambda segment: (segment.job.file, segment.start))
-    reader = _Reader(checkpoint.files, size, iter(list(_batches(segments, size))), progress)
+    caller = CallerStream.on(device)
+    reader = _Reader(checkpoint.files, size, iter(list(_batches(segments, size))), progress, caller)
     buffers = 1 if device.type == "cpu" else 2
     workers = max(1, min(workers, host_budget_bytes // (size * buffers)))
     try:
         if workers == 1:
             reader.work(device)
         else:
-            with ThreadPoolExecutor(workers) as pool:
+            with ThreadPoolExecutor(workers, initializer=caller.adopt) as pool:
                 for done in [pool.submit(reader.work, device) for _ in range(workers)]:
                     done.result()
     finally:
@@ -168,8 +170,10 @@ class _Reader:
         piece_bytes: int,
         batches: Iterator[list[_Segment]],
         progress: Callable[[int], None],
+        caller: CallerStream,
     ) -> None:
         self.bytes_read = 0
+        self._caller = caller
         self._files = files
         self._piece_bytes = piece_bytes
         self._batches = batches
@@ -181,7 +185,9 @@ class _Reader:
     def work(self, device: torch.device) -> None:
         """Do batches until there are none left or another thread has failed."""
         stage = (
-            _HostStage(self._piece_bytes) if device.type == "cpu" else _DeviceStage(self._piece_bytes, device)
+            _HostStage(self._piece_bytes)
+            if device.type == "cpu"
+            else _DeviceStage(self._piece_bytes, device, self._caller)
         )
         try:
             with torch.no_grad():
@@ -264,10 +270,10 @@ class _HostStage:
 class _DeviceStage:
     """Two pinned buffers in turn: one is read into while the other travels to the device."""
 
-    def __init__(self, size: int, device: torch.device) -> None:
-        pin = device.type == "cuda"
-        self._buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=pin) for _ in range(2)]
+    def __init__(self, size: int, device: torch.device, caller: CallerStream) -> None:
+        self._buffers = [host_buffer((size,), torch.uint8, device) for _ in range(2)]
         self._device = device
+        self._caller = caller
         self._turn = 0
         self._events: list[torch.Event | None] = [None, None]
 
@@ -287,9 +293,7 @@ class _DeviceStage:
 
     def used(self) -> None:
         """The other buffer is next."""
-        event = torch.Event(self._device)
-        event.record()
-        self._events[self._turn] = event
+        self._events[self._turn] = self._caller.record()
         self._turn = 1 - self._turn
 
     def finish(self) -> None:
