@@ -1,6 +1,6 @@
 """Devices and streams for code that runs in other threads than its caller's, and host memory for its copies.
 
-A new thread starts on device 0 and on its default stream, whatever the caller had chosen, and an event without
+A new thread starts on device 0 and on its default stream, whatever the caller had chosen; an event without
 a stream is recorded on the current stream of the *thread's* current device. On any other device, work that
 relies on either is ordered after nothing.
 """
