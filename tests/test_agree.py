@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from fsdp_sft import _agree
-from tests.distributed import run_distributed
+from tests.harness.ranks import run_distributed
 
 
 class _Picky(Exception):

@@ -6,7 +6,7 @@ from torch import nn
 
 import fsdp_sft as fs
 from fsdp_sft.blocks import NoBlocksError
-from tests.models import tiny_model
+from tests.harness.models import tiny_model
 
 # Where the trunk is more, or something else, than config.num_hidden_layers says.
 COUNTS = {
@@ -71,7 +71,7 @@ def test_blocks_of_decoders_encoder_decoders_and_classifiers(family: str, prefix
 def test_sequence_classifier_on_a_decoder() -> None:
     import transformers as tf
 
-    from tests.models import tiny_config
+    from tests.harness.models import tiny_config
 
     config = tiny_config("qwen2", num_labels=3)
     model = tf.Qwen2ForSequenceClassification(config)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fsdp_sft import _compat
-from tests.models import tiny_model
+from tests.harness.models import tiny_model
 
 # (function of _compat, module that has the private name, the name, where a public form would be expected)
 PRIVATE = [

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 import fsdp_sft as fs
-from tests.distributed import run_distributed
-from tests.models import full, ragged_batches, tiny_model
+from tests.harness.models import full, ragged_batches, tiny_model
+from tests.harness.ranks import run_distributed
 
 STEPS = 6
 

@@ -16,8 +16,8 @@ import fsdp_sft as fs
 from fsdp_sft import _slurm
 from fsdp_sft import distributed as module
 from fsdp_sft._launch import detect_launch, restarts_to_set_apart
-from tests import launches
-from tests.distributed import run_distributed
+from tests.harness import launches
+from tests.harness.ranks import run_distributed
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
 STEP = {

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests.harness.places import EXAMPLES, ROOT
+
 PAGES = sorted(
     [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")]
 )
@@ -60,7 +61,7 @@ def _is_migration(page: Path) -> bool:
 
 
 def _setup(page: Path) -> str:
-    setup = SETUP.format(examples=str(ROOT / "examples"))
+    setup = SETUP.format(examples=str(EXAMPLES))
     if _is_migration(page):
         return setup + MIGRATION_SETUP
     return setup if page.name == "README.md" else ""

@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests.harness.places import EXAMPLES
+
 BUNDLED = "chats.jsonl"
 
 
 def _command(output: Path, *arguments: str, ranks: int = 2) -> list[str]:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    return [*torchrun, str(ROOT / "examples" / "minimal_sft.py"), "--output", str(output), *arguments]
+    return [*torchrun, str(EXAMPLES / "minimal_sft.py"), "--output", str(output), *arguments]
 
 
 def _environment() -> dict[str, str]:
@@ -44,7 +45,7 @@ def _losses(output: Path) -> dict[int, tuple[float, float]]:
 
 
 def test_the_demo_learns_to_answer_prompts_it_has_not_seen(tmp_path: Path) -> None:
-    folder = ROOT / "examples" / "data"
+    folder = EXAMPLES / "data"
     train, test = (
         [json.loads(line)["messages"] for line in (folder / name).read_text().splitlines()]
         for name in ("chats.jsonl", "chats-test.jsonl")
@@ -98,7 +99,7 @@ def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path, data: str, arguments: 
     folder = os.environ.get("FSDP_SFT_DATA")
     if data != BUNDLED and not folder:
         pytest.skip("FSDP_SFT_DATA is not set to a folder with the sample data")
-    path = ROOT / "examples" / "data" / data if data == BUNDLED else Path(str(folder)) / data
+    path = EXAMPLES / "data" / data if data == BUNDLED else Path(str(folder)) / data
     arguments = ("--data", str(path.resolve()), "--steps", "60", "--save-every", "10", *arguments)
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     _run(whole, *arguments)
@@ -129,8 +130,8 @@ def test_a_second_run_does_not_overwrite_the_first(tmp_path: Path) -> None:
 
 def test_a_signal_saves_and_the_same_command_goes_on(tmp_path: Path) -> None:
     """One process; several ranks are signalled in test_launchers.py and test_slurm.py."""
-    command = [sys.executable, str(ROOT / "examples" / "minimal_sft.py"), "--steps", "20", "--resume", "auto"]
-    command += ["--data", str(ROOT / "examples" / "data" / BUNDLED), "--micro-batch-size", "4"]
+    command = [sys.executable, str(EXAMPLES / "minimal_sft.py"), "--steps", "20", "--resume", "auto"]
+    command += ["--data", str(EXAMPLES / "data" / BUNDLED), "--micro-batch-size", "4"]
     command += ["--output", str(tmp_path)]
     log = tmp_path / "log.jsonl"
     with subprocess.Popen(command, env=_environment(), stdout=subprocess.PIPE, text=True) as process:

@@ -13,19 +13,19 @@ import torch
 
 import fsdp_sft as fs
 from fsdp_sft.varlen import attention
-from tests.models import tiny_model
-from tests.packs import drawn_rows
+from tests.harness.models import tiny_model
+from tests.harness.packs import drawn_rows
+from tests.harness.places import EXAMPLES, ROOT
 
 pytestmark = pytest.mark.gpu
 
-ROOT = Path(__file__).parent.parent
 
 SCRIPT = """
 import json, sys
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 import fsdp_sft as fs
-from tests.models import full, largest_error, oracle_gradients, ragged_batches, tiny_model
+from tests.harness.models import full, largest_error, oracle_gradients, ragged_batches, tiny_model
 
 context = fs.init_distributed()
 assert context.device.type == "cuda" and "nccl" in context.backend
@@ -86,9 +86,7 @@ def test_gradients_equal_the_single_process_and_checkpoints_resume(tmp_path: Pat
 
 
 def test_the_example_runs_unchanged_with_nccl(tmp_path: Path) -> None:
-    text = _torchrun(
-        str(ROOT / "examples" / "minimal_sft.py"), "--output", str(tmp_path / "out"), "--compile"
-    )
+    text = _torchrun(str(EXAMPLES / "minimal_sft.py"), "--output", str(tmp_path / "out"), "--compile")
     assert "nccl" in text
     assert int(re.findall(r"after training: (\d+)%", text)[0]) >= 90
 

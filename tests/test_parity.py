@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-from tests.distributed import run_distributed
-from tests.models import full, largest_error, oracle_gradients, ragged_batches, tiny_model
+from tests.harness.models import full, largest_error, oracle_gradients, ragged_batches, tiny_model
+from tests.harness.ranks import run_distributed
 
 FAMILIES = ["llama", "qwen2", "qwen2-tied", "gemma3", "mixtral", "gpt2"]
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-6}

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import fsdp_sft as fs
-from tests.distributed import run_distributed
+from tests.harness.ranks import run_distributed
 
 
 def _loop(root: str, number: int, victim: int) -> tuple[int, int, list[int]]:

@@ -13,9 +13,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
 from fsdp_sft import dcp_io, prepared
-from tests.checkpoints import difference, plain, rewrite, save_tiny, state_of, tensors_of
-from tests.distributed import RankFailedError, run_distributed
-from tests.models import tiny_model
+from tests.harness.hf_folders import difference, plain, rewrite, save_tiny, state_of, tensors_of
+from tests.harness.models import tiny_model
+from tests.harness.ranks import RankFailedError, run_distributed
 
 HSDP = {"dp_replicate": 2}
 FAMILIES = ["llama", "qwen2-tied", "mixtral", "gpt2", "gemma3", "t5"]

@@ -12,8 +12,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 import fsdp_sft as fs
-from tests.distributed import run_distributed
-from tests.models import full, largest_error, ragged_batches, tiny_model
+from tests.harness.models import full, largest_error, ragged_batches, tiny_model
+from tests.harness.ranks import run_distributed
 
 FLOAT32 = MixedPrecisionPolicy()
 
@@ -223,7 +223,7 @@ def test_modules_kept_in_float32_are_honoured_or_named() -> None:
 def _check_meta() -> None:
     import transformers as tf
 
-    from tests.models import tiny_config
+    from tests.harness.models import tiny_config
 
     with torch.device("meta"):
         model = tf.LlamaForCausalLM(tiny_config("llama"))

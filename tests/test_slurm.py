@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests import launches
-from tests.slurm_cluster import SlurmCluster, TrainingJob, slurm_cluster
+from tests.harness import launches
+from tests.harness.places import EXAMPLES
+from tests.harness.slurm_cluster import SlurmCluster, TrainingJob, slurm_cluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -125,7 +126,7 @@ def test_the_time_limit_and_the_signal_before_it(
 def test_submitit_queues_the_job_again(cluster: SlurmCluster, undisturbed: Path, tmp_path: Path) -> None:
     if importlib.util.find_spec("submitit") is None:
         pytest.skip("submitit is not installed")
-    launch = [sys.executable, str(launches.ROOT / "examples" / "submitit" / "launch.py"), "--logs"]
+    launch = [sys.executable, str(EXAMPLES / "submitit" / "launch.py"), "--logs"]
     shape = ["--nodes", "2", "--ranks-per-node", "2", "--minutes", "20"]
     arguments = launches.arguments(tmp_path, ranks=4, steps=STEPS)
     command = [*launch, str(tmp_path / "logs"), *shape, "--", *arguments]

@@ -11,8 +11,15 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
-from tests.distributed import RankFailedError, run_distributed
-from tests.models import full, largest_error, oracle_gradients, oracle_loss, ragged_batches, tiny_model
+from tests.harness.models import (
+    full,
+    largest_error,
+    oracle_gradients,
+    oracle_loss,
+    ragged_batches,
+    tiny_model,
+)
+from tests.harness.ranks import RankFailedError, run_distributed
 
 FLOAT32 = MixedPrecisionPolicy()
 MESHES = {

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed import run_ranks
+from tests.harness.ranks import run_ranks
 from tests.simulated import build
 
 

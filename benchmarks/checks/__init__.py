@@ -1,0 +1,1 @@
+"""What is looked at or checked rather than timed."""

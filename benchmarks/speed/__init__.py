@@ -1,0 +1,1 @@
+"""Time and memory on a CPU, beside the limit and the peers."""

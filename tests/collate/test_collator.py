@@ -1,0 +1,300 @@
+"""Options, batches, filtering and rendering of chats."""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from fsdp_sft.collate import (
+    IGNORE_INDEX,
+    ChatTemplateError,
+    EncodedChat,
+    SFTCollator,
+    encode_chat,
+    filter_rows,
+    render_labels,
+)
+from tests.harness import chat_templates as ct
+from tests.harness.chats import TOKENIZERS, chat, marks, shown
+
+
+def test_train_on():
+    row = chat(("system", "s"), "a", "b", "c", "d")
+    assert shown(row, train_on="last").count("⟦") == 1
+    assert "⟦d<|im_end|>⟧" in shown(row, train_on="last")
+    assert shown(row, train_on="all") == "⟦" + shown(row).replace("⟦", "").replace("⟧", "") + "⟧"
+    both = shown(row, train_on={"user", "assistant"})
+    assert [both.count(f"⟦{text}<|im_end|>⟧") for text in "sabcd"] == [0, 1, 1, 1, 1]
+    assert "⟦s<|im_end|>⟧" in shown(row, train_on={"system"})
+
+
+def test_train_eot():
+    text = shown(chat("a", "b \n", "c", "d"), train_eot=False)
+    assert "⟦b \n⟧<|im_end|>\n" in text
+    assert "⟦d⟧<|im_end|>\n" in text
+
+
+@pytest.mark.parametrize(
+    ("key", "off", "on"), [("train", False, True), ("weight", 0, 1), ("loss_weight", 0.0, 1.0)]
+)
+def test_messages_can_be_switched_off(key, off, on):
+    row = chat("a", "b", "c", "d")
+    row["messages"][1][key], row["messages"][3][key] = off, on
+    text = shown(row)
+    assert "b<|im_end|>" in text
+    assert text.count("⟦") == 1
+    assert "⟦d<|im_end|>⟧" in text
+    assert shown(row, train_on="all").endswith(
+        "⟧b<|im_end|>⟦\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\nd<|im_end|>\n⟧"
+    )
+    row["messages"][3][key] = off
+    assert encode_chat(row, TOKENIZERS["chatml"], train_on="last").num_targets == 0
+
+
+@pytest.mark.parametrize("weight", [0.5, -1, 2, "1", float("nan")])
+def test_other_weights_are_refused(weight):
+    row = chat("a", "b")
+    row["messages"][1]["weight"] = weight
+    with pytest.raises(ValueError, match="weight must be 0 or 1"):
+        encode_chat(row, TOKENIZERS["chatml"])
+
+
+def test_truncation():
+    tokenizer, row = TOKENIZERS["chatml"], chat("a", "hello", "b", "c")
+    whole = encode_chat(row, tokenizer)
+    first = marks(whole).index(True)
+    right = encode_chat(row, tokenizer, max_length=first + 2)
+    assert (right.input_ids, right.labels) == (whole.input_ids[: first + 2], whole.labels[: first + 2])
+    assert right.num_targets == 2
+    into_answer = len(whole.input_ids) - first - 2
+    left = encode_chat(row, tokenizer, max_length=into_answer, truncation="left")
+    assert (left.input_ids, left.labels) == (whole.input_ids[first + 2 :], whole.labels[first + 2 :])
+    # The first token is a target without anything in front of it, so the shift takes it away.
+    assert left.labels[0] != IGNORE_INDEX
+    assert left.num_targets == whole.num_targets - 3
+    assert encode_chat(row, tokenizer, max_length=len(whole.input_ids), truncation="error") == whole
+    with pytest.raises(ValueError, match=r"max_length is 5; raise max_length, drop the row"):
+        encode_chat(row, tokenizer, max_length=5, truncation="error")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"train_on": "answer"}, "train_on must be one of 'assistant', 'last', 'all', got 'answer'"),
+        ({"train_on": {"model"}}, r"train_on must be a set of roles out of .*got \['model'\]"),
+        ({"train_on": set()}, "train_on must be a set of roles"),
+        ({"train_on": None}, "train_on must be a str or a set of roles, got None"),
+        ({"train_eot": 1}, "train_eot must be True or False, got 1"),
+        ({"max_length": 0}, "max_length must be an integer of at least 1, got 0"),
+        ({"max_length": True}, "max_length must be an integer"),
+        ({"truncation": "middle"}, "truncation must be one of 'right', 'left', 'error', got 'middle'"),
+        ({"chat_template": 3}, "chat_template must be a Jinja template as a str, got int"),
+        ({"padding": "short"}, "padding must be one of 'longest', 'max_length', got 'short'"),
+        ({"padding_side": "both"}, "padding_side must be one of 'right', 'left', got 'both'"),
+        ({"pad_to_multiple_of": 0}, "pad_to_multiple_of must be an integer of at least 1, got 0"),
+    ],
+)
+def test_options_are_checked_before_any_row_is_seen(options, message):
+    with pytest.raises(ValueError, match=message):
+        SFTCollator(TOKENIZERS["chatml"], **{"max_length": 8, **options})
+    if not {"padding", "padding_side", "pad_to_multiple_of"} & set(options):
+        with pytest.raises(ValueError, match=message):
+            encode_chat(chat("a", "b"), TOKENIZERS["chatml"], **options)
+        with pytest.raises(ValueError, match=message):
+            filter_rows([chat("a", "b")], TOKENIZERS["chatml"], **options)
+
+
+def test_tokenizers_that_cannot_be_used_are_refused():
+    bare = ct.byte_tokenizer("chatml")
+    bare.chat_template = None
+    with pytest.raises(ValueError, match="has no chat template; pass chat_template="):
+        encode_chat(chat("a", "b"), bare)
+    assert encode_chat(chat("a", "b"), bare, chat_template=ct.CHATML) == encode_chat(
+        chat("a", "b"), TOKENIZERS["chatml"]
+    )
+
+    class Slow(PreTrainedTokenizerFast):
+        is_fast = property(lambda self: False)
+
+    slow = Slow(tokenizer_object=bare.backend_tokenizer)
+    slow.chat_template = ct.CHATML
+    with pytest.raises(ValueError, match="gives no character offsets"):
+        encode_chat(chat("a", "b"), slow)
+    with pytest.raises(ValueError, match=r"no padding token; .*tokenizer.pad_token = tokenizer.eos_token"):
+        SFTCollator(ct.byte_tokenizer("chatml", pad_token=None), max_length=8)
+
+
+def test_named_templates_and_a_template_for_tools():
+    tokenizer = ct.byte_tokenizer("chatml")
+    tokenizer.chat_template = {"default": ct.ZEPHYR, "tool_use": ct.CHATML}
+    assert "<|assistant|>" in shown(chat("a", "b"), tokenizer)
+    assert "<|im_start|>" in shown(chat("a", "b") | {"tools": [{"name": "f"}]}, tokenizer)
+    assert "<|im_start|>" in shown(chat("a", "b"), tokenizer, chat_template="tool_use")
+
+
+ROWS = [chat("a", "hello"), chat("only a question"), chat("b", "c", "d", "e")]
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("multiple", [None, 1, 8])
+@pytest.mark.parametrize("padding", ["longest", "max_length"])
+@pytest.mark.parametrize("shared_pad", [True, False])
+def test_batches_are_padded_by_length(side, multiple, padding, shared_pad):
+    tokenizer = ct.byte_tokenizer("chatml-eos", pad_token="<|im_end|>" if shared_pad else "<pad>")
+    collator = SFTCollator(
+        tokenizer, max_length=45, padding=padding, padding_side=side, pad_to_multiple_of=multiple
+    )
+    batch = collator(ROWS)
+    assert list(batch) == ["input_ids", "attention_mask", "labels"]
+    encoded = [encode_chat(row, tokenizer, max_length=45) for row in ROWS]
+    longest = max(len(item.input_ids) for item in encoded) if padding == "longest" else 45
+    length = -(-longest // (multiple or 1)) * (multiple or 1)
+    for row, item in enumerate(encoded):
+        size = len(item.input_ids)
+        real = slice(0, size) if side == "right" else slice(length - size, length)
+        for key, value, filler in (
+            ("input_ids", item.input_ids, tokenizer.pad_token_id),
+            ("labels", item.labels, IGNORE_INDEX),
+            ("attention_mask", [1] * size, 0),
+        ):
+            expected = torch.full((length,), filler)
+            expected[real] = torch.tensor(value)
+            assert batch[key].dtype == torch.int64
+            assert batch[key].shape == (3, length)
+            torch.testing.assert_close(batch[key][row], expected, rtol=0, atol=0)
+    assert (batch["labels"][1] == IGNORE_INDEX).all(), "a row without a target stays a row"
+    assert (batch["labels"][0] == tokenizer.eos_token_id).sum() == 1, "the real end-of-turn token is trained"
+
+
+def test_no_field_of_a_batch_stands_in_for_another():
+    batch = SFTCollator(TOKENIZERS["chatml"], max_length=64)(ROWS)
+    ids, mask, labels = batch["input_ids"], batch["attention_mask"], batch["labels"]
+    assert set(mask.unique().tolist()) == {0, 1}
+    trained = labels != IGNORE_INDEX
+    torch.testing.assert_close(labels[trained], ids[trained], rtol=0, atol=0)
+    assert trained.any()
+    assert not trained[mask == 0].any()
+    assert TOKENIZERS["chatml"].decode(labels[0][trained[0]].tolist()) == "hello<|im_end|>"
+    assert TOKENIZERS["chatml"].decode(ids[0][mask[0].bool()].tolist()).startswith("<|im_start|>user\na")
+
+
+def test_the_collator_takes_encoded_rows_and_survives_pickling():
+    collator = pickle.loads(pickle.dumps(SFTCollator(TOKENIZERS["chatml"], max_length=30, train_on="last")))
+    encoded = [encode_chat(row, TOKENIZERS["chatml"], train_on="last") for row in ROWS]
+    expected = collator(ROWS)
+    as_dicts = [{"input_ids": item.input_ids, "labels": item.labels} for item in encoded]
+    for rows in (encoded, as_dicts):
+        for key, value in collator(rows).items():
+            torch.testing.assert_close(value, expected[key], rtol=0, atol=0)
+    with pytest.raises(ValueError, match="at least one row"):
+        collator([])
+
+
+def test_filter_rows_counts_by_reason():
+    off, silent = chat("a", "b"), chat("a" * 100, "b")
+    off["messages"][1]["train"] = False
+    encoded = EncodedChat([1, 2], [IGNORE_INDEX] * 2)
+    rows = [*ROWS, off, silent, encoded, {"input_ids": [1, 2], "labels": [1, IGNORE_INDEX]}]
+    kept, counts = filter_rows(rows, TOKENIZERS["chatml"], max_length=80)
+    assert kept == [ROWS[0], ROWS[2]]
+    assert counts == {
+        "kept": 2,
+        "no_assistant_turn": 1,
+        "switched_off": 1,
+        "truncated_away": 1,
+        "no_trained_token": 2,
+    }
+    assert all(encode_chat(row, TOKENIZERS["chatml"], max_length=80).num_targets for row in kept)
+    _, counts = filter_rows([chat("a", ""), chat("a", "b")], TOKENIZERS["glm"])
+    assert counts == {"kept": 1, "no_trained_token": 1}
+    _, counts = filter_rows([*ROWS, chat(("system", "s"), "b")], TOKENIZERS["chatml"], train_on={"system"})
+    assert counts == {"kept": 1, "no_turn_of_the_roles": 3}
+
+
+def test_filter_rows_names_the_row_that_is_malformed():
+    with pytest.raises(ValueError, match=r"row 1: messages\[0\] has the role 'bot'"):
+        filter_rows([chat("a", "b"), chat(("bot", "x"))], TOKENIZERS["chatml"])
+    with pytest.raises(ChatTemplateError, match="row 1: cannot tell"):
+        filter_rows([chat("a", "b"), chat("a", "\U000f5b01")], TOKENIZERS["chatml"])
+
+
+def test_filter_rows_refuses_to_keep_nothing():
+    with pytest.raises(
+        ValueError, match=r"no row has a target, counted \{'kept': 0, 'no_assistant_turn': 1\}"
+    ):
+        filter_rows([ROWS[1]], TOKENIZERS["chatml"])
+    with pytest.raises(ValueError, match="no row has a target"):
+        filter_rows([], TOKENIZERS["chatml"])
+
+
+def test_render_labels():
+    tokenizer = TOKENIZERS["chatml"]
+    encoded = encode_chat(chat("é", "日本🙂"), tokenizer)
+    plain = render_labels(tokenizer, encoded.input_ids, encoded.labels, color=False)
+    assert plain == "<|im_start|>user\né<|im_end|>\n<|im_start|>assistant\n⟦日本🙂<|im_end|>⟧\n"
+    colored = render_labels(tokenizer, torch.tensor(encoded.input_ids), torch.tensor(encoded.labels))
+    assert "\x1b[32;4m日本🙂<|im_end|>\x1b[0m\x1b[2m\n\x1b[0m" in colored
+    split = [label if index % 2 else IGNORE_INDEX for index, label in enumerate(encoded.input_ids)]
+    whole = render_labels(tokenizer, encoded.input_ids, split, color=False)
+    assert whole.replace("⟦", "").replace("⟧", "") == plain.replace("⟦", "").replace("⟧", "")
+    escaped = encode_chat(chat("\x1b[2J", "b"), tokenizer)
+    assert "\x1b[2J" not in render_labels(tokenizer, escaped.input_ids, escaped.labels)
+    assert render_labels(tokenizer, [], []) == ""
+
+
+@pytest.mark.parametrize("labels", [[IGNORE_INDEX], [1, 1], [IGNORE_INDEX, 5]])
+def test_render_labels_refuses_labels_of_something_else(labels):
+    with pytest.raises(ValueError, match="each label must be -100 or the id at its position"):
+        render_labels(TOKENIZERS["chatml"], [3, 4], labels)
+
+
+def test_importing_does_not_import_transformers():
+    code = "import sys, fsdp_sft.collate; sys.exit('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "alpaca_en_demo.json",
+        "glaive_toolcall_en_demo.json",
+        "v1_sft_demo.jsonl",
+        "reason_tool_use_demo_50.jsonl",
+    ],
+)
+def test_real_data(name, capsys):
+    folder = os.environ.get("FSDP_SFT_DATA")
+    if not folder:
+        pytest.skip("FSDP_SFT_DATA is not set to a folder with the sample data")
+    text = (Path(folder) / name).read_text()
+    rows = json.loads(text) if name.endswith("json") else [json.loads(line) for line in text.splitlines()]
+    tokenizer = ct.bpe_tokenizer("chatml")
+    tokenizer.chat_template = ct.CHATML_REASONING
+    encoded = [encode_chat(row, tokenizer) for row in rows]
+    total, trained = sum(len(e.input_ids) for e in encoded), sum(e.num_targets for e in encoded)
+    with capsys.disabled():
+        print(f" [{len(rows)} rows, {total} tokens, {trained / total:.1%} trained]", end="")
+    stop = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    for row, item in zip(rows, encoded, strict=True):
+        turns = row.get("messages") or row.get("conversations") or [{"role": "assistant"}]
+        answers = [
+            turn
+            for turn in turns
+            if turn.get("role", turn.get("from")) in ("assistant", "gpt", "function_call")
+        ]
+        assert item.labels.count(stop) == len(answers)
+        text = tokenizer.decode([label for label in item.labels if label != IGNORE_INDEX])
+        for answer in answers:
+            value = answer.get("content") or answer.get("value") or row.get("output")
+            parts = (
+                [part["value"] for part in value if part["type"] != "tool_call"]
+                if isinstance(value, list)
+                else [value]
+            )
+            assert answer.get("from") == "function_call" or all(part in text for part in parts)

@@ -1,0 +1,208 @@
+"""The labels of every chat template at hand against the brute force of ``mask_oracle``.
+
+The templates written for these tests run always. The public ones are those that ``trl`` carries; they are
+found where it is installed, or in the folder that FSDP_SFT_TEMPLATES names.
+"""
+
+import importlib.util
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from fsdp_sft.collate import IGNORE_INDEX, ChatTemplateError, encode_chat
+from tests.collate import mask_oracle as oracle
+from tests.harness import chat_templates as ct
+
+# On which tokens a model stops, by the beginning of its template's name: model cards and generation configs.
+STOPS = {
+    "cohere": ["<|END_OF_TURN_TOKEN|>"],
+    "deepseek": ["<｜end▁of▁sentence｜>"],
+    "diffusion_gemma": ["<turn|>", "<|tool_response>"],
+    "gemma4": ["<turn|>", "<|tool_response>"],
+    "gemma": ["<end_of_turn>"],
+    "glm4moe_training": ["<|user|>", "<|observation|>"],
+    "glm4moe": [],  # stops on the next header, which is no part of the turn
+    "gptoss": ["<|return|>", "<|call|>"],
+    "idefics3": ["<end_of_utterance>"],
+    "smolvlm": ["<end_of_utterance>"],
+    "lfm2": ["<|im_end|>"],
+    "llama3": ["<|eot_id|>", "<|eom_id|>"],
+    "llava": ["</s>"],
+    "muse": ["<|eot|>", "<|eom|>"],
+    "nemotron": ["<|im_end|>"],
+    "phi3": ["<|end|>"],
+    "qwen": ["<|im_end|>"],
+}
+EOS = {"gemma4": "<eos>", "gemma": "<eos>", "glm4moe": "<|endoftext|>", "phi3": "<|endoftext|>"}
+OWN_STOPS = {
+    "chatml": ["<|im_end|>"], "chatml-eos": ["<|im_end|>"], "chatml-tagged": ["<|im_end|>"],
+    "chatml-tagged-badly": ["<|im_end|>"], "chatml-tagged-in-macro": ["<|im_end|>"],
+    "llama3": ["<|eot_id|>"], "gemma": ["<end_of_turn>"], "zephyr": ["</s>"], "mistral": ["</s>"],
+    "llama2": ["</s>"], "glm": [], "phi3": ["<|end|>"], "qwen3": ["<|im_end|>"],
+}  # fmt: skip
+_SPECIAL = re.compile(
+    r"<\|[^<>|\s]{1,40}\|?>|<[^<>|\s]{1,40}\|>|<｜[^<>\s]{1,40}｜>|<(?:start|end)_of_\w+>|\[/?[A-Z_]+\]|</?s>"
+)
+
+
+def _lookup(table: dict[str, Any], name: str) -> Any:
+    return next((table[key] for key in sorted(table, key=len, reverse=True) if name.startswith(key)), None)
+
+
+def _tokenizer(template: str, stops: list[str], eos: str) -> PreTrainedTokenizerFast:
+    """Bytes, and the special tokens that the template writes."""
+    vocabulary = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(sorted({*_SPECIAL.findall(template), *stops, eos, "<s>", "<pad>"}))
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=eos, bos_token="<s>", pad_token="<pad>"
+    )
+    wrapped.chat_template = template
+    return wrapped
+
+
+def _renders(tokenizer: PreTrainedTokenizerFast, tools: Any) -> Iterator[oracle.Render]:
+    """The template with messages as they are, and in the forms that some templates want instead."""
+
+    def changed(message: dict[str, Any], form: int) -> dict[str, Any]:
+        if form & 1 and "tool_calls" in message:
+            calls = json.loads(json.dumps(message["tool_calls"]))
+            for call in calls:
+                call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
+            message = {**message, "tool_calls": calls}
+        if form & 2:
+            message = {**message, "content": [{"type": "text", "text": message["content"]}]}
+        return message
+
+    for form in range(4):
+
+        def render(messages: list[dict[str, Any]], prompt: bool, form: int = form) -> str:
+            text = tokenizer.apply_chat_template(
+                [changed(message, form) for message in messages],
+                tools=tools,
+                add_generation_prompt=prompt,
+                tokenize=False,
+            )
+            return str(text)
+
+        yield render
+
+
+def _expected(
+    tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, Any]], tools: Any, stops: list[str]
+) -> tuple[str, list[bool | None]] | str:
+    """(text, marks of its characters), or why there are none."""
+    reason = ""
+    for render in _renders(tokenizer, tools):
+        try:
+            return render(messages, False), oracle.trained_characters(render, messages, stops)
+        except oracle.CannotTellError as error:
+            reason = str(error)
+        except Exception as error:
+            reason = reason or f"the template raises: {error}"
+    return reason
+
+
+def _judge(
+    tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, Any]], tools: Any, stops: list[str]
+) -> tuple[str, str]:
+    expected = _expected(tokenizer, messages, tools, stops)
+    row = {"messages": messages, **({"tools": tools} if tools else {})}
+    try:
+        encoded = encode_chat(row, tokenizer)
+    except (ChatTemplateError, ValueError) as error:
+        return ("refused rightly", expected) if isinstance(expected, str) else ("refused", str(error))
+    if isinstance(expected, str):
+        return "not judged", expected
+    text, characters = expected
+    whole = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    if whole["input_ids"] != encoded.input_ids:
+        return "wrong", "the tokens are others"
+    wanted = [characters[start] for start, _ in whole["offset_mapping"]]
+    marks = [label != IGNORE_INDEX for label in encoded.labels]
+    differing = [i for i, (w, m) in enumerate(zip(wanted, marks, strict=True)) if w is not None and w != m]
+    if differing:
+        at = whole["offset_mapping"][differing[0]][0]
+        return "wrong", f"{text[max(0, at - 40) : at]!r} >>> {text[at : at + 40]!r}"
+    return "exact", ""
+
+
+def _check(name: str, tokenizer: PreTrainedTokenizerFast, stops: list[str]) -> Counter[str]:
+    prompts = [next(_renders(tokenizer, None))([{"role": "user", "content": "q"}], p) for p in (False, True)]
+    prompt = prompts[1].removeprefix(prompts[0])
+    counts: Counter[str] = Counter()
+    problems = []
+    for kind, messages, tools in oracle.chats(stops, prompt):
+        verdict, detail = _judge(tokenizer, messages, tools, stops)
+        counts[verdict] += 1
+        if verdict in ("wrong", "refused", "not judged"):
+            problems.append(f"{kind}: {verdict}: {detail}")
+    print(f"{name:34s} {dict(counts)}", *problems, sep="\n    ")
+    assert counts["wrong"] == counts["refused"] == counts["not judged"] == 0, problems
+    assert counts["exact"] >= 18
+    return counts
+
+
+@pytest.mark.parametrize("name", OWN_STOPS)
+def test_labels_are_those_of_the_brute_force(name: str) -> None:
+    assert OWN_STOPS.keys() == ct.FAMILIES.keys()
+    _check(name, ct.byte_tokenizer(name), OWN_STOPS[name])
+
+
+def _public_templates() -> list[Path]:
+    folder = os.environ.get("FSDP_SFT_TEMPLATES")
+    if folder is None:
+        found = importlib.util.find_spec("trl")
+        folder = str(Path(found.origin).parent / "chat_templates") if found and found.origin else ""
+    return sorted(Path(folder).glob("*.jinja")) if folder else []
+
+
+@pytest.mark.slow
+def test_public_templates() -> None:
+    paths = _public_templates()
+    if not paths:
+        pytest.skip("install trl, or set FSDP_SFT_TEMPLATES to a folder of *.jinja files")
+    total: Counter[str] = Counter()
+    failed = []
+    for path in paths:
+        stops = _lookup(STOPS, path.stem)
+        assert stops is not None, f"on which tokens does {path.stem} stop? Add it to STOPS"
+        eos = _lookup(EOS, path.stem) or (stops[0] if stops else "<|endoftext|>")
+        template = path.read_text()
+        try:
+            total += _check(path.stem, _tokenizer(template, stops, eos), stops)
+        except AssertionError as error:
+            failed.append(f"{path.stem}: {error}")
+    print(f"{len(paths)} templates, {dict(total)}")
+    assert not failed, "\n".join(failed)
+
+
+@pytest.mark.parametrize("mistake", ["one token late", "header trained", "stop left out", "all"])
+def test_the_brute_force_finds_mistakes(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fsdp_sft.collate import encode
+
+    find_turns = encode.find_turns
+
+    def wrong(*args: Any, **options: Any) -> Any:
+        text, turns = find_turns(*args, **options)
+        change = {
+            "one token late": lambda t: encode.Turn(t.message, t.start + 1, t.stop_start, t.end),
+            "header trained": lambda t: encode.Turn(t.message, t.start - 1, t.stop_start, t.end),
+            "stop left out": lambda t: encode.Turn(t.message, t.start, t.stop_start, t.stop_start),
+            "all": lambda t: encode.Turn(t.message, 0, t.stop_start, t.end),
+        }[mistake]
+        return text, [change(turn) for turn in turns]
+
+    monkeypatch.setattr(encode, "find_turns", wrong)
+    with pytest.raises(AssertionError):
+        _check("chatml", ct.byte_tokenizer("chatml"), OWN_STOPS["chatml"])

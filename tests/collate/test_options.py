@@ -1,0 +1,238 @@
+"""Reasoning on and off, named row formats, conversational prompts, and the page that shows a batch."""
+
+import html.parser
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp_sft.collate import (
+    IGNORE_INDEX,
+    SFTCollator,
+    encode_chat,
+    filter_rows,
+    render_labels,
+    render_labels_html,
+)
+from tests.harness import chat_templates as ct
+
+QWEN3 = ct.byte_tokenizer("qwen3")
+CHATML = ct.byte_tokenizer("chatml")
+# As gpt-oss writes it: reasoning in a channel that a special token closes, the answer in another.
+CHANNELS = (
+    "{% for message in messages %}{% if message.role == 'assistant' %}"
+    "{% if message.thinking %}"
+    "{{ '<|im_start|>assistant<|think|>' + message.thinking + '<|end|>' }}{% endif %}"
+    "{{ '<|im_start|>assistant<|final|>' + message.content + '<|im_end|>' }}"
+    "{% else %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>' }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant' }}{% endif %}"
+)
+
+
+def shown(row: dict[str, Any], tokenizer: Any, **options: Any) -> str:
+    encoded = encode_chat(row, tokenizer, **options)
+    return render_labels(tokenizer, encoded.input_ids, encoded.labels, color=False)
+
+
+def answer(content: str, **fields: Any) -> dict[str, Any]:
+    return {
+        "messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": content, **fields}]
+    }
+
+
+# --- reasoning --------------------------------------------------------------------------------------------
+
+CALL = {"name": "f", "arguments": {"x": "y"}}
+
+
+@pytest.mark.parametrize(
+    ("row", "trained"),
+    [
+        (answer("<think>\nhm\n</think>\n\nyes"), "<think>\nhm\n</think>\n\n⟦yes<|im_end|>⟧\n"),
+        (answer("<think>hm <b>x</b></think>a</think>"), "⟦a</think><|im_end|>⟧\n"),
+        (answer("hm</think>\n\nyes"), "⟦yes<|im_end|>⟧\n"),
+        (answer("yes"), "<|im_start|>assistant\n⟦yes<|im_end|>⟧\n"),
+        (answer("say <b>no</b> to it"), "<|im_start|>assistant\n⟦say <b>no</b> to it<|im_end|>⟧\n"),
+    ],
+    ids=["tags", "a second closing tag", "opened by the prompt", "none", "other tags"],
+)
+def test_reasoning_in_the_content(row: dict[str, Any], trained: str) -> None:
+    assert shown(row, CHATML, train_reasoning=False).endswith(trained)
+    whole = shown(row, CHATML)
+    assert whole.endswith("assistant\n⟦" + row["messages"][1]["content"] + "<|im_end|>⟧\n")
+
+
+def test_reasoning_in_a_field() -> None:
+    options = {"chat_template": ct.CHATML_REASONING, "train_reasoning": False}
+    row = answer("yes", reasoning_content="h[0] < 2")
+    assert shown(row, CHATML, **options).endswith(
+        "assistant\n<think>\nh[0] < 2\n</think>\n\n⟦yes<|im_end|>⟧\n"
+    )
+    parts = answer([{"type": "reasoning", "value": "hm"}, {"type": "text", "value": "yes"}])  # type: ignore[arg-type]
+    assert shown(parts, CHATML, **options).endswith("assistant\n<think>\nhm\n</think>\n\n⟦yes<|im_end|>⟧\n")
+    silent = answer("", reasoning_content="hm")
+    assert shown(silent, CHATML, **options).endswith("<think>\nhm\n</think>\n\n⟦<|im_end|>⟧\n")
+
+
+def test_reasoning_in_front_of_a_tool_call() -> None:
+    row = answer("", reasoning_content="hm", tool_calls=[CALL])
+    text = shown(row, CHATML, chat_template=ct.CHATML_REASONING, train_reasoning=False)
+    whole = shown(row, CHATML, chat_template=ct.CHATML_REASONING)
+    thought = "<think>\nhm\n</think>\n\n\n"
+    head, _, calls = text.partition(f"{thought}⟦")
+    assert head.endswith("<|im_start|>assistant\n")
+    assert '"x"' in calls
+    assert calls.endswith("<|im_end|>⟧\n")
+    assert whole == f"{head}⟦{thought}{calls}"
+
+
+def test_reasoning_in_a_channel() -> None:
+    row = answer("yes", thinking="hm")
+    text = shown(row, CHATML, chat_template=CHANNELS, train_reasoning=False)
+    assert text.endswith("<|think|>hm<|end|>⟦<|im_start|>assistant<|final|>yes<|im_end|>⟧")
+
+
+def test_reasoning_that_is_not_printed_changes_nothing() -> None:
+    turns = ["<think>\nold\n</think>\n\nb", "<think>\nnew\n</think>\n\nd"]
+    messages = []
+    for turn in turns:
+        messages += answer(turn)["messages"]
+    text = shown({"messages": messages}, QWEN3, train_reasoning=False)
+    assert "<|im_start|>assistant\n⟦b<|im_end|>⟧\n" in text
+    assert text.endswith("<|im_start|>assistant\n<think>\nnew\n</think>\n\n⟦d<|im_end|>⟧\n")
+    # What the template prints by itself is not reasoning.
+    assert shown(answer("d"), QWEN3, train_reasoning=False) == shown(answer("d"), QWEN3)
+
+
+def test_reasoning_options() -> None:
+    with pytest.raises(ValueError, match="train_reasoning must be True or False"):
+        encode_chat(answer("a"), CHATML, train_reasoning="no")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match='train_on="all" nothing'):
+        SFTCollator(CHATML, max_length=9, train_on="all", train_reasoning=False)
+    only = answer("<think>hm</think>")
+    collator = SFTCollator(CHATML, max_length=999, train_eot=False, train_reasoning=False)
+    assert int((collator([only])["labels"] != IGNORE_INDEX).sum()) == 0
+    kept, counts = filter_rows([only, answer("a")], CHATML, train_eot=False, train_reasoning=False)
+    assert (len(kept), counts) == (1, {"kept": 1, "no_trained_token": 1})
+
+
+# --- formats ----------------------------------------------------------------------------------------------
+
+
+def test_a_named_format_is_the_one_that_is_read() -> None:
+    both = {
+        **answer("from messages"),
+        "prompt": "q",
+        "completion": "from prompt",
+        "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "from conversations"}],
+        "instruction": "q",
+        "output": "from alpaca",
+        "input_ids": [1, 2],
+        "labels": [-100, 2],
+    }
+    found = {
+        name: shown(both, CHATML, row_format=name)
+        for name in ("messages", "sharegpt", "alpaca", "prompt_completion", "tokenized")
+    }
+    for name, text in found.items():
+        expected = {"sharegpt": "from conversations", "prompt_completion": "from prompt"}
+        assert (expected.get(name, f"from {name}") in text) == (name != "tokenized"), name
+    assert encode_chat(both, CHATML).labels == [-100, 2]
+
+
+def test_what_a_named_format_lacks() -> None:
+    with pytest.raises(ValueError, match=r'a row of the format alpaca needs "instruction", got the keys'):
+        encode_chat(answer("a"), CHATML, row_format="alpaca")
+    with pytest.raises(ValueError, match=r'format tokenized needs "input_ids"'):
+        encode_chat(answer("a"), CHATML, row_format="tokenized")
+    with pytest.raises(ValueError, match=r"row_format must be one of 'tokenized', 'messages'"):
+        encode_chat(answer("a"), CHATML, row_format="jsonl")
+
+
+def test_prompts_and_completions_of_messages() -> None:
+    """As TRL has them: answers in the prompt are context, those of the completion are trained."""
+    messages = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "early"},
+        {"role": "user", "content": "again"},
+    ]
+    row = {"prompt": messages, "completion": [{"role": "assistant", "content": "late"}]}
+    assert shown(row, CHATML) == (
+        "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\nearly<|im_end|>\n"
+        "<|im_start|>user\nagain<|im_end|>\n<|im_start|>assistant\n⟦late<|im_end|>⟧\n"
+    )
+    with pytest.raises(ValueError, match=r"prompt/completion \(assistant side\) must be a string"):
+        encode_chat({"prompt": "q", "completion": messages}, CHATML)
+
+
+# --- the page ---------------------------------------------------------------------------------------------
+
+
+class Marks(html.parser.HTMLParser):
+    """Text of the rows of a page, with ⟦ and ⟧ for the marks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[str] = []
+        self.inside = self.skip = False
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        if tag == "pre":
+            self.inside = True
+            self.rows.append("")
+        elif self.inside and tag == "mark":
+            self.rows[-1] += "⟦"
+        self.skip = self.skip or tag == "i"
+        assert tag not in ("script", "link", "img")
+
+    def handle_endtag(self, tag: str) -> None:
+        if self.inside and tag == "mark":
+            self.rows[-1] += "⟧"
+        self.inside = self.inside and tag != "pre"
+        self.skip = self.skip and tag != "i"
+
+    def handle_data(self, data: str) -> None:
+        if self.inside and not self.skip:
+            self.rows[-1] += data
+
+
+def test_the_page_shows_what_the_terminal_shows() -> None:
+    rows = [answer("<script>alert(1)</script> & 日本🙂\n"), answer("b"), answer("{braces} and &amp;")]
+    batch = SFTCollator(CHATML, max_length=999, padding_side="left")(rows)
+    page = render_labels_html(CHATML, **batch, title="A <title>")
+    parser = Marks()
+    parser.feed(page)
+    assert parser.rows == [shown(row, CHATML) for row in rows]
+    targets = int((batch["labels"] != IGNORE_INDEX).sum())
+    tokens = int(batch["attention_mask"].sum())
+    assert f"3 rows, {tokens} tokens, {targets} of them targets ({targets / tokens:.1%})" in page
+    assert "<h1>A &lt;title&gt;</h1>" in page
+    unmasked = render_labels_html(CHATML, batch["input_ids"], batch["labels"])
+    assert "&lt;pad&gt;" in unmasked
+    assert "&lt;pad&gt;" not in page
+
+
+def test_the_page_refuses_what_is_not_a_batch() -> None:
+    ids = torch.ones(2, 3, dtype=torch.int64)
+    with pytest.raises(ValueError, match="one row each"):
+        render_labels_html(CHATML, ids, ids[:1])
+    with pytest.raises(ValueError, match="each label must be -100"):
+        render_labels_html(CHATML, ids, ids + 1)
+    with pytest.raises(ValueError, match="has a mask of 2"):
+        render_labels_html(CHATML, ids, ids, attention_mask=ids[:, :2])
+    assert "0 rows, 0 tokens" in render_labels_html(CHATML, [], [])
+
+
+# --- speed that must not show -----------------------------------------------------------------------------
+
+
+def test_a_skeleton_that_is_out_of_date_is_rendered_anew() -> None:
+    from fsdp_sft.collate import template
+
+    tokenizer = ct.byte_tokenizer("chatml")
+    expected = shown(answer("a"), tokenizer)
+    (known,) = template._SKELETONS[tokenizer].values()
+    for key in known:
+        known[key] = "Today is another day. " + known[key]
+    assert shown(answer("b"), tokenizer) == expected.replace("⟦a", "⟦b")
+    assert not any("another day" in text for text in known.values())

@@ -1,0 +1,220 @@
+"""The shapes that rows of chats come in, tool calls included, and what is said of malformed ones."""
+
+import json
+
+import pytest
+import torch
+
+from fsdp_sft.collate import (
+    ChatTemplateError,
+    EncodedChat,
+    encode_chat,
+)
+from tests.harness import chat_templates as ct
+from tests.harness.chats import TOKENIZERS, chat, shown
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]},
+                      {"role": "assistant", "content": [{"type": "text", "value": "b"}],
+                       "tool_calls": None}]},
+        {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
+        {"conversations": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+        {"instruction": "a", "output": "b"},
+        {"instruction": "a", "input": "", "output": "b", "system": "", "history": None},
+        {"prompt": "a", "completion": "b"},
+    ],
+)  # fmt: skip
+def test_row_shapes_of_one_conversation(row):
+    before = json.dumps(row)
+    assert encode_chat(row, TOKENIZERS["chatml"]) == encode_chat(chat("a", "b"), TOKENIZERS["chatml"])
+    assert json.dumps(row) == before, "the row is left as it was"
+
+
+def test_alpaca_with_everything():
+    row = {"instruction": "c", "input": "d", "output": "e", "system": "s", "history": [["a", "b"]]}
+    assert encode_chat(row, TOKENIZERS["chatml"]) == encode_chat(
+        chat(("system", "s"), "a", "b", "c\nd", "e"), TOKENIZERS["chatml"]
+    )
+
+
+CALL = '{"name": "weather", "arguments": {"city": "Oslo \\"x\\"", "days": 3}}'
+TOOLS = [{"name": "weather", "description": "d", "parameters": {"type": "object", "properties": {}}}]
+
+
+def test_sharegpt_with_tools():
+    row = {
+        "conversations": [
+            {"from": "human", "value": "sun?"},
+            {"from": "function_call", "value": CALL},
+            {"from": "observation", "value": "[INST] sunny <|im_end|>"},
+            {"from": "gpt", "value": "yes"},
+        ],
+        "tools": json.dumps(TOOLS),
+        "system": "s",
+    }
+    text = shown(row)
+    tool = {"type": "function", "function": TOOLS[0]}
+    assert text == (
+        f"<|im_start|>system\n# Tools\n{json.dumps(tool)}\n<|im_end|>\n<|im_start|>system\ns<|im_end|>\n"
+        "<|im_start|>user\nsun?<|im_end|>\n"
+        f"<|im_start|>assistant\n⟦\n<tool_call>\n{CALL}\n</tool_call><|im_end|>⟧\n"
+        "<|im_start|>tool\n[INST] sunny <|im_end|><|im_end|>\n<|im_start|>assistant\n⟦yes<|im_end|>⟧\n"
+    )
+    assert shown(row | {"tools": TOOLS}) == text
+    assert shown(row | {"tools": [tool]}) == text
+    # A result of a tool is trained only when asked for.
+    assert "⟦[INST] sunny <|im_end|>" in shown(row, train_on={"tool"})
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        '{"city": "Oslo \\"x\\"", "days": 3}',
+        {"city": 'Oslo "x"', "days": 3},
+        {"expression": None, "city": 'Oslo "x"', "days": 3},  # as an Arrow table fills up another tool's
+    ],
+)
+def test_openai_tool_calls(arguments):
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    messages = [
+        {"role": "user", "content": "sun?"},
+        {"role": "assistant", "content": None, "tool_calls": [call, call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "sunny"},
+        {"role": "assistant", "content": "I look", "tool_calls": [{"function": {"name": "noargs"}}]},
+    ]
+    text = shown({"messages": messages})
+    assert f"⟦\n<tool_call>\n{CALL}\n</tool_call>\n<tool_call>\n{CALL}\n</tool_call><|im_end|>⟧\n" in text
+    assert text.endswith(
+        '⟦I look\n<tool_call>\n{"name": "noargs", "arguments": {}}\n</tool_call><|im_end|>⟧\n'
+    )
+
+
+def test_null_that_is_written_as_json_is_kept():
+    call = {"function": {"name": "f", "arguments": '{"a": null}'}}
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    assert '"arguments": {"a": null}' in shown({"messages": messages})
+
+
+def test_tool_calls_that_a_template_joins_as_text():
+    tokenizer = ct.byte_tokenizer("mistral")
+    tokenizer.chat_template = ct.MISTRAL.replace(
+        "{{ message.content + eos_token }}",
+        "{% for call in message.tool_calls or [] %}{{ '[TOOL_CALLS]' + call.function.name + ':' + "
+        "call.function.arguments }}{% endfor %}{{ message.content + eos_token }}",
+    )
+    row = {"conversations": [{"from": "human", "value": "a"}, {"from": "function_call", "value": CALL}]}
+    arguments = json.dumps(json.loads(CALL)["arguments"])
+    assert shown(row, tokenizer) == f"<s>[INST]a[/INST]⟦[TOOL_CALLS]weather:{arguments}</s>⟧"
+
+
+def test_a_tool_call_without_a_stop_token_ends_where_the_template_ends_it():
+    tokenizer = ct.byte_tokenizer("glm")
+    tokenizer.chat_template = ct.GLM.replace("message.content }}", "message.content }}" + ct._CALLS)
+    row = {"conversations": [{"from": "human", "value": "a"}, {"from": "function_call", "value": CALL}]}
+    assert shown(row, tokenizer).endswith("</tool_call>⟧")
+    row["conversations"] += [{"from": "observation", "value": "rain"}, {"from": "gpt", "value": "b"}]
+    assert "</tool_call>⟧<|tool|>\nrain<|assistant|>\n⟦b⟧" in shown(row, tokenizer)
+    end = "{% if loop.last %}(the end){% endif %}{% endfor %}{% if add"
+    tokenizer.chat_template = tokenizer.chat_template.replace("{% endfor %}{% if add", end)
+    with pytest.raises(
+        ChatTemplateError, match="no end-of-turn token comes after the tool calls of message 1"
+    ):
+        encode_chat(row, tokenizer)
+
+
+def test_a_blank_answer_that_a_template_prints_otherwise():
+    tokenizer = ct.byte_tokenizer("glm")
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|{{ m.role }}|>{% if m.content.strip() %}: {{ m.content.strip() }}"
+        "{% else %}(nothing){% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    text = shown(chat("a", "", "b", "c"), tokenizer)
+    assert text == "<|user|>: a<|assistant|>⟦(nothing)⟧<|user|>: b<|assistant|>⟦: c⟧"
+
+
+def test_contents_are_given_in_parts_to_templates_that_take_nothing_else():
+    tokenizer = ct.byte_tokenizer("chatml")
+    tokenizer.chat_template = ct.CHATML.replace("{{ message.content }}", "{{ message.content[0]['text'] }}")
+    row = chat("hi", "hello", "more", "")
+    assert shown(row, tokenizer) == shown(row)
+
+
+def test_reasoning_is_trained_where_the_template_prints_it():
+    tokenizer = ct.byte_tokenizer("chatml")
+    tokenizer.chat_template = ct.CHATML_REASONING
+    parts = [{"type": "reasoning", "value": "hm"}, {"type": "text", "value": "b"}]
+    text = shown(
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": parts}]}, tokenizer
+    )
+    assert text.endswith("⟦<think>\nhm\n</think>\n\nb<|im_end|>⟧\n")
+
+
+def test_encoded_rows_pass_through_with_truncation():
+    row = {"input_ids": [5, 6, 7], "labels": [-100, 6, 7], "attention_mask": [1, 1, 1]}
+    assert encode_chat(row, TOKENIZERS["chatml"]) == EncodedChat([5, 6, 7], [-100, 6, 7])
+    tensors = {key: torch.tensor(value) for key, value in row.items()}
+    assert encode_chat(tensors, TOKENIZERS["chatml"], max_length=2) == EncodedChat([5, 6], [-100, 6])
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("text", "a row must be a dict, got str; accepted shapes"),
+        ({"text": "a", "id": 3}, r"keys \['id', 'text'\]; accepted shapes: \"messages\""),
+        ({"messages": []}, "no messages"),
+        ({"messages": "a"}, '"messages" must be a list, got str'),
+        ({"messages": ["a"]}, r"messages\[0\] must be a dict with role and content"),
+        (
+            {"messages": [{"role": "model", "content": "a"}]},
+            r"messages\[0\] has the role 'model'; known roles: system",
+        ),
+        ({"messages": [{"content": "a"}]}, "has the role None"),
+        (
+            {"messages": [{"role": "user", "content": 3}]},
+            r"messages\[0\].content must be a string, got int 3",
+        ),
+        ({"messages": [{"role": "user"}]}, "neither content nor tool_calls"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "part of type text, reasoning or",
+        ),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "must be a string, got NoneType"),
+        (
+            {"messages": [{"role": "user", "content": "a", "tool_calls": [{}]}]},
+            "only the assistant calls tools",
+        ),
+        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "needs a name and arguments"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "["}]}]},
+            "must be JSON",
+        ),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "[1]"}]}]},
+            "be an object",
+        ),
+        ({"messages": [{"role": "assistant", "content": "a", "reasoning_content": 3}]}, "must be a string"),
+        ({"conversations": [{"from": "bot", "value": "a"}]}, "has the role 'bot'; known roles: human"),
+        ({"conversations": [{"value": "a"}]}, "must be a dict with from and value"),
+        ({"conversations": [{"from": "human", "value": None}]}, "value must be a string"),
+        ({"conversations": [{"from": "function_call", "value": "f()"}]}, "function_call must be JSON"),
+        ({"instruction": "a"}, 'needs "instruction" and "output"'),
+        ({"instruction": "a", "output": 3}, "must be a string"),
+        (
+            {"instruction": "a", "output": "b", "history": ["c"]},
+            r"history\[0\] must be a \[user, assistant\] pair",
+        ),
+        ({"prompt": "a"}, 'needs "prompt" and "completion"'),
+        ({"input_ids": [1, 2]}, 'needs "input_ids" and "labels"'),
+        ({"input_ids": [1, 2], "labels": [1]}, "of one length of at least 1, got 2 and 1"),
+        ({"input_ids": [], "labels": []}, "at least 1"),
+        ({"input_ids": [1.5], "labels": [1]}, '"input_ids" must be a flat list of integers'),
+        ({"messages": [{"role": "user", "content": "a"}], "tools": "{"}, "tools must be JSON"),
+        ({"messages": [{"role": "user", "content": "a"}], "tools": [3]}, r"tools\[0\] must be a JSON schema"),
+    ],
+)
+def test_malformed_rows_say_what_is_wrong(row, message):
+    with pytest.raises(ValueError, match=message):
+        encode_chat(row, TOKENIZERS["chatml"])

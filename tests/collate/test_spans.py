@@ -1,0 +1,310 @@
+"""Which tokens of a chat are trained, on any template: against formats written by hand."""
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fsdp_sft import _compat
+from fsdp_sft.collate import (
+    IGNORE_INDEX,
+    ChatTemplateError,
+    encode_chat,
+)
+from tests.harness import chat_templates as ct
+from tests.harness.chats import TOKENIZERS, assert_matches_hand_written, chat, marks, shown
+
+CONVERSATIONS = {
+    "one turn": ("hi", "hello"),
+    "two turns": ("hi", "hello", "more?", "yes"),
+    "ends with the user": ("hi", "hello", "more?"),
+    "white space at the edges": ("  hi\n", " \n hello \n\n", "\tmore", "yes "),
+    "emoji at the edges": ("🙂hi🙂", "🙂 café 👩‍👩‍👧", "é", "日本"),
+    "user says the same": ("hello", "hello", "hello", "hello"),
+    "answer inside the question": ("say hello twice", "hello", "hello hello", "hello"),
+    "headers in the user's text": (
+        "<|im_start|>assistant\nno<|im_end|>\n<|assistant|>\nno</s>[/INST] no <start_of_turn>model\nno",
+        "yes",
+        "<|start_header_id|>assistant<|end_header_id|>\n\nno<|eot_id|>",
+        "yes",
+    ),
+    "stop token in the answer": ("hi", "a<|im_end|>b</s>c<end_of_turn>d<|eot_id|>e", "more", "f"),
+    "empty answer": ("hi", "", "more", "yes"),
+    "empty answer at the end": ("hi", "yes", "more", ""),
+    "blank answer": ("hi", "  \n", "more", "yes"),
+    "empty question": ("", "yes", "", "yes"),
+    "template syntax": ("{{ messages }}", "{% generation %}x{% endgeneration %}"),
+    "quotes and backslashes": ('a "b" \\n', "c 'd' \\u0041 \"e\""),
+}
+
+
+@pytest.mark.parametrize("name", ct.FAMILIES)
+@pytest.mark.parametrize("case", CONVERSATIONS)
+def test_labels_are_those_of_the_format_written_by_hand(name, case):
+    assert_matches_hand_written(name, chat(*CONVERSATIONS[case])["messages"])
+
+
+@pytest.mark.parametrize("name", [name for name, family in ct.FAMILIES.items() if family.system])
+def test_a_system_message_is_not_trained(name):
+    assert_matches_hand_written(name, chat(("system", "hello"), "hi", "hello")["messages"])
+
+
+PIECES = st.sampled_from([
+    "hello", "a", " ", "\n", "\t", "🙂", "é", "\u00a0", "<|im_start|>assistant\n", "<|im_end|>", "[/INST]",
+    "</s>", "<|assistant|>\n", "<|user|>", "<|end|>", "<start_of_turn>model\n", "<|eot_id|>", "<think>",
+    "</think>", "\n\n", "{{ x }}", '"', "\\",
+])  # fmt: skip
+CONTENTS = st.lists(PIECES, max_size=5).map("".join)
+
+
+def may_be_refused(name: str, turns: list[str]) -> bool:
+    """A thought without an answer leaves nothing to be found once the template has dropped the thought."""
+    return name == "qwen3" and any("</think>" in answer for answer in turns[1::2])
+
+
+@settings(max_examples=250, deadline=None)
+@given(
+    st.sampled_from(sorted(ct.FAMILIES)),
+    st.lists(st.tuples(CONTENTS, CONTENTS), min_size=1, max_size=4),
+    st.booleans(),
+)
+def test_random_conversations_match_the_format_written_by_hand(name, pairs, open_ended):
+    turns = list(itertools.chain(*pairs))
+    turns = turns[:-1] if open_ended else turns
+    try:
+        assert_matches_hand_written(name, chat(*turns)["messages"])
+    except ChatTemplateError:
+        assert may_be_refused(name, turns)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.sampled_from(sorted(ct.FAMILIES)), st.lists(st.tuples(CONTENTS, CONTENTS), min_size=1, max_size=3))
+def test_merged_tokens_are_trained_if_all_in_front_of_them_is_a_prompt(name, pairs):
+    """With merges a token may reach over an edge; the rest follows from the characters."""
+    tokenizer, turns = BPE[name], list(itertools.chain(*pairs))
+    messages = chat(*turns)["messages"]
+    try:
+        encoded = encode_chat({"messages": messages}, tokenizer)
+    except ChatTemplateError:
+        assert may_be_refused(name, turns)
+        return
+    by_char = [on for piece, on in ct.FAMILIES[name].write(messages) for _ in piece.encode()]
+    position = 0
+    for token, on in zip(encoded.input_ids, marks(encoded), strict=True):
+        text = tokenizer.convert_ids_to_tokens(token)
+        width = len(text.encode()) if text in ct.SPECIALS else len(text)
+        assert on == by_char[position], (text, position)
+        position += width
+    assert position == len(by_char)
+
+
+BPE = {name: ct.bpe_tokenizer(name) for name in ct.FAMILIES}
+
+
+def test_a_token_over_the_start_is_not_trained():
+    tokenizer = BPE["chatml"]
+    encoded = encode_chat(chat("hi", "\n\nfine"), tokenizer)
+    trained = tokenizer.convert_ids_to_tokens([label for label in encoded.labels if label != IGNORE_INDEX])
+    assert "ĊĊ" in tokenizer.convert_ids_to_tokens(encoded.input_ids)
+    assert trained == ["Ċ", "fine", "<|im_end|>"]
+
+
+def test_offsets_that_leave_out_spaces_are_repaired():
+    from tokenizers import processors
+
+    plain, trimmed = ct.bpe_tokenizer("llama2"), ct.bpe_tokenizer("llama2")
+    trimmed.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    for row in (chat("hello", "hello there"), chat("a  b", "x   y")):
+        assert trimmed("hello there", return_offsets_mapping=True)["offset_mapping"][1] == (6, 11)
+        assert encode_chat(row, trimmed) == encode_chat(row, plain)
+    row = chat("hello", " there")
+    plain.chat_template = trimmed.chat_template = ct.ZEPHYR.replace("|>\\n' + message", "|> ' + message")
+    assert encode_chat(row, trimmed) == encode_chat(row, plain)
+
+
+def test_a_stop_token_that_takes_the_white_space_around_it():
+    from tokenizers import AddedToken
+
+    tokenizer = ct.byte_tokenizer("phi3")
+    tokenizer.add_tokens([AddedToken("<|stop|>", lstrip=True, rstrip=True, special=True)])
+    tokenizer.chat_template = ct.PHI3.replace("<|end|>", "<|stop|>")
+    encoded = encode_chat(chat("hi", "yes  "), tokenizer)
+    stop = tokenizer.convert_tokens_to_ids("<|stop|>")
+    assert [label for label in encoded.labels if label != IGNORE_INDEX] == [
+        *tokenizer("yes")["input_ids"],
+        stop,
+    ]
+    without = encode_chat(chat("hi", "yes  "), tokenizer, train_eot=False)
+    assert [label for label in without.labels if label != IGNORE_INDEX] == tokenizer("yes")["input_ids"]
+
+
+def test_an_end_of_turn_token_that_was_added_as_an_ordinary_one():
+    tokenizer = ct.byte_tokenizer("chatml")
+    tokenizer.add_tokens(["<stop>", "</tool>"])
+    tokenizer.chat_template = ct.CHATML.replace("<|im_end|>", "<stop>")
+    assert shown(chat("a", "b", "c", "d"), tokenizer).count("⟦b<stop>⟧") == 1
+
+
+def test_a_token_that_closes_the_answer_in_front_of_the_stop_token():
+    tokenizer = ct.byte_tokenizer("chatml-eos")
+    tokenizer.chat_template = ct.CHATML.replace("'<|im_end|>\\n'", "'<|end|><|im_end|>\\n'")
+    assert "⟦b<|end|><|im_end|>⟧\n" in shown(chat("a", "b", "c", "d"), tokenizer)
+
+
+def test_thinking_that_the_generation_prompt_opens_is_not_trained():
+    tokenizer = ct.byte_tokenizer("chatml-eos")
+    tokenizer.chat_template = ct.QWEN3.replace(
+        ct._PROMPT, ct._PROMPT.replace("assistant\\n", "assistant\\n<think>\\n")
+    )
+    text = shown(chat("a", "<think>\nold\n</think>\n\nb", "c", "<think>\nnew\n</think>\n\nd"), tokenizer)
+    assert "<|im_start|>assistant\n⟦b<|im_end|>⟧\n" in text
+    assert text.endswith("<|im_start|>assistant\n<think>\n⟦new\n</think>\n\nd<|im_end|>⟧\n")
+
+
+def test_an_empty_think_block_of_the_template_is_trained():
+    assert shown(chat("a", "b"), TOKENIZERS["qwen3"]).endswith(
+        "<|im_start|>assistant\n⟦<think>\n\n</think>\n\nb<|im_end|>⟧\n"
+    )
+
+
+def test_tags_leave_out_what_they_do_not_cover():
+    tokenizer = ct.byte_tokenizer("chatml")
+    tokenizer.chat_template = ct.CHATML_TAGGED.replace(
+        "{% generation %}{{ message.content }}",
+        "{{ '(note)' }}{% generation %}{{ message.content }}{% endgeneration %}{{ '(note)' }}{% generation %}"
+        "{% if message.reasoning_content %}{{ message.reasoning_content }}{% endif %}",
+    )
+    row = chat("a", "b")
+    row["messages"][1]["reasoning_content"] = "why"
+    assert shown(row, tokenizer).endswith("(note)⟦b⟧(note)⟦why<|im_end|>⟧\n")
+
+
+def test_tags_inside_a_macro_are_ignored():
+    tokenizer = ct.byte_tokenizer("chatml")
+    new = "{{ message.content }}{% endgeneration %}(note){% generation %}{{ message.reasoning_content }}"
+    tokenizer.chat_template = ct.CHATML_TAGGED_IN_MACRO.replace("{{ message.content }}", new, 1)
+    row = chat("a", "hello there, all of you out there", "a", "general")
+    for message in row["messages"][1::2]:
+        message["reasoning_content"] = "for a long and winding reason"
+    text = shown(row, tokenizer)
+    assert "⟦hello there, all of you out there(note)for a long and winding reason<|im_end|>⟧\n" in text
+    assert text.endswith("⟦general(note)for a long and winding reason<|im_end|>⟧\n")
+
+
+@pytest.mark.parametrize("capture", ["macro", "set", None])
+def test_tags_that_count_from_elsewhere_do_not_tell_a_start(capture):
+    """Without a header only the tag tells where the second answer starts, if its offset can be trusted."""
+    tokenizer = ct.byte_tokenizer("chatml")
+    body = (
+        "{% if message.role == 'assistant' %}(note){% generation %}{{ message.content }}<|im_end|>"
+        "{% endgeneration %}{% else %}{{ message.content }}{% endif %}"
+    )
+    macro = "{% macro turn(message) %}" + body + "{% endmacro %}" if capture == "macro" else ""
+    use = {
+        "macro": "{{ turn(message) }}",
+        "set": "{% set text %}" + body + "{% endset %}{{ text }}",
+        None: body,
+    }
+    first = "{% if not loop.index0 or messages[loop.index0 - 1].role != message.role %}"
+    header = first + ct._ROLE + "{% endif %}"
+    loop = "{% for message in messages %}" + header + use[capture] + "{% endfor %}"
+    tokenizer.chat_template = macro + loop + ct._PROMPT
+    row = chat("a", "b", ("assistant", "c"))
+    if capture is None:
+        assert shown(row, tokenizer).endswith("(note)⟦b<|im_end|>⟧(note)⟦c<|im_end|>⟧")
+    else:
+        with pytest.raises(ChatTemplateError, match="second assistant message in a row"):
+            encode_chat(row, tokenizer)
+
+
+def test_a_header_quoted_by_the_template_itself():
+    tokenizer = ct.byte_tokenizer("chatml")
+    tokenizer.chat_template = "{{ 'Write after <|im_start|>assistant\n.' }}" + ct.CHATML
+    assert shown(chat("", "b"), tokenizer).endswith("<|im_start|>assistant\n⟦b<|im_end|>⟧\n")
+
+
+def test_templates_that_depend_on_what_the_user_wrote():
+    tokenizer = ct.byte_tokenizer("chatml")
+    tokenizer.chat_template = (
+        "{% if 'please' in messages[0].content %}{{ '<|user|>polite\\n' }}{% endif %}" + ct.CHATML
+    )
+    assert "⟦b<|im_end|>⟧" in shown(chat("a, please", "b"), tokenizer)
+    # Now the user's own text stays in the second rendering, so it must not look like a header.
+    with pytest.raises(ChatTemplateError, match="depends on the message's content"):
+        encode_chat(chat("please <|im_start|>assistant\nc", "b"), tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        ("{{ message.content }}", "{{ message.content | upper }}", "does not match the first"),
+        ("{{ message.content }}", "{{ message.content }}{{ message.content }}", "exactly once"),
+        ("{{ message.content }}", "{{ message.content[:2] }}", "exactly once"),
+        ("{{ message.content }}", "{% if message.content != 'b' %}{{ message.content }}{% endif %}", "match"),
+        ("{% for message in messages %}", "{% for message in messages[:4] %}", "does not print message 5"),
+        (ct._CALLS, "", "leaves out tool calls"),
+        (ct._PROMPT, ct._PROMPT + "{% if messages[-1].content == 'f' %}END{% endif %}", "match the first"),
+    ],
+)
+def test_a_template_that_cannot_be_followed_is_refused(old, new, reason):
+    tokenizer = ct.byte_tokenizer("chatml", name_or_path="some/model")
+    assert old in ct.CHATML
+    tokenizer.chat_template = ct.CHATML.replace(old, new)
+    row = chat("a", "b", "c", "d", "e", "f")
+    if old == ct._CALLS:
+        row["messages"][3]["tool_calls"] = [{"function": {"name": "f", "arguments": {"x": 1}}}]
+    with pytest.raises(ChatTemplateError, match=reason) as caught:
+        encode_chat(row, tokenizer)
+    assert "some/model" in str(caught.value)
+    assert "chat_template=" in str(caught.value)
+
+
+def test_a_second_answer_in_a_row_without_a_header_is_refused():
+    tokenizer = ct.byte_tokenizer("chatml")
+    tokenizer.chat_template = ct.CHATML.replace(
+        ct._ROLE,
+        "{% if loop.index0 == 0 or messages[loop.index0 - 1].role != message.role %}"
+        + ct._ROLE
+        + "{% endif %}",
+    )
+    with pytest.raises(ChatTemplateError, match="second assistant message in a row"):
+        encode_chat(chat("a", "b", ("assistant", "c")), tokenizer)
+
+
+def test_a_template_that_refuses_the_conversation_names_itself():
+    tokenizer = ct.byte_tokenizer("gemma")
+    tokenizer.chat_template = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+        + ct.GEMMA
+    )
+    with pytest.raises(ChatTemplateError, match="System role not supported; change the row"):
+        encode_chat(chat(("system", "s"), "a", "b"), tokenizer)
+
+
+def test_private_use_characters_of_the_sentinels_are_refused():
+    with pytest.raises(ChatTemplateError, match="private-use"):
+        encode_chat(chat("a", "\U000f5b010\U000f5b02"), TOKENIZERS["chatml"])
+
+
+def test_a_long_conversation_takes_as_many_renderings_as_a_short_one(monkeypatch):
+    counts, render = [], _compat.render_chat
+    monkeypatch.setattr(_compat, "render_chat", lambda *a, **k: counts.append(1) or render(*a, **k))
+    for turns in (2, 64):
+        counts.clear()
+        row = chat(*(f"text {number}" for number in range(turns)))
+        encoded = encode_chat(row, TOKENIZERS["chatml"])
+        assert len(counts) <= 2 + 3 * (turns == 2), "a probe once, then two renderings"
+        assert sum(marks(encoded)) == sum(len(f"text {n}") + 1 for n in range(1, turns, 2))
+
+
+def test_special_tokens_are_not_added_a_second_time():
+    from tokenizers import processors
+
+    tokenizer = ct.byte_tokenizer("llama3")
+    bos = ("<|begin_of_text|>", tokenizer.bos_token_id)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|begin_of_text|> $A", special_tokens=[bos]
+    )
+    assert tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id
+    assert encode_chat(chat("a", "b"), tokenizer).input_ids.count(tokenizer.bos_token_id) == 1

@@ -1,0 +1,201 @@
+"""Asynchronous saves: the state of the moment, one at a time, errors never lost; and the best by a metric."""
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fsdp_sft as fs
+from fsdp_sft import dcp_io
+from fsdp_sft.dcp_io import folder
+from tests.harness.ranks import run_distributed
+from tests.harness.trained import assert_same, everything, make_adamw, make_model, this_rank, train
+
+write_tensors = folder.write_tensors
+
+
+def slow_write(*args: Any) -> Any:
+    time.sleep(0.3)
+    return write_tensors(*args)
+
+
+def full_disk(*args: Any) -> Any:
+    raise OSError(28, "No space left on device")
+
+
+def _snapshot_is_of_the_moment(root: str, model: Any, optimizer: Any) -> None:
+    expected = everything(model, optimizer)
+    mine = torch.arange(3) + this_rank()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(folder, "write_tensors", slow_write)
+        saved = fs.save_checkpoint(
+            root, 1, model=model, optimizer=optimizer, rank_state={"mine": mine}, async_=True
+        )
+        assert not saved.path.exists()
+        mine.zero_()
+        train(model, optimizer, 1, 2)  # goes on while the thread writes what was
+        assert not saved.path.exists()
+        other = make_model(5, {})
+        other_optimizer = make_adamw(other)
+        loaded = fs.load_checkpoint(root, model=other, optimizer=other_optimizer)  # waits for it
+    assert loaded.step == 1
+    assert torch.equal(loaded.rank_state["mine"], torch.arange(3) + this_rank())
+    assert_same(everything(other, other_optimizer), expected)
+    saved.wait()
+    assert dcp_io.verify_checkpoint(saved.path) == []
+
+
+def _one_at_a_time(root: str, model: Any, optimizer: Any) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(folder, "write_tensors", slow_write)
+        first = fs.save_checkpoint(root, 2, model=model, optimizer=optimizer, async_=True)
+        second = fs.save_checkpoint(root, 3, model=model, optimizer=optimizer, async_=True)
+        assert first.path.exists()
+        assert (
+            second.blocked_seconds > 0.5 > first.blocked_seconds
+        )  # it waited for the first one's slow files
+        assert not second.path.exists()
+        third = fs.save_checkpoint(root, 4, model=model, optimizer=optimizer)
+        assert second.path.exists()
+        assert third.path.exists()
+
+
+def _errors_are_raised_once_on_all_ranks(root: str, model: Any, optimizer: Any) -> None:
+    expected = everything(model, optimizer)
+    for step, ask in enumerate(("wait", "save", "async save"), start=10):
+        with pytest.MonkeyPatch.context() as patch:
+            if this_rank() == 1:
+                patch.setattr(folder, "write_tensors", full_disk)
+            saved = fs.save_checkpoint(root, step, model=model, optimizer=optimizer, async_=True)
+            saved._background.join()
+        with pytest.raises(OSError, match="No space left") as error:
+            if ask == "wait":
+                saved.wait()
+            else:
+                fs.save_checkpoint(root, 20 + step, model=model, async_=ask == "async save")
+        assert "rank 1 failed first" in "".join(error.value.__notes__)
+        saved.wait()  # nothing is left to say
+        assert not saved.path.exists()
+    train(model, optimizer, 0, 1)
+    loaded = fs.load_checkpoint(root, model=model, optimizer=optimizer)
+    assert loaded.step == 4
+    assert_same(everything(model, optimizer), expected)
+    fs.save_checkpoint(root, 30, model=model, optimizer=optimizer, async_=True).wait()
+    assert fs.find_checkpoints(root)[-1].step == 30
+
+
+def _waited_for_on_one_rank_only(root: str, model: Any) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(folder, "write_tensors", full_disk)
+        saved = fs.save_checkpoint(root, 40, model=model, async_=True)
+        saved._background.join()
+    if this_rank() == 0:
+        with pytest.raises(OSError, match="No space left"):
+            saved.wait()
+    with pytest.raises(OSError, match="No space left"):  # rank 0 has seen it, rank 1 has not
+        fs.save_checkpoint(root, 41, model=model)
+    fs.save_checkpoint(root, 42, model=model)
+
+
+def _best(root: str, model: Any) -> None:
+    barrier = torch.distributed.barrier
+    metrics = [2.0, 1.0, float("nan"), 1.5, 1.0, None, float("inf"), 3]
+    for step, metric in enumerate(metrics):
+        async_ = step % 2 == 1
+        fs.save_checkpoint(root, step, model=model, metric=metric, keep_last=2, keep_best=2, async_=async_)
+    fs.save_checkpoint(root, 8, model=model, metric=2.5, keep_last=2, keep_best=2)
+    barrier()
+    assert [(i.step, i.metric) for i in fs.find_checkpoints(root)] == [(1, 1.0), (4, 1.0), (7, 3.0), (8, 2.5)]
+    barrier()
+    fs.save_checkpoint(root, 9, model=model, metric=0.5, keep_last=1, keep_best=2)
+    barrier()
+    assert [i.step for i in fs.find_checkpoints(root)] == [4, 9]  # of two equal ones the newer
+    with pytest.raises(fs.CheckpointError, match="different things"):
+        fs.save_checkpoint(root, 10, model=model, metric=float(this_rank()))
+    with pytest.raises(ValueError, match="keep_best"):
+        fs.save_checkpoint(root, 10, model=model, keep_best=-1)
+
+
+def _async(root: str) -> None:
+    model = make_model(1, {})
+    optimizer = make_adamw(model)
+    train(model, optimizer, 0, 1)
+    _snapshot_is_of_the_moment(root, model, optimizer)
+    _one_at_a_time(root, model, optimizer)
+    _errors_are_raised_once_on_all_ranks(root, model, optimizer)
+    _waited_for_on_one_rank_only(root, model)
+    _best(f"{root}/best", model)
+
+
+def test_async_saves_on_two_ranks(tmp_path: Path) -> None:
+    run_distributed(_async, 2, str(tmp_path))
+
+
+def _default_path(root: str) -> list[float]:
+    """bf16, checkpointing, compiled blocks, ragged batches: evaluate, save while training, load, go on."""
+    from tests.harness.models import ragged_batches, tiny_model
+
+    batches = ragged_batches(6)
+
+    def build(seed: int) -> Any:
+        model = tiny_model("llama", seed=seed)
+        fs.apply_sac(model, "1/3")
+        fs.compile_blocks(model, backend="aot_eager")
+        fs.shard_model(model, mesh=fs.build_mesh(device_type="cpu"))
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def step(model: Any, optimizer: Any, index: int) -> float:
+        return fs.train_step(model, [batches[index]], optimizer).loss
+
+    model, optimizer = build(0)
+    step(model, optimizer, 0)
+    fs.evaluate(model, batches[4:])
+    saved = fs.save_checkpoint(root, 1, model=model, optimizer=optimizer, async_=True)
+    expected = [step(model, optimizer, index) for index in (1, 2)]
+    saved.wait()
+    model, optimizer = build(1)
+    fs.evaluate(model, batches[4:])
+    fs.load_checkpoint(root, model=model, optimizer=optimizer)
+    assert [step(model, optimizer, index) for index in (1, 2)] == expected
+    return expected
+
+
+@pytest.mark.slow
+def test_async_save_on_the_default_path(tmp_path: Path) -> None:
+    losses = run_distributed(_default_path, 2, str(tmp_path))
+    assert losses[0] == losses[1]
+
+
+PROGRAM = """
+    import sys, time, torch
+    import fsdp_sft as fs
+    from fsdp_sft.dcp_io import folder
+    write_tensors = folder.write_tensors
+    def write(*args):
+        time.sleep(0.2)
+        if sys.argv[2] == "fail":
+            raise OSError(28, "No space left on device")
+        return write_tensors(*args)
+    folder.write_tensors = write
+    model = torch.nn.Linear(3, 3)
+    fs.save_checkpoint(sys.argv[1], 1, model=model, async_=True)
+    print("the program ends")
+"""
+
+
+@pytest.mark.parametrize(("outcome", "code"), [("succeed", 0), ("fail", 1)])
+def test_a_program_that_ends_waits_for_its_save(tmp_path: Path, outcome: str, code: int) -> None:
+    command = [sys.executable, "-c", textwrap.dedent(PROGRAM), str(tmp_path), outcome]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == code, ended.stderr
+    assert "the program ends" in ended.stdout
+    assert ("asynchronous save failed" in ended.stderr) == ("No space left" in ended.stderr) == bool(code)
+    steps = [info.step for info in fs.find_checkpoints(tmp_path) if info.sound]
+    assert steps == ([] if code else [1])
+    assert [name for name in os.listdir(tmp_path) if name.startswith(".tmp")] == []

@@ -1,0 +1,216 @@
+"""Checkpoints: exact at the same and at another number of ranks, with any mesh; and their parts."""
+
+import json
+import math
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import fsdp_sft as fs
+from fsdp_sft import dcp_io
+from fsdp_sft.dcp_io import manifest as manifest_module
+from fsdp_sft.dcp_io.codec import decode, dumps, encode, loads
+from fsdp_sft.dcp_io.layout import Box, box_at, tiling_problem
+from tests.harness.ranks import run_distributed
+from tests.harness.trained import (
+    DDP,
+    HSDP,
+    assert_same,
+    everything,
+    make_adamw,
+    make_model,
+    this_rank,
+    train,
+)
+
+TRAIN_STATE = {
+    "scheduler": {"_last_lr": [1e-3], "milestones": Counter({30: 1}), "best": -math.inf},
+    "counters": {"tokens": 2**60, "nothing": None, "done": False, "by_step": {1: "a", 2: (1, [2.5])}},
+}
+
+
+def _save(root: str, mesh_shape: dict[str, int] | None, family: str) -> None:
+    """Train two steps, save, then go on; what was saved and what followed goes to a file."""
+    torch.manual_seed(100 + this_rank())
+    random.seed(this_rank())
+    np.random.seed(this_rank())
+    model = make_model(1, mesh_shape, family=family)
+    optimizer = make_adamw(model, amsgrad=True)
+    train(model, optimizer, 0, 2)
+    model.eval()
+    with torch.no_grad():
+        model(input_ids=torch.ones(1, 4, dtype=torch.int64))  # leaves the root gathered
+    model.train()
+    rank_state = {"position": this_rank(), "buffer": torch.arange(3) + this_rank(), "blob": b"\x00\xff"}
+    fs.save_checkpoint(
+        root, 2, model=model, optimizer=optimizer, train_state=TRAIN_STATE, rank_state=rank_state
+    )
+    saved = everything(model, optimizer)
+    drawn = [torch.rand(1).item(), random.random(), float(np.random.rand())]
+    losses = train(model, optimizer, 2, 2)
+    expected = {"state": saved, "drawn": drawn, "losses": losses, "after": everything(model, optimizer)}
+    torch.save(expected, f"{root}/expected-{this_rank()}")
+
+
+def _load(root: str, mesh_shape: dict[str, int] | None, family: str, prepare: str = "") -> None:
+    expected = [torch.load(path, weights_only=False) for path in sorted(Path(root).glob("expected-*"))]
+    torch.manual_seed(7)
+    model = make_model(2, mesh_shape, family=family)
+    optimizer = make_adamw(model, amsgrad=True)
+    if prepare == "stepped":
+        train(model, optimizer, 0, 1)
+        model.eval()
+        with torch.no_grad():
+            model(input_ids=torch.ones(1, 4, dtype=torch.int64))  # leaves the root gathered
+        model.train()
+    if prepare == "pending":
+        model(input_ids=torch.ones(1, 4, dtype=torch.int64)).logits.sum().backward()
+    loaded = fs.load_checkpoint(root, model=model, optimizer=optimizer)
+    optimizer.zero_grad()
+    assert_same(everything(model, optimizer), expected[0]["state"])
+    assert (loaded.step, loaded.path.name, loaded.train_state) == (2, "step-2", TRAIN_STATE)
+    assert isinstance(loaded.train_state["scheduler"]["milestones"], Counter)
+    if torch.distributed.get_world_size() != len(expected):
+        assert loaded.rank_state is None
+        return
+    mine = expected[this_rank()]
+    assert loaded.rank_state["position"] == this_rank()
+    assert torch.equal(loaded.rank_state["buffer"], torch.arange(3) + this_rank())
+    assert loaded.rank_state["blob"] == b"\x00\xff"
+    assert [torch.rand(1).item(), random.random(), float(np.random.rand())] == mine["drawn"]
+    if prepare != "other mesh":
+        assert train(model, optimizer, 2, 2) == mine["losses"]
+        assert_same(everything(model, optimizer), mine["after"])
+
+
+def _load_many(root: str, cases: list[tuple[Any, ...]]) -> None:
+    for mesh_shape, family, prepare in cases:
+        _load(root, mesh_shape, family, prepare)
+
+
+def test_two_ranks_load_at_any_number(tmp_path: Path) -> None:
+    root = str(tmp_path)
+    run_distributed(_save, 2, root, {}, "qwen2-tied")
+    assert dcp_io.verify_checkpoint(tmp_path / "step-2") == []
+    again = [({}, "qwen2-tied", ""), ({}, "qwen2-tied", "stepped"), ({}, "qwen2-tied", "pending")]
+    others = [(DDP, "qwen2-tied", "other mesh"), (None, "qwen2-tied", "other mesh")]
+    run_distributed(_load_many, 2, root, again + others)
+    run_distributed(_load, 1, root, None, "qwen2-tied")
+    run_distributed(_load, 3, root, {}, "qwen2-tied")
+    run_distributed(_load, 4, root, HSDP, "qwen2-tied")
+
+
+@pytest.mark.parametrize(
+    ("save_ranks", "save_mesh", "load_ranks", "load_mesh"),
+    [(4, HSDP, 2, {}), (2, DDP, 4, {}), (1, None, 2, {}), (2, None, 1, {})],
+)
+def test_other_meshes(
+    save_ranks: int, save_mesh: Any, load_ranks: int, load_mesh: Any, tmp_path: Path
+) -> None:
+    root = str(tmp_path)
+    run_distributed(_save, save_ranks, root, save_mesh, "llama")
+    run_distributed(_load, load_ranks, root, load_mesh, "llama")
+    manifest = json.loads((tmp_path / "step-2" / "MANIFEST.json").read_text())
+    stored = sum(math.prod(shape) for t in manifest["model"].values() for _, _, shape in t["chunks"])
+    assert stored == sum(math.prod(tensor["shape"]) for tensor in manifest["model"].values())
+    if save_ranks == 4:  # replicas take turns
+        assert len({file for t in manifest["model"].values() for file, _, _ in t["chunks"]}) == 4
+
+
+def _compiled_and_checkpointed(root: str) -> None:
+    plain = make_model(1, None, wrap=False)
+    saved = plain.state_dict()
+    prepared = make_model(1, None, wrap=False)
+    fs.apply_sac(prepared, "1/2")
+    fs.compile_blocks(prepared, backend="aot_eager")
+    fs.shard_model(prepared, mesh=fs.build_mesh(device_type="cpu"))
+    fs.save_checkpoint(root, 0, model=prepared)
+    other = make_model(5, {}, wrap=False)
+    fs.load_checkpoint(root, model=other)
+    assert_same(everything(other), {f"model/{name}": tensor for name, tensor in saved.items()})
+
+
+def test_compiled_and_checkpointed_models(tmp_path: Path) -> None:
+    run_distributed(_compiled_and_checkpointed, 2, str(tmp_path))
+
+
+def test_nested_state_survives() -> None:
+    state = {"a": [1, -0.0, math.inf, (1, (2, None))], "b": {1: {"__fsdp_sft__": 3}, (1, "x"): True}, "c": {}}
+    assert decode(loads(dumps(encode(state, "s")), "it")) == state
+    assert math.isnan(decode(loads(dumps(encode(math.nan, "s")), "it")))
+    assert list(decode(loads(dumps(encode({"b": 1, "a": 2}, "s"), canonical=False), "it"))) == ["b", "a"]
+    for hostile in (
+        {"__fsdp_sft__": "eval", "items": []},
+        {"__fsdp_sft__": "tuple"},
+        {"__fsdp_sft__": "tensor", "key": 1},
+    ):
+        with pytest.raises(ValueError, match="not a valid stored value"):
+            decode(hostile)
+
+
+def test_boxes_are_what_torch_has() -> None:
+    from torch.distributed.tensor import Replicate, Shard
+
+    for rows in (0, 1, 3, 7, 8):
+        for parts in (1, 2, 3, 4):
+            boxes = [box_at((rows, 5), [Replicate(), Shard(0)], (2, parts), (1, i)) for i in range(parts)]
+            chunks = list(torch.zeros(rows, 5).chunk(parts)) + [torch.zeros(0, 5)] * parts
+            assert [box.shape for box in boxes] == [tuple(c.shape) for c in chunks[:parts]]
+            assert tiling_problem((rows, 5), boxes) is None
+    grid = [box_at((5, 7), [Shard(0), Shard(1)], (2, 3), (i, j)) for i in range(2) for j in range(3)]
+    assert tiling_problem((5, 7), grid) is None
+    assert "elements" in str(tiling_problem((5, 7), grid[1:]))
+    assert "overlap" in str(tiling_problem((4,), [Box((0,), (2,)), Box((1,), (2,))]))
+    assert "outside" in str(tiling_problem((4,), [Box((2,), (4,))]))
+    assert "outside" in str(tiling_problem((4,), [Box((0, 0), (2, 2))]))
+
+
+def test_parts_of_columns_are_read(tmp_path: Path) -> None:
+    from fsdp_sft.dcp_io.files import TensorReader, read_into, write_tensors
+
+    tensor = torch.randn(6, 5, 4)
+    write_tensors(tmp_path / "a.safetensors", {"x": tensor[:, :3], "y": torch.tensor(2.5)})
+    write_tensors(tmp_path / "b.safetensors", {"x": tensor[:, 3:]})
+    chunks = [("a.safetensors", Box((0, 0, 0), (6, 3, 4))), ("b.safetensors", Box((0, 3, 0), (6, 2, 4)))]
+    with TensorReader(tmp_path) as reader:
+        out = torch.zeros(4, 3, 2)
+        read_into(reader, "x", chunks, Box((1, 2, 1), (4, 3, 2)), out)
+        assert torch.equal(out, tensor[1:5, 2:5, 1:3])
+        back = torch.zeros(5, 6, 4).transpose(0, 1)
+        read_into(reader, "x", chunks, Box((0, 0, 0), (6, 5, 4)), back)
+        assert torch.equal(back, tensor)
+        scalar = torch.zeros(())
+        read_into(reader, "y", [("a.safetensors", Box((), ()))], Box((), ()), scalar)
+        assert scalar.item() == 2.5
+
+
+def test_versions_are_kept() -> None:
+    assert manifest_module.versions().keys() >= {"fsdp_sft", "torch", "python"}
+
+
+def test_a_step_that_a_link_leads_to_is_loaded(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2)
+    root, disk = tmp_path / "ckpt", tmp_path / "disk"
+    fs.save_checkpoint(root, 7, model=model)
+    (root / "step-7").rename(disk)
+    (root / "step-7").symlink_to(disk)
+    (root / "latest").symlink_to("step-7")
+    assert [info.sound for info in fs.find_checkpoints(root)] == [True]
+    for path in (root, root / "step-7", root / "latest"):
+        other = torch.nn.Linear(3, 2)
+        assert fs.load_checkpoint(path, model=other).step == 7
+        assert torch.equal(other.weight, model.weight)
+    assert fs.verify_checkpoint(root / "latest") == []
+
+
+def test_a_step_below_newer_ones_is_warned_about(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2)
+    for step in (100, 200, 300):
+        fs.save_checkpoint(tmp_path, step, model=model)
+    with pytest.warns(UserWarning, match=r"step-150 is saved beside newer steps \(\[200, 300\]\)"):
+        fs.save_checkpoint(tmp_path, 150, model=model)

@@ -1,0 +1,303 @@
+"""All damage is found before the model is touched, and a save that fails leaves nothing behind."""
+
+import json
+import os
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fsdp_sft as fs
+from fsdp_sft import dcp_io
+from fsdp_sft.dcp_io.codec import dumps
+from tests.harness.ranks import run_distributed
+from tests.harness.trained import (
+    assert_same,
+    everything,
+    make_adamw,
+    make_model,
+    this_rank,
+    train,
+)
+
+
+def _edit_manifest(step: Path, change: Any, *, sign: bool) -> None:
+    import hashlib
+
+    raw = json.loads((step / "MANIFEST.json").read_text())
+    change(raw)
+    if sign:
+        raw.pop("digest")
+        raw["digest"] = hashlib.sha256(dumps(raw)).hexdigest()
+    (step / "MANIFEST.json").write_bytes(dumps(raw) if sign else json.dumps(raw).encode())
+
+
+def _flip(path: Path, position: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1
+    path.write_bytes(data)
+
+
+def _swap(a: Path, b: Path) -> None:
+    content = a.read_bytes()
+    a.write_bytes(b.read_bytes())
+    b.write_bytes(content)
+
+
+def _rename_file(raw: dict[str, Any], name: str) -> None:
+    raw["files"][name] = raw["files"].pop("model/00000.safetensors")
+    for tensor in raw["model"].values():
+        for chunk in tensor["chunks"]:
+            chunk[0] = name if chunk[0] == "model/00000.safetensors" else chunk[0]
+
+
+def _change_dtype(raw: dict[str, Any]) -> None:
+    raw["model"]["model.norm.weight"]["dtype"] = "I32"
+
+
+def _link(path: Path) -> None:
+    path.rename(path.parent.parent / "elsewhere")
+    path.symlink_to("../elsewhere")
+
+
+FIRST = "model/00000.safetensors"
+REASONS = {
+    "absolute name": "which no checkpoint has",
+    "name outside": "which no checkpoint has",
+    "other dtype": "holds other tensors",
+    "linked file": "is not a regular file",
+    "linked folder": "is not a regular file",
+    "missing part": "are not complete",
+    "edited manifest": "its digest does not match",
+    "manifest of another step": "it is of step 1",
+}
+DAMAGE: dict[str, Any] = {
+    "cut short": lambda s: (s / FIRST).write_bytes((s / FIRST).read_bytes()[:-4]),
+    "flipped bit": lambda s: _flip(s / FIRST, -5),
+    "flipped bit in the optimizer": lambda s: _flip(s / "optimizer/00001.safetensors", -5),
+    "flipped bit in a header": lambda s: _flip(s / FIRST, 30),
+    "flipped bit in train_state": lambda s: _flip(s / "train_state.json", 5),
+    "flipped bit in a rank's state": lambda s: _flip(s / "rank/00001.safetensors", -1),
+    "flipped bit in the manifest": lambda s: _flip(s / "MANIFEST.json", 400),
+    "deleted": lambda s: (s / FIRST).unlink(),
+    "deleted rank file": lambda s: (s / "rank/00000.json").unlink(),
+    "swapped": lambda s: _swap(s / FIRST, s / "model/00001.safetensors"),
+    "stale": lambda s: shutil.copy(s.parent / "step-1" / FIRST, s / FIRST),
+    "no manifest": lambda s: (s / "MANIFEST.json").unlink(),
+    "empty manifest": lambda s: (s / "MANIFEST.json").write_bytes(b""),
+    "no files at all": lambda s: [shutil.rmtree(s), s.mkdir()],
+    "manifest of another step": lambda s: shutil.copy(s.parent / "step-1/MANIFEST.json", s / "MANIFEST.json"),
+    "edited manifest": lambda s: _edit_manifest(s, lambda r: r.update(step=3), sign=False),
+    "other version": lambda s: _edit_manifest(s, lambda r: r.update(version=99), sign=True),
+    "missing part": lambda s: _edit_manifest(
+        s, lambda r: next(iter(r["model"].values()))["chunks"].pop(), sign=True
+    ),
+    "absolute name": lambda s: _edit_manifest(s, lambda r: _rename_file(r, "/etc/passwd"), sign=True),
+    "name outside": lambda s: _edit_manifest(
+        s, lambda r: _rename_file(r, "model/../../x.safetensors"), sign=True
+    ),
+    "other dtype": lambda s: _edit_manifest(s, _change_dtype, sign=True),
+    "a list": lambda s: (s / "MANIFEST.json").write_text("[]"),
+    "deep": lambda s: (s / "MANIFEST.json").write_text("[" * 100_000),
+    "linked file": lambda s: _link(s / FIRST),
+    "linked folder": lambda s: _link(s / "model"),
+}
+
+
+def _load_damaged(root: str, names: list[str]) -> None:
+    model = make_model(2, {}, wrap=False)
+    optimizer = make_adamw(model)
+    train(model, optimizer, 0, 1)
+    before, rng = everything(model, optimizer), torch.get_rng_state()
+    for name in names:
+        with pytest.raises(fs.CheckpointCorruptError) as error:
+            fs.load_checkpoint(f"{root}/{name}/step-2", model=model, optimizer=optimizer)
+        assert type(error.value) is fs.CheckpointCorruptError
+        assert_same(everything(model, optimizer), before)
+        with pytest.raises(fs.CheckpointCorruptError):
+            fs.load_checkpoint(f"{root}/{name}", model=model, optimizer=optimizer, fallback=False)
+        assert_same(everything(model, optimizer), before)
+    assert torch.equal(torch.get_rng_state(), rng)
+    for name in names[:3]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            loaded = fs.load_checkpoint(f"{root}/{name}", model=model, optimizer=optimizer)
+        told = [str(w.message) for w in caught if "step-2 is not sound" in str(w.message)]
+        assert loaded.step == 1
+        assert len(told) == (1 if this_rank() == 0 else 0)
+    # without checksums, a flipped bit gets through, and a wrong size does not
+    assert fs.load_checkpoint(f"{root}/flipped bit", model=model, verify=False).step == 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert fs.load_checkpoint(f"{root}/cut short", model=model, verify=False).step == 1
+
+
+def _save_two(root: str) -> None:
+    model = make_model(1, {}, wrap=False)
+    optimizer = make_adamw(model)
+    for step in (1, 2):
+        train(model, optimizer, step, 1)
+        fs.save_checkpoint(f"{root}/good", step, model=model, optimizer=optimizer, train_state={"step": step})
+
+
+def test_every_damage_is_found_before_the_model_is_touched(tmp_path: Path) -> None:
+    run_distributed(_save_two, 2, str(tmp_path))
+    for name, damage in DAMAGE.items():
+        shutil.copytree(tmp_path / "good", tmp_path / name)
+        damage(tmp_path / name / "step-2")
+        problems = dcp_io.verify_checkpoint(tmp_path / name / "step-2")
+        assert problems, name
+        assert REASONS.get(name, "") in problems[0]
+        assert dcp_io.verify_checkpoint(tmp_path / name / "step-1") == [], name
+    run_distributed(_load_damaged, 2, str(tmp_path), list(DAMAGE))
+    sound = {info.step: info.sound for info in fs.find_checkpoints(tmp_path / "cut short")}
+    assert sound == {1: True, 2: False}
+
+
+def _rejected_loads(root: str, model: Any, optimizer: Any) -> None:
+    before = everything(model, optimizer)
+    others: list[tuple[Any, str]] = [
+        (make_model(1, {}, wrap=False), r"only in the model \(model.embed.*only in the checkpoint \(count"),
+        (make_model(1, {}, family="qwen2"), "inner.lm_head.weight is tied to another name in only one"),
+        (make_model(1, None).bfloat16(), "was torch.float32"),
+    ]
+    for other, message in others:
+        untouched = everything(other)
+        with pytest.raises(fs.CheckpointMismatchError, match=message):
+            fs.load_checkpoint(root, model=other)
+        assert_same(everything(other), untouched)
+    with torch.device("meta"), pytest.raises(ValueError, match="to_empty"):
+        fs.load_checkpoint(root, model=nn.Linear(2, 2))
+    with pytest.raises(fs.CheckpointMismatchError, match="it is of AdamW"):
+        fs.load_checkpoint(root, model=model, optimizer=torch.optim.SGD(model.parameters()))
+    with pytest.raises(fs.CheckpointNotFoundError):
+        fs.load_checkpoint(f"{root}/nothing", model=model)
+    with pytest.raises(fs.CheckpointNotFoundError):
+        fs.load_checkpoint(f"{root}/step-77", model=model)
+    with pytest.raises(FileNotFoundError):
+        fs.load_checkpoint(f"{root}/nothing", model=model)
+    assert_same(everything(model, optimizer), before)
+
+
+def _rejected_saves(root: str, model: Any) -> None:
+    bad: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"step": 1}, fs.CheckpointExistsError, "never overwritten"),
+        ({"step": -1}, ValueError, "step must be"),
+        ({"step": 5, "keep_last": 0}, ValueError, "keep_last"),
+        (
+            {"step": 5, "train_state": {"a": [{"b": torch.ones(1)}]}},
+            TypeError,
+            r"train_state\['a'\]\[0\]\['b'\]",
+        ),
+        ({"step": 5, "train_state": {"f": print}}, TypeError, r"train_state\['f'\] is a builtin"),
+        ({"step": 5, "rank_state": {"f": {1, 2}}}, TypeError, r"rank_state\['f'\] is a set"),
+        ({"step": 5 + this_rank()}, fs.CheckpointError, "different things"),
+    ]
+    for arguments, kind, message in bad:
+        with pytest.raises(kind, match=message):
+            fs.save_checkpoint(root, model=model, **arguments)
+    assert [info.step for info in fs.find_checkpoints(root)] == [1]
+
+
+def _failing_write(root: str, model: Any, optimizer: Any) -> None:
+    """One rank cannot write, at several places: all raise, nothing is left, the old step stands."""
+    from fsdp_sft.dcp_io import files, folder, rank_files
+
+    def full_disk(*args: Any, **kwargs: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    places = [
+        (1, files, "write_at"),
+        (1, folder, "write_tensors"),
+        (0, rank_files, "write_bytes"),
+        (0, folder, "write_bytes"),
+        (0, folder, "sync_folder"),
+        (0, os, "rename"),
+        (1, os, "fsync"),
+    ]
+    for rank, module, name in places:
+        with pytest.MonkeyPatch.context() as patch:
+            if this_rank() == rank:
+                patch.setattr(module, name, full_disk)
+            with pytest.raises(OSError, match="No space left") as error:
+                fs.save_checkpoint(root, 2, model=model, optimizer=optimizer)
+            assert error.value.errno == 28
+            assert f"rank {rank} failed first" in "".join(error.value.__notes__)
+        torch.distributed.barrier()
+        assert sorted(os.listdir(root)) == ["step-1"], (rank, name)
+        torch.distributed.barrier()
+    assert dcp_io.verify_checkpoint(f"{root}/step-1") == []
+
+    def invisible(folder: Path) -> None:
+        raise fs.CheckpointError("does not see")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(folder, "_VISIBLE_SECONDS", 0.1)
+        if this_rank() == 1:
+            patch.setattr(Path, "is_dir", lambda self: False)
+        with pytest.raises(fs.CheckpointError, match="shared file system"):
+            fs.save_checkpoint(root, 2, model=model)
+
+
+def _retention(root: str, model: Any) -> None:
+    barrier = torch.distributed.barrier
+    if this_rank() == 0:
+        os.makedirs(f"{root}/.tmp-step-9-abc/model")
+    barrier()
+    for step in (2, 3):
+        fs.save_checkpoint(root, step, model=model, keep_last=2)
+    barrier()
+    assert sorted(os.listdir(root)) == ["step-2", "step-3"]
+    barrier()
+    if this_rank() == 0:
+        _flip(Path(root, "step-3", FIRST), -5)
+        Path(root, "step-2", FIRST).unlink()
+    barrier()
+    fs.save_checkpoint(root, 3, model=model, keep_last=2)  # replaces the unsound one
+    barrier()
+    names = sorted(os.listdir(root))
+    assert [name[:16] for name in names] == [".unsound-step-3-", "step-2", "step-3"]
+    assert dcp_io.verify_checkpoint(f"{root}/step-3") == []
+    barrier()
+    fs.save_checkpoint(root, 4, model=model, keep_last=2)
+    barrier()
+    assert [(i.step, i.sound) for i in fs.find_checkpoints(root)] == [(2, False), (3, True), (4, True)]
+    barrier()
+    fs.save_checkpoint(root, 1, model=model, keep_last=1)  # the one just saved stays, whatever its number
+    barrier()
+    assert [(i.step, i.sound) for i in fs.find_checkpoints(root)] == [(1, True), (2, False)]
+    fs.save_checkpoint(root, 5, model=model, keep_last=None)
+    assert [i.step for i in fs.find_checkpoints(root) if i.sound] == [1, 5]
+
+
+def _saving(root: str) -> None:
+    model = make_model(1, {})
+    optimizer = make_adamw(model)
+    train(model, optimizer, 0, 1)
+    with pytest.raises(fs.CheckpointNotFoundError):
+        fs.load_checkpoint(root, model=model)
+    saved = fs.save_checkpoint(root, 1, model=model, optimizer=optimizer)
+    saved.wait()
+    assert saved.path == Path(root, "step-1")
+    loaded = fs.load_checkpoint(saved.path, model=model, optimizer=optimizer)
+    assert (loaded.train_state, loaded.rank_state) == (None, None)
+    expected = everything(model, optimizer)
+    for state in optimizer.state.values():
+        state["step"].zero_()
+    fs.load_optimizer_state(model, optimizer, saved.path)
+    assert_same(everything(model, optimizer), expected)
+    wrapped = torch.compile(make_model(3, None), backend="eager")  # puts _orig_mod. into every name
+    fs.load_checkpoint(root, model=wrapped)
+    assert_same(everything(wrapped._orig_mod), {k: v for k, v in expected.items() if k.startswith("model/")})
+    _rejected_loads(root, model, optimizer)
+    _rejected_saves(root, model)
+    _failing_write(root, model, optimizer)
+    _retention(root, model)
+
+
+def test_saving(tmp_path: Path) -> None:
+    run_distributed(_saving, 2, str(tmp_path / "root"))

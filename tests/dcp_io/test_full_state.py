@@ -1,0 +1,213 @@
+"""One file with the whole model: written from and read into any sharding, and what is refused."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import fsdp_sft as fs
+from tests.harness.models import full, tiny_model
+from tests.harness.ranks import run_distributed
+
+HSDP = {"dp_replicate": 2}
+SUFFIXES = [".pt", ".safetensors"]
+
+
+def _model(seed: int, mesh_shape: dict[str, int] | None, **shard_options: Any) -> Any:
+    model = tiny_model("qwen2-tied", seed=seed)
+    model.model.register_buffer("steps", torch.tensor(seed))
+    model.model.register_buffer("mean", torch.full((3,), float(seed), dtype=torch.float64))
+    if mesh_shape is not None:
+        fs.shard_model(model, mesh=fs.build_mesh(**mesh_shape, device_type="cpu"), **shard_options)
+    return model
+
+
+def _full(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: full(tensor).detach().clone() for name, tensor in model.state_dict(keep_vars=True).items()}
+
+
+def _assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert actual[name].dtype == tensor.dtype, name
+        assert torch.equal(actual[name], tensor), name
+
+
+def _forward(model: Any) -> None:
+    model.eval()
+    with torch.no_grad():
+        model(input_ids=torch.ones(1, 4, dtype=torch.int64))  # leaves the root gathered
+
+
+def _round_trip(folder: str, mesh_shape: dict[str, int] | None) -> None:
+    model = _model(1, mesh_shape)
+    expected = _full(_model(1, None))
+    _forward(model)
+    for suffix in SUFFIXES:
+        path = f"{folder}/model{suffix}"
+        fs.save_full_state_dict(model, path)
+        torch.distributed.barrier()
+        _assert_same(_full(model), expected)
+        stored = torch.load(path, weights_only=True) if suffix == ".pt" else load_file(path)
+        names = set(expected) - (set() if suffix == ".pt" else {"lm_head.weight"})
+        _assert_same(stored, {name: tensor for name, tensor in expected.items() if name in names})
+        other = _model(2, mesh_shape)
+        _forward(other)
+        fs.load_full_state_dict(other, path)
+        _assert_same(_full(other), expected)
+        _forward(other)
+        fs.save_full_state_dict(model, path, dtype=torch.bfloat16)
+        fs.load_full_state_dict(other, path)
+        rounded = {n: t.bfloat16().to(t.dtype) if t.is_floating_point() else t for n, t in expected.items()}
+        _assert_same(_full(other), rounded)
+        assert os.path.getsize(path) < 0.6 * sum(t.nbytes for t in expected.values())
+        torch.distributed.barrier()
+    assert sorted(os.listdir(folder)) == ["model.pt", "model.safetensors"]
+
+
+@pytest.mark.parametrize(("ranks", "mesh_shape"), [(2, {}), (4, HSDP), (1, None), (2, None)])
+def test_any_model_comes_back(ranks: int, mesh_shape: Any, tmp_path: Path) -> None:
+    run_distributed(_round_trip, ranks, str(tmp_path), mesh_shape)
+
+
+def _write_bad_files(folder: Path) -> dict[str, tuple[str, type[Exception], str]]:
+    state = {name: tensor.clone() for name, tensor in _model(1, None).state_dict().items()}
+    untied = {**state, "lm_head.weight": state["lm_head.weight"] + 1}
+    mismatch, corrupt = fs.CheckpointMismatchError, fs.CheckpointCorruptError
+    without = {name: tensor for name, tensor in state.items() if "layers.1.mlp.up" not in name}
+    bad: dict[str, tuple[Any, type[Exception], str]] = {
+        "missing": (without, mismatch, "missing.*layers.1.mlp.up"),
+        "extra": ({**state, "surplus": torch.ones(2)}, mismatch, "unexpected.*surplus"),
+        "shape": ({**state, "model.norm.weight": torch.ones(7)}, mismatch, "model.norm.weight"),
+        "kind": ({**state, "model.steps": torch.tensor(1.5)}, mismatch, "model.steps"),
+        "untied": (untied, mismatch, "one tensor in the model"),
+        "cut": (state, corrupt, "cut|file"),
+    }
+    made = {}
+    for name, (content, kind, message) in bad.items():
+        for suffix in SUFFIXES:
+            path = folder / f"{name}{suffix}"
+            torch.save(content, path) if suffix == ".pt" else save_file(content, path)
+            if name == "cut":
+                path.write_bytes(path.read_bytes()[:-1000])
+            made[str(path)] = (name, kind, message)
+    torch.save(state, folder / "old.bin", _use_new_zipfile_serialization=False)
+    torch.save({"model": state}, folder / "nested.pt")
+    torch.save(_Evil(str(folder / "ran")), folder / "evil.pt")
+    (folder / "empty.safetensors").touch()
+    made[str(folder / "old.bin")] = ("old", fs.CheckpointCorruptError, "zip format")
+    made[str(folder / "nested.pt")] = ("nested", fs.CheckpointCorruptError, "flat dict")
+    made[str(folder / "evil.pt")] = ("evil", fs.CheckpointCorruptError, "not only tensors")
+    made[str(folder / "empty.safetensors")] = ("empty", fs.CheckpointCorruptError, "at least 8 bytes")
+    made[str(folder / "absent.pt")] = ("absent", fs.CheckpointNotFoundError, "no file")
+    made[str(folder / "model.ckpt")] = ("suffix", ValueError, "suffix")
+    return made
+
+
+class _Evil:
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.path,)
+
+
+def _refused_loads(cases: dict[str, tuple[str, type[Exception], str]]) -> None:
+    model = _model(2, {})
+    before = _full(model)
+    for path, (name, kind, message) in cases.items():
+        with pytest.raises(kind, match=message) as error:
+            fs.load_full_state_dict(model, path)
+        assert type(error.value) is kind, name
+        _assert_same(_full(model), before)
+    with torch.device("meta"), pytest.raises(ValueError, match="to_empty"):
+        fs.load_full_state_dict(nn.Linear(2, 2), next(iter(cases)))
+
+
+def _refused_saves(folder: str) -> None:
+    from fsdp_sft.dcp_io import full_state
+
+    model = _model(1, {})
+    fs.save_full_state_dict(model, f"{folder}/model.safetensors")
+    fs.save_full_state_dict(model, f"{folder}/model.pt")
+    torch.distributed.barrier()
+
+    def full_disk(*args: Any, **kwargs: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    cases = [(".safetensors", full_state, "write_at"), (".pt", torch, "save"), (".pt", os, "replace")]
+    for suffix, module, name in cases:
+        before = Path(f"{folder}/model{suffix}").read_bytes()
+        torch.distributed.barrier()
+        with pytest.MonkeyPatch.context() as patch:
+            if torch.distributed.get_rank() == 0:
+                patch.setattr(module, name, full_disk)
+            with pytest.raises(OSError, match="No space left"):
+                fs.save_full_state_dict(model, f"{folder}/model{suffix}")
+        torch.distributed.barrier()
+        assert sorted(os.listdir(folder)) == ["model.pt", "model.safetensors"]
+        assert Path(f"{folder}/model{suffix}").read_bytes() == before
+    with pytest.MonkeyPatch.context() as patch:  # a rank that has no memory for its part
+        if torch.distributed.get_rank() == 1:
+            patch.setattr("fsdp_sft.dcp_io.tensors.local_of", full_disk)
+        with pytest.raises(OSError, match="No space left"):
+            fs.save_full_state_dict(model, f"{folder}/model.safetensors")
+    with pytest.raises(ValueError, match="suffix"):
+        fs.save_full_state_dict(model, f"{folder}/model")
+    with pytest.raises(ValueError, match="dtype"):
+        fs.save_full_state_dict(model, f"{folder}/model.pt", dtype=torch.int64)
+
+
+def _only_rank_0_sees(folder: str) -> None:
+    """The other rank has a folder of its own, as without a shared file system."""
+    rank = torch.distributed.get_rank()
+    expected = _full(_model(1, None))
+    model = _model(1, {})
+    for suffix in SUFFIXES:
+        fs.save_full_state_dict(model, f"{folder}/{rank}/model{suffix}")
+        torch.distributed.barrier()
+        assert os.path.isdir(f"{folder}/1") is False
+        for mesh_shape in ({}, None):
+            other = _model(2, mesh_shape)
+            fs.load_full_state_dict(other, f"{folder}/{rank}/model{suffix}")
+            _assert_same(_full(other), expected)
+
+
+def _all_refusals(folder: str, cases: dict[str, tuple[str, type[Exception], str]]) -> None:
+    _refused_loads(cases)
+    os.makedirs(f"{folder}/saves", exist_ok=True)
+    _refused_saves(f"{folder}/saves")
+    _only_rank_0_sees(f"{folder}/apart")
+
+
+def test_what_is_refused_leaves_model_and_file_alone(tmp_path: Path) -> None:
+    cases = _write_bad_files(tmp_path)
+    run_distributed(_all_refusals, 2, str(tmp_path), cases)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_without_a_process_group(tmp_path: Path) -> None:
+    model, other = nn.Linear(3, 2).bfloat16(), nn.Linear(3, 2)
+    fs.save_full_state_dict(model, tmp_path / "a.safetensors")
+    fs.load_full_state_dict(other, tmp_path / "a.safetensors")
+    assert torch.equal(other.weight, model.weight.float())
+    optimizer = torch.optim.AdamW(model.parameters())
+    fs.save_checkpoint(tmp_path / "root", 0, model=model, optimizer=optimizer)
+    fs.load_checkpoint(tmp_path / "root", model=nn.Linear(3, 2).bfloat16())
+
+
+def test_importing_starts_nothing() -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, fsdp_sft.dcp_io\n"
+        "heavy = ('torch._dynamo', 'torch.distributed.checkpoint', 'transformers')\n"
+        "print([name for name in heavy if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

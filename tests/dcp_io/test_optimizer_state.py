@@ -1,0 +1,139 @@
+"""Optimizer state: read without a step, exact for every kind of optimizer, refused where it does not fit."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fsdp_sft as fs
+from tests.harness.ranks import run_distributed
+from tests.harness.trained import assert_same, everything, make_adamw, make_model, this_rank, train
+
+
+def _optimizer_kinds(folder: str) -> None:
+    """save_optimizer_state for many optimizers; loads into fresh ones and saves from fresh ones."""
+
+    def make(kind: str, model: nn.Module) -> torch.optim.Optimizer:
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        kinds: dict[str, Any] = {
+            "adamw": lambda: torch.optim.AdamW(parameters, lr=1e-2, foreach=False),
+            "foreach": lambda: torch.optim.AdamW(parameters, lr=1e-2, foreach=True),
+            "fused": lambda: torch.optim.AdamW(parameters, lr=1e-2, fused=True),
+            "sgd": lambda: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9),
+            "plain sgd": lambda: torch.optim.SGD(parameters, lr=1e-2),
+            "tensor lr": lambda: torch.optim.AdamW(parameters, lr=torch.tensor(1e-2), foreach=False),
+            "nadam": lambda: torch.optim.NAdam(parameters, lr=1e-2),
+        }
+        return kinds[kind]()
+
+    for kind in ("adamw", "foreach", "fused", "sgd", "plain sgd", "tensor lr", "nadam"):
+        path = f"{folder}/{kind}/state"
+        model = make_model(1, {}, family="llama")
+        optimizer = make(kind, model)
+        fs.save_optimizer_state(model, optimizer, path)
+        assert not optimizer.state
+        assert all(p.grad is None for p in model.parameters())
+        target = make_model(1, {}, family="llama")
+        stepped = make(kind, target)
+        train(target, stepped, 0, 1)
+        fs.load_optimizer_state(target, stepped, path)  # a fresh state empties it
+        assert not stepped.state
+        train(model, optimizer, 0, 2)
+        if kind == "sgd":
+            optimizer.state[next(iter(optimizer.state))]["momentum_buffer"] = None
+            optimizer.state[next(iter(optimizer.state))]["count"] = 3
+        optimizer.param_groups[0]["weight_decay"] = 0.25
+        fs.save_optimizer_state(model, optimizer, path)  # over the old one
+        fresh = make(kind, target)
+        fs.load_optimizer_state(target, fresh, path)
+        loaded, saved = everything(target, fresh), everything(model, optimizer)
+        assert_same(
+            {name: v for name, v in loaded.items() if not name.startswith("model/")},
+            {name: v for name, v in saved.items() if not name.startswith("model/")},
+        )
+        for a, b in zip(optimizer.state.values(), fresh.state.values(), strict=True):
+            assert {k: type(v) for k, v in a.items()} == {k: type(v) for k, v in b.items()}
+        for a, b in zip(model.parameters(), target.parameters(), strict=True):
+            b.data.to_local().copy_(a.data.to_local())
+        torch.manual_seed(5)
+        losses = train(model, optimizer, 2, 2)
+        torch.manual_seed(5)
+        assert train(target, fresh, 2, 2) == losses, kind
+
+
+def _optimizer_mismatches(folder: str) -> None:
+    model = make_model(1, {}, family="llama")
+    optimizer = make_adamw(model)
+    train(model, optimizer, 0, 1)
+    fs.save_optimizer_state(model, optimizer, f"{folder}/state")
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    before = everything(model, optimizer)
+    cases = [
+        (torch.optim.AdamW(parameters), "groups of"),
+        (torch.optim.AdamW(parameters[:-1]), "lacks 1 of its parameters"),
+        (torch.optim.SGD(parameters, momentum=0.9), "it is of AdamW, the optimizer is SGD"),
+    ]
+    for other, message in cases:
+        with pytest.raises(fs.CheckpointMismatchError, match=message):
+            fs.load_optimizer_state(model, other, f"{folder}/state")
+        assert not other.state
+    half = make_model(1, None, family="llama").bfloat16()
+    with pytest.raises(fs.CheckpointMismatchError, match="F32"):
+        fs.load_optimizer_state(half, make_adamw(half), f"{folder}/state")
+    with pytest.raises(fs.CheckpointNotFoundError):
+        fs.load_optimizer_state(model, optimizer, f"{folder}/nothing")
+    if this_rank() == 0:
+        os.makedirs(f"{folder}/notes/mine")
+        victim = next(Path(folder, "state", "optimizer").iterdir())
+        victim.write_bytes(victim.read_bytes()[:-1])
+    torch.distributed.barrier()
+    with pytest.raises(FileExistsError):
+        fs.save_optimizer_state(model, optimizer, f"{folder}/notes")
+    with pytest.raises(fs.CheckpointCorruptError, match="bytes instead of"):
+        fs.load_optimizer_state(model, optimizer, f"{folder}/state")
+    with pytest.raises(ValueError, match="not the model's"):
+        fs.save_optimizer_state(make_model(3, {}), optimizer, f"{folder}/other")
+    optimizer.state[parameters[0]]["row"] = torch.zeros(3)
+    with pytest.raises(ValueError, match="sharded again"):
+        fs.save_optimizer_state(model, optimizer, f"{folder}/other")
+    del optimizer.state[parameters[0]]["row"]
+    assert_same(everything(model, optimizer), before)
+
+
+def _optimizers(folder: str) -> None:
+    _optimizer_kinds(folder)
+    _optimizer_mismatches(folder)
+
+
+def test_optimizers(tmp_path: Path) -> None:
+    run_distributed(_optimizers, 2, str(tmp_path))
+
+
+def test_an_optimizer_goes_to_another_number_of_ranks(tmp_path: Path) -> None:
+    run_distributed(_save_optimizer, 2, str(tmp_path))
+    run_distributed(_load_optimizer, 1, str(tmp_path))
+
+
+def _save_optimizer(folder: str) -> None:
+    model = make_model(1, {}, family="llama")
+    optimizer = make_adamw(model)
+    train(model, optimizer, 0, 2)
+    fs.save_optimizer_state(model, optimizer, f"{folder}/state")
+    fs.save_full_state_dict(model, f"{folder}/model.pt")
+    state = everything(model, optimizer)
+    if this_rank() == 0:
+        torch.save({k: v for k, v in state.items() if isinstance(v, torch.Tensor)}, f"{folder}/expected")
+
+
+def _load_optimizer(folder: str) -> None:
+    model = make_model(3, None, family="llama")
+    optimizer = make_adamw(model, fused=True)
+    fs.load_full_state_dict(model, f"{folder}/model.pt")
+    fs.load_optimizer_state(model, optimizer, f"{folder}/state")
+    actual = {k: v for k, v in everything(model, optimizer).items() if isinstance(v, torch.Tensor)}
+    assert_same(actual, torch.load(f"{folder}/expected"))
+    assert optimizer.param_groups[0]["fused"] is True
+    train(model, optimizer, 2, 1)

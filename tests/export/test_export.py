@@ -1,0 +1,256 @@
+"""Exports against ``save_pretrained`` of the unsharded model, and against ``from_pretrained``."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import nn
+
+import fsdp_sft as fs
+from fsdp_sft.dcp_io import export, hf_files, own_rows
+from tests.harness.models import full, tiny_model
+from tests.harness.ranks import run_distributed
+
+FAMILIES = ["llama", "qwen2", "qwen2-tied", "mixtral", "gpt2", "gemma3", "t5", "bert"]
+HSDP = {"dp_replicate": 2}
+INDEX = "model.safetensors.index.json"
+
+
+def _read(folder: Path) -> dict[str, tuple[torch.dtype, torch.Tensor]]:
+    found = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            assert file.metadata() == {"format": "pt"}
+            found.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+    return {name: (tensor.dtype, tensor) for name, tensor in found.items()}
+
+
+def _json(path: Path) -> Any:
+    raw = json.loads(path.read_text())
+    return {key: value for key, value in raw.items() if key != "transformers_version"}
+
+
+def _assert_same_folder(actual: Path, expected: Path) -> None:
+    split = (expected / INDEX).exists()
+    if "mixtral" not in actual.name or not split:  # there it counts views of a tensor as the whole tensor
+        assert sorted(os.listdir(actual)) == sorted([*os.listdir(expected), "README.md"])
+        for name in os.listdir(expected):
+            if name.endswith(".json"):
+                assert _json(actual / name) == _json(expected / name), name
+    if split:
+        index = _json(actual / INDEX)
+        for file in actual.glob("*.safetensors"):
+            with safe_open(file, "pt") as opened:
+                assert {n for n, f in index["weight_map"].items() if f == file.name} == set(opened.keys())
+    got, wanted = _read(actual), _read(expected)
+    assert got.keys() == wanted.keys(), sorted(got.keys() ^ wanted.keys())
+    for name, (dtype, tensor) in wanted.items():
+        assert got[name][0] == dtype, name
+        assert torch.equal(got[name][1], tensor), name
+
+
+def _export_like_save_pretrained(folder: str, mesh_shape: dict[str, int] | None, families: list[str]) -> None:
+    import transformers as tf
+
+    rank = torch.distributed.get_rank()
+    for family in families:
+        for dtype, size in ((torch.float32, 20_000), (torch.bfloat16, "5GB")):
+            name = f"{folder}/{family}-{dtype}"
+            plain = tiny_model(family, seed=3).to(dtype)
+            if rank == 0:
+                plain.save_pretrained(f"{name}-expected", max_shard_size=size)
+            model = tiny_model(family, seed=3)
+            if mesh_shape is not None:
+                mesh = fs.build_mesh(**mesh_shape, device_type="cpu")
+                fs.shard_model(model, mesh=mesh)
+            rng, config = torch.get_rng_state(), model.config.to_dict()
+            out = fs.export_hf(model, f"{name}-actual", dtype=dtype, max_shard_size=size)
+            assert torch.equal(torch.get_rng_state(), rng)
+            assert model.config.to_dict() == config
+            if rank == 0:
+                assert os.listdir(folder).count(f".tmp-{out.name}") == 0
+                _assert_same_folder(out, Path(f"{name}-expected"))
+                loaded = type(plain).from_pretrained(out, dtype=dtype)
+                for key, tensor in plain.state_dict().items():
+                    assert torch.equal(loaded.state_dict()[key], tensor), (family, key)
+                if family == "llama":
+                    assert type(tf.AutoModelForCausalLM.from_pretrained(out)) is type(plain)
+
+
+def _export_with_and_without_a_common_folder(folder: str) -> None:
+    rank, written = torch.distributed.get_rank(), []
+    write, see = own_rows.OwnRows.write, os.open
+    own_rows.OwnRows.write = lambda self, *args: (written.append(args[0]), write(self, *args))[1]  # type: ignore[assignment,method-assign,func-returns-value]
+    for name, is_common in (("common", True), ("apart", False)):
+        if rank == 1 and not is_common:
+            os.open = lambda *args, **_: see("/nowhere", os.O_RDONLY)  # type: ignore[assignment]
+        model = fs.shard_model(tiny_model("llama", seed=3), mesh=fs.build_mesh(device_type="cpu"))
+        try:
+            fs.export_hf(model, f"{folder}/{name}", dtype=None)
+        finally:
+            os.open = see
+        assert len(written) == len(list(model.parameters())), "by both ranks, or by none"
+    if rank == 0:
+        common, apart = Path(folder, "common"), Path(folder, "apart")
+        assert sorted(os.listdir(common)) == sorted(os.listdir(apart))
+        for path in common.glob("*.safetensors"):
+            assert path.read_bytes() == (apart / path.name).read_bytes()
+
+
+def test_ranks_write_their_own_rows_where_all_see_the_folder(tmp_path: Path) -> None:
+    run_distributed(_export_with_and_without_a_common_folder, 2, str(tmp_path))
+
+
+def test_the_folder_is_what_save_pretrained_writes(tmp_path: Path) -> None:
+    run_distributed(_export_like_save_pretrained, 2, str(tmp_path), {}, FAMILIES)
+
+
+@pytest.mark.parametrize(("ranks", "mesh_shape"), [(1, None), (4, HSDP)])
+def test_at_other_numbers_of_ranks(ranks: int, mesh_shape: Any, tmp_path: Path) -> None:
+    run_distributed(_export_like_save_pretrained, ranks, str(tmp_path), mesh_shape, ["qwen2-tied", "mixtral"])
+
+
+class _Tokenizer:
+    def save_pretrained(self, folder: Any) -> None:
+        Path(folder, "tokenizer.json").write_text("{}")
+
+
+def _other_tensors(folder: str) -> None:
+    """0-dim and integer buffers, modules kept in float32, a trained sharded model, dtype=None."""
+    model = tiny_model("llama", seed=3, dtype=torch.bfloat16)
+    inner = model.model
+    inner.register_buffer("steps", torch.tensor(12345678901))
+    inner.register_buffer("ratio", torch.tensor(3.5))
+    inner.register_buffer("seen", torch.tensor([True, False, True]))
+    inner.register_buffer("scratch", torch.ones(2), persistent=False)
+    model._keep_in_fp32_modules_strict = {"input_layernorm"}
+    fs.shard_model(model, mesh=fs.build_mesh(device_type="cpu"))
+    twin = export._unsharded_twin(model)  # conversions are looked up by class
+    assert type(twin).__name__ == "LlamaForCausalLM"
+    assert {p.device.type for p in twin.parameters()} == {"meta"}
+    fs.export_hf(model, f"{folder}/out", tokenizer=_Tokenizer())
+    fs.export_hf(model, f"{folder}/own", dtype=None)
+    if torch.distributed.get_rank() == 0:
+        found = _read(Path(folder, "out"))
+        assert found["model.steps"][1].item() == 12345678901
+        assert found["model.ratio"][1].shape == ()
+        assert found["model.ratio"][1].item() == 3.5
+        assert found["model.seen"][1].tolist() == [True, False, True]
+        assert "model.scratch" not in found
+        assert found["model.layers.0.input_layernorm.weight"][0] == torch.float32
+        assert found["model.layers.0.mlp.up_proj.weight"][0] == torch.bfloat16
+        assert {dtype for dtype, _ in _read(Path(folder, "own")).values()} >= {torch.float32, torch.int64}
+        assert json.loads(Path(folder, "own", "config.json").read_text())["dtype"] == "float32"
+        assert json.loads(Path(folder, "out", "config.json").read_text())["dtype"] == "bfloat16"
+        assert Path(folder, "out", "tokenizer.json").exists()
+
+
+def _refusals(folder: str) -> None:
+    rank = torch.distributed.get_rank()
+    model = tiny_model("qwen2-tied", seed=3)
+    fs.shard_model(model, mesh=fs.build_mesh(device_type="cpu"))
+    if rank == 0:
+        os.makedirs(f"{folder}/full/x")
+        os.makedirs(f"{folder}/empty")
+    with pytest.raises(FileExistsError, match="not an empty folder"):
+        fs.export_hf(model, f"{folder}/full")
+    with pytest.raises(TypeError, match="transformers model"):
+        fs.export_hf(nn.Linear(2, 2), f"{folder}/new")
+    with pytest.raises(ValueError, match="dtype"):
+        fs.export_hf(model, f"{folder}/new", dtype=torch.int8)
+    with pytest.raises(TypeError, match="save_pretrained, got str"):
+        fs.export_hf(model, f"{folder}/new", tokenizer="gpt2")
+    before = {name: full(p).clone() for name, p in model.named_parameters()}
+
+    def full_disk(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    places: list[tuple[int, Any, str]] = [
+        (1, own_rows, "write_early"),
+        (0, own_rows, "write_early"),
+        (0, export, "publish"),
+        (0, hf_files, "create"),
+    ]
+    for failing, module, name in places:
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == failing:
+                patch.setattr(module, name, full_disk)
+            with pytest.raises(OSError, match="No space left"):
+                fs.export_hf(model, f"{folder}/new")
+        torch.distributed.barrier()
+        assert sorted(os.listdir(folder)) == ["empty", "full"]
+        torch.distributed.barrier()
+    model.eval()
+    with torch.no_grad():
+        model(input_ids=torch.ones(1, 4, dtype=torch.int64))  # leaves the root gathered
+    assert fs.export_hf(model, f"{folder}/empty", dtype=torch.float32) == Path(folder, "empty")
+    torch.distributed.barrier()
+    for name, (_, tensor) in _read(Path(folder, "empty")).items():
+        assert torch.equal(before[name], tensor)
+
+
+def _what_training_changed(folder: str) -> None:
+    """What checkpointing turned off is on in the config, and it says whether the weights are tied."""
+    import transformers as tf
+
+    model = tiny_model("qwen2-tied")
+    fs.apply_sac(model, "1/2")
+    fs.shard_model(model, mesh=fs.build_mesh(device_type="cpu"))
+    out = fs.export_hf(model, f"{folder}/tied")
+    assert model.config.use_cache is False
+    if torch.distributed.get_rank() == 0:
+        config = _json(out / "config.json")
+        assert (config["use_cache"], config["tie_word_embeddings"]) == (True, True)
+
+    apart = tiny_model("qwen2-tied")
+    apart.lm_head.weight = nn.Parameter(apart.lm_head.weight.detach() + 1)
+    apart.generation_config = None
+    head = apart.lm_head.weight.detach().clone()
+    fs.shard_model(apart, mesh=fs.build_mesh(device_type="cpu"))
+    out = fs.export_hf(apart, f"{folder}/apart", dtype=torch.float32)
+    if torch.distributed.get_rank() == 0:
+        assert _json(out / "config.json")["tie_word_embeddings"] is False
+        loaded = tf.AutoModelForCausalLM.from_pretrained(out)
+        assert torch.equal(loaded.lm_head.weight, head)
+        assert not torch.equal(loaded.get_input_embeddings().weight, head)
+
+
+def test_the_config_is_that_of_the_weights(tmp_path: Path) -> None:
+    run_distributed(_what_training_changed, 2, str(tmp_path))
+
+
+def test_a_link_to_an_empty_folder_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "disk")
+    model = tiny_model("gpt2")
+    fs.export_hf(model, tmp_path / "out")
+    assert (tmp_path / "out").is_symlink()
+    assert (tmp_path / "disk" / "model.safetensors").exists()
+
+
+def test_where_a_file_system_is_mounted_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "out").mkdir()
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == tmp_path / "out")
+    with pytest.raises(FileExistsError, match=r"mounted.*out/export"):
+        fs.export_hf(tiny_model("gpt2"), tmp_path / "out")
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def _others(folder: str) -> None:
+    _other_tensors(f"{folder}/tensors")
+    _refusals(f"{folder}/refusals")
+
+
+def test_other_tensors_and_refusals(tmp_path: Path) -> None:
+    run_distributed(_others, 2, str(tmp_path))
+
+
+def test_tensors_that_are_converted_together_are_grouped() -> None:
+    outputs = {"a.0": ["x"], "b.0": ["y", "x"], "a.1": ["z"], "c": ["y"], "d": ["w"]}
+    assert export._joined(outputs) == [["a.1"], ["a.0", "b.0", "c"], ["d"]]

@@ -1,0 +1,221 @@
+"""Checkpoints made to harm: nothing in them runs, nothing is written outside, memory stays bounded."""
+
+import hashlib
+import io
+import json
+import os
+import pickle
+import resource
+import shutil
+import struct
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fsdp_sft as fs
+from tests.faults.kills import make, tensors
+from tests.faults.tables import table
+from tests.harness.ranks import run_distributed
+
+Attack = Callable[[Path], None]
+_FIRST = "model/00000.safetensors"
+
+
+class Marker:
+    """A pickle that makes a folder when it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+def hostile(root: Path) -> tuple[str, int]:
+    """The section on hostile checkpoints."""
+    lines, bad = [], 0
+    (results,) = run_distributed(run_attacks, 1, str(root / "hostile"), timeout=1800)
+    for name, verdict, seconds, grown in results:
+        fine = verdict == "refused"
+        bad += not fine
+        lines.append([name, verdict, f"{seconds:.1f}", f"{grown / 1e6:.0f}"])
+    text = (
+        f"## Hostile checkpoints\n\n**{bad} of {len(lines)} not refused.** Refused: CheckpointCorruptError, "
+        "the model bitwise untouched, no code run, no file made or changed outside the checkpoint. Manifests "
+        "are signed anew after each change, as their author could.\n\n"
+        + table(["attack", "outcome", "seconds", "peak memory grown by MB"], lines)
+        + "\n"
+    )
+    return text, bad
+
+
+def run_attacks(folder: str, *, large: bool = True) -> list[tuple[str, str, float, int]]:
+    root = Path(folder)
+    model, optimizer = make(width=16)
+    fs.save_checkpoint(
+        root / "good", 1, model=model, optimizer=optimizer, rank_state={"rows": torch.arange(3)}
+    )
+    results = []
+    for name, attack in attacks(root / "good" / "step-1", root / "ran"):
+        if " MB " in name and not large:
+            continue
+        work = root / "inner" / "work"
+        shutil.rmtree(work, ignore_errors=True)
+        shutil.copytree(root / "good", work)
+        attack(work / "step-1")
+        results.append((name, *_attempt(root, work)))
+    return results
+
+
+def _attempt(root: Path, work: Path) -> tuple[str, float, int]:
+    model, optimizer = make(width=16)
+    before = [tensor.detach().clone() for _, tensor in tensors(model, optimizer)]
+    around = _listing(root, work)
+    _reset_peak()
+    base, started = _peak(), time.perf_counter()
+    try:
+        fs.load_checkpoint(work / "step-1", model=model, optimizer=optimizer)
+        verdict = "LOADED"
+    except fs.CheckpointCorruptError:
+        verdict = "refused"
+    except BaseException as error:
+        verdict = f"{type(error).__name__}: {str(error)[:100]}"
+    seconds, grown = time.perf_counter() - started, _peak() - base
+    after = [tensor for _, tensor in tensors(model, optimizer)]
+    if not all(torch.equal(a, b) for a, b in zip(after, before, strict=True)):
+        verdict += ", model touched"
+    if _listing(root, work) != around:
+        verdict += ", something was made or changed"
+    return verdict, seconds, grown
+
+
+def _listing(root: Path, work: Path) -> dict[str, int]:
+    return {str(p): p.stat().st_mtime_ns for p in root.rglob("*") if not p.is_relative_to(work)}
+
+
+def _reset_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def _peak() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def attacks(good: Path, marker: Path) -> Iterator[tuple[str, Attack]]:
+    """Name and what it does to a copy of a sound step."""
+    payloads = {"pickle": pickle.dumps(Marker(marker)), "torch.save": _torch_saved(marker)}
+    for name in sorted(str(p.relative_to(good)) for p in good.rglob("*") if p.is_file()):
+        for kind, payload in payloads.items():
+            yield f"{kind} as {name}", lambda s, n=name, p=payload: _replace(s, n, p)
+    for name in ("/etc/passwd", "../x.safetensors", "model/../../x.safetensors", "model/00000.safetensors\0"):
+        yield f"a part in {name!r}", lambda s, n=name: sign(s, lambda r: _rename(r, n))
+    yield "a link out of the folder", _link
+    for length in (2**63 - 1, 10**8 + 1):
+        yield (
+            f"a header of {length} bytes",
+            lambda s, n=length: _replace(s, _FIRST, struct.pack("<Q", n), 2 * 10**8),
+        )
+    yield (
+        "a header of 100 MB of nothing",
+        lambda s: _replace(s, _FIRST, struct.pack("<Q", 10**8), 2 * 10**8),
+    )
+    yield (
+        "a header of 95 MB of lists",
+        lambda s: _replace(s, _FIRST, _header(b"[" + b"[]," * 31_000_000 + b"1]")),
+    )
+    yield "a header 100,000 deep", lambda s: _replace(s, _FIRST, _header(b"[" * 100_000))
+    yield "a tensor of 2^62 bytes", lambda s: _replace(s, _FIRST, _header(_entry([2**60, 4], 2**62)))
+    yield "a manifest 100,000 deep", lambda s: _raw(s, b"[" * 100_000)
+    yield "a manifest of 1 TB of nothing", lambda s: os.truncate(s / "MANIFEST.json", 1 << 40)
+    yield "a manifest of 125 MB of lists", lambda s: _raw(s, b"[" + b"[]," * 41_600_000 + b"1]")
+    yield "a number of 10 million digits", lambda s: _raw(s, b"[" + b"9" * 10_000_000 + b"]")
+    yield "a shape of a million sizes", lambda s: sign(s, _long_shape)
+    yield "5,000 parts in steps", lambda s: sign(s, _staircase)
+    yield "a metric past any float", lambda s: sign(s, lambda r: r.update(metric=10**400))
+    yield "state 800 deep", lambda s: _replace(s, "rank/00000.json", b"[" * 800 + b"]" * 800)
+    yield "a generator's state of another length", _short_rng
+    yield "an option that cannot be decoded", lambda s: sign(s, _bad_option)
+
+
+def sign(step: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change a manifest and give it the digest that it then must have."""
+    raw = json.loads((step / "MANIFEST.json").read_text())
+    raw.pop("digest")
+    change(raw)
+    text = json.dumps(raw, sort_keys=True, separators=(",", ":")).encode()
+    raw["digest"] = hashlib.sha256(text).hexdigest()
+    (step / "MANIFEST.json").write_bytes(json.dumps(raw, sort_keys=True, separators=(",", ":")).encode())
+
+
+def _replace(step: Path, name: str, content: bytes, size: int | None = None) -> None:
+    """Other contents for a file, with size and checksum in the manifest put right."""
+    path = step / name
+    path.write_bytes(content)
+    if size is not None:
+        os.truncate(path, size)
+    if name != "MANIFEST.json":
+        with path.open("rb") as file:
+            record = {"size": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+        sign(step, lambda r: r["files"].update({name: record}))
+
+
+def _raw(step: Path, content: bytes) -> None:
+    (step / "MANIFEST.json").write_bytes(content)
+
+
+def _torch_saved(marker: Path) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(Marker(marker), buffer)
+    return buffer.getvalue()
+
+
+def _rename(raw: dict[str, Any], name: str) -> None:
+    raw["files"][name] = raw["files"].pop(_FIRST)
+    for tensor in raw["model"].values():
+        for chunk in tensor["chunks"]:
+            chunk[0] = name if chunk[0] == _FIRST else chunk[0]
+
+
+def _link(step: Path) -> None:
+    shutil.move(step / _FIRST, step.parent / "elsewhere")
+    (step / _FIRST).symlink_to("../../elsewhere")
+
+
+def _header(text: bytes) -> bytes:
+    return struct.pack("<Q", len(text)) + text
+
+
+def _entry(shape: list[int], size: int) -> bytes:
+    return json.dumps({"x": {"dtype": "U8", "shape": shape, "data_offsets": [0, size]}}).encode()
+
+
+def _long_shape(raw: dict[str, Any]) -> None:
+    next(iter(raw["model"].values()))["shape"] = [2**62] * 1_000_000
+
+
+def _staircase(raw: dict[str, Any]) -> None:
+    """Parts that tile a triangle-like band, each in a file of its own: slow for whoever compares pairs."""
+    count = 5_000
+    record = raw["files"][_FIRST]
+    files = [f"model/{i:05d}.safetensors" for i in range(count)]
+    raw["files"].update(dict.fromkeys(files, record))
+    chunks = [[name, [i, i], [count - i, 1]] for i, name in enumerate(files)]
+    next(iter(raw["model"].values())).update(shape=[count, (count + 1) // 2], chunks=chunks)
+
+
+def _short_rng(step: Path) -> None:
+    from safetensors.torch import load_file, save
+
+    tensors = load_file(step / "rank/00000.safetensors")
+    name = next(name for name in tensors if "torch" in name)
+    _replace(step, "rank/00000.safetensors", save({**tensors, name: tensors[name][:-1].clone()}))
+
+
+def _bad_option(raw: dict[str, Any]) -> None:
+    raw["optimizer_info"]["groups"][0]["options"]["lr"] = {"__fsdp_sft__": "eval", "items": []}

@@ -1,0 +1,81 @@
+"""Tiny checkpoints on disk, and loaded models compared bit for bit with plain from_pretrained."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.harness.models import full, tiny_model
+
+
+def save_tiny(folder: Path, family: str = "llama", *, max_shard_size: str = "20KB", **overrides: Any) -> Path:
+    """A bf16 checkpoint as plain ``save_pretrained`` writes it, in several files."""
+    model = tiny_model(family, dtype=torch.bfloat16, **overrides)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    return folder
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    """Every stored tensor."""
+    return {name: t for path in sorted(folder.glob("*.safetensors")) for name, t in load_file(path).items()}
+
+
+def rewrite(folder: Path, tensors: dict[str, torch.Tensor], *, files: int = 1) -> None:
+    """Replace a folder's weights by ``tensors``, over several files with an index or in one without."""
+    for path in [*folder.glob("*.safetensors"), *folder.glob("*.index.json")]:
+        path.unlink()
+    tensors = {name: t.contiguous().clone() for name, t in tensors.items()}
+    if files == 1:
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        return
+    weight_map = {name: f"model-{i % files}.safetensors" for i, name in enumerate(sorted(tensors))}
+    for file in sorted(set(weight_map.values())):
+        part = {name: tensors[name] for name, owner in weight_map.items() if owner == file}
+        save_file(part, folder / file, metadata={"format": "pt"})
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
+
+
+def plain(folder: Path, **kwargs: Any) -> Any:
+    """The oracle: what plain transformers loads, unsharded, in float32."""
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(folder)
+    cls = getattr(transformers, config.architectures[0])
+    torch.manual_seed(0)  # for keys that are initialised
+    return cls.from_pretrained(folder, dtype=torch.float32, **kwargs).train()
+
+
+def state_of(model: Any) -> dict[str, torch.Tensor]:
+    """Every parameter and buffer, whole, under each of its names; the same on all ranks."""
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return {name: full(tensor).detach() for name, tensor in named}
+
+
+def difference(model: Any, oracle: Any) -> list[str]:
+    """What differs: names, shapes, dtypes, bits, ties, flags, mode."""
+    mine, theirs = state_of(model), state_of(oracle)
+    problems = [f"only one has {name}" for name in sorted(mine.keys() ^ theirs.keys())]
+    for name in sorted(mine.keys() & theirs.keys()):
+        a, b = mine[name], theirs[name]
+        if a.shape != b.shape or a.dtype != b.dtype:
+            problems.append(f"{name}: {tuple(a.shape)} {a.dtype}, not {tuple(b.shape)} {b.dtype}")
+        elif not torch.equal(a, b) and not (
+            torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
+        ):
+            problems.append(f"{name}: {int((a != b).sum())} of {a.numel()} elements differ")
+
+    def flags(m: Any) -> dict[str, bool]:
+        return {name: p.requires_grad for name, p in m.named_parameters()}
+
+    if flags(model) != flags(oracle):
+        unlike = set(flags(model).items()) ^ set(flags(oracle).items())
+        problems.append(f"ties or requires_grad differ: {sorted(unlike)[:4]}")
+    if any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
+        problems.append("something is on meta")
+    if model.training != oracle.training:
+        problems.append("the mode differs")
+    return problems

@@ -1,0 +1,60 @@
+"""Rows to pack, and what they give one by one: the oracle of the packing tests."""
+
+import copy
+import random
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from tests.harness.models import VOCAB
+
+
+def row(*ids: int, targets: int | None = None) -> dict[str, list[int]]:
+    """A row that trains its last ``targets`` tokens, or all."""
+    labels = list(ids)
+    if targets is not None:
+        labels[: len(ids) - targets] = [-100] * (len(ids) - targets)
+    return {"input_ids": list(ids), "labels": labels}
+
+
+def drawn_rows(count: int, *, longest: int = 24, seed: int = 3) -> list[dict[str, list[int]]]:
+    """Rows of 1 to ``longest`` tokens; one has no target and one consists of a single token."""
+    generator = random.Random(seed)
+    rows = []
+    for index in range(count):
+        length = {0: 1}.get(index) or generator.randint(2, longest)
+        ids = [generator.randrange(3, VOCAB) for _ in range(length)]
+        rows.append(row(*ids, targets=0 if index == 1 else generator.randint(1, length)))
+    return rows
+
+
+def chat_lengths(count: int, *, seed: int = 0, longest: int = 512) -> tuple[list[int], list[int]]:
+    """Lengths with a long tail, and targets that are between nothing and nearly all of a row."""
+    generator = random.Random(seed)
+    lengths = [min(longest, 2 + int(generator.lognormvariate(4, 1))) for _ in range(count)]
+    return lengths, [int(length * generator.betavariate(1, 1.5)) for length in lengths]
+
+
+def gradients_of_separate_rows(model: Any, rows: list[dict[str, list[int]]]) -> tuple[float, dict[str, Any]]:
+    """Sum over the targets of rows that go through the model one by one, written out plainly."""
+    model = copy.deepcopy(model)
+    total = torch.zeros(())
+    for one in rows:
+        logits = model(input_ids=torch.tensor([one["input_ids"]])).logits[0]
+        for position in range(1, len(one["labels"])):
+            if one["labels"][position] != -100:
+                total = total - F.log_softmax(logits[position - 1], -1)[one["labels"][position]]
+    total.backward()
+    return float(total.detach()), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(a: Any, b: Any) -> None:
+    if isinstance(a, dict):
+        assert a.keys() == b.keys()
+        for key in a:
+            assert_same(a[key], b[key])
+    elif isinstance(a, torch.Tensor):
+        assert torch.equal(a, b)
+    else:
+        assert a == b

@@ -1,0 +1,158 @@
+"""PackedStream: packs of a stream within a buffer, resumed without losing or repeating a row."""
+
+import itertools
+import json
+from collections import Counter
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader, IterableDataset
+
+import fsdp_sft as fs
+from tests.harness.packs import assert_same, drawn_rows, row
+
+
+class Source(IterableDataset):
+    """A stream that counts what is read of it."""
+
+    def __init__(self, rows: list[Any]) -> None:
+        self.rows, self.read, self.most_ahead = rows, 0, 0
+
+    def __iter__(self) -> Any:
+        for one in self.rows:
+            self.read += 1
+            yield one
+
+
+class Skipping(Source):
+    skipped = 0
+
+    def skip(self, number: int) -> Source:
+        self.skipped = number
+        return Source(self.rows[number:])
+
+
+def streams(ranks: int, rows: Any, **options: Any) -> list[fs.PackedStream]:
+    options = {"max_length": 48, "buffer_size": 17, **options}
+    return [fs.PackedStream(rows, num_replicas=ranks, rank=rank, **options) for rank in range(ranks)]
+
+
+def take_rows(group: list[fs.PackedStream], rounds: int | None = None) -> list[list[list[Any]]]:
+    taken = [list(itertools.islice(stream, rounds)) for stream in group]
+    assert len({len(packs) for packs in taken}) == 1
+    for stream in group:
+        stream.mark_consumed(len(taken[0]))
+    return [list(packs) for packs in zip(*taken, strict=True)]
+
+
+def ids_of(rounds: list[list[list[Any]]]) -> Counter[Any]:
+    return Counter(tuple(r["input_ids"]) for one in rounds for pack in one for r in pack)
+
+
+STREAMED = drawn_rows(100)
+ALL_IDS = Counter(tuple(one["input_ids"]) for one in STREAMED)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_a_stream_is_packed_within_its_buffer(ranks: int) -> None:
+    rounds = take_rows(streams(ranks, STREAMED))
+    assert ids_of(rounds) == ALL_IDS
+    sizes = [sum(len(r["input_ids"]) for r in pack) for one in rounds for pack in one]
+    assert 0 < min(sizes) <= max(sizes) <= 48
+    source = Source(STREAMED)
+    next(iter(fs.PackedStream(source, max_length=48, buffer_size=17, num_replicas=1, rank=0)))
+    assert source.read == 17
+
+
+@pytest.mark.parametrize("later", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("kind", [list, Source, Skipping])
+def test_a_resumed_stream_loses_no_row_and_repeats_none(kind: Any, ranks: int, later: int) -> None:
+    whole = take_rows(streams(ranks, STREAMED))
+    for done in range(0, len(whole), 3):
+        first = streams(ranks, kind(STREAMED))
+        start = take_rows(first, done)
+        state = json.loads(json.dumps(first[-1].state_dict()))
+        source = kind(STREAMED)
+        second = streams(later, source)
+        for stream in second:
+            stream.load_state_dict(state)
+        rest = take_rows(second)
+        assert ids_of(start) + ids_of(rest) == ALL_IDS
+        if ranks == later:
+            assert start + rest == whole
+        if kind is Skipping:
+            assert source.skipped == state["rows_before"]
+    assert state["rows_before"] >= 17, "used-up buffers are not packed again"
+
+
+def test_a_stream_goes_on_to_its_next_epoch() -> None:
+    (stream,) = streams(1, STREAMED)
+    whole = take_rows([stream])
+    state = stream.state_dict()
+    assert (state["epoch"], state["position"]) == (0, len(whole))
+    (resumed,) = streams(1, STREAMED)
+    resumed.load_state_dict(state)
+    assert take_rows([resumed], 2) == whole[:2], "it was consumed to its end"
+    assert (resumed.epoch, resumed.position) == (1, 2)
+    resumed.end_epoch()
+    assert (resumed.epoch, resumed.position) == (2, 0)
+    assert take_rows([resumed]) == whole
+    assert list(streams(1, [])[0]) == []
+
+
+def test_a_stream_feeds_a_loader_and_tokenised_rows_may_come_from_workers() -> None:
+    source = DataLoader(STREAMED, batch_size=None, num_workers=2)  # type: ignore[arg-type]
+    (stream,) = streams(1, source)
+    collator = fs.PackedCollator(max_length=48)
+    batches = list(DataLoader(stream, batch_size=None, collate_fn=collator))
+    expected = [collator(pack) for (pack,) in take_rows(streams(1, STREAMED))]
+    assert_same(dict(enumerate(batches)), dict(enumerate(expected)))
+    with pytest.raises(RuntimeError, match="num_workers=0 here"):
+        list(DataLoader(stream, batch_size=None, collate_fn=collator, num_workers=1))
+
+
+def test_windows_report_the_packs_of_a_stream() -> None:
+    (stream,) = streams(1, STREAMED)
+    loader = DataLoader(stream, batch_size=None, collate_fn=fs.PackedCollator(max_length=48))
+    whole = [[b["input_ids"].tolist() for b in window] for window in fs.windows(loader, 2)]
+    assert (stream.epoch, stream.position) == (1, 0)
+    next(itertools.islice(fs.windows(loader, 2), 4, None))
+    assert stream.position == 10
+    (resumed,) = streams(1, STREAMED)
+    resumed.load_state_dict(stream.state_dict())
+    loader = DataLoader(resumed, batch_size=None, collate_fn=fs.PackedCollator(max_length=48))
+    assert [[b["input_ids"].tolist() for b in window] for window in fs.windows(loader, 2)] == whole[5:]
+
+
+def test_a_bad_row_of_a_stream_is_named() -> None:
+    rows = [*STREAMED[:20], row(*range(1, 60))]
+    with pytest.raises(ValueError, match="row 3 has 59 tokens") as caught:
+        list(streams(1, rows)[0])
+    assert "from row 17 of the stream" in caught.value.__notes__[0]
+    with pytest.raises(ValueError, match="labels"):
+        list(streams(1, [{"input_ids": [1]}])[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [({"buffer_size": 0}, ValueError), ({"buffer_size": True}, TypeError), ({"max_length": 1.5}, TypeError)],
+)
+def test_impossible_streams_are_refused(options: dict[str, Any], error: type) -> None:
+    with pytest.raises(error, match=next(iter(options))):
+        streams(1, STREAMED, **options)
+    with pytest.raises(ValueError, match="rank must be in"):
+        fs.PackedStream(STREAMED, max_length=48, num_replicas=2, rank=-1)
+
+
+def test_states_of_other_streams_are_refused() -> None:
+    (stream,) = streams(1, STREAMED)
+    state = stream.state_dict()
+    for key in ("max_length", "buffer_size"):
+        with pytest.raises(ValueError, match=f"{key}={state[key] + 1}"):
+            stream.load_state_dict({**state, key: state[key] + 1})
+    with pytest.raises(ValueError, match="lacks"):
+        stream.load_state_dict({"epoch": 1})
+    for wrong in ({"position": -1}, {"packs_before": 1}, {"rows_before": -1}, {"epoch": -1}):
+        with pytest.raises(ValueError, match="cannot be"):
+            stream.load_state_dict({**state, **wrong})

@@ -1,0 +1,351 @@
+"""Selective activation checkpointing: the ratio rule, and gradients that do not change by a bit."""
+
+import copy
+import math
+import pickle
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import fsdp_sft as fs
+from tests.harness.models import full, ragged_batches, tiny_config, tiny_model
+from tests.harness.ranks import run_distributed
+
+
+def _taken(length: int, numerator: int, denominator: int) -> list[int]:
+    """The rule in integers: floor(x + 1/2) of x = i k / n is (2 i k + n) // (2 n)."""
+
+    def before(i: int) -> int:
+        return (2 * i * numerator + denominator) // (2 * denominator)
+
+    return [i for i in range(length) if before(i + 1) > before(i)]
+
+
+def test_ratio_rule_is_exact_for_every_fraction_of_the_blocks() -> None:
+    checked = 0
+    for length in range(1, 129):
+        for k in range(length + 1):
+            expected = _taken(length, k, length)
+            assert len(expected) == k
+            for ratio in (f"{k}/{length}", Fraction(k, length), k / length):
+                assert fs.select_block_indices(length, ratio) == expected
+            assert fs.select_block_indices(length, ratio, placement="prefix") == list(range(k))
+            checked += 1
+    print(f"{checked} pairs of k and L, each as text, Fraction and float")
+    assert checked == sum(length + 1 for length in range(1, 129))
+
+
+def test_seven_tenths_of_45_blocks_are_32() -> None:
+    for ratio in (0.7, "0.7", "7/10", Fraction(7, 10)):
+        assert len(fs.select_block_indices(45, ratio)) == 32
+
+
+def test_known_selections() -> None:
+    assert fs.select_block_indices(6, "1/3") == [1, 4]
+    assert fs.select_block_indices(4, 0.5) == [0, 2]
+    assert fs.select_block_indices(4, 1) == [0, 1, 2, 3]
+    assert fs.select_block_indices(4, 0) == []
+    assert fs.select_block_indices(0, 1) == []
+
+
+@pytest.mark.parametrize(
+    ("ratio", "message"),
+    [
+        ("0.1e9/1", "a text such as '1/3'"),
+        ("½", "a text such as '1/3'"),
+        ("１/３", "a text such as '1/3'"),
+        ("1/3; import os", "a text such as '1/3'"),
+        ("(1)/(3)", "a text such as '1/3'"),
+        ("2**-1", "a text such as '1/3'"),
+        ("0x1/0x3", "a text such as '1/3'"),
+        ("nan", "a text such as '1/3'"),
+        ("inf", "a text such as '1/3'"),
+        ("1/3\n1/3", "a text such as '1/3'"),
+        ("1/3\x00", "a text such as '1/3'"),
+        ("+1/3", "a text such as '1/3'"),
+        (".5", "a text such as '1/3'"),
+        (7, r"ratio must be in \[0, 1\], got 7; use 1 to checkpoint every block"),
+        (-0.25, r"got -0.25; use 0 to checkpoint none"),
+        (1.0000001, "use 1 to checkpoint every block"),
+        (math.nan, r"must be in \[0, 1\]"),
+        (math.inf, r"must be in \[0, 1\]"),
+        ("1/0", "divides by zero"),
+        ("4/3", "use 1 to checkpoint every block"),
+        ("__import__('os').system('true')", "a text such as '1/3'"),
+        ("", "a text such as '1/3'"),
+        ("1e-1", "a text such as '1/3'"),
+        ("1_0/3_0", "a text such as '1/3'"),
+        ("9" * 10_000, "a text such as '1/3'"),
+        ("-1/3", "a text such as '1/3'"),
+        ("1/3/3", "a text such as '1/3'"),
+    ],
+)
+def test_bad_ratios_are_refused_with_the_way_out(ratio: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fs.select_block_indices(8, ratio)
+
+
+@pytest.mark.parametrize("ratio", [True, None, [1], Decimal("0.5"), 1j])
+def test_what_is_no_ratio_is_a_type_error(ratio: Any) -> None:
+    with pytest.raises(TypeError, match="a number in"):
+        fs.select_block_indices(8, ratio)
+
+
+def test_other_arguments_are_checked() -> None:
+    with pytest.raises(ValueError, match="placement must be one of"):
+        fs.select_block_indices(8, 0.5, placement="random")
+    with pytest.raises(ValueError, match="num_blocks"):
+        fs.select_block_indices(-1, 0.5)
+    with pytest.raises(ValueError, match="preserve_rng_state"):
+        fs.apply_sac(tiny_model("llama"), 0.5, preserve_rng_state="sometimes")
+
+
+DROPOUT: dict[str, dict[str, Any]] = {
+    "bert": {"hidden_dropout_prob": 0.2}
+}  # test_sac_matrix.py has the others
+
+
+def _own_loss(model: Any, family: str) -> torch.Tensor:
+    batch = dict(ragged_batches(2)[0])
+    if family == "bert":
+        batch["labels"] = torch.tensor([0, 2])
+    else:
+        batch["use_cache"] = False  # a cache lays keys and values out differently, which moves the last bit
+    return model(**batch).loss
+
+
+def _gradients(model: Any, family: str) -> dict[str, torch.Tensor]:
+    torch.manual_seed(7)
+    _own_loss(model, family).backward()
+    gradients = {name: full(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return gradients
+
+
+def _check_bit_equal(shard: bool) -> None:
+    for family, dropout in DROPOUT.items():
+        expected = None
+        for ratio in (0, "1/3", 1):
+            for sac_first in (True, False) if shard else (True,):
+                model = tiny_model(family, **dropout)
+                names = [name for name, _ in model.named_parameters()]
+                if sac_first:
+                    chosen = fs.apply_sac(model, ratio)
+                if shard:
+                    fs.shard_model(
+                        model, mesh=fs.build_mesh(device_type="cpu"), mp_policy=MixedPrecisionPolicy()
+                    )
+                if not sac_first:
+                    chosen = fs.apply_sac(model, ratio)
+                assert len(chosen) == round(len(fs.find_blocks(model)) * float(Fraction(ratio)))
+                assert [name for name, _ in model.named_parameters()] == names
+                gradients = _gradients(model, family)
+                expected = expected or gradients
+                assert gradients.keys() == expected.keys()
+                for name in expected:
+                    assert torch.equal(gradients[name], expected[name]), (family, ratio, name)
+
+
+def test_gradients_are_bit_equal_with_dropout_on_one_process() -> None:
+    _check_bit_equal(shard=False)
+
+
+def test_gradients_are_bit_equal_with_dropout_on_two_ranks() -> None:
+    run_distributed(_check_bit_equal, 2, True)
+
+
+def _forward_calls(model: nn.Module, block: nn.Module, family: str) -> int:
+    """How often the block's inner part runs in a forward and a backward."""
+    calls = 0
+
+    def count(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+
+    inner = next(module for module in block.modules() if isinstance(module, nn.Linear))
+    handle = inner.register_forward_pre_hook(count)
+    _own_loss(model, family).backward()
+    handle.remove()
+    model.zero_grad()
+    return calls
+
+
+@pytest.mark.parametrize("family", ["llama", "t5", "bert"])
+def test_exactly_the_chosen_blocks_run_twice_until_removed(family: str) -> None:
+    model = tiny_model(family)
+    blocks = fs.find_blocks(model)
+    chosen = fs.apply_sac(model, "1/3")
+    assert {fqn: _forward_calls(model, block, family) for fqn, block in blocks.items()} == {
+        fqn: 2 if fqn in chosen else 1 for fqn in blocks
+    }
+    again = fs.apply_sac(model, 1)  # a second call replaces the first
+    assert again == list(blocks)
+    fs.apply_sac(model, "1/3")
+    fs.remove_sac(model)
+    fs.remove_sac(model)
+    assert all(_forward_calls(model, block, family) == 1 for block in blocks.values())
+
+
+class Block(nn.Module):
+    """A block that transformers knows nothing of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.drop, self.down = nn.Linear(8, 16), nn.Dropout(0.3), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+        return x + scale * self.down(self.drop(torch.relu(self.up(x))))
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.trunk:
+            x = block(x, scale=0.5)
+        return x
+
+
+def _plain_gradients(model: nn.Module) -> list[torch.Tensor]:
+    torch.manual_seed(3)
+    model.zero_grad()
+    model(torch.linspace(-1, 1, 24).view(3, 8)).square().sum().backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def test_blocks_of_other_origin_are_wrapped_without_renaming() -> None:
+    torch.manual_seed(0)
+    model = Plain()
+    expected = _plain_gradients(model)
+    names = list(model.state_dict())
+    assert fs.apply_sac(model, 0.5) == ["trunk.0", "trunk.2"]
+    assert list(model.state_dict()) == names
+    calls = []
+    for i, block in enumerate(model.trunk):
+        block.up.register_forward_pre_hook(lambda *_, i=i: calls.append(i))
+    assert all(map(torch.equal, _plain_gradients(model), expected))
+    assert sorted(calls) == [0, 0, 1, 2, 2, 3]
+    clone = copy.deepcopy(model)
+    with torch.no_grad():
+        clone.trunk[0].up.weight.zero_()
+    assert not all(map(torch.equal, _plain_gradients(clone), expected)), "the copy runs its own weights"
+    assert all(map(torch.equal, _plain_gradients(model), expected))
+    fs.remove_sac(model)
+    calls.clear()
+    _plain_gradients(model)
+    assert sorted(calls) == [0, 1, 2, 3]
+
+
+def test_a_checkpointed_model_can_be_pickled() -> None:
+    model = Plain()
+    fs.apply_sac(model, 0.5)
+    restored = pickle.loads(pickle.dumps(model))
+    assert all(map(torch.equal, _plain_gradients(restored), _plain_gradients(model)))
+
+
+def test_random_state_is_kept_exactly_when_something_is_random() -> None:
+    from fsdp_sft.sac import draws_random_numbers
+
+    assert not draws_random_numbers(tiny_model("llama"))
+    assert draws_random_numbers(Plain())
+    for family, dropout in DROPOUT.items():
+        assert draws_random_numbers(tiny_model(family, **dropout)), family
+
+
+def test_the_cache_is_off_while_blocks_are_checkpointed() -> None:
+    model = tiny_model("llama")
+    assert model.config.use_cache
+    fs.apply_sac(model, 0)
+    assert model.config.use_cache, "ratio 0 checkpoints nothing"
+    fs.apply_sac(model, 1)
+    assert not model.config.use_cache
+    fs.apply_sac(model, "1/3")
+    fs.remove_sac(model)
+    assert model.config.use_cache
+
+
+def test_caches_of_composite_models_are_off_too() -> None:
+    import transformers
+
+    model = tiny_model("t5")
+    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
+    assert len(configs) > 1
+    before = [config.use_cache for config in configs.values()]
+    fs.apply_sac(model, 1)
+    assert not any(config.use_cache for config in configs.values())
+    fs.remove_sac(model)
+    assert [config.use_cache for config in configs.values()] == before
+    config = transformers.LlavaConfig(text_config=tiny_config("llama"))
+    assert config.text_config.use_cache
+    model = Plain()
+    model.config = config
+    fs.apply_sac(model, 1)
+    assert not config.text_config.use_cache
+
+
+def test_blocks_can_be_listed() -> None:
+    model = tiny_model("llama")
+    assert fs.apply_sac(model, blocks=[2, 0]) == ["model.layers.0", "model.layers.2"]
+    assert fs.apply_sac(model, blocks=[-1, "model.layers.2"]) == ["model.layers.2"]
+    blocks = fs.find_blocks(model)
+    assert [_forward_calls(model, block, "llama") for block in blocks.values()] == [1, 1, 2]
+    assert fs.apply_sac(model, blocks=blocks) == list(blocks), "what find_blocks returned is a list of FQNs"
+    expected = _gradients(tiny_model("llama"), "llama")
+    assert fs.apply_sac(model, blocks=["model.layers.1.mlp", "lm_head"]) == ["model.layers.1.mlp", "lm_head"]
+    mlp = model.get_submodule("model.layers.1.mlp")
+    assert (
+        _forward_calls(model, mlp, "llama"),
+        _forward_calls(model, blocks["model.layers.1"], "llama"),
+    ) == (2, 1)
+    gradients = _gradients(model, "llama")
+    assert all(torch.equal(gradients[name], expected[name]) for name in expected)
+    assert fs.apply_sac(model, blocks=[]) == []
+
+
+@pytest.mark.parametrize(
+    ("blocks", "error", "message"),
+    [
+        ([3], ValueError, "block 3 does not exist: LlamaForCausalLM has 3 blocks"),
+        ([-4], ValueError, "block -4 does not exist"),
+        (["model.layer.0"], ValueError, "did you mean one of .*model.layers.0"),
+        ([""], ValueError, "no module ''"),
+        (["model.layers"], ValueError, "name its elements"),
+        (["model.layers.0", "model.layers.0.mlp"], ValueError, "lies in 'model.layers.0'"),
+        ([True], TypeError, "FQNs and positions"),
+        ([nn.Linear(1, 1)], TypeError, "FQNs and positions"),
+    ],
+)
+def test_bad_lists_of_blocks_are_refused(blocks: Any, error: type[Exception], message: str) -> None:
+    model = tiny_model("llama")
+    fs.apply_sac(model, blocks=[0])
+    with pytest.raises(error, match=message):
+        fs.apply_sac(model, blocks=blocks)
+    assert _forward_calls(model, fs.find_blocks(model)["model.layers.0"], "llama") == 2, "left as it was"
+
+
+def test_a_ratio_or_blocks_and_no_other_checkpointing() -> None:
+    model = tiny_model("llama")
+    for arguments in ({}, {"ratio": 1, "blocks": [0]}):
+        with pytest.raises(ValueError, match="either a ratio such as '1/3' or blocks="):
+            fs.apply_sac(model, **arguments)
+    with pytest.raises(ValueError, match="early_stop"):
+        fs.apply_sac(model, 1, early_stop="no")
+    model.gradient_checkpointing_enable()
+    with pytest.raises(ValueError, match=r"call model.gradient_checkpointing_disable\(\) before apply_sac"):
+        fs.apply_sac(model, "1/3")
+    model.gradient_checkpointing_disable()
+    assert len(fs.apply_sac(model, "1/3")) == 1
+
+
+def test_evaluation_does_not_recompute() -> None:
+    model = tiny_model("llama")
+    fs.apply_sac(model, 1)
+    model.eval()
+    assert _forward_calls(model, fs.find_blocks(model)["model.layers.0"], "llama") == 1

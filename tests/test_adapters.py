@@ -1,0 +1,342 @@
+"""Adapters and frozen parts against a plain, unsharded, single process with peft and a for loop."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import fsdp_sft as fs
+from tests.harness.hf_folders import save_tiny
+from tests.harness.models import full, largest_error, oracle_loss, ragged_batches, tiny_model
+from tests.harness.packs import drawn_rows, gradients_of_separate_rows
+from tests.harness.ranks import run_distributed
+from tests.harness.trained import assert_same, everything
+
+pytest.importorskip("peft", reason="adapters need the 'peft' extra")
+
+NUM_STEPS = 6
+LEARNING_RATE = 1e-2
+PLAIN = MixedPrecisionPolicy()
+
+
+def _config(**overrides: Any) -> Any:
+    from peft import LoraConfig
+
+    options = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **overrides}
+    return LoraConfig(**options)
+
+
+def _windows(ranks: int) -> list[list[list[dict[str, Any]]]]:
+    """Steps of ranks of two micro-batches; the same rows at every number of ranks that divides four."""
+    batches = ragged_batches(4 * NUM_STEPS)
+    per_rank = 4 // ranks
+    steps = [batches[4 * step : 4 * step + 4] for step in range(NUM_STEPS)]
+    return [[step[rank * per_rank : (rank + 1) * per_rank] for rank in range(ranks)] for step in steps]
+
+
+def _oracle_adapters(model: Any, seed: int, **overrides: Any) -> Any:
+    from peft import get_peft_model
+
+    torch.manual_seed(seed)
+    return get_peft_model(model, _config(**overrides))
+
+
+def _oracle_training(model: Any) -> list[float]:
+    """Plain steps on all rows, in place."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE)
+    losses = []
+    for (window,) in _windows(1):
+        loss = oracle_loss(model, window)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("by_row", [False, True], ids=["sdpa", "varlen"])
+def test_packed_rows_are_kept_apart_with_adapters_too(by_row: bool) -> None:
+    rows = drawn_rows(6)
+    model = fs.add_adapters(tiny_model("qwen2", use_cache=True), _config())
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.1)
+    loss, expected = gradients_of_separate_rows(model, rows)
+    if by_row:
+        fs.use_varlen_attention(model)
+    report = fs.verify_packing(model, max_length=100)
+    assert report.error < 1e-5
+    packed = fs.causal_lm_loss(model, fs.PackedCollator(max_length=128)(rows), num_targets=1)
+    packed.backward()
+    actual = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert float(packed.detach()) == pytest.approx(loss, rel=1e-6)
+    assert largest_error(actual, expected) < 1e-6
+
+
+def _optimizer(model: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE)
+
+
+def _train(
+    model: Any, optimizer: torch.optim.Optimizer, first: int = 0, last: int = NUM_STEPS
+) -> list[float]:
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    steps = _windows(ranks)[first:last]
+    return [fs.train_step(model, step[rank], optimizer).loss for step in steps]
+
+
+def _sharded(model: Any, *, ratio: Any = 0) -> Any:
+    if ratio:
+        assert fs.apply_sac(model, ratio)
+    mesh = fs.build_mesh(device_type="cpu")
+    return fs.shard_model(model, mesh=mesh, master_dtype=torch.float64, mp_policy=PLAIN)
+
+
+def _assert_equals_oracle(model: Any, losses: list[float], oracle: Any, expected: list[float]) -> None:
+    assert losses == pytest.approx(expected, rel=1e-10)
+    for name, parameter in oracle.named_parameters():
+        actual = full(model.get_parameter(name).detach())
+        assert actual.dtype == parameter.dtype, name
+        if parameter.requires_grad:
+            assert float((actual - parameter).abs().max()) <= 1e-9, name
+        else:
+            assert torch.equal(actual, parameter), name
+
+
+def _assert_frozen_cost_nothing(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    trained = {p for p in model.parameters() if p.requires_grad}
+    assert set(optimizer.state) == trained
+    assert 0 < len(trained) < len(list(model.parameters()))
+    assert all(p.grad is None for p in model.parameters())
+
+
+def _adapters_like_the_oracle() -> None:
+    variants: list[dict[str, Any]] = [
+        {},
+        {"modules_to_save": ["lm_head"]},
+        {"use_rslora": True, "bias": "all"},
+    ]
+    for overrides in variants:
+        oracle = _oracle_adapters(tiny_model("llama", dtype=torch.float64), 7, **overrides)
+        expected = _oracle_training(oracle)
+        assert all(p.abs().sum() > 0 for n, p in oracle.named_parameters() if "lora_B" in n)
+        for ratio in (0, "1/3") if not overrides else (0,):
+            adapted = fs.add_adapters(tiny_model("llama", dtype=torch.float64), _config(**overrides), seed=7)
+            model = _sharded(adapted, ratio=ratio)
+            optimizer = _optimizer(model)
+            losses = _train(model, optimizer)
+            _assert_equals_oracle(model, losses, oracle, expected)
+            _assert_frozen_cost_nothing(model, optimizer)
+
+
+def _bfloat16_like_float32(targets: Any, compiled: bool) -> None:
+    oracle = _oracle_adapters(tiny_model("llama"), 7, target_modules=targets)
+    expected = _oracle_training(oracle)
+    for ratio in ("1/3",) if compiled else (0, "1/3"):
+        model = fs.add_adapters(tiny_model("llama"), _config(target_modules=targets), seed=7)
+        if ratio:
+            fs.apply_sac(model, ratio)
+        if compiled:
+            fs.compile_blocks(model, backend="aot_eager", dynamic=True)
+        fs.shard_model(model, mesh=fs.build_mesh(device_type="cpu"), frozen_dtype=torch.bfloat16)
+        dtypes = {(p.requires_grad, p.dtype) for p in model.parameters()}
+        assert dtypes == {(True, torch.float32), (False, torch.bfloat16)}
+        assert _train(model, _optimizer(model)) == pytest.approx(expected, rel=0.02)
+
+
+def _freeze(model: Any, how: str) -> Any:
+    model.get_input_embeddings().requires_grad_(False)
+    if how == "lower half":
+        for block in list(fs.find_blocks(model).values())[:2]:
+            block.requires_grad_(False)
+    return model
+
+
+def _frozen_parts_like_the_oracle(folder: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    for how in ("embedding", "lower half"):
+        oracle = _freeze(tiny_model("llama", dtype=torch.float64), how)
+        expected = _oracle_training(oracle)
+        model = _sharded(_freeze(tiny_model("llama", dtype=torch.float64), how))
+        optimizer = _optimizer(model)
+        losses = _train(model, optimizer, 0, 3)
+        fs.save_checkpoint(f"{folder}/{how}", 3, model=model, optimizer=optimizer)
+        resumed = _sharded(_freeze(tiny_model("llama", seed=5, dtype=torch.float64), how))
+        optimizer = _optimizer(resumed)
+        assert fs.load_checkpoint(f"{folder}/{how}", model=resumed, optimizer=optimizer).step == 3
+        losses += _train(resumed, optimizer, 3)
+        _assert_equals_oracle(resumed, losses, oracle, expected)
+        _assert_frozen_cost_nothing(resumed, optimizer)
+        out = fs.export_hf(resumed, f"{folder}/{how} exported", dtype=torch.float64)
+        exported = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float64)
+        for name, parameter in oracle.named_parameters():
+            assert float((exported.get_parameter(name) - parameter).abs().max()) <= 1e-9, name
+
+
+def test_adapters_train_like_a_plain_loop() -> None:
+    run_distributed(_adapters_like_the_oracle, 2)
+
+
+# Compiling the blocks of an adapted model takes its time for each layer with adapters.
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_adapters_in_bfloat16_follow_the_float32_loop(compiled: bool) -> None:
+    targets = ["q_proj"] if compiled else "all-linear"
+    run_distributed(_bfloat16_like_float32, 2, targets, compiled, timeout=800)
+
+
+def test_frozen_parts_train_resume_and_export_like_a_plain_loop(tmp_path: Path) -> None:
+    run_distributed(_frozen_parts_like_the_oracle, 2, str(tmp_path))
+
+
+def _load_into_adapters(folder: str, mesh_shape: dict[str, int]) -> dict[str, torch.Tensor]:
+    from transformers import LlamaForCausalLM
+
+    rng = torch.get_rng_state()
+    mesh = fs.build_mesh(**mesh_shape, device_type="cpu")
+    config = _config(target_modules=["q_proj", "down_proj"], modules_to_save=["lm_head"])
+    model = fs.load_pretrained(folder, mesh=mesh, peft_config=config, adapter_seed=11)
+    assert torch.equal(torch.get_rng_state(), rng)
+    assert model.training
+    assert model.load_report.unexpected == []
+    plain = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    oracle = _oracle_adapters(
+        plain, 11, target_modules=["q_proj", "down_proj"], modules_to_save=["lm_head"]
+    ).train()
+    for parameter in oracle.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.to(torch.bfloat16)
+    flags = {name: (p.requires_grad, p.dtype) for name, p in model.named_parameters()}
+    assert flags == {name: (p.requires_grad, p.dtype) for name, p in oracle.named_parameters()}
+    state = everything(model)
+    expected = everything(oracle)
+    assert_same({k: v for k, v in state.items() if "rotary" not in k}, expected)
+    return state
+
+
+@pytest.mark.parametrize(("ranks", "mesh_shape"), [(1, {}), (2, {}), (2, {"dp_replicate": 2, "dp_shard": 1})])
+def test_a_base_streamed_under_adapters_equals_from_pretrained(
+    tmp_path: Path, ranks: int, mesh_shape: dict[str, int]
+) -> None:
+    save_tiny(tmp_path / "base")
+    run_distributed(_load_into_adapters, ranks, str(tmp_path / "base"), mesh_shape)
+
+
+def _adapted(base: str, seed: int) -> Any:
+    mesh = fs.build_mesh(device_type="cpu")
+    return fs.load_pretrained(
+        base, mesh=mesh, peft_config=_config(modules_to_save=["lm_head"]), adapter_seed=seed
+    )
+
+
+def _save_and_export(base: str, folder: str) -> tuple[list[float], dict[str, Any]]:
+    model = _adapted(base, 3)
+    optimizer = _optimizer(model)
+    _train(model, optimizer, 0, 3)
+    fs.save_checkpoint(f"{folder}/checkpoints", 3, model=model, optimizer=optimizer)
+    losses = _train(model, optimizer, 3)
+    at_the_end = everything(model, optimizer)
+    for name, dtype in (("merged", torch.float32), ("served", torch.bfloat16)):
+        fs.export_hf(model, f"{folder}/{name}", dtype=dtype)
+    fs.export_adapter(model, f"{folder}/adapter")
+    assert_same(everything(model, optimizer), at_the_end)  # exporting changes nothing
+    with pytest.raises(FileExistsError):
+        fs.export_adapter(model, f"{folder}/adapter")
+    return losses, at_the_end
+
+
+def _resume(base: str, folder: str, losses: list[float], at_the_end: dict[str, Any]) -> None:
+    model = _adapted(base, 4)
+    optimizer = _optimizer(model)
+    fs.load_checkpoint(f"{folder}/checkpoints", model=model, optimizer=optimizer)
+    resumed = _train(model, optimizer, 3)
+    if torch.distributed.get_world_size() == 2:
+        assert resumed == losses
+        assert_same(everything(model, optimizer), at_the_end)
+    else:  # gradients of bfloat16 compute are summed in another order
+        assert resumed == pytest.approx(losses, rel=5e-3)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float], dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("adapters")
+    save_tiny(folder / "base")
+    losses, at_the_end = run_distributed(_save_and_export, 2, str(folder / "base"), str(folder))[0]
+    return folder, losses, at_the_end
+
+
+@pytest.mark.parametrize("ranks", [2, 1])
+def test_a_resumed_run_equals_one_that_never_stopped(trained: Any, ranks: int) -> None:
+    folder, losses, at_the_end = trained
+    run_distributed(_resume, ranks, str(folder / "base"), str(folder), losses, at_the_end)
+
+
+def _oracle_at_the_end(folder: Path, at_the_end: dict[str, Any], dtype: torch.dtype) -> Any:
+    """Plain peft around the plain base, with the trained weights put in."""
+    from transformers import LlamaForCausalLM
+
+    base = LlamaForCausalLM.from_pretrained(folder / "base", dtype=dtype)
+    oracle = _oracle_adapters(base, 0, modules_to_save=["lm_head"])
+    state = {name.removeprefix("model/"): t for name, t in at_the_end.items() if name.startswith("model/")}
+    oracle.load_state_dict(state)
+    return oracle
+
+
+def test_the_merged_export_is_what_peft_merges(trained: Any) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder, _, at_the_end = trained
+    expected = _oracle_at_the_end(folder, at_the_end, torch.float32).merge_and_unload()
+    merged = AutoModelForCausalLM.from_pretrained(folder / "merged")
+    assert merged.dtype == torch.float32
+    assert_same(everything(merged), everything(expected))
+    served = AutoModelForCausalLM.from_pretrained(folder / "served")
+    assert_same(everything(served), everything(expected.to(torch.bfloat16)))
+    base = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32)
+    changed = {n for n, t in everything(base).items() if not torch.equal(t, everything(merged)[n])}
+    assert len(changed) == 3 * 7 + 1  # the linear layers of three blocks, and the head
+
+
+def test_the_exported_adapter_is_read_by_peft(trained: Any) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    folder, _, at_the_end = trained
+    base = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32)
+    loaded = PeftModel.from_pretrained(base, folder / "adapter")
+    oracle = _oracle_at_the_end(folder, at_the_end, torch.float32)
+    assert_same(everything(loaded), everything(oracle))
+    size = sum(path.stat().st_size for path in (folder / "adapter").glob("*.safetensors"))
+    stored = [t for n, t in everything(oracle).items() if "lora_" in n or "modules_to_save" in n]
+    assert size < sum(t.numel() * 4 for t in stored) + 8192
+    assert not list(folder.glob(".tmp-*"))
+
+
+def test_what_cannot_be_done_says_what_to_do(tmp_path: Path) -> None:
+    from peft import PromptTuningConfig, get_peft_model
+
+    save_tiny(tmp_path / "base")
+    for overrides, word in (
+        ({"init_lora_weights": "pissa"}, "pissa"),
+        ({"use_dora": True}, "use_dora"),
+        ({"target_modules": ["embed_tokens"]}, "embedding"),
+    ):
+        with pytest.raises(ValueError, match=f"{word}.*from_pretrained"):
+            fs.add_adapters(fs.build_meta_model(tmp_path / "base"), _config(**overrides))
+    tied = fs.add_adapters(tiny_model("qwen2-tied"), _config(target_modules=["embed_tokens"]))
+    with pytest.raises(ValueError, match=r"tied.*export_adapter"):
+        fs.export_hf(tied, tmp_path / "tied")
+    prompts = get_peft_model(
+        tiny_model("llama"), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    )
+    with pytest.raises(ValueError, match="export_adapter"):
+        fs.export_hf(prompts, tmp_path / "prompts")
+    assert (fs.export_adapter(prompts, tmp_path / "prompts") / "adapter_config.json").exists()
+    with pytest.raises(TypeError, match="export_hf"):
+        fs.export_adapter(tiny_model("llama"), tmp_path / "none")
+    assert not list(tmp_path.glob(".tmp-*"))

@@ -1,0 +1,191 @@
+"""The example under every launcher that runs on one machine: equal losses for equal global batches."""
+
+import contextlib
+import importlib.util
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.harness import launches
+from tests.harness.places import EXAMPLES
+
+STEPS = 8
+TOLERANCE = {"float32": 1e-6, "bfloat16": 5e-3}
+# What salloc and sbatch set for a program that no srun started.
+ALLOCATION = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_NNODES": "2", "SLURM_NODELIST": "n[1-2]"}
+
+
+def _example(output: Path, ranks: int, *more: str, dtype: str = "float32") -> list[str]:
+    return [str(launches.EXAMPLE), *launches.arguments(output, ranks=ranks, steps=STEPS, dtype=dtype), *more]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Plain python, one process, inside an allocation that it must not take for a step."""
+    output = tmp_path_factory.mktemp("plain")
+    text = launches.run([sys.executable, *_example(output, 1)], **ALLOCATION)
+    assert "rank 0 of 1" in text
+    assert "no srun started this process" in text
+    return output
+
+
+def _assert_equal_losses(output: Path, reference: Path, dtype: str = "float32") -> None:
+    difference = launches.largest_difference(output, reference)
+    print(f"{output.name}, {dtype}: largest difference of a loss {difference:.1e} over {STEPS} steps")
+    assert difference <= TOLERANCE[dtype]
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def _run_together(commands: list[tuple[list[str], dict[str, str]]], timeout: float = 280) -> list[str]:
+    """Start all, and return what each printed; all must succeed."""
+    started = [
+        subprocess.Popen(
+            command,
+            env=launches.environment(**env),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        for command, env in commands
+    ]
+    try:
+        texts = [process.communicate(timeout=timeout)[0] for process in started]
+    finally:
+        for process in started:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, 9)
+    assert [process.returncode for process in started] == [0] * len(started), texts
+    return texts
+
+
+def test_torchrun_trains_as_plain_python_does(plain: Path, tmp_path: Path) -> None:
+    text = launches.run(launches.torchrun(2, "--standalone", *_example(tmp_path, 2)))
+    assert "rank 0 of 2 (local 0 of 2)" in text
+    _assert_equal_losses(tmp_path, plain)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_torchrun_with_one_two_and_four_ranks(plain: Path, tmp_path: Path, dtype: str) -> None:
+    if dtype == "bfloat16":
+        plain = tmp_path / "plain"
+        launches.run([sys.executable, *_example(plain, 1, dtype=dtype)])
+    for ranks in (1, 2, 4):
+        output = tmp_path / f"torchrun-{ranks}"
+        launches.run(launches.torchrun(ranks, "--standalone", *_example(output, ranks, dtype=dtype)))
+        _assert_equal_losses(output, plain, dtype)
+
+
+@pytest.mark.slow
+def test_two_torchrun_agents(plain: Path, tmp_path: Path) -> None:
+    meeting = ("--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{_free_port()}")
+    command = launches.torchrun(2, *meeting, "--rdzv-id=two", *_example(tmp_path, 4))
+    texts = _run_together([(command, {}), (command, {})])
+    assert sum("rank 0 of 4 (local 0 of 2)" in text for text in texts) == 1
+    _assert_equal_losses(tmp_path, plain)
+
+
+@pytest.mark.slow
+def test_a_step_with_one_gpu_visible_per_task(plain: Path, tmp_path: Path) -> None:
+    """What srun --gpus-per-task=1 sets on two nodes; the machine need not have the GPUs."""
+    step = {
+        **ALLOCATION,
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": "4",
+        "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+        "SLURM_STEP_NODELIST": "localhost,other",
+        "MASTER_PORT": str(_free_port()),
+    }
+    tasks = [
+        {
+            **step,
+            "SLURM_PROCID": str(rank),
+            "SLURM_LOCALID": str(rank % 2),
+            "SLURM_NODEID": str(rank // 2),
+            "CUDA_VISIBLE_DEVICES": str(rank % 2),
+        }
+        for rank in range(4)
+    ]
+    texts = _run_together([([sys.executable, *_example(tmp_path, 4)], task) for task in tasks])
+    assert "rank 0 of 4 (local 0 of 2)" in texts[0]
+    assert "launcher: slurm (job 7, step 0" in texts[0]
+    _assert_equal_losses(tmp_path, plain)
+
+
+@pytest.mark.slow
+def test_submitit_on_this_machine_starts_a_signalled_job_again(plain: Path, tmp_path: Path) -> None:
+    if importlib.util.find_spec("submitit") is None:
+        pytest.skip("submitit is not installed")
+    logs, output = tmp_path / "logs", tmp_path / "output"
+    launch = [sys.executable, str(EXAMPLES / "submitit" / "launch.py"), "--local"]
+    arguments = launches.arguments(output, ranks=2, steps=STEPS)
+    command = [*launch, "--logs", str(logs), "--ranks-per-node", "2", "--", *arguments]
+    with subprocess.Popen(command, env=launches.environment(), stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        job = re.match(r"job (\d+)", process.stdout.readline())
+        assert job is not None
+        while launches.last_step(output) < 1 and process.poll() is None:
+            time.sleep(0.01)
+        tasks = Path(f"/proc/{job[1]}/task/{job[1]}/children").read_text().split()
+        os.kill(int(tasks[1]), signal.SIGUSR1)  # to one rank of the two
+        assert process.wait(200) == 0
+    text = "".join(path.read_text() for path in logs.glob("*_0_log.*"))
+    assert "launcher: submitit" in text
+    assert "Requeued job" in text
+    assert len({step for step, *_ in launches.losses(output)}) == len(launches.losses(output)) == STEPS
+    _assert_equal_losses(output, plain)
+
+
+@contextlib.contextmanager
+def _two_namespaces() -> Iterator[list[list[str]]]:
+    """Two network namespaces joined by a cable; the commands that run something inside of each."""
+    if os.getuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("network namespaces need root and the program ip")
+    names = [f"sft-{os.getpid()}-{side}" for side in "ab"]
+    setup = [
+        f"netns add {names[0]}",
+        f"netns add {names[1]}",
+        f"link add cable netns {names[0]} type veth peer name cable netns {names[1]}",
+    ]
+    for number, name in enumerate(names, start=1):
+        setup.append(f"-n {name} addr add 10.77.0.{number}/24 dev cable")
+        setup += [f"-n {name} link set {link} up" for link in ("lo", "cable")]
+    try:
+        for words in setup:
+            done = subprocess.run(["ip", *words.split()], capture_output=True, text=True, check=False)
+            if done.returncode != 0:
+                pytest.skip(f"no network namespaces here: ip {words}: {done.stderr}")
+        yield [["ip", "netns", "exec", name] for name in names]
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+
+
+@pytest.mark.slow
+def test_two_hosts_with_hsdp(plain: Path, tmp_path: Path) -> None:
+    """Shards inside of each host, replicas across: two ranks in each of two network namespaces."""
+    with _two_namespaces() as inside:
+        commands = []
+        for host in (0, 1):
+            meeting = ("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=10.77.0.1:29400", "--rdzv-id=x")
+            place = (f"--rdzv-conf=is_host={1 - host}", f"--local-addr=10.77.0.{host + 1}")
+            example = _example(tmp_path, 4, "--dp-replicate", "2")
+            command = [*inside[host], *launches.torchrun(2, *meeting, *place, *example)]
+            commands.append((command, {"GLOO_SOCKET_IFNAME": "cable", "TP_SOCKET_IFNAME": "cable"}))
+        _run_together(commands)
+    _assert_equal_losses(tmp_path, plain)

@@ -1,0 +1,459 @@
+"""A rank that dies, hangs or falls out of step is named on every rank that lives, within the set time."""
+
+import math
+import multiprocessing
+import os
+import re
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fsdp_sft as fs
+from fsdp_sft.watchdog.beat import ENDED, FAILED, Beat, process_state, this_process
+from fsdp_sft.watchdog.judge import Finding, Judge
+from fsdp_sft.watchdog.report import Report, ranges
+
+TIMEOUT, INTERVAL = 2.0, 0.2
+SLACK = 2.0  # for a machine that other work keeps busy
+
+
+# --- what the ranks do ------------------------------------------------------------------------------------
+
+
+def _lockstep(watchdog: fs.Watchdog, steps: int, act: Callable[[int], None] = lambda step: None) -> None:
+    for step in range(1, steps + 1):
+        watchdog.step(step)
+        act(step)
+        dist.all_reduce(torch.ones(1))
+        time.sleep(0.01)
+
+
+def _at(step: int, folder: Path, action: Callable[[], Any]) -> Callable[[int], None]:
+    def act(now: int) -> None:
+        if now == step:
+            time.sleep(0.5)  # until the beat of this step is out
+            (folder / "acted").write_text(str(time.time()))
+            action()
+
+    return act
+
+
+def _signalled(number: int) -> Callable[[fs.Watchdog, Path, bool], None]:
+    def scene(watchdog: fs.Watchdog, folder: Path, is_victim: bool) -> None:
+        act = _at(3, folder, lambda: os.kill(os.getpid(), number))
+        _lockstep(watchdog, 8, act if is_victim else lambda step: None)
+
+    return scene
+
+
+def _dies_apart(watchdog: fs.Watchdog, folder: Path, is_victim: bool) -> None:
+    # The others wait where no broken connection wakes them, as under NCCL.
+    watchdog.step(3)
+    if is_victim:
+        _at(3, folder, lambda: os.kill(os.getpid(), signal.SIGKILL))(3)
+    time.sleep(60)
+
+
+def _ahead(watchdog: fs.Watchdog, folder: Path, is_victim: bool) -> None:
+    _lockstep(watchdog, 4)
+    if is_victim:
+        (folder / "acted").write_text(str(time.time()))
+        _lockstep(watchdog, 0)
+        watchdog.step(5)
+        dist.all_reduce(torch.ones(1))
+
+
+def _shape(watchdog: fs.Watchdog, folder: Path, is_victim: bool) -> None:
+    for step in range(1, 9):
+        batch = torch.ones(2, 24 if is_victim and step == 3 else 16)
+        if step == 3:
+            (folder / "acted").write_text(str(time.time()))
+        watchdog.step(step, shape=batch.shape)
+        gathered = [torch.empty(2, 16) for _ in range(dist.get_world_size())]
+        if is_victim and step == 3:
+            time.sleep(60)  # in a collective of its own, which nobody else enters
+        dist.all_gather(gathered, batch)
+
+
+def _slow_loader(watchdog: fs.Watchdog, folder: Path, is_victim: bool) -> None:
+    act = _at(3, folder, lambda: time.sleep(60))
+    with watchdog.phase("warm-up", timeout=30):
+        _lockstep(watchdog, 2)
+    _lockstep(watchdog, 8, act if is_victim else lambda step: None)
+
+
+def _raises(watchdog: fs.Watchdog, folder: Path, is_victim: bool) -> None:
+    def fail() -> None:
+        raise ValueError("the data ends here")
+
+    _lockstep(watchdog, 8, _at(3, folder, fail) if is_victim else lambda step: None)
+
+
+def _healthy(watchdog: fs.Watchdog, folder: Path, is_victim: bool) -> None:
+    """A step of 0.6 of the time-out, a long save and a long pause of one rank, and unequal ends."""
+    _lockstep(watchdog, 6, lambda step: time.sleep(0.6 * TIMEOUT * (is_victim and step in (2, 3))))
+    if is_victim:
+        with watchdog.phase("save", timeout=30):
+            time.sleep(1.4 * TIMEOUT)
+    dist.barrier()
+    if is_victim:
+        with watchdog.pause():
+            time.sleep(1.4 * TIMEOUT)
+    dist.barrier()
+    for step in range(7, 10 if is_victim else 7):
+        watchdog.step(step)
+        time.sleep(0.6 * TIMEOUT)
+
+
+# name -> (function, ranks, victim, who hosts the store, what the report says of the victim)
+SCENES: dict[str, tuple[Callable[[fs.Watchdog, Path, bool], None], int, int, str, str]] = {
+    "stop-2": (_signalled(signal.SIGSTOP), 2, 1, "agent", r"is stopped .*in step 3, phase train"),
+    "stop-3": (_signalled(signal.SIGSTOP), 3, 1, "agent", r"is stopped .*in step 3, phase train"),
+    "stop-host": (_signalled(signal.SIGSTOP), 2, 0, "rank 0", r"is stopped .*in step 3, phase train"),
+    "die-2": (_dies_apart, 2, 1, "agent", r"is dead.*in step 3, phase train"),
+    "die-3": (_dies_apart, 3, 0, "agent", r"is dead.*in step 3, phase train"),
+    "die-host": (_dies_apart, 2, 0, "rank 0", r"is dead.*in step 3, phase train"),
+    "ahead-2": (_ahead, 2, 1, "agent", r"is 1 step ahead: in step 5, phase train, waiting in all_reduce"),
+    "ahead-3": (_ahead, 3, 0, "rank 0", r"is 1 step ahead: in step 5, phase train, waiting in all_reduce"),
+    "shape-2": (_shape, 2, 1, "agent", r"has a batch of shape \(2, 24\) in step 3"),
+    "shape-3": (_shape, 3, 2, "agent", r"has a batch of shape \(2, 24\) in step 3"),
+    "loader-3": (_slow_loader, 3, 2, "agent", r"hangs outside of a collective: in step 3, .*test_watchdog"),
+    "kill-3": (_signalled(signal.SIGKILL), 3, 2, "agent", r"rank 2 on \S+ died in step 3, phase train"),
+    "raise-3": (_raises, 3, 1, "agent", r"rank 1 on \S+ failed first, in step 3, .*the data ends here"),
+    "healthy-3": (_healthy, 3, 1, "agent", ""),
+}
+BY_EXCEPTION = {"kill-3", "raise-3"}  # gloo wakes the others: they raise, and a note names the first
+
+
+@dataclass
+class Outcome:
+    """What is left of one rank."""
+
+    exit_code: int | None
+    stderr: str
+    seconds: float  # from the victim's act to the last line
+
+
+def _run_rank(name: str, folder: Path, rank: int, port: int) -> None:
+    function, world_size, victim, host, _ = SCENES[name]
+    descriptor = os.open(folder / f"stderr-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 2)
+    torch.set_num_threads(1)
+    hosts = host == "rank 0" and rank == 0
+    if host == "rank 0" and not hosts:
+        while not (folder / "port").exists():
+            time.sleep(0.01)
+        port = int((folder / "port").read_text())
+    place = 0 if hosts else port  # the given one is the agent's
+    store = dist.TCPStore("127.0.0.1", place, is_master=hosts, timeout=timedelta(seconds=60))
+    if hosts:
+        (folder / "port.tmp").write_text(str(store.port))
+        (folder / "port.tmp").rename(folder / "port")
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    with fs.Watchdog(timeout=TIMEOUT, interval=INTERVAL) as watchdog:
+        function(watchdog, folder, rank == victim)
+    if hosts:
+        time.sleep(1)  # gloo's own farewell goes through the store as well
+
+
+def _start(name: str, folder: Path, port: int) -> list[Any]:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.harness.preloaded"])
+    folder.mkdir()
+    processes = [
+        context.Process(target=_run_rank, args=(name, folder, rank, port)) for rank in range(SCENES[name][1])
+    ]
+    for process in processes:
+        process.start()
+    return processes
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> Iterator[dict[str, list[Outcome]]]:
+    """All scenes, a few at a time: they mostly wait."""
+    results: dict[str, list[Outcome]] = {}
+    names = list(SCENES)
+    with tempfile.TemporaryDirectory(prefix="watchdog-") as place:
+        for batch in (names[:7], names[7:]):
+            stores = {n: dist.TCPStore("127.0.0.1", 0, is_master=True) for n in batch}
+            started = {n: _start(n, Path(place) / n, stores[n].port) for n in batch}
+            for name in batch:
+                results[name] = _outcomes(name, Path(place) / name, started[name])
+        yield results
+
+
+def _outcomes(name: str, folder: Path, processes: list[Any]) -> list[Outcome]:
+    deadline = time.monotonic() + 60
+    stopped = SCENES[name][2] if name.startswith("stop") else None
+    for rank, process in enumerate(processes):
+        if rank != stopped:
+            process.join(max(deadline - time.monotonic(), 0))
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+        process.join()
+    acted = float((folder / "acted").read_text()) if (folder / "acted").exists() else math.nan
+    files = [folder / f"stderr-{rank}" for rank in range(len(processes))]
+    return [
+        Outcome(code, file.read_text(), file.stat().st_mtime - acted)
+        for code, file in zip(codes, files, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("name", [name for name in SCENES if name not in BY_EXCEPTION | {"healthy-3"}])
+def test_the_rank_is_named_on_all_that_live_within_the_set_time(
+    name: str, outcomes: dict[str, list[Outcome]]
+) -> None:
+    _, world_size, victim, host, says = SCENES[name]
+    is_gone = name.startswith(("stop", "die"))
+    for rank, outcome in enumerate(outcomes[name]):
+        if rank == victim and is_gone:
+            assert outcome.exit_code == (-signal.SIGKILL if name.startswith("die") else None)
+            continue
+        assert outcome.exit_code == fs.STALL_EXIT_CODE == 86, outcome.stderr
+        assert re.search(rf"rank {victim} \(host \S+, process \d+\) {says}", outcome.stderr), outcome.stderr
+        assert f"[watchdog, rank {rank} of {world_size} on " in outcome.stderr
+        assert "test_watchdog.py" in outcome.stderr.partition("was here:")[2], "its own stack"
+        limit = TIMEOUT + 4 * INTERVAL
+        assert outcome.seconds <= limit + SLACK, outcome.stderr
+        if name in ("die-2", "die-3"):
+            assert outcome.seconds <= 4 * INTERVAL + SLACK / 2, "a process that is gone shows at once"
+        if host == "rank 0" and is_gone:
+            assert re.search(r"the store at 127.0.0.1:\d+, .* has not answered for", outcome.stderr)
+
+
+@pytest.mark.parametrize("name", sorted(BY_EXCEPTION))
+def test_an_exception_says_who_was_first(name: str, outcomes: dict[str, list[Outcome]]) -> None:
+    _, _, victim, _, says = SCENES[name]
+    for rank, outcome in enumerate(outcomes[name]):
+        if rank != victim:
+            assert outcome.exit_code == 1, outcome.stderr
+            assert re.search(f"watchdog: {says}", outcome.stderr), outcome.stderr
+            assert outcome.seconds <= TIMEOUT + SLACK, outcome.stderr
+    if name == "raise-3":
+        assert "watchdog:" not in outcomes[name][victim].stderr, "the first has nothing to add"
+
+
+def test_a_healthy_run_raises_no_alarm(outcomes: dict[str, list[Outcome]]) -> None:
+    assert [outcome.exit_code for outcome in outcomes["healthy-3"]] == [0, 0, 0]
+    assert not any("watchdog" in outcome.stderr for outcome in outcomes["healthy-3"])
+
+
+# --- the judgement, on a clock of its own -----------------------------------------------------------------
+
+
+def _beats(*ranks: dict[str, Any], limit: float = 10.0) -> dict[int, Beat]:
+    made = [Beat(rank=i, host=f"n{i}", process=(i + 1, "", ""), limit=limit) for i in range(len(ranks))]
+    return {i: replace(beat, **ranks[i]) for i, beat in enumerate(made)}
+
+
+def _judge(num_ranks: int, *, rank: int = 0, thorough: bool = True) -> Judge:
+    return Judge(rank, range(num_ranks), thorough=thorough, timeout=10.0, now=0.0)
+
+
+def _look(judge: Judge, beats: dict[int, Beat], now: float, **states: str) -> Finding | None:
+    dead = {int(name.removeprefix("r")): state for name, state in states.items()}
+    return judge.look(beats, now=now, answered=now, states=dead)
+
+
+def test_silence_hanging_and_absence_are_told_apart() -> None:
+    judge = _judge(3)
+    for now in (0.0, 5.0, 11.0):
+        finding = _look(judge, _beats({"number": now}, {"number": now}, {"number": 0, "progress": 1}), now)
+    assert finding == Finding("silent", (2,))
+    judge = _judge(2)
+    for now in (0.0, 5.0, 11.0):
+        finding = _look(judge, _beats({"number": now, "progress": now}, {"number": now}), now)
+    assert finding == Finding("overdue", (1,))
+    judge = _judge(2)
+    assert _look(judge, _beats({}), 9.0) is None
+    assert _look(judge, _beats({}), 11.0) == Finding("absent", (1,))
+
+
+def test_a_longer_limit_of_one_rank_holds_for_those_that_wait_for_it() -> None:
+    judge = _judge(2)
+    saving = {"phase": "save", "limit": 100.0, "progress": 1}
+    for now in range(0, 60, 2):
+        assert _look(judge, _beats({"number": now}, {"number": now, **saving}), float(now)) is None
+    for now in range(60, 70, 2):  # the limit of the one that waits counts from the end of the save
+        assert _look(judge, _beats({"number": now}, {"number": now, "progress": 2}), float(now)) is None
+    late = _beats({"number": 70}, {"number": 70, "progress": 2})
+    assert _look(judge, late, 70.0) == Finding("overdue", (0,))
+    assert _look(judge, late, 71.0) == Finding("overdue", (0, 1))
+    judge = _judge(2)
+    for now in range(0, 102, 2):  # and the longer limit itself ends as well
+        finding = _look(judge, _beats({"number": now, **saving}, {"number": now, **saving}), float(now))
+    assert _look(judge, _beats({"number": 101, **saving}, {"number": 101, **saving}), 101.0) is not None
+    assert finding is None
+
+
+def test_a_dead_process_counts_once_the_store_knows_no_better() -> None:
+    judge = _judge(2)
+    beats = _beats({}, {})
+    assert _look(judge, beats, 1.0, r1="dead") is None  # its last beat may be on its way
+    assert _look(judge, _beats({}, {"state": ENDED, "number": 1}), 1.2) is None
+    judge = _judge(2)
+    assert _look(judge, beats, 1.0, r1="dead") is None
+    assert judge.look(beats, now=1.2, answered=0.9, states={1: "dead"}) is None
+    assert judge.look(beats, now=1.4, answered=1.1, states={1: "dead"}) == Finding("dead", (1,))
+
+
+def test_without_a_store_each_rank_judges_itself_only() -> None:
+    judge = _judge(2)
+    moving = [_beats({"progress": now}, {}) for now in range(0, 40, 5)]
+    for i, beats in enumerate(moving):
+        assert judge.look(beats, now=5.0 * i, answered=0.0, states={1: "dead"}) is None
+    assert judge.look(moving[-1], now=46.0, answered=0.0, states={}) == Finding("overdue", (0,))
+    far = _judge(4, rank=3, thorough=False)  # of a large job: not a lookout
+    for now in (0.0, 8.0, 16.0):
+        beats = _beats(*[{"number": now}] * 4)
+        assert far.look(beats, now=now, answered=now, states={}) is None, (
+            "waiting is for the lookouts to judge"
+        )
+    assert far.look(beats, now=27.0, answered=16.0, states={}) == Finding("overdue", (3,))
+
+
+def test_a_process_that_was_stopped_itself_blames_nobody() -> None:
+    judge = _judge(2)
+    _look(judge, _beats({}, {}), 1.0)
+    judge.shift(100.0)
+    assert _look(judge, _beats({}, {}), 101.0) is None
+
+
+@pytest.mark.parametrize(
+    ("shapes", "expected"),
+    [
+        ([(2, 8), (2, 8), (2, 9)], {2}),
+        ([(2, 8), (2, 9)], {0, 1}),
+        ([(2, 8), (2, 8), (2, 8)], set()),
+        ([(), (2, 8), (2, 8)], set()),
+    ],
+)
+def test_shapes_differ_from_the_majority(shapes: list[tuple[int, ...]], expected: set[int]) -> None:
+    beats = _beats(*[{"step": 4, "shapes": ((1, (2, 2)), (4, shape))} for shape in shapes])
+    finding = _look(_judge(len(shapes)), beats, 1.0)
+    assert set(finding.ranks if finding else ()) == expected
+
+
+def test_a_short_deviation_between_two_looks_is_found() -> None:
+    beats = _beats(
+        {"step": 9, "shapes": ((1, (2, 8)),)},
+        {"step": 9, "shapes": ((1, (2, 8)),)},
+        {"step": 8, "shapes": ((1, (2, 8)), (5, (2, 7)), (6, (2, 8)))},
+    )
+    assert _look(_judge(3), beats, 1.0) == Finding("shape", (2,))
+    assert _look(_judge(3), {r: replace(b, step=4) for r, b in beats.items()}, 1.0) is None
+
+
+def test_a_report_stays_short_for_a_thousand_ranks() -> None:
+    judge = _judge(1000)
+    odd = {"number": 0, "step": 6}
+    rows = [
+        odd if r in range(100, 140) else {"number": 1, "step": 7, "where": "a.py:3 in f"} for r in range(1000)
+    ]
+    old = _beats(*[{"number": 0, "step": 6}] * 1000)
+    _look(judge, old, 0.0)
+    beats = _beats(*rows)
+    finding = _look(judge, beats, 11.0)
+    assert finding == Finding("silent", tuple(range(100, 140)))
+    text = Report(beats, judge.stamps, {}, now=11.0, timeout=10.0).text(finding)
+    assert len(text.splitlines()) < 25
+    assert "rank 100 (host n100, process 101) has been silent for 11 s" in text
+    assert "ranks 0-99, 140-999 in step 7, phase train, at a.py:3 in f" in text
+
+
+def test_words_for_what_ranks_do() -> None:
+    rows: list[dict[str, Any]] = [{"step": 5, "number": 1, "collective": "all_reduce"} for _ in range(6)]
+    rows[1] |= {"step": 7}
+    rows[2] |= {"step": 4}
+    rows[3] |= {"state": FAILED, "error": "OSError: disk full", "ticket": 1}
+    judge, beats = _judge(7), _beats(*rows)
+    _look(judge, beats, 0.0)
+    text = Report(beats, judge.stamps, {}, now=11.0, timeout=20.0).text(Finding("overdue", (0,)))
+    for words in (
+        "no progress for 10 s on rank 0",
+        "rank 1 (host n1, process 2) is 2 steps ahead: in step 7",
+        "rank 2 (host n2, process 3) is 1 step behind: in step 4",
+        "rank 3 (host n3, process 4) failed with OSError: disk full: after step 5",
+        "rank 6 has not entered its watchdog",
+        "ranks 0, 4-5 in step 5, phase train, waiting in all_reduce",
+    ):
+        assert words in text, text
+    assert ranges([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
+
+
+def test_a_beat_survives_the_store() -> None:
+    beat = Beat(3, "n0", this_process(), limit=math.inf, shapes=((1, (2, 8)),), saw=((2, "dead"),), step=None)
+    assert Beat.from_bytes(beat.to_bytes()) == beat
+    assert len(beat.to_bytes()) < 500
+
+
+def test_processes_of_this_machine_are_told_apart() -> None:
+    pid, born, namespace = this_process()
+    beat = Beat(0, "here", (pid, born, namespace))
+    assert process_state(beat, "here", namespace) == "running"
+    assert process_state(beat, "there", namespace) == ""
+    assert process_state(replace(beat, process=(pid, born + "1", namespace)), "here", namespace) == "dead"
+
+
+# --- one process ------------------------------------------------------------------------------------------
+
+
+def _alone(hang: bool, path: str) -> None:
+    os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), 2)
+    with fs.Watchdog(timeout=1.0) as watchdog:
+        for step in range(4):
+            watchdog.step(step)
+            time.sleep(0.4)
+        with watchdog.phase("eval", timeout=10):
+            time.sleep(1.5)
+        watchdog.step(9)
+        time.sleep(30 if hang else 0)
+
+
+def test_a_single_process_watches_itself(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("forkserver")
+    files = [tmp_path / "healthy", tmp_path / "hangs"]
+    processes = [context.Process(target=_alone, args=(i == 1, str(files[i]))) for i in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(30)
+    assert [process.exitcode for process in processes] == [0, fs.STALL_EXIT_CODE]
+    assert files[0].read_text() == ""
+    report = files[1].read_text()
+    assert "no progress for 1 s on rank 0" in report
+    assert re.search(r"rank 0 in step 9, phase train, at test_watchdog.py:\d+ in _alone", report)
+
+
+def test_wrong_uses_are_named() -> None:
+    for seconds in (0, -1.0, math.inf, math.nan, True, "60"):
+        with pytest.raises(ValueError, match="timeout must be a positive number of seconds"):
+            fs.Watchdog(timeout=seconds)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="more than a third of timeout=3"):
+        fs.Watchdog(timeout=3, interval=2)
+    with fs.Watchdog(timeout=60) as watchdog:
+        with pytest.raises(RuntimeError, match="entered before"):
+            watchdog.__enter__()
+        with pytest.raises(TypeError, match="step must be an int, got float"):
+            watchdog.step(1.0)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="timeout must be"), watchdog.phase("save", timeout=0):
+            pass
+    with pytest.raises(RuntimeError, match="entered before"):
+        watchdog.__enter__()
+    assert not any(thread.name.startswith("watchdog") and thread.is_alive() for thread in _settled())
+
+
+def _settled() -> list[threading.Thread]:
+    time.sleep(0.1)
+    return threading.enumerate()

@@ -1,0 +1,133 @@
+"""Every causal LM that transformers can build, saved plainly, loaded into shards: bitwise, loss too."""
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import fsdp_sft as fs
+from fsdp_sft.weights import build_meta_model, load_weights
+from tests.harness.architectures import class_names, inputs_for, quiet, save_all
+from tests.harness.hf_folders import difference, plain
+from tests.harness.ranks import run_distributed
+
+# One of each way to be awkward: merged experts, chunked and joined projections, ties across blocks, computed
+# buffers, a class of its own for each layer, and what loads wrongly when it is sliced before it is converted.
+ALWAYS = [
+    "BloomForCausalLM",
+    "DbrxForCausalLM",
+    "DeepseekV3ForCausalLM",
+    "FalconForCausalLM",
+    "Gemma3nForCausalLM",
+    "GptOssForCausalLM",
+    "HrmTextForCausalLM",
+    "JambaForCausalLM",
+    "MixtralForCausalLM",
+    "OlmoHybridForCausalLM",
+    "Phi3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "XGLMForCausalLM",
+    "ZambaForCausalLM",
+]
+
+
+# Classes of which some installed transformers builds or reads back no model, and why.
+NOT_LOADABLE = {
+    "Gemma4AssistantForCausalLM": "its config wants all layers to share a cache, its layers want one not to",
+    "DbrxForCausalLM": "transformers 5.17 refuses the config that it wrote",
+}
+OTHER_SHARE = 0.05  # of the bytes, at most, may have to be converted whole
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one class: how it differs from plain transformers, its bytes by plan class, its loss."""
+
+    problems: list[str]
+    class_bytes: dict[str, int]
+    ran: bool = False
+
+
+def _forward(model: Any) -> torch.Tensor:
+    """The loss; the logits of a class that computes none."""
+    torch.manual_seed(0)
+    output = model(**inputs_for(model))
+    result: torch.Tensor = output.logits if getattr(output, "loss", None) is None else output.loss
+    return result.detach()
+
+
+def _check_one(folder: Path, mesh: Any) -> Outcome:
+    oracle = plain(folder)
+    model = build_meta_model(folder)
+    fs.shard_model(model, mesh=mesh, mp_policy=MixedPrecisionPolicy())
+    report = load_weights(model, folder)
+    problems = difference(model, oracle)
+    fs.shard_model(build_meta_model(folder), mesh=mesh)  # whose default policy groups some modules otherwise
+    try:
+        expected = _forward(oracle)
+    except Exception as error:
+        return Outcome([*problems, f"plain forward: {str(error)[:150]}"], report.class_bytes)
+    if not problems and not torch.equal(_forward(model), expected):
+        problems.append("the loss differs")
+    return Outcome(problems, report.class_bytes, True)
+
+
+def _check_all(folder: Path, names: list[str]) -> dict[str, Outcome]:
+    quiet()
+    mesh = fs.build_mesh(device_type="cpu")
+    results: dict[str, Outcome] = {}
+    for name in names:
+        try:
+            results[name] = _check_one(folder / name, mesh)
+        except Exception as error:
+            results[name] = Outcome([f"{type(error).__name__}: {str(error)[:300]}"], {})
+    return results
+
+
+def _assert_all_load(folder: Path, names: list[str], world_size: int) -> None:
+    """Load each class that plain transformers can load, and compare it on every rank."""
+    by_rank = run_distributed(_check_all, world_size, folder, names, timeout=1500)
+    outcomes = by_rank[0]
+    wrong = {
+        name: [r[name].problems for r in by_rank] for name in names if any(r[name].problems for r in by_rank)
+    }
+    total: Counter[str] = Counter()
+    for outcome in outcomes.values():
+        total.update(outcome.class_bytes)
+    shares = ", ".join(f"{kind} {count / max(total.total(), 1):.2%}" for kind, count in total.items())
+    print(
+        f"\n{world_size} ranks: {len(names) - len(wrong)} of {len(names)} bitwise, "
+        f"{sum(outcome.ran for outcome in outcomes.values())} of them with the forward; bytes: {shares}"
+    )
+    assert wrong == {}
+    assert total["other"] <= OTHER_SHARE * total.total()
+
+
+def test_a_selection(tmp_path: Path) -> None:
+    quiet()
+    failed = save_all(tmp_path, ALWAYS)
+    assert failed.keys() <= NOT_LOADABLE.keys(), failed
+    _assert_all_load(tmp_path, [name for name in ALWAYS if name not in failed], 2)
+
+
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """(folder with a checkpoint of each class, the classes that plain transformers loads)."""
+    quiet()
+    folder = tmp_path_factory.mktemp("architectures")
+    failed = save_all(folder, class_names())
+    print(f"\n{len(class_names())} classes; plain transformers cannot build or load {failed}")
+    assert failed.keys() <= NOT_LOADABLE.keys(), failed
+    return folder, [name for name in class_names() if name not in failed]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_every_causal_lm(everything: tuple[Path, list[str]], world_size: int) -> None:
+    folder, names = everything
+    _assert_all_load(folder, names, world_size)

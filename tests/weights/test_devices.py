@@ -1,0 +1,93 @@
+"""Loading onto devices that are not the first, on streams that are not the default."""
+
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fsdp_sft as fs
+from tests.harness.hf_folders import plain, rewrite, save_tiny, tensors_of
+from tests.harness.models import full
+from tests.simulated.ranks import run_simulated
+
+SLOW = 0.005  # seconds that a copy to the device takes: far longer than reading the next piece
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("llama"), hidden_size=64, vocab_size=1003, num_hidden_layers=6)
+
+
+def _several_threads_and_small_pieces() -> None:
+    """As on a node with many cores and a checkpoint of gigabytes: buffers are used again and again."""
+    from fsdp_sft.weights import read
+
+    read._DEVICE_PIECE_BYTES = 1 << 13
+    os.sched_getaffinity = lambda _: set(range(64))
+
+
+def _wrong_values(model: Any, folder: Path) -> list[str]:
+    expected = dict(plain(folder).named_parameters())
+    return [n for n, p in model.named_parameters() if not torch.equal(full(p).detach().cpu(), expected[n])]
+
+
+def _load_unsharded(folder: Path, *, on_own_stream: bool) -> tuple[list[str], list[int]]:
+    _several_threads_and_small_pieces()
+    device = torch.device("sim", torch.accelerator.current_device_index())
+    model = fs.build_meta_model(folder)
+    stream = torch.sim.Stream(device) if on_own_stream else torch.accelerator.current_stream(device)
+    with torch.sim.stream(stream):
+        # Holds the stream up: whoever does not queue behind this writes before the memory is the model's.
+        for _ in range(200):
+            torch.empty(1).pin_memory().to(device, non_blocking=True)
+        model.to_empty(device=device)
+        fs.load_weights(model, folder)
+    stream.synchronize()
+    return _wrong_values(model, folder), torch.sim.touched()
+
+
+@pytest.mark.parametrize("on_own_stream", [False, True], ids=["default stream", "stream of its own"])
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_load_is_right_on_any_device_and_stream(checkpoint: Path, index: int, on_own_stream: bool) -> None:
+    results = run_simulated(
+        _load_unsharded, 1, checkpoint, first_device=index, copy_delay=SLOW, on_own_stream=on_own_stream
+    )
+    assert results == [([], [index])]
+
+
+def _load_sharded(folder: Path) -> tuple[list[str], list[int]]:
+    _several_threads_and_small_pieces()
+    context = fs.init_distributed()
+    assert context.device.index == context.rank
+    model = fs.load_pretrained(folder, mesh=fs.build_mesh())
+    assert next(model.parameters()).device.index == context.rank
+    return _wrong_values(model, folder), torch.sim.touched()
+
+
+def test_each_rank_loads_onto_its_own_device(checkpoint: Path) -> None:
+    assert run_simulated(_load_sharded, 2, checkpoint, copy_delay=SLOW) == [([], [0]), ([], [1])]
+
+
+def _random_states() -> list[Any]:
+    devices = [torch.sim.get_rng_state(index) for index in range(torch.sim.device_count())]
+    return [state.tolist() for state in (torch.get_rng_state(), *devices)] + [random.getstate()]
+
+
+def _initialise_a_missing_key(folder: Path) -> tuple[list[str], bool]:
+    fs.init_distributed()
+    torch.manual_seed(1234)  # the caller's, of every device
+    before = _random_states()
+    model = fs.load_pretrained(folder, mesh=fs.build_mesh(), missing="initialise")
+    unmoved = _random_states() == before
+    return _wrong_values(model, folder), unmoved
+
+
+def test_the_callers_random_numbers_are_left_alone_on_every_device(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path)
+    tensors = tensors_of(folder)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    rewrite(folder, tensors)
+    assert run_simulated(_initialise_a_missing_key, 2, folder) == [([], True)] * 2

@@ -1,0 +1,491 @@
+"""What checkpoints seldom hold and models seldom are: each loads bitwise right, or ends in a typed error."""
+
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+
+import fsdp_sft as fs
+from fsdp_sft.weights import (
+    CheckpointFormatError,
+    MissingKeysError,
+    build_meta_model,
+    load_weights,
+    provenance,
+)
+from fsdp_sft.weights.hub import resolve_folder
+from fsdp_sft.weights.resolve import open_checkpoint
+from tests.harness.architectures import tiny_architecture
+from tests.harness.hf_folders import difference, plain, rewrite, save_tiny, state_of, tensors_of
+from tests.harness.hub_server import COMMIT, serve, use_hub
+from tests.harness.ranks import run_distributed
+from tests.harness.remote_code import keep_code_in, plain_with_code, save_with_code
+
+FLOAT32 = MixedPrecisionPolicy()
+
+
+def _mesh(**shape: int) -> Any:
+    return fs.build_mesh(**shape, device_type="cpu")
+
+
+def _check(folder: Path, mesh_shape: dict[str, int], strategies: tuple[str, ...] = ("auto",)) -> None:
+    oracle = plain(folder)
+    for strategy in strategies:
+        model = build_meta_model(folder)
+        fs.shard_model(model, mesh=_mesh(**mesh_shape), mp_policy=FLOAT32)
+        load_weights(model, folder, strategy=strategy)
+        assert difference(model, oracle) == [], strategy
+
+
+# --- meshes and shapes ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mesh_shape", [{}, {"dp_replicate": 2}, {"dp_replicate": 4, "dp_shard": 1}])
+def test_fewer_rows_than_ranks(tmp_path: Path, mesh_shape: dict[str, int]) -> None:
+    sizes = {"hidden_size": 2, "intermediate_size": 3, "num_attention_heads": 1, "num_key_value_heads": 1}
+    save_tiny(tmp_path, vocab_size=101, **sizes)
+    run_distributed(_check, 4, tmp_path, mesh_shape, ("slice", "exchange"))
+
+
+def test_more_experts_than_one_digit(tmp_path: Path) -> None:
+    """Stacked by number, not by name: 10 comes after 9."""
+    save_tiny(tmp_path, "mixtral", num_local_experts=12)
+    run_distributed(_check, 3, tmp_path, {})
+
+
+def _check_columns(folder: Path) -> None:
+    """A model that someone sharded by columns, with replicas, without this library."""
+    model = build_meta_model(folder)
+    options: Any = {"mesh": _mesh(dp_replicate=2), "shard_placement_fn": lambda p: Shard(p.ndim - 1)}
+    for layer in model.model.layers:
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
+    for strategy in ("slice", "exchange"):
+        load_weights(model, folder, strategy=strategy)
+        assert difference(model, plain(folder)) == [], strategy
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+
+
+def test_shards_of_columns(tmp_path: Path) -> None:
+    save_tiny(tmp_path)
+    run_distributed(_check_columns, 4, tmp_path)
+
+
+def _check_frozen_replicas(folder: Path) -> None:
+    model = build_meta_model(folder, dtype=torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("layers.1" in name)
+    fs.shard_model(
+        model,
+        mesh=_mesh(dp_replicate=2),
+        mp_policy=FLOAT32,
+        offload_policy=CPUOffloadPolicy(pin_memory=False),
+    )
+    torch.manual_seed(dist.get_rank())
+    report = load_weights(model, folder, strategy="exchange", missing="initialise")
+    assert report.initialised == ["model.norm.weight"]
+    assert report.job_bytes_read <= 1.05 * report.checkpoint_bytes
+    expected = state_of(plain(folder))
+    for name, value in state_of(model).items():
+        if "inv_freq" not in name:
+            assert torch.equal(value.float(), expected[name]), name
+    frozen = {p.dtype for p in model.parameters() if not p.requires_grad}
+    assert frozen == {torch.bfloat16}
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+
+
+def test_frozen_and_offloaded_on_replicas_with_a_missing_key(tmp_path: Path) -> None:
+    save_tiny(tmp_path)
+    tensors = tensors_of(tmp_path)
+    tensors.pop("model.norm.weight")
+    rewrite(tmp_path, tensors, files=3)
+    run_distributed(_check_frozen_replicas, 4, tmp_path)
+
+
+def _check_default_policy(folder: Path) -> None:
+    model = build_meta_model(folder)
+    fs.shard_model(model, mesh=_mesh())
+    load_weights(model, folder)
+    assert difference(model, plain(folder)) == []
+
+
+def test_modules_kept_in_float32_inside_of_others_that_are(tmp_path: Path) -> None:
+    tiny_architecture("Ernie4_5_MoeForCausalLM").to(torch.bfloat16).save_pretrained(tmp_path)
+    run_distributed(_check_default_policy, 2, tmp_path)
+
+
+# --- buffers and dtypes -----------------------------------------------------------------------------------
+
+BUFFERS = """
+import torch
+from torch import nn
+
+
+class Shifted(nn.Module):
+    def __init__(self, size, offset):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.register_buffer("counts", torch.zeros(3, dtype=torch.int64))
+        self.register_buffer("mask", torch.ones(2, 3, dtype=torch.bool))
+        self.register_buffer("codes", torch.zeros(5, dtype=torch.int8))
+        self.register_buffer("step", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("table", torch.zeros(4, dtype=torch.float64))
+        self.register_buffer("short", torch.zeros(4, dtype=torch.float16))
+        self.register_buffer("phase", torch.zeros(2, dtype=torch.complex64))
+        self.register_buffer("nothing", torch.zeros(0, 4))
+        self.register_buffer("nan", torch.zeros(2))
+
+    def forward(self, hidden):
+        return hidden * self.weight
+"""
+
+
+def _check_buffers(folder: Path, modules: Path) -> None:
+    keep_code_in(modules / str(dist.get_rank()))
+    model = build_meta_model(folder, trust_remote_code=True)
+    blocks = dict(fs.find_blocks(model))
+    fs.shard_model(model, mesh=_mesh(), mp_policy=FLOAT32, blocks=blocks)
+    load_weights(model, folder)
+    assert difference(model, plain_with_code(folder)) == []
+
+
+@pytest.mark.parametrize("stored", ["as they are", "otherwise"])
+def test_buffers_of_every_dtype(tmp_path: Path, stored: str) -> None:
+    values = {
+        "counts": torch.tensor([1, 2, 3]),
+        "mask": torch.tensor([[True, False, True], [False, False, True]]),
+        "codes": torch.tensor([-128, 127, 0, 1, 2], dtype=torch.int8),
+        "step": torch.tensor(2**40),
+        "table": torch.tensor([1 / 3, 1e300, -0.0, 5], dtype=torch.float64),
+        "short": torch.tensor([1.5, 2, 3, 65504], dtype=torch.float16),
+        "phase": torch.tensor([1 + 2j, -3j], dtype=torch.complex64),
+        "nothing": torch.zeros(0, 4),
+        "nan": torch.tensor([float("nan"), float("inf")]),
+    }
+    if stored == "otherwise":
+        changes = {"table": torch.float32, "short": torch.float32, "step": torch.int32, "codes": torch.int64}
+        values["step"], values["table"] = torch.tensor(7), torch.tensor([1 / 3, 2, 3, 4])
+        values.update({name: values[name].to(dtype) for name, dtype in changes.items()})
+    folder = save_with_code(tmp_path / "model", BUFFERS, **values)
+    run_distributed(_check_buffers, 2, folder, tmp_path / "modules")
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.uint8, torch.complex64])
+def test_weights_in_a_dtype_that_is_no_weight(tmp_path: Path, dtype: torch.dtype) -> None:
+    folder = save_tiny(tmp_path)
+    tensors = tensors_of(folder)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].abs().float().to(dtype)
+    rewrite(folder, tensors)
+    with pytest.raises(CheckpointFormatError, match=r"model\.norm\.weight.*stored as"):
+        load_weights(build_meta_model(folder), folder)
+
+
+# --- headers and indices ----------------------------------------------------------------------------------
+
+
+def _write(folder: Path, header: str | bytes, data: bytes = b"") -> None:
+    for path in [*folder.glob("*.safetensors"), *folder.glob("*.index.json")]:
+        path.unlink()
+    text = header if isinstance(header, bytes) else header.encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def _entry(shape: list[int], end: int, dtype: str = "F32") -> str:
+    return json.dumps({"dtype": dtype, "shape": shape, "data_offsets": [0, end]})
+
+
+HEADERS: list[tuple[str, bytes, str]] = [
+    (f'{{"a": {_entry([1], 4)}, "a": {_entry([1], 4)}}}', b"1234", "twice"),
+    (f'{{"a": {_entry([2**70, 0], 0)}}}', b"", "not valid"),
+    (f'{{"a": {_entry([2**62, 2**62, 0], 0)}}}', b"", "no values|not valid|no place"),
+    (f'{{"a": {_entry([True], 4)}}}', b"1234", "not valid"),
+    (f'{{"a": {_entry([-1, -1], 4)}}}', b"1234", "not valid"),
+    (f'{{"a": {_entry([2], 1, "F4")}}}', b"1", "stored as F4"),
+    (f'{{"a": {_entry([1], 4)}}}', b"12345", "the tensors end"),
+    ('{"a": [1, 2]}', b"", "not valid"),
+    ('{"a": {"dtype": {}, "shape": [], "data_offsets": [0, 4]}}', b"1234", "not valid"),
+    ("[]", b"", "not a JSON object"),
+    ("[" * 100_000, b"", "not JSON"),
+    ('{"__metadata__": {"n": 1}}', b"", "metadata"),
+    (f'{{"\\ud800": {_entry([1], 4)}}}', b"1234", "no values|no place|not JSON|not valid"),
+]
+
+
+@pytest.mark.parametrize(("header", "data", "words"), HEADERS, ids=range(len(HEADERS)))
+def test_headers_that_lie(tmp_path: Path, header: str, data: bytes, words: str) -> None:
+    folder = save_tiny(tmp_path)
+    model = build_meta_model(folder)
+    _write(folder, header, data)
+    with pytest.raises(CheckpointFormatError, match=words):
+        load_weights(model, folder)
+
+
+def test_a_header_that_is_not_unicode(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path)
+    _write(folder, b'{"\xff": 1}')
+    with pytest.raises(CheckpointFormatError, match="not JSON"):
+        open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("header", ["{}", '{"__metadata__": {"format": "pt"}}', "{}      "])
+def test_a_file_without_tensors(tmp_path: Path, header: str) -> None:
+    folder = save_tiny(tmp_path)
+    _write(folder, header)
+    with pytest.raises(MissingKeysError, match="embed_tokens"):
+        load_weights(build_meta_model(folder), folder)
+    load_weights(build_meta_model(folder), folder, missing="initialise")
+
+
+def _index(folder: Path) -> dict[str, str]:
+    weight_map: dict[str, str] = json.loads((folder / "model.safetensors.index.json").read_text())[
+        "weight_map"
+    ]
+    return weight_map
+
+
+def _set_index(folder: Path, weight_map: Any) -> None:
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
+
+
+def test_files_in_folders_below(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path)
+    (folder / "parts" / "more").mkdir(parents=True)
+    for path in folder.glob("*.safetensors"):
+        path.rename(folder / "parts" / "more" / path.name)
+    _set_index(folder, {key: f"parts/more/{name}" for key, name in _index(folder).items()})
+    run_distributed(_check, 2, folder, {})
+
+
+@pytest.mark.parametrize(
+    "weight_map",
+    [
+        {"a": "nul\0.safetensors"},
+        {"a": "x" * 5000 + ".safetensors"},
+        {"a": "config.json"},
+        {"a": "C:model.safetensors"},
+        {"a": "..\\model.safetensors"},
+        {"a": "absent.safetensors"},
+        {"a": "folder.safetensors"},
+        {"a": "loop.safetensors"},
+        {"a": 1},
+        {},
+        [],
+    ],
+    ids=range(11),
+)
+def test_indices_that_lie(tmp_path: Path, weight_map: Any) -> None:
+    folder = save_tiny(tmp_path)
+    (folder / "folder.safetensors").mkdir()
+    (folder / "loop.safetensors").symlink_to("loop.safetensors")
+    _set_index(folder, weight_map)
+    with pytest.raises(CheckpointFormatError):
+        open_checkpoint(folder)
+
+
+def test_an_index_that_is_not_text(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path)
+    for data in (b"\xff\xfe", b"", b"null", b'{"weight_map": null}', b"[" * 100_000):
+        (folder / "model.safetensors.index.json").write_bytes(data)
+        with pytest.raises(CheckpointFormatError, match="not an index"):
+            open_checkpoint(folder)
+
+
+def test_a_name_in_two_files_is_the_one_that_the_index_says(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path)
+    weight_map = _index(folder)
+    oracle = plain(folder)
+    from safetensors.torch import load_file, save_file
+
+    key, owner = next(iter(weight_map.items()))
+    for name in sorted(set(weight_map.values()) - {owner}):
+        tensors = load_file(folder / name)
+        save_file({**tensors, key: torch.full((1,), 7.0)}, folder / name, metadata={"format": "pt"})
+    model = build_meta_model(folder)
+    load_weights(model, folder)
+    assert difference(model, oracle) == []
+
+
+# --- the Hub's cache --------------------------------------------------------------------------------------
+
+
+def _cached(root: Path, folder: Path) -> Path:
+    """A folder as the Hub's cache has it: links to files under their hashes."""
+    repo = root / "models--someone--model"
+    snapshot = repo / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    (repo / "blobs").mkdir()
+    for number, path in enumerate(sorted(folder.iterdir())):
+        shutil.copy(path, repo / "blobs" / str(number))
+        (snapshot / path.name).symlink_to(Path("../../blobs") / str(number))
+    return snapshot
+
+
+def test_a_snapshot_whose_blobs_lie_on_another_disk(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path / "model")
+    snapshot = _cached(tmp_path / "cache", folder)
+    blobs = snapshot.parent.parent / "blobs"
+    blobs.rename(tmp_path / "disk")
+    blobs.symlink_to(tmp_path / "disk")
+    (tmp_path / "shortcut").symlink_to(snapshot)
+    for name in (snapshot, tmp_path / "shortcut"):
+        model = build_meta_model(name)
+        load_weights(model, name)
+        assert difference(model, plain(folder)) == []
+    victim = next(snapshot.glob("*.safetensors"))
+    victim.unlink()
+    victim.symlink_to(next(folder.glob("*.safetensors")))
+    with pytest.raises(CheckpointFormatError, match="leads out"):
+        open_checkpoint(snapshot)
+
+
+def _check_without_the_hub(address: str, cache: Path, folder: Path) -> None:
+    use_hub(address, cache)
+    found = resolve_folder("someone/model")
+    model = build_meta_model(found)
+    load_weights(model, found)
+    assert difference(model, plain(folder)) == []
+
+
+def test_what_is_cached_loads_when_the_hub_is_gone(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path / "model")
+    with serve(folder, drops=0) as (address, _):
+        run_distributed(_check_without_the_hub, 2, address, tmp_path / "cache", folder)
+    run_distributed(_check_without_the_hub, 2, address, tmp_path / "cache", folder)
+
+
+def test_a_hub_with_a_single_file_and_an_index(tmp_path: Path) -> None:
+    """transformers takes the single file, so the parts are not even downloaded."""
+    folder = save_tiny(tmp_path / "model")
+    tensors = tensors_of(folder)
+    index = (folder / "model.safetensors.index.json").read_bytes()
+    parts = {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
+    rewrite(folder, {name: tensor + 1 for name, tensor in tensors.items()})
+    (folder / "model.safetensors.index.json").write_bytes(index)
+    for name, data in parts.items():
+        (folder / name).write_bytes(data)
+    with serve(folder, drops=0) as (address, downloads):
+        run_distributed(_check_without_the_hub, 2, address, tmp_path / "cache", folder)
+    assert [name for name, _ in downloads if name.endswith(".safetensors")] == ["model.safetensors"]
+
+
+# --- conversions that do what none does yet ---------------------------------------------------------------
+
+
+def _source(*shape: int) -> Any:
+    return provenance.source("a", shape, torch.float32)
+
+
+UNTRACEABLE: list[Callable[[Any], Any]] = [
+    lambda t: torch.cat([t, torch.zeros(1, 4)]),
+    lambda t: t.view(torch.int32),
+    lambda t: torch.nn.functional.pad(t, (0, 1)),
+    lambda t: torch.empty(3, 4).copy_(t),
+    lambda t: t.flip(0),
+    lambda t: t[[2, 0, 1]],
+    lambda t: t.sum(),
+    lambda t: float(t[0, 0]),
+]
+
+
+@pytest.mark.parametrize("code", UNTRACEABLE, ids=range(len(UNTRACEABLE)))
+def test_code_that_is_not_traced_says_so(code: Callable[[Any], Any]) -> None:
+    code(torch.zeros(3, 4))
+    with pytest.raises(provenance.UntraceableError):
+        code(_source(3, 4))
+
+
+REFUSED: list[Callable[[Any], Any]] = [
+    lambda t: t[3],
+    lambda t: t.select(1, -5),
+    lambda t: torch.split(t, [1, 1]),
+    lambda t: torch.split(t, [2, 2]),
+    lambda t: t.view(5, 2),
+    lambda t: torch.cat([t, t[:, :2]]),
+]
+
+
+@pytest.mark.parametrize("code", REFUSED, ids=range(len(REFUSED)))
+def test_what_torch_refuses_is_refused_while_tracing(code: Callable[[Any], Any]) -> None:
+    for tensor in (torch.zeros(3, 4), _source(3, 4)):
+        with pytest.raises((IndexError, RuntimeError, ValueError)):
+            code(tensor)
+
+
+ALLOWED: list[Callable[[Any], Any]] = [
+    lambda t: t[0].t(),
+    lambda t: t[-1],
+    lambda t: t[3:].reshape(-1, 2),
+    lambda t: t[:0].view(2, 0, 7),
+    lambda t: torch.cat([t[:0], t, t[3:]]),
+    lambda t: t.select(1, -4),
+    lambda t: t.unfold(0, 3, 1) if t.ndim == 9 else t.unflatten(1, (2, 2)).movedim(1, 0).flatten(1),
+]
+
+
+@pytest.mark.parametrize("code", ALLOWED, ids=range(len(ALLOWED)))
+def test_corners_of_tracing(code: Callable[[Any], Any]) -> None:
+    real = torch.arange(12).view(3, 4)
+    expected, traced = code(real), code(_source(3, 4))
+    assert traced.shape == expected.shape
+    rebuilt = torch.full(expected.shape, -1)
+    for piece in traced.pieces:
+        window = tuple(slice(a, a + n) for a, n in zip(piece.start, piece.size, strict=True))
+        rebuilt[window] = real.reshape(-1).as_strided(piece.size, piece.stride, piece.offset)
+    assert torch.equal(rebuilt, expected)
+
+
+def _check_padded(folder: Path) -> None:
+    """A conversion that adds zeros of its own: converted whole, not refused."""
+    from transformers import conversion_mapping
+    from transformers.core_model_loading import ConversionOps, WeightConverter
+
+    class Pad(ConversionOps):
+        def convert(self, input_dict: Any, source_patterns: Any, target_patterns: Any, **_: Any) -> Any:
+            (tensors,) = input_dict.values()
+            tensor = tensors[0] if isinstance(tensors, list) else tensors
+            return {target_patterns[0]: torch.cat([tensor, torch.zeros(16, tensor.shape[1]).to(tensor)])}
+
+        @property
+        def reverse_op(self) -> ConversionOps:
+            return self
+
+    converter = WeightConverter("mlp.short.weight", "mlp.up_proj.weight", [Pad()])
+    conversion_mapping.register_checkpoint_conversion_mapping("LlamaForCausalLM", [converter], overwrite=True)
+    oracle = plain(folder)
+    for strategy in ("slice", "exchange"):
+        model = build_meta_model(folder)
+        fs.shard_model(model, mesh=_mesh(), mp_policy=FLOAT32)
+        report = load_weights(model, folder, strategy=strategy)
+        assert report.class_bytes["other"] > 0
+        assert difference(model, oracle) == []
+
+
+def test_a_conversion_that_adds_numbers_of_its_own(tmp_path: Path) -> None:
+    save_tiny(tmp_path)
+    tensors = tensors_of(tmp_path)
+    for name in [name for name in tensors if "up_proj" in name]:
+        tensors[name.replace("up_proj", "short")] = tensors.pop(name)[:-16]
+    rewrite(tmp_path, tensors)
+    run_distributed(_check_padded, 2, tmp_path)
+
+
+def test_a_number_too_large_for_the_model(tmp_path: Path) -> None:
+    """Finite on the disk and infinite in the shard is not finite."""
+    folder = save_tiny(tmp_path)
+    tensors = tensors_of(folder)
+    tensors["model.norm.weight"] = torch.full((32,), 1e300, dtype=torch.float64)
+    rewrite(folder, tensors)
+    with pytest.raises(CheckpointFormatError, match=r"model\.norm\.weight"):
+        load_weights(build_meta_model(folder), folder)

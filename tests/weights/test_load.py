@@ -1,0 +1,419 @@
+"""load_weights: bitwise what plain from_pretrained loads, on any ranks, and no byte more than needed."""
+
+import math
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from transformers import T5ForConditionalGeneration
+
+import fsdp_sft as fs
+from fsdp_sft.pretrained import load_pretrained
+from fsdp_sft.weights import CheckpointFormatError, build_meta_model, load_weights, provenance, read
+from tests.harness.hf_folders import difference, plain, rewrite, save_tiny, tensors_of
+from tests.harness.layouts import register_layout
+from tests.harness.models import full, ragged_batches
+from tests.harness.ranks import run_distributed
+
+FLOAT32 = MixedPrecisionPolicy()
+FAMILIES = ["llama", "qwen2", "qwen2-tied", "gemma3", "mixtral", "gpt2", "t5", "bert"]
+
+
+def _mesh(**shape: int) -> Any:
+    return fs.build_mesh(**shape, device_type="cpu")
+
+
+def _check_families(folder: Path, families: list[str], mesh_shape: dict[str, int]) -> None:
+    for family in families:
+        model = build_meta_model(folder / family)
+        fs.shard_model(model, mesh=_mesh(**mesh_shape), mp_policy=FLOAT32)
+        report = load_weights(model, folder / family)
+        oracle = plain(folder / family)
+        assert difference(model, oracle) == [], family
+        assert model._weight_conversions is not None
+        if family not in ("t5", "bert"):
+            batch = ragged_batches(2)[0]
+            inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+            assert torch.equal(model(**inputs).logits, oracle(**inputs).logits), family
+        assert report.class_bytes["other"] == 0, (family, report.class_bytes)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "mesh_shape"), [(1, {}), (2, {}), (3, {}), (4, {}), (4, {"dp_replicate": 2})]
+)
+def test_bitwise_what_from_pretrained_loads(
+    tmp_path: Path, world_size: int, mesh_shape: dict[str, int]
+) -> None:
+    for family in FAMILIES:
+        save_tiny(tmp_path / family, family)
+    run_distributed(_check_families, world_size, tmp_path, FAMILIES, mesh_shape)
+
+
+# --- bytes, strategies, memory ---------------------------------------------------------------------------
+
+
+def _counted_load(model: Any, folder: Path, **options: Any) -> tuple[Any, int]:
+    """(report, bytes that the read calls returned after the headers)."""
+    original, counted = read.read_at, [0]
+
+    def read_at(fd: int, offset: int, buffer: memoryview) -> None:
+        original(fd, offset, buffer)
+        counted[0] += len(buffer)
+
+    read.read_at = read_at
+    try:
+        report = load_weights(model, folder, **options)
+    finally:
+        read.read_at = original
+    return report, counted[0]
+
+
+def _check_bytes(folder: Path, mesh_shape: dict[str, int], strategy: str) -> list[int]:
+    model = build_meta_model(folder)
+    fs.shard_model(model, mesh=_mesh(**mesh_shape), mp_policy=FLOAT32)
+    report, counted = _counted_load(model, folder, strategy=strategy)
+    assert report.bytes_read == counted
+    assert difference(model, plain(folder)) == []
+    total = report.checkpoint_bytes
+    if strategy == "exchange" or not mesh_shape:
+        assert report.job_bytes_read <= 1.05 * total
+    else:
+        assert report.job_bytes_read == mesh_shape["dp_replicate"] * total
+    if not mesh_shape:
+        # A dimension that the ranks do not divide gives the first ones more rows: 101 tokens on 4 ranks, 26.
+        assert counted <= 1.05 * total / dist.get_world_size() * 26 / 25.25
+    assert str(report).count("\n") == 0
+    assert all(word in str(report) for word in ("GB/s", report.strategy, " s "))
+    return [counted, total]
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_every_byte_is_read_once(tmp_path: Path, family: str) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 1001}
+    save_tiny(tmp_path, family, max_shard_size="1MB", **sizes)
+    for mesh_shape, strategy in [({}, "slice"), ({}, "exchange"), ({"dp_replicate": 2}, "exchange")]:
+        run_distributed(_check_bytes, 4, tmp_path, mesh_shape, strategy)
+
+
+def test_replicas_that_all_read(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "mixtral")
+    run_distributed(_check_bytes, 4, tmp_path, {"dp_replicate": 2}, "slice")
+
+
+def _check_experts(folder: Path, experts: int) -> None:
+    model = build_meta_model(folder)
+    fs.shard_model(model, mesh=_mesh(), mp_policy=FLOAT32)
+    report = load_weights(model, folder)
+    assert report.class_shares["separable"] > 0.3
+    assert difference(model, plain(folder)) == []
+    gate_up = dict(model.named_parameters())["model.layers.0.mlp.experts.gate_up_proj"]
+    rows = gate_up.to_local().shape[0]
+    owned = [min(-(-experts // 4), max(0, experts - rank * -(-experts // 4))) for rank in range(4)]
+    assert rows == owned[dist.get_rank()]
+
+
+@pytest.mark.parametrize("experts", [2, 6, 8])
+def test_merged_experts_on_ranks_that_own_few_or_none(tmp_path: Path, experts: int) -> None:
+    save_tiny(tmp_path, "mixtral", num_local_experts=experts)
+    run_distributed(_check_experts, 4, tmp_path, experts)
+
+
+# --- layouts of older checkpoints --------------------------------------------------------------------------
+
+
+LAYOUTS = [
+    "chunk",
+    "chunk-columns",
+    "interleave",
+    "concatenate",
+    "concatenate-columns",
+    "transpose",
+    "rope",
+    "computed",
+    "renamed",
+]
+
+
+def _check_layout(folder: Path, layout: str, mesh_shape: dict[str, int]) -> str | None:
+    """Load a layout with every strategy; why plain transformers could not write it, if it could not."""
+    register_layout(layout)
+    refusal: list[str | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            save_tiny(folder, "llama")
+        except TypeError as error:
+            refusal = [str(error)]
+    dist.broadcast_object_list(refusal)
+    if refusal[0] is not None:
+        return refusal[0]
+    oracle = plain(folder)
+    for strategy in ("slice", "exchange", "auto"):
+        model = build_meta_model(folder)
+        fs.shard_model(model, mesh=_mesh(**mesh_shape), mp_policy=FLOAT32)
+        report = load_weights(model, folder, strategy=strategy)
+        assert difference(model, oracle) == [], (layout, strategy)
+        assert (report.class_bytes["other"] > 0) == (layout == "computed")
+        if layout == "computed" and strategy == "auto":
+            assert report.strategy == "exchange"
+        if layout == "computed" and strategy == "exchange" and not mesh_shape:
+            assert report.job_bytes_read == report.checkpoint_bytes
+        assert [str(c) for c in model._weight_conversions] == [str(c) for c in oracle._weight_conversions]
+    return None
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_of_older_checkpoints(tmp_path: Path, layout: str) -> None:
+    refusal = run_distributed(_check_layout, 3, tmp_path, layout, {})[0]
+    if refusal is not None:
+        assert layout == "rope", refusal
+        pytest.skip(f"save_pretrained of this transformers cannot write the layout: {refusal}")
+
+
+def test_a_computed_layout_on_replicas(tmp_path: Path) -> None:
+    assert run_distributed(_check_layout, 4, tmp_path, "computed", {"dp_replicate": 2})[0] is None
+
+
+def test_tracing_finds_every_element(tmp_path: Path) -> None:
+    """Random chains of moves: the pieces of a traced tensor rebuild what torch makes of real numbers."""
+    generator = random.Random(0)
+    for _ in range(300):
+        shape = tuple(generator.choice([1, 2, 3, 4, 6]) for _ in range(generator.randint(1, 4)))
+        count = generator.randint(1, 3)
+        reals = [torch.arange(n * 10**6, n * 10**6 + math.prod(shape)).view(shape) for n in range(count)]
+        traced: Any = [provenance.source(str(n), shape, torch.int64) for n in range(count)]
+        dim = generator.randrange(len(shape))
+        join = generator.choice([torch.cat, torch.stack])
+        real, trace = join(reals, dim), join(traced, dim)
+        for _ in range(generator.randint(0, 6)):
+            real, trace = _move(generator, real, trace)
+        rebuilt = torch.full(real.shape, -1)
+        for piece in trace.pieces:
+            window = tuple(slice(a, a + n) for a, n in zip(piece.start, piece.size, strict=True))
+            stored = reals[int(piece.key)].reshape(-1)
+            assert bool((rebuilt[window] == -1).all())
+            rebuilt[window] = stored.as_strided(piece.size, piece.stride, piece.offset)
+        assert torch.equal(rebuilt, real)
+    with pytest.raises(provenance.UntraceableError):
+        provenance.source("a", (2,), torch.float32) * 2
+
+
+def _move(generator: random.Random, real: torch.Tensor, trace: Any) -> tuple[torch.Tensor, Any]:
+    dim = generator.randrange(real.ndim)
+    kind = generator.choice(["view", "permute", "narrow", "chunk", "step", "unsqueeze"])
+    if kind == "view":
+        factors, left = [], real.numel()
+        while left > 1:
+            factor = generator.choice([n for n in range(2, left + 1) if left % n == 0])
+            factors.append(factor)
+            left //= factor
+        generator.shuffle(factors)
+        return real.reshape(factors or [1]), trace.reshape(factors or [1])
+    if kind == "permute":
+        order = generator.sample(range(real.ndim), real.ndim)
+        return real.permute(order).contiguous(), trace.permute(order)
+    if kind == "narrow":
+        start = generator.randrange(real.shape[dim])
+        length = generator.randint(1, real.shape[dim] - start)
+        return real.narrow(dim, start, length).contiguous(), trace.narrow(dim, start, length)
+    if kind == "chunk":
+        parts, traces = torch.chunk(real, 3, dim), torch.chunk(trace, 3, dim)
+        which = generator.randrange(len(parts))
+        return parts[which].contiguous(), traces[which].contiguous()
+    if kind == "step":
+        window = (*[slice(None)] * dim, slice(generator.randrange(real.shape[dim]), None, 2))
+        return real[window].contiguous(), trace[window]
+    return real.unsqueeze(dim), trace.unsqueeze(dim)
+
+
+# --- ties, missing keys, frozen and mixed -------------------------------------------------------------------
+
+
+def _check_loads(folder: Path, mesh_shape: dict[str, int], **options: Any) -> Any:
+    model = build_meta_model(folder)
+    fs.shard_model(model, mesh=_mesh(**mesh_shape), mp_policy=FLOAT32)
+    torch.manual_seed(dist.get_rank())
+    report = load_weights(model, folder, **options)
+    assert difference(model, plain(folder)) == []
+    return report.initialised
+
+
+@pytest.mark.parametrize("head", ["absent", "equal", "different", "alone"])
+def test_a_tied_head(tmp_path: Path, head: str) -> None:
+    save_tiny(tmp_path, "qwen2-tied")
+    tensors = tensors_of(tmp_path)
+    embedding = tensors["model.embed_tokens.weight"]
+    assert "lm_head.weight" not in tensors
+    if head == "equal":
+        tensors["lm_head.weight"] = embedding.clone()
+    elif head == "different":
+        tensors["lm_head.weight"] = embedding.flip(0)
+    elif head == "alone":
+        tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    rewrite(tmp_path, tensors, files=2)
+    run_distributed(_check_loads, 2, tmp_path, {})
+
+
+def test_a_tied_head_that_differs_where_no_sample_looks(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "qwen2-tied", vocab_size=200_000)
+    tensors = tensors_of(tmp_path)
+    head = tensors["model.embed_tokens.weight"].clone()
+    head[300] += 1
+    tensors["lm_head.weight"] = head
+    rewrite(tmp_path, tensors)
+    model = build_meta_model(tmp_path)
+    if model.lm_head.weight is model.model.embed_tokens.weight:
+        with pytest.raises(CheckpointFormatError, match="tie_word_embeddings=False"):
+            load_weights(model, tmp_path)
+    model = build_meta_model(tmp_path, tie_word_embeddings=False)
+    load_weights(model, tmp_path)
+    assert torch.equal(model.lm_head.weight, head.float())
+
+
+def test_missing_keys_are_initialised_alike(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama")
+    tensors = tensors_of(tmp_path)
+    missing = ["lm_head.weight", "model.layers.1.mlp.up_proj.weight", "model.norm.weight"]
+    for name in missing:
+        tensors.pop(name)
+    rewrite(tmp_path, tensors)
+    for world_size, shape in [(2, {}), (4, {"dp_replicate": 2})]:
+        for initialised in run_distributed(_check_loads, world_size, tmp_path, shape, missing="initialise"):
+            assert sorted(initialised) == sorted(missing)
+
+
+def test_mixed_dtypes_in_one_file(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama")
+    dtypes = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+    tensors = {n: t.to(dtypes[i % 4]) for i, (n, t) in enumerate(sorted(tensors_of(tmp_path).items()))}
+    rewrite(tmp_path, tensors)
+    run_distributed(_check_loads, 2, tmp_path, {})
+
+
+def test_a_variant(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama")
+    expected = plain(tmp_path)
+    for path in [*tmp_path.glob("*.safetensors"), *tmp_path.glob("*.index.json")]:
+        path.unlink()
+    expected.save_pretrained(tmp_path, variant="fp32", max_shard_size="20KB")
+    model = build_meta_model(tmp_path)
+    load_weights(model, tmp_path, variant="fp32")
+    assert difference(model, expected) == []
+
+
+def _check_frozen_and_offloaded(folder: Path) -> None:
+    model = build_meta_model(folder, dtype=torch.bfloat16)
+    model.model.embed_tokens.requires_grad_(False)
+    model.eval()
+    fs.shard_model(model, mesh=_mesh(), mp_policy=FLOAT32, offload_policy=CPUOffloadPolicy())
+    load_weights(model, folder)
+    oracle = plain(folder)
+    assert not model.training
+    for name, parameter in model.named_parameters():
+        frozen = name == "model.embed_tokens.weight"
+        assert parameter.requires_grad != frozen
+        assert parameter.dtype == (torch.bfloat16 if frozen else torch.float32)
+        assert torch.equal(full(parameter).float(), oracle.get_parameter(name)), name
+
+
+def test_frozen_parameters_and_offloading(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama")
+    run_distributed(_check_frozen_and_offloaded, 2, tmp_path)
+
+
+def test_modules_kept_in_float32(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "t5")
+    model = build_meta_model(tmp_path, dtype=torch.float16)
+    load_weights(model, tmp_path)
+    oracle = T5ForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.float16).train()
+    assert {p.dtype for p in model.parameters()} == {torch.float16, torch.float32}
+    assert difference(model, oracle) == []
+
+
+def _check_evaluate_then_load(folder: Path) -> None:
+    model = build_meta_model(folder)
+    fs.shard_model(model, mesh=_mesh(), mp_policy=FLOAT32)
+    load_weights(model, folder)
+    batch = {name: value for name, value in ragged_batches(2)[0].items() if name != "labels"}
+    with torch.no_grad():
+        first = model(**batch).logits  # leaves the root's parameters gathered
+        for parameter in model.parameters():
+            parameter.zero_()
+    load_weights(model, folder)
+    assert torch.equal(model(**batch).logits, first)
+
+
+def test_loading_again_after_an_evaluation(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "qwen2-tied")
+    run_distributed(_check_evaluate_then_load, 2, tmp_path)
+
+
+def test_a_model_changed_after_building_is_refused(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama")
+    model = build_meta_model(tmp_path)
+    model.lm_head = torch.nn.Linear(32, 7, bias=False, device="meta")
+    with pytest.raises(ValueError, match="lm_head"):
+        load_weights(model, tmp_path)
+
+
+def _check_saved_again(folder: Path) -> None:
+    model = build_meta_model(folder)
+    load_weights(model, folder)
+    model.to(torch.bfloat16).save_pretrained(folder / "again")
+    before, after = tensors_of(folder), tensors_of(folder / "again")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_loaded_model_is_saved_in_the_layout_it_came_in(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "mixtral")
+    _check_saved_again(tmp_path)
+
+
+def _check_pretrained(folder: Path) -> None:
+    model = load_pretrained(
+        folder, mesh=_mesh(), mp_policy=FLOAT32, sac_ratio="1/3", compile=False, host_budget_bytes=1 << 20
+    )
+    assert difference(model, plain(folder)) == []
+    assert model.load_report.strategy == "slice"
+    assert fs.loss_sum(model, ragged_batches(2)[0])[0].isfinite()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    assert fs.train_step(model, ragged_batches(3), optimizer).skipped is False
+
+
+def test_load_pretrained_composes_the_steps(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama")
+    run_distributed(_check_pretrained, 2, tmp_path)
+
+
+def test_importing_starts_nothing_heavy() -> None:
+    code = (
+        "import sys, fsdp_sft.weights; heavy = [m for m in sys.modules "
+        "if m.startswith('transformers.models') or m in ('torch._dynamo', 'torch.distributed.checkpoint')]; "
+        "sys.exit(repr(heavy) if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_planning_for_ranks_that_are_not_there(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama")
+    code = (
+        "import sys, torch.distributed as dist, fsdp_sft as fs\n"
+        "from torch.testing._internal.distributed.fake_pg import FakeStore\n"
+        "from fsdp_sft.weights import build_meta_model\n"
+        "from fsdp_sft.weights.planning import bytes_by_rank, plan_load\n"
+        "dist.init_process_group('fake', store=FakeStore(), rank=0, world_size=64)\n"
+        "model = fs.shard_model(build_meta_model(sys.argv[1]), mesh=fs.build_mesh(device_type='cpu'))\n"
+        "plan, checkpoint = plan_load(model, sys.argv[1])\n"
+        "counts = bytes_by_rank(model, plan, checkpoint)\n"
+        "assert len(counts) == 64 and sum(counts) == checkpoint.total_bytes, counts\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,151 @@
+"""Anonymous memory of a load: the shards, the budget and one group of tensors that is converted whole."""
+
+import gc
+import json
+import os
+import struct
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import fsdp_sft as fs
+from fsdp_sft.weights import build_meta_model, load_weights
+from tests.harness.layouts import register_layout
+from tests.harness.ranks import run_distributed
+
+MIB = 1 << 20
+BUDGET_BYTES = 64 * MIB
+RANKS = 2
+WIDTH, INNER = 1024, 2048
+# A group is one projection, which the conversion turns into another as large, both in float32.
+GROUP_BYTES = 2 * WIDTH * INNER * 4
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
+
+
+def _save_sparse(folder: Path, *, layers: int, vocab: int) -> int:
+    """A bf16 checkpoint without data on the disk, in the "computed" layout; bytes of its largest tensor.
+
+    That one comes last, when the other shards have their memory and a buffer for it would come on top.
+    """
+    config = LlamaConfig(
+        hidden_size=WIDTH,
+        intermediate_size=INNER,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        vocab_size=vocab,
+        tie_word_embeddings=True,
+    )
+    with torch.device("meta"):
+        shapes = {name: tuple(t.shape) for name, t in LlamaForCausalLM(config).state_dict().items()}
+    shapes.pop("lm_head.weight")
+    shapes["model.embed_tokens.weight"] = shapes.pop("model.embed_tokens.weight")
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        start, end = end, end + 2 * int(torch.Size(shape).numel())
+        key = name.replace("mlp.down_proj", "mlp.down")
+        header[key] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    folder.mkdir()
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(folder)
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + end)
+    return 2 * vocab * WIDTH
+
+
+def _anonymous_bytes() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+
+@contextmanager
+def _watched() -> Iterator[list[int]]:
+    """The highest anonymous memory beyond that at the start, in bytes."""
+    gc.collect()
+    before, growth, done = _anonymous_bytes(), [0], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.001):
+            growth[0] = max(growth[0], _anonymous_bytes() - before)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield growth
+    finally:
+        done.set()
+        thread.join()
+
+
+@contextmanager
+def _reading_whole_tensors(num_bytes: int) -> Iterator[None]:
+    """As a reader that takes its part of the largest tensor in one go: a buffer of that size, filled."""
+    original, held = os.preadv, []
+
+    def preadv(fd: int, buffers: Any, offset: int) -> int:
+        if not held:
+            held.append(torch.ones(num_bytes, dtype=torch.uint8))
+        return original(fd, buffers, offset)
+
+    os.preadv = preadv
+    try:
+        yield
+    finally:
+        os.preadv = original
+
+
+def _model(folder: Path) -> Any:
+    model = build_meta_model(folder)
+    return fs.shard_model(model, mesh=fs.build_mesh(device_type="cpu"), mp_policy=MixedPrecisionPolicy())
+
+
+def _beyond_shards(folder: Path, strategy: str, whole_bytes: int) -> int:
+    register_layout("computed")
+    load_weights(_model(folder / "small"), folder / "small", strategy=strategy)  # imports, gloo's buffers
+    model = _model(folder / "large")
+    with _watched() as growth:
+        if whole_bytes:
+            with _reading_whole_tensors(whole_bytes):
+                load_weights(model, folder / "large", strategy=strategy, host_budget_bytes=BUDGET_BYTES)
+        else:
+            load_weights(model, folder / "large", strategy=strategy, host_budget_bytes=BUDGET_BYTES)
+    shards = 0
+    for parameter in model.parameters():
+        local = parameter.to_local()
+        shards += local.numel() * local.itemsize
+        assert not local.any(), "what a sparse file holds is zeros"
+    return growth[0] - shards
+
+
+def _measure(folder: Path, scale: int, strategy: str, *, whole: bool = False) -> int:
+    """Most bytes beyond the shards on any rank."""
+    folder.mkdir()
+    _save_sparse(folder / "small", layers=1, vocab=128)
+    layers = 8 * scale
+    largest = _save_sparse(folder / "large", layers=layers, vocab=131072 * scale)
+    assert largest // RANKS > BUDGET_BYTES + GROUP_BYTES, "reading a rank's part of it in one go has to show"
+    assert layers * GROUP_BYTES > BUDGET_BYTES + 2 * GROUP_BYTES, "keeping all groups has to show"
+    return max(run_distributed(_beyond_shards, RANKS, folder, strategy, largest // RANKS if whole else 0))
+
+
+@pytest.mark.parametrize("strategy", ["slice", "exchange"])
+def test_beyond_the_shards_there_is_the_budget_and_one_group(tmp_path: Path, strategy: str) -> None:
+    # One bound for both sizes: how much of the budget is in use at once is a matter of the threads' timing.
+    for scale in (1, 2):
+        beyond = _measure(tmp_path / str(scale), scale, strategy)
+        print(f"{strategy}, size {scale}: {beyond / MIB:.1f} MiB beyond the shards")
+        assert beyond <= BUDGET_BYTES + GROUP_BYTES
+
+
+def test_the_measurement_sees_a_tensor_that_is_read_whole(tmp_path: Path) -> None:
+    beyond = _measure(tmp_path / "whole", 1, "slice", whole=True)
+    assert beyond > BUDGET_BYTES + GROUP_BYTES

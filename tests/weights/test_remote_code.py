@@ -1,0 +1,74 @@
+"""A checkpoint that brings its own modeling file: refused without trust, bitwise right with it, offline."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import fsdp_sft as fs
+from fsdp_sft.pretrained import load_pretrained
+from fsdp_sft.weights import CheckpointFormatError, build_meta_model, load_weights
+from fsdp_sft.weights.hub import resolve_folder
+from tests.harness.hf_folders import difference
+from tests.harness.hub_server import serve, use_hub
+from tests.harness.models import full
+from tests.harness.ranks import run_distributed
+from tests.harness.remote_code import keep_code_in, plain_with_code, save_with_code
+
+
+def _imported(modules: Path) -> bool:
+    return any(path.name == "imported" for path in modules.rglob("*"))
+
+
+def _check_refused(folder: Path, modules: Path) -> None:
+    keep_code_in(modules)
+    for build in (
+        lambda: build_meta_model(folder),
+        lambda: load_pretrained(folder, mesh=fs.build_mesh(device_type="cpu")),
+    ):
+        with pytest.raises(CheckpointFormatError, match="trust_remote_code"):
+            build()
+    assert not _imported(modules)
+
+
+def test_refused_without_trust(tmp_path: Path) -> None:
+    run_distributed(_check_refused, 2, save_with_code(tmp_path / "model"), tmp_path / "modules")
+
+
+def _check_loads(folder: Path, modules: Path, together: bool) -> None:
+    keep_code_in(modules if together else modules / str(dist.get_rank()))
+    mesh = fs.build_mesh(device_type="cpu")
+    model = build_meta_model(folder, trust_remote_code=True)
+    fs.shard_model(model, mesh=mesh, mp_policy=MixedPrecisionPolicy())
+    load_weights(model, folder)
+    oracle = plain_with_code(folder)
+    assert difference(model, oracle) == []
+    assert float(full(model.model.norm.offset)) == 0.625
+    ids = torch.arange(3, 21).view(2, 9)
+    assert torch.equal(model(input_ids=ids).logits, oracle(input_ids=ids).logits)
+    composed = load_pretrained(folder, mesh=mesh, mp_policy=MixedPrecisionPolicy(), trust_remote_code=True)
+    assert difference(composed, oracle) == []
+    assert _imported(modules)
+
+
+@pytest.mark.parametrize("together", [True, False], ids=["one module cache", "a module cache each"])
+def test_bitwise_with_trust(tmp_path: Path, together: bool) -> None:
+    run_distributed(_check_loads, 2, save_with_code(tmp_path / "model"), tmp_path / "modules", together)
+
+
+def _check_hub(address: str, cache: Path, modules: Path, folder: Path) -> None:
+    use_hub(address, cache)
+    keep_code_in(modules / str(dist.get_rank()))
+    assert not list(resolve_folder("someone/model").glob("*.py"))
+    with pytest.raises(CheckpointFormatError, match="trust_remote_code"):
+        load_pretrained("someone/model", mesh=fs.build_mesh(device_type="cpu"))
+    model = load_pretrained("someone/model", mesh=fs.build_mesh(device_type="cpu"), trust_remote_code=True)
+    assert difference(model, plain_with_code(folder)) == []
+
+
+def test_from_the_hub(tmp_path: Path) -> None:
+    folder = save_with_code(tmp_path / "model")
+    with serve(folder, drops=0) as (address, _):
+        run_distributed(_check_hub, 2, address, tmp_path / "cache", tmp_path / "modules", folder)
