@@ -5,12 +5,11 @@ import importlib.util
 import os
 import re
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.harness.forks import run_program
 from tests.harness.places import EXAMPLES, ROOT
 
 PAGES = sorted(
@@ -86,16 +85,8 @@ def _as_one_rank_of_torchrun() -> dict[str, str]:
 def _run(code: str, folder: Path, name: str, environment: dict[str, str] | None = None) -> None:
     script = folder / "page.py"
     script.write_text(code)
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, f"{name}:\n{done.stderr[-3000:]}"
+    done = run_program(script, environment=environment)
+    assert done.exit_code == 0, f"{name}:\n{done.text[-3000:]}"
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if _with_python(p)], ids=_name)

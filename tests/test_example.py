@@ -129,7 +129,7 @@ def test_a_second_run_does_not_overwrite_the_first(tmp_path: Path) -> None:
 
 
 def test_a_signal_saves_and_the_same_command_goes_on(tmp_path: Path) -> None:
-    """One process; several ranks are signalled in test_launchers.py and test_slurm.py."""
+    """One process; several ranks are signalled in test_launch.py and test_slurm.py."""
     command = [sys.executable, str(EXAMPLES / "minimal_sft.py"), "--steps", "20", "--resume", "auto"]
     command += ["--data", str(EXAMPLES / "data" / BUNDLED), "--micro-batch-size", "4"]
     command += ["--output", str(tmp_path)]

@@ -5,7 +5,6 @@ what a step must load as. Ranks note in a file of their own what they begin and 
 """
 
 import itertools
-import multiprocessing
 import os
 import random
 import shutil
@@ -24,12 +23,12 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp_sft as fs
+from tests.harness import forks
 from tests.harness.models import tiny_model
 
 WORLD_SIZE = 2
 SPAN_SECONDS = 0.8  # kills strike uniformly within it, counted from the first save
 SURVIVOR_SECONDS = 15
-_PRELOAD = ["tests.harness.preloaded", "tests.faults.kills"]
 Key = tuple[int, int]  # step, and how many times it has been saved again
 
 
@@ -159,9 +158,7 @@ def run_trial(trial: Trial, folder: Path) -> Outcome:
     """Start the ranks, strike, and load what is there in this process."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
-    ranks = [context.Process(target=_save_forever, args=(folder, rank, trial)) for rank in range(WORLD_SIZE)]
+    ranks = [forks.process(_save_forever, folder, rank, trial) for rank in range(WORLD_SIZE)]
     for process in ranks:
         process.start()
     _wait(lambda: len(list(folder.glob("log-*"))) == WORLD_SIZE or not all(p.is_alive() for p in ranks), 60)
@@ -191,8 +188,7 @@ def run_export_trial(folder: Path, everyone: bool) -> str:
 
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    context = multiprocessing.get_context("forkserver")
-    ranks = [context.Process(target=_export, args=(folder, rank, everyone)) for rank in range(WORLD_SIZE)]
+    ranks = [forks.process(_export, folder, rank, everyone) for rank in range(WORLD_SIZE)]
     for process in ranks:
         process.start()
     _wait(lambda: not any(process.is_alive() for process in ranks), 60)

@@ -5,7 +5,6 @@ over a file, so tests need no port. Each rank leaves its traceback in a file of 
 the earliest is raised: the ranks that only lost their peer do not take the blame.
 """
 
-import multiprocessing
 import os
 import pickle
 import tempfile
@@ -16,7 +15,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-_PRELOAD = ["tests.harness.preloaded"]
+from tests.harness import forks
+
 _GRACE_SECONDS = 10  # what the other ranks get to fail by themselves once one has
 
 
@@ -44,14 +44,10 @@ def run_ranks(
     before: Callable[[int], str],
 ) -> list[Any]:
     """As ``run_distributed``; ``before(rank)`` runs first in each rank and names the backend."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
         folder = Path(name)
         processes = [
-            context.Process(
-                target=_run_rank, args=(folder, rank, world_size, timeout, before, function, args, kwargs)
-            )
+            forks.process(_run_rank, folder, rank, world_size, timeout, before, function, args, kwargs)
             for rank in range(world_size)
         ]
         for process in processes:

@@ -18,12 +18,14 @@ from tests.harness.ranks import run_distributed
 
 
 def _taken(length: int, numerator: int, denominator: int) -> list[int]:
-    """The rule in integers: floor(x + 1/2) of x = i k / n is (2 i k + n) // (2 n)."""
-
-    def before(i: int) -> int:
-        return (2 * i * numerator + denominator) // (2 * denominator)
-
-    return [i for i in range(length) if before(i + 1) > before(i)]
+    """As a line is drawn on a grid: steps of k/n from 1/2 on, and a block at each whole number reached."""
+    taken, position = [], denominator  # in units of 1 / (2 n)
+    for index in range(length):
+        position += 2 * numerator
+        if position >= 2 * denominator:
+            taken.append(index)
+            position -= 2 * denominator
+    return taken
 
 
 def test_ratio_rule_is_exact_for_every_fraction_of_the_blocks() -> None:
@@ -105,9 +107,7 @@ def test_other_arguments_are_checked() -> None:
         fs.apply_sac(tiny_model("llama"), 0.5, preserve_rng_state="sometimes")
 
 
-DROPOUT: dict[str, dict[str, Any]] = {
-    "bert": {"hidden_dropout_prob": 0.2}
-}  # test_sac_matrix.py has the others
+DROPOUT: dict[str, dict[str, Any]] = {"bert": {"hidden_dropout_prob": 0.2}}  # test_matrix.py has the others
 
 
 def _own_loss(model: Any, family: str) -> torch.Tensor:

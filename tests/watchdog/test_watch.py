@@ -1,7 +1,6 @@
 """A rank that dies, hangs or falls out of step is named on every rank that lives, within the set time."""
 
 import math
-import multiprocessing
 import os
 import re
 import signal
@@ -22,6 +21,7 @@ import fsdp_sft as fs
 from fsdp_sft.watchdog.beat import ENDED, FAILED, Beat, process_state, this_process
 from fsdp_sft.watchdog.judge import Finding, Judge
 from fsdp_sft.watchdog.report import Report, ranges
+from tests.harness import forks
 
 TIMEOUT, INTERVAL = 2.0, 0.2
 SLACK = 2.0  # for a machine that other work keeps busy
@@ -127,7 +127,7 @@ SCENES: dict[str, tuple[Callable[[fs.Watchdog, Path, bool], None], int, int, str
     "ahead-3": (_ahead, 3, 0, "rank 0", r"is 1 step ahead: in step 5, phase train, waiting in all_reduce"),
     "shape-2": (_shape, 2, 1, "agent", r"has a batch of shape \(2, 24\) in step 3"),
     "shape-3": (_shape, 3, 2, "agent", r"has a batch of shape \(2, 24\) in step 3"),
-    "loader-3": (_slow_loader, 3, 2, "agent", r"hangs outside of a collective: in step 3, .*test_watchdog"),
+    "loader-3": (_slow_loader, 3, 2, "agent", r"hangs outside of a collective: in step 3, .*test_watch"),
     "kill-3": (_signalled(signal.SIGKILL), 3, 2, "agent", r"rank 2 on \S+ died in step 3, phase train"),
     "raise-3": (_raises, 3, 1, "agent", r"rank 1 on \S+ failed first, in step 3, .*the data ends here"),
     "healthy-3": (_healthy, 3, 1, "agent", ""),
@@ -167,12 +167,8 @@ def _run_rank(name: str, folder: Path, rank: int, port: int) -> None:
 
 
 def _start(name: str, folder: Path, port: int) -> list[Any]:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.harness.preloaded"])
     folder.mkdir()
-    processes = [
-        context.Process(target=_run_rank, args=(name, folder, rank, port)) for rank in range(SCENES[name][1])
-    ]
+    processes = [forks.process(_run_rank, name, folder, rank, port) for rank in range(SCENES[name][1])]
     for process in processes:
         process.start()
     return processes
@@ -223,7 +219,7 @@ def test_the_rank_is_named_on_all_that_live_within_the_set_time(
         assert outcome.exit_code == fs.STALL_EXIT_CODE == 86, outcome.stderr
         assert re.search(rf"rank {victim} \(host \S+, process \d+\) {says}", outcome.stderr), outcome.stderr
         assert f"[watchdog, rank {rank} of {world_size} on " in outcome.stderr
-        assert "test_watchdog.py" in outcome.stderr.partition("was here:")[2], "its own stack"
+        assert "test_watch.py" in outcome.stderr.partition("was here:")[2], "its own stack"
         limit = TIMEOUT + 4 * INTERVAL
         assert outcome.seconds <= limit + SLACK, outcome.stderr
         if name in ("die-2", "die-3"):
@@ -422,9 +418,8 @@ def _alone(hang: bool, path: str) -> None:
 
 
 def test_a_single_process_watches_itself(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("forkserver")
     files = [tmp_path / "healthy", tmp_path / "hangs"]
-    processes = [context.Process(target=_alone, args=(i == 1, str(files[i]))) for i in range(2)]
+    processes = [forks.process(_alone, i == 1, str(files[i])) for i in range(2)]
     for process in processes:
         process.start()
     for process in processes:
@@ -433,7 +428,7 @@ def test_a_single_process_watches_itself(tmp_path: Path) -> None:
     assert files[0].read_text() == ""
     report = files[1].read_text()
     assert "no progress for 1 s on rank 0" in report
-    assert re.search(r"rank 0 in step 9, phase train, at test_watchdog.py:\d+ in _alone", report)
+    assert re.search(r"rank 0 in step 9, phase train, at test_watch.py:\d+ in _alone", report)
 
 
 def test_wrong_uses_are_named() -> None:

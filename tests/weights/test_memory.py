@@ -21,9 +21,9 @@ from tests.harness.layouts import register_layout
 from tests.harness.ranks import run_distributed
 
 MIB = 1 << 20
-BUDGET_BYTES = 64 * MIB
+BUDGET_BYTES = 16 * MIB
 RANKS = 2
-WIDTH, INNER = 1024, 2048
+WIDTH, INNER = 512, 1024
 # A group is one projection, which the conversion turns into another as large, both in float32.
 GROUP_BYTES = 2 * WIDTH * INNER * 4
 

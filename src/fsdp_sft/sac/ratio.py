@@ -72,10 +72,10 @@ def select_block_indices(num_blocks: int, ratio: Ratio, *, placement: Placement 
         raise ValueError(f"num_blocks must be a non-negative integer, got {num_blocks!r}")
     if placement not in _PLACEMENTS:
         raise ValueError(f"placement must be one of {_PLACEMENTS}, got {placement!r}")
-    exact = parse_ratio(ratio)
+    numerator, denominator = parse_ratio(ratio).as_integer_ratio()
 
-    def taken_before(i: int) -> int:
-        return math.floor(i * exact + Fraction(1, 2))
+    def taken_before(i: int) -> int:  # floor(i * ratio + 1/2) in integers
+        return (2 * i * numerator + denominator) // (2 * denominator)
 
     if placement == "prefix":
         return list(range(taken_before(num_blocks)))
