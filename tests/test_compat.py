@@ -18,6 +18,12 @@ from tests.harness.models import tiny_model
 
 # (function of _compat, module that has the private name, the name, where a public form would be expected)
 PRIVATE = [
+    (
+        "forget_meshes",
+        "torch.distributed.tensor.debug",
+        "_clear_sharding_prop_cache",
+        "torch.distributed.tensor",
+    ),
     ("default_store", "torch.distributed.distributed_c10d", "_get_default_store", "torch.distributed"),
     (
         "render_chat",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.forks import run_program
+from tests.harness.forks import Program
 from tests.harness.places import EXAMPLES, ROOT
 
 PAGES = sorted(
@@ -85,8 +85,8 @@ def _as_one_rank_of_torchrun() -> dict[str, str]:
 def _run(code: str, folder: Path, name: str, environment: dict[str, str] | None = None) -> None:
     script = folder / "page.py"
     script.write_text(code)
-    done = run_program(script, environment=environment)
-    assert done.exit_code == 0, f"{name}:\n{done.text[-3000:]}"
+    code, text = Program(script, environment=environment).wait()
+    assert code == 0, f"{name}:\n{text[-3000:]}"
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if _with_python(p)], ids=_name)

@@ -11,14 +11,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.forks import Program
 from tests.harness.places import EXAMPLES
 
 BUNDLED = "chats.jsonl"
+EXAMPLE = EXAMPLES / "minimal_sft.py"
 
 
 def _command(output: Path, *arguments: str, ranks: int = 2) -> list[str]:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    return [*torchrun, str(EXAMPLES / "minimal_sft.py"), "--output", str(output), *arguments]
+    return [*torchrun, str(EXAMPLE), "--output", str(output), *arguments]
 
 
 def _environment() -> dict[str, str]:
@@ -116,38 +118,28 @@ def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path, data: str, arguments: 
 
 def test_a_second_run_does_not_overwrite_the_first(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
-    done = subprocess.run(
-        _command(tmp_path, ranks=1),
-        env=_environment(),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode != 0
-    assert "holds an earlier run: give --resume, or another --output" in done.stderr
+    code, text = Program(EXAMPLE, "--output", str(tmp_path), environment=_environment()).wait()
+    assert code == 1
+    assert "holds an earlier run: give --resume, or another --output" in text
 
 
 def test_a_signal_saves_and_the_same_command_goes_on(tmp_path: Path) -> None:
     """One process; several ranks are signalled in test_launch.py and test_slurm.py."""
-    command = [sys.executable, str(EXAMPLES / "minimal_sft.py"), "--steps", "20", "--resume", "auto"]
-    command += ["--data", str(EXAMPLES / "data" / BUNDLED), "--micro-batch-size", "4"]
-    command += ["--output", str(tmp_path)]
+    arguments = ["--steps", "20", "--resume", "auto", "--output", str(tmp_path)]
+    arguments += ["--data", str(EXAMPLES / "data" / BUNDLED), "--micro-batch-size", "4"]
     log = tmp_path / "log.jsonl"
-    with subprocess.Popen(command, env=_environment(), stdout=subprocess.PIPE, text=True) as process:
-        while process.poll() is None and not (log.exists() and log.read_text().count("\n") >= 7):
-            time.sleep(0.01)
-        process.send_signal(signal.SIGUSR1)
-        assert process.wait(60) == 85
-        assert process.stdout is not None
-        saved = re.search(r"SIGUSR1: step (\d+) is saved", process.stdout.read())
+    program = Program(EXAMPLE, *arguments, environment=_environment())
+    while program.is_running and not (log.exists() and log.read_text().count("\n") >= 7):
+        time.sleep(0.01)
+    program.signal(signal.SIGUSR1)
+    code, text = program.wait(60)
+    assert code == 85, text[-3000:]
+    saved = re.search(r"SIGUSR1: step (\d+) is saved", text)
     assert saved is not None
     assert 7 <= int(saved[1]) < 20
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [f"step-{saved[1]}"]
     for said in ("exported to", "nothing to do"):
-        done = subprocess.run(
-            command, env=_environment(), capture_output=True, text=True, timeout=200, check=False
-        )
-        assert (done.returncode, said in done.stdout) == (0, True), done.stderr[-3000:]
+        code, text = Program(EXAMPLE, *arguments, environment=_environment()).wait()
+        assert (code, said in text) == (0, True), text[-3000:]
     steps = [json.loads(line)["step"] for line in log.read_text().splitlines() if '"loss"' in line]
     assert steps == list(range(1, 21)), "each step once: no step is lost and none runs again"

@@ -33,7 +33,7 @@ STOREYS = [
 ]
 # Pairs on one storey that may meet, upper first.
 WITHIN = {("distributed", "_agree"), ("distributed", "_slurm"), ("distributed", "_launch")}
-WITHIN |= {("_launch", "_slurm"), ("preemption", "_agree")}
+WITHIN |= {("distributed", "_compat"), ("_launch", "_slurm"), ("preemption", "_agree")}
 
 
 def _imports(path: Path) -> set[str]:

@@ -461,6 +461,22 @@ def draws_random_numbers_now(op: Any, args: tuple[Any, ...], kwargs: dict[str, A
     return True
 
 
+# --- meshes -----------------------------------------------------------------------------------------------
+
+
+def forget_meshes() -> None:
+    """Empty DTensor's caches of what operations do to placements, in a process with a new process group.
+
+    Two meshes of one shape are equal, so an operation on the new one would be answered with the old one,
+    whose groups are gone: wrong shards, or "could not resolve the process group". torch has no public way.
+    """
+    from torch.distributed.tensor import debug
+
+    clear = getattr(debug, "_clear_sharding_prop_cache", None)
+    if clear is not None:
+        clear()
+
+
 # --- watchdog ---------------------------------------------------------------------------------------------
 
 

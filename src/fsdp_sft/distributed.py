@@ -4,6 +4,7 @@ import itertools
 import logging
 import os
 import socket
+import sys
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from fsdp_sft._agree import all_gather_objects, all_reduce_sum, control_group, is_distributed
+from fsdp_sft._compat import forget_meshes
 from fsdp_sft._launch import detect_launch, restarts_to_set_apart
 from fsdp_sft._slurm import Launch, env_int, is_slurm_step
 
@@ -294,6 +296,8 @@ def _default_backend(device_type: str) -> str:
 
 
 def _init_process_group(launch: Launch, backend: str, timeout: timedelta) -> None:
+    if "torch.distributed.tensor" in sys.modules:
+        forget_meshes()  # of a process group that was here before
     if launch.init_method is None:
         alone = dist.HashStore()  # type: ignore[attr-defined,unused-ignore]
         dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=timeout)

@@ -11,7 +11,6 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,35 +24,48 @@ def process(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return context.Process(target=target, args=args, kwargs=kwargs)
 
 
-@dataclass(frozen=True)
-class Done:
-    """How a program ended."""
+class Program:
+    """``python script arguments`` under way in the script's folder, without the time that imports take.
 
-    exit_code: int | None  # None: it was killed after the time-out
-    text: str  # stdout and stderr
+    Args:
+        script: To run as ``__main__``.
+        arguments: On its command line.
+        environment: Of the process; None is this one's.
+    """
+
+    def __init__(self, script: Path, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
+        self._printed = tempfile.NamedTemporaryFile("r+")  # noqa: SIM115  closed in wait
+        own = dict(os.environ if environment is None else environment)
+        self._process = process(_as_main, script, arguments, own, self._printed.name)
+        self._process.start()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has not ended yet."""
+        return self._process.exitcode is None
+
+    def signal(self, number: int) -> None:
+        """Send a signal."""
+        os.kill(self._process.pid, number)
+
+    def wait(self, timeout: float = 240) -> tuple[int | None, str]:
+        """Its exit code, None if it had to be killed, and all that it printed."""
+        self._process.join(timeout)
+        code = self._process.exitcode
+        self._process.kill()
+        self._process.join()
+        with self._printed as printed:
+            return code, printed.read()
 
 
-def run_program(script: Path, *, environment: Mapping[str, str] | None = None, timeout: float = 240) -> Done:
-    """Run a script as ``python script`` in its folder would, but for the imports' time."""
-    with tempfile.NamedTemporaryFile("r+") as printed:
-        running = process(_as_main, script, dict(environment or os.environ), printed.name)
-        running.start()
-        running.join(timeout)
-        if running.exitcode is None:
-            running.kill()
-            running.join()
-            return Done(None, printed.read())
-        return Done(running.exitcode, printed.read())
-
-
-def _as_main(script: Path, environment: dict[str, str], printed: str) -> None:
+def _as_main(script: Path, arguments: tuple[str, ...], environment: dict[str, str], printed: str) -> None:
     fd = os.open(printed, os.O_WRONLY | os.O_APPEND)
     os.dup2(fd, 1)
     os.dup2(fd, 2)
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(script.parent)
-    sys.argv = [str(script)]
+    sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.parent))
     code = 1
     try:

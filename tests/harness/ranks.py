@@ -1,21 +1,28 @@
-"""Multi-process harness: a function on several gloo ranks, its results back, the earliest failure named.
+"""Functions on several gloo ranks: their results, or the traceback of the rank that failed first.
 
-A fork server that has imported torch and transformers starts a rank in a fraction of a second. Ranks meet
-over a file, so tests need no port. Each rank leaves its traceback in a file of its own with the time, and
-the earliest is raised: the ranks that only lost their peer do not take the blame.
+Ranks are forks that serve one test after the other, each time in a new process group that meets over a file.
+A rank is ended with the test that failed on it or left something changed behind (see ``leftovers``). Each
+leaves its traceback in a file with the time, and the earliest is raised: the ranks that only lost their peer
+do not take the blame.
 """
 
+import atexit
+import gc
 import os
 import pickle
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from tests.harness import forks
+from fsdp_sft._compat import forget_meshes
+from tests.harness import forks, leftovers
 
 _GRACE_SECONDS = 10  # what the other ranks get to fail by themselves once one has
 
@@ -25,93 +32,179 @@ class RankFailedError(AssertionError):
 
 
 def run_distributed(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120, **kwargs: Any
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 120,
+    fresh: bool = False,
+    **kwargs: Any,
 ) -> list[Any]:
     """Run ``function(*args, **kwargs)`` on ``world_size`` gloo ranks and return what each returned.
 
-    ``function`` and its arguments and results must be picklable: a function at the top of its module.
+    Args:
+        function: It, its arguments and its results must be picklable: a function at the top of its module.
+        world_size: Number of ranks.
+        args: Its arguments.
+        timeout: In seconds, after which the ranks are killed.
+        fresh: Whether the ranks must not have run anything before, as where memory is measured.
+        kwargs: Its keyword arguments.
     """
-    return run_ranks(function, world_size, args, kwargs, timeout=timeout, before=_backend)
+    task = Task(function, args, kwargs, timeout)
+    return run_task(task, world_size, fresh=fresh)
 
 
-def run_ranks(
-    function: Callable[..., Any],
-    world_size: int,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    timeout: float,
-    before: Callable[[int], str],
-) -> list[Any]:
-    """As ``run_distributed``; ``before(rank)`` runs first in each rank and names the backend."""
+def gloo(rank: int) -> str:
+    """The backend of an ordinary rank; it has nothing to prepare."""
+    return "gloo"
+
+
+@dataclass(frozen=True)
+class Task:
+    """What ranks are to do.
+
+    Attributes:
+        function: To call.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        timeout: Of the process group and of the whole, in seconds.
+        prepare: Called with the rank before there is a process group; names the backend.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    timeout: float
+    prepare: Callable[[int], str] = gloo
+
+
+def run_task(task: Task, world_size: int, *, fresh: bool) -> list[Any]:
+    """Run a task on ranks that have served before, or on ``fresh`` ones that serve this once."""
+    ranks = [_idle.pop() if _idle and not fresh else _Rank() for _ in range(world_size)]
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
         folder = Path(name)
-        processes = [
-            forks.process(_run_rank, folder, rank, world_size, timeout, before, function, args, kwargs)
-            for rank in range(world_size)
-        ]
-        for process in processes:
-            process.start()
-        _wait(processes, timeout)
-        _raise_earliest(folder, processes, timeout)
-        return [pickle.loads((folder / f"result-{rank}").read_bytes()) for rank in range(world_size)]
+        try:
+            for rank, member in enumerate(ranks):
+                member.start(task, folder, rank, world_size)
+            _wait(ranks, task.timeout)
+            _raise_earliest(folder, ranks, task.timeout)
+            results = [pickle.loads((folder / f"result-{rank}").read_bytes()) for rank in range(world_size)]
+        finally:
+            for member in ranks:
+                if member.is_clean and not fresh:
+                    _idle.append(member)
+                else:
+                    member.end()
+    return results
 
 
-def _wait(processes: list[Any], timeout: float) -> None:
+class _Rank:
+    """A process that serves tasks until it has failed or something was left changed in it."""
+
+    def __init__(self) -> None:
+        self.connection, other = Pipe()
+        self.process = forks.process(_serve, other)
+        self.process.start()
+        other.close()
+        self.is_clean = self.is_running = False
+
+    def start(self, task: Task, folder: Path, rank: int, world_size: int) -> None:
+        """Begin a task."""
+        self.connection.send((task, folder, rank, world_size))
+        self.is_clean, self.is_running = False, True
+
+    def look(self) -> None:
+        """Take note of what it has said, or of its end."""
+        try:
+            if self.is_running and self.connection.poll():
+                self.is_clean = not self.connection.recv()
+                self.is_running = False
+        except EOFError:
+            self.process.join()
+            self.is_running = False
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the process ended by itself."""
+        return not self.is_running and self.process.exitcode not in (None, 0)
+
+    def end(self) -> None:
+        """Kill it; it may stand in a collective."""
+        self.connection.close()
+        self.process.kill()
+        self.process.join()
+
+
+_idle: list[_Rank] = []
+
+
+@atexit.register
+def _end_all() -> None:
+    while _idle:
+        _idle.pop().end()
+
+
+def _wait(ranks: list[_Rank], timeout: float) -> None:
     deadline = time.monotonic() + timeout
-    while any(process.is_alive() for process in processes):
-        if any(process.exitcode not in (None, 0) for process in processes):
+    while running := [rank for rank in ranks if rank.is_running]:
+        if any(rank.has_failed for rank in ranks):
             deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
-        if time.monotonic() > deadline:
-            for process in processes:
-                process.kill()
-        for process in processes:
-            process.join(0.02)
+        left = deadline - time.monotonic()
+        if left <= 0:
+            for rank in running:
+                rank.process.kill()
+        wait([rank.connection for rank in running], max(left, 0.02))
+        for rank in running:
+            rank.look()
 
 
-def _raise_earliest(folder: Path, processes: list[Any], timeout: float) -> None:
+def _raise_earliest(folder: Path, ranks: list[_Rank], timeout: float) -> None:
     errors = sorted(folder.glob("error-*"), key=lambda path: float(path.read_text().split("\n", 1)[0]))
-    exit_codes = [process.exitcode for process in processes]
+    exit_codes = [rank.process.exitcode for rank in ranks]
     if errors:
-        rank = errors[0].name.removeprefix("error-")
+        first = errors[0].name.removeprefix("error-")
         text = errors[0].read_text().split("\n", 1)[1]
         others = sorted(int(path.name.removeprefix("error-")) for path in errors[1:])
-        raise RankFailedError(f"rank {rank} failed first (then {others}), exit codes {exit_codes}\n{text}")
+        raise RankFailedError(f"rank {first} failed first (then {others}), exit codes {exit_codes}\n{text}")
     if any(exit_codes):
         raise RankFailedError(f"exit codes {exit_codes} without a traceback; time-out {timeout} s")
 
 
-def _backend(rank: int) -> str:
-    return "gloo"
+def _serve(connection: Connection) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            task, folder, rank, world_size = connection.recv()
+        except EOFError:
+            return
+        connection.send(_run(task, folder, rank, world_size))
 
 
-def _run_rank(
-    folder: Path,
-    rank: int,
-    world_size: int,
-    timeout: float,
-    before: Callable[[int], str],
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> None:
+def _run(task: Task, folder: Path, rank: int, world_size: int) -> list[str]:
+    """Do one task; what it has left changed."""
     import torch
     import torch.distributed as dist
 
-    torch.set_num_threads(1)
     os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size))
-    dist.init_process_group(
-        before(rank),
-        init_method=f"file://{folder / 'store'}",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=timeout),
-    )
+    before = leftovers.state()
+    torch.manual_seed(0)
     try:
-        result = function(*args, **kwargs)
+        dist.init_process_group(
+            task.prepare(rank),
+            init_method=f"file://{folder / 'store'}",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=task.timeout),
+        )
+        result = task.function(*task.args, **task.kwargs)
         (folder / f"result-{rank}").write_bytes(pickle.dumps(result))
+        del result
         dist.barrier()
         dist.destroy_process_group()
+        forget_meshes()
     except BaseException:
         (folder / f"error-{rank}").write_text(f"{time.time()}\n{traceback.format_exc()}")
         os._exit(1)
+    gc.collect()
+    return leftovers.changes(before, leftovers.state())

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import Task, run_task
 from tests.simulated import build
 
 
@@ -41,8 +41,9 @@ def run_simulated(
     except build.NoCompilerError as error:
         pytest.skip(str(error))
     knobs = {"SIM_DEVICES": str(devices), "SIM_COPY_DELAY_US": str(int(copy_delay * 1e6))}
-    before = partial(_become_simulated, str(folder), knobs, first_device)
-    return run_ranks(function, world_size, args, kwargs, timeout=timeout, before=before)
+    prepare = partial(_become_simulated, str(folder), knobs, first_device)
+    task = Task(function, args, kwargs, timeout, prepare=prepare)
+    return run_task(task, world_size, fresh=True)
 
 
 def _become_simulated(folder: str, knobs: dict[str, str], first_device: int, rank: int) -> str:

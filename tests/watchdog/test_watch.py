@@ -161,6 +161,9 @@ def _run_rank(name: str, folder: Path, rank: int, port: int) -> None:
         (folder / "port.tmp").rename(folder / "port")
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     with fs.Watchdog(timeout=TIMEOUT, interval=INTERVAL) as watchdog:
+        with watchdog.phase("start", timeout=30):  # until all have begun, on a machine that is busy
+            dist.barrier()
+            time.sleep(3 * INTERVAL)
         function(watchdog, folder, rank == victim)
     if hosts:
         time.sleep(1)  # gloo's own farewell goes through the store as well
