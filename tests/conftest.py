@@ -4,3 +4,5 @@ import os
 
 # Two workers of pytest and their ranks share the cores: threads of one would only wait for those of another.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# torch's store asks for the names of the addresses that connect to it; without a name server that takes 5 s.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
