@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness import launches
+from tests.harness.forks import Program
 from tests.harness.places import EXAMPLES
 
 STEPS = 8
@@ -32,7 +33,9 @@ def _example(output: Path, ranks: int, *more: str, dtype: str = "float32") -> li
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Plain python, one process, inside an allocation that it must not take for a step."""
     output = tmp_path_factory.mktemp("plain")
-    text = launches.run([sys.executable, *_example(output, 1)], **ALLOCATION)
+    script, *arguments = _example(output, 1)
+    code, text = Program(Path(script), *arguments, environment=launches.environment(**ALLOCATION)).wait()
+    assert code == 0, text[-3000:]
     assert "rank 0 of 1" in text
     assert "no srun started this process" in text
     return output
