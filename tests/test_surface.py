@@ -16,6 +16,7 @@ SOURCE = Path(fs.__file__).parent
 # The floor of the house, then each storey: a module imports from lower storeys only.
 STOREYS = [
     {
+        "errors",
         "_compat",
         "_agree",
         "_safetensors",

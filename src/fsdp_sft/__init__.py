@@ -8,9 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fsdp_sft._agree import LostRankError as LostRankError
     from fsdp_sft.adapters import add_adapters as add_adapters
-    from fsdp_sft.blocks import NoBlocksError as NoBlocksError
     from fsdp_sft.blocks import find_blocks as find_blocks
     from fsdp_sft.collate import IGNORE_INDEX as IGNORE_INDEX
     from fsdp_sft.collate import EncodedChat as EncodedChat
@@ -19,12 +17,7 @@ if TYPE_CHECKING:
     from fsdp_sft.collate import filter_rows as filter_rows
     from fsdp_sft.collate import render_labels as render_labels
     from fsdp_sft.collate import render_labels_html as render_labels_html
-    from fsdp_sft.dcp_io import CheckpointCorruptError as CheckpointCorruptError
-    from fsdp_sft.dcp_io import CheckpointError as CheckpointError
-    from fsdp_sft.dcp_io import CheckpointExistsError as CheckpointExistsError
     from fsdp_sft.dcp_io import CheckpointInfo as CheckpointInfo
-    from fsdp_sft.dcp_io import CheckpointMismatchError as CheckpointMismatchError
-    from fsdp_sft.dcp_io import CheckpointNotFoundError as CheckpointNotFoundError
     from fsdp_sft.dcp_io import LoadedCheckpoint as LoadedCheckpoint
     from fsdp_sft.dcp_io import SavedCheckpoint as SavedCheckpoint
     from fsdp_sft.dcp_io import export_adapter as export_adapter
@@ -40,6 +33,25 @@ if TYPE_CHECKING:
     from fsdp_sft.distributed import DistributedContext as DistributedContext
     from fsdp_sft.distributed import build_mesh as build_mesh
     from fsdp_sft.distributed import init_distributed as init_distributed
+    from fsdp_sft.errors import ChatTemplateError as ChatTemplateError
+    from fsdp_sft.errors import CheckpointCorruptError as CheckpointCorruptError
+    from fsdp_sft.errors import CheckpointError as CheckpointError
+    from fsdp_sft.errors import CheckpointExistsError as CheckpointExistsError
+    from fsdp_sft.errors import CheckpointFormatError as CheckpointFormatError
+    from fsdp_sft.errors import CheckpointMismatchError as CheckpointMismatchError
+    from fsdp_sft.errors import CheckpointNotFoundError as CheckpointNotFoundError
+    from fsdp_sft.errors import FsdpSftError as FsdpSftError
+    from fsdp_sft.errors import LostRankError as LostRankError
+    from fsdp_sft.errors import MissingKeysError as MissingKeysError
+    from fsdp_sft.errors import NoBlocksError as NoBlocksError
+    from fsdp_sft.errors import NonFiniteGradientError as NonFiniteGradientError
+    from fsdp_sft.errors import NonFiniteWeightsError as NonFiniteWeightsError
+    from fsdp_sft.errors import NoPlanError as NoPlanError
+    from fsdp_sft.errors import NotFusedError as NotFusedError
+    from fsdp_sft.errors import PackingError as PackingError
+    from fsdp_sft.errors import RemoteRankError as RemoteRankError
+    from fsdp_sft.errors import SafetensorsError as SafetensorsError
+    from fsdp_sft.errors import UnexpectedKeysError as UnexpectedKeysError
     from fsdp_sft.loss import causal_lm_loss as causal_lm_loss
     from fsdp_sft.loss import count_targets as count_targets
     from fsdp_sft.loss import linear_cross_entropy_sum as linear_cross_entropy_sum
@@ -63,13 +75,11 @@ if TYPE_CHECKING:
     from fsdp_sft.packing import PackedCollator as PackedCollator
     from fsdp_sft.packing import PackedSampler as PackedSampler
     from fsdp_sft.packing import PackedStream as PackedStream
-    from fsdp_sft.packing import PackingError as PackingError
     from fsdp_sft.packing import PackingReport as PackingReport
     from fsdp_sft.packing import pack_lengths as pack_lengths
     from fsdp_sft.packing import row_sizes as row_sizes
     from fsdp_sft.packing import verify_packing as verify_packing
     from fsdp_sft.planner import MemoryEstimate as MemoryEstimate
-    from fsdp_sft.planner import NoPlanError as NoPlanError
     from fsdp_sft.planner import RunPlan as RunPlan
     from fsdp_sft.planner import estimate_memory as estimate_memory
     from fsdp_sft.planner import plan_run as plan_run
@@ -98,42 +108,45 @@ if TYPE_CHECKING:
     from fsdp_sft.varlen import use_varlen_attention as use_varlen_attention
     from fsdp_sft.watchdog import STALL_EXIT_CODE as STALL_EXIT_CODE
     from fsdp_sft.watchdog import Watchdog as Watchdog
-    from fsdp_sft.weights import CheckpointFormatError as CheckpointFormatError
     from fsdp_sft.weights import LoadReport as LoadReport
-    from fsdp_sft.weights import MissingKeysError as MissingKeysError
-    from fsdp_sft.weights import NonFiniteWeightsError as NonFiniteWeightsError
-    from fsdp_sft.weights import UnexpectedKeysError as UnexpectedKeysError
     from fsdp_sft.weights import build_meta_model as build_meta_model
     from fsdp_sft.weights import load_weights as load_weights
 
 __version__ = "0.1.0"
 
 _OWNERS = {
-    "CheckpointCorruptError": "dcp_io",
-    "CheckpointError": "dcp_io",
-    "CheckpointExistsError": "dcp_io",
-    "CheckpointFormatError": "weights",
+    "ChatTemplateError": "errors",
+    "CheckpointCorruptError": "errors",
+    "CheckpointError": "errors",
+    "CheckpointExistsError": "errors",
+    "CheckpointFormatError": "errors",
+    "CheckpointMismatchError": "errors",
+    "CheckpointNotFoundError": "errors",
+    "FsdpSftError": "errors",
+    "LostRankError": "errors",
+    "MissingKeysError": "errors",
+    "NoBlocksError": "errors",
+    "NoPlanError": "errors",
+    "NonFiniteGradientError": "errors",
+    "NonFiniteWeightsError": "errors",
+    "NotFusedError": "errors",
+    "PackingError": "errors",
+    "RemoteRankError": "errors",
+    "SafetensorsError": "errors",
+    "UnexpectedKeysError": "errors",
     "CheckpointInfo": "dcp_io",
-    "CheckpointMismatchError": "dcp_io",
-    "CheckpointNotFoundError": "dcp_io",
     "DistributedContext": "distributed",
     "EncodedChat": "collate",
     "EvalResult": "step",
     "IGNORE_INDEX": "collate",
     "LoadReport": "weights",
     "LoadedCheckpoint": "dcp_io",
-    "LostRankError": "_agree",
     "MemoryEstimate": "planner",
     "MetricLogger": "metrics",
     "MetricSink": "metrics",
-    "MissingKeysError": "weights",
-    "NoBlocksError": "blocks",
-    "NoPlanError": "planner",
-    "NonFiniteWeightsError": "weights",
     "PackedCollator": "packing",
     "PackedSampler": "packing",
     "PackedStream": "packing",
-    "PackingError": "packing",
     "PackingReport": "packing",
     "PreemptionGuard": "preemption",
     "ProgressBar": "metrics",
@@ -149,7 +162,6 @@ _OWNERS = {
     "TensorBoardSink": "metrics",
     "ThroughputMeter": "metrics",
     "TrackioSink": "metrics",
-    "UnexpectedKeysError": "weights",
     "WandbSink": "metrics",
     "Watchdog": "watchdog",
     "add_adapters": "adapters",

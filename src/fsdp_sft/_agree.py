@@ -18,19 +18,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fsdp_sft.errors import LostRankError, RemoteRankError
+
 _CONTROL_TIMEOUT = timedelta(minutes=30)
 # Weak: destroy_process_group must end the groups; the interpreter's exit is too late for gloo's threads.
 _groups: dict[str, tuple[weakref.ref[dist.ProcessGroup], weakref.ref[dist.ProcessGroup]]] = {}
 _timeout = _CONTROL_TIMEOUT  # of the control group that was made last
 _this_thread = threading.local()
-
-
-class RemoteRankError(RuntimeError):
-    """Another rank failed with an error that could not be sent over as it was."""
-
-
-class LostRankError(RuntimeError):
-    """Another rank has died, or has not answered within the time-out: end the job and start it again."""
 
 
 def is_distributed() -> bool:

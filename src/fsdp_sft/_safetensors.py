@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from fsdp_sft.errors import SafetensorsError
+
 MAX_HEADER_BYTES = 100_000_000  # the limit of the reference implementation
 _MAX_SIZE = (1 << 63) - 1  # of a tensor's dimension, in torch
 _MAX_IO_BYTES = 1 << 30  # Linux moves at most 2 GiB per call
@@ -45,10 +47,6 @@ DTYPES = {
     "C64": torch.complex64,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
-
-class SafetensorsError(ValueError):
-    """A file is not sound safetensors, or a tensor cannot be stored as such."""
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,8 @@ from typing import Any
 
 from torch import nn
 
+from fsdp_sft.errors import NoBlocksError
+
 # A list of modules this much smaller than the largest one is no trunk of the model (Gemma3n's three
 # projection matrices beside its 35 layers).
 _SMALLEST_SHARE = 0.1
@@ -13,10 +15,6 @@ BlockClass = type[nn.Module] | str
 
 # On a model: the configs whose use_cache checkpointing turned off.
 CACHES_OFF = "_fsdp_sft_caches_that_were_on"
-
-
-class NoBlocksError(ValueError):
-    """No block of the model matches."""
 
 
 def find_blocks(

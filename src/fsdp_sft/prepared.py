@@ -20,7 +20,6 @@ from fsdp_sft._compat import keep_used_conversions, match_checkpoint_keys, tied_
 from fsdp_sft._safetensors import open_file, read_at
 from fsdp_sft.dcp_io.checkpoint import check_model, read_train_state
 from fsdp_sft.dcp_io.codec import dumps
-from fsdp_sft.dcp_io.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointNotFoundError
 from fsdp_sft.dcp_io.files import TensorReader
 from fsdp_sft.dcp_io.folder import (
     FolderContent,
@@ -32,6 +31,7 @@ from fsdp_sft.dcp_io.folder import (
 )
 from fsdp_sft.dcp_io.manifest import MANIFEST_NAME, Manifest, verify_folder
 from fsdp_sft.dcp_io.tensors import model_tensors
+from fsdp_sft.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointNotFoundError
 from fsdp_sft.pretrained import load_pretrained
 from fsdp_sft.sac import Placement, Ratio, apply_sac
 from fsdp_sft.shard import compile_blocks, shard_model

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_sft._agree import all_reduce_min, all_reduce_sum, is_distributed, raise_first
 from fsdp_sft.collate import IGNORE_INDEX
 from fsdp_sft.distributed import compute_device, mesh_of, reshard, sum_over_mesh
+from fsdp_sft.errors import NonFiniteGradientError
 from fsdp_sft.loss import Batch, LossImpl, loss_sum, num_targets, scale_for_backward
 from fsdp_sft.preemption import keep_workers_alive
 
@@ -186,7 +187,7 @@ def train_step(
     Raises:
         ValueError: If a rank's batches are not usable or the numbers of micro-batches differ; raised on all
             ranks, before the forward. If ``optimizer`` was made before the model was sharded.
-        FloatingPointError: If the gradient norm is not finite and no scaler handles it. Parameters and
+        NonFiniteGradientError: If the gradient norm is not finite and no scaler handles it. Parameters and
             optimizer are as before the step; gradients are zeroed.
 
     Collective: all ranks of the mesh.
@@ -215,7 +216,7 @@ def train_step(
     model.zero_grad(set_to_none=True)  # also what the optimizer was not given
     (loss_total,) = sum_over_mesh([float(total)], mesh)
     if scaler is None and not math.isfinite(grad_norm):
-        raise FloatingPointError(
+        raise NonFiniteGradientError(
             f"the gradient norm is {grad_norm} at a loss of {loss_total / targets:.4g}; parameters and "
             "optimizer are unchanged. Look at the last batches, lower the learning rate, or start from the "
             "last checkpoint"

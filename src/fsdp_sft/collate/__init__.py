@@ -6,7 +6,7 @@ Labels are aligned with input_ids, as in Hugging Face; the shift by one happens 
 from fsdp_sft.collate.collator import SFTCollator, filter_rows
 from fsdp_sft.collate.encode import IGNORE_INDEX, EncodedChat, encode_chat
 from fsdp_sft.collate.render import render_labels, render_labels_html
-from fsdp_sft.collate.template import ChatTemplateError
+from fsdp_sft.errors import ChatTemplateError
 
 __all__ = [
     "IGNORE_INDEX",

@@ -23,7 +23,8 @@ from fsdp_sft.collate.encode import (
     turns_of_roles,
 )
 from fsdp_sft.collate.rows import is_encoded, read_row
-from fsdp_sft.collate.template import ChatTemplateError, describe_tokenizer
+from fsdp_sft.collate.template import describe_tokenizer
+from fsdp_sft.errors import ChatTemplateError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -22,7 +22,8 @@ from typing import Any
 
 from fsdp_sft.collate.forms import other_forms
 from fsdp_sft.collate.rows import REASONING_KEYS, Conversation, Message
-from fsdp_sft.collate.template import OPEN, SENTINEL, ChatTemplate, ChatTemplateError, TemplateFacts, sentinel
+from fsdp_sft.collate.template import OPEN, SENTINEL, ChatTemplate, TemplateFacts, sentinel
+from fsdp_sft.errors import ChatTemplateError
 
 # Templates of reasoning models look for these in the content and cut it there.
 _THINK = re.compile(r"(</?think>)")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp_sft import _compat
 from fsdp_sft.collate.rows import Message
+from fsdp_sft.errors import ChatTemplateError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -25,10 +26,6 @@ _CAPTURED_TAG = re.compile(
     rf"\{{%[-+]?\s*(?:{_CAPTURE})(?:(?!\{{%[-+]?\s*end(?:macro|call|filter|set)\b).)*?\{{%[-+]?\s*generation\b",
     re.DOTALL,
 )
-
-
-class ChatTemplateError(ValueError):
-    """The trained part of a conversation cannot be told for sure with this chat template."""
 
 
 @dataclass(frozen=True)

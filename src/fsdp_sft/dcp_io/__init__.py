@@ -7,17 +7,17 @@ safetensors and JSON, and nothing it reads can run code. A checkpoint is a folde
 
 from fsdp_sft.dcp_io.adapter import export_adapter
 from fsdp_sft.dcp_io.checkpoint import LoadedCheckpoint, SavedCheckpoint, load_checkpoint, save_checkpoint
-from fsdp_sft.dcp_io.errors import (
+from fsdp_sft.dcp_io.export import export_hf
+from fsdp_sft.dcp_io.full_state import load_full_state_dict, save_full_state_dict
+from fsdp_sft.dcp_io.optimizer_state import load_optimizer_state, save_optimizer_state
+from fsdp_sft.dcp_io.retention import CheckpointInfo, find_checkpoints, verify_checkpoint
+from fsdp_sft.errors import (
     CheckpointCorruptError,
     CheckpointError,
     CheckpointExistsError,
     CheckpointMismatchError,
     CheckpointNotFoundError,
 )
-from fsdp_sft.dcp_io.export import export_hf
-from fsdp_sft.dcp_io.full_state import load_full_state_dict, save_full_state_dict
-from fsdp_sft.dcp_io.optimizer_state import load_optimizer_state, save_optimizer_state
-from fsdp_sft.dcp_io.retention import CheckpointInfo, find_checkpoints, verify_checkpoint
 from fsdp_sft.preemption import PreemptionGuard
 
 __all__ = [

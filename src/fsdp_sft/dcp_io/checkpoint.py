@@ -16,14 +16,6 @@ from torch.optim import Optimizer
 from fsdp_sft._agree import agreed, all_gather_objects, background_group, is_distributed
 from fsdp_sft.dcp_io.background import BackgroundSave, join_last, wait_for_last
 from fsdp_sft.dcp_io.codec import decode, dumps, encode, loads
-from fsdp_sft.dcp_io.errors import (
-    CheckpointCorruptError,
-    CheckpointError,
-    CheckpointExistsError,
-    CheckpointMismatchError,
-    CheckpointNotFoundError,
-    abridged,
-)
 from fsdp_sft.dcp_io.files import TensorReader, read_bytes
 from fsdp_sft.dcp_io.folder import (
     FolderContent,
@@ -50,6 +42,14 @@ from fsdp_sft.dcp_io.retention import is_step_folder, prune, remove_stale, step_
 from fsdp_sft.dcp_io.snapshot import Snapshot
 from fsdp_sft.dcp_io.tensors import ModelTensors, model_tensors
 from fsdp_sft.distributed import reshard
+from fsdp_sft.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    abridged,
+)
 
 # The memory for asynchronous saves; one is under way at a time.
 _snapshot = Snapshot()
@@ -362,7 +362,7 @@ def check_model(manifest: Manifest, live: ModelTensors) -> dict[str, StoredTenso
             own = f"{actual.dtype} {tuple(actual.shape)}"
             problems.append(f"{name} was {tensor.dtype} {tensor.shape} and is {own}")
     if problems:
-        raise CheckpointMismatchError("the checkpoint is of another model: " + abridged(problems))
+        raise CheckpointMismatchError("the checkpoint is of another model: " + abridged(problems, "; "))
     return sources
 
 

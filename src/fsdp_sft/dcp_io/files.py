@@ -14,7 +14,6 @@ import torch
 
 from fsdp_sft._safetensors import (
     Header,
-    SafetensorsError,
     TensorEntry,
     bytes_of,
     create,
@@ -23,9 +22,9 @@ from fsdp_sft._safetensors import (
     read_header,
     write_at,
 )
-from fsdp_sft.dcp_io.errors import CheckpointCorruptError
 from fsdp_sft.dcp_io.layout import Box, whole
 from fsdp_sft.dcp_io.tensors import part_of
+from fsdp_sft.errors import CheckpointCorruptError, SafetensorsError
 
 _BUFFER_BYTES = 16 << 20
 

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_sft._agree import agreed, all_gather_objects, is_distributed
-from fsdp_sft.dcp_io.errors import CheckpointCorruptError, CheckpointError
 from fsdp_sft.dcp_io.files import FileRecord, TensorReader, read_into, sync_folder, write_bytes, write_tensors
 from fsdp_sft.dcp_io.layout import Box, box_of, local_of, owner_ranks
 from fsdp_sft.dcp_io.manifest import (
@@ -32,6 +31,7 @@ from fsdp_sft.dcp_io.manifest import (
 from fsdp_sft.dcp_io.rank_files import write_rank_files
 from fsdp_sft.dcp_io.tensors import ModelTensors
 from fsdp_sft.distributed import mesh_of
+from fsdp_sft.errors import CheckpointCorruptError, CheckpointError
 
 _VISIBLE_SECONDS = 5.0  # a network file system may show a new folder late
 

@@ -13,17 +13,17 @@ from torch import nn
 
 from fsdp_sft._agree import agreed, all_gather_objects
 from fsdp_sft._safetensors import bytes_of, create, write_at
-from fsdp_sft.dcp_io.errors import (
-    CheckpointCorruptError,
-    CheckpointMismatchError,
-    CheckpointNotFoundError,
-    abridged,
-)
 from fsdp_sft.dcp_io.files import TensorReader, closing, sync_folder
 from fsdp_sft.dcp_io.folder import this_rank, world_size
 from fsdp_sft.dcp_io.layout import Box, box_of, local_of
 from fsdp_sft.dcp_io.tensors import Gatherer, ModelTensors, model_tensors, part_of, receive_into, send
 from fsdp_sft.distributed import reshard
+from fsdp_sft.errors import (
+    CheckpointCorruptError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    abridged,
+)
 
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin")
 _SUFFIXES = (*_TORCH_SUFFIXES, ".safetensors")
@@ -258,7 +258,7 @@ def _match(content: ModelTensors, described: Described) -> dict[str, list[str]]:
                     f"{name} is {dtype} {shape}, the model's is {tensor.dtype} {tuple(tensor.shape)}"
                 )
     if problems:
-        raise CheckpointMismatchError("the file is of another model: " + abridged(problems))
+        raise CheckpointMismatchError("the file is of another model: " + abridged(problems, "; "))
     return found
 
 

@@ -16,12 +16,6 @@ from torch.optim import Optimizer
 from fsdp_sft._agree import agreed
 from fsdp_sft._safetensors import dtype_name
 from fsdp_sft.dcp_io.codec import decode, encode
-from fsdp_sft.dcp_io.errors import (
-    CheckpointCorruptError,
-    CheckpointMismatchError,
-    CheckpointNotFoundError,
-    abridged,
-)
 from fsdp_sft.dcp_io.files import TensorReader
 from fsdp_sft.dcp_io.folder import (
     FolderContent,
@@ -34,6 +28,12 @@ from fsdp_sft.dcp_io.folder import (
 from fsdp_sft.dcp_io.manifest import MANIFEST_NAME, Manifest
 from fsdp_sft.dcp_io.tensors import parameter_names
 from fsdp_sft.distributed import reshard
+from fsdp_sft.errors import (
+    CheckpointCorruptError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    abridged,
+)
 
 # These say how a step is computed, not what: the live optimizer's choice stands.
 _IMPLEMENTATION_OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
@@ -179,7 +179,7 @@ def check_optimizer(manifest: Manifest, model: nn.Module, optimizer: Optimizer) 
         if tensor.shape not in ((), shape):
             problems.append(f"{name} has the shape {tensor.shape}, its parameter {shape}")
     if problems:
-        raise CheckpointMismatchError("the saved optimizer state does not fit: " + abridged(problems))
+        raise CheckpointMismatchError("the saved optimizer state does not fit: " + abridged(problems, "; "))
 
 
 def apply_optimizer(manifest: Manifest, model: nn.Module, optimizer: Optimizer, reader: TensorReader) -> None:

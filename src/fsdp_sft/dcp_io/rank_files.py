@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from fsdp_sft.dcp_io.codec import decode, dumps, encode, loads
-from fsdp_sft.dcp_io.errors import CheckpointCorruptError
 from fsdp_sft.dcp_io.files import FileRecord, TensorReader, read_bytes, write_bytes, write_tensors
 from fsdp_sft.dcp_io.manifest import MAX_JSON_BYTES, checked_size
+from fsdp_sft.errors import CheckpointCorruptError
 
 
 def rank_content(rank_state: Any) -> tuple[bytes, dict[str, torch.Tensor]]:

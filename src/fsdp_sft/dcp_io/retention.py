@@ -8,8 +8,8 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsdp_sft.dcp_io.errors import CheckpointCorruptError
 from fsdp_sft.dcp_io.manifest import file_problems, read_manifest, verify_folder
+from fsdp_sft.errors import CheckpointCorruptError
 
 _STEP_NAME = re.compile(r"step-(0|[1-9]\d*)")
 

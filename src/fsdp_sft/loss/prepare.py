@@ -9,10 +9,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from fsdp_sft._compat import original_class
 from fsdp_sft.distributed import compute_device, mesh_of, sum_over_mesh
+from fsdp_sft.errors import NotFusedError
 from fsdp_sft.loss import liger
 from fsdp_sft.loss.head import plain_head, takes_use_cache
 from fsdp_sft.loss.plan import Plan, Transform
-from fsdp_sft.loss.probe import NotFusedError, probe
+from fsdp_sft.loss.probe import probe
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

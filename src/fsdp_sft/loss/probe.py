@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from fsdp_sft.collate import IGNORE_INDEX
 from fsdp_sft.distributed import compute_device, reshard
+from fsdp_sft.errors import NotFusedError
 from fsdp_sft.loss.head import loss_at_head, replaced_forward
 from fsdp_sft.loss.plan import Plan, Transform
 
@@ -24,10 +25,6 @@ _LENGTH = 8
 _KNOWN_SIZE = 20.0  # large enough for a soft cap to show
 # Wide enough for TF32; the transform has been found exactly by then.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
-
-
-class NotFusedError(ValueError):
-    """The loss of a model cannot be computed without its logits; the message says why."""
 
 
 def probe(

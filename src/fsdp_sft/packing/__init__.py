@@ -3,11 +3,12 @@
 Rows stay apart only if the model keeps them apart; ``verify_packing`` measures whether it does.
 """
 
+from fsdp_sft.errors import PackingError
 from fsdp_sft.packing.bins import pack_lengths
 from fsdp_sft.packing.collator import PackedCollator, row_sizes
 from fsdp_sft.packing.sampler import PackedSampler
 from fsdp_sft.packing.stream import PackedStream
-from fsdp_sft.packing.verify import PackingError, PackingReport, verify_packing
+from fsdp_sft.packing.verify import PackingReport, verify_packing
 
 __all__ = [
     "PackedCollator",

@@ -14,6 +14,7 @@ from fsdp_sft._agree import raise_first
 from fsdp_sft._compat import attention_of, compute_dtypes, original_class
 from fsdp_sft.adapters import forward_parameters
 from fsdp_sft.distributed import compute_device, mesh_of, reshard, sum_over_mesh
+from fsdp_sft.errors import PackingError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -29,10 +30,6 @@ _TIMES_NOISE = 4
 _EARLIER, _LATER = (7, 1, 9, 8), 10  # tokens of the rows before and after a long one
 _SHORTEST_PROBE = 64
 _SAMPLES = 16  # compared at each end of the long row, and twice as many in between
-
-
-class PackingError(ValueError):
-    """The model does not keep packed rows apart, or it cannot be told whether it does."""
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 
+from fsdp_sft.errors import NoPlanError
 from fsdp_sft.planner.calibrate import calibrate
 from fsdp_sft.planner.devices import parse_gpu
 from fsdp_sft.planner.estimate import check_options
 from fsdp_sft.planner.model import as_config, build_skeleton
 from fsdp_sft.planner.picture import bars, draw, plan_table
-from fsdp_sft.planner.search import NoPlanError, RunPlan, plan_run, smallest_num_gpus
+from fsdp_sft.planner.search import RunPlan, plan_run, smallest_num_gpus
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

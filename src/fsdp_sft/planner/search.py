@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
+from fsdp_sft.errors import NoPlanError
 from fsdp_sft.planner.estimate import MemoryEstimate, check_options, estimate
 from fsdp_sft.planner.model import as_config, build_skeleton
 from fsdp_sft.planner.setup import Setup
@@ -22,10 +23,6 @@ RATIOS = tuple(Fraction(n, 24) for n in (0, 3, 4, 6, 8, 9, 12, 15, 16, 18, 20, 2
 _SEARCHED = ("num_gpus", "seq_length", "micro_batch_size", "grad_accum_steps")
 _LARGEST_SEARCH = 4096  # GPUs
 _GIB = 1 << 30
-
-
-class NoPlanError(ValueError):
-    """Nothing fits; the message says what would."""
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ shards: the headers of the checkpoint are read first, every parameter is traced 
 renames and conversions to the bytes it is made of, and each rank reads only its own.
 """
 
-from fsdp_sft.weights.errors import CheckpointFormatError as CheckpointFormatError
-from fsdp_sft.weights.errors import MissingKeysError as MissingKeysError
-from fsdp_sft.weights.errors import NonFiniteWeightsError as NonFiniteWeightsError
-from fsdp_sft.weights.errors import UnexpectedKeysError as UnexpectedKeysError
+from fsdp_sft.errors import CheckpointFormatError as CheckpointFormatError
+from fsdp_sft.errors import MissingKeysError as MissingKeysError
+from fsdp_sft.errors import NonFiniteWeightsError as NonFiniteWeightsError
+from fsdp_sft.errors import UnexpectedKeysError as UnexpectedKeysError
 from fsdp_sft.weights.load import choose_strategy as choose_strategy
 from fsdp_sft.weights.load import load_weights as load_weights
 from fsdp_sft.weights.meta import build_meta_model as build_meta_model

@@ -14,7 +14,7 @@ from fsdp_sft._compat import (
     tied_names,
 )
 from fsdp_sft.distributed import compute_device
-from fsdp_sft.weights.errors import abridged
+from fsdp_sft.errors import abridged
 from fsdp_sft.weights.geometry import box_of, local_of
 from fsdp_sft.weights.plan import Plan
 from fsdp_sft.weights.read import check_finite

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_sft._agree import agreed, all_gather_objects, is_distributed
-from fsdp_sft.weights.errors import CheckpointFormatError
+from fsdp_sft.errors import CheckpointFormatError
 from fsdp_sft.weights.resolve import (
     INDEX,
     PICKLED_INDEX,

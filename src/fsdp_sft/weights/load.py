@@ -15,7 +15,7 @@ from fsdp_sft._agree import agreed, all_gather_objects, control_group, is_distri
 from fsdp_sft._compat import keep_used_conversions, run_conversion
 from fsdp_sft.adapters import copy_saved_modules, without_adapters
 from fsdp_sft.distributed import reshard
-from fsdp_sft.weights.errors import CheckpointFormatError
+from fsdp_sft.errors import CheckpointFormatError
 from fsdp_sft.weights.finish import (
     check_complete,
     check_shards_finite,

@@ -16,7 +16,7 @@ from fsdp_sft._compat import (
     tie_by_names,
     tied_names,
 )
-from fsdp_sft.weights.errors import CheckpointFormatError
+from fsdp_sft.errors import CheckpointFormatError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -18,7 +18,7 @@ from torch import nn
 
 from fsdp_sft._compat import offset_in_checkpoint
 from fsdp_sft._safetensors import DTYPES, MAX_HEADER_BYTES, Header, TensorEntry, num_bytes, open_file
-from fsdp_sft.weights.errors import CheckpointFormatError
+from fsdp_sft.errors import CheckpointFormatError
 
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, ..., length of the name, length of the extra field
 _SIGNATURE = b"PK\x03\x04"

@@ -15,7 +15,7 @@ from fsdp_sft._compat import (
     tied_names,
     weight_conversions,
 )
-from fsdp_sft.weights.errors import CheckpointFormatError, MissingKeysError, UnexpectedKeysError, abridged
+from fsdp_sft.errors import CheckpointFormatError, MissingKeysError, UnexpectedKeysError, abridged
 from fsdp_sft.weights.meta import build_twin, matches_any
 from fsdp_sft.weights.provenance import (
     Piece,

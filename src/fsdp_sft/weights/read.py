@@ -15,9 +15,9 @@ from typing import Literal
 
 import torch
 
-from fsdp_sft._safetensors import SafetensorsError, open_file, read_at
+from fsdp_sft._safetensors import open_file, read_at
 from fsdp_sft._streams import CallerStream, host_buffer
-from fsdp_sft.weights.errors import CheckpointFormatError, NonFiniteWeightsError
+from fsdp_sft.errors import CheckpointFormatError, NonFiniteWeightsError, SafetensorsError
 from fsdp_sft.weights.geometry import Box
 from fsdp_sft.weights.prefault import prefault
 from fsdp_sft.weights.provenance import Ints, Piece, intersect

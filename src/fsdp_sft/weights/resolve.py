@@ -5,8 +5,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsdp_sft._safetensors import Header, SafetensorsError, TensorEntry, open_file, read_header
-from fsdp_sft.weights.errors import CheckpointFormatError, abridged
+from fsdp_sft._safetensors import Header, TensorEntry, open_file, read_header
+from fsdp_sft.errors import CheckpointFormatError, SafetensorsError, abridged
 from fsdp_sft.weights.pickled import read_pickled
 
 SINGLE = "model.safetensors"

@@ -1,0 +1,111 @@
+"""Every error type of this library.
+
+Each is also the built-in that callers would expect, so ``except ValueError`` and ``except OSError`` go on
+working; ``except FsdpSftError`` takes them all. Arguments of a wrong type or out of range are plain
+``TypeError`` and ``ValueError``.
+
+    FsdpSftError
+      CheckpointError (RuntimeError)      reading or writing files of a model failed
+        CheckpointCorruptError              damaged: use another copy
+        CheckpointMismatchError             sound, but of another model or optimizer
+        CheckpointExistsError (FileExistsError)
+        CheckpointNotFoundError (FileNotFoundError)
+        CheckpointFormatError (ValueError)  a Hugging Face checkpoint that cannot be loaded
+          MissingKeysError
+          UnexpectedKeysError
+          NonFiniteWeightsError
+      SafetensorsError (ValueError)       not the safetensors format
+      ChatTemplateError (ValueError)      what is trained of a chat cannot be told
+      PackingError (ValueError)           packed rows would see each other
+      NotFusedError (ValueError)          the loss needs the logits
+      NonFiniteGradientError (FloatingPointError)
+      NoBlocksError (ValueError)          no transformer blocks found
+      NoPlanError (ValueError)            no plan fits
+      LostRankError (RuntimeError)        another rank has died or does not answer
+      RemoteRankError (RuntimeError)      another rank failed with an error that cannot be sent
+"""
+
+from collections.abc import Iterable
+
+
+class FsdpSftError(Exception):
+    """The base of every error type of this library."""
+
+
+class CheckpointError(FsdpSftError, RuntimeError):
+    """Files of a model could not be written or read."""
+
+
+class CheckpointCorruptError(CheckpointError):
+    """Files are damaged, cut short, missing or not of the expected format: use another copy."""
+
+
+class CheckpointMismatchError(CheckpointError):
+    """The files are sound, but of another model or optimizer than the one to load into."""
+
+
+class CheckpointExistsError(CheckpointError, FileExistsError):
+    """A sound checkpoint of that step is there already; it is never overwritten."""
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """There is no checkpoint at that place."""
+
+
+class CheckpointFormatError(CheckpointError, ValueError):
+    """A Hugging Face checkpoint is damaged, unsafe, or does not fit the model."""
+
+
+class MissingKeysError(CheckpointFormatError):
+    """The model has parameters or buffers that the checkpoint has no values for."""
+
+
+class UnexpectedKeysError(CheckpointFormatError):
+    """The checkpoint has tensors that the model has no place for."""
+
+
+class NonFiniteWeightsError(CheckpointFormatError):
+    """A parameter's values in the checkpoint include NaN or infinity."""
+
+
+class SafetensorsError(FsdpSftError, ValueError):
+    """A file is not sound safetensors, or a tensor cannot be stored as such."""
+
+
+class ChatTemplateError(FsdpSftError, ValueError):
+    """The trained part of a conversation cannot be told for sure with this chat template."""
+
+
+class PackingError(FsdpSftError, ValueError):
+    """The model does not keep packed rows apart, or it cannot be told whether it does."""
+
+
+class NotFusedError(FsdpSftError, ValueError):
+    """The loss of a model cannot be computed without its logits; the message says why."""
+
+
+class NonFiniteGradientError(FsdpSftError, FloatingPointError):
+    """The gradient norm is NaN or infinite; parameters and optimizer are as they were before the step."""
+
+
+class NoBlocksError(FsdpSftError, ValueError):
+    """No block of the model matches."""
+
+
+class NoPlanError(FsdpSftError, ValueError):
+    """Nothing fits; the message says what would."""
+
+
+class LostRankError(FsdpSftError, RuntimeError):
+    """Another rank has died, or has not answered within the time-out: end the job and start it again."""
+
+
+class RemoteRankError(FsdpSftError, RuntimeError):
+    """Another rank failed with an error that could not be sent over as it was."""
+
+
+def abridged(items: Iterable[str], separator: str = ", ", most: int = 8) -> str:
+    """The first few items for a message, and how many more there are; a set is put in order."""
+    listed = sorted(items) if isinstance(items, (set, frozenset)) else list(items)
+    more = f" and {len(listed) - most} more" if len(listed) > most else ""
+    return separator.join(listed[:most]) + more
