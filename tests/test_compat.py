@@ -47,12 +47,6 @@ PRIVATE = [
         "transformers",
     ),
     ("build_like_from_pretrained", "transformers.monkey_patching", "patch_output_recorders", "transformers"),
-    (
-        "local_box",
-        "torch.distributed.tensor._utils",
-        "_compute_local_shape_and_global_offset",
-        "torch.distributed.tensor",
-    ),
 ]
 
 

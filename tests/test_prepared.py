@@ -12,7 +12,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
-from fsdp_sft import dcp_io, prepared
+from fsdp_sft import _claim, dcp_io, prepared
 from tests.harness.hf_folders import difference, plain, rewrite, save_tiny, state_of, tensors_of
 from tests.harness.models import tiny_model
 from tests.harness.ranks import RankFailedError, run_distributed
@@ -169,7 +169,7 @@ def test_special_models_and_refusals(tmp_path: Path) -> None:
 def _one_of_several_jobs(root: str, number: int, how: str) -> str:
     """A job of one rank; notes when it loads the source."""
     load = prepared.load_pretrained
-    prepared._BEAT_SECONDS, prepared._DEAD_SECONDS, prepared._ROUND_SECONDS = 0.1, 1.5, 0.5
+    _claim._BEAT_SECONDS, _claim._DEAD_SECONDS = 0.1, 1.5
 
     def noted(*args: Any, **kwargs: Any) -> Any:
         Path(root, f"loaded-{number}").touch()

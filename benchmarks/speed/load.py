@@ -251,7 +251,10 @@ def plan_72b(ranks: int) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from transformers import Qwen2Config
 
-    from fsdp_sft.weights.planning import bytes_by_rank, plan_load
+    from fsdp_sft._boxes import box_of
+    from fsdp_sft.weights.plan import make_plan
+    from fsdp_sft.weights.provenance import intersect
+    from fsdp_sft.weights.resolve import open_checkpoint
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     config = Qwen2Config(
@@ -270,8 +273,13 @@ def plan_72b(ranks: int) -> None:
         built = time.perf_counter()
         fs.shard_model(model, mesh=fs.build_mesh(device_type="cpu"))
         sharded = time.perf_counter()
-        plan, checkpoint = plan_load(model, name)
-        counts = bytes_by_rank(model, plan, checkpoint)
+        plan = make_plan(model, open_checkpoint(Path(name)))
+        counts = [0] * ranks
+        for target in plan.targets.values():
+            for rank in range(ranks):
+                box = box_of(model.get_parameter(target.name), rank)
+                parts = [intersect(piece, box) for piece in target.pieces]
+                counts[rank] += sum(2 * part.numel for part in parts if part is not None)
         done = time.perf_counter()
     print(
         f"{total / 1e9:.1f} GB, {len(plan.targets)} tensors, {ranks} ranks: meta build {built - started:.2f} "

@@ -10,17 +10,20 @@ import pickle
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from fsdp_sft.errors import LostRankError, RemoteRankError
 
+T = TypeVar("T")
+
 _CONTROL_TIMEOUT = timedelta(minutes=30)
+_POLL_SECONDS = (0.05, 2.0)  # between two questions how the work goes: at first, and later
 # Weak: destroy_process_group must end the groups; the interpreter's exit is too late for gloo's threads.
 _groups: dict[str, tuple[weakref.ref[dist.ProcessGroup], weakref.ref[dist.ProcessGroup]]] = {}
 _timeout = _CONTROL_TIMEOUT  # of the control group that was made last
@@ -29,7 +32,17 @@ _this_thread = threading.local()
 
 def is_distributed() -> bool:
     """Whether there is a process group of more than one rank to agree with."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return world_size() > 1
+
+
+def this_rank() -> int:
+    """This process's rank in the default process group; 0 without one."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    """Ranks in the default process group; 1 without one."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def control_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
@@ -140,6 +153,45 @@ def all_reduce_max(value: int) -> int:
     with answered():
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=control_group())
     return int(largest.item())
+
+
+def while_others_wait(working: bool, work: Callable[[], T], phase: str) -> T | None:
+    """Run ``work`` where ``working`` is true; all ranks poll until it ends or fails.
+
+    For what may take longer than any collective's time-out: downloads, uploads, another job's work. It runs
+    in a thread, and when it fails on one rank the others need not wait for the rest of theirs.
+
+    Returns:
+        What ``work`` returned on this rank; None where it did not run.
+
+    Collective: all ranks.
+    """
+    results: list[T] = []
+    failures: list[Exception] = []
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except Exception as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run, name="fsdp_sft-work", daemon=True) if working else None
+    if thread is not None:
+        thread.start()
+    pause = _POLL_SECONDS[0]
+    while True:
+        if thread is not None:
+            thread.join(pause)
+        elif is_distributed():
+            time.sleep(pause)
+        states: list[Any] = all_gather_objects((thread is not None and thread.is_alive(), bool(failures)))
+        if any(failed for _, failed in states) or not any(busy for busy, _ in states):
+            break
+        pause = min(pause * 2, _POLL_SECONDS[1])
+    with agreed(phase):
+        if failures:
+            raise failures[0]
+    return results[0] if results else None
 
 
 @contextmanager

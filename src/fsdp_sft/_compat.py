@@ -298,20 +298,6 @@ def initialise_computed(twin: nn.Module, missing: set[str]) -> dict[str, torch.T
     return values
 
 
-def local_box(
-    shape: tuple[int, ...], mesh_shape: tuple[int, ...], coordinate: list[int], placements: Any
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(start, size) of the shard that a DTensor's rank at ``coordinate`` holds, without padding.
-
-    torch knows this in ``torch.distributed.tensor._utils``; the public surface only tells a tensor's own
-    local shape, and no offsets.
-    """
-    from torch.distributed.tensor import _utils
-
-    size, start = _utils._compute_local_shape_and_global_offset(shape, mesh_shape, coordinate, placements)
-    return tuple(start), tuple(size)
-
-
 def wrapper_tensor(cls: type[torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Any:
     """A tensor subclass's instance without storage (documented for dispatch, yet underscored)."""
     return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=torch.device("cpu"))

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from fsdp_sft._agree import all_gather_objects, all_reduce_sum, control_group, is_distributed
+from fsdp_sft._agree import all_gather_objects, all_reduce_sum, control_group, is_distributed, world_size
 from fsdp_sft._compat import forget_meshes
 from fsdp_sft._launch import detect_launch, restarts_to_set_apart
 from fsdp_sft._slurm import Launch, env_int, is_slurm_step
@@ -211,7 +211,7 @@ def sum_over_mesh(values: list[float], mesh: "DeviceMesh | None") -> list[float]
     """
     if mesh is None or mesh.size() == 1:
         return list(values)
-    if mesh.size() == dist.get_world_size():
+    if mesh.size() == world_size():
         return all_reduce_sum(values)
     device = "cpu" if mesh.device_type == "cpu" else torch.accelerator.current_accelerator()
     total = torch.tensor(values, dtype=torch.float64, device=device)

@@ -4,10 +4,7 @@ import hashlib
 import json
 import os
 import re
-import shutil
-import threading
 import time
-import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,20 +12,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
-from fsdp_sft._agree import agreed, all_gather_objects
+from fsdp_sft._agree import agreed, all_gather_objects, this_rank, while_others_wait
+from fsdp_sft._claim import Claim
 from fsdp_sft._compat import keep_used_conversions, match_checkpoint_keys, tied_names, weight_conversions
+from fsdp_sft._disk import TensorReader, unsound_beside
 from fsdp_sft._safetensors import open_file, read_at
 from fsdp_sft.dcp_io.checkpoint import check_model, read_train_state
 from fsdp_sft.dcp_io.codec import dumps
-from fsdp_sft.dcp_io.files import TensorReader
-from fsdp_sft.dcp_io.folder import (
-    FolderContent,
-    describe_mesh,
-    open_folder,
-    read_tensors,
-    this_rank,
-    write_folder,
-)
+from fsdp_sft.dcp_io.folder import FolderContent, describe_mesh, open_folder, read_tensors, write_folder
 from fsdp_sft.dcp_io.manifest import MANIFEST_NAME, Manifest, verify_folder
 from fsdp_sft.dcp_io.tensors import model_tensors
 from fsdp_sft.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointNotFoundError
@@ -49,8 +40,6 @@ if TYPE_CHECKING:
 
 FORMAT_VERSION = 1
 _SAMPLES, _SAMPLE_BYTES = 64, 1 << 16
-_BEAT_SECONDS, _DEAD_SECONDS = 5.0, 60.0
-_ROUND_SECONDS = 10.0  # ranks that wait together hear of each other this often
 _HASH_NAME = re.compile(r"[0-9a-f]{64}")
 
 
@@ -113,8 +102,9 @@ def prepare_base(
             target = Path(cache_dir).absolute() / f"{label}-{digest[:20]}"
             target.parent.mkdir(parents=True, exist_ok=True)
     target = Path(all_gather_objects(target)[0])
-    turn = _Turn(target)
-    if not _wait_for_turn(turn):
+    claim = Claim(target, _is_sound)
+    waiting = f"waiting for {target}"
+    if not all_gather_objects(while_others_wait(this_rank() == 0, claim.take_or_wait, waiting))[0]:
         return target
     try:
         model = load_pretrained(
@@ -130,7 +120,7 @@ def prepare_base(
         )
         _write(model, target, source, os.fspath(name_or_path), master_dtype, allow_pickle)
     finally:
-        turn.end()
+        claim.end()
     return target
 
 
@@ -238,7 +228,7 @@ def _write(
             settings=_settings(source, model) if this_rank() == 0 else {},
         )
         if this_rank() == 0 and os.path.lexists(target):  # it was found unsound
-            os.rename(target, target.with_name(f".unsound-{target.name}-{uuid.uuid4().hex}"))
+            os.rename(target, unsound_beside(target))
     try:
         write_folder(target, content)
     except Exception:
@@ -340,92 +330,6 @@ def _file_digest(path: Path) -> list[Any]:
     finally:
         os.close(fd)
     return [status.st_size, status.st_mtime_ns, hashed.hexdigest()]
-
-
-# --- one job prepares, others wait --------------------------------------------------------------------------
-
-
-class _Turn:
-    """A claim on preparing one folder, kept alive by touching a file.
-
-    Only courtesy rests on it: should two jobs prepare at once, the first rename wins.
-    """
-
-    def __init__(self, target: Path) -> None:
-        self.target = target
-        self._claim = target.with_name(f".claim-{target.name}")
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._last_beat: tuple[int, float] | None = None
-
-    def take(self) -> bool:
-        """Whether this job may prepare now."""
-        try:
-            os.close(os.open(self._claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
-        except FileExistsError:
-            if not self._is_dead():
-                return False
-            self._claim.unlink(missing_ok=True)
-            return self.take()
-        for stale in self.target.parent.glob(f".tmp-{self.target.name}-*"):
-            shutil.rmtree(stale, ignore_errors=True)  # of a job that was killed
-        self._thread = threading.Thread(target=self._beat, name="fsdp_sft-prepare", daemon=True)
-        self._thread.start()
-        return True
-
-    def end(self) -> None:
-        """Let others have it."""
-        if self._thread is not None:
-            self._stop.set()
-            self._thread.join()
-            self._claim.unlink(missing_ok=True)
-
-    def _beat(self) -> None:
-        while not self._stop.wait(_BEAT_SECONDS):
-            try:
-                os.utime(self._claim)
-            except OSError:
-                return
-
-    def _is_dead(self) -> bool:
-        # By this process's clock, and by whether the file changes: clocks of other machines may be off.
-        try:
-            beat = self._claim.stat().st_mtime_ns
-        except FileNotFoundError:
-            return False
-        now = time.monotonic()
-        if self._last_beat is None or self._last_beat[0] != beat:
-            self._last_beat = (beat, now)
-        return now - self._last_beat[1] > _DEAD_SECONDS
-
-
-def _wait_for_turn(turn: _Turn) -> bool:
-    """True if this job is to prepare the folder, False once it is there.
-
-    Collective: all ranks; rank 0 looks, and tells the others from time to time.
-    """
-    while True:
-        answer = None
-        with agreed(f"waiting for {turn.target}"):
-            if this_rank() == 0:
-                answer = _look(turn, time.monotonic() + _ROUND_SECONDS)
-        answer = all_gather_objects(answer)[0]
-        if answer is not None:
-            return bool(answer)
-
-
-def _look(turn: _Turn, until: float) -> bool | None:
-    while True:
-        if _is_sound(turn.target):
-            return False
-        if turn.take():
-            if not _is_sound(turn.target):  # it may have come between
-                return True
-            turn.end()
-            return False
-        if time.monotonic() > until:
-            return None
-        time.sleep(0.2)
 
 
 def _is_sound(target: Path) -> bool:

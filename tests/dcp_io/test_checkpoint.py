@@ -15,7 +15,6 @@ import fsdp_sft as fs
 from fsdp_sft import dcp_io
 from fsdp_sft.dcp_io import manifest as manifest_module
 from fsdp_sft.dcp_io.codec import decode, dumps, encode, loads
-from fsdp_sft.dcp_io.layout import Box, box_at, tiling_problem
 from tests.harness.ranks import run_distributed
 from tests.harness.trained import (
     DDP,
@@ -151,42 +150,6 @@ def test_nested_state_survives() -> None:
     ):
         with pytest.raises(ValueError, match="not a valid stored value"):
             decode(hostile)
-
-
-def test_boxes_are_what_torch_has() -> None:
-    from torch.distributed.tensor import Replicate, Shard
-
-    for rows in (0, 1, 3, 7, 8):
-        for parts in (1, 2, 3, 4):
-            boxes = [box_at((rows, 5), [Replicate(), Shard(0)], (2, parts), (1, i)) for i in range(parts)]
-            chunks = list(torch.zeros(rows, 5).chunk(parts)) + [torch.zeros(0, 5)] * parts
-            assert [box.shape for box in boxes] == [tuple(c.shape) for c in chunks[:parts]]
-            assert tiling_problem((rows, 5), boxes) is None
-    grid = [box_at((5, 7), [Shard(0), Shard(1)], (2, 3), (i, j)) for i in range(2) for j in range(3)]
-    assert tiling_problem((5, 7), grid) is None
-    assert "elements" in str(tiling_problem((5, 7), grid[1:]))
-    assert "overlap" in str(tiling_problem((4,), [Box((0,), (2,)), Box((1,), (2,))]))
-    assert "outside" in str(tiling_problem((4,), [Box((2,), (4,))]))
-    assert "outside" in str(tiling_problem((4,), [Box((0, 0), (2, 2))]))
-
-
-def test_parts_of_columns_are_read(tmp_path: Path) -> None:
-    from fsdp_sft.dcp_io.files import TensorReader, read_into, write_tensors
-
-    tensor = torch.randn(6, 5, 4)
-    write_tensors(tmp_path / "a.safetensors", {"x": tensor[:, :3], "y": torch.tensor(2.5)})
-    write_tensors(tmp_path / "b.safetensors", {"x": tensor[:, 3:]})
-    chunks = [("a.safetensors", Box((0, 0, 0), (6, 3, 4))), ("b.safetensors", Box((0, 3, 0), (6, 2, 4)))]
-    with TensorReader(tmp_path) as reader:
-        out = torch.zeros(4, 3, 2)
-        read_into(reader, "x", chunks, Box((1, 2, 1), (4, 3, 2)), out)
-        assert torch.equal(out, tensor[1:5, 2:5, 1:3])
-        back = torch.zeros(5, 6, 4).transpose(0, 1)
-        read_into(reader, "x", chunks, Box((0, 0, 0), (6, 5, 4)), back)
-        assert torch.equal(back, tensor)
-        scalar = torch.zeros(())
-        read_into(reader, "y", [("a.safetensors", Box((), ()))], Box((), ()), scalar)
-        assert scalar.item() == 2.5
 
 
 def test_versions_are_kept() -> None:

@@ -205,17 +205,19 @@ def _rejected_saves(root: str, model: Any) -> None:
 
 def _failing_write(root: str, model: Any, optimizer: Any) -> None:
     """One rank cannot write, at several places: all raise, nothing is left, the old step stands."""
-    from fsdp_sft.dcp_io import files, folder, rank_files
+    from fsdp_sft import _disk
+    from fsdp_sft.dcp_io import folder, rank_files
 
     def full_disk(*args: Any, **kwargs: Any) -> Any:
         raise OSError(28, "No space left on device")
 
     places = [
-        (1, files, "write_at"),
+        (1, _disk, "write_at"),
         (1, folder, "write_tensors"),
         (0, rank_files, "write_bytes"),
         (0, folder, "write_bytes"),
         (0, folder, "sync_folder"),
+        (0, _disk, "sync_folder"),
         (0, os, "rename"),
         (1, os, "fsync"),
     ]

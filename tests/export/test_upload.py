@@ -11,7 +11,6 @@ from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 import fsdp_sft as fs
-from fsdp_sft.dcp_io import upload
 from fsdp_sft.dcp_io.card import model_card
 from tests.harness.hub_upload_server import serve
 from tests.harness.models import tiny_model
@@ -32,7 +31,6 @@ def _use(address: str) -> None:
 
 def _push(folder: str, address: str) -> None:
     _use(address)
-    upload._ROUND_SECONDS = 0.05
     model = tiny_model("llama", seed=3)
     model.generation_config = GenerationConfig(do_sample=False, temperature=0.9)  # contradicts itself
     fs.shard_model(model, mesh=fs.build_mesh(device_type="cpu"))

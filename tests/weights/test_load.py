@@ -406,13 +406,20 @@ def test_planning_for_ranks_that_are_not_there(tmp_path: Path) -> None:
     code = (
         "import sys, torch.distributed as dist, fsdp_sft as fs\n"
         "from torch.testing._internal.distributed.fake_pg import FakeStore\n"
+        "from pathlib import Path\n"
+        "from fsdp_sft._boxes import box_of\n"
         "from fsdp_sft.weights import build_meta_model\n"
-        "from fsdp_sft.weights.planning import bytes_by_rank, plan_load\n"
+        "from fsdp_sft.weights.plan import make_plan\n"
+        "from fsdp_sft.weights.provenance import intersect\n"
+        "from fsdp_sft.weights.resolve import open_checkpoint\n"
         "dist.init_process_group('fake', store=FakeStore(), rank=0, world_size=64)\n"
         "model = fs.shard_model(build_meta_model(sys.argv[1]), mesh=fs.build_mesh(device_type='cpu'))\n"
-        "plan, checkpoint = plan_load(model, sys.argv[1])\n"
-        "counts = bytes_by_rank(model, plan, checkpoint)\n"
-        "assert len(counts) == 64 and sum(counts) == checkpoint.total_bytes, counts\n"
+        "checkpoint = open_checkpoint(Path(sys.argv[1]))\n"
+        "targets = make_plan(model, checkpoint).targets.values()\n"
+        "boxes = [(t, box_of(model.get_parameter(t.name), r)) for t in targets for r in range(64)]\n"
+        "parts = [intersect(piece, box) for target, box in boxes for piece in target.pieces]\n"
+        "read = sum(2 * part.numel for part in parts if part is not None)\n"
+        "assert read == checkpoint.total_bytes, read\n"
     )
     command = [sys.executable, "-c", code, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -1,17 +1,14 @@
 """Export of peft adapters alone, in peft's own format."""
 
-import glob
 import os
 import shutil
-import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from fsdp_sft._agree import agreed
-from fsdp_sft.dcp_io.export import publish
-from fsdp_sft.dcp_io.folder import this_rank
+from fsdp_sft._agree import agreed, this_rank
+from fsdp_sft._disk import publish, sweep, temporary_beside
 from fsdp_sft.dcp_io.hf_files import check_target, export_target
 from fsdp_sft.dcp_io.tensors import Gatherer, ModelTensors, model_tensors
 from fsdp_sft.distributed import reshard
@@ -47,15 +44,14 @@ def export_adapter(
     """
     target = export_target(out_dir)
     reshard(model)
-    temporary = target.with_name(f".tmp-{target.name}-{uuid.uuid4().hex}")
+    temporary = temporary_beside(target)
     try:
         with agreed(f"preparing to export to {target}"):
             content, name = _checked(model, target)
             wanted = _names(model, content, name)
             if this_rank() == 0:
                 target.parent.mkdir(parents=True, exist_ok=True)
-                for stale in target.parent.glob(f".tmp-{glob.escape(target.name)}-*"):
-                    shutil.rmtree(stale, ignore_errors=True)  # of an export that was killed
+                sweep(target)
         gatherer = Gatherer()
         full: dict[str, torch.Tensor] = {}
         for key in wanted:

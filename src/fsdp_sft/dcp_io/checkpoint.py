@@ -3,7 +3,6 @@
 import math
 import os
 import time
-import uuid
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,18 +12,23 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from fsdp_sft._agree import agreed, all_gather_objects, background_group, is_distributed
+from fsdp_sft._agree import (
+    agreed,
+    all_gather_objects,
+    background_group,
+    is_distributed,
+    this_rank,
+    world_size,
+)
+from fsdp_sft._disk import TensorReader, read_bytes, sweep_all, unsound_beside
 from fsdp_sft.dcp_io.background import BackgroundSave, join_last, wait_for_last
 from fsdp_sft.dcp_io.codec import decode, dumps, encode, loads
-from fsdp_sft.dcp_io.files import TensorReader, read_bytes
 from fsdp_sft.dcp_io.folder import (
     FolderContent,
     describe_mesh,
     open_folder,
     own_parts,
     read_tensors,
-    this_rank,
-    world_size,
     write_folder,
 )
 from fsdp_sft.dcp_io.manifest import (
@@ -38,7 +42,7 @@ from fsdp_sft.dcp_io.manifest import (
 )
 from fsdp_sft.dcp_io.optimizer_state import apply_optimizer, check_optimizer, optimizer_content
 from fsdp_sft.dcp_io.rank_files import rank_content, read_rank_files, restore_rng
-from fsdp_sft.dcp_io.retention import is_step_folder, prune, remove_stale, step_folder, step_folders
+from fsdp_sft.dcp_io.retention import is_step_folder, prune, step_folder, step_folders
 from fsdp_sft.dcp_io.snapshot import Snapshot
 from fsdp_sft.dcp_io.tensors import ModelTensors, model_tensors
 from fsdp_sft.distributed import reshard
@@ -162,7 +166,7 @@ def save_checkpoint(
     reshard(model)
     root = Path(root).absolute()
     target = step_folder(root, step)
-    aside = root / f".unsound-step-{step}-{uuid.uuid4().hex}"
+    aside = unsound_beside(step_folder(root, step))
     if metric is not None and not math.isfinite(metric):
         metric = None
     with agreed(f"preparing to save {target}"):
@@ -282,7 +286,7 @@ def _content(
 def _prepare_root(root: Path, step: int) -> None:
     target = step_folder(root, step)
     root.mkdir(parents=True, exist_ok=True)
-    remove_stale(root)
+    sweep_all(root)
     if os.path.lexists(target) and not verify_folder(target, hashes=True):
         raise CheckpointExistsError(
             f"{target} is there and sound; a committed step is never overwritten. Save under another number, "

@@ -1,11 +1,9 @@
 """Export to a Hugging Face folder: what ``save_pretrained`` of the unsharded model would write."""
 
 import copy
-import glob
 import os
 import re
 import shutil
-import uuid
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from fsdp_sft._agree import agreed, all_gather_objects
+from fsdp_sft._agree import agreed, all_gather_objects, this_rank
 from fsdp_sft._compat import (
     copy_weight_conversions,
     keep_in_float32_patterns,
@@ -26,11 +24,10 @@ from fsdp_sft._compat import (
     revert_weight_conversion,
     tied_names,
 )
+from fsdp_sft._disk import publish, sweep, temporary_beside, write_bytes
 from fsdp_sft.adapters import adapted_layers, merged_weights, without_adapters
 from fsdp_sft.blocks import configs_without_caches
 from fsdp_sft.dcp_io.card import model_card
-from fsdp_sft.dcp_io.files import sync_folder, write_bytes
-from fsdp_sft.dcp_io.folder import this_rank
 from fsdp_sft.dcp_io.hf_files import Described, HfFiles, check_target, export_target
 from fsdp_sft.dcp_io.own_rows import has_whole_rows, open_own_rows
 from fsdp_sft.dcp_io.tensors import Gatherer, ModelTensors, clean_name, model_tensors
@@ -115,7 +112,7 @@ def _export(
     tokenizer: Any,
     push_to_hub: str | None,
 ) -> None:
-    temporary = target.with_name(f".tmp-{target.name}-{uuid.uuid4().hex}")
+    temporary = temporary_beside(target)
     plan: _Plan | None = None
     try:
         with agreed(f"preparing to export to {target}"):
@@ -125,8 +122,7 @@ def _export(
                 if push_to_hub is not None:
                     make_repository(push_to_hub)
                 target.parent.mkdir(parents=True, exist_ok=True)
-                for stale in target.parent.glob(f".tmp-{glob.escape(target.name)}-*"):
-                    shutil.rmtree(stale, ignore_errors=True)  # of an export that was killed
+                sweep(target)
                 temporary.mkdir()
                 plan = _plan(model, content, dtype)
                 config = _config(model, content, caching, dtype)
@@ -369,10 +365,3 @@ def _gathered(
     merged: dict[str, torch.Tensor] = {}
     gatherer.attempt(lambda: merged.update(merged_weights(merges[fqn], full)))
     return merged[leaf].to(dtype) if merged else None
-
-
-def publish(temporary: Path, target: Path) -> None:
-    """Let a finished folder appear under its name, whole or not at all."""
-    sync_folder(temporary)
-    os.rename(temporary, target)  # over an empty folder at most
-    sync_folder(target.parent)

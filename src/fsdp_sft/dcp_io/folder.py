@@ -1,22 +1,28 @@
 """Writing a folder of sharded tensors so that it is there completely or not at all, and opening one."""
 
-import os
 import shutil
 import stat
 import time
-import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from fsdp_sft._agree import agreed, all_gather_objects, is_distributed
-from fsdp_sft.dcp_io.files import FileRecord, TensorReader, read_into, sync_folder, write_bytes, write_tensors
-from fsdp_sft.dcp_io.layout import Box, box_of, local_of, owner_ranks
+from fsdp_sft._agree import agreed, all_gather_objects, this_rank, world_size
+from fsdp_sft._boxes import Box, box_of, local_of, owner_ranks
+from fsdp_sft._disk import (
+    FileRecord,
+    TensorReader,
+    publish,
+    read_into,
+    sync_folder,
+    temporary_beside,
+    write_bytes,
+    write_tensors,
+)
 from fsdp_sft.dcp_io.manifest import (
     MANIFEST_NAME,
     TRAIN_STATE_NAME,
@@ -110,16 +116,6 @@ class _Written:
     chunks: dict[str, dict[str, tuple[str, Box]]]  # section -> tensor -> (file, box)
 
 
-def this_rank() -> int:
-    """Rank in the default process group, 0 without one."""
-    return dist.get_rank() if is_distributed() else 0
-
-
-def world_size() -> int:
-    """Ranks in the default process group, 1 without one."""
-    return dist.get_world_size() if is_distributed() else 1
-
-
 def describe_mesh(model: nn.Module) -> list[list[Any]] | None:
     """Name and size of each axis of a model's mesh."""
     mesh = mesh_of(model)
@@ -146,8 +142,7 @@ def write_folder(
 
     Collective: all ranks; all raise the same error.
     """
-    token: str = all_gather_objects(uuid.uuid4().hex)[0]
-    temporary = target.parent / f".tmp-{target.name}-{token}"
+    temporary: Path = all_gather_objects(temporary_beside(target))[0]  # its name is random: take rank 0's
     try:
         with agreed(f"creating {temporary}"):
             if this_rank() == 0:
@@ -270,11 +265,7 @@ def _commit(
         if folder.is_dir():
             sync_folder(folder)
     write_bytes(temporary / MANIFEST_NAME, encode_manifest(manifest))
-    sync_folder(temporary)
-    if aside is not None and os.path.lexists(target):
-        os.rename(target, aside)
-    os.rename(temporary, target)
-    sync_folder(target.parent)
+    publish(temporary, target, aside=aside)
 
 
 def _merge(section: str, tensors: Tensors, everything: list[_Written]) -> dict[str, StoredTensor]:

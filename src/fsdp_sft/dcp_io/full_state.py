@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import uuid
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -11,12 +10,11 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from fsdp_sft._agree import agreed, all_gather_objects
+from fsdp_sft._agree import agreed, all_gather_objects, this_rank, world_size
+from fsdp_sft._boxes import Box, box_of, local_of, part_of
+from fsdp_sft._disk import TensorReader, closing, sync_folder, temporary_beside
 from fsdp_sft._safetensors import bytes_of, create, write_at
-from fsdp_sft.dcp_io.files import TensorReader, closing, sync_folder
-from fsdp_sft.dcp_io.folder import this_rank, world_size
-from fsdp_sft.dcp_io.layout import Box, box_of, local_of
-from fsdp_sft.dcp_io.tensors import Gatherer, ModelTensors, model_tensors, part_of, receive_into, send
+from fsdp_sft.dcp_io.tensors import Gatherer, ModelTensors, model_tensors, receive_into, send
 from fsdp_sft.distributed import reshard
 from fsdp_sft.errors import (
     CheckpointCorruptError,
@@ -55,7 +53,7 @@ def save_full_state_dict(
     """
     target = Path(path).absolute()
     reshard(model)
-    temporary = target.with_name(f".tmp-{target.name}-{uuid.uuid4().hex}")
+    temporary = temporary_beside(target)
     with agreed(f"preparing to save {target}"):
         _check_suffix(target)
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
+from fsdp_sft._disk import write_bytes
 from fsdp_sft._safetensors import Header, bytes_of, create, num_bytes, write_at
-from fsdp_sft.dcp_io.files import write_bytes
 from fsdp_sft.dcp_io.own_rows import Places
 
 

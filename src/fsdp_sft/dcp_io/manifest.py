@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
+from fsdp_sft._boxes import Box, tiling_problem
+from fsdp_sft._disk import FileRecord, TensorReader, file_problem, read_bytes
 from fsdp_sft._safetensors import DTYPES, dtype_name
 from fsdp_sft.dcp_io.codec import decode, dumps, loads
-from fsdp_sft.dcp_io.files import FileRecord, TensorReader, file_problem, read_bytes
-from fsdp_sft.dcp_io.layout import Box, tiling_problem
 from fsdp_sft.errors import CheckpointCorruptError
 
 MANIFEST_NAME = "MANIFEST.json"

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,18 +12,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fsdp_sft._agree import agreed
+from fsdp_sft._agree import agreed, this_rank
+from fsdp_sft._disk import TensorReader, temporary_beside
 from fsdp_sft._safetensors import dtype_name
 from fsdp_sft.dcp_io.codec import decode, encode
-from fsdp_sft.dcp_io.files import TensorReader
-from fsdp_sft.dcp_io.folder import (
-    FolderContent,
-    describe_mesh,
-    open_folder,
-    read_tensors,
-    this_rank,
-    write_folder,
-)
+from fsdp_sft.dcp_io.folder import FolderContent, describe_mesh, open_folder, read_tensors, write_folder
 from fsdp_sft.dcp_io.manifest import MANIFEST_NAME, Manifest
 from fsdp_sft.dcp_io.tensors import parameter_names
 from fsdp_sft.distributed import reshard
@@ -73,7 +65,7 @@ def save_optimizer_state(model: nn.Module, optimizer: Optimizer, path: str | os.
     """
     reshard(model)
     target = Path(path).absolute()
-    aside = target.parent / f".tmp-{target.name}-{uuid.uuid4().hex}"
+    aside = temporary_beside(target)
     with agreed(f"preparing to save {target}"):
         content = optimizer_content(model, optimizer)
         if this_rank() == 0:

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import torch
 
-from fsdp_sft._agree import all_gather_objects
+from fsdp_sft._agree import all_gather_objects, this_rank
+from fsdp_sft._boxes import box_of, local_of, owner_ranks
+from fsdp_sft._disk import write_early
 from fsdp_sft._safetensors import bytes_of
-from fsdp_sft.dcp_io.files import write_early
-from fsdp_sft.dcp_io.folder import this_rank
-from fsdp_sft.dcp_io.layout import box_of, local_of, owner_ranks
 
 _PIECE_ELEMENTS = 4 << 20
 

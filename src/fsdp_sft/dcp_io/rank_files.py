@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from fsdp_sft._disk import FileRecord, TensorReader, read_bytes, write_bytes, write_tensors
 from fsdp_sft.dcp_io.codec import decode, dumps, encode, loads
-from fsdp_sft.dcp_io.files import FileRecord, TensorReader, read_bytes, write_bytes, write_tensors
 from fsdp_sft.dcp_io.manifest import MAX_JSON_BYTES, checked_size
 from fsdp_sft.errors import CheckpointCorruptError
 

@@ -3,11 +3,11 @@
 import os
 import re
 import shutil
-import uuid
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
+from fsdp_sft._disk import temporary_beside
 from fsdp_sft.dcp_io.manifest import file_problems, read_manifest, verify_folder
 from fsdp_sft.errors import CheckpointCorruptError
 
@@ -97,16 +97,9 @@ def prune(root: Path, *, keep_last: int | None, keep_best: int, just_saved: int)
 
 
 def _delete(root: Path, path: Path) -> None:
-    doomed = root / f".tmp-pruned-{path.name}-{uuid.uuid4().hex}"
+    doomed = temporary_beside(root / f"pruned-{path.name}")
     try:
         os.rename(path, doomed)  # so that a step is never there by half
         shutil.rmtree(doomed)
     except OSError as error:
         warnings.warn(f"could not delete the old checkpoint {path}: {error}", stacklevel=4)
-
-
-def remove_stale(root: Path) -> None:
-    """Delete what saves that were killed have left below ``root``."""
-    for path in root.glob(".tmp-*"):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)

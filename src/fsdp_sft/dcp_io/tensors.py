@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_sft._agree import answered, control_group, is_distributed, raise_first
-from fsdp_sft.dcp_io.layout import Box, box_of, local_of, owner_ranks
+from fsdp_sft._agree import answered, control_group, raise_first, this_rank
+from fsdp_sft._boxes import box_of, local_of, owner_ranks, part_of
 
 # torch.compile(model) and checkpoint_wrapper put these into every name below them.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -86,7 +86,7 @@ class Gatherer:
     """
 
     def __init__(self) -> None:
-        self.rank = dist.get_rank() if is_distributed() else 0
+        self.rank = this_rank()
         self.error: Exception | None = None
 
     def gather(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
@@ -134,14 +134,6 @@ class Gatherer:
 
         self.attempt(prepare)
         send(payload if payload is not None else torch.zeros(box.shape, dtype=dtype), 0)
-
-
-def part_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    """The view of ``tensor`` that ``box`` names."""
-    for dim, (offset, size) in enumerate(zip(box.offset, box.shape, strict=True)):
-        if size != tensor.shape[dim]:
-            tensor = tensor.narrow(dim, offset, size)
-    return tensor
 
 
 def send(tensor: torch.Tensor, rank: int) -> None:

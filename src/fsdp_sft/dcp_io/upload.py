@@ -1,13 +1,8 @@
 """Uploading an export to the Hub from rank 0, while the other ranks wait without timing out."""
 
-import threading
 from pathlib import Path
-from typing import Any
 
-from fsdp_sft._agree import agreed, all_gather_objects
-from fsdp_sft.dcp_io.folder import this_rank
-
-_ROUND_SECONDS = 10.0  # ranks hear of each other this often; an upload may take hours
+from fsdp_sft._agree import this_rank, while_others_wait
 
 
 def make_repository(repo_id: str) -> None:
@@ -40,36 +35,17 @@ def upload(folder: Path, repo_id: str) -> None:
 
     Collective: all ranks; rank 0 uploads.
     """
-    work = _Upload(folder, repo_id) if this_rank() == 0 else None
-    ended = False
-    while not ended:
-        with agreed(f"uploading {folder} to {repo_id} (the export itself is complete)"):
-            ended = work is not None and work.wait(_ROUND_SECONDS)
-        ended = all_gather_objects(ended)[0]
 
-
-class _Upload:
-    def __init__(self, folder: Path, repo_id: str) -> None:
-        self._arguments: dict[str, Any] = {"folder_path": folder, "repo_id": repo_id}
-        self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name="fsdp_sft-upload", daemon=True)
-        self._thread.start()
-
-    def wait(self, seconds: float) -> bool:
-        """Whether it has ended; raises its error."""
-        self._thread.join(seconds)
-        if self._error is not None:
-            raise self._error
-        return not self._thread.is_alive()
-
-    def _run(self) -> None:
+    def commit() -> None:
         from huggingface_hub import HfApi
 
         try:
-            HfApi().upload_folder(commit_message="Upload from fsdp_sft", **self._arguments)
+            HfApi().upload_folder(folder_path=folder, repo_id=repo_id, commit_message="Upload from fsdp_sft")
         except Exception as error:
-            self._error = _as_os_error(error, f"uploading {self._arguments['folder_path']}")
-            self._error.__cause__ = error
+            raise _as_os_error(error, f"uploading {folder}") from error
+
+    phase = f"uploading {folder} to {repo_id} (the export itself is complete)"
+    while_others_wait(this_rank() == 0, commit, phase)
 
 
 def _as_os_error(error: Exception, doing: str) -> Exception:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from fsdp_sft._agree import all_reduce_sum
+from fsdp_sft._agree import all_reduce_sum, world_size
 from fsdp_sft.collate import IGNORE_INDEX
 
 if TYPE_CHECKING:
@@ -66,10 +66,7 @@ def scale_for_backward(
         ValueError: If ``num_targets`` is not positive.
     """
     check_num_targets(num_targets)
-    if mesh is not None:
-        ranks = mesh.size()
-    else:
-        ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    ranks = mesh.size() if mesh is not None else world_size()
     # FSDP2 averages over the mesh; cancel it so that every token weighs the same.
     return loss * (ranks / num_targets)
 

@@ -9,6 +9,7 @@ from typing import IO, Self
 
 import torch
 
+from fsdp_sft._agree import this_rank
 from fsdp_sft.metrics.sinks import JsonlSink, LineSink, MetricSink, Scalar
 
 
@@ -78,7 +79,7 @@ class MetricLogger:
             )
         _check(metrics, step)
         if self._is_main is None:
-            self._is_main = _is_rank_zero()
+            self._is_main = this_rank() == 0
         if not self._is_main:
             return
         row: dict[str, Scalar] = {
@@ -101,11 +102,6 @@ class MetricLogger:
     def __exit__(self, *exc_info: object) -> None:
         """Close the logger."""
         self.close()
-
-
-def _is_rank_zero() -> bool:
-    distributed = torch.distributed
-    return not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0
 
 
 def _check(metrics: Mapping[str, object], step: int) -> None:

@@ -8,6 +8,8 @@ from typing import Any, Self
 
 import torch
 
+from fsdp_sft._agree import this_rank
+
 
 class StepProfiler:
     """Records the steps from `first_step` to `last_step` and writes one trace per chosen rank.
@@ -98,7 +100,7 @@ class StepProfiler:
             )
 
     def _records(self) -> bool:
-        return self._ranks is None or _rank() in self._ranks
+        return self._ranks is None or this_rank() in self._ranks
 
     def _start_if_next(self) -> None:
         due = self._done + 1 == self._first and self._profile is None and self._records()
@@ -118,10 +120,5 @@ class StepProfiler:
         profile.stop()
         self._folder.mkdir(parents=True, exist_ok=True)
         last = min(self._done, self._last)
-        self._written = self._folder / f"rank-{_rank()}-steps-{self._first}-{last}.json.gz"
+        self._written = self._folder / f"rank-{this_rank()}-steps-{self._first}-{last}.json.gz"
         profile.export_chrome_trace(str(self._written))
-
-
-def _rank() -> int:
-    distributed = torch.distributed
-    return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0

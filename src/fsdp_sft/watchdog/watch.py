@@ -13,9 +13,7 @@ from itertools import count
 from types import TracebackType
 from typing import Any
 
-import torch.distributed as dist
-
-from fsdp_sft._agree import is_distributed
+from fsdp_sft._agree import is_distributed, this_rank, world_size
 from fsdp_sft._compat import default_store
 from fsdp_sft.watchdog.beat import (
     ENDED,
@@ -114,7 +112,7 @@ class Watchdog:
             raise RuntimeError("this Watchdog was entered before; make another one")
         self._process = this_process()
         if is_distributed():
-            self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+            self._rank, self._world_size = this_rank(), world_size()
             self._join(default_store())
         else:
             self._judge = self._new_judge([0])

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdp_sft._boxes import box_of, local_of, part_of
 from fsdp_sft._compat import (
     apply_to_tensors,
     initialise_computed,
@@ -15,7 +16,6 @@ from fsdp_sft._compat import (
 )
 from fsdp_sft.distributed import compute_device
 from fsdp_sft.errors import abridged
-from fsdp_sft.weights.geometry import box_of, local_of
 from fsdp_sft.weights.plan import Plan
 from fsdp_sft.weights.read import check_finite
 
@@ -93,9 +93,7 @@ def initialise_rest(model: nn.Module, plan: Plan, *, seed: int) -> None:
             parent, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(parent), leaf, value.to(tensor.device, tensor.dtype))
             continue
-        box = box_of(tensor)
-        window = tuple(slice(a, a + n) for a, n in zip(box.start, box.size, strict=True))
-        local_of(tensor).copy_(value[window])
+        local_of(tensor).copy_(part_of(value, box_of(tensor)))
 
 
 def check_complete(model: nn.Module, plan: Plan, empty: Iterable[str]) -> None:

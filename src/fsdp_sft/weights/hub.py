@@ -2,14 +2,11 @@
 
 import glob
 import os
-import threading
 import time
 import uuid
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from fsdp_sft._agree import agreed, all_gather_objects, is_distributed
+from fsdp_sft._agree import agreed, all_gather_objects, this_rank, while_others_wait
 from fsdp_sft.errors import CheckpointFormatError
 from fsdp_sft.weights.resolve import (
     INDEX,
@@ -21,7 +18,6 @@ from fsdp_sft.weights.resolve import (
 )
 
 _CONFIG_FILES = ["config.json", "generation_config.json"]
-_POLL_SECONDS = (0.05, 2.0)
 _ATTEMPTS = 4
 
 
@@ -70,9 +66,11 @@ def _snapshot(repo: str, revision: str | None, variant: str | None, code: bool, 
     from huggingface_hub import constants
 
     leader = _cache_leaders(Path(constants.HF_HUB_CACHE))
-    rank = _rank()
+    rank = this_rank()
     small = [*_CONFIG_FILES, *(["*.py"] if code else [])]
-    first = _together(rank == 0, lambda: _fetch(repo, revision, small), f"downloading the config of {repo}")
+    first = while_others_wait(
+        rank == 0, lambda: _fetch(repo, revision, small), f"downloading the config of {repo}"
+    )
     commit = next(path.name for path in all_gather_objects(first) if path is not None)
 
     def fetch() -> Path:
@@ -88,7 +86,7 @@ def _snapshot(repo: str, revision: str | None, variant: str | None, code: bool, 
                 return _fetch(repo, commit, [glob.escape(name) for name in wanted])
         return folder
 
-    mine = _together(leader == rank, fetch, f"downloading {repo}")
+    mine = while_others_wait(leader == rank, fetch, f"downloading {repo}")
     with agreed(f"finding {repo} in the cache"):
         folder = mine or _fetch(repo, commit, small, local=True)
         weight_file_names(folder, variant, allow_pickle=pickles)
@@ -113,21 +111,13 @@ def _fetch(repo: str, revision: str | None, patterns: list[str], *, local: bool 
     raise AssertionError
 
 
-def _rank() -> int:
-    if not is_distributed():
-        return 0
-    import torch.distributed as dist
-
-    return dist.get_rank()
-
-
 def _cache_leaders(cache: Path) -> int:
     """The lowest rank that shares this rank's cache.
 
     Collective: all ranks.
     """
     token = all_gather_objects(uuid.uuid4().hex)[0]
-    marker = cache / f".fsdp-sft-{token}-{_rank()}"
+    marker = cache / f".fsdp-sft-{token}-{this_rank()}"
     written = True
     try:
         cache.mkdir(parents=True, exist_ok=True)
@@ -141,40 +131,4 @@ def _cache_leaders(cache: Path) -> int:
     all_gather_objects(None)
     if written:
         marker.unlink(missing_ok=True)
-    return min(ranks, default=_rank()) if written else _rank()
-
-
-def _together(working: bool, work: Callable[[], Path], phase: str) -> Path | None:
-    """Run ``work`` on the ranks that are to, while all ranks ask each other how it goes.
-
-    A download can take longer than any collective's time-out, and one that fails must not leave the others
-    waiting for the rest of it.
-
-    Collective: all ranks.
-    """
-    result: list[Path] = []
-    failure: list[Exception] = []
-
-    def run() -> None:
-        try:
-            result.append(work())
-        except Exception as error:
-            failure.append(error)
-
-    thread = threading.Thread(target=run, daemon=True) if working else None
-    if thread is not None:
-        thread.start()
-    pause = _POLL_SECONDS[0]
-    while True:
-        if thread is not None:
-            thread.join(pause)
-        elif is_distributed():
-            time.sleep(pause)
-        states: list[Any] = all_gather_objects((thread is not None and thread.is_alive(), bool(failure)))
-        if any(failed for _, failed in states) or not any(busy for busy, _ in states):
-            break
-        pause = min(pause * 2, _POLL_SECONDS[1])
-    with agreed(phase):
-        if failure:
-            raise failure[0]
-    return result[0] if result else None
+    return min(ranks, default=this_rank()) if written else this_rank()

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_sft._agree import agreed, all_gather_objects, control_group, is_distributed
+from fsdp_sft._agree import agreed, all_gather_objects, control_group, is_distributed, this_rank, world_size
+from fsdp_sft._boxes import Box, box_of, local_of, part_of, replicate_dims, whole
 from fsdp_sft._compat import keep_used_conversions, run_conversion
 from fsdp_sft.adapters import copy_saved_modules, without_adapters
 from fsdp_sft.distributed import reshard
@@ -24,10 +25,9 @@ from fsdp_sft.weights.finish import (
     materialise,
     names_without_memory,
 )
-from fsdp_sft.weights.geometry import Box, box_of, local_of, replicate_dims
 from fsdp_sft.weights.hub import resolve_folder
 from fsdp_sft.weights.plan import Group, Plan, Target, make_plan
-from fsdp_sft.weights.provenance import Piece, contiguous_strides, intersect
+from fsdp_sft.weights.provenance import Piece, contiguous_strides
 from fsdp_sft.weights.read import Job, check_finite, job_for, read_jobs
 from fsdp_sft.weights.report import LoadReport
 from fsdp_sft.weights.resolve import Checkpoint, open_checkpoint
@@ -263,7 +263,7 @@ def _fill_converted(reads: _Reads) -> int:
     Collective: all ranks.
     """
     bytes_read = 0
-    world = dist.get_world_size() if is_distributed() else 1
+    world = world_size()
     if reads.strategy == "slice" or world == 1:
         for group in reads.plan.groups:
             with agreed(f"converting {group.first_target!r}"):
@@ -271,16 +271,16 @@ def _fill_converted(reads: _Reads) -> int:
                 bytes_read += count
                 _check_duplicates(reads, group, converted)
                 for target in _targets_of(reads, group):
-                    _take(reads, target, converted[target.name], Box((0,) * len(target.shape), target.shape))
+                    _take(reads, target, converted[target.name], whole(target.shape))
         return bytes_read
     for first in range(0, len(reads.plan.groups), world):
         batch = reads.plan.groups[first : first + world]
         mine: dict[str, torch.Tensor] = {}
         with agreed(f"converting {batch[0].first_target!r} and others"):
-            if dist.get_rank() < len(batch):
-                count, mine = _convert(reads, batch[dist.get_rank()])
+            if this_rank() < len(batch):
+                count, mine = _convert(reads, batch[this_rank()])
                 bytes_read += count
-                _check_duplicates(reads, batch[dist.get_rank()], mine)
+                _check_duplicates(reads, batch[this_rank()], mine)
         for owner, group in enumerate(batch):
             for target in _targets_of(reads, group):
                 _broadcast(reads, target, mine.get(target.name), owner)
@@ -299,9 +299,8 @@ def _convert(reads: _Reads, group: Group) -> tuple[int, dict[str, torch.Tensor]]
     for key in group.keys:
         entry = reads.checkpoint.sources[key].entry
         sources[key] = torch.empty(entry.shape, dtype=group.dtype)
-        zeros = (0,) * len(entry.shape)
-        piece = Piece(zeros, entry.shape, key, 0, contiguous_strides(entry.shape))
-        box = Box(zeros, entry.shape)
+        box = whole(entry.shape)
+        piece = Piece(box.offset, box.shape, key, 0, contiguous_strides(entry.shape))
         job = job_for(reads.checkpoint, key, piece, box, sources[key], check_finite=False, mode="copy")
         jobs += [job] if job is not None else []
     bytes_read = reads.run(jobs)
@@ -330,17 +329,11 @@ def _take(reads: _Reads, target: Target, values: torch.Tensor, where: Box) -> No
     """Copy what of ``values``, which is the box ``where`` of a target, lies in this rank's shard."""
     tensor = reads.tensors[target.name]
     box = box_of(tensor)
-    shape = where.size
-    part = intersect(Piece(where.start, shape, "", 0, contiguous_strides(shape)), box.start, box.size)
-    if part is not None:
-        window = tuple(
-            slice(a - b, a - b + n) for a, b, n in zip(part.start, box.start, part.size, strict=True)
-        )
-        taken = tuple(
-            slice(a - b, a - b + n) for a, b, n in zip(part.start, where.start, part.size, strict=True)
-        )
+    common = where.intersect(box)
+    if common is not None:
+        mine, theirs = part_of(local_of(tensor), common.relative_to(box)), common.relative_to(where)
         with torch.no_grad():
-            local_of(tensor)[window].copy_(values[taken])
+            mine.copy_(part_of(values, theirs))
 
 
 def _broadcast(reads: _Reads, target: Target, values: torch.Tensor | None, owner: int) -> None:
@@ -375,7 +368,7 @@ class _progress:
         self._bar: Any = None
 
     def __enter__(self) -> Callable[[int], None]:
-        if is_distributed() and dist.get_rank() != 0:
+        if this_rank() != 0:
             return lambda _: None
         from tqdm import tqdm  # type: ignore[import-untyped,unused-ignore]
 

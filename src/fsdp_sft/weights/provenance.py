@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from fsdp_sft._boxes import Box
 from fsdp_sft._compat import wrapper_tensor
 
 MAX_PIECES = 1 << 16  # per tensor; a permutation finer than this is cheaper to convert whole
@@ -61,15 +62,13 @@ def source(key: str, shape: Ints, dtype: torch.dtype) -> "Traced":
     return Traced(shape, dtype, [Piece((0,) * len(shape), shape, key, 0, contiguous_strides(shape))])
 
 
-def intersect(piece: Piece, start: Ints, size: Ints) -> Piece | None:
+def intersect(piece: Piece, box: Box) -> Piece | None:
     """The part of a piece inside a box of the target, still in the target's coordinates; None if empty."""
-    low = tuple(max(a, b) for a, b in zip(piece.start, start, strict=True))
-    high = tuple(min(a + n, b + m) for a, n, b, m in zip(piece.start, piece.size, start, size, strict=True))
-    if any(b <= a for a, b in zip(low, high, strict=True)):
+    common = Box(piece.start, piece.size).intersect(box)
+    if common is None:
         return None
-    skipped = sum((a - b) * s for a, b, s in zip(low, piece.start, piece.stride, strict=True))
-    extent = tuple(b - a for a, b in zip(low, high, strict=True))
-    return Piece(low, extent, piece.key, piece.offset + skipped, piece.stride)
+    skipped = sum((a - b) * s for a, b, s in zip(common.offset, piece.start, piece.stride, strict=True))
+    return Piece(common.offset, common.shape, piece.key, piece.offset + skipped, piece.stride)
 
 
 class Traced(torch.Tensor):

@@ -15,10 +15,10 @@ from typing import Literal
 
 import torch
 
+from fsdp_sft._boxes import Box
 from fsdp_sft._safetensors import open_file, read_at
 from fsdp_sft._streams import CallerStream, host_buffer
 from fsdp_sft.errors import CheckpointFormatError, NonFiniteWeightsError, SafetensorsError
-from fsdp_sft.weights.geometry import Box
 from fsdp_sft.weights.prefault import prefault
 from fsdp_sft.weights.provenance import Ints, Piece, intersect
 from fsdp_sft.weights.resolve import Checkpoint
@@ -89,11 +89,11 @@ def job_for(
     mode: _Mode,
 ) -> Job | None:
     """The part of a piece that lies in a rank's box, as a job; None if there is none."""
-    part = intersect(piece, box.start, box.size)
+    part = intersect(piece, box)
     if part is None:
         return None
     stored = checkpoint.sources[part.key]
-    window = tuple(slice(a - b, a - b + n) for a, b, n in zip(part.start, box.start, part.size, strict=True))
+    place = Box(part.start, part.size).relative_to(box)
     start = stored.entry.start + part.offset * stored.entry.dtype.itemsize
     return Job(
         name,
@@ -103,7 +103,7 @@ def job_for(
         stored.entry.dtype,
         part.size,
         part.stride,
-        local[window],
+        local[place.slices],
         check_finite,
         mode,
     )

@@ -1,10 +1,18 @@
-"""Writing and reading one file of a checkpoint: hashed on the way out, positional on the way in."""
+"""Files and folders that are there whole or not at all.
+
+Files are hashed on the way out and put on the disk (fsync), and read by position. A folder is filled under a
+temporary name beside its own and appears by one rename; what a job that was killed has left is swept away by
+the next.
+"""
 
 import contextlib
+import glob
 import hashlib
 import os
+import shutil
 import stat
 import threading
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +20,7 @@ from queue import SimpleQueue
 
 import torch
 
+from fsdp_sft._boxes import Box, part_of, whole
 from fsdp_sft._safetensors import (
     Header,
     TensorEntry,
@@ -22,11 +31,10 @@ from fsdp_sft._safetensors import (
     read_header,
     write_at,
 )
-from fsdp_sft.dcp_io.layout import Box, whole
-from fsdp_sft.dcp_io.tensors import part_of
 from fsdp_sft.errors import CheckpointCorruptError, SafetensorsError
 
 _BUFFER_BYTES = 16 << 20
+_TEMPORARY = ".tmp-"
 
 
 @dataclass(frozen=True)
@@ -263,6 +271,51 @@ def read_into(
         common = chunk.intersect(box)
         if common is not None and common.numel:
             reader.read(file, name, part_of(out, common.relative_to(box)), common.relative_to(chunk))
+
+
+def temporary_beside(target: Path) -> Path:
+    """A new name in the same folder, for what is to be renamed to ``target``."""
+    return target.with_name(f"{_prefix(target)}{uuid.uuid4().hex}")
+
+
+def unsound_beside(target: Path) -> Path:
+    """A new name for something at ``target`` that is to make room and to be looked at later."""
+    return target.with_name(f".unsound-{target.name}-{uuid.uuid4().hex}")
+
+
+def sweep(target: Path) -> None:
+    """Delete the folders that jobs which were killed have left on their way to ``target``."""
+    for stale in target.parent.glob(f"{glob.escape(_prefix(target))}*"):
+        shutil.rmtree(stale, ignore_errors=True)
+
+
+def sweep_all(root: Path) -> None:
+    """The same for every target below ``root``."""
+    for stale in root.glob(f"{_TEMPORARY}*"):
+        if stale.is_dir() and not stale.is_symlink():
+            shutil.rmtree(stale, ignore_errors=True)
+
+
+def publish(temporary: Path, target: Path, *, aside: Path | None = None) -> None:
+    """Let a finished folder appear under its name, whole or not at all.
+
+    Args:
+        temporary: The folder; its files are on the disk already.
+        target: Its name, at which there may be an empty folder.
+        aside: Where to move what else is there; None raises.
+
+    Raises:
+        OSError: If something is there, or the disk fails.
+    """
+    sync_folder(temporary)
+    if aside is not None and os.path.lexists(target):
+        os.rename(target, aside)
+    os.rename(temporary, target)
+    sync_folder(target.parent)
+
+
+def _prefix(target: Path) -> str:
+    return f"{_TEMPORARY}{target.name}-"
 
 
 class closing(contextlib.AbstractContextManager[None]):

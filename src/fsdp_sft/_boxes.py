@@ -1,4 +1,4 @@
-"""Boxes: which part of a tensor a rank has, and which parts a file has. No I/O."""
+"""Boxes: which part of a tensor a rank holds or a file stores, and who owns it. No I/O."""
 
 import math
 from collections.abc import Sequence
@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from fsdp_sft._agree import this_rank, world_size
 
 _MAX_CUTS = 16
 
@@ -44,6 +46,11 @@ class Box:
         """The same part, counted from the start of ``outer``."""
         return Box(tuple(a - b for a, b in zip(self.offset, outer.offset, strict=True)), self.shape)
 
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The index of this part in a tensor."""
+        return tuple(slice(first, first + n) for first, n in zip(self.offset, self.shape, strict=True))
+
 
 def whole(shape: Sequence[int]) -> Box:
     """All of a tensor."""
@@ -63,7 +70,11 @@ def box_at(
         if type(placement) is Replicate:
             continue
         if type(placement) is not Shard:
-            raise TypeError(f"cannot store a tensor placed as {placement}; only Shard and Replicate")
+            # A strided shard, as tensor parallelism before FSDP2 leaves it, is no single box.
+            raise TypeError(
+                f"a tensor placed as {placement} cannot be read or stored by boxes, only Shard and Replicate "
+                "can: shard a model without tensor parallelism"
+            )
         dim = placement.dim
         step = -(-extent[dim] // parts)
         start = min(step * index, extent[dim])
@@ -73,7 +84,11 @@ def box_at(
 
 
 def box_of(tensor: torch.Tensor, rank: int | None = None) -> Box:
-    """What ``rank`` (None: this one) has of ``tensor``; all of it unless it is a DTensor."""
+    """What ``rank`` (None: this one) holds of ``tensor``; all of it unless it is a DTensor.
+
+    Raises:
+        TypeError: For a placement other than ``Shard`` and ``Replicate``.
+    """
     if not isinstance(tensor, DTensor):
         return whole(tensor.shape)
     mesh = tensor.device_mesh
@@ -83,7 +98,7 @@ def box_of(tensor: torch.Tensor, rank: int | None = None) -> Box:
 def owner_ranks(tensor: torch.Tensor, replica: int = 0) -> list[int]:
     """Ranks that together have one copy of ``tensor``: the ``replica``-th, counted round robin."""
     if not isinstance(tensor, DTensor):
-        return [replica % _world_size()]
+        return [replica % world_size()]
     mesh = tensor.device_mesh
     copies = [n for p, n in zip(tensor.placements, mesh.shape, strict=True) if isinstance(p, Replicate)]
     wanted = replica % math.prod(copies)
@@ -97,10 +112,27 @@ def owner_ranks(tensor: torch.Tensor, replica: int = 0) -> list[int]:
     return [int(rank) for rank in mesh.mesh[tuple(index)].reshape(-1)]
 
 
+def replicate_dims(tensor: torch.Tensor) -> tuple[DeviceMesh, list[int]] | None:
+    """(mesh, the dimensions of it over which a tensor is replicated); None if no two ranks hold the same."""
+    if not isinstance(tensor, DTensor):
+        return None
+    mesh = tensor.device_mesh
+    dims = [d for d, p in enumerate(tensor.placements) if isinstance(p, Replicate) and mesh.size(d) > 1]
+    return (mesh, dims) if dims else None
+
+
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part, sharing memory with ``tensor``."""
     detached = tensor.detach()
     return detached.to_local() if isinstance(detached, DTensor) else detached
+
+
+def part_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    """The view of ``tensor`` that ``box`` names."""
+    for dim, (offset, size) in enumerate(zip(box.offset, box.shape, strict=True)):
+        if size != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, offset, size)
+    return tensor
 
 
 def tiling_problem(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
@@ -119,7 +151,7 @@ def tiling_problem(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
 
 
 def _disjoint(boxes: Sequence[Box], depth: int = 0) -> bool:
-    """Whether cuts across all of ``boxes``, then across what they leave, and so on, take them apart.
+    """Whether recursive axis-aligned cuts separate every box.
 
     Every sharding by dimensions can be cut like that. Not every tiling can; one that cannot, or takes more
     than a few rounds, counts as overlapping, which bounds the time that a hostile manifest can take.
@@ -146,10 +178,6 @@ def _coordinate(tensor: DTensor, rank: int | None) -> list[int]:
     else:
         found = next(iter((mesh.mesh == rank).nonzero().tolist()), None)
     if found is None:
-        rank = dist.get_rank() if rank is None else rank
+        rank = this_rank() if rank is None else rank
         raise ValueError(f"rank {rank} is not in the mesh of the model's parameters; all ranks must be")
     return [int(index) for index in found]
-
-
-def _world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
