@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
+from fsdp_sft._random import unmoved
+
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
 
@@ -45,8 +47,7 @@ def add_adapters(model: nn.Module, peft_config: "PeftConfig", *, seed: int = 0) 
 
     if any(p.is_meta for p in model.parameters()):
         _refuse_unless_initialised_alone(peft_config)
-    with torch.random.fork_rng(devices=[]):  # peft draws on the CPU
-        torch.default_generator.manual_seed(seed)
+    with unmoved(seed=seed):  # peft draws on the CPU
         adapted = cast("PeftModel", get_peft_model(model, peft_config))
         torch.default_generator.manual_seed(seed)
         for fqn, layer in _tuner_layers(adapted).items():

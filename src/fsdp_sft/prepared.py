@@ -16,12 +16,12 @@ from fsdp_sft._agree import agreed, all_gather_objects, this_rank, while_others_
 from fsdp_sft._claim import Claim
 from fsdp_sft._compat import keep_used_conversions, match_checkpoint_keys, tied_names, weight_conversions
 from fsdp_sft._disk import TensorReader, unsound_beside
+from fsdp_sft._model import meta_twin, model_tensors
 from fsdp_sft._safetensors import open_file, read_at
 from fsdp_sft.dcp_io.checkpoint import check_model, read_train_state
 from fsdp_sft.dcp_io.codec import dumps
 from fsdp_sft.dcp_io.folder import FolderContent, describe_mesh, open_folder, read_tensors, write_folder
 from fsdp_sft.dcp_io.manifest import MANIFEST_NAME, Manifest, verify_folder
-from fsdp_sft.dcp_io.tensors import model_tensors
 from fsdp_sft.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointNotFoundError
 from fsdp_sft.pretrained import load_pretrained
 from fsdp_sft.sac import Placement, Ratio, apply_sac
@@ -30,7 +30,6 @@ from fsdp_sft.weights import LoadReport, build_meta_model
 from fsdp_sft.weights.finish import initialise_rest, materialise
 from fsdp_sft.weights.hub import resolve_folder
 from fsdp_sft.weights.load import Strategy
-from fsdp_sft.weights.meta import build_twin
 from fsdp_sft.weights.plan import Plan
 from fsdp_sft.weights.resolve import find_manifest, open_checkpoint, resolved_inside, weight_file_names
 
@@ -241,7 +240,7 @@ def _settings(source: Path, model: Any) -> dict[str, bytes]:
     names = ["config.json", "generation_config.json", *(path.name for path in sorted(source.glob("*.py")))]
     found = {name: resolved_inside(source, name).read_bytes() for name in names if (source / name).exists()}
     config = json.loads(found["config.json"])
-    if set(tied_names(build_twin(model))) - set(tied_names(model)):
+    if set(tied_names(meta_twin(model))) - set(tied_names(model)):
         # The checkpoint has two different tensors where its config says one; load_pretrained kept them apart.
         config["tie_word_embeddings"] = False
         found["config.json"] = json.dumps(config, indent=2).encode()
@@ -269,7 +268,7 @@ def _fill(model: Any, folder: Path, manifest: Manifest, about: Mapping[str, Any]
     materialise(model)
     tensors = model_tensors(model)
     sources = check_model(manifest, tensors)
-    twin = build_twin(model)
+    twin = meta_twin(model)
     conversions = weight_conversions(twin)
     match_checkpoint_keys(twin, about["source_keys"], conversions)  # marks those that exporting must undo
     with TensorReader(folder) as reader:

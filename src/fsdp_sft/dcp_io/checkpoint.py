@@ -21,6 +21,8 @@ from fsdp_sft._agree import (
     world_size,
 )
 from fsdp_sft._disk import TensorReader, read_bytes, sweep_all, unsound_beside
+from fsdp_sft._model import ModelTensors, model_tensors
+from fsdp_sft._random import set_generator_states
 from fsdp_sft.dcp_io.background import BackgroundSave, join_last, wait_for_last
 from fsdp_sft.dcp_io.codec import decode, dumps, encode, loads
 from fsdp_sft.dcp_io.folder import (
@@ -41,10 +43,9 @@ from fsdp_sft.dcp_io.manifest import (
     verify_folder,
 )
 from fsdp_sft.dcp_io.optimizer_state import apply_optimizer, check_optimizer, optimizer_content
-from fsdp_sft.dcp_io.rank_files import rank_content, read_rank_files, restore_rng
+from fsdp_sft.dcp_io.rank_files import rank_content, read_rank_files
 from fsdp_sft.dcp_io.retention import is_step_folder, prune, step_folder, step_folders
 from fsdp_sft.dcp_io.snapshot import Snapshot
-from fsdp_sft.dcp_io.tensors import ModelTensors, model_tensors
 from fsdp_sft.distributed import reshard
 from fsdp_sft.errors import (
     CheckpointCorruptError,
@@ -249,7 +250,7 @@ def load_checkpoint(
         if optimizer is not None:
             apply_optimizer(manifest, model, optimizer, reader)
         if rng is not None:
-            restore_rng(rng)
+            set_generator_states(rng)
     return LoadedCheckpoint(int(manifest.step or 0), folder, train_state, rank_state)
 
 

@@ -25,12 +25,13 @@ from fsdp_sft._compat import (
     tied_names,
 )
 from fsdp_sft._disk import publish, sweep, temporary_beside, write_bytes
+from fsdp_sft._gather import Gatherer
+from fsdp_sft._model import ModelTensors, clean_name, model_tensors, tied_meta_twin
 from fsdp_sft.adapters import adapted_layers, merged_weights, without_adapters
 from fsdp_sft.blocks import configs_without_caches
 from fsdp_sft.dcp_io.card import model_card
 from fsdp_sft.dcp_io.hf_files import Described, HfFiles, check_target, export_target
 from fsdp_sft.dcp_io.own_rows import has_whole_rows, open_own_rows
-from fsdp_sft.dcp_io.tensors import Gatherer, ModelTensors, clean_name, model_tensors
 from fsdp_sft.dcp_io.upload import make_repository, upload
 from fsdp_sft.distributed import reshard
 
@@ -178,15 +179,9 @@ def _unsharded_twin(model: nn.Module) -> nn.Module:
     """An ordinary model of the same architecture; without memory, if ``model`` is sharded."""
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         return model
-    twin = _on_meta(model)
+    twin = tied_meta_twin(model)
     copy_weight_conversions(model, twin)
     return twin
-
-
-def _on_meta(model: Any) -> nn.Module:
-    """Another model of the same class and config, tied as the config says, without memory."""
-    with torch.device("meta"):
-        return original_class(model)(copy.deepcopy(model.config))
 
 
 def _sources(twin: nn.Module, content: ModelTensors) -> dict[str, str]:
@@ -269,7 +264,7 @@ def _config(model: Any, content: ModelTensors, caching: list[Any], dtype: torch.
 def _has_come_apart(model: Any, content: ModelTensors) -> bool:
     """Whether weights that the config ties are two tensors: trained apart by an adapter, or loaded so."""
     names = content.names
-    pairs = [(a, b) for a, b in tied_names(_on_meta(model)).items() if a in names and b in names]
+    pairs = [(a, b) for a, b in tied_names(tied_meta_twin(model)).items() if a in names and b in names]
     return any(names[a] != names[b] for a, b in pairs)
 
 

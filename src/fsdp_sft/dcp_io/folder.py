@@ -23,6 +23,7 @@ from fsdp_sft._disk import (
     write_bytes,
     write_tensors,
 )
+from fsdp_sft._model import ModelTensors
 from fsdp_sft.dcp_io.manifest import (
     MANIFEST_NAME,
     TRAIN_STATE_NAME,
@@ -35,7 +36,6 @@ from fsdp_sft.dcp_io.manifest import (
     versions,
 )
 from fsdp_sft.dcp_io.rank_files import write_rank_files
-from fsdp_sft.dcp_io.tensors import ModelTensors
 from fsdp_sft.distributed import mesh_of
 from fsdp_sft.errors import CheckpointCorruptError, CheckpointError
 

@@ -13,8 +13,9 @@ from torch import nn
 from fsdp_sft._agree import agreed, all_gather_objects, this_rank, world_size
 from fsdp_sft._boxes import Box, box_of, local_of, part_of
 from fsdp_sft._disk import TensorReader, closing, sync_folder, temporary_beside
+from fsdp_sft._gather import Gatherer, receive_into, send
+from fsdp_sft._model import ModelTensors, model_tensors
 from fsdp_sft._safetensors import bytes_of, create, write_at
-from fsdp_sft.dcp_io.tensors import Gatherer, ModelTensors, model_tensors, receive_into, send
 from fsdp_sft.distributed import reshard
 from fsdp_sft.errors import (
     CheckpointCorruptError,

@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 
 from fsdp_sft._agree import agreed, this_rank
 from fsdp_sft._disk import TensorReader, temporary_beside
+from fsdp_sft._model import parameter_names
 from fsdp_sft._safetensors import dtype_name
 from fsdp_sft.dcp_io.codec import decode, encode
 from fsdp_sft.dcp_io.folder import FolderContent, describe_mesh, open_folder, read_tensors, write_folder
 from fsdp_sft.dcp_io.manifest import MANIFEST_NAME, Manifest
-from fsdp_sft.dcp_io.tensors import parameter_names
 from fsdp_sft.distributed import reshard
 from fsdp_sft.errors import (
     CheckpointCorruptError,

@@ -1,13 +1,12 @@
 """What belongs to one rank: its random number generators and the caller's own state."""
 
-import random
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fsdp_sft._disk import FileRecord, TensorReader, read_bytes, write_bytes, write_tensors
+from fsdp_sft._random import check_generator_states, generator_states
 from fsdp_sft.dcp_io.codec import decode, dumps, encode, loads
 from fsdp_sft.dcp_io.manifest import MAX_JSON_BYTES, checked_size
 from fsdp_sft.errors import CheckpointCorruptError
@@ -21,7 +20,7 @@ def rank_content(rank_state: Any) -> tuple[bytes, dict[str, torch.Tensor]]:
     """
     tensors: dict[str, torch.Tensor] = {}
     content = {
-        "rng": encode(_rng_state(), "rng", tensors),
+        "rng": encode(generator_states(), "rng", tensors),
         "rank_state": encode(rank_state, "rank_state", tensors),
     }
     return checked_size(dumps(content, canonical=False), "rank_state"), tensors
@@ -60,51 +59,7 @@ def read_rank_files(folder: Path, rank: int) -> tuple[dict[str, Any], Any]:
     try:
         raw = loads(text, json_name)
         rng, rank_state = decode(raw["rng"], tensors), decode(raw["rank_state"], tensors)
-        _try_rng(rng)
+        check_generator_states(rng)
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
         raise CheckpointCorruptError(f"{folder / json_name} is not what was written: {error!r}") from error
     return rng, rank_state
-
-
-def restore_rng(state: dict[str, Any]) -> None:
-    """Set every generator that ``state`` has and this process knows; ``read_rank_files`` has tried it."""
-    torch.set_rng_state(state["torch"])
-    random.setstate(state["python"])
-    device = _device_type()
-    if device is not None and device in state:
-        torch.get_device_module(device).set_rng_state(state[device])
-    if "numpy" in state and "numpy" in sys.modules:
-        name, key, position, has_gauss, cached = state["numpy"]
-        sys.modules["numpy"].random.set_state((name, key.numpy(), position, has_gauss, cached))
-
-
-def _try_rng(state: dict[str, Any]) -> None:
-    """Set generators that nobody uses."""
-    torch.Generator().set_state(state["torch"])
-    random.Random().setstate(state["python"])
-    if "numpy" in state and "numpy" in sys.modules:
-        name, key, position, has_gauss, cached = state["numpy"]
-        sys.modules["numpy"].random.RandomState().set_state((name, key.numpy(), position, has_gauss, cached))
-
-
-def _rng_state() -> dict[str, Any]:
-    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    device = _device_type()
-    if device is not None:
-        state[device] = torch.get_device_module(device).get_rng_state()
-    if "numpy" in sys.modules:
-        name, key, position, has_gauss, cached = sys.modules["numpy"].random.get_state()
-        if name == "MT19937":  # the only one that numpy's global functions use unless told otherwise
-            state["numpy"] = (
-                name,
-                torch.from_numpy(key.copy()),
-                int(position),
-                int(has_gauss),
-                float(cached),
-            )
-    return state
-
-
-def _device_type() -> str | None:
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return accelerator.type if accelerator is not None else None

@@ -15,8 +15,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from fsdp_sft._model import undisturbed
 from fsdp_sft.collate import IGNORE_INDEX
-from fsdp_sft.distributed import compute_device, reshard
+from fsdp_sft.distributed import compute_device
 from fsdp_sft.errors import NotFusedError
 from fsdp_sft.loss.head import loss_at_head, replaced_forward
 from fsdp_sft.loss.plan import Plan, Transform
@@ -51,7 +52,7 @@ def probe(
     targets[:, -1] = IGNORE_INDEX
     targets[1] = IGNORE_INDEX  # the row that shows the transform has no real logits
     inputs = {"input_ids": ids, **inputs}
-    with _left_as_it_was(model, device):
+    with _evaluating(model):
         raw, logits = _observe(model, head, inputs)
         plan = make_plan(_transform(model, raw, logits))
         expected = F.cross_entropy(_wide(logits[0]), targets[0], reduction="sum", ignore_index=IGNORE_INDEX)
@@ -173,34 +174,13 @@ def _end_forwards(model: nn.Module) -> None:
 
 
 @contextmanager
-def _left_as_it_was(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Evaluation mode without gradients, random numbers of its own, and no compiling for tiny shapes."""
-    modes = {module: module.training for module in model.modules()}
-    buffers = [
-        (module, name, buffer, buffer.clone())
-        for module in model.modules()
-        for name, buffer in module.named_buffers(recurse=False)
-    ]
-    devices = [] if device.type == "cpu" else [device]
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients, and no compiling for tiny shapes; then the model is as it was."""
     compiling = "torch._dynamo" in sys.modules
     eager = torch.compiler.set_stance("force_eager") if compiling else nullcontext()
-    model.eval()
-    try:
-        with torch.no_grad(), eager, torch.random.fork_rng(devices, device_type=_rng_device(device)):
-            yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
-        for module, name, buffer, value in buffers:
-            if getattr(module, name, None) is not buffer:
-                setattr(module, name, buffer)
-            if not torch.equal(buffer, value):
-                buffer.copy_(value)
-        reshard(model)
-
-
-def _rng_device(device: torch.device) -> str:
-    return "cuda" if device.type == "cpu" else device.type  # fork_rng knows accelerators only
+    with undisturbed(model), torch.no_grad(), eager:
+        model.eval()
+        yield
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,6 @@
 """Whether a model keeps packed rows apart, measured on the model at hand."""
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +10,9 @@ from torch import nn
 
 from fsdp_sft._agree import raise_first
 from fsdp_sft._compat import attention_of, compute_dtypes, original_class
+from fsdp_sft._model import undisturbed
 from fsdp_sft.adapters import forward_parameters
-from fsdp_sft.distributed import compute_device, mesh_of, reshard, sum_over_mesh
+from fsdp_sft.distributed import compute_device, mesh_of, sum_over_mesh
 from fsdp_sft.errors import PackingError
 
 if TYPE_CHECKING:
@@ -91,7 +90,8 @@ def verify_packing(model: nn.Module, *, max_length: int, mesh: "DeviceMesh | Non
     report = error = None
     try:
         _check_model(model)
-        with _undisturbed(model):
+        with undisturbed(model), torch.no_grad():
+            model.eval()
             report = _run_probe(model, max(max_length, _SHORTEST_PROBE))
         _judge(model, report)
     except Exception as caught:
@@ -246,37 +246,3 @@ def _text_sizes(model: nn.Module) -> tuple[int, int | None]:
         )
     positions = getattr(config, "max_position_embeddings", None)
     return vocabulary, positions if isinstance(positions, int) and positions >= max(_EARLIER) else None
-
-
-@contextmanager
-def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """Evaluate without gradients; leave modes, buffers, cached lengths and random numbers as they were."""
-    device = compute_device(model)
-    plain = [
-        (
-            module,
-            {name: value for name, value in vars(module).items() if isinstance(value, (bool, int, float))},
-        )
-        for module in model.modules()
-    ]
-    buffers = [
-        (module, name, buffer, buffer.clone())
-        for module in model.modules()
-        for name, buffer in module.named_buffers(recurse=False)
-    ]
-    devices = [] if device.type == "cpu" else [device.index]
-    model.eval()
-    try:
-        with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"), torch.no_grad():
-            yield
-    finally:
-        for module, values in plain:
-            for name, value in values.items():
-                if getattr(module, name, None) is not value:
-                    setattr(module, name, value)
-        for module, name, buffer, content in buffers:
-            if not torch.equal(buffer, content):
-                buffer.copy_(content)
-            if getattr(module, name, None) is not buffer:
-                setattr(module, name, buffer)
-        reshard(model)

@@ -14,6 +14,8 @@ from fsdp_sft._compat import (
     tie_by_names,
     tied_names,
 )
+from fsdp_sft._model import named_tensors
+from fsdp_sft._random import unmoved
 from fsdp_sft.distributed import compute_device
 from fsdp_sft.errors import abridged
 from fsdp_sft.weights.plan import Plan
@@ -45,8 +47,7 @@ def make_ties(model: nn.Module) -> None:
 
 def names_without_memory(model: nn.Module) -> set[str]:
     """Names of the tensors that are on the meta device."""
-    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    return {name for name, tensor in named if tensor.is_meta}
+    return {name for name, tensor in named_tensors(model).items() if tensor.is_meta}
 
 
 def materialise(model: nn.Module) -> None:
@@ -55,9 +56,9 @@ def materialise(model: nn.Module) -> None:
     if device.type == "meta":
         device = torch.device("cpu")
     shard_device = torch.device("cpu") if keeps_shards_on_host(model) else device
-    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    named = named_tensors(model)
     made: dict[int, torch.Tensor] = {}
-    for name, tensor in named:
+    for name, tensor in named.items():
         if tensor.is_meta and not isinstance(tensor, DTensor):
             parent, _, leaf = name.rpartition(".")
             if id(tensor) not in made:
@@ -69,7 +70,7 @@ def materialise(model: nn.Module) -> None:
     def fill(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(tensor, device=shard_device) if tensor.is_meta else tensor
 
-    if any(isinstance(tensor, DTensor) and tensor.is_meta for _, tensor in named):
+    if any(isinstance(tensor, DTensor) and tensor.is_meta for tensor in named.values()):
         apply_to_tensors(model, fill)
 
 
@@ -79,14 +80,10 @@ def initialise_rest(model: nn.Module, plan: Plan, *, seed: int) -> None:
 
     The same on every rank: plain ``from_pretrained`` after ``torch.manual_seed(seed)`` gives the same values.
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed would reseed every device's too
+    with unmoved(seed=seed):
         values = initialise_computed(plan.twin, set(plan.initialised))
     persistent = plan.twin.state_dict().keys()
-    tensors = {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
+    tensors = named_tensors(model)
     for name, value in values.items():
         tensor = tensors[name]
         if name not in persistent:
@@ -102,10 +99,7 @@ def check_complete(model: nn.Module, plan: Plan, empty: Iterable[str]) -> None:
     Raises:
         RuntimeError: Naming what is.
     """
-    tensors = {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
+    tensors = named_tensors(model)
     left = {name for name, tensor in tensors.items() if tensor.is_meta}
     computed = {name for name, _ in plan.twin.named_non_persistent_buffers()}
     filled = {id(tensors[name]) for name in [*plan.targets, *plan.initialised, *computed] if name in tensors}

@@ -14,6 +14,7 @@ from torch import nn
 from fsdp_sft._agree import agreed, all_gather_objects, control_group, is_distributed, this_rank, world_size
 from fsdp_sft._boxes import Box, box_of, local_of, part_of, replicate_dims, whole
 from fsdp_sft._compat import keep_used_conversions, run_conversion
+from fsdp_sft._model import named_tensors
 from fsdp_sft.adapters import copy_saved_modules, without_adapters
 from fsdp_sft.distributed import reshard
 from fsdp_sft.errors import CheckpointFormatError
@@ -179,12 +180,7 @@ class _Reads:
     workers: int
 
     def __post_init__(self) -> None:
-        named = [*self.model.named_parameters(remove_duplicate=False)]
-        self.tensors: dict[str, torch.Tensor] = {
-            **dict(named),
-            **dict(self.model.named_buffers(remove_duplicate=False)),
-        }
-
+        self.tensors = named_tensors(self.model)
         self.readers = _readers(self) if self.strategy == "exchange" else {}
 
     def is_checked(self, target: Target) -> bool:

@@ -12,10 +12,10 @@ from fsdp_sft._compat import (
     build_like_from_pretrained,
     drop_tie,
     initialise_computed,
-    original_class,
     tie_by_names,
     tied_names,
 )
+from fsdp_sft._model import meta_twin
 from fsdp_sft.errors import CheckpointFormatError
 
 if TYPE_CHECKING:
@@ -74,28 +74,13 @@ def build_meta_model(
     return model.train()  # type: ignore[no-any-return]
 
 
-def build_twin(model: nn.Module) -> Any:
-    """A second model of the same class and config, unsharded, untied and on the meta device.
-
-    It answers what a sharded model cannot: conversions are found by class name, which FSDP2 replaces, and
-    computed buffers come from running the model's own initialisation, which sharded parameters would not
-    survive.
-    """
-    import copy
-
-    cls = original_class(model)
-    config: Any = copy.deepcopy(model.config)
-    dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
-    return build_like_from_pretrained(cls, config, dtype)
-
-
 def _set_requires_grad(model: nn.Module) -> None:
     """As ``from_pretrained`` leaves it: every floating parameter but those that initialisation freezes."""
     frozen = not all(p.requires_grad for p in model.parameters() if p.is_floating_point())
     for parameter in model.parameters():
         parameter.requires_grad_(parameter.is_floating_point())
     if frozen:
-        twin = build_twin(model)
+        twin = meta_twin(model)
         for parameter in twin.parameters():
             parameter.requires_grad_(parameter.is_floating_point())
         initialise_computed(twin, set())

@@ -15,8 +15,9 @@ from fsdp_sft._compat import (
     tied_names,
     weight_conversions,
 )
+from fsdp_sft._model import meta_twin, named_tensors
 from fsdp_sft.errors import CheckpointFormatError, MissingKeysError, UnexpectedKeysError, abridged
-from fsdp_sft.weights.meta import build_twin, matches_any
+from fsdp_sft.weights.meta import matches_any
 from fsdp_sft.weights.provenance import (
     Piece,
     Traced,
@@ -89,7 +90,7 @@ class Plan:
         initialised: Names that the model's own initialisation fills.
         unexpected: Names (after renaming) that the model has no place for.
         class_bytes: Checkpoint bytes by kind of target.
-        twin: See ``build_twin``.
+        twin: See ``meta_twin``.
         conversions: transformers' list, the used ones marked.
     """
 
@@ -131,8 +132,8 @@ def make_plan(
         MissingKeysError: If keys are missing that the class does not let be missing, unless initialised.
         UnexpectedKeysError: If keys are left over that the class does not know of, unless ignored.
     """
-    twin = build_twin(model)
-    tensors = _tensors(model)
+    twin = meta_twin(model)
+    tensors = named_tensors(model)
     _check_same_names(twin, tensors)
     plan = Plan(twin=twin, conversions=weight_conversions(twin))
     matched, left_over = match_checkpoint_keys(twin, list(checkpoint.sources), plan.conversions)
@@ -148,11 +149,6 @@ def make_plan(
     _settle_missing(plan, tensors, found, missing)
     _settle_unexpected(plan, left_over, unexpected)
     return plan
-
-
-def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    named = dict(model.named_parameters(remove_duplicate=False))
-    return {**named, **dict(model.named_buffers(remove_duplicate=False))}
 
 
 def _check_same_names(twin: Any, tensors: Mapping[str, torch.Tensor]) -> None:

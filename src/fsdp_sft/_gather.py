@@ -1,79 +1,12 @@
-"""The tensors of a model by name, and how a full one comes together on rank 0."""
+"""Full tensors of a sharded model, one after the other on rank 0, and parts sent between ranks."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from fsdp_sft._agree import answered, control_group, raise_first, this_rank
 from fsdp_sft._boxes import box_of, local_of, owner_ranks, part_of
-
-# torch.compile(model) and checkpoint_wrapper put these into every name below them.
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
-
-
-@dataclass(frozen=True)
-class ModelTensors:
-    """What of a model belongs in a file.
-
-    Attributes:
-        tensors: FQN to parameter or persistent buffer; of tied ones the first name only.
-        names: Every name to the first name of its tensor, in the order of the model's state dict.
-        frozen: FQNs of parameters that require no gradient.
-    """
-
-    tensors: dict[str, torch.Tensor]
-    names: dict[str, str]
-    frozen: list[str]
-
-    @property
-    def ties(self) -> dict[str, str]:
-        """Every other name of a tied tensor, to its first."""
-        return {name: first for name, first in self.names.items() if name != first}
-
-
-def model_tensors(model: nn.Module) -> ModelTensors:
-    """Name every parameter and persistent buffer of ``model``, which must be resharded.
-
-    Raises:
-        ValueError: If something is still on the meta device.
-        TypeError: If a module has extra state that is not a tensor.
-    """
-    tensors: dict[str, torch.Tensor] = {}
-    names: dict[str, str] = {}
-    first_names: dict[int, str] = {}
-    for key, value in model.state_dict(keep_vars=True).items():
-        name = clean_name(key)
-        if not isinstance(value, torch.Tensor):
-            raise TypeError(
-                f"{name} of {type(model).__name__} is a {type(value).__name__}, not a tensor: extra state of "
-                "modules cannot be stored without pickle; keep it in train_state or rank_state"
-            )
-        names[name] = first_names.setdefault(id(value), name)
-        tensors.setdefault(names[name], value)
-    on_meta = [name for name, tensor in tensors.items() if tensor.device.type == "meta"]
-    if on_meta:
-        raise ValueError(
-            f"{len(on_meta)} tensors of {type(model).__name__} are on the meta device ({on_meta[0]}, ...): "
-            "give them memory with model.to_empty(device=...) and compute the non-persistent buffers "
-            "again, or load the base model with load_weights, which does both"
-        )
-    frozen = [n for n, t in tensors.items() if isinstance(t, nn.Parameter) and not t.requires_grad]
-    return ModelTensors(tensors, names, frozen)
-
-
-def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
-    """Each parameter to its first FQN."""
-    return {parameter: clean_name(name) for name, parameter in model.named_parameters()}
-
-
-def clean_name(name: str) -> str:
-    """An FQN without what wrappers put into it."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
 
 
 class Gatherer:
