@@ -3,6 +3,7 @@
 import ast
 import inspect
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,31 +11,42 @@ from pathlib import Path
 import pytest
 
 import fsdp_sft as fs
+import fsdp_sft.errors
 
 SOURCE = Path(fs.__file__).parent
 
-# The floor of the house, then each storey: a module imports from lower storeys only.
+# The ground of the house, then each storey: a module imports from lower storeys only.
 STOREYS = [
-    {
-        "errors",
-        "_compat",
-        "_agree",
-        "_safetensors",
-        "_slurm",
-        "_launch",
-        "_streams",
-        "distributed",
-        "blocks",
-        "preemption",
-    }
-    | {"adapters"},
-    {"shard", "sac", "collate", "metrics", "dcp_io", "sampler", "weights", "watchdog"} | {"varlen"},
-    {"loss", "packing", "planner", "pretrained"},
-    {"step", "prepared"},
+    {"_compat", "_launch", "_random", "_slurm", "_streams", "errors"},
+    {"_agree", "_safetensors", "blocks"},
+    {"_boxes", "distributed", "preemption"},
+    {"_disk", "_gather", "_model", "adapters"},
+    {"_claim", "collate", "dcp_io", "export", "metrics", "sac", "sampler", "shard", "varlen", "watchdog"}
+    | {"weights"},
+    {"loss", "packing", "pretrained"},
+    {"planner", "prepared", "step"},
 ]
 # Pairs on one storey that may meet, upper first.
-WITHIN = {("distributed", "_agree"), ("distributed", "_slurm"), ("distributed", "_launch")}
-WITHIN |= {("distributed", "_compat"), ("_launch", "_slurm"), ("preemption", "_agree")}
+WITHIN = {("_launch", "_slurm")}
+TESTS = Path(__file__).parent
+BENCHMARKS = TESTS.parent / "benchmarks"
+# Folders of tests that are no room of the library.
+NO_ROOMS = {"compositions", "faults", "harness", "simulated"}
+
+EXPORT_FILES = ("export/hf_files.py", "export/own_rows.py")
+# A fact, as a pattern of the code that states it, and the files that own it.
+OWNERS = {
+    "which rank this is": (r"\bdist\.get_(rank|world_size)\(", {"_agree.py", "distributed.py"}),
+    "what a rank holds": (r"\.to_local\(\)", {"_boxes.py"}),
+    "names of tensors": (r"named_buffers\(", {"_compat.py", "_model.py"}),
+    "generators of every device": (r"fork_rng|[gs]et_rng_state\(", {"_random.py"}),
+    "what a temporary folder is called": (r"[\"']\.tmp-", {"_disk.py"}),
+    "how a step's folder is called": (r"[\"']step-", {"dcp_io/steps.py"}),
+    "the label that is not trained": (r"= -100\b", {"collate/encode.py"}),
+    "rows of a chunk": (r"def \w*chunk_size", {"loss/linear_cross_entropy.py"}),
+    "which rank a sampler serves": (r"rank must be in \[0", {"sampler.py"}),
+    "what is on the disk": (r"fsync\(", {"_disk.py", "dcp_io/full_state.py", *EXPORT_FILES}),
+}
 
 
 def _imports(path: Path) -> set[str]:
@@ -80,6 +92,70 @@ def test_private_names_of_torch_and_transformers_stay_in_compat() -> None:
             if top in ("torch", "transformers", "huggingface_hub", "safetensors"):
                 private = [p for p in [*node.module.split("."), *(a.name for a in node.names)] if p[0] == "_"]
                 assert not private, f"{path.name}: {private}"
+
+
+def test_each_fact_has_its_owner() -> None:
+    for fact, (pattern, owners) in OWNERS.items():
+        found = {
+            path.relative_to(SOURCE).as_posix()
+            for path in SOURCE.rglob("*.py")
+            if re.search(pattern, path.read_text())
+        }
+        assert found <= owners, f"{fact}: {sorted(found - owners)} state it too; ask {sorted(owners)}"
+        assert found, f"{fact}: the pattern finds nothing any more"
+
+
+def test_one_word_for_one_thing() -> None:
+    """Two classes of one name are two meanings of a word; a plan of one kind says of which."""
+    places: dict[str, list[str]] = {}
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(path.name)
+    assert {name: where for name, where in places.items() if len(where) > 1} == {}
+    assert not {"Plan", "_Plan"} & places.keys()
+
+
+def test_every_error_is_below_one_root_and_exported() -> None:
+    internal = {"UntraceableError"}  # never leaves the loader, which then converts the tensor whole
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            bases = {ast.unparse(base) for base in node.bases} if isinstance(node, ast.ClassDef) else set()
+            if any(base.endswith(("Error", "Exception")) for base in bases):
+                assert path.name == "errors.py" or node.name in internal, f"{path.name}: {node.name}"
+    defined = [n for n, v in vars(fs.errors).items() if isinstance(v, type) and issubclass(v, Exception)]
+    for name in defined:
+        error = getattr(fs, name)
+        assert issubclass(error, fs.FsdpSftError), name
+        builtins = [base for base in error.__mro__ if base.__module__ == "builtins"]
+        assert name == "FsdpSftError" or len(builtins) > 3, f"{name} is no built-in error besides"
+
+
+def _test_imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+    return {name for name in found if name.split(".")[0] in ("tests", "benchmarks")}
+
+
+def test_tests_mirror_the_rooms_and_share_only_the_harness() -> None:
+    packages = {path.name for path in SOURCE.iterdir() if path.is_dir() and path.name[:2] != "__"}
+    rooms = {path.name for path in TESTS.iterdir() if path.is_dir() and path.name[:2] != "__"} - NO_ROOMS
+    assert rooms <= packages, f"{sorted(rooms - packages)} are no rooms of the library"
+    assert packages - rooms == set(), f"{sorted(packages - rooms)} have no tests"
+    for path in TESTS.rglob("*.py"):
+        for name in _test_imports(path):
+            parts = name.split(".")
+            assert parts[0] == "tests", f"{path.name} imports {name}: tests do not need the benchmarks"
+            assert not any(part.startswith("test_") for part in parts), f"{path.name} imports {name}"
+            assert not parts[-1].startswith("_"), f"{path.name} imports the private name {name}"
+    for path in BENCHMARKS.rglob("*.py"):
+        for name in _test_imports(path):
+            assert not name.startswith("tests"), f"{path.name} imports {name}: benchmarks do not need tests"
 
 
 def test_streams_events_and_seeds_of_every_device_have_one_owner() -> None:

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from fsdp_sft.dcp_io import CheckpointInfo as CheckpointInfo
     from fsdp_sft.dcp_io import LoadedCheckpoint as LoadedCheckpoint
     from fsdp_sft.dcp_io import SavedCheckpoint as SavedCheckpoint
-    from fsdp_sft.dcp_io import export_adapter as export_adapter
-    from fsdp_sft.dcp_io import export_hf as export_hf
     from fsdp_sft.dcp_io import find_checkpoints as find_checkpoints
     from fsdp_sft.dcp_io import load_checkpoint as load_checkpoint
     from fsdp_sft.dcp_io import load_full_state_dict as load_full_state_dict
@@ -52,6 +50,8 @@ if TYPE_CHECKING:
     from fsdp_sft.errors import RemoteRankError as RemoteRankError
     from fsdp_sft.errors import SafetensorsError as SafetensorsError
     from fsdp_sft.errors import UnexpectedKeysError as UnexpectedKeysError
+    from fsdp_sft.export import export_adapter as export_adapter
+    from fsdp_sft.export import export_hf as export_hf
     from fsdp_sft.loss import causal_lm_loss as causal_lm_loss
     from fsdp_sft.loss import count_targets as count_targets
     from fsdp_sft.loss import linear_cross_entropy_sum as linear_cross_entropy_sum
@@ -178,8 +178,8 @@ _OWNERS = {
     "encode_chat": "collate",
     "estimate_memory": "planner",
     "evaluate": "step",
-    "export_adapter": "dcp_io",
-    "export_hf": "dcp_io",
+    "export_adapter": "export",
+    "export_hf": "export",
     "filter_rows": "collate",
     "find_blocks": "blocks",
     "find_checkpoints": "dcp_io",

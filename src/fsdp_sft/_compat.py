@@ -377,6 +377,15 @@ def is_compiled(module: nn.Module) -> bool:
 # --- activation checkpointing -----------------------------------------------------------------------------
 
 
+def checkpointing_flag(recompute: Callable[..., Any]) -> dict[str, Any]:
+    """Attributes that make a ``GradientCheckpointingLayer`` of transformers recompute its forward.
+
+    The layer reads the function from a private attribute; ``gradient_checkpointing_enable``, which sets it,
+    takes all blocks or none.
+    """
+    return {"gradient_checkpointing": True, "_gradient_checkpointing_func": recompute}
+
+
 def compile_memory_budget() -> float:
     """The share of activations that compiled code may keep, as set for the whole process.
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
+from fsdp_sft._boxes import local_of
 from fsdp_sft._random import unmoved
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ def copy_saved_modules(model: nn.Module) -> None:
             for (_, source), (_, target) in zip(
                 wrapper.original_module.named_parameters(), copied.named_parameters(), strict=True
             ):
-                _local(target).copy_(_local(source))
+                local_of(target).copy_(local_of(source))
 
 
 @torch.no_grad()
@@ -193,12 +194,6 @@ def _put(model: nn.Module, fqn: str, module: nn.Module) -> None:
 def _slot(layer: nn.Module, name: str) -> tuple[nn.Module, str]:
     parent, _, leaf = name.rpartition(".")
     return layer.get_submodule(parent), leaf
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    from torch.distributed.tensor import DTensor
-
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def _refuse_unless_initialised_alone(peft_config: Any) -> None:

@@ -30,7 +30,7 @@ from fsdp_sft.weights import LoadReport, build_meta_model
 from fsdp_sft.weights.finish import initialise_rest, materialise
 from fsdp_sft.weights.hub import resolve_folder
 from fsdp_sft.weights.load import Strategy
-from fsdp_sft.weights.plan import Plan
+from fsdp_sft.weights.plan import LoadPlan
 from fsdp_sft.weights.resolve import find_manifest, open_checkpoint, resolved_inside, weight_file_names
 
 if TYPE_CHECKING:
@@ -273,7 +273,7 @@ def _fill(model: Any, folder: Path, manifest: Manifest, about: Mapping[str, Any]
     match_checkpoint_keys(twin, about["source_keys"], conversions)  # marks those that exporting must undo
     with TensorReader(folder) as reader:
         read_tensors(reader, sources, tensors.tensors)
-        initialise_rest(model, Plan(twin=twin), seed=0)
+        initialise_rest(model, LoadPlan(twin=twin), seed=0)
         keep_used_conversions(model, conversions)
         return reader.bytes_read
 

@@ -4,8 +4,22 @@ from collections.abc import Iterator, Mapping, Sized
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.utils.data import Sampler
+
+from fsdp_sft._agree import this_rank, world_size
+
+
+def place_of(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
+    """(number of ranks that share the rows, this rank); None takes the process group's.
+
+    Raises:
+        ValueError: If the rank is none of them.
+    """
+    replicas = num_replicas or world_size()
+    place = this_rank() if rank is None else rank
+    if not 0 <= place < replicas:
+        raise ValueError(f"rank must be in [0, {replicas}), got {place}")
+    return replicas, place
 
 
 class ResumableSampler(Sampler[int]):
@@ -39,11 +53,7 @@ class ResumableSampler(Sampler[int]):
         num_replicas: int | None = None,
         rank: int | None = None,
     ) -> None:
-        grouped = dist.is_available() and dist.is_initialized()
-        self.num_replicas = num_replicas or (dist.get_world_size() if grouped else 1)
-        self.rank = rank if rank is not None else (dist.get_rank() if grouped else 0)
-        if not 0 <= self.rank < self.num_replicas:
-            raise ValueError(f"rank must be in [0, {self.num_replicas}), got {self.rank}")
+        self.num_replicas, self.rank = place_of(num_replicas, rank)
         self.num_rows = data if isinstance(data, int) else len(data)
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
         self.epoch = 0

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
+from fsdp_sft._boxes import local_of
 from fsdp_sft._compat import apply_to_tensors, keep_in_float32_patterns
 from fsdp_sft.blocks import find_blocks
 
@@ -183,7 +184,7 @@ def _owner(name: str, groups: list[str]) -> str:
 
 
 def _local_bytes(parameter: nn.Parameter) -> int:
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    local = local_of(parameter)
     return local.numel() * local.element_size()
 
 

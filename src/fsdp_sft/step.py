@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fsdp_sft._agree import all_reduce_min, all_reduce_sum, is_distributed, raise_first
+from fsdp_sft._agree import all_reduce_min, all_reduce_sum, is_distributed, raise_first, world_size
 from fsdp_sft.collate import IGNORE_INDEX
 from fsdp_sft.distributed import compute_device, mesh_of, reshard, sum_over_mesh
 from fsdp_sft.errors import NonFiniteGradientError
@@ -364,7 +363,7 @@ def _agree_on_window(micro_batches: list[Batch], mesh: "DeviceMesh | None") -> t
 
 def _raise_on_mesh(error: Exception | None, phase: str, mesh: "DeviceMesh | None") -> None:
     """Raise the first error on all ranks of the mesh, which all know that one of them failed."""
-    if mesh is not None and is_distributed() and mesh.size() == dist.get_world_size():
+    if mesh is not None and is_distributed() and mesh.size() == world_size():
         raise_first(error, phase)
     # Ranks outside the mesh are not here to exchange a verdict with.
     raise error or RuntimeError(f"another rank of the mesh failed while {phase}")

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from torch import nn
 
 import fsdp_sft as fs
-from fsdp_sft.dcp_io import export, hf_files, own_rows
+from fsdp_sft.export import hf, hf_files, own_rows
 from tests.harness.models import full, tiny_model
 from tests.harness.ranks import run_distributed
 
@@ -129,7 +129,7 @@ def _other_tensors(folder: str) -> None:
     inner.register_buffer("scratch", torch.ones(2), persistent=False)
     model._keep_in_fp32_modules_strict = {"input_layernorm"}
     fs.shard_model(model, mesh=fs.build_mesh(device_type="cpu"))
-    twin = export._unsharded_twin(model)  # conversions are looked up by class
+    twin = hf._unsharded_twin(model)  # conversions are looked up by class
     assert type(twin).__name__ == "LlamaForCausalLM"
     assert {p.device.type for p in twin.parameters()} == {"meta"}
     fs.export_hf(model, f"{folder}/out", tokenizer=_Tokenizer())
@@ -172,7 +172,7 @@ def _refusals(folder: str) -> None:
     places: list[tuple[int, Any, str]] = [
         (1, own_rows, "write_early"),
         (0, own_rows, "write_early"),
-        (0, export, "publish"),
+        (0, hf, "publish"),
         (0, hf_files, "create"),
     ]
     for failing, module, name in places:
@@ -253,4 +253,4 @@ def test_other_tensors_and_refusals(tmp_path: Path) -> None:
 
 def test_tensors_that_are_converted_together_are_grouped() -> None:
     outputs = {"a.0": ["x"], "b.0": ["y", "x"], "a.1": ["z"], "c": ["y"], "d": ["w"]}
-    assert export._joined(outputs) == [["a.1"], ["a.0", "b.0", "c"], ["d"]]
+    assert hf._joined(outputs) == [["a.1"], ["a.0", "b.0", "c"], ["d"]]

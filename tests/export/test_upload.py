@@ -11,7 +11,7 @@ from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 import fsdp_sft as fs
-from fsdp_sft.dcp_io.card import model_card
+from fsdp_sft.export.card import model_card
 from tests.harness.hub_upload_server import serve
 from tests.harness.models import tiny_model
 from tests.harness.ranks import run_distributed

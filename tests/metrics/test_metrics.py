@@ -286,7 +286,7 @@ class TestThroughputMeter:
         assert set(meter.stats().values()) == {None}
 
     def test_window_slides(self, clock):
-        meter = ThroughputMeter(world_size=1, device="cpu", clock=clock, window=2)
+        meter = ThroughputMeter(world_size=1, device="cpu", clock=clock, averaged_steps=2)
         run(meter, clock, [(1, 1.0), (1, 50.0), (100, 1.0), (300, 3.0)])
         assert meter.stats()["tokens_per_second"] == 100.0
         assert meter.stats()["step_seconds"] == 2.0

@@ -112,7 +112,7 @@ def test_rows_are_those_of_the_mask_that_transformers_makes(
         if window != 1:  # where no token sees another, every token is a row
             assert list(rows.bounds) == [*starts, 3 * width]
         assert rows.longest == max(b - a for a, b in zip(rows.bounds, rows.bounds[1:], strict=False))
-        assert rows.window <= min(rows.longest, window or rows.longest)
+        assert rows.sliding_window <= min(rows.longest, window or rows.longest)
 
 
 def test_a_mask_that_is_not_by_rows_stays_a_mask() -> None:

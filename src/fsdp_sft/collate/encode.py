@@ -161,17 +161,32 @@ def encode_rows(
 ) -> list[EncodedChat]:
     """`encode_row` of several rows, tokenised in one call, which uses all cores the tokenizer may use."""
     encoded: dict[int, EncodedChat] = {}
-    rendered: dict[int, tuple[str, list[Turn]]] = {}
+    rendered: dict[int, _Rendering] = {}
     templates: dict[bool, ChatTemplate] = {}  # some tokenizers have a second one for tools
     for index, row in enumerate(rows):
         if is_encoded(row, options.row_format):
             encoded[index] = EncodedChat(*read_encoded(row))
         else:
             rendered[index] = _render(row, tokenizer, options, templates)
-    tokenised = tokenise(tokenizer, [text for text, _ in rendered.values()])
-    for (index, (_, turns)), tokens in zip(rendered.items(), tokenised, strict=True):
-        encoded[index] = EncodedChat(tokens.ids, _labels(tokens, turns, options))
+    tokenised = tokenise(tokenizer, [rendering.text for rendering in rendered.values()])
+    for (index, rendering), tokens in zip(rendered.items(), tokenised, strict=True):
+        encoded[index] = EncodedChat(tokens.ids, _labels(tokens, rendering, options.train_eot))
     return [encoded[index] for index in range(len(rows))]
+
+
+@dataclass(frozen=True)
+class _Rendering:
+    """The text of a conversation, and the turns that labels depend on.
+
+    Attributes:
+        text: As the template prints it.
+        turns: Those that are trained; or, with `all_else`, those that are not.
+        all_else: Whether everything but `turns` is trained.
+    """
+
+    text: str
+    turns: list[Turn]
+    all_else: bool
 
 
 def _render(
@@ -179,8 +194,7 @@ def _render(
     tokenizer: PreTrainedTokenizerBase,
     options: EncodeOptions,
     templates: dict[bool, ChatTemplate],
-) -> tuple[str, list[Turn]]:
-    """(text, the turns that are trained, or with train_on="all" those that are not)."""
+) -> _Rendering:
     conversation = read_row(row, options.row_format)
     if not tokenizer.is_fast:
         raise ValueError(
@@ -191,8 +205,11 @@ def _render(
     if has_tools not in templates:
         templates[has_tools] = ChatTemplate(tokenizer, options.chat_template, conversation.tools)
     template = templates[has_tools]
-    wanted = _off(conversation) if options.train_on == "all" else selected_turns(conversation, options)
-    return find_turns(template, conversation, wanted, reasoning=options.train_reasoning)
+    all_else = options.train_on == "all"
+    wanted = _off(conversation) if all_else else selected_turns(conversation, options)
+    return _Rendering(
+        *find_turns(template, conversation, wanted, reasoning=options.train_reasoning), all_else
+    )
 
 
 def _off(conversation: Conversation) -> list[int]:
@@ -211,18 +228,17 @@ def selected_turns(conversation: Conversation, options: EncodeOptions) -> list[i
     return [index for index in turns_of_roles(conversation, options) if conversation.trainable[index]]
 
 
-def _labels(tokens: Tokens, turns: Sequence[Turn], options: EncodeOptions) -> list[int]:
+def _labels(tokens: Tokens, rendering: _Rendering, train_eot: bool) -> list[int]:
     """The id of each trained token, -100 elsewhere. A token lies in a turn if it starts there."""
-    ids = tokens.ids
-    everything = options.train_on == "all"
-    labels = list(ids) if everything else [IGNORE_INDEX] * len(ids)
-    for turn in turns:
+    ids, all_else = tokens.ids, rendering.all_else
+    labels = list(ids) if all_else else [IGNORE_INDEX] * len(ids)
+    for turn in rendering.turns:
         first, stop = tokens.first_from(turn.start), tokens.first_from(turn.end)
-        if not everything and not options.train_eot and turn.stop_start < turn.end:
+        if not all_else and not train_eot and turn.stop_start < turn.end:
             # A token that strips the white space around it may start before the end-of-turn token does.
             stop = min(stop, tokens.first_beyond(turn.stop_start))
         if first < stop:
-            labels[first:stop] = [IGNORE_INDEX] * (stop - first) if everything else ids[first:stop]
+            labels[first:stop] = [IGNORE_INDEX] * (stop - first) if all_else else ids[first:stop]
     return labels
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from fsdp_sft.collate.forms import other_forms
 from fsdp_sft.collate.rows import REASONING_KEYS, Conversation, Message
@@ -72,6 +72,22 @@ class _Place:
     is_reasoning: bool = False
 
 
+class _Extent(NamedTuple):
+    """Where a message is printed, in characters of the text.
+
+    Attributes:
+        message: Its index.
+        floor: End of the leaf before it.
+        own: Start of its first leaf and end of its last; None if nothing of it is printed.
+        ceiling: Start of the leaf after it.
+    """
+
+    message: int
+    floor: int
+    own: tuple[int, int] | None
+    ceiling: int
+
+
 @dataclass(frozen=True)
 class _Layout:
     """All leaves of a conversation, and those that are printed in the order of the text."""
@@ -92,25 +108,25 @@ class _Layout:
                 raise template.error(f"it leaves out tool calls of message {index}")
             if mine and not any(number in printed for number in mine):
                 raise template.error(f"it does not print message {index}")
-            if groups[index] > 1 or any(printed[number] > 1 for number in mine):
+            if any(printed[number] > 1 for number in mine):
                 raise template.error(f"it prints message {index} more than once")
+            if groups[index] > 1:
+                raise template.error(f"it prints another message in the middle of message {index}")
 
-    def groups(self, wanted: set[int]) -> Iterator[tuple[int, int, int, int, int]]:
-        """Yield (message, end of what is before, first start, last end, start of what is after).
-
-        For a message of which nothing is printed, first start and last end are -1.
-        """
+    def extents(self, wanted: set[int]) -> Iterator[_Extent]:
+        """Where each wanted message is printed: first those that are not, then in the order of the text."""
         printed = {place.message for place in self.places}
         for index in sorted(wanted - printed):
             floor = max((p.end for p in self.places if p.message < index), default=0)
             ceiling = min((p.start for p in self.places if p.message > index), default=self.length)
-            yield index, floor, -1, -1, ceiling
+            yield _Extent(index, floor, None, ceiling)
         runs = [list(run) for _, run in groupby(self.places, key=lambda place: place.message)]
         ends = [0, *(run[-1].end for run in runs)]
         starts = [*(run[0].start for run in runs), self.length]
         for number, run in enumerate(runs):
             if run[0].message in wanted:
-                yield run[0].message, ends[number], run[0].start, run[-1].end, starts[number + 1]
+                own = (run[0].start, run[-1].end)
+                yield _Extent(run[0].message, ends[number], own, starts[number + 1])
 
 
 def find_turns(
@@ -142,7 +158,7 @@ def find_turns(
     layout.check(template, wanted)
     owned = _tags_by_message(tags, layout.places, messages)
     finder = _TurnFinder(template, facts, messages, owned, layout, conversation.tools)
-    turns = [turn for group in layout.groups(wanted) for turn in finder.find(text, *group)]
+    turns = [turn for extent in layout.extents(wanted) for turn in finder.find(text, extent)]
     if not reasoning:
         turns = [part for turn in turns for part in _without_reasoning(turn, layout.places, text)]
     return text, sorted(turns, key=lambda turn: turn.start)
@@ -335,10 +351,12 @@ class _TurnFinder:
     layout: _Layout
     tools: list[dict[str, Any]] | None
 
-    def find(self, text: str, index: int, floor: int, first: int, last: int, ceiling: int) -> list[Turn]:
-        """The turns of one message, whose leaves reach from `first` to `last`."""
-        if first < 0:
+    def find(self, text: str, extent: _Extent) -> list[Turn]:
+        """The turns of one message."""
+        index, floor, own, ceiling = extent
+        if own is None:
             return self._find_blank(text, index, floor, ceiling)
+        first, last = own
         message, tags = self.messages[index], self.tags.get(index, [])
         start = self._start(message, text[floor:first])
         if start is None:
@@ -381,7 +399,7 @@ class _TurnFinder:
         prompt = self._rendered_after(index, floor, prompt=True)
         if prompt is None:
             return None
-        # A prompt may open a think block, or write an empty one, that this answer has not or has otherwise.
+        # A prompt may open a think block, or write an empty one, that this answer lacks or spells otherwise.
         for there in (prompt, _OPENED_THINK.sub("", prompt)):
             if before.startswith(there):
                 return len(there)

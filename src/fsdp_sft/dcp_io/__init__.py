@@ -1,13 +1,15 @@
-"""Saving and loading: full state dicts, optimizer state, crash-safe checkpoints, Hugging Face export.
+"""Saving and loading: full state dicts, optimizer state, crash-safe checkpoints.
 
 The name comes from torch's distributed checkpoint (DCP), which this package does not use: what it writes is
 safetensors and JSON, and nothing it reads can run code. A checkpoint is a folder with a manifest, see
 ``manifest``; every function calls ``reshard`` on the model first.
 """
 
-from fsdp_sft.dcp_io.adapter import export_adapter
+import warnings
+from importlib import import_module
+from typing import Any
+
 from fsdp_sft.dcp_io.checkpoint import LoadedCheckpoint, SavedCheckpoint, load_checkpoint, save_checkpoint
-from fsdp_sft.dcp_io.export import export_hf
 from fsdp_sft.dcp_io.full_state import load_full_state_dict, save_full_state_dict
 from fsdp_sft.dcp_io.optimizer_state import load_optimizer_state, save_optimizer_state
 from fsdp_sft.dcp_io.retention import CheckpointInfo, find_checkpoints, verify_checkpoint
@@ -30,8 +32,6 @@ __all__ = [
     "LoadedCheckpoint",
     "PreemptionGuard",
     "SavedCheckpoint",
-    "export_adapter",
-    "export_hf",
     "find_checkpoints",
     "load_checkpoint",
     "load_full_state_dict",
@@ -41,3 +41,12 @@ __all__ = [
     "save_optimizer_state",
     "verify_checkpoint",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("export_adapter", "export_hf"):  # until 0.3
+        warnings.warn(
+            f"fsdp_sft.dcp_io.{name} is fsdp_sft.export.{name} now", DeprecationWarning, stacklevel=2
+        )
+        return getattr(import_module("fsdp_sft.export"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -44,8 +44,9 @@ from fsdp_sft.dcp_io.manifest import (
 )
 from fsdp_sft.dcp_io.optimizer_state import apply_optimizer, check_optimizer, optimizer_content
 from fsdp_sft.dcp_io.rank_files import rank_content, read_rank_files
-from fsdp_sft.dcp_io.retention import is_step_folder, prune, step_folder, step_folders
+from fsdp_sft.dcp_io.retention import prune
 from fsdp_sft.dcp_io.snapshot import Snapshot
+from fsdp_sft.dcp_io.steps import is_step_folder, step_folder, step_folders
 from fsdp_sft.distributed import reshard
 from fsdp_sft.errors import (
     CheckpointCorruptError,

@@ -17,6 +17,7 @@ from fsdp_sft._boxes import Box, tiling_problem
 from fsdp_sft._disk import FileRecord, TensorReader, file_problem, read_bytes
 from fsdp_sft._safetensors import DTYPES, dtype_name
 from fsdp_sft.dcp_io.codec import decode, dumps, loads
+from fsdp_sft.dcp_io.steps import step_number
 from fsdp_sft.errors import CheckpointCorruptError
 
 MANIFEST_NAME = "MANIFEST.json"
@@ -134,8 +135,7 @@ def read_manifest(folder: Path) -> Manifest:
     data = read_bytes(folder / MANIFEST_NAME, MAX_JSON_BYTES)
     try:
         manifest = _parse(data)
-        named = re.fullmatch(r"step-(\d+)", folder.name)
-        if named is not None and manifest.step != int(named[1]):
+        if step_number(folder) not in (None, manifest.step):
             raise ValueError(f"it is of step {manifest.step}, in a folder of another name")
         return manifest
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:

@@ -1,7 +1,6 @@
 """Which checkpoints a folder has, which are sound, and which go."""
 
 import os
-import re
 import shutil
 import warnings
 from dataclasses import dataclass
@@ -9,9 +8,8 @@ from pathlib import Path
 
 from fsdp_sft._disk import temporary_beside
 from fsdp_sft.dcp_io.manifest import file_problems, read_manifest, verify_folder
+from fsdp_sft.dcp_io.steps import step_folders
 from fsdp_sft.errors import CheckpointCorruptError
-
-_STEP_NAME = re.compile(r"step-(0|[1-9]\d*)")
 
 
 @dataclass(frozen=True)
@@ -56,24 +54,6 @@ def verify_checkpoint(path: str | os.PathLike[str]) -> list[str]:
         Problems, each naming its file; empty if the checkpoint is exactly what was written.
     """
     return verify_folder(Path(path).absolute(), hashes=True)
-
-
-def step_folders(root: Path) -> list[tuple[int, Path]]:
-    """(step, folder) pairs below ``root``, oldest first."""
-    if not root.is_dir():
-        return []
-    found = [(_STEP_NAME.fullmatch(path.name), path) for path in root.iterdir() if path.is_dir()]
-    return sorted((int(match[1]), path) for match, path in found if match is not None)
-
-
-def step_folder(root: Path, step: int) -> Path:
-    """Where a step goes."""
-    return root / f"step-{step}"
-
-
-def is_step_folder(path: Path) -> bool:
-    """Whether a path names one step rather than a root of several."""
-    return _STEP_NAME.fullmatch(path.name) is not None and not step_folders(path)
 
 
 def prune(root: Path, *, keep_last: int | None, keep_best: int, just_saved: int) -> None:

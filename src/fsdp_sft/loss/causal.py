@@ -17,7 +17,7 @@ from fsdp_sft.loss.counting import (
     shifted,
 )
 from fsdp_sft.loss.head import loss_at_head, plain_head, takes_use_cache
-from fsdp_sft.loss.prepare import LossImpl, check_impl, plan_for, refuse_encoder_decoder
+from fsdp_sft.loss.prepare import LossImpl, check_impl, choice_for, refuse_encoder_decoder
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -103,11 +103,11 @@ def _loss_sum(model: nn.Module, batch: Batch, impl: LossImpl) -> torch.Tensor:
 def _as_planned(
     model: nn.Module, inputs: dict[str, Any], labels: torch.Tensor, impl: LossImpl
 ) -> torch.Tensor:
-    plan = plan_for(model, impl)
+    choice = choice_for(model, impl)
     head, _ = plain_head(model)
-    if plan.impl == "logits" or head is None:
+    if choice.impl == "logits" or head is None:
         return _from_logits(model, inputs, labels)
-    return loss_at_head(model, head, inputs, plan.loss_of(head, shifted(labels)))
+    return loss_at_head(model, head, inputs, choice.loss_of(head, shifted(labels)))
 
 
 def _from_logits(model: nn.Module, inputs: dict[str, Any], labels: torch.Tensor) -> torch.Tensor:

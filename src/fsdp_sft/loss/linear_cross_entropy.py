@@ -55,7 +55,7 @@ def linear_cross_entropy_sum(
     inputs that need one, in float32.
     """
     _check(hidden, weight, labels, bias)
-    chunk_size = _default_chunk_size(hidden) if chunk_size is None else chunk_size
+    chunk_size = default_chunk_size(hidden.shape[-1], hidden.dtype) if chunk_size is None else chunk_size
     scale = 1.0 if scale is None else scale
     _check_options(softcap, scale, chunk_size)
     if torch.is_autocast_enabled(hidden.device.type):
@@ -258,9 +258,9 @@ def _check(
         raise ValueError(f"hidden is on {hidden.device}, weight on {weight.device}; use one device")
 
 
-def _default_chunk_size(hidden: torch.Tensor) -> int:
-    """As many rows as make the logits half as large as a float32 gradient of the weight, or fewer."""
-    return min(1024, max(128, 2 * hidden.shape[-1] // hidden.element_size()))
+def default_chunk_size(width: int, dtype: torch.dtype) -> int:
+    """Rows per chunk where none are asked for: enough for efficient products, and few logits at once."""
+    return min(1024, max(128, 2 * width // dtype.itemsize))
 
 
 def _check_options(softcap: float | None, scale: float, chunk_size: int) -> None:

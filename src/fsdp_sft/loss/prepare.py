@@ -11,8 +11,8 @@ from fsdp_sft._compat import original_class
 from fsdp_sft.distributed import compute_device, mesh_of, sum_over_mesh
 from fsdp_sft.errors import NotFusedError
 from fsdp_sft.loss import liger
+from fsdp_sft.loss.choice import LossChoice, Transform
 from fsdp_sft.loss.head import plain_head, takes_use_cache
-from fsdp_sft.loss.plan import Plan, Transform
 from fsdp_sft.loss.probe import probe
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ LossImpl = Literal["auto", "chunked", "liger", "logits"]
 
 IMPLS = ("auto", "chunked", "liger", "logits")
 _logger = logging.getLogger("fsdp_sft.loss")
-_plans: "weakref.WeakKeyDictionary[nn.Module, dict[str, Plan]]" = weakref.WeakKeyDictionary()
+_choices: "weakref.WeakKeyDictionary[nn.Module, dict[str, LossChoice]]" = weakref.WeakKeyDictionary()
 
 
 def prepare_loss(model: nn.Module, *, impl: LossImpl = "auto") -> str:
@@ -51,21 +51,21 @@ def prepare_loss(model: nn.Module, *, impl: LossImpl = "auto") -> str:
     """
     check_impl(impl)
     refuse_encoder_decoder(model)
-    plan = _decide(model, impl)
-    _plans.setdefault(model, {}).update({impl: plan, "auto": plan})
-    return plan.impl
+    choice = _decide(model, impl)
+    _choices.setdefault(model, {}).update({impl: choice, "auto": choice})
+    return choice.impl
 
 
-def plan_for(model: nn.Module, impl: LossImpl) -> Plan:
-    """The plan of ``impl``, made now if there is none for the model as it is.
+def choice_for(model: nn.Module, impl: LossImpl) -> LossChoice:
+    """The choice of ``impl``, made now if there is none for the model as it is.
 
     Collective: all ranks of the model's mesh, the first time.
     """
-    plans = _plans.setdefault(model, {})
-    plan = plans.get(impl)
-    if plan is None or not plan.holds(model):
-        plan = plans[impl] = _decide(model, impl)
-    return plan
+    choices = _choices.setdefault(model, {})
+    choice = choices.get(impl)
+    if choice is None or not choice.holds(model):
+        choice = choices[impl] = _decide(model, impl)
+    return choice
 
 
 def check_impl(impl: str) -> None:
@@ -83,33 +83,33 @@ def refuse_encoder_decoder(model: nn.Module) -> None:
         )
 
 
-def _decide(model: nn.Module, impl: LossImpl) -> Plan:
+def _decide(model: nn.Module, impl: LossImpl) -> LossChoice:
     name = original_class(model).__name__
     if any(p.is_meta for p in model.parameters()):
         raise ValueError(f"{name} has parameters on the meta device: load its weights first")
     mesh = mesh_of(model)
     first = mesh is None or mesh.get_rank() == 0
     if impl == "logits":
-        return _logits_plan(model, "asked for")
+        return _logits_choice(model, "asked for")
     kind = "liger" if impl == "liger" else "chunked"
     head, reason = plain_head(model)
     if kind == "liger":
         reason = reason or liger.why_not(compute_device(model))
     # Once before the probe, which is collective, and once after it.
     reason = _agreed_reason(reason, mesh)
-    plan = None
+    choice = None
     if head is not None and not reason:
-        plan, reason = _try_fused(model, head, kind)
+        choice, reason = _try_fused(model, head, kind)
         reason = _agreed_reason(reason, mesh)
-    if plan is not None and not reason:
+    if choice is not None and not reason:
         if first:
-            _logger.info("loss of %s: %s, %s", name, plan.impl, plan.transform)
-        return plan
+            _logger.info("loss of %s: %s, %s", name, choice.impl, choice.transform)
+        return choice
     if impl != "auto":
         raise NotFusedError(f"the loss of {name} cannot be computed by impl={impl!r}: {reason}")
     if first:
         _logger.warning("loss of %s: full logits, because %s", name, reason)
-    return _logits_plan(model, reason)
+    return _logits_choice(model, reason)
 
 
 def _agreed_reason(reason: str, mesh: "DeviceMesh | None") -> str:
@@ -118,20 +118,20 @@ def _agreed_reason(reason: str, mesh: "DeviceMesh | None") -> str:
     return reason or (f"{int(failed)} other ranks of the mesh could not" if failed else "")
 
 
-def _try_fused(model: nn.Module, head: nn.Linear, impl: str) -> tuple[Plan | None, str]:
-    def make_plan(transform: Transform) -> Plan:
-        return Plan(impl, "", transform, weakref.ref(head), isinstance(model, FSDPModule))
+def _try_fused(model: nn.Module, head: nn.Linear, impl: str) -> tuple[LossChoice | None, str]:
+    def make_choice(transform: Transform) -> LossChoice:
+        return LossChoice(impl, "", transform, weakref.ref(head), isinstance(model, FSDPModule))
 
     inputs: dict[str, Any] = {"use_cache": False} if takes_use_cache(model) else {}
     try:
-        return probe(model, head, make_plan, inputs), ""
+        return probe(model, head, make_choice, inputs), ""
     except NotFusedError as error:
         return None, str(error)
 
 
-def _logits_plan(model: nn.Module, reason: str) -> Plan:
+def _logits_choice(model: nn.Module, reason: str) -> LossChoice:
     head, _ = plain_head(model)
-    return Plan(
+    return LossChoice(
         "logits",
         reason,
         Transform(),

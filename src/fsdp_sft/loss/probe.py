@@ -19,8 +19,8 @@ from fsdp_sft._model import undisturbed
 from fsdp_sft.collate import IGNORE_INDEX
 from fsdp_sft.distributed import compute_device
 from fsdp_sft.errors import NotFusedError
+from fsdp_sft.loss.choice import LossChoice, Transform
 from fsdp_sft.loss.head import loss_at_head, replaced_forward
-from fsdp_sft.loss.plan import Plan, Transform
 
 _LENGTH = 8
 _KNOWN_SIZE = 20.0  # large enough for a soft cap to show
@@ -29,16 +29,16 @@ _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
 
 
 def probe(
-    model: nn.Module, head: nn.Linear, make_plan: Callable[[Transform], Plan], inputs: dict[str, Any]
-) -> Plan:
-    """A plan whose loss equals that of the real logits on a tiny batch.
+    model: nn.Module, head: nn.Linear, make_choice: Callable[[Transform], LossChoice], inputs: dict[str, Any]
+) -> LossChoice:
+    """A choice whose loss equals that of the real logits on a tiny batch.
 
     The model is left as it was: mode, buffers, gradients and random number generators; it is sharded again.
 
     Args:
         model: The model.
         head: Its plain head.
-        make_plan: From a ``Transform`` to the plan to be tried.
+        make_choice: From a ``Transform`` to the choice to be tried.
         inputs: Of the forward beside ``input_ids``.
 
     Raises:
@@ -54,13 +54,13 @@ def probe(
     inputs = {"input_ids": ids, **inputs}
     with _evaluating(model):
         raw, logits = _observe(model, head, inputs)
-        plan = make_plan(_transform(model, raw, logits))
+        choice = make_choice(_transform(model, raw, logits))
         expected = F.cross_entropy(_wide(logits[0]), targets[0], reduction="sum", ignore_index=IGNORE_INDEX)
-        actual = _guarded(model, lambda: loss_at_head(model, head, inputs, plan.loss_of(head, targets)))
+        actual = _guarded(model, lambda: loss_at_head(model, head, inputs, choice.loss_of(head, targets)))
     error = float((actual - expected).abs() / expected.abs().clamp_min(1e-6))
     if not error <= _TOLERANCE.get(raw.dtype, 1e-2):
         raise NotFusedError(f"the fused loss differs from that of the logits by {error:.1e}, relatively")
-    return plan
+    return choice
 
 
 def _observe(model: nn.Module, head: nn.Linear, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ T = TypeVar("T")
 class ThroughputMeter:
     """Tokens per second, TFLOP/s, MFU and the share of time waiting for data over the last optimizer steps.
 
-    Time is wall-clock time between calls of `update`; the device is not synchronised, since over a window of
+    Time is wall-clock time between calls of `update`; the device is not synchronised, since over
     steps the host cannot run ahead of it by much. Each rank may have a meter: with the global number of
     tokens all of them report the same, up to jitter.
 
@@ -30,13 +31,13 @@ class ThroughputMeter:
             the CPU.
         peak_flops: Peak of one device in FLOP/s, for one that `peak_flops_per_second` does not know (which is
             asked if this is None).
-        window: Optimizer steps that are averaged over, >= 1.
+        averaged_steps: Optimizer steps that are averaged over, >= 1.
         warmup_steps: First steps that are left out (compilation, allocation, first read), >= 0. With 0 the
             first step is counted from the construction of the meter.
         clock: Seconds, monotonic; for tests.
 
     Raises:
-        ValueError: `world_size` or `window` below 1, `warmup_steps` below 0, `flops_per_token` or
+        ValueError: `world_size` or `averaged_steps` below 1, `warmup_steps` below 0, `flops_per_token` or
             `peak_flops` not positive.
 
     Example:
@@ -55,13 +56,17 @@ class ThroughputMeter:
         flops_per_token: int | None = None,
         device: torch.device | str | int | None = None,
         peak_flops: float | None = None,
-        window: int = 20,
+        averaged_steps: int = 20,
         warmup_steps: int = 1,
         clock: Callable[[], float] = time.perf_counter,
+        window: int | None = None,
     ) -> None:
+        if window is not None:  # until 0.3
+            warnings.warn("window is averaged_steps now", DeprecationWarning, stacklevel=2)
+            averaged_steps = window
         for name, value, least in (
             ("world_size", world_size, 1),
-            ("window", window, 1),
+            ("averaged_steps", averaged_steps, 1),
             ("warmup_steps", warmup_steps, 0),
         ):
             if value < least:
@@ -74,9 +79,8 @@ class ThroughputMeter:
         self._flops_per_token = flops_per_token
         self._peak_flops = peak_flops_per_second(self._device) if peak_flops is None else peak_flops
         self._warmup_left = warmup_steps
-        self._steps: deque[tuple[int, float, float]] = deque(
-            maxlen=window
-        )  # tokens, seconds, of them waiting
+        # (tokens, seconds, of them waiting) of each step
+        self._steps: deque[tuple[int, float, float]] = deque(maxlen=averaged_steps)
         self._clock = clock
         self._pause_depth = 0
         self._paused_seconds = 0.0
@@ -147,7 +151,7 @@ class ThroughputMeter:
             self._pause_depth -= 1
 
     def stats(self) -> dict[str, float | None]:
-        """Means over the window, ready for `MetricLogger.log`.
+        """Means over the steps that are averaged, ready for `MetricLogger.log`.
 
         Returns:
             `tokens_per_second` (all ranks), `tokens_per_second_per_gpu`, `step_seconds`, `tflops_per_gpu`

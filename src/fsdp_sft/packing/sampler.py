@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.utils.data import Sampler
 
 from fsdp_sft.packing.bins import as_ints, check_lengths, pack_lengths
+from fsdp_sft.sampler import place_of
 
 _ORDER_VERSION = 1  # goes up when the same arguments would give another order
 _POOL_ROUNDS = 32  # rounds among which packs are sorted; more balance better, and mix a round's packs less
@@ -57,11 +57,7 @@ class PackedSampler(Sampler[list[int]]):
         num_replicas: int | None = None,
         rank: int | None = None,
     ) -> None:
-        grouped = dist.is_available() and dist.is_initialized()
-        self.num_replicas = num_replicas or (dist.get_world_size() if grouped else 1)
-        self.rank = rank if rank is not None else (dist.get_rank() if grouped else 0)
-        if not 0 <= self.rank < self.num_replicas:
-            raise ValueError(f"rank must be in [0, {self.num_replicas}), got {self.rank}")
+        self.num_replicas, self.rank = place_of(num_replicas, rank)
         self._lengths = array("q", check_lengths(lengths, max_length))
         self._targets = array(
             "q", self._lengths if num_targets is None else as_ints("num_targets", num_targets)

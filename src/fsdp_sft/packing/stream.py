@@ -5,15 +5,15 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
 from torch.utils.data import IterableDataset, get_worker_info
 
 from fsdp_sft.packing.bins import check_count, pack_lengths
 from fsdp_sft.packing.collator import Row, row_sizes
 from fsdp_sft.packing.sampler import deal
+from fsdp_sft.sampler import place_of
 
 
-class _Place(NamedTuple):
+class _Boundary(NamedTuple):
     """A boundary between buffers: how many rows and packs of the stream come before it."""
 
     rows: int
@@ -64,17 +64,13 @@ class PackedStream(IterableDataset[list[Row]]):
         num_replicas: int | None = None,
         rank: int | None = None,
     ) -> None:
-        grouped = dist.is_available() and dist.is_initialized()
-        self.num_replicas = num_replicas or (dist.get_world_size() if grouped else 1)
-        self.rank = rank if rank is not None else (dist.get_rank() if grouped else 0)
-        if not 0 <= self.rank < self.num_replicas:
-            raise ValueError(f"rank must be in [0, {self.num_replicas}), got {self.rank}")
+        self.num_replicas, self.rank = place_of(num_replicas, rank)
         self.rows = rows
         self.max_length = check_count("max_length", max_length)
         self.buffer_size = check_count("buffer_size", buffer_size)
         self.epoch = 0
-        self._start = _Place(0, 0)  # a buffer that begins at or before the position
-        self._later: deque[_Place] = deque()  # the ones read after it, as far as this process knows
+        self._start = _Boundary(0, 0)  # a buffer that begins at or before the position
+        self._later: deque[_Boundary] = deque()  # the ones read after it, as far as this process knows
         self.position = 0
 
     def __iter__(self) -> Iterator[list[Row]]:
@@ -101,7 +97,7 @@ class PackedStream(IterableDataset[list[Row]]):
     def end_epoch(self) -> None:
         """Go on to the next epoch, if the current one has begun: the rows are read from the start again."""
         if self.position:
-            self.epoch, self.position, self._start = self.epoch + 1, 0, _Place(0, 0)
+            self.epoch, self.position, self._start = self.epoch + 1, 0, _Boundary(0, 0)
             self._later.clear()
 
     def state_dict(self) -> dict[str, int]:
@@ -131,7 +127,7 @@ class PackedStream(IterableDataset[list[Row]]):
                     f"stream state has {key}={state[key]}, this stream {own}: the packs would differ; "
                     "use the same options, or start a new run"
                 )
-        start = _Place(int(state["rows_before"]), int(state["packs_before"]))
+        start = _Boundary(int(state["rows_before"]), int(state["packs_before"]))
         if not (0 <= start.packs <= int(state["position"]) and start.rows >= 0 and int(state["epoch"]) >= 0):
             raise ValueError(f"stream state has a place that cannot be: {dict(state)}")
         self.epoch, self.position, self._start = int(state["epoch"]), int(state["position"]), start
@@ -162,7 +158,7 @@ class PackedStream(IterableDataset[list[Row]]):
             except ValueError as error:
                 error.add_note(f"rows are counted from row {place.rows} of the stream")
                 raise
-            place = _Place(place.rows + len(buffer), place.packs + len(packs))
+            place = _Boundary(place.rows + len(buffer), place.packs + len(packs))
             self._later.append(place)
             for pack in packs:
                 yield [buffer[row] for row in pack]

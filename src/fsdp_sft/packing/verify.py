@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from fsdp_sft._agree import raise_first
+from fsdp_sft._agree import raise_first, world_size
 from fsdp_sft._compat import attention_of, compute_dtypes, original_class
 from fsdp_sft._model import undisturbed
 from fsdp_sft.adapters import forward_parameters
@@ -97,7 +96,7 @@ def verify_packing(model: nn.Module, *, max_length: int, mesh: "DeviceMesh | Non
     except Exception as caught:
         error = caught
     if any(sum_over_mesh([error is not None], mesh)):
-        if mesh is not None and mesh.size() > 1 and mesh.size() == dist.get_world_size():
+        if mesh is not None and mesh.size() > 1 and mesh.size() == world_size():
             raise_first(error, "verifying that packed rows are kept apart")
         raise error or PackingError("another rank of the mesh found that packed rows are not kept apart")
     assert report is not None

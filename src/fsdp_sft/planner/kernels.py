@@ -6,6 +6,7 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from fsdp_sft.loss.linear_cross_entropy import default_chunk_size
 from fsdp_sft.planner.devices import Gpu
 from fsdp_sft.planner.fused import ATTENTION
 from fsdp_sft.planner.ledger import Ledger
@@ -107,11 +108,6 @@ def chunked_loss(
     rows = chunk_size or default_chunk_size(width, hidden.dtype)
     result: torch.Tensor = _ChunkedLoss.apply(hidden.reshape(-1, width), weight, bias, rows, gpu)
     return result
-
-
-def default_chunk_size(width: int, dtype: torch.dtype) -> int:
-    """Rows per chunk where none are asked for, as ``linear_cross_entropy_sum`` chooses them."""
-    return min(1024, max(128, 2 * width // dtype.itemsize))
 
 
 class _ChunkedLoss(torch.autograd.Function):

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_sft._compat import checkpointing_flag
 from fsdp_sft.blocks import CACHES_OFF
 
 _STATE = "_fsdp_sft_sac"  # on a module: the instance attributes that were replaced
@@ -18,7 +19,7 @@ _ABSENT = "absent"
 def checkpoint_block(block: nn.Module, recompute: Callable[..., Any]) -> None:
     """Run the block's training forward through ``recompute``."""
     if _has_checkpointing_flag(block):
-        override(block, gradient_checkpointing=True, _gradient_checkpointing_func=recompute)
+        override(block, **checkpointing_flag(recompute))
         return
     plain = block.__dict__.get("forward")  # a forward that someone set on the instance stays the inner one
     # A partial of a plain function, not a closure or a method: it survives deepcopy and pickling.

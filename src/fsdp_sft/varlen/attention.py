@@ -87,7 +87,7 @@ def _row(sdpa: Callable[..., Any], rows: RowMask, length: int, row: tuple[torch.
     filler = -length % _MULTIPLE
     padded = [F.pad(x, (0, 0, 0, filler)) for x in row]
     mask = None
-    if length > rows.window:
+    if length > rows.sliding_window:
         mask = rows.within(torch.arange(length + filler, device=row[0].device))[None, None]
     out: torch.Tensor = sdpa(*padded, mask)[0]
     return out[:, :length]
@@ -117,7 +117,7 @@ def _varlen(
     elif groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     tokens = [x[0].transpose(0, 1) for x in (query, key, value)]
-    options["window_size"] = (-1 if rows.window == rows.longest else rows.window - 1, 0)
+    options["window_size"] = (-1 if rows.sliding_window == rows.longest else rows.sliding_window - 1, 0)
     rows_of_both: Any = (rows.offsets, rows.offsets, rows.longest, rows.longest)
     out: Any = varlen_attn(*tokens, *rows_of_both, scale=scale, **options)  # type: ignore[arg-type]
     result: torch.Tensor = out[..., :size]

@@ -20,7 +20,7 @@ class RowMask:
         bounds: Where each row begins, and where the last ends, counted over all sequences of a batch.
         offsets: The same on the device, int32 ``(N + 1,)``.
         longest: Tokens of the longest row.
-        window: Keys that a query sees at most, itself among them; no more than ``longest``.
+        sliding_window: Keys that a query sees at most, itself among them; no more than ``longest``.
         width: Tokens of a sequence.
         has_flash: Whether the device has torch's varlen flash attention.
     """
@@ -28,7 +28,7 @@ class RowMask:
     bounds: tuple[int, ...]
     offsets: torch.Tensor
     longest: int
-    window: int
+    sliding_window: int
     width: int
     has_flash: bool
 
@@ -57,7 +57,7 @@ class RowMask:
     def within(self, tokens: torch.Tensor) -> torch.Tensor:
         """The mask of a single row: bool ``(S, S)`` of its S positions."""
         before = tokens[:, None] - tokens
-        return (before >= 0) & (before < self.window)
+        return (before >= 0) & (before < self.sliding_window)
 
 
 def find_rows(slab: Callable[..., torch.Tensor], width: int, offset: int) -> RowMask | None:

@@ -18,7 +18,7 @@ from fsdp_sft._model import named_tensors
 from fsdp_sft._random import unmoved
 from fsdp_sft.distributed import compute_device
 from fsdp_sft.errors import abridged
-from fsdp_sft.weights.plan import Plan
+from fsdp_sft.weights.plan import LoadPlan
 from fsdp_sft.weights.read import check_finite
 
 
@@ -75,7 +75,7 @@ def materialise(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def initialise_rest(model: nn.Module, plan: Plan, *, seed: int) -> None:
+def initialise_rest(model: nn.Module, plan: LoadPlan, *, seed: int) -> None:
     """Compute the buffers that no checkpoint holds and fill the keys that it lacks, by the model's own code.
 
     The same on every rank: plain ``from_pretrained`` after ``torch.manual_seed(seed)`` gives the same values.
@@ -93,7 +93,7 @@ def initialise_rest(model: nn.Module, plan: Plan, *, seed: int) -> None:
         local_of(tensor).copy_(part_of(value, box_of(tensor)))
 
 
-def check_complete(model: nn.Module, plan: Plan, empty: Iterable[str]) -> None:
+def check_complete(model: nn.Module, plan: LoadPlan, empty: Iterable[str]) -> None:
     """See that nothing is left on the meta device or without a value.
 
     Raises:
@@ -111,7 +111,7 @@ def check_complete(model: nn.Module, plan: Plan, empty: Iterable[str]) -> None:
         )
 
 
-def check_shards_finite(model: nn.Module, plan: Plan) -> None:
+def check_shards_finite(model: nn.Module, plan: LoadPlan) -> None:
     """Refuse NaN and infinity in shards on an accelerator; those on the host were checked as they were read.
 
     Raises:

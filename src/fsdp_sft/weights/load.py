@@ -27,7 +27,7 @@ from fsdp_sft.weights.finish import (
     names_without_memory,
 )
 from fsdp_sft.weights.hub import resolve_folder
-from fsdp_sft.weights.plan import Group, Plan, Target, make_plan
+from fsdp_sft.weights.plan import ConvertedGroup, LoadPlan, Target, make_plan
 from fsdp_sft.weights.provenance import Piece, contiguous_strides
 from fsdp_sft.weights.read import Job, check_finite, job_for, read_jobs
 from fsdp_sft.weights.report import LoadReport
@@ -124,7 +124,7 @@ def load_weights(
     )
 
 
-def choose_strategy(model: nn.Module, plan: Plan, strategy: Strategy) -> tuple[str, str]:
+def choose_strategy(model: nn.Module, plan: LoadPlan, strategy: Strategy) -> tuple[str, str]:
     """(``"slice"`` or ``"exchange"``, why)."""
     if strategy != "auto":
         return strategy, "as asked"
@@ -173,7 +173,7 @@ class _Reads:
     """One load's reading: what, from where, for whom."""
 
     model: nn.Module
-    plan: Plan
+    plan: LoadPlan
     checkpoint: Checkpoint
     strategy: str
     host_budget_bytes: int
@@ -283,12 +283,12 @@ def _fill_converted(reads: _Reads) -> int:
     return bytes_read
 
 
-def _targets_of(reads: _Reads, group: Group) -> list[Target]:
+def _targets_of(reads: _Reads, group: ConvertedGroup) -> list[Target]:
     number = reads.plan.groups.index(group)
     return [target for target in reads.plan.targets.values() if target.group == number]
 
 
-def _convert(reads: _Reads, group: Group) -> tuple[int, dict[str, torch.Tensor]]:
+def _convert(reads: _Reads, group: ConvertedGroup) -> tuple[int, dict[str, torch.Tensor]]:
     """Read a group's sources whole and run the conversion on the CPU: (bytes read, results by target)."""
     sources: dict[str, torch.Tensor] = {}
     jobs = []
@@ -309,7 +309,7 @@ def _convert(reads: _Reads, group: Group) -> tuple[int, dict[str, torch.Tensor]]
     return bytes_read, converted
 
 
-def _check_duplicates(reads: _Reads, group: Group, converted: dict[str, torch.Tensor]) -> None:
+def _check_duplicates(reads: _Reads, group: ConvertedGroup, converted: dict[str, torch.Tensor]) -> None:
     """Tied names that one conversion makes must come out equal."""
     number = reads.plan.groups.index(group)
     for target in reads.plan.duplicates:

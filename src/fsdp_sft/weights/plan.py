@@ -44,7 +44,7 @@ class Target:
         kind: ``"identity"``: one tensor of the checkpoint as it is. ``"separable"``: whole tensors side by
             side (merged experts). ``"region"``: boxes of tensors. ``"other"``: converted whole, then cut.
         pieces: Empty for ``"other"``.
-        group: Index into ``Plan.groups`` for ``"other"``.
+        group: Index into ``LoadPlan.groups`` for ``"other"``.
         is_parameter: And not a buffer.
     """
 
@@ -57,7 +57,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Group:
+class ConvertedGroup:
     """Tensors that one conversion turns into others and that cannot be cut before.
 
     Attributes:
@@ -79,7 +79,7 @@ class Group:
 
 
 @dataclass
-class Plan:
+class LoadPlan:
     """Everything a load does, the same on all ranks.
 
     Attributes:
@@ -96,7 +96,7 @@ class Plan:
 
     targets: dict[str, Target] = field(default_factory=dict)
     duplicates: list[Target] = field(default_factory=list)
-    groups: list[Group] = field(default_factory=list)
+    groups: list[ConvertedGroup] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     initialised: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
@@ -118,7 +118,7 @@ class Plan:
 
 def make_plan(
     model: nn.Module, checkpoint: Checkpoint, *, missing: str = "error", unexpected: str = "error"
-) -> Plan:
+) -> LoadPlan:
     """Work out from the headers what each parameter and buffer of ``model`` is read from.
 
     Args:
@@ -135,7 +135,7 @@ def make_plan(
     twin = meta_twin(model)
     tensors = named_tensors(model)
     _check_same_names(twin, tensors)
-    plan = Plan(twin=twin, conversions=weight_conversions(twin))
+    plan = LoadPlan(twin=twin, conversions=weight_conversions(twin))
     matched, left_over = match_checkpoint_keys(twin, list(checkpoint.sources), plan.conversions)
     found: dict[str, Target] = {}
     for first, (converter, sources) in matched.items():
@@ -163,7 +163,7 @@ def _check_same_names(twin: Any, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def _targets_of(
-    plan: Plan,
+    plan: LoadPlan,
     checkpoint: Checkpoint,
     tensors: Mapping[str, torch.Tensor],
     first: str,
@@ -178,7 +178,7 @@ def _targets_of(
     whole: int | None = None
     if not all(_is_direct(tensor, checkpoint) for tensor in converted.values()):
         whole = len(plan.groups)
-        plan.groups.append(Group(first, converter, sources, tensors[first].dtype))
+        plan.groups.append(ConvertedGroup(first, converter, sources, tensors[first].dtype))
     targets = []
     for name, tensor in converted.items():
         if name in tensors:
@@ -198,7 +198,7 @@ def _traced(checkpoint: Checkpoint, key: str) -> Traced:
 
 
 def _converted(
-    plan: Plan, checkpoint: Checkpoint, first: str, converter: Any, sources: dict[str, list[str]]
+    plan: LoadPlan, checkpoint: Checkpoint, first: str, converter: Any, sources: dict[str, list[str]]
 ) -> dict[str, torch.Tensor]:
     """The results of a conversion without data: traced where it only moves elements, else shapes alone.
 
@@ -280,7 +280,7 @@ def _strides_match(piece: Piece) -> bool:
 
 
 def _resolve_ties(
-    plan: Plan, model: nn.Module, tensors: Mapping[str, torch.Tensor], found: dict[str, Target]
+    plan: LoadPlan, model: nn.Module, tensors: Mapping[str, torch.Tensor], found: dict[str, Target]
 ) -> None:
     preferred = set(tied_names(model).values())
     aliases: dict[int, list[str]] = {}
@@ -295,7 +295,7 @@ def _resolve_ties(
                 found.setdefault(name, found[present[0]])
 
 
-def _count_classes(plan: Plan, checkpoint: Checkpoint) -> None:
+def _count_classes(plan: LoadPlan, checkpoint: Checkpoint) -> None:
     def key_bytes(key: str) -> int:
         return checkpoint.sources[key].entry.num_bytes
 
@@ -308,7 +308,7 @@ def _count_classes(plan: Plan, checkpoint: Checkpoint) -> None:
 
 
 def _settle_missing(
-    plan: Plan, tensors: Mapping[str, torch.Tensor], found: Mapping[str, Target], policy: str
+    plan: LoadPlan, tensors: Mapping[str, torch.Tensor], found: Mapping[str, Target], policy: str
 ) -> None:
     absent = [name for name in plan.twin.state_dict() if name not in found]
     first_names = {id(tensors[name]): name for name in reversed(absent)}
@@ -322,7 +322,7 @@ def _settle_missing(
         )
 
 
-def _settle_unexpected(plan: Plan, left_over: Mapping[str, str], policy: str) -> None:
+def _settle_unexpected(plan: LoadPlan, left_over: Mapping[str, str], policy: str) -> None:
     _, allowed = ignored_on_load(plan.twin)
     plan.unexpected = sorted(name for name in left_over if not matches_any(name, allowed))
     if plan.unexpected and policy == "error":

@@ -29,20 +29,31 @@ from fsdp_sft._gather import Gatherer
 from fsdp_sft._model import ModelTensors, clean_name, model_tensors, tied_meta_twin
 from fsdp_sft.adapters import adapted_layers, merged_weights, without_adapters
 from fsdp_sft.blocks import configs_without_caches
-from fsdp_sft.dcp_io.card import model_card
-from fsdp_sft.dcp_io.hf_files import Described, HfFiles, check_target, export_target
-from fsdp_sft.dcp_io.own_rows import has_whole_rows, open_own_rows
-from fsdp_sft.dcp_io.upload import make_repository, upload
 from fsdp_sft.distributed import reshard
+from fsdp_sft.export.card import model_card
+from fsdp_sft.export.hf_files import Described, HfFiles, check_target, export_target
+from fsdp_sft.export.own_rows import has_whole_rows, open_own_rows
+from fsdp_sft.export.upload import make_repository, upload
 
 
 @dataclass(frozen=True)
-class _Plan:
-    sources: dict[str, str]  # name to save under, before conversion -> the model's first name of it
-    dtypes: dict[str, torch.dtype]  # of the sources
-    groups: list[list[str]]  # sources that are converted together
-    written: Described  # what the files get, in order
-    unchanged: dict[str, str]  # sources that no conversion touches, to their names in the files
+class ExportPlan:
+    """What an export writes, made on rank 0 and the same on all ranks.
+
+    Attributes:
+        sources: Name to save under, before conversion, to the model's first name of the tensor.
+        dtypes: Dtype in the files of each source.
+        groups: Sources that are converted together.
+        written: Dtype and shape of what the files get, in order.
+        unchanged: Sources that no conversion touches, to their names in the files.
+        converts: Whether the architecture has conversions.
+    """
+
+    sources: dict[str, str]
+    dtypes: dict[str, torch.dtype]
+    groups: list[list[str]]
+    written: Described
+    unchanged: dict[str, str]
     converts: bool
 
 
@@ -114,7 +125,7 @@ def _export(
     push_to_hub: str | None,
 ) -> None:
     temporary = temporary_beside(target)
-    plan: _Plan | None = None
+    plan: ExportPlan | None = None
     try:
         with agreed(f"preparing to export to {target}"):
             content = _checked(model, target, dtype, tokenizer)
@@ -158,7 +169,7 @@ def _checked(model: nn.Module, target: Path, dtype: torch.dtype | None, tokenize
     return model_tensors(model)
 
 
-def _plan(model: nn.Module, content: ModelTensors, dtype: torch.dtype | None) -> _Plan:
+def _plan(model: nn.Module, content: ModelTensors, dtype: torch.dtype | None) -> ExportPlan:
     twin = _unsharded_twin(model)
     sources = _sources(twin, content)
     dtypes = _dtypes(model, content, sources, dtype)
@@ -172,7 +183,7 @@ def _plan(model: nn.Module, content: ModelTensors, dtype: torch.dtype | None) ->
     written = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in final.items()}
     names = {id(tensor): name for name, tensor in final.items()}
     unchanged = {name: names[id(tensor)] for name, tensor in meta.items() if id(tensor) in names}
-    return _Plan(sources, dtypes, groups, written, unchanged, converts)
+    return ExportPlan(sources, dtypes, groups, written, unchanged, converts)
 
 
 def _unsharded_twin(model: nn.Module) -> nn.Module:
@@ -289,7 +300,7 @@ def _write_settings(
 def _write_weights(
     model: Any,
     content: ModelTensors,
-    plan: _Plan,
+    plan: ExportPlan,
     merges: Mapping[str, Any],
     folder: Path,
     max_shard_size: int | str,
@@ -340,7 +351,7 @@ def _refuse_tied(content: ModelTensors, merges: Mapping[str, Any]) -> None:
 
 
 def _gathered(
-    content: ModelTensors, plan: _Plan, merges: Mapping[str, Any], name: str, gatherer: Gatherer
+    content: ModelTensors, plan: ExportPlan, merges: Mapping[str, Any], name: str, gatherer: Gatherer
 ) -> torch.Tensor | None:
     """The full tensor on rank 0, with adapters merged into it if it has any."""
     source, dtype = plan.sources[name], plan.dtypes[name]

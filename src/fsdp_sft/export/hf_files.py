@@ -8,7 +8,7 @@ import torch
 
 from fsdp_sft._disk import write_bytes
 from fsdp_sft._safetensors import Header, bytes_of, create, num_bytes, write_at
-from fsdp_sft.dcp_io.own_rows import Places
+from fsdp_sft.export.own_rows import Places
 
 
 def export_target(out_dir: str | os.PathLike[str]) -> Path:

@@ -11,8 +11,8 @@ from fsdp_sft._agree import agreed, this_rank
 from fsdp_sft._disk import publish, sweep, temporary_beside
 from fsdp_sft._gather import Gatherer
 from fsdp_sft._model import ModelTensors, model_tensors
-from fsdp_sft.dcp_io.hf_files import check_target, export_target
 from fsdp_sft.distributed import reshard
+from fsdp_sft.export.hf_files import check_target, export_target
 
 if TYPE_CHECKING:
     from peft import PeftModel

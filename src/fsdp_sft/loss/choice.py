@@ -12,8 +12,6 @@ from fsdp_sft.loss import liger
 from fsdp_sft.loss.head import plain_head
 from fsdp_sft.loss.linear_cross_entropy import linear_cross_entropy_sum
 
-LossOfHidden = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-
 
 @dataclass(frozen=True)
 class Transform:
@@ -29,14 +27,14 @@ class Transform:
 
 
 @dataclass(frozen=True)
-class Plan:
+class LossChoice:
     """The loss of one model.
 
     Attributes:
         impl: ``"chunked"``, ``"liger"`` or ``"logits"``.
         reason: Why the logits are computed in full; empty where they are not.
         transform: What the fused losses apply to the logits.
-        head: The head it was made for; dead or another one now, and the plan is void.
+        head: The head it was made for; dead or another one now, and the choice is void.
         sharded: Likewise.
     """
 
@@ -47,7 +45,7 @@ class Plan:
     sharded: bool
 
     def holds(self, model: nn.Module) -> bool:
-        """Whether the model still has the structure that the plan was made for."""
+        """Whether the model still has the structure that the choice was made for."""
         if self.sharded != isinstance(model, FSDPModule):
             return False
         head, _ = plain_head(model)
