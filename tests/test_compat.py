@@ -172,6 +172,27 @@ def test_which_module_is_being_traced_has_no_public_reader() -> None:
     assert any(path.endswith(".0.0") for path in sum(seen, [])), seen
 
 
+def test_a_layer_of_transformers_reads_its_checkpoint_function_from_a_private_attribute() -> None:
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    class Layer(GradientCheckpointingLayer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + 1
+
+    layer = Layer().train()
+    calls: list[int] = []
+
+    def recompute(function: object, *args: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return function(*args)  # type: ignore[operator,no-any-return]
+
+    for name, value in _compat.checkpointing_flag(recompute).items():
+        setattr(layer, name, value)
+    assert float(layer(torch.zeros(()))) == 1
+    assert calls == [1]
+    assert not hasattr(layer, "gradient_checkpointing_func"), "transformers has a public name now"
+
+
 def test_what_an_operator_does_has_no_public_reader() -> None:
     aten = torch.ops.aten
     assert _compat.changes_its_inputs(aten.add_.Tensor)
@@ -194,7 +215,7 @@ def test_every_private_name_is_watched() -> None:
         "attention_of",
         "offset_in_checkpoint",
     }
-    watched |= {"is_compiled", "varlen_attn_takes_gqa"}
+    watched |= {"is_compiled", "varlen_attn_takes_gqa", "checkpointing_flag"}
     watched |= {"compile_memory_budget", "backend_with_memory_budget", "_compile_with_memory_budget"}
     watched |= {"modules_being_traced", "changes_its_inputs", "draws_random_numbers_now"}
     # Attributes on instances, covered by the tests of export and loading themselves.

@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 import fsdp_sft as fs
+from tests.harness.forks import Program
 from tests.harness.models import full, largest_error, ragged_batches, tiny_model
 from tests.harness.ranks import run_distributed
 
@@ -332,14 +334,14 @@ def test_groups_by_size_train_the_same() -> None:
     run_distributed(_check_size_based_groups, 2)
 
 
-def test_a_72b_model_shards_over_64_fake_ranks_in_one_process() -> None:
-    import subprocess
-    import sys
-
-    code = """
+def test_a_72b_model_shards_over_64_fake_ranks_in_one_process(tmp_path: Path) -> None:
+    script = tmp_path / "shard.py"
+    script.write_text("""
 import time, torch, torch.distributed as dist, transformers as tf
 from torch.testing._internal.distributed.fake_pg import FakeStore
 import fsdp_sft as fs
+
+from tests.harness.forks import Program
 dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=64)
 config = tf.Qwen2Config(hidden_size=8192, intermediate_size=29568, num_hidden_layers=80,
     num_attention_heads=64, num_key_value_heads=8, vocab_size=152064)
@@ -352,7 +354,7 @@ assert seconds < 20, seconds
 local = sum(p.to_local().numel() for p in model.parameters())
 assert local == sum(p.numel() for p in model.parameters()) // 32, local
 print(fs.describe_sharding(model))
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "72,706,203,648 parameters" in done.stdout
+""")
+    code, text = Program(script).wait(120)
+    assert code == 0, text[-2000:]
+    assert "72,706,203,648 parameters" in text

@@ -191,6 +191,7 @@ PROGRAM = """
 
 @pytest.mark.parametrize(("outcome", "code"), [("succeed", 0), ("fail", 1)])
 def test_a_program_that_ends_waits_for_its_save(tmp_path: Path, outcome: str, code: int) -> None:
+    # Not a fork of the tests: how Python itself ends is what matters.
     command = [sys.executable, "-c", textwrap.dedent(PROGRAM), str(tmp_path), outcome]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert ended.returncode == code, ended.stderr

@@ -198,16 +198,3 @@ def test_without_a_process_group(tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     fs.save_checkpoint(tmp_path / "root", 0, model=model, optimizer=optimizer)
     fs.load_checkpoint(tmp_path / "root", model=nn.Linear(3, 2).bfloat16())
-
-
-def test_importing_starts_nothing() -> None:
-    import subprocess
-    import sys
-
-    code = (
-        "import sys, fsdp_sft.dcp_io\n"
-        "heavy = ('torch._dynamo', 'torch.distributed.checkpoint', 'transformers')\n"
-        "print([name for name in heavy if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
