@@ -1,5 +1,5 @@
 # make demo   a tiny model is trained, saved, exported and asked questions, on 2 processes
-# make test   the suite (under 15 minutes on 2 cores)
+# make test   the suite (about 6 minutes on 2 cores)
 PYTHON ?= python3
 VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
@@ -9,7 +9,7 @@ PYTEST_ARGS ?=
 WORKERS ?= 2
 DEMO_ARGS ?=
 
-.PHONY: help demo test lint format test-slow test-gpu test-floor test-latest docs clean
+.PHONY: help demo test lint format test-slow test-faults test-gpu test-floor test-latest docs clean
 help:
 	@grep -E '^# make' Makefile | cut -c3-
 
@@ -25,13 +25,18 @@ demo: $(INSTALLED)
 	rm -rf demo-output; \
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc-per-node $$n examples/minimal_sft.py --output demo-output $(DEMO_ARGS)
 
-# Most tests start ranks of their own and wait for them, so two at a time take little more than half as long.
+# Many tests wait for ranks, signals or time-outs, so two at a time take little more than half as long.
 test: $(INSTALLED)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 # make test-slow   the tests that take minutes
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+
+# make test-faults   kills, signals and damage in number (an hour)
+test-faults: $(INSTALLED)
+	$(BIN)/python -m tests.faults
+	$(BIN)/python -m pytest -s -m slow tests/faults $(PYTEST_ARGS)
 
 # make test-gpu   the tests that need a CUDA device
 test-gpu: $(INSTALLED)
