@@ -1,0 +1,14 @@
+"""The mistakes, by what they are made in."""
+
+from benchmarks.checks.mistakes import checkpoints, labels, loading, meshes, rows, steps
+from benchmarks.checks.mistakes.mistake import Mistake
+
+MISTAKES = [
+    *labels.MISTAKES,
+    *rows.MISTAKES,
+    *loading.MISTAKES,
+    *steps.MISTAKES,
+    *meshes.MISTAKES,
+    *checkpoints.MISTAKES,
+]
+__all__ = ["MISTAKES", "Mistake"]

@@ -1,0 +1,14 @@
+"""One mistake that the tests have to notice."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """``old`` in a file becomes ``new``; at least one of the tests has to fail."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
