@@ -2,4 +2,12 @@
 
 from benchmarks.checks.mistakes.mistake import Mistake
 
-MISTAKES: list[Mistake] = []
+MISTAKES = [
+    Mistake(
+        "old steps deleted unasked",
+        "dcp_io/checkpoint.py",
+        "keep_last: int | None = None,",
+        "keep_last: int | None = 2,",
+        ("tests/dcp_io/test_retention.py",),
+    ),
+]

@@ -112,7 +112,7 @@ def save_checkpoint(
     train_state: Mapping[str, Any] | None = None,
     rank_state: Mapping[str, Any] | None = None,
     async_: bool = False,
-    keep_last: int | None = 2,
+    keep_last: int | None = None,
     metric: float | None = None,
     keep_best: int = 0,
 ) -> SavedCheckpoint:
@@ -143,10 +143,11 @@ def save_checkpoint(
             is under way at a time: the next one waits for it. An error of the thread is raised on all ranks
             by the next save or by ``wait``; a program that ends without either prints it and exits with 1.
             Wait before ``destroy_process_group``, which would break the save off.
-        keep_last: How many of the newest sound steps to keep, this one included; None keeps all.
+        keep_last: How many of the newest sound steps to keep, this one included; older ones are deleted, and
+            one line of the log names them. None deletes nothing.
         metric: How good this step is, lower being better, the same on all ranks; what is not finite counts
             as None, which is never the best.
-        keep_best: How many of the steps with the lowest metric to keep beside the newest.
+        keep_best: How many of the steps with the lowest metric to keep beside the newest ``keep_last``.
 
     Returns:
         Where it is or will be, and how long training stood still.

@@ -1,5 +1,6 @@
 """Which checkpoints a folder has, which are sound, and which go."""
 
+import logging
 import os
 import shutil
 import warnings
@@ -10,6 +11,8 @@ from fsdp_sft._disk import temporary_beside
 from fsdp_sft.dcp_io.manifest import file_problems, read_manifest, verify_folder
 from fsdp_sft.dcp_io.steps import step_folders
 from fsdp_sft.errors import CheckpointCorruptError
+
+_logger = logging.getLogger("fsdp_sft.dcp_io")
 
 
 @dataclass(frozen=True)
@@ -60,8 +63,9 @@ def prune(root: Path, *, keep_last: int | None, keep_best: int, just_saved: int)
     """Delete sound steps other than the newest ``keep_last`` and the best ``keep_best``.
 
     The one just saved stays and counts among the newest. Of equal metrics the newer is better. Unsound ones
-    neither count nor go: someone may want to look at them. A step that cannot be deleted is warned about; the
-    checkpoint that was just saved stands.
+    neither count nor go: someone may want to look at them. What goes is logged as a warning, which Python
+    prints unless told otherwise. A step that cannot be deleted is warned about; the checkpoint that was just
+    saved stands.
     """
     if keep_last is None:
         return
@@ -71,15 +75,20 @@ def prune(root: Path, *, keep_last: int | None, keep_best: int, just_saved: int)
     best = sorted(measured, key=lambda info: (info.metric, -info.step))[:keep_best]
     newest = others[max(0, len(others) - (keep_last - 1)) :]
     kept = {info.step for info in [*newest, *best]}
-    for info in others:
-        if info.step not in kept and not info.path.is_symlink():
-            _delete(root, info.path)
+    surplus = [info.path for info in others if info.step not in kept and not info.path.is_symlink()]
+    deleted = [path.name for path in surplus if _delete(root, path)]
+    if deleted:
+        _logger.warning(
+            "keep_last=%d, keep_best=%d: deleted %s from %s", keep_last, keep_best, ", ".join(deleted), root
+        )
 
 
-def _delete(root: Path, path: Path) -> None:
+def _delete(root: Path, path: Path) -> bool:
     doomed = temporary_beside(root / f"pruned-{path.name}")
     try:
         os.rename(path, doomed)  # so that a step is never there by half
         shutil.rmtree(doomed)
     except OSError as error:
         warnings.warn(f"could not delete the old checkpoint {path}: {error}", stacklevel=4)
+        return False
+    return True
