@@ -1,4 +1,4 @@
-"""train_step, evaluate and windows against the plain single process."""
+"""train_step against the plain single process."""
 
 import copy
 import itertools
@@ -211,86 +211,6 @@ def _check_bad_windows() -> None:
 
 def test_bad_windows_raise_on_all_ranks() -> None:
     run_distributed(_check_bad_windows, 2, timeout=30)
-
-
-def _check_evaluate() -> None:
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    batches = ragged_batches(5)
-    expected = float(oracle_loss(tiny_model("gpt2").eval(), batches).detach())
-    model = fs.shard_model(tiny_model("gpt2"), mesh=fs.build_mesh(device_type="cpu"), mp_policy=FLOAT32)
-    shares = {0: batches[:3], 1: batches[3:]}.get(rank, [])
-    for share in (shares, batches if rank == ranks - 1 else []):
-        model.transformer.h[0].eval()
-        result = fs.evaluate(model, iter(share))
-        assert result.loss == pytest.approx(expected, rel=1e-6)
-        assert result.perplexity == pytest.approx(math.exp(expected), rel=1e-5)
-        assert result.num_targets == sum(int((b["labels"][:, 1:] != -100).sum()) for b in batches)
-        assert model.training
-        assert not model.transformer.h[0].training, "each module's own mode is restored"
-        assert all(hasattr(p, "placements") for p in model.parameters()), "sharded again"
-    with pytest.raises(ValueError, match="no target on any rank"):
-        fs.evaluate(model, batches[-1:] if rank == 0 else [])
-
-    def failing() -> Any:
-        yield batches[0]
-        if rank == ranks - 1:
-            raise OSError("the disk is gone")
-
-    with pytest.raises(OSError, match="the disk is gone"):
-        fs.evaluate(model, failing())
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_evaluate_is_exact_at_unequal_counts(ranks: int) -> None:
-    run_distributed(_check_evaluate, ranks, timeout=60)
-
-
-def _check_windows() -> None:
-    rank = dist.get_rank()
-    batches = ragged_batches(9)
-    lengths = [len(window) for window in fs.windows(batches[: 5 + 2 * rank], 3)]
-    assert lengths == [3, 2], "the rank with fewest batches ends the pass for all"
-    assert [len(window) for window in fs.windows(batches[:6], 3)] == [3, 3]
-    with pytest.raises(ValueError, match="no target on any rank"):
-        list(fs.windows(batches[-1:] * 2, 1))
-    list(fs.windows(batches[-1:] if rank else batches[:1], 1))
-
-    def failing() -> Any:
-        yield from batches[:2]
-        if rank == 1:
-            raise OSError("bad sector")
-        yield from batches[2:]
-
-    seen = []
-    with pytest.raises(OSError, match="bad sector") as caught:
-        for window in fs.windows(failing(), 2):
-            seen.append(len(window))
-    assert seen == [2]
-    assert "rank 1 failed first while reading the next window" in caught.value.__notes__[0]
-    with pytest.raises(ValueError, match="grad_accum_steps must be a positive integer"):
-        fs.windows(batches, 0)
-
-
-def _check_loader_that_does_not_start() -> None:
-    class Broken:
-        def __iter__(self) -> Any:
-            if dist.get_rank() == 1:
-                raise OSError("cannot fork")
-            return iter(ragged_batches(3))
-
-    model = fs.shard_model(tiny_model("gpt2"), mesh=fs.build_mesh(device_type="cpu"))
-    with pytest.raises(OSError, match="cannot fork"):
-        list(fs.windows(Broken(), 1))
-    with pytest.raises(OSError, match="cannot fork"):
-        fs.evaluate(model, Broken())
-
-
-def test_a_loader_that_does_not_start_on_one_rank_raises_on_all() -> None:
-    run_distributed(_check_loader_that_does_not_start, 2, timeout=30)
-
-
-def test_windows_keep_ranks_together() -> None:
-    run_distributed(_check_windows, 2, timeout=60)
 
 
 def _hang_if_uneven() -> None:

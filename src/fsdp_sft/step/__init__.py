@@ -1,0 +1,14 @@
+"""One optimizer step, and evaluation: what belongs between a data loader and an optimizer under FSDP2.
+
+``loader`` makes windows of a loader's batches and ``window`` has ranks agree on one; ``train`` is the step,
+``gradients`` says which collectives its backwards run and clips; ``evaluation`` is the loss without a step.
+"""
+
+from fsdp_sft.step.evaluation import EvalResult as EvalResult
+from fsdp_sft.step.evaluation import evaluate as evaluate
+from fsdp_sft.step.gradients import SyncMode as SyncMode
+from fsdp_sft.step.gradients import gradient_sync as gradient_sync
+from fsdp_sft.step.loader import windows as windows
+from fsdp_sft.step.train import GradSync as GradSync
+from fsdp_sft.step.train import StepResult as StepResult
+from fsdp_sft.step.train import train_step as train_step

@@ -1,0 +1,94 @@
+"""A loader's batches in windows, the same number on all ranks."""
+
+import itertools
+from collections.abc import Iterable, Iterator, Sized
+from typing import Any
+
+from fsdp_sft._agree import all_reduce_min, all_reduce_sum, raise_first
+from fsdp_sft.loss import Batch, num_targets
+from fsdp_sft.preemption import keep_workers_alive
+from fsdp_sft.step.window import num_rows
+
+
+def windows(loader: Iterable[Batch], grad_accum_steps: int) -> Iterator[list[Batch]]:
+    """Group a loader's batches into the windows of optimizer steps, the same number on all ranks.
+
+    Before each window ranks agree on how many micro-batches every one of them has: the smallest number
+    counts, so a rank that runs out early ends the pass for all instead of hanging it. The last window may
+    be short. If reading the data fails on one rank, all raise its error. A sampler or data set with
+    ``mark_consumed`` (``ResumableSampler``, ``PackedSampler``, ``PackedStream``) is told the rows or packs of
+    each window before the window is handed out. What a checkpoint left of an epoch may be nothing.
+
+    Args:
+        loader: A DataLoader, or any iterable of batches with ``input_ids`` and ``labels``.
+        grad_accum_steps: Micro-batches per window.
+
+    Yields:
+        Lists of 1 to ``grad_accum_steps`` batches.
+
+    Raises:
+        ValueError: If ``grad_accum_steps`` is not positive, or a whole epoch had no target on any rank.
+
+    Collective: all ranks, in step.
+    """
+    if isinstance(grad_accum_steps, bool) or not isinstance(grad_accum_steps, int) or grad_accum_steps < 1:
+        raise ValueError(f"grad_accum_steps must be a positive integer, got {grad_accum_steps!r}")
+    return _windows(loader, grad_accum_steps)
+
+
+def _windows(loader: Iterable[Batch], grad_accum_steps: int) -> Iterator[list[Batch]]:
+    sampler = _resumable(loader)
+    mark_consumed = getattr(sampler, "mark_consumed", None)
+    end_epoch = getattr(sampler, "end_epoch", None)
+    # After a checkpoint at an epoch's last window nothing may be left of that epoch: a loader drops its tail.
+    in_mid_epoch = bool(getattr(sampler, "position", 0))
+    batches: Iterator[Batch] | None = None
+    targets_seen = False
+    while True:
+        window: list[Batch] = []
+        error: Exception | None = None
+        try:
+            batches = batches if batches is not None else keep_workers_alive(loader)
+            window = list(itertools.islice(batches, grad_accum_steps))
+            targets_seen = targets_seen or any(num_targets(batch) > 0 for batch in window)
+        except Exception as caught:
+            error = caught
+        length = all_reduce_min(len(window) if error is None else -1)
+        if length == -1:
+            raise_first(error, "reading the next window")
+        if length == 0:
+            break
+        window = window[:length]
+        if mark_consumed is not None:
+            mark_consumed(_num_consumed(loader, sampler, window))
+        yield window
+        if length < grad_accum_steps:
+            break
+    if end_epoch is not None:
+        end_epoch()
+    if all_reduce_sum([targets_seen or in_mid_epoch])[0] == 0:
+        raise ValueError(
+            "the data set has no target on any rank: every label, after the shift, is -100, or there is no "
+            "batch. Look at a row with render_labels, and at the counts that filter_rows returns"
+        )
+
+
+def _resumable(loader: Any) -> Any:
+    """What keeps the position: a sampler, a sampler of batches, a stream, or the loader itself."""
+    sources = [getattr(loader, name, None) for name in ("sampler", "batch_sampler", "dataset")]
+    sources.append(getattr(sources[1], "sampler", None))
+    return next((source for source in [*sources, loader] if hasattr(source, "mark_consumed")), None)
+
+
+def _num_consumed(loader: Any, sampler: Any, window: list[Batch]) -> int:
+    """Rows or packs of a window, in whatever the sampler counts.
+
+    A sampler of rows counts what the loader took from it: a collator may have packed rows into one, or left
+    some out.
+    """
+    batches = getattr(loader, "batch_sampler", None)
+    size = getattr(batches, "batch_size", None)
+    if getattr(batches, "sampler", None) is not sampler or not isinstance(size, int):
+        return sum(num_rows(batch) for batch in window)
+    left = len(sampler) if isinstance(sampler, Sized) else size * len(window)
+    return min(size * len(window), left)

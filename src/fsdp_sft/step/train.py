@@ -1,0 +1,151 @@
+"""One optimizer step over a window of micro-batches."""
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_sft.distributed import compute_device, mesh_of, sum_over_mesh
+from fsdp_sft.errors import NonFiniteGradientError
+from fsdp_sft.loss import Batch, LossImpl, loss_sum, scale_for_backward
+from fsdp_sft.step.gradients import SyncMode, clip_gradients, gradient_sync
+from fsdp_sft.step.window import agree_on_window, to_device
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.optim.lr_scheduler import LRScheduler
+
+GradSync = Literal["each", "last", "reduce_scatter"]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did; the same on every rank.
+
+    Attributes:
+        loss: Mean over the window's targets on all ranks; nan for a window without any.
+        grad_norm: 2-norm of the whole gradient before clipping; nan where there was none.
+        num_targets: Targets of the window on all ranks.
+        num_tokens: Tokens of the window on all ranks, without what ``attention_mask`` calls padding. A pack
+            has no mask: there what ``PackedCollator`` filled up counts.
+        skipped: Whether the optimizer did not step.
+        skip_reason: ``"no targets"`` or ``"inf gradients"``; None if it did step.
+    """
+
+    loss: float
+    grad_norm: float
+    num_targets: int
+    num_tokens: int
+    skipped: bool
+    skip_reason: str | None = None
+
+
+def train_step(
+    model: nn.Module,
+    micro_batches: list[Batch],
+    optimizer: torch.optim.Optimizer,
+    *,
+    mesh: "DeviceMesh | None" = None,
+    max_grad_norm: float | None = 1.0,
+    scheduler: "LRScheduler | None" = None,
+    scaler: torch.amp.GradScaler | None = None,
+    grad_sync: GradSync = "each",
+    loss_impl: LossImpl = "auto",
+) -> StepResult:
+    """Forward, backward and optimizer step over one window; gradients are zeroed afterwards.
+
+    Every target of the window, over ranks and micro-batches, weighs the same. A window without a target on
+    any rank changes nothing and does not advance the scheduler.
+
+    Args:
+        model: A decoder-only language model in ``train()`` mode, sharded or not.
+        micro_batches: The window: batches with ``input_ids`` and ``labels``, int64 ``(B, S)``; the same
+            number on every rank. They are moved to the model's device.
+        optimizer: Over the model's (sharded) parameters.
+        mesh: Ranks that share the window; None takes the mesh of the model's parameters, or a single
+            process if it has none.
+        max_grad_norm: Clip the gradient's 2-norm to this; None only measures it.
+        scheduler: Stepped once if the optimizer was.
+        scaler: ``torch.amp.GradScaler`` for float16 compute; an inf on any rank skips the step on all.
+        grad_sync: ``"each"`` reduces gradients after every micro-batch (least memory), ``"last"`` only
+            after the last (least communication; holds unsharded gradients), ``"reduce_scatter"`` shards
+            them each time but, under HSDP, defers the all-reduce between replicas to the last.
+        loss_impl: As ``impl`` of ``loss_sum``.
+
+    Returns:
+        The same ``StepResult`` on every rank.
+
+    Raises:
+        ValueError: If a rank's batches are not usable or the numbers of micro-batches differ; raised on all
+            ranks, before the forward. If ``optimizer`` was made before the model was sharded.
+        NonFiniteGradientError: If the gradient norm is not finite and no scaler handles it. Parameters and
+            optimizer are as before the step; gradients are zeroed.
+
+    Collective: all ranks of the mesh.
+    """
+    if grad_sync not in ("each", "last", "reduce_scatter"):
+        raise ValueError(f"grad_sync must be 'each', 'last' or 'reduce_scatter', got {grad_sync!r}")
+    _check_optimizer(model, optimizer)
+    if scaler is not None and not scaler.is_enabled():
+        scaler = None  # it would let gradients that are not finite through
+    mesh = mesh if mesh is not None else mesh_of(model)
+    targets, tokens = agree_on_window(micro_batches, mesh)
+    if targets == 0:
+        return StepResult(math.nan, math.nan, 0, tokens, True, "no targets")
+    device = compute_device(model)
+    deferred: SyncMode = {"each": "all", "last": "none", "reduce_scatter": "reduce_scatter"}[grad_sync]  # type: ignore[assignment]
+    total = torch.zeros((), dtype=torch.float64)
+    for index, batch in enumerate(micro_batches):
+        last = index == len(micro_batches) - 1
+        with gradient_sync(model, "all" if last else deferred):
+            summed, _ = loss_sum(model, to_device(batch, device), impl=loss_impl)
+            loss = scale_for_backward(summed, num_targets=targets, mesh=mesh) if mesh else summed / targets
+            (scaler.scale(loss) if scaler is not None else loss).backward()
+        total = total.to(summed.device) + summed.detach()
+    grad_norm, skip_reason = _optimizer_step(model, optimizer, max_grad_norm, scaler)
+    optimizer.zero_grad(set_to_none=True)
+    model.zero_grad(set_to_none=True)  # also what the optimizer was not given
+    (loss_total,) = sum_over_mesh([float(total)], mesh)
+    if scaler is None and not math.isfinite(grad_norm):
+        raise NonFiniteGradientError(
+            f"the gradient norm is {grad_norm} at a loss of {loss_total / targets:.4g}; parameters and "
+            "optimizer are unchanged. Look at the last batches, lower the learning rate, or start from the "
+            "last checkpoint"
+        )
+    if scheduler is not None and skip_reason is None:
+        scheduler.step()
+    return StepResult(loss_total / targets, grad_norm, targets, tokens, skip_reason is not None, skip_reason)
+
+
+def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse one over the tensors that sharding has replaced: it would step and train nothing."""
+    own = {id(p) for p in model.parameters() if isinstance(p, DTensor)}
+    stepped = [p for group in optimizer.param_groups for p in group["params"]]
+    if own and stepped and not any(id(p) in own or isinstance(p, DTensor) for p in stepped):
+        raise ValueError(
+            "the optimizer has none of the model's parameters: sharding has replaced those that it was made "
+            "over. Make it after shard_model or load_pretrained"
+        )
+
+
+def _optimizer_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    max_grad_norm: float | None,
+    scaler: torch.amp.GradScaler | None,
+) -> tuple[float, str | None]:
+    if scaler is not None:
+        scaler.unscale_(optimizer)
+    norm = clip_gradients(model, max_grad_norm)
+    if scaler is None:
+        if math.isfinite(norm):
+            optimizer.step()
+        return norm, None
+    before = scaler.get_scale()
+    scaler.step(optimizer)
+    scaler.update()
+    # The scaler lowers its scale exactly when it found an inf and left the optimizer alone.
+    return norm, "inf gradients" if scaler.get_scale() < before else None

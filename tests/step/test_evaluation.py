@@ -1,0 +1,46 @@
+"""evaluate against the plain single process."""
+
+import math
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import fsdp_sft as fs
+from tests.harness.models import oracle_loss, ragged_batches, tiny_model
+from tests.harness.ranks import run_distributed
+
+FLOAT32 = MixedPrecisionPolicy()
+
+
+def _check_evaluate() -> None:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    batches = ragged_batches(5)
+    expected = float(oracle_loss(tiny_model("gpt2").eval(), batches).detach())
+    model = fs.shard_model(tiny_model("gpt2"), mesh=fs.build_mesh(device_type="cpu"), mp_policy=FLOAT32)
+    shares = {0: batches[:3], 1: batches[3:]}.get(rank, [])
+    for share in (shares, batches if rank == ranks - 1 else []):
+        model.transformer.h[0].eval()
+        result = fs.evaluate(model, iter(share))
+        assert result.loss == pytest.approx(expected, rel=1e-6)
+        assert result.perplexity == pytest.approx(math.exp(expected), rel=1e-5)
+        assert result.num_targets == sum(int((b["labels"][:, 1:] != -100).sum()) for b in batches)
+        assert model.training
+        assert not model.transformer.h[0].training, "each module's own mode is restored"
+        assert all(hasattr(p, "placements") for p in model.parameters()), "sharded again"
+    with pytest.raises(ValueError, match="no target on any rank"):
+        fs.evaluate(model, batches[-1:] if rank == 0 else [])
+
+    def failing() -> Any:
+        yield batches[0]
+        if rank == ranks - 1:
+            raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        fs.evaluate(model, failing())
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_evaluate_is_exact_at_unequal_counts(ranks: int) -> None:
+    run_distributed(_check_evaluate, ranks, timeout=60)

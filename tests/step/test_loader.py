@@ -1,0 +1,58 @@
+"""Windows of a loader's batches, the same number on all ranks."""
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import fsdp_sft as fs
+from tests.harness.models import ragged_batches, tiny_model
+from tests.harness.ranks import run_distributed
+
+
+def _check_windows() -> None:
+    rank = dist.get_rank()
+    batches = ragged_batches(9)
+    lengths = [len(window) for window in fs.windows(batches[: 5 + 2 * rank], 3)]
+    assert lengths == [3, 2], "the rank with fewest batches ends the pass for all"
+    assert [len(window) for window in fs.windows(batches[:6], 3)] == [3, 3]
+    with pytest.raises(ValueError, match="no target on any rank"):
+        list(fs.windows(batches[-1:] * 2, 1))
+    list(fs.windows(batches[-1:] if rank else batches[:1], 1))
+
+    def failing() -> Any:
+        yield from batches[:2]
+        if rank == 1:
+            raise OSError("bad sector")
+        yield from batches[2:]
+
+    seen = []
+    with pytest.raises(OSError, match="bad sector") as caught:
+        for window in fs.windows(failing(), 2):
+            seen.append(len(window))
+    assert seen == [2]
+    assert "rank 1 failed first while reading the next window" in caught.value.__notes__[0]
+    with pytest.raises(ValueError, match="grad_accum_steps must be a positive integer"):
+        fs.windows(batches, 0)
+
+
+def test_windows_keep_ranks_together() -> None:
+    run_distributed(_check_windows, 2, timeout=60)
+
+
+def _check_loader_that_does_not_start() -> None:
+    class Broken:
+        def __iter__(self) -> Any:
+            if dist.get_rank() == 1:
+                raise OSError("cannot fork")
+            return iter(ragged_batches(3))
+
+    model = fs.shard_model(tiny_model("gpt2"), mesh=fs.build_mesh(device_type="cpu"))
+    with pytest.raises(OSError, match="cannot fork"):
+        list(fs.windows(Broken(), 1))
+    with pytest.raises(OSError, match="cannot fork"):
+        fs.evaluate(model, Broken())
+
+
+def test_a_loader_that_does_not_start_on_one_rank_raises_on_all() -> None:
+    run_distributed(_check_loader_that_does_not_start, 2, timeout=30)
