@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from fsdp_sft.distributed import DistributedContext as DistributedContext
     from fsdp_sft.distributed import build_mesh as build_mesh
     from fsdp_sft.distributed import init_distributed as init_distributed
+    from fsdp_sft.errors import AdapterError as AdapterError
     from fsdp_sft.errors import ChatTemplateError as ChatTemplateError
     from fsdp_sft.errors import CheckpointCorruptError as CheckpointCorruptError
     from fsdp_sft.errors import CheckpointError as CheckpointError
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from fsdp_sft.errors import RemoteRankError as RemoteRankError
     from fsdp_sft.errors import SafetensorsError as SafetensorsError
     from fsdp_sft.errors import UnexpectedKeysError as UnexpectedKeysError
+    from fsdp_sft.errors import UnfilledTensorsError as UnfilledTensorsError
     from fsdp_sft.export import export_adapter as export_adapter
     from fsdp_sft.export import export_hf as export_hf
     from fsdp_sft.loss import causal_lm_loss as causal_lm_loss
@@ -115,6 +117,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _OWNERS = {
+    "AdapterError": "errors",
     "ChatTemplateError": "errors",
     "CheckpointCorruptError": "errors",
     "CheckpointError": "errors",
@@ -134,6 +137,7 @@ _OWNERS = {
     "RemoteRankError": "errors",
     "SafetensorsError": "errors",
     "UnexpectedKeysError": "errors",
+    "UnfilledTensorsError": "errors",
     "CheckpointInfo": "dcp_io",
     "DistributedContext": "distributed",
     "EncodedChat": "collate",

@@ -14,7 +14,9 @@ import torch
 from torch import nn
 
 from fsdp_sft._boxes import local_of
+from fsdp_sft._model import named_tensors
 from fsdp_sft._random import unmoved
+from fsdp_sft.errors import AdapterError
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
@@ -40,7 +42,7 @@ def add_adapters(model: nn.Module, peft_config: "PeftConfig", *, seed: int = 0) 
 
     Raises:
         ImportError: If peft is not installed.
-        ValueError: If an adapter on the meta device can only be initialised from the base weights.
+        AdapterError: If an adapter on the meta device can only be initialised from the base weights.
 
     Memory: The adapters, on the CPU where the base model is on the meta device.
     """
@@ -73,7 +75,7 @@ def without_adapters(model: nn.Module, *, trained: bool = False) -> Iterator[nn.
         trained: Take the trained copies of ``modules_to_save`` instead of the modules they were copied from.
 
     Raises:
-        ValueError: For adapters that leave no layer to take their place.
+        AdapterError: For adapters that leave no layer to take their place.
     """
     if "peft" not in sys.modules:
         yield model
@@ -96,7 +98,7 @@ def adapted_layers(model: nn.Module) -> dict[str, Any]:
     """FQN in the base model to each layer with adapters; empty without any.
 
     Raises:
-        ValueError: For prompt tuning and the like, which cannot become part of the base model's weights.
+        AdapterError: For prompt tuning and the like, which cannot become part of the base model's weights.
     """
     if "peft" not in sys.modules:
         return {}
@@ -105,21 +107,43 @@ def adapted_layers(model: nn.Module) -> dict[str, Any]:
     if not isinstance(model, PeftModel):
         return _tuner_layers(model)
     if model.active_peft_config.is_prompt_learning:
-        raise ValueError(
+        raise AdapterError(
             f"{model.active_peft_config.peft_type} trains tokens beside the model and cannot be merged into "
             "its weights; export_adapter writes them in peft's format"
         )
     return _tuner_layers(cast(nn.Module, model.get_base_model()))
 
 
+def refuse_initialised_from_base(model: nn.Module) -> None:
+    """See that loading another base leaves the adapters as right as they were.
+
+    Raises:
+        AdapterError: For adapters whose first values were taken from the base weights (DoRA, PiSSA, ...).
+    """
+    configs: Any = getattr(model, "peft_config", None) if _tuner_layers(model) else None
+    for name, config in configs.items() if isinstance(configs, Mapping) else ():
+        how = _initialised_from_base(config)
+        if how is not None:
+            raise AdapterError(
+                f"adapter {name!r} was initialised from the base weights that it had ({how}), and would not "
+                "fit those that are loaded now: load the base model first, with from_pretrained, and then "
+                "call add_adapters"
+            )
+
+
+def saved_copies(model: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Each parameter and buffer of the copies of ``modules_to_save``, after the one it was copied from."""
+    for wrapper in _saved_modules(model).values():
+        original = named_tensors(wrapper.original_module)
+        for copied in getattr(wrapper, "modules_to_save", {}).values():
+            for name, tensor in named_tensors(copied).items():
+                yield original[name], tensor
+
+
 def copy_saved_modules(model: nn.Module) -> None:
     """Fill each rank's part of the copies of ``modules_to_save`` from the modules they were copied from."""
-    for wrapper in _saved_modules(model).values():
-        for copied in wrapper.modules_to_save.values():
-            for (_, source), (_, target) in zip(
-                wrapper.original_module.named_parameters(), copied.named_parameters(), strict=True
-            ):
-                local_of(target).copy_(local_of(source))
+    for source, target in saved_copies(model):
+        local_of(target).copy_(local_of(source))
 
 
 @torch.no_grad()
@@ -180,7 +204,7 @@ def _inside(fqn: str, wrapper: Any, trained: bool) -> nn.Module:
         layer = wrapper.get_base_layer()
         if layer is wrapper.base_layer:
             return cast(nn.Module, layer)
-    raise ValueError(
+    raise AdapterError(
         f"{fqn} is a {type(wrapper).__name__} of peft, whose base weights cannot be told apart here; load "
         "the base model with from_pretrained, and export with export_adapter"
     )
@@ -196,13 +220,24 @@ def _slot(layer: nn.Module, name: str) -> tuple[nn.Module, str]:
     return layer.get_submodule(parent), leaf
 
 
+def _initialised_from_base(peft_config: Any) -> str | None:
+    """What of a configuration has adapters take their first values from the base weights; None if nothing."""
+    if getattr(peft_config, "use_dora", False):
+        return "use_dora"
+    if getattr(peft_config, "trainable_token_indices", None):
+        return "trainable_token_indices"
+    how = getattr(peft_config, "init_lora_weights", True)
+    return None if isinstance(how, bool) or how == "gaussian" else f"init_lora_weights={how!r}"
+
+
 def _refuse_unless_initialised_alone(peft_config: Any) -> None:
-    how = getattr(peft_config, "init_lora_weights", None)
-    variant = "use_dora" if getattr(peft_config, "use_dora", False) else None
-    if variant is None and not (isinstance(how, bool) or how == "gaussian"):
-        variant = f"{type(peft_config).__name__} with init_lora_weights={how!r}"
+    from peft import LoraConfig
+
+    variant = _initialised_from_base(peft_config)
+    if not isinstance(peft_config, LoraConfig):
+        variant = type(peft_config).__name__
     if variant is not None:
-        raise ValueError(
+        raise AdapterError(
             f"{variant} cannot be initialised on the meta device, without the base weights: take a "
             "LoraConfig with init_lora_weights=True or 'gaussian', or load the base model with "
             "from_pretrained"
@@ -218,7 +253,7 @@ def _initialise(fqn: str, layer: Any, peft_config: Any) -> None:
     empty = [name for name, p in layer.named_parameters() if p.is_meta and id(p) not in base]
     strange = [name for name in empty if not name.startswith(("lora_A.", "lora_B."))]
     if strange:
-        raise ValueError(
+        raise AdapterError(
             f"{fqn} is on the meta device, where {', '.join(strange)} cannot be initialised: adapters go to "
             "linear layers there; load the base model with from_pretrained for others"
         )

@@ -14,6 +14,8 @@ working; ``except FsdpSftError`` takes them all. Arguments of a wrong type or ou
           MissingKeysError
           UnexpectedKeysError
           NonFiniteWeightsError
+        UnfilledTensorsError                part of a model would be left without a value
+      AdapterError (ValueError)           adapters that cannot be put in, loaded under or merged here
       SafetensorsError (ValueError)       not the safetensors format
       ChatTemplateError (ValueError)      what is trained of a chat cannot be told
       PackingError (ValueError)           packed rows would see each other
@@ -66,6 +68,14 @@ class UnexpectedKeysError(CheckpointFormatError):
 
 class NonFiniteWeightsError(CheckpointFormatError):
     """A parameter's values in the checkpoint include NaN or infinity."""
+
+
+class UnfilledTensorsError(CheckpointError):
+    """Nothing says what some parameters or buffers should hold; they would keep what was in memory."""
+
+
+class AdapterError(FsdpSftError, ValueError):
+    """Adapters that cannot be put into a model, loaded under, or told apart from it here."""
 
 
 class SafetensorsError(FsdpSftError, ValueError):

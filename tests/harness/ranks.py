@@ -14,7 +14,8 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
@@ -23,6 +24,7 @@ from typing import Any
 
 from fsdp_sft._compat import forget_meshes
 from tests.harness import forks, leftovers
+from tests.harness.poison import is_poisoned, poisoned
 
 _GRACE_SECONDS = 10  # what the other ranks get to fail by themselves once one has
 
@@ -68,6 +70,7 @@ class Task:
         kwargs: Its keyword arguments.
         timeout: Of the process group and of the whole, in seconds.
         prepare: Called with the rank before there is a process group; names the backend.
+        poisoned: Whether fresh memory holds NaN while it runs: as where the task was made.
     """
 
     function: Callable[..., Any]
@@ -75,6 +78,7 @@ class Task:
     kwargs: dict[str, Any]
     timeout: float
     prepare: Callable[[int], str] = gloo
+    poisoned: bool = field(default_factory=is_poisoned)
 
 
 def run_task(task: Task, world_size: int, *, fresh: bool) -> list[Any]:
@@ -197,7 +201,8 @@ def _run(task: Task, folder: Path, rank: int, world_size: int) -> list[str]:
             world_size=world_size,
             timeout=timedelta(seconds=task.timeout),
         )
-        result = task.function(*task.args, **task.kwargs)
+        with poisoned() if task.poisoned else nullcontext():
+            result = task.function(*task.args, **task.kwargs)
         (folder / f"result-{rank}").write_bytes(pickle.dumps(result))
         del result
         dist.barrier()

@@ -1,7 +1,5 @@
 """Around the reading: memory for the shards before it, computed buffers and missing keys after it."""
 
-from collections.abc import Iterable
-
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -17,7 +15,6 @@ from fsdp_sft._compat import (
 from fsdp_sft._model import named_tensors
 from fsdp_sft._random import unmoved
 from fsdp_sft.distributed import compute_device
-from fsdp_sft.errors import abridged
 from fsdp_sft.weights.plan import LoadPlan
 from fsdp_sft.weights.read import check_finite
 
@@ -43,11 +40,6 @@ def make_ties(model: nn.Module) -> None:
             "model.tie_weights() before shard_model, or set config.tie_word_embeddings = False"
         )
     tie_by_names(model)
-
-
-def names_without_memory(model: nn.Module) -> set[str]:
-    """Names of the tensors that are on the meta device."""
-    return {name for name, tensor in named_tensors(model).items() if tensor.is_meta}
 
 
 def materialise(model: nn.Module) -> None:
@@ -85,30 +77,14 @@ def initialise_rest(model: nn.Module, plan: LoadPlan, *, seed: int) -> None:
     persistent = plan.twin.state_dict().keys()
     tensors = named_tensors(model)
     for name, value in values.items():
+        if name not in tensors:
+            continue  # a module that the caller has taken out
         tensor = tensors[name]
         if name not in persistent:
             parent, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(parent), leaf, value.to(tensor.device, tensor.dtype))
             continue
         local_of(tensor).copy_(part_of(value, box_of(tensor)))
-
-
-def check_complete(model: nn.Module, plan: LoadPlan, empty: Iterable[str]) -> None:
-    """See that nothing is left on the meta device or without a value.
-
-    Raises:
-        RuntimeError: Naming what is.
-    """
-    tensors = named_tensors(model)
-    left = {name for name, tensor in tensors.items() if tensor.is_meta}
-    computed = {name for name, _ in plan.twin.named_non_persistent_buffers()}
-    filled = {id(tensors[name]) for name in [*plan.targets, *plan.initialised, *computed] if name in tensors}
-    left |= {name for name in empty if id(tensors[name]) not in filled}
-    if left:
-        raise RuntimeError(
-            f"nothing says what {abridged(left)} should hold: neither the checkpoint nor a model built from "
-            "the same config has them; add modules to a model after loading it"
-        )
 
 
 def check_shards_finite(model: nn.Module, plan: LoadPlan) -> None:

@@ -15,17 +15,11 @@ from fsdp_sft._agree import agreed, all_gather_objects, control_group, is_distri
 from fsdp_sft._boxes import Box, box_of, local_of, part_of, replicate_dims, whole
 from fsdp_sft._compat import keep_used_conversions, run_conversion
 from fsdp_sft._model import named_tensors
-from fsdp_sft.adapters import copy_saved_modules, without_adapters
+from fsdp_sft.adapters import copy_saved_modules, refuse_initialised_from_base, without_adapters
 from fsdp_sft.distributed import reshard
 from fsdp_sft.errors import CheckpointFormatError
-from fsdp_sft.weights.finish import (
-    check_complete,
-    check_shards_finite,
-    initialise_rest,
-    make_ties,
-    materialise,
-    names_without_memory,
-)
+from fsdp_sft.weights.account import account, check_nothing_empty, filled_in_base
+from fsdp_sft.weights.finish import check_shards_finite, initialise_rest, make_ties, materialise
 from fsdp_sft.weights.hub import resolve_folder
 from fsdp_sft.weights.plan import ConvertedGroup, LoadPlan, Target, make_plan
 from fsdp_sft.weights.provenance import Piece, contiguous_strides
@@ -78,6 +72,9 @@ def load_weights(
     Raises:
         CheckpointFormatError: If the checkpoint is damaged, unsafe or does not fit the model; with the
             subclasses ``MissingKeysError``, ``UnexpectedKeysError`` and ``NonFiniteWeightsError``.
+        UnfilledTensorsError: If the model has a tensor on the meta device that nothing has values for, such
+            as adapters that ``peft.get_peft_model`` made there. Nothing has been read then.
+        AdapterError: If the adapters were initialised from other base weights.
         ValueError: For an argument out of range.
 
     Collective: all ranks. An error on one is raised on all.
@@ -88,12 +85,17 @@ def load_weights(
     started = time.perf_counter()
     reshard(model)
     folder = resolve_folder(name_or_path, revision=revision, variant=variant, allow_pickle=allow_pickle)
-    with agreed("planning the load"), without_adapters(model) as base:
-        make_ties(base)
-        checkpoint = open_checkpoint(folder, variant, allow_pickle=allow_pickle)
-        plan = make_plan(base, checkpoint, missing=missing, unexpected=unexpected)
-        digest = plan.digest(checkpoint)
-        empty = names_without_memory(base)
+    with agreed("planning the load"):
+        refuse_initialised_from_base(model)
+        with without_adapters(model) as base:
+            make_ties(base)
+            checkpoint = open_checkpoint(folder, variant, allow_pickle=allow_pickle)
+            plan = make_plan(base, checkpoint, missing=missing, unexpected=unexpected)
+            digest = plan.digest(checkpoint)
+            filled = filled_in_base(
+                base, checkpoint=plan.targets, initialised=plan.initialised, computed=plan.computed
+            )
+        sources = account(model, filled)
     workers = _agree_on_plan(digest, str(folder))
     chosen, reason = choose_strategy(model, plan, strategy)
     with agreed("reading the checkpoint"):
@@ -105,10 +107,11 @@ def load_weights(
         bytes_read += _exchange(reads)
         with agreed("finishing the load"):
             initialise_rest(base, plan, seed=seed)
-            check_complete(base, plan, empty)
             check_shards_finite(base, plan)
             keep_used_conversions(base, plan.conversions)
-    copy_saved_modules(model)
+    with agreed("finishing the load"):
+        copy_saved_modules(model)
+        check_nothing_empty(model, sources)
     return LoadReport(
         bytes_read=bytes_read,
         job_bytes_read=sum(all_gather_objects(bytes_read)),
@@ -121,6 +124,7 @@ def load_weights(
         strategy=chosen,
         reason=reason,
         class_bytes=plan.class_bytes,
+        sources=sources,
     )
 
 

@@ -104,6 +104,11 @@ class LoadPlan:
     twin: Any = None
     conversions: list[Any] = field(default_factory=list)
 
+    @property
+    def computed(self) -> list[str]:
+        """Names of the buffers that no checkpoint holds."""
+        return [name for name, _ in self.twin.named_non_persistent_buffers()]
+
     def digest(self, checkpoint: Checkpoint) -> str:
         """A fingerprint that two ranks share exactly if they would load the same."""
         hashed = hashlib.sha256(repr(checkpoint.file_bytes).encode())

@@ -1,6 +1,7 @@
 """What a load did."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,9 @@ class LoadReport:
         reason: Why that strategy.
         class_bytes: Checkpoint bytes by plan class: ``"identity"``, ``"separable"``, ``"region"`` and
             ``"other"``; see ``plan.Target``.
+        sources: Every parameter and buffer of the model, by name, to what its values come from:
+            ``"checkpoint"``, ``"tie"`` (another name of one before), ``"initialised"``, ``"computed"``,
+            ``"copy"`` (of ``modules_to_save``) or ``"kept"`` (it had values: adapters, for instance).
     """
 
     bytes_read: int
@@ -34,6 +38,7 @@ class LoadReport:
     strategy: str
     reason: str
     class_bytes: dict[str, int]
+    sources: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def class_shares(self) -> dict[str, float]:

@@ -1,0 +1,86 @@
+"""What fills each tensor of a model, told before anything is read: nothing keeps what was in memory."""
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Literal
+
+from torch import nn
+
+from fsdp_sft._model import named_tensors
+from fsdp_sft.adapters import saved_copies
+from fsdp_sft.errors import UnfilledTensorsError, abridged
+
+Source = Literal["checkpoint", "tie", "initialised", "computed", "copy", "kept"]
+
+
+def filled_in_base(
+    base: nn.Module, *, checkpoint: Iterable[str], initialised: Iterable[str], computed: Iterable[str]
+) -> dict[int, Source]:
+    """What fills the tensors of a base model, by identity.
+
+    Args:
+        base: Without its adapters; see ``without_adapters``.
+        checkpoint: Names that are read.
+        initialised: Names that the model's own initialisation fills.
+        computed: Names of the buffers that are computed from the config.
+    """
+    tensors = named_tensors(base)
+    filled: dict[int, Source] = {}
+    for names, source in ((computed, "computed"), (initialised, "initialised"), (checkpoint, "checkpoint")):
+        for name in names:
+            if name in tensors:
+                filled[id(tensors[name])] = source  # type: ignore[assignment]
+    return filled
+
+
+def account(model: nn.Module, filled: Mapping[int, Source]) -> dict[str, Source]:
+    """Every parameter and buffer of a model, by name, to what its values come from.
+
+    ``"tie"`` is another name of a tensor that was named before, ``"copy"`` a copy of ``modules_to_save``,
+    and ``"kept"`` what has memory already and is not written to: adapters, and what the caller has added.
+
+    Args:
+        model: The whole model, with its adapters, not yet materialised.
+        filled: From ``filled_in_base``.
+
+    Raises:
+        UnfilledTensorsError: If a tensor on the meta device would be given memory and no value.
+    """
+    filled = dict(filled)
+    for original, copied in saved_copies(model):
+        if id(original) in filled or not original.is_meta:
+            filled[id(copied)] = "copy"
+    sources: dict[str, Source] = {}
+    left: list[str] = []
+    seen: set[int] = set()
+    for name, tensor in named_tensors(model).items():
+        if id(tensor) not in filled and tensor.is_meta:
+            left.append(name)
+        sources[name] = "tie" if id(tensor) in seen else filled.get(id(tensor), "kept")
+        seen.add(id(tensor))
+    if left:
+        raise UnfilledTensorsError(
+            f"nothing says what {abridged(left)} should hold: these tensors are on the meta device, and "
+            f"neither the checkpoint nor the model's own initialisation has values for them. {_advice(left)}"
+        )
+    return sources
+
+
+def check_nothing_empty(model: nn.Module, sources: Collection[str]) -> None:
+    """See that a load has left nothing on the meta device, and no tensor that was not accounted for.
+
+    Raises:
+        UnfilledTensorsError: Naming what is.
+    """
+    tensors = named_tensors(model)
+    left = [name for name, tensor in tensors.items() if tensor.is_meta or name not in sources]
+    if left:
+        raise UnfilledTensorsError(f"the load has left {abridged(left)} without a value")
+
+
+def _advice(left: list[str]) -> str:
+    if any("lora_" in name for name in left):
+        return (
+            "Put adapters in with fsdp_sft.add_adapters(model, peft_config) in place of peft.get_peft_model: "
+            "it gives them their values, the same on every rank"
+        )
+    return "Add modules of your own to a model after loading it, or give them memory and values before"

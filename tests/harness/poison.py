@@ -1,0 +1,29 @@
+"""Memory that nobody has written to holds NaN, so that a tensor that a load forgets cannot pass for right."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Let ``empty``, ``empty_like`` and ``to_empty`` give NaN (and the largest integer) in this process.
+
+    ``torch.utils.deterministic.fill_uninitialized_memory`` is on by default, but only counts together with
+    deterministic algorithms. They are asked for with a warning in place of an error, so that no operation is
+    refused. Ranks that are started inside do the same; see ``ranks.Task``.
+    """
+    before = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        assert torch.empty(1).isnan().all(), "this torch does not fill fresh memory"
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warn_only)
+
+
+def is_poisoned() -> bool:
+    """Whether fresh memory holds NaN now."""
+    return torch.are_deterministic_algorithms_enabled()

@@ -1,0 +1,123 @@
+"""Every tensor of a loaded model has a value that something gave it, or the load is refused by name."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import fsdp_sft as fs
+from tests.harness.hf_folders import difference, plain, save_tiny
+from tests.harness.poison import is_poisoned
+from tests.harness.ranks import run_distributed
+
+peft = pytest.importorskip("peft", reason="adapters need the 'peft' extra")
+
+PLAIN = MixedPrecisionPolicy()
+MESHES = [(2, {}), (4, {"dp_replicate": 2})]
+# What each family is asked to train whole beside its adapters.
+SAVED = {
+    "gemma3": ["embed_tokens"],  # with a buffer that scales it
+    "llama": ["lm_head", "embed_tokens"],
+    "qwen2-tied": ["mlp"],  # a module of modules
+    "gpt2": ["ln_f"],  # with a bias
+}
+
+
+def _lora(**overrides: Any) -> Any:
+    options = {"r": 4, "target_modules": ["q_proj", "c_attn"], "task_type": "CAUSAL_LM", **overrides}
+    return peft.LoraConfig(**options)
+
+
+def _oracle(folder: Path, **overrides: Any) -> Any:
+    model = plain(folder)
+    torch.manual_seed(3)
+    return peft.get_peft_model(model, _lora(**overrides)).train()
+
+
+def _load(folder: Path, mesh_shape: dict[str, int] | None, **overrides: Any) -> tuple[Any, Any]:
+    model = fs.add_adapters(fs.build_meta_model(folder), _lora(**overrides), seed=3)
+    if mesh_shape is not None:
+        fs.shard_model(model, mesh=fs.build_mesh(**mesh_shape, device_type="cpu"), mp_policy=PLAIN)
+    return model, fs.load_weights(model, folder)
+
+
+def _check_copies(root: Path, mesh_shape: dict[str, int]) -> None:
+    assert is_poisoned()
+    for family, modules in SAVED.items():
+        for shape in (mesh_shape, None):
+            model, report = _load(root / family, shape, modules_to_save=modules)
+            assert difference(model, _oracle(root / family, modules_to_save=modules)) == [], family
+            copies = [name for name, source in report.sources.items() if source == "copy"]
+            assert copies == [name for name, _ in _named(model) if ".modules_to_save." in name]
+            adapters = [name for name, source in report.sources.items() if source == "kept"]
+            assert adapters == [name for name, _ in _named(model) if "lora_" in name]
+
+
+def _named(model: Any) -> list[tuple[str, torch.Tensor]]:
+    return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+
+
+@pytest.mark.parametrize(("ranks", "mesh_shape"), MESHES)
+def test_copies_have_all_of_what_they_are_copies_of(
+    tmp_path: Path, ranks: int, mesh_shape: dict[str, int]
+) -> None:
+    for family in SAVED:
+        save_tiny(tmp_path / family, family)
+    run_distributed(_check_copies, ranks, tmp_path, mesh_shape)
+
+
+def _check_refused(folder: Path, shard: bool) -> None:
+    for make, words in (
+        (lambda m: peft.get_peft_model(m, _lora()), "lora_A.*add_adapters"),
+        (lambda m: peft.get_peft_model(m, _lora(use_dora=True)), "use_dora"),
+        (lambda m: peft.get_peft_model(m, peft.IA3Config(task_type="CAUSAL_LM")), "ia3_l.*after loading"),
+        (_with_a_module, "extra.weight.*after loading"),
+        (_with_a_buffer, "table.*after loading"),
+    ):
+        model = make(fs.build_meta_model(folder))
+        if shard:
+            fs.shard_model(model, mesh=fs.build_mesh(device_type="cpu"), mp_policy=PLAIN)
+        with pytest.raises(fs.FsdpSftError, match=words):
+            fs.load_weights(model, folder)
+        assert all(tensor.is_meta for name, tensor in _named(model) if "lora_" not in name)
+
+
+def _with_a_module(model: Any) -> Any:
+    model.model.extra = torch.nn.Linear(4, 4, bias=False, device="meta")
+    return model
+
+
+def _with_a_buffer(model: Any) -> Any:
+    model.model.register_buffer("table", torch.empty(3, device="meta"), persistent=False)
+    return model
+
+
+def test_what_nothing_fills_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    save_tiny(tmp_path)
+    _check_refused(tmp_path, shard=False)
+    run_distributed(_check_refused, 2, tmp_path, shard=True)
+
+
+def test_adapters_taken_from_other_base_weights_are_refused(tmp_path: Path) -> None:
+    save_tiny(tmp_path)
+    for overrides in ({"use_dora": True}, {"init_lora_weights": "pissa"}, {"trainable_token_indices": [3]}):
+        model = fs.add_adapters(plain(tmp_path), _lora(**overrides))
+        before = {name: tensor.clone() for name, tensor in _named(model)}
+        with pytest.raises(fs.AdapterError, match="base model first"):
+            fs.load_weights(model, tmp_path)
+        assert all(torch.equal(tensor, before[name]) for name, tensor in _named(model))
+
+
+def test_every_tensor_has_one_source(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "qwen2-tied")
+    model = fs.build_meta_model(tmp_path)
+    model.register_buffer("own", torch.ones(2))
+    report = fs.load_weights(model, tmp_path)
+    assert list(report.sources) == [name for name, _ in _named(model)]
+    assert report.sources["lm_head.weight"] == "tie"
+    assert report.sources["model.rotary_emb.inv_freq"] == "computed"
+    assert report.sources["own"] == "kept"
+    others = {"lm_head.weight", "own", "model.rotary_emb.inv_freq", "model.rotary_emb.original_inv_freq"}
+    assert {s for name, s in report.sources.items() if name not in others} == {"checkpoint"}
