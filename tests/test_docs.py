@@ -82,11 +82,21 @@ def _as_one_rank_of_torchrun() -> dict[str, str]:
     return {**os.environ, **ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
 
-def _run(code: str, folder: Path, name: str, environment: dict[str, str] | None = None) -> None:
+def _outcome(code: str, folder: Path, environment: dict[str, str] | None = None) -> tuple[int | None, str]:
     script = folder / "page.py"
     script.write_text(code)
-    code, text = Program(script, environment=environment).wait()
-    assert code == 0, f"{name}:\n{text[-3000:]}"
+    return Program(script, environment=environment).wait()
+
+
+def _run(code: str, folder: Path, name: str, environment: dict[str, str] | None = None) -> None:
+    status, text = _outcome(code, folder, environment)
+    assert status == 0, f"{name}:\n{text[-3000:]}"
+
+
+def _results(folder: Path) -> dict[str, bytes]:
+    """What runs have left, without the pages' own stand-ins for a reader's model."""
+    made = [path for path in folder.rglob("*") if path.is_file() and path.name != "page.py"]
+    return {str(p.relative_to(folder)): p.read_bytes() for p in made if "tiny" not in p.parts}
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if _with_python(p)], ids=_name)
@@ -101,6 +111,18 @@ def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path) -> None:
     if _is_migration(page):
         _run_before(page, tmp_path)
     _run(code, tmp_path, page.name)
+    if page.name in ("README.md", "quickstart.md") or _is_migration(page):
+        _run_again(code, tmp_path)
+
+
+def _run_again(code: str, folder: Path) -> None:
+    """The second run is told what to do, before it trains, and what the first has made stays as it is."""
+    before = _results(folder)
+    trains = code.replace("\noptimizer = ", "\nraise AssertionError('it trains')\noptimizer = ")
+    status, text = _outcome(trains, folder)
+    assert status == 1
+    assert "choose another, move it away, or pass" in text or "move it away, or go on from it" in text, text
+    assert _results(folder) == before
 
 
 def _run_before(page: Path, folder: Path) -> None:

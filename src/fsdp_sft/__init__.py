@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from fsdp_sft.errors import CheckpointFormatError as CheckpointFormatError
     from fsdp_sft.errors import CheckpointMismatchError as CheckpointMismatchError
     from fsdp_sft.errors import CheckpointNotFoundError as CheckpointNotFoundError
+    from fsdp_sft.errors import ExportExistsError as ExportExistsError
     from fsdp_sft.errors import FsdpSftError as FsdpSftError
     from fsdp_sft.errors import LostRankError as LostRankError
     from fsdp_sft.errors import MissingKeysError as MissingKeysError
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from fsdp_sft.errors import SafetensorsError as SafetensorsError
     from fsdp_sft.errors import UnexpectedKeysError as UnexpectedKeysError
     from fsdp_sft.errors import UnfilledTensorsError as UnfilledTensorsError
+    from fsdp_sft.export import check_export as check_export
     from fsdp_sft.export import export_adapter as export_adapter
     from fsdp_sft.export import export_hf as export_hf
     from fsdp_sft.loss import causal_lm_loss as causal_lm_loss
@@ -125,6 +127,7 @@ _OWNERS = {
     "CheckpointFormatError": "errors",
     "CheckpointMismatchError": "errors",
     "CheckpointNotFoundError": "errors",
+    "ExportExistsError": "errors",
     "FsdpSftError": "errors",
     "LostRankError": "errors",
     "MissingKeysError": "errors",
@@ -182,6 +185,7 @@ _OWNERS = {
     "encode_chat": "collate",
     "estimate_memory": "planner",
     "evaluate": "step",
+    "check_export": "export",
     "export_adapter": "export",
     "export_hf": "export",
     "filter_rows": "collate",

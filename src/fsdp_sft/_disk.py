@@ -285,7 +285,9 @@ def unsound_beside(target: Path) -> Path:
 
 def sweep(target: Path) -> None:
     """Delete the folders that jobs which were killed have left on their way to ``target``."""
-    for stale in target.parent.glob(f"{glob.escape(_prefix(target))}*"):
+    for stale in target.parent.glob(
+        f"{glob.escape(_prefix(target))}{'[0-9a-f]' * 32}"
+    ):  # not of "<target>-2"
         shutil.rmtree(stale, ignore_errors=True)
 
 

@@ -16,6 +16,7 @@ working; ``except FsdpSftError`` takes them all. Arguments of a wrong type or ou
           NonFiniteWeightsError
         UnfilledTensorsError                part of a model would be left without a value
       AdapterError (ValueError)           adapters that cannot be put in, loaded under or merged here
+      ExportExistsError (FileExistsError) no room for an export where it is to go
       SafetensorsError (ValueError)       not the safetensors format
       ChatTemplateError (ValueError)      what is trained of a chat cannot be told
       PackingError (ValueError)           packed rows would see each other
@@ -76,6 +77,10 @@ class UnfilledTensorsError(CheckpointError):
 
 class AdapterError(FsdpSftError, ValueError):
     """Adapters that cannot be put into a model, loaded under, or told apart from it here."""
+
+
+class ExportExistsError(FsdpSftError, FileExistsError):
+    """An export cannot be made where it is to go, because something is there."""
 
 
 class SafetensorsError(FsdpSftError, ValueError):

@@ -292,8 +292,9 @@ def _prepare_root(root: Path, step: int) -> None:
     sweep_all(root)
     if os.path.lexists(target) and not verify_folder(target, hashes=True):
         raise CheckpointExistsError(
-            f"{target} is there and sound; a committed step is never overwritten. Save under another number, "
-            "or delete it first"
+            f"{target} is there and sound; a committed step is never overwritten. To go on from an earlier "
+            "run, call load_checkpoint before the first step and count on from there; for a new run, choose "
+            "another folder or move the old one away"
         )
     newer = [number for number, _ in step_folders(root) if number > step]
     if newer:

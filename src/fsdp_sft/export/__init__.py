@@ -2,5 +2,6 @@
 
 from fsdp_sft.export.adapter import export_adapter
 from fsdp_sft.export.hf import export_hf
+from fsdp_sft.export.target import check_export
 
-__all__ = ["export_adapter", "export_hf"]
+__all__ = ["check_export", "export_adapter", "export_hf"]

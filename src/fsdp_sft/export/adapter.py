@@ -7,19 +7,23 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fsdp_sft._agree import agreed, this_rank
-from fsdp_sft._disk import publish, sweep, temporary_beside
+from fsdp_sft._agree import agreed, all_gather_objects, this_rank
+from fsdp_sft._disk import sweep, temporary_beside
 from fsdp_sft._gather import Gatherer
 from fsdp_sft._model import ModelTensors, model_tensors
 from fsdp_sft.distributed import reshard
-from fsdp_sft.export.hf_files import check_target, export_target
+from fsdp_sft.export.target import export_target, put_in_place, reachable
 
 if TYPE_CHECKING:
     from peft import PeftModel
 
 
 def export_adapter(
-    model: "PeftModel", out_dir: str | os.PathLike[str], *, dtype: torch.dtype | None = None
+    model: "PeftModel",
+    out_dir: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    overwrite: bool = False,
 ) -> Path:
     """Write the active adapter as ``PeftModel.save_pretrained`` would: weights, configuration, card.
 
@@ -29,30 +33,33 @@ def export_adapter(
 
     Args:
         model: A peft model, sharded or not.
-        out_dir: The folder to make; it may exist if it is empty. Rank 0 writes.
+        out_dir: The folder to make, as in ``export_hf``; ``check_export`` looks at it before training. Rank 0
+            writes.
         dtype: Of the adapter's tensors; None keeps what they have.
+        overwrite: If ``out_dir`` has files in it, exchange those of an earlier adapter and leave the others.
 
     Returns:
-        The folder.
+        The folder: ``out_dir``, unless there was a warning.
 
     Raises:
-        FileExistsError: If there is something at ``out_dir``.
         TypeError: If the model is not a peft model.
         OSError: If writing fails; raised on all ranks.
 
     Collective: all ranks.
     Memory: On rank 0 the adapter's tensors, whole, in CPU memory.
     """
-    target = export_target(out_dir)
     reshard(model)
-    temporary = temporary_beside(target)
+    target = export_target(out_dir)
+    temporary: Path | None = None
     try:
         with agreed(f"preparing to export to {target}"):
-            content, name = _checked(model, target)
+            content, name = _checked(model)
             wanted = _names(model, content, name)
             if this_rank() == 0:
+                target = reachable(target)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 sweep(target)
+                temporary = temporary_beside(target)
         gatherer = Gatherer()
         full: dict[str, torch.Tensor] = {}
         for key in wanted:
@@ -60,17 +67,19 @@ def export_adapter(
             whole = gatherer.gather(tensor, dtype or tensor.dtype)
             if whole is not None:
                 full[key] = whole
-        if this_rank() == 0:
-            gatherer.attempt(lambda: _save(model, temporary, full, name))
-            gatherer.attempt(lambda: publish(temporary, target))
-        gatherer.finish(f"exporting to {target}")
+        gatherer.finish(f"gathering the adapter for {target}")
+        with agreed(f"exporting to {target}"):
+            if temporary is not None:
+                _save(model, temporary, full, name)
+                target = put_in_place(temporary, target, overwrite=overwrite)
     finally:
-        if this_rank() == 0:
+        if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)
-    return target
+    folder: Path = all_gather_objects(target)[0]
+    return folder
 
 
-def _checked(model: "PeftModel", target: Path) -> tuple[ModelTensors, str]:
+def _checked(model: "PeftModel") -> tuple[ModelTensors, str]:
     from peft import PeftModel
 
     if not isinstance(model, PeftModel):
@@ -78,8 +87,6 @@ def _checked(model: "PeftModel", target: Path) -> tuple[ModelTensors, str]:
             f"export_adapter takes a model with peft's adapters, got {type(model).__name__}; export_hf "
             "writes any transformers model"
         )
-    if this_rank() == 0:
-        check_target(target)
     active = model.active_adapters
     if len(active) != 1:
         raise ValueError(f"one adapter is exported at a time, and {active} are active; call set_adapter")

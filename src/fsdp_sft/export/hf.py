@@ -1,10 +1,8 @@
 """Export to a Hugging Face folder: what ``save_pretrained`` of the unsharded model would write."""
 
-import copy
 import os
 import re
 import shutil
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -20,19 +18,18 @@ from fsdp_sft._compat import (
     copy_weight_conversions,
     keep_in_float32_patterns,
     names_left_out_on_save,
-    original_class,
     revert_weight_conversion,
-    tied_names,
 )
-from fsdp_sft._disk import publish, sweep, temporary_beside, write_bytes
+from fsdp_sft._disk import sweep, temporary_beside
 from fsdp_sft._gather import Gatherer
 from fsdp_sft._model import ModelTensors, clean_name, model_tensors, tied_meta_twin
 from fsdp_sft.adapters import adapted_layers, merged_weights, without_adapters
 from fsdp_sft.blocks import configs_without_caches
 from fsdp_sft.distributed import reshard
-from fsdp_sft.export.card import model_card
-from fsdp_sft.export.hf_files import Described, HfFiles, check_target, export_target
+from fsdp_sft.export.hf_files import Described, HfFiles
 from fsdp_sft.export.own_rows import has_whole_rows, open_own_rows
+from fsdp_sft.export.settings import export_config, write_settings
+from fsdp_sft.export.target import export_target, put_in_place, reachable
 from fsdp_sft.export.upload import make_repository, upload
 
 
@@ -65,6 +62,7 @@ def export_hf(
     max_shard_size: int | str = "5GB",
     tokenizer: Any = None,
     push_to_hub: str | None = None,
+    overwrite: bool = False,
 ) -> Path:
     """Write a folder that ``from_pretrained`` and serving engines read: weights, index, configuration, card.
 
@@ -77,21 +75,25 @@ def export_hf(
 
     Args:
         model: A transformers model, sharded or not, or a peft model around one.
-        out_dir: The folder to make; it may exist if it is empty. Every rank writes its rows if all see rank
-            0's folder; else rank 0 writes everything.
+        out_dir: The folder to make; it may exist if it is empty. ``check_export`` says before training
+            whether it can be made. Where it has filled meanwhile, the export is written beside it, under the
+            name with ``-2`` at its end or the next number that is free, with a warning: a trained model is
+            not lost for the name of a folder. Every rank writes its rows if all see rank 0's folder; else
+            rank 0 writes everything.
         dtype: Of floating-point tensors, except modules that transformers always keeps in float32; None
             keeps what they have. Also goes into the configuration.
         max_shard_size: Of one file, in bytes or such as ``"5GB"``.
         tokenizer: Saved beside the model, if given: a tokenizer or a processor.
         push_to_hub: A repository such as ``"name/model"``, which is made (public or not as the account's
             default says) before the export begins, so that a token that may not write is found at once. The
-            folder is uploaded when it is complete, by rank 0, and stays if that fails.
+            files are uploaded when all are complete, by rank 0, and stay if that fails.
+        overwrite: If ``out_dir`` has files in it, exchange those of an earlier export (weights,
+            configuration, tokenizer) for the new ones when these are complete, and leave the others.
 
     Returns:
-        The folder.
+        The folder: ``out_dir``, unless there was a warning.
 
     Raises:
-        FileExistsError: If there is something at ``out_dir``.
         TypeError: If the model is not a transformers model, or ``tokenizer`` cannot be saved.
         ValueError: If the model has adapters that cannot be merged.
         OSError: If writing or uploading fails; raised on all ranks. Nothing is left behind of what is not
@@ -103,15 +105,17 @@ def export_hf(
         their own part of one. All of it CPU memory. A weight with adapters is float32 at least while they are
         merged.
     """
-    target = export_target(out_dir)
     reshard(model)
+    target = export_target(out_dir)
     merges = {} if not isinstance(model, nn.Module) else adapted_layers(model)
     caching = [] if not isinstance(model, nn.Module) else configs_without_caches(model)
     with without_adapters(model, trained=True) as base:
-        _export(base, merges, caching, target, dtype, max_shard_size, tokenizer, push_to_hub)
+        folder, files = _export(
+            base, merges, caching, target, dtype, max_shard_size, tokenizer, push_to_hub, overwrite
+        )
     if push_to_hub is not None:
-        upload(target, push_to_hub)
-    return target
+        upload(folder, push_to_hub, files)
+    return folder
 
 
 def _export(
@@ -123,36 +127,43 @@ def _export(
     max_shard_size: int | str,
     tokenizer: Any,
     push_to_hub: str | None,
-) -> None:
-    temporary = temporary_beside(target)
+    overwrite: bool,
+) -> tuple[Path, list[str]]:
     plan: ExportPlan | None = None
+    temporary: Path | None = None
+    files: list[str] = []
     try:
         with agreed(f"preparing to export to {target}"):
-            content = _checked(model, target, dtype, tokenizer)
+            content = _checked(model, dtype, tokenizer)
             _refuse_tied(content, merges)
             if this_rank() == 0:
                 if push_to_hub is not None:
                     make_repository(push_to_hub)
+                target = reachable(target)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 sweep(target)
+                temporary = temporary_beside(target)
                 temporary.mkdir()
                 plan = _plan(model, content, dtype)
-                config = _config(model, content, caching, dtype)
-                _write_settings(model, config, temporary, push_to_hub or target.name, dtype, tokenizer)
-        plan = all_gather_objects(plan)[0]
+                config = export_config(model, content, caching, dtype)
+                write_settings(model, config, temporary, push_to_hub or target.name, dtype, tokenizer)
+        plan, folder = all_gather_objects((plan, temporary))[0]
         assert plan is not None
         gatherer = Gatherer()
-        _write_weights(model, content, plan, merges, temporary, max_shard_size, gatherer)
+        _write_weights(model, content, plan, merges, folder, max_shard_size, gatherer)
         gatherer.finish(f"exporting to {target}")
         with agreed(f"publishing {target}"):
-            if this_rank() == 0:
-                publish(temporary, target)
+            if temporary is not None:
+                files = [str(path.relative_to(temporary)) for path in temporary.rglob("*") if path.is_file()]
+                target = put_in_place(temporary, target, overwrite=overwrite)
     finally:
-        if this_rank() == 0:
+        if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)
+    done: tuple[Path, list[str]] = all_gather_objects((target, files))[0]
+    return done
 
 
-def _checked(model: nn.Module, target: Path, dtype: torch.dtype | None, tokenizer: Any) -> ModelTensors:
+def _checked(model: nn.Module, dtype: torch.dtype | None, tokenizer: Any) -> ModelTensors:
     import transformers
 
     if not isinstance(model, transformers.PreTrainedModel):
@@ -164,8 +175,6 @@ def _checked(model: nn.Module, target: Path, dtype: torch.dtype | None, tokenize
         raise ValueError(f"dtype must be a floating-point torch.dtype or None, got {dtype!r}")
     if tokenizer is not None and not callable(getattr(tokenizer, "save_pretrained", None)):
         raise TypeError(f"tokenizer must have save_pretrained, got {type(tokenizer).__name__}")
-    if this_rank() == 0:
-        check_target(target)
     return model_tensors(model)
 
 
@@ -255,46 +264,6 @@ def _joined(outputs: Mapping[str, list[str]]) -> list[list[str]]:
         merged = set(made).union(*(keys for keys, _ in sharing))
         groups.append((merged, [member for _, members in sharing for member in members] + [name]))
     return [members for _, members in groups]
-
-
-def _config(model: Any, content: ModelTensors, caching: list[Any], dtype: torch.dtype | None) -> Any:
-    """A copy of the model's as it is to be loaded: with caches, and tied only if the weights still are."""
-    copies: dict[int, Any] = {}
-    config = copy.deepcopy(model.config, copies)
-    for changed in caching:
-        if id(changed) in copies:
-            copies[id(changed)].use_cache = True
-    if _has_come_apart(model, content):
-        for part in {id(c): c for c in (config, config.get_text_config())}.values():
-            part.tie_word_embeddings = False
-    config.dtype = str(dtype or model.dtype).removeprefix("torch.")
-    config.architectures = [original_class(model).__name__]
-    return config
-
-
-def _has_come_apart(model: Any, content: ModelTensors) -> bool:
-    """Whether weights that the config ties are two tensors: trained apart by an adapter, or loaded so."""
-    names = content.names
-    pairs = [(a, b) for a, b in tied_names(tied_meta_twin(model)).items() if a in names and b in names]
-    return any(names[a] != names[b] for a, b in pairs)
-
-
-def _write_settings(
-    model: Any, config: Any, folder: Path, title: str, dtype: torch.dtype | None, tokenizer: Any
-) -> None:
-    config.save_pretrained(folder)
-    if model.can_generate() and model.generation_config is not None:
-        try:
-            model.generation_config.save_pretrained(folder)
-        except ValueError as error:
-            # Some on the Hub contradict themselves (a temperature without sampling). transformers loads them
-            # with a warning and then refuses to save them: no reason to lose the end of a training run.
-            warnings.warn(f"the generation config is exported as it is: {error}", stacklevel=3)
-            model.generation_config.to_json_file(folder / "generation_config.json")
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
-    card = model_card(model, title, config.architectures[0], dtype or model.dtype)
-    write_bytes(folder / "README.md", card.encode())
 
 
 def _write_weights(

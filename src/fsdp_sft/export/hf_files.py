@@ -10,30 +10,6 @@ from fsdp_sft._disk import write_bytes
 from fsdp_sft._safetensors import Header, bytes_of, create, num_bytes, write_at
 from fsdp_sft.export.own_rows import Places
 
-
-def export_target(out_dir: str | os.PathLike[str]) -> Path:
-    """The folder that an export makes: where a link points to, since a rename would replace the link."""
-    target = Path(out_dir).absolute()
-    return target.resolve() if target.is_symlink() else target
-
-
-def check_target(target: Path) -> None:
-    """Refuse what a finished folder could not be renamed to.
-
-    Raises:
-        FileExistsError: If there is something, or a file system is mounted there.
-    """
-    if os.path.lexists(target) and not (target.is_dir() and not os.listdir(target)):
-        raise FileExistsError(
-            f"{target} exists and is not an empty folder; choose another, or delete it first"
-        )
-    if os.path.ismount(target):
-        raise FileExistsError(
-            f"{target} is where a file system is mounted, and no folder can take its place; name one below "
-            f"it, such as {target / 'export'}"
-        )
-
-
 Described = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 

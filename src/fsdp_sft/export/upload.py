@@ -1,5 +1,6 @@
 """Uploading an export to the Hub from rank 0, while the other ranks wait without timing out."""
 
+import glob
 from pathlib import Path
 
 from fsdp_sft._agree import this_rank, while_others_wait
@@ -27,8 +28,8 @@ def make_repository(repo_id: str) -> None:
         raise _as_os_error(error, f"making the repository {repo_id} on the Hub") from error
 
 
-def upload(folder: Path, repo_id: str) -> None:
-    """Commit all files of ``folder`` to a repository.
+def upload(folder: Path, repo_id: str, files: list[str]) -> None:
+    """Commit ``files`` of ``folder`` to a repository; others that lie there stay at home.
 
     Raises:
         OSError: If the upload fails, on all ranks; ``folder`` stays.
@@ -40,7 +41,12 @@ def upload(folder: Path, repo_id: str) -> None:
         from huggingface_hub import HfApi
 
         try:
-            HfApi().upload_folder(folder_path=folder, repo_id=repo_id, commit_message="Upload from fsdp_sft")
+            HfApi().upload_folder(
+                folder_path=folder,
+                repo_id=repo_id,
+                commit_message="Upload from fsdp_sft",
+                allow_patterns=[glob.escape(file) for file in files],
+            )
         except Exception as error:
             raise _as_os_error(error, f"uploading {folder}") from error
 

@@ -1,0 +1,54 @@
+"""What an export says beside its weights: configuration, tokenizer, card."""
+
+import copy
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fsdp_sft._compat import original_class, tied_names
+from fsdp_sft._disk import write_bytes
+from fsdp_sft._model import ModelTensors, tied_meta_twin
+from fsdp_sft.export.card import model_card
+
+
+def export_config(model: Any, content: ModelTensors, caching: list[Any], dtype: torch.dtype | None) -> Any:
+    """A copy of the model's as it is to be loaded: with caches, and tied only if the weights still are."""
+    copies: dict[int, Any] = {}
+    config = copy.deepcopy(model.config, copies)
+    for changed in caching:
+        if id(changed) in copies:
+            copies[id(changed)].use_cache = True
+    if _has_come_apart(model, content):
+        for part in {id(c): c for c in (config, config.get_text_config())}.values():
+            part.tie_word_embeddings = False
+    config.dtype = str(dtype or model.dtype).removeprefix("torch.")
+    config.architectures = [original_class(model).__name__]
+    return config
+
+
+def _has_come_apart(model: Any, content: ModelTensors) -> bool:
+    """Whether weights that the config ties are two tensors: trained apart by an adapter, or loaded so."""
+    names = content.names
+    pairs = [(a, b) for a, b in tied_names(tied_meta_twin(model)).items() if a in names and b in names]
+    return any(names[a] != names[b] for a, b in pairs)
+
+
+def write_settings(
+    model: Any, config: Any, folder: Path, title: str, dtype: torch.dtype | None, tokenizer: Any
+) -> None:
+    """Write configuration, generation config, tokenizer and card into ``folder``."""
+    config.save_pretrained(folder)
+    if model.can_generate() and model.generation_config is not None:
+        try:
+            model.generation_config.save_pretrained(folder)
+        except ValueError as error:
+            # Some on the Hub contradict themselves (a temperature without sampling). transformers loads them
+            # with a warning and then refuses to save them: no reason to lose the end of a training run.
+            warnings.warn(f"the generation config is exported as it is: {error}", stacklevel=3)
+            model.generation_config.to_json_file(folder / "generation_config.json")
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    card = model_card(model, title, config.architectures[0], dtype or model.dtype)
+    write_bytes(folder / "README.md", card.encode())

@@ -1,0 +1,165 @@
+"""Where an export goes: looked at before training, and never a reason to lose a trained model."""
+
+import errno
+import itertools
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+from fsdp_sft._agree import agreed, all_gather_objects, this_rank
+from fsdp_sft._disk import publish, sync_folder, temporary_beside
+from fsdp_sft.errors import ExportExistsError
+
+_TAKEN = {errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR, errno.EBUSY}
+# What an earlier export, or save_pretrained, may have left and a reader would take for part of the new one.
+_MODEL = re.compile(
+    r"(?:model|pytorch_model|adapter_model)[\w.-]*\.(?:safetensors|bin)(?:\.index\.json)?"
+    r"|(?:generation_|adapter_)?config\.json"
+)
+_ADAPTER = re.compile(r"adapter_model[\w.-]*\.(?:safetensors|bin)|adapter_config\.json")
+_TOKENIZER = re.compile(
+    r"tokenizer[\w.-]*|special_tokens_map\.json|added_tokens\.json|vocab\.(?:json|txt)|merges\.txt"
+    r"|chat_template\.(?:jinja|json)|additional_chat_templates|(?:pre)?processor_config\.json"
+)
+
+
+def check_export(out_dir: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
+    """Find out before training whether ``export_hf`` and ``export_adapter`` can write to a folder.
+
+    Nothing is made or changed. Call it first, with the arguments of the export at the end::
+
+        fs.check_export("out")
+        ...
+        fs.export_hf(model, "out")
+
+    Args:
+        out_dir: The folder of the export. Rank 0 looks.
+        overwrite: As the export will be told.
+
+    Returns:
+        The folder, absolute.
+
+    Raises:
+        ExportExistsError: If something is there: a file, a mounted file system, or a folder that is not empty
+            (with ``overwrite`` a folder may be anything).
+        PermissionError: If this process may not write there.
+        NotADirectoryError: If a part of the path is a file.
+
+    Collective: all ranks; all raise the same error.
+    """
+    target = export_target(out_dir)
+    with agreed(f"checking that {target} can be exported to"):
+        if this_rank() == 0:
+            check_target(target, overwrite=overwrite)
+    found: Path = all_gather_objects(target)[0]
+    return found
+
+
+def export_target(out_dir: str | os.PathLike[str]) -> Path:
+    """The folder that an export makes: where a link points to, since a rename would replace the link."""
+    target = Path(out_dir).absolute()
+    return target.resolve() if target.is_symlink() else target
+
+
+def check_target(target: Path, *, overwrite: bool) -> None:
+    """Refuse what a finished folder could not be put at; changes nothing.
+
+    Raises:
+        OSError: As ``check_export`` says.
+    """
+    if os.path.lexists(target) and not target.is_dir():
+        raise ExportExistsError(f"{target} exists and is not a folder; choose another name, or move it away")
+    if os.path.ismount(target):
+        raise ExportExistsError(
+            f"{target} is where a file system is mounted, and no folder can take its place; name one below "
+            f"it, such as {target / 'export'}"
+        )
+    if target.is_dir() and os.listdir(target) and not overwrite:
+        raise ExportExistsError(
+            f"{target} exists and is not an empty folder; choose another, move it away, or pass "
+            "overwrite=True to check_export and to the export: that replaces the files of an earlier export "
+            "and leaves the others"
+        )
+    there = next(path for path in (target, *target.parents) if os.path.lexists(path))
+    if not there.is_dir():
+        raise NotADirectoryError(f"{there} is a file, so {target} cannot be made; choose another folder")
+    for folder in {there, there.parent if there == target else there}:
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(f"{folder} cannot be written to, so {target} cannot be made")
+
+
+def reachable(target: Path) -> Path:
+    """``target``, or a folder below it if a file system is mounted there, with a warning."""
+    if not os.path.ismount(target):
+        return target
+    below = target / "export"
+    warnings.warn(
+        f"{target} is where a file system is mounted, so the export is written to {below}", stacklevel=3
+    )
+    return below
+
+
+def put_in_place(temporary: Path, target: Path, *, overwrite: bool) -> Path:
+    """Let a finished export appear: at ``target``, or beside it if that has filled meanwhile.
+
+    Args:
+        temporary: The complete folder, beside ``target``.
+        target: Where it belongs.
+        overwrite: Replace the files of an earlier export in a folder that is not empty. Its other files stay.
+
+    Returns:
+        Where it is.
+
+    Raises:
+        OSError: If the disk fails; what was at ``target`` is as it was.
+    """
+    if overwrite and target.is_dir() and os.listdir(target):
+        _replace_files(temporary, target)
+        return target
+    for place in _places(target):
+        try:
+            publish(temporary, place)
+        except OSError as error:
+            if error.errno in _TAKEN and os.path.lexists(place):
+                continue
+            raise
+        if place != target:
+            warnings.warn(
+                f"{target} exists and is not an empty folder: nothing in it was touched, and the export was "
+                f"written to {place}. check_export(out_dir) before training finds this at once; "
+                "overwrite=True replaces an earlier export",
+                stacklevel=5,
+            )
+        return place
+    raise AssertionError
+
+
+def _places(target: Path) -> Iterator[Path]:
+    yield target
+    yield from (target.with_name(f"{target.name}-{number}") for number in itertools.count(2))
+
+
+def _replace_files(temporary: Path, target: Path) -> None:
+    """Exchange files one by one. The configuration goes first and comes last: a torn folder does not load."""
+    new = sorted(os.listdir(temporary), key=lambda name: (name == "config.json", name))
+    stale = [_MODEL if "config.json" in new else _ADAPTER]
+    stale += [_TOKENIZER] if any(_TOKENIZER.fullmatch(name) for name in new) else []
+    old = [n for n in os.listdir(target) if n in new or any(kind.fullmatch(n) for kind in stale)]
+    aside = temporary_beside(target)
+    aside.mkdir()
+    moves = [(target / name, aside / name) for name in sorted(old, key=lambda n: (n != "config.json", n))]
+    moves += [(temporary / name, target / name) for name in new]
+    done: list[tuple[Path, Path]] = []
+    try:
+        for before, after in moves:
+            os.rename(before, after)
+            done.append((before, after))
+    except OSError:
+        for before, after in reversed(done):
+            os.rename(after, before)
+        raise
+    sync_folder(target)
+    shutil.rmtree(aside, ignore_errors=True)

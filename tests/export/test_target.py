@@ -1,0 +1,156 @@
+"""Where an export goes: told before training, and never a reason to lose a trained model."""
+
+import hashlib
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import fsdp_sft as fs
+from fsdp_sft.export import target as target_module
+from tests.harness.hub_upload_server import serve
+from tests.harness.models import tiny_model
+from tests.harness.ranks import run_distributed
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
+
+
+def _loads(folder: Path, model: Any) -> bool:
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+    return all(torch.equal(loaded[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def _busy(folder: Path) -> None:
+    """An ``output_dir`` as runs leave them."""
+    (folder / "checkpoints" / "step-5").mkdir(parents=True)
+    (folder / "checkpoints" / "step-5" / "MANIFEST.json").write_text("{}")
+    (folder / "log.jsonl").write_text("{}\n")
+
+
+def test_a_busy_folder_is_found_before_training(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert fs.check_export(out) == out
+    assert not out.exists()
+    _busy(out)
+    with pytest.raises(fs.ExportExistsError, match=r"not an empty folder; choose another.*overwrite=True"):
+        fs.check_export(out)
+    assert fs.check_export(out, overwrite=True) == out
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(FileExistsError, match="not a folder"):
+        fs.check_export(tmp_path / "file", overwrite=True)
+    with pytest.raises(NotADirectoryError, match="is a file"):
+        fs.check_export(tmp_path / "file" / "below" / "it")
+
+
+def test_a_place_that_may_not_be_written_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)  # tests may run as root
+    with pytest.raises(PermissionError, match="cannot be written to"):
+        fs.check_export(tmp_path / "deep" / "er")
+
+
+def test_a_folder_that_filled_meanwhile_costs_nothing(tmp_path: Path) -> None:
+    model, out = tiny_model("llama", seed=3), tmp_path / "out"
+    _busy(out)
+    (tmp_path / "out-2").write_text("taken too")
+    before = _digests(tmp_path)
+    with pytest.warns(UserWarning, match=r"written to .*out-3\. check_export.*overwrite=True"):
+        folder = fs.export_hf(model, out, dtype=None)
+    assert folder == tmp_path / "out-3"
+    assert _loads(folder, model)
+    assert {name: d for name, d in _digests(tmp_path).items() if not name.startswith("out-3/")} == before
+
+
+def test_where_a_file_system_is_mounted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == out)
+    with pytest.raises(FileExistsError, match=r"mounted.*out/export"):
+        fs.check_export(out)
+    model = tiny_model("gpt2")
+    with pytest.warns(UserWarning, match=r"mounted.*written to .*out/export"):
+        assert fs.export_hf(model, out, dtype=None) == out / "export"
+    assert _loads(out / "export", model)
+    assert os.listdir(out) == ["export"]
+
+
+def test_overwriting_replaces_an_earlier_export_and_nothing_else(tmp_path: Path) -> None:
+    first, second, out = tiny_model("llama", seed=3), tiny_model("llama", seed=4), tmp_path / "out"
+    _busy(out)
+    kept = _digests(out)
+    fs.export_hf(first, out, dtype=None, max_shard_size=20_000, overwrite=True)  # in many files
+    (out / "adapter_config.json").write_text("{}")  # from_pretrained would look for a base model elsewhere
+    assert fs.export_hf(second, out, dtype=None, overwrite=True) == out
+    made = {"README.md", "config.json", "generation_config.json", "model.safetensors"}
+    assert {name for name in os.listdir(out) if not (out / name).is_dir()} == made | {"log.jsonl"}
+    assert _loads(out, second)
+    assert {name: d for name, d in _digests(out).items() if name not in made} == kept
+    assert os.listdir(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize("moves", range(1, 8))
+def test_an_exchange_that_fails_is_taken_back(
+    moves: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, out = tiny_model("gpt2", seed=3), tiny_model("gpt2", seed=4), tmp_path / "out"
+    fs.export_hf(first, out, dtype=None)
+    before, rename, calls = _digests(tmp_path), os.rename, []
+
+    def fails_once(source: Any, target: Any) -> None:
+        calls.append(target)
+        if len(calls) == moves:
+            raise OSError(5, "Input/output error")
+        rename(source, target)
+
+    monkeypatch.setattr(target_module.os, "rename", fails_once)
+    with pytest.raises(OSError, match="Input/output error"):
+        fs.export_hf(second, out, dtype=None, overwrite=True)
+    monkeypatch.undo()
+    assert {name: d for name, d in _digests(tmp_path).items() if name.startswith("out/")} == before
+
+
+def _meanwhile(folder: str, address: str) -> None:
+    from huggingface_hub import constants
+
+    constants.ENDPOINT, constants.HF_HUB_OFFLINE, constants.HF_HUB_DISABLE_XET = address, False, True
+    os.environ["HF_TOKEN"] = "hf_sesame"
+    rank, out = torch.distributed.get_rank(), Path(folder, "out")
+    assert fs.check_export(out) == out
+    model = fs.shard_model(tiny_model("llama", seed=3), mesh=fs.build_mesh(device_type="cpu"))
+    torch.distributed.barrier()
+    if rank == 0:
+        _busy(out)
+    torch.distributed.barrier()
+    with pytest.raises(FileExistsError, match="not an empty folder"):
+        fs.check_export(out)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert fs.export_hf(model, out) == Path(folder, "out-2"), "the same on all ranks"
+    assert len([w for w in caught if "written to" in str(w.message)]) == (rank == 0)
+    assert fs.export_hf(model, out, overwrite=True, push_to_hub="someone/model") == out
+
+
+def test_ranks_go_to_one_place_and_only_the_export_goes_to_the_hub(tmp_path: Path) -> None:
+    with serve() as hub:
+        run_distributed(_meanwhile, 2, str(tmp_path), hub.address)
+        pushed = hub.repositories["someone/model"]
+    assert set(pushed) == {"README.md", "config.json", "generation_config.json", "model.safetensors"}
+
+
+def test_an_adapter_likewise(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    model = fs.add_adapters(tiny_model("llama"), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    _busy(tmp_path / "out")
+    with pytest.warns(UserWarning, match="written to"):
+        assert fs.export_adapter(model, tmp_path / "out") == tmp_path / "out-2"
+    for _ in range(2):
+        assert fs.export_adapter(model, tmp_path / "out", overwrite=True) == tmp_path / "out"
+    assert {"checkpoints", "log.jsonl", "adapter_model.safetensors"} <= set(os.listdir(tmp_path / "out"))
+    assert sorted(os.listdir(tmp_path)) == ["out", "out-2"]
+    peft.PeftModel.from_pretrained(tiny_model("llama"), tmp_path / "out")
