@@ -1,5 +1,6 @@
 """Every private name of torch and transformers that the library touches, each with its reason."""
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -372,6 +373,32 @@ def is_compiled(module: nn.Module) -> bool:
     the ``_orig_mod`` of a wrapper; neither has a public reader.
     """
     return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
+
+
+def foreign_hooks(module: nn.Module, *, pre: bool) -> list[Any]:
+    """Hooks on a module's call that are neither FSDP2's nor torch's own observers of every module.
+
+    Hooks are kept in attributes without a public reader.
+
+    Args:
+        module: Looked at by itself, without what is below it.
+        pre: Take those before the forward too, which may change what it is called with.
+    """
+    from torch.nn.modules import module as hooks_of_all
+
+    kinds = ["forward", "backward", "backward_pre", *(["forward_pre"] if pre else [])]
+    own = [hook for kind in kinds for hook in getattr(module, f"_{kind}_hooks").values()]
+    kinds = [kind for kind in kinds if kind != "forward_pre"]
+    of_all = [hook for kind in kinds for hook in getattr(hooks_of_all, f"_global_{kind}_hooks").values()]
+    foreign = [hook for hook in own if not _defined_in(hook, "torch.distributed.fsdp.")]
+    # CommDebugMode and the counters of FLOPs and modules, which change nothing.
+    return foreign + [hook for hook in of_all if not _defined_in(hook, "torch.")]
+
+
+def _defined_in(hook: Any, package: str) -> bool:
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    return str(getattr(hook, "__module__", "")).startswith(package)
 
 
 # --- activation checkpointing -----------------------------------------------------------------------------

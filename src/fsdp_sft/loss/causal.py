@@ -16,7 +16,7 @@ from fsdp_sft.loss.counting import (
     scale_for_backward,
     shifted,
 )
-from fsdp_sft.loss.head import loss_at_head, plain_head, takes_use_cache
+from fsdp_sft.loss.head import loss_at_head, takes_use_cache
 from fsdp_sft.loss.prepare import LossImpl, check_impl, choice_for, refuse_encoder_decoder
 
 if TYPE_CHECKING:
@@ -104,10 +104,10 @@ def _as_planned(
     model: nn.Module, inputs: dict[str, Any], labels: torch.Tensor, impl: LossImpl
 ) -> torch.Tensor:
     choice = choice_for(model, impl)
-    head, _ = plain_head(model)
+    head = choice.head() if choice.head is not None else None
     if choice.impl == "logits" or head is None:
         return _from_logits(model, inputs, labels)
-    return loss_at_head(model, head, inputs, choice.loss_of(head, shifted(labels)))
+    return loss_at_head(model, head, inputs, choice.loss_of(head, shifted(labels)), choice.transform)
 
 
 def _from_logits(model: nn.Module, inputs: dict[str, Any], labels: torch.Tensor) -> torch.Tensor:

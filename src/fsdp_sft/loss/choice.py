@@ -9,21 +9,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from fsdp_sft.loss import liger
-from fsdp_sft.loss.head import plain_head
+from fsdp_sft.loss.head import fusible_head
 from fsdp_sft.loss.linear_cross_entropy import linear_cross_entropy_sum
-
-
-@dataclass(frozen=True)
-class Transform:
-    """What a model does to its head's output: ``cap(scale * logits)``."""
-
-    scale: float = 1.0
-    softcap: float | None = None
-
-    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
-        """The model's logits from its head's output, of any shape."""
-        scaled = logits * self.scale
-        return scaled if self.softcap is None else self.softcap * torch.tanh(scaled / self.softcap)
+from fsdp_sft.loss.linear_head import head_product
+from fsdp_sft.loss.transform import Transform, settings_of
 
 
 @dataclass(frozen=True)
@@ -36,6 +25,7 @@ class LossChoice:
         transform: What the fused losses apply to the logits.
         head: The head it was made for; dead or another one now, and the choice is void.
         sharded: Likewise.
+        settings: Likewise: the model's numbers that may scale or cap its logits.
     """
 
     impl: str
@@ -43,25 +33,27 @@ class LossChoice:
     transform: Transform
     head: "weakref.ref[nn.Module] | None"
     sharded: bool
+    settings: tuple[tuple[str, float], ...]
 
     def holds(self, model: nn.Module) -> bool:
-        """Whether the model still has the structure that the choice was made for."""
-        if self.sharded != isinstance(model, FSDPModule):
+        """Whether the model still has the structure and the numbers that the choice was made for."""
+        if self.sharded != isinstance(model, FSDPModule) or self.settings != settings_of(model):
             return False
-        head, _ = plain_head(model)
+        head, _ = fusible_head(model)
         return head is (None if self.head is None else self.head())
 
-    def loss_of(self, head: nn.Linear, labels: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    def loss_of(self, head: nn.Module, labels: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
         """The function from hidden states ``(B, S, H)`` to the loss, for targets ``(B, S)``."""
         fused = liger.linear_cross_entropy_sum if self.impl == "liger" else linear_cross_entropy_sum
 
         def loss(hidden: torch.Tensor) -> torch.Tensor:
             # FSDP2 swaps parameters on gathering, so they are looked up here.
+            product = head_product(head, hidden)
             return fused(
-                hidden,
-                head.weight,
+                product.hidden,
+                product.weight,
                 labels,
-                bias=head.bias,
+                bias=product.bias,
                 scale=self.transform.scale,
                 softcap=self.transform.softcap,
             )

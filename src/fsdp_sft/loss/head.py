@@ -13,31 +13,46 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_sft._compat import is_compiled, original_class
+from fsdp_sft._compat import foreign_hooks, is_compiled
 from fsdp_sft.adapters import forward_parameters
+from fsdp_sft.errors import NotFusedError
+from fsdp_sft.loss.linear_head import why_not_linear
+from fsdp_sft.loss.transform import Transform, tolerance
 
 HeadForward = Callable[[torch.Tensor], torch.Tensor]
 
+# Of both signs, and large enough for a soft cap to show; exact in every dtype.
+_KNOWN = (-32.0, -20.0, -5.0, -1.0, 0.5, 3.0, 12.0, 28.0)
 
-def plain_head(model: nn.Module) -> tuple[nn.Linear | None, str]:
-    """The model's head if it is nothing but a linear layer, else None and why not."""
+
+def fusible_head(model: nn.Module) -> tuple[nn.Module | None, str]:
+    """The model's head if it is one linear map and nobody else looks at its logits, else None and why not."""
     if is_compiled(model):
         return None, "the model is compiled as a whole (compile_blocks compiles its blocks)"
     get: Any = getattr(model, "get_output_embeddings", None)
     head = get() if get is not None else None
     if not isinstance(head, nn.Module):
         return None, f"{type(model).__name__} names no output embeddings"
-    cls = original_class(head)
-    if cls.forward is not nn.Linear.forward or "forward" in vars(head) or is_compiled(head):
-        return None, f"its head is not a plain nn.Linear but computes something else ({cls.__name__})"
-    others = {name for name, _ in head.named_parameters()} - {"weight", "bias"}
-    if others:
-        return None, f"its head has parameters of its own: {', '.join(sorted(others))}"
-    return head, ""  # type: ignore[return-value]
+    reason = why_not_linear(head) or _hooked(model, head)
+    return (None, reason) if reason else (head, "")
+
+
+def _hooked(model: nn.Module, head: nn.Module) -> str:
+    """Which hook would see the logits, or a module within the head that is not called; empty if none."""
+    for fqn, module in model.named_modules(remove_duplicate=False):
+        if module is not head:
+            continue
+        parts = fqn.split(".")
+        outer = [".".join(parts[:end]) for end in range(len(parts))]
+        inner = [name for name, inside in module.named_modules(prefix=fqn) if inside is not head]
+        for name in [*outer, fqn, *inner]:
+            if foreign_hooks(model.get_submodule(name), pre=name in inner):
+                return f"a hook is registered on {name or 'the model'}, which would not see the logits"
+    return ""
 
 
 def loss_at_head(
-    model: nn.Module, head: nn.Module, inputs: dict[str, Any], loss_of: HeadForward
+    model: nn.Module, head: nn.Module, inputs: dict[str, Any], loss_of: HeadForward, transform: Transform
 ) -> torch.Tensor:
     """Call ``model(**inputs)`` and return ``loss_of(hidden)`` for what its head is called with.
 
@@ -46,11 +61,14 @@ def loss_at_head(
         head: Its output embeddings.
         inputs: What its forward takes, without labels.
         loss_of: From hidden states ``(B, S, H)`` to a scalar, with the head's parameters gathered.
+        transform: What the forward is expected to make of its head's output.
 
     Raises:
         RuntimeError: If the forward does not call its head exactly once.
+        NotFusedError: If it makes something else of its output.
     """
     losses: list[torch.Tensor] = []
+    outputs: list[Any] = []
     errors: list[Exception] = []
     forward = model.forward
 
@@ -63,15 +81,16 @@ def loss_at_head(
         return losses[-1]
 
     def model_forward(*args: Any, **kwargs: Any) -> Any:
-        output = forward(*args, **kwargs)
-        return losses[-1] if losses else output
+        outputs.append(forward(*args, **kwargs))
+        return losses[-1] if losses else outputs[-1]
 
-    with replaced_forward(head, head_forward), _no_logits(head), replaced_forward(model, model_forward):
+    with replaced_forward(head, head_forward), _few_logits(head), replaced_forward(model, model_forward):
         model(**inputs)
     if errors:
         raise errors[0]
     if len(losses) != 1:
         raise RuntimeError(f"{type(model).__name__} called its head {len(losses)} times in one forward")
+    _check_transform(outputs[0], transform)
     # Not what the call returned: FSDP2 may have cast that to its policy's output_dtype.
     return losses[0]
 
@@ -98,17 +117,33 @@ def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator
 
 
 @contextmanager
-def _no_logits(head: nn.Module) -> Iterator[None]:
-    """Give the rest of the model's forward logits of an empty vocabulary.
+def _few_logits(head: nn.Module) -> Iterator[None]:
+    """Give the rest of the model's forward known logits of a vocabulary of a few.
 
     A hook registered now runs after FSDP2's, which has then seen the loss.
     """
 
     def hook(_module: nn.Module, args: tuple[torch.Tensor, ...], _loss: torch.Tensor) -> torch.Tensor:
-        return args[0].new_empty((*args[0].shape[:-1], 0))
+        return args[0].new_tensor(_KNOWN).expand(*args[0].shape[:-1], len(_KNOWN)).clone()
 
     handle = head.register_forward_hook(hook)
     try:
         yield
     finally:
         handle.remove()
+
+
+def _check_transform(output: Any, transform: Transform) -> None:
+    """See that the model has made of the known logits what ``transform`` makes of them."""
+    logits = getattr(output, "logits", None)
+    if isinstance(logits, torch.Tensor):
+        known = logits.new_tensor(_KNOWN).expand(*logits.shape[:-1], len(_KNOWN))
+        if logits.shape == known.shape and transform.error(known, logits.detach()) <= tolerance(
+            known, logits
+        ):
+            return
+    raise NotFusedError(
+        f"the model no longer makes {transform} of its head's output, as when its loss was prepared: a scale "
+        "or a soft cap was changed, or its forward replaced. Call prepare_loss(model) after the change, on "
+        "all ranks, or use impl='logits'"
+    )

@@ -11,9 +11,10 @@ from fsdp_sft._compat import original_class
 from fsdp_sft.distributed import compute_device, mesh_of, sum_over_mesh
 from fsdp_sft.errors import NotFusedError
 from fsdp_sft.loss import liger
-from fsdp_sft.loss.choice import LossChoice, Transform
-from fsdp_sft.loss.head import plain_head, takes_use_cache
+from fsdp_sft.loss.choice import LossChoice
+from fsdp_sft.loss.head import fusible_head, takes_use_cache
 from fsdp_sft.loss.probe import probe
+from fsdp_sft.loss.transform import Transform, settings_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -28,10 +29,12 @@ _choices: "weakref.WeakKeyDictionary[nn.Module, dict[str, LossChoice]]" = weakre
 def prepare_loss(model: nn.Module, *, impl: LossImpl = "auto") -> str:
     """Decide how ``loss_sum`` and what is built on it compute this model's loss under ``impl="auto"``.
 
-    A fused loss needs a head that is a plain linear layer, and logits that are the head's output up to a
-    scale and a soft cap. Both are found out on a tiny batch, and the fused loss is compared with that of
-    the model's real logits before it is ever used. Without a call, the first ``"auto"`` loss does the same.
-    Sharding the model or replacing its head afterwards leads to another probe.
+    A fused loss needs a head that is a linear layer, with or without peft's adapters (LoRA, DoRA,
+    ``modules_to_save``, trained tokens), and logits that are the head's output up to a scale and a soft cap.
+    Both are found out on a tiny batch, and the fused loss is compared with that of the model's real logits
+    before it is ever used. Without a call, the first ``"auto"`` loss does the same. Sharding the model,
+    replacing its head or changing its scale afterwards leads to another probe. A forward or backward hook on
+    the head, or on a module around it, would not see the logits: such a model gets full logits.
 
     Args:
         model: A decoder-only language model with its weights, sharded or not. It is left as it was: mode,
@@ -48,6 +51,8 @@ def prepare_loss(model: nn.Module, *, impl: LossImpl = "auto") -> str:
             cannot be fused although ``impl`` says so; the message has the reason.
 
     Collective: all ranks of the model's mesh, by two forwards of 2 x 8 tokens.
+    Memory: With LoRA, DoRA or trained tokens on the head, a copy of its weight in each forward, and its
+    gradient in float32 until the backward.
     """
     check_impl(impl)
     refuse_encoder_decoder(model)
@@ -92,7 +97,7 @@ def _decide(model: nn.Module, impl: LossImpl) -> LossChoice:
     if impl == "logits":
         return _logits_choice(model, "asked for")
     kind = "liger" if impl == "liger" else "chunked"
-    head, reason = plain_head(model)
+    head, reason = fusible_head(model)
     if kind == "liger":
         reason = reason or liger.why_not(compute_device(model))
     # Once before the probe, which is collective, and once after it.
@@ -118,9 +123,10 @@ def _agreed_reason(reason: str, mesh: "DeviceMesh | None") -> str:
     return reason or (f"{int(failed)} other ranks of the mesh could not" if failed else "")
 
 
-def _try_fused(model: nn.Module, head: nn.Linear, impl: str) -> tuple[LossChoice | None, str]:
+def _try_fused(model: nn.Module, head: nn.Module, impl: str) -> tuple[LossChoice | None, str]:
     def make_choice(transform: Transform) -> LossChoice:
-        return LossChoice(impl, "", transform, weakref.ref(head), isinstance(model, FSDPModule))
+        sharded = isinstance(model, FSDPModule)
+        return LossChoice(impl, "", transform, weakref.ref(head), sharded, settings_of(model))
 
     inputs: dict[str, Any] = {"use_cache": False} if takes_use_cache(model) else {}
     try:
@@ -130,11 +136,12 @@ def _try_fused(model: nn.Module, head: nn.Linear, impl: str) -> tuple[LossChoice
 
 
 def _logits_choice(model: nn.Module, reason: str) -> LossChoice:
-    head, _ = plain_head(model)
+    head, _ = fusible_head(model)
     return LossChoice(
         "logits",
         reason,
         Transform(),
         weakref.ref(head) if head is not None else None,
         isinstance(model, FSDPModule),
+        settings_of(model),
     )

@@ -19,8 +19,10 @@ from fsdp_sft._model import undisturbed
 from fsdp_sft.collate import IGNORE_INDEX
 from fsdp_sft.distributed import compute_device
 from fsdp_sft.errors import NotFusedError
-from fsdp_sft.loss.choice import LossChoice, Transform
+from fsdp_sft.loss.choice import LossChoice
 from fsdp_sft.loss.head import loss_at_head, replaced_forward
+from fsdp_sft.loss.linear_head import num_logits
+from fsdp_sft.loss.transform import Transform, candidates, tolerance, wide
 
 _LENGTH = 8
 _KNOWN_SIZE = 20.0  # large enough for a soft cap to show
@@ -29,7 +31,7 @@ _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
 
 
 def probe(
-    model: nn.Module, head: nn.Linear, make_choice: Callable[[Transform], LossChoice], inputs: dict[str, Any]
+    model: nn.Module, head: nn.Module, make_choice: Callable[[Transform], LossChoice], inputs: dict[str, Any]
 ) -> LossChoice:
     """A choice whose loss equals that of the real logits on a tiny batch.
 
@@ -47,7 +49,7 @@ def probe(
     Collective: all ranks of the model's mesh, by two forwards.
     """
     device = compute_device(model)
-    ids = torch.arange(3, 3 + 2 * _LENGTH, device=device).view(2, -1) % head.weight.shape[0]
+    ids = torch.arange(3, 3 + 2 * _LENGTH, device=device).view(2, -1) % num_logits(head)
     targets = ids.roll(-1, dims=1)
     targets[:, -1] = IGNORE_INDEX
     targets[1] = IGNORE_INDEX  # the row that shows the transform has no real logits
@@ -55,15 +57,18 @@ def probe(
     with _evaluating(model):
         raw, logits = _observe(model, head, inputs)
         choice = make_choice(_transform(model, raw, logits))
-        expected = F.cross_entropy(_wide(logits[0]), targets[0], reduction="sum", ignore_index=IGNORE_INDEX)
-        actual = _guarded(model, lambda: loss_at_head(model, head, inputs, choice.loss_of(head, targets)))
+        expected = F.cross_entropy(wide(logits[0]), targets[0], reduction="sum", ignore_index=IGNORE_INDEX)
+        actual = _guarded(
+            model,
+            lambda: loss_at_head(model, head, inputs, choice.loss_of(head, targets), choice.transform),
+        )
     error = float((actual - expected).abs() / expected.abs().clamp_min(1e-6))
     if not error <= _TOLERANCE.get(raw.dtype, 1e-2):
         raise NotFusedError(f"the fused loss differs from that of the logits by {error:.1e}, relatively")
     return choice
 
 
-def _observe(model: nn.Module, head: nn.Linear, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+def _observe(model: nn.Module, head: nn.Module, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     """(what the head returned, what the model made of it), both ``(2, S, V)``."""
     raw: list[torch.Tensor] = []
     outputs: list[Any] = []
@@ -99,39 +104,14 @@ def _observe(model: nn.Module, head: nn.Linear, inputs: dict[str, Any]) -> tuple
 
 def _transform(model: nn.Module, raw: torch.Tensor, logits: torch.Tensor) -> Transform:
     """The scale and soft cap, out of what the config suggests, that turn ``raw`` into ``logits``."""
-    eps = max(torch.finfo(raw.dtype).eps, torch.finfo(logits.dtype).eps)
-    raw, logits = _wide(raw), _wide(logits)
-    errors = {
-        candidate: float((candidate(raw) - logits).abs().max() / logits.abs().max())
-        for candidate in _candidates(model)
-    }
+    errors = {candidate: candidate.error(raw, logits) for candidate in candidates(model)}
     best = min(errors, key=lambda candidate: errors[candidate])
-    if not errors[best] <= 16 * eps:
+    if not errors[best] <= tolerance(raw, logits):
         raise NotFusedError(
             "what the model does to its head's output is neither a scale nor a soft cap of its config "
             f"(off by {errors[best]:.1e} of the largest logit)"
         )
     return best
-
-
-def _candidates(model: nn.Module) -> list[Transform]:
-    config: Any = getattr(model, "config", None)
-    get_text_config = getattr(config, "get_text_config", None)
-    fields: dict[str, Any] = {}
-    for source in (config, get_text_config() if get_text_config is not None else None):
-        fields.update(vars(source) if source is not None else {})
-    numbers = {
-        name: float(value)
-        for name, value in fields.items()
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
-    }
-    scales, softcaps = {1.0: None}, {None: None}  # dicts keep the order
-    for name, value in numbers.items():
-        if any(word in name for word in ("logit", "scal", "multiplier")):
-            scales.update({value: None, 1 / value: None})
-        if "cap" in name:
-            softcaps[value] = None  # type: ignore[index]
-    return [Transform(scale, softcap) for scale in scales for softcap in softcaps]
 
 
 def _guarded(model: nn.Module, call: Any) -> Any:
@@ -181,7 +161,3 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
     with undisturbed(model), torch.no_grad(), eager:
         model.eval()
         yield
-
-
-def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.dtype == torch.float64 else tensor.float()

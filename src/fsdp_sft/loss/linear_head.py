@@ -1,0 +1,164 @@
+"""A head seen as one product, ``hidden @ weight.T + bias``: a linear layer, or one with peft's adapters.
+
+The adapters of a language model's head change its weight (DoRA, trained tokens), put another in its place
+(``modules_to_save``) or add a product of small rank (LoRA). Each of these is again one product, of the
+hidden states with a few columns more.
+"""
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_sft._compat import is_compiled, original_class
+
+
+@dataclass(frozen=True)
+class HeadProduct:
+    """What a head computes, ``hidden @ weight.T + bias``.
+
+    Attributes:
+        hidden: ``(B, S, H + r)``, with LoRA of rank r; ``(B, S, H)`` else.
+        weight: ``(V, H + r)``, connected to what is trained.
+        bias: ``(V,)`` or None.
+    """
+
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+
+def why_not_linear(head: nn.Module) -> str:
+    """Why a head is no product that ``head_product`` knows; empty if it is."""
+    own = _inside(head)
+    for module in (head, own):
+        if "forward" in vars(module) or is_compiled(module):
+            return f"its head is not a plain nn.Linear: the forward of {_name(module)} is replaced"
+    if _is_kind(own, "lora"):
+        reason = _why_not_lora(own)
+    elif _is_kind(own, "tokens"):
+        reason = _why_not_plain(own.base_layer)
+    else:
+        reason = _why_not_plain(own)
+    return reason and f"its head is not a plain nn.Linear: {reason}"
+
+
+def head_product(head: nn.Module, hidden: torch.Tensor) -> HeadProduct:
+    """The product that ``head`` would compute now, its parameters gathered.
+
+    Args:
+        head: For which ``why_not_linear`` says nothing.
+        hidden: ``(B, S, H)``.
+    """
+    own: Any = _inside(head)
+    if _is_kind(own, "lora"):
+        return _lora_product(own, hidden)
+    if _is_kind(own, "tokens"):
+        base = own.base_layer
+        if own.disable_adapters or own.merged or not own.active_adapters:
+            return HeadProduct(hidden, base.weight, base.bias)
+        # peft leaves the bias out here
+        return HeadProduct(hidden, own.get_merged_weights(own.active_adapters), None)
+    return HeadProduct(hidden, own.weight, own.bias)
+
+
+def num_logits(head: nn.Module) -> int:
+    """Rows of the head's weight."""
+    own: Any = _inside(head)
+    return int(getattr(own, "base_layer", own).weight.shape[0])
+
+
+def _inside(head: nn.Module) -> Any:
+    """The layer that computes: what peft's wrapper hands its input to, or the head itself."""
+    if not _is_kind(head, "wrapper"):
+        return head
+    wrapper: Any = head
+    if hasattr(wrapper, "token_adapter"):
+        return wrapper.token_adapter
+    known = getattr(wrapper, "modules_to_save", None)
+    if known is None:
+        return wrapper
+    active = wrapper.active_adapters
+    if wrapper.disable_adapters or not active or any(name not in known for name in active):
+        return wrapper.original_module
+    return known[active[0]]
+
+
+def _is_kind(module: nn.Module, kind: str) -> bool:
+    """Whether ``module`` is of one of peft's classes; never, where nobody has imported peft."""
+    if "peft" not in sys.modules:
+        return False
+    from peft.tuners.lora import Linear
+    from peft.tuners.trainable_tokens import TrainableTokensLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    kinds: dict[str, Any] = {"lora": Linear, "tokens": TrainableTokensLayer}
+    cls = original_class(module)
+    return issubclass(cls, AuxiliaryTrainingWrapper) if kind == "wrapper" else cls is kinds[kind]
+
+
+def _why_not_plain(module: nn.Module) -> str:
+    cls = original_class(module)
+    if cls.forward is not nn.Linear.forward or "forward" in vars(module):
+        return f"it computes something else ({_name(module)})"
+    others = {name for name, _ in module.named_parameters()} - {"weight", "bias"}
+    return f"it has parameters of its own: {', '.join(sorted(others))}" if others else ""
+
+
+def _why_not_lora(layer: Any) -> str:
+    if layer.disable_adapters and layer.merged:
+        return "its adapters are merged and disabled at once"
+    if layer.fan_in_fan_out:
+        return "its weight is stored transposed"
+    active = _active(layer)
+    for name in active:
+        variant = layer.lora_variant.get(name)
+        if variant is None:
+            continue
+        if type(variant).__name__ != "DoraLinearVariant":
+            return f"its adapter {name!r} is a {type(variant).__name__}"
+        if len(active) > 1:
+            return "it has DoRA beside other adapters"
+        if layer.lora_B[name].bias is not None:
+            return "it has DoRA with a bias"
+        if layer.training and not isinstance(layer.lora_dropout[name], nn.Identity):
+            return "it has DoRA with dropout"
+    return _why_not_plain(layer.base_layer)
+
+
+def _lora_product(layer: Any, hidden: torch.Tensor) -> HeadProduct:
+    weight, bias = layer.base_layer.weight, layer.base_layer.bias
+    hiddens, weights = [hidden], [weight]
+    for name in _active(layer):
+        low, high, scaling = layer.lora_A[name], layer.lora_B[name], layer.scaling[name]
+        reduced = low(layer.lora_dropout[name](hidden.to(low.weight.dtype))) * scaling
+        hiddens.append(reduced.to(hidden.dtype))
+        weights.append(high.weight.to(weight.dtype))
+        if high.bias is not None:
+            added = (high.bias * scaling).to(weight.dtype)
+            bias = added if bias is None else bias + added
+    joined = HeadProduct(torch.cat(hiddens, -1), torch.cat(weights, 1), bias)
+    dora = [name for name in _active(layer) if name in layer.lora_variant]
+    return _with_magnitude(layer, dora[0], joined) if dora else joined
+
+
+def _with_magnitude(layer: Any, name: str, product: HeadProduct) -> HeadProduct:
+    """The product with each row of its weight at the length that DoRA has learned for it."""
+    low, high = layer.lora_A[name].weight, layer.lora_B[name].weight
+    dora, base = layer.lora_magnitude_vector[name], layer.base_layer
+    with torch.no_grad():  # DoRA takes the lengths as constants (section 4.3 of arXiv:2402.09353)
+        lengths = dora.get_weight_norm(base.weight, high @ low, layer.scaling[name])
+    factor = (dora.weight / lengths).to(product.weight.dtype)
+    return HeadProduct(product.hidden, product.weight * factor[:, None], product.bias)
+
+
+def _active(layer: Any) -> list[str]:
+    if layer.disable_adapters or layer.merged:
+        return []
+    return [name for name in layer.active_adapters if name in layer.lora_A]
+
+
+def _name(module: nn.Module) -> str:
+    return original_class(module).__name__

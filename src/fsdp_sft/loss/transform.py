@@ -1,0 +1,74 @@
+"""What a model does to its head's output, and which of its numbers that could come from."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Transform:
+    """What a model does to its head's output: ``cap(scale * logits)``."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+        """The model's logits from its head's output, of any shape."""
+        scaled = logits * self.scale
+        return scaled if self.softcap is None else self.softcap * torch.tanh(scaled / self.softcap)
+
+    def error(self, raw: torch.Tensor, logits: torch.Tensor) -> float:
+        """Largest difference of ``logits`` from the transform of ``raw``, relative to the largest logit."""
+        raw, logits = wide(raw), wide(logits)
+        return float((self(raw) - logits).abs().max() / logits.abs().max())
+
+
+def tolerance(raw: torch.Tensor, logits: torch.Tensor) -> float:
+    """Most that ``Transform.error`` may be by rounding."""
+    return 16 * max(torch.finfo(raw.dtype).eps, torch.finfo(logits.dtype).eps)
+
+
+def settings_of(model: nn.Module) -> tuple[tuple[str, float], ...]:
+    """Numbers by which a model may scale or cap its logits, by name: of its config and of itself.
+
+    Some models look at their config in each forward, others keep a copy as an attribute; both may change.
+    """
+    config: Any = getattr(model, "config", None)
+    get_text_config = getattr(config, "get_text_config", None)
+    unwrap: Any = getattr(model, "get_base_model", None)
+    sources = [config, get_text_config() if get_text_config is not None else None, model]
+    sources.append(unwrap() if unwrap is not None else None)
+    numbers: dict[str, float] = {}
+    for place, source in enumerate(sources):
+        for name, value in vars(source).items() if source is not None else ():
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if is_number and (_may_scale(name) or _may_cap(name)):
+                numbers[f"{place}.{name}"] = float(value)
+    return tuple(numbers.items())
+
+
+def candidates(model: nn.Module) -> list[Transform]:
+    """Every scale with every soft cap that the model's numbers suggest; first that which does nothing."""
+    scales: dict[float, None] = {1.0: None}  # dicts keep the order
+    softcaps: dict[float | None, None] = {None: None}
+    for name, value in settings_of(model):
+        if value > 0 and _may_scale(name):
+            scales.update({value: None, 1 / value: None})
+        if value > 0 and _may_cap(name):
+            softcaps[value] = None
+    return [Transform(scale, softcap) for scale in scales for softcap in softcaps]
+
+
+def wide(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` in float32, or in float64 if it is."""
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def _may_scale(name: str) -> bool:
+    return any(word in name for word in ("logit", "scal", "multiplier"))
+
+
+def _may_cap(name: str) -> bool:
+    return "cap" in name

@@ -1,0 +1,233 @@
+"""The loss without logits where peft has changed the head, somebody hooks it, or its scale changes later."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fsdp_sft as fs
+from tests.harness.models import (
+    VOCAB,
+    full,
+    largest_error,
+    oracle_gradients,
+    oracle_loss,
+    ragged_batches,
+    tiny_model,
+)
+from tests.harness.ranks import run_distributed
+
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "modules_to_save": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    "trained tokens": {"target_modules": ["q_proj"], "trainable_token_indices": {"lm_head": [5, 9, 40]}},
+    "trained tokens, tied": {"target_modules": ["q_proj"], "trainable_token_indices": [5, 9, 40]},
+    "lora": {"target_modules": ["q_proj", "lm_head"]},
+    "lora with dropout": {"target_modules": ["lm_head"], "lora_dropout": 0.3},
+    "lora with a bias": {"target_modules": ["lm_head"], "lora_bias": True},
+    "dora": {"target_modules": ["lm_head"], "use_dora": True},
+}
+
+
+def _adapted(kind: str, dtype: torch.dtype = torch.float32) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    model = tiny_model("qwen2-tied" if "tied" in kind else "llama", dtype=dtype)
+    config = LoraConfig(r=4, init_lora_weights=False, task_type="CAUSAL_LM", **ADAPTERS[kind])
+    torch.manual_seed(1)
+    model = get_peft_model(model, config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.mul_(1.5)  # DoRA's magnitude and the copies are not what they were made of
+    return model.to(dtype)
+
+
+def _window(model: Any, batches: list[Any], impl: str) -> tuple[float, dict[str, torch.Tensor]]:
+    torch.manual_seed(7)  # of dropout
+    total, targets = 0.0, fs.count_targets(batches)
+    for batch in batches:
+        loss = fs.causal_lm_loss(model, batch, num_targets=targets, impl=impl)
+        loss.backward()
+        total += float(loss.detach())
+    gradients = {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return total, gradients
+
+
+class _Largest(TorchDispatchMode):
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            _Largest.numel = max(_Largest.numel, out.numel())
+        return out
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_a_head_with_adapters_needs_no_logits(kind: str) -> None:
+    pytest.importorskip("peft")
+    model, batches = _adapted(kind, torch.float64), ragged_batches(2)
+    twin = copy.deepcopy(model)
+    torch.manual_seed(7)
+    expected = oracle_loss(twin, batches)
+    expected.backward()
+    gradients = {name: p.grad for name, p in twin.named_parameters() if p.grad is not None}
+    assert fs.prepare_loss(model) == "chunked"
+    loss, fused = _window(model, batches, "auto")
+    assert loss == pytest.approx(float(expected.detach()), rel=1e-9)
+    assert largest_error(fused, gradients) <= 1e-9
+    with model.disable_adapter():
+        assert float(fs.loss_sum(model, batches[0], impl="chunked")[0].detach()) == pytest.approx(
+            float(fs.loss_sum(model, batches[0], impl="logits")[0].detach()), rel=1e-9
+        )
+    rows = torch.randint(3, VOCAB, (1, 1000), generator=torch.Generator().manual_seed(0))
+    long = {"input_ids": rows[:, :100].repeat(10, 1), "labels": rows[:, :100].repeat(10, 1)}
+    _Largest.numel = 0
+    with _Largest():
+        fs.loss_sum(model, long)[0].backward()
+    assert _Largest.numel < 1000 * VOCAB, "as large as the logits"
+
+
+def _check_sharded() -> None:
+    batches = ragged_batches(2)
+    mine = batches[dist.get_rank() :: dist.get_world_size()]
+    for kind in ("modules_to_save", "dora"):
+        model = _adapted(kind)
+        loss, expected = oracle_gradients(model, batches)
+        fs.shard_model(model, mesh=fs.build_mesh(device_type="cpu"), mp_policy=MixedPrecisionPolicy())
+        assert fs.prepare_loss(model) == "chunked", kind
+        _, actual = _window(model, mine, "auto")
+        error = largest_error(actual, expected)
+        assert error <= 1e-6, (kind, error)
+        assert fs.evaluate(model.eval(), mine).loss == pytest.approx(loss, rel=1e-6)
+
+
+def test_a_sharded_head_with_adapters_needs_no_logits() -> None:
+    pytest.importorskip("peft")
+    run_distributed(_check_sharded, 2)
+
+
+def test_an_adapter_that_is_no_product_falls_back_by_name() -> None:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    options = {"target_modules": ["lm_head"], "init_lora_weights": False, "task_type": "CAUSAL_LM"}
+    config = peft.LoraConfig(use_dora=True, lora_dropout=0.5, **options)
+    model = peft.get_peft_model(tiny_model("llama"), config)
+    with pytest.raises(fs.NotFusedError, match="DoRA with dropout"):
+        fs.prepare_loss(model, impl="chunked")
+    assert fs.prepare_loss(model) == "logits"
+    assert fs.prepare_loss(model.eval()) == "chunked", "without dropout it is one"
+
+
+def _doubled(_module: Any, _args: Any, output: Any) -> Any:
+    if not isinstance(output, torch.Tensor):
+        output.logits = output.logits * 2
+        return output
+    return output * 2
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("place", ["lm_head", "", "around"])
+def test_a_hook_on_the_logits_is_heeded(place: str, when: str) -> None:
+    batch, model = ragged_batches(1)[0], tiny_model("llama")
+    outer = model
+    if place == "around":
+        peft = pytest.importorskip("peft")
+        outer = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    hooked = model.get_submodule("" if place == "around" else place)
+    if when == "after":
+        assert fs.prepare_loss(outer) == "chunked"
+    handle = hooked.register_forward_hook(_doubled)
+    expected = float(oracle_loss(outer, [batch]).detach())
+    total, count = fs.loss_sum(outer, batch)
+    assert float(total.detach()) / count == pytest.approx(expected, rel=1e-5)
+    with pytest.raises(fs.NotFusedError, match="a hook is registered on"):
+        fs.loss_sum(outer, batch, impl="chunked")
+    handle.remove()
+    assert fs.prepare_loss(outer, impl="chunked") == "chunked"
+
+
+def test_hooks_that_change_nothing_of_the_logits_cost_nothing() -> None:
+    """One before the head, whose work the head is given, and torch's own observers."""
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    batch, model = ragged_batches(1)[0], tiny_model("llama")
+    model.lm_head.register_forward_pre_hook(lambda _module, args: (args[0] * 0.5,))
+    expected = float(oracle_loss(model, [batch]).detach())
+    fs.prepare_loss(model, impl="chunked")
+    with CommDebugMode():
+        total, count = fs.loss_sum(model, batch, impl="chunked")
+    assert float(total.detach()) / count == pytest.approx(expected, rel=1e-5)
+    seen = []
+    model.lm_head.register_full_backward_hook(lambda *given: seen.append(given[2][0].shape))
+    fs.loss_sum(model, batch)[0].backward()
+    assert seen[0][-1] == VOCAB, "the gradient of the logits, as always"
+
+
+def _capped(kind: str) -> Any:
+    import transformers as tf
+
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    torch.manual_seed(0)
+    if kind == "soft cap":
+        return tf.Gemma2ForCausalLM(tf.Gemma2Config(**sizes, head_dim=8, final_logit_softcapping=3.0))
+    if kind == "scale":
+        return tf.GraniteForCausalLM(tf.GraniteConfig(**sizes, logits_scaling=4.0))
+    return tf.CohereForCausalLM(tf.CohereConfig(**sizes, logit_scale=0.5))
+
+
+def _change(model: Any, kind: str) -> None:
+    if kind == "soft cap":
+        model.config.final_logit_softcapping = 0.05
+    elif kind == "scale":
+        model.config.logits_scaling = 0.125
+    else:
+        model.logit_scale = 8.0
+
+
+@pytest.mark.parametrize("kind", ["soft cap", "scale", "attribute"])
+def test_a_scale_that_changes_after_planning_is_heeded(kind: str) -> None:
+    model, batch = _capped(kind), ragged_batches(1)[0]
+    for impl in ("auto", "chunked"):
+        fs.prepare_loss(model, impl=impl)
+    _change(model, kind)
+    expected = float(oracle_loss(model, [batch]).detach())
+    for impl in ("auto", "chunked"):
+        total, count = fs.loss_sum(model, batch, impl=impl)
+        assert float(total.detach()) / count == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_forward_that_changes_after_planning_is_refused() -> None:
+    model, batch = tiny_model("llama"), ragged_batches(1)[0]
+    assert fs.prepare_loss(model) == "chunked"
+    forward = model.forward
+
+    def tempered(*args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        output.logits = F.relu(output.logits)
+        return output
+
+    model.forward = tempered
+    with pytest.raises(fs.NotFusedError, match="no longer makes"):
+        fs.loss_sum(model, batch)
+    assert fs.prepare_loss(model) == "logits"
+    total, count = fs.loss_sum(model, batch)
+    assert float(total.detach()) / count == pytest.approx(
+        float(oracle_loss(model, [batch]).detach()), rel=1e-5
+    )
