@@ -23,7 +23,7 @@ from fsdp_sft.weights.finish import check_shards_finite, initialise_rest, make_t
 from fsdp_sft.weights.hub import resolve_folder
 from fsdp_sft.weights.plan import ConvertedGroup, LoadPlan, Target, make_plan
 from fsdp_sft.weights.provenance import Piece, contiguous_strides
-from fsdp_sft.weights.read import Job, check_finite, job_for, read_jobs
+from fsdp_sft.weights.read import Job, check_finite, check_same, job_for, read_jobs
 from fsdp_sft.weights.report import LoadReport
 from fsdp_sft.weights.resolve import Checkpoint, open_checkpoint
 
@@ -105,6 +105,8 @@ def load_weights(
             reads = _Reads(base, plan, checkpoint, chosen, host_budget_bytes, workers)
             bytes_read = _read_own(reads)
         bytes_read += _exchange(reads)
+        with agreed("comparing tied weights"):
+            bytes_read += _compare_duplicates(reads)
         with agreed("finishing the load"):
             initialise_rest(base, plan, seed=seed)
             check_shards_finite(base, plan)
@@ -185,11 +187,22 @@ class _Reads:
 
     def __post_init__(self) -> None:
         self.tensors = named_tensors(self.model)
+        # This rank's part of tied names that are converted, to be compared when every tensor is there.
+        self.converted_duplicates: dict[str, torch.Tensor] = {
+            target.name: torch.empty_like(local_of(self.tensors[target.name]))
+            for target in self.plan.duplicates
+            if target.group is not None
+        }
         self.readers = _readers(self) if self.strategy == "exchange" else {}
 
     def is_checked(self, target: Target) -> bool:
         """Whether a target's values have to be finite."""
         return target.is_parameter and self.tensors[target.name].is_floating_point()
+
+    def place_of(self, target: Target) -> torch.Tensor:
+        """Where this rank's part of a converted target goes."""
+        aside = self.converted_duplicates.get(target.name)
+        return local_of(self.tensors[target.name]) if aside is None else aside
 
     def run(self, jobs: Iterable[Job], progress: Callable[[int], None] = lambda _: None) -> int:
         """Do jobs; bytes read."""
@@ -207,9 +220,7 @@ def _read_own(reads: _Reads) -> int:
     targets = [target for target in reads.plan.targets.values() if target.group is None]
     jobs = list(_jobs(reads, targets, "copy"))
     with _progress(sum(job.dest.numel() * job.dtype.itemsize for job in jobs)) as progress:
-        bytes_read = reads.run(jobs, progress)
-    duplicates = [target for target in reads.plan.duplicates if target.group is None]
-    return bytes_read + reads.run(_jobs(reads, duplicates, "compare"))
+        return reads.run(jobs, progress)
 
 
 def _exchange(reads: _Reads) -> int:
@@ -269,7 +280,6 @@ def _fill_converted(reads: _Reads) -> int:
             with agreed(f"converting {group.first_target!r}"):
                 count, converted = _convert(reads, group)
                 bytes_read += count
-                _check_duplicates(reads, group, converted)
                 for target in _targets_of(reads, group):
                     _take(reads, target, converted[target.name], whole(target.shape))
         return bytes_read
@@ -280,7 +290,6 @@ def _fill_converted(reads: _Reads) -> int:
             if this_rank() < len(batch):
                 count, mine = _convert(reads, batch[this_rank()])
                 bytes_read += count
-                _check_duplicates(reads, batch[this_rank()], mine)
         for owner, group in enumerate(batch):
             for target in _targets_of(reads, group):
                 _broadcast(reads, target, mine.get(target.name), owner)
@@ -289,7 +298,8 @@ def _fill_converted(reads: _Reads) -> int:
 
 def _targets_of(reads: _Reads, group: ConvertedGroup) -> list[Target]:
     number = reads.plan.groups.index(group)
-    return [target for target in reads.plan.targets.values() if target.group == number]
+    every = [*reads.plan.targets.values(), *reads.plan.duplicates]
+    return [target for target in every if target.group == number]
 
 
 def _convert(reads: _Reads, group: ConvertedGroup) -> tuple[int, dict[str, torch.Tensor]]:
@@ -313,25 +323,23 @@ def _convert(reads: _Reads, group: ConvertedGroup) -> tuple[int, dict[str, torch
     return bytes_read, converted
 
 
-def _check_duplicates(reads: _Reads, group: ConvertedGroup, converted: dict[str, torch.Tensor]) -> None:
-    """Tied names that one conversion makes must come out equal."""
-    number = reads.plan.groups.index(group)
-    for target in reads.plan.duplicates:
-        if target.group == number:
-            tied = next(
-                name for name in reads.plan.targets if reads.tensors[name] is reads.tensors[target.name]
-            )
-            if tied in converted and not torch.equal(converted[tied], converted[target.name]):
-                raise CheckpointFormatError(f"{target.name!r} and {tied!r} are tied, but their values differ")
+def _compare_duplicates(reads: _Reads) -> int:
+    """See that tied names have the same values in the checkpoint; bytes read.
+
+    Only now: before the exchange a replica has not yet received what it did not read.
+    """
+    for name, values in reads.converted_duplicates.items():
+        check_same(name, local_of(reads.tensors[name]), values)
+    direct = [target for target in reads.plan.duplicates if target.group is None]
+    return reads.run(_jobs(reads, direct, "compare"))
 
 
 def _take(reads: _Reads, target: Target, values: torch.Tensor, where: Box) -> None:
     """Copy what of ``values``, which is the box ``where`` of a target, lies in this rank's shard."""
-    tensor = reads.tensors[target.name]
-    box = box_of(tensor)
+    box = box_of(reads.tensors[target.name])
     common = where.intersect(box)
     if common is not None:
-        mine, theirs = part_of(local_of(tensor), common.relative_to(box)), common.relative_to(where)
+        mine, theirs = part_of(reads.place_of(target), common.relative_to(box)), common.relative_to(where)
         with torch.no_grad():
             mine.copy_(part_of(values, theirs))
 

@@ -305,11 +305,7 @@ class _DeviceStage:
 
 def _deliver(job: Job, stored: torch.Tensor, dest: torch.Tensor) -> None:
     if job.mode == "compare":
-        if not torch.equal(dest, stored.to(dest.dtype)):
-            raise CheckpointFormatError(
-                f"the checkpoint holds different values for {job.key!r} and for the tensor it is tied to; "
-                "pass tie_word_embeddings=False to build_meta_model to keep the two apart"
-            )
+        check_same(job.key, dest, stored.to(dest.dtype))
         return
     dest.copy_(stored)
     # A sum of finite numbers can overflow, so only a sum that is not finite is looked at closely; on an
@@ -329,6 +325,20 @@ def check_finite(name: str, values: torch.Tensor) -> None:
         count = int((~finite).sum())
         raise NonFiniteWeightsError(
             f"{name!r} has {count} values in the checkpoint that are NaN or infinite in {values.dtype}"
+        )
+
+
+def check_same(name: str, values: torch.Tensor, stored: torch.Tensor) -> None:
+    """Refuse a tied tensor whose second name holds other values.
+
+    Raises:
+        CheckpointFormatError: Naming it.
+    """
+    if not torch.equal(values, stored) and not torch.equal(values.nan_to_num(), stored.nan_to_num()):
+        raise CheckpointFormatError(
+            f"the checkpoint holds different values for {name!r} and for the tensor it is tied to; to keep "
+            "the two apart pass config_overrides={'tie_word_embeddings': False} to load_pretrained, which is "
+            "tie_word_embeddings=False for build_meta_model"
         )
 
 

@@ -1,0 +1,96 @@
+"""Checkpoints that store both names of tied weights, on ranks that hold copies of each other's shards."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import fsdp_sft as fs
+from fsdp_sft.weights import meta
+from tests.harness.hf_folders import difference, plain, rewrite, save_tiny, tensors_of
+from tests.harness.ranks import run_distributed
+
+FLOAT32 = MixedPrecisionPolicy()
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+REPLICAS = [(2, {"dp_replicate": 2, "dp_shard": 1}), (4, {"dp_replicate": 2})]
+STRATEGIES = ("auto", "slice", "exchange")
+
+
+def _stored_twice(folder: Path, change: float = 0.0) -> Path:
+    save_tiny(folder, "qwen2-tied")
+    tensors = tensors_of(folder)
+    tensors[HEAD] = tensors[EMBEDDING].clone()
+    tensors[HEAD][70] += change
+    rewrite(folder, tensors, files=2)
+    return folder
+
+
+def _load(folder: Path, mesh_shape: dict[str, int], strategy: Any) -> Any:
+    model = fs.build_meta_model(folder)
+    fs.shard_model(model, mesh=fs.build_mesh(**mesh_shape, device_type="cpu"), mp_policy=FLOAT32)
+    fs.load_weights(model, folder, strategy=strategy)
+    return model
+
+
+def _check_equal(folder: Path, mesh_shape: dict[str, int]) -> None:
+    for strategy in STRATEGIES:
+        model = _load(folder, mesh_shape, strategy)
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+        assert difference(model, plain(folder)) == [], strategy
+
+
+@pytest.mark.parametrize(("ranks", "mesh_shape"), REPLICAS)
+def test_the_same_values_under_both_names(tmp_path: Path, ranks: int, mesh_shape: dict[str, int]) -> None:
+    run_distributed(_check_equal, ranks, _stored_twice(tmp_path), mesh_shape)
+
+
+def _check_different(folder: Path, mesh_shape: dict[str, int]) -> None:
+    meta._PROBES, meta._PROBE_BYTES = 1, 64  # samples see the first row only
+    for strategy in STRATEGIES:
+        with pytest.raises(
+            fs.CheckpointFormatError, match=r"lm_head.*config_overrides=.*tie_word_embeddings"
+        ):
+            _load(folder, mesh_shape, strategy)
+
+
+def test_values_that_differ_where_no_sample_looks(tmp_path: Path) -> None:
+    folder = _stored_twice(tmp_path, 1.0)
+    run_distributed(_check_different, 2, folder, {"dp_replicate": 2, "dp_shard": 1})
+
+
+def _check_converted(folder: Path, mesh_shape: dict[str, int], equal: bool) -> None:
+    """The head alone is computed from what is stored, by code that cannot be cut."""
+    from transformers import conversion_mapping
+    from transformers.core_model_loading import ConversionOps, WeightConverter
+
+    class Halve(ConversionOps):
+        def convert(self, input_dict: Any, source_patterns: Any, target_patterns: Any, **_: Any) -> Any:
+            (tensors,) = input_dict.values()
+            tensor = tensors[0] if isinstance(tensors, list) else tensors
+            return {target_patterns[0]: tensor / 2}
+
+        @property
+        def reverse_op(self) -> ConversionOps:
+            return self
+
+    converter = WeightConverter("head_twice.weight", "lm_head.weight", [Halve()])
+    conversion_mapping.register_checkpoint_conversion_mapping("Qwen2ForCausalLM", [converter], overwrite=True)
+    for strategy in STRATEGIES:
+        if equal:
+            model = _load(folder, mesh_shape, strategy)
+            expected = tensors_of(folder)[EMBEDDING].float()
+            assert torch.equal(model.lm_head.weight.full_tensor(), expected)
+        else:
+            with pytest.raises(fs.CheckpointFormatError, match="lm_head"):
+                _load(folder, mesh_shape, strategy)
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_a_second_name_that_is_converted_is_compared_too(tmp_path: Path, equal: bool) -> None:
+    folder = _stored_twice(tmp_path, 0.0 if equal else 1.0)
+    tensors = tensors_of(folder)
+    tensors["head_twice.weight"] = tensors.pop(HEAD) * 2
+    rewrite(folder, tensors)
+    run_distributed(_check_converted, 4, folder, {"dp_replicate": 2}, equal)
