@@ -27,7 +27,7 @@ STOREYS = [
     {"planner", "prepared", "step"},
 ]
 # Pairs on one storey that may meet, upper first.
-WITHIN = {("_launch", "_slurm"), ("adapters", "_model")}
+WITHIN = {("_launch", "_slurm"), ("export", "collate"), ("adapters", "_model")}
 TESTS = Path(__file__).parent
 BENCHMARKS = TESTS.parent / "benchmarks"
 # Folders of tests that are no room of the library.

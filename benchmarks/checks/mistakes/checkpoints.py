@@ -17,4 +17,11 @@ MISTAKES = [
         "if False:",
         ("tests/export/test_target.py",),
     ),
+    Mistake(
+        "generation does not stop where an answer was taught to end",
+        "export/chat.py",
+        "return known if stop in ids else [stop, *ids]",
+        "return known",
+        ("tests/export/test_chat.py",),
+    ),
 ]

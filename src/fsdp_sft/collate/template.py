@@ -39,6 +39,7 @@ class TemplateFacts:
         after_answer: Text after the last answer.
         after_past_answer: Text between an earlier answer and the next user's content.
         stop_tokens: Tokens on which generation stops.
+        end_of_turn: The token that ends an answer, as it is trained; None if the template writes none.
         in_parts: Whether contents must be lists of parts, as some templates of vision models want them.
     """
 
@@ -48,6 +49,7 @@ class TemplateFacts:
     after_answer: str
     after_past_answer: str
     stop_tokens: tuple[str, ...]
+    end_of_turn: str | None = None
     in_parts: bool = False
 
 
@@ -172,7 +174,8 @@ class ChatTemplate:
         headers = [prompted, shared, shared_past]
         if prompt.strip():
             headers = [header[skip:] for header in headers]
-        stops = [self.tokenizer.eos_token, self._stop_token(after_answer)]
+        end_of_turn = self._stop_token(after_answer)
+        stops = [self.tokenizer.eos_token, end_of_turn]
         return TemplateFacts(
             headers=tuple(header for header in sorted(headers, key=len, reverse=True) if header.strip()),
             always_headed=bool(prompt.strip()),
@@ -180,6 +183,7 @@ class ChatTemplate:
             after_answer=after_answer,
             after_past_answer=after_past_answer,
             stop_tokens=tuple(dict.fromkeys(str(stop) for stop in stops if stop)),
+            end_of_turn=end_of_turn,
         )
 
     def _after(self, number: int, text: str) -> str:
@@ -225,6 +229,11 @@ class ChatTemplate:
 _FACTS: weakref.WeakKeyDictionary[Any, dict[Any, TemplateFacts]] = weakref.WeakKeyDictionary()
 _SKELETONS: weakref.WeakKeyDictionary[Any, dict[Any, dict[Any, str]]] = weakref.WeakKeyDictionary()
 _MAX_SKELETONS = 1024
+
+
+def templates_used(tokenizer: PreTrainedTokenizerBase) -> set[str]:
+    """The templates with which this process has encoded rows by this tokenizer."""
+    return {key[0] for key in _FACTS.get(tokenizer, {})}
 
 
 @lru_cache(maxsize=64)

@@ -3,7 +3,7 @@
 import os
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,6 +12,8 @@ from fsdp_sft._disk import sweep, temporary_beside
 from fsdp_sft._gather import Gatherer
 from fsdp_sft._model import ModelTensors, model_tensors
 from fsdp_sft.distributed import reshard
+from fsdp_sft.export.chat import end_of_turn, write_tokenizer
+from fsdp_sft.export.settings import write_generation_config
 from fsdp_sft.export.target import export_target, put_in_place, reachable
 
 if TYPE_CHECKING:
@@ -23,6 +25,8 @@ def export_adapter(
     out_dir: str | os.PathLike[str],
     *,
     dtype: torch.dtype | None = None,
+    tokenizer: Any = None,
+    chat_template: str | None = None,
     overwrite: bool = False,
 ) -> Path:
     """Write the active adapter as ``PeftModel.save_pretrained`` would: weights, configuration, card.
@@ -36,6 +40,8 @@ def export_adapter(
         out_dir: The folder to make, as in ``export_hf``; ``check_export`` looks at it before training. Rank 0
             writes.
         dtype: Of the adapter's tensors; None keeps what they have.
+        tokenizer: Saved beside the adapter, if given, with ``generation_config.json``, as in ``export_hf``.
+        chat_template: As in ``export_hf``.
         overwrite: If ``out_dir`` has files in it, exchange those of an earlier adapter and leave the others.
 
     Returns:
@@ -71,12 +77,21 @@ def export_adapter(
         with agreed(f"exporting to {target}"):
             if temporary is not None:
                 _save(model, temporary, full, name)
+                if tokenizer is not None or chat_template is not None:
+                    _save_chat(model, temporary, tokenizer, chat_template)
                 target = put_in_place(temporary, target, overwrite=overwrite)
     finally:
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)
     folder: Path = all_gather_objects(target)[0]
     return folder
+
+
+def _save_chat(model: Any, folder: Path, tokenizer: Any, chat_template: str | None) -> None:
+    template = write_tokenizer(folder, tokenizer, chat_template)
+    base = model.get_base_model()
+    if getattr(base, "can_generate", bool)():
+        write_generation_config(folder, base, base.config, end_of_turn(tokenizer, template))
 
 
 def _checked(model: "PeftModel") -> tuple[ModelTensors, str]:

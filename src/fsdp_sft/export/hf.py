@@ -61,6 +61,7 @@ def export_hf(
     dtype: torch.dtype | None = torch.bfloat16,
     max_shard_size: int | str = "5GB",
     tokenizer: Any = None,
+    chat_template: str | None = None,
     push_to_hub: str | None = None,
     overwrite: bool = False,
 ) -> Path:
@@ -83,7 +84,12 @@ def export_hf(
         dtype: Of floating-point tensors, except modules that transformers always keeps in float32; None
             keeps what they have. Also goes into the configuration.
         max_shard_size: Of one file, in bytes or such as ``"5GB"``.
-        tokenizer: Saved beside the model, if given: a tokenizer or a processor.
+        tokenizer: Saved beside the model, if given: a tokenizer or a processor. Where it has a chat template,
+            the token that ends an answer goes into ``generation_config.eos_token_id``, in front of those that
+            are there, so that the model stops where it was taught to.
+        chat_template: The template that rows were encoded with, if it is not the tokenizer's own: the text,
+            or the name of one of the tokenizer's. It is saved with the tokenizer; the object itself stays as
+            it is.
         push_to_hub: A repository such as ``"name/model"``, which is made (public or not as the account's
             default says) before the export begins, so that a token that may not write is found at once. The
             files are uploaded when all are complete, by rank 0, and stay if that fails.
@@ -111,7 +117,15 @@ def export_hf(
     caching = [] if not isinstance(model, nn.Module) else configs_without_caches(model)
     with without_adapters(model, trained=True) as base:
         folder, files = _export(
-            base, merges, caching, target, dtype, max_shard_size, tokenizer, push_to_hub, overwrite
+            base,
+            merges,
+            caching,
+            target,
+            dtype,
+            max_shard_size,
+            (tokenizer, chat_template),
+            push_to_hub,
+            overwrite,
         )
     if push_to_hub is not None:
         upload(folder, push_to_hub, files)
@@ -125,7 +139,7 @@ def _export(
     target: Path,
     dtype: torch.dtype | None,
     max_shard_size: int | str,
-    tokenizer: Any,
+    chat: tuple[Any, str | None],
     push_to_hub: str | None,
     overwrite: bool,
 ) -> tuple[Path, list[str]]:
@@ -134,7 +148,7 @@ def _export(
     files: list[str] = []
     try:
         with agreed(f"preparing to export to {target}"):
-            content = _checked(model, dtype, tokenizer)
+            content = _checked(model, dtype, *chat)
             _refuse_tied(content, merges)
             if this_rank() == 0:
                 if push_to_hub is not None:
@@ -146,7 +160,7 @@ def _export(
                 temporary.mkdir()
                 plan = _plan(model, content, dtype)
                 config = export_config(model, content, caching, dtype)
-                write_settings(model, config, temporary, push_to_hub or target.name, dtype, tokenizer)
+                write_settings(model, config, temporary, push_to_hub or target.name, dtype, *chat)
         plan, folder = all_gather_objects((plan, temporary))[0]
         assert plan is not None
         gatherer = Gatherer()
@@ -163,7 +177,7 @@ def _export(
     return done
 
 
-def _checked(model: nn.Module, dtype: torch.dtype | None, tokenizer: Any) -> ModelTensors:
+def _checked(model: nn.Module, dtype: torch.dtype | None, tokenizer: Any, chat_template: Any) -> ModelTensors:
     import transformers
 
     if not isinstance(model, transformers.PreTrainedModel):
@@ -175,6 +189,8 @@ def _checked(model: nn.Module, dtype: torch.dtype | None, tokenizer: Any) -> Mod
         raise ValueError(f"dtype must be a floating-point torch.dtype or None, got {dtype!r}")
     if tokenizer is not None and not callable(getattr(tokenizer, "save_pretrained", None)):
         raise TypeError(f"tokenizer must have save_pretrained, got {type(tokenizer).__name__}")
+    if chat_template is not None and not isinstance(chat_template, str):
+        raise TypeError(f"chat_template must be a string, got {type(chat_template).__name__}")
     return model_tensors(model)
 
 

@@ -11,6 +11,7 @@ from fsdp_sft._compat import original_class, tied_names
 from fsdp_sft._disk import write_bytes
 from fsdp_sft._model import ModelTensors, tied_meta_twin
 from fsdp_sft.export.card import model_card
+from fsdp_sft.export.chat import end_of_turn, with_stop, write_tokenizer
 
 
 def export_config(model: Any, content: ModelTensors, caching: list[Any], dtype: torch.dtype | None) -> Any:
@@ -36,19 +37,38 @@ def _has_come_apart(model: Any, content: ModelTensors) -> bool:
 
 
 def write_settings(
-    model: Any, config: Any, folder: Path, title: str, dtype: torch.dtype | None, tokenizer: Any
+    model: Any,
+    config: Any,
+    folder: Path,
+    title: str,
+    dtype: torch.dtype | None,
+    tokenizer: Any,
+    chat_template: str | None,
 ) -> None:
     """Write configuration, generation config, tokenizer and card into ``folder``."""
     config.save_pretrained(folder)
-    if model.can_generate() and model.generation_config is not None:
-        try:
-            model.generation_config.save_pretrained(folder)
-        except ValueError as error:
-            # Some on the Hub contradict themselves (a temperature without sampling). transformers loads them
-            # with a warning and then refuses to save them: no reason to lose the end of a training run.
-            warnings.warn(f"the generation config is exported as it is: {error}", stacklevel=3)
-            model.generation_config.to_json_file(folder / "generation_config.json")
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
+    template = write_tokenizer(folder, tokenizer, chat_template)
+    if model.can_generate():
+        write_generation_config(folder, model, config, end_of_turn(tokenizer, template))
     card = model_card(model, title, config.architectures[0], dtype or model.dtype)
     write_bytes(folder / "README.md", card.encode())
+
+
+def write_generation_config(folder: Path, model: Any, config: Any, stop: int | None) -> None:
+    """Write the model's generation config, which also stops at ``stop``; nothing if it has none."""
+    generation = copy.deepcopy(model.generation_config)
+    if stop is not None:
+        if generation is None:
+            from transformers import GenerationConfig
+
+            generation = GenerationConfig.from_model_config(config)
+        generation.eos_token_id = with_stop(generation.eos_token_id, stop)
+    if generation is None:
+        return
+    try:
+        generation.save_pretrained(folder)
+    except ValueError as error:
+        # Some on the Hub contradict themselves (a temperature without sampling). transformers loads them
+        # with a warning and then refuses to save them: no reason to lose the end of a training run.
+        warnings.warn(f"the generation config is exported as it is: {error}", stacklevel=3)
+        generation.to_json_file(folder / "generation_config.json")

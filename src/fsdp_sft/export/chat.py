@@ -1,0 +1,73 @@
+"""That a model which was taught to chat can chat when it is read: its template, and where an answer ends."""
+
+import copy
+import warnings
+from pathlib import Path
+from typing import Any
+
+from fsdp_sft._disk import write_bytes
+from fsdp_sft.collate.template import ChatTemplate, templates_used
+from fsdp_sft.errors import ChatTemplateError
+
+
+def write_tokenizer(folder: Path, tokenizer: Any, chat_template: str | None) -> str | None:
+    """Save a tokenizer or processor with the template that was trained; the caller's is not changed.
+
+    Returns:
+        The template that the folder has; None if it has none.
+    """
+    if not hasattr(tokenizer, "chat_template"):  # None, or one that knows of no templates
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        if chat_template is not None:
+            (folder / "chat_template.jinja").unlink(missing_ok=True)
+            write_bytes(folder / "chat_template.jinja", chat_template.encode())
+        return chat_template
+    exported, template = tokenizer, _text(tokenizer, chat_template)
+    if chat_template is not None:
+        exported = copy.copy(tokenizer)
+        named = tokenizer.chat_template
+        exported.chat_template = {**named, "default": template} if isinstance(named, dict) else template
+    elif (used := templates_used(_tokenizer_of(tokenizer))) and template not in used:
+        warnings.warn(
+            "rows were encoded with another chat template than the tokenizer has, and the export gets the "
+            "tokenizer's: pass chat_template= as the collator got it, so that the export is asked as it was "
+            "trained",
+            stacklevel=5,
+        )
+    exported.save_pretrained(folder)
+    return template
+
+
+def end_of_turn(tokenizer: Any, template: str | None) -> int | None:
+    """Id of the token that ends an answer; None if the template writes none, or there is no template."""
+    own = _tokenizer_of(tokenizer)
+    if template is None or own is None or not hasattr(own, "get_chat_template"):
+        return None
+    try:
+        token = ChatTemplate(own, template).facts().end_of_turn
+    except (ChatTemplateError, ValueError) as error:
+        warnings.warn(
+            f"the end of an answer was not added to generation_config.eos_token_id: {error}", stacklevel=5
+        )
+        return None
+    return None if token is None else int(own.convert_tokens_to_ids(token))
+
+
+def with_stop(known: Any, stop: int) -> Any:
+    """``known`` ids on which generation stops, an id, a list or None, with one more in front if it is new."""
+    ids = [] if known is None else list(known) if isinstance(known, (list, tuple)) else [known]
+    return known if stop in ids else [stop, *ids]
+
+
+def _tokenizer_of(tokenizer: Any) -> Any:
+    """The tokenizer in a processor, or the tokenizer itself."""
+    return getattr(tokenizer, "tokenizer", tokenizer)
+
+
+def _text(tokenizer: Any, chat_template: str | None) -> str | None:
+    """The template by its name or None for the default one, as transformers looks it up."""
+    named = tokenizer.chat_template or getattr(_tokenizer_of(tokenizer), "chat_template", None)
+    if isinstance(named, dict):
+        return named.get(chat_template or "default", chat_template)
+    return chat_template or named
