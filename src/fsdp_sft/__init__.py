@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from fsdp_sft.distributed import build_mesh as build_mesh
     from fsdp_sft.distributed import init_distributed as init_distributed
     from fsdp_sft.errors import AdapterError as AdapterError
+    from fsdp_sft.errors import BatchError as BatchError
     from fsdp_sft.errors import ChatTemplateError as ChatTemplateError
     from fsdp_sft.errors import CheckpointCorruptError as CheckpointCorruptError
     from fsdp_sft.errors import CheckpointError as CheckpointError
@@ -120,6 +121,7 @@ __version__ = "0.1.0"
 
 _OWNERS = {
     "AdapterError": "errors",
+    "BatchError": "errors",
     "ChatTemplateError": "errors",
     "CheckpointCorruptError": "errors",
     "CheckpointError": "errors",

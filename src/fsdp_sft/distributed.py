@@ -7,13 +7,20 @@ import socket
 import sys
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from fsdp_sft._agree import all_gather_objects, all_reduce_sum, control_group, is_distributed, world_size
+from fsdp_sft._agree import (
+    all_gather_objects,
+    all_reduce_sum,
+    control_group,
+    is_distributed,
+    this_rank,
+    world_size,
+)
 from fsdp_sft._compat import forget_meshes
 from fsdp_sft._launch import detect_launch, restarts_to_set_apart
 from fsdp_sft._slurm import Launch, env_int, is_slurm_step
@@ -218,6 +225,46 @@ def sum_over_mesh(values: list[float], mesh: "DeviceMesh | None") -> list[float]
     for dim in range(mesh.ndim):
         dist.all_reduce(total, group=mesh.get_group(dim))
     return [float(v) for v in total]
+
+
+def gather_over_mesh(value: Any, mesh: "DeviceMesh | None") -> list[tuple[int, Any]]:
+    """What each rank of ``mesh`` has, as pairs of its rank in the job and the value; in order of rank.
+
+    Objects are pickled: for what is small and rare.
+
+    Collective: all ranks of the mesh.
+    """
+    found = {this_rank(): value}
+    for group in _groups_of(mesh):
+        parts: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(parts, found, group=group)
+        for part in parts:
+            found.update(part)
+    return sorted(found.items(), key=lambda pair: pair[0])
+
+
+def first_over_mesh(value: Any, mesh: "DeviceMesh | None") -> Any:
+    """The value of a rank of ``mesh`` that has one, on all of them; None where none has.
+
+    Collective: all ranks of the mesh.
+    """
+    for group in _groups_of(mesh):
+        has: list[bool] = [False] * dist.get_world_size(group)
+        dist.all_gather_object(has, value is not None, group=group)
+        if any(has) and not all(has):
+            box = [value]
+            dist.broadcast_object_list(box, src=dist.get_global_rank(group, has.index(True)), group=group)
+            value = box[0]
+    return value
+
+
+def _groups_of(mesh: "DeviceMesh | None") -> list[dist.ProcessGroup]:
+    """Process groups which, taken one after the other, connect all ranks of ``mesh``."""
+    if mesh is None or mesh.size() == 1:
+        return []
+    if mesh.size() == world_size():
+        return [control_group()]
+    return [mesh.get_group(dim) for dim in range(mesh.ndim)]
 
 
 def _existing_launch() -> Launch:

@@ -20,6 +20,7 @@ working; ``except FsdpSftError`` takes them all. Arguments of a wrong type or ou
       SafetensorsError (ValueError)       not the safetensors format
       ChatTemplateError (ValueError)      what is trained of a chat cannot be told
       PackingError (ValueError)           packed rows would see each other
+      BatchError (ValueError)             batches that cannot be trained on, or not by these ranks together
       NotFusedError (ValueError)          the loss needs the logits
       NonFiniteGradientError (FloatingPointError)
       NoBlocksError (ValueError)          no transformer blocks found
@@ -93,6 +94,10 @@ class ChatTemplateError(FsdpSftError, ValueError):
 
 class PackingError(FsdpSftError, ValueError):
     """The model does not keep packed rows apart, or it cannot be told whether it does."""
+
+
+class BatchError(FsdpSftError, ValueError):
+    """Batches are not what a step needs, or not of one kind on all ranks; nothing has been computed."""
 
 
 class NotFusedError(FsdpSftError, ValueError):

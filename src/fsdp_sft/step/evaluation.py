@@ -1,18 +1,17 @@
 """The mean loss over all targets of all ranks, without gradients."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from fsdp_sft.collate import IGNORE_INDEX
 from fsdp_sft.distributed import compute_device, mesh_of, reshard, sum_over_mesh
-from fsdp_sft.loss import Batch, LossImpl, loss_sum, num_targets
-from fsdp_sft.preemption import keep_workers_alive
-from fsdp_sft.step.window import raise_on_mesh, to_device
+from fsdp_sft.loss import Batch, LossImpl, loss_sum
+from fsdp_sft.step.rounds import in_step
+from fsdp_sft.step.window import to_device
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -43,8 +42,8 @@ def evaluate(
     """Mean loss over all targets of all ranks, without gradients, in ``eval()`` mode.
 
     Ranks may have different numbers of batches, none included: one that has run out takes part in the
-    others' forwards with a batch of its own without targets. The model's mode is restored and its
-    parameters are sharded again afterwards.
+    others' forwards with a batch of the same keys, its own last one or another rank's, whose targets do not
+    count. The model's mode is restored and its parameters are sharded again afterwards.
 
     Args:
         model: A decoder-only language model, sharded or not.
@@ -54,6 +53,7 @@ def evaluate(
         loss_impl: As ``impl`` of ``loss_sum``.
 
     Raises:
+        BatchError: If ranks have batches of different keys at the same time.
         ValueError: If no rank has a target.
 
     Collective: all ranks of the mesh.
@@ -65,7 +65,7 @@ def evaluate(
     model.eval()
     try:
         with torch.no_grad():
-            for batch in _in_step(batches, mesh):
+            for batch in in_step(batches, mesh):
                 summed, count = loss_sum(model, to_device(batch, device), impl=loss_impl)
                 total, targets = total.to(summed.device) + summed, targets + count
     finally:
@@ -79,28 +79,3 @@ def evaluate(
         )
     loss = loss_total / all_targets
     return EvalResult(loss, math.exp(loss) if loss < 709 else math.inf, int(all_targets))
-
-
-def _in_step(batches: Iterable[Batch], mesh: "DeviceMesh | None") -> Iterator[Batch]:
-    """This rank's batches, then stand-ins without targets, until every rank has run out."""
-    stand_in: Batch = {
-        "input_ids": torch.zeros((1, 2), dtype=torch.int64),
-        "attention_mask": torch.ones((1, 2), dtype=torch.int64),
-        "labels": torch.full((1, 2), IGNORE_INDEX),
-    }
-    source: Iterator[Batch] | None = None
-    while True:
-        batch = error = None
-        try:
-            source = source if source is not None else keep_workers_alive(batches)
-            batch = next(source, None)
-            if batch is not None:
-                num_targets(batch)
-        except Exception as caught:
-            error = caught
-        have, failed = sum_over_mesh([batch is not None, error is not None], mesh)
-        if failed:
-            raise_on_mesh(error, "reading a batch to evaluate", mesh)
-        if not have:
-            return
-        yield batch if batch is not None else stand_in

@@ -79,8 +79,9 @@ def train_step(
         The same ``StepResult`` on every rank.
 
     Raises:
-        ValueError: If a rank's batches are not usable or the numbers of micro-batches differ; raised on all
-            ranks, before the forward. If ``optimizer`` was made before the model was sharded.
+        BatchError: If the numbers of micro-batches or the keys of a micro-batch differ between ranks.
+        ValueError: If a rank's batches are not usable; like ``BatchError`` raised on all ranks, before the
+            forward. If ``optimizer`` was made before the model was sharded.
         NonFiniteGradientError: If the gradient norm is not finite and no scaler handles it. Parameters and
             optimizer are as before the step; gradients are zeroed.
 
@@ -92,7 +93,8 @@ def train_step(
     if scaler is not None and not scaler.is_enabled():
         scaler = None  # it would let gradients that are not finite through
     mesh = mesh if mesh is not None else mesh_of(model)
-    targets, tokens = agree_on_window(micro_batches, mesh)
+    window = agree_on_window(micro_batches, mesh)
+    targets, tokens = window.targets, window.tokens
     if targets == 0:
         return StepResult(math.nan, math.nan, 0, tokens, True, "no targets")
     device = compute_device(model)

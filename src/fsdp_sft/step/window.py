@@ -1,39 +1,64 @@
 """What a window's micro-batches are, agreed on before the first forward."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fsdp_sft._agree import is_distributed, raise_first, world_size
 from fsdp_sft.distributed import sum_over_mesh
+from fsdp_sft.errors import BatchError
 from fsdp_sft.loss import Batch, num_targets
+from fsdp_sft.step.keys import Keys, are_equal, digest, keys_of, refuse_different_keys, to_compare
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-def agree_on_window(micro_batches: list[Batch], mesh: "DeviceMesh | None") -> tuple[int, int]:
-    """Targets and tokens of the window over all ranks, or the first rank's error on all of them."""
+@dataclass(frozen=True)
+class Window:
+    """What all ranks know of a window before its first forward.
+
+    Attributes:
+        targets: On all ranks.
+        tokens: Likewise, without padding.
+        keys: Of each micro-batch; the same on every rank.
+    """
+
+    targets: int
+    tokens: int
+    keys: tuple[Keys, ...]
+
+
+def agree_on_window(micro_batches: list[Batch], mesh: "DeviceMesh | None") -> Window:
+    """Look at the window and agree on it, or raise the same error on all ranks; one small all-reduce.
+
+    Collective: all ranks of the mesh.
+    """
     error: Exception | None = None
-    targets = tokens = count = 0
+    targets = tokens = 0
+    keys: list[Keys] = []
     try:
         micro_batches = _checked_window(micro_batches)
-        count = len(micro_batches)
         targets = sum(num_targets(batch) for batch in micro_batches)
         tokens = sum(_num_tokens(batch) for batch in micro_batches)
+        keys = [keys_of(batch) for batch in micro_batches]
     except Exception as caught:
         error = caught
-    sums = sum_over_mesh([targets, tokens, error is not None, count, count**2], mesh)
+    ranks = mesh.size() if mesh is not None else 1
+    compared = to_compare([len(keys), *digest(keys)])
+    sums = sum_over_mesh([targets, tokens, error is not None, *compared], mesh)
     if sums[2]:
         raise_on_mesh(error, "checking the window's micro-batches", mesh)
-    ranks = mesh.size() if mesh is not None else 1
-    if ranks * sums[4] != sums[3] ** 2:  # the variance of the counts over ranks
-        raise ValueError(
-            f"ranks have different numbers of micro-batches (this one {count}, {sums[3] / ranks:.2f} on "
+    if not are_equal(sums[3:5], ranks):
+        raise BatchError(
+            f"ranks have different numbers of micro-batches (this one {len(keys)}, {sums[3] / ranks:.2f} on "
             "average); iterate with windows(), which ends all ranks together"
         )
-    return int(sums[0]), int(sums[1])
+    if not are_equal(sums[3:], ranks):
+        refuse_different_keys(keys, mesh)
+    return Window(int(sums[0]), int(sums[1]), tuple(keys))
 
 
 def raise_on_mesh(error: Exception | None, phase: str, mesh: "DeviceMesh | None") -> None:

@@ -1,0 +1,76 @@
+"""What a batch consists of, and whether that is the same on all ranks.
+
+A forward runs the modules that its arguments ask for. Where one rank has an image and another has none, one
+gathers the parameters of a vision tower and the other never does: the job hangs, or gloo aborts it.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from fsdp_sft.distributed import gather_over_mesh
+from fsdp_sft.errors import BatchError, abridged
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+Keys = tuple[str, ...]
+# Sums of squares over 8,192 ranks stay below 2**53, where float64 is exact.
+_WORD_BITS = 20
+
+
+def keys_of(batch: Any) -> Keys:
+    """Names of what a batch brings: its keys, sorted, without those whose value is None.
+
+    A batch that is no mapping (for a ``loss_fn``) has one name, which says what it is.
+    """
+    if isinstance(batch, Mapping):
+        return tuple(sorted(str(key) for key, value in batch.items() if value is not None))
+    size = f" of {len(batch)}" if isinstance(batch, (tuple, list)) else ""
+    return (f"a {type(batch).__name__}{size}",)
+
+
+def digest(keys: Any) -> list[int]:
+    """Three numbers below 2**20 that differ where ``keys`` do."""
+    words = int.from_bytes(hashlib.blake2b(repr(keys).encode(), digest_size=8).digest(), "big")
+    return [words >> shift & ((1 << _WORD_BITS) - 1) for shift in (0, _WORD_BITS, 2 * _WORD_BITS)]
+
+
+def to_compare(numbers: list[int]) -> list[float]:
+    """What ranks sum up so that ``are_equal`` can tell whether they all have the same numbers."""
+    return [float(term) for number in numbers for term in (number, number * number)]
+
+
+def are_equal(sums: list[float], ranks: int) -> bool:
+    """Whether ``ranks`` ranks summed up the ``to_compare`` of the same numbers: their variance is 0."""
+    whole = [int(value) for value in sums]
+    return all(ranks * squares == total**2 for total, squares in zip(whole[::2], whole[1::2], strict=True))
+
+
+def refuse_different_keys(own: list[Keys], mesh: "DeviceMesh | None") -> None:
+    """Raise, on all ranks, the error that names who has which keys.
+
+    Args:
+        own: The keys of each of this rank's micro-batches; empty where it has none to compare.
+        mesh: The ranks, which all know that they differ.
+
+    Collective: all ranks of the mesh.
+    """
+    by_rank = [(rank, kinds) for rank, kinds in gather_over_mesh(own, mesh) if kinds]
+    columns = zip(*(kinds for _, kinds in by_rank), strict=False)
+    index = next((i for i, column in enumerate(columns) if len(set(column)) > 1), 0)
+    ranks_with: dict[Keys, list[int]] = {}
+    for rank, kinds in by_rank:
+        ranks_with.setdefault(kinds[index], []).append(rank)
+    parts = [
+        f"rank{'s' if len(ranks) > 1 else ''} {abridged(map(str, ranks))}: {', '.join(keys)}"
+        for keys, ranks in ranks_with.items()
+    ]
+    shared = set.intersection(*(set(keys) for keys in ranks_with))
+    apart = sorted({key for keys in ranks_with for key in keys} - shared)
+    raise BatchError(
+        f"ranks have different keys in micro-batch {index} ({'; '.join(parts)}). A forward that is given "
+        f"{', '.join(apart)} may run other modules than one that is not, and ranks then wait for each other: "
+        "give every rank the same keys, for instance a blank image to a row without one, or let a sampler "
+        "hand rows of one kind to all ranks at a time"
+    )
