@@ -123,6 +123,44 @@ def test_a_model_of_other_origin() -> None:
     assert list(fs.find_blocks(_Trunk())) == ["body.0", "body.1", "body.2"]
 
 
+def _layer() -> nn.Module:
+    return nn.TransformerEncoderLayer(8, 2, 16)
+
+
+def test_containers_that_are_never_called_are_no_blocks() -> None:
+    """nanoGPT, litgpt and nanochat keep their trunk in a ModuleDict; others nest lists."""
+    parts = {
+        "wte": nn.Embedding(11, 8),
+        "h": nn.ModuleList(_layer() for _ in range(3)),
+        "ln_f": nn.LayerNorm(8),
+    }
+    model = nn.Module()
+    model.transformer = nn.ModuleDict(parts)
+    model.lm_head = nn.Linear(8, 11)
+    assert list(fs.find_blocks(model)) == [f"transformer.h.{i}" for i in range(3)]
+    model.transformer["head"] = nn.Sequential(nn.Linear(8, 8), nn.GELU())
+    assert list(fs.find_blocks(model)) == [f"transformer.h.{i}" for i in range(3)]
+    by_size = fs.find_blocks(model, min_params=100)
+    assert not {"transformer", "transformer.h"} & set(by_size)
+    nested: list[tuple[nn.Module, list[str]]] = [
+        (
+            nn.ModuleList([nn.ModuleList([_layer(), _layer()]), nn.ModuleList([_layer()])]),
+            ["0.0", "0.1", "1.0"],
+        ),
+        (
+            nn.ModuleList(nn.ModuleDict({"a": _layer(), "b": nn.Linear(8, 8)}) for _ in "12"),
+            ["0.a", "0.b", "1.a", "1.b"],
+        ),
+        (nn.ModuleList([nn.ModuleList([_layer(), nn.Identity()]), _layer()]), ["0.0", "1"]),
+        (nn.ModuleDict({f"layer_{i}": _layer() for i in range(2)}), ["layer_0", "layer_1"]),
+        (nn.ModuleDict({"first": _layer(), "second": _layer()}), ["first", "second"]),
+    ]
+    for trunk, expected in nested:
+        model = nn.Module()
+        model.trunk = trunk
+        assert list(fs.find_blocks(model)) == [f"trunk.{name}" for name in expected]
+
+
 def test_finding_nothing_lists_what_was_seen() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     with pytest.raises(NoBlocksError, match=r"block_cls=.*Linear x2"):

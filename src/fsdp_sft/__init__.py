@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from fsdp_sft.errors import NonFiniteWeightsError as NonFiniteWeightsError
     from fsdp_sft.errors import NoPlanError as NoPlanError
     from fsdp_sft.errors import NotFusedError as NotFusedError
+    from fsdp_sft.errors import NotRecomputedError as NotRecomputedError
     from fsdp_sft.errors import PackingError as PackingError
     from fsdp_sft.errors import RemoteRankError as RemoteRankError
     from fsdp_sft.errors import SafetensorsError as SafetensorsError
@@ -138,6 +139,7 @@ _OWNERS = {
     "NonFiniteGradientError": "errors",
     "NonFiniteWeightsError": "errors",
     "NotFusedError": "errors",
+    "NotRecomputedError": "errors",
     "PackingError": "errors",
     "RemoteRankError": "errors",
     "SafetensorsError": "errors",

@@ -1,5 +1,6 @@
 """Find the repeated blocks of a model: what is sharded, checkpointed and compiled one by one."""
 
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -27,8 +28,9 @@ def find_blocks(
 
     By default these are the elements of the model's outermost module lists: of those whose elements are, or
     contain, a class named in transformers' ``_no_split_modules``, and of those about as large (a vision
-    tower that the attribute leaves out). Works on models of any origin, sharded or not, materialised or
-    meta.
+    tower that the attribute leaves out). A container that is never called itself is no block, so what lies
+    in it counts: ``nn.ModuleDict(wte=..., h=nn.ModuleList(...), ln_f=...)`` gives the elements of ``h``.
+    Works on models of any origin, sharded or not, materialised or meta.
 
     Args:
         model: Any module; ``*ForCausalLM``, encoder-decoders and classifiers are the usual ones.
@@ -92,7 +94,24 @@ def _by_module_list(model: nn.Module) -> dict[str, nn.Module]:
     sizes = {fqn: _num_parameters(m) for fqn, m in lists.items()}
     smallest = _SMALLEST_SHARE * max(sizes.values(), default=0)
     lists = {fqn: m for fqn, m in lists.items() if fqn in named or sizes[fqn] >= smallest}
-    return {f"{fqn}.{name}": block for fqn, m in lists.items() for name, block in m.named_children()}
+    return {name: block for fqn, m in lists.items() for name, block in _elements(fqn, m)}
+
+
+def _elements(fqn: str, container: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """What is called of a list: its elements, and instead of those that are never called, theirs."""
+    for name, element in container.named_children():
+        if not is_never_called(element):
+            yield f"{fqn}.{name}", element
+        else:
+            inner = _elements(f"{fqn}.{name}", element)
+            yield from ((path, m) for path, m in inner if next(m.parameters(), None) is not None)
+
+
+def is_never_called(module: nn.Module) -> bool:
+    """Whether a module only holds others: it has no forward, as ``nn.ModuleList`` has none."""
+    cls = type(module)
+    own_call = cls.__call__ is not nn.Module.__call__ or "forward" in module.__dict__
+    return cls.forward is nn.Module.forward and not own_call
 
 
 def _outermost_lists(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -108,6 +127,8 @@ def _is_block_list(module: nn.Module) -> bool:
     children = list(module.children())
     if not children or any(next(child.parameters(), None) is None for child in children):
         return False
+    if isinstance(module, nn.ModuleDict) and not _is_numbered(module):
+        return False  # a namespace: its entries are parts of the model
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         return any(next(child.children(), None) is not None for child in children)
     # An nn.Sequential is a trunk only if it repeats one composite module.
@@ -117,6 +138,13 @@ def _is_block_list(module: nn.Module) -> bool:
         and len({type(child) for child in children}) == 1
         and next(children[0].children(), None) is not None
     )
+
+
+def _is_numbered(module: nn.ModuleDict) -> bool:
+    """Whether the entries are one kind of thing, by their names ("0", "1"; "layer_0") or by their class."""
+    names = {re.sub(r"\d+", "", name) for name in module}
+    numbered = len(names) == 1 and all(re.search(r"\d", name) for name in module)
+    return numbered or (len(module) > 1 and len({type(child) for child in module.values()}) == 1)
 
 
 def _no_split_names(model: nn.Module) -> set[str]:
@@ -136,8 +164,13 @@ def _by_size(model: nn.Module, min_params: int) -> dict[str, nn.Module]:
         left = sum(p.numel() for p in own)
         for name, child in module.named_children():
             left += visit(f"{fqn}.{name}" if fqn else name, child)
-        container = isinstance(module, (nn.ModuleList, nn.ModuleDict))  # never called, so never gathered
-        if not fqn or container or left < min_params or any(id(p) in shared for p in module.parameters()):
+        # What is never called would never be gathered.
+        if (
+            not fqn
+            or is_never_called(module)
+            or left < min_params
+            or any(id(p) in shared for p in module.parameters())
+        ):
             return left
         taken[fqn] = module
         return 0

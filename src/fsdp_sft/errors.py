@@ -24,6 +24,7 @@ working; ``except FsdpSftError`` takes them all. Arguments of a wrong type or ou
       NotFusedError (ValueError)          the loss needs the logits
       NonFiniteGradientError (FloatingPointError)
       NoBlocksError (ValueError)          no transformer blocks found
+      NotRecomputedError (RuntimeError)   a block chosen for checkpointing runs outside of its checkpoint
       NoPlanError (ValueError)            no plan fits
       LostRankError (RuntimeError)        another rank has died or does not answer
       RemoteRankError (RuntimeError)      another rank failed with an error that cannot be sent
@@ -110,6 +111,10 @@ class NonFiniteGradientError(FsdpSftError, FloatingPointError):
 
 class NoBlocksError(FsdpSftError, ValueError):
     """No block of the model matches."""
+
+
+class NotRecomputedError(FsdpSftError, RuntimeError):
+    """A block that ``apply_sac`` has chosen does not run through its checkpoint in the model's forward."""
 
 
 class NoPlanError(FsdpSftError, ValueError):

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_sft._boxes import local_of
 from fsdp_sft._compat import apply_to_tensors, keep_in_float32_patterns
-from fsdp_sft.blocks import find_blocks
+from fsdp_sft.blocks import find_blocks, is_never_called
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -224,6 +224,11 @@ def _check_blocks(model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
             raise ValueError(
                 f"blocks[{fqn!r}] is not the module of that name in {type(model).__name__}; "
                 "pass what find_blocks(model, ...) returned"
+            )
+        if is_never_called(block):
+            raise ValueError(
+                f"blocks[{fqn!r}] ({type(block).__name__}) only holds other modules and is never called, so "
+                "its parameters would never be gathered; name its elements"
             )
 
 

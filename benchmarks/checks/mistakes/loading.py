@@ -31,4 +31,18 @@ MISTAKES: list[Mistake] = [
         "        del values",
         ("tests/weights/test_ties.py",),
     ),
+    Mistake(
+        "entries of a namespace are blocks",
+        "blocks.py",
+        "if isinstance(module, nn.ModuleDict) and not _is_numbered(module):",
+        "if False:",
+        ("tests/test_blocks.py::test_containers_that_are_never_called_are_no_blocks",),
+    ),
+    Mistake(
+        "a block that runs outside of its checkpoint goes unnoticed",
+        "sac/proof.py",
+        "    if _RUNNING.count:\n        proof.end()",
+        "    if True:\n        proof.end()",
+        ("tests/sac/test_proof.py",),
+    ),
 ]

@@ -9,8 +9,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_sft._compat import compile_memory_budget
-from fsdp_sft.blocks import find_blocks
-from fsdp_sft.sac.attach import checkpoint_block, disable_caches, enter_mode, restore
+from fsdp_sft.blocks import find_blocks, is_never_called
+from fsdp_sft.sac.attach import checkpoint_blocks, disable_caches, enter_mode, restore
 from fsdp_sft.sac.noise import preserves_rng_state
 from fsdp_sft.sac.ratio import Placement, Ratio, select_block_indices
 
@@ -52,6 +52,9 @@ def apply_sac(
         TypeError: If ``ratio`` is no number or text.
         ValueError: If an argument is out of range, a block is unknown or lies in another one, transformers'
             own checkpointing is on, or compile's memory budget is (torch would ignore it).
+        NotRecomputedError: Later, from the first training forward, if a part of a chosen block runs outside
+            of its checkpoint: the model calls the parts and not the block, or the block's forward was
+            replaced since.
 
     Memory: Per checkpointed block its inputs stay, and one block's activations while it is recomputed.
     """
@@ -65,9 +68,7 @@ def apply_sac(
     options = checkpoint_options(model, preserve_rng_state, early_stop)
     refuse_memory_budget("apply_sac")
     enter_mode(model, "apply_sac", replaces={"apply_sac", "apply_op_sac"})
-    recompute = functools.partial(checkpoint, **options)
-    for block in chosen.values():
-        checkpoint_block(block, recompute)
+    checkpoint_blocks(model, chosen, functools.partial(checkpoint, **options), "apply_sac")
     if chosen:
         disable_caches(model)
     return list(chosen)
@@ -135,6 +136,9 @@ def _fqn_of(model: nn.Module, entry: Any, modules: dict[str, nn.Module]) -> str:
         raise ValueError(
             f"{type(model).__name__} has no module {entry!r} inside; did you mean one of {close}?"
         )
-    if isinstance(modules[entry], (nn.ModuleList, nn.ModuleDict)):
-        raise ValueError(f"{entry!r} is a list of modules and is never called; name its elements")
+    if is_never_called(modules[entry]):
+        raise ValueError(
+            f"{entry!r} ({type(modules[entry]).__name__}) only holds other modules and is never called; name "
+            "its elements"
+        )
     return entry

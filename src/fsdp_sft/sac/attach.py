@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable, Iterator
-from types import MethodType
 from typing import Any
 
 import torch
@@ -10,14 +9,23 @@ from torch import nn
 
 from fsdp_sft._compat import checkpointing_flag
 from fsdp_sft.blocks import CACHES_OFF
+from fsdp_sft.sac.proof import checkpoint_seen, demand_proof, drop_proof
 
 _STATE = "_fsdp_sft_sac"  # on a module: the instance attributes that were replaced
 _MODE = "_fsdp_sft_sac_mode"  # on the model: which function put them there
 _ABSENT = "absent"
 
 
-def checkpoint_block(block: nn.Module, recompute: Callable[..., Any]) -> None:
-    """Run the block's training forward through ``recompute``."""
+def checkpoint_blocks(
+    model: nn.Module, blocks: dict[str, nn.Module], recompute: Callable[..., Any], caller: str
+) -> None:
+    """Run the blocks' training forward through ``recompute``; the first one has to prove that it does."""
+    for block in blocks.values():
+        _checkpoint_block(block, functools.partial(checkpoint_seen, recompute))
+    demand_proof(model, blocks, caller)
+
+
+def _checkpoint_block(block: nn.Module, recompute: Callable[..., Any]) -> None:
     if _has_checkpointing_flag(block):
         override(block, **checkpointing_flag(recompute))
         return
@@ -38,6 +46,7 @@ def override(module: nn.Module, **attributes: Any) -> None:
 def restore(model: nn.Module) -> None:
     """Take off everything that ``override`` set, and switch the caches on again."""
     for module in model.modules():
+        drop_proof(module)
         for name, value in module.__dict__.pop(_STATE, {}).items():
             if isinstance(value, str) and value == _ABSENT:
                 module.__dict__.pop(name, None)
@@ -109,7 +118,7 @@ def _has_checkpointing_flag(block: nn.Module) -> bool:
 
 def _forward_with_checkpointing(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     recompute, plain = self.__dict__["_fsdp_sft_recompute"]
-    forward = plain if plain is not None else MethodType(type(self).forward, self)
+    forward = plain if plain is not None else functools.partial(type(self).forward, self)
     if self.training and torch.is_grad_enabled():
         return recompute(forward, *args, **kwargs)
     return forward(*args, **kwargs)

@@ -18,7 +18,7 @@ from fsdp_sft._compat import (
 )
 from fsdp_sft.blocks import find_blocks
 from fsdp_sft.sac.apply import checkpoint_options, named_blocks, refuse_memory_budget
-from fsdp_sft.sac.attach import checkpoint_block, disable_caches, enter_mode, override
+from fsdp_sft.sac.attach import checkpoint_blocks, disable_caches, enter_mode, override
 
 SDPA = "sdpa"  # in ``save``: the fused attention kernels, which run between submodules and have no name
 
@@ -61,6 +61,7 @@ def apply_op_sac(
             by, ``"sdpa"`` cannot be kept, a part of a block is compiled by itself (torch would see none of
             its operations), or compile's memory budget is on
             (torch would ignore it, or else the marks).
+        NotRecomputedError: Later, from the first training forward; see ``apply_sac``.
 
     Memory: The inputs of each block and the outputs that are kept.
     """
@@ -80,8 +81,7 @@ def apply_op_sac(
     policy = functools.partial(_policy, inside, names)
     contexts = functools.partial(create_selective_checkpoint_contexts, policy)
     recompute = functools.partial(checkpoint, context_fn=contexts, **options)
-    for block in chosen.values():
-        checkpoint_block(block, recompute)
+    checkpoint_blocks(model, chosen, recompute, "apply_op_sac")
     disable_caches(model)
     return list(chosen)
 
