@@ -483,6 +483,17 @@ def draws_random_numbers_now(op: Any, args: tuple[Any, ...], kwargs: dict[str, A
     return True
 
 
+def composable_api_of(module: nn.Module) -> str | None:
+    """Which of torch's composable APIs beside ``fully_shard`` was applied to a module; None for none.
+
+    ``replicate`` leaves the module's class as it was; the registry of its contract has no public reader.
+    """
+    from torch.distributed._composable.contract import _get_registry
+
+    registry = _get_registry(module)
+    return next((name for name in registry or () if name != "fully_shard"), None)
+
+
 # --- meshes -----------------------------------------------------------------------------------------------
 
 

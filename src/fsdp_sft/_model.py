@@ -11,6 +11,7 @@ from torch import nn
 
 from fsdp_sft._compat import build_like_from_pretrained, original_class
 from fsdp_sft._random import unmoved
+from fsdp_sft._wrappers import unwrapped
 from fsdp_sft.distributed import compute_device, reshard
 
 # torch.compile(model) and checkpoint_wrapper put these into every name below them.
@@ -47,7 +48,7 @@ def model_tensors(model: nn.Module) -> ModelTensors:
     tensors: dict[str, torch.Tensor] = {}
     names: dict[str, str] = {}
     first_names: dict[int, str] = {}
-    for key, value in model.state_dict(keep_vars=True).items():
+    for key, value in unwrapped(model).state_dict(keep_vars=True).items():
         name = clean_name(key)
         if not isinstance(value, torch.Tensor):
             raise TypeError(
@@ -69,7 +70,7 @@ def model_tensors(model: nn.Module) -> ModelTensors:
 
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
     """Each parameter to its first FQN."""
-    return {parameter: clean_name(name) for name, parameter in model.named_parameters()}
+    return {parameter: clean_name(name) for name, parameter in unwrapped(model).named_parameters()}
 
 
 def clean_name(name: str) -> str:
@@ -81,8 +82,8 @@ def clean_name(name: str) -> str:
 
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Every parameter and buffer under each of its names, persistent or not."""
-    named = dict(model.named_parameters(remove_duplicate=False))
-    return {**named, **dict(model.named_buffers(remove_duplicate=False))}
+    named = dict(unwrapped(model).named_parameters(remove_duplicate=False))
+    return {**named, **dict(unwrapped(model).named_buffers(remove_duplicate=False))}
 
 
 def meta_twin(model: nn.Module) -> Any:

@@ -16,6 +16,7 @@ from torch import nn
 from fsdp_sft._boxes import local_of
 from fsdp_sft._model import named_tensors
 from fsdp_sft._random import unmoved
+from fsdp_sft._wrappers import unwrapped
 from fsdp_sft.errors import AdapterError
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ def add_adapters(model: nn.Module, peft_config: "PeftConfig", *, seed: int = 0) 
 
 def forward_parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
     """What a model's forward takes; with adapters the inner model's, to which peft's passes on the rest."""
+    model = unwrapped(model)
     unwrap: Any = getattr(model, "get_base_model", None)
     return inspect.signature((unwrap() if unwrap is not None else model).forward).parameters
 

@@ -24,6 +24,8 @@ from fsdp_sft._agree import (
 from fsdp_sft._compat import forget_meshes
 from fsdp_sft._launch import detect_launch, restarts_to_set_apart
 from fsdp_sft._slurm import Launch, env_int, is_slurm_step
+from fsdp_sft._wrappers import replicas_of, replicated_by, unwrapped
+from fsdp_sft.errors import WrappedModelError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -173,7 +175,13 @@ def build_mesh(
 
 
 def mesh_of(model: torch.nn.Module) -> "DeviceMesh | None":
-    """The mesh of a sharded model's parameters, or None for an ordinary model."""
+    """The mesh of a sharded model's parameters, or None for an ordinary model.
+
+    For a model inside DistributedDataParallel it is a mesh of one axis, over the ranks of its process group.
+
+    Raises:
+        WrappedModelError: If the model is wrapped by something whose ranks cannot be told.
+    """
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
@@ -184,7 +192,22 @@ def mesh_of(model: torch.nn.Module) -> "DeviceMesh | None":
     if mesh is None and any(isinstance(module, FSDPModule) for module in model.modules()):
         reshard(model)  # gathered parameters are plain tensors
         mesh = of_parameters()
-    return mesh
+    if mesh is not None and replicated_by(model) is None:
+        return mesh
+    replicas = replicas_of(model)
+    if mesh is not None and replicas is not None:
+        raise WrappedModelError(
+            f"{type(unwrapped(model)).__name__} has sharded parameters inside DistributedDataParallel: ranks "
+            "of two kinds, which cannot be told apart; shard on build_mesh(dp_replicate=...)"
+        )
+    return _mesh_over(replicas, model) if replicas is not None else None
+
+
+def _mesh_over(group: dist.ProcessGroup, model: torch.nn.Module) -> "DeviceMesh":
+    from torch.distributed.device_mesh import DeviceMesh
+
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    return DeviceMesh.from_group(group, device.type, mesh_dim_names=(DP_REPLICATE,))
 
 
 def reshard(model: torch.nn.Module) -> None:
@@ -192,9 +215,13 @@ def reshard(model: torch.nn.Module) -> None:
 
     After a forward without a backward the root's parameters stay gathered (torch's default), so whatever
     reads or writes parameters calls this first.
+
+    Raises:
+        WrappedModelError: If the model is wrapped by something whose parameters cannot be seen.
     """
     from torch.distributed.fsdp import FSDPModule
 
+    replicas_of(model)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -22,6 +22,7 @@ working; ``except FsdpSftError`` takes them all. Arguments of a wrong type or ou
       PackingError (ValueError)           packed rows would see each other
       BatchError (ValueError)             batches that cannot be trained on, or not by these ranks together
       NotFusedError (ValueError)          the loss needs the logits
+      WrappedModelError (TypeError)       a wrapper around the model whose ranks or gradients cannot be seen
       NonFiniteGradientError (FloatingPointError)
       NoBlocksError (ValueError)          no transformer blocks found
       NotRecomputedError (RuntimeError)   a block chosen for checkpointing runs outside of its checkpoint
@@ -103,6 +104,10 @@ class BatchError(FsdpSftError, ValueError):
 
 class NotFusedError(FsdpSftError, ValueError):
     """The loss of a model cannot be computed without its logits; the message says why."""
+
+
+class WrappedModelError(FsdpSftError, TypeError):
+    """The model is wrapped by something whose ranks or gradients cannot be seen; the message names it."""
 
 
 class NonFiniteGradientError(FsdpSftError, FloatingPointError):

@@ -19,7 +19,9 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_sft._boxes import local_of
 from fsdp_sft._compat import apply_to_tensors, keep_in_float32_patterns
+from fsdp_sft._wrappers import replicas_of
 from fsdp_sft.blocks import find_blocks, is_never_called
+from fsdp_sft.errors import WrappedModelError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -189,6 +191,11 @@ def _local_bytes(parameter: nn.Parameter) -> int:
 
 
 def _refuse_sharded(model: nn.Module) -> None:
+    if replicas_of(model) is not None:
+        raise WrappedModelError(
+            "the model is inside DistributedDataParallel already; shard the model that it was made of, on "
+            "build_mesh(dp_replicate=...) if whole replicas are wanted"
+        )
     for fqn, module in model.named_modules():
         if isinstance(module, FSDPModule):
             raise ValueError(

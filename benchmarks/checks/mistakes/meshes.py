@@ -2,8 +2,23 @@
 
 from benchmarks.checks.mistakes.mistake import Mistake
 
+WRAPPERS = ("tests/test_wrappers.py",)
 HEADS = ("tests/loss/test_heads.py",)
 MISTAKES: list[Mistake] = [
+    Mistake(
+        "ranks of DistributedDataParallel taken for single processes",
+        "distributed.py",
+        "return _mesh_over(replicas, model) if replicas is not None else None",
+        "return None",
+        WRAPPERS,
+    ),
+    Mistake(
+        "a wrapper that hides its gradients let through",
+        "_wrappers.py",
+        "        if cls is not None:\n",
+        "        if False:\n",
+        WRAPPERS,
+    ),
     Mistake(
         "the loss without logits does not look at what the forward makes of them",
         "loss/head.py",

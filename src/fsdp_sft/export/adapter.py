@@ -11,6 +11,7 @@ from fsdp_sft._agree import agreed, all_gather_objects, this_rank
 from fsdp_sft._disk import sweep, temporary_beside
 from fsdp_sft._gather import Gatherer
 from fsdp_sft._model import ModelTensors, model_tensors
+from fsdp_sft._wrappers import unwrapped
 from fsdp_sft.distributed import reshard
 from fsdp_sft.export.chat import end_of_turn, write_tokenizer
 from fsdp_sft.export.settings import write_generation_config
@@ -54,6 +55,7 @@ def export_adapter(
     Collective: all ranks.
     Memory: On rank 0 the adapter's tensors, whole, in CPU memory.
     """
+    model = unwrapped(model)
     reshard(model)
     target = export_target(out_dir)
     temporary: Path | None = None

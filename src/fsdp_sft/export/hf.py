@@ -23,6 +23,7 @@ from fsdp_sft._compat import (
 from fsdp_sft._disk import sweep, temporary_beside
 from fsdp_sft._gather import Gatherer
 from fsdp_sft._model import ModelTensors, clean_name, model_tensors, tied_meta_twin
+from fsdp_sft._wrappers import unwrapped
 from fsdp_sft.adapters import adapted_layers, merged_weights, without_adapters
 from fsdp_sft.blocks import configs_without_caches
 from fsdp_sft.distributed import reshard
@@ -111,6 +112,8 @@ def export_hf(
         their own part of one. All of it CPU memory. A weight with adapters is float32 at least while they are
         merged.
     """
+    if isinstance(model, nn.Module):
+        model = unwrapped(model)
     reshard(model)
     target = export_target(out_dir)
     merges = {} if not isinstance(model, nn.Module) else adapted_layers(model)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from fsdp_sft._wrappers import unwrapped
 from fsdp_sft.loss import liger
 from fsdp_sft.loss.head import fusible_head
 from fsdp_sft.loss.linear_cross_entropy import linear_cross_entropy_sum
@@ -37,7 +38,7 @@ class LossChoice:
 
     def holds(self, model: nn.Module) -> bool:
         """Whether the model still has the structure and the numbers that the choice was made for."""
-        if self.sharded != isinstance(model, FSDPModule) or self.settings != settings_of(model):
+        if self.sharded != isinstance(unwrapped(model), FSDPModule) or self.settings != settings_of(model):
             return False
         head, _ = fusible_head(model)
         return head is (None if self.head is None else self.head())

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from fsdp_sft._compat import foreign_hooks, is_compiled
+from fsdp_sft._wrappers import replicated_by, unwrapped, with_wrappers
 from fsdp_sft.adapters import forward_parameters
 from fsdp_sft.errors import NotFusedError
 from fsdp_sft.loss.linear_head import why_not_linear
@@ -27,12 +28,13 @@ _KNOWN = (-32.0, -20.0, -5.0, -1.0, 0.5, 3.0, 12.0, 28.0)
 
 def fusible_head(model: nn.Module) -> tuple[nn.Module | None, str]:
     """The model's head if it is one linear map and nobody else looks at its logits, else None and why not."""
-    if is_compiled(model):
+    inner = unwrapped(model)
+    if any(is_compiled(module) for module in with_wrappers(model)):
         return None, "the model is compiled as a whole (compile_blocks compiles its blocks)"
-    get: Any = getattr(model, "get_output_embeddings", None)
+    get: Any = getattr(inner, "get_output_embeddings", None)
     head = get() if get is not None else None
     if not isinstance(head, nn.Module):
-        return None, f"{type(model).__name__} names no output embeddings"
+        return None, f"{type(inner).__name__} names no output embeddings"
     reason = why_not_linear(head) or _hooked(model, head)
     return (None, reason) if reason else (head, "")
 
@@ -67,10 +69,11 @@ def loss_at_head(
         RuntimeError: If the forward does not call its head exactly once.
         NotFusedError: If it makes something else of its output.
     """
+    inner = unwrapped(model)
     losses: list[torch.Tensor] = []
     outputs: list[Any] = []
     errors: list[Exception] = []
-    forward = model.forward
+    forward = inner.forward
 
     def head_forward(hidden: torch.Tensor) -> torch.Tensor:
         try:
@@ -84,15 +87,16 @@ def loss_at_head(
         outputs.append(forward(*args, **kwargs))
         return losses[-1] if losses else outputs[-1]
 
-    with replaced_forward(head, head_forward), _few_logits(head), replaced_forward(model, model_forward):
-        model(**inputs)
+    with replaced_forward(head, head_forward), _few_logits(head), replaced_forward(inner, model_forward):
+        returned = model(**inputs)
     if errors:
         raise errors[0]
     if len(losses) != 1:
         raise RuntimeError(f"{type(model).__name__} called its head {len(losses)} times in one forward")
     _check_transform(outputs[0], transform)
-    # Not what the call returned: FSDP2 may have cast that to its policy's output_dtype.
-    return losses[0]
+    # What the call returned is in DistributedDataParallel's graph; FSDP2 may have cast it to its policy's
+    # output_dtype.
+    return returned if replicated_by(model) is not None else losses[0]
 
 
 def takes_use_cache(model: nn.Module) -> bool:

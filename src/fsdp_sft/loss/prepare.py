@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from fsdp_sft._compat import original_class
+from fsdp_sft._wrappers import unwrapped
 from fsdp_sft.distributed import compute_device, mesh_of, sum_over_mesh
 from fsdp_sft.errors import NotFusedError
 from fsdp_sft.loss import liger
@@ -81,15 +82,16 @@ def check_impl(impl: str) -> None:
 
 def refuse_encoder_decoder(model: nn.Module) -> None:
     """Raise for a model whose labels are not shifted against its inputs."""
+    model = unwrapped(model)
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise ValueError(
-            f"{type(model).__name__} is an encoder-decoder: its labels are not shifted against its inputs. "
-            "Use the loss that model(**batch) returns"
+            f"{original_class(model).__name__} is an encoder-decoder: its labels are not shifted against its "
+            "inputs. Use the loss that model(**batch) returns"
         )
 
 
 def _decide(model: nn.Module, impl: LossImpl) -> LossChoice:
-    name = original_class(model).__name__
+    name = original_class(unwrapped(model)).__name__
     if any(p.is_meta for p in model.parameters()):
         raise ValueError(f"{name} has parameters on the meta device: load its weights first")
     mesh = mesh_of(model)
@@ -125,7 +127,7 @@ def _agreed_reason(reason: str, mesh: "DeviceMesh | None") -> str:
 
 def _try_fused(model: nn.Module, head: nn.Module, impl: str) -> tuple[LossChoice | None, str]:
     def make_choice(transform: Transform) -> LossChoice:
-        sharded = isinstance(model, FSDPModule)
+        sharded = isinstance(unwrapped(model), FSDPModule)
         return LossChoice(impl, "", transform, weakref.ref(head), sharded, settings_of(model))
 
     inputs: dict[str, Any] = {"use_cache": False} if takes_use_cache(model) else {}
@@ -142,6 +144,6 @@ def _logits_choice(model: nn.Module, reason: str) -> LossChoice:
         reason,
         Transform(),
         weakref.ref(head) if head is not None else None,
-        isinstance(model, FSDPModule),
+        isinstance(unwrapped(model), FSDPModule),
         settings_of(model),
     )

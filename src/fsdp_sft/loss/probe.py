@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fsdp_sft._model import undisturbed
+from fsdp_sft._wrappers import unwrapped
 from fsdp_sft.collate import IGNORE_INDEX
 from fsdp_sft.distributed import compute_device
 from fsdp_sft.errors import NotFusedError
@@ -72,7 +73,8 @@ def _observe(model: nn.Module, head: nn.Module, inputs: dict[str, Any]) -> tuple
     """(what the head returned, what the model made of it), both ``(2, S, V)``."""
     raw: list[torch.Tensor] = []
     outputs: list[Any] = []
-    own_head, own_model = head.forward, model.forward
+    inner = unwrapped(model)
+    own_head, own_model = head.forward, inner.forward
 
     def head_forward(hidden: torch.Tensor) -> torch.Tensor:
         logits = own_head(hidden)
@@ -87,7 +89,7 @@ def _observe(model: nn.Module, head: nn.Module, inputs: dict[str, Any]) -> tuple
         outputs.append(own_model(*args, **kwargs))
         return torch.zeros(())
 
-    with replaced_forward(head, head_forward), replaced_forward(model, model_forward):
+    with replaced_forward(head, head_forward), replaced_forward(inner, model_forward):
         _guarded(model, lambda: model(**inputs))
     if len(raw) != 1:
         raise NotFusedError(f"the forward calls the head {len(raw)} times")
@@ -119,8 +121,9 @@ def _guarded(model: nn.Module, call: Any) -> Any:
 
     An exception that leaves the root's forward leaves FSDP2 in the middle of it.
     """
+    inner = unwrapped(model)
     errors: list[Exception] = []
-    forward = model.forward
+    forward = inner.forward
 
     def model_forward(*args: Any, **kwargs: Any) -> Any:
         try:
@@ -131,7 +134,7 @@ def _guarded(model: nn.Module, call: Any) -> Any:
             errors.append(error)
             return torch.zeros(())
 
-    with replaced_forward(model, model_forward):
+    with replaced_forward(inner, model_forward):
         try:
             result = call()
         except torch.OutOfMemoryError:

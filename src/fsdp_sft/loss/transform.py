@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_sft._wrappers import unwrapped
+
 
 @dataclass(frozen=True)
 class Transform:
@@ -35,6 +37,7 @@ def settings_of(model: nn.Module) -> tuple[tuple[str, float], ...]:
 
     Some models look at their config in each forward, others keep a copy as an attribute; both may change.
     """
+    model = unwrapped(model)
     config: Any = getattr(model, "config", None)
     get_text_config = getattr(config, "get_text_config", None)
     unwrap: Any = getattr(model, "get_base_model", None)

@@ -10,6 +10,7 @@ from torch import nn
 from fsdp_sft._agree import raise_first, world_size
 from fsdp_sft._compat import attention_of, compute_dtypes, original_class
 from fsdp_sft._model import undisturbed
+from fsdp_sft._wrappers import unwrapped
 from fsdp_sft.adapters import forward_parameters
 from fsdp_sft.distributed import compute_device, mesh_of, sum_over_mesh
 from fsdp_sft.errors import PackingError
@@ -105,11 +106,11 @@ def verify_packing(model: nn.Module, *, max_length: int, mesh: "DeviceMesh | Non
 
 def _check_model(model: nn.Module) -> None:
     if any(parameter.is_meta for parameter in model.parameters()):
-        raise PackingError(f"{original_class(model).__name__} is on the meta device; load its weights first")
+        raise PackingError(f"{_name(model)} is on the meta device; load its weights first")
     taken = forward_parameters(model).values()
     if not any(p.name == "position_ids" or p.kind == p.VAR_KEYWORD for p in taken):
         raise PackingError(
-            f"{original_class(model).__name__} takes no position_ids, by which packed rows are kept apart; "
+            f"{_name(model)} takes no position_ids, by which packed rows are kept apart; "
             "train it with SFTCollator, without packing"
         )
 
@@ -121,9 +122,9 @@ def _run_probe(model: nn.Module, length: int) -> PackingReport:
         raise
     except Exception as error:
         raise PackingError(
-            f"{original_class(model).__name__} with {attention_of(model)} attention cannot run a pack of "
-            f"{length} tokens with position_ids and without a mask ({type(error).__name__}: {error}); train "
-            "it with SFTCollator, without packing, or with a shorter max_length"
+            f"{_name(model)} with {attention_of(unwrapped(model))} attention cannot run a pack "
+            f"of {length} tokens with position_ids and without a mask ({type(error).__name__}: {error}); "
+            "train it with SFTCollator, without packing, or with a shorter max_length"
         ) from error
 
 
@@ -216,7 +217,7 @@ def _tolerance(model: nn.Module, device: torch.device) -> float:
 
 
 def _judge(model: nn.Module, report: PackingReport) -> None:
-    name, attention = original_class(model).__name__, attention_of(model)
+    name, attention = _name(model), attention_of(unwrapped(model))
     measured = f"{name} with {attention} attention: {report}"
     if report.error <= report.tolerance and report.leak <= max(_LEAK_TOLERANCE, _TIMES_NOISE * report.noise):
         if report.unpacked > _TIMES_NOISE * report.tolerance:
@@ -236,12 +237,14 @@ def _judge(model: nn.Module, report: PackingReport) -> None:
 
 def _text_sizes(model: nn.Module) -> tuple[int, int | None]:
     """(number of token ids, most positions of a row if the model has a limit)."""
-    config: Any = getattr(model, "config", None)
+    config: Any = getattr(unwrapped(model), "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     vocabulary = getattr(config, "vocab_size", None)
     if not isinstance(vocabulary, int) or vocabulary < 2:
-        raise PackingError(
-            f"{original_class(model).__name__}'s config has no vocab_size to draw a probe from"
-        )
+        raise PackingError(f"{_name(model)}'s config has no vocab_size to draw a probe from")
     positions = getattr(config, "max_position_embeddings", None)
     return vocabulary, positions if isinstance(positions, int) and positions >= max(_EARLIER) else None
+
+
+def _name(model: nn.Module) -> str:
+    return original_class(unwrapped(model)).__name__

@@ -1,13 +1,15 @@
 """Which gradient collectives a backward runs, and the norm of what they leave."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Literal
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+
+from fsdp_sft._wrappers import replicated_by, unwrapped
 
 SyncMode = Literal["all", "reduce_scatter", "none"]
 
@@ -17,16 +19,27 @@ def gradient_sync(model: nn.Module, mode: SyncMode) -> Iterator[None]:
     """Choose which gradient collectives the backwards inside run.
 
     Args:
-        model: A sharded model; for an ordinary one there is nothing to choose.
+        model: A sharded model, or one inside DistributedDataParallel; for an ordinary one there is nothing to
+            choose.
         mode: ``"all"`` reduce-scatters and, under HSDP, all-reduces. ``"reduce_scatter"`` leaves out the
             all-reduce between replicas. ``"none"`` keeps unsharded gradients on each rank; they are added
-            to by later backwards and reduced by the first one under ``"all"``.
+            to by later backwards and reduced by the first one under ``"all"``. DistributedDataParallel has
+            an all-reduce only, which runs under ``"all"``, and always for a static graph; the forward has
+            to be inside too.
 
     Raises:
         ValueError: For another mode.
     """
     if mode not in ("all", "reduce_scatter", "none"):
         raise ValueError(f"mode must be 'all', 'reduce_scatter' or 'none', got {mode!r}")
+    replicated = replicated_by(model)
+    if replicated is not None:
+        # A static graph that begins with a backward without its all-reduce ends in an assertion of torch's.
+        defers = mode != "all" and not replicated.static_graph
+        with replicated.no_sync() if defers else nullcontext():
+            yield
+        return
+    model = unwrapped(model)
     if not isinstance(model, FSDPModule):
         yield
         return

@@ -1,0 +1,168 @@
+"""Models that others have wrapped: the ranks are inferred, or the wrapper is refused by name."""
+
+import copy
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import fsdp_sft as fs
+from tests.harness.models import full, largest_error, oracle_gradients, ragged_batches, tiny_model
+from tests.harness.ranks import run_distributed
+
+
+class _FabricModule(nn.Module):
+    """As Lightning Fabric's: a module around the strategy's, around the user's."""
+
+    def __init__(self, forward_module: nn.Module, original: nn.Module) -> None:
+        super().__init__()
+        self._forward_module = forward_module
+        self._original_module = original
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._forward_module(*args, **kwargs)
+
+
+def _accelerated(model: nn.Module) -> nn.Module:
+    accelerate = pytest.importorskip("accelerate")
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="1", LOCAL_RANK=str(dist.get_rank()))
+    return accelerate.Accelerator(cpu=True, mixed_precision="no").prepare_model(model)
+
+
+WRAPPERS = {
+    "ddp": DistributedDataParallel,
+    "ddp, unused": lambda m: DistributedDataParallel(m, find_unused_parameters=True),
+    "ddp, static": lambda m: DistributedDataParallel(m, static_graph=True),
+    "fabric": lambda m: _FabricModule(DistributedDataParallel(m), m),
+    "compiled": lambda m: torch.compile(DistributedDataParallel(m), backend="eager"),
+    "accelerate": _accelerated,
+}
+
+
+def _check_wrapped(folder: str, kinds: list[str]) -> None:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    batches = ragged_batches(2 * ranks)  # unequal targets, and none in the last
+    for kind, wrap in [(kind, WRAPPERS[kind]) for kind in kinds]:
+        plain = tiny_model("llama")
+        loss, expected = oracle_gradients(plain, batches)
+        norm = float(torch.stack([g.double().norm() for g in expected.values()]).norm())
+        inner = copy.deepcopy(plain)
+        model = wrap(inner)
+        assert fs.evaluate(model, batches[rank::ranks]).loss == pytest.approx(loss, rel=1e-6), kind
+        for grad_sync in ("each", "last") if kind == "ddp" else ("last",):
+            inner.load_state_dict(plain.state_dict())
+            before = {name: p.detach().clone() for name, p in inner.named_parameters()}
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+            result = fs.train_step(
+                model, batches[rank::ranks], optimizer, max_grad_norm=None, grad_sync=grad_sync
+            )
+            assert result.loss == pytest.approx(loss, rel=1e-6), kind
+            assert result.grad_norm == pytest.approx(norm, rel=1e-5), kind
+            actual = {name: before[name] - p.detach() for name, p in inner.named_parameters()}
+            assert largest_error(actual, expected) <= 1e-5, (kind, grad_sync)
+        if kind not in ("ddp", "fabric"):
+            continue
+        fs.save_checkpoint(f"{folder}/{kind}", 1, model=model, optimizer=optimizer)
+        other = tiny_model("llama", seed=5)
+        fs.load_checkpoint(f"{folder}/{kind}", model=other)
+        for name, parameter in other.named_parameters():
+            assert torch.equal(parameter, inner.get_parameter(name)), (kind, name)
+        fs.load_checkpoint(f"{folder}/{kind}", model=wrap(tiny_model("llama", seed=6)))
+        assert (fs.export_hf(model, f"{folder}/{kind}-hf") / "config.json").is_file()
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        ["ddp", "ddp, unused", "ddp, static", "fabric"],
+        # Dynamo compiles DDP's hooks; accelerate takes seconds to import in each rank.
+        pytest.param(["compiled", "accelerate"], marks=pytest.mark.slow),
+    ],
+    ids=["torch", "others"],
+)
+def test_wrapped_models_train_as_their_ranks_together(kinds: list[str], tmp_path: Path) -> None:
+    run_distributed(_check_wrapped, 2, str(tmp_path), kinds, timeout=240)
+
+
+def _check_own_loop() -> None:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    batches = ragged_batches(2 * ranks)
+    targets = fs.count_targets(batches[rank::ranks])
+    model = DistributedDataParallel(tiny_model("llama"))
+    for batch in batches[rank::ranks]:
+        with fs.gradient_sync(model, "all" if batch is batches[rank::ranks][-1] else "none"):
+            fs.causal_lm_loss(model, batch, num_targets=targets, impl="chunked").backward()
+    _, expected = oracle_gradients(tiny_model("llama"), batches)
+    assert largest_error({n: full(p.grad) for n, p in model.module.named_parameters()}, expected) <= 1e-6
+
+
+def test_a_loop_of_ones_own_around_a_wrapped_model() -> None:
+    run_distributed(_check_own_loop, 2)
+
+
+def _check_a_part_of_the_ranks() -> None:
+    rank = dist.get_rank()
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    batches = ragged_batches(4, seed=rank // 2)
+    mine = batches[rank % 2 :: 2]
+    loss, _ = oracle_gradients(tiny_model("llama"), batches)
+    model = DistributedDataParallel(tiny_model("llama"), process_group=groups[rank // 2])
+    assert fs.evaluate(model, mine).loss == pytest.approx(loss, rel=1e-6)
+
+
+def test_a_process_group_of_some_ranks_is_its_own(tmp_path: Path) -> None:
+    run_distributed(_check_a_part_of_the_ranks, 4)
+
+
+def _calls(model: nn.Module) -> list[Any]:
+    batch = ragged_batches(1)[0]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return [
+        lambda: fs.train_step(model, [batch], optimizer),
+        lambda: fs.train_step(model, [batch], optimizer, mesh=fs.build_mesh(device_type="cpu")),
+        lambda: fs.evaluate(model, [batch]),
+        lambda: fs.causal_lm_loss(model, batch, num_targets=3, impl="logits"),
+        lambda: fs.prepare_loss(model),
+        lambda: fs.verify_packing(model, max_length=64),
+        lambda: fs.save_checkpoint("nowhere", 1, model=model),
+        lambda: fs.load_checkpoint("nowhere", model=model),
+        lambda: fs.save_full_state_dict(model, "nowhere.pt"),
+        lambda: fs.shard_model(model, mesh=fs.build_mesh(device_type="cpu")),
+    ]
+
+
+def _check_refused() -> None:
+    from torch.distributed._composable.replicate import replicate
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    class DeepSpeedEngine(_FabricModule):
+        pass
+
+    part = tiny_model("llama")
+    part.model.layers[0] = DistributedDataParallel(part.model.layers[0])
+    sharded = tiny_model("llama")
+    inner = tiny_model("llama")
+    cases = {
+        "FullyShardedDataParallel": FullyShardedDataParallel(sharded, device_id=torch.device("cpu")),
+        "DataParallel": nn.DataParallel(tiny_model("llama")),
+        "DeepSpeedEngine": DeepSpeedEngine(inner, inner),
+        "only a part": part,
+        r"replicate\(\)": replicate(tiny_model("llama")),
+    }
+    for named, model in cases.items():
+        for number, call in enumerate(_calls(model)):
+            with pytest.raises(fs.WrappedModelError, match=named):
+                call()
+                raise AssertionError(f"call {number} of {named}")
+    both = DistributedDataParallel(tiny_model("llama"))
+    with pytest.raises(fs.WrappedModelError, match="already"):
+        fs.shard_model(both, mesh=fs.build_mesh(device_type="cpu"))
+
+
+def test_what_cannot_be_followed_is_refused_by_name() -> None:
+    run_distributed(_check_refused, 2)
