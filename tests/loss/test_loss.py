@@ -649,7 +649,7 @@ def test_the_wrong_models_and_names_are_refused() -> None:
         fs.prepare_loss(tiny_model("llama").to("meta"))
     with pytest.raises(ValueError, match="Liger's kernels run on CUDA"):
         fs.prepare_loss(tiny_model("llama"), impl="liger")
-    with pytest.raises(ValueError, match="for a classifier use the model's own loss"):
+    with pytest.raises(ValueError, match="for a classifier give train_step a loss_fn"):
         fs.loss_sum(tiny_model("bert"), ragged_batches(1)[0])
 
 

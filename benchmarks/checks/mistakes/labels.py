@@ -44,8 +44,8 @@ MISTAKES = [
     Mistake(
         "the shift made twice, with full logits",
         "loss/causal.py",
-        "_cross_entropy_sum(logits[:, :-1], labels[:, 1:])",
-        "_cross_entropy_sum(logits[:, :-2], labels[:, 2:])",
+        "_cross_entropy_sum(logits[:, :-1], targets[:, :-1])",
+        "_cross_entropy_sum(logits[:, :-2], targets[:, 1:-1])",
         ("tests/test_parity.py", "tests/loss/test_loss.py"),
     ),
     Mistake(
@@ -65,8 +65,8 @@ MISTAKES = [
     Mistake(
         "targets counted before the shift",
         "loss/counting.py",
-        "checked_labels(batch)[:, 1:] != IGNORE_INDEX",
-        "checked_labels(batch) != IGNORE_INDEX",
+        "int((targets_of(batch) != IGNORE_INDEX).sum())",
+        'int((batch["labels"] != IGNORE_INDEX).sum())',
         ("tests/loss/test_loss.py",),
     ),
 ]

@@ -17,4 +17,18 @@ MISTAKES: list[Mistake] = [
         "if not are_equal(everyone, ranks) and not stand_ins:",
         ("tests/step/test_keys.py",),
     ),
+    Mistake(
+        "a count of the caller's own left aside",
+        "step/window.py",
+        "targets = sum(counted(batch, count_fn) for batch in micro_batches)",
+        "targets = sum(counted(batch, None) for batch in micro_batches)",
+        ("tests/step/test_own_loss.py",),
+    ),
+    Mistake(
+        "labels read where a batch has its targets",
+        "loss/counting.py",
+        'return isinstance(batch, Mapping) and batch.get("shift_labels") is not None',
+        'return isinstance(batch, Mapping) and batch.get("labels") is None',
+        ("tests/step/test_own_loss.py",),
+    ),
 ]

@@ -11,6 +11,7 @@ model's forward, ``probe`` proves it and ``prepare`` decides; ``liger`` is an op
 
 from fsdp_sft.loss.causal import causal_lm_loss as causal_lm_loss
 from fsdp_sft.loss.causal import loss_sum as loss_sum
+from fsdp_sft.loss.counting import LABEL_KEYS as LABEL_KEYS
 from fsdp_sft.loss.counting import Batch as Batch
 from fsdp_sft.loss.counting import count_targets as count_targets
 from fsdp_sft.loss.counting import num_targets as num_targets

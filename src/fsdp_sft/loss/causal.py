@@ -11,10 +11,11 @@ from fsdp_sft.distributed import mesh_of
 from fsdp_sft.loss.counting import (
     Batch,
     check_num_targets,
-    checked_labels,
+    is_shifted,
     num_targets,
     scale_for_backward,
-    shifted,
+    targets_of,
+    without_labels,
 )
 from fsdp_sft.loss.head import loss_at_head, takes_use_cache
 from fsdp_sft.loss.prepare import LossImpl, check_impl, choice_for, refuse_encoder_decoder
@@ -30,7 +31,7 @@ def loss_sum(model: nn.Module, batch: Batch, *, impl: LossImpl = "auto") -> tupl
         model: A decoder-only language model, sharded or not, that returns ``logits``.
         batch: ``input_ids`` and ``labels``, int64 ``(B, S)``, on the model's device, with ``attention_mask``,
             ``position_ids`` and whatever else its forward takes, which is passed on. The labels are shifted
-            here, once.
+            here, once. ``shift_labels``, the target of each position, take their place if there are any.
         impl: ``"chunked"`` never holds the logits of more than a chunk of targets; ``"liger"`` does the same
             by Liger's kernels (CUDA); ``"logits"`` computes them in full; ``"auto"`` is what
             ``prepare_loss`` decided, or decides now: chunked if the model's head allows it.
@@ -87,37 +88,42 @@ def causal_lm_loss(
 def _loss_sum(model: nn.Module, batch: Batch, impl: LossImpl) -> torch.Tensor:
     check_impl(impl)
     refuse_encoder_decoder(model)
-    labels = checked_labels(batch)
-    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    targets = targets_of(batch)
+    inputs = without_labels(batch)
     if takes_use_cache(model):
         inputs["use_cache"] = False  # a cache is of no use in training, and packed sequences leak through it
     if impl == "logits":
-        return _from_logits(model, inputs, labels)
+        return _from_logits(model, inputs, targets, whole=is_shifted(batch))
     planned: Any = _as_planned
     if torch.compiler.is_compiling():
         planned = torch.compiler.disable(planned)  # it swaps forwards, which a graph cannot hold
-    loss: torch.Tensor = planned(model, inputs, labels, impl)
+    loss: torch.Tensor = planned(model, inputs, targets, impl, is_shifted(batch))
     return loss
 
 
 def _as_planned(
-    model: nn.Module, inputs: dict[str, Any], labels: torch.Tensor, impl: LossImpl
+    model: nn.Module, inputs: dict[str, Any], targets: torch.Tensor, impl: LossImpl, whole: bool
 ) -> torch.Tensor:
     choice = choice_for(model, impl)
     head = choice.head() if choice.head is not None else None
     if choice.impl == "logits" or head is None:
-        return _from_logits(model, inputs, labels)
-    return loss_at_head(model, head, inputs, choice.loss_of(head, shifted(labels)), choice.transform)
+        return _from_logits(model, inputs, targets, whole=whole)
+    return loss_at_head(model, head, inputs, choice.loss_of(head, targets), choice.transform)
 
 
-def _from_logits(model: nn.Module, inputs: dict[str, Any], labels: torch.Tensor) -> torch.Tensor:
+def _from_logits(
+    model: nn.Module, inputs: dict[str, Any], targets: torch.Tensor, *, whole: bool
+) -> torch.Tensor:
+    """The loss of full logits; the last position has a target only if ``whole``."""
     logits = model(**inputs).logits
-    if logits.ndim != 3 or logits.shape[:2] != labels.shape:
+    if logits.ndim != 3 or logits.shape[:2] != targets.shape:
         raise ValueError(
-            f"causal_lm_loss needs logits of shape (B, S, vocabulary) for labels {tuple(labels.shape)}, got "
-            f"{tuple(logits.shape)} from {type(model).__name__}; for a classifier use the model's own loss"
+            f"causal_lm_loss needs logits of shape (B, S, vocabulary) for labels {tuple(targets.shape)}, got "
+            f"{tuple(logits.shape)} from {type(model).__name__}; for a classifier give train_step a loss_fn"
         )
-    return _cross_entropy_sum(logits[:, :-1], labels[:, 1:])
+    if whole:
+        return _cross_entropy_sum(logits, targets)
+    return _cross_entropy_sum(logits[:, :-1], targets[:, :-1])
 
 
 def _cross_entropy_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -9,18 +9,23 @@ from torch.nn import functional as F
 
 from fsdp_sft._agree import all_reduce_sum, world_size
 from fsdp_sft.collate import IGNORE_INDEX
+from fsdp_sft.errors import BatchError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 Batch = Mapping[str, Any]
+LABEL_KEYS = ("labels", "shift_labels")
+
+_OWN_LOSS = "for a loss of another kind give train_step and evaluate a loss_fn and a count_fn"
 
 
 def count_targets(micro_batches: Iterable[Batch], *, group: dist.ProcessGroup | None = None) -> int:
     """Number of targets in a window: all its micro-batches on all ranks.
 
     Args:
-        micro_batches: Batches with ``labels``, int64 ``(B, S)``, aligned with ``input_ids``.
+        micro_batches: Batches with ``labels``, int64 ``(B, S)``, aligned with ``input_ids``, or with
+            ``shift_labels``, which hold the target of each position and need no shift.
         group: Ranks to sum over, with a backend that takes CPU tensors; None takes all ranks.
 
     Returns:
@@ -41,7 +46,24 @@ def count_targets(micro_batches: Iterable[Batch], *, group: dist.ProcessGroup | 
 
 def num_targets(batch: Batch) -> int:
     """Number of targets in one batch of this rank: labels after the shift that are not -100."""
-    return int((checked_labels(batch)[:, 1:] != IGNORE_INDEX).sum())
+    return int((targets_of(batch) != IGNORE_INDEX).sum())
+
+
+def targets_of(batch: Batch) -> torch.Tensor:
+    """The target of each position, int64 ``(B, S)``: ``shift_labels`` if it has them."""
+    if is_shifted(batch):
+        return _checked(batch, "shift_labels")
+    return shifted(_checked(batch, "labels"))
+
+
+def is_shifted(batch: Batch) -> bool:
+    """Whether a batch brings its targets shifted; its ``labels``, if there are any, are then not read."""
+    return isinstance(batch, Mapping) and batch.get("shift_labels") is not None
+
+
+def without_labels(batch: Batch) -> dict[str, Any]:
+    """What of a batch is for the model's forward when the loss is computed outside of it."""
+    return {name: value for name, value in batch.items() if name not in LABEL_KEYS}
 
 
 def shifted(labels: torch.Tensor) -> torch.Tensor:
@@ -80,19 +102,20 @@ def check_num_targets(num_targets: int) -> None:
         )
 
 
-def checked_labels(batch: Batch) -> torch.Tensor:
-    """The labels of a batch, int64 ``(B, S)``, or a ValueError that says what is wrong with them."""
-    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+def _checked(batch: Batch, name: str) -> torch.Tensor:
+    """The labels of a batch, int64 ``(B, S)``, or an error that says what is wrong with them."""
+    labels = batch.get(name) if isinstance(batch, Mapping) else None
     if labels is None:
-        seen = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
-        raise ValueError(f"a batch needs 'labels' aligned with 'input_ids', got {seen}")
+        seen = sorted(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
+        raise BatchError(f"a batch needs 'labels' aligned with 'input_ids', got {seen}; {_OWN_LOSS}")
     ids = batch.get("input_ids")
     if not isinstance(labels, torch.Tensor) or labels.ndim != 2 or labels.dtype != torch.int64:
         tensor = isinstance(labels, torch.Tensor)
         got = f"{labels.dtype} {tuple(labels.shape)}" if tensor else type(labels).__name__
-        raise ValueError(f"labels must be an int64 tensor of shape (B, S), got {got}")
+        raise BatchError(f"{name} must be an int64 tensor of shape (B, S), got {got}; {_OWN_LOSS}")
     if isinstance(ids, torch.Tensor) and ids.shape != labels.shape:
-        raise ValueError(
-            f"labels {tuple(labels.shape)} must be aligned with input_ids {tuple(ids.shape)}; the loss shifts"
+        raise BatchError(
+            f"{name} {tuple(labels.shape)} must be aligned with input_ids {tuple(ids.shape)}; the loss "
+            f"shifts labels itself; {_OWN_LOSS}"
         )
     return labels

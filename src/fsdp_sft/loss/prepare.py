@@ -86,7 +86,8 @@ def refuse_encoder_decoder(model: nn.Module) -> None:
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise ValueError(
             f"{original_class(model).__name__} is an encoder-decoder: its labels are not shifted against its "
-            "inputs. Use the loss that model(**batch) returns"
+            "inputs. Give train_step and evaluate a loss_fn, such as the sum that model(**batch).loss is the "
+            "mean of"
         )
 
 

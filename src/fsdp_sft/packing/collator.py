@@ -17,7 +17,8 @@ class PackedCollator:
 
     Rows stay apart by ``position_ids``, which start at 0 with each of them, and by there being no attention
     mask. Whether a model keeps them apart is for ``verify_packing`` to say. The first label of every row is
-    -100: after the loss's shift it would be told from the last token of the row before.
+    -100: after the loss's shift it would be told from the last token of the row before. Rows may bring
+    ``shift_labels``, the target of each position, in place of ``labels``; then the pack has them too.
 
     Args:
         max_length: Most tokens of a pack; what the sampler got.
@@ -50,11 +51,12 @@ class PackedCollator:
         """Join rows.
 
         Args:
-            rows: Rows with ``input_ids`` and ``labels`` of one length, or ``EncodedChat``s. No rows, which is
-                what ``PackedSampler`` hands to a rank for which none is left, give a batch without targets.
+            rows: Rows with ``input_ids`` and ``labels`` (or ``shift_labels``) of one length, or
+                ``EncodedChat``s. No rows, which is what ``PackedSampler`` hands to a rank for which none is
+                left, give a batch without targets.
 
         Returns:
-            ``input_ids``, ``labels`` and ``position_ids``, each int64 ``(1, S)``.
+            ``input_ids``, ``labels`` (or ``shift_labels``) and ``position_ids``, each int64 ``(1, S)``.
 
         Raises:
             ValueError: For a malformed row, or if the rows do not fit into ``max_length``.
@@ -62,11 +64,11 @@ class PackedCollator:
         if isinstance(rows, (Mapping, EncodedChat)):
             raise ValueError("a pack is a list of rows, got a single row; wrap it as [row]")
         input_ids: list[int] = []
-        labels: list[int] = []
+        targets: list[int] = []
         position_ids: list[int] = []
-        for ids, row_labels in map(_read, rows):
+        for ids, row_targets in map(_read, rows):
             input_ids += ids
-            labels += [IGNORE_INDEX, *row_labels[1:]]
+            targets += row_targets
             position_ids += range(len(ids))
         if len(input_ids) > self.max_length:
             raise ValueError(
@@ -75,9 +77,13 @@ class PackedCollator:
             )
         filler = self._padding(len(input_ids))
         input_ids += [self.pad_token_id] * filler
-        labels += [IGNORE_INDEX] * filler
+        targets += [IGNORE_INDEX] * filler
         position_ids += range(filler)
-        columns = {"input_ids": input_ids, "labels": labels, "position_ids": position_ids}
+        columns = {"input_ids": input_ids, "position_ids": position_ids}
+        if any(_is_shifted(row) for row in rows):
+            columns["shift_labels"] = targets  # the last position may have one
+        else:
+            columns["labels"] = [IGNORE_INDEX, *targets[:-1]]
         return {name: torch.tensor([values], dtype=torch.int64) for name, values in columns.items()}
 
     def _padding(self, length: int) -> int:
@@ -90,7 +96,7 @@ def row_sizes(rows: Iterable[Row]) -> tuple[list[int], list[int]]:
     """What ``PackedSampler`` needs to know about rows.
 
     Args:
-        rows: Rows with ``input_ids`` and ``labels`` of one length, or ``EncodedChat``s.
+        rows: Rows with ``input_ids`` and ``labels`` (or ``shift_labels``) of one length, or ``EncodedChat``s.
 
     Returns:
         (number of tokens of each row, number of targets of each row after the shift).
@@ -101,15 +107,20 @@ def row_sizes(rows: Iterable[Row]) -> tuple[list[int], list[int]]:
     lengths, targets = [], []
     for index, row in enumerate(rows):
         try:
-            ids, labels = _read(row)
+            ids, row_targets = _read(row)
         except ValueError as error:
             raise ValueError(f"row {index}: {error}") from error
         lengths.append(len(ids))
-        targets.append(len(labels) - 1 - labels[1:].count(IGNORE_INDEX))
+        targets.append(len(row_targets) - row_targets.count(IGNORE_INDEX))
     return lengths, targets
 
 
+def _is_shifted(row: Row) -> bool:
+    return isinstance(row, Mapping) and row.get("shift_labels") is not None
+
+
 def _read(row: Row) -> tuple[list[int], list[int]]:
+    """The ids of a row and the target of each position."""
     if isinstance(row, EncodedChat):
         row = {"input_ids": row.input_ids, "labels": row.labels}
     if not isinstance(row, Mapping) or "input_ids" not in row:
@@ -117,4 +128,7 @@ def _read(row: Row) -> tuple[list[int], list[int]]:
         raise ValueError(
             f"a packed row needs input_ids and labels, got {got}; tokenise it with encode_chat first"
         )
-    return read_encoded(row)
+    if _is_shifted(row):
+        return read_encoded({"input_ids": row["input_ids"], "labels": row["shift_labels"]})
+    ids, labels = read_encoded(row)
+    return ids, [*labels[1:], IGNORE_INDEX]

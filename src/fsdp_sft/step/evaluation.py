@@ -3,15 +3,16 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from fsdp_sft.distributed import compute_device, mesh_of, reshard, sum_over_mesh
-from fsdp_sft.loss import Batch, LossImpl, loss_sum
+from fsdp_sft.loss import LossImpl
+from fsdp_sft.step.own_loss import LossFn, batch_loss, check_functions
 from fsdp_sft.step.rounds import in_step
-from fsdp_sft.step.window import to_device
+from fsdp_sft.step.window import CountFn, to_device
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -34,10 +35,12 @@ class EvalResult:
 
 def evaluate(
     model: nn.Module,
-    batches: Iterable[Batch],
+    batches: Iterable[Any],
     *,
     mesh: "DeviceMesh | None" = None,
     loss_impl: LossImpl = "auto",
+    loss_fn: LossFn | None = None,
+    count_fn: CountFn | None = None,
 ) -> EvalResult:
     """Mean loss over all targets of all ranks, without gradients, in ``eval()`` mode.
 
@@ -46,11 +49,13 @@ def evaluate(
     count. The model's mode is restored and its parameters are sharded again afterwards.
 
     Args:
-        model: A decoder-only language model, sharded or not.
+        model: A decoder-only language model, sharded or not; any model with ``loss_fn``.
         batches: This rank's batches, as for ``loss_sum``; moved to the model's device.
         mesh: Ranks that share the evaluation; None takes the mesh of the model's parameters, or a single
             process if it has none.
         loss_impl: As ``impl`` of ``loss_sum``.
+        loss_fn: As for ``train_step``. What it returns for a batch that stands in is not looked at.
+        count_fn: As for ``train_step``.
 
     Raises:
         BatchError: If ranks have batches of different keys at the same time.
@@ -58,6 +63,7 @@ def evaluate(
 
     Collective: all ranks of the mesh.
     """
+    check_functions(loss_fn, count_fn, loss_impl)
     mesh = mesh if mesh is not None else mesh_of(model)
     device = compute_device(model)
     modes = {module: module.training for module in model.modules()}
@@ -65,9 +71,10 @@ def evaluate(
     model.eval()
     try:
         with torch.no_grad():
-            for batch in in_step(batches, mesh):
-                summed, count = loss_sum(model, to_device(batch, device), impl=loss_impl)
-                total, targets = total.to(summed.device) + summed, targets + count
+            for batch, count in in_step(batches, mesh, count_fn):
+                summed = batch_loss(model, to_device(batch, device), loss_impl, loss_fn)
+                if count is not None:
+                    total, targets = total.to(summed.device) + summed, targets + count
     finally:
         for module, training in modes.items():
             module.training = training

@@ -5,12 +5,15 @@ from collections.abc import Iterable, Iterator, Sized
 from typing import Any
 
 from fsdp_sft._agree import all_reduce_min, all_reduce_sum, raise_first
-from fsdp_sft.loss import Batch, num_targets
+from fsdp_sft.errors import BatchError
+from fsdp_sft.loss import num_targets
 from fsdp_sft.preemption import keep_workers_alive
-from fsdp_sft.step.window import num_rows
+from fsdp_sft.step.window import CountFn, counted, num_rows
 
 
-def windows(loader: Iterable[Batch], grad_accum_steps: int) -> Iterator[list[Batch]]:
+def windows(
+    loader: Iterable[Any], grad_accum_steps: int, *, count_fn: CountFn | None = None
+) -> Iterator[list[Any]]:
     """Group a loader's batches into the windows of optimizer steps, the same number on all ranks.
 
     Before each window ranks agree on how many micro-batches every one of them has: the smallest number
@@ -20,8 +23,10 @@ def windows(loader: Iterable[Batch], grad_accum_steps: int) -> Iterator[list[Bat
     each window before the window is handed out. What a checkpoint left of an epoch may be nothing.
 
     Args:
-        loader: A DataLoader, or any iterable of batches with ``input_ids`` and ``labels``.
+        loader: A DataLoader, or any iterable of batches.
         grad_accum_steps: Micro-batches per window.
+        count_fn: What ``train_step`` gets. None looks at the labels of batches that have such as ``loss_sum``
+            takes, and has nothing to say against an epoch of others.
 
     Yields:
         Lists of 1 to ``grad_accum_steps`` batches.
@@ -33,24 +38,24 @@ def windows(loader: Iterable[Batch], grad_accum_steps: int) -> Iterator[list[Bat
     """
     if isinstance(grad_accum_steps, bool) or not isinstance(grad_accum_steps, int) or grad_accum_steps < 1:
         raise ValueError(f"grad_accum_steps must be a positive integer, got {grad_accum_steps!r}")
-    return _windows(loader, grad_accum_steps)
+    return _windows(loader, grad_accum_steps, count_fn)
 
 
-def _windows(loader: Iterable[Batch], grad_accum_steps: int) -> Iterator[list[Batch]]:
+def _windows(loader: Iterable[Any], grad_accum_steps: int, count_fn: CountFn | None) -> Iterator[list[Any]]:
     sampler = _resumable(loader)
     mark_consumed = getattr(sampler, "mark_consumed", None)
     end_epoch = getattr(sampler, "end_epoch", None)
     # After a checkpoint at an epoch's last window nothing may be left of that epoch: a loader drops its tail.
     in_mid_epoch = bool(getattr(sampler, "position", 0))
-    batches: Iterator[Batch] | None = None
+    batches: Iterator[Any] | None = None
     targets_seen = False
     while True:
-        window: list[Batch] = []
+        window: list[Any] = []
         error: Exception | None = None
         try:
             batches = batches if batches is not None else keep_workers_alive(loader)
             window = list(itertools.islice(batches, grad_accum_steps))
-            targets_seen = targets_seen or any(num_targets(batch) > 0 for batch in window)
+            targets_seen = targets_seen or any(_may_have_targets(batch, count_fn) for batch in window)
         except Exception as caught:
             error = caught
         length = all_reduce_min(len(window) if error is None else -1)
@@ -73,6 +78,15 @@ def _windows(loader: Iterable[Batch], grad_accum_steps: int) -> Iterator[list[Ba
         )
 
 
+def _may_have_targets(batch: Any, count_fn: CountFn | None) -> bool:
+    if count_fn is not None:
+        return counted(batch, count_fn) > 0
+    try:
+        return num_targets(batch) > 0
+    except BatchError:
+        return True  # for a loss_fn, or for train_step to refuse
+
+
 def _resumable(loader: Any) -> Any:
     """What keeps the position: a sampler, a sampler of batches, a stream, or the loader itself."""
     sources = [getattr(loader, name, None) for name in ("sampler", "batch_sampler", "dataset")]
@@ -80,7 +94,7 @@ def _resumable(loader: Any) -> Any:
     return next((source for source in [*sources, loader] if hasattr(source, "mark_consumed")), None)
 
 
-def _num_consumed(loader: Any, sampler: Any, window: list[Batch]) -> int:
+def _num_consumed(loader: Any, sampler: Any, window: list[Any]) -> int:
     """Rows or packs of a window, in whatever the sampler counts.
 
     A sampler of rows counts what the loader took from it: a collator may have packed rows into one, or left

@@ -3,24 +3,22 @@
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from fsdp_sft.collate import IGNORE_INDEX
 from fsdp_sft.distributed import first_over_mesh, sum_over_mesh
-from fsdp_sft.loss import Batch, num_targets
 from fsdp_sft.preemption import keep_workers_alive
 from fsdp_sft.step.keys import Keys, are_equal, digest, keys_of, refuse_different_keys, to_compare
-from fsdp_sft.step.window import raise_on_mesh
+from fsdp_sft.step.window import CountFn, counted, raise_on_mesh
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-def in_step(batches: Iterable[Batch], mesh: "DeviceMesh | None") -> Iterator[Batch]:
-    """This rank's batches, then stand-ins without targets, until every rank has run out.
+def in_step(
+    batches: Iterable[Any], mesh: "DeviceMesh | None", count_fn: CountFn | None = None
+) -> Iterator[tuple[Any, int | None]]:
+    """This rank's batches and their targets, then stand-ins and None, until every rank has run out.
 
     A stand-in has the keys of the batches that the others have at that moment: the last such batch of this
-    rank, or else of another one, with every label -100. One small all-reduce a round.
+    rank, or else of another one. One small all-reduce a round.
 
     Raises:
         BatchError: On all ranks, if those that have a batch have different keys.
@@ -28,16 +26,16 @@ def in_step(batches: Iterable[Batch], mesh: "DeviceMesh | None") -> Iterator[Bat
     Collective: all ranks of the mesh.
     """
     ranks = mesh.size() if mesh is not None else 1
-    stand_ins: dict[Keys, Batch] = {}
-    source: Iterator[Batch] | None = None
+    stand_ins: dict[Keys, Any] = {}
+    source: Iterator[Any] | None = None
     while True:
-        batch = error = None
+        batch = error = count = None
         keys: Keys = next(reversed(stand_ins), ())
         try:
             source = source if source is not None else keep_workers_alive(batches)
             batch = next(source, None)
             if batch is not None:
-                num_targets(batch)
+                count = counted(batch, count_fn)
                 keys = keys_of(batch)
         except Exception as caught:
             error = caught
@@ -62,14 +60,4 @@ def in_step(batches: Iterable[Batch], mesh: "DeviceMesh | None") -> Iterator[Bat
                 keys = keys_of(sent)
                 stand_ins.pop(keys, None)
                 stand_ins[keys] = sent
-        yield batch if batch is not None else _without_targets(stand_ins[keys])
-
-
-def _without_targets(batch: Batch) -> dict[str, Any]:
-    labels = ("labels", "shift_labels")
-    return {
-        name: torch.full_like(value, IGNORE_INDEX)
-        if name in labels and isinstance(value, torch.Tensor)
-        else value
-        for name, value in batch.items()
-    }
+        yield (batch, count) if batch is not None else (stand_ins[keys], None)

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -10,9 +10,10 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_sft.distributed import compute_device, mesh_of, sum_over_mesh
 from fsdp_sft.errors import NonFiniteGradientError
-from fsdp_sft.loss import Batch, LossImpl, loss_sum, scale_for_backward
+from fsdp_sft.loss import LossImpl, scale_for_backward
 from fsdp_sft.step.gradients import SyncMode, clip_gradients, gradient_sync
-from fsdp_sft.step.window import agree_on_window, to_device
+from fsdp_sft.step.own_loss import LossFn, batch_loss, check_functions
+from fsdp_sft.step.window import CountFn, agree_on_window, to_device
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -45,7 +46,7 @@ class StepResult:
 
 def train_step(
     model: nn.Module,
-    micro_batches: list[Batch],
+    micro_batches: list[Any],
     optimizer: torch.optim.Optimizer,
     *,
     mesh: "DeviceMesh | None" = None,
@@ -54,6 +55,8 @@ def train_step(
     scaler: torch.amp.GradScaler | None = None,
     grad_sync: GradSync = "each",
     loss_impl: LossImpl = "auto",
+    loss_fn: LossFn | None = None,
+    count_fn: CountFn | None = None,
 ) -> StepResult:
     """Forward, backward and optimizer step over one window; gradients are zeroed afterwards.
 
@@ -61,7 +64,7 @@ def train_step(
     any rank changes nothing and does not advance the scheduler.
 
     Args:
-        model: A decoder-only language model in ``train()`` mode, sharded or not.
+        model: A decoder-only language model in ``train()`` mode, sharded or not; any model with ``loss_fn``.
         micro_batches: The window: batches with ``input_ids`` and ``labels``, int64 ``(B, S)``; the same
             number on every rank. They are moved to the model's device.
         optimizer: Over the model's (sharded) parameters.
@@ -74,6 +77,13 @@ def train_step(
             after the last (least communication; holds unsharded gradients), ``"reduce_scatter"`` shards
             them each time but, under HSDP, defers the all-reduce between replicas to the last.
         loss_impl: As ``impl`` of ``loss_sum``.
+        loss_fn: ``loss_fn(model, batch)`` returns the loss of one batch, on the model's device, **summed**
+            over its targets: a scalar tensor, connected to the parameters even where there is no target.
+            None is ``loss_sum``. For encoder-decoders, classifiers, models that are not transformers',
+            another ignored label, losses of one's own.
+        count_fn: ``count_fn(batch)`` returns the number of targets of one batch as the loader gave it, before
+            the first forward. None counts the labels, after the shift, that are not -100. With both given a
+            batch may be anything; tensors in dicts, lists and tuples are moved to the device.
 
     Returns:
         The same ``StepResult`` on every rank.
@@ -81,7 +91,9 @@ def train_step(
     Raises:
         BatchError: If the numbers of micro-batches or the keys of a micro-batch differ between ranks.
         ValueError: If a rank's batches are not usable; like ``BatchError`` raised on all ranks, before the
-            forward. If ``optimizer`` was made before the model was sharded.
+            forward. If ``optimizer`` was made before the model was sharded, or ``loss_fn`` and ``loss_impl``
+            are both given.
+        TypeError: If ``loss_fn`` or ``count_fn`` is not a function or does not return what it should.
         NonFiniteGradientError: If the gradient norm is not finite and no scaler handles it. Parameters and
             optimizer are as before the step; gradients are zeroed.
 
@@ -89,11 +101,12 @@ def train_step(
     """
     if grad_sync not in ("each", "last", "reduce_scatter"):
         raise ValueError(f"grad_sync must be 'each', 'last' or 'reduce_scatter', got {grad_sync!r}")
+    check_functions(loss_fn, count_fn, loss_impl)
     _check_optimizer(model, optimizer)
     if scaler is not None and not scaler.is_enabled():
         scaler = None  # it would let gradients that are not finite through
     mesh = mesh if mesh is not None else mesh_of(model)
-    window = agree_on_window(micro_batches, mesh)
+    window = agree_on_window(micro_batches, mesh, count_fn=count_fn, needs_ids=loss_fn is None)
     targets, tokens = window.targets, window.tokens
     if targets == 0:
         return StepResult(math.nan, math.nan, 0, tokens, True, "no targets")
@@ -103,7 +116,7 @@ def train_step(
     for index, batch in enumerate(micro_batches):
         last = index == len(micro_batches) - 1
         with gradient_sync(model, "all" if last else deferred):
-            summed, _ = loss_sum(model, to_device(batch, device), impl=loss_impl)
+            summed = batch_loss(model, to_device(batch, device), loss_impl, loss_fn)
             loss = scale_for_backward(summed, num_targets=targets, mesh=mesh) if mesh else summed / targets
             (scaler.scale(loss) if scaler is not None else loss).backward()
         total = total.to(summed.device) + summed.detach()

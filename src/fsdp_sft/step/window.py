@@ -1,6 +1,6 @@
 """What a window's micro-batches are, agreed on before the first forward."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -9,8 +9,10 @@ import torch
 from fsdp_sft._agree import is_distributed, raise_first, world_size
 from fsdp_sft.distributed import sum_over_mesh
 from fsdp_sft.errors import BatchError
-from fsdp_sft.loss import Batch, num_targets
+from fsdp_sft.loss import num_targets
 from fsdp_sft.step.keys import Keys, are_equal, digest, keys_of, refuse_different_keys, to_compare
+
+CountFn = Callable[[Any], int]
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -31,8 +33,20 @@ class Window:
     keys: tuple[Keys, ...]
 
 
-def agree_on_window(micro_batches: list[Batch], mesh: "DeviceMesh | None") -> Window:
+def agree_on_window(
+    micro_batches: list[Any],
+    mesh: "DeviceMesh | None",
+    *,
+    count_fn: CountFn | None = None,
+    needs_ids: bool = True,
+) -> Window:
     """Look at the window and agree on it, or raise the same error on all ranks; one small all-reduce.
+
+    Args:
+        micro_batches: This rank's.
+        mesh: The ranks that share the window.
+        count_fn: Counts a batch's targets; None counts its labels.
+        needs_ids: Whether a batch without ``input_ids`` is an error, and not one of 0 known tokens.
 
     Collective: all ranks of the mesh.
     """
@@ -41,8 +55,8 @@ def agree_on_window(micro_batches: list[Batch], mesh: "DeviceMesh | None") -> Wi
     keys: list[Keys] = []
     try:
         micro_batches = _checked_window(micro_batches)
-        targets = sum(num_targets(batch) for batch in micro_batches)
-        tokens = sum(_num_tokens(batch) for batch in micro_batches)
+        targets = sum(counted(batch, count_fn) for batch in micro_batches)
+        tokens = sum(num_tokens(batch, needs_ids) for batch in micro_batches)
         keys = [keys_of(batch) for batch in micro_batches]
     except Exception as caught:
         error = caught
@@ -69,7 +83,7 @@ def raise_on_mesh(error: Exception | None, phase: str, mesh: "DeviceMesh | None"
     raise error or RuntimeError(f"another rank of the mesh failed while {phase}")
 
 
-def _checked_window(micro_batches: Any) -> list[Batch]:
+def _checked_window(micro_batches: Any) -> list[Any]:
     if isinstance(micro_batches, Mapping) or not isinstance(micro_batches, (list, tuple)):
         raise ValueError(
             f"train_step takes the window as a list of batches, got {type(micro_batches).__name__}; "
@@ -80,26 +94,55 @@ def _checked_window(micro_batches: Any) -> list[Batch]:
     return list(micro_batches)
 
 
-def to_device(batch: Batch, device: torch.device) -> dict[str, Any]:
-    """The batch with its tensors on ``device``."""
-    return {
-        name: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
-        for name, value in batch.items()
-    }
+def counted(batch: Any, count_fn: CountFn | None) -> int:
+    """Targets of a batch, as ``count_fn`` or its labels say."""
+    if count_fn is None:
+        return num_targets(batch)
+    count: Any = count_fn(batch)
+    if isinstance(count, torch.Tensor) and count.numel() == 1 and not count.is_floating_point():
+        count = int(count)
+    if isinstance(count, bool) or not isinstance(count, int):
+        raise TypeError(f"count_fn must return an int, the targets of a batch, got {count!r}")
+    if count < 0:
+        raise ValueError(f"count_fn must return a number of targets, got {count}")
+    return int(count)
 
 
-def _num_tokens(batch: Batch) -> int:
-    mask = batch.get("attention_mask")
-    return int(mask.sum()) if isinstance(mask, torch.Tensor) else _checked_ids(batch).numel()
+def to_device(batch: Any, device: torch.device) -> Any:
+    """The batch with its tensors on ``device``, also those in dicts, lists and tuples within it."""
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, Mapping):
+        return {name: to_device(value, device) for name, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(to_device(value, device) for value in batch))
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(to_device(value, device) for value in batch)
+    return batch
 
 
-def num_rows(batch: Batch) -> int:
-    """Rows of the batch's ids."""
-    return _checked_ids(batch).shape[0]
+def num_tokens(batch: Any, needs_ids: bool = True) -> int:
+    """Tokens of a batch without padding: by its mask ``(B, S)``, else all its ids."""
+    fields = batch if isinstance(batch, Mapping) else {}
+    mask, ids = fields.get("attention_mask"), fields.get("input_ids")
+    if isinstance(mask, torch.Tensor) and mask.ndim == 2:
+        return int(mask.sum())
+    if isinstance(ids, torch.Tensor):
+        return ids.numel()
+    if needs_ids:
+        seen = sorted(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
+        raise BatchError(f"a batch needs 'input_ids', got {seen}")
+    return 0
 
 
-def _checked_ids(batch: Batch) -> torch.Tensor:
-    ids = batch.get("input_ids")
-    if not isinstance(ids, torch.Tensor):
-        raise ValueError(f"a batch needs 'input_ids', got {sorted(batch)}")
-    return ids
+def num_rows(batch: Any) -> int:
+    """Rows of a batch: the length of its ids, or else of the first tensor in it."""
+    if isinstance(batch, torch.Tensor):
+        return len(batch)
+    if isinstance(batch, Mapping):
+        ids = batch.get("input_ids")
+        batch = [ids] if isinstance(ids, torch.Tensor) else list(batch.values())
+    tensors = [value for value in batch if isinstance(value, torch.Tensor)]
+    if not tensors:
+        raise BatchError(f"the rows of a batch without a tensor cannot be counted: {type(batch).__name__}")
+    return len(tensors[0])

@@ -1,0 +1,244 @@
+"""loss_fn and count_fn: models of any origin keep windows, clipping, agreement and skipping."""
+
+import copy
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.nn import functional as F
+
+import fsdp_sft as fs
+from tests.harness.models import VOCAB, full, largest_error, ragged_batches, tiny_model
+from tests.harness.ranks import run_distributed
+
+FLOAT32 = MixedPrecisionPolicy()
+
+
+class Strange(nn.Module):
+    """litgpt's manner: ``forward(idx)`` returns logits, targets are shifted and -1 is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(VOCAB, 16)
+        self.h = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(2))
+        self.lm_head = nn.Linear(16, VOCAB, bias=False)
+
+    def forward(self, idx: torch.Tensor) -> torch.Tensor:
+        x = self.wte(idx)
+        for block in self.h:
+            x = x + block(x)
+        return self.lm_head(x)
+
+
+class Pair(NamedTuple):
+    """A batch that is no dict."""
+
+    idx: torch.Tensor
+    targets: torch.Tensor
+
+
+def strange_model() -> Strange:
+    torch.manual_seed(0)
+    return Strange()
+
+
+def strange_batches(count: int) -> list[Pair]:
+    batches = []
+    for batch in ragged_batches(count):
+        labels = batch["labels"]
+        batches.append(Pair(batch["input_ids"][:, :-1], torch.where(labels == -100, -1, labels)[:, 1:]))
+    return batches
+
+
+def strange_loss(model: nn.Module, batch: Pair) -> torch.Tensor:
+    return F.cross_entropy(
+        model(batch.idx).flatten(0, 1), batch.targets.flatten(), ignore_index=-1, reduction="sum"
+    )
+
+
+def strange_count(batch: Pair) -> int:
+    return int((batch.targets != -1).sum())
+
+
+def _t5_batches() -> list[dict[str, Any]]:
+    """An encoder-decoder's: labels of another length than the inputs, and not shifted."""
+    return [
+        {**batch, "labels": torch.where(batch["labels"] == -100, -100, batch["labels"])[:, 2:].contiguous()}
+        for batch in ragged_batches(4)
+    ]
+
+
+def _t5_loss(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+    logits = model(**batch).logits.float()
+    return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+
+
+def _classes(batch: dict[str, Any]) -> dict[str, Any]:
+    return {**batch, "labels": batch["input_ids"].sum(1) % 3}
+
+
+def _class_loss(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+    return F.cross_entropy(model(**batch).logits, batch["labels"], reduction="sum")
+
+
+CASES: dict[str, Any] = {
+    "strange": (strange_model, strange_batches(4), strange_loss, strange_count),
+    "encoder-decoder": (
+        lambda: tiny_model("t5"),
+        _t5_batches(),
+        _t5_loss,
+        lambda batch: int((batch["labels"] != -100).sum()),
+    ),
+    "classifier": (
+        lambda: tiny_model("bert"),
+        [_classes(batch) for batch in ragged_batches(4)],
+        _class_loss,
+        lambda batch: len(batch["labels"]),
+    ),
+}
+
+
+def _check_equals_one_process(kind: str, mesh_shape: dict[str, int], grad_sync: Any) -> None:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    make, batches, loss_fn, count_fn = CASES[kind]
+    plain = make()
+    model = fs.shard_model(
+        copy.deepcopy(plain), mesh=fs.build_mesh(device_type="cpu", **mesh_shape), mp_policy=FLOAT32
+    )
+    count = sum(count_fn(batch) for batch in batches)
+    loss = sum(loss_fn(plain, batch) for batch in batches) / count
+    loss.backward()
+    expected = {name: p.grad.clone() for name, p in plain.named_parameters() if p.grad is not None}
+    norm = float(nn.utils.clip_grad_norm_(plain.parameters(), 0.1))
+    torch.optim.SGD(plain.parameters(), lr=1.0).step()
+    before = {name: full(p).clone() for name, p in model.named_parameters()}
+    functions = {"loss_fn": loss_fn, "count_fn": count_fn}
+    (window,) = fs.windows(batches[rank::ranks], 4, count_fn=count_fn)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    result = fs.train_step(model, window, optimizer, max_grad_norm=0.1, grad_sync=grad_sync, **functions)
+    assert result.loss == pytest.approx(float(loss), rel=1e-6)
+    assert result.grad_norm == pytest.approx(norm, rel=1e-5)
+    assert result.num_targets == count
+    moved = {name: (before[name] - full(p)) * norm / 0.1 for name, p in model.named_parameters()}
+    assert largest_error({name: moved[name] for name in expected}, expected) <= 1e-4
+    with torch.no_grad():
+        plain.eval()
+        loss = sum(float(loss_fn(plain, batch)) for batch in batches) / count
+    result = fs.evaluate(model, batches if rank == 0 else [], **functions)
+    assert result.loss == pytest.approx(loss, rel=1e-5)
+    assert result.num_targets == count
+    # Nothing counted on any rank: the step is skipped, and an epoch of it refused.
+    result = fs.train_step(model, window, optimizer, loss_fn=loss_fn, count_fn=lambda batch: 0)
+    assert result.skip_reason == "no targets"
+    with pytest.raises(ValueError, match="no target on any rank"):
+        list(fs.windows(batches, 1, count_fn=lambda batch: 0))
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "mesh_shape", "grad_sync"),
+    [
+        ("strange", 2, {}, "last"),
+        ("strange", 4, {"dp_replicate": 2}, "reduce_scatter"),
+        ("encoder-decoder", 2, {}, "each"),
+        ("classifier", 2, {"dp_replicate": 2, "dp_shard": 1}, "each"),
+    ],
+)
+def test_a_loss_of_ones_own_equals_the_single_process(
+    kind: str, ranks: int, mesh_shape: dict[str, int], grad_sync: str
+) -> None:
+    run_distributed(_check_equals_one_process, ranks, kind, mesh_shape, grad_sync)
+
+
+def _check_refusals() -> None:
+    rank = dist.get_rank()
+    model = fs.shard_model(strange_model(), mesh=fs.build_mesh(device_type="cpu"), mp_policy=FLOAT32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    window = strange_batches(3)[:1]
+
+    def count_on_one_rank(batch: Any) -> int:
+        if rank == 1:
+            raise KeyError("targets")
+        return 1
+
+    for options, error, message in (
+        ({"loss_fn": strange_loss}, fs.BatchError, "needs 'labels'.*a count_fn"),
+        ({"loss_fn": strange_loss, "count_fn": count_on_one_rank}, KeyError, "targets"),
+        ({"loss_fn": strange_loss, "count_fn": lambda b: 1.5}, TypeError, "must return an int"),
+        ({"loss_fn": strange_loss, "count_fn": lambda b: -rank}, ValueError, "number of targets, got -1"),
+        ({"loss_fn": lambda m, b: m(b.idx), "count_fn": strange_count}, TypeError, "scalar; got a .*float32"),
+        ({"loss_fn": lambda m, b: 0.0, "count_fn": strange_count}, TypeError, "scalar; got float"),
+        ({"loss_fn": strange_loss, "loss_impl": "logits"}, ValueError, "loss_impl='logits' says how"),
+        ({"loss_fn": "mean"}, TypeError, "loss_fn must be a function"),
+    ):
+        with pytest.raises(error, match=message):
+            fs.train_step(model, window, optimizer, **options)
+    other = [{"idx": window[0].idx}] if rank else window
+    with pytest.raises(fs.BatchError, match="rank 0: a Pair of 2; rank 1: idx"):
+        fs.train_step(model, other, optimizer, loss_fn=strange_loss, count_fn=lambda batch: 1)
+
+
+def test_functions_that_are_not_what_they_should_be_are_refused_on_all_ranks() -> None:
+    run_distributed(_check_refusals, 2, timeout=30)
+
+
+def test_a_scaler_and_a_scheduler_see_a_loss_of_ones_own() -> None:
+    model = strange_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    plain = [
+        fs.train_step(
+            copy.deepcopy(model), strange_batches(3), optimizer, loss_fn=strange_loss, count_fn=strange_count
+        )
+    ]
+    result = fs.train_step(
+        model,
+        strange_batches(3),
+        optimizer,
+        scaler=scaler,
+        scheduler=schedule,
+        loss_fn=strange_loss,
+        count_fn=strange_count,
+    )
+    assert result.grad_norm == pytest.approx(plain[0].grad_norm, rel=1e-6)
+    assert (result.loss, schedule.last_epoch) == (plain[0].loss, 1)
+
+
+@pytest.mark.parametrize("impl", ["chunked", "logits"])
+def test_shift_labels_are_the_targets_of_each_position(impl: Any) -> None:
+    model = tiny_model("llama")
+    batch = ragged_batches(2)[0]
+    # The last position has a target too, as it has in a slice of a longer sequence.
+    shifted = F.pad(batch["labels"][:, 1:], (0, 1), value=-100)
+    shifted[:, -1] = torch.tensor([7, 9])
+    both = {**batch, "shift_labels": shifted}
+    own = model(**both).loss  # transformers reads shift_labels and leaves the labels alone
+    count = int((shifted != -100).sum())
+    for given in (both, {k: v for k, v in both.items() if k != "labels"}):
+        assert fs.count_targets([given]) == count
+        total, targets = fs.loss_sum(model, given, impl=impl)
+        assert targets == count
+        assert float(total / targets) == pytest.approx(float(own), rel=1e-6)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        result = fs.train_step(model, [given], optimizer, loss_impl=impl)
+        assert result.loss == pytest.approx(float(own), rel=1e-6)
+        assert fs.evaluate(model, [given], loss_impl=impl).loss == pytest.approx(float(own), rel=1e-6)
+    with pytest.raises(fs.BatchError, match=r"shift_labels .* must be aligned"):
+        fs.loss_sum(model, {**batch, "shift_labels": shifted[:, :-1]}, impl=impl)
+
+
+def test_packed_rows_keep_shift_labels() -> None:
+    ids = [[5, 6, 7], [8, 9]]
+    rows = [{"input_ids": row, "shift_labels": [*row[1:], 4]} for row in ids]
+    collate = fs.PackedCollator(max_length=8, pad_to_multiple_of=6)
+    pack = collate(rows)
+    assert pack["shift_labels"].tolist() == [[6, 7, 4, 9, 4, -100]]
+    assert pack["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0]]
+    assert fs.count_targets([pack]) == 5
+    plain = collate([{"input_ids": row, "labels": row} for row in ids])
+    assert plain["labels"].tolist() == [[-100, 6, 7, -100, 9, -100]]
+    mixed = collate([rows[0], {"input_ids": ids[1], "labels": ids[1]}])
+    assert mixed["shift_labels"].tolist() == [[6, 7, 4, 9, -100, -100]]
