@@ -521,3 +521,36 @@ def default_store() -> Any:
     from torch.distributed.distributed_c10d import _get_default_store
 
     return _get_default_store()
+
+
+# --- tensor subclasses ------------------------------------------------------------------------------------
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The very object that a DTensor wraps; ``tensor`` itself if it is none.
+
+    The public ``to_local`` answers with a view, which subclasses of other libraries do not implement, or
+    which loses what they hold.
+    """
+    from torch.distributed.tensor import DTensor
+
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def is_wrapper_subclass(tensor: torch.Tensor) -> bool:
+    """Whether a tensor, or what a DTensor wraps, has no memory of its own: its values are in other tensors.
+
+    Made by ``_make_wrapper_subclass``, which leaves no public mark. Most follow the public protocol of
+    ``__tensor_flatten__``, whose test is private.
+    """
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    local: Any = local_tensor(tensor)
+    if type(local) in (torch.Tensor, nn.Parameter, nn.Buffer) or local.is_meta:
+        return False
+    if is_traceable_wrapper_subclass(local):
+        return True
+    try:
+        return bool(local.numel() > 0 and local.untyped_storage().data_ptr() == 0)
+    except RuntimeError:  # "invalid python storage"
+        return True

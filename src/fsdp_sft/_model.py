@@ -3,19 +3,23 @@
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from fsdp_sft._compat import build_like_from_pretrained, original_class
+from fsdp_sft._boxes import local_of
+from fsdp_sft._compat import build_like_from_pretrained, is_wrapper_subclass, original_class
 from fsdp_sft._random import unmoved
+from fsdp_sft._safetensors import bytes_of
 from fsdp_sft._wrappers import unwrapped
 from fsdp_sft.distributed import compute_device, reshard
+from fsdp_sft.errors import CheckpointMismatchError, UnstorableStateError, abridged
 
 # torch.compile(model) and checkpoint_wrapper put these into every name below them.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+_EXTRA_STATE = "_extra_state"  # as nn.Module names it
 
 
 @dataclass(frozen=True)
@@ -26,11 +30,16 @@ class ModelTensors:
         tensors: FQN to parameter or persistent buffer; of tied ones the first name only.
         names: Every name to the first name of its tensor, in the order of the model's state dict.
         frozen: FQNs of parameters that require no gradient.
+        made: Those of ``tensors`` that a module's own code has made for its state dict: writing into them
+            does not reach the module, ``load_state_dict`` has to take them.
+        extra: Name to what ``get_extra_state`` of a module returned; not in ``tensors``.
     """
 
     tensors: dict[str, torch.Tensor]
     names: dict[str, str]
     frozen: list[str]
+    made: frozenset[str] = frozenset()
+    extra: dict[str, Any] = field(default_factory=dict)
 
     @property
     def ties(self) -> dict[str, str]:
@@ -39,21 +48,26 @@ class ModelTensors:
 
 
 def model_tensors(model: nn.Module) -> ModelTensors:
-    """Name every parameter and persistent buffer of ``model``, which must be resharded.
+    """Name every parameter, persistent buffer and extra state of ``model``, which must be resharded.
 
     Raises:
         ValueError: If something is still on the meta device.
-        TypeError: If a module has extra state that is not a tensor.
+        UnstorableStateError: If a module has state that no file can hold or give back.
     """
     tensors: dict[str, torch.Tensor] = {}
     names: dict[str, str] = {}
+    extra: dict[str, Any] = {}
     first_names: dict[int, str] = {}
-    for key, value in unwrapped(model).state_dict(keep_vars=True).items():
+    model = unwrapped(model)
+    for key, value in model.state_dict(keep_vars=True).items():
         name = clean_name(key)
-        if not isinstance(value, torch.Tensor):
-            raise TypeError(
-                f"{name} of {type(model).__name__} is a {type(value).__name__}, not a tensor: extra state of "
-                "modules cannot be stored without pickle; keep it in train_state or rank_state"
+        if name.rpartition(".")[2] == _EXTRA_STATE:
+            extra[name] = value
+            continue
+        if not isinstance(value, torch.Tensor) or is_wrapper_subclass(value):
+            raise UnstorableStateError(
+                f"{name} of {type(model).__name__} is a {type(value).__name__}, and a file holds plain "
+                "tensors: keep it in train_state or rank_state, or return it from get_extra_state"
             )
         names[name] = first_names.setdefault(id(value), name)
         tensors.setdefault(names[name], value)
@@ -65,7 +79,110 @@ def model_tensors(model: nn.Module) -> ModelTensors:
             "again, or load the base model with load_weights, which does both"
         )
     frozen = [n for n, t in tensors.items() if isinstance(t, nn.Parameter) and not t.requires_grad]
-    return ModelTensors(tensors, names, frozen)
+    made = _made_for_the_state_dict(model, tensors)
+    _refuse_left_out(model, tensors, made)
+    return ModelTensors(tensors, names, frozen, made, extra)
+
+
+def with_extra_tensors(content: ModelTensors) -> ModelTensors:
+    """The same with extra state among the tensors, for files that hold nothing else.
+
+    Raises:
+        UnstorableStateError: If some is no tensor.
+    """
+    for name, value in content.extra.items():
+        if type(value) is not torch.Tensor:
+            raise UnstorableStateError(
+                f"{name} is a {type(value).__name__}, and this file holds tensors only: save_checkpoint "
+                "stores extra state of modules"
+            )
+    return replace(
+        content,
+        tensors={**content.tensors, **content.extra},
+        names={**content.names, **{name: name for name in content.extra}},
+        made=content.made | content.extra.keys(),
+        extra={},
+    )
+
+
+def _made_for_the_state_dict(model: nn.Module, tensors: dict[str, torch.Tensor]) -> frozenset[str]:
+    """Names of what is no memory of the model's own parameters and buffers."""
+    own = named_tensors(model)
+    identities = {id(tensor) for tensor in own.values()}
+    foreign = {name: tensor for name, tensor in tensors.items() if id(tensor) not in identities}
+    if not foreign:
+        return frozenset()
+    memory = {_memory(tensor) for tensor in own.values()}
+    return frozenset(name for name, tensor in foreign.items() if _memory(tensor) not in memory)
+
+
+def _refuse_left_out(model: nn.Module, tensors: dict[str, torch.Tensor], made: frozenset[str]) -> None:
+    """A trained parameter that a module keeps out of its state dict would not come back."""
+    saved = {id(tensor) for tensor in tensors.values()}
+    trained = [(clean_name(n), p) for n, p in model.named_parameters() if p.requires_grad]
+    left_out = [(name, parameter) for name, parameter in trained if id(parameter) not in saved]
+    if not left_out:
+        return
+    memory = {_memory(tensor) for tensor in tensors.values()}
+    owners = {name.rpartition(".")[0] for name in made}  # these store it in another form
+    lost = [
+        name
+        for name, parameter in left_out
+        if _memory(parameter) not in memory and name.rpartition(".")[0] not in owners
+    ]
+    if lost:
+        raise UnstorableStateError(
+            f"{len(lost)} trained parameters of {type(model).__name__} are not in its state_dict() "
+            f"({abridged(lost, ', ', 4)}), so they would not come back: freeze them, or let the module's "
+            "_save_to_state_dict write them"
+        )
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    local = local_of(tensor)
+    return local.untyped_storage().data_ptr() if local.numel() else id(tensor)
+
+
+def give_back(model: nn.Module, entries: dict[str, Any]) -> None:
+    """Let the modules take what they have made for their state dict: extra state, and forms of their own.
+
+    Args:
+        model: A resharded model whose parameters and buffers are loaded already.
+        entries: Name to value.
+
+    Raises:
+        CheckpointMismatchError: If a module does not take a value.
+    """
+    if not entries:
+        return
+    model = unwrapped(model)
+    state = model.state_dict(keep_vars=True)
+    state.update({key: entries[clean_name(key)] for key in state if clean_name(key) in entries})
+    try:
+        model.load_state_dict(state)
+    except Exception as error:
+        raise CheckpointMismatchError(
+            f"the model does not take back what its modules saved in a form of their own "
+            f"({abridged(entries, ', ', 4)}): {error}"
+        ) from error
+    after = {clean_name(key): value for key, value in model.state_dict(keep_vars=True).items()}
+    lost = [name for name, value in entries.items() if not _same_tensor(after.get(name), value)]
+    if lost:
+        raise CheckpointMismatchError(
+            f"{len(lost)} of {len(entries)} values that modules had saved in a form of their own did not "
+            f"come back: {abridged(lost, ', ', 4)}. set_extra_state and _load_from_state_dict must take what "
+            "get_extra_state and _save_to_state_dict gave"
+        )
+
+
+def _same_tensor(actual: Any, expected: Any) -> bool:
+    """Whether a tensor came back; of other objects only whether they are of one type."""
+    if not isinstance(expected, torch.Tensor):
+        return type(actual) is type(expected)
+    if not isinstance(actual, torch.Tensor) or actual.shape != expected.shape:
+        return False
+    own = local_of(actual).detach().cpu()
+    return bytes_of(own.contiguous()) == bytes_of(local_of(expected).cpu().to(own.dtype).contiguous())
 
 
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:

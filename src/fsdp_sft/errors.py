@@ -10,6 +10,7 @@ working; ``except FsdpSftError`` takes them all. Arguments of a wrong type or ou
         CheckpointMismatchError             sound, but of another model or optimizer
         CheckpointExistsError (FileExistsError)
         CheckpointNotFoundError (FileNotFoundError)
+        UnstorableStateError (TypeError, ValueError)  state that no checkpoint could give back
         CheckpointFormatError (ValueError)  a Hugging Face checkpoint that cannot be loaded
           MissingKeysError
           UnexpectedKeysError
@@ -56,6 +57,10 @@ class CheckpointExistsError(CheckpointError, FileExistsError):
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
     """There is no checkpoint at that place."""
+
+
+class UnstorableStateError(CheckpointError, TypeError, ValueError):
+    """A model or an optimizer has state that a checkpoint cannot hold, or could not give back."""
 
 
 class CheckpointFormatError(CheckpointError, ValueError):

@@ -16,13 +16,19 @@ from fsdp_sft._agree import agreed, all_gather_objects, this_rank, while_others_
 from fsdp_sft._claim import Claim
 from fsdp_sft._compat import keep_used_conversions, match_checkpoint_keys, tied_names, weight_conversions
 from fsdp_sft._disk import TensorReader, unsound_beside
-from fsdp_sft._model import meta_twin, model_tensors
+from fsdp_sft._model import ModelTensors, meta_twin, model_tensors
 from fsdp_sft._safetensors import open_file, read_at
-from fsdp_sft.dcp_io.checkpoint import check_model, read_train_state
+from fsdp_sft.dcp_io.checkpoint import read_train_state
 from fsdp_sft.dcp_io.codec import dumps
 from fsdp_sft.dcp_io.folder import FolderContent, describe_mesh, open_folder, read_tensors, write_folder
 from fsdp_sft.dcp_io.manifest import MANIFEST_NAME, Manifest, verify_folder
-from fsdp_sft.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointNotFoundError
+from fsdp_sft.dcp_io.model_state import check_model
+from fsdp_sft.errors import (
+    CheckpointCorruptError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    UnstorableStateError,
+)
 from fsdp_sft.pretrained import load_pretrained
 from fsdp_sft.sac import Placement, Ratio, apply_sac
 from fsdp_sft.shard import compile_blocks, shard_model
@@ -222,7 +228,7 @@ def _write(
         content = FolderContent(
             step=None,
             mesh=describe_mesh(model),
-            model=model_tensors(model),
+            model=_plain_tensors(model),
             train_state=dumps(about),
             settings=_settings(source, model) if this_rank() == 0 else {},
         )
@@ -233,6 +239,17 @@ def _write(
     except Exception:
         if not all_gather_objects(this_rank() == 0 and _is_sound(target))[0]:
             raise  # else another job that had taken this one for dead has been faster
+
+
+def _plain_tensors(model: Any) -> ModelTensors:
+    content = model_tensors(model)
+    if content.made or content.extra:
+        raise UnstorableStateError(
+            f"modules of {type(model).__name__} keep state in a form of their own "
+            f"({sorted([*content.made, *content.extra])[:4]}), which prepare_base does not store: use "
+            "load_pretrained"
+        )
+    return content
 
 
 def _settings(source: Path, model: Any) -> dict[str, bytes]:

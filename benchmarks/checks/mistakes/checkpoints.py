@@ -24,4 +24,25 @@ MISTAKES = [
         "return known",
         ("tests/export/test_chat.py",),
     ),
+    Mistake(
+        "what modules keep in forms of their own is not given back",
+        "_model.py",
+        "        model.load_state_dict(state)",
+        "        pass",
+        ("tests/dcp_io/test_own_state.py",),
+    ),
+    Mistake(
+        "state that an optimizer makes anew is saved",
+        "dcp_io/optimizer_content.py",
+        "if optimizer.state is not optimizer.state or",
+        "if",
+        ("tests/dcp_io/test_own_state.py",),
+    ),
+    Mistake(
+        "several optimizers are restored by their place in the list",
+        "dcp_io/optimizer_load.py",
+        'if entry[0]["parameters"].keys() == own',
+        "if True",
+        ("tests/dcp_io/test_several_optimizers.py",),
+    ),
 ]

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
 
 from fsdp_sft._agree import (
     agreed,
@@ -21,28 +20,23 @@ from fsdp_sft._agree import (
     world_size,
 )
 from fsdp_sft._disk import TensorReader, read_bytes, sweep_all, unsound_beside
-from fsdp_sft._model import ModelTensors, model_tensors
+from fsdp_sft._model import model_tensors
 from fsdp_sft._random import set_generator_states
 from fsdp_sft.dcp_io.background import BackgroundSave, join_last, wait_for_last
 from fsdp_sft.dcp_io.codec import decode, dumps, encode, loads
-from fsdp_sft.dcp_io.folder import (
-    FolderContent,
-    describe_mesh,
-    open_folder,
-    own_parts,
-    read_tensors,
-    write_folder,
-)
+from fsdp_sft.dcp_io.extra_state import check_alike, encode_extra, own_digests
+from fsdp_sft.dcp_io.folder import FolderContent, describe_mesh, open_folder, own_parts, write_folder
 from fsdp_sft.dcp_io.manifest import (
     MANIFEST_NAME,
     MAX_JSON_BYTES,
     TRAIN_STATE_NAME,
     Manifest,
-    StoredTensor,
     checked_size,
     verify_folder,
 )
-from fsdp_sft.dcp_io.optimizer_state import apply_optimizer, check_optimizer, optimizer_content
+from fsdp_sft.dcp_io.model_state import check_model, read_model
+from fsdp_sft.dcp_io.optimizer_content import Optimizers, optimizer_content
+from fsdp_sft.dcp_io.optimizer_load import apply_optimizer, check_optimizer
 from fsdp_sft.dcp_io.rank_files import rank_content, read_rank_files
 from fsdp_sft.dcp_io.retention import prune
 from fsdp_sft.dcp_io.snapshot import Snapshot
@@ -52,9 +46,7 @@ from fsdp_sft.errors import (
     CheckpointCorruptError,
     CheckpointError,
     CheckpointExistsError,
-    CheckpointMismatchError,
     CheckpointNotFoundError,
-    abridged,
 )
 
 # The memory for asynchronous saves; one is under way at a time.
@@ -108,7 +100,7 @@ def save_checkpoint(
     step: int,
     *,
     model: nn.Module,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizers | None = None,
     train_state: Mapping[str, Any] | None = None,
     rank_state: Mapping[str, Any] | None = None,
     async_: bool = False,
@@ -135,7 +127,7 @@ def save_checkpoint(
         root: Folder of all steps, on a file system that all ranks share; made if it is not there.
         step: Number of the step, 0 or more.
         model: Sharded or not, in any state between two steps.
-        optimizer: Its optimizer.
+        optimizer: Its optimizer, or a list of them, each over parameters of its own.
         train_state: State that all ranks share: nested dicts, lists, tuples, strings, numbers, booleans and
             None. Rank 0's is written.
         rank_state: State of this rank, such as a data loader's position; may hold CPU tensors and bytes.
@@ -156,6 +148,7 @@ def save_checkpoint(
         CheckpointExistsError: If that step is there and sound. One that is not sound is moved aside to
             ``.unsound-step-<step>-<id>``.
         TypeError: If ``train_state`` or ``rank_state`` has a value that cannot be stored; names its key path.
+        UnstorableStateError: If the model or an optimizer has state that could not be given back.
         CheckpointError: If ranks do not share the file system or were given different steps or metrics.
         OSError: If writing fails on any rank.
 
@@ -175,12 +168,13 @@ def save_checkpoint(
     with agreed(f"preparing to save {target}"):
         _check_numbers(step, keep_last, keep_best)
         content = _content(step, metric, model, optimizer, train_state, rank_state)
+        digests = own_digests(content.model) if content.model is not None else {}
         parts = own_parts(content)
         if async_:
             content, parts = content.with_own_copies(), _snapshot.take(parts)
         if this_rank() == 0:
             _prepare_root(root, step)
-    _agree_on(target, metric)
+    _agree_on(target, metric, digests)
 
     def write() -> None:
         write_folder(target, content, aside=aside, parts=parts)
@@ -201,7 +195,7 @@ def load_checkpoint(
     path_or_root: str | os.PathLike[str],
     *,
     model: nn.Module,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizers | None = None,
     verify: bool = True,
     fallback: bool = True,
 ) -> LoadedCheckpoint:
@@ -213,8 +207,8 @@ def load_checkpoint(
     Args:
         path_or_root: One step's folder, or the root of all steps, of which the newest is taken.
         model: The model to load into; same names, shapes and dtypes as were saved.
-        optimizer: Its optimizer, over the same parameters in the same groups; None leaves what was saved of
-            one.
+        optimizer: Its optimizer, or all of them as a list in any order, over the same parameters in the same
+            groups; None leaves what was saved of them.
         verify: Compare every file's checksum, each on one rank. False looks at names, sizes and headers.
         fallback: From a root, take the newest step that is sound, and warn about the ones that are not.
             Otherwise the newest has to be.
@@ -225,7 +219,8 @@ def load_checkpoint(
     Raises:
         CheckpointNotFoundError: If there is no checkpoint.
         CheckpointCorruptError: If a step, or with ``fallback`` every step, is damaged.
-        CheckpointMismatchError: If it is of another model or optimizer; the message lists the differences.
+        CheckpointMismatchError: If it is of another model or optimizer; the message lists the differences. Or
+            if a module or an optimizer does not take what it was given: these are counted afterwards.
 
     Collective: all ranks; all raise the same error.
     Memory: A 16 MiB buffer, and the optimizer's state if it had none.
@@ -248,7 +243,7 @@ def load_checkpoint(
         if same_ranks:
             rng, rank_state = read_rank_files(folder, this_rank())
     with agreed(f"reading {folder} (the model is loaded in part)"), TensorReader(folder) as reader:
-        read_tensors(reader, sources, tensors.tensors)
+        read_model(reader, manifest, model, tensors, sources)
         if optimizer is not None:
             apply_optimizer(manifest, model, optimizer, reader)
         if rng is not None:
@@ -269,16 +264,20 @@ def _content(
     step: int,
     metric: float | None,
     model: nn.Module,
-    optimizer: Optimizer | None,
+    optimizer: Optimizers | None,
     train_state: Mapping[str, Any] | None,
     rank_state: Mapping[str, Any] | None,
 ) -> FolderContent:
     stored = optimizer_content(model, optimizer) if optimizer is not None else None
+    tensors = model_tensors(model)
+    extra, extra_tensors = encode_extra(tensors)
     return FolderContent(
         step=step,
         mesh=describe_mesh(model),
         metric=None if metric is None else float(metric),
-        model=model_tensors(model),
+        model=tensors,
+        extra=extra,
+        extra_tensors=extra_tensors,
         optimizer=stored.tensors if stored is not None else None,
         optimizer_info=stored.info if stored is not None else {},
         train_state=checked_size(dumps(encode(train_state, "train_state"), canonical=False), "train_state"),
@@ -305,10 +304,12 @@ def _prepare_root(root: Path, step: int) -> None:
         )
 
 
-def _agree_on(target: Path, metric: float | None) -> None:
-    told = {f"{path}, metric {value}" for path, value in all_gather_objects((str(target), metric))}
+def _agree_on(target: Path, metric: float | None, digests: dict[str, str]) -> None:
+    everyone = all_gather_objects((str(target), metric, digests))
+    told = {f"{path}, metric {value}" for path, value, _ in everyone}
     if len(told) != 1:
         raise CheckpointError(f"ranks were told to save different things: {sorted(told)[:4]}")
+    check_alike([own for _, _, own in everyone])
 
 
 def _candidates(path: Path) -> list[Path]:
@@ -344,39 +345,6 @@ def _first_sound(candidates: list[Path], *, hashes: bool, fallback: bool) -> tup
         if tried == 1
         else f"none of the {tried} checkpoints in {folder.parent} is sound; the oldest: {summary}"
     )
-
-
-def check_model(manifest: Manifest, live: ModelTensors) -> dict[str, StoredTensor]:
-    """Which stored tensor goes into each of the model's.
-
-    Raises:
-        CheckpointMismatchError: If names, ties, shapes or dtypes differ.
-    """
-    stored = manifest.model or {}
-    stored_names = {**{name: name for name in stored}, **manifest.ties}
-    problems = _differing_names("the model", live.names, stored_names)
-    problems += _differing_names("the checkpoint", stored_names, live.names)
-    sources: dict[str, StoredTensor] = {}
-    for name, first in live.names.items():
-        source = stored_names.get(name)
-        if source is None:
-            continue
-        if source != stored_names.get(first, source) or first != live.names.get(source, first):
-            problems.append(f"{name} is tied to another name in only one of model and checkpoint")
-        sources.setdefault(first, stored[source])
-    for name, tensor in sources.items():
-        actual = live.tensors[name]
-        if tuple(actual.shape) != tensor.shape or actual.dtype != tensor.dtype:
-            own = f"{actual.dtype} {tuple(actual.shape)}"
-            problems.append(f"{name} was {tensor.dtype} {tensor.shape} and is {own}")
-    if problems:
-        raise CheckpointMismatchError("the checkpoint is of another model: " + abridged(problems, "; "))
-    return sources
-
-
-def _differing_names(where: str, names: Mapping[str, str], others: Mapping[str, str]) -> list[str]:
-    only = [name for name in names if name not in others]
-    return [f"{len(only)} tensors are only in {where} ({abridged(only, ', ', 4)})"] if only else []
 
 
 def read_train_state(folder: Path, manifest: Manifest) -> Any:

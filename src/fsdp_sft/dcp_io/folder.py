@@ -53,6 +53,8 @@ class FolderContent:
         mesh: As in the manifest.
         metric: As in the manifest.
         model: None for an optimizer state of its own.
+        extra: As in the manifest.
+        extra_tensors: Those that ``extra`` refers to.
         optimizer: ``<fqn>/<state name>`` to tensor, or None.
         optimizer_info: As in the manifest.
         train_state: The bytes of ``train_state.json``; rank 0's are written.
@@ -64,6 +66,8 @@ class FolderContent:
     mesh: list[list[Any]] | None
     metric: float | None = None
     model: ModelTensors | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+    extra_tensors: Tensors = field(default_factory=dict)
     optimizer: Tensors | None = None
     optimizer_info: dict[str, Any] = field(default_factory=dict)
     train_state: bytes | None = None
@@ -88,7 +92,7 @@ class FolderContent:
         """Folder to the tensors in it."""
         found: dict[str, Tensors] = {}
         if self.model is not None:
-            found["model"] = self.model.tensors
+            found["model"] = {**self.model.tensors, **self.extra_tensors}
         if self.optimizer is not None:
             found["optimizer"] = self.optimizer
         return found
@@ -257,6 +261,7 @@ def _commit(
         model=stored.get("model"),
         ties=content.model.ties if content.model is not None else {},
         frozen=content.model.frozen if content.model is not None else [],
+        extra=content.extra,
         optimizer=stored.get("optimizer"),
         optimizer_info=content.optimizer_info,
         versions=versions(),

@@ -3,6 +3,7 @@
 import os
 import pickle
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,7 +15,7 @@ from fsdp_sft._agree import agreed, all_gather_objects, this_rank, world_size
 from fsdp_sft._boxes import Box, box_of, local_of, part_of
 from fsdp_sft._disk import TensorReader, closing, sync_folder, temporary_beside
 from fsdp_sft._gather import Gatherer, receive_into, send
-from fsdp_sft._model import ModelTensors, model_tensors
+from fsdp_sft._model import ModelTensors, give_back, model_tensors, with_extra_tensors
 from fsdp_sft._safetensors import bytes_of, create, write_at
 from fsdp_sft.distributed import reshard
 from fsdp_sft.errors import (
@@ -46,6 +47,7 @@ def save_full_state_dict(
 
     Raises:
         ValueError: For another suffix, or a model on the meta device.
+        UnstorableStateError: If a module has extra state that is no tensor.
         OSError: If writing fails; raised on all ranks, and what was at ``path`` stays.
 
     Collective: all ranks.
@@ -59,7 +61,7 @@ def save_full_state_dict(
         _check_suffix(target)
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ValueError(f"dtype must be a floating-point torch.dtype or None, got {dtype!r}")
-        content = model_tensors(model)
+        content = with_extra_tensors(model_tensors(model))
         dtypes = {
             n: dtype if dtype and t.is_floating_point() else t.dtype for n, t in content.tensors.items()
         }
@@ -101,7 +103,7 @@ def load_full_state_dict(model: nn.Module, path: str | os.PathLike[str]) -> None
     reshard(model)
     with agreed(f"preparing to load {source_path}"):
         _check_suffix(source_path)
-        content = model_tensors(model)
+        content = with_extra_tensors(model_tensors(model))
     sizes = all_gather_objects(source_path.stat().st_size if source_path.is_file() else None)
     if sizes[0] is None:
         raise CheckpointNotFoundError(f"there is no file {source_path} (as rank 0 sees it)")
@@ -117,6 +119,8 @@ def load_full_state_dict(model: nn.Module, path: str | os.PathLike[str]) -> None
         if source is not None:
             _check_ties(content, plan, source)
     names = {first: found[0] for first, found in plan.items()}
+    made = {name: _room(content.tensors[name], *described[names[name]]) for name in content.made}
+    content = replace(content, tensors={**content.tensors, **made})
     if shared and source is not None:
         with agreed(f"reading {source_path} (the model is loaded in part)"):
             for first, tensor in content.tensors.items():
@@ -125,6 +129,8 @@ def load_full_state_dict(model: nn.Module, path: str | os.PathLike[str]) -> None
                     source.read(names[first], box, local)
     else:
         _distribute(content, names, source, f"distributing {source_path}")
+    with agreed(f"giving modules of {type(model).__name__} their own state"):
+        give_back(model, made)
 
 
 class _Source(Protocol):
@@ -251,6 +257,8 @@ def _match(content: ModelTensors, described: Described) -> dict[str, list[str]]:
         tensor = content.tensors[first]
         for name in names:
             dtype, shape = described[name]
+            if first in content.made:  # of a form that may change, as long as the module takes it
+                continue
             castable = dtype == tensor.dtype or (dtype.is_floating_point and tensor.is_floating_point())
             if shape != tuple(tensor.shape) or not castable:
                 problems.append(
@@ -273,6 +281,12 @@ def _check_ties(content: ModelTensors, plan: Mapping[str, list[str]], source: _S
             source.read(name, box, parts[-1])
         if any(not torch.equal(part, parts[0]) for part in parts[1:]):
             raise CheckpointMismatchError(f"{names} are one tensor in the model, but differ in the file")
+
+
+def _room(live: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    if tuple(live.shape) == shape:
+        return torch.empty_like(live.detach(), dtype=dtype)
+    return torch.empty(shape, dtype=dtype, device=live.device)
 
 
 def _distribute(content: ModelTensors, names: Mapping[str, str], source: _Source | None, phase: str) -> None:

@@ -7,6 +7,7 @@ tile every tensor exactly once.
 import hashlib
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from fsdp_sft.errors import CheckpointCorruptError
 MANIFEST_NAME = "MANIFEST.json"
 TRAIN_STATE_NAME = "train_state.json"
 FORMAT = "fsdp-sft-checkpoint"
-VERSION = 1
+VERSIONS = (1, 2)  # 2 has several optimizers, or state that modules have made themselves
 MAX_JSON_BYTES = 1 << 27  # Python makes up to 24 bytes of one; 70B parameters on 1,024 ranks take 100 MB
 _MAX_DIMS = 64  # torch's own limit
 _MAX_SIZE = (1 << 63) - 1
@@ -60,9 +61,12 @@ class Manifest:
         model: FQN to tensor; None if there is no model in it.
         ties: Other names of tied tensors, to the one that is stored.
         frozen: FQNs of parameters that were frozen.
-        optimizer: ``<fqn>/<state name>`` to tensor; None if there is no optimizer in it.
+        extra: Name to what ``get_extra_state`` of a module returned, as JSON; its tensors are in ``model``.
+        optimizer: ``<fqn>/<state name>`` to tensor; None if there is no optimizer in it. Of several, each
+            with its number and a slash in front.
         metric: What ``save_checkpoint`` was given, lower being better; None if it was nothing finite.
-        optimizer_info: The optimizer's class, parameters, groups and state other than tensors.
+        optimizer_info: The optimizer's class, parameters, groups and state other than tensors; of several, a
+            list of these under ``optimizers``.
         versions: Of the libraries that wrote it.
         digest: Of everything else, once it has been read from a file.
     """
@@ -74,6 +78,7 @@ class Manifest:
     model: dict[str, StoredTensor] | None = None
     ties: dict[str, str] = field(default_factory=dict)
     frozen: list[str] = field(default_factory=list)
+    extra: dict[str, Any] = field(default_factory=dict)
     optimizer: dict[str, StoredTensor] | None = None
     optimizer_info: dict[str, Any] = field(default_factory=dict)
     metric: float | None = None
@@ -95,7 +100,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
     """The manifest's bytes, with the digest of all the rest in them."""
     body = {
         "format": FORMAT,
-        "version": VERSION,
+        "version": VERSIONS[bool(manifest.extra or "optimizers" in manifest.optimizer_info)],
         "step": manifest.step,
         "metric": manifest.metric,
         "world_size": manifest.world_size,
@@ -108,6 +113,8 @@ def encode_manifest(manifest: Manifest) -> bytes:
         "optimizer_info": manifest.optimizer_info,
         "versions": manifest.versions,
     }
+    if manifest.extra:
+        body["extra"] = manifest.extra
     return checked_size(dumps({**body, "digest": hashlib.sha256(dumps(body)).hexdigest()}), "the manifest")
 
 
@@ -189,9 +196,9 @@ def _parse(data: bytes) -> Manifest:
     raw = loads(data, MANIFEST_NAME)
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
         raise ValueError("it is not a manifest of this library")
-    if raw.get("version") != VERSION:
+    if raw.get("version") not in VERSIONS:
         raise ValueError(
-            f"its format is version {raw.get('version')}, this release reads version {VERSION}; "
+            f"its format is version {raw.get('version')}, this release reads up to {VERSIONS[-1]}; "
             "load it with the release that wrote it"
         )
     body = {key: value for key, value in raw.items() if key != "digest"}
@@ -205,21 +212,39 @@ def _parse(data: bytes) -> Manifest:
         files[name] = FileRecord(int(record["size"]), str(record["sha256"]))
     optimizer = _parse_tensors(body["optimizer"], "optimizer/", files)
     if optimizer is not None:
-        _check_optimizer_info(body["optimizer_info"], optimizer)
+        for info, own in per_optimizer(body["optimizer_info"], optimizer):
+            _check_optimizer_info(info, own)
+    extra = dict(body.get("extra", {}))
+    model = _parse_tensors(body["model"], "model/", files)
+    decode(list(extra.values()), {name: torch.empty(0) for name in model or {}})  # raises if it cannot be
     return Manifest(
         step=body["step"],
         world_size=int(body["world_size"]),
         mesh=body["mesh"],
         files=files,
-        model=_parse_tensors(body["model"], "model/", files),
+        model=model,
         ties=dict(body["ties"]),
         frozen=list(body["frozen"]),
+        extra=extra,
         optimizer=optimizer,
         optimizer_info=dict(body["optimizer_info"]),
         metric=None if body["metric"] is None else float(body["metric"]),
         versions=dict(body["versions"]),
         digest=raw["digest"],
     )
+
+
+def per_optimizer(
+    info: Mapping[str, Any], tensors: Mapping[str, Any]
+) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Information and state of each optimizer, the state by ``<fqn>/<state name>``."""
+    if "optimizers" not in info:
+        return [(dict(info), dict(tensors))]
+    parts: list[dict[str, Any]] = [{} for _ in info["optimizers"]]
+    for key, tensor in tensors.items():
+        number, _, name = key.partition("/")
+        parts[int(number)][name] = tensor
+    return list(zip(info["optimizers"], parts, strict=True))
 
 
 def _check_optimizer_info(info: Any, tensors: dict[str, StoredTensor]) -> None:

@@ -3,8 +3,9 @@
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,18 @@ from fsdp_sft._compat import (
 )
 from fsdp_sft._disk import sweep, temporary_beside
 from fsdp_sft._gather import Gatherer
-from fsdp_sft._model import ModelTensors, clean_name, model_tensors, tied_meta_twin
+from fsdp_sft._model import (
+    ModelTensors,
+    clean_name,
+    model_tensors,
+    tied_meta_twin,
+    with_extra_tensors,
+)
 from fsdp_sft._wrappers import unwrapped
 from fsdp_sft.adapters import adapted_layers, merged_weights, without_adapters
 from fsdp_sft.blocks import configs_without_caches
 from fsdp_sft.distributed import reshard
+from fsdp_sft.errors import abridged
 from fsdp_sft.export.hf_files import Described, HfFiles
 from fsdp_sft.export.own_rows import has_whole_rows, open_own_rows
 from fsdp_sft.export.settings import export_config, write_settings
@@ -194,7 +202,17 @@ def _checked(model: nn.Module, dtype: torch.dtype | None, tokenizer: Any, chat_t
         raise TypeError(f"tokenizer must have save_pretrained, got {type(tokenizer).__name__}")
     if chat_template is not None and not isinstance(chat_template, str):
         raise TypeError(f"chat_template must be a string, got {type(chat_template).__name__}")
-    return model_tensors(model)
+    return _without_extra_objects(model_tensors(model))
+
+
+def _without_extra_objects(content: ModelTensors) -> ModelTensors:
+    kept = {name: value for name, value in content.extra.items() if type(value) is torch.Tensor}
+    left_out = content.extra.keys() - kept.keys()
+    if left_out:
+        warnings.warn(
+            f"extra state of modules that is no tensor is not exported: {abridged(left_out)}", stacklevel=4
+        )
+    return with_extra_tensors(replace(content, extra=kept))
 
 
 def _plan(model: nn.Module, content: ModelTensors, dtype: torch.dtype | None) -> ExportPlan:

@@ -1,0 +1,93 @@
+"""A model's part of a checkpoint: compared with the live one, read into it, and what came back is counted."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from fsdp_sft._disk import TensorReader
+from fsdp_sft._model import ModelTensors, give_back, model_tensors
+from fsdp_sft.dcp_io.extra_state import check_extra, decode_extra, digests, encode_extra
+from fsdp_sft.dcp_io.folder import read_tensors
+from fsdp_sft.dcp_io.manifest import Manifest, StoredTensor
+from fsdp_sft.errors import CheckpointMismatchError, abridged
+
+
+def check_model(manifest: Manifest, live: ModelTensors) -> dict[str, StoredTensor]:
+    """Which stored tensor goes into each of the model's.
+
+    Raises:
+        CheckpointMismatchError: If names, ties, shapes or dtypes differ.
+    """
+    check_extra(manifest.extra, live)
+    stored = {n: t for n, t in (manifest.model or {}).items() if not _is_extra(n, manifest)}
+    stored_names = {**{name: name for name in stored}, **manifest.ties}
+    problems = _differing_names("the model", live.names, stored_names)
+    problems += _differing_names("the checkpoint", stored_names, live.names)
+    sources: dict[str, StoredTensor] = {}
+    for name, first in live.names.items():
+        source = stored_names.get(name)
+        if source is None:
+            continue
+        if source != stored_names.get(first, source) or first != live.names.get(source, first):
+            problems.append(f"{name} is tied to another name in only one of model and checkpoint")
+        sources.setdefault(first, stored[source])
+    for name, tensor in sources.items():
+        actual = live.tensors[name]
+        if name in live.made:  # of a form that may change, as long as the module takes it
+            continue
+        if tuple(actual.shape) != tensor.shape or actual.dtype != tensor.dtype:
+            own = f"{actual.dtype} {tuple(actual.shape)}"
+            problems.append(f"{name} was {tensor.dtype} {tensor.shape} and is {own}")
+    if problems:
+        raise CheckpointMismatchError("the checkpoint is of another model: " + abridged(problems, "; "))
+    return sources
+
+
+def _differing_names(where: str, names: Mapping[str, str], others: Mapping[str, str]) -> list[str]:
+    only = [name for name in names if name not in others]
+    return [f"{len(only)} tensors are only in {where} ({abridged(only, ', ', 4)})"] if only else []
+
+
+def read_model(
+    reader: TensorReader,
+    manifest: Manifest,
+    model: nn.Module,
+    live: ModelTensors,
+    sources: Mapping[str, StoredTensor],
+) -> None:
+    """Read what ``check_model`` has passed into a model, and see that it has taken all of it.
+
+    Raises:
+        CheckpointMismatchError: If a module does not take what it had made itself, or gives back another
+            value when it is asked again.
+    """
+    made = {name: _room(live.tensors[name], sources[name]) for name in live.made}
+    read_tensors(reader, sources, {**live.tensors, **made})
+    described = {n: t for n, t in (manifest.model or {}).items() if _is_extra(n, manifest)}
+    pieces = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in described.items()}
+    read_tensors(reader, described, pieces)
+    give_back(model, {**made, **decode_extra(manifest.extra, pieces)})
+    if manifest.extra:
+        _check_extra_taken(model, digests(manifest.extra, pieces))
+
+
+def _is_extra(name: str, manifest: Manifest) -> bool:
+    """Whether a stored tensor is part of a module's extra state: its name is that of the state and a path."""
+    return name.partition("[")[0] in manifest.extra
+
+
+def _room(live: torch.Tensor, stored: StoredTensor) -> torch.Tensor:
+    if tuple(live.shape) == stored.shape:
+        return torch.empty_like(live.detach(), dtype=stored.dtype)
+    return torch.empty(stored.shape, dtype=stored.dtype, device=live.device)
+
+
+def _check_extra_taken(model: nn.Module, expected: Mapping[str, str]) -> None:
+    found = digests(*encode_extra(model_tensors(model)))
+    lost = [name for name, digest in expected.items() if found.get(name) != digest]
+    if lost:
+        raise CheckpointMismatchError(
+            f"{len(lost)} of {len(expected)} values of the modules' extra state did not come back: "
+            f"{abridged(lost, ', ', 4)}. set_extra_state must take what get_extra_state gave"
+        )

@@ -1,0 +1,192 @@
+"""A saved optimizer state compared with live optimizers, read into them, and counted afterwards."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from fsdp_sft._disk import TensorReader
+from fsdp_sft._model import parameter_names
+from fsdp_sft.dcp_io.codec import decode
+from fsdp_sft.dcp_io.folder import read_tensors
+from fsdp_sft.dcp_io.manifest import Manifest, StoredTensor, per_optimizer
+from fsdp_sft.dcp_io.optimizer_content import OptimizerContent, Optimizers, as_list, optimizer_content
+from fsdp_sft.errors import CheckpointMismatchError, abridged
+
+# These say how a step is computed, not what: the live optimizer's choice stands.
+_IMPLEMENTATION_OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
+
+Saved = tuple[dict[str, Any], dict[str, StoredTensor]]  # information, and state by name
+
+
+def check_optimizer(manifest: Manifest, model: nn.Module, optimizer: Optimizers) -> None:
+    """Compare a saved state with one optimizer or several, changing neither.
+
+    Raises:
+        CheckpointMismatchError: If it does not fit; the message lists the differences.
+        UnstorableStateError: If an optimizer could not take what was saved.
+    """
+    if manifest.optimizer is None:
+        raise CheckpointMismatchError("no optimizer was saved there; optimizer=None loads the model alone")
+    optimizer_content(model, optimizer)  # refuses what could not take it
+    problems = []
+    for live, saved in _pairs(manifest, model, as_list(optimizer)):
+        problems += _problems(optimizer_content(model, live), *saved)
+    if problems:
+        raise CheckpointMismatchError("the saved optimizer state does not fit: " + abridged(problems, "; "))
+
+
+def apply_optimizer(
+    manifest: Manifest, model: nn.Module, optimizer: Optimizers, reader: TensorReader
+) -> None:
+    """Read the state of a manifest that ``check_optimizer`` has passed into the optimizers.
+
+    Raises:
+        CheckpointMismatchError: If one does not take all of it.
+    """
+    several = "optimizers" in manifest.optimizer_info
+    numbers = {id(info): i for i, info in enumerate(manifest.optimizer_info.get("optimizers", ()))}
+    for live, (info, stored) in _pairs(manifest, model, as_list(optimizer)):
+        prefix = f"{numbers[id(info)]}/" if several else ""
+        _apply(live, parameter_names(model), info, stored, prefix, reader)
+
+
+def _pairs(manifest: Manifest, model: nn.Module, live: list[Optimizer]) -> list[tuple[Optimizer, Saved]]:
+    """Each live optimizer with the saved one over the same parameters; else in the order of the list."""
+    saved = per_optimizer(manifest.optimizer_info, manifest.optimizer or {})
+    if len(live) != len(saved):
+        raise CheckpointMismatchError(
+            f"the saved optimizer state does not fit: it is of {len(saved)} optimizers "
+            f"({', '.join(info['class'] for info, _ in saved)}), and {len(live)} were given "
+            f"({', '.join(type(one).__name__ for one in live)}); pass all of them as a list, optimizer=[...]"
+        )
+    names = parameter_names(model)
+    left = list(saved)
+    pairs: list[tuple[Optimizer, Saved]] = []
+    others = []
+    for one in live:
+        own = {names.get(p, "") for group in one.param_groups for p in group["params"]}
+        match = next((entry for entry in left if entry[0]["parameters"].keys() == own), None)
+        if match is None:
+            others.append(one)
+        else:
+            left = [entry for entry in left if entry is not match]
+            pairs.append((one, match))
+    return pairs + list(zip(others, left, strict=True))
+
+
+def _problems(
+    live: OptimizerContent, saved: Mapping[str, Any], stored: Mapping[str, StoredTensor]
+) -> list[str]:
+    problems = []
+    if live.info["class"] != saved["class"]:
+        problems.append(f"it is of {saved['class']}, the optimizer is {live.info['class']}")
+    live_groups = {frozenset(group["params"]) for group in live.info["groups"]}
+    saved_groups = {frozenset(group["params"]) for group in saved["groups"]}
+    if live_groups != saved_groups:
+        problems.append(_group_difference(live.info, saved))
+    for fqn, described in saved["parameters"].items():
+        actual = live.info["parameters"].get(fqn, described)
+        if actual != described:
+            problems.append(f"{fqn} was {_described(described)} and is {_described(actual)}")
+    for name, tensor in stored.items():
+        own = live.tensors.get(name)
+        if own is not None and (own.dtype != tensor.dtype or tuple(own.shape) != tensor.shape):
+            problems.append(f"{name} was {tensor.dtype} {tensor.shape} and is {own.dtype} {tuple(own.shape)}")
+        shape = tuple(saved["parameters"][name.rpartition("/")[0]][1])
+        if tensor.shape not in ((), shape):
+            problems.append(f"{name} has the shape {tensor.shape}, its parameter {shape}")
+    return problems
+
+
+def _apply(
+    optimizer: Optimizer,
+    names: Mapping[nn.Parameter, str],
+    info: Mapping[str, Any],
+    stored: Mapping[str, StoredTensor],
+    prefix: str,
+    reader: TensorReader,
+) -> None:
+    by_name = {fqn: parameter for parameter, fqn in names.items()}
+    saved_groups = {frozenset(group["params"]): group for group in info["groups"]}
+    groups = [(g, saved_groups[frozenset(names[p] for p in g["params"])]) for g in optimizer.param_groups]
+    options = {fqn: group for group, saved in groups for fqn in saved["params"]}
+    states: dict[str, dict[str, Any]] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    for key, tensor in stored.items():
+        fqn, _, name = key.rpartition("/")
+        live = optimizer.state.get(by_name[fqn], {}).get(name)
+        if not isinstance(live, torch.Tensor):
+            live = _new_state(by_name[fqn], name, tensor.shape, tensor.dtype, options[fqn])
+        tensors[key] = states.setdefault(fqn, {})[name] = live
+    for fqn, values in info["values"].items():
+        states.setdefault(fqn, {}).update({name: decode(value) for name, value in values.items()})
+    read_tensors(
+        reader,
+        {f"{prefix}{key}": tensor for key, tensor in stored.items()},
+        {f"{prefix}{key}": tensor for key, tensor in tensors.items()},
+    )
+    for group, saved in groups:
+        _apply_options(group, saved["options"])
+        for parameter in group["params"]:
+            optimizer.state.pop(parameter, None)
+            if names[parameter] in states:
+                optimizer.state[parameter] = states[names[parameter]]
+    _check_taken(optimizer, {by_name[fqn]: entries for fqn, entries in states.items()})
+
+
+def _check_taken(optimizer: Optimizer, given: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
+    """Count what was stored against what the optimizer has now."""
+    live = optimizer.state
+    taken = sum(
+        live.get(parameter, {}).get(name) is value
+        for parameter, entries in given.items()
+        for name, value in entries.items()
+    )
+    expected = sum(map(len, given.values()))
+    present = sum(len(live.get(p, {})) for group in optimizer.param_groups for p in group["params"])
+    if (taken, present) != (expected, expected):
+        raise CheckpointMismatchError(
+            f"{expected} entries of the state of {type(optimizer).__name__} were read, and it has taken "
+            f"{taken} of them: pass the optimizers inside it as a list, optimizer=[...]"
+        )
+
+
+def _new_state(
+    parameter: nn.Parameter, name: str, shape: tuple[int, ...], dtype: torch.dtype, options: Mapping[str, Any]
+) -> torch.Tensor:
+    if shape == tuple(parameter.shape) and (shape or name != "step"):
+        return torch.empty_like(parameter.detach(), dtype=dtype)
+    # As torch places it: the count of steps is on the host unless the step runs on the device.
+    on_device = name != "step" or options.get("fused") or options.get("capturable")
+    device = parameter.device if on_device else torch.device("cpu")
+    return torch.empty((), dtype=dtype, device=device)
+
+
+def _apply_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
+    for key, encoded in options.items():
+        if key in _IMPLEMENTATION_OPTIONS and key in group:
+            continue
+        value = decode(encoded)
+        if isinstance(group.get(key), torch.Tensor):
+            group[key].fill_(value)
+        else:
+            group[key] = value
+
+
+def _group_difference(live: Mapping[str, Any], saved: Mapping[str, Any]) -> str:
+    missing = sorted(set(saved["parameters"]) - set(live["parameters"]))
+    added = sorted(set(live["parameters"]) - set(saved["parameters"]))
+    if missing or added:
+        return (
+            f"the optimizer lacks {len(missing)} of its parameters ({abridged(missing, ', ', 3)}) and has "
+            f"{len(added)} others ({abridged(added, ', ', 3)}); freeze the same ones before making it"
+        )
+    sizes = [[len(group["params"]) for group in info["groups"]] for info in (saved, live)]
+    return f"it has groups of {sizes[0]} parameters, the optimizer {sizes[1]}; group them as they were saved"
+
+
+def _described(entry: list[Any]) -> str:
+    return f"{entry[0]} {entry[1]}"
