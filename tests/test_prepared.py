@@ -1,8 +1,10 @@
 """A prepared base model is bitwise the loaded one on any ranks; many may prepare it, one may be killed."""
 
+import inspect
 import os
 import shutil
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
 from fsdp_sft import _claim, dcp_io, prepared
+from fsdp_sft.weights.digest import source_digest
 from tests.harness.hf_folders import difference, plain, rewrite, save_tiny, state_of, tensors_of
 from tests.harness.models import tiny_model
+from tests.harness.poison import poisoned
 from tests.harness.ranks import RankFailedError, run_distributed
 
 HSDP = {"dp_replicate": 2}
@@ -220,7 +224,7 @@ def test_the_digest_is_of_the_source_not_of_its_place(tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "elsewhere")  # keeps times of change
 
     def digest(where: str, dtype: torch.dtype = torch.float32) -> str:
-        return prepared._source_digest(tmp_path / where, dtype, "error", False, False)
+        return source_digest(prepared.FORMAT_VERSION, tmp_path / where, dtype, "error", False, False)
 
     before = digest("llama")
     assert digest("elsewhere") == before
@@ -235,7 +239,81 @@ def test_the_digest_is_of_the_source_not_of_its_place(tmp_path: Path) -> None:
     changed = digest("llama")
     os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))
     assert digest("llama") not in (before, changed)
+    # The module that an import finds: transformers puts a lazy one in its own place while it is imported.
+    for module in (torch, sys.modules["transformers"]):  # an upgrade may make another model of the same files
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, "__version__", "99.0")
+            assert digest("elsewhere") != before
+    assert digest("elsewhere") == before
     config = tmp_path / "elsewhere" / "config.json"
     config.write_text(config.read_text() + "\n")
     assert digest("elsewhere") != before
     assert state_of(plain(folder))
+
+
+# What of load_pretrained speaks of reading a checkpoint, and is settled once a model is prepared.
+READING = {
+    "revision",
+    "strategy",
+    "host_budget_bytes",
+    "missing",
+    "unexpected",
+    "allow_pickle",
+    "check_finite",
+}
+
+
+def test_all_that_does_not_speak_of_reading_can_be_said_here_too() -> None:
+    direct = set(inspect.signature(fs.load_pretrained).parameters) - READING - {"name_or_path"}
+    assert set(inspect.signature(fs.load_prepared).parameters) - {"path", "verify"} == direct
+
+
+def _with_adapters_and_overrides(root: Path) -> None:
+    import peft
+
+    mesh = fs.build_mesh(device_type="cpu")
+    path = fs.prepare_base(root / "gemma3", root / "cache", mesh=mesh)
+    lora = peft.LoraConfig(
+        r=4, target_modules=["q_proj"], modules_to_save=["embed_tokens"], task_type="CAUSAL_LM"
+    )
+    for options in (
+        {"peft_config": lora, "adapter_seed": 5},
+        {"peft_config": lora, "frozen_dtype": torch.float32, "sac_ratio": "1/3"},
+        {
+            "config_overrides": {"attention_dropout": 0.25, "rms_norm_eps": 1e-4},
+            "frozen_dtype": torch.bfloat16,
+        },
+        {"config_overrides": {"dtype": "bfloat16"}, "new_vocab_size": 110, "peft_config": lora},
+    ):
+        model = fs.load_prepared(path, mesh=mesh, **options)
+        direct = fs.load_pretrained(root / "gemma3", mesh=mesh, **options)
+        assert difference(model, direct) == [], options
+        assert model.config.to_dict() == direct.config.to_dict()
+        sources = dict(direct.load_report.sources)
+        assert model.load_report.sources == sources
+    with pytest.raises(TypeError, match="no_such_field"):
+        fs.load_prepared(path, mesh=mesh, config_overrides={"no_such_field": 1})
+    with pytest.raises(fs.CheckpointMismatchError, match="lm_head"):
+        fs.load_prepared(path, mesh=mesh, config_overrides={"tie_word_embeddings": False})
+
+
+def test_adapters_and_overrides_on_a_prepared_base(tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="adapters need the 'peft' extra")
+    save_tiny(tmp_path / "gemma3", "gemma3")
+    with poisoned():
+        run_distributed(_with_adapters_and_overrides, 2, tmp_path)
+
+
+def test_what_was_prepared_unchecked_is_not_taken_for_checked(tmp_path: Path) -> None:
+    tensors = tensors_of(save_tiny(tmp_path / "llama"))
+    tensors["model.norm.weight"][3] = float("nan")
+    rewrite(tmp_path / "llama", tensors)
+    run_distributed(_prepare_unchecked, 1, tmp_path)
+
+
+def _prepare_unchecked(root: Path) -> None:
+    mesh = fs.build_mesh(device_type="cpu")
+    path = fs.prepare_base(root / "llama", root / "cache", mesh=mesh, check_finite=False)
+    assert difference(fs.load_prepared(path, mesh=mesh), plain(root / "llama")) == []
+    with pytest.raises(fs.NonFiniteWeightsError, match=r"model\.norm\.weight.*check_finite=False"):
+        fs.prepare_base(root / "llama", root / "cache", mesh=mesh)

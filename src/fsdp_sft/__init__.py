@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from fsdp_sft.errors import UnexpectedKeysError as UnexpectedKeysError
     from fsdp_sft.errors import UnfilledTensorsError as UnfilledTensorsError
     from fsdp_sft.errors import UnstorableStateError as UnstorableStateError
+    from fsdp_sft.errors import VocabularyError as VocabularyError
     from fsdp_sft.errors import WrappedModelError as WrappedModelError
     from fsdp_sft.export import check_export as check_export
     from fsdp_sft.export import export_adapter as export_adapter
@@ -149,6 +150,7 @@ _OWNERS = {
     "UnfilledTensorsError": "errors",
     "WrappedModelError": "errors",
     "UnstorableStateError": "errors",
+    "VocabularyError": "errors",
     "CheckpointInfo": "dcp_io",
     "DistributedContext": "distributed",
     "EncodedChat": "collate",

@@ -1,6 +1,7 @@
 """Which launcher started this process, and what it says: torchrun, submitit, Slurm, or nobody."""
 
 import os
+from collections.abc import Iterable, Sequence
 
 from fsdp_sft._slurm import Launch, env_int, env_port, is_slurm_step, slurm_launch, unused_allocation
 
@@ -106,3 +107,16 @@ def _submitit_launch() -> Launch:
     meeting = f"tcp://{os.environ.get('MASTER_ADDR') or '127.0.0.1'}:{port}"
     details = f"job {job}, meeting at {meeting}"
     return Launch("submitit", rank, local_rank, world_size, world_size, meeting, details)
+
+
+def own_share(cpus: Iterable[int], neighbours: Sequence[int]) -> int:
+    """How many processors a rank has to itself.
+
+    Slurm and numactl bind each task to processors of its own; without them all ranks of a node see all of
+    its processors and share them.
+
+    Args:
+        cpus: Numbers of those that the rank may run on.
+        neighbours: For each rank of its node, itself included, the same as the bits of a number.
+    """
+    return int(sum(1 / sum(mask >> cpu & 1 for mask in neighbours) for cpu in cpus) + 1e-6)

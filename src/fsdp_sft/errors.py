@@ -18,6 +18,7 @@ working; ``except FsdpSftError`` takes them all. Arguments of a wrong type or ou
         UnfilledTensorsError                part of a model would be left without a value
       AdapterError (ValueError)           adapters that cannot be put in, loaded under or merged here
       ExportExistsError (FileExistsError) no room for an export where it is to go
+      VocabularyError (ValueError, IndexError)  ids without a row, or rows that cannot be added
       SafetensorsError (ValueError)       not the safetensors format
       ChatTemplateError (ValueError)      what is trained of a chat cannot be told
       PackingError (ValueError)           packed rows would see each other
@@ -89,6 +90,10 @@ class AdapterError(FsdpSftError, ValueError):
 
 class ExportExistsError(FsdpSftError, FileExistsError):
     """An export cannot be made where it is to go, because something is there."""
+
+
+class VocabularyError(FsdpSftError, ValueError, IndexError):
+    """Ids of a batch that the model has no row for, or a vocabulary that cannot be given more rows."""
 
 
 class SafetensorsError(FsdpSftError, ValueError):

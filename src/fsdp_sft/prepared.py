@@ -1,6 +1,5 @@
 """A base model that is converted and cast once, so that every experiment starts by reading its shards."""
 
-import hashlib
 import json
 import os
 import re
@@ -16,12 +15,12 @@ from fsdp_sft._agree import agreed, all_gather_objects, this_rank, while_others_
 from fsdp_sft._claim import Claim
 from fsdp_sft._compat import keep_used_conversions, match_checkpoint_keys, tied_names, weight_conversions
 from fsdp_sft._disk import TensorReader, unsound_beside
-from fsdp_sft._model import ModelTensors, meta_twin, model_tensors
-from fsdp_sft._safetensors import open_file, read_at
+from fsdp_sft._model import ModelTensors, clean_name, meta_twin, model_tensors, named_tensors
+from fsdp_sft.adapters import copy_saved_modules, without_adapters
 from fsdp_sft.dcp_io.checkpoint import read_train_state
 from fsdp_sft.dcp_io.codec import dumps
 from fsdp_sft.dcp_io.folder import FolderContent, describe_mesh, open_folder, read_tensors, write_folder
-from fsdp_sft.dcp_io.manifest import MANIFEST_NAME, Manifest, verify_folder
+from fsdp_sft.dcp_io.manifest import MANIFEST_NAME, Manifest, StoredTensor, verify_folder
 from fsdp_sft.dcp_io.model_state import check_model
 from fsdp_sft.errors import (
     CheckpointCorruptError,
@@ -29,23 +28,26 @@ from fsdp_sft.errors import (
     CheckpointNotFoundError,
     UnstorableStateError,
 )
-from fsdp_sft.pretrained import load_pretrained
-from fsdp_sft.sac import Placement, Ratio, apply_sac
-from fsdp_sft.shard import compile_blocks, shard_model
-from fsdp_sft.weights import LoadReport, build_meta_model
+from fsdp_sft.pretrained import frozen_dtype_of, load_pretrained, prepare_blocks
+from fsdp_sft.sac import Placement, Ratio
+from fsdp_sft.shard import shard_model
+from fsdp_sft.weights import LoadReport
+from fsdp_sft.weights.account import account, check_nothing_empty, filled_in_base
+from fsdp_sft.weights.digest import source_digest
 from fsdp_sft.weights.finish import initialise_rest, materialise
 from fsdp_sft.weights.hub import resolve_folder
 from fsdp_sft.weights.load import Strategy
+from fsdp_sft.weights.meta import meta_model
 from fsdp_sft.weights.plan import LoadPlan
-from fsdp_sft.weights.resolve import find_manifest, open_checkpoint, resolved_inside, weight_file_names
+from fsdp_sft.weights.resolve import open_checkpoint, resolved_inside
+from fsdp_sft.weights.vocabulary import fill_new_rows, shapes_before_new_tokens
 
 if TYPE_CHECKING:
+    from peft import PeftConfig
     from torch.distributed.device_mesh import DeviceMesh
     from transformers import PreTrainedModel
 
 FORMAT_VERSION = 1
-_SAMPLES, _SAMPLE_BYTES = 64, 1 << 16
-_HASH_NAME = re.compile(r"[0-9a-f]{64}")
 
 
 def prepare_base(
@@ -61,6 +63,7 @@ def prepare_base(
     unexpected: Literal["error", "ignore"] = "error",
     trust_remote_code: bool = False,
     allow_pickle: bool = False,
+    check_finite: bool = True,
 ) -> Path:
     """Load a checkpoint once and keep it as it lies in memory, for ``load_prepared`` to read.
 
@@ -69,8 +72,9 @@ def prepare_base(
     appears under its name only when it is complete.
 
     The name of the folder has a digest of the source: its configuration, and of each weight file the name,
-    the size, samples of the contents, and either the Hub's checksum or the time of the last change. A source
-    that is changed in place is prepared anew.
+    the size, samples of the contents, and either the Hub's checksum or the time of the last change; and of
+    the versions of torch and transformers, which decide what a checkpoint becomes. A source that is changed
+    in place is prepared anew, and so is every source after an upgrade.
 
     Args:
         name_or_path: A folder, or a Hub id.
@@ -84,6 +88,7 @@ def prepare_base(
         unexpected: See ``load_weights``.
         trust_remote_code: See ``build_meta_model``.
         allow_pickle: See ``load_weights``.
+        check_finite: See ``load_weights``.
 
     Returns:
         The folder for ``load_prepared``.
@@ -102,7 +107,9 @@ def prepare_base(
     target: Path | None = None
     with agreed(f"looking for a prepared {name_or_path}"):
         if this_rank() == 0:
-            digest = _source_digest(source, master_dtype, missing, trust_remote_code, allow_pickle)
+            digest = source_digest(
+                FORMAT_VERSION, source, master_dtype, missing, trust_remote_code, allow_pickle, check_finite
+            )
             label = re.sub(r"[^\w.-]+", "-", os.fspath(name_or_path)).strip("-.")[-80:]
             target = Path(cache_dir).absolute() / f"{label}-{digest[:20]}"
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -122,6 +129,7 @@ def prepare_base(
             unexpected=unexpected,
             trust_remote_code=trust_remote_code,
             allow_pickle=allow_pickle,
+            check_finite=check_finite,
         )
         _write(model, target, source, os.fspath(name_or_path), master_dtype, allow_pickle)
     finally:
@@ -144,6 +152,11 @@ def load_prepared(
     reshard_after_forward: bool | int = True,
     offload_policy: OffloadPolicy | None = None,
     prefetch: int = 0,
+    peft_config: "PeftConfig | None" = None,
+    adapter_seed: int = 0,
+    frozen_dtype: torch.dtype | None = None,
+    new_vocab_size: int | None = None,
+    config_overrides: Mapping[str, Any] | None = None,
 ) -> "PreTrainedModel":
     """Build a prepared model, shard it and read its shards: the same, bit for bit, as ``load_pretrained``.
 
@@ -161,6 +174,11 @@ def load_prepared(
         reshard_after_forward: See ``shard_model``.
         offload_policy: See ``shard_model``.
         prefetch: See ``shard_model``.
+        peft_config: See ``load_pretrained``, as for all that follows.
+        adapter_seed: Of the adapters' initialisation.
+        frozen_dtype: Dtype of the stored shards that are frozen.
+        new_vocab_size: How many tokens the model is to have rows for.
+        config_overrides: Fields of the config to replace.
 
     Returns:
         The model in ``train()`` mode; ``model.load_report`` is a ``LoadReport``.
@@ -187,31 +205,35 @@ def load_prepared(
     with agreed(f"building the model of {folder}"):
         about = _about(folder, manifest, master_dtype)
         dtype = getattr(torch, about["master_dtype"])
-        model = build_meta_model(
+        model: Any = meta_model(
             folder / "settings",
             dtype=dtype,
             attn_implementation=attn_implementation,
             trust_remote_code=trust_remote_code,
+            new_vocab_size=new_vocab_size,
+            config_overrides=config_overrides,
         )
         model.config.name_or_path = model.name_or_path = about["name"]
-        if sac_ratio:
-            apply_sac(model, sac_ratio, placement=sac_placement)
-        if compile:
-            compile_blocks(model)
+        model = prepare_blocks(
+            model,
+            peft_config=peft_config,
+            adapter_seed=adapter_seed,
+            sac_ratio=sac_ratio,
+            sac_placement=sac_placement,
+            compile=compile,
+        )
     shard_model(
         model,
         mesh=mesh,
         master_dtype=dtype,
+        frozen_dtype=frozen_dtype_of(frozen_dtype, peft_config, mp_policy),
         mp_policy=mp_policy,
         reshard_after_forward=reshard_after_forward,
         offload_policy=offload_policy,
         prefetch=prefetch,
     )
-    with agreed(f"reading {folder}"):
-        bytes_read = _fill(model, folder, manifest, about)
-    model.load_report = _report(model, manifest, bytes_read, started)  # type: ignore[assignment]
-    model.train()
-    return model
+    model.load_report = _load(model, folder, manifest, about, started)
+    return model.train()  # type: ignore[no-any-return]
 
 
 def _write(
@@ -281,71 +303,70 @@ def _about(folder: Path, manifest: Manifest, master_dtype: torch.dtype | None) -
     return about
 
 
-def _fill(model: Any, folder: Path, manifest: Manifest, about: Mapping[str, Any]) -> int:
-    materialise(model)
-    tensors = model_tensors(model)
-    sources = check_model(manifest, tensors)
-    twin = meta_twin(model)
-    conversions = weight_conversions(twin)
-    match_checkpoint_keys(twin, about["source_keys"], conversions)  # marks those that exporting must undo
-    with TensorReader(folder) as reader:
-        read_tensors(reader, sources, tensors.tensors)
-        initialise_rest(model, LoadPlan(twin=twin), seed=0)
-        keep_used_conversions(model, conversions)
-        return reader.bytes_read
-
-
-def _report(model: torch.nn.Module, manifest: Manifest, bytes_read: int, started: float) -> LoadReport:
+def _load(
+    model: Any, folder: Path, manifest: Manifest, about: Mapping[str, Any], started: float
+) -> LoadReport:
+    with agreed(f"comparing the model with {folder}"):
+        with without_adapters(model) as base:
+            twin = meta_twin(base)
+            stored = _stored(base, manifest)
+            plan = LoadPlan(twin=twin, conversions=weight_conversions(twin), before=_before(base, stored))
+            match_checkpoint_keys(twin, about["source_keys"], plan.conversions)  # marks what exporting undoes
+            filled = filled_in_base(base, checkpoint=stored, initialised=(), computed=plan.computed)
+        accounted = account(model, filled)
+    with agreed(f"reading {folder}"):
+        materialise(model)
+    with without_adapters(model) as base:
+        with agreed(f"reading {folder}"), TensorReader(folder) as reader:
+            tensors = named_tensors(base)
+            read_tensors(reader, stored, {name: tensors[name] for name in stored})
+            initialise_rest(base, plan, seed=0)
+            keep_used_conversions(base, plan.conversions)
+        fill_new_rows(base, plan.before)
+    with agreed(f"reading {folder}"):
+        copy_saved_modules(model)
+        check_nothing_empty(model, accounted)
     return LoadReport(
-        bytes_read=bytes_read,
-        job_bytes_read=sum(all_gather_objects(bytes_read)),
+        bytes_read=reader.bytes_read,
+        job_bytes_read=sum(all_gather_objects(reader.bytes_read)),
         checkpoint_bytes=sum(r.size for n, r in manifest.files.items() if n.startswith("model/")),
         seconds=time.perf_counter() - started,
-        loaded=list(manifest.model or {}),
+        loaded=list(stored),
         missing=[],
         unexpected=[],
         initialised=[],
         strategy="prepared",
         reason="every rank reads its own shards of what prepare_base wrote",
         class_bytes={},
+        sources=accounted,
     )
 
 
-# --- which source it is -------------------------------------------------------------------------------------
+def _stored(base: Any, manifest: Manifest) -> dict[str, StoredTensor]:
+    """Which stored tensor goes into each of the model's, by its first name.
+
+    Raises:
+        CheckpointMismatchError: If names, ties or shapes differ, but for what was asked for: rows for new
+            tokens, and frozen shards in a dtype of their own.
+    """
+    before = shapes_before_new_tokens(base)
+    state = {clean_name(name): tensor for name, tensor in base.state_dict(keep_vars=True).items()}
+    names: dict[str, str] = {}
+    first: dict[int, str] = {}
+    for name, tensor in state.items():
+        names[name] = first.setdefault(id(tensor), name)
+    as_stored = {}
+    for name in first.values():
+        entry = (manifest.model or {}).get(name)
+        tensor = state[name]
+        is_cast = isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
+        dtype = entry.dtype if entry is not None and is_cast else tensor.dtype
+        as_stored[name] = torch.empty(before.get(name, tensor.shape), dtype=dtype, device="meta")
+    return check_model(manifest, ModelTensors(as_stored, names, []))
 
 
-def _source_digest(
-    source: Path, master_dtype: torch.dtype, missing: str, remote: bool, allow_pickle: bool
-) -> str:
-    """Of everything that the prepared tensors depend on; not of where the source lies or who loads it."""
-    described: list[Any] = [FORMAT_VERSION, str(master_dtype), missing, remote]
-    names = weight_file_names(source, allow_pickle=allow_pickle)
-    small = ["config.json", "generation_config.json", find_manifest(source, allow_pickle=allow_pickle)]
-    small += [path.name for path in sorted(source.glob("*.py"))] if remote else []
-    there = [name for name in dict.fromkeys(small) if name not in names and (source / name).exists()]
-    described += [
-        [name, hashlib.sha256(resolved_inside(source, name).read_bytes()).hexdigest()] for name in there
-    ]
-    described += [[name, *_file_digest(resolved_inside(source, name))] for name in names]
-    return hashlib.sha256(dumps(described)).hexdigest()
-
-
-def _file_digest(path: Path) -> list[Any]:
-    """Without reading it all: a checkpoint of hundreds of gigabytes would take minutes at every start."""
-    if _HASH_NAME.fullmatch(path.name):
-        return [path.name]  # the Hub's cache names files by their SHA-256
-    fd = open_file(path)
-    try:
-        status = os.fstat(fd)
-        hashed = hashlib.sha256()
-        length = min(_SAMPLE_BYTES, status.st_size)
-        for sample in range(_SAMPLES):
-            piece = bytearray(length)
-            read_at(fd, (status.st_size - length) * sample // (_SAMPLES - 1), memoryview(piece))
-            hashed.update(piece)
-    finally:
-        os.close(fd)
-    return [status.st_size, status.st_mtime_ns, hashed.hexdigest()]
+def _before(base: Any, stored: Mapping[str, StoredTensor]) -> dict[str, tuple[int, ...]]:
+    return {name: shape for name, shape in shapes_before_new_tokens(base).items() if name in stored}
 
 
 def _is_sound(target: Path) -> bool:

@@ -1,6 +1,7 @@
 """From a checkpoint to a sharded, loaded model in train() mode, in one call."""
 
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -10,9 +11,10 @@ from fsdp_sft._agree import agreed
 from fsdp_sft.adapters import add_adapters
 from fsdp_sft.sac import Placement, Ratio, apply_sac
 from fsdp_sft.shard import compile_blocks, shard_model
-from fsdp_sft.weights import build_meta_model, load_weights
+from fsdp_sft.weights import load_weights
 from fsdp_sft.weights.hub import resolve_folder
 from fsdp_sft.weights.load import Strategy
+from fsdp_sft.weights.meta import meta_model
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -43,6 +45,9 @@ def load_pretrained(
     peft_config: "PeftConfig | None" = None,
     adapter_seed: int = 0,
     frozen_dtype: torch.dtype | None = None,
+    new_vocab_size: int | None = None,
+    config_overrides: Mapping[str, Any] | None = None,
+    check_finite: bool = True,
 ) -> "PreTrainedModel":
     """Build a checkpoint's model on the meta device, prepare its blocks, shard it, and load it.
 
@@ -72,6 +77,10 @@ def load_pretrained(
         adapter_seed: Of the adapters' initialisation.
         frozen_dtype: Dtype of the stored shards that are frozen; None is the policy's compute dtype with
             adapters and ``master_dtype`` without.
+        new_vocab_size: How many tokens the model is to have rows for, such as ``len(tokenizer)`` after tokens
+            were added to it; see ``build_meta_model``.
+        config_overrides: Fields of the config to replace, such as ``{"attention_dropout": 0.1}``.
+        check_finite: See ``load_weights``.
 
     Returns:
         The model in ``train()`` mode; ``model.load_report`` is the ``LoadReport``.
@@ -79,6 +88,9 @@ def load_pretrained(
     Raises:
         CheckpointFormatError: If the checkpoint is damaged, unsafe or does not fit.
         ValueError: For an argument out of range.
+        TypeError: For a field that the config does not have.
+        VocabularyError: If ``new_vocab_size`` is smaller than the checkpoint's, or rows cannot be added.
+        AdapterError: If the adapters can only be initialised from the base weights.
 
     Collective: all ranks of the mesh, which are all ranks of the job.
     Memory: The shards and what ``load_weights`` says.
@@ -86,28 +98,30 @@ def load_pretrained(
     folder = resolve_folder(
         name_or_path, revision=revision, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle
     )
-    if frozen_dtype is None and peft_config is not None:
-        frozen_dtype = mp_policy.param_dtype if mp_policy is not None else torch.bfloat16
     with agreed("building the model"):
-        model: Any = build_meta_model(
+        model: Any = meta_model(
             folder,
             dtype=master_dtype,
             attn_implementation=attn_implementation,
             trust_remote_code=trust_remote_code,
             allow_pickle=allow_pickle,
+            new_vocab_size=new_vocab_size,
+            config_overrides=config_overrides,
         )
         model.config.name_or_path = model.name_or_path = os.fspath(name_or_path)
-        if peft_config is not None:
-            model = add_adapters(model, peft_config, seed=adapter_seed)
-        if sac_ratio:
-            apply_sac(model, sac_ratio, placement=sac_placement)
-        if compile:
-            compile_blocks(model)
+        model = prepare_blocks(
+            model,
+            peft_config=peft_config,
+            adapter_seed=adapter_seed,
+            sac_ratio=sac_ratio,
+            sac_placement=sac_placement,
+            compile=compile,
+        )
     shard_model(
         model,
         mesh=mesh,
         master_dtype=master_dtype,
-        frozen_dtype=frozen_dtype,
+        frozen_dtype=frozen_dtype_of(frozen_dtype, peft_config, mp_policy),
         mp_policy=mp_policy,
         reshard_after_forward=reshard_after_forward,
         offload_policy=offload_policy,
@@ -121,6 +135,35 @@ def load_pretrained(
         missing=missing,
         unexpected=unexpected,
         allow_pickle=allow_pickle,
+        check_finite=check_finite,
     )
     model.load_report = report
     return model.train()  # type: ignore[no-any-return]
+
+
+def prepare_blocks(
+    model: Any,
+    *,
+    peft_config: "PeftConfig | None",
+    adapter_seed: int,
+    sac_ratio: Ratio,
+    sac_placement: Placement,
+    compile: bool,  # noqa: A002
+) -> Any:
+    """What is done to a model on the meta device before it is sharded; the model, which adapters wrap."""
+    if peft_config is not None:
+        model = add_adapters(model, peft_config, seed=adapter_seed)
+    if sac_ratio:
+        apply_sac(model, sac_ratio, placement=sac_placement)
+    if compile:
+        compile_blocks(model)
+    return model
+
+
+def frozen_dtype_of(
+    frozen_dtype: torch.dtype | None, peft_config: "PeftConfig | None", mp_policy: MixedPrecisionPolicy | None
+) -> torch.dtype | None:
+    """What frozen shards are stored in: with adapters the compute dtype, unless said otherwise."""
+    if frozen_dtype is not None or peft_config is None:
+        return frozen_dtype
+    return mp_policy.param_dtype if mp_policy is not None else torch.bfloat16

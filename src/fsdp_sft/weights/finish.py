@@ -16,7 +16,7 @@ from fsdp_sft._model import named_tensors
 from fsdp_sft._random import unmoved
 from fsdp_sft.distributed import compute_device
 from fsdp_sft.weights.plan import LoadPlan
-from fsdp_sft.weights.read import check_finite
+from fsdp_sft.weights.read import check_values_finite
 
 
 def make_ties(model: nn.Module) -> None:
@@ -98,4 +98,4 @@ def check_shards_finite(model: nn.Module, plan: LoadPlan) -> None:
         if target.is_parameter and parameters[name].is_floating_point():
             local = local_of(parameters[name])
             if local.device.type != "cpu":
-                check_finite(name, local)
+                check_values_finite(name, local)

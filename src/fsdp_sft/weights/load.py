@@ -14,6 +14,7 @@ from torch import nn
 from fsdp_sft._agree import agreed, all_gather_objects, control_group, is_distributed, this_rank, world_size
 from fsdp_sft._boxes import Box, box_of, local_of, part_of, replicate_dims, whole
 from fsdp_sft._compat import keep_used_conversions, run_conversion
+from fsdp_sft._launch import own_share
 from fsdp_sft._model import named_tensors
 from fsdp_sft.adapters import copy_saved_modules, refuse_initialised_from_base, without_adapters
 from fsdp_sft.distributed import reshard
@@ -23,15 +24,15 @@ from fsdp_sft.weights.finish import check_shards_finite, initialise_rest, make_t
 from fsdp_sft.weights.hub import resolve_folder
 from fsdp_sft.weights.plan import ConvertedGroup, LoadPlan, Target, make_plan
 from fsdp_sft.weights.provenance import Piece, contiguous_strides
-from fsdp_sft.weights.read import Job, check_finite, check_same, job_for, read_jobs
-from fsdp_sft.weights.report import LoadReport
+from fsdp_sft.weights.read import Job, check_same, check_values_finite, job_for, read_jobs
+from fsdp_sft.weights.report import LoadReport, progress_bar
 from fsdp_sft.weights.resolve import Checkpoint, open_checkpoint
+from fsdp_sft.weights.vocabulary import fill_new_rows
 
 Strategy = Literal["auto", "slice", "exchange"]
 _MAX_WORKERS = 4
 _MIN_BUDGET_BYTES = 1 << 16
 _BROADCAST_BYTES = 16 << 20
-_PROGRESS_AFTER_SECONDS = 3
 
 
 def load_weights(
@@ -46,6 +47,7 @@ def load_weights(
     unexpected: Literal["error", "ignore"] = "error",
     seed: int = 0,
     allow_pickle: bool = False,
+    check_finite: bool = True,
 ) -> LoadReport:
     """Stream a safetensors checkpoint into a model's shards, casting each piece on its way.
 
@@ -68,6 +70,8 @@ def load_weights(
         seed: Of that initialisation.
         allow_pickle: Whether a ``pytorch_model.bin`` will do where there are no safetensors. Its tensors are
             read by position; nothing that the pickle wants to call is called.
+        check_finite: Whether NaN and infinity among a parameter's values are an error. False takes them, for
+            a model that is looked into or repaired after loading.
 
     Raises:
         CheckpointFormatError: If the checkpoint is damaged, unsafe or does not fit the model; with the
@@ -102,14 +106,17 @@ def load_weights(
         materialise(model)
     with without_adapters(model) as base:
         with agreed("reading the checkpoint"):
-            reads = _Reads(base, plan, checkpoint, chosen, host_budget_bytes, workers)
+            reads = _Reads(base, plan, checkpoint, chosen, host_budget_bytes, workers, check_finite)
             bytes_read = _read_own(reads)
         bytes_read += _exchange(reads)
         with agreed("comparing tied weights"):
             bytes_read += _compare_duplicates(reads)
         with agreed("finishing the load"):
             initialise_rest(base, plan, seed=seed)
-            check_shards_finite(base, plan)
+        fill_new_rows(base, plan.short)
+        with agreed("finishing the load"):
+            if check_finite:
+                check_shards_finite(base, plan)
             keep_used_conversions(base, plan.conversions)
     with agreed("finishing the load"):
         copy_saved_modules(model)
@@ -163,15 +170,16 @@ def _agree_on_plan(digest: str, folder: str) -> int:
 
     Collective: all ranks.
     """
-    seen = all_gather_objects((digest, socket.gethostname()))
-    different = [rank for rank, (other, _) in enumerate(seen) if other != seen[0][0]]
+    cpus = os.sched_getaffinity(0)
+    seen = all_gather_objects((digest, socket.gethostname(), sum(1 << cpu for cpu in cpus)))
+    different = [rank for rank, (other, _, _) in enumerate(seen) if other != seen[0][0]]
     if different:
         raise CheckpointFormatError(
             f"ranks {different[:8]} see another checkpoint in {folder} than rank 0; is every node's copy the "
             "same?"
         )
-    neighbours = sum(host == socket.gethostname() for _, host in seen)
-    return max(1, min(_MAX_WORKERS, len(os.sched_getaffinity(0)) // int(neighbours)))
+    neighbours = [mask for _, host, mask in seen if host == socket.gethostname()]
+    return max(1, min(_MAX_WORKERS, own_share(cpus, neighbours)))
 
 
 @dataclass
@@ -184,6 +192,7 @@ class _Reads:
     strategy: str
     host_budget_bytes: int
     workers: int
+    check_finite: bool
 
     def __post_init__(self) -> None:
         self.tensors = named_tensors(self.model)
@@ -197,7 +206,7 @@ class _Reads:
 
     def is_checked(self, target: Target) -> bool:
         """Whether a target's values have to be finite."""
-        return target.is_parameter and self.tensors[target.name].is_floating_point()
+        return self.check_finite and target.is_parameter and self.tensors[target.name].is_floating_point()
 
     def place_of(self, target: Target) -> torch.Tensor:
         """Where this rank's part of a converted target goes."""
@@ -219,7 +228,7 @@ def _read_own(reads: _Reads) -> int:
     """Read what this rank reads without help; bytes read."""
     targets = [target for target in reads.plan.targets.values() if target.group is None]
     jobs = list(_jobs(reads, targets, "copy"))
-    with _progress(sum(job.dest.numel() * job.dtype.itemsize for job in jobs)) as progress:
+    with progress_bar(sum(job.dest.numel() * job.dtype.itemsize for job in jobs)) as progress:
         return reads.run(jobs, progress)
 
 
@@ -319,7 +328,7 @@ def _convert(reads: _Reads, group: ConvertedGroup) -> tuple[int, dict[str, torch
     converted = run_conversion(reads.plan.twin, group.first_target, group.converter, made)
     for target in _targets_of(reads, group):
         if reads.is_checked(target):
-            check_finite(target.name, converted[target.name])
+            check_values_finite(target.name, converted[target.name])
     return bytes_read, converted
 
 
@@ -366,30 +375,3 @@ def _broadcast(reads: _Reads, target: Target, values: torch.Tensor | None, owner
             _take(reads, target, block, Box((at, *(0 for _ in shape[1:])), (count, *shape[1:])))
         else:
             _take(reads, target, block.reshape(()), Box((), ()))
-
-
-class _progress:
-    """A progress bar on rank 0, seen only if the reading takes a while."""
-
-    def __init__(self, total: int) -> None:
-        self._total = total
-        self._bar: Any = None
-
-    def __enter__(self) -> Callable[[int], None]:
-        if this_rank() != 0:
-            return lambda _: None
-        from tqdm import tqdm  # type: ignore[import-untyped,unused-ignore]
-
-        self._bar = tqdm(
-            total=self._total,
-            unit="B",
-            unit_scale=True,
-            desc="loading weights (rank 0)",
-            delay=_PROGRESS_AFTER_SECONDS,
-        )
-        update: Callable[[int], None] = self._bar.update
-        return update
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.close()

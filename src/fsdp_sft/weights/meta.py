@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from fsdp_sft._compat import (
 )
 from fsdp_sft._model import meta_twin
 from fsdp_sft.errors import CheckpointFormatError
+from fsdp_sft.weights.vocabulary import build_with_vocabulary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -35,13 +37,16 @@ def build_meta_model(
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
     allow_pickle: bool = False,
+    new_vocab_size: int | None = None,
     **config_overrides: Any,
 ) -> "PreTrainedModel":
     """Build the model that a checkpoint's config names, with no memory behind its tensors.
 
-    The class is ``config.architectures[0]``. Weights are tied as the config says, unless the folder's
-    checkpoint holds two different tensors for the two names: then they stay apart, as ``from_pretrained``
-    leaves them. Parameters that the class keeps in float32 are float32 under a 16-bit ``dtype``.
+    The class is ``config.architectures[0]``; another one of the same kind of model can be asked for with
+    ``architectures=["LlamaForSequenceClassification"]``. Weights are tied as the config says, unless the
+    folder's checkpoint holds two different tensors for the two names: then they stay apart, as
+    ``from_pretrained`` leaves them. Parameters that the class keeps in float32 are float32 under a 16-bit
+    ``dtype``.
 
     Args:
         name_or_path: A folder with a ``config.json``, or a Hub id.
@@ -50,6 +55,9 @@ def build_meta_model(
         attn_implementation: Such as ``"sdpa"`` or ``"flash_attention_2"``; None is transformers' choice.
         trust_remote_code: Whether a class that the checkpoint brings along may be imported and run.
         allow_pickle: See ``load_weights``; here, whether a ``pytorch_model.bin`` is asked about tied weights.
+        new_vocab_size: How many tokens the embedding and the head are to have rows for; None keeps the
+            checkpoint's number. ``load_weights`` sets each new row to the mean of the old ones, taken in
+            float64 and the same on all ranks.
         **config_overrides: Fields of the config to replace.
 
     Returns:
@@ -58,16 +66,48 @@ def build_meta_model(
     Raises:
         CheckpointFormatError: If the config names no class that can be built, or is of a quantised model.
         TypeError: For a field that the config does not have.
+        VocabularyError: If ``new_vocab_size`` is smaller than the checkpoint's, or rows cannot be added.
     """
+    return meta_model(
+        name_or_path,
+        revision=revision,
+        dtype=dtype,
+        attn_implementation=attn_implementation,
+        trust_remote_code=trust_remote_code,
+        allow_pickle=allow_pickle,
+        new_vocab_size=new_vocab_size,
+        config_overrides=config_overrides,
+    )
+
+
+def meta_model(
+    name_or_path: str | os.PathLike[str],
+    *,
+    revision: str | None = None,
+    dtype: torch.dtype,
+    attn_implementation: str | None,
+    trust_remote_code: bool,
+    allow_pickle: bool = False,
+    new_vocab_size: int | None,
+    config_overrides: Mapping[str, Any] | None,
+) -> "PreTrainedModel":
+    """``build_meta_model`` with the fields of the config in a mapping, so that any name can be one."""
+    if config_overrides is not None and not isinstance(config_overrides, Mapping):
+        raise TypeError(
+            f"config_overrides must be a dict of fields of the config, got {type(config_overrides).__name__}"
+        )
     cls, config = _class_and_config(
-        str(name_or_path), revision, attn_implementation, trust_remote_code, config_overrides
+        str(name_or_path), revision, attn_implementation, trust_remote_code, dict(config_overrides or {})
     )
     if getattr(config, "quantization_config", None) is not None:
         raise CheckpointFormatError(
             f"{name_or_path} is quantised; load it with transformers, dequantize() it, and save that"
         )
     config.name_or_path = str(name_or_path)
-    model = build_like_from_pretrained(cls, config, dtype)
+    if new_vocab_size is None:
+        model = build_like_from_pretrained(cls, config, dtype)
+    else:
+        model = build_with_vocabulary(cls, config, dtype, new_vocab_size)
     _set_requires_grad(model)
     _take_generation_config(model, Path(name_or_path))
     _tie(model, Path(name_or_path), allow_pickle)
@@ -95,16 +135,18 @@ def _class_and_config(
 
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": remote}
     config = _auto_config(name, options)
-    architecture = next(iter(config.architectures or ()), None)
-    if architecture is None:
-        raise CheckpointFormatError(f"the config of {name} names no architecture; add 'architectures' to it")
-    cls = _remote_class(config, architecture, name, revision) if remote else None
+    architecture = _architecture(name, config, overrides)
+    cls: Any = _remote_class(config, architecture, name, revision) if remote else None
     cls = cls or getattr(transformers, architecture, None)
+    if cls is not None and not _is_model_class(cls):
+        raise CheckpointFormatError(f"{architecture} is no model; name the class of one in architectures")
     if cls is None or not hasattr(cls, "from_pretrained"):
         raise CheckpointFormatError(
             f"transformers {transformers.__version__} has no {architecture}, which the config of {name} "
             "names; update transformers, or pass trust_remote_code=True if the checkpoint brings the class"
         )
+    if "architectures" in overrides:
+        _check_same_kind(name, cls, config)
     if attention is not None:
         options["attn_implementation"] = attention
     if cls.config_class is not None:  # a text model reads its own part of a multimodal config
@@ -115,6 +157,41 @@ def _class_and_config(
         if unknown:
             raise TypeError(f"{cls.config_class.__name__} has no field {', '.join(unknown)}")
     return cls, config
+
+
+def _is_model_class(cls: Any) -> bool:
+    return isinstance(cls, type) and issubclass(cls, nn.Module)
+
+
+def _architecture(name: str, config: Any, overrides: dict[str, Any]) -> str:
+    """The class that is asked for, else the one that the checkpoint names."""
+    wanted = overrides.get("architectures", config.architectures)
+    wanted = [wanted] if isinstance(wanted, str) else list(wanted or ())
+    if not wanted:
+        raise CheckpointFormatError(
+            f"the config of {name} names no architecture; pass architectures=['...ForCausalLM']"
+        )
+    if "architectures" in overrides:
+        if len(wanted) != 1 or not isinstance(wanted[0], str):
+            raise TypeError(f"architectures must be a list with the name of one class, got {wanted}")
+        overrides["architectures"] = wanted
+    return str(wanted[0])
+
+
+def _check_same_kind(name: str, cls: Any, config: Any) -> None:
+    """A class reads its own kind of config, or its own part of one that has several."""
+    own = getattr(cls.config_class, "model_type", "")
+    if own and own not in set(_model_types(config)):
+        raise CheckpointFormatError(
+            f"{cls.__name__} is a class for models of type {own!r}, and {name} holds one of type "
+            f"{config.model_type!r}: name a class of that type in architectures"
+        )
+
+
+def _model_types(config: Any) -> Iterator[str]:
+    yield str(getattr(config, "model_type", ""))
+    for name in getattr(config, "sub_configs", ()):
+        yield from _model_types(getattr(config, name, None))
 
 
 def _auto_config(name: str, options: dict[str, Any]) -> Any:

@@ -26,6 +26,7 @@ from fsdp_sft.weights.provenance import (
     source,
 )
 from fsdp_sft.weights.resolve import Checkpoint
+from fsdp_sft.weights.vocabulary import shapes_before_new_tokens
 
 Kind = Literal["identity", "separable", "region", "other"]
 KINDS: tuple[Kind, ...] = ("identity", "separable", "region", "other")
@@ -90,6 +91,7 @@ class LoadPlan:
         initialised: Names that the model's own initialisation fills.
         unexpected: Names (after renaming) that the model has no place for.
         class_bytes: Checkpoint bytes by kind of target.
+        before: Name to shape of what has rows for new tokens, as it was without them.
         twin: See ``meta_twin``.
         conversions: transformers' list, the used ones marked.
     """
@@ -101,6 +103,7 @@ class LoadPlan:
     initialised: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     class_bytes: dict[str, int] = field(default_factory=dict)
+    before: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     twin: Any = None
     conversions: list[Any] = field(default_factory=list)
 
@@ -109,6 +112,11 @@ class LoadPlan:
         """Names of the buffers that no checkpoint holds."""
         return [name for name, _ in self.twin.named_non_persistent_buffers()]
 
+    @property
+    def short(self) -> dict[str, tuple[int, ...]]:
+        """Name to shape of the targets that the checkpoint has without the rows for new tokens."""
+        return {name: t.shape for name, t in self.targets.items() if t.shape == self.before.get(name)}
+
     def digest(self, checkpoint: Checkpoint) -> str:
         """A fingerprint that two ranks share exactly if they would load the same."""
         hashed = hashlib.sha256(repr(checkpoint.file_bytes).encode())
@@ -116,7 +124,7 @@ class LoadPlan:
             hashed.update(repr((key, tensor.file, tensor.entry)).encode())
         for target in [*self.targets.values(), *self.duplicates]:
             hashed.update(repr(target).encode())
-        hashed.update(repr((self.missing, self.initialised, self.unexpected)).encode())
+        hashed.update(repr((self.missing, self.initialised, self.unexpected, dict(self.before))).encode())
         hashed.update(repr([(group.first_target, group.sources) for group in self.groups]).encode())
         return hashed.hexdigest()
 
@@ -140,7 +148,7 @@ def make_plan(
     twin = meta_twin(model)
     tensors = named_tensors(model)
     _check_same_names(twin, tensors)
-    plan = LoadPlan(twin=twin, conversions=weight_conversions(twin))
+    plan = LoadPlan(twin=twin, conversions=weight_conversions(twin), before=shapes_before_new_tokens(model))
     matched, left_over = match_checkpoint_keys(twin, list(checkpoint.sources), plan.conversions)
     found: dict[str, Target] = {}
     for first, (converter, sources) in matched.items():
@@ -187,7 +195,8 @@ def _targets_of(
     targets = []
     for name, tensor in converted.items():
         if name in tensors:
-            _check_fits(name, tensors[name], tensor, [key for keys in sources.values() for key in keys])
+            keys = [key for keys in sources.values() for key in keys]
+            _check_fits(name, tensors[name], tensor, keys, plan.before.get(name))
         shape, is_parameter = tuple(tensor.shape), isinstance(tensors.get(name), nn.Parameter)
         if whole is not None or not isinstance(tensor, Traced):
             targets.append(Target(name, shape, "other", (), whole, is_parameter))
@@ -231,8 +240,14 @@ def _converted(
         ) from None
 
 
-def _check_fits(name: str, tensor: torch.Tensor, read: torch.Tensor, keys: list[str]) -> None:
-    if tensor.shape != read.shape:
+def _check_fits(
+    name: str,
+    tensor: torch.Tensor,
+    read: torch.Tensor,
+    keys: list[str],
+    before: tuple[int, ...] | None,
+) -> None:
+    if tensor.shape != read.shape and tuple(read.shape) != before:
         raise CheckpointFormatError(
             f"{name!r} has shape {tuple(tensor.shape)} in the model and {tuple(read.shape)} in the "
             f"checkpoint (from {abridged(keys)}); is this checkpoint of this model?"

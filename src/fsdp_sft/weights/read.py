@@ -311,10 +311,10 @@ def _deliver(job: Job, stored: torch.Tensor, dest: torch.Tensor) -> None:
     # A sum of finite numbers can overflow, so only a sum that is not finite is looked at closely; on an
     # accelerator each look would wait for the device, so shards are checked at the end there.
     if job.check_finite and dest.is_cpu and not math.isfinite(dest.sum().item()):
-        check_finite(job.name, dest)
+        check_values_finite(job.name, dest)
 
 
-def check_finite(name: str, values: torch.Tensor) -> None:
+def check_values_finite(name: str, values: torch.Tensor) -> None:
     """Refuse NaN and infinity.
 
     Raises:
@@ -324,7 +324,8 @@ def check_finite(name: str, values: torch.Tensor) -> None:
     if not bool(finite.all()):
         count = int((~finite).sum())
         raise NonFiniteWeightsError(
-            f"{name!r} has {count} values in the checkpoint that are NaN or infinite in {values.dtype}"
+            f"{name!r} has {count} values in the checkpoint that are NaN or infinite in {values.dtype}; "
+            "check_finite=False loads them all the same"
         )
 
 

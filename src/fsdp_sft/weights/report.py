@@ -1,7 +1,12 @@
-"""What a load did."""
+"""What a load did, and how far it is."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
+
+from fsdp_sft._agree import this_rank
+
+_PROGRESS_AFTER_SECONDS = 3
 
 
 @dataclass(frozen=True)
@@ -58,3 +63,30 @@ class LoadReport:
 
 def _readable(num_bytes: int) -> str:
     return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.1f} MB"
+
+
+class progress_bar:
+    """A progress bar on rank 0, seen only if the reading takes a while."""
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._bar: Any = None
+
+    def __enter__(self) -> Callable[[int], None]:
+        if this_rank() != 0:
+            return lambda _: None
+        from tqdm import tqdm  # type: ignore[import-untyped,unused-ignore]
+
+        self._bar = tqdm(
+            total=self._total,
+            unit="B",
+            unit_scale=True,
+            desc="loading weights (rank 0)",
+            delay=_PROGRESS_AFTER_SECONDS,
+        )
+        update: Callable[[int], None] = self._bar.update
+        return update
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()

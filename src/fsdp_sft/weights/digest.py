@@ -1,0 +1,59 @@
+"""Which checkpoint a folder holds, told without reading it all."""
+
+import hashlib
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fsdp_sft._safetensors import open_file, read_at
+from fsdp_sft.weights.resolve import find_manifest, resolved_inside, weight_file_names
+
+_SAMPLES, _SAMPLE_BYTES = 64, 1 << 16
+_HASH_NAME = re.compile(r"[0-9a-f]{64}")
+
+
+def source_digest(
+    format_version: int,
+    source: Path,
+    master_dtype: torch.dtype,
+    missing: str,
+    remote: bool,
+    allow_pickle: bool,
+    check_finite: bool = True,
+) -> str:
+    """Of everything that the prepared tensors depend on; not of where the source lies or who loads it."""
+    import transformers
+
+    described: list[Any] = [format_version, str(master_dtype), missing, remote, check_finite]
+    described += [torch.__version__, transformers.__version__]
+    names = weight_file_names(source, allow_pickle=allow_pickle)
+    small = ["config.json", "generation_config.json", find_manifest(source, allow_pickle=allow_pickle)]
+    small += [path.name for path in sorted(source.glob("*.py"))] if remote else []
+    there = [name for name in dict.fromkeys(small) if name not in names and (source / name).exists()]
+    described += [
+        [name, hashlib.sha256(resolved_inside(source, name).read_bytes()).hexdigest()] for name in there
+    ]
+    described += [[name, *_file_digest(resolved_inside(source, name))] for name in names]
+    return hashlib.sha256(json.dumps(described).encode()).hexdigest()
+
+
+def _file_digest(path: Path) -> list[Any]:
+    """Without reading it all: a checkpoint of hundreds of gigabytes would take minutes at every start."""
+    if _HASH_NAME.fullmatch(path.name):
+        return [path.name]  # the Hub's cache names files by their SHA-256
+    fd = open_file(path)
+    try:
+        status = os.fstat(fd)
+        hashed = hashlib.sha256()
+        length = min(_SAMPLE_BYTES, status.st_size)
+        for sample in range(_SAMPLES):
+            piece = bytearray(length)
+            read_at(fd, (status.st_size - length) * sample // (_SAMPLES - 1), memoryview(piece))
+            hashed.update(piece)
+    finally:
+        os.close(fd)
+    return [status.st_size, status.st_mtime_ns, hashed.hexdigest()]

@@ -1,0 +1,135 @@
+"""More tokens than the checkpoint has: a model built with more rows, and the values of the new ones."""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_sft._agree import all_reduce_sum, this_rank
+from fsdp_sft._boxes import Box, box_of, local_of, owner_ranks, part_of
+from fsdp_sft._compat import build_like_from_pretrained
+from fsdp_sft._model import named_tensors
+from fsdp_sft.errors import VocabularyError, abridged
+
+_SHORT = "_fsdp_sft_shapes_before_new_tokens"
+
+Shape = tuple[int, ...]
+
+
+def build_with_vocabulary(cls: Any, config: Any, dtype: torch.dtype, new_vocab_size: int) -> Any:
+    """A model on the meta device whose embedding and head have rows for ``new_vocab_size`` tokens.
+
+    Which tensors have a row for each token is seen from a second model with the old size. ``config``, or the
+    part of it that speaks of text, takes the new size.
+
+    Raises:
+        ValueError: If the size is not a positive integer.
+        VocabularyError: If it is smaller than the old one, or the class has tensors that depend on it in
+            another way than by a row for each token.
+    """
+    if isinstance(new_vocab_size, bool) or not isinstance(new_vocab_size, int) or new_vocab_size < 1:
+        raise ValueError(f"new_vocab_size must be a positive integer or None, got {new_vocab_size!r}")
+    before = build_like_from_pretrained(cls, copy.deepcopy(config), dtype)
+    old = _set_vocab_size(cls, config, new_vocab_size)
+    model = build_like_from_pretrained(cls, config, dtype)
+    if old != new_vocab_size:
+        shapes = {name: tuple(tensor.shape) for name, tensor in named_tensors(before).items()}
+        _check_rows(cls, model, shapes, old, new_vocab_size)
+        new_shapes = {name: tuple(tensor.shape) for name, tensor in named_tensors(model).items()}
+        setattr(model, _SHORT, {name: s for name, s in shapes.items() if s != new_shapes[name]})
+    return model
+
+
+def shapes_before_new_tokens(model: nn.Module) -> Mapping[str, Shape]:
+    """The shapes in the checkpoint of the tensors that have got rows for new tokens; empty without any."""
+    return getattr(model, _SHORT, {})
+
+
+@torch.no_grad()
+def fill_new_rows(base: nn.Module, shapes: Mapping[str, Shape]) -> None:
+    """Set the rows of new tokens to the mean of the old ones, taken in float64: the same on all ranks.
+
+    Args:
+        base: With the old rows loaded.
+        shapes: Name to old shape.
+
+    Collective: all ranks.
+    """
+    tensors = named_tensors(base)
+    for name, shape in shapes.items():
+        tensor = tensors[name]
+        old, box, local = shape[0], box_of(tensor), local_of(tensor)
+        sums = torch.zeros(shape[1:], dtype=torch.float64)
+        held = Box((0, *box.offset[1:]), (old, *box.shape[1:])).intersect(box)
+        if held is not None and this_rank() in owner_ranks(tensor):
+            rows = part_of(local, held.relative_to(box))
+            columns = tuple(slice(at, at + n) for at, n in zip(held.offset[1:], held.shape[1:], strict=True))
+            sums[columns] = rows.sum(0, dtype=torch.float64).cpu()
+        mean = torch.tensor(all_reduce_sum(sums.reshape(-1).tolist()), dtype=torch.float64) / old
+        added = Box((old, *box.offset[1:]), (tensor.shape[0] - old, *box.shape[1:])).intersect(box)
+        if added is not None:
+            columns = tuple(
+                slice(at, at + n) for at, n in zip(added.offset[1:], added.shape[1:], strict=True)
+            )
+            own = mean.reshape(shape[1:])[columns].to(tensor.dtype)
+            part_of(local, added.relative_to(box)).copy_(own.to(local.device).expand(added.shape))
+
+
+def _set_vocab_size(cls: Any, config: Any, new: int) -> int:
+    try:
+        text = config.get_text_config()
+    except ValueError as error:
+        raise VocabularyError(
+            f"new_vocab_size does not know which part of the config is meant: {error}"
+        ) from None
+    old = getattr(text, "vocab_size", None)
+    if not isinstance(old, int):
+        raise VocabularyError(
+            f"new_vocab_size needs a config with a vocab_size, {type(text).__name__} has none"
+        )
+    if new < old:
+        raise VocabularyError(
+            f"new_vocab_size is {new}, but the embedding of {cls.__name__} has {old} rows already: they are "
+            "enough for that many tokens, so leave new_vocab_size out; rows are added and never taken away"
+        )
+    for part in {id(part): part for part in (text, config)}.values():
+        if getattr(part, "vocab_size", None) == old:
+            part.vocab_size = new
+    return old
+
+
+def _check_rows(cls: Any, model: Any, before: Mapping[str, Shape], old: int, new: int) -> None:
+    after = named_tensors(model)
+    strange = [
+        name
+        for name in {**before, **after}
+        if name not in before
+        or name not in after
+        or (before[name] != tuple(after[name].shape) and not _is_grown(before[name], after[name], old, new))
+    ]
+    if strange:
+        raise VocabularyError(
+            f"new_vocab_size cannot add tokens to {cls.__name__}: {abridged(strange)} depend on the size in "
+            "another way than by a row for each token; resize it with transformers, save it, and load that"
+        )
+    for what, layer in (
+        ("embedding", model.get_input_embeddings()),
+        ("head", model.get_output_embeddings()),
+    ):
+        weight = getattr(layer, "weight", None)
+        if weight is not None and weight.shape[0] != new:
+            raise VocabularyError(
+                f"new_vocab_size cannot add tokens to {cls.__name__}: its {what} keeps {weight.shape[0]} "
+                "rows; resize it with transformers, save it, and load that"
+            )
+
+
+def _is_grown(before: Shape, tensor: torch.Tensor, old: int, new: int) -> bool:
+    return (
+        isinstance(tensor, nn.Parameter)
+        and before[:1] == (old,)
+        and tuple(tensor.shape) == (new, *before[1:])
+        and tensor.is_floating_point()
+    )

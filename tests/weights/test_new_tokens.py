@@ -1,0 +1,185 @@
+"""Models with rows for new tokens against plain transformers, resized by hand in one process."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import fsdp_sft as fs
+from tests.harness.hf_folders import difference, plain, rewrite, save_tiny, tensors_of
+from tests.harness.models import VOCAB, full, ragged_batches, tiny_config
+from tests.harness.ranks import run_distributed
+
+FLOAT32 = MixedPrecisionPolicy()
+NEW = VOCAB + 6
+FAMILIES = ["llama", "qwen2-tied", "gemma3", "gpt2", "bert", "t5"]
+
+
+def _oracle(folder: Path) -> Any:
+    return _grown(plain(folder))
+
+
+def _grown(model: Any) -> Any:
+    layers = {id(m.weight): m for m in (model.get_input_embeddings(), model.get_output_embeddings()) if m}
+    means = [m.weight.detach().double().mean(0) for m in layers.values()]
+    model.resize_token_embeddings(NEW, mean_resizing=False)
+    layers = {id(m.weight): m for m in (model.get_input_embeddings(), model.get_output_embeddings()) if m}
+    for layer, mean in zip(layers.values(), means, strict=True):
+        layer.weight.data[VOCAB:] = mean.to(layer.weight.dtype)
+    return model
+
+
+def _nested(folder: Path) -> Path:
+    """A model whose config has its vocabulary in the part that speaks of text."""
+    import transformers as tf
+
+    text = tiny_config("gemma3").to_dict()
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 16,
+        "patch_size": 8,
+    }
+    config = tf.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    torch.manual_seed(0)
+    tf.Gemma3ForConditionalGeneration(config).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def _check(root: Path, mesh_shape: dict[str, int]) -> None:
+    mesh = fs.build_mesh(**mesh_shape, device_type="cpu")
+    for folder in sorted(root.iterdir()):
+        model = fs.build_meta_model(folder, new_vocab_size=NEW)
+        fs.shard_model(model, mesh=mesh, mp_policy=FLOAT32)
+        fs.load_weights(model, folder)
+        oracle = _oracle(folder)
+        assert difference(model, oracle) == [], folder.name
+        assert model.config.get_text_config().vocab_size == NEW
+        assert model.config.to_diff_dict() == oracle.config.to_diff_dict()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "mesh_shape", "families"), [(3, {}, FAMILIES[:1]), (4, {"dp_replicate": 2}, FAMILIES)]
+)
+def test_new_rows_are_the_mean_of_the_old(
+    tmp_path: Path, ranks: int, mesh_shape: dict[str, int], families: list[str]
+) -> None:
+    for family in families:
+        save_tiny(tmp_path / family, family)
+    _nested(tmp_path / "nested")
+    run_distributed(_check, ranks, tmp_path, mesh_shape)
+
+
+def _lora() -> Any:
+    import peft
+
+    return peft.LoraConfig(
+        r=4,
+        target_modules=["q_proj"],
+        modules_to_save=["embed_tokens", "lm_head"],
+        task_type="CAUSAL_LM",
+    )
+
+
+def _batch() -> dict[str, torch.Tensor]:
+    batch = dict(ragged_batches(1)[0])
+    batch["input_ids"] = batch["input_ids"].clone()
+    batch["input_ids"][:, 0] = NEW - 1
+    return batch
+
+
+def _train_save_and_export(root: Path, how: str) -> None:
+    """With adapters and without, through the prepared folder too: trained, saved, read again, exported."""
+    from transformers import AutoModelForCausalLM
+
+    mesh = fs.build_mesh(device_type="cpu")
+    prepared = fs.prepare_base(root / "base", root / "cache", mesh=mesh)
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": FLOAT32, "new_vocab_size": NEW}
+    if how == "adapters":
+        options["peft_config"] = _lora()
+    model = fs.load_pretrained(root / "base", **options)
+    assert difference(fs.load_prepared(prepared, **options), model) == []
+    expected = _oracle(root / "base")
+    if how == "adapters":
+        import peft
+
+        torch.manual_seed(0)
+        expected = peft.get_peft_model(expected, _lora()).train()
+    assert difference(model, expected) == []
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    plain_optimizer = torch.optim.SGD([p for p in expected.parameters() if p.requires_grad], lr=0.1)
+    loss = expected(**_batch()).loss
+    loss.backward()
+    plain_optimizer.step()
+    result = fs.train_step(model, [_batch()], optimizer, max_grad_norm=None)
+    assert result.loss == pytest.approx(loss.item(), rel=1e-6)
+    head = model.get_output_embeddings().weight
+    torch.testing.assert_close(full(head).detach(), expected.get_output_embeddings().weight.detach())
+    fs.save_checkpoint(root / how / "steps", 1, model=model)
+    again = fs.load_pretrained(root / "base", **options)
+    fs.load_checkpoint(root / how / "steps", model=again)
+    assert difference(again, model) == []
+    fs.export_hf(again, root / how / "out", dtype=torch.float32)
+    torch.distributed.barrier()
+    exported = AutoModelForCausalLM.from_pretrained(root / how / "out")
+    assert exported.config.vocab_size == NEW
+    assert torch.equal(exported.get_output_embeddings().weight, full(head))
+
+
+@pytest.mark.parametrize("how", ["full", "adapters"])
+def test_they_are_trained_saved_and_exported(tmp_path: Path, how: str) -> None:
+    if how == "adapters":
+        pytest.importorskip("peft", reason="adapters need the 'peft' extra")
+    save_tiny(tmp_path / "base")
+    run_distributed(_train_save_and_export, 2, tmp_path, how)
+
+
+def test_a_checkpoint_that_has_the_rows_already(tmp_path: Path) -> None:
+    _oracle(save_tiny(tmp_path / "old", "qwen2-tied")).save_pretrained(tmp_path / "new")
+    model = fs.build_meta_model(tmp_path / "new", new_vocab_size=NEW)
+    fs.load_weights(model, tmp_path / "new")
+    assert difference(model, plain(tmp_path / "new")) == []
+    model = fs.build_meta_model(tmp_path / "old", new_vocab_size=NEW)
+    fs.load_weights(model, tmp_path / "new")
+    assert difference(model, plain(tmp_path / "new")) == []
+
+
+def test_a_head_that_is_missing_is_initialised_whole(tmp_path: Path) -> None:
+    tensors = tensors_of(save_tiny(tmp_path))
+    del tensors["lm_head.weight"]
+    rewrite(tmp_path, tensors)
+    model = fs.build_meta_model(tmp_path, new_vocab_size=NEW)
+    fs.load_weights(model, tmp_path, missing="initialise")
+    rows = model.lm_head.weight[VOCAB:]
+    assert rows.isfinite().all()
+    assert rows.unique(dim=0).shape[0] == NEW - VOCAB
+    embedding = model.model.embed_tokens.weight
+    assert torch.equal(embedding, _oracle_embedding(tmp_path))
+
+
+def _oracle_embedding(folder: Path) -> torch.Tensor:
+    old = tensors_of(folder)["model.embed_tokens.weight"].float()
+    return torch.cat([old, old.double().mean(0).float().expand(NEW - VOCAB, -1)])
+
+
+def test_what_cannot_be_resized_says_so(tmp_path: Path) -> None:
+    save_tiny(tmp_path)
+    for size, words in ((VOCAB - 1, "leave new_vocab_size out"), (0, "positive"), (True, "positive")):
+        with pytest.raises(ValueError, match=words):
+            fs.build_meta_model(tmp_path, new_vocab_size=size)
+    assert fs.build_meta_model(tmp_path, new_vocab_size=VOCAB).config.vocab_size == VOCAB
+    with pytest.raises(fs.VocabularyError, match=r"BartForConditionalGeneration.*final_logits_bias"):
+        fs.build_meta_model(_bart(tmp_path / "bart"), new_vocab_size=NEW)
+
+
+def _bart(folder: Path) -> Path:
+    """Its bias of the logits has a column, and not a row, for each token."""
+    import transformers as tf
+
+    config = tf.BartConfig(vocab_size=VOCAB, d_model=16, encoder_layers=1, decoder_layers=1)
+    tf.BartForConditionalGeneration(config).save_pretrained(folder)
+    return folder
