@@ -2,9 +2,38 @@
 
 from benchmarks.checks.mistakes.mistake import Mistake
 
+PACKS = ("tests/packing/test_first_use.py",)
 WRAPPERS = ("tests/test_wrappers.py",)
 HEADS = ("tests/loss/test_heads.py",)
 MISTAKES: list[Mistake] = [
+    Mistake(
+        "a pack on a model that nobody has verified is trained",
+        "step/train.py",
+        'if verify == "first" and any(map(may_be_packs, window.keys)):',
+        "if False:",
+        PACKS,
+    ),
+    Mistake(
+        "a rank verifies by its own packs alone",
+        "packing/first_use.py",
+        "for _, size in gather_over_mesh(own, mesh)]",
+        "for size in [own]]",
+        PACKS,
+    ),
+    Mistake(
+        "rotations of a pack not compared before they are rounded",
+        "packing/verify.py",
+        "if report.rotation > _ROTATION_TOLERANCE:",
+        "if False:",
+        PACKS,
+    ),
+    Mistake(
+        "a pack with a mask is let through",
+        "collate/packs.py",
+        "        if bool((places[seen].diff() != 1).any()):\n",
+        "        if False:\n",
+        PACKS,
+    ),
     Mistake(
         "ranks of DistributedDataParallel taken for single processes",
         "distributed.py",

@@ -5,6 +5,7 @@ Labels are aligned with input_ids, as in Hugging Face; the shift by one happens 
 
 from fsdp_sft.collate.collator import SFTCollator, filter_rows
 from fsdp_sft.collate.encode import IGNORE_INDEX, EncodedChat, encode_chat
+from fsdp_sft.collate.packs import PackSize, pack_size, refuse_masked_pack
 from fsdp_sft.collate.render import render_labels, render_labels_html
 from fsdp_sft.errors import ChatTemplateError
 
@@ -12,9 +13,12 @@ __all__ = [
     "IGNORE_INDEX",
     "ChatTemplateError",
     "EncodedChat",
+    "PackSize",
     "SFTCollator",
     "encode_chat",
     "filter_rows",
+    "pack_size",
+    "refuse_masked_pack",
     "render_labels",
     "render_labels_html",
 ]

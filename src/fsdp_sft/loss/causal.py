@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fsdp_sft.collate import IGNORE_INDEX
+from fsdp_sft.collate import IGNORE_INDEX, refuse_masked_pack
 from fsdp_sft.distributed import mesh_of
 from fsdp_sft.loss.counting import (
     Batch,
@@ -89,6 +89,7 @@ def _loss_sum(model: nn.Module, batch: Batch, impl: LossImpl) -> torch.Tensor:
     check_impl(impl)
     refuse_encoder_decoder(model)
     targets = targets_of(batch)
+    refuse_masked_pack(batch)
     inputs = without_labels(batch)
     if takes_use_cache(model):
         inputs["use_cache"] = False  # a cache is of no use in training, and packed sequences leak through it

@@ -1,6 +1,9 @@
 """Whether a model keeps packed rows apart, measured on the model at hand."""
 
 import math
+import sys
+import weakref
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +17,7 @@ from fsdp_sft._wrappers import unwrapped
 from fsdp_sft.adapters import forward_parameters
 from fsdp_sft.distributed import compute_device, mesh_of, sum_over_mesh
 from fsdp_sft.errors import PackingError
+from fsdp_sft.packing.rotation import Rotations, largest_difference, rope_depends_on_length
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -28,7 +32,12 @@ _LEAK_TOLERANCE = 1e-5
 _TIMES_NOISE = 4
 _EARLIER, _LATER = (7, 1, 9, 8), 10  # tokens of the rows before and after a long one
 _SHORTEST_PROBE = 64
+# Of what equal frequencies give: nothing but zeros and their own signs may differ.
+_ROTATION_TOLERANCE = 1e-6
 _SAMPLES = 16  # compared at each end of the long row, and twice as many in between
+
+# By model and attention implementation: tokens of the longest probe passed.
+_verified: "weakref.WeakKeyDictionary[nn.Module, dict[str, int]]" = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -41,6 +50,7 @@ class PackingReport:
         leak: Largest change of a row's logits when the tokens of rows before it change.
         noise: The same when those of rows after it change, which a causal model cannot see.
         unpacked: Largest difference if rows are simply joined: what ``error`` would be without isolation.
+        rotation: Largest difference of rotary embeddings between a row in a pack and the row alone.
     """
 
     error: float
@@ -48,6 +58,7 @@ class PackingReport:
     leak: float
     noise: float
     unpacked: float
+    rotation: float = 0.0
 
     def __str__(self) -> str:
         return (
@@ -71,7 +82,8 @@ def verify_packing(model: nn.Module, *, max_length: int, mesh: "DeviceMesh | Non
     Args:
         model: A causal language model with its weights, sharded or not.
         max_length: Tokens of the packs that will be trained; the probe has as many (at least 64), since some
-            models count positions by index or switch frequencies only beyond some length.
+            models count positions by index. Where rotary embeddings depend on the longest row of a batch
+            (dynamic NTK, LongRoPE), it has a row of that length.
         mesh: Ranks that hold the model; None takes the mesh of its parameters, or a single process.
 
     Returns:
@@ -86,14 +98,41 @@ def verify_packing(model: nn.Module, *, max_length: int, mesh: "DeviceMesh | Non
     """
     if isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < 1:
         raise ValueError(f"max_length must be a positive integer, got {max_length!r}")
-    mesh = mesh if mesh is not None else mesh_of(model)
+    report, _ = verify(model, max_length, mesh if mesh is not None else mesh_of(model), untold_is_error=True)
+    return report
+
+
+def verified_length(model: nn.Module) -> int:
+    """Tokens of the longest probe that the model has passed with the attention it runs now; 0 for none."""
+    inner = unwrapped(model)
+    return _verified.get(inner, {}).get(attention_of(inner), 0)
+
+
+def verify(
+    model: nn.Module, max_length: int, mesh: "DeviceMesh | None", *, untold_is_error: bool
+) -> tuple[PackingReport, bool]:
+    """``verify_packing``, and whether it could be told for sure that rows are kept apart.
+
+    Args:
+        model: As there.
+        max_length: As there.
+        mesh: As there, but None is a single process.
+        untold_is_error: Raise if the weights are such that it cannot be told.
+
+    Collective: all ranks of the mesh.
+    """
+    # Nothing is compiled for the probe's shapes.
+    compiling = "torch._dynamo" in sys.modules
+    stance = torch.compiler.set_stance("force_eager") if compiling else nullcontext()
     report = error = None
+    told = True
     try:
         _check_model(model)
-        with undisturbed(model), torch.no_grad():
+        with undisturbed(model), torch.no_grad(), stance:
             model.eval()
-            report = _run_probe(model, max(max_length, _SHORTEST_PROBE))
-        _judge(model, report)
+            shortest = 1 if rope_depends_on_length(model) else _SHORTEST_PROBE
+            report = _run_probe(model, max(max_length, shortest))
+        told = _judge(model, report, untold_is_error)
     except Exception as caught:
         error = caught
     if any(sum_over_mesh([error is not None], mesh)):
@@ -101,7 +140,10 @@ def verify_packing(model: nn.Module, *, max_length: int, mesh: "DeviceMesh | Non
             raise_first(error, "verifying that packed rows are kept apart")
         raise error or PackingError("another rank of the mesh found that packed rows are not kept apart")
     assert report is not None
-    return report
+    inner = unwrapped(model)
+    lengths = _verified.setdefault(inner, {})
+    lengths[attention_of(inner)] = max(max_length, lengths.get(attention_of(inner), 0))
+    return report, told
 
 
 def _check_model(model: nn.Module) -> None:
@@ -130,9 +172,14 @@ def _run_probe(model: nn.Module, length: int) -> PackingReport:
 
 def _measure(model: nn.Module, length: int) -> PackingReport:
     probe = _Probe(model, length)
-    base = probe.packed(probe.ids)
+    length = sum(probe.sizes)
+    rotations = Rotations()
+    with rotations.recorded(model):
+        base = probe.packed(probe.ids)
+        (pack_rotations,) = rotations.take() or [[]]
+        alone = probe.alone()
+        row_rotations = rotations.take()
     joined = probe.packed(probe.ids, torch.arange(length) % probe.longest)
-    alone = probe.alone()
     size = (alone - alone.mean(-1, keepdim=True)).norm(dim=-1)
 
     def difference(a: torch.Tensor, b: torch.Tensor, where: slice) -> float:
@@ -148,6 +195,7 @@ def _measure(model: nn.Module, length: int) -> PackingReport:
         leak=difference(base, probe.packed(changed), slice(early, None)),
         noise=difference(base, probe.packed(changed_later), slice(early)),
         unpacked=difference(joined, alone, slice(None)),
+        rotation=largest_difference(pack_rotations, row_rotations, length),
     )
 
 
@@ -158,6 +206,10 @@ class _Probe:
         self.model, self.device = model, compute_device(model)
         self._generator = torch.Generator().manual_seed(0)
         self._vocabulary, most = _text_sizes(model)
+        if rope_depends_on_length(model):  # a row of that length, and no longer one
+            most = max(length, _LATER)
+            length += sum(_EARLIER) + _LATER
+        length = max(length, _SHORTEST_PROBE)
         self.longest = min(most or length, length)
         left = length - sum(_EARLIER) - _LATER
         long_rows = [self.longest] * (left // self.longest) + [left % self.longest] * (
@@ -216,12 +268,22 @@ def _tolerance(model: nn.Module, device: torch.device) -> float:
     return tolerance
 
 
-def _judge(model: nn.Module, report: PackingReport) -> None:
+def _judge(model: nn.Module, report: PackingReport, untold_is_error: bool) -> bool:
+    """Whether rows are kept apart for sure; raises if they are not."""
     name, attention = _name(model), attention_of(unwrapped(model))
     measured = f"{name} with {attention} attention: {report}"
+    if report.rotation > _ROTATION_TOLERANCE:
+        raise PackingError(
+            f"packed rows are not kept apart by {name}: it rotates them as the longest row of their pack "
+            f"asks for, {report.rotation:.1e} off. Its rotary embeddings depend on the length (dynamic NTK, "
+            "LongRoPE), and a row is longer than the config's max_position_embeddings or "
+            "original_max_position_embeddings. Keep rows below that, or train without packing"
+        )
     if report.error <= report.tolerance and report.leak <= max(_LEAK_TOLERANCE, _TIMES_NOISE * report.noise):
         if report.unpacked > _TIMES_NOISE * report.tolerance:
-            return
+            return True
+        if not untold_is_error:
+            return False
         raise PackingError(
             f"it cannot be told whether packed rows are kept apart by {measured}. Rows hardly matter to each "
             "other with these weights; load the weights first, and check them if they are loaded"

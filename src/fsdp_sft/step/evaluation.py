@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from fsdp_sft.collate import refuse_masked_pack
 from fsdp_sft.distributed import compute_device, mesh_of, reshard, sum_over_mesh
 from fsdp_sft.loss import LossImpl
+from fsdp_sft.packing import Verify, check_verify, verify_at_first_use
+from fsdp_sft.step.keys import keys_of, may_be_packs
 from fsdp_sft.step.own_loss import LossFn, batch_loss, check_functions
 from fsdp_sft.step.rounds import in_step
 from fsdp_sft.step.window import CountFn, to_device
@@ -41,6 +44,7 @@ def evaluate(
     loss_impl: LossImpl = "auto",
     loss_fn: LossFn | None = None,
     count_fn: CountFn | None = None,
+    verify: Verify = "first",
 ) -> EvalResult:
     """Mean loss over all targets of all ranks, without gradients, in ``eval()`` mode.
 
@@ -56,14 +60,17 @@ def evaluate(
         loss_impl: As ``impl`` of ``loss_sum``.
         loss_fn: As for ``train_step``. What it returns for a batch that stands in is not looked at.
         count_fn: As for ``train_step``.
+        verify: As for ``train_step``.
 
     Raises:
+        PackingError: As for ``train_step``.
         BatchError: If ranks have batches of different keys at the same time.
         ValueError: If no rank has a target.
 
     Collective: all ranks of the mesh.
     """
     check_functions(loss_fn, count_fn, loss_impl)
+    check_verify(verify)
     mesh = mesh if mesh is not None else mesh_of(model)
     device = compute_device(model)
     modes = {module: module.training for module in model.modules()}
@@ -71,7 +78,11 @@ def evaluate(
     model.eval()
     try:
         with torch.no_grad():
-            for batch, count in in_step(batches, mesh, count_fn):
+            for batch, count in in_step(
+                batches, mesh, count_fn, refuse_masked_pack if loss_fn is None else None
+            ):
+                if verify == "first" and may_be_packs(keys_of(batch)):
+                    verify_at_first_use(model, [batch], mesh, own_loss=loss_fn is not None)
                 summed = batch_loss(model, to_device(batch, device), loss_impl, loss_fn)
                 if count is not None:
                     total, targets = total.to(summed.device) + summed, targets + count

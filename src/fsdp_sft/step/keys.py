@@ -35,6 +35,11 @@ def keys_of(batch: Any) -> Keys:
     return (f"a {type(batch).__name__}{size}",)
 
 
+def may_be_packs(keys: Keys) -> bool:
+    """Whether batches of these keys can be packs: positions, and no mask."""
+    return "position_ids" in keys and "attention_mask" not in keys
+
+
 def digest(keys: Any) -> list[int]:
     """Three numbers below 2**20 that differ where ``keys`` do."""
     words = int.from_bytes(hashlib.blake2b(repr(keys).encode(), digest_size=8).digest(), "big")

@@ -1,6 +1,6 @@
 """Ranks with unequal numbers of batches going through them together."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from fsdp_sft.distributed import first_over_mesh, sum_over_mesh
@@ -13,12 +13,16 @@ if TYPE_CHECKING:
 
 
 def in_step(
-    batches: Iterable[Any], mesh: "DeviceMesh | None", count_fn: CountFn | None = None
+    batches: Iterable[Any],
+    mesh: "DeviceMesh | None",
+    count_fn: CountFn | None = None,
+    check: Callable[[Any], None] | None = None,
 ) -> Iterator[tuple[Any, int | None]]:
     """This rank's batches and their targets, then stand-ins and None, until every rank has run out.
 
     A stand-in has the keys of the batches that the others have at that moment: the last such batch of this
-    rank, or else of another one. One small all-reduce a round.
+    rank, or else of another one. ``check`` raises for a batch that cannot be used. One small all-reduce a
+    round.
 
     Raises:
         BatchError: On all ranks, if those that have a batch have different keys.
@@ -37,6 +41,8 @@ def in_step(
             if batch is not None:
                 count = counted(batch, count_fn)
                 keys = keys_of(batch)
+                if check is not None:
+                    check(batch)
         except Exception as caught:
             error = caught
         terms = to_compare(digest(keys))

@@ -11,7 +11,9 @@ from torch.distributed.tensor import DTensor
 from fsdp_sft.distributed import compute_device, mesh_of, sum_over_mesh
 from fsdp_sft.errors import NonFiniteGradientError
 from fsdp_sft.loss import LossImpl, scale_for_backward
+from fsdp_sft.packing import Verify, check_verify, verify_at_first_use
 from fsdp_sft.step.gradients import SyncMode, clip_gradients, gradient_sync
+from fsdp_sft.step.keys import may_be_packs
 from fsdp_sft.step.own_loss import LossFn, batch_loss, check_functions
 from fsdp_sft.step.window import CountFn, agree_on_window, to_device
 
@@ -57,6 +59,7 @@ def train_step(
     loss_impl: LossImpl = "auto",
     loss_fn: LossFn | None = None,
     count_fn: CountFn | None = None,
+    verify: Verify = "first",
 ) -> StepResult:
     """Forward, backward and optimizer step over one window; gradients are zeroed afterwards.
 
@@ -84,6 +87,8 @@ def train_step(
         count_fn: ``count_fn(batch)`` returns the number of targets of one batch as the loader gave it, before
             the first forward. None counts the labels, after the shift, that are not -100. With both given a
             batch may be anything; tensors in dicts, lists and tuples are moved to the device.
+        verify: ``"first"`` verifies with the first pack that the model keeps its rows apart, as
+            ``verify_packing`` does, unless that has been called; ``"off"`` does not look.
 
     Returns:
         The same ``StepResult`` on every rank.
@@ -94,6 +99,7 @@ def train_step(
             forward. If ``optimizer`` was made before the model was sharded, or ``loss_fn`` and ``loss_impl``
             are both given.
         TypeError: If ``loss_fn`` or ``count_fn`` is not a function or does not return what it should.
+        PackingError: If the model does not keep the rows of a pack apart, or a pack has an attention mask.
         NonFiniteGradientError: If the gradient norm is not finite and no scaler handles it. Parameters and
             optimizer are as before the step; gradients are zeroed.
 
@@ -102,6 +108,7 @@ def train_step(
     if grad_sync not in ("each", "last", "reduce_scatter"):
         raise ValueError(f"grad_sync must be 'each', 'last' or 'reduce_scatter', got {grad_sync!r}")
     check_functions(loss_fn, count_fn, loss_impl)
+    check_verify(verify)
     _check_optimizer(model, optimizer)
     if scaler is not None and not scaler.is_enabled():
         scaler = None  # it would let gradients that are not finite through
@@ -110,6 +117,8 @@ def train_step(
     targets, tokens = window.targets, window.tokens
     if targets == 0:
         return StepResult(math.nan, math.nan, 0, tokens, True, "no targets")
+    if verify == "first" and any(map(may_be_packs, window.keys)):
+        verify_at_first_use(model, micro_batches, mesh, own_loss=loss_fn is not None)
     device = compute_device(model)
     deferred: SyncMode = {"each": "all", "last": "none", "reduce_scatter": "reduce_scatter"}[grad_sync]  # type: ignore[assignment]
     total = torch.zeros((), dtype=torch.float64)

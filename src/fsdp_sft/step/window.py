@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fsdp_sft._agree import is_distributed, raise_first, world_size
+from fsdp_sft.collate import refuse_masked_pack
 from fsdp_sft.distributed import sum_over_mesh
 from fsdp_sft.errors import BatchError
 from fsdp_sft.loss import num_targets
@@ -46,7 +47,8 @@ def agree_on_window(
         micro_batches: This rank's.
         mesh: The ranks that share the window.
         count_fn: Counts a batch's targets; None counts its labels.
-        needs_ids: Whether a batch without ``input_ids`` is an error, and not one of 0 known tokens.
+        needs_ids: Whether a batch without ``input_ids`` is an error, and not one of 0 known tokens;
+            likewise for a pack with a mask.
 
     Collective: all ranks of the mesh.
     """
@@ -58,6 +60,8 @@ def agree_on_window(
         targets = sum(counted(batch, count_fn) for batch in micro_batches)
         tokens = sum(num_tokens(batch, needs_ids) for batch in micro_batches)
         keys = [keys_of(batch) for batch in micro_batches]
+        for batch in micro_batches if needs_ids else ():
+            refuse_masked_pack(batch)
     except Exception as caught:
         error = caught
     ranks = mesh.size() if mesh is not None else 1

@@ -1,0 +1,66 @@
+"""Rotary embeddings of a pack beside those of its rows alone: whether they depend on the longest row."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def rope_depends_on_length(model: nn.Module) -> bool:
+    """Whether rotary embeddings change with the longest row of a batch (dynamic NTK, LongRoPE)."""
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:
+            if isinstance(kind, str) and ("dynamic" in kind or kind == "longrope"):
+                return True
+    return False
+
+
+class Rotations:
+    """What the rotary embeddings of a model returned in each forward since ``take`` was last called.
+
+    They are compared before rounding can hide a difference: equal frequencies give equal numbers in every
+    dtype.
+    """
+
+    def __init__(self) -> None:
+        self._calls: list[list[torch.Tensor]] = []
+
+    @contextmanager
+    def recorded(self, model: nn.Module) -> Iterator[None]:
+        """Record while the block runs."""
+        handles = [model.register_forward_pre_hook(lambda *_: self._calls.append([]))]
+        rotary = [m for m in model.modules() if hasattr(m, "inv_freq") or hasattr(m, "rope_type")]
+        handles += [module.register_forward_hook(self._record) for module in rotary]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def take(self) -> list[list[torch.Tensor]]:
+        """For each forward what its calls returned, ``(B, S, ...)`` each; the record is empty then."""
+        calls, self._calls = self._calls, []
+        return calls
+
+    def _record(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        parts = output if isinstance(output, (tuple, list)) else [output]
+        for part in parts:
+            if isinstance(part, torch.Tensor) and self._calls:
+                self._calls[-1].append(
+                    torch.view_as_real(part) if part.is_complex() else part.detach().clone()
+                )
+
+
+def largest_difference(pack: list[torch.Tensor], rows: list[list[torch.Tensor]], width: int) -> float:
+    """Largest difference between what one forward of a pack recorded and what one of each row did."""
+    if any(len(row) != len(pack) for row in rows):
+        return 0.0
+    worst = 0.0
+    for whole, *parts in zip(pack, *rows, strict=True):
+        dim = next((d for d, size in enumerate(whole.shape) if size == width), None)
+        if dim is not None:
+            worst = max(worst, float((whole.float() - torch.cat(parts, dim).float()).abs().max()))
+    return worst
