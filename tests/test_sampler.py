@@ -1,10 +1,14 @@
 """ResumableSampler: every row once, and exact resumption at any number of ranks."""
 
+import warnings
+from typing import Any
+
 import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 import fsdp_sft as fs
+from tests.harness.ranks import run_distributed
 
 
 def _samplers(ranks: int, num_rows: int = 23, **options: object) -> list[fs.ResumableSampler]:
@@ -158,3 +162,184 @@ def test_rows_are_counted_however_a_collator_joins_them() -> None:
     nested = DataLoader(rows, batch_sampler=batches, collate_fn=fs.PackedCollator(max_length=64))
     assert [inner.position for _ in fs.windows(nested, 1)] == [4, 8]
     assert (inner.epoch, inner.position) == (1, 0)
+
+
+# --- what a loader took, whatever its batches look like ---
+
+
+class _Batches(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """A data set that gives complete batches, of three rows each."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: Any) -> dict[str, torch.Tensor]:
+        ids = torch.full((3, 4), 5 + (index if isinstance(index, int) else index[0]))
+        return {"input_ids": ids, "labels": ids}
+
+
+class _Rows(_Batches):
+    """One row for an index."""
+
+    def __getitem__(self, index: Any) -> dict[str, torch.Tensor]:
+        return {name: tensor[0] for name, tensor in super().__getitem__(index).items()}
+
+
+class _Pairs:
+    """A batch sampler of one's own, by twos; it does not say so."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Any:
+        rows = iter(self.sampler)
+        return zip(rows, rows, strict=False)
+
+    def __len__(self) -> int:
+        return len(self.sampler) // 2
+
+
+def _in_one_row(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {name: torch.cat([row[name] for row in rows])[None] for name in rows[0]}
+
+
+def _loader(kind: str, workers: int = 0) -> tuple[Any, DataLoader[Any]]:
+    sampler = fs.ResumableSampler(16, seed=1)
+    packs = fs.PackedSampler([4] * 16, max_length=8, seed=1)
+    kinds: dict[str, Any] = {
+        "one batch for an index": (sampler, {"batch_size": None, "sampler": sampler, "dataset": _Batches()}),
+        "packing collator": (sampler, {"batch_size": 2, "sampler": sampler, "collate_fn": _in_one_row}),
+        "packs that are padded": (packs, {"batch_sampler": packs}),
+        "packs for a data set": (packs, {"batch_size": None, "sampler": packs, "dataset": _Batches()}),
+        "a batch sampler of one's own": (sampler, {"batch_sampler": _Pairs(sampler)}),
+    }
+    source, options = kinds[kind]
+    return source, DataLoader(**{"dataset": _Rows(), **options}, num_workers=workers)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "one batch for an index",
+        "packing collator",
+        "packs that are padded",
+        "packs for a data set",
+        "a batch sampler of one's own",
+    ],
+)
+def test_no_batch_is_lost_after_a_resume(kind: str, workers: int) -> None:
+    def ids(window: list[dict[str, torch.Tensor]]) -> list[list[int]]:
+        return [batch["input_ids"].flatten().tolist() for batch in window]
+
+    whole = [ids(window) for window in fs.windows(_loader(kind)[1], 2)]
+    assert len(whole) in (4, 8)
+    source, loader = _loader(kind, workers)
+    passed = fs.windows(loader, 2)
+    start = [ids(next(passed)) for _ in range(3)]
+    state = source.state_dict()
+    passed.close()
+    again, loader = _loader(kind, workers)
+    again.load_state_dict(state)
+    assert start + [ids(window) for window in fs.windows(loader, 2)] == whole
+    assert (again.epoch, again.position) == (1, 0)
+
+
+# --- epochs of a resumed loop ---
+
+
+def _epochs(make: Any, stop: tuple[int, int] | None, state: Any) -> tuple[list[tuple[int, list[Any]]], Any]:
+    """A loop over three epochs as people write it: (epoch, ids) of each window, and the state at ``stop``."""
+    sampler, options = make()
+    if state is not None:
+        sampler.load_state_dict(state)
+    loader = DataLoader(_Rows(), **options)
+    seen = []
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        for number, window in enumerate(fs.windows(loader, 2)):
+            seen.append((epoch, [batch["input_ids"].tolist() for batch in window]))
+            if stop == (epoch, number):
+                return seen, sampler.state_dict()
+    return seen, sampler.state_dict()
+
+
+def _rows() -> Any:
+    sampler = fs.ResumableSampler(16, seed=2)
+    return sampler, {"sampler": sampler, "batch_size": 2}
+
+
+def _tail() -> Any:
+    sampler = fs.ResumableSampler(15, seed=2)
+    return sampler, {"sampler": sampler, "batch_size": 2, "drop_last": True}
+
+
+def _packs() -> Any:
+    sampler = fs.PackedSampler([4] * 16, max_length=8, seed=2)
+    return sampler, {"batch_sampler": sampler}
+
+
+@pytest.mark.parametrize("make", [_rows, _tail, _packs])
+def test_a_loop_that_counts_epochs_from_0_goes_on_where_it_was(make: Any) -> None:
+    whole, end = _epochs(make, None, None)
+    for stop in [(0, 1), (0, 3), (1, 0), (1, 3), (2, 2)]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            start, state = _epochs(make, stop, None)
+            rest, after = _epochs(make, None, state)
+        assert start + rest == whole, stop
+        assert after == end
+        told = [str(w.message) for w in caught if "passed over" in str(w.message)]
+        assert len(told) == state["epoch"], "each epoch before the checkpoint's, once"
+
+
+def test_epochs_may_be_gone_back_to_without_a_resume() -> None:
+    sampler = fs.ResumableSampler(6)
+    first = list(sampler)
+    sampler.set_epoch(2)
+    sampler.set_epoch(0)
+    assert list(sampler) == first
+
+
+@pytest.mark.parametrize("kind", ["packing collator", "packs that are padded"])
+def test_a_position_that_nobody_moves_is_warned_about(kind: str) -> None:
+    sampler, loader = _loader(kind)
+    sampler.state_dict()
+    for _ in iter(loader):
+        pass
+    with pytest.warns(UserWarning, match="not marked as consumed"):
+        sampler.state_dict()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in fs.windows(loader, 2):
+            sampler.state_dict()
+
+
+# --- made before there is a process group ---
+
+
+def _made_before(make: Any) -> list[list[Any]]:
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    group = torch.distributed.group.WORLD
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.distributed, "is_initialized", lambda: False)
+        early, _ = make()
+        assert early.num_replicas == 1
+        before = early.state_dict()
+    assert group is torch.distributed.group.WORLD
+    late, _ = make()
+    assert (early.num_replicas, early.rank, len(early)) == (world, rank, len(late))
+    assert list(early) == list(late)
+    early.mark_consumed(1)
+    late.mark_consumed(1)
+    assert early.state_dict() == late.state_dict() != before
+    return [list(early)]
+
+
+@pytest.mark.parametrize("make", [_rows, _packs])
+def test_a_sampler_made_before_the_process_group_serves_all_ranks(make: Any) -> None:
+    shares = [share for (share,) in run_distributed(_made_before, 2, make)]
+    seen = [str(row) for share in shares for row in share]
+    assert len(seen) == len(set(seen)), "ranks have different rows"
+    with pytest.raises(ValueError, match="rank must be in"):
+        fs.ResumableSampler(16, num_replicas=2, rank=2)

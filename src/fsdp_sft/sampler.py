@@ -1,12 +1,15 @@
 """A distributed order of rows that resumes exactly where training stopped, at any number of ranks."""
 
-from collections.abc import Iterator, Mapping, Sized
-from typing import Any
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import Sampler
 
 from fsdp_sft._agree import this_rank, world_size
+
+T = TypeVar("T")
 
 
 def place_of(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
@@ -22,13 +25,86 @@ def place_of(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
     return replicas, place
 
 
-class ResumableSampler(Sampler[int]):
+class PlacedSampler(Sampler[T]):
+    """What samplers of rows and of packs have in common: a place among the ranks, epochs, and a conscience.
+
+    The place is looked up when it is needed: a sampler made before ``init_distributed`` has the place that
+    the process group gives it.
+
+    Args:
+        num_replicas: Number of ranks that share the rows; None takes the process group's, or 1.
+        rank: This rank; None takes the process group's, or 0.
+    """
+
+    epoch: int
+
+    def __init__(self, num_replicas: int | None, rank: int | None) -> None:
+        self._given_place = num_replicas, rank
+        place_of(num_replicas, rank)  # refuses what cannot be
+        self._restored_epoch = 0
+        self._drawn = 0  # since something was last marked as consumed
+        self.is_passed_over = False
+
+    @property
+    def num_replicas(self) -> int:
+        """Number of ranks that share the rows."""
+        return place_of(*self._given_place)[0]
+
+    @property
+    def rank(self) -> int:
+        """This rank among them."""
+        return place_of(*self._given_place)[1]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the start of an epoch; the current one is not restarted, so a resumed loop may call it.
+
+        An epoch before the one that ``load_state_dict`` has restored was trained before the checkpoint:
+        it is passed over, with a warning, and has no rows. So ``for epoch in range(num_epochs)`` goes on
+        where it was, whether it counts from 0 again or from ``sampler.epoch``.
+        """
+        self.is_passed_over = epoch < self._restored_epoch
+        if self.is_passed_over:
+            warnings.warn(
+                f"epoch {epoch} was trained before the checkpoint, which is in epoch {self.epoch}: it is "
+                "passed over. A new sampler begins anew",
+                stacklevel=2,
+            )
+        elif epoch != self.epoch:
+            self._go_to(epoch)
+
+    def _go_to(self, epoch: int) -> None:
+        """To the start of an epoch."""
+        raise NotImplementedError
+
+    def _restored(self, epoch: int) -> None:
+        """Note that a state has been loaded."""
+        self._restored_epoch, self._drawn, self.is_passed_over = epoch, 0, False
+
+    def _counted(self, drawn: Iterable[T]) -> Iterator[T]:
+        """``drawn``, counted."""
+        for one in drawn:
+            self._drawn += 1
+            yield one
+
+    def _warn_if_uncounted(self) -> None:
+        """A position that nobody moves would be saved, and every resume would begin the epoch again."""
+        if self._drawn:
+            warnings.warn(
+                f"{self._drawn} draws of {type(self).__name__} were not marked as consumed, so its state is "
+                "that of before: iterate with windows(loader) over the DataLoader itself, or call "
+                "mark_consumed",
+                stacklevel=3,
+            )
+
+
+class ResumableSampler(PlacedSampler[int]):
     """Like torch's ``DistributedSampler``, with a position that belongs in the checkpoint.
 
     The position counts the rows that training has consumed on all ranks, not those that a DataLoader's
     workers have fetched ahead. ``windows`` reports them; a loop without it calls ``mark_consumed`` itself.
     Row ``k`` of the epoch's order goes to rank ``k % num_replicas``, so the position means the same at
-    another number of ranks. When an epoch has been consumed, the next one begins by itself.
+    another number of ranks. When an epoch has been consumed, the next one begins by itself. With
+    ``batch_size=None``, where the data set gives whole batches, a row is what it gives for one index.
 
     Args:
         data: The data set, or its number of rows.
@@ -53,43 +129,45 @@ class ResumableSampler(Sampler[int]):
         num_replicas: int | None = None,
         rank: int | None = None,
     ) -> None:
-        self.num_replicas, self.rank = place_of(num_replicas, rank)
+        super().__init__(num_replicas, rank)
         self.num_rows = data if isinstance(data, int) else len(data)
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
         self.epoch = 0
         self.position = 0
-        if self.num_rows < (self.num_replicas if drop_last else 1):
-            raise ValueError(
-                f"{self.num_rows} rows cannot give each of {self.num_replicas} ranks one; "
-                "use more rows, fewer ranks, or drop_last=False"
-            )
+        self._check_rows()
 
     def __iter__(self) -> Iterator[int]:
+        if self.is_passed_over:
+            return iter(())
+        self._check_rows()  # with the ranks that there are now
         order = self._order()
-        return iter(order[self.position + self.rank :: self.num_replicas])
+        return self._counted(order[self.position + self.rank :: self.num_replicas])
 
     def __len__(self) -> int:
         """Rows that this rank has left in the current epoch."""
-        return (self._end() - self.position) // self.num_replicas
+        return 0 if self.is_passed_over else (self._end() - self.position) // self.num_replicas
 
-    def set_epoch(self, epoch: int) -> None:
-        """Go to the start of an epoch; the current one is not restarted, so a resumed loop may call it."""
-        if epoch != self.epoch:
-            self.epoch, self.position = epoch, 0
+    def _go_to(self, epoch: int) -> None:
+        self.epoch, self.position = epoch, 0
 
     def mark_consumed(self, num_rows: int) -> None:
         """Advance by ``num_rows`` rows of this rank, and as many on every other."""
+        self._drawn = 0
         self.position += num_rows * self.num_replicas
         if self.position >= self._end():
             self.end_epoch()
 
     def end_epoch(self) -> None:
         """Go on to the next epoch, if the current one has begun."""
-        if self.position:
+        if self.position and not self.is_passed_over:
             self.epoch, self.position = self.epoch + 1, 0
 
     def state_dict(self) -> dict[str, int]:
         """The same on every rank: epoch, position, and what the order depends on."""
+        self._warn_if_uncounted()
+        return self._state()
+
+    def _state(self) -> dict[str, int]:
         return {
             "epoch": self.epoch,
             "position": self.position,
@@ -104,7 +182,7 @@ class ResumableSampler(Sampler[int]):
         Raises:
             ValueError: If the state is of other data or another order: the rows seen would not be the same.
         """
-        own = self.state_dict()
+        own = self._state()
         missing = [key for key in own if key not in state]
         if missing:
             raise ValueError(f"sampler state lacks {missing}; expected what state_dict() returned")
@@ -117,8 +195,17 @@ class ResumableSampler(Sampler[int]):
         self.epoch, self.position = int(state["epoch"]), int(state["position"])
         if not 0 <= self.position <= self.num_rows + self.num_replicas:
             raise ValueError(f"sampler position {self.position} is outside the {self.num_rows} rows")
+        self._restored(self.epoch)
         if self.position >= self._end():
             self.end_epoch()
+            self._restored(self.epoch)
+
+    def _check_rows(self) -> None:
+        if self.num_rows < (self.num_replicas if self.drop_last else 1):
+            raise ValueError(
+                f"{self.num_rows} rows cannot give each of {self.num_replicas} ranks one; "
+                "use more rows, fewer ranks, or drop_last=False"
+            )
 
     def _order(self) -> list[int]:
         if self.shuffle:

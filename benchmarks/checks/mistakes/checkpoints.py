@@ -45,4 +45,18 @@ MISTAKES = [
         "if True",
         ("tests/dcp_io/test_several_optimizers.py",),
     ),
+    Mistake(
+        "the position counts rows of batches that a data set gives whole",
+        "step/loader.py",
+        "if isinstance(loader, DataLoader) and batches is None:",
+        "if False:",
+        ("tests/test_sampler.py",),
+    ),
+    Mistake(
+        "a loop that counts epochs from 0 after a resume goes back",
+        "sampler.py",
+        "self.is_passed_over = epoch < self._restored_epoch",
+        "self.is_passed_over = False",
+        ("tests/test_sampler.py",),
+    ),
 ]

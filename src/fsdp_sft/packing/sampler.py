@@ -6,17 +6,16 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils.data import Sampler
 
 from fsdp_sft.packing.bins import as_ints, check_lengths, pack_lengths
-from fsdp_sft.sampler import place_of
+from fsdp_sft.sampler import PlacedSampler
 
 _ORDER_VERSION = 1  # goes up when the same arguments would give another order
 _POOL_ROUNDS = 32  # rounds among which packs are sorted; more balance better, and mix a round's packs less
 _LEVELS = 16  # packs whose tokens differ by less than 1/16 of max_length count as equally long
 
 
-class PackedSampler(Sampler[list[int]]):
+class PackedSampler(PlacedSampler[list[int]]):
     """Deals packs of rows out to ranks; for the ``batch_sampler`` of a DataLoader with ``PackedCollator``.
 
     Every epoch packs all rows anew, in an order of its own. A *round* gives every rank one pack; its packs
@@ -57,7 +56,7 @@ class PackedSampler(Sampler[list[int]]):
         num_replicas: int | None = None,
         rank: int | None = None,
     ) -> None:
-        self.num_replicas, self.rank = place_of(num_replicas, rank)
+        super().__init__(num_replicas, rank)
         self._lengths = array("q", check_lengths(lengths, max_length))
         self._targets = array(
             "q", self._lengths if num_targets is None else as_ints("num_targets", num_targets)
@@ -70,6 +69,9 @@ class PackedSampler(Sampler[list[int]]):
         self._packs: tuple[tuple[int, ...], list[list[int]]] | None = None
 
     def __iter__(self) -> Iterator[list[int]]:
+        return iter(()) if self.is_passed_over else self._counted(self._own_packs())
+
+    def _own_packs(self) -> Iterator[list[int]]:
         packs, ranks = self._order(), self.num_replicas
         for start in range(self._history[-1][1], len(packs), ranks):
             dealt = deal(packs[start : start + ranks], self._lengths, ranks)
@@ -78,6 +80,8 @@ class PackedSampler(Sampler[list[int]]):
 
     def __len__(self) -> int:
         """Packs that this rank has left in the current epoch, one a batch."""
+        if self.is_passed_over:
+            return 0
         return max(-(-(len(self._order()) - self._history[-1][1]) // self.num_replicas), 0)
 
     @property
@@ -85,13 +89,13 @@ class PackedSampler(Sampler[list[int]]):
         """Packs of the current epoch that all ranks together have consumed."""
         return sum(packs for _, packs in self._history)
 
-    def set_epoch(self, epoch: int) -> None:
-        """Go to the start of an epoch; the current one is not restarted, so a resumed loop may call it."""
-        if epoch != self.epoch:
-            self.epoch, self._history = epoch, [(self.num_replicas, 0)]
+    def _go_to(self, epoch: int) -> None:
+        self.epoch, self._history = epoch, [(self.num_replicas, 0)]
 
     def mark_consumed(self, num_packs: int) -> None:
         """Advance by ``num_packs`` packs of this rank, and as many on every other."""
+        self._drawn = 0
+        self._follow_ranks()
         consumed = self._history[-1][1] + num_packs * self.num_replicas
         self._history[-1] = (self.num_replicas, consumed)
         if consumed >= len(self._order()):
@@ -99,11 +103,15 @@ class PackedSampler(Sampler[list[int]]):
 
     def end_epoch(self) -> None:
         """Go on to the next epoch, if the current one has begun."""
-        if self.position:
+        if self.position and not self.is_passed_over:
             self.epoch, self._history = self.epoch + 1, [(self.num_replicas, 0)]
 
     def state_dict(self) -> dict[str, Any]:
         """The same on every rank: epoch, packs consumed, and what packs and order depend on."""
+        self._warn_if_uncounted()
+        return self._state()
+
+    def _state(self) -> dict[str, Any]:
         return {"epoch": self.epoch, "consumed": [list(part) for part in self._history], **self._source()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -112,7 +120,7 @@ class PackedSampler(Sampler[list[int]]):
         Raises:
             ValueError: If the state is of other data or another order: the rows seen would not be the same.
         """
-        missing = [key for key in self.state_dict() if key not in state]
+        missing = [key for key in self._state() if key not in state]
         if missing:
             raise ValueError(f"sampler state lacks {missing}; expected what state_dict() returned")
         for key, own in self._source().items():
@@ -126,8 +134,13 @@ class PackedSampler(Sampler[list[int]]):
         if epoch < 0 or any(ranks < 1 or not 0 <= packs <= most for ranks, packs in history):
             raise ValueError(f"sampler state has epoch={epoch}, consumed={state['consumed']}")
         self.epoch, self._history = epoch, [part for part in history if part[1]]
+        self._follow_ranks()
+        self._restored(epoch)
+
+    def _follow_ranks(self) -> None:
+        """Where the number of ranks has changed, what is left is dealt out anew."""
         if not self._history or self._history[-1][0] != self.num_replicas:
-            self._history.append((self.num_replicas, 0))
+            self._history = [part for part in self._history if part[1]] + [(self.num_replicas, 0)]
 
     def _source(self) -> dict[str, int]:
         return {
@@ -141,6 +154,7 @@ class PackedSampler(Sampler[list[int]]):
 
     def _order(self) -> list[list[int]]:
         """Packs of all ranks as they are dealt out, from where the number of ranks last changed."""
+        self._follow_ranks()
         epoch = self.epoch if self.shuffle else 0
         *earlier, (ranks, _) = self._history
         key = (epoch, ranks, *(number for part in earlier for number in part))

@@ -64,7 +64,8 @@ class PackedStream(IterableDataset[list[Row]]):
         num_replicas: int | None = None,
         rank: int | None = None,
     ) -> None:
-        self.num_replicas, self.rank = place_of(num_replicas, rank)
+        self._given_place = num_replicas, rank
+        place_of(num_replicas, rank)  # refuses what cannot be
         self.rows = rows
         self.max_length = check_count("max_length", max_length)
         self.buffer_size = check_count("buffer_size", buffer_size)
@@ -72,6 +73,16 @@ class PackedStream(IterableDataset[list[Row]]):
         self._start = _Boundary(0, 0)  # a buffer that begins at or before the position
         self._later: deque[_Boundary] = deque()  # the ones read after it, as far as this process knows
         self.position = 0
+
+    @property
+    def num_replicas(self) -> int:
+        """Number of ranks that share the packs: the process group's, unless they were given."""
+        return place_of(*self._given_place)[0]
+
+    @property
+    def rank(self) -> int:
+        """This rank among them."""
+        return place_of(*self._given_place)[1]
 
     def __iter__(self) -> Iterator[list[Row]]:
         if get_worker_info() is not None:

@@ -4,6 +4,8 @@ import itertools
 from collections.abc import Iterable, Iterator, Sized
 from typing import Any
 
+from torch.utils.data import DataLoader
+
 from fsdp_sft._agree import all_reduce_min, all_reduce_sum, raise_first
 from fsdp_sft.errors import BatchError
 from fsdp_sft.loss import num_targets
@@ -46,7 +48,7 @@ def _windows(loader: Iterable[Any], grad_accum_steps: int, count_fn: CountFn | N
     mark_consumed = getattr(sampler, "mark_consumed", None)
     end_epoch = getattr(sampler, "end_epoch", None)
     # After a checkpoint at an epoch's last window nothing may be left of that epoch: a loader drops its tail.
-    in_mid_epoch = bool(getattr(sampler, "position", 0))
+    in_mid_epoch = bool(getattr(sampler, "position", 0) or getattr(sampler, "is_passed_over", False))
     batches: Iterator[Any] | None = None
     targets_seen = False
     while True:
@@ -95,14 +97,25 @@ def _resumable(loader: Any) -> Any:
 
 
 def _num_consumed(loader: Any, sampler: Any, window: list[Any]) -> int:
-    """Rows or packs of a window, in whatever the sampler counts.
+    """How many rows or packs the loader took for a window, in whatever the sampler counts.
 
-    A sampler of rows counts what the loader took from it: a collator may have packed rows into one, or left
-    some out.
+    Not the rows of the batches: a collator may have packed rows into one, or left some out, and a data set
+    may give batches that are complete.
     """
-    batches = getattr(loader, "batch_sampler", None)
-    size = getattr(batches, "batch_size", None)
-    if getattr(batches, "sampler", None) is not sampler or not isinstance(size, int):
+    each = _taken_for_a_batch(loader, sampler)
+    if each is None:
         return sum(num_rows(batch) for batch in window)
-    left = len(sampler) if isinstance(sampler, Sized) else size * len(window)
-    return min(size * len(window), left)
+    left = len(sampler) if isinstance(sampler, Sized) else each * len(window)
+    return min(each * len(window), left)
+
+
+def _taken_for_a_batch(loader: Any, sampler: Any) -> int | None:
+    """Rows or packs that a loader takes from what keeps the position; None where that cannot be told."""
+    batches = getattr(loader, "batch_sampler", None)
+    if sampler is batches:
+        return 1  # a pack is a batch
+    if isinstance(loader, DataLoader) and batches is None:
+        return 1  # batch_size=None: what the data set gives for an index is a batch
+    size = getattr(batches, "batch_size", None)
+    counted_by_size = sampler in (getattr(batches, "sampler", None), getattr(loader, "dataset", None))
+    return size if counted_by_size and isinstance(size, int) else None
