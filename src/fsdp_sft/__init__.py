@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from fsdp_sft.errors import FsdpSftError as FsdpSftError
     from fsdp_sft.errors import LostRankError as LostRankError
     from fsdp_sft.errors import MissingKeysError as MissingKeysError
+    from fsdp_sft.errors import ModelLossError as ModelLossError
     from fsdp_sft.errors import NoBlocksError as NoBlocksError
     from fsdp_sft.errors import NonFiniteGradientError as NonFiniteGradientError
     from fsdp_sft.errors import NonFiniteWeightsError as NonFiniteWeightsError
@@ -137,6 +138,7 @@ _OWNERS = {
     "FsdpSftError": "errors",
     "LostRankError": "errors",
     "MissingKeysError": "errors",
+    "ModelLossError": "errors",
     "NoBlocksError": "errors",
     "NoPlanError": "errors",
     "NonFiniteGradientError": "errors",

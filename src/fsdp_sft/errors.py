@@ -23,6 +23,7 @@ working; ``except FsdpSftError`` takes them all. Arguments of a wrong type or ou
       ChatTemplateError (ValueError)      what is trained of a chat cannot be told
       PackingError (ValueError)           packed rows would see each other
       BatchError (ValueError)             batches that cannot be trained on, or not by these ranks together
+      ModelLossError (ValueError)         a model's own loss is another than is computed here
       NotFusedError (ValueError)          the loss needs the logits
       WrappedModelError (TypeError)       a wrapper around the model whose ranks or gradients cannot be seen
       NonFiniteGradientError (FloatingPointError)
@@ -110,6 +111,10 @@ class PackingError(FsdpSftError, ValueError):
 
 class BatchError(FsdpSftError, ValueError):
     """Batches are not what a step needs, or not of one kind on all ranks; nothing has been computed."""
+
+
+class ModelLossError(FsdpSftError, ValueError):
+    """A model's own loss is not the cross entropy computed here; the message says what it does."""
 
 
 class NotFusedError(FsdpSftError, ValueError):

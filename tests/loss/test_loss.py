@@ -553,9 +553,11 @@ def _odd(kind: str) -> Any:
     if kind == "square after the head":
         forward = model.forward
 
-        def squared(*args: Any, **kwargs: Any) -> Any:
+        def squared(*args: Any, labels: Any = None, **kwargs: Any) -> Any:
             output = forward(*args, **kwargs)
             output.logits = output.logits.square()
+            if labels is not None:
+                output.loss = model.loss_function(output.logits, labels, VOCAB)
             return output
 
         model.forward = squared

@@ -31,4 +31,25 @@ MISTAKES: list[Mistake] = [
         'return isinstance(batch, Mapping) and batch.get("labels") is None',
         ("tests/step/test_own_loss.py",),
     ),
+    Mistake(
+        "a router's loss computed by the model and dropped",
+        "loss/additions.py",
+        "return self.router.read() * aux",
+        "return None",
+        ("tests/loss/test_own.py",),
+    ),
+    Mistake(
+        "every micro-batch of the router weighs the same",
+        "step/train.py",
+        "router = router * (num_tokens(batch, needs_ids=False) / max(tokens, 1) * targets)",
+        "router = router * (targets / len(micro_batches) / (mesh.size() if mesh else 1))",
+        ("tests/loss/test_own.py",),
+    ),
+    Mistake(
+        "a model's own loss not compared",
+        "loss/own.py",
+        "if self.near(float(self.loss), self.expected):",
+        "if True:",
+        ("tests/loss/test_own.py",),
+    ),
 ]

@@ -7,14 +7,19 @@ the mean of per-rank means is something else as soon as ranks hold unequal numbe
 ``counting`` is about targets, ``causal`` about a model's loss. The loss is computed without the logits where
 that is proven to be the same: ``linear_cross_entropy`` and ``products`` do it, ``head`` brings it into the
 model's forward, ``probe`` proves it and ``prepare`` decides; ``liger`` is an optional other way to do it.
+``own`` holds a model's own loss against it, and ``additions`` adds a router's or refuses by name.
 """
 
+from fsdp_sft.loss.additions import RouterLoss as RouterLoss
+from fsdp_sft.loss.additions import check_router_loss as check_router_loss
 from fsdp_sft.loss.causal import causal_lm_loss as causal_lm_loss
+from fsdp_sft.loss.causal import loss_parts as loss_parts
 from fsdp_sft.loss.causal import loss_sum as loss_sum
 from fsdp_sft.loss.counting import LABEL_KEYS as LABEL_KEYS
 from fsdp_sft.loss.counting import Batch as Batch
 from fsdp_sft.loss.counting import count_targets as count_targets
 from fsdp_sft.loss.counting import num_targets as num_targets
+from fsdp_sft.loss.counting import num_tokens as num_tokens
 from fsdp_sft.loss.counting import scale_for_backward as scale_for_backward
 from fsdp_sft.loss.linear_cross_entropy import linear_cross_entropy_sum as linear_cross_entropy_sum
 from fsdp_sft.loss.prepare import LossImpl as LossImpl

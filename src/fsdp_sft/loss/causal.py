@@ -8,6 +8,8 @@ from torch.nn import functional as F
 
 from fsdp_sft.collate import IGNORE_INDEX, refuse_masked_pack
 from fsdp_sft.distributed import mesh_of
+from fsdp_sft.loss import counting
+from fsdp_sft.loss.additions import Additions, RouterLoss, additions_to, check_router_loss
 from fsdp_sft.loss.counting import (
     Batch,
     check_num_targets,
@@ -24,8 +26,13 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-def loss_sum(model: nn.Module, batch: Batch, *, impl: LossImpl = "auto") -> tuple[torch.Tensor, int]:
+def loss_sum(
+    model: nn.Module, batch: Batch, *, impl: LossImpl = "auto", router_loss: RouterLoss | None = None
+) -> tuple[torch.Tensor, int]:
     """Cross entropy summed over this batch's targets.
+
+    Before the first, the model's own loss on a tiny batch is held against it, so that what a model adds to
+    the cross entropy is not lost without a word.
 
     Args:
         model: A decoder-only language model, sharded or not, that returns ``logits``.
@@ -35,12 +42,17 @@ def loss_sum(model: nn.Module, batch: Batch, *, impl: LossImpl = "auto") -> tupl
         impl: ``"chunked"`` never holds the logits of more than a chunk of targets; ``"liger"`` does the same
             by Liger's kernels (CUDA); ``"logits"`` computes them in full; ``"auto"`` is what
             ``prepare_loss`` decided, or decides now: chunked if the model's head allows it.
+        router_loss: ``"micro_batch"`` adds the loss of a mixture's router, as the model computes it for this
+            batch, times its coefficient and the number of targets: divided by that number, the result is the
+            model's own loss. ``"off"`` leaves it out. None adds it if the config has
+            ``output_router_logits``, and else warns once, with the coefficient.
 
     Returns:
         A float32 scalar (float64 for float64 logits), connected to the parameters even where the batch has
         no target, and the number of targets.
 
     Raises:
+        ModelLossError: If the model's own loss is another one; the message says what it does.
         ValueError: For an encoder-decoder, a classifier, a batch without proper labels, or a model whose
             loss cannot be computed by ``impl``.
 
@@ -48,7 +60,9 @@ def loss_sum(model: nn.Module, batch: Batch, *, impl: LossImpl = "auto") -> tupl
     Memory: Beside the model's own, as ``linear_cross_entropy_sum``; for ``"logits"`` two float32 copies of
     them, 8 bytes times B x S x vocabulary.
     """
-    return _loss_sum(model, batch, impl), num_targets(batch)
+    summed, router = loss_parts(model, batch, impl, router_loss)
+    targets = num_targets(batch)
+    return summed if router is None else summed + router * targets, targets
 
 
 def causal_lm_loss(
@@ -58,6 +72,8 @@ def causal_lm_loss(
     num_targets: int,
     mesh: "DeviceMesh | None" = None,
     impl: LossImpl = "auto",
+    router_loss: RouterLoss | None = None,
+    num_tokens: int | None = None,
 ) -> torch.Tensor:
     """This micro-batch's share of the window's mean loss, ready for ``backward``.
 
@@ -68,6 +84,10 @@ def causal_lm_loss(
         mesh: Ranks that the gradients are averaged over; None takes the mesh of the model's parameters, or
             a single process if it has none.
         impl: As for ``loss_sum``.
+        router_loss: As for ``loss_sum``; a micro-batch's weighs by its tokens, without padding, over those of
+            the window.
+        num_tokens: Tokens of the window over all ranks, without padding; None takes what ``count_targets``
+            has counted with the targets.
 
     Returns:
         A scalar. Summed over the window's micro-batches and averaged over ranks it is the mean over targets.
@@ -78,14 +98,39 @@ def causal_lm_loss(
     Collective: all ranks of the mesh, by the model's forward.
     """
     mesh = mesh if mesh is not None else mesh_of(model)
-    total = _loss_sum(model, batch, impl)
-    if mesh is None:
-        check_num_targets(num_targets)
-        return total / num_targets
-    return scale_for_backward(total, num_targets=num_targets, mesh=mesh)
+    check_num_targets(num_targets)
+    summed, router = loss_parts(model, batch, impl, router_loss)
+    if router is not None:
+        share = _share_of_tokens(batch, num_targets, num_tokens, mesh)
+        summed = summed + router * (share * num_targets)
+    return (
+        summed / num_targets
+        if mesh is None
+        else scale_for_backward(summed, num_targets=num_targets, mesh=mesh)
+    )
 
 
-def _loss_sum(model: nn.Module, batch: Batch, impl: LossImpl) -> torch.Tensor:
+def _share_of_tokens(
+    batch: Batch, num_targets: int, num_tokens: int | None, mesh: "DeviceMesh | None"
+) -> float:
+    """What part of the window's tokens a batch has."""
+    tokens = num_tokens if num_tokens is not None else getattr(num_targets, "num_tokens", 0)
+    if tokens:
+        return counting.num_tokens(batch) / tokens
+    if num_targets == counting.num_targets(batch) and (mesh is None or mesh.size() == 1):
+        return 1.0  # the batch is the window
+    raise ValueError(
+        "the router's loss of a micro-batch weighs by its tokens over those of the window, which are not "
+        "known: take num_targets from count_targets, which counts them too, or pass num_tokens or "
+        "router_loss='off'"
+    )
+
+
+def loss_parts(
+    model: nn.Module, batch: Batch, impl: LossImpl, router_loss: RouterLoss | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The cross entropy summed over the targets, and the router's loss times its coefficient, or None."""
+    check_router_loss(router_loss)
     check_impl(impl)
     refuse_encoder_decoder(model)
     targets = targets_of(batch)
@@ -93,38 +138,48 @@ def _loss_sum(model: nn.Module, batch: Batch, impl: LossImpl) -> torch.Tensor:
     inputs = without_labels(batch)
     if takes_use_cache(model):
         inputs["use_cache"] = False  # a cache is of no use in training, and packed sequences leak through it
-    if impl == "logits":
-        return _from_logits(model, inputs, targets, whole=is_shifted(batch))
-    planned: Any = _as_planned
+    find, planned = additions_to, _as_planned
     if torch.compiler.is_compiling():
-        planned = torch.compiler.disable(planned)  # it swaps forwards, which a graph cannot hold
-    loss: torch.Tensor = planned(model, inputs, targets, impl, is_shifted(batch))
-    return loss
+        # They swap forwards, which a graph cannot hold.
+        find, planned = torch.compiler.disable(find), torch.compiler.disable(planned)
+    additions = find(model, router_loss)
+    inputs.update(additions.inputs)
+    if impl == "logits":
+        return _from_logits(model, inputs, targets, additions, whole=is_shifted(batch))
+    return planned(model, inputs, targets, additions, impl, is_shifted(batch))
 
 
 def _as_planned(
-    model: nn.Module, inputs: dict[str, Any], targets: torch.Tensor, impl: LossImpl, whole: bool
-) -> torch.Tensor:
+    model: nn.Module,
+    inputs: dict[str, Any],
+    targets: torch.Tensor,
+    additions: Additions,
+    impl: LossImpl,
+    whole: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     choice = choice_for(model, impl)
     head = choice.head() if choice.head is not None else None
     if choice.impl == "logits" or head is None:
-        return _from_logits(model, inputs, targets, whole=whole)
-    return loss_at_head(model, head, inputs, choice.loss_of(head, targets), choice.transform)
+        return _from_logits(model, inputs, targets, additions, whole=whole)
+    loss_of = choice.loss_of(head, targets)
+    return loss_at_head(model, head, inputs, loss_of, choice.transform, lambda out: additions.of(out, model))
 
 
 def _from_logits(
-    model: nn.Module, inputs: dict[str, Any], targets: torch.Tensor, *, whole: bool
-) -> torch.Tensor:
+    model: nn.Module, inputs: dict[str, Any], targets: torch.Tensor, additions: Additions, *, whole: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The loss of full logits; the last position has a target only if ``whole``."""
-    logits = model(**inputs).logits
+    output = model(**inputs)
+    logits = output.logits
     if logits.ndim != 3 or logits.shape[:2] != targets.shape:
         raise ValueError(
             f"causal_lm_loss needs logits of shape (B, S, vocabulary) for labels {tuple(targets.shape)}, got "
             f"{tuple(logits.shape)} from {type(model).__name__}; for a classifier give train_step a loss_fn"
         )
+    added = additions.of(output, model)
     if whole:
-        return _cross_entropy_sum(logits, targets)
-    return _cross_entropy_sum(logits[:, :-1], targets[:, :-1])
+        return _cross_entropy_sum(logits, targets), added
+    return _cross_entropy_sum(logits[:, :-1], targets[:, :-1]), added
 
 
 def _cross_entropy_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

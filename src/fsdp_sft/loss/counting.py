@@ -1,7 +1,7 @@
 """Targets: which labels count, how many there are, and the scale that makes each weigh the same."""
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,27 @@ LABEL_KEYS = ("labels", "shift_labels")
 _OWN_LOSS = "for a loss of another kind give train_step and evaluate a loss_fn and a count_fn"
 
 
-def count_targets(micro_batches: Iterable[Batch], *, group: dist.ProcessGroup | None = None) -> int:
+class TargetCount(int):
+    """The targets of a window, which also knows its tokens.
+
+    Attributes:
+        num_tokens: Tokens of the window, without padding; 0 where they are not known.
+    """
+
+    num_tokens: int
+
+    def __new__(cls, targets: int, num_tokens: int) -> Self:
+        """``targets``, with ``num_tokens`` as an attribute."""
+        self = super().__new__(cls, targets)
+        self.num_tokens = num_tokens
+        return self
+
+    def __getnewargs__(self) -> tuple[int, int]:  # type: ignore[override]
+        """What pickle makes another one from."""
+        return int(self), self.num_tokens
+
+
+def count_targets(micro_batches: Iterable[Batch], *, group: dist.ProcessGroup | None = None) -> TargetCount:
     """Number of targets in a window: all its micro-batches on all ranks.
 
     Args:
@@ -29,19 +49,40 @@ def count_targets(micro_batches: Iterable[Batch], *, group: dist.ProcessGroup | 
         group: Ranks to sum over, with a backend that takes CPU tensors; None takes all ranks.
 
     Returns:
-        How many labels, after the shift, are not -100.
+        How many labels, after the shift, are not -100. The number also has ``num_tokens``, by which
+        ``causal_lm_loss`` weighs a router's loss.
 
     Raises:
         ValueError: If a batch has no proper labels.
 
     Collective: all ranks of ``group``.
     """
-    own = sum(num_targets(batch) for batch in micro_batches)
+    batches = list(micro_batches)
+    own = sum(num_targets(batch) for batch in batches)
+    tokens = sum(num_tokens(batch, needs_ids=False) for batch in batches)
     if group is None:
-        return int(all_reduce_sum([own])[0])
-    total = torch.tensor([own])
+        return TargetCount(*map(int, all_reduce_sum([own, tokens])))
+    total = torch.tensor([own, tokens])
     dist.all_reduce(total, group=group)
-    return int(total.item())
+    return TargetCount(*map(int, total))
+
+
+def num_tokens(batch: Any, needs_ids: bool = True) -> int:
+    """Tokens of a batch without padding: by its mask ``(B, S)``, else all its ids.
+
+    Raises:
+        BatchError: Without ``input_ids``, if it needs them; else those are 0 tokens.
+    """
+    fields = batch if isinstance(batch, Mapping) else {}
+    mask, ids = fields.get("attention_mask"), fields.get("input_ids")
+    if isinstance(mask, torch.Tensor) and mask.ndim == 2:
+        return int(mask.sum())
+    if isinstance(ids, torch.Tensor):
+        return ids.numel()
+    if needs_ids:
+        seen = sorted(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
+        raise BatchError(f"a batch needs 'input_ids', got {seen}")
+    return 0
 
 
 def num_targets(batch: Batch) -> int:

@@ -54,9 +54,16 @@ def _hooked(model: nn.Module, head: nn.Module) -> str:
 
 
 def loss_at_head(
-    model: nn.Module, head: nn.Module, inputs: dict[str, Any], loss_of: HeadForward, transform: Transform
-) -> torch.Tensor:
+    model: nn.Module,
+    head: nn.Module,
+    inputs: dict[str, Any],
+    loss_of: HeadForward,
+    transform: Transform,
+    added_in: Callable[[Any], torch.Tensor | None] = lambda output: None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Call ``model(**inputs)`` and return ``loss_of(hidden)`` for what its head is called with.
+
+    Beside it comes what ``added_in`` finds in the forward's output.
 
     Args:
         model: As it is trained: sharded or not.
@@ -64,6 +71,7 @@ def loss_at_head(
         inputs: What its forward takes, without labels.
         loss_of: From hidden states ``(B, S, H)`` to a scalar, with the head's parameters gathered.
         transform: What the forward is expected to make of its head's output.
+        added_in: From the forward's output to what the model adds to its loss; None if nothing.
 
     Raises:
         RuntimeError: If the forward does not call its head exactly once.
@@ -72,6 +80,7 @@ def loss_at_head(
     inner = unwrapped(model)
     losses: list[torch.Tensor] = []
     outputs: list[Any] = []
+    added: list[torch.Tensor | None] = [None]
     errors: list[Exception] = []
     forward = inner.forward
 
@@ -85,7 +94,13 @@ def loss_at_head(
 
     def model_forward(*args: Any, **kwargs: Any) -> Any:
         outputs.append(forward(*args, **kwargs))
-        return losses[-1] if losses else outputs[-1]
+        try:
+            added[0] = added_in(outputs[-1])
+        except Exception as error:
+            errors.append(error)
+        if not losses:
+            return outputs[-1]
+        return losses[-1] if added[0] is None else (losses[-1], added[0])
 
     with replaced_forward(head, head_forward), _few_logits(head), replaced_forward(inner, model_forward):
         returned = model(**inputs)
@@ -96,7 +111,9 @@ def loss_at_head(
     _check_transform(outputs[0], transform)
     # What the call returned is in DistributedDataParallel's graph; FSDP2 may have cast it to its policy's
     # output_dtype.
-    return returned if replicated_by(model) is not None else losses[0]
+    if replicated_by(model) is not None:
+        return returned if added[0] is not None else (returned, None)
+    return losses[0], added[0]
 
 
 def takes_use_cache(model: nn.Module) -> bool:

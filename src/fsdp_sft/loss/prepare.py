@@ -10,8 +10,9 @@ from torch.distributed.fsdp import FSDPModule
 from fsdp_sft._compat import original_class
 from fsdp_sft._wrappers import unwrapped
 from fsdp_sft.distributed import compute_device, mesh_of, sum_over_mesh
-from fsdp_sft.errors import NotFusedError
+from fsdp_sft.errors import ModelLossError, NotFusedError
 from fsdp_sft.loss import liger
+from fsdp_sft.loss.additions import additions_to, refuse_meta
 from fsdp_sft.loss.choice import LossChoice
 from fsdp_sft.loss.head import fusible_head, takes_use_cache
 from fsdp_sft.loss.probe import probe
@@ -48,15 +49,17 @@ def prepare_loss(model: nn.Module, *, impl: LossImpl = "auto") -> str:
         ``"chunked"``, ``"liger"`` or ``"logits"``. Which, and why, is logged.
 
     Raises:
+        ModelLossError: For a model whose own loss is not the cross entropy, as ``loss_sum`` says.
         ValueError: For another ``impl``, an encoder-decoder, a model on the meta device, or one whose loss
             cannot be fused although ``impl`` says so; the message has the reason.
 
-    Collective: all ranks of the model's mesh, by two forwards of 2 x 8 tokens.
+    Collective: all ranks of the model's mesh, by three forwards of 2 x 8 tokens.
     Memory: With LoRA, DoRA or trained tokens on the head, a copy of its weight in each forward, and its
     gradient in float32 until the backward.
     """
     check_impl(impl)
     refuse_encoder_decoder(model)
+    additions_to(model, None)
     choice = _decide(model, impl)
     _choices.setdefault(model, {}).update({impl: choice, "auto": choice})
     return choice.impl
@@ -84,7 +87,7 @@ def refuse_encoder_decoder(model: nn.Module) -> None:
     """Raise for a model whose labels are not shifted against its inputs."""
     model = unwrapped(model)
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        raise ValueError(
+        raise ModelLossError(
             f"{original_class(model).__name__} is an encoder-decoder: its labels are not shifted against its "
             "inputs. Give train_step and evaluate a loss_fn, such as the sum that model(**batch).loss is the "
             "mean of"
@@ -93,8 +96,7 @@ def refuse_encoder_decoder(model: nn.Module) -> None:
 
 def _decide(model: nn.Module, impl: LossImpl) -> LossChoice:
     name = original_class(unwrapped(model)).__name__
-    if any(p.is_meta for p in model.parameters()):
-        raise ValueError(f"{name} has parameters on the meta device: load its weights first")
+    refuse_meta(model)
     mesh = mesh_of(model)
     first = mesh is None or mesh.get_rank() == 0
     if impl == "logits":

@@ -55,13 +55,13 @@ def probe(
     targets[:, -1] = IGNORE_INDEX
     targets[1] = IGNORE_INDEX  # the row that shows the transform has no real logits
     inputs = {"input_ids": ids, **inputs}
-    with _evaluating(model):
+    with evaluating(model):
         raw, logits = _observe(model, head, inputs)
         choice = make_choice(_transform(model, raw, logits))
         expected = F.cross_entropy(wide(logits[0]), targets[0], reduction="sum", ignore_index=IGNORE_INDEX)
-        actual = _guarded(
+        actual = guarded(
             model,
-            lambda: loss_at_head(model, head, inputs, choice.loss_of(head, targets), choice.transform),
+            lambda: loss_at_head(model, head, inputs, choice.loss_of(head, targets), choice.transform)[0],
         )
     error = float((actual - expected).abs() / expected.abs().clamp_min(1e-6))
     if not error <= _TOLERANCE.get(raw.dtype, 1e-2):
@@ -90,7 +90,7 @@ def _observe(model: nn.Module, head: nn.Module, inputs: dict[str, Any]) -> tuple
         return torch.zeros(())
 
     with replaced_forward(head, head_forward), replaced_forward(inner, model_forward):
-        _guarded(model, lambda: model(**inputs))
+        guarded(model, lambda: model(**inputs))
     if len(raw) != 1:
         raise NotFusedError(f"the forward calls the head {len(raw)} times")
     logits = getattr(outputs[0], "logits", None)
@@ -116,7 +116,7 @@ def _transform(model: nn.Module, raw: torch.Tensor, logits: torch.Tensor) -> Tra
     return best
 
 
-def _guarded(model: nn.Module, call: Any) -> Any:
+def guarded(model: nn.Module, call: Any) -> Any:
     """``call()``; an error inside the model's forward is raised when FSDP2's hooks have ended it.
 
     An exception that leaves the root's forward leaves FSDP2 in the middle of it.
@@ -157,7 +157,7 @@ def _end_forwards(model: nn.Module) -> None:
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients, and no compiling for tiny shapes; then the model is as it was."""
     compiling = "torch._dynamo" in sys.modules
     eager = torch.compiler.set_stance("force_eager") if compiling else nullcontext()

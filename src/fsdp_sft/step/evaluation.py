@@ -10,10 +10,10 @@ from torch import nn
 
 from fsdp_sft.collate import refuse_masked_pack
 from fsdp_sft.distributed import compute_device, mesh_of, reshard, sum_over_mesh
-from fsdp_sft.loss import LossImpl
+from fsdp_sft.loss import LossImpl, RouterLoss, num_tokens
 from fsdp_sft.packing import Verify, check_verify, verify_at_first_use
 from fsdp_sft.step.keys import keys_of, may_be_packs
-from fsdp_sft.step.own_loss import LossFn, batch_loss, check_functions
+from fsdp_sft.step.own_loss import LossFn, Objective
 from fsdp_sft.step.rounds import in_step
 from fsdp_sft.step.window import CountFn, to_device
 
@@ -29,11 +29,14 @@ class EvalResult:
         loss: Mean over all targets.
         perplexity: ``exp(loss)``; inf where that overflows.
         num_targets: How many targets that was.
+        router_loss: What a mixture's router adds to it, its coefficient included, each batch by its tokens; 0
+            where nothing is added.
     """
 
     loss: float
     perplexity: float
     num_targets: int
+    router_loss: float = 0.0
 
 
 def evaluate(
@@ -45,6 +48,7 @@ def evaluate(
     loss_fn: LossFn | None = None,
     count_fn: CountFn | None = None,
     verify: Verify = "first",
+    router_loss: RouterLoss | None = None,
 ) -> EvalResult:
     """Mean loss over all targets of all ranks, without gradients, in ``eval()`` mode.
 
@@ -61,6 +65,7 @@ def evaluate(
         loss_fn: As for ``train_step``. What it returns for a batch that stands in is not looked at.
         count_fn: As for ``train_step``.
         verify: As for ``train_step``.
+        router_loss: As for ``train_step``.
 
     Raises:
         PackingError: As for ``train_step``.
@@ -69,12 +74,14 @@ def evaluate(
 
     Collective: all ranks of the mesh.
     """
-    check_functions(loss_fn, count_fn, loss_impl)
+    objective = Objective(loss_impl, loss_fn, router_loss)
+    objective.check(count_fn)
     check_verify(verify)
     mesh = mesh if mesh is not None else mesh_of(model)
     device = compute_device(model)
     modes = {module: module.training for module in model.modules()}
     total, targets = torch.zeros((), dtype=torch.float64), 0
+    added, tokens = torch.zeros((), dtype=torch.float64), 0
     model.eval()
     try:
         with torch.no_grad():
@@ -83,17 +90,23 @@ def evaluate(
             ):
                 if verify == "first" and may_be_packs(keys_of(batch)):
                     verify_at_first_use(model, [batch], mesh, own_loss=loss_fn is not None)
-                summed = batch_loss(model, to_device(batch, device), loss_impl, loss_fn)
-                if count is not None:
-                    total, targets = total.to(summed.device) + summed, targets + count
+                summed, router = objective.of(model, to_device(batch, device))
+                if count is None:
+                    continue
+                total, targets = total.to(summed.device) + summed, targets + count
+                if router is not None:
+                    weight = num_tokens(batch, needs_ids=False)
+                    added, tokens = added.to(router.device) + router * weight, tokens + weight
     finally:
         for module, training in modes.items():
             module.training = training
         reshard(model)
-    loss_total, all_targets = sum_over_mesh([float(total), targets], mesh)
+    values = [float(total), targets, float(added), tokens]
+    loss_total, all_targets, router_total, all_tokens = sum_over_mesh(values, mesh)
     if all_targets == 0:
         raise ValueError(
             "evaluate: no target on any rank; every label, after the shift, is -100, or there is no batch"
         )
     loss = loss_total / all_targets
-    return EvalResult(loss, math.exp(loss) if loss < 709 else math.inf, int(all_targets))
+    perplexity = math.exp(loss) if loss < 709 else math.inf
+    return EvalResult(loss, perplexity, int(all_targets), router_total / max(all_tokens, 1))

@@ -1,32 +1,51 @@
 """A loss of the caller's own: what it may be, and what it must return."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from fsdp_sft.loss import LossImpl, loss_sum
+from fsdp_sft.loss import LossImpl, RouterLoss, check_router_loss, loss_parts
 
 LossFn = Callable[[nn.Module, Any], torch.Tensor]
 
 
-def check_functions(loss_fn: Any, count_fn: Any, loss_impl: str) -> None:
-    """Refuse what is no function, and an ``impl`` of a loss that is not computed."""
-    for name, function in (("loss_fn", loss_fn), ("count_fn", count_fn)):
-        if function is not None and not callable(function):
-            raise TypeError(f"{name} must be a function, got {type(function).__name__}")
-    if loss_fn is not None and loss_impl != "auto":
-        raise ValueError(
-            f"loss_impl={loss_impl!r} says how the loss here is computed; loss_fn takes its place"
-        )
+@dataclass(frozen=True)
+class Objective:
+    """How the loss of a batch is computed.
 
+    Attributes:
+        impl: As ``loss_impl`` of ``train_step``.
+        loss_fn: Likewise.
+        router_loss: Likewise.
+    """
 
-def batch_loss(model: nn.Module, batch: Any, impl: LossImpl, loss_fn: LossFn | None) -> torch.Tensor:
-    """The loss of a batch summed over its targets: by ``loss_fn``, or the causal-LM loss."""
-    if loss_fn is None:
-        return loss_sum(model, batch, impl=impl)[0]
-    return _summed(loss_fn, model, batch)
+    impl: LossImpl = "auto"
+    loss_fn: LossFn | None = None
+    router_loss: RouterLoss | None = None
+
+    def check(self, count_fn: Any) -> None:
+        """Refuse what is no function, and options of a loss that is not computed."""
+        check_router_loss(self.router_loss)
+        for name, function in (("loss_fn", self.loss_fn), ("count_fn", count_fn)):
+            if function is not None and not callable(function):
+                raise TypeError(f"{name} must be a function, got {type(function).__name__}")
+        for name, value, default in (
+            ("loss_impl", self.impl, "auto"),
+            ("router_loss", self.router_loss, None),
+        ):
+            if self.loss_fn is not None and value != default:
+                raise ValueError(
+                    f"{name}={value!r} says how the loss here is computed; loss_fn takes its place"
+                )
+
+    def of(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The loss summed over a batch's targets, and the router's loss beside it, if that is added."""
+        if self.loss_fn is None:
+            return loss_parts(model, batch, self.impl, self.router_loss)
+        return _summed(self.loss_fn, model, batch), None
 
 
 def _summed(loss_fn: LossFn, model: nn.Module, batch: Any) -> torch.Tensor:

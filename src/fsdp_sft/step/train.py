@@ -10,11 +10,11 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_sft.distributed import compute_device, mesh_of, sum_over_mesh
 from fsdp_sft.errors import NonFiniteGradientError
-from fsdp_sft.loss import LossImpl, scale_for_backward
+from fsdp_sft.loss import LossImpl, RouterLoss, num_tokens, scale_for_backward
 from fsdp_sft.packing import Verify, check_verify, verify_at_first_use
 from fsdp_sft.step.gradients import SyncMode, clip_gradients, gradient_sync
 from fsdp_sft.step.keys import may_be_packs
-from fsdp_sft.step.own_loss import LossFn, batch_loss, check_functions
+from fsdp_sft.step.own_loss import LossFn, Objective
 from fsdp_sft.step.window import CountFn, agree_on_window, to_device
 
 if TYPE_CHECKING:
@@ -36,6 +36,8 @@ class StepResult:
             has no mask: there what ``PackedCollator`` filled up counts.
         skipped: Whether the optimizer did not step.
         skip_reason: ``"no targets"`` or ``"inf gradients"``; None if it did step.
+        router_loss: What a mixture's router adds to ``loss``, its coefficient included: the sum of both is
+            what was minimised. 0 where nothing is added.
     """
 
     loss: float
@@ -44,6 +46,7 @@ class StepResult:
     num_tokens: int
     skipped: bool
     skip_reason: str | None = None
+    router_loss: float = 0.0
 
 
 def train_step(
@@ -60,6 +63,7 @@ def train_step(
     loss_fn: LossFn | None = None,
     count_fn: CountFn | None = None,
     verify: Verify = "first",
+    router_loss: RouterLoss | None = None,
 ) -> StepResult:
     """Forward, backward and optimizer step over one window; gradients are zeroed afterwards.
 
@@ -89,6 +93,8 @@ def train_step(
             batch may be anything; tensors in dicts, lists and tuples are moved to the device.
         verify: ``"first"`` verifies with the first pack that the model keeps its rows apart, as
             ``verify_packing`` does, unless that has been called; ``"off"`` does not look.
+        router_loss: As for ``loss_sum``, but a micro-batch's router loss weighs by its tokens, without
+            padding, over those of the window.
 
     Returns:
         The same ``StepResult`` on every rank.
@@ -98,6 +104,7 @@ def train_step(
         ValueError: If a rank's batches are not usable; like ``BatchError`` raised on all ranks, before the
             forward. If ``optimizer`` was made before the model was sharded, or ``loss_fn`` and ``loss_impl``
             are both given.
+        ModelLossError: If the model's own loss is not the cross entropy, as ``loss_sum`` says.
         TypeError: If ``loss_fn`` or ``count_fn`` is not a function or does not return what it should.
         PackingError: If the model does not keep the rows of a pack apart, or a pack has an attention mask.
         NonFiniteGradientError: If the gradient norm is not finite and no scaler handles it. Parameters and
@@ -107,7 +114,8 @@ def train_step(
     """
     if grad_sync not in ("each", "last", "reduce_scatter"):
         raise ValueError(f"grad_sync must be 'each', 'last' or 'reduce_scatter', got {grad_sync!r}")
-    check_functions(loss_fn, count_fn, loss_impl)
+    objective = Objective(loss_impl, loss_fn, router_loss)
+    objective.check(count_fn)
     check_verify(verify)
     _check_optimizer(model, optimizer)
     if scaler is not None and not scaler.is_enabled():
@@ -121,18 +129,23 @@ def train_step(
         verify_at_first_use(model, micro_batches, mesh, own_loss=loss_fn is not None)
     device = compute_device(model)
     deferred: SyncMode = {"each": "all", "last": "none", "reduce_scatter": "reduce_scatter"}[grad_sync]  # type: ignore[assignment]
-    total = torch.zeros((), dtype=torch.float64)
+    total, added = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
     for index, batch in enumerate(micro_batches):
         last = index == len(micro_batches) - 1
         with gradient_sync(model, "all" if last else deferred):
-            summed = batch_loss(model, to_device(batch, device), loss_impl, loss_fn)
+            summed, router = objective.of(model, to_device(batch, device))
+            if router is not None:
+                # In targets, so that what scales the loss scales it too.
+                router = router * (num_tokens(batch, needs_ids=False) / max(tokens, 1) * targets)
+                added = added.to(router.device) + router.detach()
+            total = total.to(summed.device) + summed.detach()
+            summed = summed if router is None else summed + router
             loss = scale_for_backward(summed, num_targets=targets, mesh=mesh) if mesh else summed / targets
             (scaler.scale(loss) if scaler is not None else loss).backward()
-        total = total.to(summed.device) + summed.detach()
     grad_norm, skip_reason = _optimizer_step(model, optimizer, max_grad_norm, scaler)
     optimizer.zero_grad(set_to_none=True)
     model.zero_grad(set_to_none=True)  # also what the optimizer was not given
-    (loss_total,) = sum_over_mesh([float(total)], mesh)
+    loss_total, router_total = sum_over_mesh([float(total), float(added)], mesh)
     if scaler is None and not math.isfinite(grad_norm):
         raise NonFiniteGradientError(
             f"the gradient norm is {grad_norm} at a loss of {loss_total / targets:.4g}; parameters and "
@@ -141,7 +154,9 @@ def train_step(
         )
     if scheduler is not None and skip_reason is None:
         scheduler.step()
-    return StepResult(loss_total / targets, grad_norm, targets, tokens, skip_reason is not None, skip_reason)
+    skipped = skip_reason is not None
+    router_mean = router_total / targets
+    return StepResult(loss_total / targets, grad_norm, targets, tokens, skipped, skip_reason, router_mean)
 
 
 def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -10,7 +10,7 @@ from fsdp_sft._agree import is_distributed, raise_first, world_size
 from fsdp_sft.collate import refuse_masked_pack
 from fsdp_sft.distributed import sum_over_mesh
 from fsdp_sft.errors import BatchError
-from fsdp_sft.loss import num_targets
+from fsdp_sft.loss import num_targets, num_tokens
 from fsdp_sft.step.keys import Keys, are_equal, digest, keys_of, refuse_different_keys, to_compare
 
 CountFn = Callable[[Any], int]
@@ -123,20 +123,6 @@ def to_device(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, (list, tuple)):
         return type(batch)(to_device(value, device) for value in batch)
     return batch
-
-
-def num_tokens(batch: Any, needs_ids: bool = True) -> int:
-    """Tokens of a batch without padding: by its mask ``(B, S)``, else all its ids."""
-    fields = batch if isinstance(batch, Mapping) else {}
-    mask, ids = fields.get("attention_mask"), fields.get("input_ids")
-    if isinstance(mask, torch.Tensor) and mask.ndim == 2:
-        return int(mask.sum())
-    if isinstance(ids, torch.Tensor):
-        return ids.numel()
-    if needs_ids:
-        seen = sorted(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
-        raise BatchError(f"a batch needs 'input_ids', got {seen}")
-    return 0
 
 
 def num_rows(batch: Any) -> int:

@@ -1,0 +1,191 @@
+"""What a model adds to its loss: a router's, computed here too, or something that is refused by name."""
+
+import logging
+import weakref
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from fsdp_sft._compat import original_class
+from fsdp_sft._wrappers import unwrapped
+from fsdp_sft.adapters import forward_parameters
+from fsdp_sft.distributed import mesh_of, sum_over_mesh
+from fsdp_sft.errors import ModelLossError
+from fsdp_sft.loss.own import (
+    Coefficient,
+    Different,
+    OwnLoss,
+    ask,
+    coefficient_of,
+    numbers_of_a_loss,
+    router_coefficients,
+)
+
+RouterLoss = Literal["micro_batch", "off"]
+
+_FLAG = "output_router_logits"
+_WAY_OUT = (
+    "Give train_step and evaluate a loss_fn that returns the loss that you mean, summed over the targets"
+)
+_logger = logging.getLogger("fsdp_sft.loss")
+
+
+@dataclass(frozen=True)
+class Additions:
+    """What is added to a model's cross entropy.
+
+    Attributes:
+        router: Where the number is that its router's loss is multiplied with; None if that is not added.
+        inputs: What the forward is told of it.
+    """
+
+    router: Coefficient | None
+    inputs: dict[str, Any]
+
+    def of(self, output: Any, model: nn.Module) -> torch.Tensor | None:
+        """The router's part of the loss in a forward's output, times its coefficient; None where it has none.
+
+        Raises:
+            ModelLossError: If the forward returned a loss, which it was given no labels for, or no router's.
+        """
+        if isinstance(getattr(output, "loss", None), torch.Tensor):
+            raise ModelLossError(
+                f"{_name(model)} returned a loss although it was given no labels: something in the batch "
+                f"makes it add to its loss what is not computed here. {_WAY_OUT}"
+            )
+        if self.router is None:
+            return None
+        aux = getattr(output, "aux_loss", None)
+        if not isinstance(aux, torch.Tensor):
+            raise ModelLossError(
+                f"{_name(model)} returned no router's loss (aux_loss) in this forward, although it did when "
+                "it was asked on a tiny batch: its blocks may be compiled in a way that drops what "
+                "routers say. Compile it otherwise, or take router_loss='off'"
+            )
+        return self.router.read() * aux
+
+
+@dataclass
+class _Known:
+    """What has been found out about a model; void when what it depends on has changed."""
+
+    state: Any
+    by_flag: dict[bool | None, Additions]
+
+
+_known: "weakref.WeakKeyDictionary[nn.Module, _Known]" = weakref.WeakKeyDictionary()
+_warned: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+
+
+def check_router_loss(router_loss: str | None) -> None:
+    """Refuse a ``router_loss`` that there is not."""
+    if router_loss not in (None, "micro_batch", "off"):
+        raise ValueError(f"router_loss must be None, 'micro_batch' or 'off', got {router_loss!r}")
+
+
+def refuse_meta(model: nn.Module) -> None:
+    """Raise for a model that has no weights yet, which a forward would leave in the middle of it."""
+    if any(p.is_meta for p in model.parameters()):
+        raise ValueError(f"{_name(model)} has parameters on the meta device: load its weights first")
+
+
+def additions_to(model: nn.Module, router_loss: RouterLoss | None) -> Additions:
+    """What the loss of ``model`` gets beside the cross entropy; found out once, and the same on all ranks.
+
+    Args:
+        model: With its weights.
+        router_loss: ``"micro_batch"`` adds the router's loss and ``"off"`` does not. None adds it where
+            the config has ``output_router_logits``, and else says once that it is left out.
+
+    Raises:
+        ModelLossError: If the model's own loss is another one, or has no router's although that is asked for.
+
+    Collective: all ranks of the model's mesh, the first time.
+    """
+    takes_flag = _FLAG in forward_parameters(model)
+    configured = _configured(model)
+    wanted = configured if router_loss is None else router_loss == "micro_batch"
+    if wanted and not takes_flag and router_loss is not None:
+        raise ModelLossError(
+            f"router_loss='micro_batch': the forward of {_name(model)} takes no {_FLAG}, so there is no "
+            f"router's loss to add. {_WAY_OUT}"
+        )
+    if router_loss is None and not configured and takes_flag:
+        _say_what_is_left_out(model)
+    # A flag that equals the config's is not mentioned: a dense model of a family with experts takes it, too.
+    flag = wanted if takes_flag and wanted != configured else None
+    known, state = _known.get(model), _state(model)
+    if known is None or known.state != state:
+        known = _known[model] = _Known(state, {})
+    if flag not in known.by_flag:
+        known.by_flag[flag] = _find_out(model, flag, wanted, router_loss)
+    return known.by_flag[flag]
+
+
+def _find_out(model: nn.Module, flag: bool | None, wanted: bool, router_loss: str | None) -> Additions:
+    refuse_meta(model)
+    own = ask(model, flag)
+    coefficient, reason = _explain(model, own)
+    if wanted and coefficient is None and not reason and router_loss is not None:
+        reason = "router_loss='micro_batch': its forward returns no router's loss (aux_loss)"
+    mesh = mesh_of(model)
+    failed = sum_over_mesh([bool(reason)], mesh)[0]
+    if failed:
+        reason = reason or "it is not on another rank of the mesh"
+        raise ModelLossError(
+            f"the own loss of {_name(model)} is not what is computed here: {reason}. {_WAY_OUT}"
+        )
+    if isinstance(own, str) and (mesh is None or mesh.get_rank() == 0):
+        level = logging.WARNING if "raises" in own else logging.INFO
+        _logger.log(level, "loss of %s: not compared with its own, because %s", _name(model), own)
+    return Additions(coefficient if wanted else None, {} if flag is None else {_FLAG: flag})
+
+
+def _explain(model: nn.Module, own: OwnLoss | str) -> tuple[Coefficient | None, str]:
+    """Where the model's router has its coefficient, and what about its loss cannot be explained."""
+    if isinstance(own, str):
+        return None, own if isinstance(own, Different) else ""
+    coefficient = coefficient_of(model, own)
+    if coefficient is not None:
+        return coefficient, ""
+    different = own.why_different(model)
+    if different and own.aux_loss is not None:
+        different = "it adds a router's loss (aux_loss), and what it multiplies that with cannot be told"
+    numbers = f" ({float(own.loss):.6g} against {own.expected:.6g} on a tiny batch)"
+    return None, different and different + numbers
+
+
+def _configured(model: nn.Module) -> bool:
+    """Whether the config asks for the router's loss, itself or in its text config."""
+    config: Any = getattr(unwrapped(model), "config", None)
+    get_text_config = getattr(config, "get_text_config", None)
+    configs = [config, get_text_config() if get_text_config is not None else None]
+    return any(getattr(each, _FLAG, None) is True for each in configs)
+
+
+def _say_what_is_left_out(model: nn.Module) -> None:
+    if model in _warned:
+        return
+    _warned.add(model)
+    left_out = next((c for c in router_coefficients(model) if c.read() > 0), None)
+    mesh = mesh_of(model)
+    if left_out is not None and (mesh is None or mesh.get_rank() == 0):
+        _logger.warning(
+            "%s has %s=%g, and its router's loss is not trained, because its config has no "
+            "output_router_logits: router_loss='micro_batch' adds it, 'off' leaves it out without a word",
+            *(_name(model), left_out.name, left_out.read()),
+        )
+
+
+def _state(model: nn.Module) -> Any:
+    """What a finding depends on: whether the model is sharded, and numbers of its loss but the router's."""
+    numbers = numbers_of_a_loss(model)
+    fixed = tuple((n, v) for n, v in numbers.items() if "router" not in n and "aux" not in n)
+    return isinstance(unwrapped(model), FSDPModule), fixed, _configured(model)
+
+
+def _name(model: nn.Module) -> str:
+    return original_class(unwrapped(model)).__name__

@@ -1,0 +1,283 @@
+"""Whether a model's own loss, ``model(..., labels=...)``, is the cross entropy that is computed here.
+
+A model may add to it (a router's balance, a z-loss, heads that predict further tokens), smooth it, leave out
+another label, or not shift. The model is asked once, on a tiny batch: the loss that it returns is held
+against the cross entropy of the logits that it returns with it, so that nothing but the definition can
+differ.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from fsdp_sft._wrappers import unwrapped
+from fsdp_sft.adapters import forward_parameters
+from fsdp_sft.collate import IGNORE_INDEX
+from fsdp_sft.distributed import compute_device
+from fsdp_sft.errors import NotFusedError, abridged
+from fsdp_sft.loss.counting import shifted
+from fsdp_sft.loss.head import replaced_forward, takes_use_cache
+from fsdp_sft.loss.probe import evaluating, guarded
+from fsdp_sft.loss.transform import wide
+
+_LENGTH = 8
+# A loss in float32 comes out of the same logits; in less, it has been rounded.
+_TOLERANCE = {torch.float64: 2e-5, torch.float32: 2e-5}
+# Parts of names under which configs and models keep what belongs to a loss.
+_OF_A_LOSS = ("loss", "coef", "smooth", "mtp", "nextn", "aux")
+
+
+@dataclass(frozen=True)
+class OwnLoss:
+    """What a model made of a tiny batch.
+
+    Attributes:
+        loss: Its own loss.
+        expected: The mean cross entropy of its logits.
+        unshifted: The same with labels that are not shifted.
+        aux_loss: What its output calls so; None without.
+        used: What it handed to torch's cross entropy beside logits and labels.
+    """
+
+    loss: torch.Tensor
+    expected: float
+    unshifted: float
+    aux_loss: float | None
+    used: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def extra(self) -> float:
+        """What the model's loss has beyond the cross entropy."""
+        return float(self.loss) - self.expected
+
+    def near(self, value: float, reference: float) -> bool:
+        """Whether two losses are the same one at the precision of the model's."""
+        tolerance = _TOLERANCE.get(self.loss.dtype, 2 * torch.finfo(self.loss.dtype).eps)
+        return abs(value - reference) <= tolerance * max(abs(reference), 1e-3)
+
+    def why_different(self, model: nn.Module) -> str:
+        """What it does in place of the cross entropy, as far as that can be told; empty if nothing."""
+        if self.near(float(self.loss), self.expected):
+            return ""
+        smoothing, ignored = self.used.get("label_smoothing"), self.used.get("ignore_index", IGNORE_INDEX)
+        if smoothing:
+            return f"it smooths labels by {smoothing}"
+        if ignored != IGNORE_INDEX:
+            return f"it ignores the label {ignored} and not {IGNORE_INDEX}"
+        if self.near(float(self.loss), self.unshifted):
+            return "it does not shift the labels: position t is held against label t"
+        named = [f"{name}={value:g}" for name, value in numbers_of_a_loss(model).items() if value]
+        seen = f" (numbers of it that a loss may have: {abridged(named)})" if named else ""
+        return f"it adds something to the cross entropy, or computes something else{seen}"
+
+
+class Different(str):
+    """Why a model's loss is another one, where that shows before it has been computed."""
+
+    __slots__ = ()
+
+
+class _SeesCrossEntropy(TorchFunctionMode):
+    """Notes what cross entropies are computed with; a label out of range is an error on every device.
+
+    On CUDA it would end the process's context.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used: dict[str, Any] = {}
+        self.different = ""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (F.cross_entropy, F.nll_loss):
+            self._note(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _note(
+        self,
+        input: torch.Tensor,  # noqa: A002 - torch's names
+        target: torch.Tensor,
+        weight: Any = None,
+        size_average: Any = None,
+        ignore_index: int = IGNORE_INDEX,
+        reduce: Any = None,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+    ) -> None:
+        noted = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+        self.used.update({name: value for name, value in noted.items() if value not in (IGNORE_INDEX, 0.0)})
+        if not target.is_floating_point():
+            held = target[target != ignore_index]
+            if held.numel() and int(held.min()) < 0:
+                self.different = f"it ignores the label {ignore_index} and not {int(held.min())}"
+                raise ValueError(self.different)
+
+
+def ask(model: nn.Module, router: bool | None) -> OwnLoss | str:
+    """What the model's own loss is on a tiny batch, or why there is none to be had.
+
+    The model is left as it was. Tried in training, where it may add what it leaves out in evaluation, and
+    then in evaluation.
+
+    Args:
+        model: With its weights; sharded or not.
+        router: What its forward gets as ``output_router_logits``; None does not mention it.
+
+    Collective: all ranks of the model's mesh, by one forward or a few.
+    """
+    parameters = forward_parameters(model)
+    if "labels" not in parameters and not any(p.kind == p.VAR_KEYWORD for p in parameters.values()):
+        return "its forward takes no labels"
+    why = ""
+    for training in (True, False):
+        try:
+            found = _in_mode(model, router, training)
+        except NotFusedError as error:
+            found = f"its forward with labels raises ({error})"
+        if isinstance(found, (OwnLoss, Different)):
+            return found
+        why = why or found
+    return why
+
+
+def numbers_of_a_loss(model: nn.Module) -> dict[str, float]:
+    """Numbers of the model and its config whose names say that a loss may use them."""
+    found: dict[str, float] = {}
+    for holder in _holders(model):
+        for name, value in vars(holder).items():
+            if _is_number(value) and any(part in name.lower() for part in _OF_A_LOSS):
+                found.setdefault(name, float(value))
+    return found
+
+
+@dataclass(frozen=True)
+class Coefficient:
+    """A number that a model multiplies its router's loss with, where the model reads it.
+
+    Attributes:
+        name: Of the attribute.
+        read: Its value now.
+    """
+
+    name: str
+    read: Callable[[], float]
+
+
+def coefficient_of(model: nn.Module, own: OwnLoss) -> Coefficient | None:
+    """The number by which ``aux_loss`` makes up what the model's loss has beyond the cross entropy."""
+    if own.aux_loss is None:
+        return None
+    for coefficient in router_coefficients(model):
+        if own.near(own.expected + coefficient.read() * own.aux_loss, float(own.loss)):
+            return coefficient
+    return None
+
+
+def router_coefficients(model: nn.Module) -> Iterator[Coefficient]:
+    """Candidates, the likeliest first: by name a router's, and of the model before its config."""
+    holders = list(_holders(model))
+    for likely in (True, False):
+        for holder in holders:
+            for name, value in vars(holder).items():
+                speaks = "coef" in name and ("aux" in name or "router" in name)
+                of_a_loss = any(part in name.lower() for part in ("coef", "aux", "loss", "router"))
+                if _is_number(value) and (speaks if likely else of_a_loss and not speaks):
+                    yield Coefficient(name, _reader(holder, name))
+
+
+def _reader(holder: Any, name: str) -> Callable[[], float]:
+    return lambda: float(getattr(holder, name))
+
+
+def _holders(model: nn.Module) -> Iterator[Any]:
+    """The model inside of wrappers and adapters, its config, and the configs within that."""
+    inner: Any = unwrapped(model)
+    base = getattr(inner, "get_base_model", None)
+    inner = base() if base is not None else inner
+    yield inner
+    config = getattr(inner, "config", None)
+    if config is None or not hasattr(config, "__dict__"):
+        return
+    yield config
+    yield from (value for value in vars(config).values() if hasattr(value, "to_dict"))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _in_mode(model: nn.Module, router: bool | None, training: bool) -> OwnLoss | str:
+    device = compute_device(model)
+    ids = torch.arange(3, 3 + 2 * _LENGTH, device=device).view(2, -1)
+    with evaluating(model):
+        inner: Any = unwrapped(model)
+        embedding = getattr(inner, "get_input_embeddings", lambda: None)()
+        rows = getattr(embedding, "num_embeddings", None) or int(ids.max()) + 1
+        ids %= rows
+        labels = _labels(model, ids, rows)
+        inputs: dict[str, Any] = {"input_ids": ids, "labels": labels}
+        if takes_use_cache(model):
+            inputs["use_cache"] = False
+        if router is not None:
+            inputs["output_router_logits"] = router
+        model.train(training)
+        seen = _SeesCrossEntropy()
+        try:
+            output = _forward(model, inputs, seen)
+        except NotFusedError:
+            if not seen.different:
+                raise
+            return Different(seen.different)
+        loss, logits = getattr(output, "loss", None), getattr(output, "logits", None)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            return "its forward with labels returns no loss"
+        if not isinstance(logits, torch.Tensor) or logits.shape[:2] != ids.shape or logits.ndim != 3:
+            return "its forward with labels returns no logits to compute the cross entropy of"
+        aux = getattr(output, "aux_loss", None)
+        return OwnLoss(
+            loss.detach().reshape(()),
+            _cross_entropy(logits, shifted(labels)),
+            _cross_entropy(logits, labels),
+            float(aux) if isinstance(aux, torch.Tensor) else None,
+            seen.used,
+        )
+
+
+def _labels(model: nn.Module, ids: torch.Tensor, rows: int) -> torch.Tensor:
+    """Labels with what a model might treat in its own way: unequal numbers a row, special tokens, -100."""
+    labels = ids.roll(1, dims=0)
+    config: Any = getattr(unwrapped(model), "config", None)
+    special = [getattr(config, f"{name}_token_id", None) for name in ("pad", "bos", "eos")]
+    for column, token in enumerate(special, start=2):
+        if isinstance(token, int) and 0 <= token < rows:
+            labels[0, column] = token
+    labels[0, 6] = IGNORE_INDEX
+    labels[1, 1:5] = IGNORE_INDEX
+    return labels
+
+
+def _forward(model: nn.Module, inputs: dict[str, Any], seen: TorchFunctionMode) -> Any:
+    """The output as the model made it, under ``seen``, before FSDP2 casts it."""
+    outputs: list[Any] = []
+    inner = unwrapped(model)
+    forward = inner.forward
+
+    def model_forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+        with seen:
+            outputs.append(forward(*args, **kwargs))
+        return torch.zeros(())
+
+    with replaced_forward(inner, model_forward):
+        guarded(model, lambda: model(**inputs))
+    return outputs[0]
+
+
+def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> float:
+    targets = targets.to(logits.device).flatten()
+    return float(F.cross_entropy(wide(logits).flatten(0, 1), targets, ignore_index=IGNORE_INDEX))
