@@ -20,14 +20,14 @@ STOREYS = [
     {"_compat", "_launch", "_random", "_slurm", "_streams", "errors"},
     {"_agree", "_safetensors", "_wrappers", "blocks"},
     {"_boxes", "distributed", "preemption"},
-    {"_disk", "_gather", "_model", "adapters"},
+    {"_disk", "_gather", "_kept", "_model", "adapters"},
     {"_claim", "collate", "dcp_io", "export", "metrics", "sac", "sampler", "shard", "varlen", "watchdog"}
     | {"weights"},
     {"loss", "packing", "pretrained"},
     {"planner", "prepared", "step"},
 ]
 # Pairs on one storey that may meet, upper first.
-WITHIN = {("_launch", "_slurm"), ("export", "collate"), ("adapters", "_model")}
+WITHIN = {("_launch", "_slurm"), ("export", "collate"), ("adapters", "_model"), ("_kept", "_model")}
 TESTS = Path(__file__).parent
 BENCHMARKS = TESTS.parent / "benchmarks"
 # Folders of tests that are no room of the library.

@@ -203,15 +203,16 @@ def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return {**named, **dict(unwrapped(model).named_buffers(remove_duplicate=False))}
 
 
-def meta_twin(model: nn.Module) -> Any:
+def meta_twin(model: nn.Module, dtype: torch.dtype | None = None) -> Any:
     """A second model of the same class and config: unsharded, untied, on the meta device.
 
     It answers what a sharded model cannot: conversions are found by class name, which FSDP2 replaces, and
     computed buffers come from running the model's own initialisation, which sharded parameters would not
-    survive.
+    survive. Built in ``dtype``; None is that of its config.
     """
     config: Any = copy.deepcopy(model.config)
-    dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+    if dtype is None:
+        dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
     return build_like_from_pretrained(original_class(model), config, dtype)
 
 

@@ -3,7 +3,7 @@
 import re
 import warnings
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,6 +19,17 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_sft._boxes import local_of
 from fsdp_sft._compat import apply_to_tensors, keep_in_float32_patterns
+from fsdp_sft._kept import (
+    Float32Unit,
+    cast_at_use,
+    float32_units,
+    gather_with,
+    kept_parameters,
+    lower_buffers,
+    matches,
+    plain_dtypes,
+    transformers_models,
+)
 from fsdp_sft._wrappers import replicas_of
 from fsdp_sft.blocks import find_blocks, is_never_called
 from fsdp_sft.errors import WrappedModelError
@@ -42,9 +53,10 @@ def shard_model(
     """Shard a model in place: each block is one FSDP2 group, what is left (embedding, norm, head) the root's.
 
     Each shard is cast after its block has been split, so a rank casts 1/N of the bytes and never holds a
-    block in the master dtype. Tied embedding and head end up in the root's group together. Modules that
-    transformers keeps in float32 under the policy's compute dtype get a group of their own with float32
-    compute; what cannot be honoured is named in a warning.
+    block in the master dtype. Tied embedding and head end up in the root's group together. What plain
+    transformers keeps in float32 under the policy's compute dtype computes in float32 here; what cannot be
+    honoured is named in a warning. Other floating buffers of transformers models take the dtype that they
+    have in a plain model of the compute dtype, and their blocks do not cast inputs, as plain models do not.
 
     Args:
         model: Materialised (every rank with the same values) or on the meta device; ordinary parameters.
@@ -87,21 +99,26 @@ def shard_model(
         for module in modules if isinstance(modules, list) else [modules]:
             _cast_shards(module, master_dtype, frozen_dtype)
 
+    plan = _plan_float32(model, policy, chosen, warn=mesh.get_rank() == 0)
+    block_policy, float32_policy = plan.policies(policy)
     for modules in _tied_across_blocks(model, chosen):
-        shard(modules, policy, reshard_after_forward=False)
-    kept = _kept_in_float32(model, policy, warn=mesh.get_rank() == 0)
-    if kept:
-        # Such models cast for themselves, and rely on float32 passing between their blocks (T5's residual).
-        block_policy = replace(policy, cast_forward_inputs=False)
-        for module in reversed(kept):  # inner before outer
-            float32_policy = replace(block_policy, param_dtype=torch.float32, output_dtype=None)
+        in_float32 = all(id(p) in plan.kept for module in modules for p in module.parameters())
+        shard(modules, float32_policy if in_float32 else block_policy, reshard_after_forward=False)
+    blocks_inside = {id(block) for block in chosen.values()}
+    for module in reversed(list(model.modules())):  # inner before outer, as FSDP2 wants
+        if isinstance(module, FSDPModule):
+            continue  # it may be one that shares its parameters, such as a tied head
+        unit = plan.units.get(id(module))
+        if unit is not None:
+            others = [other for other in unit.others if not isinstance(other, FSDPModule)]
+            if others:
+                shard(others, block_policy, reshard_after_forward=reshard_after_forward)
             shard(module, float32_policy, reshard_after_forward=reshard_after_forward)
-    else:
-        block_policy = policy
-    for module in reversed(list(chosen.values())):  # inner before outer, as FSDP2 wants
-        if not isinstance(
-            module, FSDPModule
-        ):  # it may be one that shares its parameters, such as a tied head
+            if unit.user is not None:
+                gather_with(unit.user, module)
+            for owner, names in unit.casts:
+                cast_at_use(owner, names, policy.param_dtype or torch.float32)
+        elif id(module) in blocks_inside:
             shard(module, block_policy, reshard_after_forward=reshard_after_forward)
     shard(model, policy)
     _set_prefetch(list(chosen.values()), prefetch)
@@ -257,35 +274,47 @@ def _cast_shards(module: nn.Module, master_dtype: torch.dtype, frozen_dtype: tor
     apply_to_tensors(module, cast)
 
 
-def _kept_in_float32(model: nn.Module, policy: MixedPrecisionPolicy, *, warn: bool) -> list[nn.Module]:
-    """Modules that need float32 compute under ``policy``, by transformers' own rule for loading."""
-    if policy.param_dtype not in (torch.float16, torch.bfloat16):
-        return []
-    float16_only, always = keep_in_float32_patterns(model)
-    names = always | float16_only if policy.param_dtype == torch.float16 else always
-    kept: list[nn.Module] = []
-    ignored: set[str] = set()
-    for fqn, module in model.named_modules():
-        own = [f"{fqn}.{name}" if fqn else name for name, _ in module.named_parameters(recurse=False)]
-        matching = [name for name in own if _matches(name, names)]
-        if matching and len(matching) == len(own) and fqn:
-            kept.append(module)
-        else:
-            ignored.update(matching)
-        ignored.update(name for name in own if name not in matching and _matches(name, float16_only))
-    if ignored and warn:
+@dataclass
+class _Float32Plan:
+    """What of a model computes in float32 under a 16-bit policy, and whether FSDP2 casts inputs."""
+
+    units: dict[int, Float32Unit] = field(default_factory=dict)
+    kept: set[int] = field(default_factory=set)
+    casts_inputs: bool = True
+
+    def policies(self, policy: MixedPrecisionPolicy) -> tuple[MixedPrecisionPolicy, MixedPrecisionPolicy]:
+        """For blocks, and for what is kept in float32."""
+        blocks = policy if self.casts_inputs else replace(policy, cast_forward_inputs=False)
+        return blocks, replace(
+            policy, cast_forward_inputs=False, param_dtype=torch.float32, output_dtype=None
+        )
+
+
+def _plan_float32(
+    model: nn.Module, policy: MixedPrecisionPolicy, blocks: Mapping[str, nn.Module], *, warn: bool
+) -> _Float32Plan:
+    """By transformers' own rule for loading in a 16-bit dtype; what is not honoured is named in a warning."""
+    dtype = policy.param_dtype
+    if dtype not in (torch.float16, torch.bfloat16):
+        return _Float32Plan()
+    dtypes = plain_dtypes(model, dtype)
+    lower_buffers(model, dtype, dtypes)
+    names = kept_parameters(model, dtype, dtypes)
+    units, missed = float32_units(model, list(blocks.values()), names)
+    float16_only, _ = keep_in_float32_patterns(model)
+    missed |= {n for n, _ in model.named_parameters() if n not in names and matches(n, float16_only)}
+    if missed and warn:
         warnings.warn(
-            f"computed in {policy.param_dtype} although transformers lists them in _keep_in_fp32_modules: "
-            f"{_abridged(ignored)} (transformers itself keeps such modules in float32 under float16 only, or "
-            "they share a module with other parameters)",
+            f"computed in {dtype} although transformers lists them in _keep_in_fp32_modules: "
+            f"{_abridged(missed)} (transformers itself keeps such modules in float32 under float16 only, or "
+            "they cannot be grouped apart from other parameters)",
             stacklevel=3,
         )
-    return kept
-
-
-def _matches(parameter_name: str, patterns: set[str]) -> bool:
-    # As transformers matches them: whole dotted components, anywhere in the name.
-    return any(re.search(rf"(?:^|\.){re.escape(p)}(?:\.|$)", parameter_name) for p in patterns)
+    # Such models cast for themselves, and rely on float32 passing between their blocks (OLMo's rotary
+    # embedding, T5's residual).
+    theirs = bool(units) or next(transformers_models(model), None) is not None
+    kept = {id(p) for name, p in model.named_parameters(remove_duplicate=False) if name in names - missed}
+    return _Float32Plan({id(unit.module): unit for unit in units}, kept, casts_inputs=not theirs)
 
 
 def _abridged(names: set[str]) -> str:

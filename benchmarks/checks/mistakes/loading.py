@@ -87,4 +87,32 @@ MISTAKES: list[Mistake] = [
         "return target.is_parameter and self",
         ("tests/weights/test_faults.py",),
     ),
+    Mistake(
+        "a module kept in float32 drags along what it contains",
+        "shard.py",
+        "            if others:\n",
+        "            if False:\n",
+        ("tests/test_kept.py",),
+    ),
+    Mistake(
+        "computed buffers in the master dtype under 16-bit compute",
+        "shard.py",
+        "    lower_buffers(model, dtype, dtypes)\n",
+        "",
+        ("tests/test_kept.py",),
+    ),
+    Mistake(
+        "what a class makes in float32 without listing it is computed in 16 bits",
+        "_kept.py",
+        "if dtypes.get(name) == torch.float32 or matches(name, patterns)",
+        "if matches(name, patterns)",
+        ("tests/test_kept.py",),
+    ),
+    Mistake(
+        "a convolution that is used by its weight is not gathered",
+        "shard.py",
+        "            if unit.user is not None:\n",
+        "            if False:\n",
+        ("tests/test_kept.py",),
+    ),
 ]

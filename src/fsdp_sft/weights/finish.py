@@ -12,7 +12,7 @@ from fsdp_sft._compat import (
     tie_by_names,
     tied_names,
 )
-from fsdp_sft._model import named_tensors
+from fsdp_sft._model import meta_twin, named_tensors
 from fsdp_sft._random import unmoved
 from fsdp_sft.distributed import compute_device
 from fsdp_sft.weights.plan import LoadPlan
@@ -74,6 +74,7 @@ def initialise_rest(model: nn.Module, plan: LoadPlan, *, seed: int) -> None:
     """
     with unmoved(seed=seed):
         values = initialise_computed(plan.twin, set(plan.initialised))
+        values.update(_computed_in_16_bits(model, plan, values))
     persistent = plan.twin.state_dict().keys()
     tensors = named_tensors(model)
     for name, value in values.items():
@@ -85,6 +86,26 @@ def initialise_rest(model: nn.Module, plan: LoadPlan, *, seed: int) -> None:
             setattr(model.get_submodule(parent), leaf, value.to(tensor.device, tensor.dtype))
             continue
         local_of(tensor).copy_(part_of(value, box_of(tensor)))
+
+
+def _computed_in_16_bits(
+    model: nn.Module, plan: LoadPlan, values: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Computed buffers that ``shard_model`` has made 16-bit, as a plain model of that dtype computes them."""
+    tensors = named_tensors(model)
+    persistent = plan.twin.state_dict().keys()
+    lower: dict[str, torch.Tensor] = {}
+    wanted = {
+        name: tensors[name].dtype
+        for name, value in values.items()
+        if name in tensors and name not in persistent and value.is_floating_point()
+    }
+    for dtype in {torch.bfloat16, torch.float16} & set(wanted.values()):
+        if all(values[name].dtype == dtype for name in wanted if wanted[name] == dtype):
+            continue
+        computed = initialise_computed(meta_twin(plan.twin, dtype), set())
+        lower.update({name: computed[name] for name in wanted if wanted[name] == dtype and name in computed})
+    return lower
 
 
 def check_shards_finite(model: nn.Module, plan: LoadPlan) -> None:

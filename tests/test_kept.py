@@ -1,0 +1,201 @@
+"""One training step under the default policy beside plain bf16 transformers, which keeps parts in float32."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import fsdp_sft as fs
+from fsdp_sft.weights import build_meta_model, load_weights
+from tests.harness.architectures import class_names, inputs_for, quiet, save_all, tiny_architecture
+from tests.harness.hf_folders import plain
+from tests.harness.models import full
+from tests.harness.ranks import run_distributed
+
+# One of each way: a module that owns one such parameter (Flint) or beside others (OlmoHybrid, Inkling's
+# router), a convolution used by its weight (BailingHybrid, Inkling), buffers computed in bf16 (MiniMax), made
+# in float32 without being listed (OlmoHybrid), float32 between blocks (Olmo).
+ALWAYS = [
+    "BailingHybridForCausalLM",
+    "FlintForCausalLM",
+    "InklingForCausalLM",
+    "MiniMaxForCausalLM",
+    "OlmoForCausalLM",
+    "OlmoHybridForCausalLM",
+]
+# Plain transformers cannot train these in bf16, and why.
+NOT_RUNNABLE = {
+    "Gemma4AssistantForCausalLM": "cannot be built",
+    "Gemma4UnifiedAssistantForCausalLM": "is handed float32 hidden states by the model that it assists",
+    "DbrxForCausalLM": "transformers 5.17 refuses the config that it wrote",
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a step compares: why plain transformers cannot, what differs, whether gradients are bitwise."""
+
+    not_runnable: str = ""
+    problem: str = ""
+    bitwise: bool = False
+
+
+def _step(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    output = model(**inputs_for(model))
+    loss = output.loss if getattr(output, "loss", None) is not None else output.logits.float().square().mean()
+    loss.backward()
+    named = model.named_parameters()
+    return loss.detach().float(), {name: full(p.grad).float() for name, p in named if p.grad is not None}
+
+
+def _distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    return math.sqrt(sum(float((one[name] - other[name]).square().sum()) for name in other))
+
+
+def _check_one(folder: Path, mesh: Any) -> Outcome:
+    try:
+        expected = _step(_in_bf16(folder))
+    except Exception as error:
+        return Outcome(not_runnable=f"{type(error).__name__}: {str(error)[:150]}")
+    model = build_meta_model(folder)
+    fs.shard_model(model, mesh=mesh)
+    load_weights(model, folder)
+    found = _step(model)
+    if not torch.equal(found[0], expected[0]) or found[1].keys() != expected[1].keys():
+        return Outcome(problem=f"loss {found[0].item()} instead of {expected[0].item()}")
+    if all(torch.equal(found[1][name], expected[1][name]) for name in expected[1]):
+        return Outcome(bitwise=True)
+    # FSDP2's hooks change the order in which autograd adds the gradients of a tensor with several users.
+    exact = _step(plain(folder))[1]
+    errors = _distance(found[1], exact), _distance(expected[1], exact)
+    return Outcome(problem="" if errors[0] <= 3 * errors[1] else f"errors of the gradients: {errors}")
+
+
+def _in_bf16(folder: Path) -> Any:
+    config = transformers.AutoConfig.from_pretrained(folder)
+    cls = getattr(transformers, config.architectures[0])
+    return cls.from_pretrained(folder, dtype=torch.bfloat16).train()
+
+
+def _check_all(folder: Path, names: list[str]) -> dict[str, Outcome]:
+    quiet()
+    mesh = fs.build_mesh(device_type="cpu")
+    outcomes = {}
+    for name in names:
+        try:
+            outcomes[name] = _check_one(folder / name, mesh)
+        except Exception as error:
+            outcomes[name] = Outcome(problem=f"{type(error).__name__}: {str(error)[:300]}")
+    return outcomes
+
+
+def _assert_all(folder: Path, names: list[str], failed: dict[str, str], world_size: int) -> None:
+    by_rank = run_distributed(_check_all, world_size, folder, names, timeout=2400)
+    outcomes = by_rank[0]
+    failed |= {name: o.not_runnable for name, o in outcomes.items() if o.not_runnable}
+    ran = {name: o for name, o in outcomes.items() if not o.not_runnable}
+    wrong = {
+        name: [r[name].problem for r in by_rank] for name in ran if any(r[name].problem for r in by_rank)
+    }
+    noise = [name for name, o in ran.items() if not o.bitwise and name not in wrong]
+    print(
+        f"\n{world_size} ranks: {len(ran) - len(wrong)} of {len(ran)} equal; the loss bitwise, the gradients "
+        f"too but for {noise}; plain transformers cannot run {failed}"
+    )
+    assert wrong == {}
+    assert failed.keys() <= NOT_RUNNABLE.keys(), failed
+
+
+def test_a_selection_trains_as_plain_transformers_does(tmp_path: Path) -> None:
+    quiet()
+    for name in ALWAYS:
+        tiny_architecture(name).to(torch.bfloat16).save_pretrained(tmp_path / name)
+    _assert_all(tmp_path, ALWAYS, {}, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_every_causal_lm_trains_as_plain_transformers_does(tmp_path: Path) -> None:
+    quiet()
+    failed = save_all(tmp_path, class_names())
+    _assert_all(tmp_path, [name for name in class_names() if name not in failed], failed, 2)
+
+
+class Router(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.scale = nn.Parameter(torch.randn(3, 8)), nn.Parameter(torch.randn(1))
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(self.weight.dtype)
+        return x @ self.weight.T * self.scale.to(x.dtype)
+
+
+class Layer(nn.Module):
+    """Owns one parameter in float32, uses the weight of a convolution, and has the usual beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sinks = nn.Parameter(torch.randn(8))
+        self.parts = nn.ModuleDict({"router": Router(), "q": nn.Linear(8, 8)})
+        self.inner = nn.ModuleDict({"conv": nn.Linear(8, 8, bias=False), "o": nn.Linear(8, 8)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = (x.float() @ self.inner["conv"].weight + self.sinks).to(x.dtype)
+        return self.inner["o"](self.parts["q"](x)) + self.parts["router"](x).sum(-1, keepdim=True)
+
+
+class Layered(nn.Module):
+    _keep_in_fp32_modules_strict = ("sinks", "scale", "conv")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 8)
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def _check_layered(sac: bool) -> None:
+    torch.manual_seed(0)
+    oracle, model = Layered(), Layered()
+    model.load_state_dict(oracle.state_dict())
+    kept = {"sinks", "scale", "conv"}
+    for name, parameter in oracle.named_parameters():
+        if not kept & set(name.split(".")):
+            parameter.data = parameter.data.to(torch.bfloat16)
+    if sac:
+        fs.apply_sac(model, 1)
+    fs.shard_model(model, mesh=fs.build_mesh(device_type="cpu"))
+    ids = torch.arange(5)[None]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for _ in range(2):
+        for one in (oracle, model):
+            with torch.no_grad():
+                one(ids)
+            one(ids).square().mean().backward()
+        for (name, p), q in zip(model.named_parameters(), oracle.parameters(), strict=True):
+            assert torch.equal(full(p.grad), q.grad.float()), name
+        optimizer.step()
+        optimizer.zero_grad()
+        oracle.zero_grad()
+        for p, q in zip(model.parameters(), oracle.parameters(), strict=True):
+            q.data.copy_(full(p))
+    assert set(model.layers[0].parts["router"].seen) == {torch.bfloat16}
+    assert set(dict(model.named_parameters())) == set(dict(oracle.named_parameters()))
+
+
+@pytest.mark.parametrize("sac", [False, True])
+def test_parameters_in_float32_beside_others_in_one_module(sac: bool) -> None:
+    run_distributed(_check_layered, 2, sac)
