@@ -7,6 +7,7 @@ import math
 import struct
 import sys
 import types
+import warnings
 import zlib
 
 import pytest
@@ -100,6 +101,26 @@ class TestWandbAndTrackio:
             logger.log({"loss": 1.0, "mfu": None}, 1)
             logger.log({"loss": 0.5}, 2)
         assert calls == [{"project": "sft"}, (1, {"loss": 1.0}), (2, {"loss": 0.5}), "finish"]
+
+    @pytest.mark.parametrize("init", [{}, {"project": "other"}])
+    @pytest.mark.parametrize(("sink", "name"), [(WandbSink, "wandb"), (TrackioSink, "trackio")])
+    def test_a_run_of_the_program_is_left_open(self, sink, name, init, monkeypatch):
+        calls = []
+        run = types.SimpleNamespace(
+            log=lambda row, step: calls.append((step, row)), finish=lambda: calls.append("finish")
+        )
+        current = types.SimpleNamespace(current_run=types.SimpleNamespace(get=lambda: run))
+        module = types.SimpleNamespace(
+            init=lambda **options: calls.append(options) or run, run=run, context_vars=current
+        )
+        monkeypatch.setitem(sys.modules, name, module)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for step in (1, 2):
+                with MetricLogger(stdout=False, sinks=[sink(init)]) as logger:
+                    logger.log({"loss": 1.0}, step)
+        assert calls == [(1, {"loss": 1.0}), (2, {"loss": 1.0})]
+        assert [str(w.message)[:10] for w in caught] == ["a run of " + name[0]] * 2 * bool(init)
 
     @pytest.mark.parametrize(("sink", "name"), [(WandbSink, "wandb"), (TrackioSink, "trackio")])
     def test_absent(self, sink, name, monkeypatch):

@@ -59,4 +59,18 @@ MISTAKES = [
         "self.is_passed_over = False",
         ("tests/test_sampler.py",),
     ),
+    Mistake(
+        "a step that is pruned while it is read is taken for damaged",
+        "dcp_io/choice.py",
+        "return folder != path and any(all_gather_objects(not folder.exists()))",
+        "return False",
+        ("tests/dcp_io/test_pruned.py",),
+    ),
+    Mistake(
+        "a tracker's run is ended by who did not start it",
+        "metrics/trackers.py",
+        "if self._run is not None and self._is_own:",
+        "if self._run is not None:",
+        ("tests/metrics/test_watching.py",),
+    ),
 ]

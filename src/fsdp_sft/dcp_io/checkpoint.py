@@ -23,11 +23,11 @@ from fsdp_sft._disk import TensorReader, read_bytes, sweep_all, unsound_beside
 from fsdp_sft._model import model_tensors
 from fsdp_sft._random import set_generator_states
 from fsdp_sft.dcp_io.background import BackgroundSave, join_last, wait_for_last
+from fsdp_sft.dcp_io.choice import MOST_ATTEMPTS, choose_step, deleted_meanwhile
 from fsdp_sft.dcp_io.codec import decode, dumps, encode, loads
 from fsdp_sft.dcp_io.extra_state import check_alike, encode_extra, own_digests
-from fsdp_sft.dcp_io.folder import FolderContent, describe_mesh, open_folder, own_parts, write_folder
+from fsdp_sft.dcp_io.folder import FolderContent, describe_mesh, own_parts, write_folder
 from fsdp_sft.dcp_io.manifest import (
-    MANIFEST_NAME,
     MAX_JSON_BYTES,
     TRAIN_STATE_NAME,
     Manifest,
@@ -40,13 +40,12 @@ from fsdp_sft.dcp_io.optimizer_load import apply_optimizer, check_optimizer
 from fsdp_sft.dcp_io.rank_files import rank_content, read_rank_files
 from fsdp_sft.dcp_io.retention import prune
 from fsdp_sft.dcp_io.snapshot import Snapshot
-from fsdp_sft.dcp_io.steps import is_step_folder, step_folder, step_folders
+from fsdp_sft.dcp_io.steps import step_folder, step_folders
 from fsdp_sft.distributed import reshard
 from fsdp_sft.errors import (
     CheckpointCorruptError,
     CheckpointError,
     CheckpointExistsError,
-    CheckpointNotFoundError,
 )
 
 # The memory for asynchronous saves; one is under way at a time.
@@ -211,7 +210,8 @@ def load_checkpoint(
             groups; None leaves what was saved of them.
         verify: Compare every file's checksum, each on one rank. False looks at names, sizes and headers.
         fallback: From a root, take the newest step that is sound, and warn about the ones that are not.
-            Otherwise the newest has to be.
+            Otherwise the newest has to be. A step that another job deletes meanwhile (``keep_last``) counts
+            as if it had not been there.
 
     Returns:
         Step, folder, and the caller's own state.
@@ -228,10 +228,19 @@ def load_checkpoint(
     join_last()  # it may be what is to be loaded
     reshard(model)
     path = Path(path_or_root).absolute()
-    candidates: list[Path] = []
-    with agreed(f"looking for checkpoints at {path}"):
-        candidates = _candidates(path)
-    folder, manifest = _first_sound(candidates, hashes=verify, fallback=fallback)
+    for _ in range(MOST_ATTEMPTS):
+        folder, manifest = choose_step(path, hashes=verify, fallback=fallback)
+        try:
+            return _load_step(folder, manifest, model, optimizer)
+        except CheckpointCorruptError:
+            if not deleted_meanwhile(path, folder):
+                raise
+    raise CheckpointError(f"the steps in {path} are deleted faster than they can be read")
+
+
+def _load_step(
+    folder: Path, manifest: Manifest, model: nn.Module, optimizer: Optimizers | None
+) -> LoadedCheckpoint:
     same_ranks = manifest.world_size == world_size()
     train_state = rng = rank_state = None
     with agreed(f"checking the model against {folder}"):
@@ -310,41 +319,6 @@ def _agree_on(target: Path, metric: float | None, digests: dict[str, str]) -> No
     if len(told) != 1:
         raise CheckpointError(f"ranks were told to save different things: {sorted(told)[:4]}")
     check_alike([own for _, _, own in everyone])
-
-
-def _candidates(path: Path) -> list[Path]:
-    """Steps to try, best first."""
-    if is_step_folder(path) or (path / MANIFEST_NAME).exists():
-        if not path.is_dir():
-            raise CheckpointNotFoundError(f"there is no checkpoint at {path}")
-        return [path]
-    found = [folder for _, folder in step_folders(path)]
-    if not found:
-        raise CheckpointNotFoundError(
-            f"there is no checkpoint in {path}; expected folders named step-<number>, or such a folder itself"
-        )
-    return found[::-1]
-
-
-def _first_sound(candidates: list[Path], *, hashes: bool, fallback: bool) -> tuple[Path, Manifest]:
-    everyone = all_gather_objects([str(path) for path in candidates])
-    if any(own != everyone[0] for own in everyone):
-        raise CheckpointError(
-            f"ranks see different checkpoints beside {candidates[0]}; all of them must share its file system"
-        )
-    for folder in candidates if fallback else candidates[:1]:
-        manifest, problems = open_folder(folder, hashes=hashes)
-        if manifest is not None and manifest.model is not None:
-            return folder, manifest
-        summary = "; ".join(problems[:5]) or "it has no model in it"
-        if len(candidates) > 1 and fallback and this_rank() == 0:
-            warnings.warn(f"checkpoint {folder} is not sound and is passed over: {summary}", stacklevel=3)
-    tried = len(candidates) if fallback else 1
-    raise CheckpointCorruptError(
-        f"{folder} is not sound: {summary}"
-        if tried == 1
-        else f"none of the {tried} checkpoints in {folder.parent} is sound; the oldest: {summary}"
-    )
 
 
 def read_train_state(folder: Path, manifest: Manifest) -> Any:

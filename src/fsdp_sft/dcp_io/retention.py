@@ -36,9 +36,11 @@ class CheckpointInfo:
 def find_checkpoints(root: str | os.PathLike[str]) -> list[CheckpointInfo]:
     """The steps below ``root``, oldest first; none if there is no such folder.
 
-    Looks from this process alone, and not into the contents of files.
+    Looks from this process alone, and not into the contents of files. A step that another job deletes
+    meanwhile is left out.
     """
-    return [_info(step, path) for step, path in step_folders(Path(root).absolute())]
+    found = [_info(step, path) for step, path in step_folders(Path(root).absolute())]
+    return [info for info in found if info.sound or info.path.exists()]
 
 
 def _info(step: int, path: Path) -> CheckpointInfo:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
@@ -59,27 +60,48 @@ class _RunSink:
             )
         self._init = dict(init)
         self._run: Any = None
+        self._is_own = False
 
     def log(self, metrics: Mapping[str, Scalar], step: int) -> None:
-        """Send one step; None is left out. The first call starts the run.
+        """Send one step; None is left out. The first call starts the run, unless one is going on.
 
         Raises:
             ImportError: The tracker is not installed.
         """
         if self._run is None:
-            self._run = _require(self._module).init(**self._init)
+            module = _require(self._module)
+            self._run = self._run_going_on(module)
+            self._is_own = self._run is None
+            if self._is_own:
+                self._run = module.init(**self._init)
+            elif self._init:
+                warnings.warn(
+                    f"a run of {self._module} is going on: it is written to and left open, and the arguments "
+                    f"for another ({', '.join(self._init)}) are not used",
+                    stacklevel=3,
+                )
         row = {key: value for key, value in metrics.items() if value is not None}
         self._run.log(row, step=step)
 
     def close(self) -> None:
-        """End the run."""
-        if self._run is not None:
-            self._run.finish()
-            self._run = None
+        """End the run, if it was started here."""
+        if self._run is not None and self._is_own:
+            self._finish(self._run)
+        self._run = None
+
+    def _finish(self, run: Any) -> None:
+        run.finish()
+
+    def _run_going_on(self, module: Any) -> Any:
+        """The run that the program has started itself; None if there is none."""
+        raise NotImplementedError
 
 
 class WandbSink(_RunSink):
     """A run of Weights & Biases, started at the first `log` and so on the main rank alone.
+
+    Where the program has called `wandb.init` itself, its run is written to and not ended, and `init` is not
+    used.
 
     wandb takes steps in ascending order: a point of an earlier step than the last one is dropped, with its
     own warning. After a resume from an older checkpoint, start another run.
@@ -93,9 +115,15 @@ class WandbSink(_RunSink):
 
     _module = "wandb"
 
+    def _run_going_on(self, module: Any) -> Any:
+        return getattr(module, "run", None)
+
 
 class TrackioSink(_RunSink):
     """A run of trackio, which keeps its data on this machine; started at the first `log`.
+
+    Where the program has called `trackio.init` itself, its run is written to and not ended, and `init` is not
+    used.
 
     Args:
         init: Arguments of `trackio.init`, such as `{"project": "sft"}`.
@@ -105,6 +133,17 @@ class TrackioSink(_RunSink):
     """
 
     _module = "trackio"
+
+    def _run_going_on(self, module: Any) -> Any:
+        current = getattr(getattr(module, "context_vars", None), "current_run", None)
+        return current.get() if current is not None else None
+
+    def _finish(self, run: Any) -> None:
+        module = import_module(self._module)
+        if self._run_going_on(module) is run and hasattr(module, "finish"):
+            module.finish()  # which also forgets the run; the run's own finish does not
+        else:
+            run.finish()
 
 
 def _require(module: str) -> Any:

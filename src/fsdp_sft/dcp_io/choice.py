@@ -1,0 +1,92 @@
+"""Which step is loaded: the newest sound one, in a folder that another job may be saving to and pruning."""
+
+import time
+import warnings
+from pathlib import Path
+
+from fsdp_sft._agree import agreed, all_gather_objects, this_rank
+from fsdp_sft.dcp_io.folder import open_folder
+from fsdp_sft.dcp_io.manifest import MANIFEST_NAME, Manifest
+from fsdp_sft.dcp_io.steps import is_step_folder, step_folders
+from fsdp_sft.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
+
+MOST_ATTEMPTS = 64
+_DIFFERENT_ATTEMPTS, _PAUSE_SECONDS = 10, 0.1  # ranks list the folder at different moments
+
+
+def choose_step(path: Path, *, hashes: bool, fallback: bool) -> tuple[Path, Manifest]:
+    """The folder to load, and its manifest.
+
+    Args:
+        path: One step's folder, or the root of all steps.
+        hashes: Whether to compare checksums.
+        fallback: Whether an older step will do.
+
+    Raises:
+        CheckpointNotFoundError: If there is none.
+        CheckpointCorruptError: If none is sound.
+        CheckpointError: If ranks see different ones.
+
+    Collective: all ranks; all return the same.
+    """
+    for _ in range(MOST_ATTEMPTS):
+        candidates = _same_candidates(path)
+        found = _first_sound(path, candidates if fallback else candidates[:1], hashes)
+        if found is not None:
+            return found
+    raise CheckpointError(f"the steps in {path} are deleted faster than they can be read")
+
+
+def deleted_meanwhile(path: Path, folder: Path) -> bool:
+    """Whether ``folder``, found below the root ``path``, is there no more: another job has pruned it.
+
+    Collective: all ranks.
+    """
+    return folder != path and any(all_gather_objects(not folder.exists()))
+
+
+def _same_candidates(path: Path) -> list[Path]:
+    """Steps to try, best first; the same on all ranks."""
+    for attempt in range(_DIFFERENT_ATTEMPTS):
+        candidates: list[Path] = []
+        with agreed(f"looking for checkpoints at {path}"):
+            candidates = _candidates(path)
+        everyone = all_gather_objects([str(candidate) for candidate in candidates])
+        if all(own == everyone[0] for own in everyone):
+            return candidates
+        if attempt < _DIFFERENT_ATTEMPTS - 1:
+            time.sleep(_PAUSE_SECONDS)  # a step was saved or pruned between the ranks' looks
+    raise CheckpointError(
+        f"ranks see different checkpoints beside {candidates[0]}; all of them must share its file system"
+    )
+
+
+def _candidates(path: Path) -> list[Path]:
+    if is_step_folder(path) or (path / MANIFEST_NAME).exists():
+        if not path.is_dir():
+            raise CheckpointNotFoundError(f"there is no checkpoint at {path}")
+        return [path]
+    found = [folder for _, folder in step_folders(path)]
+    if not found:
+        raise CheckpointNotFoundError(
+            f"there is no checkpoint in {path}; expected folders named step-<number>, or such a folder itself"
+        )
+    return found[::-1]
+
+
+def _first_sound(path: Path, candidates: list[Path], hashes: bool) -> tuple[Path, Manifest] | None:
+    """The first sound one; None if one was deleted while it was looked at, which asks for another look."""
+    for folder in candidates:
+        manifest, problems = open_folder(folder, hashes=hashes)
+        if manifest is not None and manifest.model is not None:
+            return folder, manifest
+        if deleted_meanwhile(path, folder):
+            return None
+        summary = "; ".join(problems[:5]) or "it has no model in it"
+        if len(candidates) > 1 and this_rank() == 0:
+            warnings.warn(f"checkpoint {folder} is not sound and is passed over: {summary}", stacklevel=5)
+    raise CheckpointCorruptError(
+        f"{folder} is not sound: {summary}"
+        if len(candidates) == 1
+        else f"none of the {len(candidates)} checkpoints in {folder.parent} is sound; the oldest: {summary}"
+    )
