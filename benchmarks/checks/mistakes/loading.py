@@ -4,6 +4,20 @@ from benchmarks.checks.mistakes.mistake import Mistake
 
 MISTAKES: list[Mistake] = [
     Mistake(
+        "ids beyond the embedding reach the device",
+        "step/acceptable.py",
+        "        vocabulary.check_ids(batch)\n",
+        "",
+        ("tests/test_vocabulary.py",),
+    ),
+    Mistake(
+        "labels beyond the head reach the device",
+        "step/acceptable.py",
+        "            vocabulary.check_labels(batch, LABEL_KEYS, IGNORE_INDEX)\n",
+        "",
+        ("tests/test_vocabulary.py",),
+    ),
+    Mistake(
         "buffers of a copied module are left as the memory was",
         "adapters.py",
         "for name, tensor in named_tensors(copied).items():",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from fsdp_sft._vocabulary import check_row
 from fsdp_sft.collate.encode import (
     IGNORE_INDEX,
     EncodedChat,
@@ -50,6 +51,8 @@ class SFTCollator:
         truncation: "right", "left" or "error".
         chat_template: Takes the place of the tokenizer's template.
         row_format: Named, or None to detect it.
+        vocab_size: Number of ids that the model has rows for, such as `model.config.vocab_size`; a row with
+            another id raises. None leaves that to `train_step`.
 
     Raises:
         ValueError: For an option that is not allowed, or a tokenizer without a padding token.
@@ -69,8 +72,11 @@ class SFTCollator:
         truncation: str = "right",
         chat_template: str | None = None,
         row_format: str | None = None,
+        vocab_size: int | None = None,
     ) -> None:
         check_count("max_length", max_length)
+        if vocab_size is not None:
+            check_count("vocab_size", vocab_size)
         check_choice("padding", padding, ("longest", "max_length"))
         check_choice("padding_side", padding_side, ("right", "left"))
         if pad_to_multiple_of is not None:
@@ -85,6 +91,7 @@ class SFTCollator:
         self.padding = padding
         self.padding_side = padding_side
         self.pad_to_multiple_of = pad_to_multiple_of or 1
+        self.vocab_size = vocab_size
         self._options = EncodeOptions.check(
             train_on, train_eot, train_reasoning, max_length, truncation, chat_template, row_format
         )
@@ -99,6 +106,7 @@ class SFTCollator:
             `input_ids`, `attention_mask` and `labels`, each int64 (B, S).
 
         Raises:
+            VocabularyError: For an id beyond `vocab_size`.
             ValueError: Without rows, and as `encode_chat` does.
         """
         if not rows:
@@ -111,6 +119,9 @@ class SFTCollator:
         chats = [
             truncate(row if isinstance(row, EncodedChat) else next(fresh), self._options) for row in rows
         ]
+        if self.vocab_size is not None:
+            for chat in chats:
+                check_row(chat.input_ids, self.vocab_size)
         longest = max(len(chat.input_ids) for chat in chats)
         length = self.max_length if self.padding == "max_length" else longest
         length += -length % self.pad_to_multiple_of

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fsdp_sft.collate import refuse_masked_pack
 from fsdp_sft.distributed import compute_device, mesh_of, reshard, sum_over_mesh
 from fsdp_sft.loss import LossImpl, RouterLoss, num_tokens
 from fsdp_sft.packing import Verify, check_verify, verify_at_first_use
+from fsdp_sft.step.acceptable import check_of
 from fsdp_sft.step.keys import keys_of, may_be_packs
 from fsdp_sft.step.own_loss import LossFn, Objective
 from fsdp_sft.step.rounds import in_step
@@ -70,6 +70,7 @@ def evaluate(
     Raises:
         PackingError: As for ``train_step``.
         BatchError: If ranks have batches of different keys at the same time.
+        VocabularyError: If a batch has an id, or a label, that the model has no row for.
         ValueError: If no rank has a target.
 
     Collective: all ranks of the mesh.
@@ -82,12 +83,11 @@ def evaluate(
     modes = {module: module.training for module in model.modules()}
     total, targets = torch.zeros((), dtype=torch.float64), 0
     added, tokens = torch.zeros((), dtype=torch.float64), 0
+    check = check_of(model, own_loss=loss_fn is not None)
     model.eval()
     try:
         with torch.no_grad():
-            for batch, count in in_step(
-                batches, mesh, count_fn, refuse_masked_pack if loss_fn is None else None
-            ):
+            for batch, count in in_step(batches, mesh, count_fn, check):
                 if verify == "first" and may_be_packs(keys_of(batch)):
                     verify_at_first_use(model, [batch], mesh, own_loss=loss_fn is not None)
                 summed, router = objective.of(model, to_device(batch, device))

@@ -7,6 +7,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from fsdp_sft._agree import all_reduce_min, all_reduce_sum, raise_first
+from fsdp_sft._vocabulary import Vocabulary
 from fsdp_sft.errors import BatchError
 from fsdp_sft.loss import num_targets
 from fsdp_sft.preemption import keep_workers_alive
@@ -14,7 +15,11 @@ from fsdp_sft.step.window import CountFn, counted, num_rows
 
 
 def windows(
-    loader: Iterable[Any], grad_accum_steps: int, *, count_fn: CountFn | None = None
+    loader: Iterable[Any],
+    grad_accum_steps: int,
+    *,
+    count_fn: CountFn | None = None,
+    vocab_size: int | None = None,
 ) -> Iterator[list[Any]]:
     """Group a loader's batches into the windows of optimizer steps, the same number on all ranks.
 
@@ -29,21 +34,30 @@ def windows(
         grad_accum_steps: Micro-batches per window.
         count_fn: What ``train_step`` gets. None looks at the labels of batches that have such as ``loss_sum``
             takes, and has nothing to say against an epoch of others.
+        vocab_size: Number of ids that the model has rows for. None takes the collator's, if the loader's has
+            one; without, ``train_step`` and ``evaluate``, which know the model, look at the ids.
 
     Yields:
         Lists of 1 to ``grad_accum_steps`` batches.
 
     Raises:
+        VocabularyError: If a batch has an id beyond ``vocab_size``; on all ranks.
         ValueError: If ``grad_accum_steps`` is not positive, or a whole epoch had no target on any rank.
 
     Collective: all ranks, in step.
     """
     if isinstance(grad_accum_steps, bool) or not isinstance(grad_accum_steps, int) or grad_accum_steps < 1:
         raise ValueError(f"grad_accum_steps must be a positive integer, got {grad_accum_steps!r}")
-    return _windows(loader, grad_accum_steps, count_fn)
+    if vocab_size is None:
+        vocab_size = getattr(getattr(loader, "collate_fn", None), "vocab_size", None)
+    elif isinstance(vocab_size, bool) or not isinstance(vocab_size, int) or vocab_size < 1:
+        raise ValueError(f"vocab_size must be a positive integer or None, got {vocab_size!r}")
+    return _windows(loader, grad_accum_steps, count_fn, Vocabulary("the model", vocab_size))
 
 
-def _windows(loader: Iterable[Any], grad_accum_steps: int, count_fn: CountFn | None) -> Iterator[list[Any]]:
+def _windows(
+    loader: Iterable[Any], grad_accum_steps: int, count_fn: CountFn | None, vocabulary: Vocabulary
+) -> Iterator[list[Any]]:
     sampler = _resumable(loader)
     mark_consumed = getattr(sampler, "mark_consumed", None)
     end_epoch = getattr(sampler, "end_epoch", None)
@@ -57,6 +71,8 @@ def _windows(loader: Iterable[Any], grad_accum_steps: int, count_fn: CountFn | N
         try:
             batches = batches if batches is not None else keep_workers_alive(loader)
             window = list(itertools.islice(batches, grad_accum_steps))
+            for batch in window:
+                vocabulary.check_ids(batch)
             targets_seen = targets_seen or any(_may_have_targets(batch, count_fn) for batch in window)
         except Exception as caught:
             error = caught

@@ -1,12 +1,12 @@
 """Ranks with unequal numbers of batches going through them together."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from fsdp_sft.distributed import first_over_mesh, sum_over_mesh
 from fsdp_sft.preemption import keep_workers_alive
 from fsdp_sft.step.keys import Keys, are_equal, digest, keys_of, refuse_different_keys, to_compare
-from fsdp_sft.step.window import CountFn, counted, raise_on_mesh
+from fsdp_sft.step.window import Check, CountFn, counted, raise_on_mesh
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -16,7 +16,7 @@ def in_step(
     batches: Iterable[Any],
     mesh: "DeviceMesh | None",
     count_fn: CountFn | None = None,
-    check: Callable[[Any], None] | None = None,
+    check: Check | None = None,
 ) -> Iterator[tuple[Any, int | None]]:
     """This rank's batches and their targets, then stand-ins and None, until every rank has run out.
 

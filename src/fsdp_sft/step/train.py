@@ -12,6 +12,7 @@ from fsdp_sft.distributed import compute_device, mesh_of, sum_over_mesh
 from fsdp_sft.errors import NonFiniteGradientError
 from fsdp_sft.loss import LossImpl, RouterLoss, num_tokens, scale_for_backward
 from fsdp_sft.packing import Verify, check_verify, verify_at_first_use
+from fsdp_sft.step.acceptable import check_of
 from fsdp_sft.step.gradients import SyncMode, clip_gradients, gradient_sync
 from fsdp_sft.step.keys import may_be_packs
 from fsdp_sft.step.own_loss import LossFn, Objective
@@ -101,6 +102,7 @@ def train_step(
 
     Raises:
         BatchError: If the numbers of micro-batches or the keys of a micro-batch differ between ranks.
+        VocabularyError: If a batch has an id, or a label, that the model has no row for.
         ValueError: If a rank's batches are not usable; like ``BatchError`` raised on all ranks, before the
             forward. If ``optimizer`` was made before the model was sharded, or ``loss_fn`` and ``loss_impl``
             are both given.
@@ -121,7 +123,8 @@ def train_step(
     if scaler is not None and not scaler.is_enabled():
         scaler = None  # it would let gradients that are not finite through
     mesh = mesh if mesh is not None else mesh_of(model)
-    window = agree_on_window(micro_batches, mesh, count_fn=count_fn, needs_ids=loss_fn is None)
+    check = check_of(model, own_loss=loss_fn is not None)
+    window = agree_on_window(micro_batches, mesh, count_fn=count_fn, needs_ids=loss_fn is None, check=check)
     targets, tokens = window.targets, window.tokens
     if targets == 0:
         return StepResult(math.nan, math.nan, 0, tokens, True, "no targets")

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fsdp_sft._agree import is_distributed, raise_first, world_size
-from fsdp_sft.collate import refuse_masked_pack
 from fsdp_sft.distributed import sum_over_mesh
 from fsdp_sft.errors import BatchError
 from fsdp_sft.loss import num_targets, num_tokens
 from fsdp_sft.step.keys import Keys, are_equal, digest, keys_of, refuse_different_keys, to_compare
 
 CountFn = Callable[[Any], int]
+Check = Callable[[Any], None]
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -40,6 +40,7 @@ def agree_on_window(
     *,
     count_fn: CountFn | None = None,
     needs_ids: bool = True,
+    check: Check | None = None,
 ) -> Window:
     """Look at the window and agree on it, or raise the same error on all ranks; one small all-reduce.
 
@@ -47,8 +48,8 @@ def agree_on_window(
         micro_batches: This rank's.
         mesh: The ranks that share the window.
         count_fn: Counts a batch's targets; None counts its labels.
-        needs_ids: Whether a batch without ``input_ids`` is an error, and not one of 0 known tokens;
-            likewise for a pack with a mask.
+        check: Called with each batch; raises for one that the model cannot take.
+        needs_ids: Whether a batch without ``input_ids`` is an error, and not one of 0 known tokens.
 
     Collective: all ranks of the mesh.
     """
@@ -60,8 +61,9 @@ def agree_on_window(
         targets = sum(counted(batch, count_fn) for batch in micro_batches)
         tokens = sum(num_tokens(batch, needs_ids) for batch in micro_batches)
         keys = [keys_of(batch) for batch in micro_batches]
-        for batch in micro_batches if needs_ids else ():
-            refuse_masked_pack(batch)
+        if check is not None:
+            for batch in micro_batches:
+                check(batch)
     except Exception as caught:
         error = caught
     ranks = mesh.size() if mesh is not None else 1

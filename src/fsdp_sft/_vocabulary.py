@@ -1,0 +1,121 @@
+"""Which ids a model has rows for, and batches with others refused: a GPU would end the process instead."""
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_sft._wrappers import unwrapped
+from fsdp_sft.errors import VocabularyError
+
+# Ids that a model of several modalities puts something else in the place of, before it looks them up.
+_PLACEHOLDER = re.compile(r"(image|video|audio|vision|speech)\w*token\w*(id|index)$|^(boi|eoi)_token")
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The ids that a model can take.
+
+    Attributes:
+        owner: Whose they are, for messages.
+        embedding: Rows of the embedding; None where it is not known.
+        head: Rows of the head, which the labels choose from; None where it is not known.
+        config: transformers' config, whose ids of images and the like are never looked up; None for others.
+    """
+
+    owner: str
+    embedding: int | None
+    head: int | None = None
+    config: Any = None
+
+    def check_ids(self, batch: Any) -> None:
+        """Refuse ``input_ids`` without a row.
+
+        Raises:
+            VocabularyError: Naming the id, its place, and what there is.
+        """
+        ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+        if self.embedding is not None:
+            _check("input_ids", ids, self.embedding, self.owner, lambda: _placeholders(self.config))
+
+    def check_labels(self, batch: Any, keys: Collection[str], ignored: int) -> None:
+        """Refuse labels that are neither ``ignored`` nor one of the head's rows.
+
+        Raises:
+            VocabularyError: Naming the label, its place, and what there is.
+        """
+        for key in keys if self.head is not None and isinstance(batch, Mapping) else ():
+            _check(key, batch.get(key), self.head or 0, self.owner, lambda: {ignored})
+
+
+def vocabulary_of(model: nn.Module) -> Vocabulary:
+    """What ids a transformers model takes; of another model nothing is known.
+
+    Nothing is computed: adapters, which would merge their weights when asked, are looked through.
+    """
+    inner = unwrapped(model)
+    return Vocabulary(
+        type(inner).__name__.removeprefix("FSDP"),
+        _rows(inner, "get_input_embeddings", nn.Embedding),
+        _rows(inner, "get_output_embeddings", nn.Linear),
+        getattr(inner, "config", None),
+    )
+
+
+def check_row(ids: Any, vocab_size: int) -> None:
+    """Refuse a row of plain integers with an id outside of a vocabulary.
+
+    Raises:
+        VocabularyError: Naming the id and its place.
+    """
+    if len(ids) and not 0 <= min(ids) <= max(ids) < vocab_size:
+        _check("input_ids", torch.tensor(list(ids), dtype=torch.int64), vocab_size, "the model", set)
+
+
+def _rows(model: Any, getter: str, kind: type[nn.Module]) -> int | None:
+    get = getattr(model, getter, None)
+    try:
+        layer = get() if callable(get) else None
+    except (NotImplementedError, AttributeError):
+        return None
+    while isinstance(layer, nn.Module) and not isinstance(layer, kind):
+        within = (layer._modules.get(name) for name in ("original_module", "token_adapter", "base_layer"))
+        layer = next((module for module in within if module is not None), None)
+    weight: Any = layer.weight if layer is not None else None
+    return int(weight.shape[0]) if weight is not None else None
+
+
+def _placeholders(config: Any) -> set[int]:
+    fields = config.to_dict() if hasattr(config, "to_dict") else {}
+    return {value for key, value in fields.items() if isinstance(value, int) and _PLACEHOLDER.search(key)}
+
+
+def _check(name: str, ids: Any, rows: int, owner: str, allowed: Callable[[], Collection[int]]) -> None:
+    if not isinstance(ids, torch.Tensor) or ids.dtype not in _INTEGERS or not ids.numel():
+        return
+    outside = (ids < 0) | (ids >= rows)
+    if not bool(outside.any()):
+        return
+    for value in allowed():
+        outside &= ids != value
+    if not bool(outside.any()):
+        return
+    place = [int(index) for index in outside.nonzero()[0]]
+    where = ", ".join(f"{axis} {index}" for axis, index in zip(_axes(len(place)), place, strict=True))
+    advice = (
+        "is the tokenizer that of this model? For tokens added to it load with new_vocab_size=len(tokenizer)"
+        if name == "input_ids"
+        else "a label is an id, or -100 where nothing is trained; for another one pass loss_fn and count_fn"
+    )
+    raise VocabularyError(
+        f"{name} has {int(ids[tuple(place)])} ({where}), and {owner} has rows for the ids 0 to {rows - 1}: "
+        f"{advice}"
+    )
+
+
+def _axes(ndim: int) -> list[str]:
+    return ["position"] if ndim == 1 else ["row", *["index"] * (ndim - 2), "position"]
