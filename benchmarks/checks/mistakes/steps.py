@@ -52,4 +52,18 @@ MISTAKES: list[Mistake] = [
         "if True:",
         ("tests/loss/test_own.py",),
     ),
+    Mistake(
+        "labels that are shifted already not looked for",
+        "step/labels.py",
+        'meant, mistaken = (own, following) if name == "labels" else (following, own)',
+        "meant, mistaken = following, own",
+        ("tests/step/test_labels.py",),
+    ),
+    Mistake(
+        "one verdict on labels for each micro-batch alone",
+        "step/labels.py",
+        "    if wrong + right < _FEWEST or wrong <= _SHARE * (wrong + right):",
+        "    if (wrong + right) / max(len(batches), 1) < _FEWEST or wrong <= _SHARE * (wrong + right):",
+        ("tests/step/test_labels.py",),
+    ),
 ]

@@ -18,6 +18,7 @@ from fsdp_sft.loss.causal import loss_sum as loss_sum
 from fsdp_sft.loss.counting import LABEL_KEYS as LABEL_KEYS
 from fsdp_sft.loss.counting import Batch as Batch
 from fsdp_sft.loss.counting import count_targets as count_targets
+from fsdp_sft.loss.counting import is_shifted as is_shifted
 from fsdp_sft.loss.counting import num_targets as num_targets
 from fsdp_sft.loss.counting import num_tokens as num_tokens
 from fsdp_sft.loss.counting import scale_for_backward as scale_for_backward

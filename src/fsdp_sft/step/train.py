@@ -15,6 +15,7 @@ from fsdp_sft.packing import Verify, check_verify, verify_at_first_use
 from fsdp_sft.step.acceptable import check_of
 from fsdp_sft.step.gradients import SyncMode, clip_gradients, gradient_sync
 from fsdp_sft.step.keys import may_be_packs
+from fsdp_sft.step.labels import is_to_be_looked_at, say_what_was_seen
 from fsdp_sft.step.own_loss import LossFn, Objective
 from fsdp_sft.step.window import CountFn, agree_on_window, to_device
 
@@ -65,6 +66,7 @@ def train_step(
     count_fn: CountFn | None = None,
     verify: Verify = "first",
     router_loss: RouterLoss | None = None,
+    check_labels: bool = True,
 ) -> StepResult:
     """Forward, backward and optimizer step over one window; gradients are zeroed afterwards.
 
@@ -96,12 +98,17 @@ def train_step(
             ``verify_packing`` does, unless that has been called; ``"off"`` does not look.
         router_loss: As for ``loss_sum``, but a micro-batch's router loss weighs by its tokens, without
             padding, over those of the window.
+        check_labels: Whether the model's first three windows are looked at, unless ``loss_fn`` or
+            ``count_fn`` gives labels a meaning of their own. Labels that have been shifted already, or that
+            are the attention mask, are an error; one warning each is given for labels that differ from the
+            id at their place, and, in the first window, for ranks with the same rows.
 
     Returns:
         The same ``StepResult`` on every rank.
 
     Raises:
-        BatchError: If the numbers of micro-batches or the keys of a micro-batch differ between ranks.
+        BatchError: If labels show a recognised mistake, or the numbers of micro-batches or the keys of a
+            micro-batch differ between ranks.
         VocabularyError: If a batch has an id, or a label, that the model has no row for.
         ValueError: If a rank's batches are not usable; like ``BatchError`` raised on all ranks, before the
             forward. If ``optimizer`` was made before the model was sharded, or ``loss_fn`` and ``loss_impl``
@@ -124,7 +131,12 @@ def train_step(
         scaler = None  # it would let gradients that are not finite through
     mesh = mesh if mesh is not None else mesh_of(model)
     check = check_of(model, own_loss=loss_fn is not None)
-    window = agree_on_window(micro_batches, mesh, count_fn=count_fn, needs_ids=loss_fn is None, check=check)
+    look = check_labels and loss_fn is None and count_fn is None and is_to_be_looked_at(model)
+    window = agree_on_window(
+        micro_batches, mesh, count_fn=count_fn, needs_ids=loss_fn is None, check=check, look=look
+    )
+    if look:
+        say_what_was_seen(model, micro_batches, window.differences, mesh)
     targets, tokens = window.targets, window.tokens
     if targets == 0:
         return StepResult(math.nan, math.nan, 0, tokens, True, "no targets")

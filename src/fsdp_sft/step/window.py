@@ -8,9 +8,10 @@ import torch
 
 from fsdp_sft._agree import is_distributed, raise_first, world_size
 from fsdp_sft.distributed import sum_over_mesh
-from fsdp_sft.errors import BatchError
+from fsdp_sft.errors import BatchError, RemoteRankError
 from fsdp_sft.loss import num_targets, num_tokens
 from fsdp_sft.step.keys import Keys, are_equal, digest, keys_of, refuse_different_keys, to_compare
+from fsdp_sft.step.labels import Differences, look_at
 
 CountFn = Callable[[Any], int]
 Check = Callable[[Any], None]
@@ -27,11 +28,13 @@ class Window:
         targets: On all ranks.
         tokens: Likewise, without padding.
         keys: Of each micro-batch; the same on every rank.
+        differences: Between labels and ids on all ranks; 0 of 0 if nobody looked.
     """
 
     targets: int
     tokens: int
     keys: tuple[Keys, ...]
+    differences: Differences
 
 
 def agree_on_window(
@@ -41,6 +44,7 @@ def agree_on_window(
     count_fn: CountFn | None = None,
     needs_ids: bool = True,
     check: Check | None = None,
+    look: bool = False,
 ) -> Window:
     """Look at the window and agree on it, or raise the same error on all ranks; one small all-reduce.
 
@@ -48,19 +52,23 @@ def agree_on_window(
         micro_batches: This rank's.
         mesh: The ranks that share the window.
         count_fn: Counts a batch's targets; None counts its labels.
-        check: Called with each batch; raises for one that the model cannot take.
         needs_ids: Whether a batch without ``input_ids`` is an error, and not one of 0 known tokens.
+        check: Called with each batch; raises for one that the model cannot take.
+        look: Whether to look for mistakes in labels.
 
     Collective: all ranks of the mesh.
     """
     error: Exception | None = None
     targets = tokens = 0
     keys: list[Keys] = []
+    seen = Differences()
     try:
         micro_batches = _checked_window(micro_batches)
         targets = sum(counted(batch, count_fn) for batch in micro_batches)
         tokens = sum(num_tokens(batch, needs_ids) for batch in micro_batches)
         keys = [keys_of(batch) for batch in micro_batches]
+        if look:
+            seen = look_at(micro_batches)
         if check is not None:
             for batch in micro_batches:
                 check(batch)
@@ -68,17 +76,20 @@ def agree_on_window(
         error = caught
     ranks = mesh.size() if mesh is not None else 1
     compared = to_compare([len(keys), *digest(keys)])
-    sums = sum_over_mesh([targets, tokens, error is not None, *compared], mesh)
-    if sums[2]:
+    own = [targets, tokens, seen.compared, seen.different, error is not None]
+    sums = sum_over_mesh([*own, *compared], mesh)
+    all_targets, all_tokens, looked_at, different, failed = map(int, sums[: len(own)])
+    equal = sums[len(own) :]
+    if failed:
         raise_on_mesh(error, "checking the window's micro-batches", mesh)
-    if not are_equal(sums[3:5], ranks):
+    if not are_equal(equal[:2], ranks):
         raise BatchError(
-            f"ranks have different numbers of micro-batches (this one {len(keys)}, {sums[3] / ranks:.2f} on "
+            f"ranks have different numbers of micro-batches (this one {len(keys)}, {equal[0] / ranks:.2f} on "
             "average); iterate with windows(), which ends all ranks together"
         )
-    if not are_equal(sums[3:], ranks):
+    if not are_equal(equal, ranks):
         refuse_different_keys(keys, mesh)
-    return Window(int(sums[0]), int(sums[1]), tuple(keys))
+    return Window(all_targets, all_tokens, tuple(keys), Differences(looked_at, different))
 
 
 def raise_on_mesh(error: Exception | None, phase: str, mesh: "DeviceMesh | None") -> None:
@@ -86,17 +97,17 @@ def raise_on_mesh(error: Exception | None, phase: str, mesh: "DeviceMesh | None"
     if mesh is not None and is_distributed() and mesh.size() == world_size():
         raise_first(error, phase)
     # Ranks outside the mesh are not here to exchange a verdict with.
-    raise error or RuntimeError(f"another rank of the mesh failed while {phase}")
+    raise error or RemoteRankError(f"another rank of the mesh failed while {phase}")
 
 
 def _checked_window(micro_batches: Any) -> list[Any]:
     if isinstance(micro_batches, Mapping) or not isinstance(micro_batches, (list, tuple)):
-        raise ValueError(
+        raise BatchError(
             f"train_step takes the window as a list of batches, got {type(micro_batches).__name__}; "
             "wrap a single batch as [batch]"
         )
     if not micro_batches:
-        raise ValueError("train_step got an empty window; it needs at least one micro-batch")
+        raise BatchError("train_step got an empty window; it needs at least one micro-batch")
     return list(micro_batches)
 
 

@@ -1,0 +1,201 @@
+"""The first windows looked at: mistakes in labels and rows that a falling loss would not show.
+
+An error is raised for what can be nothing but a mistake. What may be meant is one warning.
+"""
+
+import hashlib
+import logging
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from fsdp_sft.collate import IGNORE_INDEX
+from fsdp_sft.distributed import gather_over_mesh
+from fsdp_sft.errors import BatchError, abridged
+from fsdp_sft.loss import is_shifted
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_WINDOWS = 3  # that are looked at
+_FEWEST = 16  # targets that a verdict needs
+_VARIED = 8  # different ones among them
+_SHARE = 0.99
+_OFF = "; check_labels=False if that is meant"
+_CP = "cp"
+
+_logger = logging.getLogger("fsdp_sft.step")
+_looked_at: "weakref.WeakKeyDictionary[nn.Module, _Looked]" = weakref.WeakKeyDictionary()
+
+
+@dataclass
+class _Looked:
+    windows: int = 0
+    warned: bool = False
+
+
+@dataclass(frozen=True)
+class Differences:
+    """Labels held against the ids at their places.
+
+    Attributes:
+        compared: Labels that are not -100.
+        different: Those of them that are not the id.
+    """
+
+    compared: int = 0
+    different: int = 0
+
+
+def is_to_be_looked_at(model: nn.Module) -> bool:
+    """Whether the next window of ``model`` is one of the first."""
+    return _looked_at.setdefault(model, _Looked()).windows < _WINDOWS
+
+
+def look_at(micro_batches: list[Any]) -> Differences:
+    """Refuse a window of this rank whose labels show a recognised mistake.
+
+    Recognised are labels that have been shifted already, ``shift_labels`` that have not been, and labels
+    that are the attention mask. No verdict comes from fewer than 16 targets, from targets that are all alike,
+    or from places where an id and the next are the same.
+
+    Raises:
+        BatchError: For such a mistake.
+    """
+    batches = [
+        b for b in micro_batches if isinstance(b, Mapping) and isinstance(b.get("input_ids"), torch.Tensor)
+    ]
+    for batch in batches:
+        _refuse_mask(batch)
+    plain = [batch for batch in batches if not is_shifted(batch)]
+    _refuse_shift(plain, "labels")
+    _refuse_shift([batch for batch in batches if is_shifted(batch)], "shift_labels")
+    compared = different = 0
+    for batch in plain:
+        held = batch["labels"] != IGNORE_INDEX
+        compared += int(held.sum())
+        different += int((held & (batch["labels"] != batch["input_ids"])).sum())
+    return Differences(compared, different)
+
+
+def say_what_was_seen(
+    model: nn.Module, micro_batches: list[Any], everywhere: Differences, mesh: "DeviceMesh | None"
+) -> None:
+    """Warn of what may be a mistake: labels that are not their ids, and ranks with the same rows.
+
+    Args:
+        model: Whose window it is; its first has its rows compared between ranks.
+        micro_batches: Of this rank.
+        everywhere: The sum over the ranks of what ``look_at`` returned.
+        mesh: The ranks.
+
+    Collective: all ranks of the mesh.
+    """
+    looked = _looked_at[model]
+    looked.windows += 1
+    first = mesh is None or mesh.get_rank() == 0
+    if everywhere.different and not looked.warned:
+        looked.warned = True
+        if first:
+            _logger.warning(
+                "%d of %d labels differ from the id at their place (%.1f %%): right for corrupted inputs or "
+                "placeholders, and otherwise a mistake; look at a row with render_labels",
+                *(everywhere.different, everywhere.compared),
+                100 * everywhere.different / everywhere.compared,
+            )
+    if looked.windows == 1 and mesh is not None and mesh.size() > 1:
+        _compare_rows(micro_batches, mesh, first)
+
+
+def _compare_rows(micro_batches: list[Any], mesh: "DeviceMesh", first: bool) -> None:
+    """Ranks should have rows of their own, but those of one context-parallel group the same ones."""
+    names: Any = mesh.mesh_dim_names or ()
+    place: Any = mesh.get_coordinate() or ()
+    data_place = tuple(at for index, at in enumerate(place) if index >= len(names) or names[index] != _CP)
+    seen = gather_over_mesh((data_place, _digest_of_rows(micro_batches)), mesh)
+    places: dict[bytes, set[tuple[int, ...]]] = {}
+    ranks: dict[bytes, list[str]] = {}
+    rows: dict[tuple[int, ...], set[bytes]] = {}
+    for rank, (at, rows_of_rank) in seen:
+        rows.setdefault(at, set()).add(rows_of_rank)
+        if rows_of_rank:  # a rank for which no row was left has none to share
+            places.setdefault(rows_of_rank, set()).add(at)
+            ranks.setdefault(rows_of_rank, []).append(str(rank))
+    for rows_of_rank, at_places in places.items():
+        if len(at_places) > 1 and first:
+            _logger.warning(
+                "ranks %s have the same rows in the first window: each gradient counts them as many times. "
+                "Give the loader a sampler that shares rows out, such as ResumableSampler",
+                abridged(ranks[rows_of_rank]),
+            )
+    apart = [at for at, found in rows.items() if len(found) > 1]
+    if apart and first:
+        _logger.warning(
+            "the ranks of a context-parallel group have different rows (%d groups), although they "
+            "compute one row together",
+            len(apart),
+        )
+
+
+def _digest_of_rows(micro_batches: list[Any]) -> bytes:
+    """Eight bytes that differ where ids or labels do; none for a window without a target."""
+    digest = hashlib.blake2b(digest_size=8)
+    targets = False
+    for batch in micro_batches:
+        for name in ("input_ids", "labels", "shift_labels"):
+            value = batch.get(name) if isinstance(batch, Mapping) else None
+            if isinstance(value, torch.Tensor):
+                digest.update(repr(tuple(value.shape)).encode())
+                digest.update(value.detach().to("cpu", torch.int64).contiguous().numpy().tobytes())
+                targets = targets or (name != "input_ids" and bool((value != IGNORE_INDEX).any()))
+    return digest.digest() if targets else b""
+
+
+def _refuse_shift(batches: list[Any], name: str) -> None:
+    """Labels that are the next ids, or shifted labels that are their own."""
+    right = wrong = 0
+    values: list[torch.Tensor] = []
+    for batch in batches:
+        own, following = batch["input_ids"][:, :-1], batch["input_ids"][:, 1:]
+        labels = batch[name][:, :-1]
+        telling = (labels != IGNORE_INDEX) & (own != following)
+        meant, mistaken = (own, following) if name == "labels" else (following, own)
+        wrong += int((telling & (labels == mistaken)).sum())
+        right += int((telling & (labels != mistaken)).sum())
+        values.append(labels[telling & (labels == mistaken) & (labels != meant)])
+    if wrong + right < _FEWEST or wrong <= _SHARE * (wrong + right):
+        return
+    if len(torch.cat(values).unique()) < _VARIED:
+        return
+    if name == "labels":
+        raise BatchError(
+            f"labels equal the next id at {wrong} of {wrong + right} targets: they have been shifted already "
+            "and the loss shifts them itself. Give labels aligned with input_ids, or what you have as "
+            "shift_labels" + _OFF
+        )
+    raise BatchError(
+        f"shift_labels equal the id at their own place at {wrong} of {wrong + right} targets: they have not "
+        "been shifted. Give them as labels, which the loss shifts" + _OFF
+    )
+
+
+def _refuse_mask(batch: Mapping[str, Any]) -> None:
+    """Labels that are the attention mask, whatever stands in its place then."""
+    name = "shift_labels" if is_shifted(batch) else "labels"
+    labels, mask = batch[name], batch.get("attention_mask")
+    if not isinstance(mask, torch.Tensor) or mask.shape != labels.shape or labels.numel() < _FEWEST:
+        return
+    if not bool(((labels == 0) | (labels == 1)).all()) or torch.equal(labels, batch["input_ids"]):
+        return
+    is_mask = bool(((mask == 0) | (mask == 1)).all())
+    if torch.equal(labels, mask.to(labels.dtype)) or not is_mask:
+        raise BatchError(
+            f"{name} consist of 0 and 1 and "
+            + ("equal the attention mask" if is_mask else "the attention mask of other numbers")
+            + ": two fields of the batch have been exchanged, and the model would learn to say token 1"
+            + _OFF
+        )

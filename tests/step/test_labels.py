@@ -1,0 +1,187 @@
+"""The first windows: recognised mistakes are errors on all ranks, what may be meant is one warning."""
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.nn import functional as F
+
+import fsdp_sft as fs
+from tests.harness.models import VOCAB, full, tiny_model
+from tests.harness.ranks import run_distributed
+
+FLOAT32 = MixedPrecisionPolicy()
+
+
+def _batch(seed: int = 0, rows: int = 2, length: int = 12) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, VOCAB, (rows, length), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[0, -3:] = 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.where(mask == 1, -100)}
+
+
+def _next(ids: torch.Tensor) -> torch.Tensor:
+    return F.pad(ids[:, 1:], (0, 1), value=-100)
+
+
+def _mistakes() -> dict[str, tuple[dict[str, Any], str]]:
+    right = _batch()
+    ids, mask = right["input_ids"], right["attention_mask"]
+    return {
+        "shifted already": ({**right, "labels": _next(right["labels"])}, "shifted already.*as shift_labels"),
+        "shifted with an end": (
+            {**right, "labels": F.pad(ids[:, 1:], (0, 1), value=2)},
+            "labels equal the next id at 21 of 21 targets",
+        ),
+        "labels that are the mask": ({**right, "labels": mask}, "equal the attention mask"),
+        "mask and labels exchanged": (
+            {**right, "labels": mask, "attention_mask": right["labels"]},
+            "the attention mask of other numbers",
+        ),
+        "shift_labels not shifted": ({**right, "shift_labels": ids}, "they have not been shifted"),
+    }
+
+
+@pytest.mark.parametrize("mistake", _mistakes())
+def test_recognised_mistakes_are_errors(mistake: str) -> None:
+    model = tiny_model("llama")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch, message = _mistakes()[mistake]
+    before = [p.clone() for p in model.parameters()]
+    for _ in range(4):  # an error is no look that counts
+        with pytest.raises(fs.BatchError, match=f"{message}.*check_labels=False"):
+            fs.train_step(model, [batch], optimizer)
+    assert all(map(torch.equal, before, model.parameters()))
+    assert not fs.train_step(model, [batch], optimizer, check_labels=False).skipped
+    # Few targets of each micro-batch are many of a window.
+    model = tiny_model("llama")
+    window = [{name: value[row : row + 1] for name, value in batch.items()} for row in (0, 1)]
+    if "mask" not in mistake:
+        with pytest.raises(fs.BatchError, match=message):
+            fs.train_step(model, window, optimizer)
+
+
+def _right() -> dict[str, dict[str, Any]]:
+    plain = _batch()
+    ids = plain["input_ids"]
+    few = {name: value[:1, :12] for name, value in plain.items()}
+    alike = torch.full_like(ids, 7)
+    alternating = torch.tensor([5, 6]).repeat(2, 6)
+    binary = ids % 2
+    return {
+        "aligned": plain,
+        "shift_labels": {**plain, "shift_labels": _next(plain["labels"])},
+        "ids that are all alike": {"input_ids": alike, "labels": alike},
+        "two ids in turn": {"input_ids": alternating, "labels": alternating.flip(0).roll(1, 1)},
+        "too few to tell": {**few, "labels": _next(few["labels"])},
+        "a vocabulary of 0 and 1": {"input_ids": binary, "attention_mask": binary, "labels": binary},
+        "an answer of one token": {
+            **plain,
+            "labels": torch.full_like(ids, -100).index_fill_(1, torch.tensor([4]), 1),
+        },
+    }
+
+
+@pytest.mark.parametrize("case", _right())
+def test_what_is_no_mistake_is_trained(case: str) -> None:
+    model = tiny_model("llama")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert not fs.train_step(model, [_right()[case]], optimizer).skipped
+
+
+def test_labels_that_differ_from_their_ids_are_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_model("llama")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = _batch()
+    corrupted = {**batch, "input_ids": batch["input_ids"].clone()}
+    corrupted["input_ids"][:, 5:7] = 3
+    with caplog.at_level(logging.WARNING, logger="fsdp_sft.step"):
+        fs.train_step(model, [batch], optimizer)
+        assert not caplog.records
+        for _ in range(2):
+            fs.train_step(model, [batch, corrupted], optimizer)
+    (record,) = caplog.records
+    assert "4 of 42 labels differ from the id at their place (9.5 %)" in record.getMessage()
+    # A loss of one's own gives labels a meaning of their own.
+    caplog.clear()
+    model = tiny_model("llama")
+    mistake, _ = _mistakes()["shifted already"]
+    fs.train_step(model, [mistake], optimizer, loss_fn=lambda m, b: m(input_ids=b["input_ids"]).logits.sum())
+    assert not caplog.records
+
+
+class _Said(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+def _steps(mesh: Any, *windows: list[dict[str, Any]]) -> list[str]:
+    handler, logger = _Said(), logging.getLogger("fsdp_sft.step")
+    model = fs.shard_model(tiny_model("llama"), mesh=mesh, mp_policy=FLOAT32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    logger.addHandler(handler)
+    try:
+        for window in windows:
+            fs.train_step(model, window, optimizer, mesh=mesh)
+    finally:
+        logger.removeHandler(handler)
+    return handler.said
+
+
+def _check_equal_rows() -> None:
+    rank = dist.get_rank()
+    mesh = fs.build_mesh(device_type="cpu")
+    said = _steps(mesh, [_batch(0)], [_batch(0)])
+    assert len(said) == (rank == 0), said
+    assert not said or "ranks 0, 1, 2, 3 have the same rows" in said[0]
+    said = _steps(mesh, [_batch(rank % 3)])
+    assert not said or "ranks 0, 3 have" in said[0]
+    assert len(said) == (rank == 0)
+    # Only the first window is compared, and ranks with nothing to train share nothing.
+    assert not _steps(mesh, [_batch(rank)], [_batch(0)])
+    nothing = {**_batch(0), "labels": torch.full((2, 12), -100)}
+    assert not _steps(mesh, [_batch(0) if rank == 0 else nothing])
+    # Ranks of a context-parallel group have the same rows, and those of others not.
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "cp"))
+    model = tiny_model("llama")
+    for seed, message in (
+        (rank // 2, None),
+        (rank, "context-parallel group have different"),
+        (0, "same rows"),
+    ):
+        handler, logger = _Said(), logging.getLogger("fsdp_sft.step")
+        logger.addHandler(handler)
+        model = tiny_model("llama")
+        fs.train_step(model, [_batch(seed)], torch.optim.SGD(model.parameters(), lr=0.0), mesh=mesh)
+        logger.removeHandler(handler)
+        assert len(handler.said) == (message is not None and rank == 0), handler.said
+        assert not handler.said or message in handler.said[0]
+
+
+def test_ranks_with_the_same_rows_are_named() -> None:
+    run_distributed(_check_equal_rows, 4, timeout=60)
+
+
+def _check_one_rank() -> None:
+    batch = _batch(dist.get_rank())
+    if dist.get_rank() == 1:
+        batch["labels"] = _next(batch["labels"])
+    model = fs.shard_model(tiny_model("llama"), mesh=fs.build_mesh(device_type="cpu"), mp_policy=FLOAT32)
+    before = [full(p).clone() for p in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(fs.BatchError, match="shifted already"):
+        fs.train_step(model, [batch], optimizer)
+    assert all(torch.equal(full(p), b) for p, b in zip(model.parameters(), before, strict=True))
+
+
+def test_a_mistake_on_one_rank_is_an_error_on_all() -> None:
+    run_distributed(_check_one_rank, 2, timeout=30)
