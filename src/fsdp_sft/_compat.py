@@ -494,6 +494,28 @@ def composable_api_of(module: nn.Module) -> str | None:
     return next((name for name in registry or () if name != "fully_shard"), None)
 
 
+def schedulers_within(scheduler: Any) -> list[Any]:
+    """A scheduler and those that it steps: of ``SequentialLR`` and ``ChainedScheduler``, or of a wrapper.
+
+    The former keep them in ``_schedulers``, which has no public reader; accelerate's wrapper has
+    ``scheduler``.
+    """
+    inner = [*(getattr(scheduler, "_schedulers", None) or ())]
+    wrapped = getattr(scheduler, "scheduler", None)
+    inner += [wrapped] if callable(getattr(wrapped, "step", None)) else []
+    return [scheduler, *(found for one in inner for found in schedulers_within(one))]
+
+
+def found_inf(scaler: torch.amp.GradScaler, optimizers: list[torch.optim.Optimizer]) -> bool:
+    """Whether ``unscale_`` found an inf or nan in a gradient of any of the optimizers.
+
+    ``GradScaler`` decides for each optimizer by itself, from a record without a public reader.
+    """
+    records: Any = scaler._per_optimizer_states
+    found = [records[id(optimizer)]["found_inf_per_device"] for optimizer in optimizers]
+    return any(float(flag) for by_device in found for flag in by_device.values())
+
+
 # --- meshes -----------------------------------------------------------------------------------------------
 
 

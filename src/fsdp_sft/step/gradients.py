@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -55,11 +55,26 @@ def gradient_sync(model: nn.Module, mode: SyncMode) -> Iterator[None]:
 
 
 def clip_gradients(model: nn.Module, max_grad_norm: float | None) -> float:
-    """Clip the gradients in place and return their 2-norm over all ranks."""
-    parameters = [p for p in model.parameters() if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    if isinstance(norm, DTensor):
-        norm = norm.full_tensor()  # the norm of shards is a partial result until it is reduced
-    if max_grad_norm is not None:
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, norm)
+    """Clip the gradients in place and return their 2-norm over all ranks.
+
+    They may lie on several meshes, as tensor and expert parallelism leave them, or on none: those of each
+    kind have a norm, and the norm of these is that of all.
+    """
+    kinds: dict[Any, list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        gradient = parameter.grad
+        if gradient is not None:
+            sharded = isinstance(gradient, DTensor)
+            kind = (gradient.device_mesh, gradient.placements) if sharded else None  # type: ignore[attr-defined]
+            kinds.setdefault(kind, []).append(parameter)
+    norms = [_norm(parameters) for parameters in kinds.values()]
+    norm = norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms)
+    for parameters in kinds.values() if max_grad_norm is not None else ():
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, norm)  # type: ignore[arg-type]
     return float(norm)
+
+
+def _norm(parameters: list[nn.Parameter]) -> torch.Tensor:
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    # The norm of shards is a partial result until it is reduced.
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm

@@ -1,21 +1,22 @@
 """One optimizer step over a window of micro-batches."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from fsdp_sft.distributed import compute_device, mesh_of, sum_over_mesh
 from fsdp_sft.errors import NonFiniteGradientError
 from fsdp_sft.loss import LossImpl, RouterLoss, num_tokens, scale_for_backward
 from fsdp_sft.packing import Verify, check_verify, verify_at_first_use
 from fsdp_sft.step.acceptable import check_of
-from fsdp_sft.step.gradients import SyncMode, clip_gradients, gradient_sync
+from fsdp_sft.step.gradients import SyncMode, gradient_sync
 from fsdp_sft.step.keys import may_be_packs
 from fsdp_sft.step.labels import is_to_be_looked_at, say_what_was_seen
+from fsdp_sft.step.optimizers import Optimizers, checked_optimizers, checked_schedulers, clip_and_step
 from fsdp_sft.step.own_loss import LossFn, Objective
 from fsdp_sft.step.window import CountFn, agree_on_window, to_device
 
@@ -54,11 +55,11 @@ class StepResult:
 def train_step(
     model: nn.Module,
     micro_batches: list[Any],
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizers,
     *,
     mesh: "DeviceMesh | None" = None,
     max_grad_norm: float | None = 1.0,
-    scheduler: "LRScheduler | None" = None,
+    scheduler: "LRScheduler | Sequence[LRScheduler] | None" = None,
     scaler: torch.amp.GradScaler | None = None,
     grad_sync: GradSync = "each",
     loss_impl: LossImpl = "auto",
@@ -77,12 +78,15 @@ def train_step(
         model: A decoder-only language model in ``train()`` mode, sharded or not; any model with ``loss_fn``.
         micro_batches: The window: batches with ``input_ids`` and ``labels``, int64 ``(B, S)``; the same
             number on every rank. They are moved to the model's device.
-        optimizer: Over the model's (sharded) parameters.
+        optimizer: Over the model's (sharded) parameters: one, or a list, such as ``torch.optim.Muon`` for the
+            matrices and AdamW for the rest. Several must have every parameter that is trained, each once.
         mesh: Ranks that share the window; None takes the mesh of the model's parameters, or a single
             process if it has none.
         max_grad_norm: Clip the gradient's 2-norm to this; None only measures it.
-        scheduler: Stepped once if the optimizer was.
-        scaler: ``torch.amp.GradScaler`` for float16 compute; an inf on any rank skips the step on all.
+        scheduler: One or a list, each stepped once if the optimizers were. One that needs a metric
+            (``ReduceLROnPlateau``) is yours to step.
+        scaler: ``torch.amp.GradScaler`` for float16 compute; an inf on any rank skips the step of every
+            optimizer on all.
         grad_sync: ``"each"`` reduces gradients after every micro-batch (least memory), ``"last"`` only
             after the last (least communication; holds unsharded gradients), ``"reduce_scatter"`` shards
             them each time but, under HSDP, defers the all-reduce between replicas to the last.
@@ -114,7 +118,8 @@ def train_step(
             forward. If ``optimizer`` was made before the model was sharded, or ``loss_fn`` and ``loss_impl``
             are both given.
         ModelLossError: If the model's own loss is not the cross entropy, as ``loss_sum`` says.
-        TypeError: If ``loss_fn`` or ``count_fn`` is not a function or does not return what it should.
+        TypeError: If an optimizer or a scheduler needs more than ``step()``, or ``loss_fn`` or ``count_fn``
+            is not a function or does not return what it should.
         PackingError: If the model does not keep the rows of a pack apart, or a pack has an attention mask.
         NonFiniteGradientError: If the gradient norm is not finite and no scaler handles it. Parameters and
             optimizer are as before the step; gradients are zeroed.
@@ -126,7 +131,8 @@ def train_step(
     objective = Objective(loss_impl, loss_fn, router_loss)
     objective.check(count_fn)
     check_verify(verify)
-    _check_optimizer(model, optimizer)
+    optimizers = checked_optimizers(model, optimizer)
+    schedulers = checked_schedulers(scheduler, optimizers)
     if scaler is not None and not scaler.is_enabled():
         scaler = None  # it would let gradients that are not finite through
     mesh = mesh if mesh is not None else mesh_of(model)
@@ -157,49 +163,19 @@ def train_step(
             summed = summed if router is None else summed + router
             loss = scale_for_backward(summed, num_targets=targets, mesh=mesh) if mesh else summed / targets
             (scaler.scale(loss) if scaler is not None else loss).backward()
-    grad_norm, skip_reason = _optimizer_step(model, optimizer, max_grad_norm, scaler)
-    optimizer.zero_grad(set_to_none=True)
-    model.zero_grad(set_to_none=True)  # also what the optimizer was not given
+    grad_norm, skip_reason = clip_and_step(model, optimizers, max_grad_norm, scaler)
+    for one in optimizers:
+        one.zero_grad(set_to_none=True)
+    model.zero_grad(set_to_none=True)  # also what the optimizers were not given
     loss_total, router_total = sum_over_mesh([float(total), float(added)], mesh)
-    if scaler is None and not math.isfinite(grad_norm):
+    if skip_reason is None and not math.isfinite(grad_norm):
         raise NonFiniteGradientError(
             f"the gradient norm is {grad_norm} at a loss of {loss_total / targets:.4g}; parameters and "
             "optimizer are unchanged. Look at the last batches, lower the learning rate, or start from the "
             "last checkpoint"
         )
-    if scheduler is not None and skip_reason is None:
-        scheduler.step()
+    for each in schedulers if skip_reason is None else ():
+        each.step()
     skipped = skip_reason is not None
     router_mean = router_total / targets
     return StepResult(loss_total / targets, grad_norm, targets, tokens, skipped, skip_reason, router_mean)
-
-
-def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse one over the tensors that sharding has replaced: it would step and train nothing."""
-    own = {id(p) for p in model.parameters() if isinstance(p, DTensor)}
-    stepped = [p for group in optimizer.param_groups for p in group["params"]]
-    if own and stepped and not any(id(p) in own or isinstance(p, DTensor) for p in stepped):
-        raise ValueError(
-            "the optimizer has none of the model's parameters: sharding has replaced those that it was made "
-            "over. Make it after shard_model or load_pretrained"
-        )
-
-
-def _optimizer_step(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    max_grad_norm: float | None,
-    scaler: torch.amp.GradScaler | None,
-) -> tuple[float, str | None]:
-    if scaler is not None:
-        scaler.unscale_(optimizer)
-    norm = clip_gradients(model, max_grad_norm)
-    if scaler is None:
-        if math.isfinite(norm):
-            optimizer.step()
-        return norm, None
-    before = scaler.get_scale()
-    scaler.step(optimizer)
-    scaler.update()
-    # The scaler lowers its scale exactly when it found an inf and left the optimizer alone.
-    return norm, "inf gradients" if scaler.get_scale() < before else None

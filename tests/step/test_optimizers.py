@@ -1,0 +1,186 @@
+"""Several optimizers and schedulers in one step, against the plain loop in one process."""
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.optim.lr_scheduler import ChainedScheduler, LambdaLR, ReduceLROnPlateau, SequentialLR
+
+import fsdp_sft as fs
+from tests.harness.models import full, largest_error, oracle_gradients, ragged_batches, tiny_model
+from tests.harness.ranks import run_distributed
+
+
+def _split(model: Any) -> tuple[list[Any], list[Any]]:
+    named = list(model.named_parameters())
+    matrices = [p for name, p in named if p.ndim == 2 and "layers" in name]
+    return matrices, [p for name, p in named if not (p.ndim == 2 and "layers" in name)]
+
+
+def _two(model: Any) -> list[torch.optim.Optimizer]:
+    matrices, rest = _split(model)
+    return [torch.optim.SGD(matrices, lr=0.5, momentum=0.9), torch.optim.AdamW(rest, lr=1e-2)]
+
+
+def _schedulers(optimizers: list[Any]) -> list[Any]:
+    return [LambdaLR(o, lambda step, k=k: 1 / (1 + step * (k + 1))) for k, o in enumerate(optimizers)]
+
+
+def _plain(model: Any, windows: list[list[Any]]) -> list[tuple[float, float]]:
+    optimizers = _two(model)
+    schedulers = _schedulers(optimizers)
+    results = []
+    for window in windows:
+        loss, gradients = oracle_gradients(model, window)
+        for name, parameter in model.named_parameters():
+            parameter.grad = gradients[name]
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        for one in (*optimizers, *schedulers):
+            one.step()
+        results.append((loss, float(norm)))
+    return results
+
+
+def _check_several(mesh_shape: dict[str, int], grad_sync: str) -> None:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    windows = [ragged_batches(2 * ranks, seed=seed) for seed in range(3)]
+    plain = tiny_model("llama")
+    model = copy.deepcopy(plain)
+    expected = _plain(plain, windows)
+    mesh = fs.build_mesh(**mesh_shape, device_type="cpu")
+    fs.shard_model(model, mesh=mesh, mp_policy=MixedPrecisionPolicy())
+    optimizers = _two(model)
+    schedulers = _schedulers(optimizers)
+    for window, (loss, norm) in zip(windows, expected, strict=True):
+        result = fs.train_step(
+            model,
+            window[rank::ranks],
+            optimizers,
+            scheduler=schedulers,
+            max_grad_norm=0.5,
+            grad_sync=grad_sync,
+        )
+        assert result.loss == pytest.approx(loss, rel=1e-5)
+        assert result.grad_norm == pytest.approx(norm, rel=1e-4)
+    actual = {name: full(p.detach()) for name, p in model.named_parameters()}
+    # Adam divides by the size of gradients that float32 knows to seven digits
+    assert largest_error(actual, {name: p.detach() for name, p in plain.named_parameters()}) <= 1e-4
+
+
+@pytest.mark.parametrize(
+    ("ranks", "mesh_shape", "grad_sync"), [(2, {}, "last"), (4, {"dp_replicate": 2}, "each")]
+)
+def test_several_optimizers_step_as_in_the_plain_loop(ranks: int, mesh_shape: Any, grad_sync: str) -> None:
+    run_distributed(_check_several, ranks, mesh_shape, grad_sync)
+
+
+def _check_muon() -> None:
+    if not hasattr(torch.optim, "Muon"):
+        return
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    window = ragged_batches(2 * ranks)
+
+    def made(model: Any) -> list[Any]:
+        matrices, rest = _split(model)
+        return [torch.optim.Muon(matrices, lr=0.1), torch.optim.AdamW(rest, lr=1e-2)]
+
+    plain = tiny_model("llama")
+    before = {name: p.detach().clone() for name, p in plain.named_parameters()}
+    model = copy.deepcopy(plain)
+    _, gradients = oracle_gradients(plain, window)
+    for name, parameter in plain.named_parameters():
+        parameter.grad = gradients[name]
+    for one in made(plain):
+        one.step()
+    mesh = fs.build_mesh(device_type="cpu")
+    fs.shard_model(model, mesh=mesh, mp_policy=MixedPrecisionPolicy())
+    fs.train_step(model, window[rank::ranks], made(model), max_grad_norm=None)
+    moved = {name: full(p.detach()) - before[name] for name, p in model.named_parameters()}
+    expected = {name: p.detach() - before[name] for name, p in plain.named_parameters()}
+    # Its iteration is in bfloat16; for a rank's own rows alone the moves differ by 0.5.
+    errors = {name: float((moved[name] - moves).norm() / moves.norm()) for name, moves in expected.items()}
+    assert sorted(errors.values())[len(errors) // 2] <= 0.1, errors
+
+
+def test_muon_orthogonalises_whole_matrices() -> None:
+    run_distributed(_check_muon, 2)
+
+
+def test_an_inf_in_one_of_them_skips_all() -> None:
+    model, window = tiny_model("llama"), ragged_batches(2)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizers = _two(model)
+    schedulers = _schedulers(optimizers)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    poisoned = model.model.layers[0].self_attn.q_proj.weight
+    handle = poisoned.register_hook(lambda gradient: gradient * math.inf)
+    result = fs.train_step(model, window, optimizers, scheduler=schedulers, scaler=scaler)
+    assert (result.skipped, result.skip_reason) == (True, "inf gradients")
+    assert scaler.get_scale() == 4.0
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters()), "AdamW had no inf"
+    assert [s.last_epoch for s in schedulers] == [0, 0]
+    handle.remove()
+    assert not fs.train_step(model, window, optimizers, scheduler=schedulers, scaler=scaler).skipped
+    assert not any(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_gradients_that_overflow_only_in_their_norm_are_no_silent_step() -> None:
+    """Finite ones whose squares are not: clipping would multiply them by zero."""
+    model, window = tiny_model("llama"), ragged_batches(2)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    model.lm_head.weight.register_hook(lambda gradient: torch.full_like(gradient, 1e36))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    with pytest.raises(fs.NonFiniteGradientError, match="the gradient norm is inf"):
+        fs.train_step(model, window, torch.optim.SGD(model.parameters(), lr=1.0), scaler=scaler)
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+LEFT_OUT = "1 parameters that require gradients are in none of the 2 optimizers: lm_head"
+
+
+def _refusals(model: Any) -> dict[str, tuple[type[Exception], Any, Any]]:
+    parameters = list(model.parameters())
+    sgd = torch.optim.SGD(parameters, lr=0.1)
+    plateau = ReduceLROnPlateau(sgd)
+    chain = ChainedScheduler([LambdaLR(sgd, lambda _: 1.0)], optimizer=sgd)
+    chain._schedulers.append(plateau)
+    other = LambdaLR(torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0), lambda _: 1.0)
+    halves = [torch.optim.SGD(parameters[:5], lr=0.1), torch.optim.SGD(parameters[5:-1], lr=0.1)]
+    return {
+        "ReduceLROnPlateau.step needs 'metrics'": (TypeError, sgd, plateau),
+        "of train_step and step it yourself": (TypeError, sgd, [chain]),
+        "LBFGS.step needs 'closure'": (TypeError, torch.optim.LBFGS(parameters), None),
+        "is in two of the optimizers": (ValueError, [sgd, torch.optim.SGD(parameters[3:4], lr=0.1)], None),
+        "1 parameters that require gradients are in none of the 2 optimizers: lm_head": (
+            ValueError,
+            halves,
+            None,
+        ),
+        "empty list": (ValueError, [], None),
+        "an optimizer that train_step was not given": (ValueError, sgd, other),
+        "twice": (ValueError, sgd, [s := LambdaLR(sgd, lambda _: 1.0), s]),
+        "must be an optimizer": (TypeError, [sgd, "adamw"], None),
+        "must be a scheduler": (TypeError, sgd, [3]),
+    }
+
+
+def test_what_could_not_be_stepped_is_refused_before_anything_changes() -> None:
+    model, window = tiny_model("llama"), ragged_batches(2)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for message, (kind, optimizer, scheduler) in _refusals(model).items():
+        with pytest.raises(kind, match=message):
+            fs.train_step(model, window, optimizer, scheduler=scheduler)
+        assert all(torch.equal(p, before[n]) and p.grad is None for n, p in model.named_parameters()), message
+    frozen = list(model.parameters())[-1].requires_grad_(False)
+    halves = _refusals(model)["1 parameters that require gradients are in none of the 2 optimizers: lm_head"][
+        1
+    ]
+    sequence = SequentialLR(
+        halves[0], [LambdaLR(halves[0], lambda _: 1.0), LambdaLR(halves[0], lambda _: 0.5)], milestones=[1]
+    )
+    assert not fs.train_step(model, window, halves, scheduler=sequence).skipped
+    assert torch.equal(frozen, before["lm_head.weight"])
