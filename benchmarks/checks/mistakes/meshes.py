@@ -7,6 +7,27 @@ WRAPPERS = ("tests/test_wrappers.py",)
 HEADS = ("tests/loss/test_heads.py",)
 MISTAKES: list[Mistake] = [
     Mistake(
+        "the scaler decides for each optimizer alone",
+        "step/optimizers.py",
+        "skipped = scaler is not None and found_inf(scaler, optimizers)",
+        "skipped = scaler is not None and found_inf(scaler, optimizers[:1]) and len(optimizers) == 1",
+        ("tests/step/test_optimizers.py",),
+    ),
+    Mistake(
+        "a parameter in two optimizers",
+        "step/optimizers.py",
+        "            if other != number:\n",
+        "            if False:\n",
+        ("tests/step/test_optimizers.py",),
+    ),
+    Mistake(
+        "norms of several meshes added instead of squared",
+        "step/gradients.py",
+        "norm = norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms)",
+        "norm = torch.stack(norms).sum()",
+        ("tests/step/test_meshes.py",),
+    ),
+    Mistake(
         "a pack on a model that nobody has verified is trained",
         "step/train.py",
         'if verify == "first" and any(map(may_be_packs, window.keys)):',

@@ -1,0 +1,130 @@
+"""Gradients on several meshes, or on none, as models that transformers shards have them."""
+
+import copy
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import Replicate, Shard
+
+import fsdp_sft as fs
+from fsdp_sft.step.gradients import clip_gradients
+from tests.harness.models import full, largest_error, oracle_gradients, ragged_batches, tiny_model
+from tests.harness.ranks import run_distributed
+
+
+def _expected(
+    model: Any, batches: list[Any], max_norm: float
+) -> tuple[float, float, dict[str, torch.Tensor]]:
+    model = copy.deepcopy(model)
+    loss, gradients = oracle_gradients(model, batches)
+    for name, parameter in model.named_parameters():
+        parameter.grad = gradients[name].clone()
+    norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm))
+    return loss, norm, {name: p.grad for name, p in model.named_parameters()}
+
+
+def _check_step(model: Any, plain: Any, batches: list[Any], mine: list[Any]) -> None:
+    """One step of SGD with rate 1, whose move is the clipped gradient."""
+    loss, norm, expected = _expected(plain, batches, 0.5)
+    before = {name: full(p.detach()).clone() for name, p in model.named_parameters()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, foreach=False)
+    result = fs.train_step(model, mine, optimizer, max_grad_norm=0.5)
+    assert result.loss == pytest.approx(loss, rel=1e-5)
+    assert result.grad_norm == pytest.approx(norm, rel=1e-5)
+    assert norm > 0.5, "it is clipped"
+    moved = {name: before[name] - full(p.detach()) for name, p in model.named_parameters()}
+    assert largest_error(moved, expected) <= 2e-5
+
+
+TP_PLAN = {
+    "self_attn.q_proj": ColwiseParallel(),
+    "self_attn.k_proj": ColwiseParallel(),
+    "self_attn.v_proj": ColwiseParallel(),
+    "self_attn.o_proj": RowwiseParallel(),
+    "mlp.gate_proj": ColwiseParallel(),
+    "mlp.up_proj": ColwiseParallel(),
+    "mlp.down_proj": RowwiseParallel(),
+}
+
+
+def _check_tensor_parallel(with_fsdp: bool) -> None:
+    ranks = dist.get_world_size()
+    plain = tiny_model("llama")
+    model = copy.deepcopy(plain)
+    shape = (ranks // 2, 2) if with_fsdp else (ranks,)
+    names = ("fsdp", "tp") if with_fsdp else ("tp",)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    for layer in model.model.layers:
+        parallelize_module(layer, mesh["tp"], TP_PLAN)
+    if with_fsdp:
+        for module in (*model.model.layers, model):
+            fully_shard(module, mesh=mesh["fsdp"])
+    batches = ragged_batches(2 * shape[0] if with_fsdp else 2)
+    mine = batches[mesh["fsdp"].get_local_rank() :: shape[0]] if with_fsdp else batches
+    _check_step(model, plain, batches, mine)
+
+
+@pytest.mark.parametrize(("ranks", "with_fsdp"), [(2, False), (4, True)])
+def test_tensor_parallel_models_have_one_norm(ranks: int, with_fsdp: bool) -> None:
+    run_distributed(_check_tensor_parallel, ranks, with_fsdp)
+
+
+def _check_kinds() -> None:
+    rows, columns = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")), init_device_mesh("cpu", (4,))
+    layouts = [
+        (rows, [Shard(0), Shard(1)]),
+        (rows["a"], [Shard(0)]),
+        (rows["b"], [Replicate()]),
+        (columns, [Shard(0)]),
+    ]
+    for max_norm in (None, 0.5, 1e9):
+        torch.manual_seed(0)
+        plain = torch.nn.ParameterList(torch.randn(6, 5) for _ in range(6))
+        sharded = torch.nn.ParameterList()
+        for index, parameter in enumerate(plain):
+            parameter.grad = torch.randn(6, 5)
+            value, gradient = parameter.detach().clone(), parameter.grad.clone()
+            if index < len(layouts):
+                value, gradient = (distribute_tensor(x, *layouts[index]) for x in (value, gradient))
+            sharded.append(torch.nn.Parameter(value))
+            sharded[-1].grad = gradient
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e12 if max_norm is None else max_norm)
+        assert clip_gradients(sharded, max_norm) == pytest.approx(float(norm), rel=1e-6)
+        for one, other in zip(plain, sharded, strict=True):
+            torch.testing.assert_close(full(other.grad), one.grad)
+
+
+def test_the_norm_over_several_meshes_is_that_of_the_whole() -> None:
+    run_distributed(_check_kinds, 4)
+
+
+def _check_expert_parallel(folder: str, options: dict[str, int]) -> None:
+    import transformers as tf
+    from transformers.distributed import DistributedConfig
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
+    plain = tf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+    model = tf.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, distributed_config=DistributedConfig(**options)
+    ).train()
+    rows = options.get("fsdp_size", 1)
+    batches = ragged_batches(2 * rows)
+    _check_step(model, plain, batches, batches[rank * rows // ranks :: rows])
+
+
+@pytest.mark.parametrize(
+    "options", [{"tp_size": 2}, {"tp_size": 2, "ep_size": 2}, {"fsdp_size": 2, "tp_size": 1}]
+)
+def test_models_that_transformers_shards_have_one_norm(options: dict[str, int], tmp_path: Path) -> None:
+    pytest.importorskip("transformers.distributed", reason="transformers 5.20 or later")
+    tiny_model("mixtral").save_pretrained(tmp_path)
+    run_distributed(_check_expert_parallel, 2, str(tmp_path), options)
