@@ -12,12 +12,13 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from fsdp_sft._compat import varlen_attn_takes_gqa
+from fsdp_sft.errors import PackingError
 from fsdp_sft.varlen.rows import RowMask, find_rows
 
 IMPLEMENTATION = "sdpa_varlen"  # what ``model.config`` calls it
 # Of the lengths that run row by row: a CPU keeps code and memory for each length that it has met.
 _MULTIPLE = 64
-_BEYOND = ("position_bias", "softcap", "s_aux", "cache")  # what an attention may be given besides; not here
+_BEYOND = ("position_bias", "s_aux", "cache")  # what an attention may be given besides; not here
 _LARGEST_HEAD = 256  # of torch's flash attention
 _TAKES_GQA = varlen_attn_takes_gqa()
 
@@ -64,6 +65,12 @@ def attend_by_row(
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """An attention of transformers' attention interface; tensors are ``(B, heads, S, head size)``."""
+    if others.get("softcap") is not None:
+        # transformers 5.17 lets sdpa leave it out without a word, and the kernel knows of none.
+        raise PackingError(
+            "attention row by row does not support `softcap`, by which this model caps its attention scores; "
+            "set model.set_attn_implementation('eager'), which does"
+        )
     sdpa = functools.partial(AttentionInterface()["sdpa"], module, dropout=dropout, scaling=scaling, **others)
     if not isinstance(attention_mask, RowMask):
         return sdpa(query, key, value, attention_mask)  # type: ignore[no-any-return]
