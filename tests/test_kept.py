@@ -17,16 +17,16 @@ from tests.harness.hf_folders import plain
 from tests.harness.models import full
 from tests.harness.ranks import run_distributed
 
-# One of each way: a module that owns one such parameter (Flint) or beside others (OlmoHybrid, Inkling's
+# One of each way: a module that owns one such parameter (Flint) or beside others (Inkling's
 # router), a convolution used by its weight (BailingHybrid, Inkling), buffers computed in bf16 (MiniMax), made
-# in float32 without being listed (OlmoHybrid), float32 between blocks (Olmo).
+# in float32 without being listed (HunYuanMoE), float32 between blocks (Olmo).
 ALWAYS = [
     "BailingHybridForCausalLM",
     "FlintForCausalLM",
+    "HunYuanMoEV1ForCausalLM",
     "InklingForCausalLM",
     "MiniMaxForCausalLM",
     "OlmoForCausalLM",
-    "OlmoHybridForCausalLM",
 ]
 # Plain transformers cannot train these in bf16, and why.
 NOT_RUNNABLE = {

@@ -413,6 +413,23 @@ def checkpointing_flag(recompute: Callable[..., Any]) -> dict[str, Any]:
     return {"gradient_checkpointing": True, "_gradient_checkpointing_func": recompute}
 
 
+def checkpoints_its_forward(block: nn.Module) -> bool:
+    """Whether a block is transformers' layer with a flag, and recomputes its ``forward``.
+
+    Up to some version before 5.23 the layer recomputed its ``__call__`` instead, and with it the hooks and,
+    of a compiled block, the compiled code, which then runs inside of the checkpoint.
+    """
+    return is_checkpointing_layer(block) and type(block).__call__ is nn.Module.__call__
+
+
+def is_checkpointing_layer(block: nn.Module) -> bool:
+    """Whether a block is a ``GradientCheckpointingLayer``; by name, as other models import no transformers."""
+    return any(
+        base.__name__ == "GradientCheckpointingLayer" and base.__module__.startswith("transformers.")
+        for base in type(block).__mro__
+    )
+
+
 def compile_memory_budget() -> float:
     """The share of activations that compiled code may keep, as set for the whole process.
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_sft._compat import checkpointing_flag
+from fsdp_sft._compat import checkpointing_flag, checkpoints_its_forward, is_checkpointing_layer
 from fsdp_sft.blocks import CACHES_OFF
 from fsdp_sft.sac.proof import checkpoint_seen, demand_proof, drop_proof
 
@@ -26,7 +26,7 @@ def checkpoint_blocks(
 
 
 def _checkpoint_block(block: nn.Module, recompute: Callable[..., Any]) -> None:
-    if _has_checkpointing_flag(block):
+    if checkpoints_its_forward(block):
         override(block, **checkpointing_flag(recompute))
         return
     plain = block.__dict__.get("forward")  # a forward that someone set on the instance stays the inner one
@@ -108,17 +108,19 @@ def _refuse_foreign_checkpointing(model: nn.Module, mode: str) -> None:
             )
 
 
-def _has_checkpointing_flag(block: nn.Module) -> bool:
-    # transformers.GradientCheckpointingLayer by name: a model from elsewhere must not import transformers.
-    return any(
-        base.__name__ == "GradientCheckpointingLayer" and base.__module__.startswith("transformers.")
-        for base in type(block).__mro__
-    )
-
-
 def _forward_with_checkpointing(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     recompute, plain = self.__dict__["_fsdp_sft_recompute"]
     forward = plain if plain is not None else functools.partial(type(self).forward, self)
     if self.training and torch.is_grad_enabled():
+        if is_checkpointing_layer(self):
+            _leave_out_caches(self, kwargs)
         return recompute(forward, *args, **kwargs)
     return forward(*args, **kwargs)
+
+
+def _leave_out_caches(block: Any, kwargs: dict[str, Any]) -> None:
+    """What transformers' own checkpointing does: a recomputed block would write to the cache twice."""
+    if kwargs.get("use_cache"):
+        kwargs["use_cache"] = False
+    if not getattr(block, "_can_checkpoint_with_cache", False):
+        kwargs.update({name: None for name in ("past_key_values", "layer_past") if name in kwargs})
