@@ -216,6 +216,7 @@ def test_every_private_name_is_watched() -> None:
         "offset_in_checkpoint",
     }
     watched |= {"is_compiled", "varlen_attn_takes_gqa", "checkpointing_flag"}
+    watched |= {"recompile_options", "limit_that_was_hit"}  # by test_recompiles.py
     watched |= {"checkpoints_its_forward", "is_checkpointing_layer"}  # by sac/test_ops.py, at both ends
     watched |= {"compile_memory_budget", "backend_with_memory_budget", "_compile_with_memory_budget"}
     watched |= {"modules_being_traced", "changes_its_inputs", "draws_random_numbers_now"}

@@ -401,6 +401,31 @@ def _defined_in(hook: Any, package: str) -> bool:
     return str(getattr(hook, "__module__", "")).startswith(package)
 
 
+LIMIT_LOGGER = "torch._dynamo.convert_frame"
+
+
+def recompile_options(variants: int) -> dict[str, Any]:
+    """Keywords of ``torch.compile`` that let one piece of code be compiled in so many variants.
+
+    torch 2.13 has ``recompile_limit``; before it the limit is one of the process, which is raised.
+    """
+    if "recompile_limit" in inspect.signature(torch.compile).parameters:
+        return {"recompile_limit": variants}
+    from torch._dynamo import config
+
+    config.recompile_limit = max(variants, config.recompile_limit)
+    return {}
+
+
+def limit_that_was_hit(record: Any) -> str | None:
+    """The limit by which Dynamo has stopped compiling a piece of code, if a log record says so.
+
+    The log is the only place where torch says it; what runs afterwards is plain Python.
+    """
+    hit = str(record.msg).startswith("torch._dynamo hit config.")
+    return str(record.args[0]) if hit and record.args else None
+
+
 # --- activation checkpointing -----------------------------------------------------------------------------
 
 
@@ -423,7 +448,7 @@ def checkpoints_its_forward(block: nn.Module) -> bool:
 
 
 def is_checkpointing_layer(block: nn.Module) -> bool:
-    """Whether a block is a ``GradientCheckpointingLayer``; by name, as other models import no transformers."""
+    """Whether a block is a ``GradientCheckpointingLayer``, by name: transformers may not be imported."""
     return any(
         base.__name__ == "GradientCheckpointingLayer" and base.__module__.startswith("transformers.")
         for base in type(block).__mro__

@@ -30,6 +30,7 @@ from fsdp_sft._kept import (
     plain_dtypes,
     transformers_models,
 )
+from fsdp_sft._recompiles import compile_block
 from fsdp_sft._wrappers import replicas_of
 from fsdp_sft.blocks import find_blocks, is_never_called
 from fsdp_sft.errors import WrappedModelError
@@ -129,7 +130,9 @@ def compile_blocks(model: nn.Module, **compile_kwargs: object) -> list[str]:
     """Compile each block in place with ``torch.compile``; parameter names do not change.
 
     Blocks of one class share their compiled code, so the model compiles in the time of one block. Call it
-    after ``apply_sac`` and before ``shard_model``.
+    after ``apply_sac`` and before ``shard_model``. There is room for 64 variants of the code (torch: 8): of
+    checkpointing, mode, gradients and lengths. Beyond it torch goes on in eager mode, and a warning names
+    the block.
 
     Args:
         model: Any model that ``find_blocks`` reads.
@@ -142,8 +145,8 @@ def compile_blocks(model: nn.Module, **compile_kwargs: object) -> list[str]:
         NoBlocksError: If the model has no blocks.
     """
     blocks = find_blocks(model)
-    for block in blocks.values():
-        block.compile(**compile_kwargs)
+    for fqn, block in blocks.items():
+        compile_block(block, fqn, **compile_kwargs)
     return list(blocks)
 
 

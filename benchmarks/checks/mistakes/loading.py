@@ -129,4 +129,11 @@ MISTAKES: list[Mistake] = [
         "            if False:\n",
         ("tests/test_kept.py",),
     ),
+    Mistake(
+        "compiled blocks run out of variants",
+        "_recompiles.py",
+        "block.compile(**{**recompile_options(_VARIANTS), **kwargs})",
+        "block.compile(**kwargs)",
+        ("tests/test_recompiles.py",),
+    ),
 ]

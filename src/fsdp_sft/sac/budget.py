@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 
 from fsdp_sft._compat import backend_with_memory_budget, is_compiled
+from fsdp_sft._recompiles import compile_block
 from fsdp_sft.blocks import find_blocks
 from fsdp_sft.sac.apply import named_blocks
 from fsdp_sft.sac.attach import enter_mode, override, restore
@@ -65,7 +66,7 @@ def compile_with_memory_budget(
         restore(model)
         raise ValueError(f"{compiled[0]} is compiled already, without the budget; leave compile_blocks out")
     limited = backend_with_memory_budget(backend, share)
-    for block in chosen.values():
+    for fqn, block in chosen.items():
         override(block, _compiled_call_impl=None)
-        block.compile(backend=limited, dynamic=dynamic, fullgraph=fullgraph)
+        compile_block(block, fqn, backend=limited, dynamic=dynamic, fullgraph=fullgraph)
     return list(chosen)
