@@ -4,6 +4,13 @@ from benchmarks.checks.mistakes.mistake import Mistake
 
 MISTAKES: list[Mistake] = [
     Mistake(
+        "a load seeds the caller's generators",
+        "weights/finish.py",
+        "    with unmoved(seed=seed):\n",
+        "    torch.manual_seed(seed)\n    if True:\n",
+        ("tests/test_random_state.py",),
+    ),
+    Mistake(
         "ids beyond the embedding reach the device",
         "step/acceptable.py",
         "        vocabulary.check_ids(batch)\n",
