@@ -5,7 +5,7 @@ import os
 import time
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,12 @@ from fsdp_sft.dcp_io.manifest import (
     verify_folder,
 )
 from fsdp_sft.dcp_io.model_state import check_model, read_model
-from fsdp_sft.dcp_io.optimizer_content import Optimizers, optimizer_content
+from fsdp_sft.dcp_io.optimizer_content import (
+    OptimizerContent,
+    Optimizers,
+    optimizer_content,
+    with_inner_tensors,
+)
 from fsdp_sft.dcp_io.optimizer_load import apply_optimizer, check_optimizer
 from fsdp_sft.dcp_io.rank_files import rank_content, read_rank_files
 from fsdp_sft.dcp_io.retention import prune
@@ -168,6 +173,8 @@ def save_checkpoint(
         _check_numbers(step, keep_last, keep_best)
         content = _content(step, metric, model, optimizer, train_state, rank_state)
         digests = own_digests(content.model) if content.model is not None else {}
+    content = _content_apart(content)
+    with agreed(f"copying for {target}"):
         parts = own_parts(content)
         if async_:
             content, parts = content.with_own_copies(), _snapshot.take(parts)
@@ -292,6 +299,14 @@ def _content(
         train_state=checked_size(dumps(encode(train_state, "train_state"), canonical=False), "train_state"),
         rank_content=rank_content(rank_state),
     )
+
+
+def _content_apart(content: FolderContent) -> FolderContent:
+    """The same, with state in tensor subclasses taken apart; a collective."""
+    if content.optimizer is None:
+        return content
+    stored = with_inner_tensors(OptimizerContent(dict(content.optimizer), content.optimizer_info))
+    return replace(content, optimizer=stored.tensors, optimizer_info=stored.info)
 
 
 def _prepare_root(root: Path, step: int) -> None:

@@ -31,6 +31,10 @@ def encode(value: Any, where: str, tensors: dict[str, torch.Tensor] | None = Non
         return items if type(value) is list else {_TAG: type(value).__name__, "items": items}
     if type(value) in (dict, OrderedDict, Counter):
         return _encode_dict(value, where, tensors)
+    if isinstance(value, torch.dtype):
+        return {_TAG: "dtype", "name": str(value).removeprefix("torch.")}
+    if type(value) is torch.Size:
+        return {_TAG: "Size", "items": list(value)}
     if isinstance(value, float):  # and numpy's float64, which is one
         return float(value)
     if tensors is not None and type(value) in (torch.Tensor, torch.nn.Parameter):
@@ -99,7 +103,10 @@ def _decode_tagged(value: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -
         return tensors[value["key"]]
     if kind == "bytes":
         return base64.b64decode(value["base64"], validate=True)
+    if kind == "dtype":
+        return _dtype(str(value["name"]))
     makers: dict[str, Any] = {
+        "Size": torch.Size,
         "tuple": tuple,
         "deque": deque,
         "dict": dict,
@@ -109,6 +116,13 @@ def _decode_tagged(value: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -
     if kind in ("dict", "Counter"):
         return makers[kind]([(_hashable(decode(k)), decode(item, tensors)) for k, item in items])
     return makers[kind]([decode(item, tensors) for item in items])
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"torch has no dtype {name!r}")
+    return dtype
 
 
 def _hashable(key: Any) -> Any:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fsdp_sft._agree import agreed, all_gather_objects, this_rank, world_size
-from fsdp_sft._boxes import Box, box_of, local_of, owner_ranks
+from fsdp_sft._boxes import Box, box_of, local_of, owner_ranks, whole
 from fsdp_sft._disk import (
     FileRecord,
     TensorReader,
@@ -45,6 +45,23 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
+class OwnedTensor:
+    """A tensor that one rank has and writes; all know of it.
+
+    Attributes:
+        shape: Of all of it.
+        dtype: Of its elements.
+        owner: The rank.
+        tensor: Its values on that rank, None elsewhere.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    owner: int
+    tensor: torch.Tensor | None
+
+
+@dataclass(frozen=True)
 class FolderContent:
     """What a rank brings to a save; tensors are the live ones, whole or sharded.
 
@@ -55,7 +72,7 @@ class FolderContent:
         model: None for an optimizer state of its own.
         extra: As in the manifest.
         extra_tensors: Those that ``extra`` refers to.
-        optimizer: ``<fqn>/<state name>`` to tensor, or None.
+        optimizer: ``<fqn>/<state name>`` to tensor or ``OwnedTensor``, or None.
         optimizer_info: As in the manifest.
         train_state: The bytes of ``train_state.json``; rank 0's are written.
         rank_content: This rank's own JSON and tensors.
@@ -68,7 +85,7 @@ class FolderContent:
     model: ModelTensors | None = None
     extra: dict[str, Any] = field(default_factory=dict)
     extra_tensors: Tensors = field(default_factory=dict)
-    optimizer: Tensors | None = None
+    optimizer: Mapping[str, Any] | None = None
     optimizer_info: dict[str, Any] = field(default_factory=dict)
     train_state: bytes | None = None
     rank_content: tuple[bytes, dict[str, torch.Tensor]] | None = None
@@ -88,9 +105,9 @@ class FolderContent:
         return [*self.sections, *(name for name, there in rest.items() if there)]
 
     @property
-    def sections(self) -> dict[str, Tensors]:
+    def sections(self) -> dict[str, Mapping[str, Any]]:
         """Folder to the tensors in it."""
-        found: dict[str, Tensors] = {}
+        found: dict[str, Mapping[str, Any]] = {}
         if self.model is not None:
             found["model"] = {**self.model.tensors, **self.extra_tensors}
         if self.optimizer is not None:
@@ -215,11 +232,15 @@ def own_parts(content: FolderContent) -> Parts:
     return {section: _parts_of(tensors) for section, tensors in content.sections.items()}
 
 
-def _parts_of(tensors: Tensors) -> dict[str, Part]:
+def _parts_of(tensors: Mapping[str, Any]) -> dict[str, Part]:
     rank = this_rank()
     parts: dict[str, Part] = {}
     for index, name in enumerate(sorted(tensors)):
-        if rank in owner_ranks(tensors[name], index):
+        if isinstance(tensors[name], OwnedTensor):
+            tensor = tensors[name].tensor
+            if tensor is not None and tensor.numel():
+                parts[name] = Part(whole(tensor.shape), tensor)
+        elif rank in owner_ranks(tensors[name], index):
             box = box_of(tensors[name])
             if box.numel:
                 parts[name] = Part(box, local_of(tensors[name]))
@@ -273,7 +294,7 @@ def _commit(
     publish(temporary, target, aside=aside)
 
 
-def _merge(section: str, tensors: Tensors, everything: list[_Written]) -> dict[str, StoredTensor]:
+def _merge(section: str, tensors: Mapping[str, Any], everything: list[_Written]) -> dict[str, StoredTensor]:
     stored = {name: StoredTensor(tuple(t.shape), t.dtype, []) for name, t in sorted(tensors.items())}
     for written in everything:
         for name, chunk in written.chunks.get(section, {}).items():

@@ -100,7 +100,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
     """The manifest's bytes, with the digest of all the rest in them."""
     body = {
         "format": FORMAT,
-        "version": VERSIONS[bool(manifest.extra or "optimizers" in manifest.optimizer_info)],
+        "version": VERSIONS[bool(manifest.extra or {"optimizers", "parts"} & manifest.optimizer_info.keys())],
         "step": manifest.step,
         "metric": manifest.metric,
         "world_size": manifest.world_size,
@@ -250,12 +250,33 @@ def per_optimizer(
 def _check_optimizer_info(info: Any, tensors: dict[str, StoredTensor]) -> None:
     parameters = info["parameters"]
     in_groups = [name for group in info["groups"] for name in group["params"]]
-    in_state = [*(name.rpartition("/")[0] for name in tensors), *info["values"]]
+    inside = _check_parts(info, tensors)
+    in_state = [*(name.rpartition("/")[0] for name in tensors if name not in inside), *info["values"]]
     if sorted(in_groups) != sorted(parameters) or not set(in_state) <= set(parameters):
         raise ValueError("its optimizer's groups and state are not of the same parameters")
     if not isinstance(info["class"], str) or any(not isinstance(g["options"], dict) for g in info["groups"]):
         raise ValueError("its optimizer's groups are not valid")
     decode([[group["options"] for group in info["groups"]], info["values"]])  # raises if it cannot be
+
+
+def _check_parts(info: Any, tensors: dict[str, StoredTensor]) -> set[str]:
+    """Names of the tensors inside others, whose parts make up their parameters."""
+    inside: set[str] = set()
+    for name, entries in info.get("parts", {}).items():
+        shape = tuple(info["parameters"][name.rpartition("/")[0]][1])
+        boxes = [Box(tuple(entry["offset"]), tuple(entry["shape"])) for entry in entries]
+        if any(type(n) is not int or n < 0 for box in boxes for n in (*box.offset, *box.shape)):
+            raise ValueError(f"a part of {name} is not valid")
+        if tiling_problem(shape, boxes) is not None:
+            raise ValueError(f"{name} is not complete: {tiling_problem(shape, boxes)}")
+        for index, entry in enumerate(entries):
+            for inner, (dtype, size) in entry["inner"].items():
+                key = f"{name}/{index}/{inner}"
+                if (tensors[key].dtype, tensors[key].shape) != (DTYPES[dtype], tuple(size)):
+                    raise ValueError(f"{key} is not what the parts say")
+                inside.add(key)
+        decode([entry["context"] for entry in entries])
+    return inside
 
 
 def _parse_tensors(raw: Any, prefix: str, files: dict[str, FileRecord]) -> dict[str, StoredTensor] | None:

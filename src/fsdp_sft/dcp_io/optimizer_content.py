@@ -9,10 +9,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fsdp_sft._compat import local_tensor
+from fsdp_sft._compat import is_wrapper_subclass, local_tensor
 from fsdp_sft._model import parameter_names
 from fsdp_sft._safetensors import dtype_name
 from fsdp_sft.dcp_io.codec import encode
+from fsdp_sft.dcp_io.inner_tensors import apart, take_apart
 from fsdp_sft.errors import UnstorableStateError, abridged
 
 Optimizers: TypeAlias = Optimizer | Sequence[Optimizer]
@@ -23,11 +24,11 @@ class OptimizerContent:
     """An optimizer's state, ready to be written.
 
     Attributes:
-        tensors: ``<fqn>/<state name>`` to the live tensor.
+        tensors: ``<fqn>/<state name>`` to the live tensor, or to what is inside it.
         info: Class, parameters, groups and other state, as JSON.
     """
 
-    tensors: dict[str, torch.Tensor]
+    tensors: dict[str, Any]
     info: dict[str, Any]
 
 
@@ -65,6 +66,23 @@ def optimizer_content(model: nn.Module, optimizer: Optimizers) -> OptimizerConte
         return each[0]
     tensors = {f"{i}/{key}": t for i, content in enumerate(each) for key, t in content.tensors.items()}
     return OptimizerContent(tensors, {"optimizers": [content.info for content in each]})
+
+
+def with_inner_tensors(content: OptimizerContent) -> OptimizerContent:
+    """The same, with state in tensor subclasses taken apart.
+
+    Collective: all ranks.
+    """
+    tensors, parts = apart(content.tensors)
+    if not parts:
+        return content
+    if "optimizers" not in content.info:
+        return OptimizerContent(tensors, {**content.info, "parts": parts})
+    infos = [dict(info, parts={}) for info in content.info["optimizers"]]
+    for key, entries in parts.items():
+        number, _, name = key.partition("/")
+        infos[int(number)]["parts"][name] = entries
+    return OptimizerContent(tensors, {"optimizers": infos})
 
 
 def check_storable(optimizer: Optimizer, together: Sequence[Optimizer] = ()) -> None:
@@ -159,6 +177,13 @@ def _name_of(parameter: nn.Parameter, names: Mapping[nn.Parameter, str]) -> str:
 
 
 def _checked_state(value: torch.Tensor, parameter: nn.Parameter, name: str) -> torch.Tensor:
+    if is_wrapper_subclass(value):
+        take_apart(name, value)  # refuses what says nothing of itself
+        if isinstance(value, DTensor) != isinstance(parameter, DTensor) or value.shape != parameter.shape:
+            raise UnstorableStateError(
+                f"{name} is a {type(local_tensor(value)).__name__} unlike its parameter"
+            )
+        return value
     if type(local_tensor(value)) not in (torch.Tensor, nn.Parameter):
         raise UnstorableStateError(
             f"{name} is a {type(local_tensor(value)).__name__}: only plain tensors can be stored and sharded "

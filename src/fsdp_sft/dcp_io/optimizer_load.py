@@ -7,10 +7,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from fsdp_sft._compat import is_wrapper_subclass
 from fsdp_sft._disk import TensorReader
 from fsdp_sft._model import parameter_names
 from fsdp_sft.dcp_io.codec import decode
 from fsdp_sft.dcp_io.folder import read_tensors
+from fsdp_sft.dcp_io.inner_parts import parts_problem, together
+from fsdp_sft.dcp_io.inner_tensors import inner_names
 from fsdp_sft.dcp_io.manifest import Manifest, StoredTensor, per_optimizer
 from fsdp_sft.dcp_io.optimizer_content import OptimizerContent, Optimizers, as_list, optimizer_content
 from fsdp_sft.errors import CheckpointMismatchError, abridged
@@ -34,6 +37,11 @@ def check_optimizer(manifest: Manifest, model: nn.Module, optimizer: Optimizers)
     problems = []
     for live, saved in _pairs(manifest, model, as_list(optimizer)):
         problems += _problems(optimizer_content(model, live), *saved)
+        by_name = {fqn: parameter for parameter, fqn in parameter_names(model).items()}
+        for name, parts in saved[0].get("parts", {}).items():
+            fqn = name.rpartition("/")[0]
+            problem = parts_problem(name, by_name[fqn], parts) if fqn in by_name else None
+            problems += [problem] if problem is not None else []
     if problems:
         raise CheckpointMismatchError("the saved optimizer state does not fit: " + abridged(problems, "; "))
 
@@ -91,9 +99,16 @@ def _problems(
         actual = live.info["parameters"].get(fqn, described)
         if actual != described:
             problems.append(f"{fqn} was {_described(described)} and is {_described(actual)}")
+    inside = inner_names(saved.get("parts", {}))
     for name, tensor in stored.items():
+        if name in inside:
+            continue
         own = live.tensors.get(name)
-        if own is not None and (own.dtype != tensor.dtype or tuple(own.shape) != tensor.shape):
+        if (
+            own is not None
+            and not is_wrapper_subclass(own)
+            and (own.dtype != tensor.dtype or tuple(own.shape) != tensor.shape)
+        ):
             problems.append(f"{name} was {tensor.dtype} {tensor.shape} and is {own.dtype} {tuple(own.shape)}")
         shape = tuple(saved["parameters"][name.rpartition("/")[0]][1])
         if tensor.shape not in ((), shape):
@@ -115,19 +130,23 @@ def _apply(
     options = {fqn: group for group, saved in groups for fqn in saved["params"]}
     states: dict[str, dict[str, Any]] = {}
     tensors: dict[str, torch.Tensor] = {}
+    inside = inner_names(info.get("parts", {}))
+    in_files = {f"{prefix}{key}": tensor for key, tensor in stored.items()}
+    for key, parts in info.get("parts", {}).items():
+        fqn, _, name = key.rpartition("/")
+        whole = together(f"{prefix}{key}", by_name[fqn], parts, in_files, reader)
+        states.setdefault(fqn, {})[name] = whole
     for key, tensor in stored.items():
+        if key in inside:
+            continue
         fqn, _, name = key.rpartition("/")
         live = optimizer.state.get(by_name[fqn], {}).get(name)
-        if not isinstance(live, torch.Tensor):
+        if not isinstance(live, torch.Tensor) or is_wrapper_subclass(live):
             live = _new_state(by_name[fqn], name, tensor.shape, tensor.dtype, options[fqn])
         tensors[key] = states.setdefault(fqn, {})[name] = live
     for fqn, values in info["values"].items():
         states.setdefault(fqn, {}).update({name: decode(value) for name, value in values.items()})
-    read_tensors(
-        reader,
-        {f"{prefix}{key}": tensor for key, tensor in stored.items()},
-        {f"{prefix}{key}": tensor for key, tensor in tensors.items()},
-    )
+    read_tensors(reader, in_files, {f"{prefix}{key}": tensor for key, tensor in tensors.items()})
     for group, saved in groups:
         _apply_options(group, saved["options"])
         for parameter in group["params"]:

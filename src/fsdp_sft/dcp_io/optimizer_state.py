@@ -10,7 +10,7 @@ from fsdp_sft._agree import agreed, this_rank
 from fsdp_sft._disk import TensorReader, temporary_beside
 from fsdp_sft.dcp_io.folder import FolderContent, describe_mesh, open_folder, write_folder
 from fsdp_sft.dcp_io.manifest import MANIFEST_NAME
-from fsdp_sft.dcp_io.optimizer_content import Optimizers, optimizer_content
+from fsdp_sft.dcp_io.optimizer_content import Optimizers, optimizer_content, with_inner_tensors
 from fsdp_sft.dcp_io.optimizer_load import apply_optimizer, check_optimizer
 from fsdp_sft.distributed import reshard
 from fsdp_sft.errors import (
@@ -53,6 +53,7 @@ def save_optimizer_state(model: nn.Module, optimizer: Optimizers, path: str | os
                 raise FileExistsError(
                     f"{target} exists and is not a saved optimizer state; choose another path"
                 )
+    content = with_inner_tensors(content)
     write_folder(
         target,
         FolderContent(None, describe_mesh(model), optimizer=content.tensors, optimizer_info=content.info),

@@ -1,0 +1,115 @@
+"""Optimizer state in tensor subclasses (8-bit moments and their like), stored as the tensors inside them.
+
+The public protocol of ``__tensor_flatten__`` takes a subclass apart, and ``__tensor_unflatten__`` makes it
+again. Each rank's part is stored as it is, so that it comes back bit by bit; see ``inner_parts`` for others.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fsdp_sft._agree import agreed, all_gather_objects, this_rank
+from fsdp_sft._boxes import box_of, owner_ranks
+from fsdp_sft._compat import is_wrapper_subclass, local_tensor
+from fsdp_sft._safetensors import DTYPES, dtype_name
+from fsdp_sft.dcp_io.codec import encode
+from fsdp_sft.dcp_io.folder import OwnedTensor, Tensors
+from fsdp_sft.errors import UnstorableStateError
+
+PLAIN = "values"  # the name of what is inside a tensor that is none of a subclass
+
+
+@dataclass(frozen=True)
+class _Part:
+    """This rank's part of a state: what the manifest says of it, and the tensors."""
+
+    described: dict[str, Any]
+    inner: dict[str, torch.Tensor]
+    writes: bool
+
+
+def apart(tensors: Tensors) -> tuple[dict[str, Any], dict[str, list[dict[str, Any]]]]:
+    """Take every state that is in a subclass on some rank apart.
+
+    Args:
+        tensors: State by name, the same names on all ranks.
+
+    Returns:
+        (what to write by name; name of each state that was taken apart to the parts of it).
+
+    Raises:
+        UnstorableStateError: On all ranks, if a subclass does not say what is inside it.
+
+    Collective: all ranks.
+    """
+    own = {name for name, tensor in tensors.items() if is_wrapper_subclass(tensor)}
+    names = sorted(set().union(*all_gather_objects(own)))
+    if not names:
+        return dict(tensors), {}
+    parts: dict[str, _Part] = {}
+    with agreed("taking the optimizer's state apart"):
+        parts = {name: _part(name, tensors[name], index) for index, name in enumerate(names)}
+    told = {name: part.described for name, part in parts.items() if part.writes}
+    everyone: list[dict[str, dict[str, Any]]] = all_gather_objects(told)
+    written: dict[str, Any] = {name: t for name, t in tensors.items() if name not in parts}
+    described: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    for owner, theirs in enumerate(everyone):
+        for name, part in theirs.items():
+            for inner, (dtype, shape) in part["inner"].items():
+                value = parts[name].inner[inner] if owner == this_rank() else None
+                key = f"{name}/{len(described[name])}/{inner}"
+                written[key] = OwnedTensor(tuple(shape), DTYPES[dtype], owner, value)
+            described[name].append(part)
+    return written, described
+
+
+def take_apart(name: str, tensor: torch.Tensor) -> tuple[str | None, Any, dict[str, torch.Tensor]]:
+    """(class, context, inner tensors) of what this rank has of a state.
+
+    Raises:
+        UnstorableStateError: If it is of a subclass that does not say what is inside it.
+    """
+    local: Any = local_tensor(tensor)
+    if not is_wrapper_subclass(local):
+        return None, None, {PLAIN: local.detach()}
+    kind = type(local)
+    if not hasattr(local, "__tensor_flatten__"):
+        raise UnstorableStateError(
+            f"{name} is a {kind.__name__}, which does not say what is inside it (__tensor_flatten__), so no "
+            "checkpoint could hold it: use an optimizer with other state"
+        )
+    inner_names, context = local.__tensor_flatten__()
+    inner = {str(n): getattr(local, n) for n in inner_names}
+    nested = [n for n, t in inner.items() if type(t) not in (torch.Tensor, torch.nn.Parameter)]
+    if nested:
+        raise UnstorableStateError(f"{name} is a {kind.__name__} with subclasses inside it ({nested})")
+    try:
+        encoded = encode(context, f"what {kind.__name__} says of {name}")
+    except TypeError as error:
+        raise UnstorableStateError(str(error)) from error
+    return f"{kind.__module__}.{kind.__qualname__}", encoded, inner
+
+
+def _part(name: str, tensor: torch.Tensor, index: int) -> _Part:
+    kind, context, inner = take_apart(name, tensor)
+    box = box_of(tensor)
+    described = {
+        "offset": list(box.offset),
+        "shape": list(box.shape),
+        "class": kind,
+        "context": context,
+        "inner": {n: [dtype_name(t.dtype), list(t.shape)] for n, t in inner.items()},
+    }
+    return _Part(described, inner, box.numel > 0 and this_rank() in owner_ranks(tensor, index))
+
+
+def inner_names(parts: Mapping[str, list[dict[str, Any]]]) -> set[str]:
+    """Names of the stored tensors that belong to states taken apart."""
+    return {
+        f"{name}/{index}/{inner}"
+        for name, entries in parts.items()
+        for index, entry in enumerate(entries)
+        for inner in entry["inner"]
+    }

@@ -1,0 +1,185 @@
+"""Optimizer state in tensor subclasses: bit by bit at the same shards, at others where the blocks allow."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import fsdp_sft as fs
+from tests.harness.eight_bit import ClosedMomentum, EightBitMomentum, Quantised, _local, inner_state
+from tests.harness.models import full
+from tests.harness.ranks import run_distributed
+
+FITTING = [(16, 16), (16, 8), (1, 5)]  # the last has fewer rows than ranks, and no whole block
+MIXED = [(7, 4)]  # of two shards one is made of whole blocks
+ACROSS = [(10, 8)]  # whole blocks together, not in halves
+
+
+class Products(nn.Module):
+    def __init__(self, shapes: Any) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.weights = nn.ParameterList([nn.Parameter(torch.randn(shape)) for shape in shapes])
+
+    def forward(self, factor: float) -> torch.Tensor:
+        return sum((weight * factor).sin().square().sum() for weight in self.weights)  # type: ignore[return-value]
+
+
+def _make(shapes: Any, mesh: Any, kind: Any = EightBitMomentum) -> tuple[Any, Any]:
+    model = Products(shapes)
+    if mesh is not None:
+        fully_shard(model, mesh=fs.build_mesh(**mesh, device_type="cpu"))
+    return model, kind(model.parameters())
+
+
+def _train(model: Any, optimizer: Any, first: int, count: int) -> None:
+    for step in range(first, first + count):
+        model(1.0 + step / 7).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _same(actual: Any, expected: Any) -> None:
+    assert len(actual) == len(expected)
+    for one, other in zip(actual, expected, strict=True):
+        assert one.keys() == other.keys()
+        for name, value in other.items():
+            if isinstance(value, torch.Tensor):
+                assert one[name].dtype == value.dtype, name
+                assert torch.equal(one[name], value), name
+            else:
+                assert one[name] == value, name
+
+
+def _floats(optimizer: Any) -> list[torch.Tensor]:
+    """The momentum, whole, as plain numbers."""
+    found = []
+    for parameter, state in optimizer.state.items():
+        own = _local(state["momentum"])
+        own = own.values_as_floats() if isinstance(own, Quantised) else own
+        if hasattr(parameter, "device_mesh"):
+            mesh, placements = parameter.device_mesh, parameter.placements
+            own = torch.distributed.tensor.DTensor.from_local(
+                own, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+            )
+        found.append(full(own).clone())
+    return found
+
+
+def _save(root: str, shapes: Any, mesh: Any) -> None:
+    model, optimizer = _make(shapes, mesh)
+    _train(model, optimizer, 0, 3)
+    expected = inner_state(optimizer)
+    fs.save_checkpoint(root, 1, model=model, optimizer=optimizer)
+    saved = fs.save_checkpoint(root, 2, model=model, optimizer=optimizer, async_=True)
+    fs.save_optimizer_state(model, optimizer, f"{root}/state")
+    if torch.distributed.get_rank() == 0:
+        torch.save(_floats(optimizer), f"{root}/floats")
+    else:
+        _floats(optimizer)
+    _train(model, optimizer, 3, 2)
+    saved.wait()
+    for step in (1, 2):
+        assert fs.verify_checkpoint(f"{root}/step-{step}") == []
+        again, fresh = _make(shapes, mesh)
+        fs.load_checkpoint(f"{root}/step-{step}", model=again, optimizer=fresh)
+        _same(inner_state(fresh), expected)
+        _train(again, fresh, 3, 2)
+        _same(inner_state(fresh), inner_state(optimizer))
+        for a, b in zip(again.parameters(), model.parameters(), strict=True):
+            assert torch.equal(_local(a), _local(b))
+    again, fresh = _make(shapes, mesh)
+    _train(again, fresh, 0, 1)
+    fs.load_optimizer_state(again, fresh, f"{root}/state")
+    _same(inner_state(fresh), expected)
+
+
+def _load_elsewhere(root: str, shapes: Any, mesh: Any) -> None:
+    model, optimizer = _make(shapes, mesh)
+    fs.load_checkpoint(f"{root}/step-2", model=model, optimizer=optimizer)
+    for actual, expected in zip(_floats(optimizer), torch.load(f"{root}/floats"), strict=True):
+        assert torch.equal(actual, expected)
+    _train(model, optimizer, 3, 1)
+
+
+def _refused_elsewhere(root: str, shapes: Any, mesh: Any, message: str) -> None:
+    model, optimizer = _make(shapes, mesh)
+    before = [_local(p).clone() for p in model.parameters()]
+    with pytest.raises(
+        fs.CheckpointMismatchError, match=f"cannot be put together for other shards: {message}"
+    ):
+        fs.load_checkpoint(f"{root}/step-2", model=model, optimizer=optimizer)
+    assert not optimizer.state
+    assert all(torch.equal(a, _local(b)) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_eight_bit_state_at_any_number_of_ranks(tmp_path: Path) -> None:
+    run_distributed(_save, 2, str(tmp_path), FITTING, {})
+    run_distributed(_load_elsewhere, 1, str(tmp_path), FITTING, None)
+    run_distributed(_load_elsewhere, 4, str(tmp_path), FITTING, {"dp_replicate": 2})
+    run_distributed(_load_elsewhere, 4, str(tmp_path), FITTING, {})
+
+
+def test_from_one_rank_and_from_replicas(tmp_path: Path) -> None:
+    run_distributed(_save, 1, str(tmp_path / "one"), FITTING, None)
+    run_distributed(_load_elsewhere, 2, str(tmp_path / "one"), FITTING, {})
+    run_distributed(_save, 4, str(tmp_path / "hsdp"), FITTING, {"dp_replicate": 2})
+    run_distributed(_load_elsewhere, 2, str(tmp_path / "hsdp"), FITTING, {"dp_replicate": 2, "dp_shard": 1})
+
+
+def test_blocks_that_do_not_fit_the_shards_are_refused(tmp_path: Path) -> None:
+    run_distributed(_save, 2, str(tmp_path / "mixed"), MIXED, {})
+    run_distributed(_refused_elsewhere, 1, str(tmp_path / "mixed"), MIXED, None, "its parts are of different")
+    run_distributed(_save, 1, str(tmp_path / "across"), ACROSS, None)
+    run_distributed(_refused_elsewhere, 2, str(tmp_path / "across"), ACROSS, {}, "its blocks of 16 elements")
+
+
+def test_beside_another_optimizer(tmp_path: Path) -> None:
+    model = Products([(16, 16), (3, 5)])
+    first, second = model.weights
+    optimizers = [torch.optim.AdamW([second]), EightBitMomentum([first])]
+    model(1.0).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    fs.save_checkpoint(tmp_path, 1, model=model, optimizer=optimizers)
+    fresh = [EightBitMomentum([first]), torch.optim.AdamW([second])]
+    fs.load_checkpoint(tmp_path, model=model, optimizer=fresh)
+    _same(inner_state(fresh[0]), inner_state(optimizers[1]))
+    assert torch.equal(fresh[1].state[second]["exp_avg"], optimizers[0].state[second]["exp_avg"])
+
+
+def test_what_says_nothing_of_itself_is_refused_when_it_is_saved(tmp_path: Path) -> None:
+    model, optimizer = _make([(16, 16)], None, ClosedMomentum)
+    _train(model, optimizer, 0, 1)
+    with pytest.raises(fs.UnstorableStateError, match="Closed, which does not say what is inside it"):
+        fs.save_checkpoint(tmp_path, 1, model=model, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("name", ["AdamW8bit", "AdamWFp8", "AdamW4bit"])
+def test_torchao(name: str, tmp_path: Path) -> None:
+    torchao = pytest.importorskip("torchao.optim")
+    weights, steps = nn.ParameterList([nn.Parameter(torch.randn(64, 128)), nn.Parameter(torch.randn(7))]), 3
+
+    def train(optimizer: Any, first: int) -> None:
+        with torch.compiler.set_stance("force_eager"):  # compiled it would take a minute
+            for step in range(first, first + steps):
+                for weight in weights:
+                    weight.grad = torch.full_like(weight, 0.1 + step / 10) * weight.detach().sign()
+                optimizer.step()
+
+    first = getattr(torchao, name)(weights.parameters(), lr=1e-2)
+    train(first, 0)
+    saved = fs.save_checkpoint(tmp_path, 1, model=weights, optimizer=first, async_=True)
+    expected = inner_state(first)
+    saved.wait()
+    train(first, steps)
+    after = [weight.detach().clone() for weight in weights], inner_state(first)
+    second = getattr(torchao, name)(weights.parameters(), lr=1e-2)
+    fs.load_checkpoint(tmp_path, model=weights, optimizer=second)
+    _same(inner_state(second), expected)
+    train(second, steps)
+    assert all(torch.equal(a, b) for a, b in zip(weights, after[0], strict=True))
+    _same(inner_state(second), after[1])
