@@ -1,5 +1,6 @@
 """Optimizer state in tensor subclasses: bit by bit at the same shards, at others where the blocks allow."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import fsdp_sft as fs
-from tests.harness.eight_bit import ClosedMomentum, EightBitMomentum, Quantised, _local, inner_state
-from tests.harness.models import full
+from tests.harness.eight_bit import ClosedMomentum, EightBitMomentum, Quantised, inner_state, own_of
+from tests.harness.models import full, ragged_batches, tiny_model
 from tests.harness.ranks import run_distributed
 
 FITTING = [(16, 16), (16, 8), (1, 5)]  # the last has fewer rows than ranks, and no whole block
@@ -58,7 +59,7 @@ def _floats(optimizer: Any) -> list[torch.Tensor]:
     """The momentum, whole, as plain numbers."""
     found = []
     for parameter, state in optimizer.state.items():
-        own = _local(state["momentum"])
+        own = own_of(state["momentum"])
         own = own.values_as_floats() if isinstance(own, Quantised) else own
         if hasattr(parameter, "device_mesh"):
             mesh, placements = parameter.device_mesh, parameter.placements
@@ -90,7 +91,7 @@ def _save(root: str, shapes: Any, mesh: Any) -> None:
         _train(again, fresh, 3, 2)
         _same(inner_state(fresh), inner_state(optimizer))
         for a, b in zip(again.parameters(), model.parameters(), strict=True):
-            assert torch.equal(_local(a), _local(b))
+            assert torch.equal(own_of(a), own_of(b))
     again, fresh = _make(shapes, mesh)
     _train(again, fresh, 0, 1)
     fs.load_optimizer_state(again, fresh, f"{root}/state")
@@ -107,13 +108,13 @@ def _load_elsewhere(root: str, shapes: Any, mesh: Any) -> None:
 
 def _refused_elsewhere(root: str, shapes: Any, mesh: Any, message: str) -> None:
     model, optimizer = _make(shapes, mesh)
-    before = [_local(p).clone() for p in model.parameters()]
+    before = [own_of(p).clone() for p in model.parameters()]
     with pytest.raises(
         fs.CheckpointMismatchError, match=f"cannot be put together for other shards: {message}"
     ):
         fs.load_checkpoint(f"{root}/step-2", model=model, optimizer=optimizer)
     assert not optimizer.state
-    assert all(torch.equal(a, _local(b)) for a, b in zip(before, model.parameters(), strict=True))
+    assert all(torch.equal(a, own_of(b)) for a, b in zip(before, model.parameters(), strict=True))
 
 
 def test_eight_bit_state_at_any_number_of_ranks(tmp_path: Path) -> None:
@@ -156,6 +157,30 @@ def test_what_says_nothing_of_itself_is_refused_when_it_is_saved(tmp_path: Path)
     _train(model, optimizer, 0, 1)
     with pytest.raises(fs.UnstorableStateError, match="Closed, which does not say what is inside it"):
         fs.save_checkpoint(tmp_path, 1, model=model, optimizer=optimizer)
+
+
+def _first_steps() -> None:
+    batch = ragged_batches(2)[0]
+    mesh, rank = fs.build_mesh(device_type="cpu"), torch.distributed.get_rank()
+    model = fs.shard_model(tiny_model("llama"), mesh=mesh)
+    fitting = EightBitMomentum(model.parameters(), lr=1e-3)
+    for _ in range(2):
+        fs.train_step(model, [batch], fitting)
+    one_rank = (EightBitMomentum if rank else ClosedMomentum)(model.parameters(), lr=1e-3)
+    with pytest.raises(fs.UnstorableStateError, match="Closed, which does not say what is inside"):
+        fs.train_step(model, [batch], one_rank)
+    kept = torch.optim.AdamW(model.parameters())
+    kept.inner = torch.optim.SGD(model.parameters())  # type: ignore[attr-defined]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            fs.train_step(model, [batch], kept)
+    told = [w for w in caught if "save_checkpoint will refuse" in str(w.message)]
+    assert len(told) == (rank == 0), "once, on the main rank"
+
+
+def test_the_first_step_says_what_no_checkpoint_could_hold() -> None:
+    run_distributed(_first_steps, 2)
 
 
 @pytest.mark.parametrize("name", ["AdamW8bit", "AdamWFp8", "AdamW4bit"])

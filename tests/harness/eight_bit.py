@@ -81,11 +81,11 @@ class EightBitMomentum(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                state, local = self.state[parameter], _local(parameter)
+                state, local = self.state[parameter], own_of(parameter)
                 if not state:
                     state["step"] = torch.tensor(0.0)
                     state["momentum"] = self._zeros(parameter)
-                own, gradient = _local(state["momentum"]), _local(parameter.grad)
+                own, gradient = own_of(state["momentum"]), own_of(parameter.grad)
                 state["step"] += 1
                 if isinstance(own, Quantised):
                     own.fill(own.values_as_floats() * 0.9 + gradient)
@@ -95,7 +95,7 @@ class EightBitMomentum(torch.optim.Optimizer):
                     local.add_(own, alpha=-group["lr"])
 
     def _zeros(self, parameter: torch.Tensor) -> torch.Tensor:
-        local = _local(parameter)
+        local = own_of(parameter)
         in_blocks = local.numel() > 0 and local.numel() % BLOCK == 0
         made = self.kind.zeros(local.shape) if in_blocks else torch.zeros_like(local)
         if not isinstance(parameter, DTensor):
@@ -112,7 +112,8 @@ class ClosedMomentum(EightBitMomentum):
     kind = Closed
 
 
-def _local(tensor: torch.Tensor) -> Any:
+def own_of(tensor: torch.Tensor) -> Any:
+    """What this rank has of a tensor: the very object."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
@@ -122,7 +123,7 @@ def inner_state(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     for state in optimizer.state.values():
         plain = {}
         for name, value in state.items():
-            local = _local(value)
+            local = own_of(value)
             if hasattr(type(local), "__tensor_flatten__") and type(local) is not torch.Tensor:
                 names, context = local.__tensor_flatten__()
                 plain.update({f"{name}/{n}": getattr(local, n).detach().clone() for n in names})

@@ -13,12 +13,13 @@ from fsdp_sft.errors import NonFiniteGradientError
 from fsdp_sft.loss import LossImpl, RouterLoss, num_tokens, scale_for_backward
 from fsdp_sft.packing import Verify, check_verify, verify_at_first_use
 from fsdp_sft.step.acceptable import check_of
+from fsdp_sft.step.first import state_problem
 from fsdp_sft.step.gradients import SyncMode, gradient_sync
 from fsdp_sft.step.keys import may_be_packs
 from fsdp_sft.step.labels import is_to_be_looked_at, say_what_was_seen
 from fsdp_sft.step.optimizers import Optimizers, checked_optimizers, checked_schedulers, clip_and_step
 from fsdp_sft.step.own_loss import LossFn, Objective
-from fsdp_sft.step.window import CountFn, agree_on_window, to_device
+from fsdp_sft.step.window import CountFn, agree_on_window, raise_on_mesh, to_device
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -121,6 +122,8 @@ def train_step(
         TypeError: If an optimizer or a scheduler needs more than ``step()``, or ``loss_fn`` or ``count_fn``
             is not a function or does not return what it should.
         PackingError: If the model does not keep the rows of a pack apart, or a pack has an attention mask.
+        UnstorableStateError: After its first step, if the optimizer keeps state in tensors that do not say
+            what is inside them: no checkpoint could hold it.
         NonFiniteGradientError: If the gradient norm is not finite and no scaler handles it. Parameters and
             optimizer are as before the step; gradients are zeroed.
 
@@ -167,7 +170,11 @@ def train_step(
     for one in optimizers:
         one.zero_grad(set_to_none=True)
     model.zero_grad(set_to_none=True)  # also what the optimizers were not given
-    loss_total, router_total = sum_over_mesh([float(total), float(added)], mesh)
+    problem = state_problem(optimizers)
+    sums = sum_over_mesh([float(total), float(added), problem is not None], mesh)
+    loss_total, router_total = sums[:2]
+    if sums[2]:
+        raise_on_mesh(problem, "looking at the optimizer's state after its first step", mesh)
     if skip_reason is None and not math.isfinite(grad_norm):
         raise NonFiniteGradientError(
             f"the gradient norm is {grad_norm} at a loss of {loss_total / targets:.4g}; parameters and "

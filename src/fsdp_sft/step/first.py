@@ -1,0 +1,47 @@
+"""An optimizer's state looked at once, after its first step: what no checkpoint could hold is said then."""
+
+import warnings
+import weakref
+from typing import Any
+
+import torch
+
+from fsdp_sft._agree import this_rank
+from fsdp_sft.dcp_io.inner_tensors import take_apart
+from fsdp_sft.dcp_io.optimizer_content import check_storable
+from fsdp_sft.errors import UnstorableStateError
+
+_seen: "weakref.WeakSet[Any]" = weakref.WeakSet()
+
+
+def state_problem(optimizer: Any) -> UnstorableStateError | None:
+    """Why a checkpoint could not hold the state that the first step has made; None later, and if it could.
+
+    Only tensor subclasses that do not say what is inside them are a problem: they could not even be copied.
+    Of other state that ``save_checkpoint`` would refuse there is one warning.
+    """
+    together = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+    optimizers = [one for one in together if one not in _seen]
+    try:
+        for one in optimizers:
+            _look_at(one)
+            _warn_about(one, together)
+    except UnstorableStateError as error:
+        return error
+    _seen.update(one for one in optimizers if one.state)
+    return None
+
+
+def _look_at(optimizer: torch.optim.Optimizer) -> None:
+    for state in optimizer.state.values():
+        for name, value in state.items() if isinstance(state, dict) else ():
+            if isinstance(value, torch.Tensor):
+                take_apart(f"the state {name!r} of {type(optimizer).__name__}", value)
+
+
+def _warn_about(optimizer: torch.optim.Optimizer, together: list[torch.optim.Optimizer]) -> None:
+    try:
+        check_storable(optimizer, together)
+    except UnstorableStateError as error:
+        if this_rank() == 0:
+            warnings.warn(f"save_checkpoint will refuse this optimizer: {error}", stacklevel=5)
