@@ -24,4 +24,6 @@ from fsdp_sft.loss.counting import num_tokens as num_tokens
 from fsdp_sft.loss.counting import scale_for_backward as scale_for_backward
 from fsdp_sft.loss.linear_cross_entropy import linear_cross_entropy_sum as linear_cross_entropy_sum
 from fsdp_sft.loss.prepare import LossImpl as LossImpl
+from fsdp_sft.loss.prepare import forget_choice as forget_choice
+from fsdp_sft.loss.prepare import needs_choice as needs_choice
 from fsdp_sft.loss.prepare import prepare_loss as prepare_loss

@@ -77,6 +77,17 @@ def choice_for(model: nn.Module, impl: LossImpl) -> LossChoice:
     return choice
 
 
+def needs_choice(model: nn.Module, impl: LossImpl) -> bool:
+    """Whether this rank would choose anew in its next loss: there is no choice, or the model has changed."""
+    choice = _choices.get(model, {}).get(impl)
+    return impl != "logits" and (choice is None or not choice.holds(model))
+
+
+def forget_choice(model: nn.Module, impl: LossImpl) -> None:
+    """Choose anew in the next loss: on all ranks of the mesh, as soon as one of them has to."""
+    _choices.get(model, {}).pop(impl, None)
+
+
 def check_impl(impl: str) -> None:
     """Refuse an ``impl`` that there is not."""
     if impl not in IMPLS:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fsdp_sft.distributed import compute_device, mesh_of, reshard, sum_over_mesh
-from fsdp_sft.loss import LossImpl, RouterLoss, num_tokens
+from fsdp_sft.loss import LossImpl, RouterLoss, forget_choice, needs_choice, num_tokens
 from fsdp_sft.packing import Verify, check_verify, verify_at_first_use
 from fsdp_sft.step.acceptable import check_of
 from fsdp_sft.step.keys import keys_of, may_be_packs
@@ -84,6 +84,8 @@ def evaluate(
     total, targets = torch.zeros((), dtype=torch.float64), 0
     added, tokens = torch.zeros((), dtype=torch.float64), 0
     check = check_of(model, own_loss=loss_fn is not None)
+    if loss_fn is None and any(sum_over_mesh([needs_choice(model, loss_impl)], mesh)):
+        forget_choice(model, loss_impl)  # on all ranks, although one alone may have seen why
     model.eval()
     try:
         with torch.no_grad():

@@ -10,7 +10,7 @@ from torch import nn
 
 from fsdp_sft.distributed import compute_device, mesh_of, sum_over_mesh
 from fsdp_sft.errors import NonFiniteGradientError
-from fsdp_sft.loss import LossImpl, RouterLoss, num_tokens, scale_for_backward
+from fsdp_sft.loss import LossImpl, RouterLoss, forget_choice, needs_choice, num_tokens, scale_for_backward
 from fsdp_sft.packing import Verify, check_verify, verify_at_first_use
 from fsdp_sft.step.acceptable import check_of
 from fsdp_sft.step.first import state_problem
@@ -141,9 +141,12 @@ def train_step(
     mesh = mesh if mesh is not None else mesh_of(model)
     check = check_of(model, own_loss=loss_fn is not None)
     look = check_labels and loss_fn is None and count_fn is None and is_to_be_looked_at(model)
+    stale = loss_fn is None and needs_choice(model, loss_impl)
     window = agree_on_window(
-        micro_batches, mesh, count_fn=count_fn, needs_ids=loss_fn is None, check=check, look=look
+        micro_batches, mesh, count_fn=count_fn, needs_ids=loss_fn is None, check=check, look=look, stale=stale
     )
+    if window.stale:  # choosing is collective, and what asks for it may be seen on one rank alone
+        forget_choice(model, loss_impl)
     if look:
         say_what_was_seen(model, micro_batches, window.differences, mesh)
     targets, tokens = window.targets, window.tokens

@@ -29,12 +29,14 @@ class Window:
         tokens: Likewise, without padding.
         keys: Of each micro-batch; the same on every rank.
         differences: Between labels and ids on all ranks; 0 of 0 if nobody looked.
+        stale: Whether any rank has to choose its loss anew.
     """
 
     targets: int
     tokens: int
     keys: tuple[Keys, ...]
     differences: Differences
+    stale: bool = False
 
 
 def agree_on_window(
@@ -45,6 +47,7 @@ def agree_on_window(
     needs_ids: bool = True,
     check: Check | None = None,
     look: bool = False,
+    stale: bool = False,
 ) -> Window:
     """Look at the window and agree on it, or raise the same error on all ranks; one small all-reduce.
 
@@ -55,6 +58,7 @@ def agree_on_window(
         needs_ids: Whether a batch without ``input_ids`` is an error, and not one of 0 known tokens.
         check: Called with each batch; raises for one that the model cannot take.
         look: Whether to look for mistakes in labels.
+        stale: Whether this rank has to choose its loss anew.
 
     Collective: all ranks of the mesh.
     """
@@ -76,9 +80,9 @@ def agree_on_window(
         error = caught
     ranks = mesh.size() if mesh is not None else 1
     compared = to_compare([len(keys), *digest(keys)])
-    own = [targets, tokens, seen.compared, seen.different, error is not None]
+    own = [targets, tokens, seen.compared, seen.different, stale, error is not None]
     sums = sum_over_mesh([*own, *compared], mesh)
-    all_targets, all_tokens, looked_at, different, failed = map(int, sums[: len(own)])
+    all_targets, all_tokens, looked_at, different, any_stale, failed = map(int, sums[: len(own)])
     equal = sums[len(own) :]
     if failed:
         raise_on_mesh(error, "checking the window's micro-batches", mesh)
@@ -89,7 +93,7 @@ def agree_on_window(
         )
     if not are_equal(equal, ranks):
         refuse_different_keys(keys, mesh)
-    return Window(all_targets, all_tokens, tuple(keys), Differences(looked_at, different))
+    return Window(all_targets, all_tokens, tuple(keys), Differences(looked_at, different), any_stale > 0)
 
 
 def raise_on_mesh(error: Exception | None, phase: str, mesh: "DeviceMesh | None") -> None:
