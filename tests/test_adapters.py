@@ -15,6 +15,7 @@ from tests.harness.ranks import run_distributed
 from tests.harness.trained import assert_same, everything
 
 pytest.importorskip("peft", reason="adapters need the 'peft' extra")
+pytestmark = pytest.mark.usefixtures("fresh_memory_is_nan")
 
 NUM_STEPS = 6
 LEARNING_RATE = 1e-2

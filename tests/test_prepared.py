@@ -21,6 +21,8 @@ from tests.harness.models import tiny_model
 from tests.harness.poison import poisoned
 from tests.harness.ranks import RankFailedError, run_distributed
 
+pytestmark = pytest.mark.usefixtures("fresh_memory_is_nan")
+
 HSDP = {"dp_replicate": 2}
 FAMILIES = ["llama", "qwen2-tied", "mixtral", "gpt2", "gemma3", "t5"]
 

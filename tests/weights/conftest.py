@@ -1,13 +1,8 @@
 """Every load of these tests is into memory that holds NaN."""
 
-from collections.abc import Iterator
-
 import pytest
-
-from tests.harness.poison import poisoned
 
 
 @pytest.fixture(autouse=True)
-def fresh_memory_is_nan() -> Iterator[None]:
-    with poisoned():
-        yield
+def into_memory_that_is_nan(fresh_memory_is_nan: None) -> None:
+    """For every test of the folder."""
