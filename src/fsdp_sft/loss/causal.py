@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from fsdp_sft.collate import IGNORE_INDEX, refuse_masked_pack
 from fsdp_sft.distributed import mesh_of
+from fsdp_sft.errors import ModelLossError
 from fsdp_sft.loss import counting
 from fsdp_sft.loss.additions import Additions, RouterLoss, additions_to, check_router_loss
 from fsdp_sft.loss.counting import (
@@ -172,7 +173,7 @@ def _from_logits(
     output = model(**inputs)
     logits = output.logits
     if logits.ndim != 3 or logits.shape[:2] != targets.shape:
-        raise ValueError(
+        raise ModelLossError(
             f"causal_lm_loss needs logits of shape (B, S, vocabulary) for labels {tuple(targets.shape)}, got "
             f"{tuple(logits.shape)} from {type(model).__name__}; for a classifier give train_step a loss_fn"
         )

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from fsdp_sft.distributed import compute_device, mesh_of, reshard, sum_over_mesh
+from fsdp_sft.errors import BatchError
 from fsdp_sft.loss import LossImpl, RouterLoss, forget_choice, needs_choice, num_tokens
 from fsdp_sft.packing import Verify, check_verify, verify_at_first_use
 from fsdp_sft.step.acceptable import check_of
@@ -106,7 +107,7 @@ def evaluate(
     values = [float(total), targets, float(added), tokens]
     loss_total, all_targets, router_total, all_tokens = sum_over_mesh(values, mesh)
     if all_targets == 0:
-        raise ValueError(
+        raise BatchError(
             "evaluate: no target on any rank; every label, after the shift, is -100, or there is no batch"
         )
     loss = loss_total / all_targets

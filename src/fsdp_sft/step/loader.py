@@ -42,7 +42,8 @@ def windows(
 
     Raises:
         VocabularyError: If a batch has an id beyond ``vocab_size``; on all ranks.
-        ValueError: If ``grad_accum_steps`` is not positive, or a whole epoch had no target on any rank.
+        ValueError: If ``grad_accum_steps`` is not positive.
+        BatchError: If a whole epoch had no target on any rank.
 
     Collective: all ranks, in step.
     """
@@ -90,7 +91,7 @@ def _windows(
     if end_epoch is not None:
         end_epoch()
     if all_reduce_sum([targets_seen or in_mid_epoch])[0] == 0:
-        raise ValueError(
+        raise BatchError(
             "the data set has no target on any rank: every label, after the shift, is -100, or there is no "
             "batch. Look at a row with render_labels, and at the counts that filter_rows returns"
         )
