@@ -38,8 +38,17 @@ def _module(name: str, folder: Path = EXAMPLES / "ports") -> Any:
     return importlib.import_module(name)
 
 
-def _check(actual: list[float], expected: list[float]) -> None:
+Steps = list[tuple[float, float]]  # loss and norm of the gradient
+
+
+def _check(results: list[Any], expected: Steps) -> None:
+    actual = [(result.loss, result.grad_norm) for result in results]
     assert len(actual) == len(expected) > 2
+    _check_numbers([loss for loss, _ in actual], [loss for loss, _ in expected])
+    _check_numbers([norm for _, norm in actual], [norm for _, norm in expected])
+
+
+def _check_numbers(actual: list[float], expected: list[float]) -> None:
     same = expected if dist.get_world_size() == 1 else pytest.approx(expected, rel=1e-6)
     assert actual == same, f"{actual} for {expected}"
 
@@ -66,23 +75,22 @@ def _steps(
     *,
     scheduler: Any = None,
     max_grad_norm: float | None = None,
-) -> list[float]:
+) -> Steps:
     """A mean of means: each batch's loss over the number of micro-batches, gradients averaged over ranks."""
-    losses = []
+    steps = []
     while window := list(itertools.islice(rounds, grad_accum_steps)):
         total = 0.0
         for batch in itertools.chain(*window):
             loss = loss_of(model, batch)
             (loss / grad_accum_steps / dist.get_world_size()).backward()
             total += loss.item()
-        losses.append(total / grad_accum_steps / dist.get_world_size())
-        if max_grad_norm is not None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm or float("inf"))
+        steps.append((total / grad_accum_steps / dist.get_world_size(), float(norm)))
         optimizer.step()
         if scheduler is not None:
             scheduler.step()
         optimizer.zero_grad()
-    return losses
+    return steps
 
 
 def _logged(path: Path, name: str) -> list[float]:
@@ -97,7 +105,7 @@ def _pytorch_fsdp2(folder: Path) -> None:
     port = _module("pytorch_fsdp2")
     words = ["--steps", "3", "--batch-size", "4", "--layers", "3", "--length", "16", "--vocab-size", "96"]
     args = port.parse_arguments([*words, "--checkpoints", str(folder / f"{dist.get_world_size()}")])
-    losses = port.train(args) + port.train(args)  # the second goes on from the first's checkpoint
+    results = port.train(args) + port.train(args)  # the second goes on from the first's checkpoint
     ranks = range(dist.get_world_size())
     generators = [
         [torch.Generator().manual_seed(rank + done * len(ranks)) for rank in ranks] for done in (0, 3)
@@ -109,7 +117,7 @@ def _pytorch_fsdp2(folder: Path) -> None:
     )
     model = port.build_model(args)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    _check(losses, _steps(model, rounds, 1, lambda m, x: m(x).sum(), optimizer, max_grad_norm=1.0))
+    _check(results, _steps(model, rounds, 1, lambda m, x: m(x).sum(), optimizer, max_grad_norm=1.0))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -158,7 +166,7 @@ def _litgpt_words(folder: Path, *more: str) -> list[str]:
     return [*named, "--precision", "32-true", *sizes, "--save-interval", "4", *more]
 
 
-def _litgpt_oracle(folder: Path, args: Namespace, loss_of: Loss) -> tuple[nn.Module, list[float]]:
+def _litgpt_oracle(folder: Path, args: Namespace, loss_of: Loss) -> tuple[nn.Module, Steps]:
     port, small = _module("litgpt_full"), _module("small_gpt")
     model = small.GPT(small.Config())
     model.load_state_dict(torch.load(folder / "lit_model.pth"))
@@ -175,11 +183,11 @@ def _litgpt(folder: Path) -> None:
     port = _module("litgpt_full")
     out = folder / f"out-{dist.get_world_size()}"
     args = port.parse_arguments(_litgpt_words(folder, "--out", str(out), "--weigh", "batches"))
-    losses = port.train(args)
+    results = port.train(args)
     oracle, expected = _litgpt_oracle(folder, args, _litgpt_loss)
-    _check(losses, expected)
+    _check(results, expected)
     resumed = port.parse_arguments(_litgpt_words(folder, "--out", str(out), "--weigh", "batches", "--resume"))
-    assert port.train(resumed) == losses[4:]
+    assert port.train(resumed) == results[4:]
 
     # What it saves is a litgpt checkpoint, and what it says of it is the mean over all targets.
     saved = type(oracle)(oracle.config)
@@ -202,7 +210,7 @@ def test_litgpt_trains_and_resumes_as_the_original(ranks: int, tmp_path: Path) -
 def _litgpt_by_targets(folder: Path) -> None:
     port = _module("litgpt_full")
     args = port.parse_arguments(_litgpt_words(folder, "--out", str(folder / "out")))
-    losses = port.train(args)
+    (first_loss, *_) = [result.loss for result in port.train(args)]
     rows = port.read_rows(args.train)
     first = list(itertools.islice(_rounds(rows, 2, port.collate, epochs=1, seed=1337), 2))
     targets = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in itertools.chain(*first))
@@ -213,9 +221,9 @@ def _litgpt_by_targets(folder: Path) -> None:
     for batch in itertools.chain(*first):
         logits = model(batch["input_ids"])[:, :-1].flatten(0, 1)
         total += float(F.cross_entropy(logits, batch["labels"][:, 1:].flatten(), reduction="sum"))
-    assert losses[0] == pytest.approx(total / targets, rel=1e-6)
+    assert first_loss == pytest.approx(total / targets, rel=1e-6)
     _, originals = _litgpt_oracle(folder, args, _litgpt_loss)
-    assert abs(losses[0] / originals[0] - 1) > 1e-4  # the original's mean of means is another number
+    assert abs(first_loss / originals[0][0] - 1) > 1e-4  # the original's mean of means is another number
 
 
 def test_litgpt_by_default_weighs_every_target_the_same(tmp_path: Path) -> None:
@@ -264,7 +272,7 @@ def _clm(folder: Path, out: Path) -> None:
     # All blocks have as many targets, so weighing them by target is the original's loss but for its rounding.
     weigh = "batches" if dist.get_world_size() == 1 else "targets"
     args = _clm_arguments(folder, out, "--gradient-accumulation-steps", "2", "--weigh", weigh)
-    losses = port.train(args)
+    results = port.train(args)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     rows = port.group_texts(args.train_file.read_text().splitlines(), tokenizer, 16)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).train()
@@ -285,7 +293,7 @@ def _clm(folder: Path, out: Path) -> None:
     scheduler = get_scheduler("linear", optimizer, 1, 2 * 4 // dist.get_world_size())
     rounds = _rounds(rows, 2, default_data_collator, epochs=2)
     expected = _steps(model, rounds, 2, lambda m, b: m(**b).loss, optimizer, scheduler=scheduler)
-    _check(losses, expected)
+    _check(results, expected)
 
     # So is the original's evaluation, a mean over rows.
     rows = port.group_texts(args.validation_file.read_text().splitlines(), tokenizer, 16)
@@ -357,9 +365,7 @@ def _democratizing_arguments(folder: Path, out: Path, *more: str) -> Namespace:
     return _module("democratizing_sft").parse_arguments([*words, *sizes, *settings, *more])
 
 
-def _democratizing_original(
-    folder: Path, collate: Any, *, divide_by_ranks: bool
-) -> tuple[nn.Module, list[float], list[float]]:
+def _democratizing_original(folder: Path, collate: Any, *, divide_by_ranks: bool) -> tuple[nn.Module, Steps]:
     """The original's loop under fully_shard: losses as it logs them, and norms as it clips them."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).train()
@@ -374,7 +380,7 @@ def _democratizing_original(
         torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=batches * 3 / 2 - warmup),
     ]
     scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, schedulers, milestones=[warmup])
-    losses, norms, logged = [], [], 0.0
+    steps, logged = [], 0.0
     for i, of_ranks in enumerate(_rounds(_chats(), 2, collate, epochs=3), start=1):
         batch = of_ranks[rank]
         logits = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
@@ -385,29 +391,26 @@ def _democratizing_original(
         dist.all_reduce(mean)
         logged += float(mean) / ranks
         if i % 2 == 0:
-            norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()))
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()
+            steps.append((logged, float(norm)))
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-            losses.append(logged)
             logged = 0.0
-    return model, losses, norms
+    return model, steps
 
 
 def _democratizing(folder: Path, out: Path) -> None:
     port, ranks = _module("democratizing_sft"), dist.get_world_size()
     collate = _left_padded(folder, 48)
-    losses = port.train(_democratizing_arguments(folder, out, "--weigh", "batches"), collate)
-    _, expected, norms = _democratizing_original(folder, collate, divide_by_ranks=False)
-    _check(losses, expected)
+    results = port.train(_democratizing_arguments(folder, out, "--weigh", "batches"), collate)
+    _, expected = _democratizing_original(folder, collate, divide_by_ranks=False)
+    _check(results, expected)
     if ranks == 1:
         return
-    if dist.get_rank() == 0:
-        assert _logged(out / "log.jsonl", "grad_norm") == pytest.approx(norms, rel=1e-5)
     # As it is, the original divides by the ranks once more than FSDP2's average does.
-    model, halved, halved_norms = _democratizing_original(folder, collate, divide_by_ranks=True)
-    assert halved[0] == pytest.approx(losses[0] / 2, rel=1e-6)
-    assert halved_norms[0] == pytest.approx(norms[0] / 2, rel=1e-5)
+    model, halved = _democratizing_original(folder, collate, divide_by_ranks=True)
+    assert halved[0] == pytest.approx((results[0].loss / 2, results[0].grad_norm / 2), rel=1e-6)
     # And every rank writes what get_model_state_dict returns to one file: on all but rank 0 that is nothing.
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     assert bool(state) == (dist.get_rank() == 0)
@@ -437,13 +440,13 @@ def _democratizing_by_default(folder: Path, out: Path) -> None:
     data = out / "chats.jsonl"
     data.write_text("\n".join(json.dumps(row) for row in [*_chats(), {"messages": long}]))
     words = ("--data", str(data), "--epochs", "1")
-    losses = port.train(_democratizing_arguments(folder, out, *words))
-    assert len(losses) == 2  # of the 8 rows that have an answer
+    results = port.train(_democratizing_arguments(folder, out, *words))
+    assert len(results) == 2  # of the 8 rows that have an answer
 
     (batch,) = next(_rounds(_chats(), 4, ours, epochs=1))
     logits = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
     expected = F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())
-    assert losses[0] == pytest.approx(float(expected), rel=1e-6)
+    assert results[0].loss == pytest.approx(float(expected), rel=1e-6)
 
 
 def test_democratizing_by_default_trains_answers_and_drops_rows_without(folder: Path, tmp_path: Path) -> None:

@@ -74,8 +74,10 @@ def warmup_and_cosine(
     return SequentialLR(optimizer, schedulers, milestones=[warmup_steps])
 
 
-def train(args: argparse.Namespace, collate: Callable[[list[Any]], Batch] | None = None) -> list[float]:
-    """Train and save after each epoch; returns the loss of each step.
+def train(
+    args: argparse.Namespace, collate: Callable[[list[Any]], Batch] | None = None
+) -> list[fs.StepResult]:
+    """Train and save after each epoch; returns what each step did.
 
     ``collate`` takes the place of the library's, for batches of ``input_ids``, ``attention_mask`` and
     ``labels`` or, shifted already, ``shift_labels``.
@@ -111,18 +113,18 @@ def train(args: argparse.Namespace, collate: Callable[[list[Any]], Batch] | None
         world_size=context.world_size,
         device=context.device,
     )
-    losses: list[float] = []
+    results: list[fs.StepResult] = []
     weighing = WEIGHING[args.weigh]
     for _ in range(args.epochs):
         for window in fs.windows(loader, args.grad_acc, count_fn=weighing.get("count_fn")):
             result = fs.train_step(model, window, optimizer, scheduler=scheduler, **weighing)
-            losses.append(result.loss)
+            results.append(result)
             meter.update(num_tokens=result.num_tokens)
-            logger.log({"loss": result.loss, "grad_norm": result.grad_norm, **meter.stats()}, len(losses))
+            logger.log({"loss": result.loss, "grad_norm": result.grad_norm, **meter.stats()}, len(results))
         state = {"scheduler": scheduler.state_dict(), "sampler": sampler.state_dict()}
         checkpoints = args.output / "checkpoints"
-        fs.save_checkpoint(checkpoints, len(losses), model=model, optimizer=optimizer, train_state=state)
-    return losses
+        fs.save_checkpoint(checkpoints, len(results), model=model, optimizer=optimizer, train_state=state)
+    return results
 
 
 def main() -> None:

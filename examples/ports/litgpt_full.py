@@ -89,8 +89,8 @@ def get_lr_scheduler(optimizer: torch.optim.Optimizer, warmup_steps: int, max_st
     return SequentialLR(optimizer, [warmup, annealing], milestones=[warmup_steps])
 
 
-def train(args: argparse.Namespace) -> list[float]:
-    """Fine-tune, save, and return the loss of each step."""
+def train(args: argparse.Namespace) -> list[fs.StepResult]:
+    """Fine-tune, save, and return what each step did."""
     context = fs.init_distributed()
     compute = torch.bfloat16 if args.precision == "bf16" else torch.float32
     model = GPT(Config())
@@ -117,12 +117,12 @@ def train(args: argparse.Namespace) -> list[float]:
         sampler.load_state_dict(loaded.train_state["sampler"])
     options = {"max_grad_norm": None, **WEIGHING[args.weigh]}  # the original does not clip
     logger = fs.MetricLogger(jsonl=args.out / "log.jsonl")
-    losses = []
+    results = []
     while sampler.epoch < args.epochs:
         for window in fs.windows(loader, grad_accum_steps, count_fn=options.get("count_fn")):
             result = fs.train_step(model, window, optimizer, scheduler=scheduler, **options)
             step += 1
-            losses.append(result.loss)
+            results.append(result)
             logger.log({"loss": result.loss, "learning_rate": scheduler.get_last_lr()[0]}, step)
             if step % args.eval_interval == 0:
                 batches = itertools.islice(val_loader, args.eval_batches)
@@ -134,7 +134,7 @@ def train(args: argparse.Namespace) -> list[float]:
     evaluation = fs.evaluate(model, val_loader, loss_fn=sum_over_targets)
     logger.log({"val_loss": evaluation.loss, "val_ppl": evaluation.perplexity}, step)
     fs.save_full_state_dict(model, args.out / "final" / "lit_model.pth")
-    return losses
+    return results
 
 
 def main() -> None:

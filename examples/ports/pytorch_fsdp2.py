@@ -88,8 +88,8 @@ def one(tokens: torch.Tensor) -> int:
     return 1
 
 
-def train(args: argparse.Namespace) -> list[float]:
-    """Train, save, and return the loss of each step: the mean over ranks."""
+def train(args: argparse.Namespace) -> list[fs.StepResult]:
+    """Train, save, and return what each step did; its loss is the mean over ranks."""
     context = fs.init_distributed()
     mixed = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if args.mixed_precision else {}
     model = fs.shard_model(
@@ -103,19 +103,18 @@ def train(args: argparse.Namespace) -> list[float]:
     if fs.find_checkpoints(args.checkpoints):
         done = fs.load_checkpoint(args.checkpoints, model=model, optimizer=optimizer).step
     rows = torch.Generator().manual_seed(context.rank + context.world_size * done)  # other rows on each rank
-    losses = []
+    results = []
     for _ in range(args.steps):
         tokens = torch.randint(0, args.vocab_size, (args.batch_size, args.length), generator=rows)
-        result = fs.train_step(model, [tokens], optimizer, loss_fn=sum_of_logits, count_fn=one)
-        losses.append(result.loss)
+        results.append(fs.train_step(model, [tokens], optimizer, loss_fn=sum_of_logits, count_fn=one))
     fs.save_checkpoint(args.checkpoints, done + args.steps, model=model, optimizer=optimizer)
-    return losses
+    return results
 
 
 def main() -> None:
-    for step, loss in enumerate(train(parse_arguments()), start=1):
+    for step, result in enumerate(train(parse_arguments()), start=1):
         if dist.get_rank() == 0:
-            print(f"step {step}: loss {loss:.6f}")
+            print(f"step {step}: loss {result.loss:.6f}, gradient norm {result.grad_norm:.6f}")
     dist.destroy_process_group()
 
 

@@ -79,8 +79,8 @@ def one(batch: dict[str, torch.Tensor]) -> int:
 WEIGHING = {"targets": {}, "batches": {"loss_fn": models_own, "count_fn": one}}
 
 
-def train(args: argparse.Namespace) -> list[float]:
-    """Train, evaluate after each epoch, export; returns the loss of each step."""
+def train(args: argparse.Namespace) -> list[fs.StepResult]:
+    """Train, evaluate after each epoch, export; returns what each step did."""
     context = fs.init_distributed()
     export_to, checkpoints = args.output_dir / "export", args.output_dir / "checkpoints"
     fs.check_export(export_to)
@@ -120,12 +120,12 @@ def train(args: argparse.Namespace) -> list[float]:
         sampler.load_state_dict(loaded.train_state["sampler"])
     logger = fs.MetricLogger(jsonl=args.output_dir / "log.jsonl")
     options = {"max_grad_norm": None, **WEIGHING[args.weigh]}  # the original does not clip
-    losses = []
+    results = []
     while sampler.epoch < args.num_train_epochs:
         for window in fs.windows(loader, args.gradient_accumulation_steps):
             result = fs.train_step(model, window, optimizer, scheduler=scheduler, **options)
             step += 1
-            losses.append(result.loss)
+            results.append(result)
             logger.log({"train_loss": result.loss}, step)
             if args.checkpointing_steps and step % args.checkpointing_steps == 0:
                 state = {"scheduler": scheduler.state_dict(), "sampler": sampler.state_dict()}
@@ -133,7 +133,7 @@ def train(args: argparse.Namespace) -> list[float]:
         evaluation = fs.evaluate(model, eval_loader)
         logger.log({"eval_loss": evaluation.loss, "perplexity": evaluation.perplexity}, step)
     fs.export_hf(model, export_to, tokenizer=tokenizer)
-    return losses
+    return results
 
 
 def main() -> None:
