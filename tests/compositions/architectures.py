@@ -1,0 +1,166 @@
+"""The plain models that are composed, by what is special about them."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.compositions.rows import VOCABULARY
+from tests.harness.models import tiny_model
+
+EXTRA_TOKENS = 5
+ROUTER_COEFFICIENT = 0.5
+
+
+class Block(nn.Module):
+    """A block of a model written by hand."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.mlp = nn.Sequential(nn.Linear(width, 48), nn.GELU(), nn.Linear(48, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.ln_1(x)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        return x + self.mlp(self.ln_2(x))
+
+
+class ByHand(nn.Module):
+    """A decoder in the manner of nanoGPT: all in one ModuleDict, ``forward(idx)``, logits alone."""
+
+    def __init__(self, width: int = 32, depth: int = 3) -> None:
+        super().__init__()
+        self.transformer = nn.ModuleDict(
+            {
+                "wte": nn.Embedding(VOCABULARY, width),
+                "h": nn.ModuleList(Block(width) for _ in range(depth)),
+                "ln_f": nn.LayerNorm(width),
+            }
+        )
+        self.lm_head = nn.Linear(width, VOCABULARY, bias=False)
+
+    def forward(self, idx: torch.Tensor) -> torch.Tensor:
+        x = self.transformer["wte"](idx)
+        for block in self.transformer["h"]:
+            x = block(x)
+        return self.lm_head(self.transformer["ln_f"](x))
+
+
+def build(architecture: str, *, seed: int = 0) -> Any:
+    """A plain model in float32 and ``train()`` mode, without dropout."""
+    if architecture == "not of transformers":
+        torch.manual_seed(seed)
+        return ByHand().train()
+    families: dict[str, tuple[str, dict[str, Any]]] = {
+        "dense": ("llama", {}),
+        "tied": ("qwen2-tied", {}),
+        "moe": ("mixtral", {}),
+        "moe with router loss": (
+            "mixtral",
+            {"output_router_logits": True, "router_aux_loss_coef": ROUTER_COEFFICIENT},
+        ),
+        "sliding window": ("gemma3", {}),
+        "learned positions": ("gpt2", {"tie_word_embeddings": False}),
+        "encoder-decoder": ("t5", {}),
+        "classifier": ("bert", {}),
+    }
+    if architecture in families:
+        family, overrides = families[architecture]
+        return tiny_model(family, seed=seed, **overrides)
+    import transformers as tf
+
+    common = {
+        **{"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128},
+        **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "head_dim": 8},
+    }
+    made = {
+        "soft cap": lambda: tf.Gemma2ForCausalLM(
+            tf.Gemma2Config(**common, sliding_window=8, final_logit_softcapping=5.0, tie_word_embeddings=False)
+        ),
+        "convolution": lambda: tf.Lfm2ForCausalLM(
+            tf.Lfm2Config(
+                **{key: value for key, value in common.items() if key != "head_dim"},
+                layer_types=["conv", "full_attention", "conv"],
+                tie_word_embeddings=False,
+            )
+        ),
+        "float32 modules": lambda: tf.GptOssForCausalLM(
+            tf.GptOssConfig(**common, num_local_experts=4, num_experts_per_tok=2, sliding_window=8)
+        ),
+    }
+    torch.manual_seed(seed)
+    model = made[architecture]()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(3)
+    return model.train()
+
+
+def auto_class(architecture: str) -> Any:
+    """What reads a Hugging Face folder of it back."""
+    import transformers as tf
+
+    return {
+        "encoder-decoder": tf.AutoModelForSeq2SeqLM,
+        "classifier": tf.AutoModelForSequenceClassification,
+    }.get(architecture, tf.AutoModelForCausalLM)
+
+
+def read(folder: Path, architecture: str) -> Any:
+    """A folder read back plainly, in float32 and ``train()`` mode."""
+    if architecture == "not of transformers":
+        model = build(architecture)
+        model.load_state_dict(torch.load(folder / "model.pt"))
+        return model
+    return auto_class(architecture).from_pretrained(folder, dtype=torch.float32).train()
+
+
+def write(model: Any, folder: Path, stored: str) -> None:
+    """A folder of the model, with weights as they are to be stored."""
+    folder.mkdir(parents=True)
+    if isinstance(model, ByHand):
+        torch.save(model.state_dict(), folder / "model.pt")
+        return
+    model.to(torch.bfloat16 if stored == "bfloat16" else torch.float32).save_pretrained(folder)
+    if stored == "both names of a tie":
+        from safetensors.torch import load_file, save_file
+
+        (path,) = folder.glob("*.safetensors")
+        tensors = load_file(path)
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        save_file(tensors, path, metadata={"format": "pt"})
+
+
+def summed_loss(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+    """What a caller writes: the cross entropy of a batch, summed; of any of these models."""
+    inputs = {key: value for key, value in batch.items() if key not in ("labels", "name")}
+    labels = batch["labels"]
+    config = getattr(model, "config", None)
+    if config is None:
+        logits = model(inputs["input_ids"])
+    elif getattr(config, "is_encoder_decoder", False):
+        shifted = torch.cat([torch.zeros_like(labels[:, :1]), labels[:, :-1].clamp(min=0)], 1)
+        logits = model(**inputs, decoder_input_ids=shifted, use_cache=False).logits
+    else:
+        logits = model(**inputs).logits
+    if logits.ndim == 2:
+        return F.cross_entropy(logits.float() if logits.dtype != torch.float64 else logits, labels, reduction="sum")
+    if not getattr(config, "is_encoder_decoder", False):
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    logits = logits.flatten(0, 1)
+    logits = logits.float() if logits.dtype != torch.float64 else logits
+    return F.cross_entropy(logits, labels.flatten(), ignore_index=-100, reduction="sum")
+
+
+def count(batch: dict[str, Any], architecture: str) -> int:
+    """Targets of a batch, as ``summed_loss`` sums over them."""
+    labels = batch["labels"]
+    if architecture == "classifier":
+        return int(labels.numel())
+    return int((labels if architecture == "encoder-decoder" else labels[:, 1:]).ne(-100).sum())

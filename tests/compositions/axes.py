@@ -1,0 +1,122 @@
+"""What can be combined: the axes, the options of each, and a draw of one option an axis.
+
+The first option of an axis is the plainest: what a failing draw is shrunk towards.
+"""
+
+from collections.abc import Iterator, Mapping
+from itertools import combinations
+from typing import Any
+
+AXES: dict[str, tuple[str, ...]] = {
+    "architecture": (
+        *("dense", "tied", "moe", "moe with router loss", "sliding window", "soft cap", "learned positions"),
+        *("convolution", "float32 modules", "encoder-decoder", "classifier", "not of transformers"),
+    ),
+    "start": ("materialised", "load_pretrained", "load_prepared", "meta"),
+    "stored": ("float32", "bfloat16", "both names of a tie"),
+    "mesh": ("single", "1", "fsdp 2", "fsdp 3", "hsdp 2x2", "replicas 2", "torch DDP 2"),
+    "precision": ("float32", "bfloat16", "float16 with scaler"),
+    "sac": ("0", "1/3", "1", "operations"),
+    "compile": ("no", "blocks", "fullgraph"),
+    "adapters": ("none", "lora", "dora", "lora and saved modules", "lora and tokens", "two adapters"),
+    "adapted by": ("add_adapters", "peft"),
+    "loss": ("auto", "chunked", "logits", "loss_fn"),
+    "batches": ("padded", "packed", "packed with a mask"),
+    "varlen": ("no", "yes"),
+    "accumulation": ("1", "3 each", "3 last", "3 reduce_scatter"),
+    "optimizer": ("sgd", "adamw", "muon and adamw", "adamw in a wrapper", "adamw with quantised state"),
+    "scheduler": ("none", "linear", "plateau"),
+    "clip": ("none", "1e-2"),
+    "loader": ("list", "sampler", "sampler and workers", "sampler of batches"),
+    "evaluate": ("no", "before", "between"),
+    "resume": ("no", "same ranks", "other ranks"),
+    "save": ("synchronous", "asynchronous"),
+    "export": ("no", "float32", "bfloat16", "into a full folder"),
+    "vocabulary": ("as stored", "grown"),
+    "twist": ("none", "hook on the head", "extra state", "set_epoch in the loop", "keys differ", "chat template"),
+}
+
+Draw = Mapping[str, str]
+Pair = tuple[tuple[str, str], tuple[str, str]]
+
+PLAINEST: Draw = {axis: options[0] for axis, options in AXES.items()}
+TRANSFORMERS_CAUSAL = set(AXES["architecture"]) - {"encoder-decoder", "classifier", "not of transformers"}
+CAUSAL = {*TRANSFORMERS_CAUSAL, "not of transformers"}
+
+
+def settled(draw: Draw) -> dict[str, str]:
+    """The draw with options that mean nothing beside the others put to their plainest."""
+    own = dict(draw)
+
+    def plainest(*axes: str) -> None:
+        own.update({axis: AXES[axis][0] for axis in axes})
+
+    if own["architecture"] == "not of transformers":  # no folder of Hugging Face to load from or export to
+        plainest("start", "stored", "adapters", "varlen", "export", "vocabulary")
+    if own["architecture"] not in TRANSFORMERS_CAUSAL:
+        own["loss"] = "loss_fn"
+        plainest("batches", "varlen", "adapters", "vocabulary")
+        if own["twist"] in ("hook on the head", "chat template"):
+            plainest("twist")
+    if own["mesh"] in ("single", "torch DDP 2"):  # the caller's own model, which nothing of ours has placed
+        plainest("start", "vocabulary", "precision")
+    if own["mesh"] == "torch DDP 2" and own["resume"] == "other ranks":
+        own["resume"] = "same ranks"
+    if own["stored"] == "both names of a tie" and own["architecture"] not in ("tied", "sliding window"):
+        plainest("stored")
+    if own["start"] == "materialised":
+        plainest("vocabulary")
+        if own["stored"] != "bfloat16":
+            plainest("stored")
+    if own["adapters"] == "two adapters":  # peft takes the second where the first is
+        own["start"] = "materialised"
+        plainest("stored", "vocabulary")
+    if own["adapters"] == "none":
+        plainest("adapted by")
+    elif own["start"] in ("load_pretrained", "load_prepared"):
+        plainest("adapted by")
+    if own["batches"] == "padded":
+        plainest("varlen")
+    if own["accumulation"] == "3 reduce_scatter" and own["mesh"] != "hsdp 2x2":
+        own["accumulation"] = "3 last"
+    if own["resume"] == "no":
+        plainest("save")
+    if own["twist"] == "set_epoch in the loop" and not own["loader"].startswith("sampler"):
+        plainest("twist")
+    if own["twist"] == "chat template" and own["export"] == "no":
+        plainest("twist")
+    if own["twist"] == "keys differ" and (own["mesh"] in ("single", "1") or own["batches"] != "padded"):
+        plainest("twist")
+    return own
+
+
+def pairs(draw: Draw) -> Iterator[Pair]:
+    """Every two options of a draw."""
+    return combinations(sorted(draw.items()), 2)
+
+
+def all_pairs() -> set[Pair]:
+    """Every two options that a settled draw can hold together, and whatever else one cannot tell beforehand."""
+    options = [(axis, option) for axis in AXES for option in AXES[axis]]
+    together = set()
+    for first, second in combinations(sorted(options), 2):
+        if first[0] != second[0]:
+            together.add((first, second))
+    return together
+
+
+def differences(draw: Draw) -> dict[str, str]:
+    """What is not plainest: enough to name a draw."""
+    return {axis: option for axis, option in draw.items() if option != AXES[axis][0]}
+
+
+def full(options: Mapping[str, Any]) -> dict[str, str]:
+    """A draw from the options that are not plainest.
+
+    Raises:
+        ValueError: For an axis or option that there is not.
+    """
+    for axis, option in options.items():
+        if option not in AXES.get(axis, ()):
+            raise ValueError(f"no option {option!r} of {axis!r}; there is {AXES.get(axis, tuple(AXES))}")
+    return {**PLAINEST, **options}

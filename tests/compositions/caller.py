@@ -1,0 +1,373 @@
+"""The same training as its user writes it with the library: runs on every rank of a draw's mesh."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils.data import DataLoader
+
+import fsdp_sft as fs
+from tests.compositions import architectures, options
+from tests.compositions.axes import Draw
+from tests.compositions.plain import Tensors, Trained
+from tests.compositions.rows import Row
+from tests.harness.models import full
+
+MESHES: dict[str, dict[str, int]] = {
+    "hsdp 2x2": {"dp_replicate": 2, "dp_shard": 2},
+    "replicas 2": {"dp_replicate": 2, "dp_shard": 1},
+}
+
+
+@dataclass
+class Told:
+    """What a rank saw.
+
+    Attributes:
+        trained: As of the oracle; parameters by their plain names.
+        start: Parameters and buffers before the first step.
+        epochs: Which epoch each window belongs to.
+        windows: This rank's micro-batches, by step.
+        extra: The caller's extra state after loading.
+        steps: The steps that were there at the end.
+        exported: The folder, or None.
+    """
+
+    trained: Trained = field(default_factory=Trained)
+    start: Tensors = field(default_factory=dict)
+    epochs: list[int] = field(default_factory=list)
+    windows: list[list[dict[str, torch.Tensor]]] = field(default_factory=list)
+    extra: int | None = None
+    steps: list[int] = field(default_factory=list)
+    exported: str | None = None
+
+
+def run(draw: Draw, folder: Path, rows: list[Row], held_out: list[Row], first: int, last: int) -> Any:
+    """Steps ``first`` to ``last``, from the checkpoint before ``first`` if that is not the first of all.
+
+    Returns:
+        What this rank was told, or the typed error that it met as (name, message).
+    """
+    try:
+        with _aot_eager():
+            return _run(draw, folder, rows, held_out, first, last)
+    except fs.FsdpSftError as error:
+        return type(error).__name__, str(error)
+
+
+@contextmanager
+def _aot_eager() -> Iterator[None]:
+    """``load_pretrained(compile=True)`` without inductor, which takes minutes."""
+    import sys
+
+    modules = [sys.modules["fsdp_sft.pretrained"], sys.modules["fsdp_sft.prepared"]]
+    kept = [module.compile_blocks for module in modules]
+    for module in modules:
+        module.compile_blocks = partial(fs.compile_blocks, backend="aot_eager")  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for module, own in zip(modules, kept, strict=True):
+            module.compile_blocks = own  # type: ignore[attr-defined]
+
+
+def _run(draw: Draw, folder: Path, rows: list[Row], held_out: list[Row], first: int, last: int) -> Told:
+    told = Told()
+    mesh = _mesh(draw, first)
+    model = _model(draw, folder, mesh, seed=first)
+    inner = model.module if draw["mesh"] == "torch DDP 2" else model
+    if draw["twist"] == "extra state":
+        inner.add_module("meter", options.Meter(17 if first == 1 else 0))
+    options.twist(draw, inner)
+    if draw["varlen"] == "yes":
+        fs.use_varlen_attention(inner)
+    told.start = _tensors(inner)
+    made = options.optimizers(draw, inner)
+    stepped = options.schedulers(draw, made)
+    loop = _Loop(draw, rows, first)
+    given: Any = made if len(made) > 1 else made[0]
+    if first > 1:
+        loaded = fs.load_checkpoint(folder / "checkpoints", model=model, optimizer=given)
+        assert loaded.step == first - 1
+        state = loaded.train_state
+        loop.load(state["loop"])
+        for one, saved in zip(stepped, state["schedulers"], strict=True):
+            one.load_state_dict(saved)
+        told.extra = inner.meter.value if draw["twist"] == "extra state" else None
+    _train(draw, folder, told, (model, inner, given, made, stepped), loop, held_out, first, last)
+    told.trained.parameters = {name: t for name, t in _tensors(inner, buffers=False).items()}
+    told.steps = [info.step for info in fs.find_checkpoints(folder / "checkpoints")] if draw["resume"] != "no" else []
+    if last == options.STEPS and draw["export"] != "no":
+        told.exported = str(_export(draw, folder, model))
+    return told
+
+
+def _train(
+    draw: Draw,
+    folder: Path,
+    told: Told,
+    parts: tuple[Any, Any, Any, list[Any], list[Any]],
+    loop: "_Loop",
+    held_out: list[Row],
+    first: int,
+    last: int,
+) -> None:
+    model, inner, given, made, stepped = parts
+    for one in made if first == 1 else []:
+        one.register_step_pre_hook(partial(_keep_gradients, told, inner))
+    scaler = torch.amp.GradScaler("cpu", init_scale=options.SCALE) if draw["precision"].startswith("float16") else None
+    pending = None
+    for step, (epoch, window) in zip(range(first, last + 1), loop, strict=False):
+        if (draw["evaluate"], step) in (("before", 1), ("between", 2)):
+            told.trained.evaluations.append(_evaluated(draw, model, held_out))
+        told.epochs.append(epoch)
+        told.windows.append([dict(batch) for batch in window])
+        result = fs.train_step(
+            model,
+            window,
+            given,
+            max_grad_norm=options.max_norm(draw),
+            scheduler=_one_or_list(stepped),
+            scaler=scaler,
+            grad_sync=draw["accumulation"].partition(" ")[2] or "each",
+            **_loss_options(draw),
+        )
+        assert not result.skipped, result
+        told.trained.losses.append(result.loss)
+        told.trained.norms.append(result.grad_norm)
+        told.trained.router_losses.append(getattr(result, "router_loss", 0.0) or 0.0)
+        if draw["resume"] != "no":
+            if pending is not None:
+                pending.wait()
+            state = {"loop": loop.state(), "schedulers": [one.state_dict() for one in stepped]}
+            pending = fs.save_checkpoint(
+                folder / "checkpoints",
+                step,
+                model=model,
+                optimizer=given,
+                train_state=state,
+                async_=draw["save"] == "asynchronous",
+            )
+    if pending is not None:
+        pending.wait()
+
+
+def _one_or_list(items: list[Any]) -> Any:
+    return None if not items else items[0] if len(items) == 1 else items
+
+
+def _loss_options(draw: Draw) -> dict[str, Any]:
+    if draw["loss"] != "loss_fn":
+        return {"loss_impl": draw["loss"]}
+    return {
+        "loss_fn": architectures.summed_loss,
+        "count_fn": partial(architectures.count, architecture=draw["architecture"]),
+    }
+
+
+def _evaluated(draw: Draw, model: nn.Module, held_out: list[Row]) -> float:
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    batches = [options.collated(draw, [row]) for row in held_out]
+    return fs.evaluate(model, batches[rank::ranks], **_loss_options(draw)).loss
+
+
+def _mesh(draw: Draw, first: int) -> Any:
+    name = draw["mesh"] if first == 1 else options.resumed_mesh(draw)
+    if name in ("single", "torch DDP 2"):
+        return None
+    return fs.build_mesh(**MESHES.get(name, {}), device_type="cpu")
+
+
+def _policy(draw: Draw) -> MixedPrecisionPolicy | None:
+    dtypes = {"float32": torch.float32, "float16 with scaler": torch.float16}
+    dtype = dtypes.get(draw["precision"])
+    return None if dtype is None else MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+
+
+def _model(draw: Draw, folder: Path, mesh: Any, *, seed: int) -> Any:
+    source = folder / "base"
+    ratio: Any = draw["sac"] if draw["sac"] != "operations" else 0
+    ratio = int(ratio) if ratio in ("0", "1") else ratio
+    late: dict[str, Any] = {"fullgraph": True} if draw["compile"] == "fullgraph" else {}
+    config = options.adapter_config(draw)
+    if draw["start"] in ("load_pretrained", "load_prepared"):
+        common: dict[str, Any] = {"mesh": mesh, "mp_policy": _policy(draw), "sac_ratio": ratio}
+        common["compile"] = draw["compile"] != "no"
+        if config is not None:
+            common |= {"peft_config": config, "adapter_seed": seed}
+        if draw["vocabulary"] == "grown":
+            common["new_vocab_size"] = _grown_size()
+        if draw["start"] == "load_pretrained":
+            model: Any = fs.load_pretrained(source, **common)
+        else:
+            model = fs.load_prepared(fs.prepare_base(source, folder / "prepared", mesh=mesh), **common)
+        if draw["sac"] == "operations":
+            fs.apply_op_sac(model, save=options.kept_name(draw))
+        return model
+    if draw["start"] == "meta":
+        grown = {"new_vocab_size": _grown_size()} if draw["vocabulary"] == "grown" else {}
+        model = fs.build_meta_model(source, **grown)
+    else:
+        model = architectures.read(source, draw["architecture"])
+    if config is not None:
+        model = _adapted(draw, model, config, seed)
+    if ratio:
+        fs.apply_sac(model, ratio)
+    elif draw["sac"] == "operations":
+        fs.apply_op_sac(model, save=options.kept_name(draw))
+    if draw["compile"] != "no":
+        fs.compile_blocks(model, backend="aot_eager", **late)
+    if draw["mesh"] == "torch DDP 2":
+        return nn.parallel.DistributedDataParallel(model.train())
+    if mesh is not None:
+        fs.shard_model(model, mesh=mesh, mp_policy=_policy(draw))
+    if draw["start"] == "meta":
+        fs.load_weights(model, source)
+    return model.train()
+
+
+def _grown_size() -> int:
+    return architectures.VOCABULARY + architectures.EXTRA_TOKENS
+
+
+def _adapted(draw: Draw, model: Any, config: Any, seed: int) -> Any:
+    if draw["adapted by"] == "peft":
+        from peft import get_peft_model
+
+        torch.manual_seed(seed)  # the same on every rank, as the caller has to see to
+        model = get_peft_model(model, config)
+    else:
+        model = fs.add_adapters(model, config, seed=seed)
+    if draw["adapters"] == "two adapters":
+        torch.manual_seed(seed + 1)
+        model.add_adapter("other", options.adapter_config(draw, name="other"))
+    return model
+
+
+def _tensors(model: nn.Module, *, buffers: bool = True) -> Tensors:
+    found: dict[str, Any] = dict(model.named_parameters())
+    found |= dict(model.named_buffers()) if buffers else {}
+    return {name: _full(tensor).detach().clone().cpu() for name, tensor in found.items()}
+
+
+def _full(tensor: torch.Tensor) -> torch.Tensor:
+    whole = full(tensor)
+    assert whole is not None
+    return whole
+
+
+def _keep_gradients(told: Told, model: nn.Module, *_: Any) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None and name not in told.trained.gradients and len(told.windows) == 1:
+            told.trained.gradients[name] = _full(parameter.grad).detach().clone()
+
+
+def _export(draw: Draw, folder: Path, model: Any) -> Path:
+    out = folder / "exported"
+    if draw["export"] == "into a full folder":
+        if dist.get_rank() == 0:
+            out.mkdir()
+            (out / "notes.txt").write_text("of the caller")
+        dist.barrier()
+    dtype = torch.float32 if draw["export"] == "float32" else torch.bfloat16
+    return fs.export_hf(model, out, dtype=dtype)
+
+
+class _Loop:
+    """The caller's loop over epochs: (epoch, window) without end, and where it stands."""
+
+    def __init__(self, draw: Draw, rows: list[Row], first: int) -> None:
+        self.draw, self.rows = draw, rows
+        self.ranks, self.rank = dist.get_world_size(), dist.get_rank()
+        self.epoch = self.taken = 0
+        self.sampler: Any = None
+        self.loader: Any = None
+        if draw["loader"] != "list":
+            self.loader = self._made()
+
+    def _made(self) -> Any:
+        workers = 2 if self.draw["loader"] == "sampler and workers" else 0
+        if self.draw["batches"] != "padded":
+            lengths, targets = fs.row_sizes(self.rows)
+            self.sampler = fs.PackedSampler(lengths, max_length=options.PACK_TOKENS, num_targets=targets)
+            collate: Any = fs.PackedCollator(max_length=options.PACK_TOKENS)
+            return DataLoader(
+                self.rows,  # type: ignore[arg-type]
+                batch_sampler=self.sampler,
+                collate_fn=partial(_packed, self.draw, collate),
+                num_workers=workers,
+            )
+        collate = partial(options.collated, self.draw)
+        if self.draw["loader"] == "sampler of batches":
+            self.sampler = fs.ResumableSampler(len(self.rows))
+            batches = [collate([row]) for row in self.rows]
+            return DataLoader(batches, batch_size=None, sampler=self.sampler)  # type: ignore[arg-type]
+        self.sampler = fs.ResumableSampler(len(self.rows))
+        return DataLoader(
+            self.rows,  # type: ignore[arg-type]
+            options.BATCH_ROWS,
+            sampler=self.sampler,
+            collate_fn=collate,
+            num_workers=workers,
+        )
+
+    def state(self) -> Any:
+        """For the checkpoint; the same on all ranks."""
+        if self.sampler is not None:
+            return self.sampler.state_dict()
+        return {"epoch": self.epoch, "taken": self.taken}
+
+    def load(self, state: Any) -> None:
+        """Go on from a state, at any number of ranks."""
+        if self.sampler is not None:
+            self.sampler.load_state_dict(state)
+        else:
+            self.epoch, self.taken = state["epoch"], state["taken"]
+
+    def __iter__(self) -> Iterator[tuple[int, list[Any]]]:
+        if self.sampler is None:
+            yield from self._by_hand()
+        epoch = 0
+        while True:
+            if self.draw["twist"] == "set_epoch in the loop":
+                self.sampler.set_epoch(epoch)
+            for window in fs.windows(self.loader, options.micro_batches(self.draw)):
+                yield epoch, [self._twisted(batch) for batch in window]
+            epoch += 1
+
+    def _by_hand(self) -> Iterator[tuple[int, list[Any]]]:
+        """Slices of the rows, dealt in turn; an epoch ends where a step would not be full."""
+        window = options.micro_batches(self.draw)
+        each = window * self.ranks
+        size = options.BATCH_ROWS
+        while True:
+            if self.taken + each * size > len(self.rows):
+                self.epoch, self.taken = self.epoch + 1, 0
+            chosen = self.rows[self.taken : self.taken + each * size]
+            self.taken += each * size
+            parts = [chosen[place * size : (place + 1) * size] for place in range(each)]
+            yield self.epoch, [self._twisted(self._batch(part)) for part in parts[self.rank :: self.ranks]]
+
+    def _batch(self, rows: list[Row]) -> Any:
+        if self.draw["batches"] == "padded":
+            return options.collated(self.draw, rows)
+        return _packed(self.draw, fs.PackedCollator(max_length=options.PACK_TOKENS), rows)
+
+    def _twisted(self, batch: Any) -> Any:
+        if self.draw["twist"] == "keys differ" and self.rank == 0:
+            return {**batch, "position_ids": torch.arange(batch["input_ids"].shape[1])[None]}
+        return batch
+
+
+def _packed(draw: Draw, collate: Any, rows: list[Row]) -> Any:
+    batch = collate(rows)
+    if draw["batches"] == "packed with a mask":
+        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    return batch

@@ -1,0 +1,235 @@
+"""One draw: trained with the library and plainly, and how it ended."""
+
+import copy
+import tempfile
+import traceback
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.compositions import architectures, options, plain, reasons
+from tests.compositions.axes import Draw
+from tests.compositions.caller import Told, run
+from tests.compositions.plain import Tensors, Trained
+from tests.compositions.rows import Row, drawn_rows, rows_of
+from tests.harness.ranks import run_distributed
+
+FLOOR = 2e-6  # relative, of float32
+LOW_FLOOR = {torch.bfloat16: 4e-3, torch.float16: 1e-3}  # one rounding of a number that is nowhere averaged
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a draw ended.
+
+    Attributes:
+        kind: ``"equal"``, ``"refused"`` or ``"fault"``.
+        reason: The id of the refusal, or what is wrong.
+    """
+
+    kind: str
+    reason: str = ""
+
+
+class _DifferentError(Exception):
+    pass
+
+
+def judge(draw: Draw, seed: int = 0) -> Outcome:
+    """Try one draw; never raises."""
+    with tempfile.TemporaryDirectory(prefix="composition-") as name:
+        try:
+            return _judge(draw, seed, Path(name))
+        except _DifferentError as different:
+            return Outcome("fault", str(different))
+        except Exception as error:
+            text = "".join(traceback.format_exception(error))
+            return Outcome("fault", f"{type(error).__name__}: {text[-1500:]}")
+
+
+def _judge(draw: Draw, seed: int, folder: Path) -> Outcome:
+    rows, held_out = _rows(draw, seed), _rows(draw, seed + 1)[:5]
+    architectures.write(architectures.build(draw["architecture"], seed=seed), folder / "base", draw["stored"])
+    parts = [(1, options.STEPS)] if draw["resume"] == "no" else [(1, 2), (3, options.STEPS)]
+    told: list[list[Told]] = []
+    for first, last in parts:
+        mesh = draw["mesh"] if first == 1 else options.resumed_mesh(draw)
+        results = run_distributed(
+            run, options.ranks_of(mesh), dict(draw), folder, rows, held_out, first, last, timeout=150
+        )
+        refusals = [result for result in results if isinstance(result, tuple)]
+        if refusals:
+            return _refused(draw, refusals, len(results))
+        told.append(results)
+    expected = [reason.name for reason in reasons.applying(draw) if not reason.sometimes]
+    if expected:
+        raise _DifferentError(f"expected a refusal ({expected}), but it ran")
+    _compare(draw, told, held_out, folder)
+    return Outcome("equal")
+
+
+def _rows(draw: Draw, seed: int) -> list[Row]:
+    rows = drawn_rows(seed)
+    if draw["vocabulary"] == "grown":
+        for index, row in enumerate(rows):
+            row["input_ids"][-1] = architectures.VOCABULARY + index % architectures.EXTRA_TOKENS
+            if row["labels"][-1] != -100:
+                row["labels"][-1] = row["input_ids"][-1]
+    return rows
+
+
+def _refused(draw: Draw, refusals: list[tuple[str, str]], ranks: int) -> Outcome:
+    error, message = refusals[0]
+    if len(refusals) != ranks:
+        raise _DifferentError(f"{len(refusals)} of {ranks} ranks raised {error}: {message}")
+    found = reasons.of(error, message)
+    if found is None:
+        raise _DifferentError(f"refused for no reason that is listed: {error}: {message}")
+    if found not in reasons.applying(draw):
+        raise _DifferentError(f"refused although {found.name!r} does not apply: {error}: {message}")
+    return Outcome("refused", found.name)
+
+
+def _compare(draw: Draw, told: list[list[Told]], held_out: list[Row], folder: Path) -> None:
+    for results in told:
+        for other in results[1:]:
+            if (other.trained.losses, other.trained.norms) != (results[0].trained.losses, results[0].trained.norms):
+                raise _DifferentError("ranks were told different losses or norms")
+    first, last = told[0][0], told[-1][0]
+    windows = [
+        [batch for result in results for batch in result.windows[step]]
+        for results in told
+        for step in range(len(results[0].windows))
+    ]
+    if len(windows) != options.STEPS:
+        raise _DifferentError(f"{len(windows)} steps of {options.STEPS}")
+    _check_rows(draw, windows, [epoch for results in told for epoch in results[0].epochs], len(told[0][0].windows))
+    if draw["twist"] == "keys differ":
+        windows = [[{k: v for k, v in b.items() if k != "position_ids"} for b in window] for window in windows]
+    batches = [options.collated(draw, [row]) for row in held_out]
+    plainly = lambda precision: _plainly(draw, folder, first.start, windows, batches, precision)  # noqa: E731
+    dtype = {"bfloat16": torch.bfloat16, "float16 with scaler": torch.float16}.get(draw["precision"], torch.float32)
+    model, own = plainly(dtype)
+    exact_model, exact = plainly(torch.float64)
+    _check_start(draw, first.start, folder)
+    ours = Trained(
+        [loss for results in told for loss in results[0].trained.losses],
+        [norm for results in told for norm in results[0].trained.norms],
+        [loss for results in told for loss in results[0].trained.router_losses],
+        [loss for results in told for loss in results[0].trained.evaluations],
+        first.trained.gradients,
+        last.trained.parameters,
+    )
+    floor = LOW_FLOOR.get(dtype, FLOOR)
+    for what in ("losses", "norms", "router_losses", "evaluations"):
+        _close_numbers(what, getattr(ours, what), getattr(own, what), getattr(exact, what), floor)
+    _close("gradients", ours.gradients, own.gradients, exact.gradients, floor)
+    moved = [_change(trained.parameters, first.start) for trained in (ours, own, exact)]
+    _close("changes of parameters", moved[0], moved[1], moved[2], floor)
+    if draw["twist"] == "extra state" and draw["resume"] != "no" and last.extra != 17:
+        raise _DifferentError(f"the extra state came back as {last.extra}, not 17")
+    if draw["resume"] != "no" and last.steps != list(range(1, options.STEPS + 1)):
+        raise _DifferentError(f"of the steps saved there are {last.steps}")
+    if last.exported is not None:
+        _check_export(draw, Path(last.exported), ours.parameters, exact_model, folder)
+
+
+def _plainly(
+    draw: Draw, folder: Path, start: Tensors, windows: Any, held_out: Any, precision: torch.dtype
+) -> tuple[Any, Trained]:
+    model = architectures.read(folder / "base", draw["architecture"])
+    if draw["vocabulary"] == "grown":
+        model = plain.grown(model)
+    model = plain.adapted(draw, model, start)
+    return model, plain.train(draw, model, windows, held_out, precision=precision)
+
+
+def _check_start(draw: Draw, start: Tensors, folder: Path) -> None:
+    """Every parameter and buffer, before the first step, is that of the plain model."""
+    model = architectures.read(folder / "base", draw["architecture"])
+    model = plain.adapted(draw, plain.grown(model) if draw["vocabulary"] == "grown" else model, start)
+    expected = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    missing = sorted(expected.keys() ^ start.keys())
+    if missing:
+        raise _DifferentError(f"parameters and buffers differ by {missing[:4]}")
+    for name, tensor in expected.items():
+        value = start[name]
+        if plain.is_random(name):
+            if not (value.isfinite().all() and 0 < float(value.double().std()) < 10):
+                raise _DifferentError(f"{name} does not look like an initialisation")
+        elif not torch.equal(tensor.detach().to(value.dtype), value):
+            off = (tensor.detach().double() - value.double()).abs().max()
+            raise _DifferentError(f"{name} starts at other values, by up to {float(off):.2g}")
+
+
+def _check_rows(draw: Draw, windows: Any, epochs: list[int], first_part: int) -> None:
+    """Within an epoch no row is trained twice, but for what fills up its last round; none is left out."""
+    del first_part
+    total = len(drawn_rows(0))
+    for epoch in sorted(set(epochs)):
+        own = [window for window, number in zip(windows, epochs, strict=True) if number == epoch]
+        trained = [tuple(row[:2]) for window in own for batch in window for row in rows_of(batch)]
+        again = Counter(trained)
+        twice = [row for row, times in again.items() if times > 1]
+        is_whole = epoch != max(epochs)
+        most = 3 if is_whole or len(again) == total else 0  # ranks minus one fill up the last round
+        if len(twice) > most:
+            raise _DifferentError(f"epoch {epoch} trained {len(twice)} rows twice")
+        if is_whole and draw["loader"] not in ("list",) and draw["batches"] == "padded" and len(again) < total - 3:
+            raise _DifferentError(f"epoch {epoch} trained {len(again)} of {total} rows")
+
+
+def _close_numbers(what: str, ours: list[float], own: list[float], exact: list[float], floor: float) -> None:
+    if not len(ours) == len(own) == len(exact):
+        raise _DifferentError(f"{what}: {len(ours)} of {len(exact)}")
+    scale = max([abs(value) for value in exact] or [1.0]) or 1.0
+    allowed = max(floor, 3 * max([abs(a - b) / scale for a, b in zip(own, exact, strict=True)] or [0.0]))
+    for step, (value, right) in enumerate(zip(ours, exact, strict=True)):
+        if not abs(value - right) / scale <= allowed:
+            raise _DifferentError(f"{what}[{step}] is {value:.8g}, right is {right:.8g} (allowed {allowed:.1e})")
+
+
+def _close(what: str, ours: Tensors, own: Tensors, exact: Tensors, floor: float) -> None:
+    if ours.keys() != exact.keys():
+        raise _DifferentError(f"{what} differ by {sorted(ours.keys() ^ exact.keys())[:4]}")
+    scale = max(float(tensor.abs().max()) for tensor in exact.values()) or 1.0
+    allowed = max(floor, 3 * max(_distance(own[name], tensor) for name, tensor in exact.items()) / scale)
+    for name, tensor in exact.items():
+        error = _distance(ours[name], tensor) / scale
+        if not error <= allowed:
+            raise _DifferentError(f"{what}: {name} is off by {error:.2e} (allowed {allowed:.1e})")
+
+
+def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.double() - b.double()).abs().max()) if a.numel() else 0.0
+
+
+def _change(after: Tensors, before: Tensors) -> Tensors:
+    return {name: tensor.double() - before[name].double() for name, tensor in after.items()}
+
+
+def _check_export(draw: Draw, exported: Path, ours: Mapping[str, Any], exact: Any, folder: Path) -> None:
+    """What plain transformers reads back says what the oracle's last model says."""
+    dtype = torch.float32 if draw["export"] == "float32" else torch.bfloat16
+    again = architectures.auto_class(draw["architecture"]).from_pretrained(exported, dtype=dtype)
+    model = copy.deepcopy(exact)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(ours[name].double())
+    if draw["adapters"] != "none":
+        model = model.merge_and_unload()
+    expected = dict(model.named_parameters())
+    found = dict(again.named_parameters())
+    if expected.keys() != found.keys():
+        raise _DifferentError(f"the export differs by {sorted(expected.keys() ^ found.keys())[:4]}")
+    for name, tensor in expected.items():
+        scale = float(tensor.abs().max()) or 1.0
+        error = _distance(found[name], tensor) / scale
+        if not error <= (1e-6 if dtype == torch.float32 else 2**-8):
+            raise _DifferentError(f"the export's {name} is off by {error:.2e}")
+    if draw["export"] == "into a full folder" and not (folder / "exported" / "notes.txt").exists():
+        raise _DifferentError("the export deleted what was in the folder")

@@ -1,0 +1,158 @@
+"""What both sides of a comparison are given: adapters, optimizers, schedulers, batches. No code of the library."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.compositions import rows as make
+from tests.compositions.axes import Draw
+from tests.compositions.rows import Row
+
+STEPS = 4
+BATCH_ROWS = 2
+PACK_TOKENS = 24
+SCALE = 128.0
+HOOK_FACTOR = 1.25
+
+
+def ranks_of(mesh: str) -> int:
+    """How many ranks a mesh has."""
+    return {"single": 1, "1": 1, "fsdp 2": 2, "fsdp 3": 3, "hsdp 2x2": 4, "replicas 2": 2, "torch DDP 2": 2}[mesh]
+
+
+def resumed_mesh(draw: Draw) -> str:
+    """The mesh that training goes on with."""
+    others = {"1": "fsdp 2", "fsdp 2": "fsdp 3", "fsdp 3": "1", "hsdp 2x2": "fsdp 2", "replicas 2": "fsdp 3"}
+    mesh = draw["mesh"]
+    return others.get(mesh, mesh) if draw["resume"] == "other ranks" else mesh
+
+
+def micro_batches(draw: Draw) -> int:
+    """How many a window has."""
+    return int(draw["accumulation"][0])
+
+
+def collated(draw: Draw, rows: list[Row]) -> dict[str, torch.Tensor]:
+    """A padded batch, for what the architecture learns."""
+    makers = {"encoder-decoder": make.of_answers, "classifier": make.of_classes}
+    return makers.get(draw["architecture"], make.padded)(rows)
+
+
+def adapter_config(draw: Draw, *, name: str = "default") -> Any:
+    """A peft config, or None."""
+    kind = draw["adapters"]
+    if kind == "none":
+        return None
+    from peft import LoraConfig
+
+    embedding = "wte" if draw["architecture"] == "learned positions" else "embed_tokens"
+    more: dict[str, Any] = {
+        "dora": {"use_dora": True},
+        "lora and saved modules": {"modules_to_save": [embedding]},
+        "lora and tokens": {"trainable_token_indices": {embedding: [5, 53, 60]}},
+    }.get(kind, {})
+    return LoraConfig(
+        r=4 if name == "default" else 2,
+        lora_alpha=8,
+        target_modules="all-linear",
+        task_type="CAUSAL_LM",
+        **more,
+    )
+
+
+def optimizers(draw: Draw, model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Over what a model trains; smooth, so that what is off by rounding stays so."""
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    kind = draw["optimizer"]
+    if kind == "sgd":
+        return [torch.optim.SGD(named.values(), lr=0.02, momentum=0.9)]
+    options: dict[str, Any] = {"lr": 5e-3, "eps": 1e-2, "weight_decay": 0.1}
+    if kind == "muon and adamw":
+        inner = [p for name, p in named.items() if p.ndim == 2 and ("layers." in name or ".h." in name)]
+        taken = {id(p) for p in inner}
+        rest = [p for p in named.values() if id(p) not in taken]
+        made: list[torch.optim.Optimizer] = []
+        if inner:
+            made.append(torch.optim.Muon(inner, lr=5e-3, momentum=0.9))
+        return [*made, torch.optim.AdamW(rest, **options)] if rest else made
+    adamw = torch.optim.AdamW(named.values(), **options)
+    return [Wrapper(adamw)] if kind == "adamw in a wrapper" else [adamw]
+
+
+class Wrapper(torch.optim.Optimizer):
+    """An optimizer around another, as accelerate and others make them: its state is the inner one's."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+        self.defaults = inner.defaults
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        return self.inner.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.inner.state
+
+    def state_dict(self) -> Any:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.inner.load_state_dict(state_dict)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        return self.inner.step(closure)
+
+    def register_step_pre_hook(self, hook: Any) -> Any:
+        return self.inner.register_step_pre_hook(hook)
+
+
+def schedulers(draw: Draw, made: Iterable[torch.optim.Optimizer]) -> list[Any]:
+    """One for each optimizer, or none."""
+    from torch.optim import lr_scheduler
+
+    made = [getattr(one, "inner", one) for one in made]
+    if draw["scheduler"] == "linear":
+        return [lr_scheduler.LambdaLR(one, lambda step: 1 / (1 + step)) for one in made]
+    if draw["scheduler"] == "plateau":
+        return [lr_scheduler.ReduceLROnPlateau(one) for one in made]
+    return []
+
+
+def kept_name(draw: Draw) -> str:
+    """A submodule of blocks whose product is kept when the rest is recomputed."""
+    names = {
+        **{"learned positions": "c_attn", "convolution": "w2", "encoder-decoder": "wi", "classifier": "query"},
+        "not of transformers": "qkv",
+    }
+    return names.get(draw["architecture"], "o_proj")
+
+
+def max_norm(draw: Draw) -> float | None:
+    """Where gradients are clipped."""
+    return None if draw["clip"] == "none" else float(draw["clip"])
+
+
+def twist(draw: Draw, model: Any) -> None:
+    """Something of the caller's own on the model."""
+    if draw["twist"] == "hook on the head":
+        model.get_output_embeddings().register_forward_hook(lambda _module, _inputs, out: out * HOOK_FACTOR)
+
+
+class Meter(nn.Module):
+    """A part of the caller's model that keeps something beside tensors."""
+
+    def __init__(self, value: int) -> None:
+        super().__init__()
+        self.value = value
+
+    def get_extra_state(self) -> Any:
+        return {"value": self.value}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.value = state["value"]

@@ -1,0 +1,180 @@
+"""The oracle: the same windows through the plain model in one process, written out; no code of the library."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from tests.compositions import options
+from tests.compositions.architectures import EXTRA_TOKENS, ROUTER_COEFFICIENT, count, summed_loss
+from tests.compositions.axes import CAUSAL, Draw
+from tests.compositions.rows import VOCABULARY, labels_of, rows_of
+
+Batch = dict[str, torch.Tensor]
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass
+class Trained:
+    """What training gave: by step, except for the first gradients (after clipping) and the last parameters."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    router_losses: list[float] = field(default_factory=list)
+    evaluations: list[float] = field(default_factory=list)
+    gradients: Tensors = field(default_factory=dict)
+    parameters: Tensors = field(default_factory=dict)
+
+
+def grown(model: Any) -> Any:
+    """The model with more tokens, each new row the mean of the old ones."""
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    model.resize_token_embeddings(VOCABULARY + EXTRA_TOKENS, mean_resizing=False)
+    tables = [model.get_input_embeddings()] + ([] if tied else [model.get_output_embeddings()])
+    with torch.no_grad():
+        for table in tables:
+            table.weight[VOCABULARY:] = table.weight[:VOCABULARY].double().mean(0).to(table.weight.dtype)
+    return model
+
+
+def adapted(draw: Draw, model: Any, start: Tensors) -> Any:
+    """With peft's adapters, whose random parts are those of ``start``."""
+    config = options.adapter_config(draw)
+    if config is None:
+        return model
+    from peft import get_peft_model
+
+    model = get_peft_model(model, config)
+    if draw["adapters"] == "two adapters":
+        model.add_adapter("other", options.adapter_config(draw, name="other"))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if is_random(name):
+                parameter.copy_(start[name])
+    return model.train()
+
+
+def is_random(name: str) -> bool:
+    """Whether peft draws a parameter at random."""
+    return "lora_A" in name
+
+
+def train(
+    draw: Draw,
+    model: Any,
+    windows: Sequence[Sequence[Batch]],
+    held_out: Sequence[Batch],
+    *,
+    precision: torch.dtype,
+) -> Trained:
+    """Train a model on windows that hold the micro-batches of all ranks; the model is changed."""
+    model = model.double() if precision == torch.float64 else model
+    if precision == torch.float64 and hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # torch's grouped product takes no float64
+    options.twist(draw, model)
+    call = _caller(model, precision)
+    made = options.optimizers(draw, model)
+    stepped = options.schedulers(draw, made)
+    found = Trained()
+    if draw["evaluate"] == "before":
+        found.evaluations.append(_evaluated(draw, model, call, held_out))
+    for step, window in enumerate(windows):
+        if draw["evaluate"] == "between" and step == 1:
+            found.evaluations.append(_evaluated(draw, model, call, held_out))
+        _step(draw, model, call, window, made, found)
+        for one in stepped:
+            one.step()
+    found.parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return found
+
+
+def _step(
+    draw: Draw,
+    model: Any,
+    call: Callable[..., Any],
+    window: Sequence[Batch],
+    made: list[torch.optim.Optimizer],
+    found: Trained,
+) -> None:
+    targets = sum(count(batch, draw["architecture"]) for batch in window)
+    tokens = sum(_num_tokens(batch) for batch in window)
+    scale = options.SCALE if draw["precision"].startswith("float16") else 1.0
+    loss_sum = router = 0.0
+    for batch in window:
+        summed = _summed(draw, call, batch)
+        loss = summed * (1 / targets)
+        if draw["architecture"] == "moe with router loss" and draw["loss"] != "loss_fn":
+            own = call(**{key: value for key, value in batch.items() if key != "labels"}).aux_loss
+            share = own * (_num_tokens(batch) / tokens)
+            loss = loss + ROUTER_COEFFICIENT * share.to(loss.device)
+            router += float(share.detach())
+        (loss * scale).backward()
+        loss_sum += float(summed.detach())
+    parameters = [p for p in model.parameters() if p.grad is not None]
+    for parameter in parameters:
+        parameter.grad /= scale
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
+    limit = options.max_norm(draw)
+    if limit is not None:
+        torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+    if not found.gradients:
+        found.gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    for one in made:
+        one.step()
+    model.zero_grad()
+    found.losses.append(loss_sum / targets)
+    found.norms.append(float(norm))
+    found.router_losses.append(router)
+
+
+def _summed(draw: Draw, call: Any, batch: Batch) -> torch.Tensor:
+    # By rows where a pack has to come to that, and in float64: transformers' eager attention leaves NaN in
+    # float64 where a position sees nothing, as padding behind a sliding window does.
+    by_row = draw["architecture"] in CAUSAL and (isinstance(call, nn.Module) and _is_double(call))
+    if "position_ids" not in batch and not by_row:
+        return summed_loss(call, batch)
+    total: Any = 0.0
+    for row, labels in zip(rows_of(batch), labels_of(batch), strict=True):
+        own = {
+            "input_ids": torch.tensor([row]),
+            "attention_mask": torch.ones(1, len(row), dtype=torch.int64),
+            "labels": torch.tensor([labels]),
+        }
+        total = total + summed_loss(call, own)
+    return total  # type: ignore[no-any-return]
+
+
+def _is_double(model: nn.Module) -> bool:
+    return next(model.parameters()).dtype == torch.float64
+
+
+def _num_tokens(batch: Batch) -> int:
+    mask = batch.get("attention_mask")
+    return int(batch["input_ids"].numel() if mask is None else mask.sum())
+
+
+def _evaluated(draw: Draw, model: Any, call: Callable[..., Any], batches: Sequence[Batch]) -> float:
+    model.eval()
+    with torch.no_grad():
+        total = sum(float(_summed(draw, call, batch)) for batch in batches)
+    model.train()
+    return total / sum(count(batch, draw["architecture"]) for batch in batches)
+
+
+class _Call:
+    """A model whose parameters are computed with in a lower precision, in which their gradients stay exact."""
+
+    def __init__(self, model: nn.Module, precision: torch.dtype) -> None:
+        self.model, self.precision = model, precision
+        self.config = getattr(model, "config", None)
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        lower = {name: p.to(self.precision) for name, p in self.model.named_parameters()}
+        return functional_call(self.model, lower, inputs, named)
+
+
+def _caller(model: Any, precision: torch.dtype) -> Any:
+    return model if precision in (torch.float32, torch.float64) else _Call(model, precision)

@@ -1,0 +1,96 @@
+"""Why a combination is refused: the committed list, from which docs/reference/refused.md is made."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tests.compositions.axes import Draw
+
+
+@dataclass(frozen=True)
+class Reason:
+    """A refusal.
+
+    Attributes:
+        name: What is refused, in a few words.
+        error: The error's class.
+        message: A pattern that its message has in it.
+        applies: To which draws.
+        axes: Those that decide it.
+        instead: What to do.
+        sometimes: Whether some of the draws to which it applies run all the same.
+    """
+
+    name: str
+    error: str
+    message: str
+    applies: Callable[[Draw], bool]
+    axes: tuple[str, ...]
+    instead: str
+    sometimes: bool = False
+
+
+def _is(draw: Draw, **options: str | tuple[str, ...]) -> bool:
+    return all(
+        draw[axis] in ((wanted,) if isinstance(wanted, str) else wanted) for axis, wanted in options.items()
+    )
+
+
+REASONS: tuple[Reason, ...] = (
+    Reason(
+        "adapters that begin from the base weights, before there are any",
+        "AdapterError",
+        r"can only be initialised|cannot be initialised|initialised from",
+        lambda draw: _is(
+            draw,
+            adapters=("dora", "lora and tokens"),
+            start=("meta", "load_pretrained", "load_prepared"),
+        ),
+        ("adapters", "start"),
+        "load the base model with `from_pretrained`, put the adapters in, and shard it",
+    ),
+    Reason(
+        "a pack on a model that does not keep its rows apart",
+        "PackingError",
+        r"not kept apart",
+        lambda draw: _is(draw, architecture="convolution", batches="packed"),
+        ("architecture", "batches"),
+        "pad the rows, or take a model whose layers look at positions",
+    ),
+    Reason(
+        "a pack with an attention mask",
+        "PackingError",
+        r"attention_mask",
+        lambda draw: _is(draw, batches="packed with a mask"),
+        ("batches",),
+        "leave the mask out, as `PackedCollator` does: `position_ids` say where rows begin",
+    ),
+    Reason(
+        "a scheduler that wants to be told a number",
+        "FsdpSftError",
+        r"ReduceLROnPlateau",
+        lambda draw: _is(draw, scheduler="plateau"),
+        ("scheduler",),
+        "leave it out of `train_step` and step it yourself with what it is to look at",
+    ),
+    Reason(
+        "ranks whose batches have different keys",
+        "FsdpSftError",
+        r"keys",
+        lambda draw: _is(draw, twist="keys differ"),
+        ("twist",),
+        "give every rank's batch the same keys, with neutral values where there is nothing to say",
+    ),
+)
+
+
+def applying(draw: Draw) -> list[Reason]:
+    """The reasons for which a draw may be refused."""
+    return [reason for reason in REASONS if reason.applies(draw)]
+
+
+def of(error: str, message: str) -> Reason | None:
+    """The reason that an error gives, if it is listed."""
+    return next(
+        (reason for reason in REASONS if reason.error == error and re.search(reason.message, message)), None
+    )
