@@ -7,13 +7,13 @@ import argparse
 import itertools
 import json
 import multiprocessing
-import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
 from tests.compositions.axes import Draw, differences, full, settled
 from tests.compositions.drawing import draws
 from tests.compositions.judge import Outcome, judge
-from tests.compositions.log import Entry, Log, table
+from tests.compositions.log import Log, table, tried
 from tests.compositions.shrinking import shrink
 from tests.harness.architectures import quiet
 
@@ -36,13 +36,16 @@ def main() -> None:
     done = {entry.number for entry in log.entries}
     tasks = [(number, draw, arguments.seed) for number, draw in numbered if number not in done]
     # spawn: the workers start ranks of their own, from a fork server of their own
-    with multiprocessing.get_context("spawn").Pool(arguments.workers, quiet) as pool:
-        for entry in pool.imap_unordered(_tried, tasks):
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(arguments.workers, mp_context=spawn, initializer=quiet) as pool:
+        for future in as_completed([pool.submit(tried, task) for task in tasks]):
+            entry = future.result()
             log.add(entry)
             if entry.outcome.kind == "fault":
-                print(f"{entry.number}: FAULT {differences(entry.draw)}\n  {entry.outcome.reason}", flush=True)
+                print(f"{entry.number}: FAULT {json.dumps(differences(entry.draw))}", flush=True)
+                print(f"  {entry.outcome.reason}", flush=True)
                 if arguments.until_fault:
-                    pool.terminate()
+                    pool.shutdown(wait=False, cancel_futures=True)
                     break
     faults = [entry for entry in log.entries if entry.outcome.kind == "fault"]
     for entry in [] if arguments.no_shrink else faults[:5]:
@@ -50,13 +53,6 @@ def main() -> None:
         print(f"{entry.number}, smallest: {json.dumps(differences(smallest))}\n  {outcome.reason}", flush=True)
     print(table(log.entries))
     raise SystemExit(min(len(faults), 100))
-
-
-def _tried(task: tuple[int, Draw, int]) -> Entry:
-    number, draw, seed = task
-    start = time.monotonic()
-    outcome = judge(draw, seed)
-    return Entry(number, dict(draw), outcome, time.monotonic() - start)
 
 
 def _one(draw: Draw, seed: int) -> int:

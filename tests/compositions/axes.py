@@ -41,6 +41,7 @@ Pair = tuple[tuple[str, str], tuple[str, str]]
 
 PLAINEST: Draw = {axis: options[0] for axis, options in AXES.items()}
 TRANSFORMERS_CAUSAL = set(AXES["architecture"]) - {"encoder-decoder", "classifier", "not of transformers"}
+ROUTING = {"moe", "moe with router loss", "float32 modules"}
 CAUSAL = {*TRANSFORMERS_CAUSAL, "not of transformers"}
 
 
@@ -62,6 +63,14 @@ def settled(draw: Draw) -> dict[str, str]:
         plainest("start", "vocabulary", "precision")
     if own["mesh"] == "torch DDP 2" and own["resume"] == "other ranks":
         own["resume"] = "same ranks"
+    if own["compile"] != "no" and ROUTING & {own["architecture"]}:
+        own["compile"] = "blocks"  # torch breaks the graph where tokens are dealt to experts
+    if own["compile"] != "no" and own["mesh"] in ("fsdp 3", "hsdp 2x2"):
+        own["mesh"] = "fsdp 2"  # every rank compiles for itself
+        if own["resume"] == "other ranks":
+            own["resume"] = "same ranks"
+    if own["adapters"] == "dora" and ROUTING & {own["architecture"]}:
+        own["adapters"] = "lora"  # peft has no DoRA for experts
     if own["stored"] == "both names of a tie" and own["architecture"] not in ("tied", "sliding window"):
         plainest("stored")
     if own["start"] == "materialised":

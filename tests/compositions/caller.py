@@ -338,8 +338,9 @@ class _Loop:
         while True:
             if self.draw["twist"] == "set_epoch in the loop":
                 self.sampler.set_epoch(epoch)
+            own = self.sampler.epoch
             for window in fs.windows(self.loader, options.micro_batches(self.draw)):
-                yield epoch, [self._twisted(batch) for batch in window]
+                yield own, [self._twisted(batch) for batch in window]
             epoch += 1
 
     def _by_hand(self) -> Iterator[tuple[int, list[Any]]]:

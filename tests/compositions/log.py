@@ -1,6 +1,7 @@
 """What has been tried, a line of JSON each, and the table of pairs made of it."""
 
 import json
+import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,7 +9,7 @@ from pathlib import Path
 
 from tests.compositions import reasons
 from tests.compositions.axes import AXES, Draw, Pair, full, pairs, settled
-from tests.compositions.judge import Outcome
+from tests.compositions.judge import Outcome, judge
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,14 @@ class Entry:
     draw: dict[str, str]
     outcome: Outcome
     seconds: float
+
+
+def tried(task: tuple[int, Draw, int]) -> Entry:
+    """Judge a (number, draw, seed)."""
+    number, draw, seed = task
+    start = time.monotonic()
+    outcome = judge(draw, seed)
+    return Entry(number, dict(draw), outcome, time.monotonic() - start)
 
 
 class Log:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tests.compositions.axes import Draw
+from tests.compositions.axes import ROUTING, Draw
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,33 @@ REASONS: tuple[Reason, ...] = (
         ),
         ("adapters", "start"),
         "load the base model with `from_pretrained`, put the adapters in, and shard it",
+    ),
+    Reason(
+        "adapters for experts, before there are weights",
+        "AdapterError",
+        r"adapters go to linear layers",
+        lambda draw: (
+            draw["adapters"] != "none"
+            and _is(draw, architecture=tuple(ROUTING), start=("meta", "load_pretrained", "load_prepared"))
+        ),
+        ("adapters", "start", "architecture"),
+        "name the linear layers in `target_modules`, or load the base model with `from_pretrained`",
+    ),
+    Reason(
+        "adapters that peft put into a model without weights",
+        "UnfilledTensorsError",
+        r"lora_",
+        lambda draw: draw["adapters"] != "none" and _is(draw, start="meta") and draw["adapted by"] == "peft",
+        ("adapters", "start", "adapted by"),
+        "use `add_adapters`, or `load_pretrained(peft_config=)`, which initialise them",
+    ),
+    Reason(
+        "a chunked loss of a head that says more than its weight",
+        "NotFusedError",
+        r"cannot be computed by impl='chunked'",
+        lambda draw: _is(draw, loss="chunked", twist="hook on the head"),
+        ("loss", "twist"),
+        "leave `loss_impl` at `auto`, which computes the logits then",
     ),
     Reason(
         "a pack on a model that does not keep its rows apart",
