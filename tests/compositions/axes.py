@@ -24,7 +24,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "batches": ("padded", "packed", "packed with a mask"),
     "varlen": ("no", "yes"),
     "accumulation": ("1", "3 each", "3 last", "3 reduce_scatter"),
-    "optimizer": ("sgd", "adamw", "muon and adamw", "adamw in a wrapper", "adamw with quantised state"),
+    "optimizer": ("sgd", "adamw", "muon and adamw", "adamw in a wrapper"),
     "scheduler": ("none", "linear", "plateau"),
     "clip": ("none", "1e-2"),
     "loader": ("list", "sampler", "sampler and workers", "sampler of batches"),

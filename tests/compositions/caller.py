@@ -18,6 +18,7 @@ from tests.compositions import architectures, options
 from tests.compositions.axes import Draw
 from tests.compositions.plain import Tensors, Trained
 from tests.compositions.rows import Row
+from tests.harness.chat_templates import byte_tokenizer
 from tests.harness.models import full
 
 MESHES: dict[str, dict[str, int]] = {
@@ -276,8 +277,13 @@ def _export(draw: Draw, folder: Path, model: Any) -> Path:
             out.mkdir()
             (out / "notes.txt").write_text("of the caller")
         dist.barrier()
+    chat: dict[str, Any] = {}
+    if draw["twist"] == "chat template":
+        tokenizer = byte_tokenizer("chatml")
+        chat = {"tokenizer": tokenizer, "chat_template": tokenizer.chat_template}
+        tokenizer.chat_template = None  # it was given to the collator alone
     dtype = torch.float32 if draw["export"] == "float32" else torch.bfloat16
-    return fs.export_hf(model, out, dtype=dtype)
+    return fs.export_hf(model, out, dtype=dtype, **chat)
 
 
 class _Loop:

@@ -16,6 +16,7 @@ from tests.compositions.axes import ROUTING, Draw
 from tests.compositions.caller import Told, run
 from tests.compositions.plain import Tensors, Trained
 from tests.compositions.rows import Row, drawn_rows, rows_of
+from tests.harness.chat_templates import byte_tokenizer
 from tests.harness.ranks import run_distributed
 
 FLOOR = 2e-6  # relative, of float32
@@ -130,6 +131,13 @@ def _compare(draw: Draw, told: list[list[Told]], held_out: list[Row], folder: Pa
     for what in ("losses", "norms", "router_losses", "evaluations"):
         _close_numbers(what, getattr(ours, what), getattr(own, what), getattr(exact, what), floor)
     _close("gradients", ours.gradients, own.gradients, exact.gradients, floor)
+    if _is_exact(draw):
+        for step, (loss, right) in enumerate(zip(ours.losses, own.losses, strict=True)):
+            if loss != right:
+                raise _DifferentError(f"losses[{step}] is {loss!r}, bit for bit it is {right!r}")
+        for name, tensor in own.parameters.items():
+            if not torch.equal(ours.parameters[name], tensor):
+                raise _DifferentError(f"{name} is not bit for bit that of plain training")
     moved = [_change(trained.parameters, first.start) for trained in (ours, own, exact)]
     _close("changes of parameters", moved[0], moved[1], moved[2], floor)
     if draw["twist"] == "extra state" and draw["resume"] != "no" and last.extra != 17:
@@ -138,6 +146,18 @@ def _compare(draw: Draw, told: list[list[Told]], held_out: list[Row], folder: Pa
         raise _DifferentError(f"of the steps saved there are {last.steps}")
     if last.exported is not None:
         _check_export(draw, Path(last.exported), ours.parameters, exact_model, folder)
+
+
+def _is_exact(draw: Draw) -> bool:
+    """Whether the library does the very same operations as the plain loop."""
+    return (
+        draw["mesh"] in ("single", "1")
+        and options.resumed_mesh(draw) == draw["mesh"]
+        and draw["precision"] == "float32"
+        and draw["loss"] in ("logits", "loss_fn")
+        and (draw["batches"], draw["compile"]) == ("padded", "no")
+        and draw["architecture"] != "moe with router loss"
+    )
 
 
 def _plainly(
@@ -232,5 +252,19 @@ def _check_export(draw: Draw, exported: Path, ours: Mapping[str, Any], exact: An
         error = _distance(found[name], tensor) / scale
         if not error <= (1e-6 if dtype == torch.float32 else 2**-8):
             raise _DifferentError(f"the export's {name} is off by {error:.2e}")
+    if draw["twist"] == "chat template":
+        _check_chat(exported)
     if draw["export"] == "into a full folder" and not (folder / "exported" / "notes.txt").exists():
         raise _DifferentError("the export deleted what was in the folder")
+
+
+def _check_chat(exported: Path) -> None:
+    from transformers import AutoTokenizer, GenerationConfig
+
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    if tokenizer.chat_template != byte_tokenizer("chatml").chat_template:
+        raise _DifferentError("the export lacks the chat template")
+    stops = GenerationConfig.from_pretrained(exported).eos_token_id
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    if end not in (stops if isinstance(stops, list) else [stops]):
+        raise _DifferentError(f"the export stops at {stops}, not at the trained end of turn {end}")

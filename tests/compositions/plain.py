@@ -105,7 +105,8 @@ def _step(
     loss_sum = router = 0.0
     for batch in window:
         summed = _summed(draw, call, batch)
-        loss = summed * (1 / targets)
+        # Either is plain; which of them a sharded model gets is of no concern, but the rounding differs.
+        loss = summed / targets if draw["mesh"] in ("single", "torch DDP 2") else summed * (1 / targets)
         if draw["architecture"] == "moe with router loss" and draw["loss"] != "loss_fn":
             own = call(**{key: value for key, value in batch.items() if key != "labels"}).aux_loss
             share = own * (_num_tokens(batch) / tokens)
