@@ -8,7 +8,7 @@ from tests.compositions import reasons
 from tests.compositions.axes import AXES, Draw, Pair, pairs, settled
 
 CANDIDATES = 40
-COMPILED = 0.15  # the share that is compiled, which takes ten times as long
+SLOW = 0.15  # the share that is compiled, and that whose loader starts processes: ten times as long
 REFUSED = 0.1  # the share of draws in which something may be refused: it is soon known, and stops all else
 
 
@@ -21,16 +21,19 @@ def draws(seed: int) -> Iterator[dict[str, str]]:
     generator = random.Random(seed)
     seen: Counter[Pair] = Counter()
     while True:
-        refused, compiled = generator.random() < REFUSED, generator.random() < COMPILED
-        candidates = [_candidate(generator, refused=refused, compiled=compiled) for _ in range(CANDIDATES)]
+        refused, slow = generator.random() < REFUSED, generator.random() < SLOW
+        candidates = [_candidate(generator, refused=refused, slow=slow) for _ in range(CANDIDATES)]
         best = max(candidates, key=lambda draw: sum(1 / (1 + seen[pair]) ** 2 for pair in pairs(draw)))
         seen.update(pairs(best))
         yield best
 
 
-def _candidate(generator: random.Random, *, refused: bool, compiled: bool) -> dict[str, str]:
+def _candidate(generator: random.Random, *, refused: bool, slow: bool) -> dict[str, str]:
     drawn = {axis: generator.choice(options) for axis, options in AXES.items()}
-    draw = settled(drawn if compiled else {**drawn, "compile": "no"})
+    if not slow:
+        drawn["compile"] = "no"
+        drawn["loader"] = generator.choice([way for way in AXES["loader"] if "workers" not in way])
+    draw = settled(drawn)
     while not refused and (applying := reasons.applying(draw)):
         draw = _without(draw, applying[0], generator)
     return draw

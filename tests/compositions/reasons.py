@@ -77,6 +77,18 @@ REASONS: tuple[Reason, ...] = (
         "leave `loss_impl` at `auto`, which computes the logits then",
     ),
     Reason(
+        "trained tokens and adapters of experts, merged into an export",
+        "AdapterError",
+        r"whose base weights cannot be told apart here",
+        lambda draw: (
+            draw["export"] != "no"
+            and draw["adapters"] != "none"
+            and (draw["adapters"] == "lora and tokens" or draw["architecture"] in ROUTING)
+        ),
+        ("export", "adapters", "architecture"),
+        "`export_adapter` writes the adapters alone; peft merges them",
+    ),
+    Reason(
         "a pack on a model that does not keep its rows apart",
         "PackingError",
         r"not kept apart",
@@ -102,8 +114,8 @@ REASONS: tuple[Reason, ...] = (
     ),
     Reason(
         "ranks whose batches have different keys",
-        "FsdpSftError",
-        r"keys",
+        "BatchError",
+        r"different keys",
         lambda draw: _is(draw, twist="keys differ"),
         ("twist",),
         "give every rank's batch the same keys, with neutral values where there is nothing to say",
