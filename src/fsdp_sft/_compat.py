@@ -508,15 +508,6 @@ def changes_its_inputs(op: Any) -> bool:
     return bool(getattr(getattr(op, "_schema", None), "is_mutable", False))
 
 
-def computes_a_tensor(op: Any) -> bool:
-    """Whether an operator returns a tensor: its schema has no public reader.
-
-    The profiler's marks are operators too, and what opens one returns a handle.
-    """
-    returns = getattr(getattr(op, "_schema", None), "returns", ())
-    return any("Tensor" in str(value.type) for value in returns)
-
-
 def draws_random_numbers_now(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether an operator draws random numbers with these arguments.
 

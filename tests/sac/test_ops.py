@@ -140,30 +140,6 @@ def _own_gradients(model: nn.Module) -> list[torch.Tensor]:
     return [p.grad.clone() for p in model.parameters()]
 
 
-class Marked(nn.Module):
-    """A layer that names a range for profilers, as FSDP2's groups do whenever they gather."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(8, 8)
-        self.is_first = True
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for _ in range(1 if self.is_first else 2):  # what was gathered before need not be gathered again
-            with torch.profiler.record_function("a range"):
-                x = x + 0
-        self.is_first = not self.is_first
-        return self.inner(x)
-
-
-def test_a_profilers_mark_is_no_operation_to_keep() -> None:
-    torch.manual_seed(0)
-    model = nn.ModuleList([nn.ModuleList(nn.Sequential(Marked(), nn.Tanh()) for _ in range(2))])
-    plain = _own_gradients(copy.deepcopy(model[0]))
-    assert fs.apply_op_sac(model, save="0") == ["0.0", "0.1"]
-    assert all(map(torch.equal, _own_gradients(model[0]), plain))
-
-
 def test_models_of_other_origin_copies_and_removal() -> None:
     torch.manual_seed(0)
     model = nn.ModuleList([nn.ModuleList(Drawing() for _ in range(2))])

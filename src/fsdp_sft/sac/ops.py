@@ -12,7 +12,6 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from fsdp_sft._compat import (
     attention_of,
     changes_its_inputs,
-    computes_a_tensor,
     draws_random_numbers_now,
     is_compiled,
     modules_being_traced,
@@ -121,7 +120,7 @@ def _policy(
 def _is_costly(op: Any) -> bool:
     if op.namespace in _NOT_A_KERNEL:
         return _COSTLY.fullmatch(op.name()) is not None
-    return computes_a_tensor(op) and not changes_its_inputs(op)
+    return not changes_its_inputs(op)
 
 
 def _ends_with(path: str, names: tuple[str, ...]) -> bool:
