@@ -9,7 +9,7 @@ PYTEST_ARGS ?=
 WORKERS ?= 2
 DEMO_ARGS ?=
 
-.PHONY: help demo test lint format test-slow test-faults test-gpu test-floor test-latest docs clean
+.PHONY: help demo test lint format test-slow test-faults compositions test-gpu test-floor test-latest docs clean
 help:
 	@grep -E '^# make' Makefile | cut -c3-
 
@@ -37,6 +37,12 @@ test-slow: $(INSTALLED)
 test-faults: $(INSTALLED)
 	$(BIN)/python -m tests.faults
 	$(BIN)/python -m pytest -s -m slow tests/faults $(PYTEST_ARGS)
+
+# make compositions   features drawn together, N of them from SEED, each beside plain training (500 take an hour)
+N ?= 500
+SEED ?= 0
+compositions: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.compositions --number $(N) --seed $(SEED) --workers $(WORKERS)
 
 # make test-gpu   the tests that need a CUDA device
 test-gpu: $(INSTALLED)

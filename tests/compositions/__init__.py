@@ -1,1 +1,1 @@
-"""Features of the library drawn together at random, each draw compared with the plain thing in one process."""
+"""Features of the library drawn together at random, each draw beside plain training in one process."""

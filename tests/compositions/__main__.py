@@ -50,7 +50,9 @@ def main() -> None:
     faults = [entry for entry in log.entries if entry.outcome.kind == "fault"]
     for entry in [] if arguments.no_shrink else faults[:5]:
         smallest, outcome = shrink(entry.draw, lambda draw: judge(draw, arguments.seed))
-        print(f"{entry.number}, smallest: {json.dumps(differences(smallest))}\n  {outcome.reason}", flush=True)
+        print(
+            f"{entry.number}, smallest: {json.dumps(differences(smallest))}\n  {outcome.reason}", flush=True
+        )
     print(table(log.entries))
     raise SystemExit(min(len(faults), 100))
 

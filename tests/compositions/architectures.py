@@ -74,13 +74,23 @@ def build(architecture: str, *, seed: int = 0) -> Any:
     import transformers as tf
 
     common = {
-        **{"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3},
-        **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128},
-        **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "head_dim": 8},
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "head_dim": 8,
     }
     made = {
         "soft cap": lambda: tf.Gemma2ForCausalLM(
-            tf.Gemma2Config(**common, sliding_window=8, final_logit_softcapping=5.0, tie_word_embeddings=False)
+            tf.Gemma2Config(
+                **common, sliding_window=8, final_logit_softcapping=5.0, tie_word_embeddings=False
+            )
         ),
         "convolution": lambda: tf.Lfm2ForCausalLM(
             tf.Lfm2Config(
@@ -150,12 +160,17 @@ def summed_loss(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
     else:
         logits = model(**inputs).logits
     if logits.ndim == 2:
-        return F.cross_entropy(logits.float() if logits.dtype != torch.float64 else logits, labels, reduction="sum")
+        return F.cross_entropy(
+            logits.float() if logits.dtype != torch.float64 else logits, labels, reduction="sum"
+        )
     if not getattr(config, "is_encoder_decoder", False):
         logits, labels = logits[:, :-1], labels[:, 1:]
-    logits = logits.flatten(0, 1)
-    logits = logits.float() if logits.dtype != torch.float64 else logits
+    logits = _upcast(logits.flatten(0, 1))
     return F.cross_entropy(logits, labels.flatten(), ignore_index=-100, reduction="sum")
+
+
+def _upcast(logits: torch.Tensor) -> torch.Tensor:
+    return logits if logits.dtype == torch.float64 else logits.float()
 
 
 def count(batch: dict[str, Any], architecture: str) -> int:

@@ -33,7 +33,14 @@ AXES: dict[str, tuple[str, ...]] = {
     "save": ("synchronous", "asynchronous"),
     "export": ("no", "float32", "bfloat16", "into a full folder"),
     "vocabulary": ("as stored", "grown"),
-    "twist": ("none", "hook on the head", "extra state", "set_epoch in the loop", "keys differ", "chat template"),
+    "twist": (
+        "none",
+        "hook on the head",
+        "extra state",
+        "set_epoch in the loop",
+        "keys differ",
+        "chat template",
+    ),
 }
 
 Draw = Mapping[str, str]
@@ -80,9 +87,7 @@ def settled(draw: Draw) -> dict[str, str]:
     if own["adapters"] == "two adapters":  # peft takes the second where the first is
         own["start"] = "materialised"
         plainest("stored", "vocabulary")
-    if own["adapters"] == "none":
-        plainest("adapted by")
-    elif own["start"] in ("load_pretrained", "load_prepared"):
+    if own["adapters"] == "none" or own["start"] in ("load_pretrained", "load_prepared"):
         plainest("adapted by")
     if own["batches"] == "padded":
         plainest("varlen")
@@ -102,16 +107,6 @@ def settled(draw: Draw) -> dict[str, str]:
 def pairs(draw: Draw) -> Iterator[Pair]:
     """Every two options of a draw."""
     return combinations(sorted(draw.items()), 2)
-
-
-def all_pairs() -> set[Pair]:
-    """Every two options that a settled draw can hold together, and whatever else one cannot tell beforehand."""
-    options = [(axis, option) for axis in AXES for option in AXES[axis]]
-    together = set()
-    for first, second in combinations(sorted(options), 2):
-        if first[0] != second[0]:
-            together.add((first, second))
-    return together
 
 
 def differences(draw: Draw) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """The same training as its user writes it with the library: runs on every rank of a draw's mesh."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -66,17 +67,13 @@ def run(draw: Draw, folder: Path, rows: list[Row], held_out: list[Row], first: i
 @contextmanager
 def _aot_eager() -> Iterator[None]:
     """``load_pretrained(compile=True)`` without inductor, which takes minutes."""
-    import sys
-
-    modules = [sys.modules["fsdp_sft.pretrained"], sys.modules["fsdp_sft.prepared"]]
-    kept = [module.compile_blocks for module in modules]
-    for module in modules:
-        module.compile_blocks = partial(fs.compile_blocks, backend="aot_eager")  # type: ignore[attr-defined]
+    module: Any = sys.modules["fsdp_sft.pretrained"]
+    own = module.compile_blocks
+    module.compile_blocks = partial(own, backend="aot_eager")
     try:
         yield
     finally:
-        for module, own in zip(modules, kept, strict=True):
-            module.compile_blocks = own  # type: ignore[attr-defined]
+        module.compile_blocks = own
 
 
 def _run(draw: Draw, folder: Path, rows: list[Row], held_out: list[Row], first: int, last: int) -> Told:
@@ -103,8 +100,10 @@ def _run(draw: Draw, folder: Path, rows: list[Row], held_out: list[Row], first: 
             one.load_state_dict(saved)
         told.extra = inner.meter.value if draw["twist"] == "extra state" else None
     _train(draw, folder, told, (model, inner, given, made, stepped), loop, held_out, first, last)
-    told.trained.parameters = {name: t for name, t in _tensors(inner, buffers=False).items()}
-    told.steps = [info.step for info in fs.find_checkpoints(folder / "checkpoints")] if draw["resume"] != "no" else []
+    told.trained.parameters = _tensors(inner, buffers=False)
+    told.steps = (
+        [info.step for info in fs.find_checkpoints(folder / "checkpoints")] if draw["resume"] != "no" else []
+    )
     if last == options.STEPS and draw["export"] != "no":
         told.exported = str(_export(draw, folder, model))
     return told
@@ -123,7 +122,11 @@ def _train(
     model, inner, given, made, stepped = parts
     for one in made if first == 1 else []:
         one.register_step_pre_hook(partial(_keep_gradients, told, inner))
-    scaler = torch.amp.GradScaler("cpu", init_scale=options.SCALE) if draw["precision"].startswith("float16") else None
+    scaler = (
+        torch.amp.GradScaler("cpu", init_scale=options.SCALE)
+        if draw["precision"].startswith("float16")
+        else None
+    )
     pending = None
     for step, (epoch, window) in zip(range(first, last + 1), loop, strict=False):
         if (draw["evaluate"], step) in (("before", 1), ("between", 2)):

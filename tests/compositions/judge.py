@@ -20,6 +20,7 @@ from tests.harness.chat_templates import byte_tokenizer
 from tests.harness.ranks import run_distributed
 
 FLOOR = 2e-6  # relative, of float32
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16 with scaler": torch.float16}
 LOW_FLOOR = {torch.bfloat16: 4e-3, torch.float16: 1e-3}  # one rounding of a number that is nowhere averaged
 
 
@@ -98,7 +99,10 @@ def _refused(draw: Draw, refusals: list[tuple[str, str]], ranks: int) -> Outcome
 def _compare(draw: Draw, told: list[list[Told]], held_out: list[Row], folder: Path) -> None:
     for results in told:
         for other in results[1:]:
-            if (other.trained.losses, other.trained.norms) != (results[0].trained.losses, results[0].trained.norms):
+            if (other.trained.losses, other.trained.norms) != (
+                results[0].trained.losses,
+                results[0].trained.norms,
+            ):
                 raise _DifferentError("ranks were told different losses or norms")
     first, last = told[0][0], told[-1][0]
     windows = [
@@ -110,11 +114,15 @@ def _compare(draw: Draw, told: list[list[Told]], held_out: list[Row], folder: Pa
         raise _DifferentError(f"{len(windows)} steps of {options.STEPS}")
     _check_rows(draw, windows, [epoch for results in told for epoch in results[0].epochs])
     if draw["twist"] == "keys differ":
-        windows = [[{k: v for k, v in b.items() if k != "position_ids"} for b in window] for window in windows]
+        windows = [
+            [{k: v for k, v in b.items() if k != "position_ids"} for b in window] for window in windows
+        ]
     batches = [options.collated(draw, [row]) for row in held_out]
     plainly = lambda precision: _plainly(draw, folder, first.start, windows, batches, precision)  # noqa: E731
-    dtype = {"bfloat16": torch.bfloat16, "float16 with scaler": torch.float16}.get(draw["precision"], torch.float32)
-    model, own = plainly(dtype)
+    dtype = {"bfloat16": torch.bfloat16, "float16 with scaler": torch.float16}.get(
+        draw["precision"], torch.float32
+    )
+    _, own = plainly(dtype)
     exact_model, exact = plainly(torch.float64)
     _check_start(draw, first.start, folder)
     ours = Trained(
@@ -200,7 +208,12 @@ def _check_rows(draw: Draw, windows: Any, epochs: list[int]) -> None:
         most = 3 if is_whole or len(again) == total else 0  # ranks minus one fill up the last round
         if len(twice) > most:
             raise _DifferentError(f"epoch {epoch} trained {len(twice)} rows twice")
-        if is_whole and draw["loader"] not in ("list",) and draw["batches"] == "padded" and len(again) < total - 3:
+        if (
+            is_whole
+            and draw["loader"] not in ("list",)
+            and draw["batches"] == "padded"
+            and len(again) < total - 3
+        ):
             raise _DifferentError(f"epoch {epoch} trained {len(again)} of {total} rows")
 
 
@@ -211,7 +224,9 @@ def _close_numbers(what: str, ours: list[float], own: list[float], exact: list[f
     allowed = max(floor, 3 * max([abs(a - b) / scale for a, b in zip(own, exact, strict=True)] or [0.0]))
     for step, (value, right) in enumerate(zip(ours, exact, strict=True)):
         if not abs(value - right) / scale <= allowed:
-            raise _DifferentError(f"{what}[{step}] is {value:.8g}, right is {right:.8g} (allowed {allowed:.1e})")
+            raise _DifferentError(
+                f"{what}[{step}] is {value:.8g}, right is {right:.8g} (allowed {allowed:.1e})"
+            )
 
 
 def _close(what: str, ours: Tensors, own: Tensors, exact: Tensors, floor: float) -> None:

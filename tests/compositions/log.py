@@ -11,6 +11,8 @@ from tests.compositions import reasons
 from tests.compositions.axes import AXES, Draw, Pair, full, pairs, settled
 from tests.compositions.judge import Outcome, judge
 
+ENDINGS = {"equal": "equal", "refused": "refused", "fault": "faults"}
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -88,15 +90,19 @@ def counted(entries: list[Entry]) -> dict[str, Counter[Pair]]:
 
 
 def table(entries: list[Entry]) -> str:
-    """By option how often it was drawn, equal and refused; and the allowed pairs that never came out equal."""
+    """By option how often it was drawn, equal and refused; and allowed pairs that never came out equal."""
     found = counted(entries)
     kinds = Counter(entry.outcome.kind for entry in entries)
-    lines = [f"{len(entries)} draws: {kinds['equal']} equal, {kinds['refused']} refused, {kinds['fault']} faults"]
+    lines = [
+        f"{len(entries)} draws: {kinds['equal']} equal, {kinds['refused']} refused, {kinds['fault']} faults"
+    ]
     lines += ["", f"{'option':52}{'drawn':>7}{'equal':>7}{'refused':>9}"]
     for axis, options in AXES.items():
         for option in options:
             own = [entry.outcome.kind for entry in entries if entry.draw[axis] == option]
-            lines.append(f"{axis + ': ' + option:52}{len(own):7}{own.count('equal'):7}{own.count('refused'):9}")
+            lines.append(
+                f"{axis + ': ' + option:52}{len(own):7}{own.count('equal'):7}{own.count('refused'):9}"
+            )
     refusals = Counter(entry.outcome.reason for entry in entries if entry.outcome.kind == "refused")
     lines += ["", "refused because", *(f"{count:7}  {reason}" for reason, count in refusals.most_common())]
     allowed = allowed_pairs()
@@ -104,8 +110,3 @@ def table(entries: list[Entry]) -> str:
     lines += ["", f"{len(allowed) - len(never)} of {len(allowed)} allowed pairs were equal at least once"]
     lines += [f"  never: {a[0]}: {a[1]} with {b[0]}: {b[1]}" for a, b in never[:20]]
     return "\n".join(lines)
-
-
-def is_refusable(draw: Draw) -> bool:
-    """Whether a reason is listed for which the draw may be refused."""
-    return bool(reasons.applying(draw))

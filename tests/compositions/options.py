@@ -1,4 +1,4 @@
-"""What both sides of a comparison are given: adapters, optimizers, schedulers, batches. No code of the library."""
+"""What both sides of a comparison are given: adapters, optimizers, schedulers, batches."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -19,7 +19,9 @@ HOOK_FACTOR = 1.25
 
 def ranks_of(mesh: str) -> int:
     """How many ranks a mesh has."""
-    return {"single": 1, "1": 1, "fsdp 2": 2, "fsdp 3": 3, "hsdp 2x2": 4, "replicas 2": 2, "torch DDP 2": 2}[mesh]
+    return {"single": 1, "1": 1, "fsdp 2": 2, "fsdp 3": 3, "hsdp 2x2": 4, "replicas 2": 2, "torch DDP 2": 2}[
+        mesh
+    ]
 
 
 def resumed_mesh(draw: Draw) -> str:
@@ -127,7 +129,10 @@ def schedulers(draw: Draw, made: Iterable[torch.optim.Optimizer]) -> list[Any]:
 def kept_name(draw: Draw) -> str:
     """A submodule of blocks whose product is kept when the rest is recomputed."""
     names = {
-        **{"learned positions": "c_attn", "convolution": "w2", "encoder-decoder": "wi", "classifier": "query"},
+        "learned positions": "c_attn",
+        "convolution": "w2",
+        "encoder-decoder": "wi",
+        "classifier": "query",
         "not of transformers": "qkv",
     }
     return names.get(draw["architecture"], "o_proj")

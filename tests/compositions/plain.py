@@ -1,12 +1,12 @@
-"""The oracle: the same windows through the plain model in one process, written out; no code of the library."""
+"""The oracle: the same windows through the plain model in one process; no code of the library."""
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
-from torch.func import functional_call
 
 from tests.compositions import options
 from tests.compositions.architectures import EXTRA_TOKENS, ROUTER_COEFFICIENT, count, summed_loss
@@ -19,7 +19,7 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass
 class Trained:
-    """What training gave: by step, except for the first gradients (after clipping) and the last parameters."""
+    """What training gave by step, the first gradients (after clipping) and the last parameters."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -74,8 +74,8 @@ def train(
     model = model.double() if precision == torch.float64 else model
     if precision == torch.float64 and hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # torch's grouped product takes no float64
-    options.twist(draw, model)
-    call = _caller(model, precision)
+    call = _Lower(model, precision) if precision.itemsize == 2 else model
+    options.twist(draw, call.copy if isinstance(call, _Lower) else model)
     made = options.optimizers(draw, model)
     stepped = options.schedulers(draw, made)
     found = Trained()
@@ -87,6 +87,8 @@ def train(
         _step(draw, model, call, window, made, found)
         for one in stepped:
             one.step()
+        if isinstance(call, _Lower):
+            call.refresh()
     found.parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
     return found
 
@@ -113,6 +115,8 @@ def _step(
             loss = loss + ROUTER_COEFFICIENT * share.to(loss.device)
             router += float(share.detach())
         (loss * scale).backward()
+        if isinstance(call, _Lower):
+            call.hand_over()
         loss_sum += float(summed.detach())
     parameters = [p for p in model.parameters() if p.grad is not None]
     for parameter in parameters:
@@ -165,17 +169,26 @@ def _evaluated(draw: Draw, model: Any, call: Callable[..., Any], batches: Sequen
     return total / sum(count(batch, draw["architecture"]) for batch in batches)
 
 
-class _Call:
-    """A model whose parameters are computed with in a lower precision, in which their gradients stay exact."""
+class _Lower:
+    """A model in a lower precision: a copy whose parameters are cast, with gradients for the original."""
 
     def __init__(self, model: nn.Module, precision: torch.dtype) -> None:
         self.model, self.precision = model, precision
+        self.copy = copy.deepcopy(model)
         self.config = getattr(model, "config", None)
+        self.refresh()
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        lower = {name: p.to(self.precision) for name, p in self.model.named_parameters()}
-        return functional_call(self.model, lower, inputs, named)
+        return self.copy.train(self.model.training)(*inputs, **named)
 
+    def refresh(self) -> None:
+        """Take the original's values."""
+        for own, lower in zip(self.model.parameters(), self.copy.parameters(), strict=True):
+            lower.data = own.detach().to(self.precision)
 
-def _caller(model: Any, precision: torch.dtype) -> Any:
-    return model if precision in (torch.float32, torch.float64) else _Call(model, precision)
+    def hand_over(self) -> None:
+        """Add the copy's gradients to the original's."""
+        for own, lower in zip(self.model.parameters(), self.copy.parameters(), strict=True):
+            if lower.grad is not None:
+                own.grad = lower.grad.to(own.dtype) + (0 if own.grad is None else own.grad)
+                lower.grad = None

@@ -50,7 +50,9 @@ def of_classes(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
 def of_answers(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
     """A batch for an encoder-decoder: the labels are what the decoder says, and are not shifted."""
     batch = padded(rows)
-    answers = padded([{"input_ids": row["input_ids"][::-1], "labels": row["input_ids"][::-1]} for row in rows])
+    answers = padded(
+        [{"input_ids": row["input_ids"][::-1], "labels": row["input_ids"][::-1]} for row in rows]
+    )
     batch["labels"] = answers["labels"]
     return batch
 

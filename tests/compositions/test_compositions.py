@@ -17,7 +17,7 @@ from tests.compositions.judge import Outcome, judge
 from tests.compositions.log import Entry, Log, allowed_pairs, table
 from tests.compositions.shrinking import shrink
 
-# Many features at once, chosen so that every option but those of torch.compile occurs; the default path has that.
+# Many features at once, so that every option occurs but torch.compile, which the default path has.
 DRAWN: list[dict[str, str]] = []
 
 
@@ -42,7 +42,9 @@ def test_a_fault_is_shrunk_to_what_it_needs() -> None:
         found = draw["mesh"] == "fsdp 3" and draw["sac"] == "1"
         return Outcome("fault", "off") if found else Outcome("equal")
 
-    start = settled(full({"mesh": "fsdp 3", "sac": "1", "clip": "1e-2", "loss": "logits", "export": "float32"}))
+    start = settled(
+        full({"mesh": "fsdp 3", "sac": "1", "clip": "1e-2", "loss": "logits", "export": "float32"})
+    )
     smallest, outcome = shrink(start, faulty)
     assert differences(smallest) == {"mesh": "fsdp 3", "sac": "1"}
     assert outcome.kind == "fault"
