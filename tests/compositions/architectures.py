@@ -151,7 +151,7 @@ def summed_loss(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
     """What a caller writes: the cross entropy of a batch, summed; of any of these models."""
     inputs = {key: value for key, value in batch.items() if key not in ("labels", "name")}
     labels = batch["labels"]
-    config = getattr(model, "config", None)
+    config = getattr(getattr(model, "module", model), "config", None)  # of DistributedDataParallel
     if config is None:
         logits = model(inputs["input_ids"])
     elif getattr(config, "is_encoder_decoder", False):
