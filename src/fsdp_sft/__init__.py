@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from fsdp_sft.errors import UnexpectedKeysError as UnexpectedKeysError
     from fsdp_sft.errors import UnfilledTensorsError as UnfilledTensorsError
     from fsdp_sft.errors import UnstorableStateError as UnstorableStateError
+    from fsdp_sft.errors import UnsupportedModelError as UnsupportedModelError
     from fsdp_sft.errors import VocabularyError as VocabularyError
     from fsdp_sft.errors import WrappedModelError as WrappedModelError
     from fsdp_sft.export import check_export as check_export
@@ -149,6 +150,7 @@ _OWNERS = {
     "RemoteRankError": "errors",
     "SafetensorsError": "errors",
     "UnexpectedKeysError": "errors",
+    "UnsupportedModelError": "errors",
     "UnfilledTensorsError": "errors",
     "WrappedModelError": "errors",
     "UnstorableStateError": "errors",

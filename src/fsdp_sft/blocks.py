@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -207,3 +208,37 @@ def _summary(model: nn.Module, most: int = 12) -> str:
 def configs_without_caches(model: nn.Module) -> list[Any]:
     """Configs of a model, or of one inside it, whose ``use_cache`` is off only while it is checkpointed."""
     return [config for module in model.modules() for config in module.__dict__.get(CACHES_OFF, ())]
+
+
+def configs_of(model: nn.Module) -> Iterator[Any]:
+    """Every config that a module of the model reads, the nested ones of composite models too."""
+    seen: set[int] = set()
+    waiting = [
+        config for module in model.modules() if (config := getattr(module, "config", None)) is not None
+    ]
+    while waiting:
+        config = waiting.pop()
+        if id(config) in seen or not hasattr(config, "__dict__"):
+            continue
+        seen.add(id(config))
+        yield config
+        waiting.extend(
+            value for name, value in vars(config).items() if name in getattr(config, "sub_configs", ())
+        )
+
+
+@contextmanager
+def without_caches(model: nn.Module) -> Iterator[None]:
+    """``use_cache`` off in all configs of the model for as long as the context lasts.
+
+    A forward that fills a cache does not tell the rows of a pack apart: transformers looks for packs only
+    where there is none.
+    """
+    on = [config for config in configs_of(model) if getattr(config, "use_cache", False)]
+    for config in on:
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for config in on:
+            config.use_cache = True

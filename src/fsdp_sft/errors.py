@@ -21,6 +21,7 @@ working; ``except FsdpSftError`` takes them all. Arguments of a wrong type or ou
       VocabularyError (ValueError, IndexError)  ids without a row, or rows that cannot be added
       SafetensorsError (ValueError)       not the safetensors format
       ChatTemplateError (ValueError)      what is trained of a chat cannot be told
+      UnsupportedModelError (ValueError)  a model that this function cannot work with
       PackingError (ValueError)           packed rows would see each other
       BatchError (ValueError)             batches that cannot be trained on, or not by these ranks together
       ModelLossError (ValueError)         a model's own loss is another than is computed here
@@ -103,6 +104,10 @@ class SafetensorsError(FsdpSftError, ValueError):
 
 class ChatTemplateError(FsdpSftError, ValueError):
     """The trained part of a conversation cannot be told for sure with this chat template."""
+
+
+class UnsupportedModelError(FsdpSftError, ValueError):
+    """The model lacks what a function needs of it; the message says what, and what to do instead."""
 
 
 class PackingError(FsdpSftError, ValueError):

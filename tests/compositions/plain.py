@@ -110,10 +110,10 @@ def _step(
         # Either is plain; which of them a sharded model gets is of no concern, but the rounding differs.
         loss = summed / targets if draw["mesh"] in ("single", "torch DDP 2") else summed * (1 / targets)
         if draw["architecture"] == "moe with router loss" and draw["loss"] != "loss_fn":
-            own = call(**{key: value for key, value in batch.items() if key != "labels"}).aux_loss
-            share = own * (_num_tokens(batch) / tokens)
-            loss = loss + ROUTER_COEFFICIENT * share.to(loss.device)
-            router += float(share.detach())
+            inputs = {key: value for key, value in batch.items() if key != "labels"}
+            share = call(**inputs, use_cache=False).aux_loss * (_num_tokens(batch) / tokens)
+            loss = loss + ROUTER_COEFFICIENT * share
+            router += ROUTER_COEFFICIENT * float(share.detach())
         (loss * scale).backward()
         if isinstance(call, _Lower):
             call.hand_over()

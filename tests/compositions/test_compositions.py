@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+import runpy
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -85,10 +86,8 @@ def test_the_page_of_refusals_is_made_of_the_list() -> None:
 
 
 def test_one_draw_from_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    from tests.compositions.__main__ import main
-
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as ended:
         patch.setattr("sys.argv", ["compositions", "--draw", json.dumps({"sac": "1"})])
-        main()
+        runpy.run_module("tests.compositions", run_name="__main__")
     assert ended.value.code == 0
     assert capsys.readouterr().out.startswith('{"sac": "1"}: equal')

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import fsdp_sft as fs
 from tests.harness.models import VOCAB, full, largest_error, ragged_batches, tiny_model
+from tests.harness.packs import drawn_rows, gradients_of_separate_rows
 from tests.harness.ranks import run_distributed
 
 FLOAT32 = MixedPrecisionPolicy()
@@ -242,3 +243,23 @@ def test_packed_rows_keep_shift_labels() -> None:
     assert plain["labels"].tolist() == [[-100, 6, 7, -100, 9, -100]]
     mixed = collate([rows[0], {"input_ids": ids[1], "labels": ids[1]}])
     assert mixed["shift_labels"].tolist() == [[6, 7, 4, 9, -100, -100]]
+
+
+def _of_logits(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    logits = model(**{name: value for name, value in batch.items() if name != "labels"}).logits
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum")
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_rows_of_a_pack_stay_apart_in_a_loss_of_ones_own_that_leaves_caches_on(family: str) -> None:
+    model = tiny_model(family).eval()
+    assert model.config.use_cache
+    rows = drawn_rows(6)
+    loss, _ = gradients_of_separate_rows(model, rows)
+    pack = fs.PackedCollator(max_length=200)(rows)
+    targets = int(pack["labels"][:, 1:].ne(-100).sum())
+    assert fs.evaluate(model, [pack], loss_fn=_of_logits).loss == pytest.approx(loss / targets, rel=1e-5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    result = fs.train_step(model, [pack], optimizer, loss_fn=_of_logits)
+    assert result.loss == pytest.approx(loss / targets, rel=1e-5)
+    assert model.config.use_cache, "the model is left as it was"

@@ -1,14 +1,14 @@
 """Put a checkpoint function on a block without renaming a parameter, and take it off again."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from fsdp_sft._compat import checkpointing_flag, checkpoints_its_forward, is_checkpointing_layer
-from fsdp_sft.blocks import CACHES_OFF
+from fsdp_sft.blocks import CACHES_OFF, configs_of
 from fsdp_sft.sac.proof import checkpoint_seen, demand_proof, drop_proof
 
 _STATE = "_fsdp_sft_sac"  # on a module: the instance attributes that were replaced
@@ -76,27 +76,10 @@ def enter_mode(model: nn.Module, mode: str, *, replaces: set[str]) -> None:
 
 def disable_caches(model: nn.Module) -> None:
     """Turn ``use_cache`` off in all configs of the model; ``restore`` turns it on again."""
-    on = [config for config in _configs(model) if getattr(config, "use_cache", False)]
+    on = [config for config in configs_of(model) if getattr(config, "use_cache", False)]
     for config in on:
         config.use_cache = False
     model.__dict__[CACHES_OFF] = on
-
-
-def _configs(model: nn.Module) -> Iterator[Any]:
-    """Every config that a module of the model reads, the nested ones of composite models too."""
-    seen: set[int] = set()
-    waiting = [
-        config for module in model.modules() if (config := getattr(module, "config", None)) is not None
-    ]
-    while waiting:
-        config = waiting.pop()
-        if id(config) in seen or not hasattr(config, "__dict__"):
-            continue
-        seen.add(id(config))
-        yield config
-        waiting.extend(
-            value for name, value in vars(config).items() if name in getattr(config, "sub_configs", ())
-        )
 
 
 def _refuse_foreign_checkpointing(model: nn.Module, mode: str) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_sft.blocks import without_caches
 from fsdp_sft.loss import LossImpl, RouterLoss, check_router_loss, loss_parts
 
 LossFn = Callable[[nn.Module, Any], torch.Tensor]
@@ -50,7 +51,8 @@ class Objective:
 
 def _summed(loss_fn: LossFn, model: nn.Module, batch: Any) -> torch.Tensor:
     """What ``loss_fn`` returns, if it is a loss: a scalar, with gradients where they are enabled."""
-    loss = loss_fn(model, batch)
+    with without_caches(model):
+        loss = loss_fn(model, batch)
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.is_floating_point():
         got = (
             f"a {loss.dtype} tensor of shape {tuple(loss.shape)}"

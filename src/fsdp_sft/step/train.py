@@ -95,7 +95,8 @@ def train_step(
         loss_fn: ``loss_fn(model, batch)`` returns the loss of one batch, on the model's device, **summed**
             over its targets: a scalar tensor, connected to the parameters even where there is no target.
             None is ``loss_sum``. For encoder-decoders, classifiers, models that are not transformers',
-            another ignored label, losses of one's own.
+            another ignored label, losses of one's own. While it runs, ``use_cache`` is off in the model's
+            configs: transformers tells the rows of a pack apart only without a cache.
         count_fn: ``count_fn(batch)`` returns the number of targets of one batch as the loader gave it, before
             the first forward. None counts the labels, after the shift, that are not -100. With both given a
             batch may be anything; tensors in dicts, lists and tuples are moved to the device.

@@ -5,6 +5,7 @@ from typing import Any
 from torch import nn
 
 from fsdp_sft._compat import attention_of, original_class
+from fsdp_sft.errors import UnsupportedModelError
 
 
 def use_varlen_attention(model: nn.Module) -> None:
@@ -25,7 +26,7 @@ def use_varlen_attention(model: nn.Module) -> None:
 
     Raises:
         TypeError: If the model is none of transformers'.
-        ValueError: If its attention cannot be replaced, or it has no ``"sdpa"``.
+        UnsupportedModelError: If its attention cannot be replaced, or it has no ``"sdpa"``.
 
     Memory: While rows are found, once a forward and kind of mask, a few bool tensors of 512 x S instead of
         the mask of S x S.
@@ -48,7 +49,7 @@ def use_varlen_attention(model: nn.Module) -> None:
         except ValueError as error:
             reason = f": {error}"
         if attention_of(model) != wanted:
-            raise ValueError(
+            raise UnsupportedModelError(
                 f"{name} runs {before} attention, and transformers does not let it run 'sdpa', nor what "
                 f"would replace it; leave use_varlen_attention out{reason}"
             )
