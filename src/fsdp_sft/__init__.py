@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from fsdp_sft.errors import NoPlanError as NoPlanError
     from fsdp_sft.errors import NotFusedError as NotFusedError
     from fsdp_sft.errors import NotRecomputedError as NotRecomputedError
+    from fsdp_sft.errors import OptimizerError as OptimizerError
     from fsdp_sft.errors import PackingError as PackingError
     from fsdp_sft.errors import RemoteRankError as RemoteRankError
     from fsdp_sft.errors import SafetensorsError as SafetensorsError
@@ -146,6 +147,7 @@ _OWNERS = {
     "NonFiniteWeightsError": "errors",
     "NotFusedError": "errors",
     "NotRecomputedError": "errors",
+    "OptimizerError": "errors",
     "PackingError": "errors",
     "RemoteRankError": "errors",
     "SafetensorsError": "errors",

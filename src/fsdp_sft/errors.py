@@ -27,6 +27,7 @@ working; ``except FsdpSftError`` takes them all. Arguments of a wrong type or ou
       ModelLossError (ValueError)         a model's own loss is another than is computed here
       NotFusedError (ValueError)          the loss needs the logits
       WrappedModelError (TypeError)       a wrapper around the model whose ranks or gradients cannot be seen
+      OptimizerError (TypeError, ValueError)  optimizers or schedulers that a step cannot be taken with
       NonFiniteGradientError (FloatingPointError)
       NoBlocksError (ValueError)          no transformer blocks found
       NotRecomputedError (RuntimeError)   a block chosen for checkpointing runs outside of its checkpoint
@@ -128,6 +129,10 @@ class NotFusedError(FsdpSftError, ValueError):
 
 class WrappedModelError(FsdpSftError, TypeError):
     """The model is wrapped by something whose ranks or gradients cannot be seen; the message names it."""
+
+
+class OptimizerError(FsdpSftError, TypeError, ValueError):
+    """A step cannot be taken with these optimizers or schedulers; nothing has been computed."""
 
 
 class NonFiniteGradientError(FsdpSftError, FloatingPointError):

@@ -114,7 +114,7 @@ REASONS: tuple[Reason, ...] = (
     ),
     Reason(
         "a scheduler that wants to be told a number",
-        "FsdpSftError",
+        "OptimizerError",
         r"ReduceLROnPlateau",
         lambda draw: _is(draw, scheduler="plateau"),
         ("scheduler",),

@@ -70,9 +70,8 @@ def test_reasons_are_typed_errors_each_of_which_a_draw_can_meet() -> None:
         assert set(reason.axes) <= set(AXES)
         assert not reason.applies(PLAINEST)
         options = itertools.product(*(AXES[axis] for axis in reason.axes))
-        assert any(
-            reason.applies(settled(full(dict(zip(reason.axes, chosen, strict=True))))) for chosen in options
-        ), reason.name
+        drawn = ({"mesh": "fsdp 2", **dict(zip(reason.axes, chosen, strict=True))} for chosen in options)
+        assert any(reason.applies(settled(full(options))) for options in drawn), reason.name
 
 
 def test_pairs_that_are_refused_are_not_allowed() -> None:

@@ -13,7 +13,7 @@ from fsdp_sft._compat import found_inf, schedulers_within
 from fsdp_sft._model import parameter_names
 from fsdp_sft.dcp_io.optimizer_content import Optimizers, as_list
 from fsdp_sft.distributed import reshard
-from fsdp_sft.errors import abridged
+from fsdp_sft.errors import OptimizerError, abridged
 from fsdp_sft.step.gradients import clip_gradients
 
 if TYPE_CHECKING:
@@ -24,15 +24,16 @@ def checked_optimizers(model: nn.Module, optimizer: Optimizers) -> list[torch.op
     """The optimizers as a list.
 
     Raises:
-        TypeError: If one of them is no optimizer, or needs a closure.
-        ValueError: If there is none, if they are over tensors that sharding has replaced, if two of them have
-            a parameter, or if none of several has one that is trained.
+        TypeError: If one of them is no optimizer.
+        ValueError: If there is none.
+        OptimizerError: If one needs a closure, if they are over tensors that sharding has replaced, if two of
+            them have a parameter, or if none of several has one that is trained.
     """
     optimizers = as_list(optimizer)
     for one in optimizers:
         needed = _needed(one.step)
         if needed:
-            raise TypeError(
+            raise OptimizerError(
                 f"{type(one).__name__}.step needs {needed[0]!r}, which train_step has not; use "
                 "causal_lm_loss and step it in a loop of your own"
             )
@@ -46,27 +47,27 @@ def checked_schedulers(scheduler: Any, optimizers: list[torch.optim.Optimizer]) 
     """The schedulers as a list, which may be empty.
 
     Raises:
-        TypeError: If one needs more than ``step()``, as ``ReduceLROnPlateau`` does.
-        ValueError: If one is there twice, or is of another optimizer.
+        OptimizerError: If one needs more than ``step()``, as ``ReduceLROnPlateau`` does, is there twice, or
+            is of another optimizer.
     """
     if scheduler is None:
         return []
     schedulers: list[Any] = list(scheduler) if isinstance(scheduler, Sequence) else [scheduler]
     if len({id(one) for one in schedulers}) < len(schedulers):
-        raise ValueError("a scheduler is in the list twice: it would be stepped twice")
+        raise OptimizerError("a scheduler is in the list twice: it would be stepped twice")
     for one in schedulers:
         if not callable(getattr(one, "step", None)):
             raise TypeError(f"scheduler must be a scheduler or a list of them, got {type(one).__name__}")
         for inside in schedulers_within(one):
             needed = _needed(inside.step)
             if needed:
-                raise TypeError(
+                raise OptimizerError(
                     f"{type(inside).__name__}.step needs {needed[0]!r}, which train_step has not: leave it "
                     "out of train_step and step it yourself, for instance scheduler.step(evaluate(...).loss)"
                 )
         groups = getattr(getattr(one, "optimizer", None), "param_groups", None)
         if groups is not None and not any(groups is o.param_groups for o in optimizers):
-            raise ValueError(
+            raise OptimizerError(
                 f"the {type(one).__name__} schedules an optimizer that train_step was not given; its rates "
                 "would change nothing here"
             )
@@ -121,7 +122,7 @@ def _refuse_replaced(model: nn.Module, optimizers: list[torch.optim.Optimizer]) 
     for optimizer in optimizers:
         stepped = _stepped(optimizer)
         if own and stepped and not any(id(p) in own or isinstance(p, DTensor) for p in stepped):
-            raise ValueError(
+            raise OptimizerError(
                 "the optimizer has none of the model's parameters: sharding has replaced those that it was "
                 "made over. Make it after shard_model or load_pretrained"
             )
@@ -135,14 +136,14 @@ def _refuse_shared_or_left_out(model: nn.Module, optimizers: list[torch.optim.Op
         for identity in {id(parameter) for parameter in _stepped(optimizer)}:
             other = found.setdefault(identity, number)
             if other != number:
-                raise ValueError(
+                raise OptimizerError(
                     f"{names.get(identity, 'a parameter')} is in two of the optimizers ({other} and "
                     f"{number}): each would step it"
                 )
     trained = [(id(p), name) for p, name in parameter_names(model).items() if p.requires_grad]
     missing = [name for identity, name in trained if identity not in found]
     if missing:
-        raise ValueError(
+        raise OptimizerError(
             f"{len(missing)} parameters that require gradients are in none of the {len(optimizers)} "
             f"optimizers: {abridged(missing)}. Give them to one, or freeze them with requires_grad_(False)"
         )

@@ -117,11 +117,12 @@ def train_step(
             micro-batch differ between ranks.
         VocabularyError: If a batch has an id, or a label, that the model has no row for.
         ValueError: If a rank's batches are not usable; like ``BatchError`` raised on all ranks, before the
-            forward. If ``optimizer`` was made before the model was sharded, or ``loss_fn`` and ``loss_impl``
-            are both given.
+            forward. If ``loss_fn`` and ``loss_impl`` are both given.
         ModelLossError: If the model's own loss is not the cross entropy, as ``loss_sum`` says.
-        TypeError: If an optimizer or a scheduler needs more than ``step()``, or ``loss_fn`` or ``count_fn``
-            is not a function or does not return what it should.
+        OptimizerError: If an optimizer was made before the model was sharded, two share a parameter or leave
+            one out, or one of them or a scheduler needs more than ``step()``.
+        TypeError: If an optimizer or a scheduler is none, or ``loss_fn`` or ``count_fn`` is not a function or
+            does not return what it should.
         PackingError: If the model does not keep the rows of a pack apart, or a pack has an attention mask.
         UnstorableStateError: After its first step, if the optimizer keeps state in tensors that do not say
             what is inside them: no checkpoint could hold it.
