@@ -93,7 +93,7 @@ REASONS: tuple[Reason, ...] = (
         "UnsupportedModelError",
         r"does not let it run 'sdpa'",
         lambda draw: _is(draw, varlen="yes", architecture=("soft cap", "float32 modules")),
-        ("varlen", "architecture"),
+        ("varlen", "architecture", "batches"),
         "leave `use_varlen_attention` out",
     ),
     Reason(

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from fsdp_sft._compat import found_inf, schedulers_within
 from fsdp_sft._model import parameter_names
@@ -117,19 +116,26 @@ def _stepped(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def _refuse_replaced(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
-    """Refuse one over the tensors that sharding has replaced: it would step and train nothing."""
-    own = {id(p) for p in model.parameters() if isinstance(p, DTensor)}
-    for optimizer in optimizers:
-        stepped = _stepped(optimizer)
-        if own and stepped and not any(id(p) in own or isinstance(p, DTensor) for p in stepped):
-            raise OptimizerError(
-                "the optimizer has none of the model's parameters: sharding has replaced those that it was "
-                "made over. Make it after shard_model or load_pretrained"
-            )
+    """Refuse what is over tensors that the model does not have: it would step, and train nothing.
+
+    An optimizer made before the model was sharded has none of its parameters; one made while they were
+    gathered, as a forward without a backward leaves the root's, lacks those.
+    """
+    reshard(model)  # gathered parameters are other tensors
+    own = {id(parameter): name for parameter, name in parameter_names(model).items() if parameter.requires_grad}
+    stepped = {id(parameter) for optimizer in optimizers for parameter in _stepped(optimizer)}
+    left_out = [name for identity, name in own.items() if identity not in stepped]
+    foreign = stepped - {id(parameter) for parameter in model.parameters()}
+    if foreign and left_out:
+        raise OptimizerError(
+            f"{len(foreign)} of the {len(stepped)} tensors that are to be stepped are none of the model's, and "
+            f"{len(left_out)} parameters that require gradients would not be ({abridged(left_out)}): sharding "
+            "has replaced those that the optimizer was made over, or they were gathered. Make it after "
+            "shard_model or load_pretrained, before any forward"
+        )
 
 
 def _refuse_shared_or_left_out(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
-    reshard(model)  # gathered parameters are other tensors
     names = {id(parameter): name for parameter, name in parameter_names(model).items()}
     found: dict[int, int] = {}
     for number, optimizer in enumerate(optimizers):
