@@ -184,3 +184,24 @@ def test_what_could_not_be_stepped_is_refused_before_anything_changes() -> None:
     )
     assert not fs.train_step(model, window, halves, scheduler=sequence).skipped
     assert torch.equal(frozen, before["lm_head.weight"])
+
+
+def _made_while_gathered() -> str:
+    model = tiny_model("qwen2-tied")
+    fs.shard_model(model, mesh=fs.build_mesh(device_type="cpu"))
+    with torch.no_grad():
+        model(input_ids=torch.tensor([[3, 4]]))  # the root's parameters stay gathered
+    before = {name: full(p).clone() for name, p in model.named_parameters()}
+    stale = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(fs.OptimizerError, match="none of the model's, and .* would not be") as raised:
+        fs.train_step(model, ragged_batches(2), stale)
+    assert all(torch.equal(full(p), before[name]) for name, p in model.named_parameters())
+    beside = nn.Linear(2, 2)  # the caller's own, which the model does not have
+    whole = torch.optim.SGD([*model.parameters(), *beside.parameters()], lr=0.1)
+    assert not fs.train_step(model, ragged_batches(2), whole).skipped
+    return str(raised.value)
+
+
+def test_an_optimizer_over_gathered_parameters_is_refused() -> None:
+    (message, _) = run_distributed(_made_while_gathered, 2)
+    assert "model.embed_tokens.weight" in message

@@ -122,7 +122,9 @@ def _refuse_replaced(model: nn.Module, optimizers: list[torch.optim.Optimizer]) 
     gathered, as a forward without a backward leaves the root's, lacks those.
     """
     reshard(model)  # gathered parameters are other tensors
-    own = {id(parameter): name for parameter, name in parameter_names(model).items() if parameter.requires_grad}
+    own = {
+        id(parameter): name for parameter, name in parameter_names(model).items() if parameter.requires_grad
+    }
     stepped = {id(parameter) for optimizer in optimizers for parameter in _stepped(optimizer)}
     left_out = [name for identity, name in own.items() if identity not in stepped]
     foreign = stepped - {id(parameter) for parameter in model.parameters()}
