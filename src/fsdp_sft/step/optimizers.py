@@ -122,16 +122,14 @@ def _refuse_replaced(model: nn.Module, optimizers: list[torch.optim.Optimizer]) 
     gathered, as a forward without a backward leaves the root's, lacks those.
     """
     reshard(model)  # gathered parameters are other tensors
-    own = {
-        id(parameter): name for parameter, name in parameter_names(model).items() if parameter.requires_grad
-    }
+    trained = {id(p): name for p, name in parameter_names(model).items() if p.requires_grad}
     stepped = {id(parameter) for optimizer in optimizers for parameter in _stepped(optimizer)}
-    left_out = [name for identity, name in own.items() if identity not in stepped]
+    left_out = [name for identity, name in trained.items() if identity not in stepped]
     foreign = stepped - {id(parameter) for parameter in model.parameters()}
     if foreign and left_out:
         raise OptimizerError(
-            f"{len(foreign)} of the {len(stepped)} tensors that are to be stepped are none of the model's, and "
-            f"{len(left_out)} parameters that require gradients would not be ({abridged(left_out)}): sharding "
+            f"{len(foreign)} of the {len(stepped)} tensors of the optimizer are none of the model's parameters, "
+            f"and {len(left_out)} that require gradients would not be stepped ({abridged(left_out)}): sharding "
             "has replaced those that the optimizer was made over, or they were gathered. Make it after "
             "shard_model or load_pretrained, before any forward"
         )
