@@ -189,9 +189,9 @@ def test_what_could_not_be_stepped_is_refused_before_anything_changes() -> None:
 def _made_while_gathered() -> str:
     model = tiny_model("qwen2-tied")
     fs.shard_model(model, mesh=fs.build_mesh(device_type="cpu"))
+    before = {name: full(p).clone() for name, p in model.named_parameters()}
     with torch.no_grad():
         model(input_ids=torch.tensor([[3, 4]]))  # the root's parameters stay gathered
-    before = {name: full(p).clone() for name, p in model.named_parameters()}
     stale = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(fs.OptimizerError, match="none of the model's parameters") as raised:
         fs.train_step(model, ragged_batches(2), stale)
