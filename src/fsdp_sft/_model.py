@@ -1,6 +1,7 @@
 """A model seen from outside: its tensors by name, its twin without memory, and leaving it as it was."""
 
 import copy
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -220,6 +221,20 @@ def tied_meta_twin(model: Any) -> nn.Module:
     """Another model of the same class and config on the meta device, tied as its config asks for."""
     with torch.device("meta"):
         return original_class(model)(copy.deepcopy(model.config))
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Nothing is compiled inside, nor is compiled code run: for probes, whose shapes never come again.
+
+    ``set_stance`` counts from the moment it is called, with or without ``with``: called ahead of something
+    that raises, it would leave the process without compiled code.
+    """
+    if "torch._dynamo" not in sys.modules:  # importing it takes seconds, and nothing can be compiled yet
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 @contextmanager

@@ -257,3 +257,20 @@ def test_all_ranks_reach_one_verdict(broken_rank: int | None) -> None:
     assert f"not kept apart by {name}ForCausalLM" in verdicts[0][0]
     if broken_rank is not None:
         assert f"rank {broken_rank} failed first" in verdicts[0][1]
+
+
+def test_a_refusal_leaves_the_process_able_to_compile() -> None:
+    """``torch.compiler.set_stance`` counts at once, not from ``with`` on."""
+    compiled: list[Any] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
+    assert len(compiled) == 1
+    for model in (torch.nn.Linear(2, 2), LEAKING["state (RWKV)"]()):
+        with pytest.raises((fs.PackingError, TypeError)):
+            fs.verify_packing(model, max_length=64)
+    torch.compile(lambda x: x * 2, backend=backend)(torch.ones(2))
+    assert len(compiled) == 2

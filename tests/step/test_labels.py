@@ -60,6 +60,7 @@ def test_recognised_mistakes_are_errors(mistake: str) -> None:
     assert not fs.train_step(model, [batch], optimizer, check_labels=False).skipped
     # Few targets of each micro-batch are many of a window.
     model = tiny_model("llama")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     window = [{name: value[row : row + 1] for name, value in batch.items()} for row in (0, 1)]
     if "mask" not in mistake:
         with pytest.raises(fs.BatchError, match=message):
@@ -109,7 +110,6 @@ def test_labels_that_differ_from_their_ids_are_one_warning(caplog: pytest.LogCap
     assert "4 of 42 labels differ from the id at their place (9.5 %)" in record.getMessage()
     # A loss of one's own gives labels a meaning of their own.
     caplog.clear()
-    model = tiny_model("llama")
     mistake, _ = _mistakes()["shifted already"]
     fs.train_step(model, [mistake], optimizer, loss_fn=lambda m, b: m(input_ids=b["input_ids"]).logits.sum())
     assert not caplog.records

@@ -190,11 +190,14 @@ def test_a_scaler_and_a_scheduler_see_a_loss_of_ones_own() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
-    plain = [
-        fs.train_step(
-            copy.deepcopy(model), strange_batches(3), optimizer, loss_fn=strange_loss, count_fn=strange_count
-        )
-    ]
+    again = copy.deepcopy(model)
+    plain = fs.train_step(
+        again,
+        strange_batches(3),
+        torch.optim.SGD(again.parameters(), lr=0.1),
+        loss_fn=strange_loss,
+        count_fn=strange_count,
+    )
     result = fs.train_step(
         model,
         strange_batches(3),
@@ -204,8 +207,8 @@ def test_a_scaler_and_a_scheduler_see_a_loss_of_ones_own() -> None:
         loss_fn=strange_loss,
         count_fn=strange_count,
     )
-    assert result.grad_norm == pytest.approx(plain[0].grad_norm, rel=1e-6)
-    assert (result.loss, schedule.last_epoch) == (plain[0].loss, 1)
+    assert result.grad_norm == pytest.approx(plain.grad_norm, rel=1e-6)
+    assert (result.loss, schedule.last_epoch) == (plain.loss, 1)
 
 
 @pytest.mark.parametrize("impl", ["chunked", "logits"])

@@ -6,16 +6,15 @@ known numbers. What comes out of that row shows scale and soft cap; the other ro
 cross entropy the fused loss must then reproduce.
 """
 
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fsdp_sft._model import undisturbed
+from fsdp_sft._model import uncompiled, undisturbed
 from fsdp_sft._wrappers import unwrapped
 from fsdp_sft.collate import IGNORE_INDEX
 from fsdp_sft.distributed import compute_device
@@ -159,8 +158,6 @@ def _end_forwards(model: nn.Module) -> None:
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients, and no compiling for tiny shapes; then the model is as it was."""
-    compiling = "torch._dynamo" in sys.modules
-    eager = torch.compiler.set_stance("force_eager") if compiling else nullcontext()
-    with undisturbed(model), torch.no_grad(), eager:
+    with undisturbed(model), torch.no_grad(), uncompiled():
         model.eval()
         yield

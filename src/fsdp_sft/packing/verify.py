@@ -1,9 +1,7 @@
 """Whether a model keeps packed rows apart, measured on the model at hand."""
 
 import math
-import sys
 import weakref
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +10,7 @@ from torch import nn
 
 from fsdp_sft._agree import raise_first, world_size
 from fsdp_sft._compat import attention_of, compute_dtypes, original_class
-from fsdp_sft._model import undisturbed
+from fsdp_sft._model import uncompiled, undisturbed
 from fsdp_sft._wrappers import unwrapped
 from fsdp_sft.adapters import forward_parameters
 from fsdp_sft.distributed import compute_device, mesh_of, sum_over_mesh
@@ -121,14 +119,11 @@ def verify(
 
     Collective: all ranks of the mesh.
     """
-    # Nothing is compiled for the probe's shapes.
-    compiling = "torch._dynamo" in sys.modules
-    stance = torch.compiler.set_stance("force_eager") if compiling else nullcontext()
     report = error = None
     told = True
     try:
         _check_model(model)
-        with undisturbed(model), torch.no_grad(), stance:
+        with undisturbed(model), torch.no_grad(), uncompiled():
             model.eval()
             shortest = 1 if rope_depends_on_length(model) else _SHORTEST_PROBE
             report = _run_probe(model, max(max_length, shortest))

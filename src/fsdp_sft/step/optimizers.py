@@ -128,10 +128,10 @@ def _refuse_replaced(model: nn.Module, optimizers: list[torch.optim.Optimizer]) 
     foreign = stepped - {id(parameter) for parameter in model.parameters()}
     if foreign and left_out:
         raise OptimizerError(
-            f"{len(foreign)} of the {len(stepped)} stepped tensors are none of the model's parameters, and "
-            f"{len(left_out)} that require gradients would not be stepped ({abridged(left_out)}): "
-            "sharding has replaced those that the optimizer was made over, or they were gathered. Make it "
-            "after shard_model or load_pretrained, before any forward"
+            f"the optimizer has {len(foreign)} tensors that are none of the model's parameters, and lacks "
+            f"{len(left_out)} that require gradients ({abridged(left_out)}): sharding has "
+            "replaced what it was made over, or that was gathered. Make it after shard_model or "
+            "load_pretrained, before any forward"
         )
 
 
