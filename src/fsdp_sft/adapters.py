@@ -142,6 +142,15 @@ def saved_copies(model: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor]
                 yield original[name], tensor
 
 
+def copied_modules(model: nn.Module) -> set[nn.Module]:
+    """The frozen modules that ``modules_to_save`` were copied from."""
+    return {
+        wrapper.original_module
+        for wrapper in _saved_modules(model).values()
+        if getattr(wrapper, "modules_to_save", None)
+    }
+
+
 def copy_saved_modules(model: nn.Module) -> None:
     """Fill each rank's part of the copies of ``modules_to_save`` from the modules they were copied from."""
     for source, target in saved_copies(model):

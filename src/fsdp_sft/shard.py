@@ -2,7 +2,7 @@
 
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -32,6 +32,7 @@ from fsdp_sft._kept import (
 )
 from fsdp_sft._recompiles import compile_block
 from fsdp_sft._wrappers import replicas_of
+from fsdp_sft.adapters import copied_modules
 from fsdp_sft.blocks import find_blocks, is_never_called
 from fsdp_sft.errors import WrappedModelError
 
@@ -63,7 +64,8 @@ def shard_model(
         model: Materialised (every rank with the same values) or on the meta device; ordinary parameters.
         mesh: From ``build_mesh``: 1-D for FSDP, 2-D for HSDP and DDP.
         master_dtype: Dtype of the stored trainable shards, hence of gradients and optimizer states.
-        frozen_dtype: Dtype of the stored frozen shards; None keeps the dtype they have.
+        frozen_dtype: Dtype of the stored frozen shards; None keeps the dtype they have. What peft's
+            ``modules_to_save`` were copied from has ``master_dtype``: the copies get their values from it.
         mp_policy: Compute and reduction dtypes; None is bfloat16 compute with float32 reduction.
         blocks: FQN to block, innermost groups may be nested; None takes ``find_blocks(model)``.
         reshard_after_forward: For the blocks. True frees a block's parameters after its forward (ZeRO-3),
@@ -95,10 +97,12 @@ def shard_model(
         raise ValueError(f"prefetch must be a number of blocks, 0 or more, got {prefetch!r}")
     offload = _offload_policy(offload_policy)
 
+    copied = copied_modules(model)
+
     def shard(modules: nn.Module | list[nn.Module], mp: MixedPrecisionPolicy, **kwargs: bool | int) -> None:
         fully_shard(modules, mesh=mesh, mp_policy=mp, offload_policy=offload, **kwargs)  # type: ignore[call-overload]
         for module in modules if isinstance(modules, list) else [modules]:
-            _cast_shards(module, master_dtype, frozen_dtype)
+            _cast_shards(module, master_dtype, frozen_dtype, copied)
 
     plan = _plan_float32(model, policy, chosen, warn=mesh.get_rank() == 0)
     block_policy, float32_policy = plan.policies(policy)
@@ -267,11 +271,19 @@ def _offload_policy(policy: OffloadPolicy | None) -> OffloadPolicy:
     return policy
 
 
-def _cast_shards(module: nn.Module, master_dtype: torch.dtype, frozen_dtype: torch.dtype | None) -> None:
+def _cast_shards(
+    module: nn.Module,
+    master_dtype: torch.dtype,
+    frozen_dtype: torch.dtype | None,
+    copied: Collection[nn.Module],
+) -> None:
+    # A trained copy gets its first values from what it was copied from, and would start from rounded ones.
+    exact = {id(p) for inner in module.modules() if inner in copied for p in inner.parameters()}
+
     def cast(tensor: torch.Tensor) -> torch.Tensor:
         if not isinstance(tensor, DTensor) or not tensor.is_floating_point():
             return tensor  # a buffer, or an integer parameter of a quantised layer
-        dtype = master_dtype if tensor.requires_grad else frozen_dtype
+        dtype = master_dtype if tensor.requires_grad or id(tensor) in exact else frozen_dtype
         return tensor if dtype is None or tensor.dtype == dtype else tensor.to(dtype)
 
     apply_to_tensors(module, cast)

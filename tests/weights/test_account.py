@@ -9,6 +9,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
 from tests.harness.hf_folders import difference, plain, save_tiny
+from tests.harness.models import full
 from tests.harness.poison import is_poisoned
 from tests.harness.ranks import run_distributed
 
@@ -66,6 +67,26 @@ def test_copies_have_all_of_what_they_are_copies_of(
     for family in SAVED:
         save_tiny(tmp_path / family, family)
     run_distributed(_check_copies, ranks, tmp_path, mesh_shape)
+
+
+def _check_unrounded(folder: Path) -> None:
+    oracle = _oracle(folder, modules_to_save=["lm_head"])
+    model = fs.load_pretrained(
+        folder,
+        mesh=fs.build_mesh(device_type="cpu"),
+        peft_config=_lora(modules_to_save=["lm_head"]),
+        adapter_seed=3,
+    )
+    for name, parameter in model.named_parameters():
+        expected = oracle.get_parameter(name)
+        assert torch.equal(full(parameter), expected.to(parameter.dtype)), name
+        assert parameter.dtype == torch.float32 or not parameter.requires_grad
+    assert model.get_parameter("base_model.model.model.norm.weight").dtype == torch.bfloat16
+
+
+def test_copies_start_from_what_is_stored_and_not_from_that_rounded(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama")
+    run_distributed(_check_unrounded, 2, tmp_path)
 
 
 def _check_refused(folder: Path, shard: bool) -> None:

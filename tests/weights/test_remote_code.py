@@ -64,7 +64,9 @@ def _check_hub(address: str, cache: Path, modules: Path, folder: Path) -> None:
     assert not list(resolve_folder("someone/model").glob("*.py"))
     with pytest.raises(CheckpointFormatError, match="trust_remote_code"):
         load_pretrained("someone/model", mesh=fs.build_mesh(device_type="cpu"))
-    model = load_pretrained("someone/model", mesh=fs.build_mesh(device_type="cpu"), trust_remote_code=True)
+    policy = MixedPrecisionPolicy()  # under bfloat16 the buffers are those of a plain bfloat16 model
+    mesh = fs.build_mesh(device_type="cpu")
+    model = load_pretrained("someone/model", mesh=mesh, mp_policy=policy, trust_remote_code=True)
     assert difference(model, plain_with_code(folder)) == []
 
 
