@@ -209,8 +209,8 @@ def _load_into_adapters(folder: str, mesh_shape: dict[str, int]) -> dict[str, to
     oracle = _oracle_adapters(
         plain, 11, target_modules=["q_proj", "down_proj"], modules_to_save=["lm_head"]
     ).train()
-    for parameter in oracle.parameters():
-        if not parameter.requires_grad:
+    for name, parameter in oracle.named_parameters():
+        if not parameter.requires_grad and "original_module" not in name:  # from which the copy is made
             parameter.data = parameter.data.to(torch.bfloat16)
     flags = {name: (p.requires_grad, p.dtype) for name, p in model.named_parameters()}
     assert flags == {name: (p.requires_grad, p.dtype) for name, p in oracle.named_parameters()}

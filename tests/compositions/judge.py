@@ -132,6 +132,7 @@ def _compare(draw: Draw, told: list[list[Told]], held_out: list[Row], folder: Pa
         [loss for results in told for loss in results[0].trained.router_losses],
         [loss for results in told for loss in results[0].trained.evaluations],
         first.trained.gradients,
+        first.start,
         last.trained.parameters,
     )
     floor = 5e-3 if draw["optimizer"].startswith("muon") else FLOOR  # Muon iterates in bfloat16
@@ -147,7 +148,7 @@ def _compare(draw: Draw, told: list[list[Told]], held_out: list[Row], folder: Pa
         for name, tensor in own.parameters.items():
             if not torch.equal(ours.parameters[name], tensor):
                 raise _DifferentError(f"{name} is not bit for bit that of plain training")
-    moved = [_change(trained.parameters, first.start) for trained in (ours, own, exact)]
+    moved = [_change(trained.parameters, trained.start) for trained in (ours, own, exact)]
     _close("changes of parameters", moved[0], moved[1], moved[2], floor)
     if draw["twist"] == "extra state" and draw["resume"] != "no" and last.extra != 17:
         raise _DifferentError(f"the extra state came back as {last.extra}, not 17")

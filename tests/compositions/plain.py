@@ -19,13 +19,14 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass
 class Trained:
-    """What training gave by step, the first gradients (after clipping) and the last parameters."""
+    """What training gave by step; the first gradients (after clipping), the first and the last parameters."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     router_losses: list[float] = field(default_factory=list)
     evaluations: list[float] = field(default_factory=list)
     gradients: Tensors = field(default_factory=dict)
+    start: Tensors = field(default_factory=dict)
     parameters: Tensors = field(default_factory=dict)
 
 
@@ -78,7 +79,7 @@ def train(
     options.twist(draw, call.copy if isinstance(call, _Lower) else model)
     made = options.optimizers(draw, model)
     stepped = options.schedulers(draw, made)
-    found = Trained()
+    found = Trained(start={name: p.detach().clone() for name, p in model.named_parameters()})
     if draw["evaluate"] == "before":
         found.evaluations.append(_evaluated(draw, model, call, held_out))
     for step, window in enumerate(windows):

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
 from tests.harness.hf_folders import difference, plain, save_tiny
-from tests.harness.models import full
+from tests.harness.models import full, tiny_model
 from tests.harness.poison import is_poisoned
 from tests.harness.ranks import run_distributed
 
@@ -85,7 +85,7 @@ def _check_unrounded(folder: Path) -> None:
 
 
 def test_copies_start_from_what_is_stored_and_not_from_that_rounded(tmp_path: Path) -> None:
-    save_tiny(tmp_path, "llama")
+    tiny_model("llama").save_pretrained(tmp_path)  # in float32
     run_distributed(_check_unrounded, 2, tmp_path)
 
 
