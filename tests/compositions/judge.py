@@ -149,6 +149,8 @@ def _compare(draw: Draw, told: list[list[Told]], held_out: list[Row], folder: Pa
             if not torch.equal(ours.parameters[name], tensor):
                 raise _DifferentError(f"{name} is not bit for bit that of plain training")
     moved = [_change(trained.parameters, trained.start) for trained in (ours, own, exact)]
+    # What Muon makes of a gradient that is nearly singular hangs on its last bits.
+    floor = 0.3 if draw["optimizer"].startswith("muon") else floor
     _close("changes of parameters", moved[0], moved[1], moved[2], floor)
     if draw["twist"] == "extra state" and draw["resume"] != "no" and last.extra != 17:
         raise _DifferentError(f"the extra state came back as {last.extra}, not 17")

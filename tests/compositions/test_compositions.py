@@ -11,21 +11,24 @@ from typing import Any
 import pytest
 
 import fsdp_sft
-from tests.compositions import page, reasons
+from tests.compositions import fixed, page, reasons
 from tests.compositions.axes import AXES, PLAINEST, Draw, differences, full, pairs, settled
 from tests.compositions.drawing import draws
 from tests.compositions.judge import Outcome, judge
 from tests.compositions.log import Entry, Log, allowed_pairs, table
 from tests.compositions.shrinking import shrink
 
-# Many features at once, so that every option occurs but torch.compile, which the default path has.
-DRAWN: list[dict[str, str]] = []
 
-
-@pytest.mark.parametrize("number", range(len(DRAWN)))
+@pytest.mark.parametrize("number", range(len(fixed.EQUAL)))
 def test_a_composition_is_equal(number: int) -> None:
-    outcome = judge(settled(full(DRAWN[number])), seed=number)
-    assert outcome == Outcome("equal")
+    draw = full(fixed.EQUAL[number])
+    assert draw == settled(draw)
+    assert judge(draw, seed=number) == Outcome("equal")
+
+
+@pytest.mark.parametrize("reason", fixed.REFUSED)
+def test_a_composition_is_refused(reason: str) -> None:
+    assert judge(settled(full(fixed.REFUSED[reason]))) == Outcome("refused", reason)
 
 
 def test_draws_are_settled_and_go_towards_rare_pairs() -> None:
