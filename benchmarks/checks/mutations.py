@@ -13,6 +13,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.checks.mistakes import MISTAKES, Mistake
@@ -20,8 +22,9 @@ from benchmarks.checks.mistakes import MISTAKES, Mistake
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def is_noticed(mistake: Mistake) -> bool:
-    """Whether the tests fail; that the change was made and the library still imports is seen to first."""
+@contextmanager
+def made(mistake: Mistake) -> Iterator[dict[str, str]]:
+    """A copy of the library with the mistake in it; the environment in which that is what is imported."""
     with tempfile.TemporaryDirectory() as name:
         copy = Path(name) / "src"
         shutil.copytree(ROOT / "src", copy, ignore=shutil.ignore_patterns("__pycache__", ".*"))
@@ -36,6 +39,12 @@ def is_noticed(mistake: Mistake) -> bool:
             [sys.executable, "-c", where], env=environment, capture_output=True, text=True, check=True
         )
         assert Path(found.stdout.strip()).samefile(copy), "the copy is not what is imported"
+        yield environment
+
+
+def is_noticed(mistake: Mistake) -> bool:
+    """Whether the tests fail; that the change was made and the library still imports is seen to first."""
+    with made(mistake) as environment:
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *mistake.tests]
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
         if done.returncode not in (0, 1):
