@@ -11,6 +11,21 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
+@pytest.fixture(autouse=True)
+def settings_stay() -> Iterator[None]:
+    """A test leaves the settings of its process as it found them, for the tests after it."""
+    from tests.harness.leftovers import changes, settings
+
+    before = settings()
+    yield
+    after = settings()
+    found = {name: (before[name], after[name]) for name in changes(before, after)}
+    if "environment" in found:  # of which only what differs is for other eyes
+        old, new = (set(variables.items()) for variables in found["environment"])
+        found["environment"] = old - new, new - old
+    assert not found, f"changed for the tests that follow: {found}"
+
+
 @pytest.fixture
 def fresh_memory_is_nan() -> Iterator[None]:
     """Memory that nobody has written to holds NaN, here and in the ranks that are started."""

@@ -83,8 +83,8 @@ def _in_bf16(folder: Path) -> Any:
     return cls.from_pretrained(folder, dtype=torch.bfloat16).train()
 
 
+@quiet()
 def _check_all(folder: Path, names: list[str]) -> dict[str, Outcome]:
-    quiet()
     mesh = fs.build_mesh(device_type="cpu")
     outcomes = {}
     for name in names:
@@ -112,8 +112,8 @@ def _assert_all(folder: Path, names: list[str], failed: dict[str, str], world_si
     assert failed.keys() <= NOT_RUNNABLE.keys(), failed
 
 
+@quiet()
 def test_a_selection_trains_as_plain_transformers_does(tmp_path: Path) -> None:
-    quiet()
     for name in ALWAYS:
         tiny_architecture(name).to(torch.bfloat16).save_pretrained(tmp_path / name)
     _assert_all(tmp_path, ALWAYS, {}, 1)
@@ -121,8 +121,8 @@ def test_a_selection_trains_as_plain_transformers_does(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
+@quiet()
 def test_every_causal_lm_trains_as_plain_transformers_does(tmp_path: Path) -> None:
-    quiet()
     failed = save_all(tmp_path, class_names())
     _assert_all(tmp_path, [name for name in class_names() if name not in failed], failed, 2)
 

@@ -4,6 +4,7 @@ The exit code is the number of faults, at most 100.
 """
 
 import argparse
+import contextlib
 import itertools
 import json
 import multiprocessing
@@ -17,7 +18,10 @@ from tests.compositions.log import Log, table, tried
 from tests.compositions.shrinking import shrink
 from tests.harness.architectures import quiet
 
+_UNTIL_THE_END = contextlib.ExitStack()
 
+
+@quiet()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--number", type=int, default=100, help="of draws")
@@ -26,18 +30,20 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2, help="draws at a time")
     parser.add_argument("--until-fault", action="store_true", help="end at the first fault")
     parser.add_argument("--no-shrink", action="store_true", help="leave faults as they were drawn")
+    parser.add_argument("--where", default="{}", help="of the draws only those with these options, as JSON")
     parser.add_argument("--draw", help="one draw alone: its options that are not the plainest, as JSON")
     arguments = parser.parse_args()
-    quiet()
     if arguments.draw:
         raise SystemExit(_one(settled(full(json.loads(arguments.draw))), arguments.seed))
     log = Log(arguments.log or Path(f".compositions/{arguments.seed}.jsonl"), arguments.seed)
     numbered = enumerate(itertools.islice(draws(arguments.seed), arguments.number))
     done = {entry.number for entry in log.entries}
-    tasks = [(number, draw, arguments.seed) for number, draw in numbered if number not in done]
+    where = full(json.loads(arguments.where)).items() & json.loads(arguments.where).items()
+    wanted = [(number, draw) for number, draw in numbered if number not in done and where <= draw.items()]
+    tasks = [(number, draw, arguments.seed) for number, draw in wanted]
     # spawn: the workers start ranks of their own, from a fork server of their own
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(arguments.workers, mp_context=spawn, initializer=quiet) as pool:
+    with ProcessPoolExecutor(arguments.workers, mp_context=spawn, initializer=_quiet_for_good) as pool:
         for future in as_completed([pool.submit(tried, task) for task in tasks]):
             entry = future.result()
             log.add(entry)
@@ -55,6 +61,10 @@ def main() -> None:
         )
     print(table(log.entries))
     raise SystemExit(min(len(faults), 100))
+
+
+def _quiet_for_good() -> None:
+    _UNTIL_THE_END.enter_context(quiet())
 
 
 def _one(draw: Draw, seed: int) -> int:

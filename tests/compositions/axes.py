@@ -72,12 +72,14 @@ def settled(draw: Draw) -> dict[str, str]:
         own["resume"] = "same ranks"
     if own["compile"] != "no" and ROUTING & {own["architecture"]}:
         own["compile"] = "blocks"  # torch breaks the graph where tokens are dealt to experts
+    if own["adapters"] == "dora" and ROUTING & {own["architecture"]}:
+        own["adapters"] = "lora"  # peft has no DoRA for experts
+    if own["compile"] == "fullgraph" and own["adapters"] == "dora":
+        own["compile"] = "blocks"  # torch breaks the graph where peft asks for the type of a weight
     if own["compile"] != "no" and own["mesh"] in ("fsdp 3", "hsdp 2x2"):
         own["mesh"] = "fsdp 2"  # every rank compiles for itself
         if own["resume"] == "other ranks":
             own["resume"] = "same ranks"
-    if own["adapters"] == "dora" and ROUTING & {own["architecture"]}:
-        own["adapters"] = "lora"  # peft has no DoRA for experts
     if own["stored"] == "both names of a tie" and own["architecture"] not in ("tied", "sliding window"):
         plainest("stored")
     if own["start"] == "materialised":

@@ -17,12 +17,18 @@ from tests.compositions.caller import Told, run
 from tests.compositions.plain import Tensors, Trained
 from tests.compositions.rows import VOCABULARY, Row, drawn_rows, rows_of
 from tests.harness.chat_templates import byte_tokenizer
+from tests.harness.poison import poisoned
 from tests.harness.ranks import run_distributed
 
+_SECONDS = 400  # a part of a draw may take: what is compiled is compiled by every rank
 FLOOR = 2e-6  # relative, of float32
 _GROWN = VOCABULARY + architectures.EXTRA_TOKENS
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16 with scaler": torch.float16}
 LOW_FLOOR = {torch.bfloat16: 4e-3, torch.float16: 1e-3}  # one rounding of a number that is nowhere averaged
+
+# A norm is one number, and one run's error of it may be small by luck: of 48 norms of plain Gemma 3 with LoRA
+# in bfloat16 one was 1.2e-2 off, half of them less than 2e-3.
+_LOW_NORM = 2e-2
 
 
 @dataclass(frozen=True)
@@ -61,9 +67,9 @@ def _judge(draw: Draw, seed: int, folder: Path) -> Outcome:
     told: list[list[Told]] = []
     for first, last in parts:
         mesh = draw["mesh"] if first == 1 else options.resumed_mesh(draw)
-        results = run_distributed(
-            run, options.ranks_of(mesh), dict(draw), folder, rows, held_out, first, last, timeout=150
-        )
+        asked = dict(draw), folder, rows, held_out, first, last
+        with poisoned():
+            results = run_distributed(run, options.ranks_of(mesh), *asked, timeout=_SECONDS)
         refusals = [result for result in results if isinstance(result, tuple)]
         if refusals:
             return _refused(draw, refusals, len(results))
@@ -89,12 +95,14 @@ def _refused(draw: Draw, refusals: list[tuple[str, str]], ranks: int) -> Outcome
     error, message = refusals[0]
     if len(refusals) != ranks:
         raise _DifferentError(f"{len(refusals)} of {ranks} ranks raised {error}: {message}")
-    found = reasons.of(error, message)
-    if found is None:
+    given = reasons.of(error, message)
+    if not given:
         raise _DifferentError(f"refused for no reason that is listed: {error}: {message}")
-    if found not in reasons.applying(draw):
-        raise _DifferentError(f"refused although {found.name!r} does not apply: {error}: {message}")
-    return Outcome("refused", found.name)
+    holding = [reason for reason in given if reason in reasons.applying(draw)]
+    if not holding:
+        names = [reason.name for reason in given]
+        raise _DifferentError(f"refused although {names} does not apply: {error}: {message}")
+    return Outcome("refused", holding[0].name)
 
 
 def _compare(draw: Draw, told: list[list[Told]], held_out: list[Row], folder: Path) -> None:
@@ -139,7 +147,8 @@ def _compare(draw: Draw, told: list[list[Told]], held_out: list[Row], folder: Pa
     if dtype != torch.float32:  # a token that goes to another expert is no rounding
         floor = max(floor, 4e-2 if draw["architecture"] in ROUTING else LOW_FLOOR[dtype])
     for what in ("losses", "norms", "router_losses", "evaluations"):
-        _close_numbers(what, getattr(ours, what), getattr(own, what), getattr(exact, what), floor)
+        least = max(floor, _LOW_NORM) if what == "norms" and dtype != torch.float32 else floor
+        _close_numbers(what, getattr(ours, what), getattr(own, what), getattr(exact, what), least)
     _close("gradients", ours.gradients, own.gradients, exact.gradients, floor)
     if _is_exact(draw):
         for step, (loss, right) in enumerate(zip(ours.losses, own.losses, strict=True)):

@@ -136,8 +136,6 @@ def applying(draw: Draw) -> list[Reason]:
     return [reason for reason in REASONS if reason.applies(draw)]
 
 
-def of(error: str, message: str) -> Reason | None:
-    """The reason that an error gives, if it is listed."""
-    return next(
-        (reason for reason in REASONS if reason.error == error and re.search(reason.message, message)), None
-    )
+def of(error: str, message: str) -> list[Reason]:
+    """The listed reasons that an error may give."""
+    return [reason for reason in REASONS if reason.error == error and re.search(reason.message, message)]

@@ -89,7 +89,6 @@ def test_the_page_of_refusals_is_made_of_the_list() -> None:
 
 def test_one_draw_from_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as ended:
-        patch.setattr("tests.harness.architectures.quiet", lambda: None)  # it is for good
         patch.setattr("sys.argv", ["compositions", "--draw", json.dumps({"sac": "1"})])
         runpy.run_module("tests.compositions", run_name="__main__")
     assert ended.value.code == 0

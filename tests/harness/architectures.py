@@ -1,8 +1,10 @@
 """A tiny model of every ``*ForCausalLM`` class that the installed transformers has."""
 
+import contextlib
 import inspect
 import logging
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -291,13 +293,28 @@ def inputs_for(model: Any) -> dict[str, Any]:
     return {"input_ids": ids, "labels": ids, "use_cache": False}
 
 
-def quiet() -> None:
-    import transformers
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Neither warnings nor transformers' log and progress bars, until it is left."""
+    from transformers.utils import logging as told
 
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
+    disabled, verbosity, bars = (
+        logging.root.manager.disable,
+        told.get_verbosity(),
+        told.is_progress_bar_enabled(),
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logging.disable(logging.WARNING)
+        told.set_verbosity_error()
+        told.disable_progress_bar()
+        try:
+            yield
+        finally:
+            logging.disable(disabled)
+            told.set_verbosity(verbosity)
+            if bars:
+                told.enable_progress_bar()
 
 
 def save_all(folder: Path, names: list[str]) -> dict[str, str]:

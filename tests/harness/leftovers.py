@@ -39,12 +39,14 @@ _KEPT = {
     "transformers.modeling_utils._CAN_RECORD_REGISTRY",
 }
 _SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+# Set by pytest for each phase of a test, and by torch when it first compiles.
+_NOBODYS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"}
 
 
-def state() -> dict[str, Any]:
-    """Everything that is compared, by name."""
-    found: dict[str, Any] = {
-        "environment": dict(os.environ),
+def settings() -> dict[str, Any]:
+    """What holds for the whole process, by name."""
+    return {
+        "environment": {name: os.environ[name] for name in os.environ.keys() - _NOBODYS},
         "folder": os.getcwd(),
         "threads": sorted(t.name for t in threading.enumerate() if "tqdm" not in t.name),
         "signals": [signal.getsignal(number) for number in _SIGNALS],
@@ -56,8 +58,12 @@ def state() -> dict[str, Any]:
         "grad": torch.is_grad_enabled(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "matmul": torch.get_float32_matmul_precision(),
-        "compiled": _compiled_frames(),
     }
+
+
+def state() -> dict[str, Any]:
+    """Everything that is compared, by name."""
+    found = {**settings(), "compiled": _compiled_frames()}
     for name, module in list(sys.modules.items()):
         if isinstance(module, types.ModuleType) and (name in _MODULES or name.startswith(_PACKAGES)):
             found.update(_names_of(name, module))

@@ -80,9 +80,9 @@ def check_one(way: str, folder: Path) -> dict[str, Any]:
         return {"kind": "error", "detail": [f"{type(error).__name__}: {text[:160]}"], "sharded": False}
 
 
+@quiet()
 def work(way: str, folder: Path, out: Path, names: list[str]) -> None:
     """What one rank does under torchrun: each class in turn, its outcome in a file."""
-    quiet()
     torch.set_num_threads(1)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     for name in names:
@@ -173,8 +173,7 @@ def main() -> None:
         names = json.loads((options.out / "names.json").read_text())
         work(options.worker, options.folder, options.out, names)
         return
-    quiet()
-    with tempfile.TemporaryDirectory() as temporary:
+    with quiet(), tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "checkpoints"
         asked = options.classes or class_names()
         failed = save_all(folder, asked)

@@ -76,8 +76,8 @@ def _check_one(folder: Path, mesh: Any) -> Outcome:
     return Outcome(problems, report.class_bytes, True)
 
 
+@quiet()
 def _check_all(folder: Path, names: list[str]) -> dict[str, Outcome]:
-    quiet()
     mesh = fs.build_mesh(device_type="cpu")
     results: dict[str, Outcome] = {}
     for name in names:
@@ -107,17 +107,17 @@ def _assert_all_load(folder: Path, names: list[str], world_size: int) -> None:
     assert total["other"] <= OTHER_SHARE * total.total()
 
 
+@quiet()
 def test_a_selection(tmp_path: Path) -> None:
-    quiet()
     failed = save_all(tmp_path, ALWAYS)
     assert failed.keys() <= NOT_LOADABLE.keys(), failed
     _assert_all_load(tmp_path, [name for name in ALWAYS if name not in failed], 2)
 
 
 @pytest.fixture(scope="module")
+@quiet()
 def everything(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     """(folder with a checkpoint of each class, the classes that plain transformers loads)."""
-    quiet()
     folder = tmp_path_factory.mktemp("architectures")
     failed = save_all(folder, class_names())
     print(f"\n{len(class_names())} classes; plain transformers cannot build or load {failed}")
