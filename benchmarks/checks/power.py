@@ -2,10 +2,10 @@
 
     python -m benchmarks.checks.power --number 500 --seed 3
 
-Each of these mistakes of ``benchmarks/checks/mistakes`` undoes a repair in a copy of the library, and the first
-``--number`` draws of the seed are judged until one is a fault. To save time only those draws are judged whose
-options reach the changed line; the others could at most have found it earlier. Printed is the place of the
-draw that found it among all of them.
+Each of these mistakes of ``benchmarks/checks/mistakes`` undoes a repair in a copy of the library, and the
+first ``--number`` draws of the seed are judged until one is a fault. To save time only those draws are judged
+whose options reach the changed line; the others could at most have found it earlier. Printed is the place of
+the draw that found it among all of them.
 """
 
 import argparse

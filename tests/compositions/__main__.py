@@ -4,7 +4,6 @@ The exit code is the number of faults, at most 100.
 """
 
 import argparse
-import contextlib
 import itertools
 import json
 import multiprocessing
@@ -16,10 +15,7 @@ from tests.compositions.drawing import draws
 from tests.compositions.judge import Outcome, judge
 from tests.compositions.log import Log, table, tried
 from tests.compositions.shrinking import shrink
-from tests.harness.architectures import quiet
-
-_UNTIL_THE_END = contextlib.ExitStack()
-
+from tests.harness.architectures import quiet, quiet_for_good
 
 @quiet()
 def main() -> None:
@@ -43,7 +39,7 @@ def main() -> None:
     tasks = [(number, draw, arguments.seed) for number, draw in wanted]
     # spawn: the workers start ranks of their own, from a fork server of their own
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(arguments.workers, mp_context=spawn, initializer=_quiet_for_good) as pool:
+    with ProcessPoolExecutor(arguments.workers, mp_context=spawn, initializer=quiet_for_good) as pool:
         for future in as_completed([pool.submit(tried, task) for task in tasks]):
             entry = future.result()
             log.add(entry)
@@ -61,10 +57,6 @@ def main() -> None:
         )
     print(table(log.entries))
     raise SystemExit(min(len(faults), 100))
-
-
-def _quiet_for_good() -> None:
-    _UNTIL_THE_END.enter_context(quiet())
 
 
 def _one(draw: Draw, seed: int) -> int:

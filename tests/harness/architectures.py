@@ -317,6 +317,14 @@ def quiet() -> Iterator[None]:
                 told.enable_progress_bar()
 
 
+def quiet_for_good() -> None:
+    """``quiet`` until the process ends."""
+    _UNTIL_THE_END.enter_context(quiet())
+
+
+_UNTIL_THE_END = contextlib.ExitStack()
+
+
 def save_all(folder: Path, names: list[str]) -> dict[str, str]:
     """Write a bf16 checkpoint of each class; what could not be built, saved or read back plainly, and why."""
     failed = {}
