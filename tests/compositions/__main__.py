@@ -17,6 +17,7 @@ from tests.compositions.log import Log, table, tried
 from tests.compositions.shrinking import shrink
 from tests.harness.architectures import quiet, quiet_for_good
 
+
 @quiet()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
