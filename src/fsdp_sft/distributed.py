@@ -34,6 +34,8 @@ DP_REPLICATE = "dp_replicate"
 DP_SHARD = "dp_shard"
 
 _logger = logging.getLogger("fsdp_sft")
+# The variable by which a vendor shows a process some of a node's devices; on ROCm CUDA's works too.
+_VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
 _starts = itertools.count()  # of process groups over torchrun's store, by this process
 
 
@@ -46,7 +48,7 @@ class DistributedContext:
         local_rank: Index of this process on its node, from 0.
         world_size: Number of processes in the job.
         local_world_size: Number of processes on this node.
-        device: Device this process computes on; on CUDA it has been made the current one.
+        device: Device this process computes on; an accelerator's has been made the current one.
         backend: What the default process group uses, such as ``"cpu:gloo,cuda:nccl"``.
         launcher: ``"torchrun"`` (or whoever else sets its variables), ``"slurm"``, ``"submitit"`` for its
             local executor, ``"single"``, or ``"existing"`` for a process group that the caller had made.
@@ -91,8 +93,9 @@ def init_distributed(
     Args:
         device_type: ``"cuda"``, ``"cpu"`` or another accelerator's name; None takes the accelerator if there
             is one.
-        backend: Backend of the default group; None takes ``"cpu:gloo,cuda:nccl"`` on CUDA (gloo serves CPU
-            tensors, which CPU offload and checkpoints need) and ``"gloo"`` on the CPU.
+        backend: Backend of the default group; None takes torch's own for the device beside gloo, such as
+            ``"cpu:gloo,cuda:nccl"`` (gloo serves CPU tensors, which CPU offload and checkpoints need), and
+            ``"gloo"`` on the CPU.
         timeout: After which a collective that some rank does not enter fails.
 
     Raises:
@@ -319,7 +322,7 @@ def _say_what_was_found(launch: Launch, device: torch.device) -> None:
 
 
 def _check_devices(device: torch.device) -> None:
-    """Refuse two ranks on one GPU, which NCCL would only refuse in its first collective."""
+    """Refuse two ranks on one GPU, which NCCL (it alone) would only refuse in its first collective."""
     if device.type != "cuda" or "nccl" not in _backend_name():
         return
     uuid = str(torch.cuda.get_device_properties(device).uuid)
@@ -327,8 +330,7 @@ def _check_devices(device: torch.device) -> None:
     if shared is not None:
         raise ValueError(
             f"ranks {shared} share one GPU on {socket.gethostname()}: this process sees "
-            f"{torch.accelerator.device_count()} (CUDA_VISIBLE_DEVICES="
-            f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'unset')}); start one process per GPU"
+            f"{torch.accelerator.device_count()}{_visible('cuda')}; start one process per GPU"
         )
 
 
@@ -340,6 +342,12 @@ def _shared_device(devices: list[tuple[str, str]]) -> list[int] | None:
     return next((sharing for sharing in ranks.values() if len(sharing) > 1), None)
 
 
+def _visible(device_type: str) -> str:
+    """What the environment says about which devices of a type this process may see, for messages."""
+    name = _VISIBLE.get(device_type)
+    return "" if name is None else f" ({name}={os.environ.get(name, 'unset')})"
+
+
 def _select_device(device_type: str, launch: Launch) -> torch.device:
     if device_type == "cpu":
         return torch.device("cpu")
@@ -348,7 +356,7 @@ def _select_device(device_type: str, launch: Launch) -> torch.device:
         raise ValueError(
             f"device_type={device_type!r}, but this process sees "
             f"{'no accelerator' if accelerator is None else accelerator.type}; use device_type='cpu' or "
-            "check the driver and CUDA_VISIBLE_DEVICES"
+            f"check the driver and {_VISIBLE.get(device_type, 'which devices it may see')}"
         )
     count = torch.accelerator.device_count()
     # A launcher that binds one GPU to each task makes it device 0 in every one of them.
@@ -356,7 +364,7 @@ def _select_device(device_type: str, launch: Launch) -> torch.device:
     if index >= count:
         raise ValueError(
             f"local rank {launch.local_rank} has no device of its own: this process sees {count} of type "
-            f"{device_type} (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'unset')}); start "
+            f"{device_type}{_visible(device_type)}; start "
             f"at most {count} processes on this node, or show each of them its own device only"
         )
     torch.accelerator.set_device_index(index)

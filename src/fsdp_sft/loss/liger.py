@@ -9,7 +9,7 @@ import torch
 
 def why_not(device: torch.device) -> str:
     """Why Liger cannot be used on ``device``; empty if it can."""
-    if device.type != "cuda":
+    if device.type != "cuda":  # its Triton kernels; ROCm is "cuda" to torch
         return f"Liger's kernels run on CUDA, the model computes on {device.type}"
     if find_spec("liger_kernel") is None:
         return "liger_kernel is not installed (pip install liger-kernel)"

@@ -50,9 +50,9 @@ def linear_cross_entropy_sum(
         TypeError: For a weight that is a DTensor.
         RuntimeError: In a second backward, since the first gives the kept gradients away.
 
-    Memory: In the forward ``chunk_size * V`` logits, in float32 except for bfloat16 on a CPU (on CUDA twice
-    with a soft cap, and half of it again below float32). Until the backward the gradients of those
-    inputs that need one, in float32.
+    Memory: In the forward ``chunk_size * V`` logits: in bfloat16 where the inputs are and the device, as a
+    CPU, has no products of it in float32, and else in float32 (on CUDA twice with a soft cap, and half of it
+    again below float32). Until the backward the gradients of those inputs that need one, in float32.
     """
     _check(hidden, weight, labels, bias)
     chunk_size = default_chunk_size(hidden.shape[-1], hidden.dtype) if chunk_size is None else chunk_size

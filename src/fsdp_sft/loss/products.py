@@ -1,6 +1,7 @@
 """The three matrix products of a linear cross entropy, each with float32 results (float64 for float64).
 
-Torch multiplies float32 by float32 into a given buffer, but two bfloat16 matrices into float32 only on CUDA.
+Torch multiplies float32 by float32 into a given buffer, but two bfloat16 matrices into float32 only on some
+accelerators, CUDA among them.
 Each class here is one way round that, with one interface: logits, gradient of the hidden states, and
 accumulation of the weight's gradient. Shapes: hidden ``(C, H)``, weight ``(V, H)``, logits and their
 gradient ("slopes") ``(C, V)``.
@@ -10,6 +11,8 @@ from collections.abc import Iterator
 from typing import Protocol
 
 import torch
+
+from fsdp_sft._devices import has_mixed_products
 
 _SLICE_BYTES = 8 << 20  # of float32, where something is done in slices that stay in a CPU's cache
 
@@ -42,8 +45,9 @@ def products_for(weight: torch.Tensor, rows: int) -> Products:
     """The products with ``weight`` for chunks of at most ``rows`` rows."""
     if weight.dtype in (torch.float32, torch.float64):
         return _Same(weight, rows)
-    if weight.device.type == "cuda":
-        return _CudaMixed(weight)
+    # A CPU is asked nothing: what is fast there is known, whatever else it can do.
+    if weight.device.type not in ("cpu", "meta") and has_mixed_products(weight.device, weight.dtype):
+        return _Mixed(weight)
     # On a CPU bfloat16 matrices are fast; float16 ones are not, and their range is too small for slopes.
     return _Rounded(weight, rows) if weight.dtype == torch.bfloat16 else _Upcast(weight, rows)
 
@@ -103,7 +107,7 @@ class _Rounded:
             total[part].add_((slopes[:, part].T @ hidden).float())
 
 
-class _CudaMixed:
+class _Mixed:
     """Half-precision operands, float32 results: what tensor cores do, if torch is told so."""
 
     rounds = False

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fsdp_sft._devices import device_name, resolve_device
+
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
@@ -158,25 +160,15 @@ def peak_flops_per_second(device: torch.device | str | int | None = None) -> flo
     """Dense bf16 peak of a GPU, by its name.
 
     Args:
-        device: A CUDA (or ROCm) device; None means the current one if there is one, otherwise the CPU.
+        device: An accelerator, or an index of one; None means the current one if there is one, otherwise the
+            CPU.
 
     Returns:
         FLOP/s without structured sparsity, or None where it is not known: a CPU, a GPU that is not in the
         table, a MIG slice.
     """
-    device = resolve_device(device)
-    return _peak_of_name(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-
-
-def resolve_device(device: torch.device | str | int | None) -> torch.device:
-    """An index is a CUDA device; None is the current CUDA device if there is one, otherwise the CPU."""
-    if device is None:
-        return (
-            torch.device("cuda", torch.cuda.current_device())
-            if torch.cuda.is_available()
-            else torch.device("cpu")
-        )
-    return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    name = device_name(resolve_device(device))
+    return None if name is None else _peak_of_name(name)
 
 
 def _peak_of_name(name: str) -> float | None:

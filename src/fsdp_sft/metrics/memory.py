@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from fsdp_sft.metrics.flops import resolve_device
+from fsdp_sft._devices import memory_of, reset_peak_of, resolve_device
 
 _PROC_STATUS = Path("/proc/self/status")
 _PROC_CLEAR_REFS = Path("/proc/self/clear_refs")
@@ -18,28 +18,23 @@ def memory_stats(device: torch.device | str | int | None = None) -> dict[str, in
     """Memory in use by this process, of one device.
 
     Args:
-        device: A CUDA or CPU device; None means the current CUDA device if there is one, otherwise the CPU.
+        device: An accelerator (an index is one of this process's) or the CPU; None means the current
+            accelerator if there is one, otherwise the CPU.
 
     Returns:
-        CUDA: `peak_allocated_bytes`, `peak_reserved_bytes` (since the start or `reset_peak_memory`),
+        Accelerator: `peak_allocated_bytes`, `peak_reserved_bytes` (since the start or `reset_peak_memory`),
         `allocated_bytes` (tensors now), `total_bytes` (of the device), `num_alloc_retries` (a count: how
         often the caching allocator had to free its cache; more than a few in a run: memory is too tight).
+        What torch does not count on this kind of device is absent; CUDA, ROCm and XPU have all of them.
         CPU: `peak_resident_bytes` and `resident_bytes` of the process. Where there is no /proc (macOS),
         `resident_bytes` is absent.
 
     Raises:
-        ValueError: The device is neither CUDA nor CPU.
+        ValueError: The device is neither the CPU nor this process's accelerator, or torch counts nothing of
+            its memory.
     """
-    device = _memory_device(device)
-    if device.type == "cpu":
-        return _cpu_memory_stats()
-    return {
-        "peak_allocated_bytes": torch.cuda.max_memory_allocated(device),
-        "peak_reserved_bytes": torch.cuda.max_memory_reserved(device),
-        "allocated_bytes": torch.cuda.memory_allocated(device),
-        "total_bytes": torch.cuda.get_device_properties(device).total_memory,
-        "num_alloc_retries": int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0)),
-    }
+    device = resolve_device(device)
+    return _cpu_memory_stats() if device.type == "cpu" else memory_of(device)
 
 
 def reset_peak_memory(device: torch.device | str | int | None = None) -> bool:
@@ -49,32 +44,21 @@ def reset_peak_memory(device: torch.device | str | int | None = None) -> bool:
         device: As in `memory_stats`.
 
     Returns:
-        True if the peaks were reset; False on a CPU whose operating system keeps one peak for the life of the
-        process (no writable /proc/self/clear_refs).
+        True if the peaks were reset; False where one peak is kept for the life of the process: an accelerator
+        whose allocator cannot forget it, a CPU without a writable /proc/self/clear_refs.
 
     Raises:
-        ValueError: The device is neither CUDA nor CPU.
+        ValueError: The device is neither the CPU nor this process's accelerator.
     """
-    device = _memory_device(device)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        return True
+    device = resolve_device(device)
+    if device.type != "cpu":
+        return reset_peak_of(device)
     try:
-        _PROC_CLEAR_REFS.write_text(
-            "5"
-        )  # 5 resets VmHWM: https://man7.org/linux/man-pages/man5/proc_pid_clear_refs.5.html
+        # 5 resets VmHWM: https://man7.org/linux/man-pages/man5/proc_pid_clear_refs.5.html
+        _PROC_CLEAR_REFS.write_text("5")
     except OSError:
         return False
     return True
-
-
-def _memory_device(device: torch.device | str | int | None) -> torch.device:
-    device = resolve_device(device)
-    if device.type not in ("cuda", "cpu"):
-        raise ValueError(
-            f"memory is known for cuda and cpu devices, got {device}; pass device='cpu' or 'cuda'"
-        )
-    return device
 
 
 def _cpu_memory_stats() -> dict[str, int]:

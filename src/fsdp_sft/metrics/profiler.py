@@ -9,6 +9,7 @@ from typing import Any, Self
 import torch
 
 from fsdp_sft._agree import this_rank
+from fsdp_sft._devices import resolve_device, synchronize
 
 
 class StepProfiler:
@@ -106,16 +107,14 @@ class StepProfiler:
         due = self._done + 1 == self._first and self._profile is None and self._records()
         if not due:
             return
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            activities.append(torch.profiler.ProfilerActivity.CUDA)
-            torch.cuda.synchronize()  # kernels of the step before would lie in the trace
-        self._profile = torch.profiler.profile(activities=activities, with_stack=self._with_stack)
+        synchronize(resolve_device(None))  # kernels of the step before would lie in the trace
+        self._profile = torch.profiler.profile(
+            activities=torch.profiler.supported_activities(), with_stack=self._with_stack
+        )
         self._profile.start()
 
     def _write(self) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        synchronize(resolve_device(None))
         profile, self._profile = self._profile, None
         profile.stop()
         self._folder.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,8 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from fsdp_sft.metrics.flops import peak_flops_per_second, resolve_device
+from fsdp_sft._devices import resolve_device, synchronize
+from fsdp_sft.metrics.flops import peak_flops_per_second
 
 T = TypeVar("T")
 
@@ -27,7 +28,7 @@ class ThroughputMeter:
         world_size: Number of ranks that share the tokens, >= 1.
         flops_per_token: Training FLOPs per token (see `model_flops_per_token`); None leaves TFLOP/s and MFU
             None.
-        device: Device whose peak MFU refers to; None means the current CUDA device if there is one, otherwise
+        device: Device whose peak MFU refers to; None means the current accelerator if there is one, otherwise
             the CPU.
         peak_flops: Peak of one device in FLOP/s, for one that `peak_flops_per_second` does not know (which is
             asked if this is None).
@@ -138,7 +139,7 @@ class ThroughputMeter:
     def paused(self) -> Iterator[None]:
         """Leave the time inside out of the step it falls into: evaluation, saving. May be nested.
 
-        On CUDA the device is synchronised on the way in and out, so that training work still queued is
+        An accelerator is synchronised on the way in and out, so that training work still queued is
         counted and work queued inside is not.
         """
         self._pause_depth += 1
@@ -183,8 +184,7 @@ class ThroughputMeter:
                 self._waited_seconds += self._clock() - start
 
     def _now_when_idle(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        synchronize(self._device)
         return self._clock()
 
 

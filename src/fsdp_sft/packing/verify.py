@@ -258,6 +258,7 @@ def _tolerance(model: nn.Module, device: torch.device) -> float:
     tolerance = (
         max((_TOLERANCES.get(dtype, 0.0) for dtype in dtypes), default=0.0) or _TOLERANCES[torch.bfloat16]
     )
+    # A setting of cuBLAS: TF32 in float32 products. Other devices compute them in float32 or ignore it.
     if device.type == "cuda" and torch.get_float32_matmul_precision() != "highest":
         tolerance = max(tolerance, _TF32_TOLERANCE)
     return tolerance

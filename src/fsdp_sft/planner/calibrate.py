@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from fsdp_sft._devices import device_name, resolve_device
 from fsdp_sft.planner.devices import gpu_named
 from fsdp_sft.planner.estimate import MemoryEstimate
 from fsdp_sft.planner.model import build_skeleton
@@ -66,8 +67,8 @@ def calibrate(config: Any, setup: Setup, *, blocks: int = 2) -> Calibration:
 
     Memory: Those blocks' parameters and activations, on the accelerator if there is one.
     """
-    on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda" if on_gpu else "cpu")
+    device = resolve_device(None)
+    on_gpu = device.type != "cpu"
     short = _shortened(config, blocks)
     seq_length = setup.seq_length if on_gpu else min(setup.seq_length, _CPU_TOKENS)
     here = replace(
@@ -89,7 +90,7 @@ def calibrate(config: Any, setup: Setup, *, blocks: int = 2) -> Calibration:
     )
     count = len(skeleton.blocks)
     return Calibration(
-        torch.cuda.get_device_name() if on_gpu else "this CPU",
+        (device_name(device) or device.type) if on_gpu else "this CPU",
         measured // count,
         estimated // count,
         seq_length,

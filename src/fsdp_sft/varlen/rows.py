@@ -87,6 +87,7 @@ def find_rows(slab: Callable[..., torch.Tensor], width: int, offset: int) -> Row
 
 
 def _has_flash(device: torch.device) -> bool:
+    # torch.nn.attention.varlen has kernels for CUDA alone, and those for compute capability 8.0 and later.
     return (
         device.type == "cuda"
         and torch.backends.cuda.is_flash_attention_available()

@@ -1,0 +1,119 @@
+"""Accelerators asked by what they can do, and not by whether they are called "cuda"."""
+
+import functools
+from typing import Any
+
+import torch
+
+
+def resolve_device(device: torch.device | str | int | None) -> torch.device:
+    """The device that is meant: an index is one of the accelerator's; None is its current one, or the CPU."""
+    if device is None or isinstance(device, int):
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        if accelerator is None and device is None:
+            return torch.device("cpu")
+        # Without an accelerator torch knows an index as CUDA's, and says what it has to say against it.
+        kind = "cuda" if accelerator is None else accelerator.type
+        return torch.device(kind, torch.accelerator.current_device_index() if device is None else device)
+    return torch.device(device)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until all that was queued on a device is done; the CPU never has anything queued."""
+    if device.type not in ("cpu", "meta"):
+        torch.accelerator.synchronize(device)
+
+
+def device_name(device: torch.device) -> str | None:
+    """What the vendor calls a device; None where torch has no name for it, as for the CPU."""
+    module: Any = None if device.type in ("cpu", "meta") else torch.get_device_module(device)
+    get_name = getattr(module, "get_device_name", None)
+    return None if get_name is None else str(get_name(device))
+
+
+@functools.cache
+def has_mixed_products(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a device multiplies two matrices of a 16-bit dtype into float32: ``torch.mm(..., out_dtype=)``.
+
+    Found out by trying, once for each device and dtype: torch has no question for it.
+    """
+    empty = torch.empty(16, 16, dtype=dtype, device=device)
+    try:
+        torch.mm(empty, empty, out_dtype=torch.float32)
+    except (RuntimeError, NotImplementedError, TypeError):
+        return False
+    return True
+
+
+def memory_of(device: torch.device) -> dict[str, int]:
+    """What torch counts of an accelerator's memory in this process, in bytes; see ``memory_stats``.
+
+    Raises:
+        ValueError: If the device is not this process's accelerator, or torch counts none of its memory.
+    """
+    index = _index_of(device)
+    stats = _allocator_stats(index)
+    module: Any = torch.get_device_module(device)
+    found: dict[str, int] = {}
+    for name, key, function in (
+        ("peak_allocated_bytes", "allocated_bytes.all.peak", "max_memory_allocated"),
+        ("peak_reserved_bytes", "reserved_bytes.all.peak", "max_memory_reserved"),
+        ("allocated_bytes", "allocated_bytes.all.current", "memory_allocated"),
+    ):
+        if key in stats:
+            found[name] = int(stats[key])
+        elif hasattr(module, function):
+            found[name] = int(getattr(module, function)(index))
+    if not found:
+        raise ValueError(f"torch {torch.__version__} counts no memory of {device.type} devices; got {device}")
+    total = _total_memory(index, module)
+    if total is not None:
+        found["total_bytes"] = total
+    if stats or "peak_reserved_bytes" in found:  # no retries before anything is allocated
+        found["num_alloc_retries"] = int(stats.get("num_alloc_retries", 0))
+    return found
+
+
+def reset_peak_of(device: torch.device) -> bool:
+    """Begin a new peak of an accelerator's memory; False where its allocator keeps one for good.
+
+    Raises:
+        ValueError: If the device is not this process's accelerator.
+    """
+    index = _index_of(device)
+    try:
+        torch.accelerator.reset_peak_memory_stats(index)
+    except RuntimeError:  # not an allocator that torch.accelerator can ask
+        reset = getattr(torch.get_device_module(device), "reset_peak_memory_stats", None)
+        if reset is None:
+            return False
+        reset(index)
+    return True
+
+
+def _index_of(device: torch.device) -> int:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or accelerator.type != device.type:
+        here = "no accelerator" if accelerator is None else accelerator.type
+        raise ValueError(f"memory is counted of the CPU and of the accelerator, here {here}; got {device}")
+    return torch.accelerator.current_device_index() if device.index is None else device.index
+
+
+def _allocator_stats(index: int) -> dict[str, Any]:
+    """Empty before anything is allocated, and where an allocator is none that torch.accelerator can ask."""
+    try:
+        return dict(torch.accelerator.memory_stats(index))
+    except RuntimeError:
+        return {}
+
+
+def _total_memory(index: int, module: Any) -> int | None:
+    ask: Any = getattr(torch.accelerator, "get_memory_info", None)
+    try:
+        if ask is not None:
+            return int(ask(index)[1])
+    except (RuntimeError, NotImplementedError):
+        pass
+    properties = getattr(module, "get_device_properties", None)
+    total = None if properties is None else getattr(properties(index), "total_memory", None)
+    return None if total is None else int(total)
