@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -9,6 +10,57 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # torch's store asks for the names of the addresses that connect to it; without a name server that takes 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test marked ``accelerator`` runs on ranks of both kinds, unless the setting says that all do."""
+    from tests.harness import device
+
+    if metafunc.definition.get_closest_marker("accelerator") and device.asked() == "cpu":
+        metafunc.parametrize("kind_of_device", ["cpu", "sim"], indirect=True)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """On simulated devices, what cannot run there is skipped with its reason."""
+    from tests.harness import device
+    from tests.simulated.cannot import reason
+
+    for item in items if device.asked() == "sim" else []:
+        why = reason(item.nodeid)
+        if why is not None:
+            item.add_marker(pytest.mark.skip(why))
+
+
+@pytest.fixture(autouse=True)
+def kind_of_device(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What ranks compute on; whether they did is told to ``pytest_terminal_summary``."""
+    from tests.harness import device
+
+    with device.asking(getattr(request, "param", device.asked())):
+        before = device.launches()
+        yield
+        if device.asked() == "sim":
+            used = device.launches() > before
+            request.node.user_properties.append(("simulated device", "used" if used else "not used"))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """On simulated devices: which tests have passed without any."""
+    from tests.harness import device
+
+    if device.asked() != "sim":
+        return
+    passed = {report.nodeid for report in terminalreporter.stats.get("passed", [])}
+    ended = [report for report in terminalreporter.stats.get("", []) if report.when == "teardown"]
+    by_use: dict[str, list[str]] = {"used": [], "not used": []}
+    for report in ended:
+        if report.nodeid in passed:
+            by_use[dict(report.user_properties).get("simulated device", "not used")].append(report.nodeid)
+    terminalreporter.section("simulated devices")
+    terminalreporter.line(f"{len(by_use['used'])} passed on simulated devices")
+    terminalreporter.line(f"{len(by_use['not used'])} passed without using one:")
+    for name in sorted({nodeid.partition("[")[0] for nodeid in by_use["not used"]}):
+        terminalreporter.line(f"  {name}")
 
 
 @pytest.fixture(autouse=True)

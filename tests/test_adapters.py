@@ -8,6 +8,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
+from tests.harness.device import mesh_here
 from tests.harness.hf_folders import save_tiny
 from tests.harness.models import full, largest_error, oracle_loss, ragged_batches, tiny_model
 from tests.harness.packs import drawn_rows, gradients_of_separate_rows
@@ -93,7 +94,7 @@ def _train(
 def _sharded(model: Any, *, ratio: Any = 0) -> Any:
     if ratio:
         assert fs.apply_sac(model, ratio)
-    mesh = fs.build_mesh(device_type="cpu")
+    mesh = mesh_here()
     return fs.shard_model(model, mesh=mesh, master_dtype=torch.float64, mp_policy=PLAIN)
 
 
@@ -143,7 +144,7 @@ def _bfloat16_like_float32(targets: Any, compiled: bool) -> None:
             fs.apply_sac(model, ratio)
         if compiled:
             fs.compile_blocks(model, backend="aot_eager", dynamic=True)
-        fs.shard_model(model, mesh=fs.build_mesh(device_type="cpu"), frozen_dtype=torch.bfloat16)
+        fs.shard_model(model, mesh=mesh_here(), frozen_dtype=torch.bfloat16)
         dtypes = {(p.requires_grad, p.dtype) for p in model.parameters()}
         assert dtypes == {(True, torch.float32), (False, torch.bfloat16)}
         assert _train(model, _optimizer(model)) == pytest.approx(expected, rel=0.02)
@@ -199,7 +200,7 @@ def _load_into_adapters(folder: str, mesh_shape: dict[str, int]) -> dict[str, to
     from transformers import LlamaForCausalLM
 
     rng = torch.get_rng_state()
-    mesh = fs.build_mesh(**mesh_shape, device_type="cpu")
+    mesh = mesh_here(**mesh_shape)
     config = _config(target_modules=["q_proj", "down_proj"], modules_to_save=["lm_head"])
     model = fs.load_pretrained(folder, mesh=mesh, peft_config=config, adapter_seed=11)
     assert torch.equal(torch.get_rng_state(), rng)
@@ -229,7 +230,7 @@ def test_a_base_streamed_under_adapters_equals_from_pretrained(
 
 
 def _adapted(base: str, seed: int) -> Any:
-    mesh = fs.build_mesh(device_type="cpu")
+    mesh = mesh_here()
     return fs.load_pretrained(
         base, mesh=mesh, peft_config=_config(modules_to_save=["lm_head"]), adapter_seed=seed
     )

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 import fsdp_sft as fs
+from tests.harness.device import mesh_here
 from tests.harness.models import full, ragged_batches, tiny_model
 from tests.harness.ranks import run_distributed
 
@@ -19,7 +20,7 @@ def _prepare(seed: int) -> tuple[Any, Any, Any]:
     model = tiny_model("qwen2-tied", seed=seed, dtype=torch.bfloat16, attention_dropout=0.1)
     assert fs.apply_sac(model, "1/3") == ["model.layers.1"]
     assert len(fs.compile_blocks(model, backend="aot_eager")) == 3
-    fs.shard_model(model, mesh=fs.build_mesh(device_type="cpu"))
+    fs.shard_model(model, mesh=mesh_here())
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     return model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
 
@@ -91,7 +92,7 @@ def _check_inductor() -> float:
         fs.apply_sac(model, "1/3")
         if compiled:
             fs.compile_blocks(model)
-        fs.shard_model(model, mesh=fs.build_mesh(device_type="cpu"))
+        fs.shard_model(model, mesh=mesh_here())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         losses.append([fs.train_step(model, window, optimizer).loss for window in windows])
     return max(abs(a - b) for a, b in zip(*losses, strict=True))

@@ -13,6 +13,7 @@ from torch import nn
 import fsdp_sft as fs
 from fsdp_sft.weights import build_meta_model, load_weights
 from tests.harness.architectures import class_names, inputs_for, quiet, save_all, tiny_architecture
+from tests.harness.device import mesh_here
 from tests.harness.hf_folders import plain
 from tests.harness.models import full
 from tests.harness.ranks import run_distributed
@@ -85,7 +86,7 @@ def _in_bf16(folder: Path) -> Any:
 
 @quiet()
 def _check_all(folder: Path, names: list[str]) -> dict[str, Outcome]:
-    mesh = fs.build_mesh(device_type="cpu")
+    mesh = mesh_here()
     outcomes = {}
     for name in names:
         try:
@@ -177,7 +178,7 @@ def _check_layered(sac: bool) -> None:
             parameter.data = parameter.data.to(torch.bfloat16)
     if sac:
         fs.apply_sac(model, 1)
-    fs.shard_model(model, mesh=fs.build_mesh(device_type="cpu"))
+    fs.shard_model(model, mesh=mesh_here())
     ids = torch.arange(5)[None]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for _ in range(2):

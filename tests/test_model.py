@@ -14,6 +14,7 @@ from torch import nn
 import fsdp_sft as fs
 from fsdp_sft._model import meta_twin, named_tensors, tied_meta_twin, undisturbed
 from fsdp_sft.distributed import reshard
+from tests.harness.device import mesh_here
 from tests.harness.models import full, tiny_model
 from tests.harness.ranks import run_distributed
 
@@ -69,7 +70,7 @@ def _changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 def _check_look(look: str, rope: str, sharded: bool) -> tuple[list[str], bool]:
     model = tiny_model("llama", max_position_embeddings=16, rope_parameters=ROPES[rope])
     if sharded:
-        fs.shard_model(model, mesh=fs.build_mesh(device_type="cpu"))
+        fs.shard_model(model, mesh=mesh_here())
     ids = torch.arange(3, 35)[None]
     with torch.no_grad():
         model(input_ids=ids)  # longer than the model was made for: the cached length has grown

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
+from tests.harness.device import mesh_here
 from tests.harness.models import full, largest_error, oracle_gradients, ragged_batches, tiny_model
 from tests.harness.ranks import run_distributed
 
@@ -36,7 +37,7 @@ def _sharded_gradients(
 ) -> tuple[float, dict[str, torch.Tensor]]:
     import fsdp_sft as fs
 
-    mesh = fs.build_mesh(**(mesh_shape or {}), device_type="cpu")
+    mesh = mesh_here(**(mesh_shape or {}))
     fs.shard_model(model, mesh=mesh, **shard_options)
     given = {"mesh": mesh} if pass_mesh else {}
     targets = fs.count_targets(mine)

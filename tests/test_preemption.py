@@ -14,12 +14,13 @@ import pytest
 import torch
 
 import fsdp_sft as fs
+from tests.harness.device import mesh_here
 from tests.harness.ranks import run_distributed
 
 
 def _loop(root: str, number: int, victim: int) -> tuple[int, int, list[int]]:
     """Train until stopped; (step, signal, steps on the disk)."""
-    model = fs.shard_model(torch.nn.Linear(4, 4), mesh=fs.build_mesh(device_type="cpu"), blocks={})
+    model = fs.shard_model(torch.nn.Linear(4, 4), mesh=mesh_here(), blocks={})
     rank = torch.distributed.get_rank()
     with fs.PreemptionGuard() as guard:
         if rank == victim:  # in the middle of some step, different from what the others do

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import fsdp_sft as fs
 from fsdp_sft import _claim, dcp_io, prepared
 from fsdp_sft.weights.digest import source_digest
+from tests.harness.device import mesh_here
 from tests.harness.hf_folders import difference, plain, rewrite, save_tiny, state_of, tensors_of
 from tests.harness.models import tiny_model
 from tests.harness.poison import poisoned
@@ -32,7 +33,7 @@ def _rank() -> int:
 
 
 def _prepare(root: str, families: list[str]) -> dict[str, str]:
-    mesh = fs.build_mesh(device_type="cpu")
+    mesh = mesh_here()
     paths = {}
     for family in families:
         path = fs.prepare_base(f"{root}/{family}", f"{root}/cache", mesh=mesh)
@@ -44,7 +45,7 @@ def _prepare(root: str, families: list[str]) -> dict[str, str]:
 
 
 def _compare(root: str, paths: dict[str, str], mesh_shape: dict[str, int]) -> None:
-    mesh = fs.build_mesh(**mesh_shape, device_type="cpu")
+    mesh = mesh_here(**mesh_shape)
     for family, path in paths.items():
         torch.manual_seed(5)
         rng = torch.get_rng_state()
@@ -84,7 +85,7 @@ def test_bitwise_the_loaded_model_on_any_ranks(tmp_path: Path) -> None:
 
 def _special(root: str) -> None:
     """Kept in float32 under bfloat16 masters, untied though the config ties, with sac, on one replica."""
-    mesh = fs.build_mesh(device_type="cpu")
+    mesh = mesh_here()
     for family in ("t5", "untied"):
         path = fs.prepare_base(f"{root}/{family}", f"{root}/cache", mesh=mesh, master_dtype=torch.bfloat16)
         options: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float16)}
@@ -101,7 +102,7 @@ def _special(root: str) -> None:
 
 
 def _refusals(root: str) -> None:
-    mesh = fs.build_mesh(device_type="cpu")
+    mesh = mesh_here()
     path = fs.prepare_base(f"{root}/llama", f"{root}/cache", mesh=mesh)
     half = fs.prepare_base(f"{root}/llama", f"{root}/cache", mesh=mesh, master_dtype=torch.bfloat16)
     assert half != path
@@ -141,7 +142,7 @@ def _refusals(root: str) -> None:
 
 
 def _failing(root: str) -> None:
-    mesh = fs.build_mesh(device_type="cpu")
+    mesh = mesh_here()
 
     def full_disk(*args: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -191,9 +192,9 @@ def _one_of_several_jobs(root: str, number: int, how: str) -> str:
             os.kill(os.getpid(), signal.SIGKILL)
 
         dcp_io.folder.write_tensors = killed
-    path = fs.prepare_base(f"{root}/llama", f"{root}/cache", mesh=fs.build_mesh(device_type="cpu"))
+    path = fs.prepare_base(f"{root}/llama", f"{root}/cache", mesh=mesh_here())
     assert dcp_io.verify_checkpoint(path) == []
-    model = fs.load_prepared(path, mesh=fs.build_mesh(device_type="cpu"))
+    model = fs.load_prepared(path, mesh=mesh_here())
     assert difference(model, plain(Path(root, "llama"))) == []
     return str(path)
 
@@ -273,7 +274,7 @@ def test_all_that_does_not_speak_of_reading_can_be_said_here_too() -> None:
 def _with_adapters_and_overrides(root: Path) -> None:
     import peft
 
-    mesh = fs.build_mesh(device_type="cpu")
+    mesh = mesh_here()
     path = fs.prepare_base(root / "gemma3", root / "cache", mesh=mesh)
     lora = peft.LoraConfig(
         r=4, target_modules=["q_proj"], modules_to_save=["embed_tokens"], task_type="CAUSAL_LM"
@@ -314,7 +315,7 @@ def test_what_was_prepared_unchecked_is_not_taken_for_checked(tmp_path: Path) ->
 
 
 def _prepare_unchecked(root: Path) -> None:
-    mesh = fs.build_mesh(device_type="cpu")
+    mesh = mesh_here()
     path = fs.prepare_base(root / "llama", root / "cache", mesh=mesh, check_finite=False)
     assert difference(fs.load_prepared(path, mesh=mesh), plain(root / "llama")) == []
     with pytest.raises(fs.NonFiniteWeightsError, match=r"model\.norm\.weight.*check_finite=False"):

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 import fsdp_sft as fs
+from tests.harness.device import mesh_here
 from tests.harness.forks import Program
 from tests.harness.models import full, largest_error, ragged_batches, tiny_model
 from tests.harness.ranks import run_distributed
@@ -21,7 +22,7 @@ FLOAT32 = MixedPrecisionPolicy()
 
 
 def _mesh(**shape: int) -> Any:
-    return fs.build_mesh(**shape, device_type="cpu")
+    return mesh_here(**shape)
 
 
 def _check_masters() -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
+from tests.harness.device import mesh_here
 from tests.harness.models import (
     full,
     largest_error,
@@ -49,7 +50,7 @@ def _check_window_loss_and_norm(accumulation: int) -> list[str]:
             model = tiny_model("qwen2-tied")
             loss, gradients = oracle_gradients(model, batches)
             norm = _norm(gradients)
-            mesh = fs.build_mesh(**mesh_shape, device_type="cpu")
+            mesh = mesh_here(**mesh_shape)
             fs.shard_model(model, mesh=mesh, mp_policy=FLOAT32)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
             given = {"mesh": mesh} if pass_mesh else {}
@@ -77,9 +78,7 @@ def _check_optimizer_steps() -> None:
         (lambda p: torch.optim.AdamW(p, lr=1e-3), 0.05 * 1e-3),
     ):
         plain = tiny_model("llama")
-        sharded = fs.shard_model(
-            copy.deepcopy(plain), mesh=fs.build_mesh(device_type="cpu"), mp_policy=FLOAT32
-        )
+        sharded = fs.shard_model(copy.deepcopy(plain), mesh=mesh_here(), mp_policy=FLOAT32)
         optimizer = make(plain.parameters())
         oracle_loss(plain, batches).backward()
         torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
@@ -112,7 +111,7 @@ def test_gradients_that_no_optimizer_takes_do_not_pile_up() -> None:
 
 
 def _check_skips() -> None:
-    model = fs.shard_model(tiny_model("llama"), mesh=fs.build_mesh(device_type="cpu"), mp_policy=FLOAT32)
+    model = fs.shard_model(tiny_model("llama"), mesh=mesh_here(), mp_policy=FLOAT32)
     before = {name: full(p).clone() for name, p in model.named_parameters()}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
@@ -136,7 +135,7 @@ def test_window_without_targets_is_skipped_by_all() -> None:
 
 def _check_scaler() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
-    model = fs.shard_model(tiny_model("llama"), mesh=fs.build_mesh(device_type="cpu"), mp_policy=policy)
+    model = fs.shard_model(tiny_model("llama"), mesh=mesh_here(), mp_policy=policy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
@@ -170,7 +169,7 @@ def test_an_inf_on_one_rank_skips_the_step_on_all() -> None:
 
 
 def _check_nonfinite() -> None:
-    model = fs.shard_model(tiny_model("llama"), mesh=fs.build_mesh(device_type="cpu"), mp_policy=FLOAT32)
+    model = fs.shard_model(tiny_model("llama"), mesh=mesh_here(), mp_policy=FLOAT32)
     before = {name: full(p).clone() for name, p in model.named_parameters()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     if dist.get_rank() == 1:
@@ -190,7 +189,7 @@ def test_nonfinite_gradients_raise_and_change_nothing() -> None:
 
 def _check_bad_windows() -> None:
     rank = dist.get_rank()
-    model = fs.shard_model(tiny_model("llama"), mesh=fs.build_mesh(device_type="cpu"), mp_policy=FLOAT32)
+    model = fs.shard_model(tiny_model("llama"), mesh=mesh_here(), mp_policy=FLOAT32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     good = ragged_batches(2)[0]
     bad_labels = {**good, "labels": good["labels"][:, :-1]} if rank == 1 else good
@@ -227,7 +226,7 @@ def test_the_harness_names_the_rank_that_failed_first() -> None:
 def _check_own_loop_matches_train_step() -> None:
     batches = ragged_batches(6)
     mine = _mine(batches)
-    mesh = fs.build_mesh(device_type="cpu")
+    mesh = mesh_here()
     expected = oracle_gradients(tiny_model("llama"), batches)[1]
     model = fs.shard_model(tiny_model("llama"), mesh=mesh, mp_policy=FLOAT32)
     n = fs.count_targets(window for window in mine)
@@ -247,7 +246,7 @@ def test_a_loop_of_ones_own_without_passing_a_mesh() -> None:
 def _check_early_optimizer() -> None:
     model = tiny_model("llama")
     early = torch.optim.AdamW(model.parameters())
-    fs.shard_model(model, mesh=fs.build_mesh(device_type="cpu"))
+    fs.shard_model(model, mesh=mesh_here())
     before = [full(p).clone() for p in model.parameters()]
     with pytest.raises(ValueError, match="none of the model's parameters"):
         fs.train_step(model, ragged_batches(1), early)

@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fsdp_sft as fs
 from fsdp_sft._vocabulary import vocabulary_of
+from tests.harness.device import mesh_here
 from tests.harness.models import VOCAB, ragged_batches, tiny_model
 from tests.harness.ranks import run_distributed
 
@@ -27,7 +28,7 @@ WRONG = [("input_ids", VOCAB), ("input_ids", -1), ("labels", VOCAB), ("labels", 
 def _refused_on_all_ranks(kind: str) -> None:
     model: Any = tiny_model("qwen2-tied")
     if kind == "sharded":
-        fs.shard_model(model, mesh=fs.build_mesh(device_type="cpu"))
+        fs.shard_model(model, mesh=mesh_here())
     elif kind == "ddp":
         model = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fsdp_sft as fs
+from tests.harness.device import mesh_here
 from tests.harness.models import full, largest_error, oracle_gradients, ragged_batches, tiny_model
 from tests.harness.ranks import run_distributed
 
@@ -124,7 +125,7 @@ def _calls(model: nn.Module) -> list[Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return [
         lambda: fs.train_step(model, [batch], optimizer),
-        lambda: fs.train_step(model, [batch], optimizer, mesh=fs.build_mesh(device_type="cpu")),
+        lambda: fs.train_step(model, [batch], optimizer, mesh=mesh_here()),
         lambda: fs.evaluate(model, [batch]),
         lambda: fs.causal_lm_loss(model, batch, num_targets=3, impl="logits"),
         lambda: fs.prepare_loss(model),
@@ -132,7 +133,7 @@ def _calls(model: nn.Module) -> list[Any]:
         lambda: fs.save_checkpoint("nowhere", 1, model=model),
         lambda: fs.load_checkpoint("nowhere", model=model),
         lambda: fs.save_full_state_dict(model, "nowhere.pt"),
-        lambda: fs.shard_model(model, mesh=fs.build_mesh(device_type="cpu")),
+        lambda: fs.shard_model(model, mesh=mesh_here()),
     ]
 
 
@@ -161,7 +162,7 @@ def _check_refused() -> None:
                 raise AssertionError(f"call {number} of {named}")
     both = DistributedDataParallel(tiny_model("llama"))
     with pytest.raises(fs.WrappedModelError, match="already"):
-        fs.shard_model(both, mesh=fs.build_mesh(device_type="cpu"))
+        fs.shard_model(both, mesh=mesh_here())
 
 
 def test_what_cannot_be_followed_is_refused_by_name() -> None:

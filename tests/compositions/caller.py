@@ -20,6 +20,7 @@ from tests.compositions.axes import Draw
 from tests.compositions.plain import Tensors, Trained
 from tests.compositions.rows import Row
 from tests.harness.chat_templates import byte_tokenizer
+from tests.harness.device import mesh_here
 from tests.harness.models import full
 
 MESHES: dict[str, dict[str, int]] = {
@@ -186,7 +187,7 @@ def _mesh(draw: Draw, first: int) -> Any:
     name = draw["mesh"] if first == 1 else options.resumed_mesh(draw)
     if name in ("single", "torch DDP 2"):
         return None
-    return fs.build_mesh(**MESHES.get(name, {}), device_type="cpu")
+    return mesh_here(**MESHES.get(name, {}))
 
 
 def _policy(draw: Draw) -> MixedPrecisionPolicy | None:

@@ -14,6 +14,7 @@ import torch
 import fsdp_sft as fs
 from fsdp_sft import dcp_io
 from fsdp_sft.dcp_io import folder
+from tests.harness.device import mesh_here
 from tests.harness.ranks import run_distributed
 from tests.harness.trained import assert_same, everything, make_adamw, make_model, this_rank, train
 
@@ -147,7 +148,7 @@ def _default_path(root: str) -> list[float]:
         model = tiny_model("llama", seed=seed)
         fs.apply_sac(model, "1/3")
         fs.compile_blocks(model, backend="aot_eager")
-        fs.shard_model(model, mesh=fs.build_mesh(device_type="cpu"))
+        fs.shard_model(model, mesh=mesh_here())
         return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     def step(model: Any, optimizer: Any, index: int) -> float:

@@ -15,6 +15,7 @@ import fsdp_sft as fs
 from fsdp_sft import dcp_io
 from fsdp_sft.dcp_io import manifest as manifest_module
 from fsdp_sft.dcp_io.codec import decode, dumps, encode, loads
+from tests.harness.device import mesh_here
 from tests.harness.ranks import run_distributed
 from tests.harness.trained import (
     DDP,
@@ -127,7 +128,7 @@ def _compiled_and_checkpointed(root: str) -> None:
     prepared = make_model(1, None, wrap=False)
     fs.apply_sac(prepared, "1/2")
     fs.compile_blocks(prepared, backend="aot_eager")
-    fs.shard_model(prepared, mesh=fs.build_mesh(device_type="cpu"))
+    fs.shard_model(prepared, mesh=mesh_here())
     fs.save_checkpoint(root, 0, model=prepared)
     other = make_model(5, {}, wrap=False)
     fs.load_checkpoint(root, model=other)

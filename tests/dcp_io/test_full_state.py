@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import fsdp_sft as fs
+from tests.harness.device import mesh_here
 from tests.harness.models import full, tiny_model
 from tests.harness.ranks import run_distributed
 
@@ -22,7 +23,7 @@ def _model(seed: int, mesh_shape: dict[str, int] | None, **shard_options: Any) -
     model.model.register_buffer("steps", torch.tensor(seed))
     model.model.register_buffer("mean", torch.full((3,), float(seed), dtype=torch.float64))
     if mesh_shape is not None:
-        fs.shard_model(model, mesh=fs.build_mesh(**mesh_shape, device_type="cpu"), **shard_options)
+        fs.shard_model(model, mesh=mesh_here(**mesh_shape), **shard_options)
     return model
 
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import fsdp_sft as fs
+from tests.harness.device import mesh_here
 from tests.harness.eight_bit import ClosedMomentum, EightBitMomentum, Quantised, inner_state, own_of
 from tests.harness.models import full, ragged_batches, tiny_model
 from tests.harness.ranks import run_distributed
@@ -32,7 +33,7 @@ class Products(nn.Module):
 def _make(shapes: Any, mesh: Any, kind: Any = EightBitMomentum) -> tuple[Any, Any]:
     model = Products(shapes)
     if mesh is not None:
-        fully_shard(model, mesh=fs.build_mesh(**mesh, device_type="cpu"))
+        fully_shard(model, mesh=mesh_here(**mesh))
     return model, kind(model.parameters())
 
 
@@ -161,7 +162,7 @@ def test_what_says_nothing_of_itself_is_refused_when_it_is_saved(tmp_path: Path)
 
 def _first_steps() -> None:
     batch = ragged_batches(2)[0]
-    mesh, rank = fs.build_mesh(device_type="cpu"), torch.distributed.get_rank()
+    mesh, rank = mesh_here(), torch.distributed.get_rank()
     model = fs.shard_model(tiny_model("llama"), mesh=mesh)
     fitting = EightBitMomentum(model.parameters(), lr=1e-3)
     for _ in range(2):

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import fsdp_sft as fs
+from tests.harness.device import mesh_here
 from tests.harness.ranks import run_distributed
 
 
@@ -78,7 +79,7 @@ def _state(model: Any) -> list[Any]:
 
 def _save(root: str) -> None:
     model, expected = _trained(5), _state(_trained(5))
-    fully_shard(model, mesh=fs.build_mesh(device_type="cpu"))
+    fully_shard(model, mesh=mesh_here())
     saved = fs.save_checkpoint(root, 1, model=model, async_=True)
     model[1].history, model[2].signs = torch.rand(2), torch.ones(6)
     model[0].history["amax"][0].zero_()
@@ -93,7 +94,7 @@ def _save(root: str) -> None:
 
 def _load(root: str) -> None:
     model, expected = _model(), _trained(5)
-    fully_shard(model, mesh=fs.build_mesh(device_type="cpu"))
+    fully_shard(model, mesh=mesh_here())
     assert fs.load_checkpoint(root, model=model).step == 1
     assert _state(model) == _state(expected)
     weights = [p.full_tensor() for p in model.parameters()]

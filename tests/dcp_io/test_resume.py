@@ -9,6 +9,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.data import DataLoader
 
 import fsdp_sft as fs
+from tests.harness.device import mesh_here
 from tests.harness.models import VOCAB, full, tiny_model
 from tests.harness.ranks import run_distributed
 
@@ -33,7 +34,7 @@ class _Run:
     def __init__(self, kind: str, mesh_shape: dict[str, int], dtype: torch.dtype, dropout: float) -> None:
         self.model = tiny_model("llama", seed=1, attention_dropout=dropout)
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-        mesh = fs.build_mesh(**mesh_shape, device_type="cpu")
+        mesh = mesh_here(**mesh_shape)
         fs.shard_model(self.model, mesh=mesh, mp_policy=policy)
         parameters = list(self.model.parameters())
         makers: dict[str, Any] = {

@@ -11,6 +11,7 @@ from transformers import AutoTokenizer, GenerationConfig
 
 import fsdp_sft as fs
 from tests.harness.chat_templates import CHATML, QWEN3, byte_tokenizer
+from tests.harness.device import mesh_here
 from tests.harness.models import tiny_model
 from tests.harness.ranks import run_distributed
 
@@ -122,7 +123,7 @@ def _export_adapters(folder: str) -> None:
     tokenizer = byte_tokenizer("chatml")
     tokenizer.chat_template = None
     config = peft.LoraConfig(r=2, target_modules=["q_proj"])
-    model = fs.shard_model(fs.add_adapters(_model(), config), mesh=fs.build_mesh(device_type="cpu"))
+    model = fs.shard_model(fs.add_adapters(_model(), config), mesh=mesh_here())
     for name, export in (("merged", fs.export_hf), ("adapter", fs.export_adapter)):
         export(model, f"{folder}/{name}", tokenizer=tokenizer, chat_template=CHATML)
         torch.distributed.barrier()

@@ -12,6 +12,7 @@ from torch import nn
 
 import fsdp_sft as fs
 from fsdp_sft.export import hf, hf_files, own_rows, target
+from tests.harness.device import mesh_here
 from tests.harness.models import full, tiny_model
 from tests.harness.ranks import run_distributed
 
@@ -65,7 +66,7 @@ def _export_like_save_pretrained(folder: str, mesh_shape: dict[str, int] | None,
                 plain.save_pretrained(f"{name}-expected", max_shard_size=size)
             model = tiny_model(family, seed=3)
             if mesh_shape is not None:
-                mesh = fs.build_mesh(**mesh_shape, device_type="cpu")
+                mesh = mesh_here(**mesh_shape)
                 fs.shard_model(model, mesh=mesh)
             rng, config = torch.get_rng_state(), model.config.to_dict()
             out = fs.export_hf(model, f"{name}-actual", dtype=dtype, max_shard_size=size)
@@ -88,7 +89,7 @@ def _export_with_and_without_a_common_folder(folder: str) -> None:
     for name, is_common in (("common", True), ("apart", False)):
         if rank == 1 and not is_common:
             os.open = lambda *args, **_: see("/nowhere", os.O_RDONLY)  # type: ignore[assignment]
-        model = fs.shard_model(tiny_model("llama", seed=3), mesh=fs.build_mesh(device_type="cpu"))
+        model = fs.shard_model(tiny_model("llama", seed=3), mesh=mesh_here())
         try:
             fs.export_hf(model, f"{folder}/{name}", dtype=None)
         finally:
@@ -128,7 +129,7 @@ def _other_tensors(folder: str) -> None:
     inner.register_buffer("seen", torch.tensor([True, False, True]))
     inner.register_buffer("scratch", torch.ones(2), persistent=False)
     model._keep_in_fp32_modules_strict = {"input_layernorm"}
-    fs.shard_model(model, mesh=fs.build_mesh(device_type="cpu"))
+    fs.shard_model(model, mesh=mesh_here())
     twin = hf._unsharded_twin(model)  # conversions are looked up by class
     assert type(twin).__name__ == "LlamaForCausalLM"
     assert {p.device.type for p in twin.parameters()} == {"meta"}
@@ -152,7 +153,7 @@ def _other_tensors(folder: str) -> None:
 def _refusals(folder: str) -> None:
     rank = torch.distributed.get_rank()
     model = tiny_model("qwen2-tied", seed=3)
-    fs.shard_model(model, mesh=fs.build_mesh(device_type="cpu"))
+    fs.shard_model(model, mesh=mesh_here())
     if rank == 0:
         os.makedirs(f"{folder}/full/x")
         os.makedirs(f"{folder}/empty")
@@ -199,7 +200,7 @@ def _what_training_changed(folder: str) -> None:
 
     model = tiny_model("qwen2-tied")
     fs.apply_sac(model, "1/2")
-    fs.shard_model(model, mesh=fs.build_mesh(device_type="cpu"))
+    fs.shard_model(model, mesh=mesh_here())
     out = fs.export_hf(model, f"{folder}/tied")
     assert model.config.use_cache is False
     if torch.distributed.get_rank() == 0:
@@ -210,7 +211,7 @@ def _what_training_changed(folder: str) -> None:
     apart.lm_head.weight = nn.Parameter(apart.lm_head.weight.detach() + 1)
     apart.generation_config = None
     head = apart.lm_head.weight.detach().clone()
-    fs.shard_model(apart, mesh=fs.build_mesh(device_type="cpu"))
+    fs.shard_model(apart, mesh=mesh_here())
     out = fs.export_hf(apart, f"{folder}/apart", dtype=torch.float32)
     if torch.distributed.get_rank() == 0:
         assert _json(out / "config.json")["tie_word_embeddings"] is False

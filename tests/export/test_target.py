@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import fsdp_sft as fs
 from fsdp_sft.export import target as target_module
+from tests.harness.device import mesh_here
 from tests.harness.hub_upload_server import serve
 from tests.harness.models import tiny_model
 from tests.harness.ranks import run_distributed
@@ -122,7 +123,7 @@ def _meanwhile(folder: str, address: str) -> None:
     os.environ["HF_TOKEN"] = "hf_sesame"
     rank, out = torch.distributed.get_rank(), Path(folder, "out")
     assert fs.check_export(out) == out
-    model = fs.shard_model(tiny_model("llama", seed=3), mesh=fs.build_mesh(device_type="cpu"))
+    model = fs.shard_model(tiny_model("llama", seed=3), mesh=mesh_here())
     torch.distributed.barrier()
     if rank == 0:
         _busy(out)

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 import fsdp_sft as fs
 from fsdp_sft.export.card import model_card
+from tests.harness.device import mesh_here
 from tests.harness.hub_upload_server import serve
 from tests.harness.models import tiny_model
 from tests.harness.ranks import run_distributed
@@ -33,7 +34,7 @@ def _push(folder: str, address: str) -> None:
     _use(address)
     model = tiny_model("llama", seed=3)
     model.generation_config = GenerationConfig(do_sample=False, temperature=0.9)  # contradicts itself
-    fs.shard_model(model, mesh=fs.build_mesh(device_type="cpu"))
+    fs.shard_model(model, mesh=mesh_here())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         out = fs.export_hf(
@@ -47,7 +48,7 @@ def _push(folder: str, address: str) -> None:
 def _refused(folder: str, address: str, refuse: str) -> None:
     _use(address)
     model = tiny_model("llama", seed=3)
-    fs.shard_model(model, mesh=fs.build_mesh(device_type="cpu"))
+    fs.shard_model(model, mesh=mesh_here())
     with pytest.raises(OSError, match="403") as error:
         fs.export_hf(model, f"{folder}/{refuse}", push_to_hub="someone/model")
     assert "rank 0 failed first while" in "".join(error.value.__notes__)

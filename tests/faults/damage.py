@@ -15,6 +15,7 @@ import torch.distributed as dist
 import fsdp_sft as fs
 from tests.faults.kills import expected, fill, make, tensors
 from tests.faults.tables import table
+from tests.harness.device import mesh_here
 from tests.harness.ranks import run_distributed
 
 WIDTH = 16  # small, so that manifest, headers and JSON are a good part of all bytes
@@ -68,7 +69,7 @@ def kind_of(name: str) -> str:
 
 def save(root: str) -> None:
     """Steps 1 and 2, each with numbers and random generators of its own."""
-    model, optimizer = make(fs.build_mesh(device_type="cpu"), WIDTH)
+    model, optimizer = make(mesh_here(), WIDTH)
     for step in (1, 2):
         seed = 1000 * dist.get_world_size() + 100 * step + dist.get_rank()
         torch.manual_seed(seed)
@@ -93,7 +94,7 @@ class Live:
     """A model of other values than any checkpoint's, and whether a load has touched it."""
 
     def __init__(self) -> None:
-        self.model, self.optimizer = make(fs.build_mesh(device_type="cpu"), WIDTH)
+        self.model, self.optimizer = make(mesh_here(), WIDTH)
         fill(self.model, self.optimizer, (77, 0))
         self.before = [self._local(t).clone() for _, t in tensors(self.model, self.optimizer)]
         self.random = (torch.get_rng_state(), random.getstate())

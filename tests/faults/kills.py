@@ -24,6 +24,7 @@ from torch import nn
 
 import fsdp_sft as fs
 from tests.harness import forks
+from tests.harness.device import mesh_here
 from tests.harness.models import tiny_model
 
 WORLD_SIZE = 2
@@ -208,7 +209,7 @@ def run_export_trial(folder: Path, everyone: bool) -> str:
 def _export(folder: Path, rank: int, everyone: bool) -> None:
     _join(folder, rank)
     model = tiny_model("llama", seed=3)
-    fs.shard_model(model, mesh=fs.build_mesh(device_type="cpu"))
+    fs.shard_model(model, mesh=mesh_here())
     trial = Trial(everyone, async_=False, keep_last=2, again=False, victim=0)
     _strike("fsdp_sft.export.own_rows", "write_early", lambda fd, at, view: len(view) > 2500, _half_write)(
         trial, folder
@@ -285,7 +286,7 @@ def _join(folder: Path, rank: int) -> None:
 
 def _save_forever(folder: Path, rank: int, trial: Trial) -> None:
     _join(folder, rank)
-    model, optimizer = make(fs.build_mesh(device_type="cpu"))
+    model, optimizer = make(mesh_here())
     root = folder / "root"
     warm = folder / "warm"  # groups are made and memory is warm before the clock starts
     fs.save_checkpoint(warm, 0, model=model, optimizer=optimizer, async_=trial.async_).wait()

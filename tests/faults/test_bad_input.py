@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp_sft as fs
+from tests.harness.device import mesh_here
 from tests.harness.models import full, tiny_model
 from tests.harness.places import EXAMPLES, ROOT
 from tests.harness.ranks import run_distributed
@@ -105,7 +106,7 @@ class Exploit:
 
 
 def _check_files(folder: Path) -> None:
-    model = fs.shard_model(tiny_model("llama"), mesh=fs.build_mesh(device_type="cpu"))
+    model = fs.shard_model(tiny_model("llama"), mesh=mesh_here())
     before = {name: full(p).clone() for name, p in model.named_parameters()}
     for suffix in (".safetensors", ".pt"):
         path = folder / f"full{suffix}"

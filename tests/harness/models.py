@@ -156,9 +156,12 @@ def oracle_gradients(
 
 
 def full(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """The whole tensor, on the CPU, where tests compare."""
     from torch.distributed.tensor import DTensor
 
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if tensor is None:
+        return None
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
 
 
 def largest_error(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:

@@ -1,19 +1,24 @@
-"""Functions on several gloo ranks: their results, or the traceback of the rank that failed first.
+"""Functions on several ranks: their results, or the traceback of the rank that failed first.
 
 Ranks are forks that serve one test after the other, each time in a new process group that meets over a file.
 A rank is ended with the test that failed on it or left something changed behind (see ``leftovers``). Each
 leaves its traceback in a file with the time, and the earliest is raised: the ranks that only lost their peer
 do not take the blame.
+
+A rank computes on the CPU, or on a simulated device that it keeps (see ``device``), and then fails if it has
+used any other.
 """
 
 import atexit
+import faulthandler
 import gc
 import os
 import pickle
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -23,8 +28,9 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_sft._compat import forget_meshes
-from tests.harness import forks, leftovers
+from tests.harness import device, forks, leftovers
 from tests.harness.poison import is_poisoned, poisoned
+from tests.simulated.device import BACKEND, Simulated
 
 _GRACE_SECONDS = 10  # what the other ranks get to fail by themselves once one has
 
@@ -41,7 +47,9 @@ def run_distributed(
     fresh: bool = False,
     **kwargs: Any,
 ) -> list[Any]:
-    """Run ``function(*args, **kwargs)`` on ``world_size`` gloo ranks and return what each returned.
+    """Run ``function(*args, **kwargs)`` on ``world_size`` ranks and return what each returned.
+
+    They compute on the device that the harness is set to (``device.asked``).
 
     Args:
         function: It, its arguments and its results must be picklable: a function at the top of its module.
@@ -51,13 +59,7 @@ def run_distributed(
         fresh: Whether the ranks must not have run anything before, as where memory is measured.
         kwargs: Its keyword arguments.
     """
-    task = Task(function, args, kwargs, timeout)
-    return run_task(task, world_size, fresh=fresh)
-
-
-def gloo(rank: int) -> str:
-    """The backend of an ordinary rank; it has nothing to prepare."""
-    return "gloo"
+    return run_task(Task(function, args, kwargs, timeout), device.for_ranks(world_size), fresh=fresh)
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,6 @@ class Task:
         args: Its arguments.
         kwargs: Its keyword arguments.
         timeout: Of the process group and of the whole, in seconds.
-        prepare: Called with the rank before there is a process group; names the backend.
         poisoned: Whether fresh memory holds NaN while it runs: as where the task was made.
     """
 
@@ -77,13 +78,13 @@ class Task:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     timeout: float
-    prepare: Callable[[int], str] = gloo
     poisoned: bool = field(default_factory=is_poisoned)
 
 
-def run_task(task: Task, world_size: int, *, fresh: bool) -> list[Any]:
-    """Run a task on ranks that have served before, or on ``fresh`` ones that serve this once."""
-    ranks = [_idle.pop() if _idle and not fresh else _Rank() for _ in range(world_size)]
+def run_task(task: Task, devices: Sequence[Simulated | None], *, fresh: bool) -> list[Any]:
+    """Run a task on a rank for each device: on ranks that have served before, or ``fresh`` ones for once."""
+    world_size = len(devices)
+    ranks = [_idle[own].pop() if _idle[own] and not fresh else _Rank(own) for own in devices]
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
         folder = Path(name)
         try:
@@ -95,7 +96,7 @@ def run_task(task: Task, world_size: int, *, fresh: bool) -> list[Any]:
         finally:
             for member in ranks:
                 if member.is_clean and not fresh:
-                    _idle.append(member)
+                    _idle[member.device].append(member)
                 else:
                     member.end()
     return results
@@ -104,9 +105,10 @@ def run_task(task: Task, world_size: int, *, fresh: bool) -> list[Any]:
 class _Rank:
     """A process that serves tasks until it has failed or something was left changed in it."""
 
-    def __init__(self) -> None:
+    def __init__(self, own: Simulated | None) -> None:
+        self.device = own
         self.connection, other = Pipe()
-        self.process = forks.process(_serve, other)
+        self.process = forks.process(_serve, other, own)
         self.process.start()
         other.close()
         self.is_clean = self.is_running = False
@@ -120,8 +122,9 @@ class _Rank:
         """Take note of what it has said, or of its end."""
         try:
             if self.is_running and self.connection.poll():
-                self.is_clean = not self.connection.recv()
-                self.is_running = False
+                changed, launches = self.connection.recv()
+                self.is_clean, self.is_running = not changed, False
+                device.note_launches(launches)
         except EOFError:
             self.process.join()
             self.is_running = False
@@ -138,13 +141,14 @@ class _Rank:
         self.process.join()
 
 
-_idle: list[_Rank] = []
+_idle: defaultdict[Simulated | None, list[_Rank]] = defaultdict(list)
 
 
 @atexit.register
 def _end_all() -> None:
-    while _idle:
-        _idle.pop().end()
+    for members in _idle.values():
+        while members:
+            members.pop().end()
 
 
 def _wait(ranks: list[_Rank], timeout: float) -> None:
@@ -170,32 +174,38 @@ def _raise_earliest(folder: Path, ranks: list[_Rank], timeout: float) -> None:
         others = sorted(int(path.name.removeprefix("error-")) for path in errors[1:])
         raise RankFailedError(f"rank {first} failed first (then {others}), exit codes {exit_codes}\n{text}")
     if any(exit_codes):
-        raise RankFailedError(f"exit codes {exit_codes} without a traceback; time-out {timeout} s")
+        faults = "".join(path.read_text() for path in sorted(folder.glob("fault-*")))
+        raise RankFailedError(f"exit codes {exit_codes} without a traceback; time-out {timeout} s\n{faults}")
 
 
-def _serve(connection: Connection) -> None:
+def _serve(connection: Connection, own: Simulated | None) -> None:
     import torch
 
     torch.set_num_threads(1)
+    device.become(own)
     while True:
         try:
             task, folder, rank, world_size = connection.recv()
         except EOFError:
             return
-        connection.send(_run(task, folder, rank, world_size))
+        before = 0 if own is None else own.launches()
+        changed = _run(task, own, folder, rank, world_size)
+        connection.send((changed, 0 if own is None else own.launches() - before))
 
 
-def _run(task: Task, folder: Path, rank: int, world_size: int) -> list[str]:
+def _run(task: Task, own: Simulated | None, folder: Path, rank: int, world_size: int) -> list[str]:
     """Do one task; what it has left changed."""
     import torch
     import torch.distributed as dist
 
-    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size))
+    os.environ.update(LOCAL_RANK=str(rank if own is None else own.index), LOCAL_WORLD_SIZE=str(world_size))
     before = leftovers.state()
     torch.manual_seed(0)
+    if own is not None:  # whose memory the host must not touch
+        faulthandler.enable(open(folder / f"fault-{rank}", "w"))  # noqa: SIM115  needed until there is another
     try:
         dist.init_process_group(
-            task.prepare(rank),
+            "gloo" if own is None else BACKEND,
             init_method=f"file://{folder / 'store'}",
             rank=rank,
             world_size=world_size,
@@ -205,6 +215,8 @@ def _run(task: Task, folder: Path, rank: int, world_size: int) -> list[str]:
             result = task.function(*task.args, **task.kwargs)
         (folder / f"result-{rank}").write_bytes(pickle.dumps(result))
         del result
+        if own is not None:
+            own.check()
         dist.barrier()
         dist.destroy_process_group()
         forget_meshes()

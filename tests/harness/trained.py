@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 import fsdp_sft as fs
+from tests.harness.device import mesh_here
 from tests.harness.models import full, ragged_batches, tiny_model
 
 HSDP = {"dp_replicate": 2}
@@ -41,7 +42,7 @@ def make_model(
     inner.get_input_embeddings().requires_grad_(family != "llama")  # llama: frozen embedding
     model: Any = Extra(inner) if wrap else inner
     if mesh_shape is not None:
-        mesh = fs.build_mesh(**mesh_shape, device_type="cpu")
+        mesh = mesh_here(**mesh_shape)
         fs.shard_model(model, mesh=mesh, blocks={f"inner.{k}" if wrap else k: b for k, b in blocks.items()})
     return model
 

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_sft as fs
+from tests.harness.device import mesh_here
 from tests.harness.models import (
     VOCAB,
     full,
@@ -100,7 +101,7 @@ def _check_sharded() -> None:
     for kind in ("modules_to_save", "dora"):
         model = _adapted(kind)
         loss, expected = oracle_gradients(model, batches)
-        fs.shard_model(model, mesh=fs.build_mesh(device_type="cpu"), mp_policy=MixedPrecisionPolicy())
+        fs.shard_model(model, mesh=mesh_here(), mp_policy=MixedPrecisionPolicy())
         assert fs.prepare_loss(model) == "chunked", kind
         _, actual = _window(model, mine, "auto")
         error = largest_error(actual, expected)
@@ -180,7 +181,7 @@ def _check_a_hook_on_one_rank() -> None:
     mine = batches[dist.get_rank() :: 2]
     model = tiny_model("llama")
     loss, _ = oracle_gradients(model, batches)
-    fs.shard_model(model, mesh=fs.build_mesh(device_type="cpu"), mp_policy=MixedPrecisionPolicy())
+    fs.shard_model(model, mesh=mesh_here(), mp_policy=MixedPrecisionPolicy())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     for with_hook in (False, True, False):
         seen: list[Any] = []

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fsdp_sft as fs
 from fsdp_sft.loss import liger
 from tests.harness.architectures import class_names, tiny_architecture
+from tests.harness.device import mesh_here
 from tests.harness.models import (
     VOCAB,
     full,
@@ -331,7 +332,7 @@ def _mine(batches: list[Any]) -> list[Any]:
 
 
 def _shard(model: Any, *, own_group: bool = False, mesh_shape: Any = None, **options: Any) -> Any:
-    mesh = fs.build_mesh(**(mesh_shape or {}), device_type="cpu")
+    mesh = mesh_here(**(mesh_shape or {}))
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if own_group and head.weight is embedding.weight:  # one group of the two
         for modules in (*fs.find_blocks(model).values(), [embedding, head], model):

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import functional as F
 
 import fsdp_sft as fs
+from tests.harness.device import mesh_here
 from tests.harness.models import VOCAB, full, largest_error, ragged_batches, tiny_config, tiny_model
 from tests.harness.ranks import run_distributed
 
@@ -99,7 +100,7 @@ def _check_window(mesh_shape: dict[str, int], grad_sync: Any, options: str) -> N
         fs.apply_sac(model, 1)
     if "compile" in options:
         fs.compile_blocks(model, backend="aot_eager")
-    fs.shard_model(model, mesh=fs.build_mesh(device_type="cpu", **mesh_shape), mp_policy=FLOAT32)
+    fs.shard_model(model, mesh=mesh_here(**mesh_shape), mp_policy=FLOAT32)
     mine = batches[rank::ranks]
     before = {name: full(p).clone() for name, p in model.named_parameters()}
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

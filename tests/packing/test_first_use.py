@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
+from tests.harness.device import mesh_here
 from tests.harness.models import VOCAB, oracle_loss, ragged_batches, tiny_model
 from tests.harness.packs import drawn_rows, gradients_of_separate_rows
 from tests.harness.ranks import run_distributed
@@ -143,7 +144,7 @@ def test_where_it_cannot_be_told_a_warning_says_so(caplog: pytest.LogCaptureFixt
 
 
 def _check_ranks() -> None:
-    mesh, rank = fs.build_mesh(device_type="cpu"), dist.get_rank()
+    mesh, rank = mesh_here(), dist.get_rank()
     single = {**_pack(14), "position_ids": torch.arange(14)[None]}
     policy = MixedPrecisionPolicy()
     model = fs.shard_model(_leaking(), mesh=mesh, mp_policy=policy)

@@ -9,6 +9,7 @@ import transformers as tf
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
+from tests.harness.device import mesh_here
 from tests.harness.models import VOCAB, full, largest_error, tiny_model
 from tests.harness.packs import assert_same, drawn_rows, gradients_of_separate_rows
 from tests.harness.ranks import run_distributed
@@ -201,7 +202,7 @@ def verify_sharded(family: str, dtype: torch.dtype | None, sac_ratio: str, atten
     model = tiny_model(family, attn_implementation=attention, use_cache=True)
     fs.apply_sac(model, sac_ratio)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    fs.shard_model(model, mesh=fs.build_mesh(device_type="cpu"), mp_policy=policy)
+    fs.shard_model(model, mesh=mesh_here(), mp_policy=policy)
     rows = drawn_rows(6)
     batch = fs.PackedCollator(max_length=128)(rows)
     before = state_of(model)
@@ -234,11 +235,11 @@ def refuse_sharded(broken_rank: int | None) -> tuple[str, str]:
     import torch.distributed as dist
 
     model = tiny_model("llama")
-    fs.shard_model(model, mesh=fs.build_mesh(device_type="cpu"))
+    fs.shard_model(model, mesh=mesh_here())
     if broken_rank is None:
         torch.manual_seed(0)
         model = LEAKING["state (Mamba)"]()
-        fs.shard_model(model, mesh=fs.build_mesh(device_type="cpu"))
+        fs.shard_model(model, mesh=mesh_here())
     elif dist.get_rank() == broken_rank:
         forward = model.forward
         model.forward = lambda *args, position_ids=None, **kwargs: forward(*args, **kwargs)

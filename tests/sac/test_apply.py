@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
+from tests.harness.device import mesh_here
 from tests.harness.models import full, ragged_batches, tiny_config, tiny_model
 from tests.harness.ranks import run_distributed
 
@@ -137,9 +138,7 @@ def _check_bit_equal(shard: bool) -> None:
                 if sac_first:
                     chosen = fs.apply_sac(model, ratio)
                 if shard:
-                    fs.shard_model(
-                        model, mesh=fs.build_mesh(device_type="cpu"), mp_policy=MixedPrecisionPolicy()
-                    )
+                    fs.shard_model(model, mesh=mesh_here(), mp_policy=MixedPrecisionPolicy())
                 if not sac_first:
                     chosen = fs.apply_sac(model, ratio)
                 assert len(chosen) == round(len(fs.find_blocks(model)) * float(Fraction(ratio)))

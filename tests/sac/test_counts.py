@@ -9,6 +9,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_sft as fs
+from tests.harness.device import mesh_here
 from tests.harness.models import ragged_batches, tiny_model
 from tests.harness.ranks import run_distributed
 
@@ -52,7 +53,7 @@ def _sharded(family: str, ratio: Any, order: str) -> Any:
         else:
             # bfloat16 compute: T5 then has float32 groups inside of its blocks
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-            fs.shard_model(model, mesh=fs.build_mesh(device_type="cpu"), mp_policy=policy)
+            fs.shard_model(model, mesh=mesh_here(), mp_policy=policy)
     return model
 
 

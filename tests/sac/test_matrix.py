@@ -8,6 +8,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
+from tests.harness.device import mesh_here
 from tests.harness.models import full, ragged_batches, tiny_model
 from tests.harness.ranks import run_distributed
 
@@ -39,7 +40,7 @@ def _one(family: str, ratio: Any, order: str, backend: str | None) -> dict[str, 
         if step == "s":
             fs.apply_sac(model, ratio)
         elif step == "f":
-            fs.shard_model(model, mesh=fs.build_mesh(device_type="cpu"), mp_policy=MixedPrecisionPolicy())
+            fs.shard_model(model, mesh=mesh_here(), mp_policy=MixedPrecisionPolicy())
         elif backend is not None:
             fs.compile_blocks(model, backend=backend)
     return _gradients(model, {**ragged_batches(2)[0], "use_cache": False})

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_sft as fs
+from tests.harness.device import mesh_here
 from tests.harness.models import full, ragged_batches, tiny_model
 from tests.harness.ranks import run_distributed
 
@@ -106,7 +107,7 @@ def _check_sharded() -> None:
                 if step == "o":
                     fs.apply_op_sac(model, save=save)
                 else:
-                    fs.shard_model(model, mesh=fs.build_mesh(device_type="cpu"), mp_policy=policy)
+                    fs.shard_model(model, mesh=mesh_here(), mp_policy=policy)
             torch.manual_seed(7)
             model(**ragged_batches(2)[0], use_cache=False).loss.backward()
             found.append({name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None})

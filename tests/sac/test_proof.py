@@ -13,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
 from fsdp_sft._compat import checkpoints_its_forward
+from tests.harness.device import mesh_here
 from tests.harness.models import full, ragged_batches, tiny_model
 from tests.harness.ranks import run_distributed
 
@@ -82,7 +83,7 @@ def _check_nano_sharded() -> None:
     torch.manual_seed(0)
     model = Nano()
     expected = _plain_gradients(model)
-    mesh = fs.build_mesh(device_type="cpu")
+    mesh = mesh_here()
     with pytest.raises(
         ValueError, match=r"blocks\['transformer.h'\] \(ModuleList\) only holds other modules"
     ):

@@ -1,15 +1,11 @@
-"""Functions on ranks that each have a simulated device."""
+"""Functions on ranks that each have a simulated device, whatever the setting of the harness."""
 
-import os
-import sys
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
-import pytest
-
+from tests.harness.device import simulator_or_skip
 from tests.harness.ranks import Task, run_task
-from tests.simulated import build
+from tests.simulated.device import Simulated
 
 
 def run_simulated(
@@ -36,22 +32,6 @@ def run_simulated(
         timeout: In seconds.
         kwargs: Its keyword arguments.
     """
-    try:
-        folder = build.folder()
-    except build.NoCompilerError as error:
-        pytest.skip(str(error))
-    knobs = {"SIM_DEVICES": str(devices), "SIM_COPY_DELAY_US": str(int(copy_delay * 1e6))}
-    prepare = partial(_become_simulated, str(folder), knobs, first_device)
-    task = Task(function, args, kwargs, timeout, prepare=prepare)
-    return run_task(task, world_size, fresh=True)
-
-
-def _become_simulated(folder: str, knobs: dict[str, str], first_device: int, rank: int) -> str:
-    """Give this rank its device, before it has a process group; the backend for that."""
-    os.environ.update(knobs, LOCAL_RANK=str(first_device + rank))
-    sys.path.insert(0, folder)
-    import simdev  # noqa: F401
-    import torch
-
-    torch.accelerator.set_device_index(first_device + rank)
-    return "cpu:gloo,sim:simccl"
+    simulator_or_skip()
+    own = [Simulated(first_device + rank, devices, copy_delay) for rank in range(world_size)]
+    return run_task(Task(function, args, kwargs, timeout), own, fresh=True)

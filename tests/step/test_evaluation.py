@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
+from tests.harness.device import mesh_here
 from tests.harness.models import oracle_loss, ragged_batches, tiny_model
 from tests.harness.ranks import run_distributed
 
@@ -18,7 +19,7 @@ def _check_evaluate() -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     batches = ragged_batches(5)
     expected = float(oracle_loss(tiny_model("gpt2").eval(), batches).detach())
-    model = fs.shard_model(tiny_model("gpt2"), mesh=fs.build_mesh(device_type="cpu"), mp_policy=FLOAT32)
+    model = fs.shard_model(tiny_model("gpt2"), mesh=mesh_here(), mp_policy=FLOAT32)
     shares = {0: batches[:3], 1: batches[3:]}.get(rank, [])
     for share in (shares, batches if rank == ranks - 1 else []):
         model.transformer.h[0].eval()

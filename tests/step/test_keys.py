@@ -10,6 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import LlamaForCausalLM
 
 import fsdp_sft as fs
+from tests.harness.device import mesh_here
 from tests.harness.models import VOCAB, oracle_loss, ragged_batches, tiny_config, tiny_model
 from tests.harness.ranks import run_distributed
 
@@ -33,7 +34,7 @@ class Seeing(LlamaForCausalLM):
 def _seeing(**mesh: int) -> Any:
     torch.manual_seed(0)
     model = Seeing(tiny_config("llama")).train()
-    mesh = fs.build_mesh(device_type="cpu", **mesh)
+    mesh = mesh_here(**mesh)
     groups = {**fs.find_blocks(model), "tower": model.tower}
     return fs.shard_model(model, mesh=mesh, mp_policy=FLOAT32, blocks=groups)
 

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import functional as F
 
 import fsdp_sft as fs
+from tests.harness.device import mesh_here
 from tests.harness.models import VOCAB, full, tiny_model
 from tests.harness.ranks import run_distributed
 
@@ -139,7 +140,7 @@ def _steps(mesh: Any, *windows: list[dict[str, Any]]) -> list[str]:
 
 def _check_equal_rows() -> None:
     rank = dist.get_rank()
-    mesh = fs.build_mesh(device_type="cpu")
+    mesh = mesh_here()
     said = _steps(mesh, [_batch(0)], [_batch(0)])
     assert len(said) == (rank == 0), said
     assert not said or "ranks 0, 1, 2, 3 have the same rows" in said[0]
@@ -175,7 +176,7 @@ def _check_one_rank() -> None:
     batch = _batch(dist.get_rank())
     if dist.get_rank() == 1:
         batch["labels"] = _next(batch["labels"])
-    model = fs.shard_model(tiny_model("llama"), mesh=fs.build_mesh(device_type="cpu"), mp_policy=FLOAT32)
+    model = fs.shard_model(tiny_model("llama"), mesh=mesh_here(), mp_policy=FLOAT32)
     before = [full(p).clone() for p in model.parameters()]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(fs.BatchError, match="shifted already"):

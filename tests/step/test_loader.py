@@ -6,6 +6,7 @@ import pytest
 import torch.distributed as dist
 
 import fsdp_sft as fs
+from tests.harness.device import mesh_here
 from tests.harness.models import ragged_batches, tiny_model
 from tests.harness.ranks import run_distributed
 
@@ -47,7 +48,7 @@ def _check_loader_that_does_not_start() -> None:
                 raise OSError("cannot fork")
             return iter(ragged_batches(3))
 
-    model = fs.shard_model(tiny_model("gpt2"), mesh=fs.build_mesh(device_type="cpu"))
+    model = fs.shard_model(tiny_model("gpt2"), mesh=mesh_here())
     with pytest.raises(OSError, match="cannot fork"):
         list(fs.windows(Broken(), 1))
     with pytest.raises(OSError, match="cannot fork"):

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim.lr_scheduler import ChainedScheduler, LambdaLR, ReduceLROnPlateau, SequentialLR
 
 import fsdp_sft as fs
+from tests.harness.device import mesh_here
 from tests.harness.models import full, largest_error, oracle_gradients, ragged_batches, tiny_model
 from tests.harness.ranks import run_distributed
 
@@ -51,7 +52,7 @@ def _check_several(mesh_shape: dict[str, int], grad_sync: str) -> None:
     plain = tiny_model("llama")
     model = copy.deepcopy(plain)
     expected = _plain(plain, windows)
-    mesh = fs.build_mesh(**mesh_shape, device_type="cpu")
+    mesh = mesh_here(**mesh_shape)
     fs.shard_model(model, mesh=mesh, mp_policy=MixedPrecisionPolicy())
     optimizers = _two(model)
     schedulers = _schedulers(optimizers)
@@ -96,7 +97,7 @@ def _check_muon() -> None:
         parameter.grad = gradients[name]
     for one in made(plain):
         one.step()
-    mesh = fs.build_mesh(device_type="cpu")
+    mesh = mesh_here()
     fs.shard_model(model, mesh=mesh, mp_policy=MixedPrecisionPolicy())
     fs.train_step(model, window[rank::ranks], made(model), max_grad_norm=None)
     moved = {name: full(p.detach()) - before[name] for name, p in model.named_parameters()}
@@ -188,7 +189,7 @@ def test_what_could_not_be_stepped_is_refused_before_anything_changes() -> None:
 
 def _made_while_gathered() -> str:
     model = tiny_model("qwen2-tied")
-    fs.shard_model(model, mesh=fs.build_mesh(device_type="cpu"))
+    fs.shard_model(model, mesh=mesh_here())
     before = {name: full(p).clone() for name, p in model.named_parameters()}
     with torch.no_grad():
         model(input_ids=torch.tensor([[3, 4]]))  # the root's parameters stay gathered

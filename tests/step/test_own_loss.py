@@ -11,6 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import functional as F
 
 import fsdp_sft as fs
+from tests.harness.device import mesh_here
 from tests.harness.models import VOCAB, full, largest_error, ragged_batches, tiny_model
 from tests.harness.packs import drawn_rows, gradients_of_separate_rows
 from tests.harness.ranks import run_distributed
@@ -106,9 +107,7 @@ def _check_equals_one_process(kind: str, mesh_shape: dict[str, int], grad_sync: 
     rank, ranks = dist.get_rank(), dist.get_world_size()
     make, batches, loss_fn, count_fn = CASES[kind]
     plain = make()
-    model = fs.shard_model(
-        copy.deepcopy(plain), mesh=fs.build_mesh(device_type="cpu", **mesh_shape), mp_policy=FLOAT32
-    )
+    model = fs.shard_model(copy.deepcopy(plain), mesh=mesh_here(**mesh_shape), mp_policy=FLOAT32)
     count = sum(count_fn(batch) for batch in batches)
     loss = sum(loss_fn(plain, batch) for batch in batches) / count
     loss.backward()
@@ -155,7 +154,7 @@ def test_a_loss_of_ones_own_equals_the_single_process(
 
 def _check_refusals() -> None:
     rank = dist.get_rank()
-    model = fs.shard_model(strange_model(), mesh=fs.build_mesh(device_type="cpu"), mp_policy=FLOAT32)
+    model = fs.shard_model(strange_model(), mesh=mesh_here(), mp_policy=FLOAT32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     window = strange_batches(3)[:1]
 

@@ -8,6 +8,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
+from tests.harness.device import mesh_here
 from tests.harness.hf_folders import difference, plain, save_tiny
 from tests.harness.models import full, tiny_model
 from tests.harness.poison import is_poisoned
@@ -40,7 +41,7 @@ def _oracle(folder: Path, **overrides: Any) -> Any:
 def _load(folder: Path, mesh_shape: dict[str, int] | None, **overrides: Any) -> tuple[Any, Any]:
     model = fs.add_adapters(fs.build_meta_model(folder), _lora(**overrides), seed=3)
     if mesh_shape is not None:
-        fs.shard_model(model, mesh=fs.build_mesh(**mesh_shape, device_type="cpu"), mp_policy=PLAIN)
+        fs.shard_model(model, mesh=mesh_here(**mesh_shape), mp_policy=PLAIN)
     return model, fs.load_weights(model, folder)
 
 
@@ -73,7 +74,7 @@ def _check_unrounded(folder: Path) -> None:
     oracle = _oracle(folder, modules_to_save=["lm_head"])
     model = fs.load_pretrained(
         folder,
-        mesh=fs.build_mesh(device_type="cpu"),
+        mesh=mesh_here(),
         peft_config=_lora(modules_to_save=["lm_head"]),
         adapter_seed=3,
     )
@@ -99,7 +100,7 @@ def _check_refused(folder: Path, shard: bool) -> None:
     ):
         model = make(fs.build_meta_model(folder))
         if shard:
-            fs.shard_model(model, mesh=fs.build_mesh(device_type="cpu"), mp_policy=PLAIN)
+            fs.shard_model(model, mesh=mesh_here(), mp_policy=PLAIN)
         with pytest.raises(fs.FsdpSftError, match=words):
             fs.load_weights(model, folder)
         assert all(tensor.is_meta for name, tensor in _named(model) if "lora_" not in name)

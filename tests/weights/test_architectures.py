@@ -12,6 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import fsdp_sft as fs
 from fsdp_sft.weights import build_meta_model, load_weights
 from tests.harness.architectures import class_names, inputs_for, quiet, save_all
+from tests.harness.device import mesh_here
 from tests.harness.hf_folders import difference, plain
 from tests.harness.ranks import run_distributed
 
@@ -78,7 +79,7 @@ def _check_one(folder: Path, mesh: Any) -> Outcome:
 
 @quiet()
 def _check_all(folder: Path, names: list[str]) -> dict[str, Outcome]:
-    mesh = fs.build_mesh(device_type="cpu")
+    mesh = mesh_here()
     results: dict[str, Outcome] = {}
     for name in names:
         try:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import fsdp_sft as fs
+from tests.harness.device import mesh_here
 from tests.harness.hf_folders import difference, save_tiny
 from tests.harness.ranks import run_distributed
 
@@ -19,7 +20,7 @@ def _classifier_like_from_pretrained(folder: Path) -> None:
     overrides: dict[str, Any] = {"architectures": [CLASSIFIER], "num_labels": 3}
     model = fs.load_pretrained(
         folder,
-        mesh=fs.build_mesh(device_type="cpu"),
+        mesh=mesh_here(),
         missing="initialise",
         unexpected="ignore",
         config_overrides=overrides,
@@ -57,7 +58,7 @@ def test_a_class_that_cannot_be_built(tmp_path: Path, names: Any, kind: Any, wor
 
 
 def _overridden(folder: Path) -> None:
-    mesh = fs.build_mesh(device_type="cpu")
+    mesh = mesh_here()
     fields = {"attention_dropout": 0.25, "rms_norm_eps": 1e-4}
     model = fs.load_pretrained(folder, mesh=mesh, config_overrides=fields)
     built = fs.build_meta_model(folder, **fields)

@@ -24,6 +24,7 @@ from fsdp_sft.weights import (
 from fsdp_sft.weights.hub import resolve_folder
 from fsdp_sft.weights.resolve import open_checkpoint
 from tests.harness.architectures import tiny_architecture
+from tests.harness.device import mesh_here
 from tests.harness.hf_folders import difference, plain, rewrite, save_tiny, state_of, tensors_of
 from tests.harness.hub_server import COMMIT, serve, use_hub
 from tests.harness.ranks import run_distributed
@@ -33,7 +34,7 @@ FLOAT32 = MixedPrecisionPolicy()
 
 
 def _mesh(**shape: int) -> Any:
-    return fs.build_mesh(**shape, device_type="cpu")
+    return mesh_here(**shape)
 
 
 def _check(folder: Path, mesh_shape: dict[str, int], strategies: tuple[str, ...] = ("auto",)) -> None:

@@ -17,6 +17,7 @@ from fsdp_sft import weights
 from fsdp_sft.weights import build_meta_model, load_weights
 from fsdp_sft.weights import read as read_module
 from fsdp_sft.weights.hub import resolve_folder
+from tests.harness.device import mesh_here
 from tests.harness.hf_folders import difference, plain, rewrite, save_tiny, tensors_of
 from tests.harness.hub_server import COMMIT, serve, use_hub
 from tests.harness.ranks import run_distributed
@@ -26,7 +27,7 @@ _SECONDS = 10
 
 def _sharded(folder: Path) -> Any:
     model = build_meta_model(folder)
-    return fs.shard_model(model, mesh=fs.build_mesh(device_type="cpu"))
+    return fs.shard_model(model, mesh=mesh_here())
 
 
 def _try(folder: Path, kind: str, **options: Any) -> tuple[str, str, float]:
@@ -157,7 +158,7 @@ def test_values_that_are_not_finite(tmp_path: Path, value: float) -> None:
 
 def _check_unchecked(folder: Path) -> None:
     """On replicas, and with both names of tied weights stored, where NaN does not equal NaN."""
-    mesh = fs.build_mesh(dp_replicate=2, dp_shard=1, device_type="cpu")
+    mesh = mesh_here(dp_replicate=2, dp_shard=1)
     model = fs.load_pretrained(folder, mesh=mesh, check_finite=False)
     # transformers takes NaN for unlike NaN and unties; here the two names stay one tensor.
     assert difference(model, plain(folder)) == ["ties or requires_grad differ: [('lm_head.weight', True)]"]
@@ -307,7 +308,7 @@ def _check_hub(address: str, cache: Path, shared: bool, folder: Path) -> str:
     use_hub(address, own)
     found = resolve_folder("someone/model")
     model = build_meta_model(found)
-    fs.shard_model(model, mesh=fs.build_mesh(device_type="cpu"))
+    fs.shard_model(model, mesh=mesh_here())
     load_weights(model, found)
     assert difference(model, plain(folder)) == []
     assert not list(own.glob(".fsdp-sft-*"))

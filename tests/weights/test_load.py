@@ -14,6 +14,7 @@ from transformers import T5ForConditionalGeneration
 import fsdp_sft as fs
 from fsdp_sft.pretrained import load_pretrained
 from fsdp_sft.weights import CheckpointFormatError, build_meta_model, load_weights, provenance, read
+from tests.harness.device import mesh_here
 from tests.harness.forks import Program
 from tests.harness.hf_folders import difference, plain, rewrite, save_tiny, tensors_of
 from tests.harness.layouts import register_layout
@@ -25,7 +26,7 @@ FAMILIES = ["llama", "qwen2", "qwen2-tied", "gemma3", "mixtral", "gpt2", "t5", "
 
 
 def _mesh(**shape: int) -> Any:
-    return fs.build_mesh(**shape, device_type="cpu")
+    return mesh_here(**shape)
 
 
 def _check_families(folder: Path, families: list[str], mesh_shape: dict[str, int]) -> None:

@@ -17,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import fsdp_sft as fs
 from fsdp_sft.weights import build_meta_model, load_weights
+from tests.harness.device import mesh_here
 from tests.harness.layouts import register_layout
 from tests.harness.ranks import run_distributed
 
@@ -105,7 +106,7 @@ def _reading_whole_tensors(num_bytes: int) -> Iterator[None]:
 
 def _model(folder: Path) -> Any:
     model = build_meta_model(folder)
-    return fs.shard_model(model, mesh=fs.build_mesh(device_type="cpu"), mp_policy=MixedPrecisionPolicy())
+    return fs.shard_model(model, mesh=mesh_here(), mp_policy=MixedPrecisionPolicy())
 
 
 def _beyond_shards(folder: Path, strategy: str, whole_bytes: int) -> int:

@@ -8,6 +8,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
+from tests.harness.device import mesh_here
 from tests.harness.hf_folders import difference, plain, rewrite, save_tiny, tensors_of
 from tests.harness.models import VOCAB, full, ragged_batches, tiny_config
 from tests.harness.ranks import run_distributed
@@ -51,7 +52,7 @@ def _nested(folder: Path) -> Path:
 
 
 def _check(root: Path, mesh_shape: dict[str, int]) -> None:
-    mesh = fs.build_mesh(**mesh_shape, device_type="cpu")
+    mesh = mesh_here(**mesh_shape)
     for folder in sorted(root.iterdir()):
         model = fs.build_meta_model(folder, new_vocab_size=NEW)
         fs.shard_model(model, mesh=mesh, mp_policy=FLOAT32)
@@ -96,7 +97,7 @@ def _train_save_and_export(root: Path, how: str) -> None:
     """With adapters and without, through the prepared folder too: trained, saved, read again, exported."""
     from transformers import AutoModelForCausalLM
 
-    mesh = fs.build_mesh(device_type="cpu")
+    mesh = mesh_here()
     prepared = fs.prepare_base(root / "base", root / "cache", mesh=mesh)
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": FLOAT32, "new_vocab_size": NEW}
     if how == "adapters":

@@ -20,6 +20,7 @@ from fsdp_sft.weights import CheckpointFormatError, build_meta_model, load_weigh
 from fsdp_sft.weights.hub import resolve_folder
 from fsdp_sft.weights.pickled import read_pickled
 from fsdp_sft.weights.resolve import open_checkpoint
+from tests.harness.device import mesh_here
 from tests.harness.hf_folders import difference, plain, save_tiny, tensors_of
 from tests.harness.hub_server import serve, use_hub
 from tests.harness.ranks import run_distributed
@@ -45,7 +46,7 @@ def _pickled(folder: Path, family: str = "llama", *, files: int = 1) -> Path:
 
 
 def _check_loads(folder: Path, families: list[str]) -> None:
-    mesh = fs.build_mesh(device_type="cpu")
+    mesh = mesh_here()
     for family in families:
         oracle = plain(folder / family)
         model = build_meta_model(folder / family, allow_pickle=True)

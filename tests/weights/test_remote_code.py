@@ -11,6 +11,7 @@ import fsdp_sft as fs
 from fsdp_sft.pretrained import load_pretrained
 from fsdp_sft.weights import CheckpointFormatError, build_meta_model, load_weights
 from fsdp_sft.weights.hub import resolve_folder
+from tests.harness.device import mesh_here
 from tests.harness.hf_folders import difference
 from tests.harness.hub_server import serve, use_hub
 from tests.harness.models import full
@@ -26,7 +27,7 @@ def _check_refused(folder: Path, modules: Path) -> None:
     keep_code_in(modules)
     for build in (
         lambda: build_meta_model(folder),
-        lambda: load_pretrained(folder, mesh=fs.build_mesh(device_type="cpu")),
+        lambda: load_pretrained(folder, mesh=mesh_here()),
     ):
         with pytest.raises(CheckpointFormatError, match="trust_remote_code"):
             build()
@@ -39,7 +40,7 @@ def test_refused_without_trust(tmp_path: Path) -> None:
 
 def _check_loads(folder: Path, modules: Path, together: bool) -> None:
     keep_code_in(modules if together else modules / str(dist.get_rank()))
-    mesh = fs.build_mesh(device_type="cpu")
+    mesh = mesh_here()
     model = build_meta_model(folder, trust_remote_code=True)
     fs.shard_model(model, mesh=mesh, mp_policy=MixedPrecisionPolicy())
     load_weights(model, folder)
@@ -63,9 +64,9 @@ def _check_hub(address: str, cache: Path, modules: Path, folder: Path) -> None:
     keep_code_in(modules / str(dist.get_rank()))
     assert not list(resolve_folder("someone/model").glob("*.py"))
     with pytest.raises(CheckpointFormatError, match="trust_remote_code"):
-        load_pretrained("someone/model", mesh=fs.build_mesh(device_type="cpu"))
+        load_pretrained("someone/model", mesh=mesh_here())
     policy = MixedPrecisionPolicy()  # under bfloat16 the buffers are those of a plain bfloat16 model
-    mesh = fs.build_mesh(device_type="cpu")
+    mesh = mesh_here()
     model = load_pretrained("someone/model", mesh=mesh, mp_policy=policy, trust_remote_code=True)
     assert difference(model, plain_with_code(folder)) == []
 

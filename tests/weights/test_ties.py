@@ -9,6 +9,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
 from fsdp_sft.weights import meta
+from tests.harness.device import mesh_here
 from tests.harness.hf_folders import difference, plain, rewrite, save_tiny, tensors_of
 from tests.harness.ranks import run_distributed
 
@@ -29,7 +30,7 @@ def _stored_twice(folder: Path, change: float = 0.0) -> Path:
 
 def _load(folder: Path, mesh_shape: dict[str, int], strategy: Any) -> Any:
     model = fs.build_meta_model(folder)
-    fs.shard_model(model, mesh=fs.build_mesh(**mesh_shape, device_type="cpu"), mp_policy=FLOAT32)
+    fs.shard_model(model, mesh=mesh_here(**mesh_shape), mp_policy=FLOAT32)
     fs.load_weights(model, folder, strategy=strategy)
     return model
 

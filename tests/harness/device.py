@@ -1,0 +1,97 @@
+"""What the ranks of a test compute on: the CPU, or a simulated accelerator each.
+
+``FSDP_SFT_TEST_DEVICE=sim`` gives ranks simulated ones in every test; unset, they are on the CPU, and tests
+marked ``accelerator`` run on both. Tests name the device by ``device_type()`` and compare on the CPU.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.simulated import build
+from tests.simulated.device import Simulated
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+SETTING = "FSDP_SFT_TEST_DEVICE"
+# Slow enough that what does not wait for a copy or a collective reads the memory before it.
+_DELAY = 0.002
+_DEVICES = 4
+
+_asked = os.environ.get(SETTING, "cpu")
+if _asked not in ("cpu", "sim"):
+    raise ValueError(f"{SETTING} must be cpu or sim, got {_asked!r}")
+
+_own: Simulated | None = None
+_launches = 0
+
+
+def asked() -> str:
+    """The kind of device that ranks started from here get: ``"cpu"`` or ``"sim"``."""
+    return _asked
+
+
+@contextmanager
+def asking(kind: str) -> Iterator[None]:
+    """Ranks started inside get this kind of device."""
+    global _asked
+    before, _asked = _asked, kind
+    try:
+        yield
+    finally:
+        _asked = before
+
+
+def for_ranks(world_size: int) -> list[Simulated | None]:
+    """The device of each rank, None for the CPU; skips the test if the simulator cannot be compiled."""
+    if _asked == "cpu":
+        return [None] * world_size
+    simulator_or_skip()
+    devices = max(_DEVICES, world_size)
+    return [Simulated(rank, devices, _DELAY, _DELAY, protected=True) for rank in range(world_size)]
+
+
+def simulator_or_skip() -> None:
+    """Skip the test, with the reason, where there is no compiler for the simulated accelerator."""
+    try:
+        build.folder()
+    except build.NoCompilerError as error:
+        pytest.skip(str(error))
+
+
+def become(own: Simulated | None) -> None:
+    """Make this process, a rank that has just begun, one that has ``own`` as its device."""
+    global _own
+    if own is not None:
+        own.become()
+        _own = own
+
+
+def device_type() -> str:
+    """The type of the device that this process, mostly a rank, computes on."""
+    return "cpu" if _own is None else "sim"
+
+
+def note_launches(number: int) -> None:
+    """Take note of what a rank has launched on its simulated device for a task."""
+    global _launches
+    _launches += number
+
+
+def launches() -> int:
+    """All that ranks of this process have launched on simulated devices."""
+    return _launches
+
+
+def mesh_here(**shape: int | None) -> "DeviceMesh":
+    """``fsdp_sft.build_mesh`` on the device that ranks compute on.
+
+    Collective: all ranks.
+    """
+    import fsdp_sft as fs
+
+    return fs.build_mesh(**shape, device_type=device_type())
