@@ -9,7 +9,7 @@ PYTEST_ARGS ?=
 WORKERS ?= 2
 DEMO_ARGS ?=
 
-.PHONY: help demo test lint format test-slow test-faults compositions test-gpu test-floor test-latest docs clean
+.PHONY: help demo test lint format test-slow test-faults compositions test-accelerator test-gpu test-floor test-latest docs clean
 help:
 	@grep -E '^# make' Makefile | cut -c3-
 
@@ -43,6 +43,14 @@ N ?= 500
 SEED ?= 0
 compositions: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.compositions --number $(N) --seed $(SEED) --workers $(WORKERS)
+
+# make test-accelerator   the tests of several ranks, each with a simulated device (see tests/simulated)
+ON_DEVICES = $(addprefix tests/,dcp_io export loss packing sac step varlen watchdog weights compositions \
+	test_adapters.py test_agree.py test_default_path.py test_distributed.py test_kept.py test_model.py \
+	test_parity.py test_preemption.py test_prepared.py test_random_state.py test_sampler.py test_shard.py \
+	test_step.py test_vocabulary.py test_wrappers.py)
+test-accelerator: $(INSTALLED)
+	FSDP_SFT_TEST_DEVICE=sim $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(ON_DEVICES) $(PYTEST_ARGS)
 
 # make test-gpu   the tests that need a CUDA device
 test-gpu: $(INSTALLED)

@@ -20,12 +20,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("kind_of_device", ["cpu", "sim"], indirect=True)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """On simulated devices, what cannot run there is skipped with its reason."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """On simulated devices: tests without ranks are left out, and what cannot run there says why."""
     from tests.harness import device
-    from tests.simulated.cannot import reason
+    from tests.simulated.cannot import reason, starts_ranks
 
-    for item in items if device.asked() == "sim" else []:
+    if device.asked() != "sim":
+        return
+    without = [item for item in items if not starts_ranks(item)]
+    config.hook.pytest_deselected(items=without)
+    items[:] = [item for item in items if item not in without]
+    for item in items:
         why = reason(item.nodeid)
         if why is not None:
             item.add_marker(pytest.mark.skip(why))

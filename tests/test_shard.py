@@ -13,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 import fsdp_sft as fs
-from tests.harness.device import mesh_here
+from tests.harness.device import device_here, mesh_here
 from tests.harness.forks import Program
 from tests.harness.models import full, largest_error, ragged_batches, tiny_model
 from tests.harness.ranks import run_distributed
@@ -36,7 +36,7 @@ def _check_masters() -> None:
             assert p.dtype == torch.float32
             assert torch.equal(full(p), q.float()), name
         assert all(
-            b.dtype == buffers[n].dtype and torch.equal(b, buffers[n]) for n, b in model.named_buffers()
+            b.dtype == buffers[n].dtype and torch.equal(full(b), buffers[n]) for n, b in model.named_buffers()
         )
         head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
         tied = getattr(model.config, "tie_word_embeddings", False)
@@ -46,7 +46,7 @@ def _check_masters() -> None:
         inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
         logits = model(**inputs).logits
         assert logits.dtype == torch.bfloat16
-        assert torch.equal(logits, plain(**inputs).logits)
+        assert torch.equal(full(logits), plain(**inputs).logits)
         fs.loss_sum(model, batch)[0].backward()
         assert all(p.grad.dtype == torch.float32 for p in model.parameters())
 
@@ -206,7 +206,7 @@ def _check_kept_in_float32() -> None:
         wo.register_forward_pre_hook(lambda m, args, seen=seen: seen.append((m.weight.dtype, args[0].dtype)))
         output = model(**batch)
         assert seen == [(torch.float32, torch.float32)]
-        assert torch.equal(output.logits, plain(**batch).logits), "what plain transformers computes"
+        assert torch.equal(full(output.logits), plain(**batch).logits), "what plain transformers computes"
         output.loss.backward()
         assert all(p.grad.dtype == torch.float32 for p in model.parameters())
 
@@ -234,7 +234,7 @@ def _check_meta() -> None:
     fs.shard_model(model, mesh=_mesh())
     assert all(p.is_meta and p.dtype == torch.float32 for p in model.parameters())
     plain = tiny_model("llama")
-    model.to_empty(device="cpu")
+    model.to_empty(device=device_here())
     with torch.no_grad():
         for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
             offset = dist.get_rank() * -(-q.shape[0] // dist.get_world_size())

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
-from tests.harness.device import mesh_here
+from tests.harness.device import device_type, mesh_here
 from tests.harness.models import (
     full,
     largest_error,
@@ -88,6 +88,7 @@ def _check_optimizer_steps() -> None:
             assert (full(p) - q).abs().max() <= tolerance, name
 
 
+@pytest.mark.accelerator
 def test_optimizer_steps_equal_the_single_process() -> None:
     run_distributed(_check_optimizer_steps, 2)
 
@@ -138,7 +139,7 @@ def _check_scaler() -> None:
     model = fs.shard_model(tiny_model("llama"), mesh=mesh_here(), mp_policy=policy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    scaler = torch.amp.GradScaler(device_type(), init_scale=256.0)
     window = _mine(ragged_batches(4))
     before = {name: full(p).clone() for name, p in model.named_parameters()}
     result = fs.train_step(model, window, optimizer, scaler=scaler, scheduler=scheduler)
@@ -176,7 +177,7 @@ def _check_nonfinite() -> None:
         model.model.norm.weight.register_post_accumulate_grad_hook(
             lambda p: p.grad.to_local().fill_(math.nan)
         )
-    for scaler in (None, torch.amp.GradScaler("cpu", enabled=False)):
+    for scaler in (None, torch.amp.GradScaler(device_type(), enabled=False)):
         with pytest.raises(FloatingPointError, match="gradient norm is nan"):
             fs.train_step(model, _mine(ragged_batches(4)), optimizer, scaler=scaler)
     assert not optimizer.state

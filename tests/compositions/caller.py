@@ -20,7 +20,7 @@ from tests.compositions.axes import Draw
 from tests.compositions.plain import Tensors, Trained
 from tests.compositions.rows import Row
 from tests.harness.chat_templates import byte_tokenizer
-from tests.harness.device import mesh_here
+from tests.harness.device import device_here, device_type, mesh_here
 from tests.harness.models import full
 
 MESHES: dict[str, dict[str, int]] = {
@@ -124,7 +124,7 @@ def _train(
     for one in made if first == 1 else []:
         one.register_step_pre_hook(partial(_keep_gradients, told, inner))
     scaler = (
-        torch.amp.GradScaler("cpu", init_scale=options.SCALE)
+        torch.amp.GradScaler(device_type(), init_scale=options.SCALE)
         if draw["precision"].startswith("float16")
         else None
     )
@@ -230,11 +230,13 @@ def _model(draw: Draw, folder: Path, mesh: Any, *, seed: int) -> Any:
     if draw["compile"] != "no":
         fs.compile_blocks(model, backend="aot_eager", **late)
     if draw["mesh"] == "torch DDP 2":
-        return nn.parallel.DistributedDataParallel(model.train())
+        return nn.parallel.DistributedDataParallel(model.to(device_here()).train())
     if mesh is not None:
         fs.shard_model(model, mesh=mesh, mp_policy=_policy(draw))
     if draw["start"] == "meta":
         fs.load_weights(model, source)
+    if mesh is None:
+        model.to(device_here())
     return model.train()
 
 

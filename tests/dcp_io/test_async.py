@@ -134,6 +134,7 @@ def _async(root: str) -> None:
     _best(f"{root}/best", model)
 
 
+@pytest.mark.accelerator
 def test_async_saves_on_two_ranks(tmp_path: Path) -> None:
     run_distributed(_async, 2, str(tmp_path))
 

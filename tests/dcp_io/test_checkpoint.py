@@ -15,7 +15,8 @@ import fsdp_sft as fs
 from fsdp_sft import dcp_io
 from fsdp_sft.dcp_io import manifest as manifest_module
 from fsdp_sft.dcp_io.codec import decode, dumps, encode, loads
-from tests.harness.device import mesh_here
+from tests.harness.device import device_here, mesh_here
+from tests.harness.models import full
 from tests.harness.ranks import run_distributed
 from tests.harness.trained import (
     DDP,
@@ -34,6 +35,10 @@ TRAIN_STATE = {
 }
 
 
+def _tokens() -> torch.Tensor:
+    return torch.ones(1, 4, dtype=torch.int64, device=device_here())
+
+
 def _save(root: str, mesh_shape: dict[str, int] | None, family: str) -> None:
     """Train two steps, save, then go on; what was saved and what followed goes to a file."""
     torch.manual_seed(100 + this_rank())
@@ -44,7 +49,7 @@ def _save(root: str, mesh_shape: dict[str, int] | None, family: str) -> None:
     train(model, optimizer, 0, 2)
     model.eval()
     with torch.no_grad():
-        model(input_ids=torch.ones(1, 4, dtype=torch.int64))  # leaves the root gathered
+        model(input_ids=_tokens())  # leaves the root gathered
     model.train()
     rank_state = {"position": this_rank(), "buffer": torch.arange(3) + this_rank(), "blob": b"\x00\xff"}
     fs.save_checkpoint(
@@ -66,10 +71,10 @@ def _load(root: str, mesh_shape: dict[str, int] | None, family: str, prepare: st
         train(model, optimizer, 0, 1)
         model.eval()
         with torch.no_grad():
-            model(input_ids=torch.ones(1, 4, dtype=torch.int64))  # leaves the root gathered
+            model(input_ids=_tokens())  # leaves the root gathered
         model.train()
     if prepare == "pending":
-        model(input_ids=torch.ones(1, 4, dtype=torch.int64)).logits.sum().backward()
+        model(input_ids=_tokens()).logits.sum().backward()
     loaded = fs.load_checkpoint(root, model=model, optimizer=optimizer)
     optimizer.zero_grad()
     assert_same(everything(model, optimizer), expected[0]["state"])
@@ -124,7 +129,7 @@ def test_other_meshes(
 
 def _compiled_and_checkpointed(root: str) -> None:
     plain = make_model(1, None, wrap=False)
-    saved = plain.state_dict()
+    saved = {name: full(tensor) for name, tensor in plain.state_dict().items()}
     prepared = make_model(1, None, wrap=False)
     fs.apply_sac(prepared, "1/2")
     fs.compile_blocks(prepared, backend="aot_eager")

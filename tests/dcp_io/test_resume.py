@@ -9,7 +9,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.data import DataLoader
 
 import fsdp_sft as fs
-from tests.harness.device import mesh_here
+from tests.harness.device import device_type, mesh_here
 from tests.harness.models import VOCAB, full, tiny_model
 from tests.harness.ranks import run_distributed
 
@@ -46,7 +46,7 @@ class _Run:
         self.scheduler = torch.optim.lr_scheduler.LinearLR(self.optimizer, total_iters=6)
         # Grows every second step, so that its own state decides what it does after a resume.
         self.scaler = (
-            torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2) if kind == "sgd" else None
+            torch.amp.GradScaler(device_type(), init_scale=64.0, growth_interval=2) if kind == "sgd" else None
         )
         rows = _rows()
         self.sampler = fs.ResumableSampler(len(rows), seed=3)

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.simulated import build
-from tests.simulated.device import Simulated
+from tests.simulated.device import BACKEND, Simulated
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed.device_mesh import DeviceMesh
 
 SETTING = "FSDP_SFT_TEST_DEVICE"
@@ -71,6 +72,11 @@ def become(own: Simulated | None) -> None:
         _own = own
 
 
+def backend_here() -> str:
+    """The backend of process groups among processes that compute on what this one does."""
+    return "gloo" if _own is None else BACKEND
+
+
 def device_type() -> str:
     """The type of the device that this process, mostly a rank, computes on."""
     return "cpu" if _own is None else "sim"
@@ -85,6 +91,13 @@ def note_launches(number: int) -> None:
 def launches() -> int:
     """All that ranks of this process have launched on simulated devices."""
     return _launches
+
+
+def device_here() -> "torch.device":
+    """The device that this process, mostly a rank, computes on."""
+    import torch
+
+    return torch.device("cpu") if _own is None else torch.device("sim", _own.index)
 
 
 def mesh_here(**shape: int | None) -> "DeviceMesh":

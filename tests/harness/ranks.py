@@ -30,7 +30,7 @@ from typing import Any
 from fsdp_sft._compat import forget_meshes
 from tests.harness import device, forks, leftovers
 from tests.harness.poison import is_poisoned, poisoned
-from tests.simulated.device import BACKEND, Simulated
+from tests.simulated.device import Simulated
 
 _GRACE_SECONDS = 10  # what the other ranks get to fail by themselves once one has
 
@@ -205,7 +205,7 @@ def _run(task: Task, own: Simulated | None, folder: Path, rank: int, world_size:
         faulthandler.enable(open(folder / f"fault-{rank}", "w"))  # noqa: SIM115  needed until there is another
     try:
         dist.init_process_group(
-            "gloo" if own is None else BACKEND,
+            device.backend_here(),
             init_method=f"file://{folder / 'store'}",
             rank=rank,
             world_size=world_size,

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import fsdp_sft as fs
-from tests.harness.device import mesh_here
+from tests.harness.device import device_here, mesh_here
 from tests.harness.models import full, ragged_batches, tiny_model
 
 HSDP = {"dp_replicate": 2}
@@ -41,7 +41,9 @@ def make_model(
     blocks = fs.find_blocks(inner)
     inner.get_input_embeddings().requires_grad_(family != "llama")  # llama: frozen embedding
     model: Any = Extra(inner) if wrap else inner
-    if mesh_shape is not None:
+    if mesh_shape is None:
+        model = model.to(device_here())
+    else:
         mesh = mesh_here(**mesh_shape)
         fs.shard_model(model, mesh=mesh, blocks={f"inner.{k}" if wrap else k: b for k, b in blocks.items()})
     return model
@@ -58,7 +60,8 @@ def make_adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, count: int) -> list[float]:
     losses = []
-    for batch in BATCHES[first : first + count]:
+    for on_host in BATCHES[first : first + count]:
+        batch = {key: value.to(device_here()) for key, value in on_host.items()}
         logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
         loss = torch.nn.functional.cross_entropy(
             logits[:, :-1].flatten(0, 1).float(), batch["labels"][:, 1:].flatten(), ignore_index=-100

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fsdp_sft as fs
 from fsdp_sft.loss import liger
 from tests.harness.architectures import class_names, tiny_architecture
-from tests.harness.device import mesh_here
+from tests.harness.device import device_type, mesh_here
 from tests.harness.models import (
     VOCAB,
     full,
@@ -194,7 +194,7 @@ def test_a_scaler_prevents_underflow_in_float16() -> None:
     (_reference(*lost, labels).float() / num_targets).backward()
     assert (lost[1].grad == 0).float().mean() > 0.9, "the case is one where plain float16 fails"
     mine = _leaves(hidden, weight)
-    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    scaler = torch.amp.GradScaler(device_type(), init_scale=scale)
     scaler.scale(fs.linear_cross_entropy_sum(*mine, labels) / num_targets).backward()
     for ours, reference in zip(mine, theirs, strict=True):
         assert _relative(ours.grad.double() / scale, reference.grad) <= 2e-3

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import functional as F
 
 import fsdp_sft as fs
-from tests.harness.device import mesh_here
+from tests.harness.device import device_type, mesh_here
 from tests.harness.models import VOCAB, full, largest_error, ragged_batches, tiny_config, tiny_model
 from tests.harness.ranks import run_distributed
 
@@ -104,7 +104,7 @@ def _check_window(mesh_shape: dict[str, int], grad_sync: Any, options: str) -> N
     mine = batches[rank::ranks]
     before = {name: full(p).clone() for name, p in model.named_parameters()}
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    scaler = torch.amp.GradScaler("cpu", init_scale=32.0) if "scaler" in options else None
+    scaler = torch.amp.GradScaler(device_type(), init_scale=32.0) if "scaler" in options else None
     result = fs.train_step(
         model,
         mine,

@@ -1,9 +1,50 @@
-"""What cannot run on simulated devices, each with its reason; the run prints them."""
+"""Which tests run on simulated devices, and why the others do not; the run prints the reasons."""
+
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
 
 # Beginnings of test ids.
 REASONS: dict[str, str] = {}
 
+_STARTS_RANKS = {"run_distributed", "run_simulated", "for_ranks"}
+
 
 def reason(nodeid: str) -> str | None:
-    """Why a test is not run on simulated devices; None if it is."""
+    """Why a test of several ranks is not run on simulated devices; None if it is."""
     return next((why for start, why in REASONS.items() if nodeid.startswith(start)), None)
+
+
+def starts_ranks(item: pytest.Item) -> bool:
+    """Whether a test, one of its fixtures or a function of the tests that they call starts ranks.
+
+    What starts none runs in the process of pytest, which has no simulated device.
+    """
+    functions: list[Any] = [item.function] if isinstance(item, pytest.Function) else []
+    functions += [definitions[-1].func for definitions in _fixtures(item).values()]
+    seen: set[int] = set()
+    while functions:
+        function = functions.pop()
+        if id(function) in seen or not isinstance(function, types.FunctionType):
+            continue
+        seen.add(id(function))
+        names = set(_names(function.__code__))
+        if names & _STARTS_RANKS:
+            return True
+        found = (function.__globals__.get(name) for name in names)
+        functions += [other for other in found if getattr(other, "__module__", "").startswith("tests.")]
+    return False
+
+
+def _fixtures(item: pytest.Item) -> dict[str, Any]:
+    names: dict[str, Any] = getattr(item, "_fixtureinfo").name2fixturedefs  # noqa: B009  pytest has no public name
+    return {name: found for name, found in names.items() if not found[-1].func.__module__.endswith("conftest")}
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim.lr_scheduler import ChainedScheduler, LambdaLR, ReduceLROnPlateau, SequentialLR
 
 import fsdp_sft as fs
-from tests.harness.device import mesh_here
+from tests.harness.device import device_type, mesh_here
 from tests.harness.models import full, largest_error, oracle_gradients, ragged_batches, tiny_model
 from tests.harness.ranks import run_distributed
 
@@ -116,7 +116,7 @@ def test_an_inf_in_one_of_them_skips_all() -> None:
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizers = _two(model)
     schedulers = _schedulers(optimizers)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler = torch.amp.GradScaler(device_type(), init_scale=8.0)
     poisoned = model.model.layers[0].self_attn.q_proj.weight
     handle = poisoned.register_hook(lambda gradient: gradient * math.inf)
     result = fs.train_step(model, window, optimizers, scheduler=schedulers, scaler=scaler)
@@ -134,7 +134,7 @@ def test_gradients_that_overflow_only_in_their_norm_are_no_silent_step() -> None
     model, window = tiny_model("llama"), ragged_batches(2)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     model.lm_head.weight.register_hook(lambda gradient: torch.full_like(gradient, 1e36))
-    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    scaler = torch.amp.GradScaler(device_type(), init_scale=1.0)
     with pytest.raises(fs.NonFiniteGradientError, match="the gradient norm is inf"):
         fs.train_step(model, window, torch.optim.SGD(model.parameters(), lr=1.0), scaler=scaler)
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import functional as F
 
 import fsdp_sft as fs
-from tests.harness.device import mesh_here
+from tests.harness.device import device_type, mesh_here
 from tests.harness.models import VOCAB, full, largest_error, ragged_batches, tiny_model
 from tests.harness.packs import drawn_rows, gradients_of_separate_rows
 from tests.harness.ranks import run_distributed
@@ -188,7 +188,7 @@ def test_a_scaler_and_a_scheduler_see_a_loss_of_ones_own() -> None:
     model = strange_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    scaler = torch.amp.GradScaler(device_type(), init_scale=64.0)
     again = copy.deepcopy(model)
     plain = fs.train_step(
         again,

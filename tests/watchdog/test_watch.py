@@ -22,6 +22,8 @@ from fsdp_sft.watchdog.beat import ENDED, FAILED, Beat, process_state, this_proc
 from fsdp_sft.watchdog.judge import Finding, Judge
 from fsdp_sft.watchdog.report import Report, ranges
 from tests.harness import forks
+from tests.harness.device import backend_here, become, device_here, for_ranks
+from tests.simulated.device import Simulated
 
 TIMEOUT, INTERVAL = 2.0, 0.2
 SLACK = 2.0  # for a machine that other work keeps busy
@@ -34,8 +36,15 @@ def _lockstep(watchdog: fs.Watchdog, steps: int, act: Callable[[int], None] = la
     for step in range(1, steps + 1):
         watchdog.step(step)
         act(step)
-        dist.all_reduce(torch.ones(1))
+        _sum()
         time.sleep(0.01)
+
+
+def _sum() -> None:
+    """A collective whose result the host waits for, as loops wait for their loss."""
+    total = torch.ones(1, device=device_here())
+    dist.all_reduce(total)
+    total.item()
 
 
 def _at(step: int, folder: Path, action: Callable[[], Any]) -> Callable[[int], None]:
@@ -70,19 +79,20 @@ def _ahead(watchdog: fs.Watchdog, folder: Path, is_victim: bool) -> None:
         (folder / "acted").write_text(str(time.time()))
         _lockstep(watchdog, 0)
         watchdog.step(5)
-        dist.all_reduce(torch.ones(1))
+        _sum()
 
 
 def _shape(watchdog: fs.Watchdog, folder: Path, is_victim: bool) -> None:
     for step in range(1, 9):
-        batch = torch.ones(2, 24 if is_victim and step == 3 else 16)
+        batch = torch.ones(2, 24 if is_victim and step == 3 else 16, device=device_here())
         if step == 3:
             (folder / "acted").write_text(str(time.time()))
         watchdog.step(step, shape=batch.shape)
-        gathered = [torch.empty(2, 16) for _ in range(dist.get_world_size())]
+        gathered = [torch.empty(2, 16, device=device_here()) for _ in range(dist.get_world_size())]
         if is_victim and step == 3:
             time.sleep(60)  # in a collective of its own, which nobody else enters
         dist.all_gather(gathered, batch)
+        gathered[0].sum().item()
 
 
 def _slow_loader(watchdog: fs.Watchdog, folder: Path, is_victim: bool) -> None:
@@ -144,8 +154,9 @@ class Outcome:
     seconds: float  # from the victim's act to the last line
 
 
-def _run_rank(name: str, folder: Path, rank: int, port: int) -> None:
+def _run_rank(name: str, folder: Path, rank: int, port: int, own: Simulated | None) -> None:
     function, world_size, victim, host, _ = SCENES[name]
+    become(own)
     descriptor = os.open(folder / f"stderr-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 2)
     torch.set_num_threads(1)
@@ -159,7 +170,7 @@ def _run_rank(name: str, folder: Path, rank: int, port: int) -> None:
     if hosts:
         (folder / "port.tmp").write_text(str(store.port))
         (folder / "port.tmp").rename(folder / "port")
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    dist.init_process_group(backend_here(), store=store, rank=rank, world_size=world_size)
     with fs.Watchdog(timeout=TIMEOUT, interval=INTERVAL) as watchdog:
         with watchdog.phase("start", timeout=30):  # until all have begun, on a machine that is busy
             dist.barrier()
@@ -171,7 +182,8 @@ def _run_rank(name: str, folder: Path, rank: int, port: int) -> None:
 
 def _start(name: str, folder: Path, port: int) -> list[Any]:
     folder.mkdir()
-    processes = [forks.process(_run_rank, name, folder, rank, port) for rank in range(SCENES[name][1])]
+    devices = enumerate(for_ranks(SCENES[name][1]))
+    processes = [forks.process(_run_rank, name, folder, rank, port, own) for rank, own in devices]
     for process in processes:
         process.start()
     return processes

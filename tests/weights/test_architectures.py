@@ -58,7 +58,7 @@ def _forward(model: Any) -> torch.Tensor:
     torch.manual_seed(0)
     output = model(**inputs_for(model))
     result: torch.Tensor = output.logits if getattr(output, "loss", None) is None else output.loss
-    return result.detach()
+    return result.detach().cpu()
 
 
 def _check_one(folder: Path, mesh: Any) -> Outcome:

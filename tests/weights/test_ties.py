@@ -11,6 +11,7 @@ import fsdp_sft as fs
 from fsdp_sft.weights import meta
 from tests.harness.device import mesh_here
 from tests.harness.hf_folders import difference, plain, rewrite, save_tiny, tensors_of
+from tests.harness.models import full
 from tests.harness.ranks import run_distributed
 
 FLOAT32 = MixedPrecisionPolicy()
@@ -82,7 +83,7 @@ def _check_converted(folder: Path, mesh_shape: dict[str, int], equal: bool) -> N
         if equal:
             model = _load(folder, mesh_shape, strategy)
             expected = tensors_of(folder)[EMBEDDING].float()
-            assert torch.equal(model.lm_head.weight.full_tensor(), expected)
+            assert torch.equal(full(model.lm_head.weight), expected)
         else:
             with pytest.raises(fs.CheckpointFormatError, match="lm_head"):
                 _load(folder, mesh_shape, strategy)
