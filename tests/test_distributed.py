@@ -16,6 +16,7 @@ import fsdp_sft as fs
 from fsdp_sft import _slurm
 from fsdp_sft import distributed as module
 from fsdp_sft._launch import detect_launch, restarts_to_set_apart
+from tests.harness.device import device_here, device_type, mesh_here
 from tests.harness.models import tiny_model
 from tests.harness.ranks import run_distributed
 
@@ -224,7 +225,7 @@ def _check_existing_group_and_meshes() -> list[Any]:
     assert context.launcher == "existing"
     assert (context.rank, context.world_size) == (dist.get_rank(), 4)
     assert context.is_main == (context.rank == 0)
-    assert str(context.device) == "cpu"
+    assert context.device == device_here()
     assert fs.init_distributed() == context, "calling it again changes nothing"
     flat = fs.build_mesh()
     assert (flat.mesh_dim_names, flat.shape) == (("dp_shard",), (4,))
@@ -314,13 +315,13 @@ def _again(port: int) -> list[int]:
     os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
     sums = []
     for number in range(5):
-        fs.init_distributed(device_type="cpu")
-        total = torch.ones(1)
+        fs.init_distributed(device_type=device_type())
+        total = torch.ones(1, device=device_here())
         dist.all_reduce(total)
         sums.append(int(total))
         # To torch two meshes of one shape are equal, also where the groups behind one of them are gone.
         others = [dist.new_group() for _ in range(number)]
-        model = fs.shard_model(tiny_model("llama"), mesh=fs.build_mesh(device_type="cpu", dp_replicate=2))
+        model = fs.shard_model(tiny_model("llama"), mesh=mesh_here(dp_replicate=2))
         model(input_ids=torch.tensor([[3, 4, 5]])).logits.sum().backward()
         for parameter in model.parameters():
             assert torch.isfinite(parameter.grad.full_tensor()).all()

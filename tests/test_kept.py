@@ -51,8 +51,8 @@ def _step(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     output = model(**inputs_for(model))
     loss = output.loss if getattr(output, "loss", None) is not None else output.logits.float().square().mean()
     loss.backward()
-    named = model.named_parameters()
-    return loss.detach().float(), {name: full(p.grad).float() for name, p in named if p.grad is not None}
+    gradients = {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    return loss.detach().float().cpu(), {name: gradient.float() for name, gradient in gradients.items()}
 
 
 def _distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:

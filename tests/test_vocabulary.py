@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fsdp_sft as fs
 from fsdp_sft._vocabulary import vocabulary_of
-from tests.harness.device import mesh_here
+from tests.harness.device import device_here, mesh_here
 from tests.harness.models import VOCAB, ragged_batches, tiny_model
 from tests.harness.ranks import run_distributed
 
@@ -30,7 +30,7 @@ def _refused_on_all_ranks(kind: str) -> None:
     if kind == "sharded":
         fs.shard_model(model, mesh=mesh_here())
     elif kind == "ddp":
-        model = DistributedDataParallel(model)
+        model = DistributedDataParallel(model.to(device_here()))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = [p.detach().clone() for p in model.parameters()]
     rank = torch.distributed.get_rank()

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fsdp_sft as fs
-from tests.harness.device import mesh_here
+from tests.harness.device import device_here, mesh_here
 from tests.harness.models import full, largest_error, oracle_gradients, ragged_batches, tiny_model
 from tests.harness.ranks import run_distributed
 
@@ -52,7 +52,7 @@ def _check_wrapped(folder: str, kinds: list[str]) -> None:
         plain = tiny_model("llama")
         loss, expected = oracle_gradients(plain, batches)
         norm = float(torch.stack([g.double().norm() for g in expected.values()]).norm())
-        inner = copy.deepcopy(plain)
+        inner = copy.deepcopy(plain).to(device_here())
         model = wrap(inner)
         assert fs.evaluate(model, batches[rank::ranks]).loss == pytest.approx(loss, rel=1e-6), kind
         for grad_sync in ("each", "last") if kind == "ddp" else ("last",):
@@ -64,7 +64,7 @@ def _check_wrapped(folder: str, kinds: list[str]) -> None:
             )
             assert result.loss == pytest.approx(loss, rel=1e-6), kind
             assert result.grad_norm == pytest.approx(norm, rel=1e-5), kind
-            actual = {name: before[name] - p.detach() for name, p in inner.named_parameters()}
+            actual = {name: full(before[name] - p.detach()) for name, p in inner.named_parameters()}
             assert largest_error(actual, expected) <= 1e-5, (kind, grad_sync)
         if kind not in ("ddp", "fabric"):
             continue
@@ -72,8 +72,8 @@ def _check_wrapped(folder: str, kinds: list[str]) -> None:
         other = tiny_model("llama", seed=5)
         fs.load_checkpoint(f"{folder}/{kind}", model=other)
         for name, parameter in other.named_parameters():
-            assert torch.equal(parameter, inner.get_parameter(name)), (kind, name)
-        fs.load_checkpoint(f"{folder}/{kind}", model=wrap(tiny_model("llama", seed=6)))
+            assert torch.equal(parameter, full(inner.get_parameter(name))), (kind, name)
+        fs.load_checkpoint(f"{folder}/{kind}", model=wrap(tiny_model("llama", seed=6).to(device_here())))
         assert (fs.export_hf(model, f"{folder}/{kind}-hf") / "config.json").is_file()
 
 
@@ -94,7 +94,7 @@ def _check_own_loop() -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     batches = ragged_batches(2 * ranks)
     targets = fs.count_targets(batches[rank::ranks])
-    model = DistributedDataParallel(tiny_model("llama"))
+    model = DistributedDataParallel(tiny_model("llama").to(device_here()))
     for batch in batches[rank::ranks]:
         with fs.gradient_sync(model, "all" if batch is batches[rank::ranks][-1] else "none"):
             fs.causal_lm_loss(model, batch, num_targets=targets, impl="chunked").backward()
@@ -112,7 +112,8 @@ def _check_a_part_of_the_ranks() -> None:
     batches = ragged_batches(4, seed=rank // 2)
     mine = batches[rank % 2 :: 2]
     loss, _ = oracle_gradients(tiny_model("llama"), batches)
-    model = DistributedDataParallel(tiny_model("llama"), process_group=groups[rank // 2])
+    on_device = tiny_model("llama").to(device_here())
+    model = DistributedDataParallel(on_device, process_group=groups[rank // 2])
     assert fs.evaluate(model, mine).loss == pytest.approx(loss, rel=1e-6)
 
 

@@ -39,8 +39,9 @@ def starts_ranks(item: pytest.Item) -> bool:
 
 
 def _fixtures(item: pytest.Item) -> dict[str, Any]:
-    names: dict[str, Any] = getattr(item, "_fixtureinfo").name2fixturedefs  # noqa: B009  pytest has no public name
-    return {name: found for name, found in names.items() if not found[-1].func.__module__.endswith("conftest")}
+    """Fixtures by name, without those of every test."""
+    names: dict[str, Any] = getattr(item, "_fixtureinfo").name2fixturedefs  # noqa: B009  pytest has no other name
+    return {name: found for name, found in names.items() if "conftest" not in found[-1].func.__module__}
 
 
 def _names(code: types.CodeType) -> Iterator[str]:

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import LlamaForCausalLM
 
 import fsdp_sft as fs
-from tests.harness.device import mesh_here
+from tests.harness.device import device_type, mesh_here
 from tests.harness.models import VOCAB, oracle_loss, ragged_batches, tiny_config, tiny_model
 from tests.harness.ranks import run_distributed
 
@@ -104,7 +104,7 @@ def _check_submesh() -> None:
     """Two meshes of two ranks each: what one pair has is no business of the other."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("job", "dp_shard"))["dp_shard"]
+    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("job", "dp_shard"))["dp_shard"]
     model = fs.shard_model(tiny_model("llama"), mesh=mesh, mp_policy=FLOAT32)
     batches = ragged_batches(3)
     mine = batches[:2] if dist.get_rank() % 2 == 0 else []

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import functional as F
 
 import fsdp_sft as fs
-from tests.harness.device import mesh_here
+from tests.harness.device import device_type, mesh_here
 from tests.harness.models import VOCAB, full, tiny_model
 from tests.harness.ranks import run_distributed
 
@@ -152,7 +152,7 @@ def _check_equal_rows() -> None:
     nothing = {**_batch(0), "labels": torch.full((2, 12), -100)}
     assert not _steps(mesh, [_batch(0) if rank == 0 else nothing])
     # Ranks of a context-parallel group have the same rows, and those of others not.
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "cp"))
+    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("dp_shard", "cp"))
     model = tiny_model("llama")
     for seed, message in (
         (rank // 2, None),

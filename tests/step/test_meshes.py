@@ -16,6 +16,7 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 
 import fsdp_sft as fs
 from fsdp_sft.step.gradients import clip_gradients
+from tests.harness.device import device_here, device_type
 from tests.harness.models import full, largest_error, oracle_gradients, ragged_batches, tiny_model
 from tests.harness.ranks import run_distributed
 
@@ -58,10 +59,10 @@ TP_PLAN = {
 def _check_tensor_parallel(with_fsdp: bool) -> None:
     ranks = dist.get_world_size()
     plain = tiny_model("llama")
-    model = copy.deepcopy(plain)
+    model = copy.deepcopy(plain).to(device_here())
     shape = (ranks // 2, 2) if with_fsdp else (ranks,)
     names = ("fsdp", "tp") if with_fsdp else ("tp",)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    mesh = init_device_mesh(device_type(), shape, mesh_dim_names=names)
     for layer in model.model.layers:
         parallelize_module(layer, mesh["tp"], TP_PLAN)
     if with_fsdp:
@@ -78,7 +79,8 @@ def test_tensor_parallel_models_have_one_norm(ranks: int, with_fsdp: bool) -> No
 
 
 def _check_kinds() -> None:
-    rows, columns = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")), init_device_mesh("cpu", (4,))
+    rows = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("a", "b"))
+    columns = init_device_mesh(device_type(), (4,))
     layouts = [
         (rows, [Shard(0), Shard(1)]),
         (rows["a"], [Shard(0)]),
@@ -91,7 +93,7 @@ def _check_kinds() -> None:
         sharded = torch.nn.ParameterList()
         for index, parameter in enumerate(plain):
             parameter.grad = torch.randn(6, 5)
-            value, gradient = parameter.detach().clone(), parameter.grad.clone()
+            value, gradient = (x.detach().clone().to(device_here()) for x in (parameter, parameter.grad))
             if index < len(layouts):
                 value, gradient = (distribute_tensor(x, *layouts[index]) for x in (value, gradient))
             sharded.append(torch.nn.Parameter(value))
