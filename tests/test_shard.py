@@ -43,10 +43,10 @@ def _check_masters() -> None:
         assert (head.weight is embedding.weight) == tied
         # bfloat16 compute on float32 masters: what the plain bfloat16 model computes, bit for bit.
         batch = ragged_batches(2)[0]
-        inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+        inputs = {name: batch[name].to(device_here()) for name in ("input_ids", "attention_mask")}
         logits = model(**inputs).logits
         assert logits.dtype == torch.bfloat16
-        assert torch.equal(full(logits), plain(**inputs).logits)
+        assert torch.equal(logits, plain.to(device_here())(**inputs).logits)
         fs.loss_sum(model, batch)[0].backward()
         assert all(p.grad.dtype == torch.float32 for p in model.parameters())
 
@@ -187,7 +187,7 @@ def test_tied_head_and_embedding_may_be_given_as_blocks() -> None:
 
 
 def _check_kept_in_float32() -> None:
-    batch = ragged_batches(2)[0]
+    batch = {name: tensor.to(device_here()) for name, tensor in ragged_batches(2)[0].items()}
     for dtype, attribute in (
         (torch.bfloat16, "_keep_in_fp32_modules_strict"),
         (torch.float16, "_keep_in_fp32_modules"),
@@ -206,7 +206,8 @@ def _check_kept_in_float32() -> None:
         wo.register_forward_pre_hook(lambda m, args, seen=seen: seen.append((m.weight.dtype, args[0].dtype)))
         output = model(**batch)
         assert seen == [(torch.float32, torch.float32)]
-        assert torch.equal(full(output.logits), plain(**batch).logits), "what plain transformers computes"
+        expected = plain.to(device_here())(**batch).logits
+        assert torch.equal(output.logits, expected), "what plain transformers computes"
         output.loss.backward()
         assert all(p.grad.dtype == torch.float32 for p in model.parameters())
 

@@ -115,7 +115,8 @@ class _Rank:
 
     def start(self, task: Task, folder: Path, rank: int, world_size: int) -> None:
         """Begin a task."""
-        self.connection.send((task, folder, rank, world_size))
+        # By value: a connection would share the memory of tensors, and start a thread in this process for it.
+        self.connection.send_bytes(pickle.dumps((task, folder, rank, world_size)))
         self.is_clean, self.is_running = False, True
 
     def look(self) -> None:
@@ -185,7 +186,7 @@ def _serve(connection: Connection, own: Simulated | None) -> None:
     device.become(own)
     while True:
         try:
-            task, folder, rank, world_size = connection.recv()
+            task, folder, rank, world_size = pickle.loads(connection.recv_bytes())
         except EOFError:
             return
         before = 0 if own is None else own.launches()

@@ -14,7 +14,7 @@ from transformers import T5ForConditionalGeneration
 import fsdp_sft as fs
 from fsdp_sft.pretrained import load_pretrained
 from fsdp_sft.weights import CheckpointFormatError, build_meta_model, load_weights, provenance, read
-from tests.harness.device import mesh_here
+from tests.harness.device import device_here, mesh_here
 from tests.harness.forks import Program
 from tests.harness.hf_folders import difference, plain, rewrite, save_tiny, tensors_of
 from tests.harness.layouts import register_layout
@@ -39,8 +39,8 @@ def _check_families(folder: Path, families: list[str], mesh_shape: dict[str, int
         assert model._weight_conversions is not None
         if family not in ("t5", "bert"):
             batch = ragged_batches(2)[0]
-            inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
-            assert torch.equal(full(model(**inputs).logits), oracle(**inputs).logits), family
+            inputs = {name: batch[name].to(device_here()) for name in ("input_ids", "attention_mask")}
+            assert torch.equal(model(**inputs).logits, oracle.to(device_here())(**inputs).logits), family
         assert report.class_bytes["other"] == 0, (family, report.class_bytes)
 
 

@@ -11,7 +11,7 @@ import fsdp_sft as fs
 from fsdp_sft.pretrained import load_pretrained
 from fsdp_sft.weights import CheckpointFormatError, build_meta_model, load_weights
 from fsdp_sft.weights.hub import resolve_folder
-from tests.harness.device import mesh_here
+from tests.harness.device import device_here, mesh_here
 from tests.harness.hf_folders import difference
 from tests.harness.hub_server import serve, use_hub
 from tests.harness.models import full
@@ -47,8 +47,8 @@ def _check_loads(folder: Path, modules: Path, together: bool) -> None:
     oracle = plain_with_code(folder)
     assert difference(model, oracle) == []
     assert float(full(model.model.norm.offset)) == 0.625
-    ids = torch.arange(3, 21).view(2, 9)
-    assert torch.equal(full(model(input_ids=ids).logits), oracle(input_ids=ids).logits)
+    ids = torch.arange(3, 21, device=device_here()).view(2, 9)
+    assert torch.equal(model(input_ids=ids).logits, oracle.to(device_here())(input_ids=ids).logits)
     composed = load_pretrained(folder, mesh=mesh, mp_policy=MixedPrecisionPolicy(), trust_remote_code=True)
     assert difference(composed, oracle) == []
     assert _imported(modules)
