@@ -12,7 +12,7 @@ from torch import nn
 
 import fsdp_sft as fs
 from fsdp_sft.export import hf, hf_files, own_rows, target
-from tests.harness.device import mesh_here
+from tests.harness.device import device_here, mesh_here
 from tests.harness.models import full, tiny_model
 from tests.harness.ranks import run_distributed
 
@@ -64,7 +64,7 @@ def _export_like_save_pretrained(folder: str, mesh_shape: dict[str, int] | None,
             plain = tiny_model(family, seed=3).to(dtype)
             if rank == 0:
                 plain.save_pretrained(f"{name}-expected", max_shard_size=size)
-            model = tiny_model(family, seed=3)
+            model = tiny_model(family, seed=3).to(device_here())
             if mesh_shape is not None:
                 mesh = mesh_here(**mesh_shape)
                 fs.shard_model(model, mesh=mesh)
