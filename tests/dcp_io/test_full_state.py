@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import fsdp_sft as fs
-from tests.harness.device import mesh_here
+from tests.harness.device import device_here, mesh_here
 from tests.harness.models import full, tiny_model
 from tests.harness.ranks import run_distributed
 
@@ -19,7 +19,7 @@ SUFFIXES = [".pt", ".safetensors"]
 
 
 def _model(seed: int, mesh_shape: dict[str, int] | None, **shard_options: Any) -> Any:
-    model = tiny_model("qwen2-tied", seed=seed)
+    model = tiny_model("qwen2-tied", seed=seed).to(device_here())
     model.model.register_buffer("steps", torch.tensor(seed))
     model.model.register_buffer("mean", torch.full((3,), float(seed), dtype=torch.float64))
     if mesh_shape is not None:
@@ -41,7 +41,7 @@ def _assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tens
 def _forward(model: Any) -> None:
     model.eval()
     with torch.no_grad():
-        model(input_ids=torch.ones(1, 4, dtype=torch.int64))  # leaves the root gathered
+        model(input_ids=torch.ones(1, 4, dtype=torch.int64, device=device_here()))  # leaves the root gathered
 
 
 def _round_trip(folder: str, mesh_shape: dict[str, int] | None) -> None:

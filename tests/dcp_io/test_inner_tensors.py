@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import fsdp_sft as fs
-from tests.harness.device import mesh_here
+from tests.harness.device import device_here, mesh_here
 from tests.harness.eight_bit import ClosedMomentum, EightBitMomentum, Quantised, inner_state, own_of
 from tests.harness.models import full, ragged_batches, tiny_model
 from tests.harness.ranks import run_distributed
@@ -31,7 +31,7 @@ class Products(nn.Module):
 
 
 def _make(shapes: Any, mesh: Any, kind: Any = EightBitMomentum) -> tuple[Any, Any]:
-    model = Products(shapes)
+    model = Products(shapes).to(device_here())
     if mesh is not None:
         fully_shard(model, mesh=mesh_here(**mesh))
     return model, kind(model.parameters())

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import fully_shard
 
 import fsdp_sft as fs
 from tests.harness.device import mesh_here
+from tests.harness.models import full
 from tests.harness.ranks import run_distributed
 
 
@@ -97,7 +98,7 @@ def _load(root: str) -> None:
     fully_shard(model, mesh=mesh_here())
     assert fs.load_checkpoint(root, model=model).step == 1
     assert _state(model) == _state(expected)
-    weights = [p.full_tensor() for p in model.parameters()]
+    weights = [full(p) for p in model.parameters()]
     assert all(torch.equal(a, b) for a, b in zip(weights, expected.parameters(), strict=True))
 
 

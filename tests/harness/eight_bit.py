@@ -19,10 +19,11 @@ class Quantised(torch.Tensor):
         self.codes, self.scale, self.table, self.kind = codes, scale, table, kind
 
     @classmethod
-    def zeros(cls, shape: Any) -> "Quantised":
-        codes = torch.full(shape, 128, dtype=torch.uint8)
-        table = torch.linspace(-1, 1, 257)[:256]
-        return cls(codes, torch.zeros(codes.numel() // BLOCK), table, [torch.float32, "signed"])
+    def zeros_like(cls, other: torch.Tensor) -> "Quantised":
+        codes = torch.full_like(other, 128, dtype=torch.uint8)
+        table = torch.linspace(-1, 1, 257, device=other.device)[:256]
+        scale = torch.zeros(codes.numel() // BLOCK, device=other.device)
+        return cls(codes, scale, table, [torch.float32, "signed"])
 
     def __tensor_flatten__(self) -> Any:
         return ["codes", "scale", "table"], self.kind
@@ -97,7 +98,7 @@ class EightBitMomentum(torch.optim.Optimizer):
     def _zeros(self, parameter: torch.Tensor) -> torch.Tensor:
         local = own_of(parameter)
         in_blocks = local.numel() > 0 and local.numel() % BLOCK == 0
-        made = self.kind.zeros(local.shape) if in_blocks else torch.zeros_like(local)
+        made = self.kind.zeros_like(local.detach()) if in_blocks else torch.zeros_like(local)
         if not isinstance(parameter, DTensor):
             return made
         mesh, placements = parameter.device_mesh, parameter.placements

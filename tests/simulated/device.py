@@ -44,6 +44,9 @@ class Simulated:
         import simdev  # noqa: F401
         import torch
 
+        from tests.simulated import operators
+
+        operators.register()
         torch.accelerator.set_device_index(self.index)
 
     def launches(self) -> int:

@@ -1,0 +1,65 @@
+"""Operators of the simulated device that are made in Python: what the CPU computes."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from tests.harness import device
+from tests.harness.device import device_here
+from tests.harness.ranks import run_distributed
+
+
+def _counts() -> None:
+    drawn = torch.randint(0, 8, (50,), dtype=torch.int32)
+    found = torch.histc(drawn.to(device_here()), bins=8, min=0, max=7)
+    assert (found.device, found.dtype) == (device_here(), torch.int32)
+    assert found.tolist() == torch.bincount(drawn, minlength=8).tolist()
+
+
+def _gradients(module: nn.Module, values: torch.Tensor) -> list[torch.Tensor]:
+    values = values.detach().requires_grad_()
+    module(values).square().sum().backward()
+    return [values.grad.cpu(), *(p.grad.cpu() for p in module.parameters())]
+
+
+def _convolutions() -> None:
+    for make in (
+        lambda: nn.Conv1d(6, 4, 3, padding=2, stride=2, groups=2),
+        lambda: nn.Conv1d(6, 6, 3, bias=False),
+        lambda: nn.ConvTranspose1d(6, 4, 3, groups=2),
+    ):
+        torch.manual_seed(0)
+        module, values = make(), torch.randn(2, 6, 9)
+        expected = _gradients(module, values)
+        module.zero_grad()
+        found = _gradients(module.to(device_here()), values.to(device_here()))
+        assert all(map(torch.equal, found, expected))
+
+
+def _recomputed_in_a_graph() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    def block(values: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(values.sin(), 0.5).cos()
+
+    def gradient(function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        values = torch.arange(64.0, device=device_here(), requires_grad=True)
+        torch.manual_seed(3)
+        function(values).sum().backward()
+        return values.grad
+
+    def recomputing(values: torch.Tensor) -> torch.Tensor:
+        return checkpoint(block, values, use_reentrant=False)
+
+    recomputed = torch.compile(recomputing, backend="aot_eager")
+    expected = gradient(block)
+    assert 10 < int((expected == 0).sum()) < 54
+    assert torch.equal(gradient(recomputed), expected)
+
+
+@pytest.mark.parametrize("check", [_counts, _convolutions, _recomputed_in_a_graph])
+def test_it_is_what_the_cpu_computes(check: Callable[[], None]) -> None:
+    with device.asking("sim"):
+        run_distributed(check, 1)
