@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 # Beginnings of test ids.
-REASONS: dict[str, str] = {}
+REASONS: dict[str, str] = {
+    "tests/weights/test_memory.py": "counts this process's memory, and a simulated device is made of it",
+}
 
 _STARTS_RANKS = {"run_distributed", "run_simulated", "for_ranks"}
 

@@ -41,7 +41,8 @@ def _lockstep(watchdog: fs.Watchdog, steps: int, act: Callable[[int], None] = la
 
 
 def _sum() -> None:
-    """A collective whose result the host waits for, as loops wait for their loss."""
+    """As in ``train_step``: a sum of counts on the host, then one on the device, which the host waits for."""
+    dist.all_reduce(torch.ones(1))
     total = torch.ones(1, device=device_here())
     dist.all_reduce(total)
     total.item()
