@@ -14,6 +14,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from tests.harness.device import become, for_ranks
+from tests.simulated.device import Simulated
+
 _PRELOAD = ["tests.harness.preloaded"]
 
 
@@ -27,6 +30,8 @@ def process(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 class Program:
     """``python script arguments`` under way in the script's folder, without the time that imports take.
 
+    It computes on the device that the harness is set to (``device.asked``).
+
     Args:
         script: To run as ``__main__``.
         arguments: On its command line.
@@ -36,7 +41,7 @@ class Program:
     def __init__(self, script: Path, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
         self._printed = tempfile.NamedTemporaryFile("r+")  # noqa: SIM115  closed in wait
         own = dict(os.environ if environment is None else environment)
-        self._process = process(_as_main, script, arguments, own, self._printed.name)
+        self._process = process(_as_main, script, arguments, own, self._printed.name, for_ranks(1)[0])
         self._process.start()
 
     @property
@@ -58,12 +63,19 @@ class Program:
             return code, printed.read()
 
 
-def _as_main(script: Path, arguments: tuple[str, ...], environment: dict[str, str], printed: str) -> None:
+def _as_main(
+    script: Path,
+    arguments: tuple[str, ...],
+    environment: dict[str, str],
+    printed: str,
+    simulated: Simulated | None,
+) -> None:
     fd = os.open(printed, os.O_WRONLY | os.O_APPEND)
     os.dup2(fd, 1)
     os.dup2(fd, 2)
     os.environ.clear()
     os.environ.update(environment)
+    become(simulated)
     os.chdir(script.parent)
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.parent))
