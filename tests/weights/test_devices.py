@@ -13,6 +13,7 @@ from tests.harness.hf_folders import plain, rewrite, save_tiny, tensors_of
 from tests.harness.models import full
 from tests.simulated.ranks import run_simulated
 
+PIECE = 1 << 13  # bytes that are read at a time where memory is counted
 SLOW = 0.005  # seconds that a copy to the device takes: far longer than reading the next piece
 
 
@@ -69,6 +70,60 @@ def _load_sharded(folder: Path) -> tuple[list[str], list[int]]:
 
 def test_each_rank_loads_onto_its_own_device(checkpoint: Path) -> None:
     assert run_simulated(_load_sharded, 2, checkpoint, copy_delay=SLOW) == [([], [0]), ([], [1])]
+
+
+def _memory_while_loading(folder: Path, **options: Any) -> tuple[int, int, int]:
+    """(peak beside the shards, the shards, the largest one), in bytes of the device."""
+    from fsdp_sft.weights import read, vocabulary
+
+    read._DEVICE_PIECE_BYTES = PIECE
+    vocabulary._PIECE_ELEMENTS = PIECE // 8
+    fs.init_distributed()
+    mesh = fs.build_mesh()
+    before = torch.sim.memory_allocated()
+    torch.sim.reset_peak_memory_stats()
+    model = fs.load_pretrained(folder, mesh=mesh, **options)
+    beside = torch.sim.max_memory_allocated() - torch.sim.memory_allocated()
+    held = {id(p): p.to_local().nbytes for p in model.parameters()}
+    return beside, torch.sim.memory_allocated() - before, max(held.values())
+
+
+@pytest.mark.parametrize("new_vocab_size", [None, 5000])
+def test_a_load_takes_little_beside_the_shards(tmp_path: Path, new_vocab_size: int | None) -> None:
+    folder = save_tiny(tmp_path, hidden_size=64, vocab_size=4096, num_hidden_layers=2)
+    for beside, shards, largest in run_simulated(
+        _memory_while_loading, 2, folder, new_vocab_size=new_vocab_size
+    ):
+        assert largest > 16 * PIECE
+        assert shards > 2 * largest
+        assert beside <= 2 * PIECE + (shards // largest + 40) * 512  # the allocator rounds up to 512
+
+
+def _load_what_is_not_finite(folders: dict[str, Path]) -> dict[str, str]:
+    fs.init_distributed()
+    messages: dict[str, str] = {}
+    for name, folder in folders.items():
+        try:
+            fs.load_pretrained(folder, mesh=fs.build_mesh())
+            messages[name] = "loaded"
+        except fs.NonFiniteWeightsError as error:
+            messages[name] = str(error)
+    return messages
+
+
+def test_what_is_not_finite_is_found_on_a_device(tmp_path: Path) -> None:
+    folders: dict[str, Path] = {}
+    for value in (float("nan"), float("inf"), float("-inf"), torch.finfo(torch.bfloat16).max):
+        for place in (0, 1003 * 16, -1):
+            folder = folders[f"{value} at {place}"] = save_tiny(tmp_path / f"{value}{place}", vocab_size=1003)
+            tensors = tensors_of(folder)
+            tensors["lm_head.weight"].view(-1)[place] = value
+            tensors["model.norm.weight"].fill_(torch.finfo(torch.bfloat16).max)  # whose sum overflows
+            rewrite(folder, tensors)
+    for found in run_simulated(_load_what_is_not_finite, 2, folders):
+        for name, message in found.items():
+            sound = not name.startswith(("nan", "inf", "-inf"))
+            assert ("loaded" if sound else "'lm_head.weight' has 1 values") in message, name
 
 
 def _random_states() -> list[Any]:

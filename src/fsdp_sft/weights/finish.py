@@ -16,7 +16,7 @@ from fsdp_sft._model import meta_twin, named_tensors
 from fsdp_sft._random import unmoved
 from fsdp_sft.distributed import compute_device
 from fsdp_sft.weights.plan import LoadPlan
-from fsdp_sft.weights.read import check_values_finite
+from fsdp_sft.weights.read import check_all_finite
 
 
 def make_ties(model: nn.Module) -> None:
@@ -115,8 +115,11 @@ def check_shards_finite(model: nn.Module, plan: LoadPlan) -> None:
         NonFiniteWeightsError: Naming the parameter.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
+    by_device: dict[torch.device, dict[str, torch.Tensor]] = {}
     for name, target in plan.targets.items():
         if target.is_parameter and parameters[name].is_floating_point():
             local = local_of(parameters[name])
             if local.device.type != "cpu":
-                check_values_finite(name, local)
+                by_device.setdefault(local.device, {})[name] = local
+    for tensors in by_device.values():
+        check_all_finite(tensors)

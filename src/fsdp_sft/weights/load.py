@@ -24,7 +24,7 @@ from fsdp_sft.weights.finish import check_shards_finite, initialise_rest, make_t
 from fsdp_sft.weights.hub import resolve_folder
 from fsdp_sft.weights.plan import ConvertedGroup, LoadPlan, Target, make_plan
 from fsdp_sft.weights.provenance import Piece, contiguous_strides
-from fsdp_sft.weights.read import Job, check_same, check_values_finite, job_for, read_jobs
+from fsdp_sft.weights.read import Job, check_all_finite, check_same, job_for, read_jobs
 from fsdp_sft.weights.report import LoadReport, progress_bar
 from fsdp_sft.weights.resolve import Checkpoint, open_checkpoint
 from fsdp_sft.weights.vocabulary import fill_new_rows
@@ -82,8 +82,10 @@ def load_weights(
         ValueError: For an argument out of range.
 
     Collective: all ranks. An error on one is raised on all.
-    Memory: The shards, a read buffer of about 1 MiB for each thread (within ``host_budget_bytes``), the
-        largest group of tensors that must be converted whole, and the keys that are initialised.
+    Memory: The shards. On the host a read buffer of about 1 MiB for each of at most 4 threads, for an
+        accelerator two of 8 MiB, pinned (within ``host_budget_bytes``); the largest group of tensors that
+        must be converted whole; and the keys that are initialised. On an accelerator beside the shards at
+        most two pieces of 8 MiB a thread; and of tied tensors that must be converted whole a second shard.
     """
     _check_arguments(strategy, host_budget_bytes, missing, unexpected)
     started = time.perf_counter()
@@ -326,9 +328,8 @@ def _convert(reads: _Reads, group: ConvertedGroup) -> tuple[int, dict[str, torch
     made = {pattern: [sources.pop(key) for key in keys] for pattern, keys in group.sources.items()}
     jobs.clear()
     converted = run_conversion(reads.plan.twin, group.first_target, group.converter, made)
-    for target in _targets_of(reads, group):
-        if reads.is_checked(target):
-            check_values_finite(target.name, converted[target.name])
+    checked = [target.name for target in _targets_of(reads, group) if reads.is_checked(target)]
+    check_all_finite({name: converted[name] for name in checked})
     return bytes_read, converted
 
 

@@ -13,6 +13,7 @@ from fsdp_sft._compat import build_like_from_pretrained
 from fsdp_sft._model import named_tensors
 from fsdp_sft.errors import VocabularyError, abridged
 
+_PIECE_ELEMENTS = 1 << 20  # of float64 at once
 _SHORT = "_fsdp_sft_shapes_before_new_tokens"
 
 Shape = tuple[int, ...]
@@ -66,7 +67,7 @@ def fill_new_rows(base: nn.Module, shapes: Mapping[str, Shape]) -> None:
         if held is not None and this_rank() in owner_ranks(tensor):
             rows = part_of(local, held.relative_to(box))
             columns = tuple(slice(at, at + n) for at, n in zip(held.offset[1:], held.shape[1:], strict=True))
-            sums[columns] = rows.sum(0, dtype=torch.float64).cpu()
+            sums[columns] = _sum_of_rows(rows).cpu()
         mean = torch.tensor(all_reduce_sum(sums.reshape(-1).tolist()), dtype=torch.float64) / old
         added = Box((old, *box.offset[1:]), (tensor.shape[0] - old, *box.shape[1:])).intersect(box)
         if added is not None:
@@ -75,6 +76,14 @@ def fill_new_rows(base: nn.Module, shapes: Mapping[str, Shape]) -> None:
             )
             own = mean.reshape(shape[1:])[columns].to(tensor.dtype)
             part_of(local, added.relative_to(box)).copy_(own.to(local.device).expand(added.shape))
+
+
+def _sum_of_rows(rows: torch.Tensor) -> torch.Tensor:
+    """Their sum in float64, piece by piece: torch widens all that it sums at once."""
+    total = torch.zeros(rows.shape[1:], dtype=torch.float64, device=rows.device)
+    for piece in rows.split(max(1, _PIECE_ELEMENTS // max(1, rows[:1].numel()))):
+        total += piece.sum(0, dtype=torch.float64)
+    return total
 
 
 def _set_vocab_size(cls: Any, config: Any, new: int) -> int:
