@@ -120,7 +120,7 @@ class BatchError(FsdpSftError, ValueError):
 
 
 class ModelLossError(FsdpSftError, ValueError):
-    """A model's own loss is not the cross entropy computed here; the message says what it does."""
+    """A model's own loss is not the cross entropy, or a ``loss_fn`` no sum; the message says what it is."""
 
 
 class NotFusedError(FsdpSftError, ValueError):

@@ -265,3 +265,70 @@ def test_rows_of_a_pack_stay_apart_in_a_loss_of_ones_own_that_leaves_caches_on(f
     result = fs.train_step(model, [pack], optimizer, loss_fn=_of_logits)
     assert result.loss == pytest.approx(loss / targets, rel=1e-5)
     assert model.config.use_cache, "the model is left as it was"
+
+
+def _mean_of_labels(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+    return model(
+        input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], labels=batch["labels"]
+    ).loss
+
+
+def _first_step(loss_fn: Any, **options: Any) -> str:
+    """How the first step ends, in a word; with weights and gradients as they were if it is refused."""
+    model = tiny_model("llama", attention_dropout=0.3).train()
+    if dist.get_world_size() > 1:
+        model = fs.shard_model(model, mesh=fs.build_mesh(device_type="cpu"), mp_policy=FLOAT32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = {name: full(p).clone() for name, p in model.named_parameters()}
+    state = torch.get_rng_state()
+    batches = ragged_batches(2 * dist.get_world_size())[dist.get_rank() :: dist.get_world_size()]
+    try:
+        fs.train_step(model, batches, optimizer, loss_fn=loss_fn, **options)
+    except fs.ModelLossError as error:
+        assert torch.equal(state, torch.get_rng_state())
+        assert all(torch.equal(full(p), before[name]) for name, p in model.named_parameters())
+        return str(error)
+    return "stepped"
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_loss_fn_that_returns_a_mean_is_refused_and_nothing_has_moved(world_size: int) -> None:
+    for found in run_distributed(_first_step, world_size, _mean_of_labels):
+        assert "it is a mean over the batch's targets" in found
+        assert "count_fn=lambda batch: 1" in found
+
+
+def _one(batch: Any) -> int:
+    return 1
+
+
+def _sum_of_labels(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+    return _mean_of_labels(model, batch) * int((batch["labels"][:, 1:] != -100).sum())
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "options"),
+    [(_sum_of_labels, {}), (_mean_of_labels, {"count_fn": _one}), (_mean_of_labels, {"check_labels": False})],
+    ids=["sum", "mean of batches that count 1", "not looked at"],
+)
+def test_a_loss_fn_that_weighs_batches_as_it_counts_them_is_taken(loss_fn: Any, options: Any) -> None:
+    assert run_distributed(_first_step, 2, loss_fn, **options) == ["stepped", "stepped"]
+
+
+class _NotRows:
+    """A batch that is not made of rows."""
+
+    def __init__(self, batch: dict[str, Any]) -> None:
+        self.batch = batch
+
+
+def _of_one_object(model: nn.Module, batch: _NotRows) -> torch.Tensor:
+    return _sum_of_labels(model, batch.batch)
+
+
+def test_a_batch_that_is_not_made_of_rows_is_trained_all_the_same() -> None:
+    model = tiny_model("llama").train()
+    batches = [_NotRows(batch) for batch in ragged_batches(2)]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    result = fs.train_step(model, batches, optimizer, loss_fn=_of_one_object, count_fn=lambda _: 10)
+    assert result.num_targets == 20

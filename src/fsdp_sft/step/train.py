@@ -19,6 +19,7 @@ from fsdp_sft.step.keys import may_be_packs
 from fsdp_sft.step.labels import is_to_be_looked_at, say_what_was_seen
 from fsdp_sft.step.optimizers import Optimizers, checked_optimizers, checked_schedulers, clip_and_step
 from fsdp_sft.step.own_loss import LossFn, Objective
+from fsdp_sft.step.summed import refuse_mean
 from fsdp_sft.step.window import CountFn, agree_on_window, raise_on_mesh, to_device
 
 if TYPE_CHECKING:
@@ -94,7 +95,8 @@ def train_step(
         loss_impl: As ``impl`` of ``loss_sum``.
         loss_fn: ``loss_fn(model, batch)`` returns the loss of one batch, on the model's device, **summed**
             over its targets: a scalar tensor, connected to the parameters even where there is no target.
-            None is ``loss_sum``. For encoder-decoders, classifiers, models that are not transformers',
+            None is ``loss_sum``. Before the first step it is asked for one row's loss and for that row's
+            twice, to tell a sum from a mean. For encoder-decoders, classifiers, models that are not transformers',
             another ignored label, losses of one's own. While it runs, ``use_cache`` is off in the model's
             configs: transformers tells the rows of a pack apart only without a cache.
         count_fn: ``count_fn(batch)`` returns the number of targets of one batch as the loader gave it, before
@@ -104,8 +106,8 @@ def train_step(
             ``verify_packing`` does, unless that has been called; ``"off"`` does not look.
         router_loss: As for ``loss_sum``, but a micro-batch's router loss weighs by its tokens, without
             padding, over those of the window.
-        check_labels: Whether the model's first three windows are looked at, unless ``loss_fn`` or
-            ``count_fn`` gives labels a meaning of their own. Labels that have been shifted already, or that
+        check_labels: Whether ``loss_fn`` is asked whether it returns a sum, and the model's first three
+            windows are looked at, unless ``loss_fn`` or ``count_fn`` gives labels a meaning of their own. Labels that have been shifted already, or that
             are the attention mask, are an error; one warning each is given for labels that differ from the
             id at their place, and, in the first window, for ranks with the same rows.
 
@@ -118,7 +120,8 @@ def train_step(
         VocabularyError: If a batch has an id, or a label, that the model has no row for.
         ValueError: If a rank's batches are not usable; like ``BatchError`` raised on all ranks, before the
             forward. If ``loss_fn`` and ``loss_impl`` are both given.
-        ModelLossError: If the model's own loss is not the cross entropy, as ``loss_sum`` says.
+        ModelLossError: If the model's own loss is not the cross entropy, as ``loss_sum`` says, or
+            ``loss_fn`` returns a mean.
         OptimizerError: If an optimizer was made before the model was sharded, two share a parameter or leave
             one out, or one of them or a scheduler needs more than ``step()``.
         TypeError: If an optimizer or a scheduler is none, or ``loss_fn`` or ``count_fn`` is not a function or
@@ -156,6 +159,8 @@ def train_step(
         return StepResult(math.nan, math.nan, 0, tokens, True, "no targets")
     if verify == "first" and any(map(may_be_packs, window.keys)):
         verify_at_first_use(model, micro_batches, mesh, own_loss=loss_fn is not None)
+    if check_labels:
+        refuse_mean(model, micro_batches, objective, count_fn, mesh)
     device = compute_device(model)
     deferred: SyncMode = {"each": "all", "last": "none", "reduce_scatter": "reduce_scatter"}[grad_sync]  # type: ignore[assignment]
     total, added = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)

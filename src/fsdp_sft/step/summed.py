@@ -1,0 +1,132 @@
+"""Whether a loss of the caller's own is a sum, as the step needs it, or a mean that it would divide again."""
+
+import logging
+import math
+import weakref
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from fsdp_sft.distributed import compute_device, sum_over_mesh
+from fsdp_sft.errors import BatchError, ModelLossError, NotFusedError
+from fsdp_sft.loss import evaluating, guarded
+from fsdp_sft.step.own_loss import Objective
+from fsdp_sft.step.window import CountFn, counted, num_rows, to_device
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+# What twice the targets make of a loss: 2 of a sum, 1 of a mean. A loss of something else may lie between.
+_SUM, _MEAN = (1.8, 2.2), (0.95, 1.05)
+
+_logger = logging.getLogger("fsdp_sft.step")
+_asked: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+
+
+def refuse_mean(
+    model: nn.Module,
+    micro_batches: list[Any],
+    objective: Objective,
+    count_fn: CountFn | None,
+    mesh: "DeviceMesh | None",
+) -> None:
+    """Compute the loss of one row, and of that row twice, in the model's first step with a loss of its own.
+
+    Where targets double and the loss stays, it is a mean over them, and the step would divide it by them once
+    more. What cannot be told (a batch that is not made of rows, a loss that is neither) is let through and
+    logged.
+
+    Args:
+        model: Left as it was.
+        micro_batches: This rank's.
+        objective: With ``loss_fn``.
+        count_fn: As for ``train_step``.
+        mesh: The ranks that share the window.
+
+    Raises:
+        ModelLossError: On all ranks, if ``loss_fn`` returns a mean on any and a sum on none.
+
+    Collective: all ranks of the mesh, by two forwards of two rows at most.
+    """
+    if objective.loss_fn is None or model in _asked:
+        return
+    _asked.add(model)
+    ranks = mesh.size() if mesh is not None else 1
+    rows = _row_and_twins(micro_batches, count_fn)
+    # One rank that cannot form these batches must not leave the others alone in a forward.
+    if sum_over_mesh([rows is not None], mesh)[0] < ranks:
+        _logger.debug("whether loss_fn returns a sum was not looked at: its batches are not made of rows")
+        return
+    grown = _growth(model, objective, rows)
+    sums, means = sum_over_mesh([_within(grown, _SUM), _within(grown, _MEAN)], mesh)
+    if means and not sums:
+        raise ModelLossError(
+            "loss_fn returns the same for a row and for that row twice: it is a mean over the batch's targets, "
+            "and the step, which divides by the targets of the whole window, needs their sum. Return the sum "
+            "(reduction='sum', or the mean times the batch's targets), or, if every batch is meant to weigh "
+            "the same, give count_fn=lambda batch: 1. check_labels=False leaves this check out"
+        )
+    if not sums:
+        _logger.info("whether loss_fn returns a sum over targets could not be told (growth %.3g)", grown)
+
+
+def _within(value: float, bounds: tuple[float, float]) -> bool:
+    return bounds[0] <= value <= bounds[1]
+
+
+def _row_and_twins(batches: list[Any], count_fn: CountFn | None) -> tuple[Any, Any] | None:
+    """A batch of one row that has targets, where there is one, and a batch of that row twice.
+
+    None where batches are not made of rows, or where two of them do not count twice.
+    """
+    try:
+        for batch in batches:
+            for row in range(num_rows(batch)):
+                one, two = repeated(batch, row, 1), repeated(batch, row, 2)
+                targets = counted(one, count_fn)
+                if targets:
+                    return (one, two) if counted(two, count_fn) == 2 * targets else None
+        first = batches[0]
+        return repeated(first, 0, 1), repeated(first, 0, 2)  # for the sake of the other ranks
+    except Exception as error:  # a count of the caller's own may need what a row alone has not
+        _logger.debug("no batch of one row could be made: %s: %s", type(error).__name__, error)
+        return None
+
+
+def _growth(model: nn.Module, objective: Objective, batches: tuple[Any, Any] | None) -> float:
+    """By how much the loss grows from the first batch to the second; nan if it cannot be computed."""
+    device = compute_device(model)
+    losses = []
+    with evaluating(model):
+        for batch in batches or ():
+            try:
+                loss = guarded(model, lambda own=batch: objective.of(model, to_device(own, device))[0])
+                losses.append(float(loss))
+            except NotFusedError as error:  # the same two forwards on every rank, whatever comes of them
+                _logger.debug("%s", error)
+                losses.append(math.nan)
+    return losses[1] / losses[0] if losses and losses[0] else math.nan
+
+
+def repeated(batch: Any, row: int, times: int) -> Any:
+    """A batch of one row of another, that many times: every tensor that has as many rows is cut."""
+    rows = num_rows(batch)
+
+    def cut(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return torch.cat([value[row : row + 1]] * times) if value.ndim and len(value) == rows else value
+        if isinstance(value, Mapping):
+            return {name: cut(inner) for name, inner in value.items()}
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*map(cut, value))
+        if isinstance(value, (list, tuple)):
+            if len(value) == rows and not any(isinstance(inner, torch.Tensor) for inner in value):
+                return type(value)([value[row]] * times)
+            return type(value)(map(cut, value))
+        return value
+
+    if isinstance(batch, (Mapping, list, tuple, torch.Tensor)):
+        return cut(batch)
+    raise BatchError(f"a {type(batch).__name__} is not made of rows")
