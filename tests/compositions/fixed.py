@@ -181,6 +181,12 @@ REFUSED: dict[str, dict[str, str]] = {
         "architecture": "convolution",
         "batches": "packed",
     },
+    "operations kept in blocks that have groups of their own": {
+        "mesh": "1",
+        "architecture": "float32 modules",
+        "precision": "float16 with scaler",
+        "sac": "operations",
+    },
     "adapters that peft put into a model without weights": {
         "mesh": "1",
         "start": "meta",

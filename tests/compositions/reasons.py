@@ -97,6 +97,16 @@ REASONS: tuple[Reason, ...] = (
         "leave `use_varlen_attention` out",
     ),
     Reason(
+        "operations kept in blocks that have groups of their own",
+        "UnsupportedModelError",
+        r"sharded as a group of its own",
+        lambda draw: _is(
+            draw, sac="operations", architecture="float32 modules", precision="float16 with scaler"
+        ),
+        ("sac", "architecture", "precision"),
+        "use `apply_sac`, or leave these blocks out",
+    ),
+    Reason(
         "a pack on a model that does not keep its rows apart",
         "PackingError",
         r"not kept apart",

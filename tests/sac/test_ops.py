@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_sft as fs
@@ -280,3 +280,33 @@ def test_compiled_blocks_are_not_compiled_again() -> None:
     with pytest.raises(ValueError, match=r"model\.layers\.0 is compiled already"):
         fs.compile_with_memory_budget(model, budget=0.5)
     assert len(fs.apply_sac(model, 1)) == 3, "nothing is left behind"
+
+
+def _groups_within_blocks() -> list[str]:
+    """What is said to blocks of which a part has been sharded by itself, before and after."""
+    found = []
+    for sharded_first in (True, False):
+        model = tiny_model("llama").train()
+        mesh = fs.build_mesh(device_type="cpu")
+        if not sharded_first:
+            fs.apply_op_sac(model, save="o_proj", blocks=[1])
+        fully_shard(model.model.layers[1].mlp, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        with pytest.raises(fs.UnsupportedModelError) as refused:
+            if sharded_first:
+                fs.apply_op_sac(model, save="o_proj")
+            else:
+                model(**ragged_batches(2)[0])
+        found.append(str(refused.value))
+        if sharded_first:  # the other block has no group inside
+            fs.apply_op_sac(model, save="o_proj", blocks=[0])
+            model(**ragged_batches(2)[0]).loss.backward()
+            assert model.model.layers[0].self_attn.o_proj.weight.grad is not None
+    return found
+
+
+def test_groups_within_blocks_are_refused_whenever_they_were_made() -> None:
+    for messages in run_distributed(_groups_within_blocks, 2):
+        for message in messages:
+            assert message.startswith("model.layers.1.mlp is sharded as a group of its own")
+            assert "apply_sac" in message

@@ -294,7 +294,7 @@ def _first_step(loss_fn: Any, **options: Any) -> str:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_loss_fn_that_returns_a_mean_is_refused_and_nothing_has_moved(world_size: int) -> None:
     for found in run_distributed(_first_step, world_size, _mean_of_labels):
-        assert "it is a mean over the batch's targets" in found
+        assert "it is a mean over the targets" in found
         assert "count_fn=lambda batch: 1" in found
 
 

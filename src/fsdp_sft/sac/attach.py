@@ -9,7 +9,7 @@ from torch import nn
 
 from fsdp_sft._compat import checkpointing_flag, checkpoints_its_forward, is_checkpointing_layer
 from fsdp_sft.blocks import CACHES_OFF, configs_of
-from fsdp_sft.sac.proof import checkpoint_seen, demand_proof, drop_proof
+from fsdp_sft.sac.proof import checkpoint_seen, demand_proof, drop_check, drop_proof
 
 _STATE = "_fsdp_sft_sac"  # on a module: the instance attributes that were replaced
 _MODE = "_fsdp_sft_sac_mode"  # on the model: which function put them there
@@ -47,6 +47,7 @@ def restore(model: nn.Module) -> None:
     """Take off everything that ``override`` set, and switch the caches on again."""
     for module in model.modules():
         drop_proof(module)
+        drop_check(module)
         for name, value in module.__dict__.pop(_STATE, {}).items():
             if isinstance(value, str) and value == _ABSENT:
                 module.__dict__.pop(name, None)

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fsdp_sft._compat import (
@@ -17,8 +18,10 @@ from fsdp_sft._compat import (
     modules_being_traced,
 )
 from fsdp_sft.blocks import find_blocks
+from fsdp_sft.errors import UnsupportedModelError, abridged
 from fsdp_sft.sac.apply import checkpoint_options, named_blocks, refuse_memory_budget
 from fsdp_sft.sac.attach import checkpoint_blocks, disable_caches, enter_mode, override
+from fsdp_sft.sac.proof import check_before_forward
 
 SDPA = "sdpa"  # in ``save``: the fused attention kernels, which run between submodules and have no name
 
@@ -61,6 +64,8 @@ def apply_op_sac(
             by, ``"sdpa"`` cannot be kept, a part of a block is compiled by itself (torch would see none of
             its operations), or compile's memory budget is on
             (torch would ignore it, or else the marks).
+        UnsupportedModelError: If parts of a block are sharded as groups of their own, as modules kept in
+            float32 are; from the first forward, where the model is sharded later.
         NotRecomputedError: Later, from the first training forward; see ``apply_sac``.
 
     Memory: The inputs of each block and the outputs that are kept.
@@ -72,6 +77,7 @@ def apply_op_sac(
     if SDPA in names:
         _check_sdpa(model)
     _refuse_compiled_parts(chosen)
+    _refuse_inner_groups(model, chosen)
     refuse_memory_budget("apply_op_sac")
     enter_mode(model, "apply_op_sac", replaces={"apply_sac", "apply_op_sac"})
     inside = _Inside(options["preserve_rng_state"])
@@ -82,6 +88,7 @@ def apply_op_sac(
     contexts = functools.partial(create_selective_checkpoint_contexts, policy)
     recompute = functools.partial(checkpoint, context_fn=contexts, **options)
     checkpoint_blocks(model, chosen, recompute, "apply_op_sac")
+    check_before_forward(model, _refuse_inner_groups, chosen)  # it may be sharded after this
     disable_caches(model)
     return list(chosen)
 
@@ -180,6 +187,19 @@ def _check_sdpa(model: nn.Module) -> None:
             raise ValueError(
                 f"save='sdpa' cannot be kept with {name}={value}: the kernel has to draw its numbers again; "
                 f"set config.{name} = 0, or leave 'sdpa' out"
+            )
+
+
+def _refuse_inner_groups(model: nn.Module, blocks: dict[str, nn.Module]) -> None:
+    for fqn, block in blocks.items():
+        inner = [name for name, module in block.named_modules() if name and isinstance(module, FSDPModule)]
+        if inner:
+            # torch tells operations apart by how many of a kind there were, and a recomputation may find the
+            # group gathered already.
+            raise UnsupportedModelError(
+                f"{abridged(f'{fqn}.{name}' for name in inner)} is sharded as a group of its own (a module "
+                "kept in float32, say), and apply_op_sac cannot tell what gathers it from what the block "
+                "computes; use apply_sac, or leave these blocks out with blocks="
             )
 
 

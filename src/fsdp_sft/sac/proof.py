@@ -11,6 +11,7 @@ from torch import nn
 from fsdp_sft.errors import NotRecomputedError
 
 _PROOF = "_fsdp_sft_sac_proof"  # on a block
+_CHECK = "_fsdp_sft_sac_check"  # on the model
 
 
 class _Running:
@@ -43,6 +44,29 @@ class _Proof:
     def end(self) -> None:
         while self.handles:
             self.handles.pop().remove()
+
+
+def check_before_forward(
+    model: nn.Module, check: Callable[[nn.Module, dict[str, nn.Module]], None], blocks: dict[str, nn.Module]
+) -> None:
+    """Call ``check(model, blocks)`` once, when the model's next forward begins."""
+    drop_check(model)
+    hook = functools.partial(_check_once, check, tuple(blocks))
+    model.__dict__[_CHECK] = model.register_forward_pre_hook(hook)
+
+
+def drop_check(model: nn.Module) -> None:
+    """Take ``check_before_forward`` back, if it has not come to that."""
+    handle = model.__dict__.pop(_CHECK, None)
+    if handle is not None:
+        handle.remove()
+
+
+def _check_once(check: Callable[..., None], names: tuple[str, ...], model: nn.Module, args: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    check(model, {name: model.get_submodule(name) for name in names})
+    drop_check(model)
 
 
 def demand_proof(model: nn.Module, blocks: dict[str, nn.Module], caller: str) -> None:

@@ -63,9 +63,9 @@ def refuse_mean(
     sums, means = sum_over_mesh([_within(grown, _SUM), _within(grown, _MEAN)], mesh)
     if means and not sums:
         raise ModelLossError(
-            "loss_fn returns the same for a row and for that row twice: it is a mean over the batch's targets, "
-            "and the step, which divides by the targets of the whole window, needs their sum. Return the sum "
-            "(reduction='sum', or the mean times the batch's targets), or, if every batch is meant to weigh "
+            "loss_fn returns the same for a row and for that row twice: it is a mean over the targets. "
+            "The step divides by the targets of the whole window and needs their sum: return that "
+            "(reduction='sum', or the mean times the targets), or, if every batch is meant to weigh "
             "the same, give count_fn=lambda batch: 1. check_labels=False leaves this check out"
         )
     if not sums:

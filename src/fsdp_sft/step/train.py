@@ -95,10 +95,10 @@ def train_step(
         loss_impl: As ``impl`` of ``loss_sum``.
         loss_fn: ``loss_fn(model, batch)`` returns the loss of one batch, on the model's device, **summed**
             over its targets: a scalar tensor, connected to the parameters even where there is no target.
-            None is ``loss_sum``. Before the first step it is asked for one row's loss and for that row's
-            twice, to tell a sum from a mean. For encoder-decoders, classifiers, models that are not transformers',
-            another ignored label, losses of one's own. While it runs, ``use_cache`` is off in the model's
-            configs: transformers tells the rows of a pack apart only without a cache.
+            None is ``loss_sum``. For encoder-decoders, classifiers, models that are not transformers',
+            another ignored label, losses of one's own. Before the model's first step it is asked for the loss
+            of one row and of that row twice, which tells a sum from a mean. While it runs, ``use_cache`` is
+            off in the model's configs: transformers tells the rows of a pack apart only without a cache.
         count_fn: ``count_fn(batch)`` returns the number of targets of one batch as the loader gave it, before
             the first forward. None counts the labels, after the shift, that are not -100. With both given a
             batch may be anything; tensors in dicts, lists and tuples are moved to the device.
@@ -106,10 +106,11 @@ def train_step(
             ``verify_packing`` does, unless that has been called; ``"off"`` does not look.
         router_loss: As for ``loss_sum``, but a micro-batch's router loss weighs by its tokens, without
             padding, over those of the window.
-        check_labels: Whether ``loss_fn`` is asked whether it returns a sum, and the model's first three
-            windows are looked at, unless ``loss_fn`` or ``count_fn`` gives labels a meaning of their own. Labels that have been shifted already, or that
+        check_labels: Whether the model's first three windows are looked at, unless ``loss_fn`` or
+            ``count_fn`` gives labels a meaning of their own. Labels that have been shifted already, or that
             are the attention mask, are an error; one warning each is given for labels that differ from the
-            id at their place, and, in the first window, for ranks with the same rows.
+            id at their place, and, in the first window, for ranks with the same rows. Of a ``loss_fn``:
+            whether it is asked if it returns a sum.
 
     Returns:
         The same ``StepResult`` on every rank.
