@@ -4,11 +4,9 @@ On one rank losses in float32 are bitwise the original's; on two within 1e-6, si
 another order. Only the order of the rows is taken from the library, so that both see the same data.
 """
 
-import importlib
 import itertools
 import json
 import random
-import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,17 +23,11 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer, default_data_collator, get_scheduler
 
 from tests.harness.forks import Program
-from tests.harness.places import EXAMPLES
+from tests.harness.places import EXAMPLES, script
 from tests.harness.ranks import run_distributed
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
-
-
-def _module(name: str, folder: Path = EXAMPLES / "ports") -> Any:
-    """A script of examples/ as a module; it finds its neighbours as it does when it runs."""
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
-    return importlib.import_module(name)
+PORTS = EXAMPLES / "ports"
 
 
 Steps = list[tuple[float, float]]  # loss and norm of the gradient
@@ -102,7 +94,7 @@ def _logged(path: Path, name: str) -> list[float]:
 
 
 def _pytorch_fsdp2(folder: Path) -> None:
-    port = _module("pytorch_fsdp2")
+    port = script("pytorch_fsdp2", PORTS)
     words = ["--steps", "3", "--batch-size", "4", "--layers", "3", "--length", "16", "--vocab-size", "96"]
     args = port.parse_arguments([*words, "--checkpoints", str(folder / f"{dist.get_world_size()}")])
     results = port.train(args) + port.train(args)  # the second goes on from the first's checkpoint
@@ -146,7 +138,7 @@ def _litgpt_loss(model: nn.Module, batch: Any) -> torch.Tensor:
 
 def _litgpt_files(folder: Path) -> None:
     """A checkpoint, and rows of unequal lengths of which the first half is a prompt."""
-    small = _module("small_gpt")
+    small = script("small_gpt", PORTS)
     torch.manual_seed(0)
     torch.save(small.GPT(small.Config()).state_dict(), folder / "lit_model.pth")
     draw = random.Random(0)
@@ -167,7 +159,7 @@ def _litgpt_words(folder: Path, *more: str) -> list[str]:
 
 
 def _litgpt_oracle(folder: Path, args: Namespace, loss_of: Loss) -> tuple[nn.Module, Steps]:
-    port, small = _module("litgpt_full"), _module("small_gpt")
+    port, small = script("litgpt_full", PORTS), script("small_gpt", PORTS)
     model = small.GPT(small.Config())
     model.load_state_dict(torch.load(folder / "lit_model.pth"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -180,7 +172,7 @@ def _litgpt_oracle(folder: Path, args: Namespace, loss_of: Loss) -> tuple[nn.Mod
 
 
 def _litgpt(folder: Path) -> None:
-    port = _module("litgpt_full")
+    port = script("litgpt_full", PORTS)
     out = folder / f"out-{dist.get_world_size()}"
     args = port.parse_arguments(_litgpt_words(folder, "--out", str(out), "--weigh", "batches"))
     results = port.train(args)
@@ -208,13 +200,13 @@ def test_litgpt_trains_and_resumes_as_the_original(ranks: int, tmp_path: Path) -
 
 
 def _litgpt_by_targets(folder: Path) -> None:
-    port = _module("litgpt_full")
+    port = script("litgpt_full", PORTS)
     args = port.parse_arguments(_litgpt_words(folder, "--out", str(folder / "out")))
     (first_loss, *_) = [result.loss for result in port.train(args)]
     rows = port.read_rows(args.train)
     first = list(itertools.islice(_rounds(rows, 2, port.collate, epochs=1, seed=1337), 2))
     targets = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in itertools.chain(*first))
-    small = _module("small_gpt")
+    small = script("small_gpt", PORTS)
     model = small.GPT(small.Config())
     model.load_state_dict(torch.load(folder / "lit_model.pth"))
     total = 0.0
@@ -248,9 +240,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model, chats, and texts that make 16 blocks of 16 tokens to train on and 5 to evaluate."""
     folder = tmp_path_factory.mktemp("ports")
     texts = [message["content"] for row in _chats() for message in row["messages"]]
-    _module("tiny_model", EXAMPLES).make_tiny_model(folder / "model", texts)
+    script("tiny_model", EXAMPLES).make_tiny_model(folder / "model", texts)
     (folder / "chats.jsonl").write_text("\n".join(json.dumps(row) for row in _chats()))
-    port, tokenizer = _module("run_clm_no_trainer"), AutoTokenizer.from_pretrained(folder / "model")
+    port, tokenizer = script("run_clm_no_trainer", PORTS), AutoTokenizer.from_pretrained(folder / "model")
     for name, number in (("train", 16), ("validation", 5)):
         lines = texts * 8
         while len(port.group_texts(lines, tokenizer, 16)) > number:
@@ -264,11 +256,11 @@ def _clm_arguments(folder: Path, out: Path, *more: str) -> Namespace:
     sizes = ["--block-size", "16", "--per-device-train-batch-size", "2", "--num-train-epochs", "2"]
     settings = ["--weight-decay", "0.1", "--num-warmup-steps", "1", "--mixed-precision", "no"]
     words = ["--model", str(folder / "model"), *files, "--output-dir", str(out), *sizes, *settings, *more]
-    return _module("run_clm_no_trainer").parse_arguments(words)
+    return script("run_clm_no_trainer", PORTS).parse_arguments(words)
 
 
 def _clm(folder: Path, out: Path) -> None:
-    port = _module("run_clm_no_trainer")
+    port = script("run_clm_no_trainer", PORTS)
     # All blocks have as many targets, so weighing them by target is the original's loss but for its rounding.
     weigh = "batches" if dist.get_world_size() == 1 else "targets"
     args = _clm_arguments(folder, out, "--gradient-accumulation-steps", "2", "--weigh", weigh)
@@ -362,7 +354,7 @@ def _democratizing_arguments(folder: Path, out: Path, *more: str) -> Namespace:
     ]
     settings = ["--lr", "1e-3", "--lr-warmup-ratio", "0.5", "--sac", "1/2", "--dtype", "float32"]
     words = ["--model", str(folder / "model"), "--data", str(folder / "chats.jsonl"), "--output", str(out)]
-    return _module("democratizing_sft").parse_arguments([*words, *sizes, *settings, *more])
+    return script("democratizing_sft", PORTS).parse_arguments([*words, *sizes, *settings, *more])
 
 
 def _democratizing_original(folder: Path, collate: Any, *, divide_by_ranks: bool) -> tuple[nn.Module, Steps]:
@@ -401,7 +393,7 @@ def _democratizing_original(folder: Path, collate: Any, *, divide_by_ranks: bool
 
 
 def _democratizing(folder: Path, out: Path) -> None:
-    port, ranks = _module("democratizing_sft"), dist.get_world_size()
+    port, ranks = script("democratizing_sft", PORTS), dist.get_world_size()
     collate = _left_padded(folder, 48)
     results = port.train(_democratizing_arguments(folder, out, "--weigh", "batches"), collate)
     _, expected = _democratizing_original(folder, collate, divide_by_ranks=False)
@@ -424,7 +416,7 @@ def test_democratizing_trains_as_the_original(ranks: int, folder: Path, tmp_path
 def _democratizing_by_default(folder: Path, out: Path) -> None:
     import fsdp_sft as fs
 
-    port = _module("democratizing_sft")
+    port = script("democratizing_sft", PORTS)
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     ours, theirs = fs.SFTCollator(tokenizer, max_length=48), _left_padded(folder, 48)
     for row in _chats():

@@ -15,6 +15,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "start": ("materialised", "load_pretrained", "load_prepared", "meta"),
     "stored": ("float32", "bfloat16", "both names of a tie"),
     "mesh": ("single", "1", "fsdp 2", "fsdp 3", "hsdp 2x2", "replicas 2", "torch DDP 2"),
+    "sharding": ("as needed", "kept after the forward", "prefetched", "offloaded"),
     "precision": ("float32", "bfloat16", "float16 with scaler"),
     "sac": ("0", "1/3", "1", "operations"),
     "compile": ("no", "blocks", "fullgraph"),
@@ -29,7 +30,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "clip": ("none", "1e-2"),
     "loader": ("list", "sampler", "sampler and workers", "sampler of batches"),
     "evaluate": ("no", "before", "between"),
-    "resume": ("no", "same ranks", "other ranks"),
+    "resume": ("no", "same ranks", "other ranks", "twice"),
     "save": ("synchronous", "asynchronous"),
     "export": ("no", "float32", "bfloat16", "into a full folder"),
     "vocabulary": ("as stored", "grown"),
@@ -67,7 +68,7 @@ def settled(draw: Draw) -> dict[str, str]:
         if own["twist"] in ("hook on the head", "chat template"):
             plainest("twist")
     if own["mesh"] in ("single", "torch DDP 2"):  # the caller's own model, which nothing of ours has placed
-        plainest("start", "vocabulary", "precision")
+        plainest("start", "vocabulary", "precision", "sharding")
     if own["mesh"] == "torch DDP 2" and own["resume"] == "other ranks":
         own["resume"] = "same ranks"
     if own["compile"] != "no" and ROUTING & {own["architecture"]}:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.utils.data import DataLoader
 
 import fsdp_sft as fs
@@ -190,10 +190,16 @@ def _mesh(draw: Draw, first: int) -> Any:
     return mesh_here(**MESHES.get(name, {}))
 
 
-def _policy(draw: Draw) -> MixedPrecisionPolicy | None:
+def _sharding(draw: Draw) -> dict[str, Any]:
     dtypes = {"float32": torch.float32, "float16 with scaler": torch.float16}
     dtype = dtypes.get(draw["precision"])
-    return None if dtype is None else MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    policy = None if dtype is None else MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    manners: dict[str, dict[str, Any]] = {
+        "kept after the forward": {"reshard_after_forward": False},
+        "prefetched": {"prefetch": 2},
+        "offloaded": {"offload_policy": CPUOffloadPolicy()},
+    }
+    return {"mp_policy": policy, **manners.get(draw["sharding"], {})}
 
 
 def _model(draw: Draw, folder: Path, mesh: Any, *, seed: int) -> Any:
@@ -203,7 +209,7 @@ def _model(draw: Draw, folder: Path, mesh: Any, *, seed: int) -> Any:
     late: dict[str, Any] = {"fullgraph": True} if draw["compile"] == "fullgraph" else {}
     config = options.adapter_config(draw)
     if draw["start"] in ("load_pretrained", "load_prepared"):
-        common: dict[str, Any] = {"mesh": mesh, "mp_policy": _policy(draw), "sac_ratio": ratio}
+        common: dict[str, Any] = {"mesh": mesh, "sac_ratio": ratio, **_sharding(draw)}
         common["compile"] = draw["compile"] != "no"
         if config is not None:
             common |= {"peft_config": config, "adapter_seed": seed}
@@ -232,7 +238,7 @@ def _model(draw: Draw, folder: Path, mesh: Any, *, seed: int) -> Any:
     if draw["mesh"] == "torch DDP 2":
         return nn.parallel.DistributedDataParallel(model.to(device_here()).train())
     if mesh is not None:
-        fs.shard_model(model, mesh=mesh, mp_policy=_policy(draw))
+        fs.shard_model(model, mesh=mesh, **_sharding(draw))
     if draw["start"] == "meta":
         fs.load_weights(model, source)
     if mesh is None:

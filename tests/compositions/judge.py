@@ -63,9 +63,8 @@ def judge(draw: Draw, seed: int = 0) -> Outcome:
 def _judge(draw: Draw, seed: int, folder: Path) -> Outcome:
     rows, held_out = _rows(draw, seed), _rows(draw, seed + 1)[:5]
     architectures.write(architectures.build(draw["architecture"], seed=seed), folder / "base", draw["stored"])
-    parts = [(1, options.STEPS)] if draw["resume"] == "no" else [(1, 2), (3, options.STEPS)]
     told: list[list[Told]] = []
-    for first, last in parts:
+    for first, last in options.parts(draw):
         mesh = draw["mesh"] if first == 1 else options.resumed_mesh(draw)
         asked = dict(draw), folder, rows, held_out, first, last
         with poisoned():

@@ -24,6 +24,13 @@ def ranks_of(mesh: str) -> int:
     ]
 
 
+def parts(draw: Draw) -> list[tuple[int, int]]:
+    """The first and last step of each run."""
+    if draw["resume"] == "no":
+        return [(1, STEPS)]
+    return [(1, 1), (2, 2), (3, STEPS)] if draw["resume"] == "twice" else [(1, 2), (3, STEPS)]
+
+
 def resumed_mesh(draw: Draw) -> str:
     """The mesh that training goes on with."""
     others = {"1": "fsdp 2", "fsdp 2": "fsdp 3", "fsdp 3": "1", "hsdp 2x2": "fsdp 2", "replicas 2": "fsdp 3"}

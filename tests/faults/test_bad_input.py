@@ -17,7 +17,7 @@ from torch import nn
 import fsdp_sft as fs
 from tests.harness.device import mesh_here
 from tests.harness.models import full, tiny_model
-from tests.harness.places import EXAMPLES, ROOT
+from tests.harness.places import ROOT, script
 from tests.harness.ranks import run_distributed
 
 
@@ -30,10 +30,7 @@ def _expect(what: str, call: Any, message: str, kind: type[Exception] = ValueErr
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    sys.path.insert(0, str(EXAMPLES))
-    from tiny_model import make_tokenizer
-
-    return make_tokenizer(["some text"], vocab_size=270)
+    return script("tiny_model").make_tokenizer(["some text"], vocab_size=270)
 
 
 def test_ratios() -> None:
