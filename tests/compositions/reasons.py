@@ -101,7 +101,10 @@ REASONS: tuple[Reason, ...] = (
         "UnsupportedModelError",
         r"sharded as a group of its own",
         lambda draw: _is(
-            draw, sac="operations", architecture="float32 modules", precision="float16 with scaler"
+            draw,
+            sac="operations",
+            architecture=("float32 modules", "encoder-decoder"),
+            precision="float16 with scaler",
         ),
         ("sac", "architecture", "precision"),
         "use `apply_sac`, or leave these blocks out",
