@@ -57,7 +57,7 @@ def judge(draw: Draw, seed: int = 0) -> Outcome:
             return Outcome("fault", str(different))
         except Exception as error:
             text = "".join(traceback.format_exception(error))
-            return Outcome("fault", f"{type(error).__name__}: {text[-1500:]}")
+            return Outcome("fault", f"{type(error).__name__}: {text[:800]} ... {text[-1500:]}")
 
 
 def _judge(draw: Draw, seed: int, folder: Path) -> Outcome:
