@@ -65,7 +65,7 @@ def build(architecture: str, *, seed: int = 0) -> Any:
         ),
         "sliding window": ("gemma3", {}),
         "learned positions": ("gpt2", {"tie_word_embeddings": False}),
-        # At 1 its losses are twice those of a model that knows nothing, and a rounding turns its gradients over.
+        # At 1 its first loss is twice that of guessing, and a rounding turns its gradients over.
         "encoder-decoder": ("t5", {"initializer_factor": 0.3}),
         "classifier": ("bert", {}),
     }
