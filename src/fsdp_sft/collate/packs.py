@@ -41,7 +41,8 @@ def refuse_masked_pack(batch: Any) -> None:
     Raises:
         PackingError: If positions begin anew among the tokens that the mask lets through.
     """
-    mask, positions = batch.get("attention_mask"), _positions(batch)
+    positions = _positions(batch)
+    mask = batch.get("attention_mask") if positions is not None else None
     if positions is None or not isinstance(mask, torch.Tensor) or mask.shape != positions.shape:
         return
     for seen, places in zip(mask.to(positions.device) != 0, positions, strict=True):
