@@ -4,8 +4,9 @@ import copy
 import tempfile
 import traceback
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from tests.harness.ranks import run_distributed
 _SECONDS = 400  # a part of a draw may take: what is compiled is compiled by every rank
 FLOOR = 2e-6  # relative, of float32
 _GROWN = VOCABULARY + architectures.EXTRA_TOKENS
+Size = Callable[[torch.Tensor], float]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16 with scaler": torch.float16}
 LOW_FLOOR = {torch.bfloat16: 4e-3, torch.float16: 1e-3}  # one rounding of a number that is nowhere averaged
 
@@ -126,11 +128,9 @@ def _compare(draw: Draw, told: list[list[Told]], held_out: list[Row], folder: Pa
             [{k: v for k, v in b.items() if k != "position_ids"} for b in window] for window in windows
         ]
     batches = [options.collated(draw, [row]) for row in held_out]
-    plainly = lambda precision: _plainly(draw, folder, first.start, windows, batches, precision)  # noqa: E731
-    dtype = {"bfloat16": torch.bfloat16, "float16 with scaler": torch.float16}.get(
-        draw["precision"], torch.float32
-    )
-    _, own = plainly(dtype)
+    dtype = _DTYPES[draw["precision"]]
+    plainly = partial(_plainly, draw, folder, first.start, windows, batches)
+    owns = [plainly(dtype)[1]]
     exact_model, exact = plainly(torch.float64)
     _check_start(draw, first.start, folder)
     ours = Trained(
@@ -142,30 +142,46 @@ def _compare(draw: Draw, told: list[list[Told]], held_out: list[Row], folder: Pa
         first.start,
         last.trained.parameters,
     )
-    floor = 5e-3 if draw["optimizer"].startswith("muon") else FLOOR  # Muon iterates in bfloat16
-    if dtype != torch.float32:  # a token that goes to another expert is no rounding
-        floor = max(floor, 4e-2 if draw["architecture"] in ROUTING else LOW_FLOOR[dtype])
-    for what in ("losses", "norms", "router_losses", "evaluations"):
-        least = max(floor, _LOW_NORM) if what == "norms" and dtype != torch.float32 else floor
-        _close_numbers(what, getattr(ours, what), getattr(own, what), getattr(exact, what), least)
-    _close("gradients", ours.gradients, own.gradients, exact.gradients, floor)
+    try:
+        _compare_trained(draw, ours, owns, exact, dtype)
+    except _DifferentError:
+        if dtype == torch.float32:
+            raise
+        owns.append(plainly(dtype, disturbed=True)[1])  # one run's error may be small by luck
+        _compare_trained(draw, ours, owns, exact, dtype)
     if _is_exact(draw):
-        for step, (loss, right) in enumerate(zip(ours.losses, own.losses, strict=True)):
+        for step, (loss, right) in enumerate(zip(ours.losses, owns[0].losses, strict=True)):
             if loss != right:
                 raise _DifferentError(f"losses[{step}] is {loss!r}, bit for bit it is {right!r}")
-        for name, tensor in own.parameters.items():
+        for name, tensor in owns[0].parameters.items():
             if not torch.equal(ours.parameters[name], tensor):
                 raise _DifferentError(f"{name} is not bit for bit that of plain training")
-    moved = [_change(trained.parameters, trained.start) for trained in (ours, own, exact)]
-    # What Muon makes of a gradient that is nearly singular hangs on its last bits.
-    floor = 0.3 if draw["optimizer"].startswith("muon") else floor
-    _close("changes of parameters", moved[0], moved[1], moved[2], floor)
     if draw["twist"] == "extra state" and draw["resume"] != "no" and last.extra != 17:
         raise _DifferentError(f"the extra state came back as {last.extra}, not 17")
     if draw["resume"] != "no" and last.steps != list(range(1, options.STEPS + 1)):
         raise _DifferentError(f"of the steps saved there are {last.steps}")
     if last.exported is not None:
         _check_export(draw, Path(last.exported), ours.parameters, exact_model, folder)
+
+
+def _compare_trained(
+    draw: Draw, ours: Trained, owns: list[Trained], exact: Trained, dtype: torch.dtype
+) -> None:
+    """No further from float64 than three times the largest error of plain runs in the draw's precision."""
+    muon = draw["optimizer"].startswith("muon")  # iterates in bfloat16
+    floor = 5e-3 if muon else FLOOR
+    if dtype != torch.float32:  # a token that goes to another expert is no rounding
+        floor = max(floor, 4e-2 if draw["architecture"] in ROUTING else LOW_FLOOR[dtype])
+    for what in ("losses", "norms", "router_losses", "evaluations"):
+        least = max(floor, _LOW_NORM) if what == "norms" and dtype != torch.float32 else floor
+        plain_ones = [getattr(own, what) for own in owns]
+        _close_numbers(what, getattr(ours, what), plain_ones, getattr(exact, what), least)
+    # In 16 bits the largest error is that of one number that hardly has a gradient.
+    size = _largest if dtype == torch.float32 else _root_mean_square
+    _close("gradients", ours.gradients, [own.gradients for own in owns], exact.gradients, floor, size)
+    change, *changes, right = [_change(run.parameters, run.start) for run in (ours, *owns, exact)]
+    # What Muon makes of a gradient that is nearly singular hangs on its last bits.
+    _close("changes of parameters", change, changes, right, 0.3 if muon else floor, size)
 
 
 def _is_exact(draw: Draw) -> bool:
@@ -181,12 +197,22 @@ def _is_exact(draw: Draw) -> bool:
 
 
 def _plainly(
-    draw: Draw, folder: Path, start: Tensors, windows: Any, held_out: Any, precision: torch.dtype
+    draw: Draw,
+    folder: Path,
+    start: Tensors,
+    windows: Any,
+    held_out: Any,
+    precision: torch.dtype,
+    *,
+    disturbed: bool = False,
 ) -> tuple[Any, Trained]:
+    """(the trained plain model, how that went), on request from weights that are half a rounding off."""
     model = architectures.read(folder / "base", draw["architecture"])
     if draw["vocabulary"] == "grown":
         model = plain.grown(model)
     model = plain.adapted(draw, model, start)
+    if disturbed:
+        plain.disturb(model, torch.finfo(precision).eps / 2)
     return model, plain.train(draw, model, windows, held_out, precision=precision)
 
 
@@ -234,11 +260,14 @@ def _check_rows(draw: Draw, windows: Any, epochs: list[int]) -> None:
             raise _DifferentError(f"epoch {epoch} trained {len(again)} of {total} rows")
 
 
-def _close_numbers(what: str, ours: list[float], own: list[float], exact: list[float], floor: float) -> None:
-    if not len(ours) == len(own) == len(exact):
+def _close_numbers(
+    what: str, ours: list[float], owns: list[list[float]], exact: list[float], floor: float
+) -> None:
+    if not len(ours) == len(owns[0]) == len(exact):
         raise _DifferentError(f"{what}: {len(ours)} of {len(exact)}")
     scale = max([abs(value) for value in exact] or [1.0]) or 1.0
-    allowed = max(floor, 3 * max([abs(a - b) / scale for a, b in zip(own, exact, strict=True)] or [0.0]))
+    errors = [abs(a - b) / scale for own in owns for a, b in zip(own, exact, strict=True)]
+    allowed = max(floor, 3 * max(errors, default=0.0))
     for step, (value, right) in enumerate(zip(ours, exact, strict=True)):
         if not abs(value - right) / scale <= allowed:
             raise _DifferentError(
@@ -246,19 +275,24 @@ def _close_numbers(what: str, ours: list[float], own: list[float], exact: list[f
             )
 
 
-def _close(what: str, ours: Tensors, own: Tensors, exact: Tensors, floor: float) -> None:
+def _close(what: str, ours: Tensors, owns: list[Tensors], exact: Tensors, floor: float, size: Size) -> None:
     if ours.keys() != exact.keys():
         raise _DifferentError(f"{what} differ by {sorted(ours.keys() ^ exact.keys())[:4]}")
-    scale = max(float(tensor.abs().max()) for tensor in exact.values()) or 1.0
-    allowed = max(floor, 3 * max(_distance(own[name], tensor) for name, tensor in exact.items()) / scale)
+    scale = max(map(size, exact.values())) or 1.0
+    errors = [size(own[name].double() - tensor.double()) for own in owns for name, tensor in exact.items()]
+    allowed = max(floor, 3 * max(errors) / scale)
     for name, tensor in exact.items():
-        error = _distance(ours[name], tensor) / scale
+        error = size(ours[name].double() - tensor.double()) / scale
         if not error <= allowed:
             raise _DifferentError(f"{what}: {name} is off by {error:.2e} (allowed {allowed:.1e})")
 
 
-def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a.double() - b.double()).abs().max()) if a.numel() else 0.0
+def _largest(tensor: torch.Tensor) -> float:
+    return float(tensor.abs().max()) if tensor.numel() else 0.0
+
+
+def _root_mean_square(tensor: torch.Tensor) -> float:
+    return float(tensor.double().square().mean().sqrt()) if tensor.numel() else 0.0
 
 
 def _change(after: Tensors, before: Tensors) -> Tensors:
@@ -281,7 +315,7 @@ def _check_export(draw: Draw, exported: Path, ours: Mapping[str, Any], exact: An
         raise _DifferentError(f"the export differs by {sorted(expected.keys() ^ found.keys())[:4]}")
     for name, tensor in expected.items():
         scale = float(tensor.abs().max()) or 1.0
-        error = _distance(found[name], tensor) / scale
+        error = _largest(found[name].double() - tensor.double()) / scale
         if not error <= (1e-6 if dtype == torch.float32 else 2**-8):
             raise _DifferentError(f"the export's {name} is off by {error:.2e}")
     if draw["twist"] == "chat template":

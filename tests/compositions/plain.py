@@ -58,6 +58,15 @@ def adapted(draw: Draw, model: Any, start: Tensors) -> Any:
     return model.train()
 
 
+def disturb(model: nn.Module, relative: float) -> None:
+    """Move every parameter by at most so much of itself: what another rounding would have made of it."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.rand(parameter.shape, generator=generator) * 2 - 1
+            parameter.mul_(1 + relative * noise)
+
+
 def is_random(name: str) -> bool:
     """Whether peft draws a parameter at random."""
     return "lora_A" in name

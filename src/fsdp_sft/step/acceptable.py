@@ -15,7 +15,7 @@ from fsdp_sft.loss import LABEL_KEYS
 def check_of(model: nn.Module, *, own_loss: bool) -> Callable[[Any], None]:
     """What raises for a batch that the model cannot take.
 
-    With an ``own_loss`` labels are the caller's, and so are the positions of a model that is not transformers'.
+    With an ``own_loss`` labels are the caller's, and so are positions where attention is not transformers'.
     """
     vocabulary = vocabulary_of(model)
     knows_packs = not own_loss or attention_of(unwrapped(model)) != "its own"
