@@ -77,6 +77,7 @@ def _check(root: Path) -> list[tuple[float, float]]:
     return rest
 
 
+@pytest.mark.accelerator
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_evaluate_save_load_continue_export(ranks: int, tmp_path: Path) -> None:
     results = run_distributed(_check, ranks, tmp_path / "checkpoints", timeout=240)

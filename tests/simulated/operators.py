@@ -9,6 +9,7 @@ def register() -> None:
     """Give this process's simulated device all of them; once."""
     _integer_histc()
     _convolutions()
+    _dropout()
     _random_operators_in_graphs()
 
 
@@ -42,6 +43,20 @@ def _convolutions() -> None:
 
     _library.impl("convolution_overrideable", convolution, "PrivateUse1")
     _library.impl("convolution_backward_overrideable", backward, "PrivateUse1")
+
+
+def _dropout() -> None:
+    """What graphs call for dropout takes no generator, so the CPU's kernel would draw from the CPU's."""
+
+    def native_dropout(values: Any, p: float, train: bool | None) -> tuple[torch.Tensor, torch.Tensor]:
+        if train is False:
+            return values, torch.ones_like(values, dtype=torch.bool)
+        mask = torch.empty_like(values, dtype=torch.bool).bernoulli_(1 - p)
+        return values.mul(mask).mul_(0.0 if p == 1 else 1 / (1 - p)), mask
+
+    _library.impl("native_dropout", native_dropout, "PrivateUse1")
+    # Without this, torch's checkpoint takes the device for unused and does not keep its random state.
+    torch.get_device_module("sim")._initialized = True
 
 
 def _random_operators_in_graphs() -> None:
