@@ -139,6 +139,7 @@ def _calls(root: Path) -> dict[str, Callable[[], Any]]:
         "gradient_sync": lambda: fs.gradient_sync(kept["model"], "none").__enter__(),
         "train_step": lambda: fs.train_step(kept["model"].eval(), batches[:2], kept["optimizer"]),
         "evaluate": lambda: fs.evaluate(kept["model"].train(), batches),
+        "late_result": lambda: fs.late_result(kept["model"]),
         "save_checkpoint": lambda: fs.save_checkpoint(
             prefix("steps"), 1, model=kept["model"], optimizer=kept["optimizer"]
         ),

@@ -19,7 +19,7 @@ SOURCE = Path(fs.__file__).parent
 STOREYS = [
     {"_compat", "_devices", "_launch", "_random", "_slurm", "_streams", "errors"},
     {"_agree", "_recompiles", "_safetensors", "_wrappers", "blocks"},
-    {"_boxes", "_vocabulary", "distributed", "preemption"},
+    {"_boxes", "_late", "_vocabulary", "distributed", "preemption"},
     {"_disk", "_gather", "_kept", "_model", "adapters"},
     {"_claim", "collate", "dcp_io", "export", "metrics", "sac", "sampler", "shard", "varlen", "watchdog"}
     | {"weights"},

@@ -115,6 +115,7 @@ if TYPE_CHECKING:
     from fsdp_sft.step import StepResult as StepResult
     from fsdp_sft.step import evaluate as evaluate
     from fsdp_sft.step import gradient_sync as gradient_sync
+    from fsdp_sft.step import late_result as late_result
     from fsdp_sft.step import train_step as train_step
     from fsdp_sft.step import windows as windows
     from fsdp_sft.varlen import use_varlen_attention as use_varlen_attention
@@ -201,6 +202,7 @@ _OWNERS = {
     "encode_chat": "collate",
     "estimate_memory": "planner",
     "evaluate": "step",
+    "late_result": "step",
     "check_export": "export",
     "export_adapter": "export",
     "export_hf": "export",

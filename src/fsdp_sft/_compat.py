@@ -548,14 +548,36 @@ def schedulers_within(scheduler: Any) -> list[Any]:
     return [scheduler, *(found for one in inner for found in schedulers_within(one))]
 
 
-def found_inf(scaler: torch.amp.GradScaler, optimizers: list[torch.optim.Optimizer]) -> bool:
-    """Whether ``unscale_`` found an inf or nan in a gradient of any of the optimizers.
+def found_infs(scaler: torch.amp.GradScaler, optimizers: list[torch.optim.Optimizer]) -> list[torch.Tensor]:
+    """What ``unscale_`` found of each optimizer and device: not 0 where a gradient has an inf or nan.
 
     ``GradScaler`` decides for each optimizer by itself, from a record without a public reader.
     """
     records: Any = scaler._per_optimizer_states
     found = [records[id(optimizer)]["found_inf_per_device"] for optimizer in optimizers]
-    return any(float(flag) for by_device in found for flag in by_device.values())
+    return [flag for by_device in found for flag in by_device.values()]
+
+
+def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step can be left out on the device, as ``GradScaler`` asks fused optimizers to.
+
+    ``_step_supports_amp_scaling`` is what the scaler looks at; a group may have another implementation.
+    """
+    fused = all(group.get("fused") for group in optimizer.param_groups)
+    return fused and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def step_unless(optimizer: torch.optim.Optimizer, left_out: torch.Tensor) -> None:
+    """Step a fused optimizer unless ``left_out``, float32 on the device, is 1 when the device comes to it.
+
+    The attribute ``found_inf`` is how ``GradScaler.step`` tells it; there is no argument for it.
+    """
+    stepped: Any = optimizer
+    stepped.found_inf, stepped.grad_scale = left_out, None
+    try:
+        optimizer.step()
+    finally:
+        del stepped.found_inf, stepped.grad_scale
 
 
 # --- meshes -----------------------------------------------------------------------------------------------

@@ -5,6 +5,8 @@ a stream is recorded on the current stream of the *thread's* current device. On 
 relies on either is ordered after nothing.
 """
 
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -36,6 +38,57 @@ class CallerStream:
     def record(self) -> torch.Event | None:
         """An event after all that has been queued on the stream so far; None for the CPU."""
         return None if self.stream is None else self.stream.record_event()
+
+
+def travelling(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """``tensor`` on ``device``, by a copy that the host does not wait for.
+
+    Of memory that is not pinned CUDA's copies are: what is larger than 64 KiB waits for all that is queued
+    before it.
+    """
+    if tensor.device == device or device.type in ("cpu", "meta") or tensor.device.type != "cpu":
+        return tensor.to(device, non_blocking=device.type != "cpu")
+    with suppress(RuntimeError, NotImplementedError):  # this accelerator, or this tensor, cannot be pinned
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+class LateValues:
+    """Values of 0-dim tensors on their way to the host, which goes on meanwhile."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._read: list[float] | None = None
+        self._parts: list[tuple[list[int], torch.Tensor, torch.Event | None]] = []
+        for device in {tensor.device for tensor in tensors}:
+            here = [index for index, tensor in enumerate(tensors) if tensor.device == device]
+            wide = torch.stack([tensors[index].detach().to(torch.float64).reshape(()) for index in here])
+            buffer = host_buffer(tuple(wide.shape), wide.dtype, device).copy_(wide, non_blocking=True)
+            self._parts.append((here, buffer, CallerStream.on(device).record()))
+
+    def read(self) -> list[float]:
+        """The values; the first call waits for them, once for each device that has any."""
+        if self._read is None:
+            found: dict[int, float] = {}
+            for here, buffer, event in self._parts:
+                if event is not None:
+                    event.synchronize()
+                found.update(zip(here, buffer.tolist(), strict=True))
+            self._read = [found[index] for index in sorted(found)]
+            self._parts.clear()
+        return self._read
+
+
+def host_copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors in host memory; the host waits once, if any of them is elsewhere."""
+    copies: list[torch.Tensor] = []
+    for tensor in tensors:
+        copy = tensor if tensor.is_cpu else host_buffer(tuple(tensor.shape), tensor.dtype, tensor.device)
+        if copy is not tensor:
+            copy.copy_(tensor, non_blocking=True)
+        copies.append(copy)
+    for device in {tensor.device for tensor in tensors if not tensor.is_cpu}:
+        torch.accelerator.current_stream(device).synchronize()
+    return copies
 
 
 def host_buffer(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -250,11 +250,13 @@ def sum_over_mesh(values: list[float], mesh: "DeviceMesh | None") -> list[float]
         return list(values)
     if mesh.size() == world_size():
         return all_reduce_sum(values)
-    device = "cpu" if mesh.device_type == "cpu" else torch.accelerator.current_accelerator()
-    total = torch.tensor(values, dtype=torch.float64, device=device)
-    for dim in range(mesh.ndim):
-        dist.all_reduce(total, group=mesh.get_group(dim))
-    return [float(v) for v in total]
+    groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
+    # On the host where they can: values of a device would have to be waited for.
+    on_host = all("cpu" in dist.get_backend_config(group) for group in groups)
+    total = torch.tensor(values, dtype=torch.float64, device="cpu" if on_host else mesh.device_type)
+    for group in groups:
+        dist.all_reduce(total, group=group)
+    return [float(v) for v in total.tolist()]
 
 
 def gather_over_mesh(value: Any, mesh: "DeviceMesh | None") -> list[tuple[int, Any]]:

@@ -20,6 +20,7 @@ from fsdp_sft._agree import (
     world_size,
 )
 from fsdp_sft._disk import TensorReader, read_bytes, sweep_all, unsound_beside
+from fsdp_sft._late import settle, taken
 from fsdp_sft._model import model_tensors
 from fsdp_sft._random import set_generator_states
 from fsdp_sft.dcp_io.background import BackgroundSave, join_last, wait_for_last
@@ -149,6 +150,7 @@ def save_checkpoint(
         Where it is or will be, and how long training stood still.
 
     Raises:
+        NonFiniteGradientError: If the last ``train_step(..., sync="late")`` was not taken.
         CheckpointExistsError: If that step is there and sound. One that is not sound is moved aside to
             ``.unsound-step-<step>-<id>``.
         TypeError: If ``train_state`` or ``rank_state`` has a value that cannot be stored; names its key path.
@@ -163,6 +165,7 @@ def save_checkpoint(
     started = time.perf_counter()
     with agreed("waiting for the save before this one"):
         wait_for_last()
+    settle(model)
     reshard(model)
     root = Path(root).absolute()
     target = step_folder(root, step)
@@ -233,6 +236,7 @@ def load_checkpoint(
     Memory: A 16 MiB buffer, and the optimizer's state if it had none.
     """
     join_last()  # it may be what is to be loaded
+    taken(model)  # a step whose numbers nobody has read yet: it is undone
     reshard(model)
     path = Path(path_or_root).absolute()
     for _ in range(MOST_ATTEMPTS):

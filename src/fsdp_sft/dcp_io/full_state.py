@@ -15,6 +15,7 @@ from fsdp_sft._agree import agreed, all_gather_objects, this_rank, world_size
 from fsdp_sft._boxes import Box, box_of, local_of, part_of
 from fsdp_sft._disk import TensorReader, closing, sync_folder, temporary_beside
 from fsdp_sft._gather import Gatherer, receive_into, send
+from fsdp_sft._late import settle
 from fsdp_sft._model import ModelTensors, give_back, model_tensors, with_extra_tensors
 from fsdp_sft._safetensors import bytes_of, create, write_at
 from fsdp_sft.distributed import reshard
@@ -55,6 +56,7 @@ def save_full_state_dict(
         their own part of one tensor. All of it CPU memory.
     """
     target = Path(path).absolute()
+    settle(model)
     reshard(model)
     temporary = temporary_beside(target)
     with agreed(f"preparing to save {target}"):

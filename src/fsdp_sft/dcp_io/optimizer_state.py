@@ -8,6 +8,7 @@ from torch import nn
 
 from fsdp_sft._agree import agreed, this_rank
 from fsdp_sft._disk import TensorReader, temporary_beside
+from fsdp_sft._late import settle
 from fsdp_sft.dcp_io.folder import FolderContent, describe_mesh, open_folder, write_folder
 from fsdp_sft.dcp_io.manifest import MANIFEST_NAME
 from fsdp_sft.dcp_io.optimizer_content import Optimizers, optimizer_content, with_inner_tensors
@@ -40,6 +41,7 @@ def save_optimizer_state(model: nn.Module, optimizer: Optimizers, path: str | os
     Collective: all ranks.
     Memory: One local shard of a state tensor in CPU memory.
     """
+    settle(model)
     reshard(model)
     target = Path(path).absolute()
     aside = temporary_beside(target)

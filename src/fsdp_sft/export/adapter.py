@@ -10,6 +10,7 @@ import torch
 from fsdp_sft._agree import agreed, all_gather_objects, this_rank
 from fsdp_sft._disk import sweep, temporary_beside
 from fsdp_sft._gather import Gatherer
+from fsdp_sft._late import settle
 from fsdp_sft._model import ModelTensors, model_tensors
 from fsdp_sft._wrappers import unwrapped
 from fsdp_sft.distributed import reshard
@@ -56,6 +57,7 @@ def export_adapter(
     Memory: On rank 0 the adapter's tensors, whole, in CPU memory.
     """
     model = unwrapped(model)
+    settle(model)
     reshard(model)
     target = export_target(out_dir)
     temporary: Path | None = None

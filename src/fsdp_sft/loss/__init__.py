@@ -17,11 +17,14 @@ from fsdp_sft.loss.causal import loss_parts as loss_parts
 from fsdp_sft.loss.causal import loss_sum as loss_sum
 from fsdp_sft.loss.counting import LABEL_KEYS as LABEL_KEYS
 from fsdp_sft.loss.counting import Batch as Batch
+from fsdp_sft.loss.counting import checked_batch as checked_batch
 from fsdp_sft.loss.counting import count_targets as count_targets
 from fsdp_sft.loss.counting import is_shifted as is_shifted
 from fsdp_sft.loss.counting import num_targets as num_targets
 from fsdp_sft.loss.counting import num_tokens as num_tokens
 from fsdp_sft.loss.counting import scale_for_backward as scale_for_backward
+from fsdp_sft.loss.head import HeadChecks as HeadChecks
+from fsdp_sft.loss.head import checked_later as checked_later
 from fsdp_sft.loss.linear_cross_entropy import linear_cross_entropy_sum as linear_cross_entropy_sum
 from fsdp_sft.loss.prepare import LossImpl as LossImpl
 from fsdp_sft.loss.prepare import forget_choice as forget_choice

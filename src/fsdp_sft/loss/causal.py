@@ -13,6 +13,8 @@ from fsdp_sft.loss import counting
 from fsdp_sft.loss.additions import Additions, RouterLoss, additions_to, check_router_loss
 from fsdp_sft.loss.counting import (
     Batch,
+    CheckedBatch,
+    Targets,
     check_num_targets,
     is_shifted,
     num_targets,
@@ -135,7 +137,9 @@ def loss_parts(
     check_impl(impl)
     refuse_encoder_decoder(model)
     targets = targets_of(batch)
-    refuse_masked_pack(batch)
+    known = batch.targets if isinstance(batch, CheckedBatch) else None
+    if known is None:
+        refuse_masked_pack(batch)
     inputs = without_labels(batch)
     if takes_use_cache(model):
         inputs["use_cache"] = False  # a cache is of no use in training, and packed sequences leak through it
@@ -147,7 +151,7 @@ def loss_parts(
     inputs.update(additions.inputs)
     if impl == "logits":
         return _from_logits(model, inputs, targets, additions, whole=is_shifted(batch))
-    return planned(model, inputs, targets, additions, impl, is_shifted(batch))
+    return planned(model, inputs, targets, additions, impl, is_shifted(batch), known)
 
 
 def _as_planned(
@@ -157,12 +161,13 @@ def _as_planned(
     additions: Additions,
     impl: LossImpl,
     whole: bool,
+    known: Targets | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     choice = choice_for(model, impl)
     head = choice.head() if choice.head is not None else None
     if choice.impl == "logits" or head is None:
         return _from_logits(model, inputs, targets, additions, whole=whole)
-    loss_of = choice.loss_of(head, targets)
+    loss_of = choice.loss_of(head, targets, known)
     return loss_at_head(model, head, inputs, loss_of, choice.transform, lambda out: additions.of(out, model))
 
 

@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -10,8 +11,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from fsdp_sft._wrappers import unwrapped
 from fsdp_sft.loss import liger
+from fsdp_sft.loss.counting import Targets
 from fsdp_sft.loss.head import fusible_head
-from fsdp_sft.loss.linear_cross_entropy import linear_cross_entropy_sum
+from fsdp_sft.loss.linear_cross_entropy import chunked_loss
 from fsdp_sft.loss.linear_head import head_product
 from fsdp_sft.loss.transform import Transform, settings_of
 
@@ -43,9 +45,12 @@ class LossChoice:
         head, _ = fusible_head(model)
         return head is (None if self.head is None else self.head())
 
-    def loss_of(self, head: nn.Module, labels: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    def loss_of(
+        self, head: nn.Module, labels: torch.Tensor, known: Targets | None = None
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
         """The function from hidden states ``(B, S, H)`` to the loss, for targets ``(B, S)``."""
-        fused = liger.linear_cross_entropy_sum if self.impl == "liger" else linear_cross_entropy_sum
+        chunked = partial(chunked_loss, known=known)
+        fused = liger.linear_cross_entropy_sum if self.impl == "liger" else chunked
 
         def loss(hidden: torch.Tensor) -> torch.Tensor:
             # FSDP2 swaps parameters on gathering, so they are looked up here.

@@ -1,6 +1,7 @@
 """Targets: which labels count, how many there are, and the scale that makes each weigh the same."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -8,6 +9,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from fsdp_sft._agree import all_reduce_sum, world_size
+from fsdp_sft._streams import travelling
 from fsdp_sft.collate import IGNORE_INDEX
 from fsdp_sft.errors import BatchError
 
@@ -38,6 +40,41 @@ class TargetCount(int):
     def __getnewargs__(self) -> tuple[int, int]:  # type: ignore[override]
         """What pickle makes another one from."""
         return int(self), self.num_tokens
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What the host knows of a batch's targets: a device would have to be waited for.
+
+    Attributes:
+        positions: int64 ``(N,)``, on the device: where they are in the flattened targets, ascending.
+        lowest: The smallest id among them; 0 where there is none.
+        highest: The largest.
+    """
+
+    positions: torch.Tensor
+    lowest: int
+    highest: int
+
+
+class CheckedBatch(dict[str, Any]):
+    """A batch on the device that was looked at on the host, with what was seen there.
+
+    Attributes:
+        targets: Its targets.
+    """
+
+    def __init__(self, fields: Batch, targets: Targets) -> None:
+        super().__init__(fields)
+        self.targets = targets
+
+
+def checked_batch(moved: Batch, seen: Batch, device: torch.device) -> CheckedBatch:
+    """``moved``, which is on ``device``, with the targets of ``seen``, the same batch on the host."""
+    flat = targets_of(seen).reshape(-1)
+    positions = (flat != IGNORE_INDEX).nonzero().squeeze(1)
+    low, high = map(int, flat[positions].aminmax()) if len(positions) else (0, 0)
+    return CheckedBatch(moved, Targets(travelling(positions, device), low, high))
 
 
 def count_targets(micro_batches: Iterable[Batch], *, group: dist.ProcessGroup | None = None) -> TargetCount:

@@ -6,14 +6,17 @@ call. The head is still called as a module, so a group of its own is gathered be
 after, and what it returns is the loss, so that FSDP2 hangs its backward hooks on that.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import nn
 
 from fsdp_sft._compat import foreign_hooks, is_compiled
+from fsdp_sft._streams import LateValues
 from fsdp_sft._wrappers import replicated_by, unwrapped, with_wrappers
 from fsdp_sft.adapters import forward_parameters
 from fsdp_sft.errors import NotFusedError
@@ -22,8 +25,40 @@ from fsdp_sft.loss.transform import Transform, tolerance
 
 HeadForward = Callable[[torch.Tensor], torch.Tensor]
 
-# Of both signs, and large enough for a soft cap to show; exact in every dtype.
-_KNOWN = (-32.0, -20.0, -5.0, -1.0, 0.5, 3.0, 12.0, 28.0)
+_NUM_KNOWN = 8
+
+
+class HeadChecks:
+    """Forwards whose logits are judged later: to judge them at once would make the host wait for the device.
+
+    The loss of a forward that has changed is NaN meanwhile, and so are its gradients.
+    """
+
+    def __init__(self) -> None:
+        self._sound: list[torch.Tensor] = []
+        self._message = ""
+
+    def add(self, sound: torch.Tensor, message: str) -> None:
+        """Note a forward: whether it is as it was when its loss was prepared, and what to say if not."""
+        self._sound.append(sound)
+        self._message = message
+
+    def problem(self) -> NotFusedError | None:
+        """What is wrong with one of the forwards; the host waits for the device."""
+        return None if all(LateValues(self._sound).read()) else NotFusedError(self._message)
+
+
+_later: ContextVar[HeadChecks | None] = ContextVar("fsdp_sft_head_checks", default=None)
+
+
+@contextmanager
+def checked_later(checks: HeadChecks | None) -> Iterator[None]:
+    """Leave forwards within the block to ``checks``; None judges them at once, as outside of any block."""
+    token = _later.set(checks)
+    try:
+        yield
+    finally:
+        _later.reset(token)
 
 
 def fusible_head(model: nn.Module) -> tuple[nn.Module | None, str]:
@@ -96,6 +131,7 @@ def loss_at_head(
         outputs.append(forward(*args, **kwargs))
         try:
             added[0] = added_in(outputs[-1])
+            losses[:1] = [_checked(loss, outputs[-1], transform) for loss in losses[:1]]
         except Exception as error:
             errors.append(error)
         if not losses:
@@ -108,7 +144,6 @@ def loss_at_head(
         raise errors[0]
     if len(losses) != 1:
         raise RuntimeError(f"{type(model).__name__} called its head {len(losses)} times in one forward")
-    _check_transform(outputs[0], transform)
     # What the call returned is in DistributedDataParallel's graph; FSDP2 may have cast it to its policy's
     # output_dtype.
     if replicated_by(model) is not None:
@@ -145,7 +180,7 @@ def _few_logits(head: nn.Module) -> Iterator[None]:
     """
 
     def hook(_module: nn.Module, args: tuple[torch.Tensor, ...], _loss: torch.Tensor) -> torch.Tensor:
-        return args[0].new_tensor(_KNOWN).expand(*args[0].shape[:-1], len(_KNOWN)).clone()
+        return _known(args[0]).expand(*args[0].shape[:-1], _NUM_KNOWN).clone()
 
     handle = head.register_forward_hook(hook)
     try:
@@ -154,17 +189,34 @@ def _few_logits(head: nn.Module) -> Iterator[None]:
         handle.remove()
 
 
-def _check_transform(output: Any, transform: Transform) -> None:
-    """See that the model has made of the known logits what ``transform`` makes of them."""
-    logits = getattr(output, "logits", None)
-    if isinstance(logits, torch.Tensor):
-        known = logits.new_tensor(_KNOWN).expand(*logits.shape[:-1], len(_KNOWN))
-        if logits.shape == known.shape and transform.error(known, logits.detach()) <= tolerance(
-            known, logits
-        ):
-            return
-    raise NotFusedError(
+def _known(like: torch.Tensor) -> torch.Tensor:
+    """Logits of both signs, large enough for a soft cap to show, and exact in every dtype.
+
+    Computed on the device: numbers from the host would be copied, and waited for.
+    """
+    return torch.arange(_NUM_KNOWN, dtype=like.dtype, device=like.device) * 8.5 - 32.0
+
+
+def _checked(loss: torch.Tensor, output: Any, transform: Transform) -> torch.Tensor:
+    """The loss, if the model has made of the known logits what ``transform`` makes of them.
+
+    Raises:
+        NotFusedError: If it has not, or cannot be told to; where it is judged later the loss becomes NaN.
+    """
+    message = (
         f"the model no longer makes {transform} of its head's output, as when its loss was prepared: a scale "
         "or a soft cap was changed, or its forward replaced. Call prepare_loss(model) after the change, on "
         "all ranks, or use impl='logits'"
     )
+    logits = getattr(output, "logits", None)
+    if not isinstance(logits, torch.Tensor) or logits.shape[-1] != _NUM_KNOWN:
+        raise NotFusedError(message)
+    error = transform.error(_known(logits).expand(logits.shape), logits.detach())
+    sound = error <= tolerance(logits, logits)
+    later = _later.get()
+    if later is not None and logits.device.type not in ("cpu", "meta"):
+        later.add(sound, message)
+        return loss * torch.full_like(loss.detach(), math.nan).masked_fill(sound, 1.0)
+    if not bool(sound):
+        raise NotFusedError(message)
+    return loss

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from fsdp_sft.collate import IGNORE_INDEX
+from fsdp_sft.loss.counting import Targets
 from fsdp_sft.loss.products import products_for
 
 _BLOCK = 256  # columns; the fastest of 64 to 512 for vocabularies of 32,000 to 152,000
@@ -54,6 +55,23 @@ def linear_cross_entropy_sum(
     CPU, has no products of it in float32, and else in float32 (on CUDA twice with a soft cap, and half of it
     again below float32). Until the backward the gradients of those inputs that need one, in float32.
     """
+    return chunked_loss(
+        hidden, weight, labels, bias=bias, chunk_size=chunk_size, softcap=softcap, scale=scale, known=None
+    )
+
+
+def chunked_loss(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    chunk_size: int | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    known: Targets | None,
+) -> torch.Tensor:
+    """``linear_cross_entropy_sum``, which waits for the device unless it is ``known`` where targets are."""
     _check(hidden, weight, labels, bias)
     chunk_size = default_chunk_size(hidden.shape[-1], hidden.dtype) if chunk_size is None else chunk_size
     scale = 1.0 if scale is None else scale
@@ -72,7 +90,7 @@ def linear_cross_entropy_sum(
     rows, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1).to(hidden.device)
     with torch.autocast(hidden.device.type, enabled=False):
         result: torch.Tensor = apply(
-            rows, weight, bias, labels, (chunk_size, softcap, scale), torch.is_grad_enabled()
+            rows, weight, bias, labels, known, (chunk_size, softcap, scale), torch.is_grad_enabled()
         )
     return result
 
@@ -93,13 +111,15 @@ class _LinearCrossEntropySum(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         labels: torch.Tensor,
+        known: Targets | None,
         options: tuple[int, float | None, float],
         grad_enabled: bool,
     ) -> torch.Tensor:
         chunk_size, softcap, scale = options
         wanted = [needed and grad_enabled for needed in ctx.needs_input_grad[:3]]
         head = _Head(weight, bias, softcap, scale)
-        loss, ctx.gradients, gain = _chunked(hidden, head, labels, chunk_size, wanted)
+        targets = _targets(labels, weight.shape[0], known)
+        loss, ctx.gradients, gain = _chunked(hidden, head, labels, targets, chunk_size, wanted)
         ctx.factor = scale / gain
         ctx.dtype = hidden.dtype
         return loss
@@ -118,7 +138,7 @@ class _LinearCrossEntropySum(torch.autograd.Function):
             )
         gradients, ctx.gradients = ctx.gradients, None
         factor = grad_output * ctx.factor
-        return (*(_narrowed(gradients, i, factor, ctx.dtype) for i in range(3)), None, None, None)
+        return (*(_narrowed(gradients, i, factor, ctx.dtype) for i in range(3)), None, None, None, None)
 
 
 def _narrowed(
@@ -132,7 +152,12 @@ def _narrowed(
 
 
 def _chunked(
-    hidden: torch.Tensor, head: _Head, labels: torch.Tensor, chunk_size: int, wanted: list[bool]
+    hidden: torch.Tensor,
+    head: _Head,
+    labels: torch.Tensor,
+    targets: torch.Tensor,
+    chunk_size: int,
+    wanted: list[bool],
 ) -> tuple[torch.Tensor, list[torch.Tensor | None], float]:
     """Loss, and the wanted gradients of (hidden, weight, bias) without ``head.scale`` and times the last."""
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
@@ -141,7 +166,6 @@ def _chunked(
         torch.zeros(t.shape, dtype=dtype, device=t.device) if t is not None and want else None
         for t, want in zip((hidden, head.weight, head.bias), wanted, strict=True)
     )
-    targets = _targets(labels, head.weight.shape[0])
     products = products_for(head.weight, min(chunk_size, len(targets)))
     for index in targets.split(chunk_size) if len(targets) else ():
         rows = hidden.index_select(0, index)
@@ -218,17 +242,33 @@ def _softmax_slopes(logits: torch.Tensor, columns: torch.Tensor, head: _Head, sl
     return loss
 
 
-def _targets(labels: torch.Tensor, vocabulary: int) -> torch.Tensor:
-    """Positions of the labels that count."""
-    index = (labels != IGNORE_INDEX).nonzero().squeeze(1)
-    if len(index):
-        low, high = torch.stack(labels[index].aminmax()).tolist()
-        if low < 0 or high >= vocabulary:
-            raise ValueError(
-                f"labels must be {IGNORE_INDEX} or in [0, {vocabulary}), got {low if low < 0 else high}; "
-                "the vocabulary is the number of rows of the weight"
-            )
+def _targets(labels: torch.Tensor, vocabulary: int, known: Targets | None) -> torch.Tensor:
+    """Positions of the labels that count, ascending."""
+    if known is not None:
+        index, low, high = known.positions, known.lowest, known.highest
+    elif labels.is_cpu:
+        index = (labels != IGNORE_INDEX).nonzero().squeeze(1)
+        low, high = map(int, labels[index].aminmax()) if len(index) else (0, 0)
+    else:
+        index, low, high = _asked_of_device(labels)
+    if low < 0 or high >= vocabulary:
+        raise ValueError(
+            f"labels must be {IGNORE_INDEX} or in [0, {vocabulary}), got {low if low < 0 else high}; "
+            "the vocabulary is the number of rows of the weight"
+        )
     return index
+
+
+def _asked_of_device(labels: torch.Tensor) -> tuple[torch.Tensor, int, int]:
+    """(positions of the labels that count, the lowest of them, the highest); the host waits once."""
+    ignored = labels == IGNORE_INDEX
+    if not labels.numel():
+        return ignored.nonzero().squeeze(1), 0, 0
+    high = labels.masked_fill(ignored, 0).amax()
+    low = labels.masked_fill(ignored, 0).amin()
+    count, lowest, highest = torch.stack([labels.numel() - ignored.sum(), low, high]).tolist()
+    # As nonzero(), which would wait for the count again.
+    return ignored.to(torch.uint8).argsort(stable=True)[:count], lowest, highest
 
 
 def _check(

@@ -20,7 +20,7 @@ from fsdp_sft.collate import IGNORE_INDEX
 from fsdp_sft.distributed import compute_device
 from fsdp_sft.errors import NotFusedError
 from fsdp_sft.loss.choice import LossChoice
-from fsdp_sft.loss.head import loss_at_head, replaced_forward
+from fsdp_sft.loss.head import checked_later, loss_at_head, replaced_forward
 from fsdp_sft.loss.linear_head import num_logits
 from fsdp_sft.loss.transform import Transform, candidates, tolerance, wide
 
@@ -105,7 +105,7 @@ def _observe(model: nn.Module, head: nn.Module, inputs: dict[str, Any]) -> tuple
 
 def _transform(model: nn.Module, raw: torch.Tensor, logits: torch.Tensor) -> Transform:
     """The scale and soft cap, out of what the config suggests, that turn ``raw`` into ``logits``."""
-    errors = {candidate: candidate.error(raw, logits) for candidate in candidates(model)}
+    errors = {candidate: float(candidate.error(raw, logits)) for candidate in candidates(model)}
     best = min(errors, key=lambda candidate: errors[candidate])
     if not errors[best] <= tolerance(raw, logits):
         raise NotFusedError(
@@ -158,6 +158,6 @@ def _end_forwards(model: nn.Module) -> None:
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients, and no compiling for tiny shapes; then the model is as it was."""
-    with undisturbed(model), torch.no_grad(), uncompiled():
+    with undisturbed(model), torch.no_grad(), uncompiled(), checked_later(None):
         model.eval()
         yield

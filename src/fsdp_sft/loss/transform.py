@@ -21,10 +21,10 @@ class Transform:
         scaled = logits * self.scale
         return scaled if self.softcap is None else self.softcap * torch.tanh(scaled / self.softcap)
 
-    def error(self, raw: torch.Tensor, logits: torch.Tensor) -> float:
+    def error(self, raw: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Largest difference of ``logits`` from the transform of ``raw``, relative to the largest logit."""
         raw, logits = wide(raw), wide(logits)
-        return float((self(raw) - logits).abs().max() / logits.abs().max())
+        return (self(raw) - logits).abs().max() / logits.abs().max()
 
 
 def tolerance(raw: torch.Tensor, logits: torch.Tensor) -> float:

@@ -9,6 +9,7 @@ from fsdp_sft.step.evaluation import evaluate as evaluate
 from fsdp_sft.step.gradients import SyncMode as SyncMode
 from fsdp_sft.step.gradients import gradient_sync as gradient_sync
 from fsdp_sft.step.loader import windows as windows
+from fsdp_sft.step.queued import StepResult as StepResult
+from fsdp_sft.step.queued import late_result as late_result
 from fsdp_sft.step.train import GradSync as GradSync
-from fsdp_sft.step.train import StepResult as StepResult
 from fsdp_sft.step.train import train_step as train_step

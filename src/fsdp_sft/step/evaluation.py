@@ -8,15 +8,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from fsdp_sft._late import settle
+from fsdp_sft._streams import LateValues
 from fsdp_sft.distributed import compute_device, mesh_of, reshard, sum_over_mesh
 from fsdp_sft.errors import BatchError
-from fsdp_sft.loss import LossImpl, RouterLoss, forget_choice, needs_choice, num_tokens
+from fsdp_sft.loss import (
+    HeadChecks,
+    LossImpl,
+    RouterLoss,
+    checked_batch,
+    checked_later,
+    forget_choice,
+    needs_choice,
+    num_tokens,
+)
 from fsdp_sft.packing import Verify, check_verify, verify_at_first_use
 from fsdp_sft.step.acceptable import check_of
 from fsdp_sft.step.keys import keys_of, may_be_packs
 from fsdp_sft.step.own_loss import LossFn, Objective
 from fsdp_sft.step.rounds import in_step
-from fsdp_sft.step.window import CountFn, to_device
+from fsdp_sft.step.window import CountFn, raise_on_mesh, to_device
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -69,6 +80,7 @@ def evaluate(
         router_loss: As for ``train_step``.
 
     Raises:
+        NonFiniteGradientError: If the last ``train_step(..., sync="late")`` was not taken.
         PackingError: As for ``train_step``.
         BatchError: If ranks have batches of different keys at the same time.
         VocabularyError: If a batch has an id, or a label, that the model has no row for.
@@ -79,33 +91,42 @@ def evaluate(
     objective = Objective(loss_impl, loss_fn, router_loss)
     objective.check(count_fn)
     check_verify(verify)
+    settle(model)
     mesh = mesh if mesh is not None else mesh_of(model)
     device = compute_device(model)
     modes = {module: module.training for module in model.modules()}
-    total, targets = torch.zeros((), dtype=torch.float64), 0
-    added, tokens = torch.zeros((), dtype=torch.float64), 0
+    total = added = torch.zeros((), dtype=torch.float64, device=device)
+    targets = tokens = 0
+    checks = HeadChecks()
     check = check_of(model, own_loss=loss_fn is not None)
     if loss_fn is None and any(sum_over_mesh([needs_choice(model, loss_impl)], mesh)):
         forget_choice(model, loss_impl)  # on all ranks, although one alone may have seen why
     model.eval()
     try:
-        with torch.no_grad():
-            for batch, count in in_step(batches, mesh, count_fn, check):
+        with torch.no_grad(), checked_later(checks):
+            for batch, seen, count in in_step(batches, mesh, count_fn, check):
                 if verify == "first" and may_be_packs(keys_of(batch)):
-                    verify_at_first_use(model, [batch], mesh, own_loss=loss_fn is not None)
-                summed, router = objective.of(model, to_device(batch, device))
+                    verify_at_first_use(model, [seen], mesh, own_loss=loss_fn is not None)
+                moved = to_device(batch, device)
+                if loss_fn is None and device.type != "cpu":
+                    moved = checked_batch(moved, seen, device)
+                summed, router = objective.of(model, moved)
                 if count is None:
                     continue
-                total, targets = total.to(summed.device) + summed, targets + count
+                total, targets = total + summed, targets + count
                 if router is not None:
-                    weight = num_tokens(batch, needs_ids=False)
-                    added, tokens = added.to(router.device) + router * weight, tokens + weight
+                    weight = num_tokens(seen, needs_ids=False)
+                    added, tokens = added + router * weight, tokens + weight
     finally:
         for module, training in modes.items():
             module.training = training
         reshard(model)
-    values = [float(total), targets, float(added), tokens]
-    loss_total, all_targets, router_total, all_tokens = sum_over_mesh(values, mesh)
+    own_loss, own_added = LateValues([total, added]).read()  # the host waits here and nowhere else
+    changed = None if math.isfinite(own_loss) else checks.problem()
+    values = [own_loss, targets, own_added, tokens, changed is not None]
+    loss_total, all_targets, router_total, all_tokens, failed = sum_over_mesh(values, mesh)
+    if failed:
+        raise_on_mesh(changed, "looking at what the model makes of its head's output", mesh)
     if all_targets == 0:
         raise BatchError(
             "evaluate: no target on any rank; every label, after the shift, is -100, or there is no batch"

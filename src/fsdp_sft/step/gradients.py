@@ -54,8 +54,8 @@ def gradient_sync(model: nn.Module, mode: SyncMode) -> Iterator[None]:
         model.set_is_last_backward(True)
 
 
-def clip_gradients(model: nn.Module, max_grad_norm: float | None) -> float:
-    """Clip the gradients in place and return their 2-norm over all ranks.
+def clip_gradients(model: nn.Module, max_grad_norm: float | None) -> torch.Tensor:
+    """Clip the gradients in place and return their 2-norm over all ranks, a 0-dim tensor where they are.
 
     They may lie on several meshes, as tensor and expert parallelism leave them, or on none: those of each
     kind have a norm, and the norm of these is that of all.
@@ -71,7 +71,7 @@ def clip_gradients(model: nn.Module, max_grad_norm: float | None) -> float:
     norm = norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms)
     for parameters in kinds.values() if max_grad_norm is not None else ():
         torch.nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, norm)  # type: ignore[arg-type]
-    return float(norm)
+    return norm
 
 
 def _norm(parameters: list[nn.Parameter]) -> torch.Tensor:

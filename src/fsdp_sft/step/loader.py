@@ -11,7 +11,7 @@ from fsdp_sft._vocabulary import Vocabulary
 from fsdp_sft.errors import BatchError
 from fsdp_sft.loss import num_targets
 from fsdp_sft.preemption import keep_workers_alive
-from fsdp_sft.step.window import CountFn, counted, num_rows
+from fsdp_sft.step.window import CountFn, counted, num_rows, on_host
 
 
 def windows(
@@ -72,9 +72,11 @@ def _windows(
         try:
             batches = batches if batches is not None else keep_workers_alive(loader)
             window = list(itertools.islice(batches, grad_accum_steps))
-            for batch in window:
+            looked_at = on_host(window)
+            for batch in looked_at:
                 vocabulary.check_ids(batch)
-            targets_seen = targets_seen or any(_may_have_targets(batch, count_fn) for batch in window)
+            counted_ones = window if count_fn is not None else looked_at
+            targets_seen = targets_seen or any(_may_have_targets(batch, count_fn) for batch in counted_ones)
         except Exception as caught:
             error = caught
         length = all_reduce_min(len(window) if error is None else -1)

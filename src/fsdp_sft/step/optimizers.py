@@ -1,19 +1,18 @@
 """The optimizers and schedulers of a step: one or several, looked at before anything is computed."""
 
 import inspect
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from fsdp_sft._compat import found_inf, schedulers_within
+from fsdp_sft._compat import found_infs, schedulers_within, step_unless, takes_found_inf
 from fsdp_sft._model import parameter_names
 from fsdp_sft.dcp_io.optimizer_content import Optimizers, as_list
 from fsdp_sft.distributed import reshard
 from fsdp_sft.errors import OptimizerError, abridged
-from fsdp_sft.step.gradients import clip_gradients
 
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
@@ -73,30 +72,75 @@ def checked_schedulers(scheduler: Any, optimizers: list[torch.optim.Optimizer]) 
     return schedulers
 
 
-def clip_and_step(
-    model: nn.Module,
-    optimizers: list[torch.optim.Optimizer],
-    max_grad_norm: float | None,
-    scaler: torch.amp.GradScaler | None,
-) -> tuple[float, str | None]:
-    """Step all optimizers, or none of them where a gradient is not finite.
+def unscale(
+    optimizers: list[torch.optim.Optimizer], scaler: torch.amp.GradScaler | None
+) -> list[torch.Tensor]:
+    """Divide the gradients by the scale; 0-dim tensors of which one is not 0 if there was an inf.
 
-    Returns:
-        (2-norm of the gradient before clipping, why no optimizer has stepped if the scaler found an inf).
+    All optimizers are left out then; the scaler would leave out only the one whose gradients have an inf.
     """
-    for optimizer in optimizers if scaler is not None else ():
-        scaler.unscale_(optimizer)  # type: ignore[union-attr]
-    norm = clip_gradients(model, max_grad_norm)
-    # The scaler itself would leave out only the optimizer whose gradients have an inf.
-    skipped = scaler is not None and found_inf(scaler, optimizers)
-    for optimizer in optimizers if math.isfinite(norm) and not skipped else ():
+    if scaler is None:
+        return []
+    for optimizer in optimizers:
+        scaler.unscale_(optimizer)
+    return found_infs(scaler, optimizers)
+
+
+def step_all(
+    optimizers: list[torch.optim.Optimizer], scaler: torch.amp.GradScaler | None, *, skipped: bool
+) -> None:
+    """Step the optimizers unless they are to be ``skipped``, and let the scaler know."""
+    for optimizer in () if skipped else optimizers:
         if scaler is not None:
             scaler.step(optimizer)
         else:
             optimizer.step()
     if scaler is not None:
         scaler.update()
-    return norm, "inf gradients" if skipped else None
+
+
+def check_left_out_on_device(
+    optimizers: list[torch.optim.Optimizer], scaler: torch.amp.GradScaler | None
+) -> None:
+    """Refuse what cannot leave a step out before the host knows that it should.
+
+    Raises:
+        ValueError: If there is a scaler.
+        OptimizerError: Naming an optimizer whose step cannot be left out on the device.
+    """
+    if scaler is not None:
+        raise ValueError(
+            "sync='late' and a GradScaler: the scaler waits for the device in each step; use sync='step', or "
+            "bfloat16, which needs no scaler"
+        )
+    for one in optimizers:
+        if not takes_found_inf(one):
+            raise OptimizerError(
+                f"sync='late' needs optimizers that leave a step out on the device, and {type(one).__name__} "
+                "here does not: give it fused=True in all groups (torch's Adam, AdamW, SGD and Adagrad take "
+                "that), or use sync='step'"
+            )
+
+
+def step_if_finite(optimizers: list[torch.optim.Optimizer], norm: torch.Tensor) -> list[Callable[[], None]]:
+    """Step the optimizers, unless the norm on the device is not finite, which the host does not wait for.
+
+    Returns:
+        What takes back the state that optimizers have made for a first step, if it was left out.
+    """
+    left_out = (~torch.isfinite(norm)).to(torch.float32)
+    undo: list[Callable[[], None]] = []
+    for optimizer in optimizers:
+        before = len(optimizer.state)
+        step_unless(optimizer, left_out)
+        if len(optimizer.state) > before:
+            undo.append(partial(_forget_state_after, optimizer, before))
+    return undo
+
+
+def _forget_state_after(optimizer: torch.optim.Optimizer, count: int) -> None:
+    for parameter in list(optimizer.state)[count:]:
+        del optimizer.state[parameter]
 
 
 def _needed(function: Any) -> list[str]:

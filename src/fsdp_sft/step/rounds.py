@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from fsdp_sft.distributed import first_over_mesh, sum_over_mesh
 from fsdp_sft.preemption import keep_workers_alive
 from fsdp_sft.step.keys import Keys, are_equal, digest, keys_of, refuse_different_keys, to_compare
-from fsdp_sft.step.window import Check, CountFn, counted, raise_on_mesh
+from fsdp_sft.step.window import Check, CountFn, counted, on_host, raise_on_mesh
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -17,8 +17,10 @@ def in_step(
     mesh: "DeviceMesh | None",
     count_fn: CountFn | None = None,
     check: Check | None = None,
-) -> Iterator[tuple[Any, int | None]]:
-    """This rank's batches and their targets, then stand-ins and None, until every rank has run out.
+) -> Iterator[tuple[Any, Any, int | None]]:
+    """This rank's batches, the same on the host, and their targets; then stand-ins and None.
+
+    That goes on until every rank has run out.
 
     A stand-in has the keys of the batches that the others have at that moment: the last such batch of this
     rank, or else of another one. ``check`` raises for a batch that cannot be used. One small all-reduce a
@@ -30,19 +32,20 @@ def in_step(
     Collective: all ranks of the mesh.
     """
     ranks = mesh.size() if mesh is not None else 1
-    stand_ins: dict[Keys, Any] = {}
+    stand_ins: dict[Keys, tuple[Any, Any]] = {}
     source: Iterator[Any] | None = None
     while True:
-        batch = error = count = None
+        batch = error = count = seen = None
         keys: Keys = next(reversed(stand_ins), ())
         try:
             source = source if source is not None else keep_workers_alive(batches)
             batch = next(source, None)
             if batch is not None:
-                count = counted(batch, count_fn)
+                (seen,) = on_host([batch])
+                count = counted(batch if count_fn is not None else seen, count_fn)
                 keys = keys_of(batch)
                 if check is not None:
-                    check(batch)
+                    check(seen)
         except Exception as caught:
             error = caught
         terms = to_compare(digest(keys))
@@ -57,7 +60,7 @@ def in_step(
             refuse_different_keys([keys] if batch is not None else [], mesh)
         if batch is not None:
             stand_ins.pop(keys, None)
-            stand_ins[keys] = batch
+            stand_ins[keys] = (batch, seen)
         # All ranks see from the sums whether each that has run out has a stand-in of the right keys.
         everyone = [one + other for one, other in zip(sums[: len(terms)], sums[len(terms) :], strict=True)]
         if not are_equal(everyone, ranks):
@@ -65,5 +68,5 @@ def in_step(
             if batch is None:
                 keys = keys_of(sent)
                 stand_ins.pop(keys, None)
-                stand_ins[keys] = sent
-        yield (batch, count) if batch is not None else (stand_ins[keys], None)
+                stand_ins[keys] = (sent, *on_host([sent]))
+        yield (batch, seen, count) if batch is not None else (*stand_ins[keys], None)

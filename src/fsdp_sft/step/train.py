@@ -1,57 +1,51 @@
 """One optimizer step over a window of micro-batches."""
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
-from fsdp_sft.distributed import compute_device, mesh_of, sum_over_mesh
-from fsdp_sft.errors import NonFiniteGradientError
-from fsdp_sft.loss import LossImpl, RouterLoss, forget_choice, needs_choice, num_tokens, scale_for_backward
+from fsdp_sft._late import keep, settle, taken
+from fsdp_sft._streams import LateValues
+from fsdp_sft.distributed import compute_device, mesh_of
+from fsdp_sft.loss import (
+    HeadChecks,
+    LossImpl,
+    RouterLoss,
+    checked_batch,
+    checked_later,
+    forget_choice,
+    needs_choice,
+    num_tokens,
+    scale_for_backward,
+)
 from fsdp_sft.packing import Verify, check_verify, verify_at_first_use
 from fsdp_sft.step.acceptable import check_of
 from fsdp_sft.step.first import state_problem
-from fsdp_sft.step.gradients import SyncMode, gradient_sync
+from fsdp_sft.step.gradients import SyncMode, clip_gradients, gradient_sync
 from fsdp_sft.step.keys import may_be_packs
 from fsdp_sft.step.labels import is_to_be_looked_at, say_what_was_seen
-from fsdp_sft.step.optimizers import Optimizers, checked_optimizers, checked_schedulers, clip_and_step
+from fsdp_sft.step.optimizers import (
+    Optimizers,
+    check_left_out_on_device,
+    checked_optimizers,
+    checked_schedulers,
+    step_all,
+    step_if_finite,
+    unscale,
+)
 from fsdp_sft.step.own_loss import LossFn, Objective
+from fsdp_sft.step.queued import NothingQueued, QueuedStep, StepResult, late_result, without_step
 from fsdp_sft.step.summed import refuse_mean
-from fsdp_sft.step.window import CountFn, agree_on_window, raise_on_mesh, to_device
+from fsdp_sft.step.window import CountFn, agree_on_window, to_device
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim.lr_scheduler import LRScheduler
 
 GradSync = Literal["each", "last", "reduce_scatter"]
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What one optimizer step did; the same on every rank.
-
-    Attributes:
-        loss: Mean over the window's targets on all ranks; nan for a window without any.
-        grad_norm: 2-norm of the whole gradient before clipping; nan where there was none.
-        num_targets: Targets of the window on all ranks.
-        num_tokens: Tokens of the window on all ranks, without what ``attention_mask`` calls padding. A pack
-            has no mask: there what ``PackedCollator`` filled up counts.
-        skipped: Whether the optimizer did not step.
-        skip_reason: ``"no targets"`` or ``"inf gradients"``; None if it did step.
-        router_loss: What a mixture's router adds to ``loss``, its coefficient included: the sum of both is
-            what was minimised. 0 where nothing is added.
-    """
-
-    loss: float
-    grad_norm: float
-    num_targets: int
-    num_tokens: int
-    skipped: bool
-    skip_reason: str | None = None
-    router_loss: float = 0.0
+Sync = Literal["step", "late"]
 
 
 def train_step(
@@ -70,6 +64,7 @@ def train_step(
     verify: Verify = "first",
     router_loss: RouterLoss | None = None,
     check_labels: bool = True,
+    sync: Sync = "step",
 ) -> StepResult:
     """Forward, backward and optimizer step over one window; gradients are zeroed afterwards.
 
@@ -111,6 +106,13 @@ def train_step(
             are the attention mask, are an error; one warning each is given for labels that differ from the
             id at their place, and, in the first window, for ranks with the same rows. Of a ``loss_fn``:
             whether it is asked if it returns a sum.
+        sync: When the host learns what came of the step. ``"step"``: it waits for the device once, between
+            the backwards and the optimizer. ``"late"``: not at all, for models so small that the device would
+            wait for the host then. What is returned is the result of the step **before**, whole (at first
+            one that was skipped for ``"no step before"``); ``late_result`` returns the last. Where the
+            gradient is not finite the optimizers leave the step out on the device, and the next call raises,
+            or ``evaluate``, or whatever saves or exports the model. It needs ``fused=True`` of torch's Adam
+            or AdamW (or SGD or Adagrad, whose fused forms torch does not shard), and no ``scaler``.
 
     Returns:
         The same ``StepResult`` on every rank.
@@ -131,7 +133,8 @@ def train_step(
         UnstorableStateError: After its first step, if the optimizer keeps state in tensors that do not say
             what is inside them: no checkpoint could hold it.
         NonFiniteGradientError: If the gradient norm is not finite and no scaler handles it. Parameters and
-            optimizer are as before the step; gradients are zeroed.
+            optimizer are as before the step; gradients are zeroed. With ``sync="late"`` it is raised one call
+            later: parameters and optimizer are as before the step that it speaks of, the scheduler one ahead.
 
     Collective: all ranks of the mesh.
     """
@@ -140,10 +143,17 @@ def train_step(
     objective = Objective(loss_impl, loss_fn, router_loss)
     objective.check(count_fn)
     check_verify(verify)
+    if sync not in ("step", "late"):
+        raise ValueError(f"sync must be 'step' or 'late', got {sync!r}")
     optimizers = checked_optimizers(model, optimizer)
     schedulers = checked_schedulers(scheduler, optimizers)
     if scaler is not None and not scaler.is_enabled():
         scaler = None  # it would let gradients that are not finite through
+    if sync == "late":
+        check_left_out_on_device(optimizers, scaler)
+    else:
+        settle(model)
+        taken(model)
     mesh = mesh if mesh is not None else mesh_of(model)
     check = check_of(model, own_loss=loss_fn is not None)
     look = check_labels and loss_fn is None and count_fn is None and is_to_be_looked_at(model)
@@ -154,46 +164,55 @@ def train_step(
     if window.stale:  # choosing is collective, and what asks for it may be seen on one rank alone
         forget_choice(model, loss_impl)
     if look:
-        say_what_was_seen(model, micro_batches, window.differences, mesh)
+        say_what_was_seen(model, list(window.on_host), window.differences, mesh)
     targets, tokens = window.targets, window.tokens
     if targets == 0:
-        return StepResult(math.nan, math.nan, 0, tokens, True, "no targets")
+        nothing = without_step("no targets", tokens)
+        if sync == "step":
+            return nothing
+        before = late_result(model)
+        keep(model, NothingQueued(nothing))
+        return before or without_step("no step before")
     if verify == "first" and any(map(may_be_packs, window.keys)):
-        verify_at_first_use(model, micro_batches, mesh, own_loss=loss_fn is not None)
+        verify_at_first_use(model, window.on_host, mesh, own_loss=loss_fn is not None)
     if check_labels:
         refuse_mean(model, micro_batches, objective, count_fn, mesh)
     device = compute_device(model)
     deferred: SyncMode = {"each": "all", "last": "none", "reduce_scatter": "reduce_scatter"}[grad_sync]  # type: ignore[assignment]
-    total, added = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+    total = added = torch.zeros((), dtype=torch.float64, device=device)
+    checks = HeadChecks()
     for index, batch in enumerate(micro_batches):
         last = index == len(micro_batches) - 1
-        with gradient_sync(model, "all" if last else deferred):
-            summed, router = objective.of(model, to_device(batch, device))
+        with gradient_sync(model, "all" if last else deferred), checked_later(checks):
+            seen = window.on_host[index]
+            moved = to_device(batch, device)
+            if loss_fn is None and device.type != "cpu":
+                moved = checked_batch(moved, seen, device)
+            summed, router = objective.of(model, moved)
             if router is not None:
                 # In targets, so that what scales the loss scales it too.
-                router = router * (num_tokens(batch, needs_ids=False) / max(tokens, 1) * targets)
-                added = added.to(router.device) + router.detach()
-            total = total.to(summed.device) + summed.detach()
+                router = router * (num_tokens(seen, needs_ids=False) / max(tokens, 1) * targets)
+                added = added + router.detach()
+            total = total + summed.detach()
             summed = summed if router is None else summed + router
             loss = scale_for_backward(summed, num_targets=targets, mesh=mesh) if mesh else summed / targets
             (scaler.scale(loss) if scaler is not None else loss).backward()
-    grad_norm, skip_reason = clip_and_step(model, optimizers, max_grad_norm, scaler)
-    for one in optimizers:
-        one.zero_grad(set_to_none=True)
-    model.zero_grad(set_to_none=True)  # also what the optimizers were not given
-    problem = state_problem(optimizers)
-    sums = sum_over_mesh([float(total), float(added), problem is not None], mesh)
-    loss_total, router_total = sums[:2]
-    if sums[2]:
-        raise_on_mesh(problem, "looking at the optimizer's state after its first step", mesh)
-    if skip_reason is None and not math.isfinite(grad_norm):
-        raise NonFiniteGradientError(
-            f"the gradient norm is {grad_norm} at a loss of {loss_total / targets:.4g}; parameters and "
-            "optimizer are unchanged. Look at the last batches, lower the learning rate, or start from the "
-            "last checkpoint"
-        )
-    for each in schedulers if skip_reason is None else ():
+    infs = unscale(optimizers, scaler)
+    norm = clip_gradients(model, max_grad_norm)
+    step = QueuedStep(LateValues([norm, total, added, *infs]), targets, tokens, mesh, checks)
+    try:
+        if sync == "late":
+            before = late_result(model)  # raises before this step is taken, if that one was not
+            step.is_late, step.undo = True, step_if_finite(optimizers, norm)
+            keep(model, step)
+        else:  # the host waits for the device here and nowhere else
+            step_all(optimizers, scaler, skipped=step.has_infs or not step.is_finite)
+    finally:
+        for one in optimizers:
+            one.zero_grad(set_to_none=True)
+        model.zero_grad(set_to_none=True)  # also what the optimizers were not given
+    step.problem = state_problem(optimizers)
+    result = (before or without_step("no step before")) if sync == "late" else step.result()
+    for each in schedulers if sync == "late" or not result.skipped else ():
         each.step()
-    skipped = skip_reason is not None
-    router_mean = router_total / targets
-    return StepResult(loss_total / targets, grad_norm, targets, tokens, skipped, skip_reason, router_mean)
+    return result

@@ -1,20 +1,23 @@
 """What a window's micro-batches are, agreed on before the first forward."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fsdp_sft._agree import is_distributed, raise_first, world_size
+from fsdp_sft._streams import host_copies, travelling
 from fsdp_sft.distributed import sum_over_mesh
 from fsdp_sft.errors import BatchError, RemoteRankError
-from fsdp_sft.loss import num_targets, num_tokens
+from fsdp_sft.loss import LABEL_KEYS, num_targets, num_tokens
 from fsdp_sft.step.keys import Keys, are_equal, digest, keys_of, refuse_different_keys, to_compare
 from fsdp_sft.step.labels import Differences, look_at
 
 CountFn = Callable[[Any], int]
 Check = Callable[[Any], None]
+
+_LOOKED_AT = (*LABEL_KEYS, "input_ids", "attention_mask", "position_ids")
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -30,6 +33,7 @@ class Window:
         keys: Of each micro-batch; the same on every rank.
         differences: Between labels and ids on all ranks; 0 of 0 if nobody looked.
         stale: Whether any rank has to choose its loss anew.
+        on_host: This rank's micro-batches, with what is looked at in host memory.
     """
 
     targets: int
@@ -37,6 +41,7 @@ class Window:
     keys: tuple[Keys, ...]
     differences: Differences
     stale: bool = False
+    on_host: tuple[Any, ...] = ()
 
 
 def agree_on_window(
@@ -67,8 +72,10 @@ def agree_on_window(
     keys: list[Keys] = []
     seen = Differences()
     try:
-        micro_batches = _checked_window(micro_batches)
-        targets = sum(counted(batch, count_fn) for batch in micro_batches)
+        given = _checked_window(micro_batches)
+        micro_batches = on_host(given)
+        counted_ones = given if count_fn is not None else micro_batches
+        targets = sum(counted(batch, count_fn) for batch in counted_ones)
         tokens = sum(num_tokens(batch, needs_ids) for batch in micro_batches)
         keys = [keys_of(batch) for batch in micro_batches]
         if look:
@@ -93,7 +100,8 @@ def agree_on_window(
         )
     if not are_equal(equal, ranks):
         refuse_different_keys(keys, mesh)
-    return Window(all_targets, all_tokens, tuple(keys), Differences(looked_at, different), any_stale > 0)
+    seen = Differences(looked_at, different)
+    return Window(all_targets, all_tokens, tuple(keys), seen, any_stale > 0, tuple(micro_batches))
 
 
 def raise_on_mesh(error: Exception | None, phase: str, mesh: "DeviceMesh | None") -> None:
@@ -129,10 +137,28 @@ def counted(batch: Any, count_fn: CountFn | None) -> int:
     return int(count)
 
 
+def on_host(batches: Sequence[Any]) -> list[Any]:
+    """The batches with what is looked at before a forward in host memory; the host waits once, or not at all.
+
+    What is elsewhere already, as where a loader moves its batches to the device, is copied.
+    """
+    places = [
+        (index, name)
+        for index, batch in enumerate(batches)
+        for name in _LOOKED_AT
+        if isinstance(batch, Mapping) and isinstance(batch.get(name), torch.Tensor) and not batch[name].is_cpu
+    ]
+    found = [dict(batch) if isinstance(batch, Mapping) and places else batch for batch in batches]
+    copies = host_copies([batches[index][name] for index, name in places])
+    for (index, name), copy in zip(places, copies, strict=True):
+        found[index][name] = copy
+    return found
+
+
 def to_device(batch: Any, device: torch.device) -> Any:
     """The batch with its tensors on ``device``, also those in dicts, lists and tuples within it."""
     if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=True)
+        return travelling(batch, device)
     if isinstance(batch, Mapping):
         return {name: to_device(value, device) for name, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
