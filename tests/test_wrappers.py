@@ -93,10 +93,11 @@ def test_wrapped_models_train_as_their_ranks_together(kinds: list[str], tmp_path
 def _check_own_loop() -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     batches = ragged_batches(2 * ranks)
-    targets = fs.count_targets(batches[rank::ranks])
+    mine = [{name: tensor.to(device_here()) for name, tensor in b.items()} for b in batches[rank::ranks]]
+    targets = fs.count_targets(mine)
     model = DistributedDataParallel(tiny_model("llama").to(device_here()))
-    for batch in batches[rank::ranks]:
-        with fs.gradient_sync(model, "all" if batch is batches[rank::ranks][-1] else "none"):
+    for batch in mine:
+        with fs.gradient_sync(model, "all" if batch is mine[-1] else "none"):
             fs.causal_lm_loss(model, batch, num_targets=targets, impl="chunked").backward()
     _, expected = oracle_gradients(tiny_model("llama"), batches)
     assert largest_error({n: full(p.grad) for n, p in model.module.named_parameters()}, expected) <= 1e-6

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,14 @@ def full_disk(*args: Any) -> Any:
 def _snapshot_is_of_the_moment(root: str, model: Any, optimizer: Any) -> None:
     expected = everything(model, optimizer)
     mine = torch.arange(3) + this_rank()
+    go_on = threading.Event()
+
+    def write_later(*args: Any) -> Any:
+        assert go_on.wait(60)
+        return write_tensors(*args)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(folder, "write_tensors", slow_write)
+        patch.setattr(folder, "write_tensors", write_later)
         saved = fs.save_checkpoint(
             root, 1, model=model, optimizer=optimizer, rank_state={"mine": mine}, async_=True
         )
@@ -44,6 +51,7 @@ def _snapshot_is_of_the_moment(root: str, model: Any, optimizer: Any) -> None:
         assert not saved.path.exists()
         other = make_model(5, {})
         other_optimizer = make_adamw(other)
+        threading.Timer(0.3, go_on.set).start()
         loaded = fs.load_checkpoint(root, model=other, optimizer=other_optimizer)  # waits for it
     assert loaded.step == 1
     assert torch.equal(loaded.rank_state["mine"], torch.arange(3) + this_rank())
