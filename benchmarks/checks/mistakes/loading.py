@@ -143,4 +143,11 @@ MISTAKES: list[Mistake] = [
         "block.compile(**kwargs)",
         ("tests/test_recompiles.py",),
     ),
+    Mistake(
+        "operations of a group within a block taken for the block's",
+        "sac/ops.py",
+        "        if inner:\n",
+        "        if False:\n",
+        ("tests/sac/test_ops.py::test_groups_within_blocks_are_refused_whenever_they_were_made",),
+    ),
 ]

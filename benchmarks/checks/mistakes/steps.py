@@ -66,4 +66,18 @@ MISTAKES: list[Mistake] = [
         "    if (wrong + right) / max(len(batches), 1) < _FEWEST or wrong <= _SHARE * (wrong + right):",
         ("tests/step/test_labels.py",),
     ),
+    Mistake(
+        "a loss_fn that returns a mean is divided once more",
+        "step/summed.py",
+        "    if means and not sums:\n",
+        "    if False:\n",
+        ("tests/step/test_own_loss.py",),
+    ),
+    Mistake(
+        "a pack with a mask is let through where the loss is the caller's",
+        "step/acceptable.py",
+        'knows_packs = not own_loss or attention_of(unwrapped(model)) != "its own"',
+        "knows_packs = not own_loss",
+        ("tests/compositions/test_compositions.py::test_a_composition_is_refused",),
+    ),
 ]
