@@ -9,6 +9,7 @@ import torch
 import fsdp_sft as fs
 from fsdp_sft import _devices
 from fsdp_sft.loss.products import products_for
+from tests.harness.models import tiny_model
 from tests.simulated.ranks import run_simulated
 
 SLOW = 0.02  # seconds that a copy to the device takes
@@ -151,3 +152,47 @@ def _peak() -> tuple[float | None, list[str]]:
 def test_the_peak_is_that_of_the_devices_name() -> None:
     assert run_simulated(_peak, 1, first_device=1) == [(989.4e12, ["sim:1"])]
     assert fs.peak_flops_per_second("cpu") is None
+
+
+def _memory_beside(root: Path) -> dict[str, int]:
+    """The most that calls have in use on the device beside what was there, in bytes."""
+    found: dict[str, int] = {}
+
+    def count(name: str, call: Any) -> Any:
+        before = torch.sim.memory_allocated()
+        torch.sim.reset_peak_memory_stats()
+        result = call()
+        found[name] = torch.sim.max_memory_allocated() - before
+        return result
+
+    context = fs.init_distributed()
+    mesh = fs.build_mesh()
+    with torch.device("meta"):
+        meta = tiny_model("llama")
+    count("shard_model of a meta model", lambda: fs.shard_model(meta, mesh=mesh))
+    model = fs.shard_model(tiny_model("llama").to(context.device), mesh=mesh)
+    count("save_full_state_dict", lambda: fs.save_full_state_dict(model, root / "full.safetensors"))
+    count("export_hf", lambda: fs.export_hf(model, root / "out"))
+    return found
+
+
+def test_saving_and_exporting_take_nothing_of_the_device(tmp_path: Path) -> None:
+    for found in run_simulated(_memory_beside, 2, tmp_path):
+        assert found == {"shard_model of a meta model": 0, "save_full_state_dict": 0, "export_hf": 0}
+
+
+def _chunked_loss() -> tuple[int, int]:
+    rows, width, vocabulary, chunk = 256, 64, 8000, 32
+    hidden = torch.randn(rows, width, device="sim", requires_grad=True)
+    weight = torch.randn(vocabulary, width, device="sim", requires_grad=True)
+    labels = torch.randint(0, vocabulary, (rows,), device="sim")
+    before = torch.sim.memory_allocated()
+    torch.sim.reset_peak_memory_stats()
+    fs.linear_cross_entropy_sum(hidden, weight, labels, chunk_size=chunk).backward()
+    promised = 4 * chunk * vocabulary + hidden.nbytes + weight.nbytes
+    return torch.sim.max_memory_allocated() - before, promised + 4 * 4 * chunk * width
+
+
+def test_the_chunked_loss_takes_its_logits_and_gradients() -> None:
+    counted, promised = run_simulated(_chunked_loss, 1)[0]
+    assert 0.9 * promised < counted <= promised

@@ -1,0 +1,74 @@
+"""Ranks with a simulated accelerator each, for what is counted rather than timed."""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import Any
+
+
+def on_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> Any:
+    """What ``function(*args)`` returns on rank 0 of ``world_size``; it is at the top of its module.
+
+    The device is compiled by the tests, whose folder is asked for in a process of its own.
+    """
+    build = subprocess.run(
+        [sys.executable, "-m", "tests.simulated.build"], check=True, capture_output=True, text=True
+    )
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    context = get_context("spawn")
+    mine, theirs = context.Pipe()
+    ranks = [
+        context.Process(
+            target=_serve,
+            args=(theirs, build.stdout.split()[-1], port, rank, world_size, function, args),
+        )
+        for rank in range(world_size)
+    ]
+    for rank in ranks:
+        rank.start()
+    theirs.close()
+    try:
+        return mine.recv()
+    finally:
+        for rank in ranks:
+            rank.join(60)
+            rank.kill()
+
+
+def _serve(
+    connection: Connection,
+    folder: str,
+    port: str,
+    rank: int,
+    world_size: int,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    os.environ.update(
+        SIM_DEVICES=str(world_size),
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        MASTER_ADDR="localhost",
+        MASTER_PORT=port,
+    )
+    sys.path.insert(0, folder)
+    import simdev  # type: ignore[import-not-found]  # noqa: F401
+    import torch
+
+    import fsdp_sft as fs
+
+    torch.set_num_threads(1)
+    fs.init_distributed()
+    found = function(*args)
+    if rank == 0:
+        connection.send(found)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()

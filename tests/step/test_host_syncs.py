@@ -1,0 +1,74 @@
+"""How often the host waits for the device in a step: counted on the simulated accelerator."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import fsdp_sft as fs
+from tests.harness.models import ragged_batches, tiny_model
+from tests.simulated.ranks import run_simulated
+
+SLOW = 0.002  # seconds that a copy takes
+FORMS = ("step", "late", "device batches", "router", "scaler", "hooked head")
+
+
+def _windows(micro_batches: int, device: torch.device | None) -> list[list[Any]]:
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    drawn = [ragged_batches(micro_batches * ranks, seed=seed)[rank::ranks] for seed in range(4)]
+    for window in drawn:
+        for batch in window:
+            del batch["attention_mask"]  # transformers looks at its values in each forward
+            for name in batch if device is not None else ():
+                batch[name] = batch[name].to(device)
+    return drawn
+
+
+def _waits_of(call: Callable[[], Any]) -> list[str]:
+    """Where the host waited in a call, but for what the model's own code (a mixture's) waits for."""
+    with torch.sim.record_syncs() as found:
+        call()
+    own = [sync for sync in found if not any("transformers" in frame.filename for frame in sync.stack)]
+    return [f"{sync.kind}: {sync.stack[-1].filename}:{sync.stack[-1].lineno}" for sync in own]
+
+
+def _steps(form: str, micro_batches: int) -> dict[str, Any]:
+    if not hasattr(torch.sim, "record_syncs"):
+        return {}
+    context = fs.init_distributed()
+    on_device = context.device if form == "device batches" else None
+    family, options = ("mixtral", {"router_loss": "micro_batch"}) if form == "router" else ("llama", {})
+    model = fs.shard_model(tiny_model(family).to(context.device), mesh=fs.build_mesh())
+    if form == "hooked head":
+        model.lm_head.register_forward_hook(lambda *_: None)  # full logits
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=form == "late")
+    if form == "late":
+        options["sync"] = "late"
+    if form == "scaler":
+        options["scaler"] = torch.amp.GradScaler("sim", init_scale=8.0)
+    *first, last = _windows(micro_batches, on_device)
+    for window in first:
+        fs.train_step(model, window, optimizer, **options)
+    step = _waits_of(lambda: fs.train_step(model, last, optimizer, **options))
+    router: Any = {name: value for name, value in options.items() if name == "router_loss"}
+    fs.evaluate(model, last, **router)  # asks the model for its own loss, once
+    if form == "late":
+        fs.train_step(model, last, optimizer, **options)
+    evaluation = _waits_of(lambda: fs.evaluate(model, last, **router))
+    return {"step": step, "evaluate": evaluation, "touched": torch.sim.touched()}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_host_waits_once_in_a_step_and_once_in_an_evaluation(form: str) -> None:
+    micro_batches = 3
+    for rank, found in enumerate(run_simulated(_steps, 2, form, micro_batches, copy_delay=SLOW)):
+        if not found:
+            pytest.skip("this simulator counts no waits")
+        assert found["touched"] == [rank]
+        # Of batches that are on the device already, what is looked at comes to the host once a window; a
+        # scaler asks for itself in step().
+        assert len(found["step"]) == (2 if form in ("device batches", "scaler") else 1), found["step"]
+        # A late step is asked for before the model is evaluated.
+        more = {"device batches": micro_batches, "late": 1}
+        assert len(found["evaluate"]) == 1 + more.get(form, 0), found["evaluate"]
