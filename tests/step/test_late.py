@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 import fsdp_sft as fs
+from tests.harness.device import mesh_here
 from tests.harness.models import full, ragged_batches, tiny_model
 from tests.harness.ranks import run_distributed
 
@@ -26,7 +27,7 @@ def _windows(ranks: int) -> list[list[Any]]:
 def _train(sync: Any, ranks: int, kind: Any) -> tuple[list[Any], list[torch.Tensor]]:
     model = tiny_model("llama")
     if ranks > 1:
-        model = fs.shard_model(model, mesh=fs.build_mesh(device_type="cpu"))
+        model = fs.shard_model(model, mesh=mesh_here())
     options = {"momentum": 0.9} if kind is torch.optim.SGD else {}
     optimizer = kind(model.parameters(), lr=0.01, fused=True, **options)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
@@ -61,7 +62,7 @@ def test_late_results_are_those_of_the_step_before_bit_for_bit(ranks: int) -> No
 
 
 def _check_not_finite(root: str) -> None:
-    mesh = fs.build_mesh(device_type="cpu")
+    mesh = mesh_here()
     ways = {
         "train_step": lambda model, optimizer: fs.train_step(model, window, optimizer, sync="late"),
         "a step that waits": lambda model, optimizer: fs.train_step(model, window, optimizer),

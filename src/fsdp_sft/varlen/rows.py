@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from fsdp_sft._streams import host_copies, travelling
+
 _SLAB = 512  # queries whose mask exists at once while rows are found
 
 
@@ -78,12 +80,14 @@ def find_rows(slab: Callable[..., torch.Tensor], width: int, offset: int) -> Row
     row_start = torch.where(begins, index, 0).cummax(-1).values
     reach = (index - starts).amax()
     exact.append((starts == torch.maximum(row_start, index - reach)).all())
-    if not bool(torch.stack(exact).all()):
+    # The host waits for the device here and nowhere else.
+    told, longest_reach, edges = host_copies([torch.stack(exact).all(), reach, begins.flatten()])
+    if not bool(told):
         return None
-    bounds = [*begins.flatten().nonzero().squeeze(1).tolist(), begins.numel()]
+    bounds = [*edges.nonzero().squeeze(1).tolist(), begins.numel()]
     longest = max(after - before for before, after in itertools.pairwise(bounds))
-    offsets = torch.tensor(bounds, dtype=torch.int32, device=starts.device)
-    return RowMask(tuple(bounds), offsets, longest, int(reach) + 1, width, _has_flash(starts.device))
+    offsets = travelling(torch.tensor(bounds, dtype=torch.int32), starts.device)
+    return RowMask(tuple(bounds), offsets, longest, int(longest_reach) + 1, width, _has_flash(starts.device))
 
 
 def _has_flash(device: torch.device) -> bool:
