@@ -1,6 +1,15 @@
-"""A simulated accelerator, device type "sim": see core.h."""
+"""A simulated accelerator, device type "sim": what ``torch.cuda`` is to CUDA, as ``torch.sim``.
 
+Importing it makes the device known to torch. The rest is C++: begin with ``core.h``.
+"""
+
+import contextlib
 import sys
+import threading
+import traceback
+import types
+from collections import Counter
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -8,13 +17,14 @@ from simdev import _C
 
 torch.utils.rename_privateuse1_backend("sim")
 
+# ---------------------------------------------------------------- devices, streams, events
+
 
 class Stream(torch.Stream):
     def __new__(cls, device=None, priority=0, **kwargs):
         if "stream_id" in kwargs:
             return super().__new__(cls, **kwargs)
-        index = current_device() if device is None else torch.device(device).index
-        return super().__new__(cls, device=torch.device("sim", index), priority=priority)
+        return super().__new__(cls, device=torch.device("sim", _index(device)), priority=priority)
 
 
 class Event(torch.Event):
@@ -23,6 +33,8 @@ class Event(torch.Event):
 
 
 class device:
+    """A context in which a device is the current one."""
+
     def __init__(self, device):
         self.index = torch.device(device).index if not isinstance(device, int) else device
         self.before = None
@@ -37,6 +49,8 @@ class device:
 
 
 class StreamContext:
+    """A context in which a stream is the current one, and its device the current device."""
+
     def __init__(self, stream):
         self.stream = stream
 
@@ -100,10 +114,6 @@ def synchronize(device=None):
     torch.accelerator.synchronize(device)
 
 
-def empty_cache():
-    pass
-
-
 def _index(device):
     if isinstance(device, int):
         return device
@@ -111,21 +121,84 @@ def _index(device):
     return current_device() if index is None else index
 
 
-def memory_allocated(device=None):
-    return _C.allocated(_index(device))
-
-
-def max_memory_allocated(device=None):
-    return _C.peak(_index(device))
-
-
-def reset_peak_memory_stats(device=None):
-    _C.reset_peak(_index(device))
-
-
 def touched():
     """Indices of the devices on which this process has launched anything: on CUDA each has a context."""
     return [i for i in range(device_count()) if _C.touched(i)]
+
+
+# ---------------------------------------------------------------- what a device is, as torch.cuda says it
+
+
+def get_device_name(device=None):
+    return f"Simulated device of {torch.get_num_threads()} CPU threads"
+
+
+def get_device_capability(device=None):
+    return (8, 0)  # has bfloat16 and varlen attention
+
+
+def get_device_properties(device=None):
+    index = _index(device)
+    major, minor = get_device_capability(device)
+    return types.SimpleNamespace(
+        name=get_device_name(device),
+        uuid=f"simulated-{index}",
+        total_memory=mem_get_info(device)[1],
+        major=major,
+        minor=minor,
+        multi_processor_count=1,
+    )
+
+
+class _Backend(types.ModuleType):
+    """``torch.backends.sim``."""
+
+    @staticmethod
+    def is_flash_attention_available():
+        return True  # for rows of unequal lengths: kernels.cpp
+
+
+# ---------------------------------------------------------------- memory, as torch.accelerator has it
+
+
+def empty_cache():
+    torch.accelerator.empty_cache()
+
+
+def mem_get_info(device=None):
+    return torch.accelerator.get_memory_info(_index(device))
+
+
+def memory_stats(device=None):
+    return torch.accelerator.memory_stats(_index(device))
+
+
+def memory_allocated(device=None):
+    return torch.accelerator.memory_allocated(_index(device))
+
+
+def max_memory_allocated(device=None):
+    return torch.accelerator.max_memory_allocated(_index(device))
+
+
+def memory_reserved(device=None):
+    return torch.accelerator.memory_reserved(_index(device))
+
+
+def max_memory_reserved(device=None):
+    return torch.accelerator.max_memory_reserved(_index(device))
+
+
+def reset_peak_memory_stats(device=None):
+    torch.accelerator.reset_peak_memory_stats(_index(device))
+
+
+def allocation_count(device=None):
+    """How often memory of the device has been asked for."""
+    return memory_stats(device)["allocation.all.allocated"]
+
+
+# ---------------------------------------------------------------- random numbers
 
 
 def get_rng_state(device="sim"):
@@ -153,12 +226,122 @@ def get_amp_supported_dtype():
     return [torch.bfloat16, torch.float16]
 
 
+# ---------------------------------------------------------------- counting
+
+
+@dataclass(frozen=True)
+class Sync:
+    """A place where the host waited for the device.
+
+    Attributes:
+        kind: ``"item"``, ``"copy to host"``, ``"copy to pageable memory"``, ``"copy to device"``,
+            ``"event"``, ``"stream"``, ``"device"``, ``"barrier"``, ``"empty_cache"``, or an operator that has
+            to know values, such as ``"aten::nonzero"``.
+        thread: Name of the thread that waited.
+        stack: Its Python frames, the innermost last.
+    """
+
+    kind: str
+    thread: str
+    stack: traceback.StackSummary
+
+    def __str__(self):
+        return f"{self.kind} in {self.thread}\n{''.join(self.stack.format())}"
+
+
+@dataclass
+class Counts:
+    """What happened in a stretch of a program, as ``counted`` found it.
+
+    Attributes:
+        syncs: By kind, how often the host waited where it would on CUDA.
+        own_waits: By operator, how often it waited where it would not.
+        collectives: By kind, (calls, bytes). Bytes are those of the larger side: what is gathered, or what is
+            to be reduced, so about what crosses the wire for each rank.
+        allocations: How often memory of the current device was asked for.
+    """
+
+    syncs: Counter = field(default_factory=Counter)
+    own_waits: Counter = field(default_factory=Counter)
+    collectives: dict = field(default_factory=dict)
+    allocations: int = 0
+
+
+def sync_counts():
+    """By kind, how often the host has waited for a device in this process, as on CUDA. See ``Sync.kind``."""
+    return dict(_C.waits())
+
+
+def sync_count():
+    """How often the host has waited for a device in this process where it would on CUDA too."""
+    return sum(_C.waits().values())
+
+
+def own_waits():
+    """By operator, how often the host has waited only because this is a simulator."""
+    return dict(_C.own_waits())
+
+
+def collectives():
+    """By kind, (calls, bytes) of this process's collectives on simulated devices; see ``Counts``."""
+    return dict(_C.collectives())
+
+
+@contextlib.contextmanager
+def counted():
+    """A context with the ``Counts`` of what happens in it, complete at its end."""
+    counts = Counts()
+    syncs, own, traffic, allocations = sync_counts(), own_waits(), collectives(), allocation_count()
+    try:
+        yield counts
+    finally:
+        counts.syncs = Counter(sync_counts()) - Counter(syncs)
+        counts.own_waits = Counter(own_waits()) - Counter(own)
+        for kind, (calls, moved) in collectives().items():
+            before = traffic.get(kind, (0, 0))
+            if calls > before[0]:
+                counts.collectives[kind] = (calls - before[0], moved - before[1])
+        counts.allocations = allocation_count() - allocations
+
+
+_recorders = []
+
+
+def _stack():
+    return traceback.StackSummary.from_list(traceback.extract_stack()[:-2])  # without this file's frames
+
+
+def _on_wait(kind):
+    sync = Sync(kind, threading.current_thread().name, _stack())
+    for recorder in _recorders:
+        recorder.append(sync)
+
+
+@contextlib.contextmanager
+def record_syncs():
+    """A context with a list of each ``Sync`` in it, of all threads of this process."""
+    found = []
+    _recorders.append(found)
+    _C.report_waits(_on_wait)
+    try:
+        yield found
+    finally:
+        _recorders[:] = [recorder for recorder in _recorders if recorder is not found]
+        if not _recorders:
+            _C.report_waits(None)
+
+
+# ---------------------------------------------------------------- registration
+
+
 def _create_backend(store, rank, size, timeout):
-    gloo = dist.ProcessGroupGloo(dist.PrefixStore("simccl", store), rank, size, timeout)
-    return _C.Backend(gloo, rank, size)
+    # Gloo's own time-out ends nothing before simccl's does.
+    gloo = dist.ProcessGroupGloo(dist.PrefixStore("simccl", store), rank, size, 2 * timeout)
+    return _C.make_backend(gloo, rank, size, int(timeout.total_seconds() * 1000))
 
 
 _C.register_cpu_kernels()
+torch.backends.sim = _Backend("torch.backends.sim")
 torch._register_device_module("sim", sys.modules[__name__])
 torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
 dist.Backend.register_backend("simccl", _create_backend, devices=["sim"])

@@ -1,0 +1,127 @@
+"""The library's branches on the name "cuda"."""
+
+import types
+from typing import Any
+
+import torch
+
+import fsdp_sft as fs
+from fsdp_sft import distributed
+from fsdp_sft.varlen import attention, rows
+from tests.simulated.as_cuda import answering_for_cuda
+from tests.simulated.ranks import run_simulated
+
+
+def _refused() -> str:
+    try:
+        torch._C._rename_privateuse1_backend("cuda")
+    except RuntimeError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_torch_does_not_let_another_device_be_called_cuda() -> None:
+    (refused,) = run_simulated(_refused, 1)
+    assert "in-tree device" in refused, "if it is allowed now, the simulated device can take the name itself"
+
+
+MODULE = """
+import functools
+import torch
+
+NAME = "cuda"
+
+def answers(device):
+    kind = {"cuda": "yes", ("cuda", 1): "yes"}.get(device.type, "no")
+    inner = lambda t: (t.is_cuda, f"on cuda:{device.index}", device.type in ("cuda", "xpu"))
+    return kind, torch.cuda.current_device(), inner(torch.ones(1, device=device))
+
+class Class:
+    @property
+    def own(self): return "cuda"
+    @staticmethod
+    def fixed(): return "nccl"
+    @functools.cache
+    def remembered(self): return "a barracuda"
+"""
+
+
+def _answers() -> tuple[list[Any], bool]:
+    module = types.ModuleType("asking")
+    exec(MODULE, module.__dict__)
+    device = torch.device("sim", 1)
+    torch.accelerator.set_device_index(1)
+    before = module.answers.__code__
+    with answering_for_cuda(module):
+        one = module.Class()
+        found = [module.answers(device), one.own, one.fixed(), one.remembered(), module.NAME]
+    return found, module.answers.__code__ is before
+
+
+def test_a_modules_code_takes_the_simulated_device_for_cuda() -> None:
+    ((found, as_before),) = run_simulated(_answers, 1)
+    assert found == [("yes", 1, (True, "on sim:1", True)), "sim", "simccl", "a barracuda", "cuda"]
+    assert as_before
+
+
+def _attention(device: str) -> list[torch.Tensor]:
+    """Of packed rows, a window and grouped heads; output and gradients."""
+    lengths = (3, 9, 1, 11)
+    width = sum(lengths)
+    bounds = torch.tensor([0, *lengths]).cumsum(0)
+    row = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(device)
+
+    def mask(q_length: int, q_offset: int) -> torch.Tensor:
+        query = torch.arange(q_offset, q_offset + q_length, device=device)[:, None]
+        key = torch.arange(width, device=device)
+        return ((row[query] == row[key]) & (key <= query) & (key > query - 5))[None, None]
+
+    found = rows.find_rows(mask, width, 0)
+    assert found is not None
+    assert found.bounds == tuple(bounds.tolist())
+    generator = torch.Generator().manual_seed(2)
+    tensors = [
+        torch.randn(1, heads, width, 16, generator=generator).to(device, torch.bfloat16).requires_grad_()
+        for heads in (4, 2, 2)
+    ]
+    module = torch.nn.Module()
+    module.num_key_value_groups = 2
+    out, _ = attention.attend_by_row(module, *tensors, found)
+    (out.float() * torch.linspace(-1, 1, out.numel(), device=device).view(out.shape)).sum().backward()
+    return [out.detach().cpu(), *(t.grad.cpu() for t in tensors if t.grad is not None)]
+
+
+def _attention_as_on_cuda() -> tuple[list[torch.Tensor], int]:
+    calls = []
+    kernel = attention.varlen_attn
+    attention.varlen_attn = lambda *args, **kwargs: calls.append(1) or kernel(*args, **kwargs)
+    with answering_for_cuda(rows):
+        return _attention("sim"), len(calls)
+
+
+def test_attention_of_rows_takes_the_varlen_kernel_and_gives_the_same() -> None:
+    ((actual, calls),) = run_simulated(_attention_as_on_cuda, 1)
+    assert calls == 1
+    for one, other in zip(actual, _attention("cpu"), strict=True):
+        torch.testing.assert_close(one.float(), other.float(), rtol=2e-2, atol=2e-2)
+
+
+def _one_device_for_two() -> str:
+    torch.accelerator.set_device_index(0)
+    with answering_for_cuda(distributed):
+        try:
+            distributed._check_devices(torch.device("sim", 0))
+        except ValueError as error:
+            return str(error)
+        return "nothing"
+
+
+def _a_device_each() -> None:
+    with answering_for_cuda(distributed):
+        distributed._check_devices(fs.init_distributed().device)
+
+
+def test_two_ranks_on_one_device_are_refused() -> None:
+    for message in run_simulated(_one_device_for_two, 2):
+        assert "ranks [0, 1] share one GPU" in message
+    run_simulated(_a_device_each, 2)

@@ -1,0 +1,97 @@
+"""Results on the simulated device are the CPU's, bit by bit."""
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import fsdp_sft as fs
+from tests.harness.models import full, ragged_batches, tiny_model
+from tests.harness.ranks import run_distributed
+from tests.simulated.ranks import run_simulated
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+RUNS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "bfloat16": ("llama", {"mp_policy": BF16}),
+    "dropout": ("gpt2", {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}),
+}
+
+
+def _digest(tensors: dict[str, torch.Tensor]) -> str:
+    hashed = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        hashed.update(name.encode() + tensor.cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return hashed.hexdigest()
+
+
+def _train(family: str, options: dict[str, Any]) -> list[Any]:
+    """Losses and gradient norms of two steps, and a digest of what they leave."""
+    context = fs.init_distributed()
+    options = dict(options)
+    policy = options.pop("mp_policy", MixedPrecisionPolicy())
+    model = tiny_model(family, **options).to(context.device)
+    fs.shard_model(model, mesh=fs.build_mesh(), mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    torch.manual_seed(7)
+    found: list[Any] = []
+    for seed in range(2):
+        batches = ragged_batches(4, seed=seed)[context.rank :: context.world_size]
+        step = fs.train_step(model, batches, optimizer)
+        found += [step.loss, step.grad_norm]
+    found.append(_digest({name: full(p).detach() for name, p in model.named_parameters()}))
+    return found
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_training_is_the_cpus_bit_by_bit(name: str) -> None:
+    expected = run_distributed(_train, 2, *RUNS[name])
+    assert run_simulated(_train, 2, *RUNS[name]) == expected
+
+
+OPERATORS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "product": lambda x: x @ x.t(),
+    "bfloat16 product": lambda x: x.bfloat16() @ x.bfloat16().t(),
+    "reductions": lambda x: [x.sum(0), x.mean(), x.amax(1), x.std(1), x.norm(), x.logsumexp(0)],
+    "softmax": lambda x: x.log_softmax(-1),
+    "attention": lambda x: torch.nn.functional.scaled_dot_product_attention(
+        *(x.view(1, 4, 8, 16),) * 3, is_causal=True
+    ),
+    "norm": lambda x: torch.nn.functional.layer_norm(x, (16,)),
+    "sorted": lambda x: [*x.sort(1), *x.topk(3)],
+    "chosen": lambda x: [x[x > 0], x.nonzero(), x.where(x > 0, 0), x.gather(1, x.argsort(1))],
+    "lists": lambda x: [*torch._foreach_mul([x, x[0]], 3.0), torch._foreach_norm([x])[0]],
+    "complex numbers": lambda x: torch.view_as_real(torch.view_as_complex(x.view(32, 8, 2)) * 1j),
+    "strided results": lambda x: (x.t() * 2, x.t().clone(), x[:, ::2].exp()),
+    "nothing": lambda x: [x[:0].sum(), x[:0] * 2, x[:0] @ x.t()],
+    "made there": lambda x: [
+        torch.arange(7, device=x.device),
+        torch.eye(3, device=x.device),
+        x.new_full((2,), 3),
+    ],
+    "random": lambda x: [torch.rand_like(x), torch.nn.functional.dropout(x, 0.5), x.bernoulli(0.5)],
+    "written to": lambda x: torch.add(x, x, out=torch.empty(0, device=x.device)),
+}
+
+
+def _results(device: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, operator in OPERATORS.items():
+        torch.manual_seed(3)
+        x = torch.randn(32, 16, generator=torch.Generator().manual_seed(1)).to(device)
+        made = []
+        for _ in range(3):  # what has been met before may be done otherwise
+            results = operator(x)
+            made += [results] if isinstance(results, torch.Tensor) else results
+        assert all(result.device.type == device for result in made), name
+        found[name] = [(t.dtype, t.shape, t.stride(), _digest({"": t})) for t in made]
+    return found
+
+
+def test_operators_give_the_cpus_bits_shapes_and_strides() -> None:
+    (actual,) = run_simulated(_results, 1, "sim")
+    expected = _results("cpu")
+    assert {name: found for name, found in actual.items() if found != expected[name]} == {}

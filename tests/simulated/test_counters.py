@@ -1,0 +1,161 @@
+"""What the simulated device counts: waits of the host, memory, collectives."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.simulated.ranks import run_simulated
+
+# What a line makes the host wait for on CUDA, by the kinds that the simulator reports.
+WAITS: dict[str, tuple[Callable[[torch.Tensor], Any], list[str]]] = {
+    "a product": (lambda x: (x @ x).relu_(), []),
+    "views": (lambda x: x.t()[1:].unfold(0, 2, 1).reshape(-1).view(torch.int32), []),
+    "a value": (lambda x: x.sum().item(), ["item"]),
+    "a condition": (lambda x: bool((x > 0).all()), ["item"]),
+    "a copy to the host": (lambda x: x.cpu(), ["copy to host"]),
+    "a copy to pinned memory": (
+        lambda x: torch.empty(8, 8, pin_memory=True).copy_(x, non_blocking=True),
+        [],
+    ),
+    "a copy to pageable memory": (
+        lambda x: torch.empty(8, 8).copy_(x, non_blocking=True),
+        ["copy to pageable memory"],
+    ),
+    "a copy from pinned memory": (lambda x: x.copy_(torch.ones(8, 8).pin_memory(), non_blocking=True), []),
+    "a blocking copy": (lambda x: x.copy_(torch.ones(8, 8).pin_memory()), ["copy to device"]),
+    "a number": (lambda x: torch.tensor(1.0, device=x.device), ["copy to device"]),
+    "a number that is filled in": (lambda x: torch.full((2,), 1.0, device=x.device), []),
+    "another device": (lambda x: x.to("sim:1"), []),
+    "indices of what is not zero": (lambda x: x.nonzero(), ["aten::nonzero"]),
+    "a mask": (lambda x: x[x > 0], ["aten::index"]),
+    "indices": (lambda x: x[torch.arange(3, device=x.device)], []),
+    "indices of the host": (lambda x: x[torch.arange(3)], ["aten::index"]),
+    "a number under a mask": (lambda x: x.index_put_((x > 0,), x.new_ones(())), []),
+    "the device": (lambda x: torch.accelerator.synchronize(), ["device"]),
+    "a stream": (lambda x: torch.accelerator.current_stream().synchronize(), ["stream"]),
+    "an event": (lambda x: torch.accelerator.current_stream().record_event().synchronize(), ["event"]),
+    "a stream that waits for another": (
+        lambda x: torch.sim.Stream().wait_stream(torch.sim.current_stream()),
+        [],
+    ),
+    "whether they are equal": (lambda x: torch.equal(x, x), ["aten::equal"]),
+}
+
+
+def _waits() -> dict[str, list[str]]:
+    found = {}
+    for name, (line, _) in WAITS.items():
+        x = torch.ones(8, 8, device="sim")
+        before = torch.sim.sync_count()
+        with torch.sim.record_syncs() as syncs:
+            line(x)
+        found[name] = [sync.kind for sync in syncs]
+        assert torch.sim.sync_count() - before == len(syncs)
+    return found
+
+
+def test_the_host_waits_where_it_would_on_cuda() -> None:
+    assert run_simulated(_waits, 1) == [{name: kinds for name, (_, kinds) in WAITS.items()}]
+
+
+def _where_it_waits() -> tuple[str, str | None, str]:
+    parameter = torch.ones(4, device="sim", requires_grad=True)
+    parameter.register_hook(lambda gradient: print(gradient.sum().item()))
+    with torch.sim.record_syncs() as syncs:
+        (parameter * 2).sum().backward()
+    (sync,) = syncs
+    frame = sync.stack[-1]
+    return Path(frame.filename).name, frame.line, sync.thread
+
+
+def test_a_wait_comes_with_the_line_that_caused_it() -> None:
+    ((name, line, thread),) = run_simulated(_where_it_waits, 1)
+    assert name == Path(__file__).name
+    assert line is not None
+    assert "gradient.sum().item()" in line
+    assert thread != "MainThread"  # of the backward, where a trace of the main thread shows nothing
+
+
+def _memory() -> dict[str, int]:
+    device = torch.device("sim", 0)
+    before = torch.accelerator.memory_allocated(device)
+    with torch.sim.counted() as counts:
+        kept = torch.empty(1000, device=device)  # 4000 bytes, in blocks of 512
+        with_kept = torch.accelerator.memory_allocated(device)
+        torch.accelerator.reset_peak_memory_stats(device)
+        big = torch.empty(1 << 20, dtype=torch.uint8, device=device)
+        del big
+        small = torch.empty(1, device=device)
+    found = {
+        "kept": with_kept - before,
+        "peak": torch.accelerator.max_memory_allocated(device) - before,
+        "now": torch.sim.memory_allocated(device) - before,
+        "allocations": counts.allocations,
+        "requested": torch.accelerator.memory_stats(device)["requested_bytes.all.current"],
+        "on the other": torch.accelerator.memory_allocated(1),
+    }
+    reserved = torch.accelerator.memory_reserved(device)
+    free, total = torch.accelerator.get_memory_info(device)
+    assert reserved == total - free >= found["peak"]
+    del kept, small
+    torch.accelerator.empty_cache()
+    assert torch.accelerator.memory_reserved(device) == before == 0
+    return found
+
+
+def test_memory_is_counted_as_the_caching_allocator_of_cuda_counts_it() -> None:
+    assert run_simulated(_memory, 1) == [
+        {
+            "kept": 4096,
+            "peak": 4096 + (1 << 20),
+            "now": 4096 + 512,
+            "allocations": 3,
+            "requested": 4004,
+            "on the other": 0,
+        }
+    ]
+
+
+def _fill() -> int:
+    os.environ["SIM_MEMORY_MB"] = "4"  # read when the first memory is asked for
+    device = torch.device("sim", 0)
+    torch.empty(3 << 20, dtype=torch.uint8, device=device)  # cached: given back before the device is full
+    kept = torch.empty(2 << 20, dtype=torch.uint8, device=device)
+    try:
+        torch.empty(3 << 20, dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError:
+        return len(kept)
+    return 0
+
+
+def test_a_full_device_is_out_of_memory() -> None:
+    assert run_simulated(_fill, 1) == [2 << 20]
+
+
+def _collectives() -> tuple[dict[str, tuple[int, int]], dict[str, int]]:
+    world_size = dist.get_world_size()
+    shard, whole = torch.ones(10, device="sim"), torch.ones(10 * world_size, device="sim")
+    with torch.sim.counted() as counts:
+        for _ in range(2):
+            dist.all_gather_into_tensor(whole, shard)
+        dist.reduce_scatter_tensor(shard, whole)
+        dist.all_reduce(shard)
+        dist.all_reduce(torch.ones(3))  # of the host: not the device's
+        dist.broadcast(shard.to(torch.bfloat16), 0)
+        dist.barrier(device_ids=[torch.accelerator.current_device_index()])
+    return counts.collectives, dict(counts.syncs)
+
+
+def test_collectives_are_counted_by_kind() -> None:
+    expected = {
+        "all_gather": (2, 2 * 80),
+        "reduce_scatter": (1, 80),
+        "all_reduce": (1, 40),
+        "broadcast": (1, 20),
+        "barrier": (1, 0),
+    }
+    assert run_simulated(_collectives, 2) == [(expected, {"barrier": 1})] * 2
