@@ -106,7 +106,7 @@ struct Collective {
     group->check();
     try {
       if (number >= 0) compare();
-      wait(move_bytes());
+      move_bytes()->wait();
     } catch (const std::exception& error) {
       stand_still(error.what());
     }
@@ -126,10 +126,6 @@ struct Collective {
   }
 
   void wait(const WorkPtr& work) const {
-    if (number < 0) {  // gloo's sends do not say when they are done
-      work->wait();
-      return;
-    }
     while (!work->isCompleted()) {
       TORCH_CHECK(!group->aborted, "aborted");
       TORCH_CHECK(Clock::now() < deadline(), "not every rank has called it");

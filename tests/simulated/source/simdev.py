@@ -335,8 +335,7 @@ def record_syncs():
 
 
 def _create_backend(store, rank, size, timeout):
-    # Gloo's own time-out ends nothing before simccl's does.
-    gloo = dist.ProcessGroupGloo(dist.PrefixStore("simccl", store), rank, size, 2 * timeout)
+    gloo = dist.ProcessGroupGloo(dist.PrefixStore("simccl", store), rank, size, timeout)
     return _C.make_backend(gloo, rank, size, int(timeout.total_seconds() * 1000))
 
 
