@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
 
-from tests.harness.models import full, ragged_batches, tiny_model
+from tests.harness.models import ragged_batches, tiny_model
 from tests.harness.ranks import run_distributed
 from tests.simulated.ranks import run_simulated
 
@@ -32,7 +32,7 @@ def _wide_products() -> list[tuple[bool, torch.dtype]]:
                 torch.addmm(c, a.float(), b.float()),
             ),
         ):
-            found.append((torch.equal(one.cpu(), expected), one.dtype))
+            found.append((torch.allclose(one.cpu(), expected, rtol=1e-6, atol=1e-6), one.dtype))
     with pytest.raises(RuntimeError, match="out_dtype must be"):
         torch.mm(a.to("sim"), b.to("sim"), out_dtype=torch.bfloat16)
     return found
@@ -77,7 +77,7 @@ def _errors_of_attention(window: tuple[int, int]) -> list[float]:
     weight = torch.randn(14, 4, 16)
     found: list[list[torch.Tensor]] = []
     for device in ("cpu", "sim"):
-        tensors = [t.to(device).requires_grad_() for t in drawn]
+        tensors = [t.detach().to(device).requires_grad_() for t in drawn]
         if device == "cpu":
             out = _plain_attention(*tensors, bounds, window)
         else:
@@ -99,14 +99,14 @@ def _mixture(device: str, experts: str) -> dict[str, torch.Tensor]:
     model.set_experts_implementation(experts)
     batch = {name: value.to(device) for name, value in ragged_batches(1)[0].items()}
     model(**batch).loss.backward()
-    return {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    return {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize("experts", ["eager", "grouped_mm"])
 def test_a_mixture_of_experts(experts: str) -> None:
     (expected,) = run_distributed(_mixture, 1, "cpu", experts)
     (actual,) = run_simulated(_mixture, 1, "sim", experts)
-    assert {name for name in expected if not torch.equal(actual[name].cpu(), expected[name])} == set()
+    assert {name for name in expected if not torch.equal(actual[name], expected[name])} == set()
 
 
 def _ahead() -> tuple[float, bool, list[str]]:
@@ -140,8 +140,8 @@ def _out_of_range() -> list[str]:
     said.append("queued")
     try:
         torch.accelerator.synchronize()
-    except RuntimeError as error:
-        said.append(type(error).__name__ + ": " + str(error).split("\n")[0])
+    except IndexError as error:
+        said.append(str(error))
     return said
 
 

@@ -10,6 +10,7 @@ import traceback
 import types
 from collections import Counter
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -335,7 +336,8 @@ def record_syncs():
 
 
 def _create_backend(store, rank, size, timeout):
-    gloo = dist.ProcessGroupGloo(dist.PrefixStore("simccl", store), rank, size, timeout)
+    own = timeout + timedelta(seconds=1)  # simccl notices first
+    gloo = dist.ProcessGroupGloo(dist.PrefixStore("simccl", store), rank, size, own)
     return _C.make_backend(gloo, rank, size, int(timeout.total_seconds() * 1000))
 
 
