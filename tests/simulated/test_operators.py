@@ -1,4 +1,4 @@
-"""Operators of the simulated device that are made in Python: what the CPU computes."""
+"""Operators of the simulated device: what the CPU computes."""
 
 from collections.abc import Callable
 

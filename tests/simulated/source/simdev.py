@@ -78,6 +78,9 @@ def is_initialized():
     return True
 
 
+_initialized = True  # or torch's checkpoint takes the device for unused, and keeps no random state of it
+
+
 def init():
     pass
 
