@@ -45,7 +45,6 @@ def _answers() -> tuple[list[Any], bool]:
     module = types.ModuleType("asking")
     exec(MODULE, module.__dict__)
     device = torch.device("sim", 1)
-    torch.accelerator.set_device_index(1)
     before = module.answers.__code__
     with answering_for_cuda(module):
         one = module.Class()
@@ -54,7 +53,7 @@ def _answers() -> tuple[list[Any], bool]:
 
 
 def test_a_modules_code_takes_the_simulated_device_for_cuda() -> None:
-    ((found, as_before),) = run_simulated(_answers, 1)
+    ((found, as_before),) = run_simulated(_answers, 1, first_device=1)
     assert found == [("yes", 1, (True, "on sim:1", True)), "sim", "simccl", "a barracuda", "cuda"]
     assert as_before
 

@@ -29,7 +29,6 @@ WAITS: dict[str, tuple[Callable[[torch.Tensor], Any], list[str]]] = {
     "a blocking copy": (lambda x: x.copy_(torch.ones(8, 8).pin_memory()), ["copy to device"]),
     "a number": (lambda x: torch.tensor(1.0, device=x.device), ["copy to device"]),
     "a number that is filled in": (lambda x: torch.full((2,), 1.0, device=x.device), []),
-    "another device": (lambda x: x.to("sim:1"), []),
     "indices of what is not zero": (lambda x: x.nonzero(), ["aten::nonzero"]),
     "a mask": (lambda x: x[x > 0], ["aten::index"]),
     "indices": (lambda x: x[torch.arange(3, device=x.device)], []),
