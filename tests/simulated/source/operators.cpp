@@ -370,6 +370,7 @@ static at::Tensor as_view(const Call& call, const at::Tensor& t) {
 }
 static void fill(const Call& call, const at::Tensor& device, const at::Tensor& host) {
   if (!host.numel()) return;
+  call.stream->synchronize();  // what another thread queued on this memory before it freed it
   Access access({device.data_ptr()});
   std::memcpy(device.data_ptr(), host.const_data_ptr(), Memory(host).bytes());
 }
@@ -377,7 +378,7 @@ static at::Tensor new_tensor(int device, c10::IntArrayRef sizes, c10::IntArrayRe
   Unpoisoned memory;
   return at::empty_strided(sizes, strides, at::TensorOptions(dtype).device(c10::Device(kType, device)));
 }
-// A tensor of the device that holds what `t`, of the host, holds; the stream must have nothing left to do.
+// A tensor of the device that holds what `t`, of the host, holds.
 static at::Tensor to_device(const Call& call, const at::Tensor& t) {
   auto out = new_tensor(call.device, t.sizes(), t.strides(), t.scalar_type());
   fill(call, out, t);
