@@ -206,6 +206,32 @@ def test_what_an_operator_does_has_no_public_reader() -> None:
     assert not hasattr(torch._ops.OpOverload, "schema"), "torch has a public name now"
 
 
+def test_a_step_left_out_on_the_device_has_no_public_form() -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    parameter.grad = torch.ones(3)
+    optimizer = torch.optim.SGD([parameter], lr=1.0, fused=True)
+    assert _compat.takes_found_inf(optimizer)
+    assert not _compat.takes_found_inf(torch.optim.SGD([parameter], lr=1.0))
+    _compat.step_unless(optimizer, torch.ones(()))
+    assert parameter.tolist() == [1.0, 1.0, 1.0]
+    _compat.step_unless(optimizer, torch.zeros(()))
+    assert parameter.tolist() == [0.0, 0.0, 0.0]
+    public = inspect.signature(torch.optim.Optimizer.step).parameters
+    assert "found_inf" not in public, "torch has a public form now"
+
+
+def test_what_a_scaler_found_has_no_public_reader() -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    for gradient, found in ((1.0, 0.0), (float("inf"), 1.0)):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+        scaler.scale(torch.ones(()))  # before which a scaler knows no device
+        parameter.grad = torch.full((3,), gradient)
+        scaler.unscale_(optimizer)
+        assert [float(flag) for flag in _compat.found_infs(scaler, [optimizer])] == [found]
+    assert not hasattr(torch.amp.GradScaler, "found_inf"), "torch has a public reader now"
+
+
 def test_every_private_name_is_watched() -> None:
     watched = {user for user, *_ in PRIVATE} | set(ATTRIBUTES)
     watched |= {
@@ -224,8 +250,9 @@ def test_every_private_name_is_watched() -> None:
     watched |= {"copy_weight_conversions", "keep_used_conversions", "initialise_computed", "tied_names"}
     watched |= {"run_conversion", "drop_tie", "tie_by_names", "original_class", "keeps_shards_on_host"}
     # Of wrappers, hooks, scalers, schedulers and tensor subclasses: covered by tests of what asks for them.
-    watched |= {"composable_api_of", "foreign_hooks", "_defined_in", "found_inf", "schedulers_within"}
+    watched |= {"composable_api_of", "foreign_hooks", "_defined_in", "schedulers_within"}
     watched |= {"is_wrapper_subclass", "local_tensor"}
+    watched |= {"found_infs", "takes_found_inf", "step_unless"}
     functions = {
         n for n, f in vars(_compat).items() if inspect.isfunction(f) and f.__module__ == _compat.__name__
     }

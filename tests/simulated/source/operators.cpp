@@ -600,10 +600,17 @@ static void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   run_and_wait(call, stack);
 }
 
+// What a compiler traces with: tensors of a Python subclass, or of functionalisation, that have no memory.
+static bool has_memory(const at::Tensor& t) {
+  return !t.unsafeGetTensorImpl()->is_python_dispatch() && !t.key_set().has(c10::DispatchKey::Functionalize);
+}
+
 // Which attention torch takes is asked of the CPU as well; it depends on shapes and settings, not on values.
+// A graph gets torch's own formula, which any device can run.
 static int64_t choose_attention(
     const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const std::optional<at::Tensor>& mask,
     double dropout, bool is_causal, std::optional<double> scale, bool enable_gqa) {
+  if (!has_memory(query)) return static_cast<int64_t>(at::SDPBackend::math);
   auto like = [](const at::Tensor& t) {
     auto view = cpu_view(t);
     return t.requires_grad() ? view.requires_grad_() : view;
