@@ -291,6 +291,26 @@ def _first_step(loss_fn: Any, **options: Any) -> str:
     return "stepped"
 
 
+def test_a_mean_is_refused_again_and_after_a_sum_but_each_function_is_asked_once() -> None:
+    model = tiny_model("llama").train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    calls: list[int] = []
+
+    def step(loss_fn: Any) -> None:
+        calls.clear()
+        counted = lambda m, b: (calls.append(1), loss_fn(m, b))[1]  # noqa: E731 - made anew for each step
+        fs.train_step(model, ragged_batches(1), optimizer, loss_fn=counted)
+
+    for _ in range(2):
+        with pytest.raises(fs.ModelLossError, match="a mean over the targets"):
+            step(_mean_of_labels)
+    for expected in (3, 1):
+        step(_sum_of_labels)
+        assert len(calls) == expected
+    with pytest.raises(fs.ModelLossError, match="a mean over the targets"):
+        fs.train_step(model, ragged_batches(1), optimizer, loss_fn=_mean_of_labels)
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_loss_fn_that_returns_a_mean_is_refused_and_nothing_has_moved(world_size: int) -> None:
     for found in run_distributed(_first_step, world_size, _mean_of_labels):

@@ -1,5 +1,6 @@
 """Whether a loss of the caller's own is a sum, as the step needs it, or a mean that it would divide again."""
 
+import functools
 import logging
 import math
 import weakref
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 _SUM, _MEAN = (1.8, 2.2), (0.95, 1.05)
 
 _logger = logging.getLogger("fsdp_sft.step")
-_asked: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+# By model, the functions that were let through.
+_taken: "weakref.WeakKeyDictionary[nn.Module, set[Any]]" = weakref.WeakKeyDictionary()
 
 
 def refuse_mean(
@@ -32,7 +34,7 @@ def refuse_mean(
     count_fn: CountFn | None,
     mesh: "DeviceMesh | None",
 ) -> None:
-    """Compute the loss of one row, and of that row twice, in the model's first step with a loss of its own.
+    """Compute the loss of one row, and of that row twice, in a model's first step with each ``loss_fn``.
 
     Where targets double and the loss stays, it is a mean over them, and the step would divide it by them once
     more. What cannot be told (a batch that is not made of rows, a loss that is neither) is let through and
@@ -50,13 +52,17 @@ def refuse_mean(
 
     Collective: all ranks of the mesh, by two forwards of two rows at most.
     """
-    if objective.loss_fn is None or model in _asked:
+    if objective.loss_fn is None:
         return
-    _asked.add(model)
+    taken = _taken.setdefault(model, set())
+    code = _code_of(objective.loss_fn)
+    if code in taken:
+        return
     ranks = mesh.size() if mesh is not None else 1
     rows = _row_and_twins(micro_batches, count_fn)
     # One rank that cannot form these batches must not leave the others alone in a forward.
     if sum_over_mesh([rows is not None], mesh)[0] < ranks:
+        taken.add(code)
         _logger.debug("whether loss_fn returns a sum was not looked at: its batches are not made of rows")
         return
     grown = _growth(model, objective, rows)
@@ -68,8 +74,16 @@ def refuse_mean(
             "(reduction='sum', or the mean times the targets), or, if every batch is meant to weigh "
             "the same, give count_fn=lambda batch: 1. check_labels=False leaves this check out"
         )
+    taken.add(code)
     if not sums:
         _logger.info("whether loss_fn returns a sum over targets could not be told (growth %.3g)", grown)
+
+
+def _code_of(function: Any) -> Any:
+    """What stays the same of a function that is made anew for each step, as a lambda in a loop is."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__code__", type(function))
 
 
 def _within(value: float, bounds: tuple[float, float]) -> bool:
