@@ -61,6 +61,11 @@ def _by_hand(model: Any, window: list[Any], optimizer: Any) -> tuple[float, floa
         loss = model(**moved).loss / len(window)
         loss.backward()
         total += loss.detach()
+    return _stepped(model, optimizer, total)
+
+
+def _stepped(model: Any, optimizer: Any, total: torch.Tensor) -> tuple[float, float]:
+    """Clip, step, and read what is logged."""
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
@@ -79,11 +84,7 @@ def _with_loss_sum(model: Any, window: list[Any], optimizer: Any) -> tuple[float
             loss = fs.causal_lm_loss(model, moved, num_targets=targets)
             loss.backward()
             total += loss.detach()
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad()
-    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-    return total.item(), norm.item()
+    return _stepped(model, optimizer, total)
 
 
 WAYS: dict[str, Way] = {

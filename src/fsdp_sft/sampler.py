@@ -1,6 +1,7 @@
 """A distributed order of rows that resumes exactly where training stopped, at any number of ranks."""
 
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Any, TypeVar
 
@@ -25,7 +26,7 @@ def place_of(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
     return replicas, place
 
 
-class PlacedSampler(Sampler[T]):
+class PlacedSampler(Sampler[T], ABC):
     """What samplers of rows and of packs have in common: a place among the ranks, epochs, and a conscience.
 
     The place is looked up when it is needed: a sampler made before ``init_distributed`` has the place that
@@ -72,9 +73,9 @@ class PlacedSampler(Sampler[T]):
         elif epoch != self.epoch:
             self._go_to(epoch)
 
+    @abstractmethod
     def _go_to(self, epoch: int) -> None:
         """To the start of an epoch."""
-        raise NotImplementedError
 
     def _restored(self, epoch: int) -> None:
         """Note that a state has been loaded."""

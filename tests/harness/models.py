@@ -131,6 +131,17 @@ def ragged_batches(
     return batches
 
 
+def windows_of_rank(micro_batches: int, device: torch.device | None = None) -> list[list[dict[str, Any]]]:
+    """Four windows of this rank, on the host or a device; without masks, whose values transformers reads."""
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    drawn = [ragged_batches(micro_batches * ranks, seed=seed)[rank::ranks] for seed in range(4)]
+    for window in drawn:
+        for batch in window:
+            del batch["attention_mask"]
+            batch.update({name: value.to(device) for name, value in batch.items()} if device else {})
+    return drawn
+
+
 def oracle_loss(model: nn.Module, batches: list[dict[str, Any]]) -> torch.Tensor:
     """Mean over all targets of all batches, written out plainly."""
     total, targets = torch.zeros((), dtype=torch.float64), 0

@@ -7,22 +7,11 @@ import pytest
 import torch
 
 import fsdp_sft as fs
-from tests.harness.models import ragged_batches, tiny_model
+from tests.harness.models import tiny_model, windows_of_rank
 from tests.simulated.ranks import run_simulated
 
 SLOW = 0.002  # seconds that a copy takes
 FORMS = ("step", "late", "device batches", "router", "scaler", "hooked head")
-
-
-def _windows(micro_batches: int, device: torch.device | None) -> list[list[Any]]:
-    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    drawn = [ragged_batches(micro_batches * ranks, seed=seed)[rank::ranks] for seed in range(4)]
-    for window in drawn:
-        for batch in window:
-            del batch["attention_mask"]  # transformers looks at its values in each forward
-            for name in batch if device is not None else ():
-                batch[name] = batch[name].to(device)
-    return drawn
 
 
 def _waits_of(call: Callable[[], Any]) -> list[str]:
@@ -47,7 +36,7 @@ def _steps(form: str, micro_batches: int) -> dict[str, Any]:
         options["sync"] = "late"
     if form == "scaler":
         options["scaler"] = torch.amp.GradScaler("sim", init_scale=8.0)
-    *first, last = _windows(micro_batches, on_device)
+    *first, last = windows_of_rank(micro_batches, on_device)
     for window in first:
         fs.train_step(model, window, optimizer, **options)
     step = _waits_of(lambda: fs.train_step(model, last, optimizer, **options))

@@ -6,28 +6,17 @@ import pytest
 import torch
 
 import fsdp_sft as fs
-from tests.harness.models import full, ragged_batches, tiny_model
+from tests.harness.models import full, tiny_model, windows_of_rank
 from tests.simulated.ranks import run_simulated
 
 SLOW = 0.002  # seconds that a copy takes
-
-
-def _windows(micro_batches: int, device: torch.device | None) -> list[list[Any]]:
-    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    drawn = [ragged_batches(micro_batches * ranks, seed=seed)[rank::ranks] for seed in range(4)]
-    for window in drawn:
-        for batch in window:
-            del batch["attention_mask"]  # transformers looks at its values in each forward
-            for name in batch if device is not None else ():
-                batch[name] = batch[name].to(device)
-    return drawn
 
 
 def _changed_head() -> str:
     context = fs.init_distributed()
     model = fs.shard_model(tiny_model("llama").to(context.device), mesh=fs.build_mesh())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    window = _windows(2, None)[0]
+    window = windows_of_rank(2, None)[0]
     fs.train_step(model, window, optimizer)
     before = [full(p).detach().cpu() for p in model.parameters()]
     forward = model.forward

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
@@ -47,7 +48,7 @@ class TensorBoardSink:
             self._writer = None
 
 
-class _RunSink:
+class _RunSink(ABC):
     """What wandb and trackio have in common: a module with `init`, and a run with `log` and `finish`."""
 
     _module: str
@@ -92,9 +93,9 @@ class _RunSink:
     def _finish(self, run: Any) -> None:
         run.finish()
 
+    @abstractmethod
     def _run_going_on(self, module: Any) -> Any:
         """The run that the program has started itself; None if there is none."""
-        raise NotImplementedError
 
 
 class WandbSink(_RunSink):
