@@ -26,6 +26,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "varlen": ("no", "yes"),
     "accumulation": ("1", "3 each", "3 last", "3 reduce_scatter"),
     "optimizer": ("sgd", "adamw", "muon and adamw", "adamw in a wrapper"),
+    "sync": ("step", "late"),
     "scheduler": ("none", "linear", "plateau"),
     "clip": ("none", "1e-2"),
     "loader": ("list", "sampler", "sampler and workers", "sampler of batches"),
@@ -98,6 +99,8 @@ def settled(draw: Draw) -> dict[str, str]:
         own["accumulation"] = "3 last"
     if own["resume"] == "no":
         plainest("save")
+    if own["optimizer"] != "adamw" or own["precision"].startswith("float16"):
+        plainest("sync")  # it is for fused optimizers, without a scaler
     if own["twist"] == "set_epoch in the loop" and not own["loader"].startswith("sampler"):
         plainest("twist")
     if own["twist"] == "chat template" and own["export"] == "no":

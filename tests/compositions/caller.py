@@ -142,12 +142,13 @@ def _train(
             scheduler=_one_or_list(stepped),
             scaler=scaler,
             grad_sync=draw["accumulation"].partition(" ")[2] or "each",
+            sync=draw["sync"],
             **_loss_options(draw),
         )
-        assert not result.skipped, result
-        told.trained.losses.append(result.loss)
-        told.trained.norms.append(result.grad_norm)
-        told.trained.router_losses.append(getattr(result, "router_loss", 0.0) or 0.0)
+        if draw["sync"] == "step" or step > first:
+            _note(told, result)
+        else:
+            assert result.skip_reason == "no step before", result
         if draw["resume"] != "no":
             if pending is not None:
                 pending.wait()
@@ -160,8 +161,17 @@ def _train(
                 train_state=state,
                 async_=draw["save"] == "asynchronous",
             )
+    if draw["sync"] == "late":
+        _note(told, fs.late_result(model))
     if pending is not None:
         pending.wait()
+
+
+def _note(told: Told, result: Any) -> None:
+    assert not result.skipped, result
+    told.trained.losses.append(result.loss)
+    told.trained.norms.append(result.grad_norm)
+    told.trained.router_losses.append(result.router_loss)
 
 
 def _one_or_list(items: list[Any]) -> Any:

@@ -2,6 +2,7 @@
 
 EQUAL: list[dict[str, str]] = [
     {
+        "sharding": "prefetched",
         "architecture": "learned positions",
         "start": "load_pretrained",
         "mesh": "1",
@@ -43,7 +44,7 @@ EQUAL: list[dict[str, str]] = [
         "optimizer": "adamw",
         "loader": "sampler of batches",
         "evaluate": "between",
-        "resume": "other ranks",
+        "resume": "twice",
         "save": "asynchronous",
         "export": "into a full folder",
     },
@@ -63,6 +64,8 @@ EQUAL: list[dict[str, str]] = [
         "twist": "chat template",
     },
     {
+        "sharding": "kept after the forward",
+        "sync": "late",
         "architecture": "sliding window",
         "start": "load_pretrained",
         "stored": "both names of a tie",
@@ -123,6 +126,7 @@ EQUAL: list[dict[str, str]] = [
         "evaluate": "before",
     },
     {
+        "sharding": "offloaded",
         "start": "meta",
         "stored": "bfloat16",
         "mesh": "fsdp 2",
@@ -146,6 +150,7 @@ EQUAL: list[dict[str, str]] = [
         "twist": "extra state",
     },
     {
+        "sync": "late",
         "architecture": "float32 modules",
         "mesh": "torch DDP 2",
         "sac": "1",

@@ -86,7 +86,7 @@ def optimizers(draw: Draw, model: nn.Module) -> list[torch.optim.Optimizer]:
         if inner:
             made.append(torch.optim.Muon(inner, lr=5e-3, momentum=0.9))
         return [*made, torch.optim.AdamW(rest, **options)] if rest else made
-    adamw = torch.optim.AdamW(named.values(), **options)
+    adamw = torch.optim.AdamW(named.values(), **options, fused=draw["sync"] == "late" or None)
     return [Wrapper(adamw)] if kind == "adamw in a wrapper" else [adamw]
 
 
