@@ -122,6 +122,8 @@ def _calls(root: Path) -> dict[str, Callable[[], Any]]:
         "filter_rows": lambda: fs.filter_rows(talk, tokenizer),
         "row_sizes": lambda: fs.row_sizes(rows),
         "pack_lengths": lambda: fs.pack_lengths([3, 4, 5], 8),
+        "attention_cost": lambda: fs.attention_cost(kept["model"].config),
+        "target_weight": lambda: fs.target_weight(batches),
         "windows": streamed,
         "keep_workers_alive": lambda: list(fs.keep_workers_alive(batches)),
         "count_targets": lambda: fs.count_targets(batches),

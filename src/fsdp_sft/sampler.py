@@ -3,12 +3,15 @@
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sized
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.utils.data import Sampler
 
 from fsdp_sft._agree import this_rank, world_size
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
 
@@ -24,6 +27,27 @@ def place_of(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
     if not 0 <= place < replicas:
         raise ValueError(f"rank must be in [0, {replicas}), got {place}")
     return replicas, place
+
+
+def place_in(
+    mesh: "DeviceMesh | None", num_replicas: int | None, rank: int | None
+) -> tuple[int | None, int | None]:
+    """``num_replicas`` and ``rank`` as they were given, or those of this rank in a mesh.
+
+    Raises:
+        ValueError: If both are given, or this rank is not in the mesh.
+    """
+    if mesh is None:
+        return num_replicas, rank
+    if num_replicas is not None or rank is not None:
+        raise ValueError("give mesh, or num_replicas and rank: a mesh says both")
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise ValueError(f"this rank is not in the mesh {mesh}")
+    place = 0
+    for size, index in zip(mesh.shape, coordinate, strict=True):
+        place = place * size + index
+    return mesh.size(), place
 
 
 class PlacedSampler(Sampler[T], ABC):
@@ -209,15 +233,18 @@ class ResumableSampler(PlacedSampler[int]):
             )
 
     def _order(self) -> list[int]:
-        if self.shuffle:
-            generator = torch.Generator().manual_seed(self.seed + 1_000_003 * self.epoch)
-            order = torch.randperm(self.num_rows, generator=generator).tolist()
-        else:
-            order = list(range(self.num_rows))
-        end = self._end()
+        order, end = self._rows(), self._end()
         while len(order) < end:
             order += order[: end - len(order)]
         return order[:end]
+
+    def _rows(self) -> list[int]:
+        """The rows of the epoch."""
+        if not self.shuffle:
+            return list(range(self.num_rows))
+        generator = torch.Generator().manual_seed(self.seed + 1_000_003 * self.epoch)
+        rows: list[int] = torch.randperm(self.num_rows, generator=generator).tolist()
+        return rows
 
     def _end(self) -> int:
         """Where the epoch ends, so that the rows left from the position divide by the ranks."""
