@@ -156,3 +156,43 @@ def test_states_of_other_streams_are_refused() -> None:
     for wrong in ({"position": -1}, {"packs_before": 1}, {"rows_before": -1}, {"epoch": -1}):
         with pytest.raises(ValueError, match="cannot be"):
             stream.load_state_dict({**state, **wrong})
+
+
+class Shuffling(Source):
+    """A stream with an order for each epoch, as a Hugging Face stream that shuffles."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Any:
+        return iter(self.rows[self.epoch :] + self.rows[: self.epoch])
+
+
+def test_the_stream_is_told_its_epoch() -> None:
+    rows = [row(*[number] * 7) for number in range(12)]
+    (stream,) = streams(1, Shuffling(rows), max_length=7)
+    for epoch in range(3):
+        packs = list(stream)
+        assert [pack[0]["input_ids"] for pack in packs] == [
+            one["input_ids"] for one in rows[epoch:] + rows[:epoch]
+        ]
+        stream.mark_consumed(len(packs))
+    stream.end_epoch()
+    stream.set_epoch(1)
+    assert next(iter(stream))[0]["input_ids"] == rows[1]["input_ids"]
+    stream.mark_consumed(3)
+    stream.set_epoch(1)
+    assert stream.position == 3
+
+
+def test_rows_that_are_a_share_already_are_not_shared_again() -> None:
+    class Config:
+        world_size = 4
+
+    source = Source(drawn_rows(20))
+    source._distributed = Config()  # as datasets.distributed.split_dataset_by_node leaves it
+    with pytest.raises(ValueError, match="a share of 4 already"):
+        next(iter(streams(2, source)[0]))
+    assert next(iter(streams(1, source)[0]))

@@ -6,6 +6,7 @@ Rows stay apart only if the model keeps them apart; ``verify_packing`` measures 
 from fsdp_sft.errors import PackingError
 from fsdp_sft.packing.bins import pack_lengths
 from fsdp_sft.packing.collator import PackedCollator, row_sizes
+from fsdp_sft.packing.cost import attention_cost
 from fsdp_sft.packing.first_use import Verify, check_verify, verify_at_first_use
 from fsdp_sft.packing.sampler import PackedSampler
 from fsdp_sft.packing.stream import PackedStream
@@ -18,6 +19,7 @@ __all__ = [
     "PackingError",
     "PackingReport",
     "Verify",
+    "attention_cost",
     "check_verify",
     "pack_lengths",
     "row_sizes",

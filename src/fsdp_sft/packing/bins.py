@@ -34,7 +34,7 @@ def pack_lengths(lengths: Iterable[int], capacity: int) -> list[list[int]]:
         rows_of.setdefault(size, []).append(row)
     packs: list[list[int]] = []
     with_free: dict[int, list[list[int]]] = {}
-    free_sizes = _IntegerSet(capacity)
+    free_sizes = IntegerSet(capacity)
     for size in sorted(rows_of, reverse=True):
         rows, taken = rows_of[size], 0
         while taken < len(rows):
@@ -95,7 +95,7 @@ def as_ints(name: str, values: Any) -> list[int]:
     return [operator.index(value) for value in listed]
 
 
-class _IntegerSet:
+class IntegerSet:
     """Integers from 1 to ``largest``; the next one at or above a bound costs a few operations on words.
 
     Two levels of bit masks, so that a capacity of a million costs little more than one of a thousand.
@@ -106,17 +106,20 @@ class _IntegerSet:
         self._used = 0
 
     def add(self, value: int) -> None:
+        """Put one in."""
         word, bit = divmod(value, _WORD_BITS)
         self._words[word] |= 1 << bit
         self._used |= 1 << word
 
     def remove(self, value: int) -> None:
+        """Take one out that is in."""
         word, bit = divmod(value, _WORD_BITS)
         self._words[word] &= ~(1 << bit)
         if not self._words[word]:
             self._used &= ~(1 << word)
 
     def first_at_least(self, bound: int) -> int | None:
+        """The smallest that is at least ``bound``; None if there is none."""
         word, bit = divmod(bound, _WORD_BITS)
         above = self._words[word] >> bit
         if above:

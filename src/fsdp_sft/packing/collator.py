@@ -1,12 +1,14 @@
 """Rows to one packed sequence."""
 
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 
 from fsdp_sft.collate import IGNORE_INDEX, EncodedChat
-from fsdp_sft.collate.rows import read_encoded
+from fsdp_sft.collate.rows import check_encoded, read_encoded
 from fsdp_sft.packing.bins import check_count
 
 Row = Mapping[str, Any] | EncodedChat
@@ -44,8 +46,16 @@ class PackedCollator:
         if padding not in ("longest", "max_length"):
             raise ValueError(f"padding must be 'longest' or 'max_length', got {padding!r}")
         self.padding = padding
-        self.pad_to_multiple_of = check_count("pad_to_multiple_of", pad_to_multiple_of or 1)
-        self.pad_token_id = check_count("pad_token_id + 1", pad_token_id + 1) - 1
+        multiple = 1 if pad_to_multiple_of is None else pad_to_multiple_of
+        self.pad_to_multiple_of = check_count("pad_to_multiple_of", multiple)
+        if isinstance(pad_token_id, bool) or not isinstance(pad_token_id, int):
+            raise TypeError(
+                f"pad_token_id must be an id of the vocabulary, got {pad_token_id!r}; a tokenizer without a "
+                "padding token can use its eos_token_id, since padding has no targets"
+            )
+        if pad_token_id < 0:
+            raise ValueError(f"pad_token_id must not be negative, got {pad_token_id}")
+        self.pad_token_id = pad_token_id
 
     def __call__(self, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
         """Join rows.
@@ -56,35 +66,45 @@ class PackedCollator:
                 left, give a batch without targets.
 
         Returns:
-            ``input_ids``, ``labels`` (or ``shift_labels``) and ``position_ids``, each int64 ``(1, S)``.
+            ``input_ids``, ``labels`` (or ``shift_labels``) and ``position_ids``, each int64 ``(1, S)``; if a
+            row has ``loss_weights`` these too, float32 ``(1, S)`` and aligned with the labels, 1 for others.
 
         Raises:
             ValueError: For a malformed row, or if the rows do not fit into ``max_length``.
         """
         if isinstance(rows, (Mapping, EncodedChat)):
             raise ValueError("a pack is a list of rows, got a single row; wrap it as [row]")
-        input_ids: list[int] = []
-        targets: list[int] = []
-        position_ids: list[int] = []
-        for ids, row_targets in map(_read, rows):
-            input_ids += ids
-            targets += row_targets
-            position_ids += range(len(ids))
-        if len(input_ids) > self.max_length:
+        parts = [_read(row) for row in rows]
+        lengths = [len(part.ids) for part in parts]
+        total = sum(lengths)
+        if total > self.max_length:
             raise ValueError(
-                f"the {len(rows)} rows of a pack have {len(input_ids)} tokens, max_length is "
+                f"the {len(rows)} rows of a pack have {total} tokens, max_length is "
                 f"{self.max_length}; give PackedSampler the same max_length, and the lengths of these rows"
             )
-        filler = self._padding(len(input_ids))
-        input_ids += [self.pad_token_id] * filler
-        targets += [IGNORE_INDEX] * filler
-        position_ids += range(filler)
-        columns = {"input_ids": input_ids, "position_ids": position_ids}
-        if any(_is_shifted(row) for row in rows):
-            columns["shift_labels"] = targets  # the last position may have one
-        else:
-            columns["labels"] = [IGNORE_INDEX, *targets[:-1]]
-        return {name: torch.tensor([values], dtype=torch.int64) for name, values in columns.items()}
+        filler = self._padding(total)
+        # Arrays: torch.tensor(lists) looks at every item by itself and takes several times as long.
+        input_ids, targets = array("q"), array("q")
+        is_shifted = any(part.is_shifted for part in parts)
+        for part in parts:
+            start = len(targets)
+            input_ids.extend(part.ids)
+            targets.extend(part.labels)
+            if not is_shifted:
+                targets[start] = IGNORE_INDEX
+            elif not part.is_shifted:
+                targets.pop(start)
+                targets.append(IGNORE_INDEX)
+        input_ids.extend([self.pad_token_id] * filler)
+        targets.extend([IGNORE_INDEX] * filler)
+        name = "shift_labels" if is_shifted else "labels"
+        columns = {"input_ids": torch.frombuffer(input_ids, dtype=torch.int64)}
+        columns[name] = torch.frombuffer(targets, dtype=torch.int64)
+        columns["position_ids"] = torch.cat([torch.arange(length) for length in [*lengths, filler]])
+        if any(part.weights is not None for part in parts):
+            weights = [part.weights_of(is_shifted) for part in parts]
+            columns["loss_weights"] = torch.tensor([*chain(*weights), *[0.0] * filler], dtype=torch.float32)
+        return {name: column[None] for name, column in columns.items()}
 
     def _padding(self, length: int) -> int:
         # Two tokens are the fewest that leave a loss anything to shift.
@@ -107,28 +127,47 @@ def row_sizes(rows: Iterable[Row]) -> tuple[list[int], list[int]]:
     lengths, targets = [], []
     for index, row in enumerate(rows):
         try:
-            ids, row_targets = _read(row)
+            part = _read(row)
         except ValueError as error:
             raise ValueError(f"row {index}: {error}") from error
-        lengths.append(len(ids))
-        targets.append(len(row_targets) - row_targets.count(IGNORE_INDEX))
+        labels = part.labels
+        lengths.append(len(labels))
+        # Nothing stands before the first token that it could be told from.
+        first = 0 if part.is_shifted or labels[0] == IGNORE_INDEX else 1
+        targets.append(len(labels) - labels.count(IGNORE_INDEX) - first)
     return lengths, targets
 
 
-def _is_shifted(row: Row) -> bool:
-    return isinstance(row, Mapping) and row.get("shift_labels") is not None
+class _OneRow(NamedTuple):
+    """One row.
+
+    Attributes:
+        ids: Its tokens.
+        labels: As many.
+        weights: Of the labels, or None.
+        is_shifted: Whether labels and weights are: of the target of each position.
+    """
+
+    ids: list[int]
+    labels: list[int]
+    weights: list[float] | None
+    is_shifted: bool
+
+    def weights_of(self, is_shifted: bool) -> list[float]:
+        """The weights, shifted if they are to be."""
+        weights = self.weights or [1.0] * len(self.ids)
+        return [*weights[1:], 0.0] if is_shifted and not self.is_shifted else weights
 
 
-def _read(row: Row) -> tuple[list[int], list[int]]:
-    """The ids of a row and the target of each position."""
+def _read(row: Row) -> _OneRow:
     if isinstance(row, EncodedChat):
-        row = {"input_ids": row.input_ids, "labels": row.labels}
+        check_encoded(row.input_ids, row.labels, row.loss_weights)
+        return _OneRow(row.input_ids, row.labels, row.loss_weights, False)
     if not isinstance(row, Mapping) or "input_ids" not in row:
         got = sorted(map(str, row)) if isinstance(row, Mapping) else type(row).__name__
         raise ValueError(
             f"a packed row needs input_ids and labels, got {got}; tokenise it with encode_chat first"
         )
-    if _is_shifted(row):
-        return read_encoded({"input_ids": row["input_ids"], "labels": row["shift_labels"]})
-    ids, labels = read_encoded(row)
-    return ids, [*labels[1:], IGNORE_INDEX]
+    if row.get("shift_labels") is not None:
+        return _OneRow(*read_encoded({**row, "labels": row["shift_labels"]}), True)
+    return _OneRow(*read_encoded(row), False)

@@ -1,5 +1,6 @@
 """A distributed order of packs, balanced over ranks, with a position that resumes at any number of ranks."""
 
+import warnings
 import zlib
 from array import array
 from collections.abc import Iterator, Mapping
@@ -7,10 +8,14 @@ from typing import Any
 
 import torch
 
+from fsdp_sft.packing.balance import balanced_rounds, deal
 from fsdp_sft.packing.bins import as_ints, check_lengths, pack_lengths
+from fsdp_sft.packing.cost import RowCost
 from fsdp_sft.sampler import PlacedSampler
 
-_ORDER_VERSION = 1  # goes up when the same arguments would give another order
+# Each goes up when the same arguments would give another order.
+_ORDER_VERSION = 1  # of packs balanced by tokens and targets
+_COST_ORDER_VERSION = 2  # by a cost
 _POOL_ROUNDS = 32  # rounds among which packs are sorted; more balance better, and mix a round's packs less
 _LEVELS = 16  # packs whose tokens differ by less than 1/16 of max_length count as equally long
 
@@ -37,9 +42,13 @@ class PackedSampler(PlacedSampler[list[int]]):
         seed: Of packs and order, together with the epoch; the same on all ranks.
         num_replicas: Number of ranks that share the rows; None takes the process group's, or 1.
         rank: This rank; None takes the process group's, or 0.
+        cost: ``(a, b)``, such as ``attention_cost(config)``: packs of a round then have about the same
+            ``a * tokens + b * sum(length ** 2)`` instead of as many tokens and targets. It matters where rows
+            are long: then ranks would wait for the one whose pack is a single row. The coefficients are part
+            of the state, and a state that was saved with others, or without, goes on in its own order.
 
     Raises:
-        TypeError: If a length or number of targets is no integer.
+        TypeError: If a length or number of targets is no integer, or the cost not two numbers.
         ValueError: If there are no rows, one does not fit, or an argument is out of range.
 
     Memory: About 150 bytes a row while an epoch's packs are made, 20 after that.
@@ -55,6 +64,7 @@ class PackedSampler(PlacedSampler[list[int]]):
         seed: int = 0,
         num_replicas: int | None = None,
         rank: int | None = None,
+        cost: tuple[float, float] | None = None,
     ) -> None:
         super().__init__(num_replicas, rank)
         self._lengths = array("q", check_lengths(lengths, max_length))
@@ -63,6 +73,7 @@ class PackedSampler(PlacedSampler[list[int]]):
         )
         self._check_rows()
         self.max_length, self.shuffle, self.seed = max_length, shuffle, seed
+        self._cost = None if cost is None else RowCost.check(cost)
         self.epoch = 0
         # Of the current epoch, (number of ranks, packs consumed at that number), the present one last.
         self._history = [(self.num_replicas, 0)]
@@ -74,7 +85,7 @@ class PackedSampler(PlacedSampler[list[int]]):
     def _own_packs(self) -> Iterator[list[int]]:
         packs, ranks = self._order(), self.num_replicas
         for start in range(self._history[-1][1], len(packs), ranks):
-            dealt = deal(packs[start : start + ranks], self._lengths, ranks)
+            dealt = deal(packs[start : start + ranks], self._weight, ranks)
             # Ranks take turns, so that none gets the larger packs of all rounds.
             yield dealt[(self.rank + start // ranks) % ranks]
 
@@ -112,7 +123,9 @@ class PackedSampler(PlacedSampler[list[int]]):
         return self._state()
 
     def _state(self) -> dict[str, Any]:
-        return {"epoch": self.epoch, "consumed": [list(part) for part in self._history], **self._source()}
+        cost = None if self._cost is None else [self._cost.per_token, self._cost.per_square]
+        consumed = [list(part) for part in self._history]
+        return {"epoch": self.epoch, "consumed": consumed, "cost": cost, **self._source()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved position, at this or another number of ranks.
@@ -120,9 +133,10 @@ class PackedSampler(PlacedSampler[list[int]]):
         Raises:
             ValueError: If the state is of other data or another order: the rows seen would not be the same.
         """
-        missing = [key for key in self._state() if key not in state]
+        missing = [key for key in self._state() if key not in state and key != "cost"]  # older ones lack it
         if missing:
             raise ValueError(f"sampler state lacks {missing}; expected what state_dict() returned")
+        self._follow_cost(state.get("cost"))
         for key, own in self._source().items():
             if int(state[key]) != own:
                 raise ValueError(
@@ -130,12 +144,25 @@ class PackedSampler(PlacedSampler[list[int]]):
                     "use the same data and options, or start a new run"
                 )
         epoch, history = int(state["epoch"]), [(int(ranks), int(packs)) for ranks, packs in state["consumed"]]
-        most = len(self._lengths) + self.num_replicas  # no more packs than rows, and a last round filled up
+        most = (
+            self._rows_of_an_epoch() + self.num_replicas
+        )  # no more packs than rows, and a last round filled up
         if epoch < 0 or any(ranks < 1 or not 0 <= packs <= most for ranks, packs in history):
             raise ValueError(f"sampler state has epoch={epoch}, consumed={state['consumed']}")
         self.epoch, self._history = epoch, [part for part in history if part[1]]
         self._follow_ranks()
         self._restored(epoch)
+
+    def _follow_cost(self, saved: Any) -> None:
+        """Take over the order that a state was saved in."""
+        cost = None if saved is None else RowCost.check(saved)
+        if cost != self._cost:
+            warnings.warn(
+                f"the sampler's state has cost={saved}, and goes on with it; a new sampler takes the one it "
+                "was given",
+                stacklevel=3,
+            )
+        self._cost, self._packs = cost, None
 
     def _follow_ranks(self) -> None:
         """Where the number of ranks has changed, what is left is dealt out anew."""
@@ -149,24 +176,60 @@ class PackedSampler(PlacedSampler[list[int]]):
             "seed": self.seed,
             "shuffle": int(self.shuffle),
             "rows_crc32": zlib.crc32(self._targets.tobytes(), zlib.crc32(self._lengths.tobytes())),
-            "version": _ORDER_VERSION,
+            "version": _ORDER_VERSION if self._cost is None else _COST_ORDER_VERSION,
         }
 
     def _order(self) -> list[list[int]]:
         """Packs of all ranks as they are dealt out, from where the number of ranks last changed."""
         self._follow_ranks()
-        epoch = self.epoch if self.shuffle else 0
+        epoch = self._epoch_of_order()
         *earlier, (ranks, _) = self._history
         key = (epoch, ranks, *(number for part in earlier for number in part))
         if self._packs is None or self._packs[0] != key:
             generator = torch.Generator().manual_seed(self.seed + 1_000_003 * epoch)
-            rows = torch.randperm(len(self._lengths), generator=generator).tolist()
-            packs = pack_lengths([self._lengths[row] for row in rows], self.max_length)
-            packs = [[rows[i] for i in pack] for pack in _shuffled(packs, generator)]
-            for ranks_then, consumed in earlier:
-                packs = self._balanced(packs, ranks_then, generator)[consumed:]
-            self._packs = key, self._balanced(packs, ranks, generator)
+            rows = self._rows(epoch, generator)
+            if self._cost is None:
+                self._packs = key, self._by_tokens(rows, earlier, ranks, generator)
+            else:
+                self._packs = key, self._by_cost(rows, earlier, ranks, generator)
         return self._packs[1]
+
+    def _epoch_of_order(self) -> int:
+        """The epoch whose order is this one's."""
+        return self.epoch if self.shuffle else 0
+
+    def _rows_of_an_epoch(self) -> int:
+        return len(self._lengths)
+
+    def _rows(self, epoch: int, generator: torch.Generator) -> list[int]:
+        """The rows of an epoch."""
+        return torch.randperm(len(self._lengths), generator=generator).tolist()
+
+    def _by_tokens(
+        self, rows: list[int], earlier: list[tuple[int, int]], ranks: int, generator: torch.Generator
+    ) -> list[list[int]]:
+        packs = pack_lengths([self._lengths[row] for row in rows], self.max_length)
+        packs = [[rows[i] for i in pack] for pack in _shuffled(packs, generator)]
+        for ranks_then, consumed in earlier:
+            packs = self._balanced(packs, ranks_then, generator)[consumed:]
+        return self._balanced(packs, ranks, generator)
+
+    def _by_cost(
+        self, rows: list[int], earlier: list[tuple[int, int]], ranks: int, generator: torch.Generator
+    ) -> list[list[int]]:
+        """Like ``_by_tokens``, but what is left for another number of ranks is packed anew."""
+        assert self._cost is not None
+        for ranks_then, consumed in [*earlier, (ranks, 0)]:
+            rounds = balanced_rounds(rows, self._lengths, self.max_length, ranks_then, self._cost)
+            whole = [one for one in rounds if len(one) == ranks_then]
+            short = [one for one in rounds if len(one) < ranks_then]
+            packs = [pack for one in _shuffled(whole, generator) + short for pack in one]
+            rows = [row for pack in packs[consumed:] for row in pack]
+        return packs
+
+    def _weight(self, row: int) -> float:
+        """What a round that has too few packs is split by."""
+        return self._lengths[row] if self._cost is None else self._cost.of(self._lengths[row])
 
     def _balanced(self, packs: list[list[int]], ranks: int, generator: torch.Generator) -> list[list[int]]:
         """Packs in rounds of similar ones, one for each rank; rounds in random order, a short one last."""
@@ -196,37 +259,6 @@ class PackedSampler(PlacedSampler[list[int]]):
         for row, (length, targets) in enumerate(zip(self._lengths, self._targets, strict=True)):
             if not 0 <= targets <= length:
                 raise ValueError(f"row {row} has {length} tokens and cannot have {targets} targets")
-
-
-def deal(packs: list[list[int]], lengths: Any, num_ranks: int) -> list[list[int]]:
-    """One pack for each rank from a round that may have fewer: the longest are split until there are enough.
-
-    Args:
-        packs: A round; packs of rows that index ``lengths``.
-        lengths: Tokens of each row.
-        num_ranks: Number of packs to return.
-
-    Returns:
-        ``num_ranks`` packs of the same rows, some of them empty if there are fewer rows than ranks.
-    """
-    packs = list(packs)
-    while len(packs) < num_ranks:
-        splittable = [i for i, pack in enumerate(packs) if len(pack) > 1]
-        if not splittable:
-            return packs + [[] for _ in range(num_ranks - len(packs))]
-        longest = max(splittable, key=lambda i: sum(lengths[row] for row in packs[i]))
-        packs[longest : longest + 1] = _halves(packs[longest], lengths)
-    return packs
-
-
-def _halves(pack: list[int], lengths: Any) -> list[list[int]]:
-    halves: list[list[int]] = [[], []]
-    tokens = [0, 0]
-    for row in sorted(pack, key=lambda row: -lengths[row]):
-        side = tokens[1] < tokens[0]
-        halves[side].append(row)
-        tokens[side] += lengths[row]
-    return halves
 
 
 def _shuffled(items: list[Any], generator: torch.Generator) -> list[Any]:

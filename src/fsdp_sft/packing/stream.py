@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import IterableDataset, get_worker_info
 
+from fsdp_sft import _compat
+from fsdp_sft.packing.balance import deal
 from fsdp_sft.packing.bins import check_count, pack_lengths
 from fsdp_sft.packing.collator import Row, row_sizes
-from fsdp_sft.packing.sampler import deal
 from fsdp_sft.sampler import place_of
 
 
@@ -90,6 +91,7 @@ class PackedStream(IterableDataset[list[Row]]):
                 "PackedStream packs in the consuming process: use num_workers=0 here, and for tokenising in "
                 "the background PackedStream(DataLoader(rows, batch_size=None, num_workers=...), ...)"
             )
+        self._refuse_split_rows()
         rounds = self._rounds()
         first = next(rounds, None)
         if first is None and self.position:
@@ -98,6 +100,12 @@ class PackedStream(IterableDataset[list[Row]]):
             first = next(rounds, None)
         for packs in itertools.chain([first] if first is not None else [], rounds):
             yield packs[self.rank]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the start of an epoch; the current one is not restarted, so a resumed loop may call it."""
+        if epoch != self.epoch:
+            self.epoch, self.position, self._start = epoch, 0, _Boundary(0, 0)
+            self._later.clear()
 
     def mark_consumed(self, num_packs: int) -> None:
         """Advance by ``num_packs`` packs of this rank, and as many on every other."""
@@ -157,11 +165,25 @@ class PackedStream(IterableDataset[list[Row]]):
                 lengths, _ = row_sizes(rows)
                 counts = itertools.count()
                 numbered = [list(itertools.islice(counts, len(pack))) for pack in dealt]
-                dealt = [[rows[i] for i in pack] for pack in deal(numbered, lengths, self.num_replicas)]
+                dealt = [
+                    [rows[i] for i in pack] for pack in deal(numbered, lengths.__getitem__, self.num_replicas)
+                ]
             yield dealt
+
+    def _refuse_split_rows(self) -> None:
+        shares = _compat.shares_of_stream(self.rows)
+        if shares > 1 and self.num_replicas > 1:
+            raise ValueError(
+                f"the rows are a share of {shares} already (split_dataset_by_node), and each of "
+                f"{self.num_replicas} ranks would take a share of that: rows would be lost. Give "
+                "PackedStream the stream as it was, or num_replicas=1, rank=0"
+            )
 
     def _all_packs(self) -> Iterator[list[Row]]:
         place = self._start
+        set_epoch = getattr(self.rows, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(self.epoch)  # a stream that shuffles has an order for each
         source = iter(_skipped(self.rows, place.rows))
         while buffer := list(itertools.islice(source, self.buffer_size)):
             try:

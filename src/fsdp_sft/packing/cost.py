@@ -1,0 +1,100 @@
+"""What a pack costs: its tokens, and the attention within each of its rows."""
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from fsdp_sft.metrics import model_flops_per_token
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+# Beyond every window and chunk of attention, so that only layers of full attention still grow.
+_LONG = 1 << 22
+
+
+@dataclass(frozen=True)
+class RowCost:
+    """The cost of a row: ``per_token * tokens + per_square * tokens ** 2``. A pack's is the sum of its rows'.
+
+    Attributes:
+        per_token: Of matrix products, and of attention whose window is shorter than the row.
+        per_square: Of attention over the whole row.
+    """
+
+    per_token: float
+    per_square: float
+
+    @classmethod
+    def check(cls, cost: Any) -> "RowCost":
+        """A cost of two numbers.
+
+        Raises:
+            TypeError: If it is anything else.
+            ValueError: If a number is negative or not finite, or both are 0.
+        """
+        if not isinstance(cost, (tuple, list)) or len(cost) != 2:
+            raise TypeError(f"cost must be two numbers, such as attention_cost(config), got {cost!r}")
+        if any(isinstance(part, bool) or not isinstance(part, (int, float)) for part in cost):
+            raise TypeError(f"cost must be two numbers, such as attention_cost(config), got {cost!r}")
+        if not all(math.isfinite(part) and part >= 0 for part in cost) or not any(cost):
+            raise ValueError(
+                f"the numbers of cost must be finite, not negative, and not both 0, got {cost!r}"
+            )
+        return cls(float(cost[0]), float(cost[1]))
+
+    def of(self, tokens: int) -> float:
+        """The cost of a row of that many tokens."""
+        return self.per_token * tokens + self.per_square * tokens * tokens
+
+    def longest(self, cost: float) -> int:
+        """Tokens of the longest row that costs no more."""
+        if cost <= 0:
+            return 0
+        # The root of a quadratic in the form that does not divide by a per_square of 0.
+        root = math.sqrt(self.per_token**2 + 4 * self.per_square * cost)
+        tokens = int(2 * cost / (self.per_token + root))
+        while self.of(tokens + 1) <= cost:
+            tokens += 1
+        while self.of(tokens) > cost:
+            tokens -= 1
+        return tokens
+
+
+def attention_cost(
+    config: "PreTrainedConfig", *, attention: Literal["varlen", "full"] = "varlen"
+) -> tuple[float, float]:
+    """What ``PackedSampler(cost=)`` weighs packs by: ``(a, b)`` of ``a * tokens + b * sum(length ** 2)``.
+
+    Training FLOPs, counted as by ``model_flops_per_token``, but a token meets only those before it, half of
+    its row on average. Layers with a sliding window or chunks count as if every row were longer than these.
+
+    Args:
+        config: A transformers config of a decoder-only model.
+        attention: ``"varlen"``: a token meets its own row, as with ``use_varlen_attention`` or flash
+            attention. ``"full"``: it meets the whole pack, most of it masked, as with transformers' "sdpa":
+            then all packs of as many tokens cost the same, and ``b`` is 0.
+
+    Returns:
+        FLOPs of a token, and of a squared token.
+
+    Raises:
+        ValueError: For a family whose FLOPs ``model_flops_per_token`` does not count.
+
+    Example:
+        >>> from transformers import LlamaConfig
+        >>> a, b = attention_cost(LlamaConfig(num_hidden_layers=2, hidden_size=256, intermediate_size=688))
+        >>> b
+        3072.0
+    """
+    if attention not in ("varlen", "full"):
+        raise ValueError(f"attention must be 'varlen' or 'full', got {attention!r}")
+    try:
+        near, far = (model_flops_per_token(config, length) for length in (_LONG, 2 * _LONG))
+    except ValueError as error:
+        raise ValueError(
+            f"{error}; or give cost=(6 * parameters a token passes through, 6 * heads * head_dim * layers)"
+        ) from error
+    growth = (far - near) / _LONG
+    per_token = near - growth * _LONG
+    return (per_token, growth / 2 if attention == "varlen" else 0.0)
