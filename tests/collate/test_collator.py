@@ -55,12 +55,66 @@ def test_messages_can_be_switched_off(key, off, on):
     assert encode_chat(row, TOKENIZERS["chatml"], train_on="last").num_targets == 0
 
 
-@pytest.mark.parametrize("weight", [0.5, -1, 2, "1", float("nan")])
-def test_other_weights_are_refused(weight):
+@pytest.mark.parametrize("weight", [-1, "1", float("nan"), float("inf"), [1]])
+def test_weights_that_cannot_be_are_refused(weight):
     row = chat("a", "b")
     row["messages"][1]["weight"] = weight
-    with pytest.raises(ValueError, match="weight must be 0 or 1"):
+    with pytest.raises(ValueError, match="weight must be a finite number that is not negative"):
         encode_chat(row, TOKENIZERS["chatml"])
+    row["messages"][1] = {"role": "assistant", "content": [{"type": "text", "text": "b", "weight": weight}]}
+    with pytest.raises(ValueError, match="weights are of messages"):
+        encode_chat(row, TOKENIZERS["chatml"])
+
+
+def weights_by_text(row, **options):
+    """The weight of each trained token of single characters, by its text."""
+    encoded = encode_chat(row, TOKENIZERS["chatml"], **options)
+    weights = encoded.loss_weights or [1.0] * len(encoded.labels)
+    pairs = zip(encoded.labels, weights, strict=True)
+    return [(TOKENIZERS["chatml"].decode([i]), weight) for i, weight in pairs if i != IGNORE_INDEX]
+
+
+@pytest.mark.parametrize("key", ["weight", "loss_weight", "train"])
+def test_weights_of_messages(key):
+    row = chat("A", "B", "C", "D", "E", "F")
+    assert encode_chat(row, TOKENIZERS["chatml"]).loss_weights is None
+    row["messages"][1][key], row["messages"][3][key], row["messages"][0][key] = 0.25, 3, 7.0
+    assert weights_by_text(row) == [
+        *[(text, 0.25) for text in ("B", "<|im_end|>")],
+        *[(text, 3.0) for text in ("D", "<|im_end|>")],
+        *[(text, 1.0) for text in ("F", "<|im_end|>")],
+    ]
+    assert dict(weights_by_text(row, train_eot=False)) == {"B": 0.25, "D": 3.0, "F": 1.0}
+    everything = dict(weights_by_text(row, train_on="all"))
+    assert (everything["A"], everything["B"], everything["C"], everything["D"]) == (7.0, 0.25, 1.0, 3.0)
+    row["messages"][1][key] = 0
+    assert dict(weights_by_text(row, train_eot=False)) == {"D": 3.0, "F": 1.0}
+    whole = encode_chat(row, TOKENIZERS["chatml"])
+    for side, kept in (("right", slice(20)), ("left", slice(-20, None))):
+        cut = encode_chat(row, TOKENIZERS["chatml"], max_length=20, truncation=side)
+        assert cut.loss_weights == whole.loss_weights[kept]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_batches_of_weighted_rows(side):
+    plain, weighted = chat("a", "b"), chat("a", "bb", "c", "d")
+    weighted["messages"][1]["weight"] = 0.5
+    collator = SFTCollator(TOKENIZERS["chatml"], max_length=99, padding_side=side)
+    assert "loss_weights" not in collator([plain])
+    batch = collator([plain, weighted])
+    assert batch["loss_weights"].dtype == torch.float32
+    assert batch["loss_weights"].shape == batch["labels"].shape
+    counts = batch["labels"] != IGNORE_INDEX
+    assert set(batch["loss_weights"][0][counts[0]].tolist()) == {1.0}
+    assert batch["loss_weights"][1][counts[1]].tolist() == [0.5] * 3 + [1.0] * 2
+    assert float(batch["loss_weights"][batch["attention_mask"] == 0].abs().sum()) == 0
+    encoded = [encode_chat(row, TOKENIZERS["chatml"]) for row in (plain, weighted)]
+    again = collator([{k: v for k, v in vars(one).items() if v is not None} for one in encoded])
+    assert all(torch.equal(again[name], batch[name]) for name in batch)
+    with pytest.raises(ValueError, match="loss_weights has 1 entries"):
+        collator([{"input_ids": [1, 2], "labels": [1, 2], "loss_weights": [1.0]}])
+    with pytest.raises(ValueError, match="finite and not negative"):
+        collator([{"input_ids": [1, 2], "labels": [1, 2], "loss_weights": [1.0, -2.0]}])
 
 
 def test_truncation():

@@ -103,7 +103,8 @@ class SFTCollator:
             rows: Chat rows, rows with input_ids and labels, or `EncodedChat`s, B of them.
 
         Returns:
-            `input_ids`, `attention_mask` and `labels`, each int64 (B, S).
+            `input_ids`, `attention_mask` and `labels`, each int64 (B, S). Where a row has weights other than
+            0 and 1 also `loss_weights`, float32 (B, S), which are 1 for other rows.
 
         Raises:
             VocabularyError: For an id beyond `vocab_size`.
@@ -127,22 +128,29 @@ class SFTCollator:
         length += -length % self.pad_to_multiple_of
         pad_token_id = int(self.tokenizer.pad_token_id)
         ones = array("q", [1])
-        return {
+        batch = {
             "input_ids": self._pad([chat.input_ids for chat in chats], length, pad_token_id),
             "attention_mask": self._pad([ones * len(chat.input_ids) for chat in chats], length, 0),
             "labels": self._pad([chat.labels for chat in chats], length, IGNORE_INDEX),
         }
+        if any(chat.loss_weights is not None for chat in chats):
+            weights = [chat.loss_weights or [1.0] * len(chat.input_ids) for chat in chats]
+            batch["loss_weights"] = self._pad(weights, length, 0.0, "f")
+        return batch
 
-    def _pad(self, rows: Sequence[list[int] | array[int]], length: int, filler: int) -> torch.Tensor:
+    def _pad(
+        self, rows: Sequence[Sequence[float]], length: int, filler: float, code: str = "q"
+    ) -> torch.Tensor:
         # One buffer: torch.tensor(lists) looks at every item by itself and takes several times as long.
-        flat = array("q")
+        flat: array[Any] = array(code)
         for row in rows:
-            padding = array("q", [filler]) * (length - len(row))
+            padding = array(code, [filler]) * (length - len(row))
             for part in (padding, row) if self.padding_side == "left" else (row, padding):
                 flat.extend(part)
+        dtype = torch.int64 if code == "q" else torch.float32
         if not flat:
-            return torch.empty(len(rows), 0, dtype=torch.int64)
-        return torch.frombuffer(flat, dtype=torch.int64).view(len(rows), length)
+            return torch.empty(len(rows), 0, dtype=dtype)
+        return torch.frombuffer(flat, dtype=dtype).view(len(rows), length)
 
 
 def filter_rows(

@@ -27,10 +27,13 @@ class EncodedChat:
     Attributes:
         input_ids: Token ids of the whole conversation, (S,).
         labels: The same ids where trained and -100 elsewhere, (S,), not shifted.
+        loss_weights: The factor of each label's loss, (S,), where messages have weights other than 0 and 1;
+            else None.
     """
 
     input_ids: list[int]
     labels: list[int]
+    loss_weights: list[float] | None = None
 
     @property
     def num_targets(self) -> int:
@@ -121,7 +124,8 @@ def encode_chat(
         row: `messages`, `conversations` (ShareGPT), `instruction`/`output` (Alpaca), `prompt`/`completion`
             (two texts, or two lists of messages of which the first is not trained), or
             `input_ids`/`labels`, which pass through with truncation only. `tools` may be a list or JSON.
-            `train`, `weight` or `loss_weight` of 0 switches a message off; 1 leaves it to `train_on`.
+            `train`, `weight` or `loss_weight` of 0 switches a message off; 1 leaves it to `train_on`; any
+            other number above 0 is the factor of the loss of its tokens.
         tokenizer: A fast tokenizer.
         train_on: "assistant": every assistant turn, tool calls included and tool results not; "last": the
             last assistant turn; "all": every token; or a set of roles, of which all but the assistant's are
@@ -170,7 +174,7 @@ def encode_rows(
             rendered[index] = _render(row, tokenizer, options, templates)
     tokenised = tokenise(tokenizer, [rendering.text for rendering in rendered.values()])
     for (index, rendering), tokens in zip(rendered.items(), tokenised, strict=True):
-        encoded[index] = EncodedChat(tokens.ids, _labels(tokens, rendering, options.train_eot))
+        encoded[index] = EncodedChat(tokens.ids, *_labels(tokens, rendering, options.train_eot))
     return [encoded[index] for index in range(len(rows))]
 
 
@@ -180,13 +184,15 @@ class _Rendering:
 
     Attributes:
         text: As the template prints it.
-        turns: Those that are trained; or, with `all_else`, those that are not.
+        turns: Those that are trained; or, with `all_else`, those that do not weigh 1.
         all_else: Whether everything but `turns` is trained.
+        weights: Of each message.
     """
 
     text: str
     turns: list[Turn]
     all_else: bool
+    weights: list[float]
 
 
 def _render(
@@ -206,14 +212,10 @@ def _render(
         templates[has_tools] = ChatTemplate(tokenizer, options.chat_template, conversation.tools)
     template = templates[has_tools]
     all_else = options.train_on == "all"
-    wanted = _off(conversation) if all_else else selected_turns(conversation, options)
-    return _Rendering(
-        *find_turns(template, conversation, wanted, reasoning=options.train_reasoning), all_else
-    )
-
-
-def _off(conversation: Conversation) -> list[int]:
-    return [index for index, on in enumerate(conversation.trainable) if not on]
+    weighed = [index for index, weight in enumerate(conversation.weights) if weight != 1]
+    wanted = weighed if all_else else selected_turns(conversation, options)
+    text, turns = find_turns(template, conversation, wanted, reasoning=options.train_reasoning)
+    return _Rendering(text, turns, all_else, conversation.weights)
 
 
 def turns_of_roles(conversation: Conversation, options: EncodeOptions) -> list[int]:
@@ -225,21 +227,27 @@ def turns_of_roles(conversation: Conversation, options: EncodeOptions) -> list[i
 
 def selected_turns(conversation: Conversation, options: EncodeOptions) -> list[int]:
     """Of those, the ones that no weight switches off."""
-    return [index for index in turns_of_roles(conversation, options) if conversation.trainable[index]]
+    return [index for index in turns_of_roles(conversation, options) if conversation.weights[index]]
 
 
-def _labels(tokens: Tokens, rendering: _Rendering, train_eot: bool) -> list[int]:
-    """The id of each trained token, -100 elsewhere. A token lies in a turn if it starts there."""
+def _labels(tokens: Tokens, rendering: _Rendering, train_eot: bool) -> tuple[list[int], list[float] | None]:
+    """The id of each trained token, -100 elsewhere; weights. A token lies in a turn if it starts there."""
     ids, all_else = tokens.ids, rendering.all_else
     labels = list(ids) if all_else else [IGNORE_INDEX] * len(ids)
+    is_weighted = any(rendering.weights[turn.message] not in (0, 1) for turn in rendering.turns)
+    weights = [1.0] * len(ids) if is_weighted else None
     for turn in rendering.turns:
         first, stop = tokens.first_from(turn.start), tokens.first_from(turn.end)
         if not all_else and not train_eot and turn.stop_start < turn.end:
             # A token that strips the white space around it may start before the end-of-turn token does.
             stop = min(stop, tokens.first_beyond(turn.stop_start))
-        if first < stop:
-            labels[first:stop] = [IGNORE_INDEX] * (stop - first) if all_else else ids[first:stop]
-    return labels
+        if first >= stop:
+            continue
+        weight = rendering.weights[turn.message]
+        labels[first:stop] = ids[first:stop] if weight else [IGNORE_INDEX] * (stop - first)
+        if weights is not None:
+            weights[first:stop] = [weight] * (stop - first)
+    return labels, weights
 
 
 def truncate(chat: EncodedChat, options: EncodeOptions) -> EncodedChat:
@@ -253,4 +261,5 @@ def truncate(chat: EncodedChat, options: EncodeOptions) -> EncodedChat:
             'or truncate with "right" or "left"'
         )
     keep = slice(limit) if options.truncation == "right" else slice(length - limit, None)
-    return EncodedChat(chat.input_ids[keep], chat.labels[keep])
+    weights = None if chat.loss_weights is None else chat.loss_weights[keep]
+    return EncodedChat(chat.input_ids[keep], chat.labels[keep], weights)

@@ -6,6 +6,7 @@ Everything here works on plain Python data; no tokenizer and no template is invo
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,13 +47,18 @@ class Conversation:
     Attributes:
         messages: Messages with `role`, `content` (always a str) and, where given, `tool_calls`,
             `reasoning_content` and other template fields.
-        trainable: One flag per message; False where the row switched the message off.
+        weights: One per message, the factor of its loss; 0 where the row switched the message off.
         tools: Tool schemas for the template, or None.
     """
 
     messages: list[Message]
-    trainable: list[bool]
+    weights: list[float]
     tools: list[dict[str, Any]] | None
+
+    @property
+    def is_weighted(self) -> bool:
+        """Whether a weight is neither 0 nor 1."""
+        return any(weight not in (0, 1) for weight in self.weights)
 
 
 def is_encoded(row: Any, row_format: str | None = None) -> bool:
@@ -60,11 +66,12 @@ def is_encoded(row: Any, row_format: str | None = None) -> bool:
     return row_format in (None, "tokenized") and isinstance(row, Mapping) and "input_ids" in row
 
 
-def read_encoded(row: Mapping[str, Any]) -> tuple[list[int], list[int]]:
-    """Return (input_ids, labels) of a tokenised row.
+def read_encoded(row: Mapping[str, Any]) -> tuple[list[int], list[int], list[float] | None]:
+    """Return (input_ids, labels, loss_weights or None) of a tokenised row.
 
     Raises:
-        ValueError: Without `labels`, with unequal lengths, or empty.
+        ValueError: Without `labels`, with unequal lengths, or empty; for a weight that is negative or not
+            finite.
     """
     if row.get("labels") is None:
         raise ValueError(
@@ -72,12 +79,24 @@ def read_encoded(row: Mapping[str, Any]) -> tuple[list[int], list[int]]:
             "aligned with input_ids (-100 where nothing is trained), or pass the chat row itself"
         )
     ids, labels = (_int_list(row[key], key) for key in ("input_ids", "labels"))
+    weights = None if row.get("loss_weights") is None else _weight_list(row["loss_weights"])
+    check_encoded(ids, labels, weights)
+    return ids, labels, weights
+
+
+def check_encoded(ids: Sequence[int], labels: Sequence[int], weights: Sequence[float] | None) -> None:
+    """Refuse ids, labels and weights that cannot be a row.
+
+    Raises:
+        ValueError: For unequal lengths, or empty ones.
+    """
+    if weights is not None and len(weights) != len(ids):
+        raise ValueError(f"loss_weights has {len(weights)} entries, input_ids {len(ids)}: give one a token")
     if len(ids) != len(labels) or not ids:
         raise ValueError(
             "a tokenised row needs input_ids and labels of one length of at least 1, "
             f"got {len(ids)} and {len(labels)}"
         )
-    return ids, labels
 
 
 def read_row(row: Any, row_format: str | None = None) -> Conversation:
@@ -89,7 +108,7 @@ def read_row(row: Any, row_format: str | None = None) -> Conversation:
 
     Raises:
         ValueError: For an unknown shape, an empty row, an unknown role, content that is not text, or a
-            weight that is neither 0 nor 1.
+            weight that is negative or not finite.
     """
     if not isinstance(row, Mapping):
         raise ValueError(f"a row must be a dict, got {type(row).__name__}; accepted shapes: {_SHAPES}")
@@ -103,16 +122,28 @@ def read_row(row: Any, row_format: str | None = None) -> Conversation:
     messages = _READERS[key](row)
     if not messages:
         raise ValueError("the row has no messages; a conversation needs at least one")
-    trainable = [_pop_flag(message, index) for index, message in enumerate(messages)]
-    return Conversation(messages, trainable, _read_tools(row.get("tools")))
+    weights = [_pop_weight(message, index) for index, message in enumerate(messages)]
+    return Conversation(messages, weights, _read_tools(row.get("tools")))
 
 
 def _int_list(values: Any, key: str) -> list[int]:
     if hasattr(values, "tolist"):
         values = values.tolist()
-    if not isinstance(values, Sequence) or not all(type(value) is int for value in values):
+    # A set of types: a loop over the items would take as long as the rest of a collator.
+    if not isinstance(values, Sequence) or not set(map(type, values)) <= {int}:
         raise ValueError(f'"{key}" must be a flat list of integers, got {_short(values)}')
     return list(values)
+
+
+def _weight_list(values: Any) -> list[float]:
+    if hasattr(values, "tolist"):
+        values = values.tolist()
+    if not isinstance(values, Sequence) or not set(map(type, values)) <= {int, float}:
+        raise ValueError(f'"loss_weights" must be a flat list of numbers, got {_short(values)}')
+    wrong = next((value for value in values if not 0 <= value < math.inf), None)
+    if wrong is not None:
+        raise ValueError(f"loss_weights must be finite and not negative, got {wrong}")
+    return [float(value) for value in values]
 
 
 def _short(value: Any, limit: int = 60) -> str:
@@ -174,6 +205,12 @@ def _read_parts(parts: Sequence[Any], where: str) -> tuple[str, str, list[Any]]:
             raise ValueError(
                 f"{where}.content[{number}] must be a part of type text, reasoning or tool_call, "
                 f"got {_short(part)}"
+            )
+        weighed = [key for key in _FLAG_KEYS if part.get(key) not in (None, 1)]
+        if weighed:
+            raise ValueError(
+                f"{where}.content[{number}] has {weighed[0]}={part[weighed[0]]!r}: weights are of messages; "
+                "give it to the message, or make messages of the parts"
             )
         value = next((part[key] for key in (kind, "text", "value") if part.get(key) is not None), None)
         found[kind].append(_text(value, f"{where}.content[{number}]"))
@@ -284,17 +321,17 @@ _READERS: dict[str, Callable[[Mapping[str, Any]], list[Message]]] = {
 }
 
 
-def _pop_flag(message: Message, index: int) -> bool:
-    flag = True
+def _pop_weight(message: Message, index: int) -> float:
+    total = 1.0
     for key in _FLAG_KEYS:
         value = message.pop(key, 1)
-        if not isinstance(value, int | float) or value not in (0, 1):
+        if not isinstance(value, int | float) or not 0 <= value < math.inf:
             raise ValueError(
-                f"message {index}: {key} must be 0 or 1 (False or True), got {value!r}; "
-                "other weights are not supported"
+                f"message {index}: {key} must be a finite number that is not negative (False or True), got "
+                f"{value!r}"
             )
-        flag = flag and bool(value)
-    return flag
+        total *= float(value)
+    return total
 
 
 def _read_tools(tools: Any) -> list[dict[str, Any]] | None:

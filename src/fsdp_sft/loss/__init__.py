@@ -16,6 +16,8 @@ from fsdp_sft.loss.causal import causal_lm_loss as causal_lm_loss
 from fsdp_sft.loss.causal import loss_parts as loss_parts
 from fsdp_sft.loss.causal import loss_sum as loss_sum
 from fsdp_sft.loss.counting import LABEL_KEYS as LABEL_KEYS
+from fsdp_sft.loss.counting import LOSS_KEYS as LOSS_KEYS
+from fsdp_sft.loss.counting import WEIGHTS_KEY as WEIGHTS_KEY
 from fsdp_sft.loss.counting import Batch as Batch
 from fsdp_sft.loss.counting import checked_batch as checked_batch
 from fsdp_sft.loss.counting import count_targets as count_targets
@@ -23,6 +25,8 @@ from fsdp_sft.loss.counting import is_shifted as is_shifted
 from fsdp_sft.loss.counting import num_targets as num_targets
 from fsdp_sft.loss.counting import num_tokens as num_tokens
 from fsdp_sft.loss.counting import scale_for_backward as scale_for_backward
+from fsdp_sft.loss.counting import target_weight as target_weight
+from fsdp_sft.loss.counting import weight_of as weight_of
 from fsdp_sft.loss.head import HeadChecks as HeadChecks
 from fsdp_sft.loss.head import checked_later as checked_later
 from fsdp_sft.loss.linear_cross_entropy import linear_cross_entropy_sum as linear_cross_entropy_sum
@@ -32,3 +36,5 @@ from fsdp_sft.loss.prepare import needs_choice as needs_choice
 from fsdp_sft.loss.prepare import prepare_loss as prepare_loss
 from fsdp_sft.loss.probe import evaluating as evaluating
 from fsdp_sft.loss.probe import guarded as guarded
+from fsdp_sft.loss.terms import PLAIN as PLAIN
+from fsdp_sft.loss.terms import Terms as Terms

@@ -4,14 +4,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
-from fsdp_sft.collate import IGNORE_INDEX, refuse_masked_pack
+from fsdp_sft.collate import refuse_masked_pack
 from fsdp_sft.distributed import mesh_of
 from fsdp_sft.errors import ModelLossError
 from fsdp_sft.loss import counting
 from fsdp_sft.loss.additions import Additions, RouterLoss, additions_to, check_router_loss
 from fsdp_sft.loss.counting import (
+    WEIGHTS_KEY,
     Batch,
     CheckedBatch,
     Targets,
@@ -20,17 +20,26 @@ from fsdp_sft.loss.counting import (
     num_targets,
     scale_for_backward,
     targets_of,
+    weight_of,
+    weights_of,
     without_labels,
 )
 from fsdp_sft.loss.head import loss_at_head, takes_use_cache
 from fsdp_sft.loss.prepare import LossImpl, check_impl, choice_for, refuse_encoder_decoder
+from fsdp_sft.loss.terms import PLAIN, Terms, summed_loss
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
 def loss_sum(
-    model: nn.Module, batch: Batch, *, impl: LossImpl = "auto", router_loss: RouterLoss | None = None
+    model: nn.Module,
+    batch: Batch,
+    *,
+    impl: LossImpl = "auto",
+    router_loss: RouterLoss | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
 ) -> tuple[torch.Tensor, int]:
     """Cross entropy summed over this batch's targets.
 
@@ -42,6 +51,8 @@ def loss_sum(
         batch: ``input_ids`` and ``labels``, int64 ``(B, S)``, on the model's device, with ``attention_mask``,
             ``position_ids`` and whatever else its forward takes, which is passed on. The labels are shifted
             here, once. ``shift_labels``, the target of each position, take their place if there are any.
+            ``loss_weights``, floating point ``(B, S)`` and aligned with the labels, are a factor for the loss
+            of each.
         impl: ``"chunked"`` never holds the logits of more than a chunk of targets; ``"liger"`` does the same
             by Liger's kernels (CUDA); ``"logits"`` computes them in full; ``"auto"`` is what
             ``prepare_loss`` decided, or decides now: chunked if the model's head allows it.
@@ -49,6 +60,9 @@ def loss_sum(
             batch, times its coefficient and the number of targets: divided by that number, the result is the
             model's own loss. ``"off"`` leaves it out. None adds it if the config has
             ``output_router_logits``, and else warns once, with the coefficient.
+        label_smoothing: As for ``torch.nn.functional.cross_entropy``.
+        z_loss: Times the square of the logarithm of the softmax's denominator, added to each target's loss
+            (PaLM: 1e-4).
 
     Returns:
         A float32 scalar (float64 for float64 logits), connected to the parameters even where the batch has
@@ -63,9 +77,9 @@ def loss_sum(
     Memory: Beside the model's own, as ``linear_cross_entropy_sum``; for ``"logits"`` two float32 copies of
     them, 8 bytes times B x S x vocabulary.
     """
-    summed, router = loss_parts(model, batch, impl, router_loss)
+    summed, router = loss_parts(model, batch, impl, router_loss, Terms(label_smoothing, z_loss))
     targets = num_targets(batch)
-    return summed if router is None else summed + router * targets, targets
+    return summed if router is None else summed + router * weight_of(batch), targets
 
 
 def causal_lm_loss(
@@ -77,6 +91,9 @@ def causal_lm_loss(
     impl: LossImpl = "auto",
     router_loss: RouterLoss | None = None,
     num_tokens: int | None = None,
+    target_weight: float | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
 ) -> torch.Tensor:
     """This micro-batch's share of the window's mean loss, ready for ``backward``.
 
@@ -91,9 +108,14 @@ def causal_lm_loss(
             the window.
         num_tokens: Tokens of the window over all ranks, without padding; None takes what ``count_targets``
             has counted with the targets.
+        target_weight: Of the window over all ranks, where its batches have ``loss_weights``; None takes what
+            ``count_targets`` has summed up with the targets.
+        label_smoothing: As for ``loss_sum``.
+        z_loss: As for ``loss_sum``.
 
     Returns:
-        A scalar. Summed over the window's micro-batches and averaged over ranks it is the mean over targets.
+        A scalar. Summed over the window's micro-batches and averaged over ranks it is the mean over targets,
+        each by its weight.
 
     Raises:
         ValueError: As for ``loss_sum`` and ``scale_for_backward``.
@@ -102,15 +124,25 @@ def causal_lm_loss(
     """
     mesh = mesh if mesh is not None else mesh_of(model)
     check_num_targets(num_targets)
-    summed, router = loss_parts(model, batch, impl, router_loss)
+    weight = _weight_of_window(batch, num_targets, target_weight)
+    summed, router = loss_parts(model, batch, impl, router_loss, Terms(label_smoothing, z_loss))
     if router is not None:
         share = _share_of_tokens(batch, num_targets, num_tokens, mesh)
-        summed = summed + router * (share * num_targets)
-    return (
-        summed / num_targets
-        if mesh is None
-        else scale_for_backward(summed, num_targets=num_targets, mesh=mesh)
-    )
+        summed = summed + router * (share * weight)
+    return summed / weight if mesh is None else scale_for_backward(summed, num_targets=weight, mesh=mesh)
+
+
+def _weight_of_window(batch: Batch, num_targets: int, target_weight: float | None) -> float:
+    """What the window's loss is divided by."""
+    known = target_weight if target_weight is not None else getattr(num_targets, "weight", None)
+    if known is None and batch.get(WEIGHTS_KEY) is not None:
+        raise ValueError(
+            "a batch with loss_weights is divided by the sum of the window's weights, which is not known: "
+            "take num_targets from count_targets, which sums them too, or pass target_weight"
+        )
+    weight = num_targets if known is None else known
+    check_num_targets(weight)
+    return weight
 
 
 def _share_of_tokens(
@@ -130,13 +162,17 @@ def _share_of_tokens(
 
 
 def loss_parts(
-    model: nn.Module, batch: Batch, impl: LossImpl, router_loss: RouterLoss | None
+    model: nn.Module,
+    batch: Batch,
+    impl: LossImpl,
+    router_loss: RouterLoss | None,
+    terms: Terms = PLAIN,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The cross entropy summed over the targets, and the router's loss times its coefficient, or None."""
+    """The loss summed over the targets, and the router's loss times its coefficient, or None."""
     check_router_loss(router_loss)
     check_impl(impl)
     refuse_encoder_decoder(model)
-    targets = targets_of(batch)
+    targets, weights = targets_of(batch), weights_of(batch)
     known = batch.targets if isinstance(batch, CheckedBatch) else None
     if known is None:
         refuse_masked_pack(batch)
@@ -150,14 +186,16 @@ def loss_parts(
     additions = find(model, router_loss)
     inputs.update(additions.inputs)
     if impl == "logits":
-        return _from_logits(model, inputs, targets, additions, whole=is_shifted(batch))
-    return planned(model, inputs, targets, additions, impl, is_shifted(batch), known)
+        return _from_logits(model, inputs, targets, weights, terms, additions, whole=is_shifted(batch))
+    return planned(model, inputs, targets, weights, terms, additions, impl, is_shifted(batch), known)
 
 
 def _as_planned(
     model: nn.Module,
     inputs: dict[str, Any],
     targets: torch.Tensor,
+    weights: torch.Tensor | None,
+    terms: Terms,
     additions: Additions,
     impl: LossImpl,
     whole: bool,
@@ -166,13 +204,20 @@ def _as_planned(
     choice = choice_for(model, impl)
     head = choice.head() if choice.head is not None else None
     if choice.impl == "logits" or head is None:
-        return _from_logits(model, inputs, targets, additions, whole=whole)
-    loss_of = choice.loss_of(head, targets, known)
+        return _from_logits(model, inputs, targets, weights, terms, additions, whole=whole)
+    loss_of = choice.loss_of(head, targets, known, weights, terms)
     return loss_at_head(model, head, inputs, loss_of, choice.transform, lambda out: additions.of(out, model))
 
 
 def _from_logits(
-    model: nn.Module, inputs: dict[str, Any], targets: torch.Tensor, additions: Additions, *, whole: bool
+    model: nn.Module,
+    inputs: dict[str, Any],
+    targets: torch.Tensor,
+    weights: torch.Tensor | None,
+    terms: Terms,
+    additions: Additions,
+    *,
+    whole: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The loss of full logits; the last position has a target only if ``whole``."""
     output = model(**inputs)
@@ -183,13 +228,10 @@ def _from_logits(
             f"{tuple(logits.shape)} from {type(model).__name__}; for a classifier give train_step a loss_fn"
         )
     added = additions.of(output, model)
-    if whole:
-        return _cross_entropy_sum(logits, targets), added
-    return _cross_entropy_sum(logits[:, :-1], targets[:, :-1]), added
-
-
-def _cross_entropy_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    if not whole:
+        logits, targets = logits[:, :-1], targets[:, :-1]
+        weights = None if weights is None else weights[:, :-1]
     logits = logits if logits.dtype == torch.float64 else logits.float()
-    return F.cross_entropy(
-        logits.flatten(0, 1), targets.flatten().to(logits.device), ignore_index=IGNORE_INDEX, reduction="sum"
-    )
+    targets = targets.flatten().to(logits.device)
+    weights = None if weights is None else weights.flatten().to(logits.device)
+    return summed_loss(logits.flatten(0, 1), targets, weights, terms), added

@@ -15,6 +15,7 @@ from fsdp_sft.loss.counting import Targets
 from fsdp_sft.loss.head import fusible_head
 from fsdp_sft.loss.linear_cross_entropy import chunked_loss
 from fsdp_sft.loss.linear_head import head_product
+from fsdp_sft.loss.terms import PLAIN, Terms
 from fsdp_sft.loss.transform import Transform, settings_of
 
 
@@ -46,10 +47,19 @@ class LossChoice:
         return head is (None if self.head is None else self.head())
 
     def loss_of(
-        self, head: nn.Module, labels: torch.Tensor, known: Targets | None = None
+        self,
+        head: nn.Module,
+        labels: torch.Tensor,
+        known: Targets | None = None,
+        weights: torch.Tensor | None = None,
+        terms: Terms = PLAIN,
     ) -> Callable[[torch.Tensor], torch.Tensor]:
-        """The function from hidden states ``(B, S, H)`` to the loss, for targets ``(B, S)``."""
-        chunked = partial(chunked_loss, known=known)
+        """The function from hidden states ``(B, S, H)`` to the loss, for targets and weights ``(B, S)``."""
+        if self.impl == "liger" and (weights is not None or terms):
+            raise ValueError(
+                "impl='liger' has no loss_weights, label_smoothing or z_loss here; use impl='chunked'"
+            )
+        chunked = partial(chunked_loss, known=known, weights=weights, terms=terms)
         fused = liger.linear_cross_entropy_sum if self.impl == "liger" else chunked
 
         def loss(hidden: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 Batch = Mapping[str, Any]
 LABEL_KEYS = ("labels", "shift_labels")
+WEIGHTS_KEY = "loss_weights"
+LOSS_KEYS = (*LABEL_KEYS, WEIGHTS_KEY)  # what of a batch is for the loss and not for the forward
 
 _OWN_LOSS = "for a loss of another kind give train_step and evaluate a loss_fn and a count_fn"
 
@@ -27,19 +29,22 @@ class TargetCount(int):
 
     Attributes:
         num_tokens: Tokens of the window, without padding; 0 where they are not known.
+        weight: Sum of the targets' ``loss_weights``; without any as many as there are targets.
     """
 
     num_tokens: int
+    weight: float
 
-    def __new__(cls, targets: int, num_tokens: int) -> Self:
-        """``targets``, with ``num_tokens`` as an attribute."""
+    def __new__(cls, targets: int, num_tokens: int, weight: float | None = None) -> Self:
+        """``targets``, with the others as attributes."""
         self = super().__new__(cls, targets)
         self.num_tokens = num_tokens
+        self.weight = float(targets if weight is None else weight)
         return self
 
-    def __getnewargs__(self) -> tuple[int, int]:  # type: ignore[override]
+    def __getnewargs__(self) -> tuple[int, int, float]:  # type: ignore[override]
         """What pickle makes another one from."""
-        return int(self), self.num_tokens
+        return int(self), self.num_tokens, self.weight
 
 
 @dataclass(frozen=True)
@@ -87,7 +92,8 @@ def count_targets(micro_batches: Iterable[Batch], *, group: dist.ProcessGroup | 
 
     Returns:
         How many labels, after the shift, are not -100. The number also has ``num_tokens``, by which
-        ``causal_lm_loss`` weighs a router's loss.
+        ``causal_lm_loss`` weighs a router's loss, and ``weight``, by which it divides where batches bring
+        ``loss_weights``.
 
     Raises:
         ValueError: If a batch has no proper labels.
@@ -95,13 +101,36 @@ def count_targets(micro_batches: Iterable[Batch], *, group: dist.ProcessGroup | 
     Collective: all ranks of ``group``.
     """
     batches = list(micro_batches)
-    own = sum(num_targets(batch) for batch in batches)
-    tokens = sum(num_tokens(batch, needs_ids=False) for batch in batches)
+    own = [
+        float(sum(num_targets(batch) for batch in batches)),
+        float(sum(num_tokens(batch, needs_ids=False) for batch in batches)),
+        sum((weight_of(batch) for batch in batches), 0.0),
+    ]
     if group is None:
-        return TargetCount(*map(int, all_reduce_sum([own, tokens])))
-    total = torch.tensor([own, tokens])
-    dist.all_reduce(total, group=group)
-    return TargetCount(*map(int, total))
+        targets, tokens, weight = all_reduce_sum(own)
+    else:
+        total = torch.tensor(own, dtype=torch.float64)
+        dist.all_reduce(total, group=group)
+        targets, tokens, weight = total.tolist()
+    return TargetCount(int(targets), int(tokens), weight)
+
+
+def target_weight(micro_batches: Iterable[Batch], *, group: dist.ProcessGroup | None = None) -> float:
+    """What the targets of a window weigh together: the sum of their ``loss_weights``.
+
+    Args:
+        micro_batches: As for ``count_targets``.
+        group: Likewise.
+
+    Returns:
+        The sum on all ranks; a batch without ``loss_weights`` adds its number of targets.
+
+    Raises:
+        ValueError: If a batch has no proper labels or weights.
+
+    Collective: all ranks of ``group``.
+    """
+    return count_targets(micro_batches, group=group).weight
 
 
 def num_tokens(batch: Any, needs_ids: bool = True) -> int:
@@ -134,6 +163,46 @@ def targets_of(batch: Batch) -> torch.Tensor:
     return shifted(_checked(batch, "labels"))
 
 
+def weights_of(batch: Batch) -> torch.Tensor | None:
+    """The weight of each position's target, floating point ``(B, S)``, or None if a batch brings none.
+
+    They are aligned with the labels, and shifted as these are.
+    """
+    weights = batch.get(WEIGHTS_KEY) if isinstance(batch, Mapping) else None
+    if weights is None:
+        return None
+    name = "shift_labels" if is_shifted(batch) else "labels"
+    labels = _checked(batch, name)
+    if (
+        not isinstance(weights, torch.Tensor)
+        or not weights.is_floating_point()
+        or weights.shape != labels.shape
+    ):
+        tensor = isinstance(weights, torch.Tensor)
+        got = f"{weights.dtype} {tuple(weights.shape)}" if tensor else type(weights).__name__
+        raise BatchError(
+            f"{WEIGHTS_KEY} must be a floating point tensor of the shape of {name} {tuple(labels.shape)}, "
+            f"got {got}"
+        )
+    return weights if is_shifted(batch) else F.pad(weights[:, 1:], (0, 1), value=0.0)
+
+
+def weight_of(batch: Batch) -> float:
+    """What the targets of one batch of this rank weigh together; the host waits if they are on a device.
+
+    Raises:
+        BatchError: If the weight of a target is negative or not finite.
+    """
+    weights = weights_of(batch)
+    if weights is None:
+        return float(num_targets(batch))
+    counted = weights[targets_of(batch) != IGNORE_INDEX].to(torch.float64)
+    if not bool(((counted >= 0) & counted.isfinite()).all()):
+        wrong = counted[~((counted >= 0) & counted.isfinite())]
+        raise BatchError(f"{WEIGHTS_KEY} must be finite and not negative, got {float(wrong[0])}")
+    return float(counted.sum())
+
+
 def is_shifted(batch: Batch) -> bool:
     """Whether a batch brings its targets shifted; its ``labels``, if there are any, are then not read."""
     return isinstance(batch, Mapping) and batch.get("shift_labels") is not None
@@ -141,7 +210,7 @@ def is_shifted(batch: Batch) -> bool:
 
 def without_labels(batch: Batch) -> dict[str, Any]:
     """What of a batch is for the model's forward when the loss is computed outside of it."""
-    return {name: value for name, value in batch.items() if name not in LABEL_KEYS}
+    return {name: value for name, value in batch.items() if name not in LOSS_KEYS}
 
 
 def shifted(labels: torch.Tensor) -> torch.Tensor:
@@ -150,13 +219,14 @@ def shifted(labels: torch.Tensor) -> torch.Tensor:
 
 
 def scale_for_backward(
-    loss: torch.Tensor, *, num_targets: int, mesh: "DeviceMesh | None" = None
+    loss: torch.Tensor, *, num_targets: float, mesh: "DeviceMesh | None" = None
 ) -> torch.Tensor:
     """Scale a sum so that after FSDP2's averaging the gradient is that of the mean over ``num_targets``.
 
     Args:
         loss: Sum over this rank's targets in one micro-batch.
-        num_targets: Targets of the whole window over all ranks, from ``count_targets``.
+        num_targets: Targets of the whole window over all ranks, from ``count_targets``; for a loss with
+            ``loss_weights`` their sum, from ``target_weight``.
         mesh: Ranks that FSDP2 averages over; None takes all ranks of the job.
 
     Returns:
@@ -171,11 +241,11 @@ def scale_for_backward(
     return loss * (ranks / num_targets)
 
 
-def check_num_targets(num_targets: int) -> None:
+def check_num_targets(num_targets: float) -> None:
     """Refuse a window without targets, which has no mean."""
-    if num_targets < 1:
+    if not num_targets > 0:
         raise ValueError(
-            f"num_targets must be at least 1, got {num_targets}: a window without targets has no mean; "
+            f"num_targets must be above 0, got {num_targets}: a window without targets has no mean; "
             "skip it on all ranks (train_step does) and filter such rows with filter_rows"
         )
 

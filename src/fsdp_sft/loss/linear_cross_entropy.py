@@ -14,6 +14,7 @@ import torch
 from fsdp_sft.collate import IGNORE_INDEX
 from fsdp_sft.loss.counting import Targets
 from fsdp_sft.loss.products import products_for
+from fsdp_sft.loss.terms import PLAIN, Terms
 
 _BLOCK = 256  # columns; the fastest of 64 to 512 for vocabularies of 32,000 to 152,000
 
@@ -27,6 +28,9 @@ def linear_cross_entropy_sum(
     chunk_size: int | None = None,
     softcap: float | None = None,
     scale: float | None = None,
+    weights: torch.Tensor | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
 ) -> torch.Tensor:
     """``cross_entropy(cap(scale * (hidden @ weight.T + bias)), labels, reduction="sum")``, chunk by chunk.
 
@@ -41,6 +45,10 @@ def linear_cross_entropy_sum(
         chunk_size: Rows whose logits exist at once; None takes H / 2 (H below float32), within 128 and 1024.
         softcap: ``cap(x) = softcap * tanh(x / softcap)`` is applied to the scaled logits; None for none.
         scale: Factor on the logits; None is 1.
+        weights: Floating point ``(...)``: a factor for the loss of each label; those of label -100 are not
+            read, and no gradient goes to them. None is 1.
+        label_smoothing: As for ``torch.nn.functional.cross_entropy``.
+        z_loss: Times the square of the logarithm of the softmax's denominator, added to each label's loss.
 
     Returns:
         A float32 scalar (float64 for float64), connected to the inputs even without a target. Its backward
@@ -55,8 +63,19 @@ def linear_cross_entropy_sum(
     CPU, has no products of it in float32, and else in float32 (on CUDA twice with a soft cap, and half of it
     again below float32). Until the backward the gradients of those inputs that need one, in float32.
     """
+    if weights is not None:
+        _check_weights(weights, labels)
     return chunked_loss(
-        hidden, weight, labels, bias=bias, chunk_size=chunk_size, softcap=softcap, scale=scale, known=None
+        hidden,
+        weight,
+        labels,
+        bias=bias,
+        chunk_size=chunk_size,
+        softcap=softcap,
+        scale=scale,
+        known=None,
+        weights=weights,
+        terms=Terms(label_smoothing, z_loss),
     )
 
 
@@ -70,6 +89,8 @@ def chunked_loss(
     softcap: float | None = None,
     scale: float | None = None,
     known: Targets | None,
+    weights: torch.Tensor | None = None,
+    terms: Terms = PLAIN,
 ) -> torch.Tensor:
     """``linear_cross_entropy_sum``, which waits for the device unless it is ``known`` where targets are."""
     _check(hidden, weight, labels, bias)
@@ -88,9 +109,15 @@ def chunked_loss(
         # The rows that count are known at run time only; a graph breaks here, cleanly.
         apply = torch.compiler.disable(apply)
     rows, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1).to(hidden.device)
+    head = (
+        softcap,
+        scale,
+        terms,
+        None if weights is None else weights.detach().reshape(-1).to(hidden.device),
+    )
     with torch.autocast(hidden.device.type, enabled=False):
         result: torch.Tensor = apply(
-            rows, weight, bias, labels, known, (chunk_size, softcap, scale), torch.is_grad_enabled()
+            rows, weight, bias, labels, known, chunk_size, head, torch.is_grad_enabled()
         )
     return result
 
@@ -101,6 +128,8 @@ class _Head:
     bias: torch.Tensor | None
     softcap: float | None
     scale: float
+    terms: Terms
+    weights: torch.Tensor | None  # of all rows
 
 
 class _LinearCrossEntropySum(torch.autograd.Function):
@@ -112,15 +141,15 @@ class _LinearCrossEntropySum(torch.autograd.Function):
         bias: torch.Tensor | None,
         labels: torch.Tensor,
         known: Targets | None,
-        options: tuple[int, float | None, float],
+        chunk_size: int,
+        options: tuple[float | None, float, Terms, torch.Tensor | None],
         grad_enabled: bool,
     ) -> torch.Tensor:
-        chunk_size, softcap, scale = options
         wanted = [needed and grad_enabled for needed in ctx.needs_input_grad[:3]]
-        head = _Head(weight, bias, softcap, scale)
+        head = _Head(weight, bias, *options)
         targets = _targets(labels, weight.shape[0], known)
         loss, ctx.gradients, gain = _chunked(hidden, head, labels, targets, chunk_size, wanted)
-        ctx.factor = scale / gain
+        ctx.factor = head.scale / gain
         ctx.dtype = hidden.dtype
         return loss
 
@@ -138,7 +167,7 @@ class _LinearCrossEntropySum(torch.autograd.Function):
             )
         gradients, ctx.gradients = ctx.gradients, None
         factor = grad_output * ctx.factor
-        return (*(_narrowed(gradients, i, factor, ctx.dtype) for i in range(3)), None, None, None, None)
+        return (*(_narrowed(gradients, i, factor, ctx.dtype) for i in range(3)), None, None, None, None, None)
 
 
 def _narrowed(
@@ -158,7 +187,7 @@ def _chunked(
     targets: torch.Tensor,
     chunk_size: int,
     wanted: list[bool],
-) -> tuple[torch.Tensor, list[torch.Tensor | None], float]:
+) -> tuple[torch.Tensor, list[torch.Tensor | None], float | torch.Tensor]:
     """Loss, and the wanted gradients of (hidden, weight, bias) without ``head.scale`` and times the last."""
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     total = torch.zeros((), dtype=torch.float64, device=hidden.device)
@@ -167,6 +196,7 @@ def _chunked(
         for t, want in zip((hidden, head.weight, head.bias), wanted, strict=True)
     )
     products = products_for(head.weight, min(chunk_size, len(targets)))
+    gain = _gain(products.gain, head, targets)
     for index in targets.split(chunk_size) if len(targets) else ():
         rows = hidden.index_select(0, index)
         logits = products.logits(rows)
@@ -176,16 +206,27 @@ def _chunked(
                 block.add_(head.bias)
             if products.rounds:
                 _refine(block, rows[part], columns, head)
-            total += _softmax_slopes(block, columns, head, any(wanted))
+            weights = None if head.weights is None else head.weights[index[part], None].to(block.dtype)
+            total += _softmax_slopes(block, columns, head, weights, any(wanted))
             if products.gain != 1:
-                block.mul_(products.gain)
+                block.mul_(gain)
             if d_bias is not None:
                 d_bias.add_(block.sum(0))
         if d_hidden is not None:
             d_hidden.index_copy_(0, index, products.hidden_gradient(logits))
         if d_weight is not None:
             products.add_weight_gradient(logits, rows, d_weight)
-    return total.to(dtype), [d_hidden, d_weight, d_bias], products.gain
+    return total.to(dtype), [d_hidden, d_weight, d_bias], gain
+
+
+def _gain(gain: float, head: _Head, targets: torch.Tensor) -> float | torch.Tensor:
+    """What slopes are multiplied by so that float16 holds them, where they may be larger than 1 in size."""
+    if gain == 1 or (head.weights is None and not head.terms.z_loss) or not len(targets):
+        return gain
+    most = 1 + 128 * head.terms.z_loss  # of logarithms of the denominator up to 64
+    if head.weights is None:
+        return gain / most
+    return gain / (head.weights[targets].float().amax().clamp_min(1) * most)
 
 
 def _refine(logits: torch.Tensor, hidden: torch.Tensor, columns: torch.Tensor, head: _Head) -> None:
@@ -215,13 +256,16 @@ def _largest_column(logits: torch.Tensor) -> torch.Tensor:
     return columns.gather(1, logits.gather(1, columns).argmax(-1, keepdim=True))
 
 
-def _softmax_slopes(logits: torch.Tensor, columns: torch.Tensor, head: _Head, slopes: bool) -> torch.Tensor:
+def _softmax_slopes(
+    logits: torch.Tensor, columns: torch.Tensor, head: _Head, weights: torch.Tensor | None, slopes: bool
+) -> torch.Tensor:
     """Sum of the losses of some rows; turns ``logits`` into their gradient, without ``scale``, in place.
 
     Args:
         logits: ``(C, V)``, before scale and soft cap; overwritten.
         columns: The targets, ``(C, 1)``.
-        head: For its scale and soft cap.
+        head: For its scale, its soft cap, and what the loss is.
+        weights: Of the rows, ``(C, 1)``, or None.
         slopes: Whether the gradient is wanted.
     """
     tanh = None
@@ -231,15 +275,31 @@ def _softmax_slopes(logits: torch.Tensor, columns: torch.Tensor, head: _Head, sl
         logits.mul_(head.softcap)
     elif head.scale != 1:
         logits.mul_(head.scale)
-    behind = logits.amax(-1, keepdim=True) - logits.gather(1, columns)
+    smoothing, z_loss = head.terms.label_smoothing, head.terms.z_loss
+    largest = logits.amax(-1, keepdim=True)
+    behind = largest - logits.gather(1, columns)
+    mean = logits.mean(-1, keepdim=True) if smoothing else largest
     torch.softmax(logits, -1, out=logits)
     # -log(softmax) of the target, by way of the largest probability: that one never underflows.
-    loss = (behind - logits.amax(-1, keepdim=True).log()).sum(dtype=torch.float64)
+    above = logits.amax(-1, keepdim=True).log()  # the largest logit over the logarithm of the denominator
+    losses = behind - above
+    if smoothing:  # of all classes instead of the target: their logits are lower by its logit less their mean
+        losses += smoothing * (largest - behind - mean)
+    if z_loss:
+        losses += z_loss * (largest - above).square_()
+    if weights is not None:
+        losses *= weights
     if slopes:
-        logits.scatter_(1, columns, logits.gather(1, columns) - 1)
+        if z_loss:
+            logits.mul_(1 + 2 * z_loss * (largest - above))
+        logits.scatter_(1, columns, logits.gather(1, columns) - (1 - smoothing))
+        if smoothing:
+            logits.sub_(smoothing / logits.shape[1])
         if tanh is not None:
             logits.mul_(tanh.square_().neg_().add_(1))
-    return loss
+        if weights is not None:
+            logits.mul_(weights)
+    return losses.sum(dtype=torch.float64)
 
 
 def _targets(labels: torch.Tensor, vocabulary: int, known: Targets | None) -> torch.Tensor:
@@ -301,6 +361,17 @@ def _check(
 def default_chunk_size(width: int, dtype: torch.dtype) -> int:
     """Rows per chunk where none are asked for: enough for efficient products, and few logits at once."""
     return min(1024, max(128, 2 * width // dtype.itemsize))
+
+
+def _check_weights(weights: torch.Tensor, labels: torch.Tensor) -> None:
+    if not weights.is_floating_point() or weights.shape != labels.shape:
+        raise ValueError(
+            f"weights must be floating point of the shape of labels {tuple(labels.shape)}, got "
+            f"{weights.dtype} {tuple(weights.shape)}"
+        )
+    counted = weights.detach()[labels.to(weights.device) != IGNORE_INDEX]
+    if not bool(((counted >= 0) & counted.isfinite()).all()):
+        raise ValueError("weights must be finite and not negative")
 
 
 def _check_options(softcap: float | None, scale: float, chunk_size: int) -> None:

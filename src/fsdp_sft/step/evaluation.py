@@ -16,6 +16,7 @@ from fsdp_sft.loss import (
     HeadChecks,
     LossImpl,
     RouterLoss,
+    Terms,
     checked_batch,
     checked_later,
     forget_choice,
@@ -27,7 +28,7 @@ from fsdp_sft.step.acceptable import check_of
 from fsdp_sft.step.keys import keys_of, may_be_packs
 from fsdp_sft.step.own_loss import LossFn, Objective
 from fsdp_sft.step.rounds import in_step
-from fsdp_sft.step.window import CountFn, raise_on_mesh, to_device
+from fsdp_sft.step.window import CountFn, raise_on_mesh, to_device, weight_of_loss
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -38,7 +39,7 @@ class EvalResult:
     """Exact evaluation over all ranks; the same on every rank.
 
     Attributes:
-        loss: Mean over all targets.
+        loss: Mean over all targets, each by its weight.
         perplexity: ``exp(loss)``; inf where that overflows.
         num_targets: How many targets that was.
         router_loss: What a mixture's router adds to it, its coefficient included, each batch by its tokens; 0
@@ -61,6 +62,8 @@ def evaluate(
     count_fn: CountFn | None = None,
     verify: Verify = "first",
     router_loss: RouterLoss | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
 ) -> EvalResult:
     """Mean loss over all targets of all ranks, without gradients, in ``eval()`` mode.
 
@@ -78,6 +81,8 @@ def evaluate(
         count_fn: As for ``train_step``.
         verify: As for ``train_step``.
         router_loss: As for ``train_step``.
+        label_smoothing: As for ``train_step``; 0 says how well the model predicts, however it is trained.
+        z_loss: Likewise.
 
     Raises:
         NonFiniteGradientError: If the last ``train_step(..., sync="late")`` was not taken.
@@ -88,7 +93,7 @@ def evaluate(
 
     Collective: all ranks of the mesh.
     """
-    objective = Objective(loss_impl, loss_fn, router_loss)
+    objective = Objective(loss_impl, loss_fn, router_loss, Terms(label_smoothing, z_loss))
     objective.check(count_fn)
     check_verify(verify)
     settle(model)
@@ -97,6 +102,7 @@ def evaluate(
     modes = {module: module.training for module in model.modules()}
     total = added = torch.zeros((), dtype=torch.float64, device=device)
     targets = tokens = 0
+    target_weight = 0.0
     checks = HeadChecks()
     check = check_of(model, own_loss=loss_fn is not None)
     if loss_fn is None and any(sum_over_mesh([needs_choice(model, loss_impl)], mesh)):
@@ -114,6 +120,7 @@ def evaluate(
                 if count is None:
                     continue
                 total, targets = total + summed, targets + count
+                target_weight += weight_of_loss(seen, count, own_loss=loss_fn is not None)
                 if router is not None:
                     weight = num_tokens(seen, needs_ids=False)
                     added, tokens = added + router * weight, tokens + weight
@@ -123,14 +130,16 @@ def evaluate(
         reshard(model)
     own_loss, own_added = LateValues([total, added]).read()  # the host waits here and nowhere else
     changed = None if math.isfinite(own_loss) else checks.problem()
-    values = [own_loss, targets, own_added, tokens, changed is not None]
-    loss_total, all_targets, router_total, all_tokens, failed = sum_over_mesh(values, mesh)
+    values = [own_loss, targets, target_weight, own_added, tokens, changed is not None]
+    loss_total, all_targets, all_weight, router_total, all_tokens, failed = sum_over_mesh(values, mesh)
     if failed:
         raise_on_mesh(changed, "looking at what the model makes of its head's output", mesh)
     if all_targets == 0:
         raise BatchError(
             "evaluate: no target on any rank; every label, after the shift, is -100, or there is no batch"
         )
-    loss = loss_total / all_targets
+    if all_weight == 0:
+        raise BatchError(f"evaluate: the loss_weights of all {int(all_targets)} targets are 0")
+    loss = loss_total / all_weight
     perplexity = math.exp(loss) if loss < 709 else math.inf
     return EvalResult(loss, perplexity, int(all_targets), router_total / max(all_tokens, 1))

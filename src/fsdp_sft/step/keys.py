@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp_sft.distributed import gather_over_mesh
 from fsdp_sft.errors import BatchError, abridged
-from fsdp_sft.loss import LABEL_KEYS
+from fsdp_sft.loss import LABEL_KEYS, WEIGHTS_KEY
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -23,12 +23,15 @@ _WORD_BITS = 20
 def keys_of(batch: Any) -> Keys:
     """Names of what a batch brings: its keys, sorted, without those whose value is None.
 
-    Labels are called ``labels`` whether they are shifted or not, which the loss sees to. A batch that is no
+    Labels are called ``labels`` whether they are shifted or not, which the loss sees to; their weights, which
+    the rows of one rank may have and those of another not, do not count. A batch that is no
     mapping (for a ``loss_fn``) has one name, which says what it is.
     """
     if isinstance(batch, Mapping):
         named = (
-            "labels" if key in LABEL_KEYS else str(key) for key, value in batch.items() if value is not None
+            "labels" if key in LABEL_KEYS else str(key)
+            for key, value in batch.items()
+            if value is not None and key != WEIGHTS_KEY
         )
         return tuple(sorted(set(named)))
     size = f" of {len(batch)}" if isinstance(batch, (tuple, list)) else ""

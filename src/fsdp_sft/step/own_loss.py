@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fsdp_sft.blocks import without_caches
-from fsdp_sft.loss import LossImpl, RouterLoss, check_router_loss, loss_parts
+from fsdp_sft.loss import PLAIN, LossImpl, RouterLoss, Terms, check_router_loss, loss_parts
 
 LossFn = Callable[[nn.Module, Any], torch.Tensor]
 
@@ -21,11 +21,13 @@ class Objective:
         impl: As ``loss_impl`` of ``train_step``.
         loss_fn: Likewise.
         router_loss: Likewise.
+        terms: Its ``label_smoothing`` and ``z_loss``.
     """
 
     impl: LossImpl = "auto"
     loss_fn: LossFn | None = None
     router_loss: RouterLoss | None = None
+    terms: Terms = PLAIN
 
     def check(self, count_fn: Any) -> None:
         """Refuse what is no function, and options of a loss that is not computed."""
@@ -36,6 +38,8 @@ class Objective:
         for name, value, default in (
             ("loss_impl", self.impl, "auto"),
             ("router_loss", self.router_loss, None),
+            ("label_smoothing", self.terms.label_smoothing, 0.0),
+            ("z_loss", self.terms.z_loss, 0.0),
         ):
             if self.loss_fn is not None and value != default:
                 raise ValueError(
@@ -45,7 +49,7 @@ class Objective:
     def of(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The loss summed over a batch's targets, and the router's loss beside it, if that is added."""
         if self.loss_fn is None:
-            return loss_parts(model, batch, self.impl, self.router_loss)
+            return loss_parts(model, batch, self.impl, self.router_loss, self.terms)
         return _summed(self.loss_fn, model, batch), None
 
 

@@ -23,16 +23,18 @@ class StepResult:
     """What one optimizer step did; the same on every rank.
 
     Attributes:
-        loss: Mean over the window's targets on all ranks; nan for a window without any.
+        loss: Mean over the window's targets on all ranks, each by its weight; nan for a window without any.
         grad_norm: 2-norm of the whole gradient before clipping; nan where there was none.
         num_targets: Targets of the window on all ranks.
         num_tokens: Tokens of the window on all ranks, without what ``attention_mask`` calls padding. A pack
             has no mask: there what ``PackedCollator`` filled up counts.
         skipped: Whether the optimizer did not step.
-        skip_reason: ``"no targets"``, ``"inf gradients"``, or ``"no step before"`` of the first with
-            ``sync="late"``; None if it did step.
+        skip_reason: ``"no targets"``, ``"no weight"`` where all of them weigh 0, ``"inf gradients"``, or
+            ``"no step before"`` of the first with ``sync="late"``; None if it did step.
         router_loss: What a mixture's router adds to ``loss``, its coefficient included: the sum of both is
             what was minimised. 0 where nothing is added.
+        target_weight: Sum of the targets' ``loss_weights`` on all ranks, which ``loss`` is the mean by;
+            without any as many as there are targets.
     """
 
     loss: float
@@ -42,6 +44,7 @@ class StepResult:
     skipped: bool
     skip_reason: str | None = None
     router_loss: float = 0.0
+    target_weight: float = 0.0
 
 
 def without_step(reason: str, num_tokens: int = 0) -> StepResult:
@@ -58,6 +61,7 @@ class QueuedStep:
             a scaler has found.
         targets: Of the window on all ranks.
         tokens: Likewise.
+        weight: What the targets weigh together, likewise.
         mesh: The ranks that share it.
         checks: Of its forwards.
         problem: Why no checkpoint could hold the optimizer's state.
@@ -68,6 +72,7 @@ class QueuedStep:
     values: LateValues
     targets: int
     tokens: int
+    weight: float
     mesh: "DeviceMesh | None"
     checks: HeadChecks
     problem: Exception | None = None
@@ -114,11 +119,12 @@ class QueuedStep:
             raise_on_mesh(self.problem, "looking at the optimizer's state after its first step", self.mesh)
         if has_changed:
             raise_on_mesh(changed, "looking at what the model makes of its head's output", self.mesh)
-        loss, added = loss / self.targets, added / self.targets
+        loss, added = loss / self.weight, added / self.weight
         if not self.is_finite and not self.has_infs:
             raise self._not_finite(loss)
         reason = "inf gradients" if self.has_infs else None
-        return StepResult(loss, norm, self.targets, self.tokens, reason is not None, reason, added)
+        skipped = reason is not None
+        return StepResult(loss, norm, self.targets, self.tokens, skipped, reason, added, self.weight)
 
     def _take_back(self) -> None:
         while self.undo:

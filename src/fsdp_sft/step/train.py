@@ -13,6 +13,7 @@ from fsdp_sft.loss import (
     HeadChecks,
     LossImpl,
     RouterLoss,
+    Terms,
     checked_batch,
     checked_later,
     forget_choice,
@@ -65,11 +66,15 @@ def train_step(
     router_loss: RouterLoss | None = None,
     check_labels: bool = True,
     sync: Sync = "step",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
 ) -> StepResult:
     """Forward, backward and optimizer step over one window; gradients are zeroed afterwards.
 
-    Every target of the window, over ranks and micro-batches, weighs the same. A window without a target on
-    any rank changes nothing and does not advance the scheduler.
+    Every target of the window, over ranks and micro-batches, weighs the same, or by the ``loss_weights`` of
+    its batch, floating point ``(B, S)`` and aligned with the labels: the loss is then ``sum(weight * loss) /
+    sum(weight)``. A window without a target on any rank, or whose targets weigh nothing, changes nothing and
+    does not advance the scheduler.
 
     Args:
         model: A decoder-only language model in ``train()`` mode, sharded or not; any model with ``loss_fn``.
@@ -113,6 +118,8 @@ def train_step(
             gradient is not finite the optimizers leave the step out on the device, and the next call raises,
             or ``evaluate``, or whatever saves or exports the model. It needs ``fused=True`` of torch's Adam
             or AdamW (or SGD or Adagrad, whose fused forms torch does not shard), and no ``scaler``.
+        label_smoothing: As for ``loss_sum``.
+        z_loss: As for ``loss_sum``.
 
     Returns:
         The same ``StepResult`` on every rank.
@@ -140,7 +147,7 @@ def train_step(
     """
     if grad_sync not in ("each", "last", "reduce_scatter"):
         raise ValueError(f"grad_sync must be 'each', 'last' or 'reduce_scatter', got {grad_sync!r}")
-    objective = Objective(loss_impl, loss_fn, router_loss)
+    objective = Objective(loss_impl, loss_fn, router_loss, Terms(label_smoothing, z_loss))
     objective.check(count_fn)
     check_verify(verify)
     if sync not in ("step", "late"):
@@ -159,15 +166,22 @@ def train_step(
     look = check_labels and loss_fn is None and count_fn is None and is_to_be_looked_at(model)
     stale = loss_fn is None and needs_choice(model, loss_impl)
     window = agree_on_window(
-        micro_batches, mesh, count_fn=count_fn, needs_ids=loss_fn is None, check=check, look=look, stale=stale
+        micro_batches,
+        mesh,
+        count_fn=count_fn,
+        needs_ids=loss_fn is None,
+        check=check,
+        look=look,
+        stale=stale,
+        own_loss=loss_fn is not None,
     )
     if window.stale:  # choosing is collective, and what asks for it may be seen on one rank alone
         forget_choice(model, loss_impl)
     if look:
         say_what_was_seen(model, list(window.on_host), window.differences, mesh)
-    targets, tokens = window.targets, window.tokens
-    if targets == 0:
-        nothing = without_step("no targets", tokens)
+    targets, tokens, weight = window.targets, window.tokens, window.weight
+    if weight == 0:
+        nothing = without_step("no weight" if targets else "no targets", tokens)
         if sync == "step":
             return nothing
         before = late_result(model)
@@ -191,15 +205,15 @@ def train_step(
             summed, router = objective.of(model, moved)
             if router is not None:
                 # In targets, so that what scales the loss scales it too.
-                router = router * (num_tokens(seen, needs_ids=False) / max(tokens, 1) * targets)
+                router = router * (num_tokens(seen, needs_ids=False) / max(tokens, 1) * weight)
                 added = added + router.detach()
             total = total + summed.detach()
             summed = summed if router is None else summed + router
-            loss = scale_for_backward(summed, num_targets=targets, mesh=mesh) if mesh else summed / targets
+            loss = scale_for_backward(summed, num_targets=weight, mesh=mesh) if mesh else summed / weight
             (scaler.scale(loss) if scaler is not None else loss).backward()
     infs = unscale(optimizers, scaler)
     norm = clip_gradients(model, max_grad_norm)
-    step = QueuedStep(LateValues([norm, total, added, *infs]), targets, tokens, mesh, checks)
+    step = QueuedStep(LateValues([norm, total, added, *infs]), targets, tokens, weight, mesh, checks)
     try:
         if sync == "late":
             before = late_result(model)  # raises before this step is taken, if that one was not

@@ -10,14 +10,14 @@ from fsdp_sft._agree import is_distributed, raise_first, world_size
 from fsdp_sft._streams import host_copies, travelling
 from fsdp_sft.distributed import sum_over_mesh
 from fsdp_sft.errors import BatchError, RemoteRankError
-from fsdp_sft.loss import LABEL_KEYS, num_targets, num_tokens
+from fsdp_sft.loss import LOSS_KEYS, WEIGHTS_KEY, num_targets, num_tokens, weight_of
 from fsdp_sft.step.keys import Keys, are_equal, digest, keys_of, refuse_different_keys, to_compare
 from fsdp_sft.step.labels import Differences, look_at
 
 CountFn = Callable[[Any], int]
 Check = Callable[[Any], None]
 
-_LOOKED_AT = (*LABEL_KEYS, "input_ids", "attention_mask", "position_ids")
+_LOOKED_AT = (*LOSS_KEYS, "input_ids", "attention_mask", "position_ids")
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -30,6 +30,7 @@ class Window:
     Attributes:
         targets: On all ranks.
         tokens: Likewise, without padding.
+        weight: Of the targets together; without ``loss_weights`` as many as there are.
         keys: Of each micro-batch; the same on every rank.
         differences: Between labels and ids on all ranks; 0 of 0 if nobody looked.
         stale: Whether any rank has to choose its loss anew.
@@ -38,6 +39,7 @@ class Window:
 
     targets: int
     tokens: int
+    weight: float
     keys: tuple[Keys, ...]
     differences: Differences
     stale: bool = False
@@ -53,6 +55,7 @@ def agree_on_window(
     check: Check | None = None,
     look: bool = False,
     stale: bool = False,
+    own_loss: bool = False,
 ) -> Window:
     """Look at the window and agree on it, or raise the same error on all ranks; one small all-reduce.
 
@@ -64,18 +67,25 @@ def agree_on_window(
         check: Called with each batch; raises for one that the model cannot take.
         look: Whether to look for mistakes in labels.
         stale: Whether this rank has to choose its loss anew.
+        own_loss: Whether the loss is the caller's own, for which only targets count.
 
     Collective: all ranks of the mesh.
     """
     error: Exception | None = None
     targets = tokens = 0
+    weight = 0.0
     keys: list[Keys] = []
     seen = Differences()
     try:
         given = _checked_window(micro_batches)
         micro_batches = on_host(given)
         counted_ones = given if count_fn is not None else micro_batches
-        targets = sum(counted(batch, count_fn) for batch in counted_ones)
+        counts = [counted(batch, count_fn) for batch in counted_ones]
+        targets = sum(counts)
+        weight = sum(
+            weight_of_loss(batch, count, own_loss=own_loss)
+            for batch, count in zip(micro_batches, counts, strict=True)
+        )
         tokens = sum(num_tokens(batch, needs_ids) for batch in micro_batches)
         keys = [keys_of(batch) for batch in micro_batches]
         if look:
@@ -88,7 +98,7 @@ def agree_on_window(
     ranks = mesh.size() if mesh is not None else 1
     compared = to_compare([len(keys), *digest(keys)])
     own = [targets, tokens, seen.compared, seen.different, stale, error is not None]
-    sums = sum_over_mesh([*own, *compared], mesh)
+    all_weight, *sums = sum_over_mesh([weight, *own, *compared], mesh)
     all_targets, all_tokens, looked_at, different, any_stale, failed = map(int, sums[: len(own)])
     equal = sums[len(own) :]
     if failed:
@@ -101,7 +111,13 @@ def agree_on_window(
     if not are_equal(equal, ranks):
         refuse_different_keys(keys, mesh)
     seen = Differences(looked_at, different)
-    return Window(all_targets, all_tokens, tuple(keys), seen, any_stale > 0, tuple(micro_batches))
+    return Window(all_targets, all_tokens, all_weight, tuple(keys), seen, any_stale > 0, tuple(micro_batches))
+
+
+def weight_of_loss(batch: Any, count: int, *, own_loss: bool) -> float:
+    """What a batch's loss is divided by: the number of its targets, or the sum of their weights."""
+    weighted = not own_loss and isinstance(batch, Mapping) and batch.get(WEIGHTS_KEY) is not None
+    return weight_of(batch) if weighted else float(count)
 
 
 def raise_on_mesh(error: Exception | None, phase: str, mesh: "DeviceMesh | None") -> None:

@@ -1,0 +1,277 @@
+"""Weighted targets, smoothed labels and the z-loss: against float64, in every way to compute the loss."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import fsdp_sft as fs
+from tests.harness.models import full, ragged_batches, tiny_model
+from tests.harness.ranks import run_distributed
+
+ROWS, WIDTH, VOCABULARY = 37, 16, 300
+TERMS = [
+    {"label_smoothing": 0.1},
+    {"z_loss": 1e-2},
+    {"label_smoothing": 0.3, "z_loss": 1e-3},
+]
+
+
+def oracle(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    weights: torch.Tensor | None,
+    label_smoothing: float,
+    z_loss: float,
+) -> torch.Tensor:
+    """The definition, target by target."""
+    total = torch.zeros((), dtype=torch.float64)
+    for place, label in enumerate(labels.tolist()):
+        if label == -100:
+            continue
+        row = logits[place]
+        denominator = torch.log(torch.exp(row).sum())
+        loss = (1 - label_smoothing) * (denominator - row[label])
+        loss = loss + label_smoothing * (denominator - row).mean() + z_loss * denominator**2
+        total = total + (1 if weights is None else weights[place]) * loss
+    return total
+
+
+def drawn(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64)
+    weight = torch.randn(VOCABULARY, WIDTH, generator=generator, dtype=torch.float64)
+    bias = torch.randn(VOCABULARY, generator=generator, dtype=torch.float64)
+    labels = torch.randint(0, VOCABULARY, (ROWS,), generator=generator)
+    labels[::5] = -100
+    weights = torch.rand(ROWS, generator=generator) * 3
+    weights[1], weights[5] = 0.0, float("nan")  # the second has no label, and is not read
+    parts = (part.to(dtype).requires_grad_() for part in (hidden, weight, bias))
+    return *parts, labels, weights
+
+
+@pytest.mark.parametrize("terms", [{}, *TERMS], ids=str)
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("options", [{}, {"softcap": 3.0}, {"scale": 0.5}, {"chunk_size": 5}], ids=str)
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
+def test_the_chunked_loss_is_that_of_float64(
+    terms: dict[str, float], weighted: bool, options: dict[str, Any], dtype: torch.dtype, most: float
+) -> None:
+    hidden, weight, bias, labels, weights = drawn(dtype)
+    given = weights if weighted else None
+    loss = fs.linear_cross_entropy_sum(hidden, weight, labels, bias=bias, weights=given, **terms, **options)
+    loss.backward()
+    exact = [part.detach().double().requires_grad_() for part in (hidden, weight, bias)]
+    logits = (exact[0] @ exact[1].T + exact[2]) * options.get("scale", 1.0)
+    if "softcap" in options:
+        logits = options["softcap"] * torch.tanh(logits / options["softcap"])
+    expected = oracle(logits, labels, given, terms.get("label_smoothing", 0.0), terms.get("z_loss", 0.0))
+    expected.backward()
+    assert float(abs(loss - expected).detach() / abs(expected).detach()) <= most
+    for own, right in zip((hidden, weight, bias), exact, strict=True):
+        assert own.grad is not None
+        assert right.grad is not None
+        assert float((own.grad - right.grad).norm() / right.grad.norm()) <= most
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_in_16_bits_large_weights_do_no_harm(dtype: torch.dtype) -> None:
+    hidden, weight, bias, labels, weights = drawn(dtype)
+    weights = weights * 1000
+    loss = fs.linear_cross_entropy_sum(hidden, weight, labels, bias=bias, weights=weights, z_loss=1e-3)
+    loss.backward()
+    exact = [part.detach().double().requires_grad_() for part in (hidden, weight, bias)]
+    expected = oracle(exact[0] @ exact[1].T + exact[2], labels, weights, 0.0, 1e-3)
+    expected.backward()
+    assert float(abs(loss - expected).detach() / expected.detach()) <= 2e-2
+    for own, right in zip((hidden, weight, bias), exact, strict=True):
+        assert own.grad is not None
+        assert right.grad is not None
+        assert float((own.grad.double() - right.grad).norm() / right.grad.norm()) <= 2e-2
+
+
+@pytest.mark.parametrize("wrong", [-1.0, float("nan"), float("inf")])
+def test_weights_that_cannot_be(wrong: float) -> None:
+    hidden, weight, _, labels, weights = drawn(torch.float32)
+    weights[2] = wrong
+    with pytest.raises(ValueError, match="finite and not negative"):
+        fs.linear_cross_entropy_sum(hidden, weight, labels, weights=weights)
+    with pytest.raises(ValueError, match="of the shape of labels"):
+        fs.linear_cross_entropy_sum(hidden, weight, labels, weights=weights[:3])
+    with pytest.raises(ValueError, match="of the shape of labels"):
+        fs.linear_cross_entropy_sum(hidden, weight, labels, weights=labels)
+
+
+@pytest.mark.parametrize(
+    ("terms", "error", "message"),
+    [
+        ({"label_smoothing": 1.0}, ValueError, r"label_smoothing must be in \[0, 1\)"),
+        ({"label_smoothing": -0.1}, ValueError, "label_smoothing must be in"),
+        ({"z_loss": -1e-4}, ValueError, "z_loss must be in"),
+        ({"z_loss": float("nan")}, ValueError, "z_loss must be in"),
+        ({"z_loss": "1e-4"}, TypeError, "z_loss must be a number"),
+        ({"label_smoothing": True}, TypeError, "label_smoothing must be a number"),
+    ],
+)
+def test_terms_that_cannot_be(terms: dict[str, Any], error: type[Exception], message: str) -> None:
+    hidden, weight, _, labels, _ = drawn(torch.float32)
+    model = tiny_model("llama")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = ragged_batches(1)[0]
+    with pytest.raises(error, match=message):
+        fs.linear_cross_entropy_sum(hidden, weight, labels, **terms)
+    for call in (
+        lambda: fs.train_step(model, [batch], optimizer, **terms),
+        lambda: fs.evaluate(model, [batch], **terms),
+        lambda: fs.loss_sum(model, batch, **terms),
+    ):
+        with pytest.raises(error, match=message):
+            call()
+
+
+def weighted_batches(number: int) -> list[dict[str, torch.Tensor]]:
+    """Ragged batches, of which every third has no weights."""
+    batches = ragged_batches(number)
+    for index, batch in enumerate(batches):
+        generator = torch.Generator().manual_seed(index)
+        if index % 3 < 2:
+            batch["loss_weights"] = 2 * torch.rand(batch["labels"].shape, generator=generator)
+            batch["loss_weights"][0] = 0.0
+    return batches
+
+
+def expected_step(
+    batches: list[dict[str, torch.Tensor]], label_smoothing: float = 0.0, z_loss: float = 0.0
+) -> tuple[float, float, dict[str, torch.Tensor]]:
+    """(loss, sum of the weights, gradients) of plain torch in float64."""
+    model = tiny_model("llama", dtype=torch.float64)
+    total, weight = torch.zeros((), dtype=torch.float64), 0.0
+    for batch in batches:
+        inputs = {name: batch[name] for name in ("input_ids", "attention_mask") if name in batch}
+        logits = model(**inputs, use_cache=False).logits[:, :-1].flatten(0, 1)
+        labels = batch["labels"][:, 1:].flatten()
+        own = batch.get("loss_weights", torch.ones(batch["labels"].shape))[:, 1:].flatten().double()
+        total = total + oracle(logits, labels, own, label_smoothing, z_loss)
+        weight += float(own[labels != -100].sum())
+    (total / weight).backward()
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return float(total.detach()) / weight, weight, grads
+
+
+def _step(loss_impl: str, terms: dict[str, float]) -> dict[str, Any]:
+    """What ``train_step``, ``evaluate`` and a loop of one's own make of weighted batches on each rank."""
+    context = fs.init_distributed()
+    batches = weighted_batches(6)[context.rank :: context.world_size]
+    kept: dict[str, torch.Tensor] = {}
+    model = tiny_model("llama", dtype=torch.float64).to(context.device)
+    exact = MixedPrecisionPolicy()
+    fs.shard_model(model, mesh=fs.build_mesh(), master_dtype=torch.float64, mp_policy=exact)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+
+    def keep(*_: Any) -> None:
+        kept.update({name: full(p.grad).cpu() for name, p in model.named_parameters() if p.grad is not None})
+
+    optimizer.register_step_pre_hook(keep)
+    result = fs.train_step(model, batches, optimizer, loss_impl=loss_impl, max_grad_norm=None, **terms)  # type: ignore[arg-type]
+    evaluated = fs.evaluate(model, batches, loss_impl=loss_impl, **terms)  # type: ignore[arg-type]
+    targets = fs.count_targets(batches)
+    for index, batch in enumerate(batches):
+        moved = {name: value.to(context.device) for name, value in batch.items()}
+        with fs.gradient_sync(model, "all" if index == len(batches) - 1 else "none"):
+            fs.causal_lm_loss(model, moved, num_targets=targets, impl=loss_impl, **terms).backward()  # type: ignore[arg-type]
+    own = {name: full(p.grad).cpu() for name, p in model.named_parameters() if p.grad is not None}
+    return {
+        "loss": result.loss,
+        "weight": result.target_weight,
+        "targets": (result.num_targets, int(targets), fs.count_targets(batches)),
+        "evaluated": evaluated.loss,
+        "summed": fs.target_weight(batches),
+        "gradients": kept,
+        "own": own,
+    }
+
+
+@pytest.mark.parametrize("loss_impl", ["chunked", "logits"])
+@pytest.mark.parametrize("terms", [{}, {"label_smoothing": 0.1, "z_loss": 1e-3}], ids=str)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_window_weighs_each_target_as_asked(loss_impl: str, terms: dict[str, float], ranks: int) -> None:
+    batches = weighted_batches(6)
+    loss, weight, gradients = expected_step(batches, **terms)
+    found = run_distributed(_step, ranks, loss_impl, terms)[0]
+    assert found["loss"] == pytest.approx(loss, rel=1e-12)
+    assert found["evaluated"] == pytest.approx(loss, rel=1e-12)
+    assert found["weight"] == pytest.approx(weight, rel=1e-12)
+    assert found["summed"] == found["weight"]
+    assert len(set(found["targets"])) == 1
+    for name, right in gradients.items():
+        for kind in ("gradients", "own"):
+            assert float((found[kind][name] - right).norm()) <= 1e-10 * float(right.norm()), (kind, name)
+
+
+def test_without_weights_a_step_is_what_it_was() -> None:
+    model = tiny_model("llama")
+    result = fs.train_step(model, ragged_batches(2), torch.optim.SGD(model.parameters(), lr=0.0))
+    assert result.target_weight == result.num_targets > 0
+    assert fs.target_weight(ragged_batches(2)) == result.num_targets
+
+
+def test_a_window_that_weighs_nothing_is_skipped() -> None:
+    model = tiny_model("llama")
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    batches = ragged_batches(2)
+    for batch in batches:
+        batch["loss_weights"] = torch.zeros(batch["labels"].shape)
+    result = fs.train_step(model, batches, torch.optim.SGD(model.parameters(), lr=1.0))
+    assert (result.skipped, result.skip_reason) == (True, "no weight")
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    with pytest.raises(ValueError, match="targets are 0"):
+        fs.evaluate(model, batches)
+
+
+@pytest.mark.parametrize("wrong", ["negative", "nan", "shape", "dtype"])
+def test_weights_of_a_batch_that_cannot_be(wrong: str) -> None:
+    model = tiny_model("llama")
+    (batch,) = ragged_batches(1)
+    weights = torch.ones(batch["labels"].shape)
+    weights[batch["labels"] != -100] = {"negative": -0.5, "nan": float("nan")}.get(wrong, 1.0)
+    batch["loss_weights"] = {"shape": weights[:, 1:], "dtype": weights.long()}.get(wrong, weights)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for call in (lambda: fs.train_step(model, [batch], optimizer), lambda: fs.evaluate(model, [batch])):
+        with pytest.raises(ValueError, match="loss_weights must be"):
+            call()
+
+
+def test_a_loss_of_ones_own_with_weights_needs_their_sum() -> None:
+    model = tiny_model("llama")
+    batch = weighted_batches(1)[0]
+    with pytest.raises(ValueError, match="take num_targets from count_targets"):
+        fs.causal_lm_loss(model, batch, num_targets=7)
+    weight = fs.target_weight([batch])
+    given = fs.causal_lm_loss(model, batch, num_targets=7, target_weight=weight)
+    assert given.item() == pytest.approx(
+        fs.causal_lm_loss(model, batch, num_targets=fs.count_targets([batch])).item()
+    )
+
+
+def test_shifted_labels_bring_shifted_weights() -> None:
+    model = tiny_model("llama")
+    batch = weighted_batches(1)[0]
+    shifted = dict(batch)
+    labels = shifted.pop("labels")
+    shifted["shift_labels"] = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+    shifted["loss_weights"] = torch.nn.functional.pad(batch["loss_weights"][:, 1:], (0, 1), value=7.0)
+    for impl in ("chunked", "logits"):
+        assert fs.loss_sum(model, shifted, impl=impl)[0].item() == pytest.approx(  # type: ignore[arg-type]
+            fs.loss_sum(model, batch, impl=impl)[0].item(),  # type: ignore[arg-type]
+            rel=1e-6,
+        )
+
+
+def test_a_loss_fn_has_terms_of_its_own() -> None:
+    model = tiny_model("llama")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with pytest.raises(ValueError, match=r"z_loss=0\.1 says how the loss here is computed"):
+        fs.train_step(
+            model, ragged_batches(1), optimizer, loss_fn=lambda m, b: m(**b).logits.sum(), z_loss=0.1
+        )
