@@ -39,7 +39,10 @@ class BackgroundSave:
 
     def wait(self) -> None:
         """Return when the save is committed; raise its error, once."""
+        global _last
         self.join()
+        if _last is self:
+            _last = None
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -55,6 +58,8 @@ class BackgroundSave:
                 self._work()
         except BaseException as error:
             self._error = error
+        finally:
+            del self._work  # it holds the model
 
     def report(self) -> None:
         """Print the error."""
