@@ -66,7 +66,8 @@ def build(architecture: str, *, seed: int = 0) -> Any:
         "sliding window": ("gemma3", {}),
         "learned positions": ("gpt2", {"tie_word_embeddings": False}),
         # At 1 its first loss is twice that of guessing, and a rounding turns its gradients over.
-        "encoder-decoder": ("t5", {"initializer_factor": 0.3}),
+        # Smooth, not T5's ReLU: a unit that rounding switches on or off is no rounding error.
+        "encoder-decoder": ("t5", {"initializer_factor": 0.3, "feed_forward_proj": "gelu"}),
         "classifier": ("bert", {}),
     }
     if architecture in families:

@@ -216,7 +216,8 @@ def _model(draw: Draw, folder: Path, mesh: Any, *, seed: int) -> Any:
     source = folder / "base"
     ratio: Any = draw["sac"] if draw["sac"] != "operations" else 0
     ratio = int(ratio) if ratio in ("0", "1") else ratio
-    late: dict[str, Any] = {"fullgraph": True} if draw["compile"] == "fullgraph" else {}
+    # One half with the lengths left open from the start, which spares half of the compiling.
+    manner: dict[str, Any] = {"fullgraph": True, "dynamic": True} if draw["compile"] == "fullgraph" else {}
     config = options.adapter_config(draw)
     if draw["start"] in ("load_pretrained", "load_prepared"):
         common: dict[str, Any] = {"mesh": mesh, "sac_ratio": ratio, **_sharding(draw)}
@@ -244,7 +245,7 @@ def _model(draw: Draw, folder: Path, mesh: Any, *, seed: int) -> Any:
     elif draw["sac"] == "operations":
         fs.apply_op_sac(model, save=options.kept_name(draw))
     if draw["compile"] != "no":
-        fs.compile_blocks(model, backend="aot_eager", **late)
+        fs.compile_blocks(model, backend="aot_eager", **manner)
     if draw["mesh"] == "torch DDP 2":
         return nn.parallel.DistributedDataParallel(model.to(device_here()).train())
     if mesh is not None:

@@ -22,7 +22,8 @@ from tests.harness.chat_templates import byte_tokenizer
 from tests.harness.poison import poisoned
 from tests.harness.ranks import run_distributed
 
-_SECONDS = 400  # a part of a draw may take: what is compiled is compiled by every rank
+_SECONDS = 200  # a part of a draw may take
+_COMPILING_SECONDS = 1000  # every rank compiles for itself: of T5's blocks 18 variants
 FLOOR = 2e-6  # relative, of float32
 _GROWN = VOCABULARY + architectures.EXTRA_TOKENS
 Size = Callable[[torch.Tensor], float]
@@ -70,8 +71,9 @@ def _judge(draw: Draw, seed: int, folder: Path) -> Outcome:
     for first, last in options.parts(draw):
         mesh = draw["mesh"] if first == 1 else options.resumed_mesh(draw)
         asked = dict(draw), folder, rows, held_out, first, last
+        most = _SECONDS if draw["compile"] == "no" else _COMPILING_SECONDS
         with poisoned():
-            results = run_distributed(run, options.ranks_of(mesh), *asked, timeout=_SECONDS)
+            results = run_distributed(run, options.ranks_of(mesh), *asked, timeout=most)
         refusals = [result for result in results if isinstance(result, tuple)]
         if refusals:
             return _refused(draw, refusals, len(results))
@@ -195,6 +197,10 @@ def _is_exact(draw: Draw) -> bool:
         and draw["loss"] in ("logits", "loss_fn")
         and (draw["batches"], draw["compile"]) == ("padded", "no")
         and draw["architecture"] != "moe with router loss"
+        # FSDP2 hands each block's inputs through a node of its own. So the gradients of the encoder's states,
+        # which all decoder blocks read, are added up in another order: fully_shard alone moves their last
+        # bits, in 27 of 68 parameters of this T5.
+        and (draw["architecture"], draw["mesh"]) != ("encoder-decoder", "1")
     )
 
 

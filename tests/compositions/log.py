@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.compositions import reasons
-from tests.compositions.axes import AXES, Draw, Pair, full, pairs, settled
+from tests.compositions.axes import AXES, Draw, Pair, full, pairs
+from tests.compositions.drawing import allowed_pairs
 from tests.compositions.judge import Outcome, judge
 
 ENDINGS = {"equal": "equal", "refused": "refused", "fault": "faults"}
@@ -65,19 +65,6 @@ class Log:
         }
         with self.path.open("a") as file:
             file.write(json.dumps(line) + "\n")
-
-
-def allowed_pairs() -> set[Pair]:
-    """Pairs that the library says it runs: beside all else plainest, no reason refuses them."""
-    allowed = set()
-    for axis, options in AXES.items():
-        for other, others in AXES.items():
-            for option in options if axis < other else ():
-                for second in others:
-                    draw = settled(full({axis: option, other: second}))
-                    if (draw[axis], draw[other]) == (option, second) and not reasons.applying(draw):
-                        allowed.add(((axis, option), (other, second)))
-    return allowed
 
 
 def counted(entries: list[Entry]) -> dict[str, Counter[Pair]]:

@@ -52,7 +52,7 @@ REASONS: tuple[Reason, ...] = (
     Reason(
         "adapters for experts, before there are weights",
         "AdapterError",
-        r"adapters go to linear layers",
+        r"adapters go to linear layers|base weights cannot be told apart",
         lambda draw: (
             draw["adapters"] != "none"
             and _is(draw, architecture=tuple(ROUTING), start=("meta", "load_pretrained", "load_prepared"))

@@ -4,7 +4,6 @@ import itertools
 import json
 import random
 import runpy
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,9 @@ import pytest
 import fsdp_sft
 from tests.compositions import fixed, page, reasons
 from tests.compositions.axes import AXES, PLAINEST, Draw, differences, full, pairs, settled
-from tests.compositions.drawing import draws
+from tests.compositions.drawing import COSTLY, allowed_pairs, draws
 from tests.compositions.judge import Outcome, judge
-from tests.compositions.log import Entry, Log, allowed_pairs, table
+from tests.compositions.log import Entry, Log, table
 from tests.compositions.shrinking import shrink
 
 
@@ -37,8 +36,18 @@ def test_draws_are_settled_and_go_towards_rare_pairs() -> None:
     assert all(settled(draw) == draw for draw in drawn)
     generator = random.Random(3)
     at_random = [settled({a: generator.choice(o) for a, o in AXES.items()}) for _ in range(150)]
-    seen, chance = (len(Counter(p for d in some for p in pairs(d))) for some in (drawn, at_random))
+    wanted = {pair for pair in allowed_pairs() if not COSTLY.keys() & set(pair)}
+    seen, chance = (len(wanted & {p for d in some for p in pairs(d)}) for some in (drawn, at_random))
     assert seen > chance
+    for (axis, option), share in COSTLY.items():
+        assert sum(draw[axis] == option for draw in drawn) <= 3 * share * len(drawn)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
+def test_of_500_draws_every_allowed_pair_runs_in_one(seed: int) -> None:
+    running = [draw for draw in itertools.islice(draws(seed), 500) if not reasons.applying(draw)]
+    assert allowed_pairs() <= {pair for draw in running for pair in pairs(draw)}
 
 
 def test_a_fault_is_shrunk_to_what_it_needs() -> None:

@@ -10,9 +10,10 @@ import threading
 
 import fsdp_sft
 
-_FAMILIES = ("gemma3", "gpt2", "llama", "mixtral", "qwen2", "qwen3", "t5")
+_FAMILIES = ("gemma2", "gemma3", "gpt2", "gpt_oss", "lfm2", "llama", "mixtral", "qwen2", "qwen3", "t5")
 
 for name in (
+    "peft",
     "pytest",
     "torch._dynamo",
     "torch._inductor.compile_fx",
