@@ -5,61 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-import transformers as tf
 
 from fsdp_sft import estimate_memory
+from tests.planner.families import FAMILIES, family_config
 from tests.planner.tracker import counts_what_is_written_in_place, tracked_peak
 
 PHASES = ("loss", "backward", "optimizer")
 PER_PHASE = 14  # of each, 42 in all
-FAMILIES = (
-    "llama",
-    "qwen2",
-    "qwen3",
-    "gemma",
-    "gemma2",
-    "gemma3",
-    "mistral",
-    "phi",
-    "phi3",
-    "mixtral",
-    "qwen3_moe",
-)
-
-
-def _config(family: str, draw: random.Random, *, vocab: int, hidden: int, layers: int) -> Any:
-    heads = hidden // 64
-    common = {
-        "vocab_size": vocab,
-        "hidden_size": hidden,
-        "intermediate_size": hidden * draw.choice((2, 3, 4)),
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": draw.choice([n for n in (1, 2, 4, heads) if heads % n == 0]),
-        "max_position_embeddings": 4096,
-        "tie_word_embeddings": draw.random() < 0.5,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-    window = draw.choice((64, 4096))
-    few = {"num_experts_per_tok": 2, "intermediate_size": hidden}
-    table = {
-        "llama": lambda: tf.LlamaConfig(**common),
-        "qwen2": lambda: tf.Qwen2Config(**common),
-        "qwen3": lambda: tf.Qwen3Config(**common, head_dim=64),
-        "gemma": lambda: tf.GemmaConfig(**common, head_dim=64),
-        "gemma2": lambda: tf.Gemma2Config(**common, head_dim=64, sliding_window=window),
-        "gemma3": lambda: tf.Gemma3TextConfig(**common, head_dim=64, sliding_window=window),
-        "mistral": lambda: tf.MistralConfig(**common, sliding_window=window),
-        "phi": lambda: tf.PhiConfig(**common),
-        "phi3": lambda: tf.Phi3Config(**common),
-        "mixtral": lambda: tf.MixtralConfig(**{**common, **few}, num_local_experts=4),
-        "qwen3_moe": lambda: tf.Qwen3MoeConfig(
-            **{**common, **few}, moe_intermediate_size=hidden, num_experts=8, head_dim=64
-        ),
-    }
-    return table[family]()
 
 
 def random_case(phase: str, seed: int) -> tuple[Any, dict[str, Any]]:
@@ -78,18 +30,20 @@ def random_case(phase: str, seed: int) -> tuple[Any, dict[str, Any]]:
     if phase == "loss":
         options |= {"num_gpus": draw.choice((2, 8, 32, 256)), "micro_batch_size": 2, "seq_length": 512}
         options["sac_ratio"] = draw.choice(("0", "1/3", "1/2"))
-        config = _config(
+        config = family_config(
             family, draw, vocab=draw.choice((8192, 32000)), hidden=512, layers=draw.choice((6, 8))
         )
     elif phase == "backward":
         options |= {"num_gpus": draw.choice((2, 4, 16, 64)), "micro_batch_size": 1, "seq_length": 256}
         options["sac_ratio"] = draw.choice(("2/3", "1"))
-        config = _config(family, draw, vocab=512, hidden=draw.choice((512, 1024)), layers=draw.choice((2, 4)))
+        config = family_config(
+            family, draw, vocab=512, hidden=draw.choice((512, 1024)), layers=draw.choice((2, 4))
+        )
     else:  # short batches of a deep model in few shards: the optimizer's buffers are the largest thing
         options |= {"num_gpus": draw.choice((2, 4)), "micro_batch_size": 1, "seq_length": 32}
         options |= {"optimizer": "adamw_foreach", "master_dtype": torch.float32}
         options["loss_impl"] = "logits"
-        config = _config(family, draw, vocab=128, hidden=256, layers=14)
+        config = family_config(family, draw, vocab=128, hidden=256, layers=14)
     if draw.random() < 0.25 and options["num_gpus"] >= 4:
         options["dp_replicate"] = 2
     return config, options

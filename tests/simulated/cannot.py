@@ -6,19 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.compositions import fixed
-
 # Beginnings of test ids.
-_DDP = "DistributedDataParallel asks for futures of collectives, which simulated devices have not"
 REASONS: dict[str, str] = {
-    **{
-        f"tests/compositions/test_compositions.py::test_a_composition_is_equal[{number}]": _DDP
-        for number, draw in enumerate(fixed.EQUAL)
-        if draw.get("mesh") == "torch DDP 2"
-    },
-    "tests/test_vocabulary.py::test_one_rank_with_an_id_too_many[ddp]": _DDP,
-    "tests/test_wrappers.py::test_wrapped_models_train_as_their_ranks_together": _DDP,
-    "tests/test_wrappers.py::test_a_loop_of_ones_own_around_a_wrapped_model": _DDP,
     "tests/weights/test_memory.py": "counts this process's memory, and a simulated device is made of it",
 }
 

@@ -1,6 +1,6 @@
 """The mistakes, by what they are made in."""
 
-from benchmarks.checks.mistakes import checkpoints, labels, loading, meshes, rows, steps
+from benchmarks.checks.mistakes import checkpoints, devices, labels, loading, meshes, rows, steps
 from benchmarks.checks.mistakes.mistake import Mistake
 
 MISTAKES = [
@@ -10,5 +10,6 @@ MISTAKES = [
     *steps.MISTAKES,
     *meshes.MISTAKES,
     *checkpoints.MISTAKES,
+    *devices.MISTAKES,
 ]
 __all__ = ["MISTAKES", "Mistake"]

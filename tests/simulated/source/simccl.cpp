@@ -7,6 +7,8 @@
 // NCCL; only the message knows more.
 #include "collectives.h"
 #include <ATen/Functions.h>
+#include <ATen/core/ivalue.h>
+#include <c10/core/StreamGuard.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <atomic>
 #include <cstring>
@@ -167,6 +169,7 @@ struct Work final : c10d::Work {
   };
   std::shared_ptr<Outcome> outcome = std::make_shared<Outcome>();
   EventPtr end;
+  c10::intrusive_ptr<c10::ivalue::Future> future;  // of the outputs: whoever waits for it orders a stream
   Stream* stream;
   const bool blocks_host;
   Tensors kept, outputs;
@@ -183,6 +186,7 @@ struct Work final : c10d::Work {
   bool isCompleted() override { return end->query(); }
   bool isSuccess() const override { return end->query() && !exception(); }
   Tensors result() override { return outputs; }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future; }
   void synchronize() override {
     current_stream(stream->device)->wait_for(end);
     kept.clear();
@@ -213,6 +217,16 @@ std::vector<Tensors> views(const std::vector<Tensors>& lists) {
   std::vector<Tensors> all;
   for (auto& list : lists) all.push_back(views(list));
   return all;
+}
+
+// Complete at once, as NCCL's are: it holds an event of the stream, which streams that use the value wait for.
+c10::intrusive_ptr<c10::ivalue::Future> done_on(Stream* stream, int device, const Tensors& outputs) {
+  const c10::Device here(kType, (c10::DeviceIndex)device);
+  auto future = c10::make_intrusive<c10::ivalue::Future>(
+      c10::ListType::create(c10::TensorType::get()), std::vector<c10::Device>{here});
+  c10::StreamGuard guard(c10::Stream(c10::Stream::UNSAFE, here, stream->id));
+  future->markCompleted(at::IValue(outputs));
+  return future;
 }
 
 struct Backend final : c10d::Backend {
@@ -271,6 +285,7 @@ struct Backend final : c10d::Backend {
     work->end = stream->record();
     work->kept = std::move(all);
     work->outputs = std::move(out);
+    work->future = done_on(stream, device, work->outputs);
     return work;
   }
   static Announcement say(OpType type, const Tensors& tensors) { return {type, tensors, elements_of(tensors)}; }

@@ -1,0 +1,158 @@
+"""Mistakes that only a device shows which works while the host goes on; the simulated one shows them."""
+
+from benchmarks.checks.mistakes.mistake import Mistake
+
+LOAD = ("tests/weights/test_devices.py",)
+SYNCS = ("tests/step/test_host_syncs.py",)
+LATE = ("tests/step/test_late.py",)
+DEVICES = ("tests/test_devices.py",)
+
+MISTAKES: list[Mistake] = [
+    Mistake(
+        "an event on the stream that is current where it is recorded",
+        "_streams.py",
+        "return None if self.stream is None else self.stream.record_event()",
+        "return None if self.stream is None else [made := torch.Event(), made.record()][0]",
+        LOAD,
+    ),
+    Mistake(
+        "a thread on device 0, whatever its caller works on",
+        "_streams.py",
+        "torch.accelerator.set_stream(self.stream)",
+        "pass",
+        LOAD,
+    ),
+    Mistake(
+        "a buffer read into while it still travels",
+        "weights/read.py",
+        "        if event is not None:\n            event.synchronize()\n        return memoryview",
+        "        return memoryview",
+        LOAD,
+    ),
+    Mistake(
+        "a load that returns with copies under way",
+        "weights/read.py",
+        "        for event in self._events:\n",
+        "        for event in ():\n",
+        LOAD,
+    ),
+    Mistake(
+        "a snapshot written before it has arrived",
+        "dcp_io/snapshot.py",
+        "                torch.accelerator.synchronize(device)",
+        "                pass",
+        ("tests/dcp_io/test_devices.py",),
+    ),
+    Mistake(
+        "buffers of a load in memory that is not pinned",
+        "_streams.py",
+        "        return torch.empty(shape, dtype=dtype, pin_memory=True)",
+        "        return torch.empty(shape, dtype=dtype)",
+        (*LOAD, *DEVICES, *SYNCS, "tests/dcp_io/test_devices.py"),
+    ),
+    Mistake(
+        "batches copied from memory that is not pinned",
+        "_streams.py",
+        "        tensor = tensor.pin_memory()\n",
+        "        pass\n",
+        SYNCS,
+    ),
+    Mistake(
+        "values read before they have arrived",
+        "_streams.py",
+        "                    event.synchronize()\n                found",
+        "                    pass\n                found",
+        (*SYNCS, "tests/step/test_judged_later.py"),
+    ),
+    Mistake(
+        "the loss asked for between micro-batches",
+        "step/train.py",
+        "            total = total + summed.detach()\n",
+        "            total = total + summed.detach().item()\n",
+        SYNCS,
+    ),
+    Mistake(
+        "targets counted on the device",
+        "step/train.py",
+        "                moved = checked_batch(moved, seen, device)",
+        "                pass",
+        SYNCS,
+    ),
+    Mistake(
+        "a head judged between micro-batches",
+        "step/train.py",
+        'gradient_sync(model, "all" if last else deferred), checked_later(checks):',
+        'gradient_sync(model, "all" if last else deferred), checked_later(None):',
+        SYNCS,
+    ),
+    Mistake(
+        "a forward that has changed is forgotten once the step is queued",
+        "step/queued.py",
+        "        changed = None if self.is_finite else self.checks.problem()",
+        "        changed = None",
+        ("tests/step/test_judged_later.py",),
+    ),
+    Mistake(
+        "a late step taken although its gradient is not finite",
+        "step/optimizers.py",
+        "left_out = (~torch.isfinite(norm)).to(torch.float32)",
+        "left_out = torch.zeros_like(norm, dtype=torch.float32)",
+        LATE,
+    ),
+    Mistake(
+        "state of a first step that was left out is kept",
+        "step/queued.py",
+        "        while self.undo:\n            self.undo.pop()()",
+        "        self.undo.clear()",
+        LATE,
+    ),
+    Mistake(
+        "a late step saved before anyone has judged it",
+        "dcp_io/checkpoint.py",
+        "    settle(model)\n",
+        "",
+        LATE,
+    ),
+    Mistake(
+        "a late step evaluated before anyone has judged it",
+        "step/evaluation.py",
+        "    settle(model)\n",
+        "",
+        LATE,
+    ),
+    Mistake(
+        "a late step that outlives the load of a checkpoint",
+        "dcp_io/checkpoint.py",
+        "    taken(model)  # a step whose numbers nobody has read yet: it is undone\n",
+        "",
+        LATE,
+    ),
+    Mistake(
+        "a search for NaN that makes a mask of the whole shard",
+        "weights/read.py",
+        "torch.stack(torch.aminmax(values)).isfinite() for values",
+        "values.isfinite().all().expand(2) for values",
+        LOAD,
+    ),
+    Mistake(
+        "memory of device 0, whichever is meant",
+        "_devices.py",
+        "    return torch.accelerator.current_device_index() if device.index is None else device.index",
+        "    return 0",
+        DEVICES,
+    ),
+    Mistake(
+        "time taken while the device still works",
+        "metrics/throughput.py",
+        "        synchronize(self._device)\n",
+        "",
+        DEVICES,
+    ),
+    Mistake(
+        "generators of devices are not put back",
+        "_random.py",
+        'accelerators = {device for device in devices if device.type not in ("cpu", "meta")}',
+        "accelerators: set[torch.device] = set()",
+        (*LOAD, "tests/test_random_state.py"),
+    ),
+]

@@ -1,0 +1,112 @@
+"""estimate_memory against what a simulated device has in use in a real step."""
+
+import dataclasses
+import random
+from typing import Any
+
+import pytest
+import torch
+
+import fsdp_sft as fs
+from fsdp_sft.planner.devices import gpu_named
+from fsdp_sft.planner.estimate import check_options, estimate
+from tests.planner.families import FAMILIES, family_config
+from tests.simulated.ranks import run_simulated
+
+CASES = 20
+LARGEST_ERROR = 0.01
+_OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "adamw_foreach": {"foreach": True},
+    "adamw_fused": {"fused": True},
+    "adamw_for_loop": {"foreach": False},
+}
+
+
+def random_case(seed: int) -> tuple[Any, dict[str, Any]]:
+    """A configuration of a family that the seed names, small enough to be run."""
+    draw = random.Random(seed)
+    num_gpus, replicas = draw.choice(((2, 1), (2, 1), (3, 1), (4, 2)))
+    options: dict[str, Any] = {
+        "num_gpus": num_gpus,
+        "dp_replicate": replicas,
+        "micro_batch_size": draw.choice((1, 2)),
+        "seq_length": draw.choice((128, 256)),
+        "loss_impl": draw.choice(("chunked", "logits")),
+        "attention_mask": draw.random() < 0.5,
+        "sac_ratio": draw.choice(("0", "1/3", "1/2", "1")),
+        "grad_accum_steps": draw.choice((1, 1, 2, 3)),
+        "grad_sync": draw.choice(("each", "last")),
+        "reshard_after_forward": draw.random() < 0.75,
+        "master_dtype": draw.choice((torch.float32, torch.float32, torch.bfloat16)),
+        "optimizer": draw.choice(sorted(_OPTIMIZERS)),
+    }
+    config = family_config(
+        FAMILIES[seed % len(FAMILIES)], draw, vocab=draw.choice((512, 8192)), hidden=256, layers=4
+    )
+    return config, options
+
+
+def _peak(config: Any, options: dict[str, Any]) -> tuple[int, list[int]]:
+    """(most bytes in use in a step of the steady state, devices touched)."""
+    from transformers import AutoModelForCausalLM
+
+    context = fs.init_distributed()
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
+    fs.apply_sac(model, options["sac_ratio"])
+    fs.shard_model(
+        model,
+        mesh=fs.build_mesh(dp_replicate=options["dp_replicate"]),
+        master_dtype=options["master_dtype"],
+        reshard_after_forward=options["reshard_after_forward"],
+    )
+    model.to(context.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, **_OPTIMIZERS[options["optimizer"]])
+    ids = torch.randint(3, config.vocab_size, (options["micro_batch_size"], options["seq_length"]))
+    batch = {"input_ids": ids, "labels": ids.clone()}
+    if options["attention_mask"]:
+        batch["attention_mask"] = torch.ones_like(ids)
+    window = [batch] * options["grad_accum_steps"]
+    for _ in range(3):
+        torch.accelerator.synchronize()
+        torch.accelerator.reset_peak_memory_stats()
+        fs.train_step(
+            model,
+            window,
+            optimizer,
+            loss_impl=options["loss_impl"],
+            grad_sync=options["grad_sync"],
+            router_loss="off",
+            check_labels=False,
+        )
+    torch.accelerator.synchronize()
+    return torch.accelerator.memory_stats()["requested_bytes.all.peak"], torch.sim.touched()
+
+
+def _compare(seed: int) -> tuple[float, str]:
+    config, options = random_case(seed)
+    found = run_simulated(_peak, options["num_gpus"], config, options, devices=4, timeout=300)
+    assert [touched for _, touched in found] == [[index] for index in range(len(found))]
+    setup = check_options(gpu="cpu", logits_dtype=torch.float32, **options)
+    # The CPU's kernels, and what only accelerators have: products of 16-bit matrices into float32.
+    device = dataclasses.replace(gpu_named("cpu"), name="simulated")
+    expected = estimate(config, dataclasses.replace(setup, gpu=device))
+    error = expected.peak_bytes / found[0][0] - 1
+    text = f"{seed} {config.model_type} {options}: {found[0][0]} counted, {expected.peak_bytes} "
+    print(f"{text}({expected.peak_phase}) estimated, {error:+.2%}")
+    return error, text
+
+
+@pytest.mark.parametrize("seed", [0])
+def test_the_estimate_is_what_a_device_has_in_use(seed: int) -> None:
+    error, text = _compare(seed)
+    assert abs(error) <= LARGEST_ERROR, f"{text}: {error:+.2%}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_twenty_random_configurations() -> None:
+    compared = [_compare(seed) for seed in range(CASES)]
+    wrong = [f"{text}: {error:+.2%}" for error, text in compared if abs(error) > LARGEST_ERROR]
+    print(f"{CASES} configurations, largest error {max(abs(error) for error, _ in compared):.3%}")
+    assert not wrong, "\n".join(wrong)
