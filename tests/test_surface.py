@@ -24,7 +24,7 @@ STOREYS = [
     {"_claim", "collate", "dcp_io", "export", "metrics", "sac", "sampler", "shard", "varlen", "watchdog"}
     | {"weights"},
     {"loss", "packing", "pretrained"},
-    {"planner", "prepared", "step"},
+    {"mixing", "planner", "prepared", "step"},
 ]
 # Pairs on one storey that may meet, upper first.
 WITHIN = {("_launch", "_slurm"), ("export", "collate"), ("adapters", "_model"), ("_kept", "_model")}

@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from fsdp_sft.loss import loss_sum as loss_sum
     from fsdp_sft.loss import prepare_loss as prepare_loss
     from fsdp_sft.loss import scale_for_backward as scale_for_backward
+    from fsdp_sft.loss import target_weight as target_weight
     from fsdp_sft.metrics import MetricLogger as MetricLogger
     from fsdp_sft.metrics import MetricSink as MetricSink
     from fsdp_sft.metrics import ProgressBar as ProgressBar
@@ -84,10 +85,12 @@ if TYPE_CHECKING:
     from fsdp_sft.metrics import peak_flops_per_second as peak_flops_per_second
     from fsdp_sft.metrics import plot_run as plot_run
     from fsdp_sft.metrics import reset_peak_memory as reset_peak_memory
+    from fsdp_sft.mixing import MixedSampler as MixedSampler
     from fsdp_sft.packing import PackedCollator as PackedCollator
     from fsdp_sft.packing import PackedSampler as PackedSampler
     from fsdp_sft.packing import PackedStream as PackedStream
     from fsdp_sft.packing import PackingReport as PackingReport
+    from fsdp_sft.packing import attention_cost as attention_cost
     from fsdp_sft.packing import pack_lengths as pack_lengths
     from fsdp_sft.packing import row_sizes as row_sizes
     from fsdp_sft.packing import verify_packing as verify_packing
@@ -168,6 +171,7 @@ _OWNERS = {
     "MemoryEstimate": "planner",
     "MetricLogger": "metrics",
     "MetricSink": "metrics",
+    "MixedSampler": "mixing",
     "PackedCollator": "packing",
     "PackedSampler": "packing",
     "PackedStream": "packing",
@@ -192,6 +196,7 @@ _OWNERS = {
     "aggregate_metrics": "metrics",
     "apply_op_sac": "sac",
     "apply_sac": "sac",
+    "attention_cost": "packing",
     "build_mesh": "distributed",
     "build_meta_model": "weights",
     "causal_lm_loss": "loss",
@@ -238,6 +243,7 @@ _OWNERS = {
     "scale_for_backward": "loss",
     "select_block_indices": "sac",
     "shard_model": "shard",
+    "target_weight": "loss",
     "smallest_num_gpus": "planner",
     "train_step": "step",
     "use_varlen_attention": "varlen",

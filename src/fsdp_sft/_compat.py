@@ -363,6 +363,14 @@ def varlen_attn_takes_gqa() -> bool:
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
+def shares_of_stream(rows: Any) -> int:
+    """Into how many shares a Hugging Face stream was split, of which it is one; 1 for anything else.
+
+    ``datasets.distributed.split_dataset_by_node`` leaves no public mark.
+    """
+    return int(getattr(getattr(rows, "_distributed", None), "world_size", None) or 1)
+
+
 # --- loss -------------------------------------------------------------------------------------------------
 
 
