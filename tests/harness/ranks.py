@@ -9,8 +9,8 @@ A rank computes on the CPU, or on a simulated device that it keeps (see ``device
 used any other.
 """
 
-import atexit
 import faulthandler
+import functools
 import gc
 import os
 import pickle
@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,7 @@ class _Rank:
         self.connection, other = Pipe()
         self.process = forks.process(_serve, other, own)
         self.process.start()
+        _end_all_at_exit()
         other.close()
         self.is_clean = self.is_running = False
 
@@ -145,7 +147,13 @@ class _Rank:
 _idle: defaultdict[Simulated | None, list[_Rank]] = defaultdict(list)
 
 
-@atexit.register
+@functools.cache
+def _end_all_at_exit() -> None:
+    # Not with atexit: a worker of multiprocessing, which has ranks of its own, leaves without it, and would
+    # wait for them.
+    Finalize(None, _end_all, exitpriority=100)
+
+
 def _end_all() -> None:
     for members in _idle.values():
         while members:
