@@ -56,12 +56,13 @@ test-accelerator: $(INSTALLED)
 test-gpu: $(INSTALLED)
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
 
-# make lint   ruff, mypy, codespell
+# make lint   ruff, mypy, codespell, and whether the mistakes of benchmarks/checks can still be made
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/codespell
+	$(BIN)/python -m benchmarks.checks.mutations --check
 
 # make docs   the site, in site/; any warning is an error
 docs: $(INSTALLED)

@@ -42,6 +42,15 @@ def made(mistake: Mistake) -> Iterator[dict[str, str]]:
         yield environment
 
 
+def cannot_be_made(mistake: Mistake) -> str:
+    """Why not; "" if it can."""
+    count = (ROOT / "src" / "fsdp_sft" / mistake.file).read_text().count(mistake.old)
+    if count != 1:
+        return f"{mistake.name}: {mistake.file} has its line {count} times; bring the mistake up to date"
+    missing = [test for test in mistake.tests if not (ROOT / test.partition("::")[0]).exists()]
+    return f"{mistake.name}: no {missing[0]}" if missing else ""
+
+
 def is_noticed(mistake: Mistake) -> bool:
     """Whether the tests fail; that the change was made and the library still imports is seen to first."""
     with made(mistake) as environment:
@@ -59,8 +68,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", help="mistakes whose name has this in it")
+    parser.add_argument("--check", action="store_true", help="only that each line and each test is there")
     options = parser.parse_args()
     chosen = [mistake for mistake in MISTAKES if (options.only or "") in mistake.name]
+    if options.check:
+        gone = [reason for mistake in chosen if (reason := cannot_be_made(mistake))]
+        raise SystemExit("\n".join(gone) if gone else 0)
     missed = sum(not is_noticed(mistake) for mistake in chosen)
     print(f"{len(chosen) - missed} of {len(chosen)} mistakes are noticed")
     raise SystemExit(missed)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from fsdp_sft.blocks import find_blocks as find_blocks
     from fsdp_sft.collate import IGNORE_INDEX as IGNORE_INDEX
     from fsdp_sft.collate import EncodedChat as EncodedChat
+    from fsdp_sft.collate import FilterCounts as FilterCounts
     from fsdp_sft.collate import SFTCollator as SFTCollator
     from fsdp_sft.collate import encode_chat as encode_chat
     from fsdp_sft.collate import filter_rows as filter_rows
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from fsdp_sft.errors import CheckpointFormatError as CheckpointFormatError
     from fsdp_sft.errors import CheckpointMismatchError as CheckpointMismatchError
     from fsdp_sft.errors import CheckpointNotFoundError as CheckpointNotFoundError
+    from fsdp_sft.errors import DroppedTextError as DroppedTextError
     from fsdp_sft.errors import ExportExistsError as ExportExistsError
     from fsdp_sft.errors import FsdpSftError as FsdpSftError
     from fsdp_sft.errors import LostRankError as LostRankError
@@ -55,6 +57,7 @@ if TYPE_CHECKING:
     from fsdp_sft.errors import PackingError as PackingError
     from fsdp_sft.errors import RemoteRankError as RemoteRankError
     from fsdp_sft.errors import SafetensorsError as SafetensorsError
+    from fsdp_sft.errors import TooLongError as TooLongError
     from fsdp_sft.errors import UnexpectedKeysError as UnexpectedKeysError
     from fsdp_sft.errors import UnfilledTensorsError as UnfilledTensorsError
     from fsdp_sft.errors import UnstorableStateError as UnstorableStateError
@@ -134,6 +137,7 @@ _OWNERS = {
     "AdapterError": "errors",
     "BatchError": "errors",
     "ChatTemplateError": "errors",
+    "DroppedTextError": "errors",
     "CheckpointCorruptError": "errors",
     "CheckpointError": "errors",
     "CheckpointExistsError": "errors",
@@ -160,10 +164,12 @@ _OWNERS = {
     "UnfilledTensorsError": "errors",
     "WrappedModelError": "errors",
     "UnstorableStateError": "errors",
+    "TooLongError": "errors",
     "VocabularyError": "errors",
     "CheckpointInfo": "dcp_io",
     "DistributedContext": "distributed",
     "EncodedChat": "collate",
+    "FilterCounts": "collate",
     "EvalResult": "step",
     "IGNORE_INDEX": "collate",
     "LoadReport": "weights",

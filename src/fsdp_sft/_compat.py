@@ -45,7 +45,7 @@ def render_chat(
     template: str,
     messages: list[dict[str, Any]],
     *,
-    special_tokens: dict[str, Any],
+    variables: dict[str, Any],
     tools: list[dict[str, Any]] | None = None,
     add_generation_prompt: bool = False,
 ) -> tuple[str, list[tuple[int, int]]]:
@@ -70,7 +70,7 @@ def render_chat(
         chat_template=template,
         return_assistant_tokens_mask=tagged,
         add_generation_prompt=add_generation_prompt,
-        **special_tokens,
+        **variables,
     )
     return texts[0], [(int(start), int(end)) for start, end in (spans[0] if tagged else ())]
 

@@ -21,6 +21,8 @@ working; ``except FsdpSftError`` takes them all. Arguments of a wrong type or ou
       VocabularyError (ValueError, IndexError)  ids without a row, or rows that cannot be added
       SafetensorsError (ValueError)       not the safetensors format
       ChatTemplateError (ValueError)      what is trained of a chat cannot be told
+        DroppedTextError                  the template leaves out what an answer says
+      TooLongError (ValueError)           a row over max_length that may not be cut
       UnsupportedModelError (ValueError)  a model that this function cannot work with
       PackingError (ValueError)           packed rows would see each other
       BatchError (ValueError)             batches that cannot be trained on, or not by these ranks together
@@ -105,6 +107,14 @@ class SafetensorsError(FsdpSftError, ValueError):
 
 class ChatTemplateError(FsdpSftError, ValueError):
     """The trained part of a conversation cannot be told for sure with this chat template."""
+
+
+class TooLongError(FsdpSftError, ValueError):
+    """A row has more than ``max_length`` tokens and may not be cut."""
+
+
+class DroppedTextError(ChatTemplateError):
+    """The chat template leaves out a text of an answer that is to be trained."""
 
 
 class UnsupportedModelError(FsdpSftError, ValueError):

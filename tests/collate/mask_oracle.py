@@ -56,17 +56,21 @@ def trained_characters(render: Render, messages: list[dict[str, Any]], stops: li
         if message["role"] == "assistant":
             start, end = _turn(render, messages, index, text, leaves, stops)
             marks[start:end] = [True] * (end - start)
-            for low, high in _open_zones(render, text, start, end):
+            zones = list(_open_zones(render, text, start, end))
+            if not _plain_prompt(render).strip() and messages[index - 1]["role"] != "user":
+                # No prompt says whether white space between a result and the answer belongs to the answer.
+                zones.append((start, start + len(text[start:end]) - len(text[start:end].lstrip())))
+            for low, high in zones:
                 marks[low:high] = [None] * (high - low)
     return marks
 
 
 def _open_zones(render: Render, text: str, start: int, end: int) -> Iterator[tuple[int, int]]:
-    before = re.search(r"(?:</?think>|\s)*$", text[:start])
+    before = re.search(r"(?:</?think[^<>]*>|<\|channel>thought|<channel\|>|\s)*$", text[:start])
     assert before is not None
-    if "think>" in before[0]:
+    if before[0].strip():
         yield start - len(before[0]), start
-    within = re.match(r"\s*<think>\s*(?:</think>\s*)?", text[start:end])
+    within = re.match(r"\s*(?:<think>\s*)?(?:</think>\s*)?", text[start:end])
     if within and "think>" in _plain_prompt(render):
         yield start, start + len(within[0])
     header = _plain_prompt(render)
@@ -94,8 +98,26 @@ def exchanged(render: Render, messages: list[dict[str, Any]], text: str) -> list
             if len(again) != len(text):
                 raise CannotTellError("the length of the rendering depends on what is written")
             where = tuple(i for i, (a, b) in enumerate(zip(text, again, strict=True)) if a != b)
+            if path[-1] == "name":  # of a call; it stands again in front of the result
+                where = where[:1]
             leaves.append(Leaf(message, path, index, where))
     return leaves
+
+
+def leaves_out(render: Render, messages: list[dict[str, Any]]) -> bool:
+    """Whether a text of an answer is not printed, reasoning before the last question aside."""
+    last_question = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=-1)
+    texts: dict[tuple[int, Path, int], list[Leaf]] = {}
+    for leaf in exchanged(render, messages, render(messages, False)):
+        if messages[leaf.message]["role"] != "assistant":
+            continue
+        content = messages[leaf.message]["content"]
+        before = len(re.findall("</?think>", content[: leaf.index])) if leaf.path == ("content",) else 0
+        is_inside = before % 2 == 1 and "</think>" in content[leaf.index :]
+        thinks = leaf.path == ("reasoning_content",) or is_inside
+        if leaf.message > last_question or not thinks:
+            texts.setdefault((leaf.message, leaf.path, before), []).append(leaf)
+    return any(not any(leaf.positions for leaf in leaves) for leaves in texts.values())
 
 
 def _turn(
@@ -109,8 +131,6 @@ def _turn(
     own = [leaf for leaf in leaves if leaf.message == index]
     printed = sorted(position for leaf in own for position in leaf.positions)
     others = {p for leaf in leaves if leaf.message != index for p in leaf.positions}
-    if any("tool_calls" in leaf.path and not leaf.positions for leaf in own):
-        raise CannotTellError(f"a tool call of message {index} is not printed")
     if own and not printed:
         raise CannotTellError(f"message {index} is not printed")
     if any(len(leaf.positions) > 1 for leaf in own):
@@ -188,6 +208,10 @@ def _strings(messages: list[dict[str, Any]]) -> Iterator[tuple[int, Path, str]]:
     def walk(value: Any, path: Path) -> Iterator[tuple[Path, str]]:
         if isinstance(value, str):
             yield path, value
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield path, str(value)
+        elif path and path[-1] == "function" and not list(walk(value["arguments"], ())):
+            yield (*path, "name"), value["name"]
         elif isinstance(value, dict):
             for key, item in value.items():
                 if key not in ("role", "type", "id", "tool_call_id", "name"):
@@ -206,7 +230,8 @@ def _with(messages: list[dict[str, Any]], message: int, path: Path, value: str) 
     place: Any = changed[message]
     for key in path[:-1]:
         place = place[key]
-    place[path[-1]] = value
+    kind = type(place[path[-1]])
+    place[path[-1]] = kind(value)
     return changed
 
 

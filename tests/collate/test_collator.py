@@ -264,7 +264,7 @@ def test_filter_rows_counts_by_reason():
     }
     assert all(encode_chat(row, TOKENIZERS["chatml"], max_length=80).num_targets for row in kept)
     _, counts = filter_rows([chat("a", ""), chat("a", "b")], TOKENIZERS["glm"])
-    assert counts == {"kept": 1, "no_trained_token": 1}
+    assert counts == {"kept": 1, "no_trained_token": 1, "no_end_of_turn": 1}
     _, counts = filter_rows([*ROWS, chat(("system", "s"), "b")], TOKENIZERS["chatml"], train_on={"system"})
     assert counts == {"kept": 1, "no_turn_of_the_roles": 3}
 

@@ -5,20 +5,18 @@ found where it is installed, or in the folder that FSDP_SFT_TEMPLATES names.
 """
 
 import importlib.util
-import json
 import os
-import re
 from collections import Counter
-from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from fsdp_sft.collate import IGNORE_INDEX, ChatTemplateError, encode_chat
 from tests.collate import mask_oracle as oracle
+from tests.collate.template_tokenizers import byte_tokenizer, forms
 from tests.harness import chat_templates as ct
 
 # On which tokens a model stops, by the beginning of its template's name: model cards and generation configs.
@@ -48,64 +46,21 @@ OWN_STOPS = {
     "llama3": ["<|eot_id|>"], "gemma": ["<end_of_turn>"], "zephyr": ["</s>"], "mistral": ["</s>"],
     "llama2": ["</s>"], "glm": [], "phi3": ["<|end|>"], "qwen3": ["<|im_end|>"],
 }  # fmt: skip
-_SPECIAL = re.compile(
-    r"<\|[^<>|\s]{1,40}\|?>|<[^<>|\s]{1,40}\|>|<｜[^<>\s]{1,40}｜>|<(?:start|end)_of_\w+>|\[/?[A-Z_]+\]|</?s>"
-)
 
 
 def _lookup(table: dict[str, Any], name: str) -> Any:
     return next((table[key] for key in sorted(table, key=len, reverse=True) if name.startswith(key)), None)
 
 
-def _tokenizer(template: str, stops: list[str], eos: str) -> PreTrainedTokenizerFast:
-    """Bytes, and the special tokens that the template writes."""
-    vocabulary = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(sorted({*_SPECIAL.findall(template), *stops, eos, "<s>", "<pad>"}))
-    wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=eos, bos_token="<s>", pad_token="<pad>"
-    )
-    wrapped.chat_template = template
-    return wrapped
-
-
-def _renders(tokenizer: PreTrainedTokenizerFast, tools: Any) -> Iterator[oracle.Render]:
-    """The template with messages as they are, and in the forms that some templates want instead."""
-
-    def changed(message: dict[str, Any], form: int) -> dict[str, Any]:
-        if form & 1 and "tool_calls" in message:
-            calls = json.loads(json.dumps(message["tool_calls"]))
-            for call in calls:
-                call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
-            message = {**message, "tool_calls": calls}
-        if form & 2:
-            message = {**message, "content": [{"type": "text", "text": message["content"]}]}
-        return message
-
-    for form in range(4):
-
-        def render(messages: list[dict[str, Any]], prompt: bool, form: int = form) -> str:
-            text = tokenizer.apply_chat_template(
-                [changed(message, form) for message in messages],
-                tools=tools,
-                add_generation_prompt=prompt,
-                tokenize=False,
-            )
-            return str(text)
-
-        yield render
-
-
 def _expected(
     tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, Any]], tools: Any, stops: list[str]
-) -> tuple[str, list[bool | None]] | str:
-    """(text, marks of its characters), or why there are none."""
+) -> tuple[str, list[bool | None], bool] | str:
+    """(text, marks of its characters, whether a text of an answer is not in it), or why there are none."""
     reason = ""
-    for render in _renders(tokenizer, tools):
+    for render in forms(tokenizer, tools, {}):
         try:
-            return render(messages, False), oracle.trained_characters(render, messages, stops)
+            marks = oracle.trained_characters(render, messages, stops)
+            return render(messages, False), marks, oracle.leaves_out(render, messages)
         except oracle.CannotTellError as error:
             reason = str(error)
         except Exception as error:
@@ -119,12 +74,14 @@ def _judge(
     expected = _expected(tokenizer, messages, tools, stops)
     row = {"messages": messages, **({"tools": tools} if tools else {})}
     try:
-        encoded = encode_chat(row, tokenizer)
+        encoded = encode_chat(row, tokenizer, on_dropped="count")
     except (ChatTemplateError, ValueError) as error:
         return ("refused rightly", expected) if isinstance(expected, str) else ("refused", str(error))
     if isinstance(expected, str):
         return "not judged", expected
-    text, characters = expected
+    text, characters, is_lost = expected
+    if ("dropped" in encoded.notes) != is_lost:
+        return "wrong", f"a text is left out: {is_lost}, noted: {encoded.notes}"
     whole = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     if whole["input_ids"] != encoded.input_ids:
         return "wrong", "the tokens are others"
@@ -138,7 +95,7 @@ def _judge(
 
 
 def _check(name: str, tokenizer: PreTrainedTokenizerFast, stops: list[str]) -> Counter[str]:
-    prompts = [next(_renders(tokenizer, None))([{"role": "user", "content": "q"}], p) for p in (False, True)]
+    prompts = [next(forms(tokenizer, None, {}))([{"role": "user", "content": "q"}], p) for p in (False, True)]
     prompt = prompts[1].removeprefix(prompts[0])
     counts: Counter[str] = Counter()
     problems = []
@@ -180,7 +137,7 @@ def test_public_templates() -> None:
         eos = _lookup(EOS, path.stem) or (stops[0] if stops else "<|endoftext|>")
         template = path.read_text()
         try:
-            total += _check(path.stem, _tokenizer(template, stops, eos), stops)
+            total += _check(path.stem, byte_tokenizer(template, stops, eos), stops)
         except AssertionError as error:
             failed.append(f"{path.stem}: {error}")
     print(f"{len(paths)} templates, {dict(total)}")
@@ -194,14 +151,14 @@ def test_the_brute_force_finds_mistakes(mistake: str, monkeypatch: pytest.Monkey
     find_turns = encode.find_turns
 
     def wrong(*args: Any, **options: Any) -> Any:
-        text, turns = find_turns(*args, **options)
+        found = find_turns(*args, **options)
         change = {
             "one token late": lambda t: encode.Turn(t.message, t.start + 1, t.stop_start, t.end),
             "header trained": lambda t: encode.Turn(t.message, t.start - 1, t.stop_start, t.end),
             "stop left out": lambda t: encode.Turn(t.message, t.start, t.stop_start, t.stop_start),
             "all": lambda t: encode.Turn(t.message, 0, t.stop_start, t.end),
         }[mistake]
-        return text, [change(turn) for turn in turns]
+        return replace(found, turns=[change(turn) for turn in found.turns])
 
     monkeypatch.setattr(encode, "find_turns", wrong)
     with pytest.raises(AssertionError):

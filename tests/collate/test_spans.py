@@ -243,7 +243,7 @@ def test_templates_that_depend_on_what_the_user_wrote():
         ("{{ message.content }}", "{{ message.content[:2] }}", "exactly once"),
         ("{{ message.content }}", "{% if message.content != 'b' %}{{ message.content }}{% endif %}", "match"),
         ("{% for message in messages %}", "{% for message in messages[:4] %}", "does not print message 5"),
-        (ct._CALLS, "", "leaves out tool calls"),
+        (ct._CALLS, "", "does not print the tool call of message 3"),
         (ct._PROMPT, ct._PROMPT + "{% if messages[-1].content == 'f' %}END{% endif %}", "match the first"),
     ],
 )

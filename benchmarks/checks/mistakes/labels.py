@@ -44,8 +44,8 @@ MISTAKES = [
     Mistake(
         "the shift made twice, with full logits",
         "loss/causal.py",
-        "_cross_entropy_sum(logits[:, :-1], targets[:, :-1])",
-        "_cross_entropy_sum(logits[:, :-2], targets[:, 1:-1])",
+        "logits, targets = logits[:, :-1], targets[:, :-1]",
+        "logits, targets = logits[:, :-2], targets[:, 1:-1]",
         ("tests/test_parity.py", "tests/loss/test_loss.py"),
     ),
     Mistake(
@@ -58,8 +58,8 @@ MISTAKES = [
     Mistake(
         "a mean of each rank's own mean",
         "loss/counting.py",
-        "        return int(all_reduce_sum([own])[0])",
-        "        return max(own, 1) * (dist.get_world_size() if dist.is_initialized() else 1)",
+        "        targets, tokens, weight = all_reduce_sum(own)",
+        "        targets, tokens, weight = (max(one, 1) * world_size() for one in own)",
         ("tests/test_parity.py", "tests/test_step.py"),
     ),
     Mistake(
@@ -68,5 +68,47 @@ MISTAKES = [
         "int((targets_of(batch) != IGNORE_INDEX).sum())",
         'int((batch["labels"] != IGNORE_INDEX).sum())',
         ("tests/loss/test_loss.py",),
+    ),
+    Mistake(
+        "a reasoning that the template drops is taken for printed",
+        "collate/layout.py",
+        "            if leaf.message in wanted and number not in printed:",
+        "            if leaf.in_call and leaf.message in wanted and number not in printed:",
+        ("tests/collate/test_dropped.py",),
+    ),
+    Mistake(
+        "nulls of a JSON row are stripped",
+        "collate/nulls.py",
+        "    if any(len({frozenset(item) for item in group}) > 1 for group in groups):",
+        "    if False:",
+        ("tests/collate/test_nulls.py",),
+    ),
+    Mistake(
+        "an end of turn that is no token is not trained",
+        "collate/template.py",
+        "            first = end_of_turn = text",
+        "            pass",
+        ("tests/collate/test_end_of_turn.py",),
+    ),
+    Mistake(
+        "an answer ends at the first of two closing tokens",
+        "collate/template.py",
+        "        is_later = eos and (eos in of_every_turn or (run is not None and eos in run[0]))",
+        "        is_later = False",
+        ("tests/collate/test_end_of_turn.py",),
+    ),
+    Mistake(
+        "half a tag is a header",
+        "collate/template.py",
+        "            length = at\n",
+        "            pass\n",
+        ("tests/collate/test_end_of_turn.py",),
+    ),
+    Mistake(
+        "the template is probed without the row's variables",
+        "collate/encode.py",
+        "    kwargs = {**options.template_kwargs, **conversation.template_kwargs}",
+        "    kwargs = dict(options.template_kwargs)",
+        ("tests/collate/test_template_kwargs.py",),
     ),
 ]

@@ -23,8 +23,8 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "the scaler decides for each optimizer alone",
         "step/optimizers.py",
-        "skipped = scaler is not None and found_inf(scaler, optimizers)",
-        "skipped = scaler is not None and found_inf(scaler, optimizers[:1]) and len(optimizers) == 1",
+        "    return found_infs(scaler, optimizers)",
+        "    return found_infs(scaler, optimizers[:1])",
         ("tests/step/test_optimizers.py",),
     ),
     Mistake(
@@ -86,8 +86,8 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "the loss without logits does not look at what the forward makes of them",
         "loss/head.py",
-        "    _check_transform(outputs[0], transform)\n",
-        "",
+        "            losses[:1] = [_checked(loss, outputs[-1], transform) for loss in losses[:1]]",
+        "            pass",
         HEADS,
     ),
     Mistake(

@@ -20,8 +20,8 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "a count of the caller's own left aside",
         "step/window.py",
-        "targets = sum(counted(batch, count_fn) for batch in micro_batches)",
-        "targets = sum(counted(batch, None) for batch in micro_batches)",
+        "counts = [counted(batch, count_fn) for batch in counted_ones]",
+        "counts = [counted(batch, None) for batch in micro_batches]",
         ("tests/step/test_own_loss.py",),
     ),
     Mistake(
@@ -41,8 +41,8 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "every micro-batch of the router weighs the same",
         "step/train.py",
-        "router = router * (num_tokens(batch, needs_ids=False) / max(tokens, 1) * targets)",
-        "router = router * (targets / len(micro_batches) / (mesh.size() if mesh else 1))",
+        "router = router * (num_tokens(seen, needs_ids=False) / max(tokens, 1) * weight)",
+        "router = router * (weight / len(micro_batches) / (mesh.size() if mesh else 1))",
         ("tests/loss/test_own.py",),
     ),
     Mistake(

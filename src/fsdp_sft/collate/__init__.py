@@ -3,16 +3,21 @@
 Labels are aligned with input_ids, as in Hugging Face; the shift by one happens once, in the loss.
 """
 
-from fsdp_sft.collate.collator import SFTCollator, filter_rows
-from fsdp_sft.collate.encode import IGNORE_INDEX, EncodedChat, encode_chat
+from fsdp_sft.collate.collator import SFTCollator
+from fsdp_sft.collate.encode import IGNORE_INDEX, NOTES, EncodedChat, encode_chat
+from fsdp_sft.collate.filtering import REFUSALS, FilterCounts, filter_rows
 from fsdp_sft.collate.packs import PackSize, pack_size, refuse_masked_pack
 from fsdp_sft.collate.render import render_labels, render_labels_html
-from fsdp_sft.errors import ChatTemplateError
+from fsdp_sft.errors import ChatTemplateError, DroppedTextError
 
 __all__ = [
     "IGNORE_INDEX",
+    "NOTES",
+    "REFUSALS",
     "ChatTemplateError",
+    "DroppedTextError",
     "EncodedChat",
+    "FilterCounts",
     "PackSize",
     "SFTCollator",
     "encode_chat",

@@ -1,11 +1,10 @@
-"""Rows to padded batches, and the rows that must not reach the sampler."""
+"""Rows to padded batches."""
 
 from __future__ import annotations
 
 from array import array
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -17,20 +16,14 @@ from fsdp_sft.collate.encode import (
     TrainOn,
     check_choice,
     check_count,
-    encode_row,
     encode_rows,
-    selected_turns,
     truncate,
-    turns_of_roles,
 )
-from fsdp_sft.collate.rows import is_encoded, read_row
+from fsdp_sft.collate.filtering import let_pass
 from fsdp_sft.collate.template import describe_tokenizer
-from fsdp_sft.errors import ChatTemplateError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-Row = TypeVar("Row")
 
 
 class SFTCollator:
@@ -51,6 +44,10 @@ class SFTCollator:
         truncation: "right", "left" or "error".
         chat_template: Takes the place of the tokenizer's template.
         row_format: Named, or None to detect it.
+        chat_template_kwargs: Variables for the template.
+        on_dropped: "error", "count" (here the same as "ignore") or "ignore"; None does as `filter_rows` was
+            last told in this process for this tokenizer, and raises if it was not called, so that no epoch
+            ends on a row that has been let pass.
         vocab_size: Number of ids that the model has rows for, such as `model.config.vocab_size`; a row with
             another id raises. None leaves that to `train_step`.
 
@@ -72,6 +69,8 @@ class SFTCollator:
         truncation: str = "right",
         chat_template: str | None = None,
         row_format: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        on_dropped: Literal["error", "count", "ignore"] | None = None,
         vocab_size: int | None = None,
     ) -> None:
         check_count("max_length", max_length)
@@ -93,7 +92,15 @@ class SFTCollator:
         self.pad_to_multiple_of = pad_to_multiple_of or 1
         self.vocab_size = vocab_size
         self._options = EncodeOptions.check(
-            train_on, train_eot, train_reasoning, max_length, truncation, chat_template, row_format
+            train_on=train_on,
+            train_eot=train_eot,
+            train_reasoning=train_reasoning,
+            max_length=max_length,
+            truncation=truncation,
+            chat_template=chat_template,
+            row_format=row_format,
+            chat_template_kwargs=chat_template_kwargs,
+            on_dropped=let_pass(tokenizer) if on_dropped is None else on_dropped,
         )
 
     def __call__(self, rows: Sequence[Mapping[str, Any] | EncodedChat]) -> dict[str, torch.Tensor]:
@@ -151,75 +158,3 @@ class SFTCollator:
         if not flat:
             return torch.empty(len(rows), 0, dtype=dtype)
         return torch.frombuffer(flat, dtype=dtype).view(len(rows), length)
-
-
-def filter_rows(
-    rows: Iterable[Row],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    train_on: TrainOn = "assistant",
-    train_eot: bool = True,
-    train_reasoning: bool = True,
-    max_length: int | None = None,
-    truncation: str = "right",
-    chat_template: str | None = None,
-    row_format: str | None = None,
-) -> tuple[list[Row], dict[str, int]]:
-    """Drop the rows that would train nothing, before the sampler deals them out.
-
-    Args:
-        rows: Rows as `encode_chat` takes them, and `EncodedChat`s.
-        tokenizer: A fast tokenizer.
-        train_on: As in `encode_chat`, like all that follow; give what the collator gets.
-        train_eot: Whether the end-of-turn token is trained.
-        train_reasoning: Whether reasoning is trained.
-        max_length: Most tokens to keep; None keeps all.
-        truncation: "right", "left" or "error".
-        chat_template: Takes the place of the tokenizer's template.
-        row_format: Named, or None to detect it.
-
-    Returns:
-        (the rows with a target after truncation and shift, counts). The counts have "kept", and those that
-        occur of "no_assistant_turn" (or "no_turn_of_the_roles"), "switched_off" (a weight of 0 on every
-        turn), "truncated_away", and "no_trained_token" (such as an empty answer without an
-        end-of-turn token).
-
-    Raises:
-        ValueError: For a malformed row, with its index, or if no row is left, with the counts.
-    """
-    options = EncodeOptions.check(
-        train_on, train_eot, train_reasoning, max_length, truncation, chat_template, row_format
-    )
-    kept: list[Row] = []
-    counts = Counter(kept=0)
-    for index, row in enumerate(rows):
-        try:
-            reason = _why_empty(row, tokenizer, options)
-        except ValueError as error:
-            kind = ChatTemplateError if isinstance(error, ChatTemplateError) else ValueError
-            raise kind(f"row {index}: {error}") from error
-        counts[reason or "kept"] += 1
-        if reason is None:
-            kept.append(row)
-    if not kept:
-        raise ValueError(
-            f"no row has a target, counted {dict(counts)}; look at some with render_labels, and check "
-            "train_on, max_length and the weights of the messages"
-        )
-    return kept, dict(counts)
-
-
-def _why_empty(row: Any, tokenizer: PreTrainedTokenizerBase, options: EncodeOptions) -> str | None:
-    whole = row if isinstance(row, EncodedChat) else encode_row(row, tokenizer, options)
-    if truncate(whole, options).num_targets:
-        return None
-    if whole.num_targets:
-        return "truncated_away"
-    if isinstance(row, EncodedChat) or is_encoded(row, options.row_format):
-        return "no_trained_token"
-    conversation = read_row(row, options.row_format)
-    if options.train_on != "all" and not turns_of_roles(conversation, options):
-        return "no_assistant_turn" if isinstance(options.train_on, str) else "no_turn_of_the_roles"
-    if options.train_on != "all" and not selected_turns(conversation, options):
-        return "switched_off"
-    return "no_trained_token"

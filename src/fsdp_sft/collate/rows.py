@@ -8,14 +8,17 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+from fsdp_sft.collate.nulls import without_fillers
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT_ROLES = {
     "human": "user",
     "user": "user",
     "gpt": "assistant",
+    "model": "assistant",
     "assistant": "assistant",
     "function_call": "assistant",
     "observation": "tool",
@@ -24,6 +27,7 @@ SHAREGPT_ROLES = {
 }
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 _FLAG_KEYS = ("train", "loss_weight", "weight")
+_IN_PARTS = "reasoning given as a part of type thinking"  # a mark on a message while it is read
 FORMATS = {
     "tokenized": "input_ids",
     "messages": "messages",
@@ -49,11 +53,15 @@ class Conversation:
             `reasoning_content` and other template fields.
         weights: One per message, the factor of its loss; 0 where the row switched the message off.
         tools: Tool schemas for the template, or None.
+        template_kwargs: Further variables for the template.
+        thinks_in_parts: Whether reasoning was given as a part of type "thinking", as Mistral's models want.
     """
 
     messages: list[Message]
     weights: list[float]
     tools: list[dict[str, Any]] | None
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    thinks_in_parts: bool = False
 
     @property
     def is_weighted(self) -> bool:
@@ -119,11 +127,44 @@ def read_row(row: Any, row_format: str | None = None) -> Conversation:
         if row_format:
             raise ValueError(f'a row of the format {row_format} needs "{keys[0]}", got {found}')
         raise ValueError(f"no known row shape in {found}; accepted shapes: {_SHAPES}")
+    row = without_fillers({key: _plain(value) if key in _READ else value for key, value in row.items()})
     messages = _READERS[key](row)
     if not messages:
         raise ValueError("the row has no messages; a conversation needs at least one")
     weights = [_pop_weight(message, index) for index, message in enumerate(messages)]
-    return Conversation(messages, weights, _read_tools(row.get("tools")))
+    in_parts = [message.pop(_IN_PARTS, False) for message in messages]
+    kwargs = check_template_kwargs(row.get("chat_template_kwargs"))
+    return Conversation(messages, weights, _read_tools(row.get("tools")), kwargs, any(in_parts))
+
+
+def check_template_kwargs(given: Any) -> dict[str, Any]:
+    """Variables for a chat template, as a row or a caller gives them; those that are None are left out.
+
+    Raises:
+        ValueError: If it is no dict with str keys, or has a name that the template gets from elsewhere.
+    """
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
+        raise ValueError(f"chat_template_kwargs must be a dict with str keys, got {_short(given)}")
+    taken = sorted(_TAKEN & set(given))
+    if taken:
+        raise ValueError(
+            f"chat_template_kwargs cannot set {', '.join(taken)}: messages and tools come from the row, the "
+            "template from chat_template=, and generation prompts are not trained"
+        )
+    return {key: value for key, value in given.items() if value is not None}
+
+
+def _plain(value: Any) -> Any:
+    """Python's own lists, dicts and numbers for numpy's."""
+    if isinstance(value, str | int | float | None):
+        return value
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return _plain(value.tolist()) if hasattr(value, "tolist") else value
 
 
 def _int_list(values: Any, key: str) -> list[int]:
@@ -180,10 +221,11 @@ def _read_message(item: Any, where: str) -> Message:
     calls = message.pop("tool_calls", None) or []
     content = message.get("content")
     if isinstance(content, list | tuple):
-        content, reasoning, part_calls = _read_parts(content, where)
-        calls = [*calls, *part_calls]
-        if reasoning:
-            message["reasoning_content"] = reasoning
+        parts = _read_parts(content, where)
+        content, calls = parts.text, [*calls, *parts.calls]
+        if parts.reasoning:
+            message["reasoning_content"] = parts.reasoning
+            message[_IN_PARTS] = parts.is_thinking
     if content is None and not calls:
         raise ValueError(f"{where} has neither content nor tool_calls, got the keys {sorted(message)}")
     message["content"] = "" if content is None else _text(content, f"{where}.content")
@@ -197,25 +239,42 @@ def _read_message(item: Any, where: str) -> Message:
     return message
 
 
-def _read_parts(parts: Sequence[Any], where: str) -> tuple[str, str, list[Any]]:
-    found: dict[str, list[str]] = {"text": [], "reasoning": [], "tool_call": []}
+@dataclass
+class _Parts:
+    """What a content in parts holds."""
+
+    text: str = ""
+    reasoning: str = ""
+    is_thinking: bool = False
+    calls: list[Any] = field(default_factory=list)
+
+
+def _read_parts(parts: Sequence[Any], where: str) -> _Parts:
+    found = _Parts()
     for number, part in enumerate(parts):
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind not in found:
+        kind, place = part.get("type") if isinstance(part, Mapping) else None, f"{where}.content[{number}]"
+        if kind not in ("text", "reasoning", "thinking", "tool_call"):
             raise ValueError(
-                f"{where}.content[{number}] must be a part of type text, reasoning or tool_call, "
-                f"got {_short(part)}"
+                f"{place} must be a part of type text, reasoning, thinking or tool_call, got {_short(part)}"
             )
         weighed = [key for key in _FLAG_KEYS if part.get(key) not in (None, 1)]
         if weighed:
             raise ValueError(
-                f"{where}.content[{number}] has {weighed[0]}={part[weighed[0]]!r}: weights are of messages; "
+                f"{place} has {weighed[0]}={part[weighed[0]]!r}: weights are of messages; "
                 "give it to the message, or make messages of the parts"
             )
         value = next((part[key] for key in (kind, "text", "value") if part.get(key) is not None), None)
-        found[kind].append(_text(value, f"{where}.content[{number}]"))
-    calls = [_parse_json(text, f"{where}: tool_call") for text in found["tool_call"]]
-    return "".join(found["text"]), "".join(found["reasoning"]), calls
+        if kind == "thinking" and isinstance(value, list):
+            value = _read_parts(value, place).text
+        text = _text(value, place)
+        if kind == "tool_call":
+            found.calls.append(_parse_json(text, f"{where}: tool_call"))
+        elif kind == "text":
+            found.text += text
+        else:
+            found.reasoning += text
+            found.is_thinking |= kind == "thinking"
+    return found
 
 
 def _parse_json(text: str, where: str) -> Any:
@@ -223,13 +282,6 @@ def _parse_json(text: str, where: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"{where} must be JSON, got {_short(text)} ({error})") from error
-
-
-def _without_none(value: Any) -> Any:
-    """Arrow tables give every dict of a column the keys of all the others; who means null writes JSON."""
-    if isinstance(value, Mapping):
-        return {key: _without_none(item) for key, item in value.items() if item is not None}
-    return [_without_none(item) for item in value] if isinstance(value, list) else value
 
 
 def _read_call(call: Any, where: str) -> dict[str, Any]:
@@ -240,8 +292,6 @@ def _read_call(call: Any, where: str) -> dict[str, Any]:
     if isinstance(arguments, str):
         # Templates print arguments with tojson, which would quote a string a second time.
         arguments = _parse_json(arguments or "{}", f"{where}: arguments")
-    else:
-        arguments = _without_none(arguments)
     if arguments is not None and not isinstance(arguments, Mapping):
         raise ValueError(f"{where}: tool call arguments must be an object, got {_short(arguments)}")
     function = {"name": inner["name"], "arguments": dict(arguments or {})}
@@ -319,6 +369,11 @@ _READERS: dict[str, Callable[[Mapping[str, Any]], list[Message]]] = {
     "instruction": _read_alpaca,
     "prompt": _read_prompt,
 }
+_READ = {*_READERS, "input", "output", "history", "system", "completion", "tools", "chat_template_kwargs"}
+_TAKEN = {
+    *("messages", "conversation", "tools", "add_generation_prompt", "continue_final_message"),
+    *("chat_template", "tokenize", "return_dict", "return_tensors", "return_assistant_tokens_mask"),
+}
 
 
 def _pop_weight(message: Message, index: int) -> float:
@@ -341,7 +396,7 @@ def _read_tools(tools: Any) -> list[dict[str, Any]] | None:
         return None
     schemas = []
     for number, tool in enumerate(_as_list(tools, "tools")):
-        tool = _parse_json(tool, f"tools[{number}]") if isinstance(tool, str) else _without_none(tool)
+        tool = _parse_json(tool, f"tools[{number}]") if isinstance(tool, str) else tool
         if not isinstance(tool, Mapping):
             raise ValueError(f"tools[{number}] must be a JSON schema (a dict), got {_short(tool)}")
         # Templates read tool.function.name; data sets often carry the inner object alone.

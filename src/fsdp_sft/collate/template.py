@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from fsdp_sft import _compat
-from fsdp_sft.collate.rows import Message
+from fsdp_sft.collate.rows import REASONING_KEYS, Message
 from fsdp_sft.errors import ChatTemplateError
 
 if TYPE_CHECKING:
@@ -18,7 +18,11 @@ if TYPE_CHECKING:
 
 # Two private-use characters around a number; no tokenizer, template or strip() treats them specially.
 OPEN, CLOSE = "\U000f5b01", "\U000f5b02"
-SENTINEL = re.compile(f"{OPEN}([0-9]+){CLOSE}")
+_SENTINEL = re.compile(f"{OPEN}([0-9]+){CLOSE}")
+_ESCAPED = repr(OPEN)[1:-1]
+# For numbers, which templates print without quotes: fourteen digits, of which the middle six count.
+NUMERIC_SENTINEL = re.compile("7351([0-9]{6})1537")
+_EITHER_SENTINEL = re.compile(f"{_SENTINEL.pattern}|{NUMERIC_SENTINEL.pattern}")
 
 # Offsets of generation tags count from the start of the block that captures its output.
 _CAPTURE = r"(?:macro|call|filter)\b|set\s+[\w.]+\s*-?%\}"
@@ -38,8 +42,11 @@ class TemplateFacts:
         before_answer: Text between the user's content and the answer.
         after_answer: Text after the last answer.
         after_past_answer: Text between an earlier answer and the next user's content.
-        stop_tokens: Tokens on which generation stops.
-        end_of_turn: The token that ends an answer, as it is trained; None if the template writes none.
+        stop_tokens: What generation stops on; texts, where the tokenizer has no such token.
+        end_of_turn: What ends an answer, as it is trained; None if the template writes nothing.
+        stop_is_token: Whether that is a token of the tokenizer.
+        stop_has_more: Whether the token on which generation stops comes after another one that closes the
+            answer.
         in_parts: Whether contents must be lists of parts, as some templates of vision models want them.
     """
 
@@ -50,6 +57,8 @@ class TemplateFacts:
     after_past_answer: str
     stop_tokens: tuple[str, ...]
     end_of_turn: str | None = None
+    stop_is_token: bool = True
+    stop_has_more: bool = False
     in_parts: bool = False
 
 
@@ -60,6 +69,8 @@ class ChatTemplate:
         tokenizer: Supplies the template, the special tokens and the name for error messages.
         chat_template: A template, or the name of one of the tokenizer's; None takes the tokenizer's own.
         tools: Tool schemas of the conversation; some tokenizers have a second template for them.
+        kwargs: Further variables of the template, in the probe as in the rendering.
+        thinks_in_parts: Whether reasoning is given as a part of type "thinking".
 
     Raises:
         ValueError: If there is no template.
@@ -70,6 +81,9 @@ class ChatTemplate:
         tokenizer: PreTrainedTokenizerBase,
         chat_template: str | None = None,
         tools: list[dict[str, Any]] | None = None,
+        kwargs: dict[str, Any] | None = None,
+        *,
+        thinks_in_parts: bool = False,
     ) -> None:
         if chat_template is None and not tokenizer.chat_template:
             raise ValueError(
@@ -79,8 +93,10 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         self.text: str = tokenizer.get_chat_template(chat_template, tools=tools)
         self._tags_count = not _has_captured_tag(self.text)
-        self._special_tokens: dict[str, Any] = dict(tokenizer.special_tokens_map)
-        self._key = (self.text, tuple(map(str, self._special_tokens.values())), len(tokenizer))
+        self._variables: dict[str, Any] = {**tokenizer.special_tokens_map, **(kwargs or {})}
+        self._tools = tools
+        self._thinks_in_parts = thinks_in_parts
+        self._key = (self.text, repr(self._variables), len(tokenizer), tools is not None)
         self._in_parts = False
         with suppress(ChatTemplateError):  # what cannot be told is no matter until a turn is to be found
             self._in_parts = self.facts().in_parts
@@ -99,13 +115,13 @@ class ChatTemplate:
         """
         import jinja2
 
-        if self._in_parts:
-            messages = [_in_parts(message) for message in messages]
+        if self._in_parts or self._thinks_in_parts:
+            messages = [self._as_parts(message) for message in messages]
         try:
             text, tags = _compat.render_chat(
                 self.text,
                 messages,
-                special_tokens=self._special_tokens,
+                variables=self._variables,
                 tools=tools,
                 add_generation_prompt=add_generation_prompt,
             )
@@ -115,6 +131,17 @@ class ChatTemplate:
                 f"{type(error).__name__}: {error}; change the row, or pass another chat_template="
             ) from error
         return text, tags if self._tags_count else []
+
+    def _as_parts(self, message: Message) -> Message:
+        text, thinks = message["content"], self._thinks_in_parts and "reasoning_content" in message
+        if not self._in_parts and not thinks:
+            return message
+        parts = [{"type": "text", "text": text}] if text or not thinks else []
+        if thinks:
+            thought = [{"type": "text", "text": message["reasoning_content"]}]
+            parts.insert(0, {"type": "thinking", "thinking": thought})
+        kept = {key: value for key, value in message.items() if not thinks or key != "reasoning_content"}
+        return {**kept, "content": parts}
 
     def skeleton(
         self, marked: list[Message], tools: list[dict[str, Any]] | None, *, renew: bool = False
@@ -145,20 +172,26 @@ class ChatTemplate:
 
     def _probe_either_form(self) -> TemplateFacts:
         try:
-            return self._probe()
+            return self._probe(None)
         except ChatTemplateError:
-            self._in_parts = True
-            with suppress(ChatTemplateError):
-                return replace(self._probe(), in_parts=True)
+            # Templates for tools may take no conversation without them, those of vision models no plain text.
+            for in_parts, tools in ((False, self._tools), (True, None), (True, self._tools)):
+                self._in_parts = in_parts
+                if in_parts or tools:
+                    with suppress(ChatTemplateError):
+                        return replace(self._probe(tools), in_parts=in_parts)
             self._in_parts = False
             raise
 
-    def _probe(self) -> TemplateFacts:
+    def _probe(self, tools: list[dict[str, Any]] | None) -> TemplateFacts:
+        def render(chat: list[Message], *, prompt: bool = False) -> str:
+            return self.render(chat, tools=tools, add_generation_prompt=prompt)[0]
+
         roles = ("user", "assistant", "user", "assistant")
-        chat = [{"role": role, "content": sentinel(number)} for number, role in enumerate(roles)]
-        asked = self._after(0, self.render(chat[:1])[0])
-        prompted = self._after(0, self.render(chat[:1], add_generation_prompt=True)[0])
-        answered = self.render(chat)[0]
+        chat: list[Message] = [{"role": role, "content": sentinel(n)} for n, role in enumerate(roles)]
+        asked = self._after(0, render(chat[:1]))
+        prompted = self._after(0, render(chat[:1], prompt=True))
+        answered = render(chat)
         # Templates of reasoning models write another header in front of answers of the past.
         before_past, before_answer = (
             self._after(question, answered).partition(sentinel(question + 1))[0] for question in (0, 2)
@@ -166,7 +199,8 @@ class ChatTemplate:
         after_answer = self._after(3, answered)
         after_past_answer = self._after(1, answered).partition(sentinel(2))[0]
         shared, shared_past = (
-            prompted[: common_length(prompted, before)] for before in (before_answer, before_past)
+            _without_half_a_tag(prompted, common_length(prompted, before))
+            for before in (before_answer, before_past)
         )
         # Not len(asked): some templates close the rendering without a prompt in a way of its own.
         skip = common_length(asked, prompted)
@@ -174,8 +208,16 @@ class ChatTemplate:
         headers = [prompted, shared, shared_past]
         if prompt.strip():
             headers = [header[skip:] for header in headers]
-        end_of_turn = self._stop_token(after_answer)
-        stops = [self.tokenizer.eos_token, end_of_turn]
+        # Some templates close an answer only where another message follows.
+        before_question = self._before(0, render(chat[:1]))
+        length = len(after_past_answer) - _common_end(before_question, after_past_answer)
+        closing = after_answer if after_answer.strip() else after_past_answer[:length]
+        first, end_of_turn = self._stop_tokens(closing, after_past_answer)
+        text = closing.strip()
+        is_token = end_of_turn is not None or not text
+        if end_of_turn is None and text and after_past_answer.startswith(closing.rstrip()):
+            first = end_of_turn = text
+        stops = [self.tokenizer.eos_token, first, end_of_turn]
         return TemplateFacts(
             headers=tuple(header for header in sorted(headers, key=len, reverse=True) if header.strip()),
             always_headed=bool(prompt.strip()),
@@ -184,6 +226,8 @@ class ChatTemplate:
             after_past_answer=after_past_answer,
             stop_tokens=tuple(dict.fromkeys(str(stop) for stop in stops if stop)),
             end_of_turn=end_of_turn,
+            stop_is_token=is_token,
+            stop_has_more=first != end_of_turn,
         )
 
     def _after(self, number: int, text: str) -> str:
@@ -192,24 +236,39 @@ class ChatTemplate:
             raise self.error("it does not print each message exactly once")
         return text[text.index(mark) + len(mark) :]
 
-    def _stop_token(self, after_answer: str) -> str | None:
+    def _before(self, number: int, text: str) -> str:
+        return text.partition(sentinel(number))[0]
+
+    def _stop_tokens(self, after_answer: str, after_past_answer: str) -> tuple[str | None, str | None]:
+        """(the token that closes the answer, the one on which generation stops): mostly the same."""
         found, special = [], []
         for token in self.tokenizer.added_tokens_decoder.values():
-            if not token.content.strip():
-                continue
             if token.special:
                 special.append(re.escape(token.content))
-            at = after_answer.find(token.content)
+            at = after_answer.find(token.content) if token.content.strip() else -1
             # Some tokenizers add their end-of-turn token as an ordinary one; it is known by its place.
             if at >= 0 and (token.special or not after_answer[:at].strip()):
                 found.append((at, -len(token.content), token.content))
         if not found:
-            return None
+            return None, None
         at, _, first = min(found)
-        # Cohere closes the answer with one token and, directly after it, the turn with another.
-        run = re.compile(f"(?:{'|'.join(special)})*").match(after_answer, at)
-        eos = self.tokenizer.eos_token
-        return str(eos) if eos and run and str(eos) in run[0] else first
+        # Another token may close the answer in front of EOS: directly, or with more in between in every turn.
+        # What EOS closes after the last turn alone is the conversation.
+        eos = str(self.tokenizer.eos_token or "")
+        run = re.compile(f"(?:{'|'.join(special)})*").match(after_answer, at) if special else None
+        of_every_turn = after_answer[: common_length(after_answer, after_past_answer)]
+        is_later = eos and (eos in of_every_turn or (run is not None and eos in run[0]))
+        return first, eos if is_later else first
+
+    def reasoning_keys(self) -> list[str]:
+        """The keys under which it prints a message's reasoning."""
+        found = []
+        for key in REASONING_KEYS:
+            answer = {"role": "assistant", "content": "b", key: sentinel(0)}
+            with suppress(ChatTemplateError):
+                if has_sentinel(self.render([{"role": "user", "content": "a"}, answer])[0]):
+                    found.append(key)
+        return found
 
     def last_special_token(self, text: str) -> str | None:
         """The special token that ``text`` ends with; None if it ends with something else."""
@@ -247,8 +306,18 @@ def describe_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
     return f"{type(tokenizer).__name__} {name!r}" if name else type(tokenizer).__name__
 
 
-def _in_parts(message: Message) -> Message:
-    return {**message, "content": [{"type": "text", "text": message["content"]}]}
+def _common_end(first: str, second: str) -> int:
+    """Length of the longest common suffix."""
+    return common_length(first[::-1], second[::-1])
+
+
+def _without_half_a_tag(text: str, length: int) -> str:
+    """The first `length` characters, but for the beginning of a tag: two tags may begin alike."""
+    for opening, closing in (("<", ">"), ("[", "]")):
+        at = text.rfind(opening, 0, length)
+        if at > text.rfind(closing, 0, length) and re.match(r"[<\[]\S*[>\]]", text[at:]):
+            length = at
+    return text[:length]
 
 
 def common_length(first: str, second: str) -> int:
@@ -260,3 +329,25 @@ def common_length(first: str, second: str) -> int:
 def sentinel(number: int) -> str:
     """The placeholder for the text `number`."""
     return f"{OPEN}{number}{CLOSE}"
+
+
+def numeric_sentinel(number: int) -> int:
+    """The placeholder for a number that stands as the text `number`."""
+    return int(f"7351{number:06d}1537")
+
+
+def split_at_sentinels(text: str) -> tuple[list[str], list[int]]:
+    """The texts around the placeholders, one more than there are of these, and the placeholders' numbers."""
+    if _ESCAPED in text:  # by Python's repr, with which some templates print nested arguments
+        text = text.replace(_ESCAPED, OPEN).replace(repr(CLOSE)[1:-1], CLOSE)
+    if "7351" not in text:
+        pieces = _SENTINEL.split(text)
+        return pieces[::2], [int(number) for number in pieces[1::2]]
+    pieces = _EITHER_SENTINEL.split(text)
+    numbers = [int(a or b) for a, b in zip(pieces[1::3], pieces[2::3], strict=True)]
+    return pieces[::3], numbers
+
+
+def has_sentinel(text: str) -> bool:
+    """Whether a placeholder stands in the text."""
+    return _SENTINEL.search(text) is not None

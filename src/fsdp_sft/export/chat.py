@@ -45,13 +45,22 @@ def end_of_turn(tokenizer: Any, template: str | None) -> int | None:
     if template is None or own is None or not hasattr(own, "get_chat_template"):
         return None
     try:
-        token = ChatTemplate(own, template).facts().end_of_turn
+        facts = ChatTemplate(own, template).facts()
     except (ChatTemplateError, ValueError) as error:
         warnings.warn(
             f"the end of an answer was not added to generation_config.eos_token_id: {error}", stacklevel=5
         )
         return None
-    return None if token is None else int(own.convert_tokens_to_ids(token))
+    if facts.end_of_turn is None:
+        return None
+    if not facts.stop_is_token:
+        warnings.warn(
+            f"answers end with {facts.end_of_turn!r}, which is no token of the tokenizer, so generation "
+            "cannot stop on it by an id: give generate() stop_strings=, or train with the token added",
+            stacklevel=5,
+        )
+        return None
+    return int(own.convert_tokens_to_ids(facts.end_of_turn))
 
 
 def with_stop(known: Any, stop: int) -> Any:

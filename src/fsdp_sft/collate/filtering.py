@@ -1,0 +1,193 @@
+"""The rows that must not reach the sampler, counted by reason."""
+
+from __future__ import annotations
+
+import weakref
+from array import array
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from fsdp_sft.collate.encode import (
+    NOTES,
+    EncodedChat,
+    EncodeOptions,
+    TrainOn,
+    check_choice,
+    encode_row,
+    selected_turns,
+    truncate,
+    turns_of_roles,
+)
+from fsdp_sft.collate.rows import is_encoded, read_row
+from fsdp_sft.errors import ChatTemplateError, DroppedTextError, FsdpSftError, TooLongError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Row = TypeVar("Row")
+
+_EXAMPLES = 20
+
+REFUSALS = {
+    "no_assistant_turn": "no message is the assistant's",
+    "no_turn_of_the_roles": "no message is of a role that is trained",
+    "switched_off": "each message that would be trained has the weight 0",
+    "truncated_away": "max_length leaves no trained token",
+    "no_trained_token": "such as an empty answer without an end of turn",
+    "malformed": "not a row, or not a text",
+    "too_long": 'over max_length with truncation="error"',
+    "refused_by_template": "the template does not take the conversation, or does not show what is trained",
+    "dropped_text": "the template leaves out a text of an answer",
+}
+"""Why a row is not kept, by its name in `FilterCounts`."""
+
+
+class FilterCounts(dict[str, int]):
+    """How many rows were kept, and how many not, by reason: a dict of those that occur.
+
+    "kept" and `REFUSALS` add up to the number of rows; `NOTES` are of rows among the kept ones.
+
+    Attributes:
+        indices: Of the rows, by reason, but for "kept".
+        examples: By reason, of the first 20: "row 7: what is wrong with it".
+    """
+
+    def __init__(self) -> None:
+        super().__init__(kept=0)
+        self.indices: dict[str, array[int]] = {}
+        self.examples: dict[str, list[str]] = {}
+
+    def add(self, reason: str, index: int, text: str = "") -> None:
+        """Count a row."""
+        self[reason] = self.get(reason, 0) + 1
+        if reason == "kept":
+            return
+        self.indices.setdefault(reason, array("q")).append(index)
+        examples = self.examples.setdefault(reason, [])
+        if len(examples) < _EXAMPLES:
+            examples.append(f"row {index}: {text or REFUSALS.get(reason) or NOTES[reason]}")
+
+
+def let_pass(tokenizer: PreTrainedTokenizerBase) -> str:
+    """``on_dropped`` of the last `filter_rows` with this tokenizer; "error" if there was none."""
+    return _LET_PASS.get(tokenizer, "error")
+
+
+_LET_PASS: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+
+
+def filter_rows(
+    rows: Iterable[Row],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    train_on: TrainOn = "assistant",
+    train_eot: bool = True,
+    train_reasoning: bool = True,
+    max_length: int | None = None,
+    truncation: str = "right",
+    chat_template: str | None = None,
+    row_format: str | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    on_error: Literal["raise", "count"] = "raise",
+    on_dropped: Literal["error", "count", "ignore"] = "error",
+) -> tuple[list[Row], FilterCounts]:
+    """Drop the rows that would train nothing, before the sampler deals them out.
+
+    Args:
+        rows: Rows as `encode_chat` takes them, and `EncodedChat`s.
+        tokenizer: A fast tokenizer.
+        train_on: As in `encode_chat`, like all that follow; give what the collator gets.
+        train_eot: Whether the end-of-turn token is trained.
+        train_reasoning: Whether reasoning is trained.
+        max_length: Most tokens to keep; None keeps all.
+        truncation: "right", "left" or "error".
+        chat_template: Takes the place of the tokenizer's template.
+        row_format: Named, or None to detect it.
+        chat_template_kwargs: Variables for the template.
+        on_error: What to do with a row that `encode_chat` would refuse: "raise", or drop and "count" it.
+        on_dropped: What to do with a row of which the template leaves out a text of an answer: "error" takes
+            it for such a row, "count" keeps and counts it, "ignore" keeps it.
+
+    Returns:
+        (the rows with a target after truncation and shift, counts by reason). The counts have "kept", and
+        those that occur of `fsdp_sft.collate.REFUSALS`, of rows that are not kept, and of
+        `fsdp_sft.collate.NOTES`, of rows that are.
+
+    Raises:
+        ValueError: For a malformed row, with its index, or if no row is left, with the counts.
+        ChatTemplateError: For one that the template refuses.
+        DroppedTextError: For one of which it leaves out a text.
+    """
+    options = EncodeOptions.check(
+        train_on=train_on,
+        train_eot=train_eot,
+        train_reasoning=train_reasoning,
+        max_length=max_length,
+        truncation=truncation,
+        chat_template=chat_template,
+        row_format=row_format,
+        chat_template_kwargs=chat_template_kwargs,
+        on_dropped=on_dropped,
+    )
+    check_choice("on_error", on_error, ("raise", "count"))
+    kept: list[Row] = []
+    counts = FilterCounts()
+    for index, row in enumerate(rows):
+        reason, chat = judge_row(row, index, tokenizer, options, counts, on_error)
+        if reason == "kept" and chat is not None:
+            kept.append(row)
+    if not kept:
+        examples = "".join(f"\n  {texts[0]}" for texts in counts.examples.values())
+        raise ValueError(
+            f"no row has a target, counted {dict(counts)}; look at some with render_labels, and check "
+            f"train_on, max_length and the weights of the messages{examples}"
+        )
+    _LET_PASS[tokenizer] = on_dropped
+    return kept, counts
+
+
+def judge_row(
+    row: Any,
+    index: int,
+    tokenizer: PreTrainedTokenizerBase,
+    options: EncodeOptions,
+    counts: FilterCounts,
+    on_error: str,
+) -> tuple[str, EncodedChat | None]:
+    """(why the row is not kept, or "kept"; the row encoded and truncated), counted."""
+    try:
+        whole = row if isinstance(row, EncodedChat) else encode_row(row, tokenizer, options)
+        chat = truncate(whole, options)
+    except ValueError as error:
+        if on_error == "raise":
+            kind = type(error) if isinstance(error, FsdpSftError) else ValueError
+            raise kind(f"row {index}: {error}") from error
+        reason = _reason_of(error)
+        counts.add(reason, index, str(error))
+        return reason, None
+    reason = "kept" if chat.num_targets else _why_empty(row, whole, options)
+    counts.add(reason, index)
+    for note in chat.notes if reason == "kept" else ():
+        counts.add(note, index)
+    return reason, chat
+
+
+def _reason_of(error: ValueError) -> str:
+    if isinstance(error, DroppedTextError):
+        return "dropped_text"
+    if isinstance(error, ChatTemplateError):
+        return "refused_by_template"
+    return "too_long" if isinstance(error, TooLongError) else "malformed"
+
+
+def _why_empty(row: Any, whole: EncodedChat, options: EncodeOptions) -> str:
+    if whole.num_targets:
+        return "truncated_away"
+    if isinstance(row, EncodedChat) or is_encoded(row, options.row_format):
+        return "no_trained_token"
+    conversation = read_row(row, options.row_format)
+    if options.train_on != "all" and not turns_of_roles(conversation, options):
+        return "no_assistant_turn" if isinstance(options.train_on, str) else "no_turn_of_the_roles"
+    if options.train_on != "all" and not selected_turns(conversation, options):
+        return "switched_off"
+    return "no_trained_token"

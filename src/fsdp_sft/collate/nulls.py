@@ -1,0 +1,115 @@
+"""Nulls that a row means, and nulls with which an Arrow table fills up what a row does not have.
+
+A column of structs gives each of them the keys of all the others. One row shows where it comes from: structs
+in one list that have different keys cannot come from such a table, and a null where nobody writes one (a
+message's ``tool_calls``, a tool's ``type``) says that it does. A null that could be either stands in a row
+that shows neither, and is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+_MESSAGE_LISTS = ("messages", "conversations", "prompt", "completion")
+# The only keywords of JSON Schema whose value may be null.
+_NULL_IN_A_SCHEMA = ("default", "const")
+
+
+def without_fillers(row: dict[str, Any]) -> dict[str, Any]:
+    """The row without nulls of the second kind in arguments of calls and in tools.
+
+    Args:
+        row: A chat row of plain Python data; it is left as it is.
+    """
+    lists = [row[key] for key in _MESSAGE_LISTS if isinstance(row.get(key), list)]
+    calls = [call for items in lists for call in _calls(items)]
+    tools = row["tools"] if isinstance(row.get("tools"), list) else []
+    if not calls and not tools:
+        return row
+    known = dict(_parameters(tools))
+    from_table = _comes_from_a_table(lists, calls, tools)
+    cleaned = dict(row)
+    for key in _MESSAGE_LISTS:
+        if isinstance(row.get(key), list):
+            cleaned[key] = [_clean_message(item, from_table, known) for item in row[key]]
+    if from_table and tools:
+        cleaned["tools"] = _stripped(tools)
+    return cleaned
+
+
+def _dicts(values: Iterable[Any]) -> list[Mapping[str, Any]]:
+    return [value for value in values if isinstance(value, Mapping)]
+
+
+def _calls(messages: list[Any]) -> Iterator[Mapping[str, Any]]:
+    for message in _dicts(messages):
+        yield from _dicts(message.get("tool_calls") or [])
+
+
+def _function(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    inner = call.get("function")
+    return inner if isinstance(inner, Mapping) else call
+
+
+def _parameters(tools: list[Any]) -> Iterator[tuple[str, Any]]:
+    """(name of a tool, names of its parameters) where the schema has them."""
+    for tool in _dicts(tools):
+        inner = _function(tool)
+        schema = inner.get("parameters")
+        properties = schema.get("properties") if isinstance(schema, Mapping) else None
+        if isinstance(inner.get("name"), str) and isinstance(properties, Mapping):
+            yield inner["name"], {name for name, value in properties.items() if value is not None}
+
+
+def _comes_from_a_table(lists: list[list[Any]], calls: list[Mapping[str, Any]], tools: list[Any]) -> bool:
+    functions = [_function(call) for call in calls]
+    arguments = _dicts(function.get("arguments") for function in functions)
+    groups = [*map(_dicts, lists), calls, functions, arguments, _dicts(tools)]
+    if any(len({frozenset(item) for item in group}) > 1 for group in groups):
+        return False
+    messages = [item for items in lists for item in _dicts(items)]
+    # OpenAI's own form of a call has the content null.
+    hints = [{k: v for k, v in message.items() if k != "content"} for message in messages]
+    if any(value is None for item in [*hints, *calls, *functions] for value in item.values()):
+        return True
+    names = {function.get("name") for function in functions}
+    if len(names) > 1 and any(value is None for item in arguments for value in item.values()):
+        return True  # two functions with the same keys
+    return any(_has_impossible_null(tool) for tool in tools)
+
+
+def _has_impossible_null(schema: Any) -> bool:
+    if isinstance(schema, Mapping):
+        return any(
+            key not in _NULL_IN_A_SCHEMA if value is None else _has_impossible_null(value)
+            for key, value in schema.items()
+        )
+    return isinstance(schema, list) and any(_has_impossible_null(item) for item in schema if item is not None)
+
+
+def _clean_message(message: Any, from_table: bool, known: dict[str, Any]) -> Any:
+    if not isinstance(message, Mapping) or not isinstance(message.get("tool_calls"), list):
+        return message
+    return {**message, "tool_calls": [_clean_call(call, from_table, known) for call in message["tool_calls"]]}
+
+
+def _clean_call(call: Any, from_table: bool, known: dict[str, Any]) -> Any:
+    function = _function(call) if isinstance(call, Mapping) else {}
+    arguments = function.get("arguments")
+    if not isinstance(arguments, Mapping):
+        return call
+    if from_table:
+        arguments = _stripped(arguments)
+    elif function.get("name") in known:
+        # The row may have lost its other marks on the way, but no tool is called with what it does not have.
+        names = known[function["name"]]
+        arguments = {key: value for key, value in arguments.items() if value is not None or key in names}
+    changed = {**function, "arguments": arguments}
+    return {**call, "function": changed} if "function" in call else changed
+
+
+def _stripped(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _stripped(item) for key, item in value.items() if item is not None}
+    return [_stripped(item) for item in value] if isinstance(value, list) else value

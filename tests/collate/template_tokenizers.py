@@ -1,0 +1,73 @@
+"""Tokenizers for templates that come without one, and the forms of messages that templates take."""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from tests.collate.mask_oracle import Render
+
+SPECIAL = re.compile(
+    r"<\|[^<>|\s]{1,40}\|?>|<[^<>|\s]{1,40}\|>|<｜[^<>\s]{1,40}｜>|<(?:start|end)_of_\w+>|\[/?[A-Z_]+\]|</?s>"
+)
+
+
+def byte_tokenizer(template: str, stops: list[str], eos: str) -> PreTrainedTokenizerFast:
+    """Bytes, and the special tokens that the template writes."""
+    vocabulary = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(sorted({*SPECIAL.findall(template), *stops, eos, "<s>", "<pad>"}))
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=eos, bos_token="<s>", pad_token="<pad>"
+    )
+    wrapped.chat_template = template
+    return wrapped
+
+
+def tokenizer_for(template: str) -> tuple[PreTrainedTokenizerFast, list[str]]:
+    """(tokenizer with the first special token after an answer for EOS, all special tokens)."""
+    tokenizer = byte_tokenizer(template, [], "</s>")
+    chat = [{"role": role, "content": content} for role, content in (("user", "qqq"), ("assistant", "zzz"))]
+    for form in forms(tokenizer, None, {}):
+        try:
+            found = SPECIAL.search(form(chat, False).rpartition("zzz")[2])
+        except Exception:  # not in this form
+            continue
+        if found:
+            tokenizer = byte_tokenizer(template, [], found[0])
+            break
+    specials = [token.content for token in tokenizer.added_tokens_decoder.values()]
+    return tokenizer, [token for token in specials if token not in ("<pad>", "<s>")]
+
+
+def forms(tokenizer: Any, tools: Any, kwargs: dict[str, Any]) -> Iterator[Render]:
+    """The template with messages as they are, and in the forms that some templates want instead."""
+
+    def changed(message: dict[str, Any], form: int) -> dict[str, Any]:
+        if form & 1 and "tool_calls" in message:
+            calls = json.loads(json.dumps(message["tool_calls"]))
+            for call in calls:
+                call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+            message = {**message, "tool_calls": calls}
+        if form & 2:
+            message = {**message, "content": [{"type": "text", "text": message["content"]}]}
+        return message
+
+    for form in range(4):
+
+        def render(messages: list[dict[str, Any]], prompt: bool, form: int = form) -> str:
+            text = tokenizer.apply_chat_template(
+                [changed(message, form) for message in messages],
+                tools=tools,
+                add_generation_prompt=prompt,
+                tokenize=False,
+                **kwargs,
+            )
+            return str(text)
+
+        yield render

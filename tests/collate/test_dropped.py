@@ -1,0 +1,173 @@
+"""A text of an answer that the template does not print: refused or counted, never lost in silence."""
+
+from typing import Any
+
+import pytest
+
+import fsdp_sft as fs
+from fsdp_sft.collate import DroppedTextError, SFTCollator, encode_chat, filter_rows
+from fsdp_sft.collate.filtering import NOTES, REFUSALS
+from fsdp_sft.collate.template import ChatTemplate
+from tests.harness import chat_templates as ct
+from tests.harness.chats import chat, shown
+
+# Prints reasoning after the last question only, as Qwen3 does, and text beside a call never, as Llama 3.1.
+TEMPLATE = (
+    "{% set last = namespace(user=-1) %}{% for message in messages %}{% if message.role == 'user' %}"
+    "{% set last.user = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
+    "{% if message.reasoning_content and loop.index0 > last.user %}"
+    "{{ '<think>' + message.reasoning_content + '</think>' }}{% endif %}"
+    "{% if message.tool_calls %}{% for call in message.tool_calls %}"
+    "{{ call.function.name + '(' + call.function.arguments.city + ')' }}{% endfor %}"
+    "{% else %}{{ message.content }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+SILENT = TEMPLATE.replace("message.reasoning_content and", "false and")
+
+
+def tokenizer(template: str = TEMPLATE) -> Any:
+    made = ct.byte_tokenizer("chatml")
+    made.chat_template = template
+    return made
+
+
+def with_call(content: str = "", **arguments: Any) -> dict[str, Any]:
+    call = {"type": "function", "function": {"name": "f", "arguments": {"city": "Oslo", **arguments}}}
+    return {
+        "messages": [
+            {"role": "user", "content": "q"},
+            {"role": "assistant", "content": content, "tool_calls": [call]},
+        ]
+    }
+
+
+def thinking(row: dict[str, Any], at: int, key: str = "reasoning_content") -> dict[str, Any]:
+    row["messages"][at][key] = "let me see"
+    return row
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        (with_call("I look"), "the content of message 1, 'I look'"),
+        (with_call(days=3), "the tool call of message 1, '3'"),
+        (with_call(other="x"), "the tool call of message 1, 'x'"),
+    ],
+)
+def test_a_text_that_is_not_printed_is_refused(row: dict[str, Any], says: str) -> None:
+    for refused in (
+        lambda: encode_chat(row, tokenizer()),
+        lambda: filter_rows([chat("q", "a"), row], tokenizer()),
+        lambda: SFTCollator(tokenizer(), max_length=99)([row]),
+    ):
+        with pytest.raises(DroppedTextError, match="does not print") as caught:
+            refused()
+        assert says in str(caught.value)
+    assert encode_chat(row, tokenizer(), on_dropped="count").notes == ("dropped",)
+    assert encode_chat(row, tokenizer(), on_dropped="ignore").notes == ()
+    assert issubclass(fs.DroppedTextError, fs.ChatTemplateError)
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_that_is_not_printed_is_refused(key: str) -> None:
+    row, own = thinking(chat("q", "a"), 1, key), tokenizer(SILENT)
+    with pytest.raises(DroppedTextError, match="the reasoning of message 1, 'let me see'"):
+        encode_chat(row, own)
+    assert encode_chat(row, own, on_dropped="count").notes == ("dropped",)
+    assert encode_chat(row, own, train_reasoning=False).notes == ()
+    assert ChatTemplate(own).reasoning_keys() == []
+    assert "reasoning_content" in ChatTemplate(tokenizer()).reasoning_keys()
+
+
+def test_what_is_printed_is_no_loss() -> None:
+    for row in (with_call(), with_call("  \n"), thinking(chat("q", "a"), 1), chat("q", "a", "r", "")):
+        assert encode_chat(row, tokenizer()).notes == ()
+
+
+def test_reasoning_of_the_past_is_counted() -> None:
+    row = thinking(thinking(chat("q", "a", "r", "b"), 1), 3)
+    assert encode_chat(row, tokenizer()).notes == ("dropped_past_reasoning",)
+    assert shown(row, tokenizer()).endswith("⟦<think>let me see</think>b<|im_end|>⟧\n")
+    _, counts = filter_rows([chat("q", "a"), row], tokenizer())
+    assert counts == {"kept": 2, "dropped_past_reasoning": 1}
+    assert list(counts.indices["dropped_past_reasoning"]) == [1]
+    assert encode_chat(row, tokenizer(), on_dropped="ignore").notes == ()
+
+
+def test_a_message_that_is_not_trained_may_be_left_out() -> None:
+    row = with_call("I look")
+    row["messages"] += [{"role": "tool", "content": "sun"}, {"role": "assistant", "content": "fine"}]
+    assert encode_chat(row, tokenizer(), train_on="last").notes == ()
+    row["messages"][1]["train"] = False
+    assert encode_chat(row, tokenizer()).notes == ()
+
+
+@pytest.mark.parametrize("kind", ["call beside text", "system left out"])
+def test_all_texts_are_trained_with_all(kind: str) -> None:
+    if kind == "call beside text":
+        row, template = with_call("I look"), TEMPLATE
+    else:
+        row, template = (
+            chat(("system", "be kind"), "q", "a"),
+            TEMPLATE.replace(
+                "{{ '<|im_start|>' + message.role",
+                "{% if message.role == 'system' %}{% continue %}{% endif %}{{ '<|im_start|>' + message.role",
+            ),
+        )
+    assert encode_chat(row, tokenizer(template), train_on="all", on_dropped="count").notes == ("dropped",)
+    with pytest.raises(DroppedTextError):
+        encode_chat(row, tokenizer(template), train_on="all")
+    row["messages"][0 if kind != "call beside text" else 1]["weight"] = 0
+    assert encode_chat(row, tokenizer(template), train_on="all").notes == ()
+
+
+def test_counting_gives_reasons_indices_and_examples() -> None:
+    rows = [chat("q", "a"), with_call("I look"), {"messages": "?"}, chat("q"), chat("q", "\udc80")]
+    kept, counts = filter_rows(rows, tokenizer(), on_error="count")
+    assert kept == [rows[0]]
+    assert counts == {"kept": 1, "dropped_text": 1, "malformed": 2, "no_assistant_turn": 1}
+    assert list(counts.indices["malformed"]) == [2, 4]
+    assert counts.examples["dropped_text"][0].startswith("row 1: the chat template of")
+    assert "half of a surrogate pair" in counts.examples["malformed"][1]
+    assert set(counts) <= {"kept", *REFUSALS, *NOTES}
+    kept, counts = filter_rows(rows, tokenizer(), on_error="count", on_dropped="count")
+    assert kept == rows[:2]
+    assert counts == {"kept": 2, "dropped": 1, "malformed": 2, "no_assistant_turn": 1}
+    _, counts = filter_rows([chat("q", "a"), *[with_call("I look")] * 50], tokenizer(), on_error="count")
+    assert len(counts.examples["dropped_text"]) == 20
+    assert len(counts.indices["dropped_text"]) == 50
+    with pytest.raises(ValueError, match="no row has a target") as caught:
+        filter_rows([rows[1]], tokenizer(), on_error="count")
+    assert "row 0: the chat template" in str(caught.value)
+
+
+def test_a_collator_takes_what_was_let_pass() -> None:
+    own = tokenizer()
+    row = with_call("I look")
+    filter_rows([row], own, on_dropped="count")
+    SFTCollator(own, max_length=99)([row])
+    with pytest.raises(DroppedTextError):
+        SFTCollator(own, max_length=99, on_dropped="error")([row])
+    filter_rows([chat("q", "a")], own)
+    with pytest.raises(DroppedTextError):
+        SFTCollator(own, max_length=99)([row])
+
+
+@pytest.mark.parametrize(
+    ("options", "noted"),
+    [
+        ({"max_length": 30}, True),
+        ({"max_length": 75}, False),
+        ({"max_length": 75, "train_on": "all"}, False),
+        ({"max_length": 30, "train_on": "all"}, True),
+        ({"max_length": 20, "truncation": "left"}, True),
+        ({"max_length": 20, "truncation": "left", "train_on": "all"}, True),
+        ({"max_length": 20, "truncation": "left", "train_on": "last"}, False),
+    ],
+)
+def test_an_answer_that_is_cut_off_whole_is_counted(options: dict[str, Any], noted: bool) -> None:
+    row = chat("q", "first answer", "r", "second answer")
+    _, counts = filter_rows([row], tokenizer(), **options)
+    assert counts == ({"kept": 1, "answer_cut_off": 1} if noted else {"kept": 1})

@@ -1,0 +1,188 @@
+"""What ends an answer is trained, or it is said that nothing does."""
+
+import warnings
+from typing import Any
+
+import pytest
+
+from fsdp_sft.collate import encode_chat, filter_rows
+from tests.harness import chat_templates as ct
+from tests.harness.chats import chat, shown
+
+
+def tokenizer(template: str, *tokens: str, eos: str = "</s>") -> Any:
+    made = ct.byte_tokenizer("chatml")
+    made.add_special_tokens({"additional_special_tokens": list(tokens)})
+    made.eos_token = eos
+    made.chat_template = template
+    return made
+
+
+def turns(header: str, closing: str, last: str | None = None) -> str:
+    """A template that opens each turn with the role in ``header``; ``last`` closes the last turn instead."""
+    end = repr(closing) if last is None else f"({last!r} if loop.last else {closing!r})"
+    return (
+        (
+            "{% for message in messages %}{{ HEADER + message.content + (END if message.role == 'assistant' "
+            "else '') }}{% endfor %}{% if add_generation_prompt %}{{ PROMPT }}{% endif %}"
+        )
+        .replace("HEADER", header)
+        .replace("END", end)
+        .replace("PROMPT", header.replace("message.role", "'assistant'"))
+    )
+
+
+ROW = chat("q", "one", "r", "two")
+
+
+def test_generation_goes_on_to_eos() -> None:
+    closing = "<|close|>response<|sep|><|open|>end<|msg|>"
+    own = tokenizer(
+        turns("'<|' + message.role + '|>'", closing), "<|close|>", "<|sep|>", "<|msg|>", eos="<|msg|>"
+    )
+    assert shown(ROW, own) == (f"<|user|>q<|assistant|>⟦one{closing}⟧<|user|>r<|assistant|>⟦two{closing}⟧")
+    assert shown(ROW, own, train_eot=False).count("⟦one⟧<|close|>") == 1
+
+
+def test_eos_that_closes_the_conversation_closes_no_turn() -> None:
+    own = tokenizer(
+        turns("'<|' + message.role + '|>\n'", "<|im_end|>\n", "<|im_end|>\n</s>"), "<|user|>", "<|assistant|>"
+    )
+    assert shown(ROW, own).endswith("⟦two<|im_end|>⟧\n</s>")
+
+
+def test_eos_of_a_turn_with_calls_is_found_behind_another_token() -> None:
+    template = (
+        "{% for message in messages %}{{ '<|' + message.role + '|>' + message.content }}"
+        "{% for call in message.tool_calls or [] %}{{ '<call>' + call.function.name + '</call>' }}"
+        "{% endfor %}"
+        "{% if message.role == 'assistant' %}{{ '<|close|>x<|msg|>' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    )
+    own = tokenizer(template, "<|close|>", "<|msg|>", "</call>", eos="<|msg|>")
+    call = {"function": {"name": "f", "arguments": {}}}
+    messages = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "r"},
+        {"role": "assistant", "content": "a"},
+    ]
+    assert shown({"messages": messages}, own) == (
+        "<|user|>q<|assistant|>⟦<call>f</call><|close|>x<|msg|>⟧<|tool|>r<|assistant|>⟦a<|close|>x<|msg|>⟧"
+    )
+
+
+def test_an_end_of_turn_that_is_no_token_is_trained_as_text_with_a_warning() -> None:
+    own = tokenizer(turns("'<|' + message.role + '|>\n'", "<|stop|>\n"))
+    with pytest.warns(
+        UserWarning, match=r"answers end with '<\|stop\|>', which is no token of .* new_vocab_size="
+    ):
+        text = shown(ROW, own)
+    assert text.count("⟦one<|stop|>⟧\n") == text.count("⟦two<|stop|>⟧\n") == 1
+    with pytest.warns(UserWarning, match="is no token of"):
+        _, counts = filter_rows([ROW], own)
+    assert counts == {"kept": 1, "end_of_turn_is_text": 1}
+    own.add_special_tokens({"additional_special_tokens": ["<|stop|>"]})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert shown(ROW, own).count("⟦two<|stop|>⟧\n") == 1
+    _, counts = filter_rows([ROW], own)
+    assert counts == {"kept": 1}
+
+
+def test_a_last_answer_without_an_end_is_counted() -> None:
+    header = "'<|' + message.role + '|>\n'"
+    for template, past in (
+        (turns(header, ""), "⟦one⟧<|user|>"),
+        (turns(header, "<|end|>", ""), "⟦one<|end|>⟧"),
+    ):
+        own = tokenizer(template, "<|user|>", "<|assistant|>", "<|end|>")
+        assert past in shown(ROW, own)
+        assert shown(ROW, own).endswith("⟦two⟧")
+        _, counts = filter_rows([ROW], own)
+        assert counts == {"kept": 1, "no_end_of_turn": 1}
+        assert "pass a chat_template= that writes the token there" in counts.examples["no_end_of_turn"][0]
+
+
+def test_a_tag_of_the_answer_that_begins_like_one_of_the_prompt_is_trained() -> None:
+    template = (
+        "{% for message in messages %}{{ '<|' + message.role + '|>' }}{% if message.role == 'assistant' %}"
+        "{{ '<|START_TEXT|>' + message.content + '<|END_TEXT|>' }}{% else %}{{ message.content }}{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|><|START_THINKING|>' }}{% endif %}"
+    )
+    tokens = ("<|START_TEXT|>", "<|START_THINKING|>", "<|END_TEXT|>", "<|user|>", "<|assistant|>")
+    own = tokenizer(template, *tokens, eos="<|END_TEXT|>")
+    assert shown(chat("q", "a"), own) == "<|user|>q<|assistant|>⟦<|START_TEXT|>a<|END_TEXT|>⟧"
+
+
+def test_the_whole_header_of_reasoning_is_left_out_with_it() -> None:
+    template = (
+        "{% for message in messages %}{% if message.thinking %}"
+        "{{ '<|start|>assistant<|channel|>analysis<|message|>' + message.thinking + '<|end|>' }}{% endif %}"
+        "{{ '<|start|>' + message.role + ('<|channel|>final' if message.role == 'assistant' else '') + "
+        "'<|message|>' + message.content + ('<|return|>' if loop.last else '<|end|>') }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"
+    )
+    own = tokenizer(
+        template, "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", eos="<|return|>"
+    )
+    row = chat("q", "a")
+    row["messages"][1]["thinking"] = "hm"
+    whole = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>a<|return|>"
+    assert shown(row, own).endswith(f"<|start|>assistant⟦{whole}⟧")
+    reasoning, _, rest = whole.partition("<|start|>")
+    assert shown(row, own, train_reasoning=False).endswith(f"<|start|>assistant{reasoning}⟦<|start|>{rest}⟧")
+
+
+def test_a_call_without_a_text_to_mark() -> None:
+    template = (
+        "{% set ns = namespace(name='') %}{% for message in messages %}{% if message.role == 'tool' %}"
+        "{{ '<|tool|>' + ns.name + ':' + message.content }}{% else %}"
+        "{{ '<|' + message.role + '|>' + message.content }}{% for call in message.tool_calls or [] %}"
+        "{% set ns.name = call.function.name %}{{ ns.name + (call.function.arguments | tojson) }}{% endfor %}"
+        "{% if message.role == 'assistant' %}{{ '<|im_end|>' }}{% endif %}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    )
+    own = tokenizer(template)
+    for arguments, text in (
+        ({}, "{}"),
+        ({"a": 1, "b": 2.5}, '{"a": 1, "b": 2.5}'),
+        ({"on": True}, '{"on": true}'),
+    ):
+        call = {"function": {"name": "add", "arguments": arguments}}
+        messages = [
+            {"role": "user", "content": "7351000001537 7351000002 1537"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": "3"},
+            {"role": "assistant", "content": "a"},
+        ]
+        assert shown({"messages": messages}, own).endswith(
+            f"<|assistant|>⟦add{text}<|im_end|>⟧<|tool|>add:3<|assistant|>⟦a<|im_end|>⟧"
+        )
+
+
+def test_nested_arguments_printed_as_python() -> None:
+    template = ct.CHATML.replace(
+        "'arguments': call.function.arguments} | tojson)", "'a': call.function.arguments} | string)"
+    )
+    assert template != ct.CHATML
+    own = tokenizer(template)
+    call = {"function": {"name": "f", "arguments": {"deep": {"a": ["x y", 1, True], "b": None}}}}
+    row = {
+        "messages": [
+            {"role": "user", "content": "q"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+        ]
+    }
+    assert (
+        "{'name': 'f', 'a': {'deep': {'a': ['x y', 1, True], 'b': None}}}"
+        in shown(row, own).partition("⟦")[2]
+    )
+
+
+def test_labels_end_where_they_did_for_templates_with_one_stop() -> None:
+    for name, family in ct.FAMILIES.items():
+        made = ct.byte_tokenizer(name)
+        _, expected = ct.expected_marks(family.write(ROW["messages"]))
+        encoded = encode_chat(ROW, made)
+        assert [label != -100 for label in encoded.labels] == expected, name
