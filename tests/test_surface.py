@@ -23,6 +23,7 @@ STOREYS = [
     {"_disk", "_gather", "_kept", "_model", "adapters"},
     {"_claim", "collate", "dcp_io", "export", "metrics", "sac", "sampler", "shard", "varlen", "watchdog"}
     | {"weights"},
+    {"encoded"},
     {"loss", "packing", "pretrained"},
     {"mixing", "planner", "prepared", "step"},
 ]
@@ -215,7 +216,15 @@ def test_model_first_the_rest_by_keyword() -> None:
         "causal_lm_loss",
         "windows",
     }
-    two |= {"encode_chat", "filter_rows", "evaluate", "gradient_sync", "export_hf", "save_checkpoint"}
+    two |= {
+        "encode_chat",
+        "encode_dataset",
+        "filter_rows",
+        "evaluate",
+        "gradient_sync",
+        "export_hf",
+        "save_checkpoint",
+    }
     two |= {"plot_run", "pack_lengths", "select_block_indices", "model_flops_per_token", "load_weights"}
     two |= {"prepare_base", "add_adapters", "export_adapter"}
     three = {"train_step", "save_optimizer_state", "load_optimizer_state"}

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from fsdp_sft.distributed import DistributedContext as DistributedContext
     from fsdp_sft.distributed import build_mesh as build_mesh
     from fsdp_sft.distributed import init_distributed as init_distributed
+    from fsdp_sft.encoded import EncodedDataset as EncodedDataset
+    from fsdp_sft.encoded import encode_dataset as encode_dataset
     from fsdp_sft.errors import AdapterError as AdapterError
     from fsdp_sft.errors import BatchError as BatchError
     from fsdp_sft.errors import ChatTemplateError as ChatTemplateError
@@ -169,6 +171,8 @@ _OWNERS = {
     "CheckpointInfo": "dcp_io",
     "DistributedContext": "distributed",
     "EncodedChat": "collate",
+    "EncodedDataset": "encoded",
+    "encode_dataset": "encoded",
     "FilterCounts": "collate",
     "EvalResult": "step",
     "IGNORE_INDEX": "collate",

@@ -363,6 +363,26 @@ def varlen_attn_takes_gqa() -> bool:
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
+def is_hub_dataset(rows: Any) -> bool:
+    """Whether it is a ``datasets.Dataset``; that library may not be installed."""
+    return hasattr(rows, "_fingerprint") and hasattr(rows, "column_names") and hasattr(rows, "__len__")
+
+
+def dataset_fingerprint(rows: Any) -> str | None:
+    """What ``datasets`` knows a ``Dataset`` by: of its files and of all that was done to it; else None.
+
+    There is no public form.
+    """
+    return str(rows._fingerprint) if is_hub_dataset(rows) else None
+
+
+def versions_of_tokenizers() -> list[str]:
+    """Versions of what turns a conversation into ids."""
+    from importlib.metadata import version
+
+    return [version("transformers"), version("tokenizers")]
+
+
 def shares_of_stream(rows: Any) -> int:
     """Into how many shares a Hugging Face stream was split, of which it is one; 1 for anything else.
 

@@ -125,6 +125,13 @@ def write_bytes(path: Path, data: bytes) -> FileRecord:
     return FileRecord(len(data), hashlib.sha256(data).hexdigest())
 
 
+def sync_file(path: Path) -> None:
+    """Put a file that has been written on the disk."""
+    fd = os.open(path, os.O_RDONLY)
+    with closing(fd):
+        os.fsync(fd)
+
+
 def sync_folder(path: Path) -> None:
     """Put a folder's entries on the disk."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)

@@ -57,6 +57,33 @@ class FilterCounts(dict[str, int]):
         self.indices: dict[str, array[int]] = {}
         self.examples: dict[str, list[str]] = {}
 
+    @classmethod
+    def of(
+        cls,
+        counts: Mapping[str, int],
+        indices: Mapping[str, Iterable[int]],
+        examples: Mapping[str, list[str]],
+    ) -> FilterCounts:
+        """Those of an earlier run."""
+        made = cls()
+        made.update(counts)
+        made.indices = {reason: array("q", values) for reason, values in indices.items()}
+        made.examples = {reason: list(texts) for reason, texts in examples.items()}
+        return made
+
+    def join(self, others: FilterCounts, first: int) -> None:
+        """Add those of further rows, of which the first is row ``first``."""
+        for reason, number in others.items():
+            self[reason] = self.get(reason, 0) + number
+        for reason, indices in others.indices.items():
+            self.indices.setdefault(reason, array("q")).extend(array("q", (first + i for i in indices)))
+        for reason, texts in others.examples.items():
+            mine = self.examples.setdefault(reason, [])
+            room = _EXAMPLES - len(mine)
+            for text in texts[: max(room, 0)]:
+                place, _, rest = text.removeprefix("row ").partition(": ")
+                mine.append(f"row {first + int(place)}: {rest}")
+
     def add(self, reason: str, index: int, text: str = "") -> None:
         """Count a row."""
         self[reason] = self.get(reason, 0) + 1
@@ -153,10 +180,16 @@ def judge_row(
     options: EncodeOptions,
     counts: FilterCounts,
     on_error: str,
+    encoded: EncodedChat | None = None,
 ) -> tuple[str, EncodedChat | None]:
-    """(why the row is not kept, or "kept"; the row encoded and truncated), counted."""
+    """(why the row is not kept, or "kept"; the row encoded and truncated), counted.
+
+    ``encoded`` is what `encode_rows` has made of it, if it has been called already.
+    """
+    if encoded is None and isinstance(row, EncodedChat):
+        encoded = row
     try:
-        whole = row if isinstance(row, EncodedChat) else encode_row(row, tokenizer, options)
+        whole = encode_row(row, tokenizer, options) if encoded is None else encoded
         chat = truncate(whole, options)
     except ValueError as error:
         if on_error == "raise":

@@ -9,6 +9,7 @@ import torch
 
 from fsdp_sft.collate import IGNORE_INDEX, EncodedChat
 from fsdp_sft.collate.rows import check_encoded, read_encoded
+from fsdp_sft.encoded import EncodedDataset
 from fsdp_sft.packing.bins import check_count
 
 Row = Mapping[str, Any] | EncodedChat
@@ -116,7 +117,8 @@ def row_sizes(rows: Iterable[Row]) -> tuple[list[int], list[int]]:
     """What ``PackedSampler`` needs to know about rows.
 
     Args:
-        rows: Rows with ``input_ids`` and ``labels`` (or ``shift_labels``) of one length, or ``EncodedChat``s.
+        rows: Rows with ``input_ids`` and ``labels`` (or ``shift_labels``) of one length, or ``EncodedChat``s;
+            an ``EncodedDataset`` knows its sizes.
 
     Returns:
         (number of tokens of each row, number of targets of each row after the shift).
@@ -124,6 +126,8 @@ def row_sizes(rows: Iterable[Row]) -> tuple[list[int], list[int]]:
     Raises:
         ValueError: For a malformed row, with its index.
     """
+    if isinstance(rows, EncodedDataset):
+        return rows.lengths.tolist(), rows.num_targets.tolist()
     lengths, targets = [], []
     for index, row in enumerate(rows):
         try:

@@ -1,0 +1,190 @@
+"""`encode_dataset`: who encodes, who waits, and what is there already."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import uuid
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from fsdp_sft._agree import agreed, all_gather_objects, this_rank, while_others_wait
+from fsdp_sft._claim import Claim
+from fsdp_sft._disk import publish, temporary_beside, unsound_beside
+from fsdp_sft.collate.encode import NOTES, EncodeOptions, TrainOn, check_choice, check_count
+from fsdp_sft.encoded.build import Work, build, look_first, num_refused, refusal
+from fsdp_sft.encoded.key import key_of
+from fsdp_sft.encoded.source import RowSource
+from fsdp_sft.encoded.store import EncodedDataset, is_sound
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_LOOKED_AT_FIRST = 500
+_SEEN_SECONDS = 5.0  # for a network file system to show a new file
+
+
+def encode_dataset(
+    rows: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_length: int,
+    num_proc: int | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    on_error: Literal["raise", "count"] = "count",
+    on_dropped: Literal["error", "count", "ignore"] = "count",
+    max_refused: float = 0.01,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    train_on: TrainOn = "assistant",
+    train_eot: bool = True,
+    train_reasoning: bool = True,
+    truncation: str = "right",
+    chat_template: str | None = None,
+    row_format: str | None = None,
+) -> EncodedDataset:
+    """Tokenise rows once, into files that every rank maps into memory.
+
+    Rows without a target are left out and counted, as `filter_rows` does. What has been encoded before, of
+    the same data, template, tokenizer, options and versions, is opened at once. A folder appears under its
+    name only when it is complete: of a job that was killed nothing is used, and the next one begins anew.
+
+    Ranks that see the same ``cache_dir`` share one encoding, which rank 0 makes while the others wait, with
+    processes of its own; on nodes that do not see it each makes its own.
+
+    Args:
+        rows: A sequence of rows as `encode_chat` takes them, a ``datasets.Dataset``, or the path of a
+            ``.jsonl`` file or a list of such, which are read in a stream. The same on all ranks.
+        tokenizer: A fast tokenizer.
+        max_length: Most tokens of a row.
+        num_proc: Processes that encode; None takes one for each core, as far as there is work for them.
+        cache_dir: Where encoded data is kept; None is ``fsdp-sft/encoded`` in ``$XDG_CACHE_HOME`` or
+            ``~/.cache``.
+        on_error: "count" drops and counts rows that `encode_chat` would refuse, "raise" stops at the first.
+        on_dropped: As in `filter_rows`.
+        max_refused: Share of refused rows above which it raises; what has been encoded is kept, so that a
+            second call with a larger share opens it.
+        chat_template_kwargs: As in `encode_chat`, like all that follow.
+        train_on: What is trained.
+        train_eot: Whether the end-of-turn token is trained.
+        train_reasoning: Whether reasoning is trained.
+        truncation: "right", "left" or "error".
+        chat_template: Takes the place of the tokenizer's template.
+        row_format: Named, or None to detect it.
+
+    Returns:
+        A sequence of `EncodedChat`, with ``counts``, ``lengths`` and ``num_targets``.
+
+    Raises:
+        ValueError: If more rows are refused than ``max_refused`` allows, with the counts and an example of
+            each reason: within seconds, by 500 rows looked at first, or at the end. `ChatTemplateError`,
+            `DroppedTextError` and `TooLongError`, where most were refused so. Also for no rows, and for
+            ranks with different numbers of rows.
+        FileNotFoundError: For a file that is not there.
+        OSError: If writing fails.
+
+    Collective: all ranks; those that wait need no time-out longer than the default.
+    Memory: A block of 256 rows and its tokens in each process; pages of the files belong to the system.
+    Disk: 4 bytes a token, 28 bytes a row, 8 or 12 bytes a trained turn; twice that while it is made.
+
+    Example::
+
+        encoded = fs.encode_dataset("chats.jsonl", tokenizer, max_length=8192)
+        print(encoded.counts)
+    """
+    options = EncodeOptions.check(
+        train_on=train_on,
+        train_eot=train_eot,
+        train_reasoning=train_reasoning,
+        max_length=max_length,
+        truncation=truncation,
+        chat_template=chat_template,
+        row_format=row_format,
+        chat_template_kwargs=chat_template_kwargs,
+        on_dropped=on_dropped,
+    )
+    check_count("max_length", max_length)
+    check_choice("on_error", on_error, ("raise", "count"))
+    if num_proc is not None:
+        check_count("num_proc", num_proc)
+    if not 0 <= max_refused <= 1:
+        raise ValueError(f"max_refused must be a share of 0 to 1, got {max_refused!r}")
+    cache = _cache_folder(cache_dir)
+    work = Work(tokenizer, options, on_error == "raise")
+    with agreed("looking at the rows to encode"):
+        source = RowSource.of(rows)
+        cache.mkdir(parents=True, exist_ok=True)
+    sizes = all_gather_objects(source.size)
+    if len(set(sizes)) > 1:
+        raise ValueError(
+            f"ranks have different numbers of {source.unit}s to encode: {sorted(set(sizes))[:4]}"
+        )
+    maker = _maker(cache)
+
+    def make() -> Path:
+        target = cache / key_of(source, tokenizer, options, on_error, cache)[:40]
+        claim = Claim(target, is_sound)
+        if claim.take_or_wait():
+            try:
+                _make(source, work, target, num_proc, max_refused)
+            finally:
+                claim.end()
+        return target
+
+    made = while_others_wait(maker == this_rank(), make, "encoding the data set")
+    target = all_gather_objects(made)[maker]
+    with agreed("opening the encoded data set"):
+        encoded = EncodedDataset(target)
+        counts = encoded.counts
+        number = sum(count for reason, count in counts.items() if reason not in NOTES)
+        if num_refused(counts) > max_refused * number:
+            raise refusal(
+                counts,
+                f"{num_refused(counts)} of {number} rows were refused, more than max_refused={max_refused:g} "
+                f"allows; what was encoded is kept in {target}",
+            )
+    return encoded
+
+
+def _make(source: RowSource, work: Work, target: Path, num_proc: int | None, max_refused: float) -> None:
+    tqdm = import_module("tqdm").tqdm  # comes with transformers
+    look_first(source, work, _LOOKED_AT_FIRST, max_refused)
+    made, scratch = temporary_beside(target), temporary_beside(target)
+    is_quiet = None if this_rank() == 0 else True  # None: unless it is a terminal
+    with tqdm(total=source.size, unit=source.unit, unit_scale=True, desc="encoding", disable=is_quiet) as bar:
+        build(source, work, made, scratch, num_proc, bar.update)
+    publish(made, target, aside=unsound_beside(target))
+
+
+def _maker(cache: Path) -> int:
+    """The rank that encodes for this one: 0 where its folder is seen, else the first of this host.
+
+    Collective: all ranks.
+    """
+    probe = cache / f".probe-{all_gather_objects(uuid.uuid4().hex)[0]}"
+    with agreed(f"writing to {cache}"):
+        if this_rank() == 0:
+            probe.touch()
+    host = None if _is_seen(probe) else socket.gethostname()
+    hosts = all_gather_objects(host)
+    if this_rank() == 0:
+        probe.unlink(missing_ok=True)
+    return 0 if host is None else hosts.index(host)
+
+
+def _is_seen(probe: Path) -> bool:
+    deadline = time.monotonic() + _SEEN_SECONDS
+    while probe.name not in os.listdir(probe.parent):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.2)
+    return True
+
+
+def _cache_folder(given: str | os.PathLike[str] | None) -> Path:
+    if given is not None:
+        return Path(given).absolute()
+    root = os.environ.get("XDG_CACHE_HOME")
+    return (Path(root) if root else Path.home() / ".cache") / "fsdp-sft" / "encoded"
