@@ -58,6 +58,7 @@ def _column(values: list[Any]) -> list[Any]:
 def test_a_null_of_a_json_row_is_printed_as_apply_chat_template_prints_it() -> None:
     schema = {"limit": {"type": "integer", "default": None}}
     given = row(search(query="x", limit=None), tools=[tool(query={"type": "string"}, **schema)])
+    given["messages"][1]["refusal"] = None  # as OpenAI's API answers
     tokenizer = TOKENIZERS["chatml"]
     text = tokenizer.apply_chat_template(given["messages"], tools=given["tools"], tokenize=False)
     assert tokenizer.decode(encode_chat(given, tokenizer).input_ids) == text

@@ -22,9 +22,9 @@ MISTAKES: list[Mistake] = [
     ),
     Mistake(
         "the scaler decides for each optimizer alone",
-        "step/optimizers.py",
-        "    return found_infs(scaler, optimizers)",
-        "    return found_infs(scaler, optimizers[:1])",
+        "step/train.py",
+        "skipped=step.has_infs or not step.is_finite",
+        "skipped=False",
         ("tests/step/test_optimizers.py",),
     ),
     Mistake(

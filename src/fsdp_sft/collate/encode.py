@@ -65,7 +65,11 @@ class EncodedChat:
     @property
     def num_targets(self) -> int:
         """Trained positions after the shift; the first token has nothing before it to be told from."""
-        return sum(label != IGNORE_INDEX for label in self.labels[1:])
+        if not self.labels:
+            return 0
+        # A generator over the labels would take as long as the template.
+        first = int(self.labels[0] != IGNORE_INDEX)
+        return len(self.labels) - self.labels.count(IGNORE_INDEX) - first
 
 
 @dataclass(frozen=True)

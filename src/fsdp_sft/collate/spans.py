@@ -102,14 +102,15 @@ def find_turns(
     layout.check(template, wanted)
     owned = _tags_by_message(tags, layout.places, messages)
     finder = _TurnFinder(template, facts, messages, owned, layout, conversation.tools)
-    turns = [turn for extent in layout.extents(wanted) for turn in finder.find(text, extent)]
+    spoken = {index for index in printed if messages[index]["role"] == "assistant"}
+    extents = list(layout.extents(wanted | spoken))
+    turns = [turn for extent in extents if extent.message in wanted for turn in finder.find(text, extent)]
+    answers = tuple(e.own for e in extents if e.own is not None and e.message in spoken)
     last_question = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=-1)
     dropped = tuple(layout.dropped(printed, last_question))
     if not reasoning:
         turns = [part for turn in turns for part in _without_reasoning(turn, layout.places, text)]
         dropped = tuple(item for item in dropped if item.part != "reasoning")
-    spoken = {index for index in printed if messages[index]["role"] == "assistant"}
-    answers = tuple(extent.own for extent in layout.extents(spoken) if extent.own is not None)
     return Found(text, sorted(turns, key=lambda turn: turn.start), dropped, answers)
 
 
