@@ -2,8 +2,8 @@
 
     FSDP_SFT_DATA=DATA TOKENIZERS_PARALLELISM=false python -m benchmarks.speed.encode --rows 1000000
 
-Rows are made of the real ones (``FSDP_SFT_DATA``), each with a number in its first message, until there are as
-many as asked for. The tokenizer is a byte-level BPE of 8,000 tokens trained on them, with a ChatML template.
+Rows are made of the real ones (``FSDP_SFT_DATA``), each with a number in its first message, until there are
+as many as asked for. The tokenizer is a byte-level BPE of 8,000 tokens trained on them, with a ChatML template.
 Ratios are of one run, alternating, the median of ``--times``, on ``--part`` of the rows; the whole is encoded
 once.
 """
@@ -30,7 +30,8 @@ OPENED = """
 import sys, time
 import fsdp_sft as fs, fsdp_sft.encoded, torch, transformers
 def anonymous():
-    return next(int(line.split()[1]) for line in open("/proc/self/smaps_rollup") if line.startswith("Anonymous"))
+    lines = open("/proc/self/smaps_rollup").read().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("Anonymous"))
 before = anonymous()
 start = time.perf_counter()
 encoded = fs.EncodedDataset(sys.argv[1])
@@ -93,7 +94,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_rows(folder / "part.jsonl", options.part)
-        rows = [json.loads(line) for line in open(folder / "part.jsonl")]
+        rows = [json.loads(line) for line in (folder / "part.jsonl").read_text().splitlines()]
         rendered = [_text(row, tokenizer) for row in rows]
 
         def encode(path: str, num_proc: int) -> Any:
@@ -119,9 +120,8 @@ def main() -> None:
         median = {what: statistics.median(times) for what, times in took.items()}
         for what, value in median.items():
             ratios = [a / b for a, b in zip(took[what], took["encode_dataset"], strict=True)]
-            print(
-                f"{what}: {tokens / value / 1e6:.2f} M tokens/s; encode_dataset is {statistics.median(ratios):.2f} of it"
-            )
+            speed, ratio = tokens / value / 1e6, statistics.median(ratios)
+            print(f"{what}: {speed:.2f} M tokens/s; encode_dataset is {ratio:.2f} of it")
         write_rows(folder / "all.jsonl", options.rows)
         size = (folder / "all.jsonl").stat().st_size
         print(f"{options.rows} rows, {size / 1e9:.2f} GB of JSON lines", flush=True)

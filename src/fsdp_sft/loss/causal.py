@@ -1,5 +1,6 @@
 """The causal-LM loss of a model on a batch: one shift, a float32 sum, with or without logits."""
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -185,41 +186,49 @@ def loss_parts(
         find, planned = torch.compiler.disable(find), torch.compiler.disable(planned)
     additions = find(model, router_loss)
     inputs.update(additions.inputs)
+    wanted = _Wanted(targets, weights, terms, additions, is_shifted(batch), known)
     if impl == "logits":
-        return _from_logits(model, inputs, targets, weights, terms, additions, whole=is_shifted(batch))
-    return planned(model, inputs, targets, weights, terms, additions, impl, is_shifted(batch), known)
+        return _from_logits(model, inputs, wanted)
+    return planned(model, inputs, wanted, impl)
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """The loss that a forward is to give.
+
+    Attributes:
+        targets: What each position is to tell, (B, S).
+        weights: Factors of their losses, (B, S), or None.
+        terms: Smoothing and z-loss.
+        additions: What the model adds to its loss itself.
+        whole: Whether the last position has a target too.
+        known: What the host knows of the targets already.
+    """
+
+    targets: torch.Tensor
+    weights: torch.Tensor | None
+    terms: Terms
+    additions: Additions
+    whole: bool
+    known: Targets | None
 
 
 def _as_planned(
-    model: nn.Module,
-    inputs: dict[str, Any],
-    targets: torch.Tensor,
-    weights: torch.Tensor | None,
-    terms: Terms,
-    additions: Additions,
-    impl: LossImpl,
-    whole: bool,
-    known: Targets | None,
+    model: nn.Module, inputs: dict[str, Any], wanted: _Wanted, impl: LossImpl
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     choice = choice_for(model, impl)
     head = choice.head() if choice.head is not None else None
     if choice.impl == "logits" or head is None:
-        return _from_logits(model, inputs, targets, weights, terms, additions, whole=whole)
-    loss_of = choice.loss_of(head, targets, known, weights, terms)
-    return loss_at_head(model, head, inputs, loss_of, choice.transform, lambda out: additions.of(out, model))
+        return _from_logits(model, inputs, wanted)
+    loss_of = choice.loss_of(head, wanted.targets, wanted.known, wanted.weights, wanted.terms)
+    added = wanted.additions
+    return loss_at_head(model, head, inputs, loss_of, choice.transform, lambda out: added.of(out, model))
 
 
 def _from_logits(
-    model: nn.Module,
-    inputs: dict[str, Any],
-    targets: torch.Tensor,
-    weights: torch.Tensor | None,
-    terms: Terms,
-    additions: Additions,
-    *,
-    whole: bool,
+    model: nn.Module, inputs: dict[str, Any], wanted: _Wanted
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The loss of full logits; the last position has a target only if ``whole``."""
+    targets, weights = wanted.targets, wanted.weights
     output = model(**inputs)
     logits = output.logits
     if logits.ndim != 3 or logits.shape[:2] != targets.shape:
@@ -227,11 +236,11 @@ def _from_logits(
             f"causal_lm_loss needs logits of shape (B, S, vocabulary) for labels {tuple(targets.shape)}, got "
             f"{tuple(logits.shape)} from {type(model).__name__}; for a classifier give train_step a loss_fn"
         )
-    added = additions.of(output, model)
-    if not whole:
+    added = wanted.additions.of(output, model)
+    if not wanted.whole:
         logits, targets = logits[:, :-1], targets[:, :-1]
         weights = None if weights is None else weights[:, :-1]
     logits = logits if logits.dtype == torch.float64 else logits.float()
     targets = targets.flatten().to(logits.device)
     weights = None if weights is None else weights.flatten().to(logits.device)
-    return summed_loss(logits.flatten(0, 1), targets, weights, terms), added
+    return summed_loss(logits.flatten(0, 1), targets, weights, wanted.terms), added
