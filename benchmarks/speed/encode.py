@@ -94,7 +94,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_rows(folder / "part.jsonl", options.part)
-        rows = [json.loads(line) for line in (folder / "part.jsonl").read_text().splitlines()]
+        rows = [json.loads(line) for line in (folder / "part.jsonl").read_text().split("\n") if line]
         rendered = [_text(row, tokenizer) for row in rows]
 
         def encode(path: str, num_proc: int) -> Any:

@@ -22,6 +22,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "adapters": ("none", "lora", "dora", "lora and saved modules", "lora and tokens", "two adapters"),
     "adapted by": ("add_adapters", "peft"),
     "loss": ("auto", "chunked", "logits", "loss_fn"),
+    "loss terms": ("plain", "weights", "smoothing and z-loss"),
     "batches": ("padded", "packed", "packed with a mask"),
     "varlen": ("no", "yes"),
     "accumulation": ("1", "3 each", "3 last", "3 reduce_scatter"),
@@ -68,6 +69,8 @@ def settled(draw: Draw) -> dict[str, str]:
         plainest("batches", "varlen", "adapters", "vocabulary")
         if own["twist"] in ("hook on the head", "chat template"):
             plainest("twist")
+    if own["loss"] == "loss_fn":
+        plainest("loss terms")  # which are then its own
     if own["mesh"] in ("single", "torch DDP 2"):  # the caller's own model, which nothing of ours has placed
         plainest("start", "vocabulary", "precision", "sharding")
     if own["mesh"] == "torch DDP 2" and own["resume"] == "other ranks":

@@ -180,7 +180,7 @@ def _one_or_list(items: list[Any]) -> Any:
 
 def _loss_options(draw: Draw) -> dict[str, Any]:
     if draw["loss"] != "loss_fn":
-        return {"loss_impl": draw["loss"]}
+        return {"loss_impl": draw["loss"], **options.loss_terms(draw)}
     return {
         "loss_fn": architectures.summed_loss,
         "count_fn": partial(architectures.count, architecture=draw["architecture"]),

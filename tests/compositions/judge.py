@@ -86,7 +86,7 @@ def _judge(draw: Draw, seed: int, folder: Path) -> Outcome:
 
 
 def _rows(draw: Draw, seed: int) -> list[Row]:
-    rows = drawn_rows(seed)
+    rows = drawn_rows(seed, weighted=draw["loss terms"] == "weights")
     if draw["vocabulary"] == "grown":
         for index, row in enumerate(rows):
             row["input_ids"][-1] = architectures.VOCABULARY + index % architectures.EXTRA_TOKENS
@@ -195,6 +195,7 @@ def _is_exact(draw: Draw) -> bool:
         and options.resumed_mesh(draw) == draw["mesh"]
         and draw["precision"] == "float32"
         and draw["loss"] in ("logits", "loss_fn")
+        and draw["loss terms"] == "plain"
         and (draw["batches"], draw["compile"]) == ("padded", "no")
         and draw["architecture"] != "moe with router loss"
         # FSDP2 hands each block's inputs through a node of its own. So the gradients of the encoder's states,

@@ -168,3 +168,8 @@ class Meter(nn.Module):
 
     def set_extra_state(self, state: Any) -> None:
         self.value = state["value"]
+
+
+def loss_terms(draw: Draw) -> dict[str, float]:
+    """What the loss has beside the cross entropy."""
+    return {"label_smoothing": 0.1, "z_loss": 0.01} if draw["loss terms"] == "smoothing and z-loss" else {}

@@ -11,7 +11,7 @@ from torch import nn
 from tests.compositions import options
 from tests.compositions.architectures import EXTRA_TOKENS, ROUTER_COEFFICIENT, count, summed_loss
 from tests.compositions.axes import CAUSAL, Draw
-from tests.compositions.rows import VOCABULARY, labels_of, rows_of
+from tests.compositions.rows import VOCABULARY, labels_of, rows_of, weights_of
 
 Batch = dict[str, torch.Tensor]
 Tensors = dict[str, torch.Tensor]
@@ -111,7 +111,7 @@ def _step(
     made: list[torch.optim.Optimizer],
     found: Trained,
 ) -> None:
-    targets = sum(count(batch, draw["architecture"]) for batch in window)
+    targets = sum(_weight(draw, batch) for batch in window)
     tokens = sum(_num_tokens(batch) for batch in window)
     scale = options.SCALE if draw["precision"].startswith("float16") else 1.0
     loss_sum = router = 0.0
@@ -149,17 +149,43 @@ def _summed(draw: Draw, call: Any, batch: Batch) -> torch.Tensor:
     # By rows where a pack has to come to that, and in float64: transformers' eager attention leaves NaN in
     # float64 where a position sees nothing, as padding behind a sliding window does.
     by_row = draw["architecture"] in CAUSAL and (isinstance(call, nn.Module) and _is_double(call))
-    if "position_ids" not in batch and not by_row:
+    is_plain = draw["loss terms"] == "plain"
+    if "position_ids" not in batch and not by_row and is_plain:
         return summed_loss(call, batch)
     total: Any = 0.0
-    for row, labels in zip(rows_of(batch), labels_of(batch), strict=True):
+    for row, labels, weights in zip(rows_of(batch), labels_of(batch), weights_of(batch), strict=True):
         own = {
             "input_ids": torch.tensor([row]),
             "attention_mask": torch.ones(1, len(row), dtype=torch.int64),
             "labels": torch.tensor([labels]),
         }
-        total = total + summed_loss(call, own)
+        total = total + (summed_loss(call, own) if is_plain else _with_terms(draw, call, own, weights))
     return total  # type: ignore[no-any-return]
+
+
+def _with_terms(draw: Draw, call: Any, batch: Batch, weights: list[float]) -> torch.Tensor:
+    """Of one row: each target's loss by its definition."""
+    terms = options.loss_terms(draw)
+    smoothing, z_loss = terms.get("label_smoothing", 0.0), terms.get("z_loss", 0.0)
+    logits = call(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[0]
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    total = torch.zeros((), dtype=logits.dtype)
+    for place, label in enumerate(batch["labels"][0, 1:].tolist()):
+        if label != -100:
+            log_p = logits[place] - logits[place].logsumexp(0)
+            loss = -(1 - smoothing) * log_p[label] - smoothing * log_p.mean()
+            total = total + weights[place + 1] * (loss + z_loss * logits[place].logsumexp(0) ** 2)
+    return total
+
+
+def _weight(draw: Draw, batch: Batch) -> float:
+    """What a batch counts for in the window's mean."""
+    if draw["loss terms"] != "weights":
+        return count(batch, draw["architecture"])
+    pairs = zip(labels_of(batch), weights_of(batch), strict=True)
+    return sum(
+        w for labels, own in pairs for label, w in zip(labels[1:], own[1:], strict=True) if label != -100
+    )
 
 
 def _is_double(model: nn.Module) -> bool:
@@ -176,7 +202,7 @@ def _evaluated(draw: Draw, model: Any, call: Callable[..., Any], batches: Sequen
     with torch.no_grad():
         total = sum(float(_summed(draw, call, batch)) for batch in batches)
     model.train()
-    return total / sum(count(batch, draw["architecture"]) for batch in batches)
+    return total / sum(_weight(draw, batch) for batch in batches)
 
 
 class _Lower:

@@ -9,18 +9,27 @@ import torch
 VOCABULARY = 101
 NUM_ROWS = 41  # no multiple of what any mesh takes at a step
 LONGEST = 12
-Row = dict[str, list[int]]
+WEIGHTS = (0.25, 0.0, 1.0, 2.5)
+Row = dict[str, Any]
 
 
-def drawn_rows(seed: int) -> list[Row]:
-    """Ragged rows; a few have no target, and none begins like another."""
+def drawn_rows(seed: int, *, weighted: bool = False) -> list[Row]:
+    """Ragged rows; a few have no target, and none begins like another.
+
+    Args:
+        seed: Of their tokens.
+        weighted: Whether most have ``loss_weights``, one for each token.
+    """
     generator = random.Random(seed)
     rows = []
     for index in range(NUM_ROWS):
         name = [3 + index % 40, 50 + index // 40]
         ids = name + [generator.randrange(3, VOCABULARY) for _ in range(generator.randint(1, LONGEST - 2))]
         first = len(ids) if index % 13 == 7 else generator.randint(1, len(ids) - 1)
-        rows.append({"input_ids": ids, "labels": [-100] * first + ids[first:]})
+        row: Row = {"input_ids": ids, "labels": [-100] * first + ids[first:]}
+        if weighted and index % 3:
+            row["loss_weights"] = [WEIGHTS[token % 4] for token in ids]
+        rows.append(row)
     return rows
 
 
@@ -32,8 +41,12 @@ def padded(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
         "attention_mask": torch.zeros(len(rows), width, dtype=torch.int64),
         "labels": torch.full((len(rows), width), -100),
     }
+    if any("loss_weights" in row for row in rows):
+        batch["loss_weights"] = torch.ones(len(rows), width)
     for place, row in enumerate(rows):
         length = len(row["input_ids"])
+        if "loss_weights" in row:
+            batch["loss_weights"][place, :length] = torch.tensor(row["loss_weights"])
         batch["input_ids"][place, :length] = torch.tensor(row["input_ids"])
         batch["attention_mask"][place, :length] = 1
         batch["labels"][place, :length] = torch.tensor(row["labels"])
@@ -59,21 +72,26 @@ def of_answers(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
 
 def rows_of(batch: dict[str, Any]) -> list[list[int]]:
     """The tokens of each row of a batch, padded or packed; a pack's filling is no row."""
-    return [row for row, _ in _split(batch)]
+    return _split(batch, "input_ids")
 
 
 def labels_of(batch: dict[str, Any]) -> list[list[int]]:
     """The labels of each of these rows."""
-    return [labels for _, labels in _split(batch)]
+    return _split(batch, "labels")
 
 
-def _split(batch: dict[str, Any]) -> list[tuple[list[int], list[int]]]:
-    ids, labels = batch["input_ids"].tolist(), batch["labels"].tolist()
+def weights_of(batch: dict[str, Any]) -> list[list[float]]:
+    """The factor of each label's loss."""
+    return _split({"loss_weights": torch.ones(batch["input_ids"].shape), **batch}, "loss_weights")
+
+
+def _split(batch: dict[str, Any], key: str) -> list[Any]:
+    ids, values = batch["input_ids"].tolist(), batch[key].tolist()
     if "position_ids" not in batch:
         lengths = batch["attention_mask"].sum(1).tolist()
-        if batch["labels"].ndim == 1:  # of a classifier
-            labels = [[label] * length for label, length in zip(labels, lengths, strict=True)]
-        return [(row[:n], own[:n]) for row, own, n in zip(ids, labels, lengths, strict=True)]
+        if batch[key].ndim == 1:  # of a classifier
+            values = [[value] * length for value, length in zip(values, lengths, strict=True)]
+        return [own[:n] for own, n in zip(values, lengths, strict=True)]
     starts = [place for place, position in enumerate(batch["position_ids"][0].tolist()) if position == 0]
     bounds = list(zip(starts, [*starts[1:], len(ids[0])], strict=True))
-    return [(ids[0][a:b], labels[0][a:b]) for a, b in bounds if any(ids[0][a:b])]
+    return [values[0][a:b] for a, b in bounds if any(ids[0][a:b])]
