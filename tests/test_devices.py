@@ -8,6 +8,7 @@ import torch
 
 import fsdp_sft as fs
 from fsdp_sft import _devices
+from fsdp_sft._streams import LateValues, travelling
 from fsdp_sft.loss.products import products_for
 from tests.harness.models import tiny_model
 from tests.simulated.ranks import run_simulated
@@ -196,3 +197,34 @@ def _chunked_loss() -> tuple[int, int]:
 def test_the_chunked_loss_takes_its_logits_and_gradients() -> None:
     counted, promised = run_simulated(_chunked_loss, 1)[0]
     assert 0.9 * promised < counted <= promised
+
+
+def _on_a_device_that_is_not_current() -> list[float]:
+    source = torch.arange(4.0).pin_memory()
+    arriving = torch.zeros(4, device="sim:1")
+    for _ in range(10):  # queued there and not waited for
+        arriving.copy_(source, non_blocking=True)
+    total = arriving.sum()
+    with torch.accelerator.device_index(0):
+        return LateValues([total, total * 2]).read()
+
+
+def test_late_values_of_a_device_that_is_not_current() -> None:
+    assert run_simulated(_on_a_device_that_is_not_current, 1, first_device=1, copy_delay=SLOW) == [
+        [6.0, 12.0]
+    ]
+
+
+def _travelling() -> tuple[list[str], list[str], bool]:
+    device = torch.device("sim", 0)
+    batch = torch.arange(1 << 20)  # more than CUDA takes at once from memory that is not pinned
+    with torch.sim.record_syncs() as plain:
+        batch.to(device, non_blocking=True)
+    with torch.sim.record_syncs() as ours:
+        moved = travelling(batch, device)
+    return [sync.kind for sync in plain], [sync.kind for sync in ours], torch.equal(moved.cpu(), batch)
+
+
+def test_the_host_does_not_wait_for_a_batch_to_arrive() -> None:
+    found = run_simulated(_travelling, 1, copy_delay=SLOW)
+    assert found == [(["copy from pageable memory"], [], True)]

@@ -13,7 +13,7 @@ MISTAKES: list[Mistake] = [
         "_streams.py",
         "return None if self.stream is None else self.stream.record_event()",
         "return None if self.stream is None else [made := torch.Event(), made.record()][0]",
-        LOAD,
+        DEVICES,
     ),
     Mistake(
         "a thread on device 0, whatever its caller works on",
@@ -27,13 +27,6 @@ MISTAKES: list[Mistake] = [
         "weights/read.py",
         "        if event is not None:\n            event.synchronize()\n        return memoryview",
         "        return memoryview",
-        LOAD,
-    ),
-    Mistake(
-        "a load that returns with copies under way",
-        "weights/read.py",
-        "        for event in self._events:\n",
-        "        for event in ():\n",
         LOAD,
     ),
     Mistake(
@@ -55,7 +48,7 @@ MISTAKES: list[Mistake] = [
         "_streams.py",
         "        tensor = tensor.pin_memory()\n",
         "        pass\n",
-        SYNCS,
+        DEVICES,
     ),
     Mistake(
         "values read before they have arrived",

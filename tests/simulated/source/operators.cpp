@@ -138,8 +138,10 @@ static at::Tensor copy_in_parts(const at::Tensor& self, const at::Tensor& dst, b
 
 static void copy_to_device(const at::Tensor& self, const at::Tensor& dst, bool non_blocking) {
   auto stream = current_stream(dst.device().index());
-  if (!non_blocking) {
-    HostWait wait("copy to device");
+  // CUDA stages 64 KiB of pageable memory by itself; for more the host waits.
+  bool staged_by_itself = self.nbytes() <= (64 << 10);
+  if (!non_blocking || !(staged_by_itself || is_pinned(self.data_ptr()))) {
+    HostWait wait(non_blocking ? "copy from pageable memory" : "copy to device");
     launch_copy(stream, self, dst, Path::bus);
     stream->synchronize();
   } else if (is_pinned(self.data_ptr())) {
