@@ -3,8 +3,8 @@
     FSDP_SFT_DATA=DATA TOKENIZERS_PARALLELISM=false python -m benchmarks.speed.encode --rows 1000000
 
 Rows are made of the real ones (``FSDP_SFT_DATA``), each with a number in its first message, until there are
-as many as asked for. The tokenizer is a byte-level BPE of 8,000 tokens trained on them, with ChatML. Ratios are
-of one run, alternating, the median of ``--times``, on ``--part`` of the rows; the whole is encoded once.
+as many as asked for. The tokenizer is a byte-level BPE of 8,000 tokens trained on them, with ChatML. Ratios
+are of one run, alternating, the median of ``--times``, on ``--part`` of the rows; the whole is encoded once.
 """
 
 import argparse
