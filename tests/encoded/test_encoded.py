@@ -130,6 +130,55 @@ def test_what_differs_is_encoded_anew(change: str, tmp_path: Path) -> None:
     assert first != second
 
 
+def test_the_order_of_keys_is_printed_and_so_counts(tmp_path: Path) -> None:
+    def row(arguments: dict[str, int]) -> dict[str, Any]:
+        call = {"function": {"name": "f", "arguments": arguments}}
+        return {
+            "messages": [*chat("q")["messages"], {"role": "assistant", "content": "", "tool_calls": [call]}]
+        }
+
+    for arguments in ({"a": 1, "b": 2}, {"b": 2, "a": 1}):
+        encoded = fs.encode_dataset([row(arguments)], TOKENIZER, max_length=400, cache_dir=tmp_path)
+        assert encoded[0] == fs.encode_chat(row(arguments), TOKENIZER)
+
+
+def test_a_file_that_kept_its_size_and_time_is_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    for answer in ("aaa", "bbb"):
+        path.write_text(json.dumps(chat("q", answer)))
+        os.utime(path, ns=(1, 1))
+        encoded = fs.encode_dataset(path, TOKENIZER, max_length=60, cache_dir=tmp_path)
+        assert answer in TOKENIZER.decode(encoded[0].input_ids)
+
+
+@pytest.mark.parametrize("num_proc", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_row_that_is_refused_is_named(num_proc: int, tmp_path: Path) -> None:
+    given = rows(1000)
+    given[11], given[998] = chat("q", "a" * 500), {"x": 1}
+    options: dict[str, Any] = {"max_length": 300, "on_error": "raise", "truncation": "error"}
+    shape = {**options, "truncation": "right"}
+    with pytest.raises(ValueError, match=r"row 998: no known row shape"):
+        fs.encode_dataset(given, TOKENIZER, num_proc=num_proc, cache_dir=tmp_path, **shape)
+    with pytest.raises(fs.TooLongError, match="row 11: the row has"):
+        fs.encode_dataset(given, TOKENIZER, num_proc=num_proc, cache_dir=tmp_path, **options)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"input_ids": [1, 2**33], "labels": [1, 2**33]},
+        {**chat("q", "a"), "chat_template_kwargs": {"x": {(1, 2): 1}}},
+        {"messages": [{"role": ["x"], "content": "a"}]},
+    ],
+)
+def test_one_bad_row_ends_nothing(bad: dict[str, Any], tmp_path: Path) -> None:
+    encoded = fs.encode_dataset([*rows(300), bad], TOKENIZER, max_length=60, cache_dir=tmp_path)
+    expected = plainly(rows(300), max_length=60)
+    assert encoded[: len(expected)] == expected
+    if "chat_template_kwargs" not in bad:  # which no template here reads
+        assert list(encoded.counts.indices["malformed"]) == [300]
+
+
 def test_a_damaged_folder_is_made_anew(tmp_path: Path) -> None:
     first = fs.encode_dataset(rows(20), TOKENIZER, max_length=60, cache_dir=tmp_path)
     expected = list(first)

@@ -20,6 +20,7 @@ from fsdp_sft.collate.encode import (
     truncate,
 )
 from fsdp_sft.collate.filtering import let_pass
+from fsdp_sft.collate.rows import check_encoded
 from fsdp_sft.collate.template import describe_tokenizer
 
 if TYPE_CHECKING:
@@ -127,6 +128,8 @@ class SFTCollator:
         chats = [
             truncate(row if isinstance(row, EncodedChat) else next(fresh), self._options) for row in rows
         ]
+        for chat in chats:
+            check_encoded(chat.input_ids, chat.labels, chat.loss_weights)
         if self.vocab_size is not None:
             for chat in chats:
                 check_row(chat.input_ids, self.vocab_size)

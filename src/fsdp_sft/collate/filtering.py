@@ -191,10 +191,14 @@ def judge_row(
     try:
         whole = encode_row(row, tokenizer, options) if encoded is None else encoded
         chat = truncate(whole, options)
-    except ValueError as error:
+    except Exception as unexpected:
+        # What a row can hold is without end; what it breaks is told with its index all the same.
+        error = unexpected
+        if not isinstance(error, ValueError):
+            error = ValueError(f"the row cannot be read: {type(unexpected).__name__}: {unexpected}")
         if on_error == "raise":
             kind = type(error) if isinstance(error, FsdpSftError) else ValueError
-            raise kind(f"row {index}: {error}") from error
+            raise kind(f"row {index}: {error}") from unexpected
         reason = _reason_of(error)
         counts.add(reason, index, str(error))
         return reason, None

@@ -98,12 +98,16 @@ class Extent(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """All leaves of a conversation, and those that are printed in the order of the text."""
+    """All leaves of a conversation, and those that are printed in the order of the text.
+
+    `numeric` says whether numbers have sentinels in `marked`.
+    """
 
     leaves: list[_Leaf]
     places: list[Place]
     length: int
     marked: list[Message]
+    numeric: bool
 
     def check(self, template: ChatTemplate, wanted: set[int]) -> None:
         """Refuse a layout in which a wanted message is missing, doubled or torn apart."""
@@ -197,17 +201,17 @@ def _lay_out_once(
         for index, message in enumerate(messages)
     ]
     try:
-        places = _align(template.skeleton(marked, tools), text, leaves)
+        places = _align(template.skeleton(marked, tools), text, leaves, numeric=numbers)
         if places is None:  # a template may print the date, which has changed since
-            places = _align(template.skeleton(marked, tools, renew=True), text, leaves)
+            places = _align(template.skeleton(marked, tools, renew=True), text, leaves, numeric=numbers)
     except ChatTemplateError:
         return None
-    return None if places is None else Layout(leaves, places, len(text), marked)
+    return None if places is None else Layout(leaves, places, len(text), marked, numbers)
 
 
-def _align(marked: str, text: str, leaves: Sequence[_Leaf]) -> list[Place] | None:
+def _align(marked: str, text: str, leaves: Sequence[_Leaf], *, numeric: bool) -> list[Place] | None:
     """Put the leaves back for their sentinels; None unless that gives `text` exactly."""
-    (literal, *literals), numbers = split_at_sentinels(marked)
+    (literal, *literals), numbers = split_at_sentinels(marked, numeric=numeric)
     if not text.startswith(literal):
         return None
     position, places = len(literal), []
@@ -306,11 +310,14 @@ def mark_text(text: str, add: Callable[..., str], pattern: re.Pattern[str] | Non
 
 def _note_reasoning(marked: str, leaves: list[_Leaf], first: int) -> None:
     """Note which leaves from `first` on stand inside of think tags; the opening one may be in the prompt."""
-    inside = marked.find("</think>") >= 0 and not 0 <= marked.find("<think>") < marked.find("</think>")
-    number = first
+    end = marked.find("</think>")
+    inside = end >= 0 and not 0 <= marked.find("<think>") < end
+    number, position = first, 0
     for part in THINK.split(marked):
+        position += len(part)
         if THINK.fullmatch(part):
-            inside = part == "<think>"
+            # One that nothing closes is quoted.
+            inside = part == "<think>" and "</think>" in marked[position:]
         elif has_sentinel(part):
             leaves[number] = replace(leaves[number], is_reasoning=inside)
             number += 1

@@ -44,7 +44,8 @@ def _dicts(values: Iterable[Any]) -> list[Mapping[str, Any]]:
 
 def _calls(messages: list[Any]) -> Iterator[Mapping[str, Any]]:
     for message in _dicts(messages):
-        yield from _dicts(message.get("tool_calls") or [])
+        calls = message.get("tool_calls")
+        yield from _dicts(calls if isinstance(calls, list) else [])
 
 
 def _function(call: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -6,7 +6,6 @@ Everything here works on plain Python data; no tokenizer and no template is invo
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +26,7 @@ SHAREGPT_ROLES = {
 }
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 _FLAG_KEYS = ("train", "loss_weight", "weight")
+_MOST = 3.4e38  # of a weight: it becomes a float32
 _IN_PARTS = "reasoning given as a part of type thinking"  # a mark on a message while it is read
 FORMATS = {
     "tokenized": "input_ids",
@@ -181,7 +181,7 @@ def _weight_list(values: Any) -> list[float]:
         values = values.tolist()
     if not isinstance(values, Sequence) or not set(map(type, values)) <= {int, float}:
         raise ValueError(f'"loss_weights" must be a flat list of numbers, got {_short(values)}')
-    wrong = next((value for value in values if not 0 <= value < math.inf), None)
+    wrong = next((value for value in values if not 0 <= value <= _MOST), None)
     if wrong is not None:
         raise ValueError(f"loss_weights must be finite and not negative, got {wrong}")
     return [float(value) for value in values]
@@ -219,11 +219,17 @@ def _read_message(item: Any, where: str) -> Message:
     if role not in ROLES:
         raise ValueError(f"{where} has the role {role!r}; known roles: {', '.join(ROLES)}")
     calls = message.pop("tool_calls", None) or []
+    if not isinstance(calls, list):
+        raise ValueError(f"{where}.tool_calls must be a list, got {_short(calls)}")
+    if "function_call" in message:  # OpenAI's form before tool_calls
+        calls = [*calls, message.pop("function_call")]
     content = message.get("content")
     if isinstance(content, list | tuple):
         parts = _read_parts(content, where)
         content, calls = parts.text, [*calls, *parts.calls]
         if parts.reasoning:
+            if any(key in message for key in REASONING_KEYS):
+                raise ValueError(f"{where} has reasoning twice: in its parts and beside its content")
             message["reasoning_content"] = parts.reasoning
             message[_IN_PARTS] = parts.is_thinking
     if content is None and not calls:
@@ -239,6 +245,9 @@ def _read_message(item: Any, where: str) -> Message:
     return message
 
 
+_ORDER = ("thinking", "reasoning", "text", "tool_call")
+
+
 @dataclass
 class _Parts:
     """What a content in parts holds."""
@@ -250,10 +259,10 @@ class _Parts:
 
 
 def _read_parts(parts: Sequence[Any], where: str) -> _Parts:
-    found = _Parts()
+    found, last = _Parts(), 0
     for number, part in enumerate(parts):
         kind, place = part.get("type") if isinstance(part, Mapping) else None, f"{where}.content[{number}]"
-        if kind not in ("text", "reasoning", "thinking", "tool_call"):
+        if kind not in _ORDER:
             raise ValueError(
                 f"{place} must be a part of type text, reasoning, thinking or tool_call, got {_short(part)}"
             )
@@ -263,10 +272,18 @@ def _read_parts(parts: Sequence[Any], where: str) -> _Parts:
                 f"{place} has {weighed[0]}={part[weighed[0]]!r}: weights are of messages; "
                 "give it to the message, or make messages of the parts"
             )
-        value = next((part[key] for key in (kind, "text", "value") if part.get(key) is not None), None)
+        given = [part[key] for key in (kind, "text", "value") if part.get(key) is not None]
+        value = next((one for one in given if one), given[0] if given else None)
         if kind == "thinking" and isinstance(value, list):
             value = _read_parts(value, place).text
         text = _text(value, place)
+        rank = _ORDER.index(kind)
+        if text and rank < last:
+            raise ValueError(
+                f"{place} is {kind} after {_ORDER[last]}: a message has its reasoning, then its text, then "
+                "its calls; make messages of the parts"
+            )
+        last = max(rank, last) if text else last
         if kind == "tool_call":
             found.calls.append(_parse_json(text, f"{where}: tool_call"))
         elif kind == "text":
@@ -289,6 +306,11 @@ def _read_call(call: Any, where: str) -> dict[str, Any]:
     if not isinstance(inner, Mapping) or not isinstance(inner.get("name"), str):
         raise ValueError(f"{where}: a tool call needs a name and arguments, got {_short(call)}")
     arguments = inner.get("arguments")
+    if arguments is None:
+        arguments = inner.get("parameters")  # as Llama's own format has it
+        others = sorted(set(map(str, inner)) - {"name", "arguments", "parameters", "id", "type", "index"})
+        if arguments is None and any(inner[key] is not None for key in others if key in inner):
+            raise ValueError(f"{where}: a tool call's arguments belong under 'arguments', got {others}")
     if isinstance(arguments, str):
         # Templates print arguments with tojson, which would quote a string a second time.
         arguments = _parse_json(arguments or "{}", f"{where}: arguments")
@@ -311,16 +333,16 @@ def _read_turn(item: Any, where: str) -> Message:
     if not isinstance(item, Mapping) or "from" not in item:
         raise ValueError(f"{where} must be a dict with from and value, got {_short(item)}")
     speaker = item["from"]
-    if speaker not in SHAREGPT_ROLES:
+    if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
         raise ValueError(f"{where} has the role {speaker!r}; known roles: {', '.join(SHAREGPT_ROLES)}")
-    message: Message = {key: item[key] for key in _FLAG_KEYS if item.get(key) is not None}
+    message: Message = {key: value for key, value in item.items() if key not in ("from", "value")}
     message["role"] = SHAREGPT_ROLES[speaker]
     value = _text(item.get("value"), f"{where}.value")
     if speaker != "function_call":
-        return {**message, "content": value}
+        return _read_message({**message, "content": value}, where)
     calls = _parse_json(value, f"{where}: function_call")
     calls = calls if isinstance(calls, list) else [calls]
-    return {**message, "content": "", "tool_calls": [_read_call(call, where) for call in calls]}
+    return _read_message({**message, "content": "", "tool_calls": calls}, where)
 
 
 def _with_system(row: Mapping[str, Any], messages: list[Message]) -> list[Message]:
@@ -334,7 +356,7 @@ def _read_alpaca(row: Mapping[str, Any]) -> list[Message]:
     if row.get("output") is None:
         raise ValueError(f'an Alpaca row needs "instruction" and "output", got the keys {sorted(row)}')
     messages: list[Message] = []
-    for number, pair in enumerate(row.get("history") or []):
+    for number, pair in enumerate(_as_list(row.get("history") or [], "history")):
         if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
             raise ValueError(f"history[{number}] must be a [user, assistant] pair, got {_short(pair)}")
         messages += _pair(pair[0], pair[1], f"history[{number}]")
@@ -380,7 +402,7 @@ def _pop_weight(message: Message, index: int) -> float:
     total = 1.0
     for key in _FLAG_KEYS:
         value = message.pop(key, 1)
-        if not isinstance(value, int | float) or not 0 <= value < math.inf:
+        if not isinstance(value, int | float) or not 0 <= value <= _MOST:
             raise ValueError(
                 f"message {index}: {key} must be a finite number that is not negative (False or True), got "
                 f"{value!r}"

@@ -242,7 +242,7 @@ class _TurnFinder:
             marked, _ = self.template.render(messages, tools=self.tools, add_generation_prompt=prompt)
         except ChatTemplateError:
             return None
-        pieces, numbers = split_at_sentinels(marked)
+        pieces, numbers = split_at_sentinels(marked, numeric=self.layout.numeric)
         if not numbers:
             return pieces[0] if position == 0 else None
         ends_here = any(p.leaf == numbers[-1] and p.end == position for p in self.layout.places)

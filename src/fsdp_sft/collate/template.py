@@ -125,7 +125,10 @@ class ChatTemplate:
                 tools=tools,
                 add_generation_prompt=add_generation_prompt,
             )
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+        except (
+            *(jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError),
+            *(ArithmeticError, RecursionError),
+        ) as error:
             raise ChatTemplateError(
                 f"the chat template of {describe_tokenizer(self.tokenizer)} does not take this conversation: "
                 f"{type(error).__name__}: {error}; change the row, or pass another chat_template="
@@ -336,11 +339,14 @@ def numeric_sentinel(number: int) -> int:
     return int(f"7351{number:06d}1537")
 
 
-def split_at_sentinels(text: str) -> tuple[list[str], list[int]]:
-    """The texts around the placeholders, one more than there are of these, and the placeholders' numbers."""
+def split_at_sentinels(text: str, *, numeric: bool) -> tuple[list[str], list[int]]:
+    """The texts around the placeholders, one more than there are of these, and the placeholders' numbers.
+
+    `numeric` says whether there may be numeric ones.
+    """
     if _ESCAPED in text:  # by Python's repr, with which some templates print nested arguments
         text = text.replace(_ESCAPED, OPEN).replace(repr(CLOSE)[1:-1], CLOSE)
-    if "7351" not in text:
+    if not numeric:
         pieces = _SENTINEL.split(text)
         return pieces[::2], [int(number) for number in pieces[1::2]]
     pieces = _EITHER_SENTINEL.split(text)

@@ -57,7 +57,7 @@ def look_first(source: RowSource, work: Work, number: int, max_refused: float) -
     """
     counts = FilterCounts()
     rows = source.sample(number)
-    for index, row in enumerate(rows):
+    for index, row in rows:
         _judge(row, index, work, counts, None)
     share = 0.0 if work.stops_at_refusal else max_refused
     expected = share * len(rows)
@@ -100,8 +100,8 @@ def build(
         for part_counts, part_rows in results:
             counts.join(part_counts, rows)
             rows += part_rows
-        if work.stops_at_refusal and num_refused(counts):
-            raise refusal(counts, "a row was refused")
+            if work.stops_at_refusal and num_refused(counts):
+                raise refusal(counts, "a row was refused")
         if not counts["kept"]:
             raise ValueError(f"no row has a target, counted {dict(counts)}{first_examples(counts)}")
         joined(parts, folder, counts)
@@ -163,7 +163,7 @@ def _judge(
 def _add(writer: RowWriter, chat: EncodedChat, index: int, counts: FilterCounts) -> None:
     try:
         writer.add(chat)
-    except ValueError as error:  # labels of a tokenised row
+    except (ValueError, OverflowError) as error:  # ids or labels of a tokenised row
         counts["kept"] -= 1
         counts.add("malformed", index, str(error))
 
@@ -173,7 +173,7 @@ def _encoded(rows: Sequence[Any], work: Work) -> list[EncodedChat | None]:
     chats = {i: row for i, row in enumerate(rows) if not isinstance(row, EncodedChat | Unreadable)}
     try:
         made = dict(zip(chats, encode_rows(list(chats.values()), work.tokenizer, work.options), strict=True))
-    except ValueError:
+    except Exception:  # which row it was, and whether the row is to blame, is found one by one
         made = {}
     return [made.get(i) for i in range(len(rows))]
 

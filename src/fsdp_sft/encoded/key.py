@@ -36,6 +36,7 @@ def key_of(
         if backend is not None
         else repr(tokenizer),
         "special": sorted((key, str(value)) for key, value in tokenizer.special_tokens_map.items()),
+        "splits special tokens": getattr(tokenizer, "split_special_tokens", None),
         "templates": tokenizer.chat_template,
         "on_error": on_error,
         **{
@@ -43,7 +44,7 @@ def key_of(
             for key, value in asdict(options).items()
         },
     }
-    return hashlib.sha256(json.dumps(about, sort_keys=True, default=repr).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(about, default=repr).encode()).hexdigest()
 
 
 def data_digest(source: RowSource, cache: Path) -> str:
@@ -64,7 +65,7 @@ def data_digest(source: RowSource, cache: Path) -> str:
 def _file_digest(path: Path, cache: Path) -> str:
     """By its contents; the digest of a file with this size and time of change is kept."""
     status = path.stat()
-    state = [str(path), status.st_size, status.st_mtime_ns, status.st_ino]
+    state = [str(path), status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
     known = cache / f".digest-{hashlib.sha256(json.dumps(state).encode()).hexdigest()[:32]}"
     try:
         return known.read_text()

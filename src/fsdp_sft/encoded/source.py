@@ -140,23 +140,27 @@ class RowSource:
         filled = [[piece for piece in share if piece.size] for share in shares]
         return [share for share in filled if share]
 
-    def sample(self, number: int) -> list[Any]:
-        """Rows spread over all of them."""
+    def sample(self, number: int) -> list[tuple[int, Any]]:
+        """(index, row) of rows spread over all of them; of files the index counts those that were read."""
         if self.paths:
             found = [
                 row for path in self.paths for row in _lines_spread_over(path, number // len(self.paths))
             ]
-            return found[:number]
+            return list(enumerate(found[:number]))
         length = len(self.rows)
         indices = range(length) if length <= number else [length * i // number for i in range(number)]
-        return [_rows_of(self.rows, index, index + 1)[0] for index in indices]
+        return [(index, _rows_of(self.rows, index, index + 1)[0]) for index in indices]
 
 
 def row_bytes(row: Any) -> bytes:
     """A row in a form that says when two are the same."""
     if isinstance(row, EncodedChat):
-        row = {"input_ids": row.input_ids, "labels": row.labels, "loss_weights": row.loss_weights}
-    return json.dumps(row, sort_keys=True, default=_plain, ensure_ascii=True).encode()
+        row = [row.input_ids, row.labels, row.loss_weights, row.notes]
+    try:
+        # In the order of the keys: templates print it.
+        return json.dumps(row, default=_plain).encode()
+    except (TypeError, ValueError, RecursionError):  # a key that is no text, a row that holds itself
+        return repr(row).encode()
 
 
 def _plain(value: Any) -> Any:
@@ -186,7 +190,7 @@ def _rows_of(rows: Any, start: int, stop: int) -> list[Any]:
 def _parsed(line: bytes) -> Any:
     try:
         return json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return Unreadable(f"no JSON: {error}")
 
 

@@ -26,6 +26,7 @@ import torch
 
 from fsdp_sft._disk import sync_file, sync_folder, write_bytes
 from fsdp_sft.collate import IGNORE_INDEX, EncodedChat, FilterCounts
+from fsdp_sft.collate.rows import check_encoded
 
 _COLUMNS = {
     "ids.i32": "i",
@@ -56,11 +57,14 @@ class RowWriter:
         """Append a row.
 
         Raises:
-            ValueError: If a label is another id than its token's.
+            ValueError: If a label is another id than its token's, or lengths differ.
+            OverflowError: For an id that is no int32; nothing has been appended.
         """
+        check_encoded(chat.input_ids, chat.labels, chat.loss_weights)
         edges, weights = _runs(chat)
+        ids = array("i", chat.input_ids)
         columns = self._buffers
-        columns["ids.i32"].extend(chat.input_ids)
+        columns["ids.i32"].extend(ids)
         columns["edges.i32"].extend(edges)
         columns["weights.f32"].extend(weights)
         columns["lengths.i32"].append(len(chat.input_ids))
