@@ -154,11 +154,12 @@ def test_a_file_that_kept_its_size_and_time_is_read_again(tmp_path: Path) -> Non
 @pytest.mark.parametrize("num_proc", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_row_that_is_refused_is_named(num_proc: int, tmp_path: Path) -> None:
     given = rows(1000)
-    given[11], given[998] = chat("q", "a" * 500), {"x": 1}
+    given[998] = {"x": 1}
     options: dict[str, Any] = {"max_length": 300, "on_error": "raise", "truncation": "error"}
     shape = {**options, "truncation": "right"}
     with pytest.raises(ValueError, match=r"row 998: no known row shape"):
         fs.encode_dataset(given, TOKENIZER, num_proc=num_proc, cache_dir=tmp_path, **shape)
+    given[998], given[11], given[701] = chat("q", "a"), chat("q", "a" * 500), {"x": 1}  # not looked at first
     with pytest.raises(fs.TooLongError, match="row 11: the row has"):
         fs.encode_dataset(given, TOKENIZER, num_proc=num_proc, cache_dir=tmp_path, **options)
 
