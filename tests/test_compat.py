@@ -252,7 +252,9 @@ def test_every_private_name_is_watched() -> None:
     # Of wrappers, hooks, scalers, schedulers and tensor subclasses: covered by tests of what asks for them.
     watched |= {"composable_api_of", "foreign_hooks", "_defined_in", "schedulers_within"}
     watched |= {"is_wrapper_subclass", "local_tensor"}
-    watched |= {"shares_of_stream"}  # of a package that tests do without: see packing/test_stream.py
+    # Of a package that tests do without: see packing/test_stream.py and encoded/test_encoded.py.
+    watched |= {"shares_of_stream", "is_hub_dataset", "dataset_fingerprint"}
+    watched |= {"versions_of_tokenizers"}  # of two packages, by their metadata
     watched |= {"found_infs", "takes_found_inf", "step_unless"}
     functions = {
         n for n, f in vars(_compat).items() if inspect.isfunction(f) and f.__module__ == _compat.__name__

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from array import array
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from fsdp_sft.collate.encode import (
@@ -97,7 +98,9 @@ class FilterCounts(dict[str, int]):
 
 def let_pass(tokenizer: PreTrainedTokenizerBase) -> str:
     """``on_dropped`` of the last `filter_rows` with this tokenizer; "error" if there was none."""
-    return _LET_PASS.get(tokenizer, "error")
+    with suppress(TypeError):  # a stand-in of the caller's that cannot be kept
+        return _LET_PASS.get(tokenizer, "error")
+    return "error"
 
 
 _LET_PASS: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
@@ -169,7 +172,8 @@ def filter_rows(
             f"no row has a target, counted {dict(counts)}; look at some with render_labels, and check "
             f"train_on, max_length and the weights of the messages{examples}"
         )
-    _LET_PASS[tokenizer] = on_dropped
+    with suppress(TypeError):
+        _LET_PASS[tokenizer] = on_dropped
     return kept, counts
 
 
