@@ -91,6 +91,7 @@ if TYPE_CHECKING:
     from fsdp_sft.metrics import plot_run as plot_run
     from fsdp_sft.metrics import reset_peak_memory as reset_peak_memory
     from fsdp_sft.mixing import MixedSampler as MixedSampler
+    from fsdp_sft.mixing import MixedStream as MixedStream
     from fsdp_sft.packing import PackedCollator as PackedCollator
     from fsdp_sft.packing import PackedSampler as PackedSampler
     from fsdp_sft.packing import PackedStream as PackedStream
@@ -182,6 +183,7 @@ _OWNERS = {
     "MetricLogger": "metrics",
     "MetricSink": "metrics",
     "MixedSampler": "mixing",
+    "MixedStream": "mixing",
     "PackedCollator": "packing",
     "PackedSampler": "packing",
     "PackedStream": "packing",

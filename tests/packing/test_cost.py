@@ -46,17 +46,28 @@ def step_over_even(rounds: list[list[list[int]]], lengths: list[int]) -> float:
 
 
 @pytest.mark.parametrize(
-    ("capacity", "ranks", "most"), [(4096, 8, 1.01), (4096, 64, 1.01), (32768, 8, 1.01), (32768, 32, 1.03)]
+    ("capacity", "ranks", "rows", "most"),
+    # Each rank's sampler makes the whole order.
+    [(4096, 8, 10_000, 1.01), (4096, 48, 4_000, 1.01), (32768, 8, 10_000, 1.01), (32768, 16, 10_000, 1.03)],
 )
-def test_no_rank_waits_long(capacity: int, ranks: int, most: float) -> None:
-    lengths = long_tailed(10_000, capacity)
+def test_no_rank_waits_long(capacity: int, ranks: int, rows: int, most: float) -> None:
+    lengths = long_tailed(rows, capacity)
     rounds = order_of(lengths, capacity, ranks, cost=COST)
     before = order_of(lengths, capacity, ranks)
     assert step_over_even(rounds, lengths) <= most < step_over_even(before, lengths)
     assert len(rounds) <= len(before)
     for one in (rounds, before):
-        assert Counter(itertools.chain(*itertools.chain(*one))) == Counter(range(10_000))
+        assert Counter(itertools.chain(*itertools.chain(*one))) == Counter(range(rows))
         assert max(sum(lengths[row] for row in pack) for packs in one for pack in packs) <= capacity
+
+
+def test_packs_that_leave_no_room_run_beside_those_that_cost_as_much() -> None:
+    lengths = [16, 3, 1, 11, 1, 2, 3, 2, 1, 11, 2, 2, 3, 2, 11, 9]  # four full packs: nothing can be moved
+    rounds = balanced_rounds(range(len(lengths)), lengths, 20, 2, RowCost(0.0, 1.0))
+    costs = [sum(lengths[row] ** 2 for row in pack) for packs in rounds for pack in packs]
+    assert [sum(lengths[row] for row in pack) for packs in rounds for pack in packs] == [20] * 4
+    assert costs == sorted(costs, reverse=True)
+    assert len(set(costs)) > 1
 
 
 @settings(max_examples=100, deadline=None)

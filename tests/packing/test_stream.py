@@ -187,6 +187,32 @@ def test_the_stream_is_told_its_epoch() -> None:
     assert stream.position == 3
 
 
+class Forgetful(Shuffling):
+    """What is left after a skip begins at epoch 0, as with ``datasets.IterableDataset``."""
+
+    def __init__(self, rows: list[Any], first: int = 0) -> None:
+        super().__init__(rows)
+        self.first = first
+
+    def skip(self, number: int) -> "Forgetful":
+        return Forgetful(self.rows, self.first + number)
+
+    def __iter__(self) -> Any:
+        return itertools.islice(super().__iter__(), self.first, None)
+
+
+def test_what_is_left_after_a_skip_is_told_its_epoch_too() -> None:
+    rows = [row(*[number] * 7) for number in range(12)]
+    for wrapped in (Forgetful(rows), fs.MixedStream([Forgetful(rows)], stop="first")):
+        (stream,) = streams(1, wrapped, max_length=7, buffer_size=3)
+        stream.set_epoch(2)
+        whole = list(stream)
+        stream.mark_consumed(5)
+        (resumed,) = streams(1, wrapped, max_length=7, buffer_size=3)
+        resumed.load_state_dict(stream.state_dict())
+        assert list(resumed) == whole[5:]
+
+
 def test_rows_that_are_a_share_already_are_not_shared_again() -> None:
     class Config:
         world_size = 4

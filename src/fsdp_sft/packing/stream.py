@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from fsdp_sft import _compat
 from fsdp_sft.packing.balance import deal
@@ -119,8 +119,11 @@ class PackedStream(IterableDataset[list[Row]]):
             self.epoch, self.position, self._start = self.epoch + 1, 0, _Boundary(0, 0)
             self._later.clear()
 
-    def state_dict(self) -> dict[str, int]:
-        """The same on every rank: epoch, packs consumed, and the rows and packs before the current buffer."""
+    def state_dict(self) -> dict[str, Any]:
+        """The same on every rank: epoch, packs consumed, and the rows and packs before the current buffer.
+
+        Of a ``MixedStream`` also what its order depends on.
+        """
         return {
             "epoch": self.epoch,
             "position": self.position,
@@ -141,7 +144,7 @@ class PackedStream(IterableDataset[list[Row]]):
         if missing:
             raise ValueError(f"stream state lacks {missing}; expected what state_dict() returned")
         for key, own in self._source().items():
-            if int(state[key]) != own:
+            if state[key] != own:
                 raise ValueError(
                     f"stream state has {key}={state[key]}, this stream {own}: the packs would differ; "
                     "use the same options, or start a new run"
@@ -152,8 +155,10 @@ class PackedStream(IterableDataset[list[Row]]):
         self.epoch, self.position, self._start = int(state["epoch"]), int(state["position"]), start
         self._later.clear()
 
-    def _source(self) -> dict[str, int]:
-        return {"max_length": self.max_length, "buffer_size": self.buffer_size}
+    def _source(self) -> dict[str, Any]:
+        options = {"max_length": self.max_length, "buffer_size": self.buffer_size}
+        order = getattr(self.rows, "order", None)
+        return {**options, "order": order} if isinstance(order, Mapping) else options
 
     def _rounds(self) -> Iterator[list[list[Row]]]:
         """One pack for each rank at a time, from the position on."""
@@ -171,7 +176,7 @@ class PackedStream(IterableDataset[list[Row]]):
             yield dealt
 
     def _refuse_split_rows(self) -> None:
-        shares = _compat.shares_of_stream(self.rows)
+        shares = max(_compat.shares_of_stream(rows) for rows in _streams_of(self.rows))
         if shares > 1 and self.num_replicas > 1:
             raise ValueError(
                 f"the rows are a share of {shares} already (split_dataset_by_node), and each of "
@@ -181,10 +186,7 @@ class PackedStream(IterableDataset[list[Row]]):
 
     def _all_packs(self) -> Iterator[list[Row]]:
         place = self._start
-        set_epoch = getattr(self.rows, "set_epoch", None)
-        if callable(set_epoch):
-            set_epoch(self.epoch)  # a stream that shuffles has an order for each
-        source = iter(_skipped(self.rows, place.rows))
+        source = rows_from(self.rows, epoch=self.epoch, skip=place.rows)
         while buffer := list(itertools.islice(source, self.buffer_size)):
             try:
                 packs = pack_lengths(row_sizes(buffer)[0], self.max_length)
@@ -197,9 +199,28 @@ class PackedStream(IterableDataset[list[Row]]):
                 yield [buffer[row] for row in pack]
 
 
-def _skipped(rows: Iterable[Row], number: int) -> Iterable[Row]:
-    skip = getattr(rows, "skip", None)
-    if number and callable(skip):
-        skipped: Iterable[Row] = skip(number)
-        return skipped
-    return itertools.islice(iter(rows), number, None)
+def _streams_of(rows: Iterable[Any]) -> Iterator[Any]:
+    """The stream itself, and what it mixes or reads through a DataLoader."""
+    yield rows
+    for part in [*getattr(rows, "streams", ()), *([rows.dataset] if isinstance(rows, DataLoader) else ())]:
+        yield from _streams_of(part)
+
+
+def rows_from(stream: Iterable[Any], *, epoch: int, skip: int) -> Iterator[Any]:
+    """The rows of an epoch without the first ``skip``, by the stream's own ``skip`` if it has one."""
+    _set_epoch(stream, epoch)
+    own_skip = getattr(stream, "skip", None)
+    if not skip or not callable(own_skip):
+        return itertools.islice(iter(stream), skip, None)
+    rest: Iterable[Any] = own_skip(skip)
+    _set_epoch(rest, epoch)  # that of datasets.IterableDataset begins at epoch 0
+    return iter(rest)
+
+
+def _set_epoch(stream: Iterable[Any], epoch: int) -> None:
+    """Tell a stream which epoch is read next, or the one that a DataLoader reads: it may shuffle by it."""
+    for one in (stream, getattr(stream, "dataset", None)):
+        set_epoch = getattr(one, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(epoch)
+            return
