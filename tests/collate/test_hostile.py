@@ -1,6 +1,8 @@
 """Rows that are nearly right: read as they are meant, or refused; nothing of them is lost without a word."""
 
+import collections
 import json
+import types
 from typing import Any
 
 import pytest
@@ -102,3 +104,12 @@ def test_what_breaks_a_template_is_its_refusal() -> None:
 def test_an_encoded_row_of_two_lengths() -> None:
     with pytest.raises(ValueError, match="one length"):
         SFTCollator(TOKENIZERS["chatml"], max_length=10)([EncodedChat([1, 2, 3], [1, 2])])
+
+
+def test_any_mapping_and_any_sequence_will_do():
+    plain = chat("q", "a", "r", "b")
+    messages = collections.deque(collections.UserDict(message) for message in plain["messages"])
+    row = collections.UserDict(messages=messages)
+    assert encode_chat(row, TOKENIZERS["chatml"]) == encode_chat(plain, TOKENIZERS["chatml"])
+    tuples = {"messages": tuple(types.MappingProxyType(message) for message in plain["messages"])}
+    assert encode_chat(tuples, TOKENIZERS["chatml"]) == encode_chat(plain, TOKENIZERS["chatml"])

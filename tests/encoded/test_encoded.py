@@ -109,7 +109,9 @@ def test_what_is_there_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert fs.encode_dataset(given, TOKENIZER, max_length=60, cache_dir=tmp_path).path == first.path
 
 
-@pytest.mark.parametrize("change", ["data", "option", "template", "token", "variables"])
+@pytest.mark.parametrize(
+    "change", ["data", "option", "template", "tokenizer's template", "token", "variables"]
+)
 def test_what_differs_is_encoded_anew(change: str, tmp_path: Path) -> None:
     def path(tokenizer: Any = TOKENIZER, given: Any = None, **options: Any) -> Path:
         return fs.encode_dataset(
@@ -120,10 +122,13 @@ def test_what_differs_is_encoded_anew(change: str, tmp_path: Path) -> None:
     other = ct.byte_tokenizer("chatml")
     if change == "token":
         other.add_tokens(["answer"])
+    if change == "tokenizer's template":
+        other.chat_template = ct.CHATML + " "
     second = {
         "data": lambda: path(given=rows(21)),
         "option": lambda: path(max_length=61),
         "template": lambda: path(chat_template=ct.CHATML + " "),
+        "tokenizer's template": lambda: path(other),
         "token": lambda: path(other),
         "variables": lambda: path(chat_template_kwargs={"x": 1}),
     }[change]()
@@ -183,8 +188,7 @@ def test_one_bad_row_ends_nothing(bad: dict[str, Any], tmp_path: Path) -> None:
 def test_a_damaged_folder_is_made_anew(tmp_path: Path) -> None:
     first = fs.encode_dataset(rows(20), TOKENIZER, max_length=60, cache_dir=tmp_path)
     expected = list(first)
-    with open(first.path / "ids.i32", "ab") as file:
-        file.write(b"1234")
+    os.truncate(first.path / "ids.i32", 4 * (len(first._ids) - 1))
     again = fs.encode_dataset(rows(20), TOKENIZER, max_length=60, cache_dir=tmp_path)
     assert list(again) == expected
 

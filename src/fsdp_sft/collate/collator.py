@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from typing_extensions import Unpack
 
 from fsdp_sft._vocabulary import check_row
 from fsdp_sft.collate.encode import (
     IGNORE_INDEX,
     EncodedChat,
+    EncodeKeywords,
     EncodeOptions,
-    TrainOn,
     check_choice,
     check_count,
     encode_rows,
@@ -39,18 +40,12 @@ class SFTCollator:
         padding: "longest" pads to the longest row of the batch, "max_length" to max_length.
         padding_side: "right" or "left".
         pad_to_multiple_of: Rounds the padded length up to a multiple, beyond max_length if need be.
-        train_on: As in `encode_chat`, like all that follow.
-        train_eot: Whether the end-of-turn token is trained.
-        train_reasoning: Whether reasoning is trained.
-        truncation: "right", "left" or "error".
-        chat_template: Takes the place of the tokenizer's template.
-        row_format: Named, or None to detect it.
-        chat_template_kwargs: Variables for the template.
         on_dropped: "error", "count" (here the same as "ignore") or "ignore"; None does as `filter_rows` was
             last told in this process for this tokenizer, and raises if it was not called, so that no epoch
             ends on a row that has been let pass.
         vocab_size: Number of ids that the model has rows for, such as `model.config.vocab_size`; a row with
             another id raises. None leaves that to `train_step`.
+        **options: As for `encode_chat`.
 
     Raises:
         ValueError: For an option that is not allowed, or a tokenizer without a padding token.
@@ -64,15 +59,9 @@ class SFTCollator:
         padding: str = "longest",
         padding_side: str = "right",
         pad_to_multiple_of: int | None = None,
-        train_on: TrainOn = "assistant",
-        train_eot: bool = True,
-        train_reasoning: bool = True,
-        truncation: str = "right",
-        chat_template: str | None = None,
-        row_format: str | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
         on_dropped: Literal["error", "count", "ignore"] | None = None,
         vocab_size: int | None = None,
+        **options: Unpack[EncodeKeywords],
     ) -> None:
         check_count("max_length", max_length)
         if vocab_size is not None:
@@ -92,16 +81,10 @@ class SFTCollator:
         self.padding_side = padding_side
         self.pad_to_multiple_of = pad_to_multiple_of or 1
         self.vocab_size = vocab_size
-        self._options = EncodeOptions.check(
-            train_on=train_on,
-            train_eot=train_eot,
-            train_reasoning=train_reasoning,
+        self._options = EncodeOptions(
             max_length=max_length,
-            truncation=truncation,
-            chat_template=chat_template,
-            row_format=row_format,
-            chat_template_kwargs=chat_template_kwargs,
             on_dropped=let_pass(tokenizer) if on_dropped is None else on_dropped,
+            **options,
         )
 
     def __call__(self, rows: Sequence[Mapping[str, Any] | EncodedChat]) -> dict[str, torch.Tensor]:

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from fsdp_sft.collate.layout import Dropped
 from fsdp_sft.collate.rows import (
@@ -72,68 +72,57 @@ class EncodedChat:
         return len(self.labels) - self.labels.count(IGNORE_INDEX) - first
 
 
-@dataclass(frozen=True)
-class EncodeOptions:
-    """What `encode_chat` takes beside the row, checked once."""
+class EncodeKeywords(TypedDict, total=False):
+    """Options of `encode_chat` that others hand on to it."""
 
-    train_on: str | frozenset[str]
+    train_on: TrainOn
     train_eot: bool
     train_reasoning: bool
-    max_length: int | None
     truncation: str
     chat_template: str | None
     row_format: str | None
-    template_kwargs: Mapping[str, Any]
-    on_dropped: str
+    chat_template_kwargs: Mapping[str, Any] | None
 
-    @classmethod
-    def check(
-        cls,
-        *,
-        train_on: TrainOn,
-        train_eot: bool = True,
-        train_reasoning: bool = True,
-        max_length: int | None = None,
-        truncation: str = "right",
-        chat_template: str | None = None,
-        row_format: str | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        on_dropped: str = "error",
-    ) -> EncodeOptions:
-        """Check each option; raise ValueError for the first that is wrong."""
-        if not isinstance(train_on, str | Iterable):
-            raise ValueError(f"train_on must be a str or a set of roles, got {train_on!r}")
-        roles = train_on if isinstance(train_on, str) else frozenset(train_on)
+
+@dataclass(frozen=True)
+class EncodeOptions:
+    """What `encode_chat` takes beside the row, checked once: ValueError for the first that is wrong."""
+
+    train_on: TrainOn = "assistant"
+    train_eot: bool = True
+    train_reasoning: bool = True
+    max_length: int | None = None
+    truncation: str = "right"
+    chat_template: str | None = None
+    row_format: str | None = None
+    chat_template_kwargs: Mapping[str, Any] | None = None
+    on_dropped: str = "error"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.train_on, str | Iterable):
+            raise ValueError(f"train_on must be a str or a set of roles, got {self.train_on!r}")
+        roles = self.train_on if isinstance(self.train_on, str) else frozenset(self.train_on)
         if isinstance(roles, str):
             check_choice("train_on", roles, ("assistant", "last", "all"), hint="; give roles as a set")
         elif not roles or roles - set(ROLES):
             raise ValueError(f"train_on must be a set of roles out of {ROLES}, got {sorted(map(str, roles))}")
-        for name, value in (("train_eot", train_eot), ("train_reasoning", train_reasoning)):
-            if not isinstance(value, bool):
-                raise ValueError(f"{name} must be True or False, got {value!r}")
-        if roles == "all" and not train_reasoning:
+        for name in ("train_eot", "train_reasoning"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if roles == "all" and not self.train_reasoning:
             raise ValueError('train_reasoning=False leaves out reasoning, and train_on="all" nothing')
-        if max_length is not None:
-            check_count("max_length", max_length)
-        check_choice("truncation", truncation, ("right", "left", "error"))
-        if chat_template is not None and not isinstance(chat_template, str):
+        if self.max_length is not None:
+            check_count("max_length", self.max_length)
+        check_choice("truncation", self.truncation, ("right", "left", "error"))
+        if self.chat_template is not None and not isinstance(self.chat_template, str):
             raise ValueError(
-                f"chat_template must be a Jinja template as a str, got {type(chat_template).__name__}"
+                f"chat_template must be a Jinja template as a str, got {type(self.chat_template).__name__}"
             )
-        if row_format is not None:
-            check_choice("row_format", row_format, tuple(FORMATS))
-        check_choice("on_dropped", on_dropped, ON_DROPPED)
-        return cls(
-            train_on=roles,
-            train_eot=train_eot,
-            train_reasoning=train_reasoning,
-            max_length=max_length,
-            truncation=truncation,
-            chat_template=chat_template,
-            row_format=row_format,
-            template_kwargs=check_template_kwargs(chat_template_kwargs),
-            on_dropped=on_dropped,
-        )
+        if self.row_format is not None:
+            check_choice("row_format", self.row_format, tuple(FORMATS))
+        check_choice("on_dropped", self.on_dropped, ON_DROPPED)
+        object.__setattr__(self, "train_on", roles)
+        object.__setattr__(self, "chat_template_kwargs", check_template_kwargs(self.chat_template_kwargs))
 
 
 def check_choice(name: str, value: Any, allowed: tuple[str, ...], hint: str = "") -> None:
@@ -176,7 +165,8 @@ def encode_chat(
             Nulls with which an Arrow table fills up calls and tools are left out, others stay.
             `chat_template_kwargs` are the row's own variables for the template.
             `train`, `weight` or `loss_weight` of 0 switches a message off; 1 leaves it to `train_on`; any
-            other number above 0 is the factor of the loss of its tokens.
+            other number above 0 is the factor of the loss of its tokens. A part of a content that is text or
+            reasoning may have one too, which multiplies that of its message.
         tokenizer: A fast tokenizer.
         train_on: "assistant": every assistant turn, tool calls included and tool results not; "last": the
             last assistant turn; "all": every token; or a set of roles, of which all but the assistant's are
@@ -204,7 +194,7 @@ def encode_chat(
         TooLongError: For a row over max_length with truncation="error".
         ValueError: For a malformed row or option, a missing template or a slow tokenizer.
     """
-    options = EncodeOptions.check(
+    options = EncodeOptions(
         train_on=train_on,
         train_eot=train_eot,
         train_reasoning=train_reasoning,
@@ -245,7 +235,7 @@ def encode_rows(
     return [encoded[index] for index in range(len(rows))]
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class _Rendering:
     """The text of a conversation, and the turns that labels depend on.
 
@@ -254,6 +244,7 @@ class _Rendering:
         turns: Those that are trained; or, with `all_else`, those that do not weigh 1.
         all_else: Whether everything but `turns` is trained.
         weights: Of each message.
+        weighed: First and last character of each part with a weight of its own, and the weight.
         notes: Names of `NOTES`.
         answers: First and last character of each trained answer.
     """
@@ -262,6 +253,7 @@ class _Rendering:
     turns: list[Turn]
     all_else: bool
     weights: list[float]
+    weighed: tuple[tuple[int, int, float], ...]
     notes: tuple[str, ...]
     answers: tuple[tuple[int, int], ...]
 
@@ -276,7 +268,8 @@ def _render(
     template = _template(conversation, tokenizer, options, templates)
     all_else = options.train_on == "all"
     if all_else:
-        wanted = [index for index, weight in enumerate(conversation.weights) if weight != 1]
+        weighed = conversation.part_weights
+        wanted = [i for i, weight in enumerate(conversation.weights) if weight != 1 or i in weighed]
         trained = [index for index, weight in enumerate(conversation.weights) if weight]
     else:
         wanted = trained = selected_turns(conversation, options)
@@ -290,7 +283,9 @@ def _render(
         found = replace(found, dropped=tuple(_not_in_the_text(conversation, trained, found.text)))
     _check_text(found.text)
     notes = tuple(_notes(found, template, conversation, options))
-    return _Rendering(found.text, found.turns, all_else, conversation.weights, notes, found.answers)
+    return _Rendering(
+        found.text, found.turns, all_else, conversation.weights, found.weighed, notes, found.answers
+    )
 
 
 def _template(
@@ -305,9 +300,10 @@ def _template(
             "version: AutoTokenizer does where a tokenizer.json exists, for a tekken.json there is "
             "transformers.integrations.mistral.convert_tekken_tokenizer"
         )
-    kwargs = {**options.template_kwargs, **conversation.template_kwargs}
+    kwargs = {**(options.chat_template_kwargs or {}), **conversation.template_kwargs}
     # Some tokenizers have a second template for tools.
-    key = (conversation.tools is not None, conversation.thinks_in_parts, json.dumps(kwargs, default=repr))
+    variables = json.dumps(kwargs, default=repr) if kwargs else ""
+    key = (conversation.tools is not None, conversation.thinks_in_parts, variables)
     if key not in templates:
         templates[key] = ChatTemplate(
             tokenizer,
@@ -393,7 +389,8 @@ def _labels(tokens: Tokens, rendering: _Rendering, train_eot: bool) -> tuple[lis
     """The id of each trained token, -100 elsewhere; weights. A token lies in a turn if it starts there."""
     ids, all_else = tokens.ids, rendering.all_else
     labels = list(ids) if all_else else [IGNORE_INDEX] * len(ids)
-    is_weighted = any(rendering.weights[turn.message] not in (0, 1) for turn in rendering.turns)
+    of_turns = (rendering.weights[turn.message] for turn in rendering.turns)
+    is_weighted = rendering.weighed or any(weight not in (0, 1) for weight in of_turns)
     weights = [1.0] * len(ids) if is_weighted else None
     for turn in rendering.turns:
         first, stop = tokens.first_from(turn.start), tokens.first_from(turn.end)
@@ -406,7 +403,14 @@ def _labels(tokens: Tokens, rendering: _Rendering, train_eot: bool) -> tuple[lis
         labels[first:stop] = ids[first:stop] if weight else [IGNORE_INDEX] * (stop - first)
         if weights is not None:
             weights[first:stop] = [weight] * (stop - first)
-    return labels, weights
+    if weights is None:
+        return labels, None
+    for start, end, weight in rendering.weighed:
+        for index in range(tokens.first_from(start), tokens.first_from(end)):
+            if labels[index] != IGNORE_INDEX:
+                weights[index] *= weight
+                labels[index] = labels[index] if weight else IGNORE_INDEX
+    return labels, weights if set(weights) - {0.0, 1.0} else None
 
 
 def _loses_an_answer(tokens: Tokens, rendering: _Rendering, options: EncodeOptions) -> bool:

@@ -8,11 +8,13 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from typing_extensions import Unpack
+
 from fsdp_sft.collate.encode import (
     NOTES,
     EncodedChat,
+    EncodeKeywords,
     EncodeOptions,
-    TrainOn,
     check_choice,
     encode_row,
     selected_turns,
@@ -110,33 +112,21 @@ def filter_rows(
     rows: Iterable[Row],
     tokenizer: PreTrainedTokenizerBase,
     *,
-    train_on: TrainOn = "assistant",
-    train_eot: bool = True,
-    train_reasoning: bool = True,
     max_length: int | None = None,
-    truncation: str = "right",
-    chat_template: str | None = None,
-    row_format: str | None = None,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
     on_error: Literal["raise", "count"] = "raise",
     on_dropped: Literal["error", "count", "ignore"] = "error",
+    **options: Unpack[EncodeKeywords],
 ) -> tuple[list[Row], FilterCounts]:
     """Drop the rows that would train nothing, before the sampler deals them out.
 
     Args:
         rows: Rows as `encode_chat` takes them, and `EncodedChat`s.
         tokenizer: A fast tokenizer.
-        train_on: As in `encode_chat`, like all that follow; give what the collator gets.
-        train_eot: Whether the end-of-turn token is trained.
-        train_reasoning: Whether reasoning is trained.
         max_length: Most tokens to keep; None keeps all.
-        truncation: "right", "left" or "error".
-        chat_template: Takes the place of the tokenizer's template.
-        row_format: Named, or None to detect it.
-        chat_template_kwargs: Variables for the template.
         on_error: What to do with a row that `encode_chat` would refuse: "raise", or drop and "count" it.
         on_dropped: What to do with a row of which the template leaves out a text of an answer: "error" takes
             it for such a row, "count" keeps and counts it, "ignore" keeps it.
+        **options: As for `encode_chat`; give what the collator gets.
 
     Returns:
         (the rows with a target after truncation and shift, counts by reason). The counts have "kept", and
@@ -148,22 +138,12 @@ def filter_rows(
         ChatTemplateError: For one that the template refuses.
         DroppedTextError: For one of which it leaves out a text.
     """
-    options = EncodeOptions.check(
-        train_on=train_on,
-        train_eot=train_eot,
-        train_reasoning=train_reasoning,
-        max_length=max_length,
-        truncation=truncation,
-        chat_template=chat_template,
-        row_format=row_format,
-        chat_template_kwargs=chat_template_kwargs,
-        on_dropped=on_dropped,
-    )
+    wanted = EncodeOptions(max_length=max_length, on_dropped=on_dropped, **options)
     check_choice("on_error", on_error, ("raise", "count"))
     kept: list[Row] = []
     counts = FilterCounts()
     for index, row in enumerate(rows):
-        reason, chat = judge_row(row, index, tokenizer, options, counts, on_error)
+        reason, chat = judge_row(row, index, tokenizer, wanted, counts, on_error)
         if reason == "kept" and chat is not None:
             kept.append(row)
     if not kept:

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import groupby
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from fsdp_sft.collate.rows import REASONING_KEYS, Message
@@ -19,18 +17,19 @@ from fsdp_sft.collate.template import (
     NUMERIC_SENTINEL,
     ChatTemplate,
     TemplateFacts,
-    has_sentinel,
+    common_length,
     numeric_sentinel,
     sentinel,
     split_at_sentinels,
 )
 from fsdp_sft.errors import ChatTemplateError
 
+PartWeights = Mapping[int, dict[str, list[tuple[int, float]]]]
 # Templates of reasoning models look for these in the content and cut it there.
 THINK = re.compile(r"(</?think>)")
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Dropped:
     """A text of a trained message that the template does not print.
 
@@ -47,7 +46,7 @@ class Dropped:
     is_past: bool
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class _Leaf:
     """A text of a message, in the forms in which a template may print it."""
 
@@ -69,7 +68,24 @@ class _Leaf:
         yield repr(self.texts[0])[1:-1]
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
+class _WeighedPart:
+    """A part of a message's text that has a weight of its own.
+
+    Attributes:
+        leaves: Numbers of its leaves.
+        head: What of it stands before the first of them: white space, a think tag.
+        tail: What stands behind the last.
+        weight: Its weight.
+    """
+
+    leaves: range
+    head: str
+    tail: str
+    weight: float
+
+
+@dataclass(slots=True)
 class Place:
     """Where a leaf stands in the real rendering."""
 
@@ -96,7 +112,7 @@ class Extent(NamedTuple):
     ceiling: int
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Layout:
     """All leaves of a conversation, and those that are printed in the order of the text.
 
@@ -108,19 +124,38 @@ class Layout:
     length: int
     marked: list[Message]
     numeric: bool
+    pieces: list[_WeighedPart] = field(default_factory=list)
+
+    def weighed(self, text: str) -> Iterator[tuple[int, int, float]]:
+        """First and last character of each piece that has a weight of its own, and the weight."""
+        for piece in self.pieces:
+            mine = [number for number, place in enumerate(self.places) if place.leaf in piece.leaves]
+            if not mine:
+                continue
+            runs = [mine] if mine[-1] - mine[0] + 1 == len(mine) else [[number] for number in mine]
+            for run in runs:
+                start, end = self.places[run[0]].start, self.places[run[-1]].end
+                start -= common_length(piece.head[::-1], text[:start][::-1][: len(piece.head)])
+                end += common_length(piece.tail, text[end : end + len(piece.tail)])
+                yield start, end, piece.weight
 
     def check(self, template: ChatTemplate, wanted: set[int]) -> None:
         """Refuse a layout in which a wanted message is missing, doubled or torn apart."""
-        printed = Counter(place.leaf for place in self.places)
-        groups = Counter(index for index, _ in groupby(self.places, key=lambda place: place.message))
-        for index in wanted:
-            mine = [number for number, leaf in enumerate(self.leaves) if leaf.message == index]
-            if mine and not any(number in printed for number in mine):
-                raise template.error(f"it does not print message {index}")
-            if any(printed[number] > 1 for number in mine):
+        absent = self.absent(wanted)
+        printed: set[int] = set()
+        begun: set[int] = set()
+        before = None
+        for place in self.places:
+            index = place.message
+            if index in wanted and place.leaf in printed:
                 raise template.error(f"it prints message {index} more than once")
-            if groups[index] > 1:
+            if index in wanted and index != before and index in begun:
                 raise template.error(f"it prints another message in the middle of message {index}")
+            printed.add(place.leaf)
+            begun.add(index)
+            before = index
+        if absent:
+            raise template.error(f"it does not print message {min(absent)}")
 
     def absent(self, messages: set[int]) -> set[int]:
         """Those that have texts, of which none is printed."""
@@ -142,13 +177,15 @@ class Layout:
             floor = max((p.end for p in self.places if p.message < index), default=0)
             ceiling = min((p.start for p in self.places if p.message > index), default=self.length)
             yield Extent(index, floor, None, ceiling)
-        runs = [list(run) for _, run in groupby(self.places, key=lambda place: place.message)]
-        ends = [0, *(run[-1].end for run in runs)]
-        starts = [*(run[0].start for run in runs), self.length]
-        for number, run in enumerate(runs):
-            if run[0].message in wanted:
-                own = (run[0].start, run[-1].end)
-                yield Extent(run[0].message, ends[number], own, starts[number + 1])
+        runs: list[tuple[int, int, int]] = []  # (message, start, end)
+        for place in self.places:
+            start = runs.pop()[1] if runs and runs[-1][0] == place.message else place.start
+            runs.append((place.message, start, place.end))
+        ends = [0, *(end for _, _, end in runs)]
+        starts = [*(start for _, start, _ in runs), self.length]
+        for number, (index, start, end) in enumerate(runs):
+            if index in wanted:
+                yield Extent(index, ends[number], (start, end), starts[number + 1])
 
 
 def lay_out(
@@ -157,6 +194,7 @@ def lay_out(
     tools: list[dict[str, Any]] | None,
     wanted: set[int],
     text: str,
+    part_weights: PartWeights,
 ) -> Layout:
     """The first layout that holds: all roles marked or the assistant's, blank answers marked or not."""
     everyone = frozenset(message["role"] for message in messages)
@@ -164,7 +202,9 @@ def lay_out(
     for roles in dict.fromkeys([everyone, everyone & {"assistant"}]):
         if roles_wanted <= roles and (roles == everyone or not _mimics(messages, template.facts())):
             for blanks, numbers in ((True, True), (True, False), (False, False)):
-                layout = _lay_out_once(template, messages, tools, roles, text, blanks=blanks, numbers=numbers)
+                layout = _lay_out_once(
+                    template, messages, tools, roles, text, part_weights, blanks=blanks, numbers=numbers
+                )
                 if layout is not None:
                     return layout
     raise template.error(
@@ -186,6 +226,7 @@ def _lay_out_once(
     tools: list[dict[str, Any]] | None,
     roles: frozenset[str],
     text: str,
+    part_weights: PartWeights,
     *,
     blanks: bool,
     numbers: bool,
@@ -194,8 +235,9 @@ def _lay_out_once(
     if numbers and NUMERIC_SENTINEL.search(text):
         return None
     leaves: list[_Leaf] = []
+    pieces: list[_WeighedPart] = []
     marked = [
-        _Marker(index, leaves, numbers=numbers).mark(message, blanks=blanks)
+        _Marker(index, leaves, pieces, part_weights.get(index, {}), numbers).mark(message, blanks=blanks)
         if message["role"] in roles
         else message
         for index, message in enumerate(messages)
@@ -206,7 +248,7 @@ def _lay_out_once(
             places = _align(template.skeleton(marked, tools, renew=True), text, leaves, numeric=numbers)
     except ChatTemplateError:
         return None
-    return None if places is None else Layout(leaves, places, len(text), marked, numbers)
+    return None if places is None else Layout(leaves, places, len(text), marked, numbers, pieces)
 
 
 def _align(marked: str, text: str, leaves: Sequence[_Leaf], *, numeric: bool) -> list[Place] | None:
@@ -233,18 +275,22 @@ def _align(marked: str, text: str, leaves: Sequence[_Leaf], *, numeric: bool) ->
     return places if position == len(text) else None
 
 
-@dataclass
+@dataclass(slots=True)
 class _Marker:
     """Copies a message with its texts replaced by sentinels, and notes them as leaves.
 
     Attributes:
         message: Index of the message.
         leaves: Those of the conversation; new ones are added.
+        pieces: Likewise.
+        weights: Of the parts of its texts, by key: (characters, weight).
         numbers: Whether numbers in the arguments of calls get sentinels as well.
     """
 
     message: int
     leaves: list[_Leaf]
+    pieces: list[_WeighedPart]
+    weights: dict[str, list[tuple[int, float]]]
     numbers: bool
 
     def mark(self, message: Message, *, blanks: bool) -> Message:
@@ -253,10 +299,9 @@ class _Marker:
         for key in (*REASONING_KEYS, "content"):
             if key in marked:
                 pattern = THINK if "think>" in marked[key] else None
-                first = len(self.leaves)
-                marked[key] = mark_text(marked[key], self._adder(is_reasoning=key != "content"), pattern)
+                marked[key] = "".join(self._mark_parts(key, marked[key], pattern))
                 if pattern and key == "content":
-                    _note_reasoning(marked[key], self.leaves, first)
+                    _note_reasoning(marked[key], self.leaves)
         if "tool_calls" in marked:
             marked["tool_calls"] = [self._mark_call(call) for call in marked["tool_calls"]]
         if blanks and len(self.leaves) == known and message["role"] == "assistant":
@@ -265,6 +310,22 @@ class _Marker:
             stripped = (content, content.lstrip("\n"), content.rstrip("\n"), content.strip("\n"), "")
             marked["content"] = mark_text(content, add) if content.strip() else add(*dict.fromkeys(stripped))
         return marked
+
+    def _mark_parts(self, key: str, text: str, pattern: re.Pattern[str] | None) -> Iterator[str]:
+        """The text's parts, each with leaves of its own if weights differ."""
+        add = self._adder(is_reasoning=key != "content")
+        if key not in self.weights:
+            yield mark_text(text, add, pattern)
+            return
+        position = 0
+        for length, weight in self.weights[key]:
+            first = len(self.leaves)
+            marked = mark_text(text[position : position + length], add, pattern)
+            if weight != 1:
+                edges = split_at_sentinels(marked, numeric=False)[0]
+                self.pieces.append(_WeighedPart(range(first, len(self.leaves)), edges[0], edges[-1], weight))
+            position += length
+            yield marked
 
     def _adder(self, **kind: bool) -> Callable[..., str]:
         def add(*texts: str) -> str:
@@ -308,16 +369,16 @@ def mark_text(text: str, add: Callable[..., str], pattern: re.Pattern[str] | Non
     return "".join(parts)
 
 
-def _note_reasoning(marked: str, leaves: list[_Leaf], first: int) -> None:
-    """Note which leaves from `first` on stand inside of think tags; the opening one may be in the prompt."""
+def _note_reasoning(marked: str, leaves: list[_Leaf]) -> None:
+    """Note which leaves stand inside of think tags; the opening one may be in the prompt."""
     end = marked.find("</think>")
     inside = end >= 0 and not 0 <= marked.find("<think>") < end
-    number, position = first, 0
+    position = 0
     for part in THINK.split(marked):
         position += len(part)
         if THINK.fullmatch(part):
             # One that nothing closes is quoted.
             inside = part == "<think>" and "</think>" in marked[position:]
-        elif has_sentinel(part):
-            leaves[number] = replace(leaves[number], is_reasoning=inside)
-            number += 1
+        else:
+            for number in split_at_sentinels(part, numeric=False)[1]:
+                leaves[number] = replace(leaves[number], is_reasoning=inside)

@@ -39,18 +39,18 @@ def without_fillers(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _dicts(values: Iterable[Any]) -> list[Mapping[str, Any]]:
-    return [value for value in values if isinstance(value, Mapping)]
+    return [value for value in values if isinstance(value, dict)]
 
 
 def _calls(messages: list[Any]) -> Iterator[Mapping[str, Any]]:
     for message in _dicts(messages):
-        calls = message.get("tool_calls")
-        yield from _dicts(calls if isinstance(calls, list) else [])
+        if isinstance(calls := message.get("tool_calls"), list):
+            yield from _dicts(calls)
 
 
 def _function(call: Mapping[str, Any]) -> Mapping[str, Any]:
     inner = call.get("function")
-    return inner if isinstance(inner, Mapping) else call
+    return inner if isinstance(inner, dict) else call
 
 
 def _parameters(tools: list[Any]) -> Iterator[tuple[str, Any]]:
@@ -58,8 +58,8 @@ def _parameters(tools: list[Any]) -> Iterator[tuple[str, Any]]:
     for tool in _dicts(tools):
         inner = _function(tool)
         schema = inner.get("parameters")
-        properties = schema.get("properties") if isinstance(schema, Mapping) else None
-        if isinstance(inner.get("name"), str) and isinstance(properties, Mapping):
+        properties = schema.get("properties") if isinstance(schema, dict) else None
+        if isinstance(inner.get("name"), str) and isinstance(properties, dict):
             yield inner["name"], {name for name, value in properties.items() if value is not None}
 
 
@@ -81,7 +81,7 @@ def _comes_from_a_table(lists: list[list[Any]], calls: list[Mapping[str, Any]], 
 
 
 def _has_impossible_null(schema: Any) -> bool:
-    if isinstance(schema, Mapping):
+    if isinstance(schema, dict):
         return any(
             key not in _NULL_IN_A_SCHEMA if value is None else _has_impossible_null(value)
             for key, value in schema.items()
@@ -90,15 +90,15 @@ def _has_impossible_null(schema: Any) -> bool:
 
 
 def _clean_message(message: Any, from_table: bool, known: dict[str, Any]) -> Any:
-    if not isinstance(message, Mapping) or not isinstance(message.get("tool_calls"), list):
+    if not isinstance(message, dict) or not isinstance(message.get("tool_calls"), list):
         return message
     return {**message, "tool_calls": [_clean_call(call, from_table, known) for call in message["tool_calls"]]}
 
 
 def _clean_call(call: Any, from_table: bool, known: dict[str, Any]) -> Any:
-    function = _function(call) if isinstance(call, Mapping) else {}
+    function = _function(call) if isinstance(call, dict) else {}
     arguments = function.get("arguments")
-    if not isinstance(arguments, Mapping):
+    if not isinstance(arguments, dict):
         return call
     if from_table:
         arguments = _stripped(arguments)
@@ -111,6 +111,6 @@ def _clean_call(call: Any, from_table: bool, known: dict[str, Any]) -> Any:
 
 
 def _stripped(value: Any) -> Any:
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         return {key: _stripped(item) for key, item in value.items() if item is not None}
     return [_stripped(item) for item in value] if isinstance(value, list) else value

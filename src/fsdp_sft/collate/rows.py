@@ -6,6 +6,7 @@ Everything here works on plain Python data; no tokenizer and no template is invo
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +29,7 @@ REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 _FLAG_KEYS = ("train", "loss_weight", "weight")
 _MOST = 3.4e38  # of a weight: it becomes a float32
 _IN_PARTS = "reasoning given as a part of type thinking"  # a mark on a message while it is read
+_WEIGHED = "characters and weights of a content's parts"  # likewise
 FORMATS = {
     "tokenized": "input_ids",
     "messages": "messages",
@@ -44,7 +46,7 @@ _SHAPES = (
 Message = dict[str, Any]
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Conversation:
     """One row in the form chat templates take.
 
@@ -52,6 +54,7 @@ class Conversation:
         messages: Messages with `role`, `content` (always a str) and, where given, `tool_calls`,
             `reasoning_content` and other template fields.
         weights: One per message, the factor of its loss; 0 where the row switched the message off.
+        part_weights: Of messages by index: the parts of a text by its key, each as (characters, weight).
         tools: Tool schemas for the template, or None.
         template_kwargs: Further variables for the template.
         thinks_in_parts: Whether reasoning was given as a part of type "thinking", as Mistral's models want.
@@ -62,11 +65,7 @@ class Conversation:
     tools: list[dict[str, Any]] | None
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     thinks_in_parts: bool = False
-
-    @property
-    def is_weighted(self) -> bool:
-        """Whether a weight is neither 0 nor 1."""
-        return any(weight not in (0, 1) for weight in self.weights)
+    part_weights: dict[int, dict[str, list[tuple[int, float]]]] = field(default_factory=dict)
 
 
 def is_encoded(row: Any, row_format: str | None = None) -> bool:
@@ -131,10 +130,11 @@ def read_row(row: Any, row_format: str | None = None) -> Conversation:
     messages = _READERS[key](row)
     if not messages:
         raise ValueError("the row has no messages; a conversation needs at least one")
-    weights = [_pop_weight(message, index) for index, message in enumerate(messages)]
+    weights = [_pop_weight(message, f"message {index}") for index, message in enumerate(messages)]
     in_parts = [message.pop(_IN_PARTS, False) for message in messages]
+    weighed = {index: message.pop(_WEIGHED) for index, message in enumerate(messages) if _WEIGHED in message}
     kwargs = check_template_kwargs(row.get("chat_template_kwargs"))
-    return Conversation(messages, weights, _read_tools(row.get("tools")), kwargs, any(in_parts))
+    return Conversation(messages, weights, _read_tools(row.get("tools")), kwargs, any(in_parts), weighed)
 
 
 def check_template_kwargs(given: Any) -> dict[str, Any]:
@@ -156,15 +156,22 @@ def check_template_kwargs(given: Any) -> dict[str, Any]:
     return {key: value for key, value in given.items() if value is not None}
 
 
+_PLAIN = {str, int, float, bool, type(None)}
+
+
 def _plain(value: Any) -> Any:
     """Python's own lists, dicts and numbers for numpy's."""
-    if isinstance(value, str | int | float | None):
+    if type(value) in _PLAIN:
         return value
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
+    # Most items are asked here, which saves them a call; Mapping comes last, as an ABC answers slowly.
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return _plain(value.tolist()) if hasattr(value, "tolist") else value
+        return [item if type(item) in _PLAIN else _plain(item) for item in value]
+    if isinstance(value, dict | Mapping):
+        return {key: item if type(item) in _PLAIN else _plain(item) for key, item in value.items()}
+    if hasattr(value, "tolist"):
+        return _plain(value.tolist())
+    is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes)
+    return [_plain(item) for item in value] if is_list else value
 
 
 def _int_list(values: Any, key: str) -> list[int]:
@@ -205,13 +212,13 @@ def _read_messages(row: Mapping[str, Any]) -> list[Message]:
 
 
 def _as_list(value: Any, where: str) -> list[Any]:
-    if isinstance(value, str | Mapping) or not isinstance(value, Sequence):
+    if not isinstance(value, list):
         raise ValueError(f'"{where}" must be a list, got {_short(value)}')
     return list(value)
 
 
 def _read_message(item: Any, where: str) -> Message:
-    if not isinstance(item, Mapping):
+    if not isinstance(item, dict):
         raise ValueError(f"{where} must be a dict with role and content, got {_short(item)}")
     # Arrow tables give every message the keys of all the others, filled with None.
     message = {str(key): value for key, value in item.items() if value is not None}
@@ -232,6 +239,8 @@ def _read_message(item: Any, where: str) -> Message:
                 raise ValueError(f"{where} has reasoning twice: in its parts and beside its content")
             message["reasoning_content"] = parts.reasoning
             message[_IN_PARTS] = parts.is_thinking
+        if any(weight != 1 for pieces in parts.weighed.values() for _, weight in pieces):
+            message[_WEIGHED] = parts.weighed
     if content is None and not calls:
         raise ValueError(f"{where} has neither content nor tool_calls, got the keys {sorted(message)}")
     message["content"] = "" if content is None else _text(content, f"{where}.content")
@@ -250,33 +259,33 @@ _ORDER = ("thinking", "reasoning", "text", "tool_call")
 
 @dataclass
 class _Parts:
-    """What a content in parts holds."""
+    """What a content in parts holds; `weighed` has (characters, weight) of a text's parts, by its key."""
 
     text: str = ""
     reasoning: str = ""
     is_thinking: bool = False
     calls: list[Any] = field(default_factory=list)
+    weighed: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
 
 
 def _read_parts(parts: Sequence[Any], where: str) -> _Parts:
     found, last = _Parts(), 0
     for number, part in enumerate(parts):
-        kind, place = part.get("type") if isinstance(part, Mapping) else None, f"{where}.content[{number}]"
+        kind, place = part.get("type") if isinstance(part, dict) else None, f"{where}.content[{number}]"
         if kind not in _ORDER:
             raise ValueError(
                 f"{place} must be a part of type text, reasoning, thinking or tool_call, got {_short(part)}"
             )
-        weighed = [key for key in _FLAG_KEYS if part.get(key) not in (None, 1)]
-        if weighed:
-            raise ValueError(
-                f"{place} has {weighed[0]}={part[weighed[0]]!r}: weights are of messages; "
-                "give it to the message, or make messages of the parts"
-            )
+        weight = _pop_weight({key: value for key, value in part.items() if value is not None}, place)
         given = [part[key] for key in (kind, "text", "value") if part.get(key) is not None]
         value = next((one for one in given if one), given[0] if given else None)
         if kind == "thinking" and isinstance(value, list):
-            value = _read_parts(value, place).text
+            inner = _read_parts(value, place)
+            _refuse_weight(math.prod(w for _, w in inner.weighed.get("content", ())), f"a part of {place}")
+            value = inner.text
         text = _text(value, place)
+        if kind == "tool_call" or not text.strip():
+            _refuse_weight(weight, place)
         rank = _ORDER.index(kind)
         if text and rank < last:
             raise ValueError(
@@ -288,10 +297,20 @@ def _read_parts(parts: Sequence[Any], where: str) -> _Parts:
             found.calls.append(_parse_json(text, f"{where}: tool_call"))
         elif kind == "text":
             found.text += text
+            found.weighed.setdefault("content", []).append((len(text), weight))
         else:
             found.reasoning += text
             found.is_thinking |= kind == "thinking"
+            found.weighed.setdefault("reasoning_content", []).append((len(text), weight))
     return found
+
+
+def _refuse_weight(weight: float, place: str) -> None:
+    if weight != 1:
+        raise ValueError(
+            f"{place} has the weight {weight:g}: a weight is of a message, or of a part of it that is text "
+            "or reasoning and more than white space; give it to the message, or make messages of the parts"
+        )
 
 
 def _parse_json(text: str, where: str) -> Any:
@@ -302,8 +321,8 @@ def _parse_json(text: str, where: str) -> Any:
 
 
 def _read_call(call: Any, where: str) -> dict[str, Any]:
-    inner = call.get("function", call) if isinstance(call, Mapping) else None
-    if not isinstance(inner, Mapping) or not isinstance(inner.get("name"), str):
+    inner = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
         raise ValueError(f"{where}: a tool call needs a name and arguments, got {_short(call)}")
     arguments = inner.get("arguments")
     if arguments is None:
@@ -314,7 +333,7 @@ def _read_call(call: Any, where: str) -> dict[str, Any]:
     if isinstance(arguments, str):
         # Templates print arguments with tojson, which would quote a string a second time.
         arguments = _parse_json(arguments or "{}", f"{where}: arguments")
-    if arguments is not None and not isinstance(arguments, Mapping):
+    if arguments is not None and not isinstance(arguments, dict):
         raise ValueError(f"{where}: tool call arguments must be an object, got {_short(arguments)}")
     function = {"name": inner["name"], "arguments": dict(arguments or {})}
     call_id = {"id": call["id"]} if call.get("id") is not None else {}
@@ -328,9 +347,9 @@ def _read_conversations(row: Mapping[str, Any]) -> list[Message]:
 
 
 def _read_turn(item: Any, where: str) -> Message:
-    if isinstance(item, Mapping) and "role" in item:
+    if isinstance(item, dict) and "role" in item:
         return _read_message(item, where)
-    if not isinstance(item, Mapping) or "from" not in item:
+    if not isinstance(item, dict) or "from" not in item:
         raise ValueError(f"{where} must be a dict with from and value, got {_short(item)}")
     speaker = item["from"]
     if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
@@ -398,14 +417,13 @@ _TAKEN = {
 }
 
 
-def _pop_weight(message: Message, index: int) -> float:
+def _pop_weight(message: Message, place: str) -> float:
     total = 1.0
     for key in _FLAG_KEYS:
         value = message.pop(key, 1)
         if not isinstance(value, int | float) or not 0 <= value <= _MOST:
             raise ValueError(
-                f"message {index}: {key} must be a finite number that is not negative (False or True), got "
-                f"{value!r}"
+                f"{place}: {key} must be a finite number that is not negative (False or True), got {value!r}"
             )
         total *= float(value)
     return total
@@ -419,7 +437,7 @@ def _read_tools(tools: Any) -> list[dict[str, Any]] | None:
     schemas = []
     for number, tool in enumerate(_as_list(tools, "tools")):
         tool = _parse_json(tool, f"tools[{number}]") if isinstance(tool, str) else tool
-        if not isinstance(tool, Mapping):
+        if not isinstance(tool, dict):
             raise ValueError(f"tools[{number}] must be a JSON schema (a dict), got {_short(tool)}")
         # Templates read tool.function.name; data sets often carry the inner object alone.
         bare = "function" not in tool and "name" in tool

@@ -37,7 +37,7 @@ _CLOSING = re.compile(r"\s*(?:<[^<>]*>|\[[^\[\]]*\])\s*")
 _OPENED_THINK = re.compile(r"(?:<think[^<>]*>\s*)?(?:</think[^<>]*>\s*)?$")
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Turn:
     """Trained characters of one message: [start, end), of which [stop_start, end) is the end-of-turn token.
 
@@ -50,7 +50,7 @@ class Turn:
     end: int
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Found:
     """What is trained of a conversation.
 
@@ -60,12 +60,14 @@ class Found:
             out a part in its middle.
         dropped: What the template leaves out of the messages that are trained.
         answers: First and last character of what is printed of each trained message of the assistant.
+        weighed: First and last character of each part with a weight of its own, and the weight.
     """
 
     text: str
     turns: list[Turn]
     dropped: tuple[Dropped, ...] = ()
     answers: tuple[tuple[int, int], ...] = ()
+    weighed: tuple[tuple[int, int, float], ...] = ()
 
 
 def find_turns(
@@ -96,7 +98,9 @@ def find_turns(
     if OPEN in text:
         raise template.error(f"the conversation holds the private-use character {OPEN!r}")
     facts = template.facts()
-    layout = lay_out(template, messages, conversation.tools, wanted or printed, text)
+    layout = lay_out(
+        template, messages, conversation.tools, wanted or printed, text, conversation.part_weights
+    )
     # With weight 0 in a conversation that is trained whole: what is not printed need not be taken out.
     wanted -= layout.absent(wanted - printed)
     layout.check(template, wanted)
@@ -111,7 +115,8 @@ def find_turns(
     if not reasoning:
         turns = [part for turn in turns for part in _without_reasoning(turn, layout.places, text)]
         dropped = tuple(item for item in dropped if item.part != "reasoning")
-    return Found(text, sorted(turns, key=lambda turn: turn.start), dropped, answers)
+    weighed = tuple(layout.weighed(text))
+    return Found(text, sorted(turns, key=lambda turn: turn.start), dropped, answers, weighed)
 
 
 def _without_reasoning(turn: Turn, places: list[Place], text: str) -> Iterator[Turn]:
@@ -148,7 +153,7 @@ def _render_any(
         raise
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class _TurnFinder:
     """Finds where a message's own characters begin and end in the template text around its leaves."""
 

@@ -97,6 +97,8 @@ class ChatTemplate:
         self._tools = tools
         self._thinks_in_parts = thinks_in_parts
         self._key = (self.text, repr(self._variables), len(tokenizer), tools is not None)
+        self._facts: TemplateFacts | None = None
+        self._skeletons = _SKELETONS.setdefault(tokenizer, {}).setdefault(self._key, {})
         self._in_parts = False
         with suppress(ChatTemplateError):  # what cannot be told is no matter until a turn is to be found
             self._in_parts = self.facts().in_parts
@@ -158,7 +160,7 @@ class ChatTemplate:
         """
         if tools is not None or any(len(message) != 2 for message in marked):
             return self.render(marked, tools=tools)[0]
-        known = _SKELETONS.setdefault(self.tokenizer, {}).setdefault(self._key, {})
+        known = self._skeletons
         key = tuple((message["role"], message["content"]) for message in marked)
         if renew or key not in known:
             if len(known) >= _MAX_SKELETONS:
@@ -168,10 +170,12 @@ class ChatTemplate:
 
     def facts(self) -> TemplateFacts:
         """Probe the template, once per tokenizer and template."""
-        known = _FACTS.setdefault(self.tokenizer, {})
-        if self._key not in known:
-            known[self._key] = self._probe_either_form()
-        return known[self._key]
+        if self._facts is None:
+            known = _FACTS.setdefault(self.tokenizer, {})
+            if self._key not in known:
+                known[self._key] = self._probe_either_form()
+            self._facts = known[self._key]
+        return self._facts
 
     def _probe_either_form(self) -> TemplateFacts:
         try:

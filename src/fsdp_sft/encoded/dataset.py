@@ -6,15 +6,16 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from typing_extensions import Unpack
+
 from fsdp_sft._agree import agreed, all_gather_objects, this_rank, while_others_wait
 from fsdp_sft._claim import Claim
 from fsdp_sft._disk import publish, temporary_beside, unsound_beside
-from fsdp_sft.collate.encode import NOTES, EncodeOptions, TrainOn, check_choice, check_count
+from fsdp_sft.collate.encode import NOTES, EncodeKeywords, EncodeOptions, check_choice, check_count
 from fsdp_sft.encoded.build import Work, build, look_first, num_refused, refusal
 from fsdp_sft.encoded.key import key_of
 from fsdp_sft.encoded.source import RowSource
@@ -37,13 +38,7 @@ def encode_dataset(
     on_error: Literal["raise", "count"] = "count",
     on_dropped: Literal["error", "count", "ignore"] = "count",
     max_refused: float = 0.01,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-    train_on: TrainOn = "assistant",
-    train_eot: bool = True,
-    train_reasoning: bool = True,
-    truncation: str = "right",
-    chat_template: str | None = None,
-    row_format: str | None = None,
+    **options: Unpack[EncodeKeywords],
 ) -> EncodedDataset:
     """Tokenise rows once, into files that every rank maps into memory.
 
@@ -66,13 +61,7 @@ def encode_dataset(
         on_dropped: As in `filter_rows`.
         max_refused: Share of refused rows above which it raises; what has been encoded is kept, so that a
             second call with a larger share opens it.
-        chat_template_kwargs: As in `encode_chat`, like all that follow.
-        train_on: What is trained.
-        train_eot: Whether the end-of-turn token is trained.
-        train_reasoning: Whether reasoning is trained.
-        truncation: "right", "left" or "error".
-        chat_template: Takes the place of the tokenizer's template.
-        row_format: Named, or None to detect it.
+        **options: As for `encode_chat`.
 
     Returns:
         A sequence of `EncodedChat`, with ``counts``, ``lengths`` and ``num_targets``.
@@ -94,17 +83,7 @@ def encode_dataset(
         encoded = fs.encode_dataset("chats.jsonl", tokenizer, max_length=8192)
         print(encoded.counts)
     """
-    options = EncodeOptions.check(
-        train_on=train_on,
-        train_eot=train_eot,
-        train_reasoning=train_reasoning,
-        max_length=max_length,
-        truncation=truncation,
-        chat_template=chat_template,
-        row_format=row_format,
-        chat_template_kwargs=chat_template_kwargs,
-        on_dropped=on_dropped,
-    )
+    wanted = EncodeOptions(max_length=max_length, on_dropped=on_dropped, **options)
     check_count("max_length", max_length)
     check_choice("on_error", on_error, ("raise", "count"))
     if num_proc is not None:
@@ -112,7 +91,7 @@ def encode_dataset(
     if not 0 <= max_refused <= 1:
         raise ValueError(f"max_refused must be a share of 0 to 1, got {max_refused!r}")
     cache = _cache_folder(cache_dir)
-    work = Work(tokenizer, options, on_error == "raise")
+    work = Work(tokenizer, wanted, on_error == "raise")
     with agreed("looking at the rows to encode"):
         source = RowSource.of(rows)
         cache.mkdir(parents=True, exist_ok=True)
@@ -124,7 +103,7 @@ def encode_dataset(
     maker = _maker(cache)
 
     def make() -> Path:
-        target = cache / key_of(source, tokenizer, options, on_error, cache)[:40]
+        target = cache / key_of(source, tokenizer, wanted, on_error, cache)[:40]
         claim = Claim(target, is_sound)
         if claim.take_or_wait():
             try:
