@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -57,12 +58,10 @@ def render_chat(
     Returns:
         (text, character spans of the generation blocks; empty for a template without them).
     """
-    import re
-
     from transformers.utils.chat_template_utils import render_jinja_template
 
     # Asking for spans of a template without the tag logs a warning.
-    tagged = re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
+    tagged = _has_generation_tag(template)
     render: Any = render_jinja_template  # its annotation says that a str comes back; a pair does, up to 5.23
     texts, spans = render(
         [messages],
@@ -73,6 +72,11 @@ def render_chat(
         **variables,
     )
     return texts[0], [(int(start), int(end)) for start, end in (spans[0] if tagged else ())]
+
+
+@functools.lru_cache(maxsize=64)
+def _has_generation_tag(template: str) -> bool:
+    return re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
 
 
 # --- export -----------------------------------------------------------------------------------------------
@@ -584,6 +588,21 @@ def found_infs(scaler: torch.amp.GradScaler, optimizers: list[torch.optim.Optimi
     records: Any = scaler._per_optimizer_states
     found = [records[id(optimizer)]["found_inf_per_device"] for optimizer in optimizers]
     return [flag for by_device in found for flag in by_device.values()]
+
+
+def keep_scale_on_host(scaler: torch.amp.GradScaler) -> None:
+    """Have the scale of a ``GradScaler`` where the gradients of parameters kept on the host are.
+
+    ``unscale_`` copies the scale to a gradient's device without waiting. From an accelerator to the host that
+    is a copy into pinned memory, which the CPU reads before it has arrived: the gradients become NaN, or are
+    divided by what was there before. The scale is made where the first scaled tensor is, and cannot be moved
+    by a public function.
+    """
+    scale, tracker = scaler._scale, scaler._growth_tracker
+    if scale is None:
+        scaler.scale(torch.zeros(()))
+    elif scale.device.type != "cpu":
+        scaler._scale, scaler._growth_tracker = scale.cpu(), None if tracker is None else tracker.cpu()
 
 
 def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:

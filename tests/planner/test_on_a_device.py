@@ -66,6 +66,7 @@ def _peak(config: Any, options: dict[str, Any]) -> tuple[int, list[int]]:
     batch = {"input_ids": ids, "labels": ids.clone()}
     if options["attention_mask"]:
         batch["attention_mask"] = torch.ones_like(ids)
+        batch["attention_mask"][0, -1] = 0  # transformers makes no mask of ones alone
     window = [batch] * options["grad_accum_steps"]
     for _ in range(3):
         torch.accelerator.synchronize()

@@ -99,7 +99,7 @@ def _check_kinds() -> None:
             sharded.append(torch.nn.Parameter(value))
             sharded[-1].grad = gradient
         norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e12 if max_norm is None else max_norm)
-        assert clip_gradients(sharded, max_norm) == pytest.approx(float(norm), rel=1e-6)
+        assert float(clip_gradients(sharded, max_norm)) == pytest.approx(float(norm), rel=1e-6)
         for one, other in zip(plain, sharded, strict=True):
             torch.testing.assert_close(full(other.grad), one.grad)
 

@@ -59,9 +59,11 @@ def fused_footprint(
     input_given_back = 0 if block_input in kept or block_input in saved & in_memory else sizes[block_input]
     without_input = bytes_kept - (sizes[block_input] if block_input in kept else 0)
     counted = in_memory | {block_output}
+    forward_peak = max(_peak(forward, sizes, counted, 0), without_input + output)
     return {
         "kept": without_input + output - input_given_back,
-        "forward_peak": max(_peak(forward, sizes, counted, 0), without_input + output),
+        "forward_peak": forward_peak,
+        "unsaved_peak": forward_peak,
         "saved": without_input,
         "backward_peak": _peak(backward, sizes, _materialised(backward) | _left_over(backward), 0),
     }

@@ -143,7 +143,8 @@ class _Step:
                 self.free(ALL_GATHER, previous)
                 previous = sizes.gathered
             self.hold(UNSHARDED, sizes.gathered)
-            self.look("loss", WORKING, footprint.forward_peak)
+            saves = index >= self.first_backward and index not in self.checkpointed
+            self.look("loss", WORKING, footprint.forward_peak if saves else footprint.unsaved_peak)
             if index >= self.first_backward:
                 kept = footprint.output if index in self.checkpointed else footprint.kept
                 self.hold(CHECKPOINTED if index in self.checkpointed else KEPT, kept)

@@ -30,6 +30,7 @@ class Footprint:
         kept: What its forward adds to the activations, its output included and its input given back where
             nothing needs that.
         forward_peak: Most that its forward adds while it runs.
+        unsaved_peak: The same where nothing is saved for a backward, as in a checkpointed block.
         saved: What the backward of the block needs, given its input.
         backward_peak: Most that its backward adds while it runs, gradients of its parameters included.
         output: Its output.
@@ -37,6 +38,7 @@ class Footprint:
 
     kept: int
     forward_peak: int
+    unsaved_peak: int
     saved: int
     backward_peak: int
     output: int
@@ -241,6 +243,7 @@ class _Run:
 
     def _before(self, run: _BlockRun, module: nn.Module, args: Any, kwargs: Any) -> Any:
         ledger = self.ledger
+        run.peak["unsaved"] = self._peak_without_saving(module, args, kwargs)
         hidden = args[0] if args else kwargs["hidden_states"]
         if not hidden.requires_grad:
             hidden.requires_grad_()
@@ -258,6 +261,13 @@ class _Run:
         if args:
             return (hidden, *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": hidden}
+
+    def _peak_without_saving(self, module: nn.Module, args: Any, kwargs: Any) -> int:
+        live = self.ledger.live
+        self.ledger.reset_peak()
+        with torch.no_grad():
+            module.forward(*args, **kwargs)
+        return self.ledger.reset_peak() - live
 
     def _after(self, run: _BlockRun, module: nn.Module, args: Any, output: Any) -> None:
         ledger = self.ledger
@@ -323,6 +333,7 @@ class _Run:
         return Footprint(
             kept=kept,
             forward_peak=run.peak["forward"] - run.live["before"],
+            unsaved_peak=run.peak["unsaved"],
             saved=run.live["after"] - run.live["before"] - output,
             backward_peak=run.peak["backward"] - run.live["backward"],
             output=output,

@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fsdp_sft._compat import found_infs, schedulers_within, step_unless, takes_found_inf
+from fsdp_sft._compat import (
+    found_infs,
+    keep_scale_on_host,
+    schedulers_within,
+    step_unless,
+    takes_found_inf,
+)
 from fsdp_sft._model import parameter_names
 from fsdp_sft.dcp_io.optimizer_content import Optimizers, as_list
 from fsdp_sft.distributed import reshard
@@ -70,6 +76,18 @@ def checked_schedulers(scheduler: Any, optimizers: list[torch.optim.Optimizer]) 
                 "would change nothing here"
             )
     return schedulers
+
+
+def prepare_scaler(
+    optimizers: list[torch.optim.Optimizer], scaler: torch.amp.GradScaler | None
+) -> torch.amp.GradScaler | None:
+    """The scaler, ready for these optimizers' gradients; None for one that is not enabled."""
+    if scaler is None or not scaler.is_enabled():
+        return None  # it would let gradients that are not finite through
+    parameters = (p for o in optimizers for group in o.param_groups for p in group["params"])
+    if any(parameter.device.type == "cpu" for parameter in parameters):
+        keep_scale_on_host(scaler)
+    return scaler
 
 
 def unscale(

@@ -32,6 +32,7 @@ from fsdp_sft.step.optimizers import (
     check_left_out_on_device,
     checked_optimizers,
     checked_schedulers,
+    prepare_scaler,
     step_all,
     step_if_finite,
     unscale,
@@ -154,8 +155,7 @@ def train_step(
         raise ValueError(f"sync must be 'step' or 'late', got {sync!r}")
     optimizers = checked_optimizers(model, optimizer)
     schedulers = checked_schedulers(scheduler, optimizers)
-    if scaler is not None and not scaler.is_enabled():
-        scaler = None  # it would let gradients that are not finite through
+    scaler = prepare_scaler(optimizers, scaler)
     if sync == "late":
         check_left_out_on_device(optimizers, scaler)
     else:

@@ -1,0 +1,65 @@
+"""A GradScaler with parameters that are kept on the host, on devices whose copies are slow."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+import fsdp_sft as fs
+from tests.harness.models import ragged_batches, tiny_model
+from tests.harness.ranks import run_distributed
+from tests.simulated.ranks import run_simulated
+
+
+def _trained(device: str, scaled_before: bool) -> tuple[list[float], list[float], dict[str, Any]]:
+    """(losses, norms, parameters) of two steps in float16, the scaler made by whichever way."""
+    model = tiny_model("llama")
+    fs.shard_model(
+        model,
+        mesh=fs.build_mesh(device_type=device),
+        mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32),
+        offload_policy=CPUOffloadPolicy(pin_memory=device != "cpu"),
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler(device, init_scale=1024.0)
+    if scaled_before:
+        scaler.scale(torch.ones((), device=device))
+    rank = torch.distributed.get_rank()
+    windows = [ragged_batches(2, seed=2 * step + rank) for step in range(2)]
+    results = [fs.train_step(model, window, optimizer, scaler=scaler) for window in windows]
+    assert not any(result.skipped for result in results)
+    assert scaler.get_scale() == 1024.0
+    shards = {name: parameter.to_local().clone() for name, parameter in model.named_parameters()}
+    return [r.loss for r in results], [r.grad_norm for r in results], shards
+
+
+def _both_ways(device: str) -> list[Any]:
+    return [_trained(device, scaled_before) for scaled_before in (False, True)]
+
+
+def test_gradients_on_the_host_are_divided_by_the_scale() -> None:
+    on_devices = run_simulated(_both_ways, 2, "sim", copy_delay=0.003)
+    on_cpus = run_distributed(_both_ways, 2, "cpu")
+    # Devices multiply float16 into float32, CPUs do not.
+    for of_rank, expected_of_rank in zip(on_devices, on_cpus, strict=True):
+        for found, expected in zip(of_rank, expected_of_rank, strict=True):
+            assert found[0] == pytest.approx(expected[0], rel=1e-3)
+            assert found[1] == pytest.approx(expected[1], rel=1e-2)
+            for name, tensor in expected[2].items():
+                torch.testing.assert_close(found[2][name], tensor, rtol=1e-2, atol=1e-3)
+
+
+def _by_hand() -> float:
+    """What torch makes of a gradient of 1 on the host whose scale is on the device."""
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    scaler: Any = torch.amp.GradScaler("sim", init_scale=1.0)
+    scaler.scale(torch.ones((), device="sim"))
+    parameter.grad = torch.ones(3)
+    scaler.unscale_(torch.optim.SGD([parameter], lr=1.0))
+    return float(parameter.grad.sum())
+
+
+def test_torch_still_reads_the_scale_before_it_has_arrived() -> None:
+    found = run_simulated(_by_hand, 1, copy_delay=0.05)
+    assert found != [3.0], "torch waits for the copy now: keep_scale_on_host can go"
