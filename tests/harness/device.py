@@ -5,8 +5,10 @@ marked ``accelerator`` run on both. Tests name the device by ``device_type()`` a
 """
 
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -27,6 +29,9 @@ _asked = os.environ.get(SETTING, "cpu")
 if _asked not in ("cpu", "sim"):
     raise ValueError(f"{SETTING} must be cpu or sim, got {_asked!r}")
 
+# The environment variable that names the file into which programs write what they have launched.
+_REPORTS = "FSDP_SFT_LAUNCH_REPORTS"
+_reports = tempfile.NamedTemporaryFile("r", prefix="launches-")  # noqa: SIM115  for as long as this process
 _own: Simulated | None = None
 _launches = 0
 
@@ -52,8 +57,37 @@ def for_ranks(world_size: int) -> list[Simulated | None]:
     if _asked == "cpu":
         return [None] * world_size
     simulator_or_skip()
-    devices = max(_DEVICES, world_size)
-    return [Simulated(rank, devices, _DELAY, _DELAY, protected=True) for rank in range(world_size)]
+    return [simulated(rank, max(_DEVICES, world_size)) for rank in range(world_size)]
+
+
+def simulated(index: int, devices: int) -> Simulated:
+    """A device with slow copies and collectives, whose memory the host may not touch."""
+    return Simulated(index, devices, _DELAY, _DELAY, protected=True)
+
+
+def for_launched() -> dict[str, str]:
+    """What the environment of a launcher has beside the usual, so that its ranks get such a device."""
+    if _asked == "cpu":
+        return {}
+    simulator_or_skip()
+    folder = Path(__file__).parents[1] / "simulated" / "launched"
+    return {"FSDP_SFT_LAUNCHED_DEVICES": str(_DEVICES), "PYTHONPATH": str(folder), **reported()}
+
+
+def reported() -> dict[str, str]:
+    """What the environment of a program has, so that `report` reaches this process."""
+    return {_REPORTS: _reports.name}
+
+
+def report(own: Simulated) -> None:
+    """At the end of a program: it has used no device but its own; tell the test how often it used that.
+
+    Raises:
+        AssertionError: If it has used another.
+    """
+    own.check()
+    with open(os.environ[_REPORTS], "a") as file:
+        file.write(f"{own.launches()}\n")
 
 
 def simulator_or_skip() -> None:
@@ -89,8 +123,8 @@ def note_launches(number: int) -> None:
 
 
 def launches() -> int:
-    """All that ranks of this process have launched on simulated devices."""
-    return _launches
+    """All that ranks and programs of this process have launched on simulated devices."""
+    return _launches + sum(map(int, Path(_reports.name).read_text().split()))
 
 
 def device_here() -> "torch.device":

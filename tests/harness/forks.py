@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.harness.device import become, for_ranks
+from tests.harness.device import become, for_ranks, report, reported
 from tests.simulated.device import Simulated
 
 _PRELOAD = ["tests.harness.preloaded"]
@@ -40,7 +40,7 @@ class Program:
 
     def __init__(self, script: Path, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
         self._printed = tempfile.NamedTemporaryFile("r+")  # noqa: SIM115  closed in wait
-        own = dict(os.environ if environment is None else environment)
+        own = {**(os.environ if environment is None else environment), **reported()}
         self._process = process(_as_main, script, arguments, own, self._printed.name, for_ranks(1)[0])
         self._process.start()
 
@@ -82,6 +82,8 @@ def _as_main(
     code = 1
     try:
         runpy.run_path(str(script), run_name="__main__")
+        if simulated is not None:
+            report(simulated)
         code = 0
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)

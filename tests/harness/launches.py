@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import fsdp_sft as fs
+from tests.harness.device import for_launched
 from tests.harness.places import EXAMPLES, ROOT
 
 EXAMPLE = EXAMPLES / "minimal_sft.py"
@@ -20,8 +21,10 @@ _TORCHRUN = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADD
 def environment(**more: str) -> dict[str, str]:
     """This process's environment without any launcher's variables, with the package found from its source."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHERS) and k not in _TORCHRUN}
-    path = os.pathsep.join(filter(None, (str(ROOT / "src"), str(ROOT), kept.get("PYTHONPATH", ""))))
-    return {**kept, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **more}
+    devices = for_launched()
+    paths = (devices.get("PYTHONPATH"), str(ROOT / "src"), str(ROOT), kept.get("PYTHONPATH"))
+    path = os.pathsep.join(filter(None, paths))
+    return {**kept, **devices, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **more}
 
 
 def arguments(

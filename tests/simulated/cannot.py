@@ -11,7 +11,7 @@ REASONS: dict[str, str] = {
     "tests/weights/test_memory.py": "counts this process's memory, and a simulated device is made of it",
 }
 
-_STARTS_RANKS = {"run_distributed", "run_simulated", "for_ranks", "Program"}
+_STARTS_RANKS = {"run_distributed", "run_simulated", "for_ranks", "for_launched", "Program"}
 
 
 def reason(nodeid: str) -> str | None:

@@ -1,0 +1,28 @@
+"""Gives a process that a launcher starts its simulated device; Python imports this at its start.
+
+``tests/harness/launches.py`` puts this folder on the path of the programs that it starts, with the number of
+devices in ``FSDP_SFT_LAUNCHED_DEVICES``. Launchers themselves, which have no local rank, stay as they are.
+"""
+
+import atexit
+import os
+import sys
+
+LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "SUBMITIT_LOCAL_LOCALID")
+
+
+def _check() -> None:
+    try:
+        report(own)
+    except AssertionError as error:
+        print(error, file=sys.stderr, flush=True)
+        os._exit(1)  # an exit code cannot be changed here otherwise
+
+
+found = [os.environ[name] for name in LOCAL_RANKS if name in os.environ]
+if found and "FSDP_SFT_LAUNCHED_DEVICES" in os.environ:
+    from tests.harness.device import report, simulated
+
+    own = simulated(int(found[0]), int(os.environ["FSDP_SFT_LAUNCHED_DEVICES"]))
+    own.become()
+    atexit.register(_check)
