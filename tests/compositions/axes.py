@@ -30,7 +30,11 @@ AXES: dict[str, tuple[str, ...]] = {
     "sync": ("step", "late"),
     "scheduler": ("none", "linear", "plateau"),
     "clip": ("none", "1e-2"),
-    "loader": ("list", "sampler", "sampler and workers", "sampler of batches"),
+    "rows": ("in memory", "on the disk"),
+    "loader": (
+        *("list", "sampler", "sampler and workers", "sampler of batches", "sampler of a mixture"),
+        *("sampler by cost", "stream of a mixture"),
+    ),
     "evaluate": ("no", "before", "between"),
     "resume": ("no", "same ranks", "other ranks", "twice"),
     "save": ("synchronous", "asynchronous"),
@@ -98,6 +102,10 @@ def settled(draw: Draw) -> dict[str, str]:
         plainest("adapted by")
     if own["batches"] == "padded":
         plainest("varlen")
+        if own["loader"] in ("sampler by cost", "stream of a mixture"):  # they are for packs
+            own["loader"] = "sampler of a mixture"
+    if own["architecture"] in ("classifier", "encoder-decoder"):
+        plainest("rows")  # whose labels are not the rows' own tokens
     if own["accumulation"] == "3 reduce_scatter" and own["mesh"] != "hsdp 2x2":
         own["accumulation"] = "3 last"
     if own["resume"] == "no":

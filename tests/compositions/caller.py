@@ -90,6 +90,8 @@ def _run(draw: Draw, folder: Path, rows: list[Row], held_out: list[Row], first: 
     told.start = _tensors(inner)
     made = options.optimizers(draw, inner)
     stepped = options.schedulers(draw, made)
+    if draw["rows"] == "on the disk":
+        rows = _from_the_disk(draw, rows, folder)
     loop = _Loop(draw, rows, first)
     given: Any = made if len(made) > 1 else made[0]
     if first > 1:
@@ -309,6 +311,15 @@ def _export(draw: Draw, folder: Path, model: Any) -> Path:
     return fs.export_hf(model, out, dtype=dtype, **chat)
 
 
+def _from_the_disk(draw: Draw, rows: list[Row], folder: Path) -> Any:
+    """The rows as encode_dataset keeps them; those without a target are left out."""
+    tokenizer, most = byte_tokenizer("chatml"), options.PACK_TOKENS
+    encoded = fs.encode_dataset(rows, tokenizer, max_length=most, cache_dir=folder / "encoded", num_proc=1)
+    if draw["batches"] != "padded":
+        return encoded
+    return [{key: value for key, value in vars(row).items() if value and key != "notes"} for row in encoded]
+
+
 class _Loop:
     """The caller's loop over epochs: (epoch, window) without end, and where it stands."""
 
@@ -324,9 +335,11 @@ class _Loop:
     def _made(self) -> Any:
         workers = 2 if self.draw["loader"] == "sampler and workers" else 0
         if self.draw["batches"] != "padded":
-            lengths, targets = fs.row_sizes(self.rows)
-            self.sampler = fs.PackedSampler(lengths, max_length=options.PACK_TOKENS, num_targets=targets)
             collate: Any = fs.PackedCollator(max_length=options.PACK_TOKENS)
+            if self.draw["loader"] == "stream of a mixture":
+                self.sampler = self._stream()
+                return DataLoader(self.sampler, None, collate_fn=partial(_packed, self.draw, collate))
+            self.sampler = self._sampler_of_packs()
             return DataLoader(
                 self.rows,  # type: ignore[arg-type]
                 batch_sampler=self.sampler,
@@ -338,7 +351,8 @@ class _Loop:
             self.sampler = fs.ResumableSampler(len(self.rows))
             batches = [collate([row]) for row in self.rows]
             return DataLoader(batches, batch_size=None, sampler=self.sampler)  # type: ignore[arg-type]
-        self.sampler = fs.ResumableSampler(len(self.rows))
+        mixed = self.draw["loader"] == "sampler of a mixture"
+        self.sampler = fs.MixedSampler(self._halves()) if mixed else fs.ResumableSampler(len(self.rows))
         return DataLoader(
             self.rows,  # type: ignore[arg-type]
             options.BATCH_ROWS,
@@ -346,6 +360,23 @@ class _Loop:
             collate_fn=collate,
             num_workers=workers,
         )
+
+    def _sampler_of_packs(self) -> Any:
+        lengths, targets = fs.row_sizes(self.rows)
+        given: dict[str, Any] = {"max_length": options.PACK_TOKENS, "num_targets": targets}
+        if self.draw["loader"] == "sampler of a mixture":
+            return fs.MixedSampler(self._halves(), lengths=lengths, **given)
+        by_cost = self.draw["loader"] == "sampler by cost"
+        return fs.PackedSampler(lengths, **given, cost=(1.0, 0.5) if by_cost else None)
+
+    def _stream(self) -> Any:
+        first = self._halves()[0]
+        # "first": an epoch with no row twice.
+        mixed = fs.MixedStream([self.rows[:first], self.rows[first:]], weights=[1, 2], stop="first")
+        return fs.PackedStream(mixed, max_length=options.PACK_TOKENS, buffer_size=9)
+
+    def _halves(self) -> list[int]:
+        return [len(self.rows) // 3, len(self.rows) - len(self.rows) // 3]
 
     def state(self) -> Any:
         """For the checkpoint; the same on all ranks."""
@@ -369,6 +400,8 @@ class _Loop:
                 self.sampler.set_epoch(epoch)
             own = self.sampler.epoch
             for window in fs.windows(self.loader, options.micro_batches(self.draw)):
+                if isinstance(self.sampler, fs.PackedStream):
+                    own = self.sampler.epoch  # a stream finds out that it was at its end when it is read
                 yield own, [self._twisted(batch) for batch in window]
             epoch += 1
 

@@ -250,7 +250,8 @@ def _check_start(draw: Draw, start: Tensors, folder: Path) -> None:
 
 def _check_rows(draw: Draw, windows: Any, epochs: list[int]) -> None:
     """Within an epoch no row is trained twice, but for what fills up its last round; none is left out."""
-    total = len(drawn_rows(0))
+    rows = drawn_rows(0)
+    total = len(rows) if draw["rows"] == "in memory" else sum(max(row["labels"][1:]) >= 0 for row in rows)
     for epoch in sorted(set(epochs)):
         own = [window for window, number in zip(windows, epochs, strict=True) if number == epoch]
         trained = [tuple(row[:2]) for window in own for batch in window for row in rows_of(batch)]

@@ -116,7 +116,7 @@ def _step(
     scale = options.SCALE if draw["precision"].startswith("float16") else 1.0
     loss_sum = router = 0.0
     for batch in window:
-        summed = _summed(draw, call, batch)
+        summed = torch.as_tensor(_summed(draw, call, batch))
         # Either is plain; which of them a sharded model gets is of no concern, but the rounding differs.
         loss = summed / targets if draw["mesh"] in ("single", "torch DDP 2") else summed * (1 / targets)
         if draw["architecture"] == "moe with router loss" and draw["loss"] != "loss_fn":
@@ -124,7 +124,8 @@ def _step(
             share = call(**inputs, use_cache=False).aux_loss * (_num_tokens(batch) / tokens)
             loss = loss + ROUTER_COEFFICIENT * share
             router += ROUTER_COEFFICIENT * float(share.detach())
-        (loss * scale).backward()
+        if loss.requires_grad:  # not where no row has a target, or a pack no row
+            (loss * scale).backward()
         if isinstance(call, _Lower):
             call.hand_over()
         loss_sum += float(summed.detach())
