@@ -5,9 +5,38 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
+
+
+class Counted:
+    """Waits of the host and collectives between `start` and `stop`.
+
+    Attributes:
+        syncs: The waits, with kind and stack.
+        collectives: Number of collectives and bytes of the larger side.
+    """
+
+    def __init__(self) -> None:
+        self.syncs: list[Any] = []
+        self.collectives = (0, 0)
+        self._open = ExitStack()
+
+    def start(self) -> None:
+        """Count from here on."""
+        import torch
+
+        sim = torch.sim  # type: ignore[attr-defined]
+        self.syncs = self._open.enter_context(sim.record_syncs())
+        self._counts = self._open.enter_context(sim.counted())
+
+    def stop(self) -> None:
+        """Count to here."""
+        self._open.close()
+        numbers = self._counts.collectives.values()
+        self.collectives = (sum(number for number, _ in numbers), sum(size for _, size in numbers))
 
 
 def on_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> Any:

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ import torch
 
 import fsdp_sft as fs
 from benchmarks.checks.labels import data_files, trained_here
+from benchmarks.tables import publish, table
 from fsdp_sft.collate.rows import read_row
 
 OPENED = """
@@ -39,31 +40,33 @@ print((anonymous() - before) / 1024, time.perf_counter() - start)
 """
 
 
-def write_rows(path: Path, number: int) -> None:
-    """``number`` rows as JSON lines."""
+def chats(number: int) -> Iterator[dict[str, Any]]:
+    """``number`` rows, no two of them the same."""
     files = data_files()
     real = [
         {"messages": read_row(row).messages, **({"tools": tools} if (tools := read_row(row).tools) else {})}
         for rows in files.values()
         for row in rows
     ]
+    for i in range(number):
+        row = real[i % len(real)]
+        first, *rest = row["messages"]
+        yield {**row, "messages": [{**first, "content": f"{i} {first['content']}"}, *rest]}
+
+
+def write_rows(path: Path, number: int) -> None:
+    """``number`` rows as JSON lines."""
     with open(path, "w") as out:
-        for i in range(number):
-            row = real[i % len(real)]
-            first, *rest = row["messages"]
-            changed = {**row, "messages": [{**first, "content": f"{i} {first['content']}"}, *rest]}
-            out.write(json.dumps(changed, ensure_ascii=False) + "\n")
+        for row in chats(number):
+            out.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
-def bare(rows: list[Any], tokenizer: Any, *, rendered: list[str] | None) -> int:
+def bare(rows: list[Any], tokenizer: Any, *, rendered: list[str] | None, batch_size: int = 256) -> int:
     """Tokens of the same texts, by the tokenizer alone; rendered first unless they are given."""
     total = 0
-    for start in range(0, len(rows), 256):
-        texts = (
-            rendered[start : start + 256]
-            if rendered
-            else [_text(r, tokenizer) for r in rows[start : start + 256]]
-        )
+    for start in range(0, len(rows), batch_size):
+        part = slice(start, start + batch_size)
+        texts = rendered[part] if rendered else [_text(row, tokenizer) for row in rows[part]]
         total += sum(map(len, tokenizer(texts, add_special_tokens=False)["input_ids"]))
     return total
 
@@ -79,6 +82,62 @@ def seconds(work: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
+def compared(tokenizer: Any, folder: Path, number: int, times: int) -> list[str]:
+    """encode_dataset with one process beside the tokenizer alone, in turns."""
+    write_rows(folder / "part.jsonl", number)
+    rows = [json.loads(line) for line in (folder / "part.jsonl").read_text().split("\n") if line]
+    rendered = [_text(row, tokenizer) for row in rows]
+    ways: dict[str, Callable[[], Any]] = {
+        "bare tokenisation": lambda: bare(rows, tokenizer, rendered=rendered),
+        "rendered and tokenised": lambda: bare(rows, tokenizer, rendered=None),
+        "encode_dataset": lambda: encode(folder / "part.jsonl", tokenizer, folder, 1),
+    }
+    took: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(times):
+        for name, work in ways.items():
+            took[name].append(seconds(work))
+    tokens = bare(rows, tokenizer, rendered=rendered)
+    found = []
+    for name, of in took.items():
+        ratio = statistics.median(a / b for a, b in zip(of, took["encode_dataset"], strict=True))
+        found.append([name, f"{tokens / statistics.median(of) / 1e6:.2f}", f"{ratio:.2f}"])
+    head = [f"{number:,} rows, one core", "M tokens/s", "encode_dataset over it"]
+    return [*table(head, found), ""]
+
+
+def encode(path: Path, tokenizer: Any, folder: Path, num_proc: int, cache_dir: str | None = None) -> Any:
+    """The data set, encoded anew unless it is in the cache."""
+    place = cache_dir or tempfile.mkdtemp(dir=folder)
+    return fs.encode_dataset(
+        path, tokenizer, max_length=1 << 20, num_proc=num_proc, cache_dir=place, max_refused=1
+    )
+
+
+def whole(tokenizer: Any, folder: Path, number: int) -> list[str]:
+    """All rows: with one process, with two, again from the cache, and opened by a rank."""
+    path = folder / "all.jsonl"
+    write_rows(path, number)
+    alone = seconds(lambda: encode(path, tokenizer, folder, 1))
+    place = str(folder / "whole")
+    both = seconds(lambda: encode(path, tokenizer, folder, 2, place))
+    start = time.perf_counter()
+    encoded = encode(path, tokenizer, folder, 2, place)
+    again = time.perf_counter() - start
+    total = int(encoded.lengths.sum(dtype=torch.int64))
+    stored = sum(file.stat().st_size for file in encoded.path.iterdir())
+    done = subprocess.run(
+        [sys.executable, "-c", OPENED, str(encoded.path)], capture_output=True, text=True, check=True
+    )
+    megabytes, opening = map(float, done.stdout.split())
+    return [
+        f"- {number:,} rows, {path.stat().st_size / 1e9:.2f} GB of JSON lines, {total / 1e6:.0f} M tokens",
+        f"- one process: {alone:.0f} s, {total / alone / 1e6:.2f} M tokens/s",
+        f"- two processes: {both:.0f} s, {total / both / 1e6:.2f} M tokens/s, {alone / both:.2f} times one",
+        f"- {stored / total:.2f} bytes a token on disk; second start {again:.2f} s",
+        f"- a rank: {megabytes:.1f} MiB of anonymous memory after 20,000 rows, read in {opening:.2f} s",
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -86,65 +145,16 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--part", type=int, default=10_000, help="rows of the alternating comparison")
     parser.add_argument("--times", type=int, default=5)
+    parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     if os.environ.get("TOKENIZERS_PARALLELISM") != "false":
         raise SystemExit("set TOKENIZERS_PARALLELISM=false: one core is compared with one core")
     tokenizer = trained_here(data_files())
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_rows(folder / "part.jsonl", options.part)
-        rows = [json.loads(line) for line in (folder / "part.jsonl").read_text().split("\n") if line]
-        rendered = [_text(row, tokenizer) for row in rows]
-
-        def encode(path: str, num_proc: int) -> Any:
-            place = tempfile.mkdtemp(dir=folder)
-            return fs.encode_dataset(
-                folder / path,
-                tokenizer,
-                max_length=1 << 20,
-                num_proc=num_proc,
-                cache_dir=place,
-                max_refused=1,
-            )
-
-        took: dict[str, list[float]] = {}
-        for _ in range(options.times):
-            for what, work in (
-                ("bare tokenisation", lambda: bare(rows, tokenizer, rendered=rendered)),
-                ("rendered and tokenised", lambda: bare(rows, tokenizer, rendered=None)),
-                ("encode_dataset", lambda: encode("part.jsonl", 1)),
-            ):
-                took.setdefault(what, []).append(seconds(work))
-        tokens = bare(rows, tokenizer, rendered=rendered)
-        median = {what: statistics.median(times) for what, times in took.items()}
-        for what, value in median.items():
-            ratios = [a / b for a, b in zip(took[what], took["encode_dataset"], strict=True)]
-            speed, ratio = tokens / value / 1e6, statistics.median(ratios)
-            print(f"{what}: {speed:.2f} M tokens/s; encode_dataset is {ratio:.2f} of it")
-        write_rows(folder / "all.jsonl", options.rows)
-        size = (folder / "all.jsonl").stat().st_size
-        print(f"{options.rows} rows, {size / 1e9:.2f} GB of JSON lines", flush=True)
-        alone = seconds(lambda: encode("all.jsonl", 1)) if options.rows <= 100_000 else None
-        place = folder / "whole"
-        wanted = {"max_length": 1 << 20, "num_proc": 2, "cache_dir": place, "max_refused": 1}
-        start = time.perf_counter()
-        encoded = fs.encode_dataset(folder / "all.jsonl", tokenizer, **wanted)
-        both = time.perf_counter() - start
-        total = int(encoded.lengths.sum(dtype=torch.int64))
-        stored = sum(path.stat().st_size for path in encoded.path.iterdir())
-        print(
-            f"two processes: {total / 1e6:.0f} M tokens in {both:.0f} s, {total / both / 1e6:.2f} M tokens/s"
-        )
-        if alone is not None:
-            print(f"two processes are {alone / both:.2f} times one")
-        print(f"{stored / total:.2f} bytes a token on disk")
-        again = seconds(lambda: fs.encode_dataset(folder / "all.jsonl", tokenizer, **wanted))
-        print(f"second start: {again:.2f} s")
-        done = subprocess.run(
-            [sys.executable, "-c", OPENED, str(encoded.path)], capture_output=True, text=True, check=True
-        )
-        megabytes, opening = map(float, done.stdout.split())
-        print(f"a rank: {megabytes:.1f} MiB of anonymous memory after 20,000 rows, read in {opening:.2f} s")
+        lines = compared(tokenizer, folder, options.part, options.times)
+        lines += whole(tokenizer, folder, options.rows)
+    publish("A data set tokenised once", lines, options.output)
 
 
 if __name__ == "__main__":

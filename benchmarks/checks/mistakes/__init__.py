@@ -1,6 +1,6 @@
 """The mistakes, by what they are made in."""
 
-from benchmarks.checks.mistakes import checkpoints, devices, labels, loading, meshes, rows, steps
+from benchmarks.checks.mistakes import checkpoints, data, devices, labels, loading, meshes, rows, steps
 from benchmarks.checks.mistakes.mistake import Mistake
 
 MISTAKES = [
@@ -11,5 +11,6 @@ MISTAKES = [
     *meshes.MISTAKES,
     *checkpoints.MISTAKES,
     *devices.MISTAKES,
+    *data.MISTAKES,
 ]
 __all__ = ["MISTAKES", "Mistake"]

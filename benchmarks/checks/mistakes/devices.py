@@ -148,4 +148,11 @@ MISTAKES: list[Mistake] = [
         "accelerators: set[torch.device] = set()",
         (*LOAD, "tests/test_random_state.py"),
     ),
+    Mistake(
+        "the scale of gradients on the host is on the device",
+        "step/optimizers.py",
+        "        keep_scale_on_host(scaler)",
+        "        pass",
+        ("tests/step/test_scaler.py",),
+    ),
 ]

@@ -107,8 +107,8 @@ MISTAKES = [
     Mistake(
         "the template is probed without the row's variables",
         "collate/encode.py",
-        "    kwargs = {**options.template_kwargs, **conversation.template_kwargs}",
-        "    kwargs = dict(options.template_kwargs)",
+        "    kwargs = {**(options.chat_template_kwargs or {}), **conversation.template_kwargs}",
+        "    kwargs = dict(options.chat_template_kwargs or {})",
         ("tests/collate/test_template_kwargs.py",),
     ),
 ]
