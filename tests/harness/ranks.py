@@ -177,13 +177,15 @@ def _wait(ranks: list[_Rank], timeout: float) -> None:
 def _raise_earliest(folder: Path, ranks: list[_Rank], timeout: float) -> None:
     errors = sorted(folder.glob("error-*"), key=lambda path: float(path.read_text().split("\n", 1)[0]))
     exit_codes = [rank.process.exitcode for rank in ranks]
+    faults = "".join(path.read_text() for path in sorted(folder.glob("fault-*")))
     if errors:
         first = errors[0].name.removeprefix("error-")
         text = errors[0].read_text().split("\n", 1)[1]
         others = sorted(int(path.name.removeprefix("error-")) for path in errors[1:])
-        raise RankFailedError(f"rank {first} failed first (then {others}), exit codes {exit_codes}\n{text}")
+        raise RankFailedError(
+            f"rank {first} failed first (then {others}), exit codes {exit_codes}\n{text}{faults}"
+        )
     if any(exit_codes):
-        faults = "".join(path.read_text() for path in sorted(folder.glob("fault-*")))
         raise RankFailedError(f"exit codes {exit_codes} without a traceback; time-out {timeout} s\n{faults}")
 
 
@@ -210,8 +212,7 @@ def _run(task: Task, own: Simulated | None, folder: Path, rank: int, world_size:
     os.environ.update(LOCAL_RANK=str(rank if own is None else own.index), LOCAL_WORLD_SIZE=str(world_size))
     before = leftovers.state()
     torch.manual_seed(0)
-    if own is not None:  # whose memory the host must not touch
-        faulthandler.enable(open(folder / f"fault-{rank}", "w"))  # noqa: SIM115  needed until there is another
+    faulthandler.enable(open(folder / f"fault-{rank}", "w"))  # noqa: SIM115  needed until there is another
     try:
         dist.init_process_group(
             device.backend_here(),
