@@ -79,6 +79,29 @@ def _has_generation_tag(template: str) -> bool:
     return re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
 
 
+def backend_that_encodes(tokenizer: Any) -> Any | None:
+    """The ``tokenizers.Tokenizer`` whose ``encode_batch_fast`` gives the ids that calling ``tokenizer`` does.
+
+    None if the class has a way of its own, or if the backend must first be told not to pad, cut or split,
+    which a call does. Only the backend tokenises without offsets, and whether a class encodes by itself
+    shows in the private ``_encode_plus`` alone.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    kind: Any = type(tokenizer)
+    base: Any = PreTrainedTokenizerFast
+    ways = ("__call__", "_encode_plus")
+    if not isinstance(tokenizer, base) or any(getattr(kind, way) is not getattr(base, way) for way in ways):
+        return None
+    backend = tokenizer.backend_tokenizer
+    is_ready = (
+        backend.truncation is None
+        and backend.padding is None
+        and backend.encode_special_tokens == tokenizer.split_special_tokens
+    )
+    return backend if is_ready else None
+
+
 # --- export -----------------------------------------------------------------------------------------------
 
 
