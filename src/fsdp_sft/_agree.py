@@ -3,10 +3,13 @@
 A collective that one rank never enters hangs the others until the time-out. Functions that do I/O
 therefore end each phase with a verdict: every rank says whether it succeeded, and if any did not, all of
 them raise the error that came first. Verdicts travel over a gloo group of their own, which never shares a
-communicator with training.
+communicator with training, and there along a tree (`_tree`), so that no rank talks to all.
 """
 
+import math
+import operator
 import pickle
+import struct
 import threading
 import time
 import weakref
@@ -15,12 +18,13 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 
+from fsdp_sft._tree import Combine, LostPeerError, Tree
 from fsdp_sft.errors import LostRankError, RemoteRankError
 
 T = TypeVar("T")
+A = TypeVar("A")
 
 _CONTROL_TIMEOUT = timedelta(minutes=30)
 _POLL_SECONDS = (0.05, 2.0)  # between two questions how the work goes: at first, and later
@@ -93,14 +97,14 @@ def _group(name: str, timeout: timedelta | None) -> dist.ProcessGroup:
 
 @contextmanager
 def answered() -> Iterator[None]:
-    """Around a collective over a group of this module: ``LostRankError`` if it breaks off.
+    """Around what travels over a group of this module: ``LostRankError`` if it breaks off.
 
     gloo notices at once that a process has ended, and one that only stands still after the time-out that
     ``init_distributed`` was given.
     """
     try:
         yield
-    except RuntimeError as error:  # gloo's errors have no type of their own
+    except (LostPeerError, RuntimeError) as error:  # gloo's errors have no type of their own
         detail = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         raise LostRankError(
             f"another rank has died, or has not answered within {_timeout.total_seconds():g} s ({detail}); "
@@ -108,30 +112,56 @@ def answered() -> Iterator[None]:
         ) from error
 
 
+def _around(own: bytes, combine: Combine, decide: Callable[[bytes], bytes] | None = None) -> bytes:
+    with answered():
+        return Tree(control_group()).around(own, combine, decide)
+
+
+def share(value: Any) -> Any:
+    """What rank 0 has, on every rank; ``value`` itself without a process group.
+
+    Collective: all ranks.
+    """
+    if not is_distributed():
+        return value
+    with answered():
+        return pickle.loads(Tree(control_group()).down(pickle.dumps(value)))
+
+
 def all_gather_objects(value: Any) -> list[Any]:
     """What each rank has, in rank order; ``[value]`` without a process group.
+
+    For what every rank needs of every other; see ``share`` and ``through_rank_0``, which cost less.
 
     Collective: all ranks.
     """
     if not is_distributed():
         return [value]
-    gathered: list[Any] = [None] * dist.get_world_size()
-    with answered():
-        dist.all_gather_object(gathered, value, group=control_group())
-    return gathered
+    return [pickle.loads(own) for own in _framed(_around(_frame(pickle.dumps(value)), operator.add))]
+
+
+_LENGTH = struct.Struct("<q")
+
+
+def _frame(data: bytes) -> bytes:
+    return _LENGTH.pack(len(data)) + data
+
+
+def _framed(frames: bytes) -> Iterator[bytes]:
+    position = 0
+    while position < len(frames):
+        (length,) = _LENGTH.unpack_from(frames, position)
+        position += _LENGTH.size
+        yield frames[position : position + length]
+        position += length
 
 
 def all_reduce_sum(values: list[float]) -> list[float]:
-    """Element-wise float64 sum over all ranks; exact for integers below 2**53.
+    """Element-wise float64 sum over all ranks, the same on all; exact for integers below 2**53.
 
     Collective: all ranks, with lists of one length.
     """
-    if not is_distributed():
-        return list(values)
-    total = torch.tensor(values, dtype=torch.float64)
-    with answered():
-        dist.all_reduce(total, group=control_group())
-    return [float(v) for v in total]
+    return _reduced(values, operator.add)
 
 
 def all_reduce_min(value: int) -> int:
@@ -139,7 +169,7 @@ def all_reduce_min(value: int) -> int:
 
     Collective: all ranks.
     """
-    return -all_reduce_max(-value)
+    return int(_reduced([value], min)[0])
 
 
 def all_reduce_max(value: int) -> int:
@@ -147,12 +177,18 @@ def all_reduce_max(value: int) -> int:
 
     Collective: all ranks.
     """
+    return int(_reduced([value], max)[0])
+
+
+def _reduced(values: list[float], of_two: Callable[[float, float], float]) -> list[float]:
     if not is_distributed():
-        return value
-    largest = torch.tensor([value])
-    with answered():
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=control_group())
-    return int(largest.item())
+        return list(values)
+    numbers = struct.Struct(f"<{len(values)}d")
+
+    def combine(low: bytes, high: bytes) -> bytes:
+        return numbers.pack(*map(of_two, numbers.unpack(low), numbers.unpack(high)))
+
+    return list(numbers.unpack(_around(numbers.pack(*values), combine)))
 
 
 def while_others_wait(working: bool, work: Callable[[], T], phase: str) -> T | None:
@@ -184,8 +220,8 @@ def while_others_wait(working: bool, work: Callable[[], T], phase: str) -> T | N
             thread.join(pause)
         elif is_distributed():
             time.sleep(pause)
-        states: list[Any] = all_gather_objects((thread is not None and thread.is_alive(), bool(failures)))
-        if any(failed for _, failed in states) or not any(busy for busy, _ in states):
+        busy, failed = all_reduce_sum([thread is not None and thread.is_alive(), bool(failures)])
+        if failed or not busy:
             break
         pause = min(pause * 2, _POLL_SECONDS[1])
     with agreed(phase):
@@ -214,27 +250,98 @@ def agreed(phase: str) -> Iterator[None]:
 def raise_first(error: Exception | None, phase: str) -> None:
     """Exchange one verdict and raise the earliest error of any rank on every rank.
 
+    Where no rank has one, that is a number to rank 0 and back.
+
     Collective: all ranks.
     """
     if not is_distributed():
         if error is not None:
             raise error
         return
-    rank = dist.get_rank()
+    when = math.inf if error is None else time.time()
     try:
-        verdicts = all_gather_objects(None if error is None else (time.time(), rank, _portable(error)))
+        if _reduced([when], min)[0] == math.inf:
+            return
+        _raise_earliest(all_gather_objects(_verdict(error, when)), error, phase)
     except LostRankError as lost:
-        if error is not None:
-            lost.add_note(f"this rank itself had failed while {phase}: {error!r}")
+        _note_own(error, lost, phase)
         raise
+
+
+def through_rank_0(phase: str, own: Callable[[], A], decide: Callable[[list[A]], T]) -> T:
+    """Run ``own`` on every rank, then ``decide`` on rank 0 with what they all returned, in rank order.
+
+    One phase: what fails, on any rank or in ``decide``, is raised by all of them, as by ``agreed``.
+
+    Args:
+        phase: What it is, for the error's note.
+        own: Must not contain collectives that a failing rank would leave the others in.
+        decide: Is not run if ``own`` failed anywhere.
+
+    Returns:
+        What ``decide`` returned, on every rank.
+
+    Collective: all ranks.
+    Memory: Rank 0 has what all ranks returned, the others what comes through them.
+    """
+    error: Exception | None = None
+    value: A | None = None
+    try:
+        value = own()
+    except Exception as caught:
+        error = caught
+    if not is_distributed():
+        if error is not None:
+            raise error
+        return decide([value])  # type: ignore[list-item]
+    deciding: Exception | None = None
+
+    def judge(frames: bytes) -> bytes:
+        nonlocal deciding
+        told = [pickle.loads(frame) for frame in _framed(frames)]
+        verdicts = [verdict for verdict, _ in told if verdict is not None]
+        answer = None
+        if not verdicts:
+            try:
+                answer = decide([value for _, value in told])
+            except Exception as caught:
+                deciding = caught
+                verdicts = [_verdict(caught, time.time())]
+        return pickle.dumps((verdicts, answer))
+
+    when = time.time()
+    mine = pickle.dumps((None if error is None else _verdict(error, when), None if error else value))
+    try:
+        verdicts, answer = pickle.loads(_around(_frame(mine), operator.add, judge))
+    except LostRankError as lost:
+        _note_own(error, lost, phase)
+        raise
+    _raise_earliest(verdicts, error or deciding, phase)
+    decided: T = answer
+    return decided
+
+
+_Verdict = tuple[float, int, tuple[bytes | None, str]]  # when, rank, error
+
+
+def _verdict(error: Exception | None, when: float) -> _Verdict | None:
+    return None if error is None else (when, dist.get_rank(), _portable(error))
+
+
+def _raise_earliest(verdicts: list[_Verdict | None], own: Exception | None, phase: str) -> None:
     failed = [verdict for verdict in verdicts if verdict is not None]
     if not failed:
         return
     _, first_rank, portable = min(failed, key=lambda verdict: verdict[:2])
-    first = error if first_rank == rank and error is not None else _revive(portable, first_rank)
+    first = own if first_rank == dist.get_rank() and own is not None else _revive(portable, first_rank)
     ranks = [verdict[1] for verdict in failed]
     first.add_note(f"rank {first_rank} failed first while {phase} (failed: {_listed(ranks)})")
     raise first
+
+
+def _note_own(error: Exception | None, lost: LostRankError, phase: str) -> None:
+    if error is not None:
+        lost.add_note(f"this rank itself had failed while {phase}: {error!r}")
 
 
 def _portable(error: Exception) -> tuple[bytes | None, str]:

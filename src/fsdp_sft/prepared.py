@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
-from fsdp_sft._agree import agreed, all_gather_objects, this_rank, while_others_wait
+from fsdp_sft._agree import agreed, all_reduce_sum, share, this_rank, while_others_wait
 from fsdp_sft._claim import Claim
 from fsdp_sft._compat import keep_used_conversions, match_checkpoint_keys, tied_names, weight_conversions
 from fsdp_sft._disk import TensorReader, unsound_beside
@@ -113,10 +113,10 @@ def prepare_base(
             label = re.sub(r"[^\w.-]+", "-", os.fspath(name_or_path)).strip("-.")[-80:]
             target = Path(cache_dir).absolute() / f"{label}-{digest[:20]}"
             target.parent.mkdir(parents=True, exist_ok=True)
-    target = Path(all_gather_objects(target)[0])
+    target = Path(share(target))
     claim = Claim(target, _is_sound)
     waiting = f"waiting for {target}"
-    if not all_gather_objects(while_others_wait(this_rank() == 0, claim.take_or_wait, waiting))[0]:
+    if not share(while_others_wait(this_rank() == 0, claim.take_or_wait, waiting)):
         return target
     try:
         model = load_pretrained(
@@ -259,7 +259,7 @@ def _write(
     try:
         write_folder(target, content)
     except Exception:
-        if not all_gather_objects(this_rank() == 0 and _is_sound(target))[0]:
+        if not share(this_rank() == 0 and _is_sound(target)):
             raise  # else another job that had taken this one for dead has been faster
 
 
@@ -328,7 +328,7 @@ def _load(
         check_nothing_empty(model, accounted)
     return LoadReport(
         bytes_read=reader.bytes_read,
-        job_bytes_read=sum(all_gather_objects(reader.bytes_read)),
+        job_bytes_read=int(all_reduce_sum([reader.bytes_read])[0]),
         checkpoint_bytes=sum(r.size for n, r in manifest.files.items() if n.startswith("model/")),
         seconds=time.perf_counter() - started,
         loaded=list(stored),

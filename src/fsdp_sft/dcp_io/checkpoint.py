@@ -13,10 +13,10 @@ from torch import nn
 
 from fsdp_sft._agree import (
     agreed,
-    all_gather_objects,
     background_group,
     is_distributed,
     this_rank,
+    through_rank_0,
     world_size,
 )
 from fsdp_sft._disk import TensorReader, read_bytes, sweep_all, unsound_beside
@@ -27,7 +27,15 @@ from fsdp_sft.dcp_io.background import BackgroundSave, join_last, wait_for_last
 from fsdp_sft.dcp_io.choice import MOST_ATTEMPTS, choose_step, deleted_meanwhile
 from fsdp_sft.dcp_io.codec import decode, dumps, encode, loads
 from fsdp_sft.dcp_io.extra_state import check_alike, encode_extra, own_digests
-from fsdp_sft.dcp_io.folder import FolderContent, describe_mesh, own_parts, write_folder
+from fsdp_sft.dcp_io.folder import (
+    FolderContent,
+    Parts,
+    describe_mesh,
+    new_folder_beside,
+    own_parts,
+    write_folder,
+)
+from fsdp_sft.dcp_io.inner_tensors import names_to_take_apart
 from fsdp_sft.dcp_io.manifest import (
     MAX_JSON_BYTES,
     TRAIN_STATE_NAME,
@@ -163,33 +171,48 @@ def save_checkpoint(
         for the next save.
     """
     started = time.perf_counter()
-    with agreed("waiting for the save before this one"):
-        wait_for_last()
-    settle(model)
-    reshard(model)
     root = Path(root).absolute()
     target = step_folder(root, step)
     aside = unsound_beside(step_folder(root, step))
     if metric is not None and not math.isfinite(metric):
         metric = None
-    with agreed(f"preparing to save {target}"):
+    prepared: list[FolderContent] = []
+
+    def prepare() -> _Told:
+        wait_for_last()
+        settle(model)
+        reshard(model)
         _check_numbers(step, keep_last, keep_best)
         content = _content(step, metric, model, optimizer, train_state, rank_state)
+        prepared.append(content)
         digests = own_digests(content.model) if content.model is not None else {}
-    content = _content_apart(content)
-    with agreed(f"copying for {target}"):
+        return _Told(str(target), metric, digests, names_to_take_apart(content.optimizer or {}))
+
+    in_subclasses = through_rank_0(f"preparing to save {target}", prepare, _agree_on)
+    content = _content_apart(prepared.pop(), in_subclasses)
+    copied: list[tuple[FolderContent, Parts]] = []
+
+    def copy() -> None:
         parts = own_parts(content)
-        if async_:
-            content, parts = content.with_own_copies(), _snapshot.take(parts)
-        if this_rank() == 0:
-            _prepare_root(root, step)
-    _agree_on(target, metric, digests)
+        copied.append((content.with_own_copies(), _snapshot.take(parts)) if async_ else (content, parts))
+
+    def make_folder(_: list[None]) -> Path:
+        _prepare_root(root, step)
+        return new_folder_beside(target, content)
+
+    temporary = through_rank_0(f"copying for {target}", copy, make_folder)
+    content, parts = copied.pop()
 
     def write() -> None:
-        write_folder(target, content, aside=aside, parts=parts)
-        with agreed(f"pruning {root}"):  # a rank that went on might list the folder while steps go
-            if this_rank() == 0:
-                prune(root, keep_last=keep_last, keep_best=keep_best, just_saved=step)
+        # Pruned within: a rank that went on might list the root while steps go.
+        write_folder(
+            target,
+            content,
+            aside=aside,
+            parts=parts,
+            temporary=temporary,
+            then=lambda: prune(root, keep_last=keep_last, keep_best=keep_best, just_saved=step),
+        )
 
     background = None
     if async_:
@@ -305,11 +328,11 @@ def _content(
     )
 
 
-def _content_apart(content: FolderContent) -> FolderContent:
-    """The same, with state in tensor subclasses taken apart; a collective."""
-    if content.optimizer is None:
+def _content_apart(content: FolderContent, names: list[str]) -> FolderContent:
+    """The same, with state in tensor subclasses taken apart; a collective if there is such state."""
+    if content.optimizer is None or not names:
         return content
-    stored = with_inner_tensors(OptimizerContent(dict(content.optimizer), content.optimizer_info))
+    stored = with_inner_tensors(OptimizerContent(dict(content.optimizer), content.optimizer_info), names)
     return replace(content, optimizer=stored.tensors, optimizer_info=stored.info)
 
 
@@ -332,12 +355,23 @@ def _prepare_root(root: Path, step: int) -> None:
         )
 
 
-def _agree_on(target: Path, metric: float | None, digests: dict[str, str]) -> None:
-    everyone = all_gather_objects((str(target), metric, digests))
-    told = {f"{path}, metric {value}" for path, value, _ in everyone}
+@dataclass(frozen=True)
+class _Told:
+    """What ranks are to have been told alike, and which states are in tensor subclasses on this one."""
+
+    target: str
+    metric: float | None
+    digests: dict[str, str]
+    in_subclasses: list[str]
+
+
+def _agree_on(everyone: list[_Told]) -> list[str]:
+    """Names of the states that are in a tensor subclass on some rank."""
+    told = {f"{own.target}, metric {own.metric}" for own in everyone}
     if len(told) != 1:
         raise CheckpointError(f"ranks were told to save different things: {sorted(told)[:4]}")
-    check_alike([own for _, _, own in everyone])
+    check_alike([own.digests for own in everyone])
+    return sorted({name for own in everyone for name in own.in_subclasses})
 
 
 def read_train_state(folder: Path, manifest: Manifest) -> Any:

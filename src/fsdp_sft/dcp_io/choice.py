@@ -4,7 +4,7 @@ import time
 import warnings
 from pathlib import Path
 
-from fsdp_sft._agree import agreed, all_gather_objects, this_rank
+from fsdp_sft._agree import all_reduce_max, this_rank, through_rank_0
 from fsdp_sft.dcp_io.folder import open_folder
 from fsdp_sft.dcp_io.manifest import MANIFEST_NAME, Manifest
 from fsdp_sft.dcp_io.steps import is_step_folder, step_folders
@@ -42,22 +42,23 @@ def deleted_meanwhile(path: Path, folder: Path) -> bool:
 
     Collective: all ranks.
     """
-    return folder != path and any(all_gather_objects(not folder.exists()))
+    return folder != path and all_reduce_max(not folder.exists()) > 0
 
 
 def _same_candidates(path: Path) -> list[Path]:
     """Steps to try, best first; the same on all ranks."""
     for attempt in range(_DIFFERENT_ATTEMPTS):
-        candidates: list[Path] = []
-        with agreed(f"looking for checkpoints at {path}"):
-            candidates = _candidates(path)
-        everyone = all_gather_objects([str(candidate) for candidate in candidates])
-        if all(own == everyone[0] for own in everyone):
-            return candidates
+        found: list[Path] | None = through_rank_0(
+            f"looking for checkpoints at {path}",
+            lambda: _candidates(path),
+            lambda everyone: everyone[0] if all(own == everyone[0] for own in everyone) else None,
+        )
+        if found is not None:
+            return found
         if attempt < _DIFFERENT_ATTEMPTS - 1:
             time.sleep(_PAUSE_SECONDS)  # a step was saved or pruned between the ranks' looks
     raise CheckpointError(
-        f"ranks see different checkpoints beside {candidates[0]}; all of them must share its file system"
+        f"ranks see different checkpoints at {path}; all of them must share its file system"
     )
 
 

@@ -3,7 +3,7 @@
 import shutil
 import stat
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_sft._agree import agreed, all_gather_objects, this_rank, world_size
+from fsdp_sft._agree import this_rank, through_rank_0, world_size
 from fsdp_sft._boxes import Box, box_of, local_of, owner_ranks, whole
 from fsdp_sft._disk import (
     FileRecord,
@@ -146,16 +146,32 @@ def describe_mesh(model: nn.Module) -> list[list[Any]] | None:
     return [[name, size] for name, size in zip(names, mesh.shape, strict=True)]
 
 
+def new_folder_beside(target: Path, content: FolderContent) -> Path:
+    """Make a temporary folder beside ``target`` for what ``content`` writes; by rank 0 alone."""
+    temporary = temporary_beside(target)
+    for name in ("", *content.folders):
+        (temporary / name).mkdir()
+    return temporary
+
+
 def write_folder(
-    target: Path, content: FolderContent, *, aside: Path | None = None, parts: Parts | None = None
+    target: Path,
+    content: FolderContent,
+    *,
+    aside: Path | None = None,
+    parts: Parts | None = None,
+    temporary: Path | None = None,
+    then: Callable[[], None] = lambda: None,
 ) -> None:
     """Write ``content`` to a temporary folder beside ``target``, and rename it when it is complete.
 
     Args:
         target: Where to; its parent must exist for rank 0.
         content: What to write; all ranks with the same names.
-        aside: Where what is at ``target`` is moved to, just before the rename.
+        aside: Where rank 0 moves what is at ``target``, just before the rename.
         parts: ``own_parts(content)`` or a copy of it; None takes the live values.
+        temporary: What ``new_folder_beside`` has made, on all ranks; None makes one.
+        then: What rank 0 does when the folder is in its place, while the others wait.
 
     Raises:
         CheckpointError: If ranks do not share a file system, or their parts do not make up a tensor.
@@ -163,24 +179,25 @@ def write_folder(
 
     Collective: all ranks; all raise the same error.
     """
-    temporary: Path = all_gather_objects(temporary_beside(target))[0]  # its name is random: take rank 0's
+    if temporary is None:
+        temporary = through_rank_0(
+            f"creating a folder beside {target}", lambda: None, lambda _: new_folder_beside(target, content)
+        )
+    place = temporary
+
+    def write() -> _Written:
+        _wait_until_visible(place)
+        return _write_own(place, content, own_parts(content) if parts is None else parts)
+
+    def commit(everything: list[_Written]) -> None:
+        _commit(place, target, content, everything, aside)
+        then()
+
     try:
-        with agreed(f"creating {temporary}"):
-            if this_rank() == 0:
-                for name in ("", *content.folders):
-                    (temporary / name).mkdir()
-        with agreed("looking for the temporary folder"):
-            _wait_until_visible(temporary)
-        written = None
-        with agreed(f"writing {target.name}"):
-            written = _write_own(temporary, content, own_parts(content) if parts is None else parts)
-        everything: list[_Written] = all_gather_objects(written)
-        with agreed(f"committing {target.name}"):
-            if this_rank() == 0:
-                _commit(temporary, target, content, everything, aside)
+        through_rank_0(f"writing {target.name}", write, commit)
     except BaseException:
         if this_rank() == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
+            shutil.rmtree(place, ignore_errors=True)
         raise
 
 
@@ -193,19 +210,25 @@ def open_folder(folder: Path, *, hashes: bool) -> tuple[Manifest | None, list[st
     Collective: all ranks.
     """
     manifest: Manifest | None = None
-    problems: list[str] = []
-    with agreed(f"checking {folder}"):
+
+    def look() -> tuple[list[str], str | None]:
+        nonlocal manifest
         try:
             manifest = read_manifest(folder)
-            by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name].size, name))
-            problems = file_problems(folder, manifest, by_size[this_rank() :: world_size()], hashes=hashes)
         except CheckpointCorruptError as error:
-            problems = [str(error)]
-    found = all_gather_objects((problems, manifest.digest if manifest is not None else None))
-    merged = list(dict.fromkeys(problem for own, _ in found for problem in own))
-    if not merged and len({digest for _, digest in found}) != 1:
-        merged = [f"ranks see different files at {folder}; all of them must share its file system"]
-    return (None if merged else manifest), merged
+            return [str(error)], None
+        by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name].size, name))
+        own = by_size[this_rank() :: world_size()]
+        return file_problems(folder, manifest, own, hashes=hashes), manifest.digest
+
+    def merge(found: list[tuple[list[str], str | None]]) -> list[str]:
+        merged = list(dict.fromkeys(problem for own, _ in found for problem in own))
+        if not merged and len({digest for _, digest in found}) != 1:
+            merged = [f"ranks see different files at {folder}; all of them must share its file system"]
+        return merged
+
+    problems = through_rank_0(f"checking {folder}", look, merge)
+    return (None if problems else manifest), problems
 
 
 def read_tensors(reader: TensorReader, stored: Mapping[str, StoredTensor], tensors: Tensors) -> None:

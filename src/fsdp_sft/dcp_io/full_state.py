@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from fsdp_sft._agree import agreed, all_gather_objects, this_rank, world_size
+from fsdp_sft._agree import agreed, all_gather_objects, share, this_rank, world_size
 from fsdp_sft._boxes import Box, box_of, local_of, part_of
 from fsdp_sft._disk import TensorReader, closing, sync_folder, temporary_beside
 from fsdp_sft._gather import Gatherer, receive_into, send
@@ -114,7 +114,7 @@ def load_full_state_dict(model: nn.Module, path: str | os.PathLike[str]) -> None
     with agreed(f"opening {source_path}"):
         if shared or this_rank() == 0:
             source = _open(source_path)
-    described: Described = all_gather_objects(source.described if source is not None else None)[0]
+    described: Described = share(source.described if source is not None else None)
     plan: dict[str, list[str]] = {}
     with agreed(f"checking the model against {source_path}"):
         plan = _match(content, described)

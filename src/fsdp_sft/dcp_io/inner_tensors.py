@@ -4,7 +4,7 @@ The public protocol of ``__tensor_flatten__`` takes a subclass apart, and ``__te
 again. Each rank's part is stored as it is, so that it comes back bit by bit; see ``inner_parts`` for others.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,11 +30,17 @@ class _Part:
     writes: bool
 
 
-def apart(tensors: Tensors) -> tuple[dict[str, Any], dict[str, list[dict[str, Any]]]]:
+def names_to_take_apart(tensors: Tensors) -> list[str]:
+    """Names of what is in a subclass on this rank."""
+    return [name for name, tensor in tensors.items() if is_wrapper_subclass(tensor)]
+
+
+def apart(tensors: Tensors, names: Sequence[str]) -> tuple[dict[str, Any], dict[str, list[dict[str, Any]]]]:
     """Take every state that is in a subclass on some rank apart.
 
     Args:
         tensors: State by name, the same names on all ranks.
+        names: Those of what is in a subclass on some rank, the same on all.
 
     Returns:
         (what to write by name; name of each state that was taken apart to the parts of it).
@@ -44,10 +50,6 @@ def apart(tensors: Tensors) -> tuple[dict[str, Any], dict[str, list[dict[str, An
 
     Collective: all ranks.
     """
-    own = {name for name, tensor in tensors.items() if is_wrapper_subclass(tensor)}
-    names = sorted(set().union(*all_gather_objects(own)))
-    if not names:
-        return dict(tensors), {}
     parts: dict[str, _Part] = {}
     with agreed("taking the optimizer's state apart"):
         parts = {name: _part(name, tensors[name], index) for index, name in enumerate(names)}

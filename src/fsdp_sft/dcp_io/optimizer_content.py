@@ -68,14 +68,14 @@ def optimizer_content(model: nn.Module, optimizer: Optimizers) -> OptimizerConte
     return OptimizerContent(tensors, {"optimizers": [content.info for content in each]})
 
 
-def with_inner_tensors(content: OptimizerContent) -> OptimizerContent:
-    """The same, with state in tensor subclasses taken apart.
+def with_inner_tensors(content: OptimizerContent, names: Sequence[str]) -> OptimizerContent:
+    """The same, with state in tensor subclasses taken apart: ``names``, the same on all ranks.
 
     Collective: all ranks.
     """
-    tensors, parts = apart(content.tensors)
-    if not parts:
+    if not names:
         return content
+    tensors, parts = apart(content.tensors, names)
     if "optimizers" not in content.info:
         return OptimizerContent(tensors, {**content.info, "parts": parts})
     infos = [dict(info, parts={}) for info in content.info["optimizers"]]

@@ -6,12 +6,18 @@ from pathlib import Path
 
 from torch import nn
 
-from fsdp_sft._agree import agreed, this_rank
+from fsdp_sft._agree import agreed, this_rank, through_rank_0
 from fsdp_sft._disk import TensorReader, temporary_beside
 from fsdp_sft._late import settle
 from fsdp_sft.dcp_io.folder import FolderContent, describe_mesh, open_folder, write_folder
+from fsdp_sft.dcp_io.inner_tensors import names_to_take_apart
 from fsdp_sft.dcp_io.manifest import MANIFEST_NAME
-from fsdp_sft.dcp_io.optimizer_content import Optimizers, optimizer_content, with_inner_tensors
+from fsdp_sft.dcp_io.optimizer_content import (
+    OptimizerContent,
+    Optimizers,
+    optimizer_content,
+    with_inner_tensors,
+)
 from fsdp_sft.dcp_io.optimizer_load import apply_optimizer, check_optimizer
 from fsdp_sft.distributed import reshard
 from fsdp_sft.errors import (
@@ -45,17 +51,22 @@ def save_optimizer_state(model: nn.Module, optimizer: Optimizers, path: str | os
     reshard(model)
     target = Path(path).absolute()
     aside = temporary_beside(target)
-    with agreed(f"preparing to save {target}"):
-        content = optimizer_content(model, optimizer)
-        if this_rank() == 0:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            if target.is_file() or (
-                target.is_dir() and os.listdir(target) and not (target / MANIFEST_NAME).exists()
-            ):
-                raise FileExistsError(
-                    f"{target} exists and is not a saved optimizer state; choose another path"
-                )
-    content = with_inner_tensors(content)
+    prepared: list[OptimizerContent] = []
+
+    def prepare() -> list[str]:
+        prepared.append(optimizer_content(model, optimizer))
+        return names_to_take_apart(prepared[0].tensors)
+
+    def make_room(everyone: list[list[str]]) -> list[str]:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if target.is_file() or (
+            target.is_dir() and os.listdir(target) and not (target / MANIFEST_NAME).exists()
+        ):
+            raise FileExistsError(f"{target} exists and is not a saved optimizer state; choose another path")
+        return sorted(set().union(*everyone))
+
+    to_take_apart = through_rank_0(f"preparing to save {target}", prepare, make_room)
+    content = with_inner_tensors(prepared[0], to_take_apart)
     write_folder(
         target,
         FolderContent(None, describe_mesh(model), optimizer=content.tensors, optimizer_info=content.info),

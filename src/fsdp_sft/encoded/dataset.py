@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from typing_extensions import Unpack
 
-from fsdp_sft._agree import agreed, all_gather_objects, this_rank, while_others_wait
+from fsdp_sft._agree import agreed, all_gather_objects, share, this_rank, while_others_wait
 from fsdp_sft._claim import Claim
 from fsdp_sft._disk import publish, temporary_beside, unsound_beside
 from fsdp_sft.collate.encode import NOTES, EncodeKeywords, EncodeOptions, check_choice, check_count
@@ -142,7 +142,7 @@ def _maker(cache: Path) -> int:
 
     Collective: all ranks.
     """
-    probe = cache / f".probe-{all_gather_objects(uuid.uuid4().hex)[0]}"
+    probe = cache / f".probe-{share(uuid.uuid4().hex)}"
     with agreed(f"writing to {cache}"):
         if this_rank() == 0:
             probe.touch()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fsdp_sft._agree import agreed, all_gather_objects, this_rank
+from fsdp_sft._agree import agreed, share, this_rank
 from fsdp_sft._disk import sweep, temporary_beside
 from fsdp_sft._gather import Gatherer
 from fsdp_sft._late import settle
@@ -87,7 +87,7 @@ def export_adapter(
     finally:
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)
-    folder: Path = all_gather_objects(target)[0]
+    folder: Path = share(target)
     return folder
 
 

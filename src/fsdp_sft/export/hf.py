@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from fsdp_sft._agree import agreed, all_gather_objects, this_rank
+from fsdp_sft._agree import agreed, share, this_rank
 from fsdp_sft._compat import (
     copy_weight_conversions,
     keep_in_float32_patterns,
@@ -174,7 +174,7 @@ def _export(
                 plan = _plan(model, content, dtype)
                 config = export_config(model, content, caching, dtype)
                 write_settings(model, config, temporary, push_to_hub or target.name, dtype, *chat)
-        plan, folder = all_gather_objects((plan, temporary))[0]
+        plan, folder = share((plan, temporary))
         assert plan is not None
         gatherer = Gatherer()
         _write_weights(model, content, plan, merges, folder, max_shard_size, gatherer)
@@ -186,7 +186,7 @@ def _export(
     finally:
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)
-    done: tuple[Path, list[str]] = all_gather_objects((target, files))[0]
+    done: tuple[Path, list[str]] = share((target, files))
     return done
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from fsdp_sft._agree import all_gather_objects, this_rank
+from fsdp_sft._agree import all_gather_objects, share, this_rank
 from fsdp_sft._boxes import box_of, local_of, owner_ranks
 from fsdp_sft._disk import write_early
 from fsdp_sft._safetensors import bytes_of
@@ -56,7 +56,7 @@ def open_own_rows(folder: Path, places: Places | None) -> OwnRows | None:
 
     Collective: all ranks.
     """
-    folder, shared = all_gather_objects((folder, places))[0]  # each rank would have made up a name of its own
+    folder, shared = share((folder, places))  # each rank would have made up a name of its own
     if shared is None:
         return None
     files: dict[str, int] = {}

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from fsdp_sft._agree import agreed, all_gather_objects, this_rank
+from fsdp_sft._agree import agreed, share, this_rank
 from fsdp_sft._disk import publish, sync_folder, temporary_beside
 from fsdp_sft.errors import ExportExistsError
 
@@ -54,7 +54,7 @@ def check_export(out_dir: str | os.PathLike[str], *, overwrite: bool = False) ->
     with agreed(f"checking that {target} can be exported to"):
         if this_rank() == 0:
             check_target(target, overwrite=overwrite)
-    found: Path = all_gather_objects(target)[0]
+    found: Path = share(target)
     return found
 
 

@@ -6,7 +6,7 @@ import time
 import uuid
 from pathlib import Path
 
-from fsdp_sft._agree import agreed, all_gather_objects, this_rank, while_others_wait
+from fsdp_sft._agree import agreed, all_gather_objects, share, this_rank, while_others_wait
 from fsdp_sft.errors import CheckpointFormatError
 from fsdp_sft.weights.resolve import (
     INDEX,
@@ -116,7 +116,7 @@ def _cache_leaders(cache: Path) -> int:
 
     Collective: all ranks.
     """
-    token = all_gather_objects(uuid.uuid4().hex)[0]
+    token = share(uuid.uuid4().hex)
     marker = cache / f".fsdp-sft-{token}-{this_rank()}"
     written = True
     try:

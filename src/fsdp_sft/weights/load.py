@@ -11,7 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_sft._agree import agreed, all_gather_objects, control_group, is_distributed, this_rank, world_size
+from fsdp_sft._agree import (
+    agreed,
+    all_gather_objects,
+    all_reduce_sum,
+    control_group,
+    is_distributed,
+    this_rank,
+    world_size,
+)
 from fsdp_sft._boxes import Box, box_of, local_of, part_of, replicate_dims, whole
 from fsdp_sft._compat import keep_used_conversions, run_conversion
 from fsdp_sft._launch import own_share
@@ -125,7 +133,7 @@ def load_weights(
         check_nothing_empty(model, sources)
     return LoadReport(
         bytes_read=bytes_read,
-        job_bytes_read=sum(all_gather_objects(bytes_read)),
+        job_bytes_read=int(all_reduce_sum([bytes_read])[0]),
         checkpoint_bytes=checkpoint.total_bytes,
         seconds=time.perf_counter() - started,
         loaded=[*plan.targets, *(target.name for target in plan.duplicates)],
