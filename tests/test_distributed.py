@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import fsdp_sft as fs
-from fsdp_sft import _slurm
+from fsdp_sft import _agree, _slurm
 from fsdp_sft import distributed as module
 from fsdp_sft._launch import detect_launch, restarts_to_set_apart
 from tests.harness.device import device_here, device_type, mesh_here
@@ -336,3 +336,26 @@ def test_a_process_group_can_be_made_again() -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     assert run_distributed(_again, 4, port, fresh=True) == [[4] * 5] * 4
+
+
+def _count_sockets() -> tuple[int, int]:
+    before = _sockets()
+    _agree.control_group()
+    made = _sockets()
+    _agree.all_reduce_sum([1.0])
+    assert _sockets() == made
+    return before, made
+
+
+def _sockets() -> int:
+    links = (Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd"))
+    return sum(os.path.islink(link) and os.readlink(link).startswith("socket:") for link in links)
+
+
+def test_a_rank_connects_to_those_it_talks_to() -> None:
+    counts = run_distributed(_count_sockets, 8, fresh=True)
+    # A socket that listens, and one for each edge of the tree over eight ranks, at both of its ends.
+    added = [after - before - 1 for before, after in counts]
+    assert sum(added) == 2 * 7
+    assert max(added) == 3
+    assert "TORCH_GLOO_LAZY_INIT" not in os.environ

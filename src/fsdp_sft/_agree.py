@@ -20,7 +20,9 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from fsdp_sft._tree import Combine, LostPeerError, Tree
+from fsdp_sft._compat import connects_when_used
+from fsdp_sft._limits import says_too_many_files, too_many_files
+from fsdp_sft._tree import Combine, Tree
 from fsdp_sft.errors import LostRankError, RemoteRankError
 
 T = TypeVar("T")
@@ -89,8 +91,10 @@ def _group(name: str, timeout: timedelta | None) -> dist.ProcessGroup:
     if group is None:
         if name == "control":
             _timeout = timeout or _CONTROL_TIMEOUT
-        with answered():
+        with answered(), connects_when_used():
             group = dist.new_group(backend="gloo", timeout=_timeout)
+            # gloo notices the end of a rank by the connection to it, which there must be for that.
+            Tree(group).around(b"", operator.add)
         _groups[name] = (weakref.ref(world), weakref.ref(group))
     return group
 
@@ -104,7 +108,9 @@ def answered() -> Iterator[None]:
     """
     try:
         yield
-    except (LostPeerError, RuntimeError) as error:  # gloo's errors have no type of their own
+    except RuntimeError as error:  # gloo's errors have no type of their own
+        if says_too_many_files(error):
+            raise too_many_files("connecting to another rank") from error
         detail = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         raise LostRankError(
             f"another rank has died, or has not answered within {_timeout.total_seconds():g} s ({detail}); "

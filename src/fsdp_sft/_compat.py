@@ -2,8 +2,10 @@
 
 import functools
 import inspect
+import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -37,6 +39,27 @@ def keep_in_float32_patterns(model: nn.Module) -> tuple[set[str], set[str]]:
         return names
 
     return collected("_keep_in_fp32_modules"), collected("_keep_in_fp32_modules_strict")
+
+
+@contextmanager
+def connects_when_used() -> Iterator[None]:
+    """Around the making of gloo groups: a rank connects to another when it first has something to send.
+
+    Without it each rank of each group connects to every other at once. Only this variable of the
+    environment says so: ``lazy_init`` of ``ProcessGroupGloo.create_default_device`` alone changes nothing
+    (torch 2.13).
+    """
+    if _LAZY_GLOO in os.environ:  # somebody has chosen
+        yield
+        return
+    os.environ[_LAZY_GLOO] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(_LAZY_GLOO, None)
+
+
+_LAZY_GLOO = "TORCH_GLOO_LAZY_INIT"
 
 
 # --- chat templates ---------------------------------------------------------------------------------------

@@ -19,10 +19,6 @@ _INLINE_BYTES = 256  # of a message's first part, which has a size that both end
 _MOST_BYTES = 1 << 28  # gloo does not take messages of any length
 
 
-class LostPeerError(Exception):
-    """A rank of the tree is gone: which one, and what gloo said."""
-
-
 class Tree:
     """The tree over a gloo group of all ranks.
 
@@ -47,7 +43,7 @@ class Tree:
             decide: Run by rank 0 on what has come together; must not raise. None leaves it as it is.
 
         Raises:
-            LostPeerError: On every rank that can be reached, if one cannot.
+            RuntimeError: On every rank that can be reached, if one cannot.
         """
         lost = None
         for child in self._children:
@@ -64,7 +60,7 @@ class Tree:
         """Rank 0's value; on every rank.
 
         Raises:
-            LostPeerError: If the rank that would have told this one cannot be reached.
+            RuntimeError: If the rank that would have told this one cannot be reached.
         """
         return self._down(value, None)
 
@@ -75,7 +71,7 @@ class Tree:
             said = self._send(child, value, lost)
             lost = lost or said
         if lost is not None:
-            raise LostPeerError(lost)
+            raise RuntimeError(lost)
         return value
 
     def _send(self, peer: int, payload: bytes, lost: str | None) -> str | None:

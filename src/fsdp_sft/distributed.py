@@ -16,13 +16,15 @@ from torch.distributed.rendezvous import rendezvous
 from fsdp_sft._agree import (
     all_gather_objects,
     all_reduce_sum,
+    answered,
     control_group,
     is_distributed,
     this_rank,
     world_size,
 )
-from fsdp_sft._compat import forget_meshes
+from fsdp_sft._compat import connects_when_used, forget_meshes
 from fsdp_sft._launch import detect_launch, restarts_to_set_apart
+from fsdp_sft._limits import make_room_for
 from fsdp_sft._slurm import Launch, env_int, is_slurm_step
 from fsdp_sft._wrappers import replicas_of, replicated_by, unwrapped
 from fsdp_sft.errors import WrappedModelError
@@ -101,8 +103,10 @@ def init_distributed(
     Raises:
         ValueError: If the launcher's variables are incomplete or contradict each other, or the device does
             not exist; the message names the variable.
+        OSError: If this process may not open as many files as the job needs; the soft limit is raised to it.
 
-    Collective: all ranks.
+    Collective: all ranks. gloo connects two ranks when they first have something to tell each other
+    (``TORCH_GLOO_LAZY_INIT``, which stays as it is if it is set).
     """
     if device_type is None:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -114,7 +118,10 @@ def init_distributed(
         launch = detect_launch()
         device = _select_device(device_type, launch)
         _say_what_was_found(launch, device)
-        _init_process_group(launch, backend or _default_backend(device_type), timeout)
+        make_room_for(launch.world_size, hosts_store=_is_store_in_rank_0(launch))
+        with connects_when_used():
+            _init_process_group(launch, backend or _default_backend(device_type), timeout)
+        _connect_neighbours(dist.group.WORLD)
     if is_distributed():
         control_group(timeout)
         _check_devices(device)
@@ -172,9 +179,12 @@ def build_mesh(
         device_type = accelerator.type if accelerator is not None else "cpu"
     from torch.distributed.device_mesh import init_device_mesh
 
-    if dp_replicate == 1:
-        return init_device_mesh(device_type, (dp_shard,), mesh_dim_names=(DP_SHARD,))
-    return init_device_mesh(device_type, (dp_replicate, dp_shard), mesh_dim_names=(DP_REPLICATE, DP_SHARD))
+    axes = {DP_SHARD: dp_shard} if dp_replicate == 1 else {DP_REPLICATE: dp_replicate, DP_SHARD: dp_shard}
+    with connects_when_used():
+        mesh = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    for axis in axes:
+        _connect_neighbours(mesh.get_group(axis))
+    return mesh
 
 
 def mesh_of(model: torch.nn.Module) -> "DeviceMesh | None":
@@ -377,6 +387,17 @@ def _default_backend(device_type: str) -> str:
     if device_type == "cpu":
         return "gloo"
     return f"cpu:gloo,{device_type}:{dist.get_default_backend_for_device(device_type)}"
+
+
+def _connect_neighbours(group: dist.ProcessGroup | None) -> None:
+    """Let gloo connect the ranks that its rings need: only then is it noticed at once that one has ended."""
+    if group is not None and group.size() > 1 and "cpu" in dist.get_backend_config(group):
+        with answered():
+            dist.all_reduce(torch.zeros(1), group=group)
+
+
+def _is_store_in_rank_0(launch: Launch) -> bool:
+    return launch.init_method is not None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
 def _init_process_group(launch: Launch, backend: str, timeout: timedelta) -> None:

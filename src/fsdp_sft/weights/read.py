@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 
 from fsdp_sft._boxes import Box
+from fsdp_sft._limits import is_of_the_process
 from fsdp_sft._safetensors import open_file, read_at
 from fsdp_sft._streams import CallerStream, host_buffer
 from fsdp_sft.errors import CheckpointFormatError, NonFiniteWeightsError, SafetensorsError
@@ -137,6 +138,7 @@ def read_jobs(
 
     Raises:
         CheckpointFormatError: If a file ends early or cannot be opened, or tied tensors differ.
+        OSError: If no file could be opened now, or one must not be.
         NonFiniteWeightsError: If a parameter's values are not finite.
 
     Memory: ``workers`` buffers of about 1 MiB (two of 8 MiB, pinned, for an accelerator).
@@ -210,6 +212,8 @@ class _Reader:
                 try:
                     self._descriptors[file] = open_file(self._files[file])
                 except (OSError, SafetensorsError) as error:
+                    if is_of_the_process(error):
+                        raise
                     raise CheckpointFormatError(f"{self._files[file]} cannot be opened: {error}") from None
             return self._descriptors[file], batch
 
@@ -222,6 +226,8 @@ class _Reader:
         try:
             read_at(fd, start, stage.memory(num_bytes))
         except (OSError, SafetensorsError) as error:
+            if is_of_the_process(error):
+                raise
             path = self._files[batch[0].job.file]
             raise CheckpointFormatError(
                 f"{path} cannot be read at byte {start} ({batch[0].job.key!r}): {error}; is it complete?"
