@@ -132,9 +132,9 @@ def main() -> None:
     head = ["", *columns, "exponent of the mean, N > 2", "at 1,000"]
     sections = [
         "N - 1 edges of a tree are used once up and once down, so the mean over ranks is a constant times "
-        "(N - 1) / N: half of it at N = 2, all of it in a large job. At 1,000 ranks: the mean by that rule, and "
-        "the busiest rank by log2 N; of init and of an asynchronous save (which makes a group the first time) "
-        "by N, since the host of the store answers every rank.",
+        "(N - 1) / N: half of it at N = 2, all of it in a large job. At 1,000 ranks: the mean by that rule. The "
+        "busiest rank: messages by log2 N, but by N where the host of the store answers every rank (a start, "
+        "and the first asynchronous save, which makes a group); sockets and bytes by N, an upper bound.",
         "",
     ]
     for number, what in enumerate(("sockets", "messages", "bytes")):
@@ -143,7 +143,8 @@ def main() -> None:
             values = {size: [rank[name][number] for rank in ranks] for size, ranks in by_size.items()}
             means = {size: sum(of) / size for size, of in values.items()}
             cells = [f"{means[size]:.1f} ({max(of)})" for size, of in values.items()]
-            growth = 1000 / largest if name in BY_STORE else math.log2(1000) / math.log2(largest)
+            by_log = what == "messages" and name not in BY_STORE
+            growth = math.log2(1000) / math.log2(largest) if by_log else 1000 / largest
             mean, most = means[largest] * 0.999 / (1 - 1 / largest), max(values[largest]) * growth
             above = {size: of for size, of in means.items() if size > 2}
             fitted = exponent(list(above), list(above.values()))
