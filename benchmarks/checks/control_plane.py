@@ -133,7 +133,7 @@ def main() -> None:
     sections = [
         "N - 1 edges of a tree are used once up and once down, so the mean over ranks is a constant times "
         "(N - 1) / N: half of it at N = 2, all of it in a large job. At 1,000 ranks: the mean by that rule. "
-        "The busiest rank: messages by log2 N, but by N where the host of the store answers every rank (a start, "
+        "The busiest: messages by log2 N, but by N where the host of the store answers every rank (a start, "
         "and the first asynchronous save, which makes a group); sockets and bytes by N, an upper bound.",
         "",
     ]
