@@ -64,3 +64,43 @@ def test_the_control_group_ends_with_its_process_group() -> None:
         dist.destroy_process_group()
         gc.collect()
         assert groups[-1]() is None
+
+
+def _decide_on_rank_0() -> None:
+    rank = dist.get_rank()
+    assert _agree.share({"of": rank}) == {"of": 0}
+    decided = []
+
+    def decide(everyone: list[int]) -> int:
+        decided.append(rank)
+        return sum(everyone)
+
+    assert _agree.through_rank_0("adding", lambda: rank + 1, decide) == 6
+    assert decided == [0] * (rank == 0)
+
+    def fail_on_the_last() -> int:
+        if rank == 2:
+            raise FileNotFoundError("gone from rank 2")
+        return 1
+
+    with pytest.raises(FileNotFoundError, match="gone from rank 2") as caught:
+        _agree.through_rank_0("looking", fail_on_the_last, decide)
+    assert caught.value.__notes__ == ["rank 2 failed first while looking (failed: 2)"]
+    assert decided == [0] * (rank == 0), "there is nothing to decide on"
+
+    def refuse(everyone: list[int]) -> None:
+        raise _Picky(1, 2)
+
+    expected = _Picky if rank == 0 else _agree.RemoteRankError
+    with pytest.raises(expected, match="1 and 2") as refused:
+        _agree.through_rank_0("deciding", lambda: rank, refuse)
+    assert refused.value.__notes__ == ["rank 0 failed first while deciding (failed: 0)"]
+    assert _agree.through_rank_0("adding", lambda: rank, sum) == 3
+
+
+def test_rank_0_decides_for_all() -> None:
+    run_distributed(_decide_on_rank_0, 3, timeout=30)
+    assert _agree.through_rank_0("alone", lambda: 4, sum) == 4
+    assert _agree.share("alone") == "alone"
+    with pytest.raises(KeyError):
+        _agree.through_rank_0("alone", lambda: {}["x"], sum)

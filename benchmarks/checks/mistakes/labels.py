@@ -6,6 +6,20 @@ ATTENTION_MASK = '"attention_mask": self._pad([ones * len(chat.input_ids) for ch
 LABELS = '"labels": self._pad([chat.labels for chat in chats], length, IGNORE_INDEX),'
 MISTAKES = [
     Mistake(
+        "tokens that do not spell the text are taken for ones that do",
+        "collate/tokens.py",
+        'if b"".join(pieces) == text.encode() else None',
+        "if True else None",
+        ("tests/collate/test_tokens.py",),
+    ),
+    Mistake(
+        "a backend that cuts texts off is asked as it stands",
+        "_compat.py",
+        "backend.truncation is None",
+        "True",
+        ("tests/collate/test_tokens.py",),
+    ),
+    Mistake(
         "labels are the attention mask",
         "collate/collator.py",
         f"{ATTENTION_MASK}\n            {LABELS}",
