@@ -14,6 +14,8 @@ RUNNING, ENDED, FAILED = "running", "ended", "failed"
 
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _COLLECTIVES = os.path.join("torch", "distributed", "")
+_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
+_AGREEMENT = (_PACKAGE + "_tree.py", _PACKAGE + "_agree.py")
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,8 @@ class Beat:
         error: The exception of a failed rank.
         ticket: Which rank failed first: 1, 2, ...; 0 for none.
         where: Innermost place in the caller's own code, such as ``"train.py:33 in main"``.
-        collective: Name of the torch.distributed function that the main thread is in, or "".
+        collective: Name of the function of torch.distributed, or of what ranks of this library agree by,
+            that the main thread waits in; or "".
         shapes: (first step, shape) of the latest changes of the batch's shape; () where none was given.
         saw: (rank, state) of processes of the same machine that do not run.
     """
@@ -99,7 +102,7 @@ def _stat(pid: int) -> list[str]:
 
 
 def place_of_main_thread() -> tuple[str, str]:
-    """(innermost place in code outside of libraries, collective that it waits in or "")."""
+    """(innermost place in code outside of this and other libraries, collective that it waits in or "")."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     where = collective = ""
     while frame is not None:
@@ -107,7 +110,9 @@ def place_of_main_thread() -> tuple[str, str]:
         if _COLLECTIVES in path and not where:
             if not path.endswith("c10d_logger.py"):  # wraps each of them
                 collective = frame.f_code.co_name
-        elif not where and not path.startswith((*_LIBRARIES, "<frozen")):
+        elif collective and path in _AGREEMENT and not where:
+            collective = frame.f_code.co_name  # all_reduce_sum says more than the recv that it waits in
+        elif not where and not path.startswith((*_LIBRARIES, _PACKAGE, "<frozen")):
             where = _named(frame)
         frame = frame.f_back
     return where, collective
