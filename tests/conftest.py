@@ -1,6 +1,7 @@
 """Before any test module is imported."""
 
 import os
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -83,6 +84,15 @@ def settings_stay() -> Iterator[None]:
         old, new = (set(variables.items()) for variables in found["environment"])
         found["environment"] = old - new, new - old
     assert not found, f"changed for the tests that follow: {found}"
+
+
+@pytest.fixture(autouse=True)
+def roots_are_free() -> Iterator[None]:
+    """What a test has saved below is free afterwards, as at the end of a process."""
+    yield
+    in_use = sys.modules.get("fsdp_sft.dcp_io.in_use")
+    if in_use is not None:
+        in_use.release_all()
 
 
 @pytest.fixture

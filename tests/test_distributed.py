@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from tests.harness.device import device_here, device_type, mesh_here
 from tests.harness.models import tiny_model
 from tests.harness.ranks import run_distributed
 
+# As Kubeflow's operator and others set them for a pod.
+ON_A_POD = {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
 STEP = {
     "SLURM_STEP_ID": "0",
@@ -47,7 +50,8 @@ ELASTIC = {
 }
 ALL = {*TORCHRUN, *STEP, *SUBMITIT, *ELASTIC, "SLURM_NTASKS", "SLURM_NNODES", "LOCAL_WORLD_SIZE"}
 ALL |= {"SLURM_LAUNCH_NODE_IPADDR", "SLURM_NODELIST", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"}
-ALL |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE"}
+ALL |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "SLURM_PTY_PORT", "OMPI_COMM_WORLD_LOCAL_SIZE"}
+ALL |= {"OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"}
 
 
 @pytest.fixture
@@ -187,7 +191,10 @@ def test_unequal_tasks_per_node(environment: Any) -> None:
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        ({"RANK": "0"}, "RANK set but WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT not"),
+        ({"RANK": "0"}, "RANK set but WORLD_SIZE, MASTER_ADDR, MASTER_PORT not"),
+        ({"LOCAL_RANK": "0"}, "LOCAL_RANK set but RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT not"),
+        ({**ON_A_POD, "LOCAL_WORLD_SIZE": "8"}, "LOCAL_WORLD_SIZE=8 processes .* LOCAL_RANK is not set"),
+        ({**ON_A_POD, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, "OMPI_COMM_WORLD_LOCAL_SIZE=2 processes"),
         ({k: v for k, v in TORCHRUN.items() if k != "MASTER_PORT"}, "MASTER_PORT not"),
         ({**TORCHRUN, "RANK": "8"}, r"RANK=8 is not in \[0, WORLD_SIZE=8\)"),
         ({**TORCHRUN, "WORLD_SIZE": "many"}, "WORLD_SIZE='many' is not a number"),
@@ -359,3 +366,83 @@ def test_a_rank_connects_to_those_it_talks_to() -> None:
     assert sum(added) == 2 * 7
     assert max(added) == 3
     assert "TORCH_GLOO_LAZY_INIT" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("variables", "place"),
+    [
+        ({}, (0, 1)),
+        ({"LOCAL_WORLD_SIZE": "1"}, (0, 1)),
+        ({"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, (1, 4)),
+        ({"MPI_LOCALRANKID": "2", "MPI_LOCALNRANKS": "4"}, (2, 4)),
+    ],
+)
+def test_a_place_on_the_node_without_local_rank(
+    variables: dict[str, str], place: tuple[int, int], environment: Any
+) -> None:
+    environment(**ON_A_POD, **variables)
+    launch = detect_launch()
+    assert (launch.rank, launch.world_size) == (3, 8)
+    assert (launch.local_rank, launch.local_world_size) == place
+    assert ("only one of its node" in launch.hint) == (place == (0, 1))
+
+
+@pytest.mark.parametrize("address", ["::1", "[::1]"])
+def test_an_address_of_ipv6(address: str, environment: Any) -> None:
+    environment(**{**STEP, "MASTER_ADDR": address, "MASTER_PORT": "29500"})
+    assert detect_launch().init_method == "tcp://[::1]:29500"
+    environment(**{**TORCHRUN, "MASTER_ADDR": address})
+    assert "meeting at ::1:1" in detect_launch().details
+    assert os.environ["MASTER_ADDR"] == "::1"
+
+
+def _meet_over_ipv6(port: int, launcher: str) -> None:
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    own = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "MASTER_ADDR": "::1", "MASTER_PORT": port}
+    if launcher == "slurm":
+        own = {"SLURM_STEP_ID": 0, "SLURM_JOB_ID": 1, "SLURM_PROCID": rank, "SLURM_LOCALID": rank, **own}
+        own |= {"SLURM_STEP_NUM_TASKS": 2, "SLURM_STEP_TASKS_PER_NODE": 2}
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+            own.pop(name)
+            os.environ.pop(name, None)
+    os.environ.update({name: str(value) for name, value in own.items()})
+    context = fs.init_distributed(device_type="cpu")
+    assert (context.launcher, context.world_size) == (launcher, 2)
+    assert _agree.all_reduce_sum([rank + 1.0]) == [3.0]
+
+
+@pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="this machine has no IPv6")
+@pytest.mark.parametrize("launcher", ["torchrun", "slurm"])
+def test_ranks_meet_over_ipv6(launcher: str) -> None:
+    with socket.socket(socket.AF_INET6) as probe:
+        probe.bind(("::1", 0))
+        port = probe.getsockname()[1]
+    run_distributed(_meet_over_ipv6, 2, port, launcher, fresh=True)
+
+
+def test_the_shell_of_srun_is_no_task(environment: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    environment(**STEP, SLURM_PTY_PORT="40000")
+    monkeypatch.setattr(sys, "stdin", open(os.devnull))  # noqa: SIM115  as tasks of another srun from there have it
+    assert detect_launch().launcher == "slurm"
+    terminal = type("Terminal", (), {"isatty": lambda self: True})()
+    monkeypatch.setattr(sys, "stdin", terminal)
+    alone = detect_launch()
+    assert (alone.launcher, alone.world_size) == ("single", 1)
+    assert "in the shell of srun --pty" in alone.hint
+
+
+def test_a_rank_that_waits_long_for_the_others_says_so(
+    monkeypatch: pytest.MonkeyPatch, environment: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    environment(**{**TORCHRUN, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"})
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", port)
+    monkeypatch.setattr(module, "_LONG_MEETING_SECONDS", 0.2)
+    with pytest.raises(RuntimeError):
+        fs.init_distributed(device_type="cpu", timeout=timedelta(seconds=2))
+    assert "rank 0 of 2" in caplog.text
+    assert "still waits for the other ranks (launcher: torchrun, meeting at 127.0.0.1" in caplog.text

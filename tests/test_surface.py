@@ -17,7 +17,18 @@ SOURCE = Path(fs.__file__).parent
 
 # The ground of the house, then each storey: a module imports from lower storeys only.
 STOREYS = [
-    {"_compat", "_devices", "_launch", "_limits", "_random", "_slurm", "_streams", "_tree", "errors"},
+    {
+        "_compat",
+        "_devices",
+        "_launch",
+        "_limits",
+        "_process",
+        "_random",
+        "_slurm",
+        "_streams",
+        "_tree",
+        "errors",
+    },
     {"_agree", "_recompiles", "_safetensors", "_wrappers", "blocks"},
     {"_boxes", "_late", "_vocabulary", "distributed", "preemption"},
     {"_disk", "_gather", "_kept", "_model", "adapters"},

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from fsdp_sft.errors import CheckpointError as CheckpointError
     from fsdp_sft.errors import CheckpointExistsError as CheckpointExistsError
     from fsdp_sft.errors import CheckpointFormatError as CheckpointFormatError
+    from fsdp_sft.errors import CheckpointInUseError as CheckpointInUseError
     from fsdp_sft.errors import CheckpointMismatchError as CheckpointMismatchError
     from fsdp_sft.errors import CheckpointNotFoundError as CheckpointNotFoundError
     from fsdp_sft.errors import DroppedTextError as DroppedTextError
@@ -144,6 +145,7 @@ _OWNERS = {
     "CheckpointCorruptError": "errors",
     "CheckpointError": "errors",
     "CheckpointExistsError": "errors",
+    "CheckpointInUseError": "errors",
     "CheckpointFormatError": "errors",
     "CheckpointMismatchError": "errors",
     "CheckpointNotFoundError": "errors",

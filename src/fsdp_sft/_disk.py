@@ -324,8 +324,8 @@ def sweep(target: Path) -> None:
 
 
 def sweep_all(root: Path) -> None:
-    """The same for every target below ``root``."""
-    for stale in root.glob(f"{_TEMPORARY}*"):
+    """The same for every target below ``root``; what others have named alike stays."""
+    for stale in root.glob(f"{_TEMPORARY}*-{'[0-9a-f]' * 32}"):
         if stale.is_dir() and not stale.is_symlink():
             shutil.rmtree(stale, ignore_errors=True)
 

@@ -3,9 +3,23 @@
 import os
 from collections.abc import Iterable, Sequence
 
-from fsdp_sft._slurm import Launch, env_int, env_port, is_slurm_step, slurm_launch, unused_allocation
+from fsdp_sft._slurm import (
+    Launch,
+    env_int,
+    env_port,
+    is_slurm_step,
+    meeting_at,
+    slurm_launch,
+    unused_allocation,
+)
 
-_TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# A process's place on its node by those who set torchrun's variables without LOCAL_RANK: OpenMPI, MPICH and
+# Intel MPI, MVAPICH. Operators of Kubernetes mostly set none of these: a pod has one process.
+_LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "MV2_COMM_WORLD_LOCAL_RANK")
+_LOCAL_SIZES = (
+    *("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE"),
+)
 _SUBMITIT_VARIABLES = ("SUBMITIT_LOCAL_NTASKS", "SUBMITIT_LOCAL_GLOBALID", "SUBMITIT_LOCAL_LOCALID")
 _FOREIGN_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # mpirun's, MPICH's mpiexec's
 
@@ -34,24 +48,44 @@ def detect_launch() -> Launch:
 def _torchrun_launch() -> Launch:
     missing = [name for name in _TORCHRUN_VARIABLES if not os.environ.get(name)]
     if missing:
-        present = [name for name in _TORCHRUN_VARIABLES if os.environ.get(name)]
+        present = [name for name in (*_TORCHRUN_VARIABLES, "LOCAL_RANK") if os.environ.get(name)]
         raise ValueError(
             f"{', '.join(present)} set but {', '.join(missing)} not: torchrun sets all of "
-            f"{', '.join(_TORCHRUN_VARIABLES)}; start with torchrun, or set the missing ones, or unset all "
-            "of them to run as a single process"
+            f"{', '.join(_TORCHRUN_VARIABLES)}, LOCAL_RANK; start with torchrun, or set the missing ones, or "
+            "unset all of them to run as a single process"
         )
-    rank, world_size, local_rank = env_int("RANK"), env_int("WORLD_SIZE"), env_int("LOCAL_RANK")
+    rank, world_size = env_int("RANK"), env_int("WORLD_SIZE")
     if not 0 <= rank < world_size:
         raise ValueError(f"RANK={rank} is not in [0, WORLD_SIZE={world_size})")
-    local_world_size = env_int("LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in os.environ else world_size
+    local_rank, local_world_size, hint = _place_on_node(world_size)
     if not 0 <= local_rank < local_world_size:
         raise ValueError(f"LOCAL_RANK={local_rank} is not in [0, {local_world_size} processes on this node)")
+    # torch takes an address of IPv6 without the brackets of a URL alone.
+    os.environ["MASTER_ADDR"] = os.environ["MASTER_ADDR"].strip("[]")
     details = f"meeting at {os.environ['MASTER_ADDR']}:{env_port('MASTER_PORT')}"
     if "TORCHELASTIC_RUN_ID" in os.environ:
         details += f", restart {_restarts()} of {os.environ.get('TORCHELASTIC_MAX_RESTARTS', '?')}"
     return Launch(
-        "torchrun", rank, local_rank, world_size, local_world_size, "env://", details, _restart_hint()
+        "torchrun", rank, local_rank, world_size, local_world_size, "env://", details, hint or _restart_hint()
     )
+
+
+def _place_on_node(world_size: int) -> tuple[int, int, str]:
+    """(rank on this node, processes on it, what to say of how that was found out)."""
+    sizes = [name for name in _LOCAL_SIZES if os.environ.get(name)]
+    ranks = [name for name in _LOCAL_RANKS if os.environ.get(name)]
+    if ranks:
+        return env_int(ranks[0]), env_int(sizes[0]) if sizes else world_size, ""
+    local_world_size = env_int(sizes[0]) if sizes else 1
+    if local_world_size != 1:
+        raise ValueError(
+            f"{sizes[0]}={local_world_size} processes on this node, but LOCAL_RANK is not set: it says which "
+            "of them this one is, and so which device is its own"
+        )
+    hint = (
+        "LOCAL_RANK is not set: this process is taken for the only one of its node" if world_size > 1 else ""
+    )
+    return 0, 1, hint
 
 
 def restarts_to_set_apart() -> int:
@@ -104,7 +138,7 @@ def _submitit_launch() -> Launch:
         port = env_port("MASTER_PORT")
     else:  # the job's id is a process id of this machine, so no other job has it
         port = 20000 + env_int("SUBMITIT_LOCAL_JOB_ID") % 20000
-    meeting = f"tcp://{os.environ.get('MASTER_ADDR') or '127.0.0.1'}:{port}"
+    meeting = meeting_at(os.environ.get("MASTER_ADDR") or "127.0.0.1", port)
     details = f"job {job}, meeting at {meeting}"
     return Launch("submitit", rank, local_rank, world_size, world_size, meeting, details)
 

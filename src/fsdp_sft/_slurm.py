@@ -4,6 +4,7 @@ import os
 import re
 import socket
 import subprocess
+import sys
 from dataclasses import dataclass, field
 
 # Slurm numbers steps that srun did not start (batch script, interactive shell, ...) from here up:
@@ -41,24 +42,43 @@ def env_port(name: str) -> int:
     return port
 
 
+def meeting_at(address: str, port: int) -> str:
+    """The URL at which ranks meet; an address of IPv6 stands in brackets there."""
+    address = address.strip("[]")
+    return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
+
+
 def is_slurm_step() -> bool:
     """Whether srun started this process as a task of a step."""
     # Inside salloc or a batch script SLURM_PROCID may be set, but no srun started this process.
     step = os.environ.get("SLURM_STEP_ID", "")
-    return step.isdigit() and int(step) < _FIRST_SPECIAL_STEP
+    return step.isdigit() and int(step) < _FIRST_SPECIAL_STEP and not _is_shell_of_a_step()
+
+
+def _is_shell_of_a_step() -> bool:
+    """Whether a person typed this into the shell of ``srun --pty``: the step's other tasks have none."""
+    # srun leaves the variable in what is started from there, but no terminal in the tasks of another srun.
+    return "SLURM_PTY_PORT" in os.environ and sys.stdin is not None and sys.stdin.isatty()
 
 
 def unused_allocation() -> str:
     """What to tell a single process that has a Slurm allocation for several; empty without one."""
     tasks = max(
-        (env_int(name) for name in ("SLURM_NTASKS", "SLURM_NNODES") if os.environ.get(name)), default=1
+        (
+            env_int(name)
+            for name in ("SLURM_NTASKS", "SLURM_NNODES", "SLURM_STEP_NUM_TASKS")
+            if os.environ.get(name)
+        ),
+        default=1,
     )
     if is_slurm_step() or "SLURM_JOB_ID" not in os.environ or tasks == 1:
         return ""
+    found = (
+        "it is in the shell of srun --pty" if _is_shell_of_a_step() else "SLURM_STEP_ID is not that of a step"
+    )
     return (
         f"Slurm job {os.environ['SLURM_JOB_ID']} has {tasks} tasks, but no srun started this process "
-        "(SLURM_STEP_ID is not that of a step), so it runs alone: start it with srun, or torchrun, to use "
-        "them all"
+        f"({found}), so it runs alone: start it with srun, or torchrun, to use them all"
     )
 
 
@@ -85,7 +105,7 @@ def slurm_launch() -> Launch:
         return Launch("slurm", 0, 0, 1, 1, None, where)
     address = os.environ.get("MASTER_ADDR") or _master_address()
     port = env_port("MASTER_PORT") if os.environ.get("MASTER_PORT") else _port()
-    meeting = f"tcp://{address}:{port}"
+    meeting = meeting_at(address, port)
     local_world_size = _local_world_size()
     if not 0 <= local_rank < local_world_size:
         raise ValueError(f"SLURM_LOCALID={local_rank} is not in [0, {local_world_size} tasks on this node)")

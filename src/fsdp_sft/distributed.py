@@ -5,6 +5,9 @@ import logging
 import os
 import socket
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -38,6 +41,7 @@ DP_SHARD = "dp_shard"
 _logger = logging.getLogger("fsdp_sft")
 # The variable by which a vendor shows a process some of a node's devices; on ROCm CUDA's works too.
 _VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
+_LONG_MEETING_SECONDS = 30.0
 _starts = itertools.count()  # of process groups over torchrun's store, by this process
 
 
@@ -119,7 +123,7 @@ def init_distributed(
         device = _select_device(device_type, launch)
         _say_what_was_found(launch, device)
         make_room_for(launch.world_size, hosts_store=_is_store_in_rank_0(launch))
-        with connects_when_used():
+        with connects_when_used(), _says_when_it_waits(launch):
             _init_process_group(launch, backend or _default_backend(device_type), timeout)
         _connect_neighbours(dist.group.WORLD)
     if is_distributed():
@@ -387,6 +391,26 @@ def _default_backend(device_type: str) -> str:
     if device_type == "cpu":
         return "gloo"
     return f"cpu:gloo,{device_type}:{dist.get_default_backend_for_device(device_type)}"
+
+
+@contextmanager
+def _says_when_it_waits(launch: Launch) -> Iterator[None]:
+    """A warning if the ranks have not met after a while; what is said before is not shown by default."""
+    said = threading.Timer(
+        _LONG_MEETING_SECONDS,
+        lambda: _logger.warning(
+            "rank %d of %d on %s still waits for the other ranks (launcher: %s, %s): have all of them been "
+            "started, with this address, and does it lead to rank 0's machine?",
+            *(launch.rank, launch.world_size, socket.gethostname(), launch.launcher, launch.details),
+        ),
+    )
+    said.daemon = True
+    said.start()
+    try:
+        yield
+    finally:
+        said.cancel()
+        said.join()
 
 
 def _connect_neighbours(group: dist.ProcessGroup | None) -> None:

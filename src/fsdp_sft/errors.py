@@ -61,6 +61,10 @@ class CheckpointExistsError(CheckpointError, FileExistsError):
     """A sound checkpoint of that step is there already; it is never overwritten."""
 
 
+class CheckpointInUseError(CheckpointError):
+    """Another job saves below the same root: give each job a folder of its own."""
+
+
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
     """There is no checkpoint at that place."""
 

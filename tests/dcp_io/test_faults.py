@@ -13,6 +13,7 @@ from torch import nn
 
 import fsdp_sft as fs
 from fsdp_sft import dcp_io
+from fsdp_sft.dcp_io import in_use
 from fsdp_sft.dcp_io.codec import dumps
 from tests.harness.ranks import run_distributed
 from tests.harness.trained import (
@@ -62,6 +63,10 @@ def _change_dtype(raw: dict[str, Any]) -> None:
 def _link(path: Path) -> None:
     path.rename(path.parent.parent / "elsewhere")
     path.symlink_to("../elsewhere")
+
+
+def _names(root: str) -> list[str]:
+    return sorted(set(os.listdir(root)) - {in_use.FILE_NAME})
 
 
 FIRST = "model/00000.safetensors"
@@ -230,7 +235,7 @@ def _failing_write(root: str, model: Any, optimizer: Any) -> None:
             assert error.value.errno == 28
             assert f"rank {rank} failed first" in "".join(error.value.__notes__)
         torch.distributed.barrier()
-        assert sorted(os.listdir(root)) == ["step-1"], (rank, name)
+        assert _names(root) == ["step-1"], (rank, name)
         torch.distributed.barrier()
     assert dcp_io.verify_checkpoint(f"{root}/step-1") == []
 
@@ -248,12 +253,12 @@ def _failing_write(root: str, model: Any, optimizer: Any) -> None:
 def _retention(root: str, model: Any) -> None:
     barrier = torch.distributed.barrier
     if this_rank() == 0:
-        os.makedirs(f"{root}/.tmp-step-9-abc/model")
+        os.makedirs(f"{root}/.tmp-step-9-{'0123abcd' * 4}/model")
     barrier()
     for step in (2, 3):
         fs.save_checkpoint(root, step, model=model, keep_last=2)
     barrier()
-    assert sorted(os.listdir(root)) == ["step-2", "step-3"]
+    assert _names(root) == ["step-2", "step-3"]
     barrier()
     if this_rank() == 0:
         _flip(Path(root, "step-3", FIRST), -5)
@@ -261,7 +266,7 @@ def _retention(root: str, model: Any) -> None:
     barrier()
     fs.save_checkpoint(root, 3, model=model, keep_last=2)  # replaces the unsound one
     barrier()
-    names = sorted(os.listdir(root))
+    names = _names(root)
     assert [name[:16] for name in names] == [".unsound-step-3-", "step-2", "step-3"]
     assert dcp_io.verify_checkpoint(f"{root}/step-3") == []
     barrier()

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_sft._compat import forget_meshes
+from fsdp_sft.dcp_io import in_use
 from tests.harness import device, forks, leftovers
 from tests.harness.poison import is_poisoned, poisoned
 from tests.simulated.device import Simulated
@@ -230,6 +231,7 @@ def _run(task: Task, own: Simulated | None, folder: Path, rank: int, world_size:
         dist.barrier()
         dist.destroy_process_group()
         forget_meshes()
+        in_use.release_all()  # as at the end of a process
     except BaseException:
         (folder / f"error-{rank}").write_text(f"{time.time()}\n{traceback.format_exc()}")
         os._exit(1)

@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 
 import fsdp_sft as fs
-from fsdp_sft.watchdog.beat import ENDED, FAILED, Beat, process_state, this_process
+from fsdp_sft._process import ProcessId, this_process
+from fsdp_sft.watchdog.beat import ENDED, FAILED, Beat
 from fsdp_sft.watchdog.judge import Finding, Judge
 from fsdp_sft.watchdog.report import Report, ranges
 from tests.harness import forks
@@ -269,7 +270,9 @@ def test_a_healthy_run_raises_no_alarm(outcomes: dict[str, list[Outcome]]) -> No
 
 
 def _beats(*ranks: dict[str, Any], limit: float = 10.0) -> dict[int, Beat]:
-    made = [Beat(rank=i, host=f"n{i}", process=(i + 1, "", ""), limit=limit) for i in range(len(ranks))]
+    made = [
+        Beat(rank=i, host=f"n{i}", process=ProcessId(i + 1, "", ""), limit=limit) for i in range(len(ranks))
+    ]
     return {i: replace(beat, **ranks[i]) for i, beat in enumerate(made)}
 
 
@@ -412,14 +415,6 @@ def test_a_beat_survives_the_store() -> None:
     beat = Beat(3, "n0", this_process(), limit=math.inf, shapes=((1, (2, 8)),), saw=((2, "dead"),), step=None)
     assert Beat.from_bytes(beat.to_bytes()) == beat
     assert len(beat.to_bytes()) < 500
-
-
-def test_processes_of_this_machine_are_told_apart() -> None:
-    pid, born, namespace = this_process()
-    beat = Beat(0, "here", (pid, born, namespace))
-    assert process_state(beat, "here", namespace) == "running"
-    assert process_state(beat, "there", namespace) == ""
-    assert process_state(replace(beat, process=(pid, born + "1", namespace)), "here", namespace) == "dead"
 
 
 # --- one process ------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from fsdp_sft._disk import TensorReader, read_bytes, sweep_all, unsound_beside
 from fsdp_sft._late import settle, taken
 from fsdp_sft._model import model_tensors
 from fsdp_sft._random import set_generator_states
+from fsdp_sft.dcp_io import in_use
 from fsdp_sft.dcp_io.background import BackgroundSave, join_last, wait_for_last
 from fsdp_sft.dcp_io.choice import MOST_ATTEMPTS, choose_step, deleted_meanwhile
 from fsdp_sft.dcp_io.codec import decode, dumps, encode, loads
@@ -125,7 +126,7 @@ def save_checkpoint(
 
     Each rank writes its shards, once over all replicas. The step appears under its name when every file is
     on the disk with its checksum in the manifest; until then, and if anything fails on any rank, earlier
-    steps are as they were. One job at a time may save below a root.
+    steps are as they were. One job at a time saves below a root.
 
     Schedulers, scalers and samplers go into ``train_state`` by their ``state_dict()``::
 
@@ -159,6 +160,8 @@ def save_checkpoint(
 
     Raises:
         NonFiniteGradientError: If the last ``train_step(..., sync="late")`` was not taken.
+        CheckpointInUseError: If another job saves below ``root``, which from the first save on belongs to
+            this one until rank 0's process ends.
         CheckpointExistsError: If that step is there and sound. One that is not sound is moved aside to
             ``.unsound-step-<step>-<id>``.
         TypeError: If ``train_state`` or ``rank_state`` has a value that cannot be stored; names its key path.
@@ -339,6 +342,7 @@ def _content_apart(content: FolderContent, names: list[str]) -> FolderContent:
 def _prepare_root(root: Path, step: int) -> None:
     target = step_folder(root, step)
     root.mkdir(parents=True, exist_ok=True)
+    in_use.take(root)
     sweep_all(root)
     if os.path.lexists(target) and not verify_folder(target, hashes=True):
         raise CheckpointExistsError(

@@ -1,14 +1,15 @@
-"""What one rank says about itself at one moment, and what can be seen of a process on this machine."""
+"""What one rank says about itself at one moment."""
 
 import json
 import os
 import sys
 import sysconfig
 import threading
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
+
+from fsdp_sft._process import ProcessId
 
 RUNNING, ENDED, FAILED = "running", "ended", "failed"
 
@@ -25,7 +26,7 @@ class Beat:
     Attributes:
         rank: Of whom.
         host: Host name.
-        process: Process id, start time and process namespace, which together name one process of a machine.
+        process: Which process it is.
         number: Counts beats: one that stays the same means that the process does not run.
         progress: Counts calls of ``step`` and changes of phase: one that stays means that the loop hangs.
         step: The last step that the loop began; None before the first.
@@ -43,7 +44,7 @@ class Beat:
 
     rank: int
     host: str
-    process: tuple[int, str, str]
+    process: ProcessId
     number: int = 0
     progress: int = 0
     step: int | None = None
@@ -64,41 +65,12 @@ class Beat:
     @classmethod
     def from_bytes(cls, value: bytes) -> "Beat":
         """What ``to_bytes`` made, with tuples where JSON has lists."""
-        return cls(*(_tuples(item) for item in json.loads(value)))
+        beat = cls(*(_tuples(item) for item in json.loads(value)))
+        return replace(beat, process=ProcessId(*beat.process))
 
 
 def _tuples(value: Any) -> Any:
     return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
-
-
-def this_process() -> tuple[int, str, str]:
-    """Process id, start time and process namespace of this process; the latter two "" without /proc."""
-    pid = os.getpid()
-    try:
-        return pid, _stat(pid)[19], os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return pid, "", ""
-
-
-def process_state(beat: Beat, host: str, namespace: str) -> str:
-    """``"dead"``, ``"stopped"`` or ``"running"`` for a process of this machine; "" for one that is not."""
-    pid, born, its_namespace = beat.process
-    if not born or (beat.host, its_namespace) != (host, namespace):
-        return ""
-    try:
-        stat = _stat(pid)
-    except FileNotFoundError:
-        return "dead"
-    except OSError:
-        return ""
-    if stat[19] != born or stat[0] in ("Z", "X"):  # another process with the same number, or a corpse
-        return "dead"
-    return "stopped" if stat[0] in ("T", "t") else "running"
-
-
-def _stat(pid: int) -> list[str]:
-    # Fields from the third on, as proc_pid_stat(5) numbers them; the second may contain blanks and brackets.
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def place_of_main_thread() -> tuple[str, str]:

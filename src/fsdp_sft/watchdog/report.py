@@ -114,7 +114,7 @@ class Report:
 
     def _whose(self, rank: int) -> str:
         beat = self.beats.get(rank)
-        return f" (host {beat.host}, process {beat.process[0]})" if beat else ""
+        return f" (host {beat.host}, process {beat.process.pid})" if beat else ""
 
     def _out_of_step(self, beat: Beat) -> str:
         if beat.step is None or self.usual is None or len(self.spread) < 2:

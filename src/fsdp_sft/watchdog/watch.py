@@ -15,15 +15,8 @@ from typing import Any
 
 from fsdp_sft._agree import is_distributed, this_rank, world_size
 from fsdp_sft._compat import default_store
-from fsdp_sft.watchdog.beat import (
-    ENDED,
-    FAILED,
-    RUNNING,
-    Beat,
-    place_of_main_thread,
-    process_state,
-    this_process,
-)
+from fsdp_sft._process import process_state, this_process
+from fsdp_sft.watchdog.beat import ENDED, FAILED, RUNNING, Beat, place_of_main_thread
 from fsdp_sft.watchdog.exchange import Exchange, address_of
 from fsdp_sft.watchdog.judge import Finding, Judge, first_failed
 from fsdp_sft.watchdog.report import Report
@@ -263,8 +256,7 @@ class Watchdog:
 
     def _states(self, beats: dict[int, Beat]) -> dict[int, str]:
         """Processes that do not run, as far as this rank or another one sees."""
-        _, _, namespace = self._process
-        own = {r: process_state(b, self._host, namespace) for r, b in beats.items() if b.state == RUNNING}
+        own = {r: process_state(b.process) for r, b in beats.items() if b.state == RUNNING}
         self._saw = {r: state for r, state in own.items() if state in ("dead", "stopped")}
         told = {r: state for b in beats.values() for r, state in b.saw if r not in own or not own[r]}
         return {**told, **self._saw}
