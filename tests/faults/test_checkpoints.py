@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults import damage, disks, hostile, kills
+from tests.faults import damage, disks, hostile, jobs, kills
 from tests.faults.kills import is_bad
 from tests.harness.ranks import run_distributed
 
@@ -53,3 +53,9 @@ def test_hostile_checkpoints_are_refused(tmp_path: Path) -> None:
     assert len(results) > 25
     assert Counter(verdict for _, verdict, _, _ in results) == {"refused": len(results)}, results
     assert max(grown for *_, grown in results) < 200e6, results
+
+
+def test_two_jobs_below_one_root(tmp_path: Path) -> None:
+    for number in range(3):
+        outcomes, wrong = jobs.two_jobs(tmp_path / str(number))
+        assert not wrong, (outcomes, wrong)

@@ -67,6 +67,27 @@ MISTAKES = [
         ("tests/dcp_io/test_pruned.py",),
     ),
     Mistake(
+        "two jobs save below one root",
+        "dcp_io/checkpoint.py",
+        "    in_use.take(root)\n",
+        "",
+        ("tests/dcp_io/test_in_use.py",),
+    ),
+    Mistake(
+        "a stale claim on a root is removed whoever has it by now",
+        "dcp_io/in_use.py",
+        "if _read(aside) != stale:",
+        "if False:",
+        ("tests/dcp_io/test_in_use.py",),
+    ),
+    Mistake(
+        "machines are told apart by the number of a namespace that most of them have",
+        "_process.py",
+        'Path("/proc/sys/kernel/random/boot_id").read_text().strip() + " " + os.readlink("/proc/self/ns/pid")',
+        'os.readlink("/proc/self/ns/pid")',
+        ("tests/test_process.py",),
+    ),
+    Mistake(
         "a file that must not be read is taken for damaged",
         "_limits.py",
         "return isinstance(error, OSError) and error.errno in _OF_THE_PROCESS",
