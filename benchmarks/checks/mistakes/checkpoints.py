@@ -83,8 +83,8 @@ MISTAKES = [
     Mistake(
         "machines are told apart by the number of a namespace that most of them have",
         "_process.py",
-        'Path("/proc/sys/kernel/random/boot_id").read_text().strip() + " " + os.readlink("/proc/self/ns/pid")',
-        'os.readlink("/proc/self/ns/pid")',
+        'Path("/proc/sys/kernel/random/boot_id").read_text().strip()',
+        '""',
         ("tests/test_process.py",),
     ),
     Mistake(
