@@ -1,13 +1,22 @@
-"""Beats through the store, from a thread of its own: a store that does not answer blocks nobody else."""
+"""Beats through the store, from a thread of its own: a store that does not answer blocks nobody else.
 
+A rank posts a pulse, 32 bytes that change all the time, and its beat, of which most stays for long. Who
+watches fetches pulses, and a beat when its pulse says that there is something new in it, or when a report is
+due.
+"""
+
+import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 from fsdp_sft.watchdog.beat import Beat
 
+_PULSE = struct.Struct("<qqqq")  # number, progress, step, version of the rest
+_NO_STEP = -(1 << 63)
 _FEW = 32
 _SHORTEST_PAUSE = 0.05  # seconds between two posts, however short the steps are
 _LEAVING_SECONDS = 0.2
@@ -57,6 +66,10 @@ class Exchange:
         self._closed_at = 0.0
         self._num_left = 0
         self._looks = 0
+        self._posted: Beat | None = None  # the last one, for what does not change all the time
+        self._version = 0
+        self._versions: dict[int, int] = {}
+        self._wants_details = False
         self.beats: dict[int, Beat] = {}
         self.answered = time.monotonic()
         self.verdict = ""
@@ -97,6 +110,11 @@ class Exchange:
         while self.answered < asked and time.monotonic() - asked < seconds and self._thread.is_alive():
             time.sleep(0.01)
 
+    def fetch_details(self, seconds: float) -> None:
+        """Fetch all of each beat, or give up after so long: where its rank is does not show in a pulse."""
+        self._wants_details = True
+        self.refresh(seconds)
+
     def close(self, seconds: float) -> None:
         """Post the last beat and stop, or give up after so long."""
         self._closed_at = time.monotonic()
@@ -113,7 +131,7 @@ class Exchange:
             full = self._hurry or self._closing or asked >= due
             self._hurry = False
             try:
-                self._post()
+                self._post(full)
                 if full:
                     self._fetch()
                     self.answered, self.error = asked, ""
@@ -125,19 +143,38 @@ class Exchange:
                 due = asked + (_LEAVING_SECONDS if self._wants_to_leave else self._interval)
             time.sleep(_SHORTEST_PAUSE)
 
-    def _post(self) -> None:
+    def _post(self, full: bool) -> None:
         if self._store is None:
             self._store = self._given.clone()
             self._store.set_timeout(self._timeout)
         if self._wants_ticket and not self.ticket:
             self.ticket = int(self._store.add(self._prefix + "tickets", 1))
-        self._store.set(self._key(self._rank), self._beat().to_bytes())
+        beat = self._beat()
+        is_new = self._posted is None or _lasting(beat) != _lasting(self._posted)
+        self._posted = beat
+        self._version += is_new
+        if is_new or full:
+            self._store.set(self._key("beat", self._rank), beat.to_bytes())
+        step = _NO_STEP if beat.step is None else beat.step
+        # After the beat: who sees the version finds what it stands for.
+        pulse = _PULSE.pack(beat.number, beat.progress, step, self._version)
+        self._store.set(self._key("pulse", self._rank), pulse)
 
     def _fetch(self) -> None:
         self._find_new()
         ranks = sorted(self._present)
-        values = self._store.multi_get([self._key(rank) for rank in ranks]) if ranks else []
-        self.beats = {rank: Beat.from_bytes(value) for rank, value in zip(ranks, values, strict=True)}
+        pulses = dict(zip(ranks, map(_PULSE.unpack, self._values("pulse", ranks)), strict=True))
+        wants_details, self._wants_details = self._wants_details, False
+        fetched = [r for r in ranks if wants_details or pulses[r][3] != self._versions.get(r)]
+        beats = dict(self.beats)
+        for rank, value in zip(fetched, self._values("beat", fetched), strict=True):
+            beats[rank] = Beat.from_bytes(value)
+        for rank, (number, progress, step, version) in pulses.items():
+            self._versions[rank] = version
+            if number > beats[rank].number:  # else the beat was posted after the pulse
+                known = None if step == _NO_STEP else step
+                beats[rank] = replace(beats[rank], number=number, progress=progress, step=known)
+        self.beats = beats
         key = self._prefix + "verdict"
         if self._proposed and not self.verdict:
             self.verdict = self._store.compare_set(key, "", self._proposed).decode()
@@ -155,17 +192,26 @@ class Exchange:
         self._looks += 1
         if not self._missing:
             return
-        if self._store.check([self._key(rank) for rank in self._missing]):
+        if self._store.check([self._key("pulse", rank) for rank in self._missing]):
             found = set(self._missing)
         elif len(self._missing) <= _FEW or self._looks % 4 == 1:
-            found = {rank for rank in self._missing if self._store.check([self._key(rank)])}
+            found = {rank for rank in self._missing if self._store.check([self._key("pulse", rank)])}
         else:
             found = set()
         self._present |= found
         self._missing -= found
 
-    def _key(self, rank: int) -> str:
-        return f"{self._prefix}{rank}"
+    def _values(self, kind: str, ranks: Iterable[int]) -> list[bytes]:
+        keys = [self._key(kind, rank) for rank in ranks]
+        return list(self._store.multi_get(keys)) if keys else []
+
+    def _key(self, kind: str, rank: int) -> str:
+        return f"{self._prefix}{kind}/{rank}"
+
+
+def _lasting(beat: Beat) -> Beat:
+    """What of a beat a pulse does not say, and is no matter until there is a report."""
+    return replace(beat, number=0, progress=0, step=None, where="", collective="")
 
 
 def address_of(store: Any) -> str:

@@ -251,6 +251,9 @@ class Watchdog:
         finding = self._judge.look(beats, now=now, answered=answered, states=states)
         if finding is None:
             return ""
+        if self._exchange is not None:
+            self._exchange.fetch_details(self.interval)
+            beats = {**self._exchange.beats, self._rank: beats[self._rank]}
         text = self._text(finding, beats, states, now)
         return self._exchange.propose(text, 2 * self.interval + 1) if self._exchange is not None else text
 
