@@ -156,14 +156,18 @@ def test_a_look_costs_tens_of_bytes_for_a_rank(number: int) -> None:
 
 
 def test_details_do_not_wait_for_a_store_that_is_mute() -> None:
+    speaks = threading.Event()
+
     class Mute(_Store):
         def multi_get(self, keys: list[str]) -> list[bytes]:
-            threading.Event().wait(30)
-            return []
+            speaks.wait(30)
+            return super().multi_get(keys)
 
-    beats, (own, _) = _ranks(2, Mute())
-    assert beats
+    _, (own, _) = _ranks(2, Mute())
     own.start()
     before = time.monotonic()
     own.fetch_details(0.3)
     assert time.monotonic() - before < 1
+    speaks.set()
+    own.close(5)
+    assert not own._thread.is_alive()
