@@ -1,5 +1,6 @@
 """One job at a time saves below a root, and one that is gone is no hindrance."""
 
+import errno
 import json
 import os
 import signal
@@ -162,6 +163,19 @@ def test_a_file_system_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyP
     _claimed(tmp_path / "", 1)
     with pytest.raises(fs.CheckpointInUseError):
         _save(tmp_path, 2)
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, _: str) -> None:
+        path.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", full)
+        with pytest.raises(OSError, match="No space left"):
+            _save(tmp_path, 1)
+    assert list(tmp_path.iterdir()) == []
+    _save(tmp_path, 1)
 
 
 def _refused_on_all(root: str) -> None:

@@ -119,11 +119,11 @@ def _job() -> list[Any]:
 def _create(file: Path, owner: dict[str, Any]) -> bool:
     """Whether the file was not there; it appears with its contents or not at all."""
     new = file.with_name(f"{file.name}-{owner['token']}")
-    new.write_text(json.dumps(owner))
     try:
+        new.write_text(json.dumps(owner))
         return _link(new, file)
     finally:
-        new.unlink()
+        new.unlink(missing_ok=True)
 
 
 def _link(source: Path, target: Path) -> bool:
