@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import torch
 
 import fsdp_sft as fs
 from fsdp_sft.dcp_io import in_use
+from tests.harness import forks
 from tests.harness.ranks import run_distributed
 
 PROGRAM = """
@@ -57,22 +60,31 @@ def test_the_second_job_is_told_of_the_first(tmp_path: Path) -> None:
     assert (tmp_path / ".tmp-mine").is_dir(), "not of the library's making"
 
 
+def _save_and_stay(connection: Connection, root: str) -> None:
+    _save(Path(root), 1)
+    connection.send("saved")
+    connection.recv()
+
+
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_job_that_was_killed_is_no_hindrance_and_one_that_stands_still_is(
     signal_number: int, tmp_path: Path
 ) -> None:
-    job = _another_job(tmp_path, 1)
+    own, other = Pipe()
+    job = forks.process(_save_and_stay, other, str(tmp_path))
+    job.start()
+    assert own.recv() == "saved"
     os.kill(job.pid, signal_number)
     try:
         if signal_number == signal.SIGSTOP:
             with pytest.raises(fs.CheckpointInUseError):
                 _save(tmp_path, 2)
         else:
-            job.wait()
+            job.join()
             _save(tmp_path, 2)
     finally:
         job.kill()
-        job.wait()
+        job.join()
 
 
 def _claimed(root: Path, seconds_ago: float, **facts: Any) -> Path:
