@@ -256,7 +256,7 @@ def test_every_private_name_is_watched() -> None:
     watched |= {"shares_of_stream", "is_hub_dataset", "dataset_fingerprint"}
     watched |= {"versions_of_tokenizers"}  # of two packages, by their metadata
     watched |= {"keep_scale_on_host"}  # by step/test_scaler.py
-    watched |= {"connects_when_used"}  # by test_distributed.py
+    watched |= {"careful_gloo"}  # by test_distributed.py
     watched |= {"backend_that_encodes"}  # by collate/test_tokens.py
     watched |= {"found_infs", "takes_found_inf", "step_unless"}
     functions = {

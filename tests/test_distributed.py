@@ -16,6 +16,7 @@ import torch.distributed as dist
 import fsdp_sft as fs
 from fsdp_sft import _agree, _slurm
 from fsdp_sft import distributed as module
+from fsdp_sft._compat import careful_gloo
 from fsdp_sft._launch import detect_launch, restarts_to_set_apart
 from tests.harness.device import device_here, device_type, mesh_here
 from tests.harness.models import tiny_model
@@ -446,3 +447,21 @@ def test_a_rank_that_waits_long_for_the_others_says_so(
         fs.init_distributed(device_type="cpu", timeout=timedelta(seconds=2))
     assert "rank 0 of 2" in caplog.text
     assert "still waits for the other ranks (launcher: torchrun, meeting at 127.0.0.1" in caplog.text
+
+
+def test_gloo_works_with_one_thread() -> None:
+    """Two would write to one string: see ``careful_gloo``. If torch's own has one, ours can go."""
+    import torch.distributed.distributed_c10d as c10d
+
+    original = c10d.ProcessGroupGloo
+    assert original._Options()._threads == 2
+    with careful_gloo():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert c10d.ProcessGroupGloo is original
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+    try:
+        assert isinstance(backend, original)
+        assert backend.options._threads == 1
+        dist.all_reduce(torch.ones(3))
+    finally:
+        dist.destroy_process_group()

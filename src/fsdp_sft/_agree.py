@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from fsdp_sft._compat import connects_when_used
+from fsdp_sft._compat import careful_gloo
 from fsdp_sft._limits import says_too_many_files, too_many_files
 from fsdp_sft._tree import Combine, Tree
 from fsdp_sft.errors import LostRankError, RemoteRankError
@@ -91,7 +91,7 @@ def _group(name: str, timeout: timedelta | None) -> dist.ProcessGroup:
     if group is None:
         if name == "control":
             _timeout = timeout or _CONTROL_TIMEOUT
-        with answered(), connects_when_used():
+        with answered(), careful_gloo():
             group = dist.new_group(backend="gloo", timeout=_timeout)
             # gloo notices the end of a rank by the connection to it, which there must be for that.
             Tree(group).around(b"", operator.add)

@@ -42,21 +42,47 @@ def keep_in_float32_patterns(model: nn.Module) -> tuple[set[str], set[str]]:
 
 
 @contextmanager
-def connects_when_used() -> Iterator[None]:
-    """Around the making of gloo groups: a rank connects to another when it first has something to send.
+def careful_gloo() -> Iterator[None]:
+    """Around the making of gloo groups: ranks connect when they first talk, and one thread does the work.
 
     Without it each rank of each group connects to every other at once. Only this variable of the
-    environment says so: ``lazy_init`` of ``ProcessGroupGloo.create_default_device`` alone changes nothing
-    (torch 2.13).
+    environment says so: ``lazy_init`` of a device alone changes nothing (torch 2.13).
+
+    Of gloo's two threads each assigns the name of what it has done to one string without a lock
+    (``lastCompletedWorkName`` in ``ProcessGroupGloo::runLoop``): a name too long to lie in the string itself,
+    such as that of DTensor's all-gather, is then freed twice now and then, and the process dies somewhere
+    else. The number of threads is an option of the class, which ``new_group`` does not hand on.
     """
-    if _LAZY_GLOO in os.environ:  # somebody has chosen
-        yield
-        return
-    os.environ[_LAZY_GLOO] = "1"
+    import torch.distributed.distributed_c10d as c10d
+
+    has_gloo, is_chosen = hasattr(c10d, "ProcessGroupGloo"), _LAZY_GLOO in os.environ
+    if has_gloo:
+        original = c10d.ProcessGroupGloo
+        c10d.ProcessGroupGloo = _one_thread(original)  # type: ignore[misc]
+    if not is_chosen:
+        os.environ[_LAZY_GLOO] = "1"
     try:
         yield
     finally:
-        os.environ.pop(_LAZY_GLOO, None)
+        if has_gloo:
+            c10d.ProcessGroupGloo = original  # type: ignore[misc]
+        if not is_chosen:
+            os.environ.pop(_LAZY_GLOO, None)
+
+
+@functools.cache
+def _one_thread(original: Any) -> Any:
+    class OneThread(original):  # type: ignore[misc]
+        def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
+            options = original._Options()
+            interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+            options._devices = [original.create_device(interface=name) for name in interfaces] or [
+                original.create_default_device()
+            ]
+            options._timeout, options._threads = timeout, 1
+            super().__init__(store, rank, size, options)
+
+    return OneThread
 
 
 _LAZY_GLOO = "TORCH_GLOO_LAZY_INIT"

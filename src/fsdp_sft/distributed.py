@@ -25,7 +25,7 @@ from fsdp_sft._agree import (
     this_rank,
     world_size,
 )
-from fsdp_sft._compat import connects_when_used, forget_meshes
+from fsdp_sft._compat import careful_gloo, forget_meshes
 from fsdp_sft._launch import detect_launch, restarts_to_set_apart
 from fsdp_sft._limits import make_room_for
 from fsdp_sft._slurm import Launch, env_int, is_slurm_step
@@ -123,7 +123,7 @@ def init_distributed(
         device = _select_device(device_type, launch)
         _say_what_was_found(launch, device)
         make_room_for(launch.world_size, hosts_store=_is_store_in_rank_0(launch))
-        with connects_when_used(), _says_when_it_waits(launch):
+        with careful_gloo(), _says_when_it_waits(launch):
             _init_process_group(launch, backend or _default_backend(device_type), timeout)
         _connect_neighbours(dist.group.WORLD)
     if is_distributed():
@@ -184,7 +184,7 @@ def build_mesh(
     from torch.distributed.device_mesh import init_device_mesh
 
     axes = {DP_SHARD: dp_shard} if dp_replicate == 1 else {DP_REPLICATE: dp_replicate, DP_SHARD: dp_shard}
-    with connects_when_used():
+    with careful_gloo():
         mesh = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
     for axis in axes:
         _connect_neighbours(mesh.get_group(axis))

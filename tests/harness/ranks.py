@@ -28,7 +28,7 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
-from fsdp_sft._compat import forget_meshes
+from fsdp_sft._compat import careful_gloo, forget_meshes
 from fsdp_sft.dcp_io import in_use
 from tests.harness import device, forks, leftovers
 from tests.harness.poison import is_poisoned, poisoned
@@ -215,13 +215,14 @@ def _run(task: Task, own: Simulated | None, folder: Path, rank: int, world_size:
     torch.manual_seed(0)
     faulthandler.enable(open(folder / f"fault-{rank}", "w"))  # noqa: SIM115  needed until there is another
     try:
-        dist.init_process_group(
-            device.backend_here(),
-            init_method=f"file://{folder / 'store'}",
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=task.timeout),
-        )
+        with careful_gloo():
+            dist.init_process_group(
+                device.backend_here(),
+                init_method=f"file://{folder / 'store'}",
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=task.timeout),
+            )
         with poisoned() if task.poisoned else nullcontext():
             result = task.function(*task.args, **task.kwargs)
         (folder / f"result-{rank}").write_bytes(pickle.dumps(result))
