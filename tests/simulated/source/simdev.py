@@ -339,8 +339,11 @@ def record_syncs():
 
 
 def _create_backend(store, rank, size, timeout):
-    own = timeout + timedelta(seconds=1)  # simccl notices first
-    gloo = dist.ProcessGroupGloo(dist.PrefixStore("simccl", store), rank, size, own)
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_default_device()]
+    options._timeout = timeout + timedelta(seconds=1)  # simccl notices first
+    options._threads = 1  # of two, each would write to one string: see careful_gloo in _compat.py
+    gloo = dist.ProcessGroupGloo(dist.PrefixStore("simccl", store), rank, size, options)
     return _C.make_backend(gloo, rank, size, int(timeout.total_seconds() * 1000))
 
 
