@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -348,11 +349,10 @@ def test_a_process_group_can_be_made_again() -> None:
 
 def _count_sockets() -> tuple[int, int]:
     before = _sockets()
-    _agree.control_group()
-    made = _sockets()
-    _agree.all_reduce_sum([1.0])
-    assert _sockets() == made
-    return before, made
+    for _ in range(3):
+        _agree.all_reduce_sum([1.0])
+    time.sleep(0.5)  # a thread of gloo's takes connections in
+    return before, _sockets()
 
 
 def _sockets() -> int:
