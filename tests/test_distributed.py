@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import fsdp_sft as fs
-from fsdp_sft import _agree, _slurm
+from fsdp_sft import _agree, _meeting, _slurm
 from fsdp_sft import distributed as module
 from fsdp_sft._compat import careful_gloo
 from fsdp_sft._launch import detect_launch, restarts_to_set_apart
@@ -443,7 +443,7 @@ def test_a_rank_that_waits_long_for_the_others_says_so(
     environment(**{**TORCHRUN, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"})
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", port)
-    monkeypatch.setattr(module, "_LONG_MEETING_SECONDS", 0.2)
+    monkeypatch.setattr(_meeting, "_LONG_SECONDS", 0.2)
     with pytest.raises(RuntimeError):
         fs.init_distributed(device_type="cpu", timeout=timedelta(seconds=2))
     assert "rank 0 of 2" in caplog.text
@@ -456,7 +456,7 @@ def test_gloo_works_with_one_thread() -> None:
 
     original = c10d.ProcessGroupGloo
     assert original._Options()._threads == 2
-    with careful_gloo():
+    with careful_gloo(), careful_gloo():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     assert c10d.ProcessGroupGloo is original
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]

@@ -13,6 +13,10 @@ import torch
 
 import fsdp_sft as fs
 from fsdp_sft import _agree, _disk, _limits
+from fsdp_sft.dcp_io import retention
+from fsdp_sft.encoded import store
+from fsdp_sft.weights import read, resolve
+from tests.harness.models import tiny_model
 from tests.harness.ranks import run_distributed
 from tests.harness.trained import make_model
 
@@ -90,13 +94,47 @@ def test_a_checkpoint_is_not_damaged_because_no_file_can_be_opened(tmp_path: Pat
     run_distributed(_load_without_descriptors, 2, str(tmp_path))
 
 
+def _refusing(path: Any, *_: Any, **__: Any) -> Any:
+    raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+
+def test_no_loader_calls_a_file_damaged_that_it_must_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model("llama")
+    model.save_pretrained(tmp_path / "hf", max_shard_size="20KB")
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    dataset = tmp_path / "encoded"
+    dataset.mkdir()
+    for module, name, load in (
+        (resolve, "open_file", lambda: fs.load_weights(model, tmp_path / "hf")),
+        (read, "open_file", lambda: fs.load_weights(model, tmp_path / "hf")),
+        (Path, "read_text", lambda: fs.load_weights(model, tmp_path / "hf")),
+        (torch, "load", lambda: fs.load_full_state_dict(model, tmp_path / "model.pt")),
+        (Path, "read_text", lambda: store.is_sound(dataset)),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, _refusing)
+            with pytest.raises(PermissionError, match="Permission denied"):
+                load()
+
+
+def test_a_save_stands_where_older_steps_must_not_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = torch.nn.Linear(2, 2)
+    for step in (1, 2):
+        fs.save_checkpoint(tmp_path, step, model=model)
+    with monkeypatch.context() as patch:
+        patch.setattr(retention, "read_manifest", _refusing)
+        with pytest.warns(UserWarning, match="none was deleted: .*Permission denied"):
+            fs.save_checkpoint(tmp_path, 3, model=model, keep_last=1)
+    assert [info.step for info in fs.find_checkpoints(tmp_path) if info.sound] == [1, 2, 3]
+
+
 def test_a_file_that_must_not_be_read_is_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fs.save_checkpoint(tmp_path, 1, model=torch.nn.Linear(2, 2))
-
-    def refuse(path: Path) -> int:
-        raise PermissionError(errno.EACCES, "Permission denied", str(path))
-
-    monkeypatch.setattr(_disk, "open_file", refuse)
+    monkeypatch.setattr(_disk, "open_file", _refusing)
     with pytest.raises(PermissionError, match="Permission denied"):
         fs.load_checkpoint(tmp_path, model=torch.nn.Linear(2, 2))
 
@@ -122,6 +160,11 @@ def test_few_files_of_a_checkpoint_are_open_at_a_time(
 
 def test_gloo_without_descriptors_is_no_lost_rank() -> None:
     error = RuntimeError("[pair.cc:1] socket: Too many open files")
-    with pytest.raises(OSError, match="connecting to another rank: this process may have"), _agree.answered():
+    with (
+        pytest.raises(
+            OSError, match=r"connecting to another rank \(\[pair.cc:1\] .*\): this process may have"
+        ),
+        _agree.answered(),
+    ):
         raise error
     assert not _limits.says_too_many_files(RuntimeError("Connection closed by peer"))

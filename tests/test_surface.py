@@ -30,7 +30,7 @@ STOREYS = [
         "errors",
     },
     {"_agree", "_recompiles", "_safetensors", "_wrappers", "blocks"},
-    {"_boxes", "_late", "_vocabulary", "distributed", "preemption"},
+    {"_boxes", "_late", "_meeting", "_vocabulary", "distributed", "preemption"},
     {"_disk", "_gather", "_kept", "_model", "adapters"},
     {"_claim", "collate", "dcp_io", "export", "metrics", "sac", "sampler", "shard", "varlen", "watchdog"}
     | {"weights"},
@@ -39,7 +39,13 @@ STOREYS = [
     {"mixing", "planner", "prepared", "step"},
 ]
 # Pairs on one storey that may meet, upper first.
-WITHIN = {("_launch", "_slurm"), ("export", "collate"), ("adapters", "_model"), ("_kept", "_model")}
+WITHIN = {
+    ("_launch", "_slurm"),
+    ("distributed", "_meeting"),
+    ("export", "collate"),
+    ("adapters", "_model"),
+    ("_kept", "_model"),
+}
 TESTS = Path(__file__).parent
 BENCHMARKS = TESTS.parent / "benchmarks"
 # Folders of tests that are no room of the library.
@@ -104,6 +110,23 @@ def test_private_names_of_torch_and_transformers_stay_in_compat() -> None:
             if top in ("torch", "transformers", "huggingface_hub", "safetensors"):
                 private = [p for p in [*node.module.split("."), *(a.name for a in node.names)] if p[0] == "_"]
                 assert not private, f"{path.name}: {private}"
+
+
+def test_who_calls_a_file_damaged_has_asked_whether_it_is_the_files_fault() -> None:
+    """A handler of OSError that goes on to blame the file lets through what any file would have given."""
+    looked_at = 0
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.ExceptHandler) or node.type is None:
+                continue
+            body = "\n".join(map(ast.unparse, node.body))
+            blames = re.search(r"Checkpoint(Corrupt|Format)Error\(|^return False|cannot be read", body, re.M)
+            if re.search(r"\bOSError\b", ast.unparse(node.type)) and blames:
+                looked_at += 1
+                assert body.startswith("blame_no_file(") or "\nblame_no_file(" in body, (
+                    f"{path}:{node.lineno}"
+                )
+    assert looked_at > 8
 
 
 def test_each_fact_has_its_owner() -> None:

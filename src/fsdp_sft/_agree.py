@@ -109,9 +109,9 @@ def answered() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:  # gloo's errors have no type of their own
-        if says_too_many_files(error):
-            raise too_many_files("connecting to another rank") from error
         detail = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        if says_too_many_files(error):
+            raise too_many_files(f"connecting to another rank ({detail})") from error
         raise LostRankError(
             f"another rank has died, or has not answered within {_timeout.total_seconds():g} s ({detail}); "
             "end the job and start it again: it continues from its last checkpoint"

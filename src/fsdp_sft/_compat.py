@@ -55,16 +55,16 @@ def careful_gloo() -> Iterator[None]:
     """
     import torch.distributed.distributed_c10d as c10d
 
-    has_gloo, is_chosen = hasattr(c10d, "ProcessGroupGloo"), _LAZY_GLOO in os.environ
-    if has_gloo:
-        original = c10d.ProcessGroupGloo
+    original = getattr(c10d, "ProcessGroupGloo", None)  # a build of torch may have none
+    is_chosen = _LAZY_GLOO in os.environ
+    if original is not None and original.__name__ != "OneThread":  # as within another such block
         c10d.ProcessGroupGloo = _one_thread(original)  # type: ignore[misc]
     if not is_chosen:
         os.environ[_LAZY_GLOO] = "1"
     try:
         yield
     finally:
-        if has_gloo:
+        if original is not None:
             c10d.ProcessGroupGloo = original  # type: ignore[misc]
         if not is_chosen:
             os.environ.pop(_LAZY_GLOO, None)

@@ -21,7 +21,7 @@ from queue import SimpleQueue
 import torch
 
 from fsdp_sft._boxes import Box, part_of, whole
-from fsdp_sft._limits import is_of_the_process, open_files_limit, says_too_many_files, too_many_files
+from fsdp_sft._limits import blame_no_file, open_files_limit
 from fsdp_sft._safetensors import (
     Header,
     TensorEntry,
@@ -156,16 +156,9 @@ def read_bytes(path: Path, most: int) -> bytes:
             data = bytearray(size)
             read_at(fd, 0, memoryview(data))
     except (OSError, SafetensorsError) as error:
-        raise _unreadable(path, error) from error
+        blame_no_file(error, path)
+        raise CheckpointCorruptError(f"{path} cannot be read: {error}") from error
     return bytes(data)
-
-
-def _unreadable(path: Path, error: Exception) -> Exception:
-    if says_too_many_files(error):
-        return too_many_files(f"reading {path}")
-    if is_of_the_process(error):
-        return error
-    return CheckpointCorruptError(f"{path} cannot be read: {error}")
 
 
 def file_problem(folder: Path, name: str, record: FileRecord, *, hashes: bool) -> str | None:
@@ -190,8 +183,7 @@ def file_problem(folder: Path, name: str, record: FileRecord, *, hashes: bool) -
     except FileNotFoundError:
         return "is missing"
     except (OSError, SafetensorsError) as error:
-        if is_of_the_process(error):
-            raise _unreadable(path, error) from error
+        blame_no_file(error, path)
         return f"cannot be read: {error}"
     return None
 
@@ -235,7 +227,8 @@ class TensorReader:
             try:
                 self._headers[file] = read_header(self._descriptor(file))
             except (OSError, SafetensorsError) as error:
-                raise _unreadable(self._folder / file, error) from error
+                blame_no_file(error, self._folder / file)
+                raise CheckpointCorruptError(f"{self._folder / file} cannot be read: {error}") from error
         return self._headers[file]
 
     def read(self, file: str, name: str, out: torch.Tensor, part: Box | None = None) -> None:
@@ -252,7 +245,8 @@ class TensorReader:
             with torch.no_grad():
                 self._read(self._descriptor(file), entry, part or whole(entry.shape), out)
         except (OSError, SafetensorsError) as error:
-            raise _unreadable(self._folder / file, error) from error
+            blame_no_file(error, self._folder / file)
+            raise CheckpointCorruptError(f"{self._folder / file} cannot be read: {error}") from error
 
     def _descriptor(self, file: str) -> int:
         fd = self._descriptors.pop(file, None)

@@ -83,9 +83,10 @@ def _place_on_node(world_size: int) -> tuple[int, int, str]:
             "of them this one is, and so which device is its own"
         )
     hint = (
-        "LOCAL_RANK is not set: this process is taken for the only one of its node" if world_size > 1 else ""
+        "LOCAL_RANK is not set: this process is taken for the only one of its node, with one device; if "
+        "there are more, start torchrun in its place"
     )
-    return 0, 1, hint
+    return 0, 1, hint if world_size > 1 else ""
 
 
 def restarts_to_set_apart() -> int:

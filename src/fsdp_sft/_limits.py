@@ -42,12 +42,24 @@ def make_room_for(world_size: int, *, hosts_store: bool) -> None:
             f"is {hard}: raise it before the start (ulimit -n, LimitNOFILE= of a service, --ulimit nofile= "
             "of a container)",
         )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    except ValueError as error:  # of macOS, whose kernel has a lower one still
+        raise too_many_files(f"asking for {needed}, which a job of {world_size} ranks needs") from error
 
 
-def is_of_the_process(error: BaseException) -> bool:
-    """Whether an error says nothing about the file: no descriptors or memory left, no permission."""
-    return isinstance(error, OSError) and error.errno in _OF_THE_PROCESS
+def blame_no_file(error: BaseException, path: object) -> None:
+    """Raise an error that any file would have given now; return if it may be the file's.
+
+    For handlers that go on to call ``path`` damaged or missing.
+
+    Raises:
+        OSError: If there are no descriptors or memory left, or the file must not be read.
+    """
+    if says_too_many_files(error):
+        raise too_many_files(f"reading {path}") from error
+    if isinstance(error, OSError) and error.errno in _OF_THE_PROCESS:
+        raise error
 
 
 def says_too_many_files(error: BaseException) -> bool:

@@ -82,7 +82,7 @@ class Tree:
         _HEAD.pack_into(first, 0, lost is not None, len(payload))
         first[_HEAD.size : _HEAD.size + len(payload)] = payload[:room]
         try:
-            self._pass(dist.send, first[:_INLINE_BYTES], peer)
+            self._pass(dist.send, first, peer)
             if len(payload) > room:
                 self._pass(dist.send, bytearray(payload[room:]), peer)
         except RuntimeError as error:  # gloo's errors have no type of their own

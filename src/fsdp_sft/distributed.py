@@ -1,33 +1,26 @@
 """Which rank am I, on which device, in which mesh: the same answer under every launcher."""
 
-import itertools
 import logging
 import os
 import socket
-import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
 
 from fsdp_sft._agree import (
     all_gather_objects,
     all_reduce_sum,
-    answered,
     control_group,
     is_distributed,
     this_rank,
     world_size,
 )
-from fsdp_sft._compat import careful_gloo, forget_meshes
-from fsdp_sft._launch import detect_launch, restarts_to_set_apart
-from fsdp_sft._limits import make_room_for
+from fsdp_sft._compat import careful_gloo
+from fsdp_sft._launch import detect_launch
+from fsdp_sft._meeting import connect_neighbours, meet
 from fsdp_sft._slurm import Launch, env_int, is_slurm_step
 from fsdp_sft._wrappers import replicas_of, replicated_by, unwrapped
 from fsdp_sft.errors import WrappedModelError
@@ -41,8 +34,6 @@ DP_SHARD = "dp_shard"
 _logger = logging.getLogger("fsdp_sft")
 # The variable by which a vendor shows a process some of a node's devices; on ROCm CUDA's works too.
 _VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
-_LONG_MEETING_SECONDS = 30.0
-_starts = itertools.count()  # of process groups over torchrun's store, by this process
 
 
 @dataclass(frozen=True)
@@ -122,10 +113,7 @@ def init_distributed(
         launch = detect_launch()
         device = _select_device(device_type, launch)
         _say_what_was_found(launch, device)
-        make_room_for(launch.world_size, hosts_store=_is_store_in_rank_0(launch))
-        with careful_gloo(), _says_when_it_waits(launch):
-            _init_process_group(launch, backend or _default_backend(device_type), timeout)
-        _connect_neighbours(dist.group.WORLD)
+        meet(launch, backend or _default_backend(device_type), timeout)
     if is_distributed():
         control_group(timeout)
         _check_devices(device)
@@ -187,7 +175,7 @@ def build_mesh(
     with careful_gloo():
         mesh = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
     for axis in axes:
-        _connect_neighbours(mesh.get_group(axis))
+        connect_neighbours(mesh.get_group(axis))
     return mesh
 
 
@@ -391,60 +379,6 @@ def _default_backend(device_type: str) -> str:
     if device_type == "cpu":
         return "gloo"
     return f"cpu:gloo,{device_type}:{dist.get_default_backend_for_device(device_type)}"
-
-
-@contextmanager
-def _says_when_it_waits(launch: Launch) -> Iterator[None]:
-    """A warning if the ranks have not met after a while; what is said before is not shown by default."""
-    said = threading.Timer(
-        _LONG_MEETING_SECONDS,
-        lambda: _logger.warning(
-            "rank %d of %d on %s still waits for the other ranks (launcher: %s, %s): have all of them been "
-            "started, with this address, and does it lead to rank 0's machine?",
-            *(launch.rank, launch.world_size, socket.gethostname(), launch.launcher, launch.details),
-        ),
-    )
-    said.daemon = True
-    said.start()
-    try:
-        yield
-    finally:
-        said.cancel()
-        said.join()
-
-
-def _connect_neighbours(group: dist.ProcessGroup | None) -> None:
-    """Let gloo connect the ranks that its rings need: only then is it noticed at once that one has ended."""
-    if group is not None and group.size() > 1 and "cpu" in dist.get_backend_config(group):
-        with answered():
-            dist.all_reduce(torch.zeros(1), group=group)
-
-
-def _is_store_in_rank_0(launch: Launch) -> bool:
-    return launch.init_method is not None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-
-
-def _init_process_group(launch: Launch, backend: str, timeout: timedelta) -> None:
-    if "torch.distributed.tensor" in sys.modules:
-        forget_meshes()  # of a process group that was here before
-    if launch.init_method is None:
-        alone = dist.HashStore()  # type: ignore[attr-defined,unused-ignore]
-        dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=timeout)
-        return
-    if launch.init_method == "env://":
-        store, rank, world_size = next(rendezvous("env://", timeout=timeout))
-        # Each start anew, and each in this process, apart: a store keeps the addresses of the ranks before.
-        prefix = f"restart-{restarts_to_set_apart()}-{next(_starts)}"
-        store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined,unused-ignore]
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-        return
-    dist.init_process_group(
-        backend,
-        init_method=launch.init_method,
-        rank=launch.rank,
-        world_size=launch.world_size,
-        timeout=timeout,
-    )
 
 
 def _backend_name() -> str:

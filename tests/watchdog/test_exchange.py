@@ -77,12 +77,19 @@ def _step(beats: list[Beat], exchanges: list[Exchange], step: int, **changed: An
         exchange._post(full=True)
 
 
-def test_what_does_not_change_is_fetched_once() -> None:
+def _watched(number: int, *steps: int) -> tuple[_Store, list[Beat], list[Exchange]]:
+    """Ranks of which the first has looked at all after each of the steps."""
     store = _Store()
-    beats, exchanges = _ranks(40, store)
+    beats, exchanges = _ranks(number, store)
+    for step in steps:
+        _step(beats, exchanges, step)
+        exchanges[0]._fetch()
+    return store, beats, exchanges
+
+
+def test_what_does_not_change_is_fetched_once() -> None:
+    store, beats, exchanges = _watched(40, 1)
     lookout = exchanges[0]
-    _step(beats, exchanges, 1)
-    lookout._fetch()
     assert lookout.beats == dict(enumerate(beats))
     store.fetched.clear()
     for step in (2, 3):
@@ -95,11 +102,8 @@ def test_what_does_not_change_is_fetched_once() -> None:
 
 
 def test_what_is_new_is_fetched_at_the_next_look() -> None:
-    store = _Store()
-    beats, exchanges = _ranks(5, store)
+    store, beats, exchanges = _watched(5, 1)
     lookout = exchanges[0]
-    _step(beats, exchanges, 1)
-    lookout._fetch()
     changes: list[dict[str, Any]] = [
         {"state": ENDED},
         {"limit": math.inf, "phase": "save"},
@@ -117,12 +121,8 @@ def test_what_is_new_is_fetched_at_the_next_look() -> None:
 
 
 def test_places_are_fetched_for_a_report() -> None:
-    store = _Store()
-    beats, exchanges = _ranks(5, store)
+    _, beats, exchanges = _watched(5, 1, 2)
     lookout = exchanges[0]
-    for step in (1, 2):
-        _step(beats, exchanges, step)
-        lookout._fetch()
     assert lookout.beats[4].where == "train.py:1 in main"
     lookout._wants_details = True
     lookout._fetch()

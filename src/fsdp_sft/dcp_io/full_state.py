@@ -16,6 +16,7 @@ from fsdp_sft._boxes import Box, box_of, local_of, part_of
 from fsdp_sft._disk import TensorReader, closing, sync_folder, temporary_beside
 from fsdp_sft._gather import Gatherer, receive_into, send
 from fsdp_sft._late import settle
+from fsdp_sft._limits import blame_no_file
 from fsdp_sft._model import ModelTensors, give_back, model_tensors, with_extra_tensors
 from fsdp_sft._safetensors import bytes_of, create, write_at
 from fsdp_sft.distributed import reshard
@@ -152,6 +153,7 @@ class _TorchSource:
                 f"({str(error).splitlines()[0][:300]})"
             ) from None
         except (RuntimeError, ValueError, EOFError, OSError, KeyError) as error:
+            blame_no_file(error, path)
             raise CheckpointCorruptError(
                 f"{path} is cut short, damaged, or not in torch.save's zip format: "
                 f"{(str(error).splitlines() or [type(error).__name__])[0][:300]}"

@@ -38,6 +38,9 @@ def find_checkpoints(root: str | os.PathLike[str]) -> list[CheckpointInfo]:
 
     Looks from this process alone, and not into the contents of files. A step that another job deletes
     meanwhile is left out.
+
+    Raises:
+        OSError: If a step must not be read, or nothing could be opened now.
     """
     found = [_info(step, path) for step, path in step_folders(Path(root).absolute())]
     return [info for info in found if info.sound or info.path.exists()]
@@ -66,12 +69,16 @@ def prune(root: Path, *, keep_last: int | None, keep_best: int, just_saved: int)
 
     The one just saved stays and counts among the newest. Of equal metrics the newer is better. Unsound ones
     neither count nor go: someone may want to look at them. What goes is logged as a warning, which Python
-    prints unless told otherwise. A step that cannot be deleted is warned about; the checkpoint that was just
-    saved stands.
+    prints unless told otherwise. Steps that cannot be looked at now, or deleted, are warned about; the
+    checkpoint that was just saved stands.
     """
     if keep_last is None:
         return
-    sound = [info for info in find_checkpoints(root) if info.sound]
+    try:
+        sound = [info for info in find_checkpoints(root) if info.sound]
+    except OSError as error:
+        warnings.warn(f"could not look at the steps below {root}; none was deleted: {error}", stacklevel=4)
+        return
     others = [info for info in sound if info.step != just_saved]
     measured = [info for info in sound if info.metric is not None]
     best = sorted(measured, key=lambda info: (info.metric, -info.step))[:keep_best]

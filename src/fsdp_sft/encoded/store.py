@@ -25,6 +25,7 @@ from typing import Any, overload
 import torch
 
 from fsdp_sft._disk import sync_file, sync_folder, write_bytes
+from fsdp_sft._limits import blame_no_file
 from fsdp_sft.collate import IGNORE_INDEX, EncodedChat, FilterCounts
 from fsdp_sft.collate.rows import check_encoded
 
@@ -112,7 +113,8 @@ def is_sound(folder: Path) -> bool:
     try:
         sizes = json.loads((folder / _ABOUT).read_text())["sizes"]
         return all((folder / name).stat().st_size == size for name, size in sizes.items())
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError) as error:
+        blame_no_file(error, folder)
         return False
 
 

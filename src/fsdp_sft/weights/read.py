@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 
 from fsdp_sft._boxes import Box
-from fsdp_sft._limits import is_of_the_process
+from fsdp_sft._limits import blame_no_file
 from fsdp_sft._safetensors import open_file, read_at
 from fsdp_sft._streams import CallerStream, host_buffer
 from fsdp_sft.errors import CheckpointFormatError, NonFiniteWeightsError, SafetensorsError
@@ -212,8 +212,7 @@ class _Reader:
                 try:
                     self._descriptors[file] = open_file(self._files[file])
                 except (OSError, SafetensorsError) as error:
-                    if is_of_the_process(error):
-                        raise
+                    blame_no_file(error, self._files[file])
                     raise CheckpointFormatError(f"{self._files[file]} cannot be opened: {error}") from None
             return self._descriptors[file], batch
 
@@ -226,9 +225,8 @@ class _Reader:
         try:
             read_at(fd, start, stage.memory(num_bytes))
         except (OSError, SafetensorsError) as error:
-            if is_of_the_process(error):
-                raise
             path = self._files[batch[0].job.file]
+            blame_no_file(error, path)
             raise CheckpointFormatError(
                 f"{path} cannot be read at byte {start} ({batch[0].job.key!r}): {error}; is it complete?"
             ) from None

@@ -5,6 +5,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from fsdp_sft._limits import blame_no_file
 from fsdp_sft._safetensors import Header, TensorEntry, open_file, read_header
 from fsdp_sft.errors import CheckpointFormatError, SafetensorsError, abridged
 from fsdp_sft.weights.pickled import read_pickled
@@ -120,6 +121,7 @@ def read_index(path: Path) -> dict[str, str]:
         if not texts or not weight_map:
             raise ValueError("weight_map is not an object of file names")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        blame_no_file(error, path)
         raise CheckpointFormatError(f"{path} is not an index of weight files: {error!r}") from None
     for name in set(weight_map.values()):
         check_inside(name, path)
@@ -181,6 +183,7 @@ def resolved_inside(folder: Path, name: str) -> Path:
     try:
         real = path.resolve(strict=True)
     except (OSError, RuntimeError, ValueError) as error:  # a name with a NUL byte is a ValueError
+        blame_no_file(error, path)
         raise CheckpointFormatError(
             f"{path!s:.500} cannot be opened: {error}; is the checkpoint complete?"
         ) from None
@@ -201,6 +204,7 @@ def _header(path: Path, name: str) -> Header:
     try:
         fd = open_file(path)
     except (OSError, SafetensorsError) as error:
+        blame_no_file(error, path)
         raise CheckpointFormatError(f"{path} cannot be opened: {error}") from None
     try:
         return read_header(fd)

@@ -1,0 +1,93 @@
+"""The ranks of a job meet: room for their connections, the default process group, and who waits for whom."""
+
+import itertools
+import logging
+import os
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from fsdp_sft._agree import answered
+from fsdp_sft._compat import careful_gloo, forget_meshes
+from fsdp_sft._launch import restarts_to_set_apart
+from fsdp_sft._limits import make_room_for
+from fsdp_sft._slurm import Launch
+
+_logger = logging.getLogger("fsdp_sft")
+_LONG_SECONDS = 30.0
+_starts = itertools.count()  # of process groups over torchrun's store, by this process
+
+
+def meet(launch: Launch, backend: str, timeout: timedelta) -> None:
+    """Make the default process group.
+
+    Raises:
+        OSError: If this process may not open as many files as the job needs.
+
+    Collective: all ranks.
+    """
+    make_room_for(launch.world_size, hosts_store=_is_store_in_rank_0(launch))
+    with careful_gloo(), _says_when_it_waits(launch):
+        _init_process_group(launch, backend, timeout)
+    connect_neighbours(dist.group.WORLD)
+
+
+@contextmanager
+def _says_when_it_waits(launch: Launch) -> Iterator[None]:
+    """A warning if the ranks have not met after a while; what is said before is not shown by default."""
+    said = threading.Timer(
+        _LONG_SECONDS,
+        lambda: _logger.warning(
+            "rank %d of %d on %s still waits for the other ranks (launcher: %s, %s): have all of them been "
+            "started, with this address, and does it lead to rank 0's machine?",
+            *(launch.rank, launch.world_size, socket.gethostname(), launch.launcher, launch.details),
+        ),
+    )
+    said.daemon = True
+    said.start()
+    try:
+        yield
+    finally:
+        said.cancel()
+        said.join()
+
+
+def connect_neighbours(group: dist.ProcessGroup | None) -> None:
+    """Let gloo connect the ranks that its rings need: only then is it noticed at once that one has ended."""
+    if group is not None and group.size() > 1 and "cpu" in dist.get_backend_config(group):
+        with answered():
+            dist.all_reduce(torch.zeros(1), group=group)
+
+
+def _is_store_in_rank_0(launch: Launch) -> bool:
+    return launch.init_method is not None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+
+def _init_process_group(launch: Launch, backend: str, timeout: timedelta) -> None:
+    if "torch.distributed.tensor" in sys.modules:
+        forget_meshes()  # of a process group that was here before
+    if launch.init_method is None:
+        alone = dist.HashStore()  # type: ignore[attr-defined,unused-ignore]
+        dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=timeout)
+        return
+    if launch.init_method == "env://":
+        store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+        # Each start anew, and each in this process, apart: a store keeps the addresses of the ranks before.
+        prefix = f"restart-{restarts_to_set_apart()}-{next(_starts)}"
+        store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined,unused-ignore]
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+        return
+    dist.init_process_group(
+        backend,
+        init_method=launch.init_method,
+        rank=launch.rank,
+        world_size=launch.world_size,
+        timeout=timeout,
+    )
