@@ -115,7 +115,10 @@ def test_private_names_of_torch_and_transformers_stay_in_compat() -> None:
 def test_who_calls_a_file_damaged_has_asked_whether_it_is_the_files_fault() -> None:
     """A handler of OSError that goes on to blame the file lets through what any file would have given."""
     looked_at = 0
+    of_no_content = {"metrics/memory.py", "dcp_io/retention.py"}  # a cgroup's limit; a step that stays
     for path in SOURCE.rglob("*.py"):
+        if path.relative_to(SOURCE).as_posix() in of_no_content:
+            continue
         for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.ExceptHandler) or node.type is None:
                 continue
