@@ -22,6 +22,7 @@ STOREYS = [
         "_devices",
         "_launch",
         "_limits",
+        "_placement",
         "_process",
         "_random",
         "_slurm",

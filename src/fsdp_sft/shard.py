@@ -1,9 +1,11 @@
 """Shard a model with FSDP2, block by block, with float32 masters made from each shard and not each block."""
 
+import math
 import re
 import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +17,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_sft._boxes import local_of
 from fsdp_sft._compat import apply_to_tensors, keep_in_float32_patterns
@@ -30,6 +32,7 @@ from fsdp_sft._kept import (
     plain_dtypes,
     transformers_models,
 )
+from fsdp_sft._placement import MOST_IMBALANCE, even_shards, shard_dim, shard_numel, total_imbalance
 from fsdp_sft._recompiles import compile_block
 from fsdp_sft._wrappers import replicas_of
 from fsdp_sft.adapters import copied_modules
@@ -60,6 +63,11 @@ def shard_model(
     honoured is named in a warning. Other floating buffers of transformers models take the dtype that they
     have in a plain model of the compute dtype, and their blocks do not cast inputs, as plain models do not.
 
+    A parameter is cut along its first dimension, or if that would give some rank more than 1.05 times the
+    mean, along the first that the ranks divide: 8 experts lie evenly on 64 ranks. FSDP2 copies such a
+    parameter, and its gradient, once more. If the whole model is uneven because of parameters that can be cut
+    evenly along no dimension, a warning names them.
+
     Args:
         model: Materialised (every rank with the same values) or on the meta device; ordinary parameters.
         mesh: From ``build_mesh``: 1-D for FSDP, 2-D for HSDP and DDP.
@@ -70,7 +78,8 @@ def shard_model(
         blocks: FQN to block, innermost groups may be nested; None takes ``find_blocks(model)``.
         reshard_after_forward: For the blocks. True frees a block's parameters after its forward (ZeRO-3),
             False keeps them until its backward (ZeRO-2), a number keeps them sharded over that many ranks.
-            The root keeps torch's default: it stays gathered from forward to backward.
+            The root keeps torch's default: it stays gathered from forward to backward. With a number, blocks
+            are cut along first dimensions only, as FSDP2's smaller mesh needs.
         offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and optimizer on the host. Pinned
             memory is turned off where there is no accelerator to copy to.
         prefetch: How many blocks ahead the forward gathers; 0 leaves it to torch (the next one is gathered
@@ -98,9 +107,22 @@ def shard_model(
     offload = _offload_policy(offload_policy)
 
     copied = copied_modules(model)
+    num_shards = mesh.size(mesh.ndim - 1)
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
     def shard(modules: nn.Module | list[nn.Module], mp: MixedPrecisionPolicy, **kwargs: bool | int) -> None:
-        fully_shard(modules, mesh=mesh, mp_policy=mp, offload_policy=offload, **kwargs)  # type: ignore[call-overload]
+        # What stays sharded over fewer ranks after a forward is a run of the gathered bytes: torch's code
+        # for it knows the first dimension alone.
+        smaller_mesh = type(kwargs.get("reshard_after_forward")) is int
+        placement = None if smaller_mesh else partial(_placement, num_shards=num_shards)
+        fully_shard(  # type: ignore[call-overload]
+            modules,
+            mesh=mesh,
+            mp_policy=mp,
+            offload_policy=offload,
+            shard_placement_fn=placement,
+            **kwargs,
+        )
         for module in modules if isinstance(modules, list) else [modules]:
             _cast_shards(module, master_dtype, frozen_dtype, copied)
 
@@ -127,6 +149,8 @@ def shard_model(
             shard(module, block_policy, reshard_after_forward=reshard_after_forward)
     shard(model, policy)
     _set_prefetch(list(chosen.values()), prefetch)
+    if mesh.get_rank() == 0:
+        _name_uneven(shapes, num_shards)
     return model
 
 
@@ -191,8 +215,39 @@ def describe_sharding(model: nn.Module) -> str:
     widths = [max(len(line[i]) for line in table) for i in range(len(header))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in table]
     axes = ", ".join(f"{n}={s}" for n, s in zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
-    summary = f"{total:,} parameters, {total_local:,} bytes on this rank, mesh ({axes}) on {mesh.device_type}"
+    fullest = _fullest_over_mean(model, mesh.size(mesh.ndim - 1))
+    summary = (
+        f"{total:,} parameters, {total_local:,} bytes on this rank, the fullest rank has {fullest:.2f} times "
+        f"the mean, mesh ({axes}) on {mesh.device_type}"
+    )
     return "\n".join([line.rstrip() for line in lines] + [summary])
+
+
+def _placement(parameter: nn.Parameter, num_shards: int) -> Shard | None:
+    """Where to cut a parameter; None leaves it to FSDP2, as for tensors that say how they are gathered."""
+    if hasattr(parameter, "fsdp_pre_all_gather"):
+        return None
+    dim = shard_dim(tuple(parameter.shape), num_shards)
+    return Shard(dim) if dim else None
+
+
+def _name_uneven(shapes: Mapping[str, tuple[int, ...]], num_shards: int) -> None:
+    found = total_imbalance(shapes.values(), num_shards)
+    if found <= MOST_IMBALANCE:
+        return
+    excess = {name: shard_numel(s, num_shards) * num_shards - math.prod(s) for name, s in shapes.items()}
+    kinds: dict[str, str] = {}
+    for name in sorted(excess, key=excess.__getitem__, reverse=True):
+        if excess[name] > 0:
+            kinds.setdefault(re.sub(r"\.\d+(?=\.)", ".*", name), str(shapes[name]))
+    worst = ", ".join(f"{kind} {shape}" for kind, shape in list(kinds.items())[:3])
+    fewer = even_shards(list(shapes.values()), num_shards)
+    advice = f"build_mesh(dp_replicate={num_shards // fewer}) shards over {fewer}, evenly"
+    warnings.warn(
+        f"the fullest of {num_shards} shards has {found:.2f} times the mean, as no dimension of {worst} "
+        f"divides by {num_shards}: {advice if fewer > 1 else 'fewer ranks would share it more evenly'}",
+        stacklevel=3,
+    )
 
 
 def _groups(model: nn.Module) -> dict[str, list[nn.Parameter]]:
@@ -207,6 +262,18 @@ def _groups(model: nn.Module) -> dict[str, list[nn.Parameter]]:
 def _owner(name: str, groups: list[str]) -> str:
     """The innermost of ``groups`` that the parameter ``name`` lies in; ``""`` is the root."""
     return max((fqn for fqn in groups if not fqn or name.startswith(f"{fqn}.")), key=len, default="")
+
+
+def _fullest_over_mean(model: nn.Module, num_shards: int) -> float:
+    """By elements; the first coordinate of a mesh has the largest part of every dimension."""
+    most = total = 0
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor):
+            cut = parameter.placements[-1]
+            size = parameter.shape[cut.dim] if isinstance(cut, Shard) else 1
+            most += -(-size // num_shards) * (parameter.numel() // size if size else 0)
+            total += parameter.numel()
+    return most * num_shards / total if total else 1.0
 
 
 def _local_bytes(parameter: nn.Parameter) -> int:

@@ -102,7 +102,7 @@ def build(architecture: str, *, seed: int = 0) -> Any:
             )
         ),
         "float32 modules": lambda: tf.GptOssForCausalLM(
-            tf.GptOssConfig(**common, num_local_experts=4, num_experts_per_tok=2, sliding_window=8)
+            tf.GptOssConfig(**common, num_local_experts=3, num_experts_per_tok=2, sliding_window=8)
         ),
     }
     torch.manual_seed(seed)

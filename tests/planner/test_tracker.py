@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from fsdp_sft import estimate_memory
+from fsdp_sft._placement import shard_dim
 from tests.planner.families import FAMILIES, family_config
 from tests.planner.tracker import counts_what_is_written_in_place, tracked_peak
 
@@ -68,6 +69,16 @@ def test_the_estimate_is_what_the_tracker_sees(phase: str, seed: int) -> None:
     error, where, said = _compare(phase, seed)
     assert abs(error) <= 0.02, f"{error:+.2%}"
     assert said == where
+
+
+def test_copies_of_parameters_cut_along_another_dimension_are_counted() -> None:
+    config = family_config("mixtral", random.Random(3), vocab=512, hidden=512, layers=2)
+    options: dict[str, Any] = {"num_gpus": 16, "micro_batch_size": 1, "seq_length": 64, "sac_ratio": "1"}
+    peak, where = tracked_peak(config, attention_mask=False, **options)
+    found = estimate_memory(config, gpu="cpu", attention_mask=False, logits_dtype=torch.float32, **options)
+    assert shard_dim((4, 1024, 512), 16) == 1
+    assert abs(found.peak_bytes / peak - 1) <= 0.005
+    assert found.peak_phase == where
 
 
 @pytest.mark.slow

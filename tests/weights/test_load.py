@@ -106,22 +106,28 @@ def test_replicas_that_all_read(tmp_path: Path) -> None:
     run_distributed(_check_bytes, 4, tmp_path, {"dp_replicate": 2}, "slice")
 
 
-def _check_experts(folder: Path, experts: int) -> None:
+def _check_experts(folder: Path, experts: int, reshard_after_forward: bool | int) -> None:
     model = build_meta_model(folder)
-    fs.shard_model(model, mesh=_mesh(), mp_policy=FLOAT32)
+    fs.shard_model(model, mesh=_mesh(), mp_policy=FLOAT32, reshard_after_forward=reshard_after_forward)
     report = load_weights(model, folder)
     assert report.class_shares["separable"] > 0.3
     assert difference(model, plain(folder)) == []
     gate_up = dict(model.named_parameters())["model.layers.0.mlp.experts.gate_up_proj"]
-    rows = gate_up.to_local().shape[0]
+    if reshard_after_forward is True:
+        assert gate_up.to_local().numel() * 4 == gate_up.numel()
+        return
+    rows = gate_up.to_local().shape[0]  # first dimensions only
     owned = [min(-(-experts // 4), max(0, experts - rank * -(-experts // 4))) for rank in range(4)]
     assert rows == owned[dist.get_rank()]
 
 
+@pytest.mark.parametrize("reshard_after_forward", [True, 2])
 @pytest.mark.parametrize("experts", [2, 6, 8])
-def test_merged_experts_on_ranks_that_own_few_or_none(tmp_path: Path, experts: int) -> None:
+def test_merged_experts_on_ranks_that_own_few_or_none(
+    tmp_path: Path, experts: int, reshard_after_forward: bool | int
+) -> None:
     save_tiny(tmp_path, "mixtral", num_local_experts=experts)
-    run_distributed(_check_experts, 4, tmp_path, experts)
+    run_distributed(_check_experts, 4, tmp_path, experts, reshard_after_forward)
 
 
 # --- layouts of older checkpoints --------------------------------------------------------------------------

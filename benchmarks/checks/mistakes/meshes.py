@@ -104,4 +104,25 @@ MISTAKES: list[Mistake] = [
         "return joined",
         HEADS,
     ),
+    Mistake(
+        "an uneven dimension taken other than the first",
+        "_placement.py",
+        "if dim and size % num_shards == 0), 0)",
+        "if dim and size >= num_shards), 0)",
+        ("tests/test_placement.py",),
+    ),
+    Mistake(
+        "another dimension on the smaller mesh of reshard_after_forward",
+        "shard.py",
+        'smaller_mesh = type(kwargs.get("reshard_after_forward")) is int',
+        "smaller_mesh = False",
+        ("tests/test_placement.py",),
+    ),
+    Mistake(
+        "copies of parameters cut elsewhere left out of the plan",
+        "planner/replay.py",
+        "moved=sum(group.moved(shards)) * compute,",
+        "moved=0,",
+        ("tests/planner/test_tracker.py",),
+    ),
 ]

@@ -204,7 +204,7 @@ def _notes(skeleton: Skeleton, setup: Setup) -> tuple[str, ...]:
     excess = padded / skeleton.parameters - 1
     if excess > _NOTABLE_PADDING:
         notes.append(
-            f"{shards} shards do not divide the parameters' first dimensions, which FSDP2 pads by "
-            f"{excess:.0%}: fewer shards (dp_replicate) can need less"
+            f"no dimension of some parameters divides by {shards} shards, so FSDP2 pads by {excess:.0%}: "
+            "fewer shards (dp_replicate) can need less"
         )
     return tuple(notes)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from fsdp_sft._placement import shard_dim, shard_numel
 from fsdp_sft.blocks import find_blocks
 
 if TYPE_CHECKING:
@@ -51,9 +52,17 @@ class Group:
         return sum(_numel(shape) for shape, flag in self.shapes if trained is None or flag is trained)
 
     def shard_elements(self, num_shards: int, *, trained: bool | None = None) -> int:
-        """Parameters in one rank's shard, with the padding that sharding on the first dimension needs."""
+        """Parameters in one rank's shard, with the padding of an uneven first dimension."""
         chosen = [shape for shape, flag in self.shapes if trained is None or flag is trained]
-        return sum(_shard_numel(shape, num_shards) for shape in chosen)
+        return sum(shard_numel(shape, num_shards) for shape in chosen)
+
+    def moved(self, num_shards: int, *, trained: bool | None = None) -> list[int]:
+        """Sizes of the parameters that are cut along another dimension than the first, in order."""
+        return [
+            _numel(shape)
+            for shape, flag in self.shapes
+            if (trained is None or flag is trained) and shard_dim(shape, num_shards)
+        ]
 
     def last_trained(self) -> int:
         """Elements of the trained parameter that comes last."""
@@ -61,7 +70,7 @@ class Group:
 
     def largest_shard(self, num_shards: int) -> int:
         """Parameters in the largest trained shard."""
-        return max((_shard_numel(shape, num_shards) for shape, flag in self.shapes if flag), default=0)
+        return max((shard_numel(shape, num_shards) for shape, flag in self.shapes if flag), default=0)
 
 
 @dataclass(frozen=True)
@@ -270,9 +279,3 @@ def _idle_expert_parameters(model: nn.Module, config: Any) -> int:
 
 def _numel(shape: tuple[int, ...]) -> int:
     return functools.reduce(lambda a, b: a * b, shape, 1)
-
-
-@functools.lru_cache(maxsize=65536)
-def _shard_numel(shape: tuple[int, ...], num_shards: int) -> int:
-    rows = shape[0] if shape else 1
-    return -(-rows // num_shards) * _numel(shape[1:])

@@ -70,6 +70,9 @@ class _Sizes:
     scattered: int  # this rank's part of that
     last_gradient: int  # of the last trained parameter: foreach_reduce's loop variable outlives its loop
     shard_gradients: int  # as the optimizer reads it
+    moved: int  # gathered parameters not cut along their first dimension: they are copied once more
+    largest_moved_gradient: int  # of such a parameter
+    last_moved_gradient: int  # the same for the last: foreach_reduce's pieces of it outlive its loop
 
 
 class _Step:
@@ -143,6 +146,7 @@ class _Step:
                 self.free(ALL_GATHER, previous)
                 previous = sizes.gathered
             self.hold(UNSHARDED, sizes.gathered)
+            self.look("loss", ALL_GATHER, sizes.moved)
             saves = index >= self.first_backward and index not in self.checkpointed
             self.look("loss", WORKING, footprint.forward_peak if saves else footprint.unsaved_peak)
             if index >= self.first_backward:
@@ -158,7 +162,7 @@ class _Step:
         self.hold(ALL_GATHER, buffer)
         self.look(phase, ALL_GATHER, sizes.cast)
         self.hold(UNSHARDED, sizes.gathered)
-        self.look(phase)
+        self.look(phase, ALL_GATHER, sizes.moved)
         return buffer
 
     def _loss(self, last_gather: int) -> None:
@@ -204,7 +208,7 @@ class _Step:
         sizes, footprint = self.sizes[index], self.footprints[index]
         if self.setup.reshard_after_forward:
             self.hold(UNSHARDED, sizes.gathered)
-            self.look("backward")
+            self.look("backward", ALL_GATHER, sizes.moved)
             if self.setup.num_shards > 1:
                 self.free(ALL_GATHER, sizes.gathered)
         self._prefetch(index - 1)
@@ -238,14 +242,15 @@ class _Step:
         if self.accumulated[index]:
             self.look("backward")
             self.free(WHOLE_GRADIENTS, sizes.gradients)
+        self.look("backward", WHOLE_GRADIENTS, sizes.largest_moved_gradient)
         self.free(REDUCE_SCATTER, self.reduced)
         self.hold(REDUCE_SCATTER, sizes.reduced)
-        self.look("backward")
+        self.look("backward", WHOLE_GRADIENTS, sizes.last_moved_gradient)
         self.free(WHOLE_GRADIENTS, self.accumulated[index] or sizes.gradients)
         self.accumulated[index] = 0
         self.reduced = sizes.reduced
         cast = sizes.shard_gradients if sizes.shard_gradients != sizes.scattered else 0
-        lingering = sizes.last_gradient if self.setup.num_shards > 1 else 0
+        lingering = sizes.last_gradient + sizes.last_moved_gradient if self.setup.num_shards > 1 else 0
         self.hold(WHOLE_GRADIENTS, lingering)
         self.look("backward", REDUCE_SCATTER, sizes.scattered + cast)
         self.free(WHOLE_GRADIENTS, lingering)
@@ -279,6 +284,7 @@ def _group_sizes(group: Group, setup: Setup) -> _Sizes:
     compute, reduce = setup.param_dtype.itemsize, setup.reduce_dtype.itemsize
     shard = group.shard_elements(shards)
     trained = group.shard_elements(shards, trained=True)
+    moved = group.moved(shards, trained=True)
     return _Sizes(
         gathered=shard * shards * compute,
         cast=shard * compute if shards > 1 else 0,
@@ -287,6 +293,9 @@ def _group_sizes(group: Group, setup: Setup) -> _Sizes:
         scattered=trained * reduce,
         last_gradient=group.last_trained() * compute,
         shard_gradients=trained * setup.master_dtype.itemsize,
+        moved=sum(group.moved(shards)) * compute,
+        largest_moved_gradient=max(moved, default=0) * compute,
+        last_moved_gradient=(moved or [0])[-1] * compute,
     )
 
 
