@@ -115,7 +115,7 @@ def _refusals(root: str) -> None:
         fs.load_prepared(f"{root}/steps/step-1", mesh=mesh)
     torch.distributed.barrier()
     if _rank() == 0:
-        victim = path / "model" / "00001.safetensors"
+        victim = path / "shards" / "00001.safetensors"
         data = bytearray(victim.read_bytes())
         data[-9] ^= 4
         victim.write_bytes(data)
@@ -187,8 +187,8 @@ def _one_of_several_jobs(root: str, number: int, how: str) -> str:
     if how == "killed":
         write = dcp_io.folder.write_tensors
 
-        def killed(path: Path, tensors: Any) -> Any:
-            write(path, dict(list(tensors.items())[:3]))
+        def killed(path: Path, tensors: Any, metadata: Any) -> Any:
+            write(path, dict(list(tensors.items())[:3]), metadata)
             os.kill(os.getpid(), signal.SIGKILL)
 
         dcp_io.folder.write_tensors = killed

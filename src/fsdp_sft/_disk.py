@@ -13,7 +13,7 @@ import shutil
 import stat
 import threading
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -51,12 +51,15 @@ class FileRecord:
     sha256: str
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> FileRecord:
+def write_tensors(
+    path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
+) -> FileRecord:
     """Write a safetensors file and put it on the disk (fsync); it is hashed meanwhile in a thread.
 
     Memory: One of the tensors in CPU memory, if it is not there already.
     """
-    fd, header, head = create(path, {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()})
+    described = {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}
+    fd, header, head = create(path, described, metadata)
     with _Hasher(head) as hasher, closing(fd):
         for name, entry in header.entries.items():
             staged = tensors[name].detach().to("cpu").contiguous()
@@ -290,7 +293,7 @@ class TensorReader:
 
 
 def read_into(
-    reader: TensorReader, name: str, chunks: Sequence[tuple[str, Box]], box: Box, out: torch.Tensor
+    reader: TensorReader, name: str, chunks: Iterable[tuple[str, Box]], box: Box, out: torch.Tensor
 ) -> None:
     """Fill ``out``, which is ``box`` of a tensor, from the files that have the tensor's parts."""
     for file, chunk in chunks:

@@ -20,8 +20,10 @@ from fsdp_sft.adapters import copy_saved_modules, without_adapters
 from fsdp_sft.dcp_io.checkpoint import read_train_state
 from fsdp_sft.dcp_io.codec import dumps
 from fsdp_sft.dcp_io.folder import FolderContent, describe_mesh, open_folder, read_tensors, write_folder
-from fsdp_sft.dcp_io.manifest import MANIFEST_NAME, Manifest, StoredTensor, verify_folder
+from fsdp_sft.dcp_io.manifest import MANIFEST_NAME, Manifest
 from fsdp_sft.dcp_io.model_state import check_model
+from fsdp_sft.dcp_io.stored import SHARDS, StoredTensor
+from fsdp_sft.dcp_io.verify import verify_folder
 from fsdp_sft.errors import (
     CheckpointCorruptError,
     CheckpointMismatchError,
@@ -329,7 +331,9 @@ def _load(
     return LoadReport(
         bytes_read=reader.bytes_read,
         job_bytes_read=int(all_reduce_sum([reader.bytes_read])[0]),
-        checkpoint_bytes=sum(r.size for n, r in manifest.files.items() if n.startswith("model/")),
+        checkpoint_bytes=sum(
+            r.size for n, r in manifest.files.items() if n.startswith((f"{SHARDS}/", "model/"))
+        ),
         seconds=time.perf_counter() - started,
         loaded=list(stored),
         missing=[],

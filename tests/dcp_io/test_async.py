@@ -23,7 +23,7 @@ write_tensors = folder.write_tensors
 
 
 def slow_write(*args: Any) -> Any:
-    time.sleep(0.3)
+    time.sleep(0.9)
     return write_tensors(*args)
 
 

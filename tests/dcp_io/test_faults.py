@@ -1,5 +1,6 @@
 """All damage is found before the model is touched, and a save that fails leaves nothing behind."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -13,6 +14,7 @@ from torch import nn
 
 import fsdp_sft as fs
 from fsdp_sft import dcp_io
+from fsdp_sft._disk import TensorReader
 from fsdp_sft.dcp_io import in_use
 from fsdp_sft.dcp_io.codec import dumps
 from tests.harness.ranks import run_distributed
@@ -27,8 +29,6 @@ from tests.harness.trained import (
 
 
 def _edit_manifest(step: Path, change: Any, *, sign: bool) -> None:
-    import hashlib
-
     raw = json.loads((step / "MANIFEST.json").read_text())
     change(raw)
     if sign:
@@ -43,21 +43,42 @@ def _flip(path: Path, position: int) -> None:
     path.write_bytes(data)
 
 
+def _flip_rank_state(step: Path) -> None:
+    path = step / "shards/00001.safetensors"
+    with TensorReader(step) as reader:
+        places = {
+            key: entry.start for key, entry in reader.header("shards/00001.safetensors").entries.items()
+        }
+    _flip(path, places["rank.1"] + 2)
+
+
 def _swap(a: Path, b: Path) -> None:
     content = a.read_bytes()
     a.write_bytes(b.read_bytes())
     b.write_bytes(content)
 
 
-def _rename_file(raw: dict[str, Any], name: str) -> None:
-    raw["files"][name] = raw["files"].pop("model/00000.safetensors")
-    for tensor in raw["model"].values():
-        for chunk in tensor["chunks"]:
-            chunk[0] = name if chunk[0] == "model/00000.safetensors" else chunk[0]
+def _edit_index(step: Path, change: Any, *, sign: bool = True) -> None:
+    """Change the index; signed, so that the manifest says it is the right one."""
+    raw = json.loads((step / "INDEX.json").read_text())
+    change(raw)
+    data = dumps(raw)
+    (step / "INDEX.json").write_bytes(data)
+    record = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    if sign:
+        _edit_manifest(step, lambda r: r.update(index=record), sign=True)
+
+
+def _rename_file(step: Path, name: str) -> None:
+    _edit_index(step, lambda raw: raw.update({name: raw.pop(FIRST)}))
 
 
 def _change_dtype(raw: dict[str, Any]) -> None:
-    raw["model"]["model.norm.weight"]["dtype"] = "I32"
+    raw["model"]["model.norm.weight"][0] = "I32"
+
+
+def _change_sharding(raw: dict[str, Any], **changes: Any) -> None:
+    raw["shardings"][raw["model"]["model.norm.weight"][2]].update(changes)
 
 
 def _link(path: Path) -> None:
@@ -69,28 +90,36 @@ def _names(root: str) -> list[str]:
     return sorted(set(os.listdir(root)) - {in_use.FILE_NAME})
 
 
-FIRST = "model/00000.safetensors"
+FIRST = "shards/00000.safetensors"
 REASONS = {
     "absolute name": "which no checkpoint has",
     "name outside": "which no checkpoint has",
     "other dtype": "holds other tensors",
     "linked file": "is not a regular file",
     "linked folder": "is not a regular file",
-    "missing part": "are not complete",
+    "missing part": "is not listed",
+    "another index": "is not the one it was written with",
+    "index of another checkpoint": "is not the one it was written with",
+    "a dimension that is not there": "the place of",
+    "a rank twice": "a sharding is not valid",
+    "more ranks than there were": "a sharding is not valid",
+    "a sharding of a later release": "unknown here",
+    "a copy that is not there": "the place of",
     "edited manifest": "its digest does not match",
     "manifest of another step": "it is of step 1",
 }
 DAMAGE: dict[str, Any] = {
     "cut short": lambda s: (s / FIRST).write_bytes((s / FIRST).read_bytes()[:-4]),
     "flipped bit": lambda s: _flip(s / FIRST, -5),
-    "flipped bit in the optimizer": lambda s: _flip(s / "optimizer/00001.safetensors", -5),
+    "flipped bit in another file": lambda s: _flip(s / "shards/00001.safetensors", -5),
+    "flipped bit in the index": lambda s: _flip(s / "INDEX.json", 40),
     "flipped bit in a header": lambda s: _flip(s / FIRST, 30),
     "flipped bit in train_state": lambda s: _flip(s / "train_state.json", 5),
-    "flipped bit in a rank's state": lambda s: _flip(s / "rank/00001.safetensors", -1),
+    "flipped bit in a rank's state": _flip_rank_state,
     "flipped bit in the manifest": lambda s: _flip(s / "MANIFEST.json", 400),
     "deleted": lambda s: (s / FIRST).unlink(),
-    "deleted rank file": lambda s: (s / "rank/00000.json").unlink(),
-    "swapped": lambda s: _swap(s / FIRST, s / "model/00001.safetensors"),
+    "no index": lambda s: (s / "INDEX.json").unlink(),
+    "swapped": lambda s: _swap(s / FIRST, s / "shards/00001.safetensors"),
     "stale": lambda s: shutil.copy(s.parent / "step-1" / FIRST, s / FIRST),
     "no manifest": lambda s: (s / "MANIFEST.json").unlink(),
     "empty manifest": lambda s: (s / "MANIFEST.json").write_bytes(b""),
@@ -98,18 +127,29 @@ DAMAGE: dict[str, Any] = {
     "manifest of another step": lambda s: shutil.copy(s.parent / "step-1/MANIFEST.json", s / "MANIFEST.json"),
     "edited manifest": lambda s: _edit_manifest(s, lambda r: r.update(step=3), sign=False),
     "other version": lambda s: _edit_manifest(s, lambda r: r.update(version=99), sign=True),
-    "missing part": lambda s: _edit_manifest(
-        s, lambda r: next(iter(r["model"].values()))["chunks"].pop(), sign=True
+    "missing part": lambda s: _edit_index(s, lambda r: r.pop("shards/00001.safetensors")),
+    "another index": lambda s: _edit_index(s, lambda r: r.pop(FIRST), sign=False),
+    "index of another checkpoint": lambda s: shutil.copy(s.parent / "step-1/INDEX.json", s / "INDEX.json"),
+    "a dimension that is not there": lambda s: _edit_manifest(
+        s, lambda r: _change_sharding(r, splits=[[0, 1]]), sign=True
     ),
-    "absolute name": lambda s: _edit_manifest(s, lambda r: _rename_file(r, "/etc/passwd"), sign=True),
-    "name outside": lambda s: _edit_manifest(
-        s, lambda r: _rename_file(r, "model/../../x.safetensors"), sign=True
+    "a rank twice": lambda s: _edit_manifest(s, lambda r: _change_sharding(r, ranks=[1, 1]), sign=True),
+    "more ranks than there were": lambda s: _edit_manifest(
+        s, lambda r: _change_sharding(r, mesh=[1 << 60]), sign=True
     ),
+    "a sharding of a later release": lambda s: _edit_manifest(
+        s, lambda r: _change_sharding(r, folder="step-1"), sign=True
+    ),
+    "a copy that is not there": lambda s: _edit_manifest(
+        s, lambda r: r["model"]["model.norm.weight"].append(3), sign=True
+    ),
+    "absolute name": lambda s: _rename_file(s, "/etc/passwd"),
+    "name outside": lambda s: _rename_file(s, "shards/../../x.safetensors"),
     "other dtype": lambda s: _edit_manifest(s, _change_dtype, sign=True),
     "a list": lambda s: (s / "MANIFEST.json").write_text("[]"),
     "deep": lambda s: (s / "MANIFEST.json").write_text("[" * 100_000),
     "linked file": lambda s: _link(s / FIRST),
-    "linked folder": lambda s: _link(s / "model"),
+    "linked folder": lambda s: _link(s / "shards"),
 }
 
 
@@ -211,7 +251,7 @@ def _rejected_saves(root: str, model: Any) -> None:
 def _failing_write(root: str, model: Any, optimizer: Any) -> None:
     """One rank cannot write, at several places: all raise, nothing is left, the old step stands."""
     from fsdp_sft import _disk
-    from fsdp_sft.dcp_io import folder, rank_files
+    from fsdp_sft.dcp_io import folder
 
     def full_disk(*args: Any, **kwargs: Any) -> Any:
         raise OSError(28, "No space left on device")
@@ -219,7 +259,6 @@ def _failing_write(root: str, model: Any, optimizer: Any) -> None:
     places = [
         (1, _disk, "write_at"),
         (1, folder, "write_tensors"),
-        (0, rank_files, "write_bytes"),
         (0, folder, "write_bytes"),
         (0, folder, "sync_folder"),
         (0, _disk, "sync_folder"),

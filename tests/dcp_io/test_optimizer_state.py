@@ -87,7 +87,7 @@ def _optimizer_mismatches(folder: str) -> None:
         fs.load_optimizer_state(model, optimizer, f"{folder}/nothing")
     if this_rank() == 0:
         os.makedirs(f"{folder}/notes/mine")
-        victim = next(Path(folder, "state", "optimizer").iterdir())
+        victim = next(Path(folder, "state", "shards").iterdir())
         victim.write_bytes(victim.read_bytes()[:-1])
     torch.distributed.barrier()
     with pytest.raises(FileExistsError):

@@ -68,7 +68,7 @@ def _prune_aside(root: Path, step: int) -> None:
 
 def test_damage_that_stays_is_damage(tmp_path: Path) -> None:
     fs.save_checkpoint(tmp_path, 1, model=_model(1))
-    (tmp_path / "step-1" / "model" / "00000.safetensors").unlink()
+    (tmp_path / "step-1" / "shards" / "00000.safetensors").unlink()
     with pytest.raises(fs.CheckpointCorruptError, match="is missing"):
         fs.load_checkpoint(tmp_path, model=_model(0))
     shutil.rmtree(tmp_path / "step-1")

@@ -63,7 +63,7 @@ def damage(root: Path) -> tuple[str, int]:
 
 
 def kind_of(name: str) -> str:
-    """``rank/00001.json`` -> ``rank/*.json``."""
+    """``shards/00001.safetensors`` -> ``shards/*.safetensors``."""
     return re.sub(r"\d{5}", "*", name)
 
 
@@ -218,8 +218,8 @@ def _damage_jobs(folder: str) -> list[tuple[str, str, str]]:
 
 def _add_files(step: Path) -> None:
     """Files that three ranks would have, which the manifest does not name: they are not read."""
-    for name in ("model/00002.safetensors", "rank/00002.json"):
-        shutil.copy(step.parent.parent / "three" / "step-2" / name, step / name)
+    name = "shards/00002.safetensors"
+    shutil.copy(step.parent.parent / "three" / "step-2" / name, step / name)
 
 
 def _after(live: Live, work: Path, verdict: str, name: str) -> str:

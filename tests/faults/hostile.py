@@ -5,6 +5,7 @@ import io
 import json
 import os
 import pickle
+import re
 import resource
 import shutil
 import struct
@@ -16,12 +17,13 @@ from typing import Any
 import torch
 
 import fsdp_sft as fs
+from fsdp_sft.dcp_io import in_use
 from tests.faults.kills import make, tensors
 from tests.faults.tables import table
 from tests.harness.ranks import run_distributed
 
 Attack = Callable[[Path], None]
-_FIRST = "model/00000.safetensors"
+_FIRST = "shards/00000.safetensors"
 
 
 class Marker:
@@ -58,6 +60,7 @@ def run_attacks(folder: str, *, large: bool = True) -> list[tuple[str, str, floa
     fs.save_checkpoint(
         root / "good", 1, model=model, optimizer=optimizer, rank_state={"rows": torch.arange(3)}
     )
+    in_use.release_all()  # its sign of life would be a file that changes
     results = []
     for name, attack in attacks(root / "good" / "step-1", root / "ran"):
         if " MB " in name and not large:
@@ -113,8 +116,8 @@ def attacks(good: Path, marker: Path) -> Iterator[tuple[str, Attack]]:
     for name in sorted(str(p.relative_to(good)) for p in good.rglob("*") if p.is_file()):
         for kind, payload in payloads.items():
             yield f"{kind} as {name}", lambda s, n=name, p=payload: _replace(s, n, p)
-    for name in ("/etc/passwd", "../x.safetensors", "model/../../x.safetensors", "model/00000.safetensors\0"):
-        yield f"a part in {name!r}", lambda s, n=name: sign(s, lambda r: _rename(r, n))
+    for name in ("/etc/passwd", "../x.safetensors", "shards/../../x.safetensors", f"{_FIRST}\0"):
+        yield f"a part in {name!r}", lambda s, n=name: _sign_index(s, lambda r: r.update({n: r.pop(_FIRST)}))
     yield "a link out of the folder", _link
     for length in (2**63 - 1, 10**8 + 1):
         yield (
@@ -136,9 +139,13 @@ def attacks(good: Path, marker: Path) -> Iterator[tuple[str, Attack]]:
     yield "a manifest of 125 MB of lists", lambda s: _raw(s, b"[" + b"[]," * 41_600_000 + b"1]")
     yield "a number of 10 million digits", lambda s: _raw(s, b"[" + b"9" * 10_000_000 + b"]")
     yield "a shape of a million sizes", lambda s: sign(s, _long_shape)
-    yield "5,000 parts in steps", lambda s: sign(s, _staircase)
+    yield "a mesh of 2^60 ranks", lambda s: sign(s, lambda r: _sharding(r, 2**60))
+    yield "a mesh of 2^60 ranks, three times over", lambda s: sign(s, lambda r: _sharding(r, 2**60, 1, 1))
+    yield "a list of a million ranks", lambda s: sign(s, _million_ranks)
+    yield "an index of lists", lambda s: _other_index(s, b"[" + b"[]," * 1_000_000 + b"1]")
+    yield "an index 100,000 deep", lambda s: _other_index(s, b"[" * 100_000)
     yield "a metric past any float", lambda s: sign(s, lambda r: r.update(metric=10**400))
-    yield "state 800 deep", lambda s: _replace(s, "rank/00000.json", b"[" * 800 + b"]" * 800)
+    yield "state 800 deep", _deep_state
     yield "a generator's state of another length", _short_rng
     yield "an option that cannot be decoded", lambda s: sign(s, _bad_option)
 
@@ -159,10 +166,10 @@ def _replace(step: Path, name: str, content: bytes, size: int | None = None) -> 
     path.write_bytes(content)
     if size is not None:
         os.truncate(path, size)
-    if name != "MANIFEST.json":
+    if name not in ("MANIFEST.json", "INDEX.json"):
         with path.open("rb") as file:
-            record = {"size": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
-        sign(step, lambda r: r["files"].update({name: record}))
+            record = [path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()]
+        _sign_index(step, lambda r: r.update({name: record}))
 
 
 def _raw(step: Path, content: bytes) -> None:
@@ -175,11 +182,17 @@ def _torch_saved(marker: Path) -> bytes:
     return buffer.getvalue()
 
 
-def _rename(raw: dict[str, Any], name: str) -> None:
-    raw["files"][name] = raw["files"].pop(_FIRST)
-    for tensor in raw["model"].values():
-        for chunk in tensor["chunks"]:
-            chunk[0] = name if chunk[0] == _FIRST else chunk[0]
+def _sign_index(step: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change the index, and let the manifest say that it is the right one."""
+    raw = json.loads((step / "INDEX.json").read_text())
+    change(raw)
+    _other_index(step, json.dumps(raw, sort_keys=True, separators=(",", ":")).encode())
+
+
+def _other_index(step: Path, text: bytes) -> None:
+    (step / "INDEX.json").write_bytes(text)
+    record = {"size": len(text), "sha256": hashlib.sha256(text).hexdigest()}
+    sign(step, lambda r: r.update(index=record))
 
 
 def _link(step: Path) -> None:
@@ -196,25 +209,43 @@ def _entry(shape: list[int], size: int) -> bytes:
 
 
 def _long_shape(raw: dict[str, Any]) -> None:
-    next(iter(raw["model"].values()))["shape"] = [2**62] * 1_000_000
+    next(iter(raw["model"].values()))[1] = [2**62] * 1_000_000
 
 
-def _staircase(raw: dict[str, Any]) -> None:
-    """Parts that tile a triangle-like band, each in a file of its own: slow for whoever compares pairs."""
-    count = 5_000
-    record = raw["files"][_FIRST]
-    files = [f"model/{i:05d}.safetensors" for i in range(count)]
-    raw["files"].update(dict.fromkeys(files, record))
-    chunks = [[name, [i, i], [count - i, 1]] for i, name in enumerate(files)]
-    next(iter(raw["model"].values())).update(shape=[count, (count + 1) // 2], chunks=chunks)
+def _sharding(raw: dict[str, Any], *mesh: int) -> None:
+    raw.update(world_size=2**60, shardings=[{"mesh": list(mesh), "splits": [[0, 0]]}])
+    for section in ("model", "optimizer"):
+        for row in raw[section].values():
+            row[2:] = [0]
+
+
+def _million_ranks(raw: dict[str, Any]) -> None:
+    raw.update(world_size=10**6)
+    raw["shardings"] = [{"mesh": [10**6], "splits": [[0, 0]], "ranks": list(range(10**6))[::-1]}]
+    for section in ("model", "optimizer"):
+        for row in raw[section].values():
+            row[2:] = [0]
+
+
+def _with_state(step: Path, key: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Another tensor of a rank's own state in its file; ``key`` is a regular expression."""
+    from safetensors import safe_open
+    from safetensors.torch import load_file, save
+
+    with safe_open(step / _FIRST, framework="pt") as file:
+        metadata = file.metadata()
+    held = load_file(step / _FIRST)
+    name = next(name for name in held if re.fullmatch(key, name))
+    _replace(step, _FIRST, save({**held, name: change(held[name])}, metadata))
+
+
+def _deep_state(step: Path) -> None:
+    text = bytearray(b"[" * 800 + b"]" * 800)
+    _with_state(step, r"rank\.0", lambda _: torch.frombuffer(text, dtype=torch.uint8))
 
 
 def _short_rng(step: Path) -> None:
-    from safetensors.torch import load_file, save
-
-    tensors = load_file(step / "rank/00000.safetensors")
-    name = next(name for name in tensors if "torch" in name)
-    _replace(step, "rank/00000.safetensors", save({**tensors, name: tensors[name][:-1].clone()}))
+    _with_state(step, r"rank\.0\..*torch.*", lambda state: state[:-1].clone())
 
 
 def _bad_option(raw: dict[str, Any]) -> None:

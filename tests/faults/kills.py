@@ -333,7 +333,7 @@ def _damage(root: Path, key: Key, log: int) -> None:
     _note(log, "damage", key)
     _meet()
     if dist.get_rank() == 0:
-        path = root / f"step-{key[0]}" / "model" / "00000.safetensors"
+        path = root / f"step-{key[0]}" / "shards" / "00000.safetensors"
         data = bytearray(path.read_bytes())
         data[-3] ^= 1
         path.write_bytes(data)
@@ -417,6 +417,7 @@ POINTS: dict[str, tuple[int, Callable[[Trial, Path], None]]] = {
     "before data": (1, _strike(_FOLDER, "write_tensors", _anything, None)),
     "mid-data": (1, _strike(_FILES, "write_at", lambda fd, at, view: len(view) > 10_000, _half_write)),
     "after data": (1, _strike(_FOLDER, "write_tensors", _anything, None, after=True)),
+    "mid-index": (0, _strike(_FOLDER, "write_bytes", lambda path, _: path.name == "INDEX.json", _half_file)),
     "mid-manifest": (
         0,
         _strike(_FOLDER, "write_bytes", lambda path, _: path.name == "MANIFEST.json", _half_file),

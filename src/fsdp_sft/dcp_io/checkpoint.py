@@ -42,7 +42,6 @@ from fsdp_sft.dcp_io.manifest import (
     TRAIN_STATE_NAME,
     Manifest,
     checked_size,
-    verify_folder,
 )
 from fsdp_sft.dcp_io.model_state import check_model, read_model
 from fsdp_sft.dcp_io.optimizer_content import (
@@ -52,10 +51,11 @@ from fsdp_sft.dcp_io.optimizer_content import (
     with_inner_tensors,
 )
 from fsdp_sft.dcp_io.optimizer_load import apply_optimizer, check_optimizer
-from fsdp_sft.dcp_io.rank_files import rank_content, read_rank_files
+from fsdp_sft.dcp_io.rank_files import rank_content, read_rank_content
 from fsdp_sft.dcp_io.retention import prune
 from fsdp_sft.dcp_io.snapshot import Snapshot
 from fsdp_sft.dcp_io.steps import step_folder, step_folders
+from fsdp_sft.dcp_io.verify import verify_folder
 from fsdp_sft.distributed import reshard
 from fsdp_sft.errors import (
     CheckpointCorruptError,
@@ -195,13 +195,14 @@ def save_checkpoint(
     content = _content_apart(prepared.pop(), in_subclasses)
     copied: list[tuple[FolderContent, Parts]] = []
 
-    def copy() -> None:
+    def copy() -> str:
         parts = own_parts(content)
         copied.append((content.with_own_copies(), _snapshot.take(parts)) if async_ else (content, parts))
+        return content.tensors_digest()
 
-    def make_folder(_: list[None]) -> Path:
+    def make_folder(digests: list[str]) -> Path:
         _prepare_root(root, step)
-        return new_folder_beside(target, content)
+        return new_folder_beside(target, content, digests)
 
     temporary = through_rank_0(f"copying for {target}", copy, make_folder)
     content, parts = copied.pop()
@@ -287,7 +288,7 @@ def _load_step(
             check_optimizer(manifest, model, optimizer)
         train_state = read_train_state(folder, manifest)
         if same_ranks:
-            rng, rank_state = read_rank_files(folder, this_rank())
+            rng, rank_state = read_rank_content(folder, manifest, this_rank())
     with agreed(f"reading {folder} (the model is loaded in part)"), TensorReader(folder) as reader:
         read_model(reader, manifest, model, tensors, sources)
         if optimizer is not None:

@@ -1,5 +1,8 @@
 """Writing a folder of sharded tensors so that it is there completely or not at all, and opening one."""
 
+import functools
+import hashlib
+import math
 import shutil
 import stat
 import time
@@ -12,7 +15,7 @@ import torch
 from torch import nn
 
 from fsdp_sft._agree import this_rank, through_rank_0, world_size
-from fsdp_sft._boxes import Box, box_of, local_of, owner_ranks, whole
+from fsdp_sft._boxes import Box, box_of, local_of
 from fsdp_sft._disk import (
     FileRecord,
     TensorReader,
@@ -24,22 +27,29 @@ from fsdp_sft._disk import (
     write_tensors,
 )
 from fsdp_sft._model import ModelTensors
+from fsdp_sft.dcp_io.codec import dumps
 from fsdp_sft.dcp_io.manifest import (
+    INDEX_NAME,
     MANIFEST_NAME,
     TRAIN_STATE_NAME,
     Manifest,
-    StoredTensor,
+    describe,
+    encode_index,
     encode_manifest,
-    file_problems,
+    encode_tensors,
     read_manifest,
-    tiling_problems,
     versions,
 )
-from fsdp_sft.dcp_io.rank_files import write_rank_files
+from fsdp_sft.dcp_io.rank_files import keys_of_rank
+from fsdp_sft.dcp_io.shard_header import header_metadata
+from fsdp_sft.dcp_io.sharding import Sharding, Shardings, one_rank
+from fsdp_sft.dcp_io.stored import SHARDS, Derived, StoredTensor, file_key, missing_files, shard_file
+from fsdp_sft.dcp_io.verify import file_problems
 from fsdp_sft.distributed import mesh_of
-from fsdp_sft.errors import CheckpointCorruptError, CheckpointError
+from fsdp_sft.errors import CheckpointCorruptError, CheckpointError, abridged
 
 _VISIBLE_SECONDS = 5.0  # a network file system may show a new folder late
+_LARGE_BYTES = 1 << 20  # of a tensor that all ranks have: smaller ones lie together, in rank 0's file
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -75,7 +85,7 @@ class FolderContent:
         optimizer: ``<fqn>/<state name>`` to tensor or ``OwnedTensor``, or None.
         optimizer_info: As in the manifest.
         train_state: The bytes of ``train_state.json``; rank 0's are written.
-        rank_content: This rank's own JSON and tensors.
+        rank_content: This rank's own state, as tensors by name.
         settings: Name to bytes of small files below ``settings/``; rank 0's are written.
     """
 
@@ -88,21 +98,22 @@ class FolderContent:
     optimizer: Mapping[str, Any] | None = None
     optimizer_info: dict[str, Any] = field(default_factory=dict)
     train_state: bytes | None = None
-    rank_content: tuple[bytes, dict[str, torch.Tensor]] | None = None
+    rank_content: dict[str, torch.Tensor] | None = None
     settings: Mapping[str, bytes] = field(default_factory=dict)
 
     def with_own_copies(self) -> "FolderContent":
         """The same, with copies of the tensors that the caller gave for this rank."""
         if self.rank_content is None:
             return self
-        text, tensors = self.rank_content
-        return replace(self, rank_content=(text, {n: t.detach().clone() for n, t in tensors.items()}))
+        copies = {name: tensor.detach().clone() for name, tensor in self.rank_content.items()}
+        copied = replace(self, rank_content=copies)
+        vars(copied)["stored"] = self.stored  # a thread would otherwise work it out again beside the training
+        return copied
 
     @property
     def folders(self) -> list[str]:
         """What to make below the folder."""
-        rest = {"rank": self.rank_content is not None, "settings": bool(self.settings)}
-        return [*self.sections, *(name for name, there in rest.items() if there)]
+        return [SHARDS, *(["settings"] if self.settings else [])]
 
     @property
     def sections(self) -> dict[str, Mapping[str, Any]]:
@@ -113,6 +124,44 @@ class FolderContent:
         if self.optimizer is not None:
             found["optimizer"] = self.optimizer
         return found
+
+    @functools.cached_property
+    def stored(self) -> dict[str, dict[str, StoredTensor]]:
+        """What is written of each tensor by which rank; the same on all ranks.
+
+        Raises:
+            CheckpointError: If two tensors would have one name in the files.
+        """
+        shardings = Shardings(world_size())
+        found: dict[str, dict[str, StoredTensor]] = {}
+        for section, tensors in self.sections.items():
+            found[section] = {
+                name: _stored(section, name, tensors[name], index, shardings)
+                for index, name in enumerate(sorted(tensors))
+            }
+            if len({tensor.key for tensor in found[section].values()}) != len(tensors):
+                raise CheckpointError(f"two tensors of the {section} would have one name in the files")
+        return found
+
+    def manifest(self, stored: Mapping[str, dict[str, StoredTensor]]) -> Manifest:
+        """All of the manifest that is known before anything is written."""
+        return Manifest(
+            step=self.step,
+            world_size=world_size(),
+            mesh=self.mesh,
+            metric=self.metric,
+            model=stored.get("model"),
+            ties=self.model.ties if self.model is not None else {},
+            frozen=self.model.frozen if self.model is not None else [],
+            extra=self.extra,
+            optimizer=stored.get("optimizer"),
+            optimizer_info=self.optimizer_info,
+            versions=versions(),
+        )
+
+    def tensors_digest(self) -> str:
+        """Of names, shapes, dtypes and shardings, in which ranks must not differ."""
+        return hashlib.sha256(dumps(encode_tensors(self.stored))).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -131,10 +180,20 @@ class Part:
 Parts = Mapping[str, Mapping[str, Part]]  # section -> tensor -> part
 
 
-@dataclass(frozen=True)
-class _Written:
-    files: dict[str, FileRecord]
-    chunks: dict[str, dict[str, tuple[str, Box]]]  # section -> tensor -> (file, box)
+def _stored(section: str, name: str, tensor: Any, index: int, shardings: Shardings) -> StoredTensor:
+    sharding = one_rank(tensor.owner) if isinstance(tensor, OwnedTensor) else shardings.of(tensor)
+    place = Derived(sharding, _copy(sharding, tensor, index))
+    return StoredTensor(tuple(tensor.shape), tensor.dtype, file_key(section, name), place)
+
+
+def _copy(sharding: Sharding, tensor: Any, index: int) -> int:
+    """Which of the ranks that have the same writes it: they take turns, but for what is small.
+
+    A rank that loads opens the files of what it takes; counts of steps, one for each parameter, would be in
+    as many files.
+    """
+    size = tensor.dtype.itemsize * math.prod(tensor.shape)
+    return index % sharding.copies if sharding.splits or size >= _LARGE_BYTES else 0
 
 
 def describe_mesh(model: nn.Module) -> list[list[Any]] | None:
@@ -146,8 +205,20 @@ def describe_mesh(model: nn.Module) -> list[list[Any]] | None:
     return [[name, size] for name, size in zip(names, mesh.shape, strict=True)]
 
 
-def new_folder_beside(target: Path, content: FolderContent) -> Path:
-    """Make a temporary folder beside ``target`` for what ``content`` writes; by rank 0 alone."""
+def new_folder_beside(target: Path, content: FolderContent, digests: list[str]) -> Path:
+    """Make a temporary folder beside ``target`` for what ``content`` writes; by rank 0 alone.
+
+    Raises:
+        CheckpointError: If ranks have other tensors than rank 0: ``digests``, one a rank.
+        ValueError: If the manifest would be too large to be read again.
+    """
+    others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if others:
+        raise CheckpointError(
+            f"{len(others)} ranks ({abridged(map(str, others))}) have tensors of other names, shapes, dtypes "
+            "or placements than rank 0: all must save one model with one optimizer"
+        )
+    encode_manifest(describe(content.manifest(content.stored)), b"")
     temporary = temporary_beside(target)
     for name in ("", *content.folders):
         (temporary / name).mkdir()
@@ -181,15 +252,17 @@ def write_folder(
     """
     if temporary is None:
         temporary = through_rank_0(
-            f"creating a folder beside {target}", lambda: None, lambda _: new_folder_beside(target, content)
+            f"creating a folder beside {target}",
+            content.tensors_digest,
+            lambda digests: new_folder_beside(target, content, digests),
         )
     place = temporary
 
-    def write() -> _Written:
+    def write() -> dict[str, FileRecord]:
         _wait_until_visible(place)
         return _write_own(place, content, own_parts(content) if parts is None else parts)
 
-    def commit(everything: list[_Written]) -> None:
+    def commit(everything: list[dict[str, FileRecord]]) -> None:
         _commit(place, target, content, everything, aside)
         then()
 
@@ -231,12 +304,27 @@ def open_folder(folder: Path, *, hashes: bool) -> tuple[Manifest | None, list[st
     return (None if problems else manifest), problems
 
 
+def check_files(
+    manifest: Manifest, stored: Mapping[str, StoredTensor], tensors: Mapping[str, torch.Tensor | None]
+) -> None:
+    """See that the files with this rank's parts of ``tensors``, or with all parts, are among the manifest's.
+
+    Raises:
+        CheckpointCorruptError: If one is not.
+    """
+    for name, tensor in tensors.items():
+        wanted = None if tensor is None else box_of(tensor)
+        missing = missing_files(stored[name], wanted, manifest.files)
+        if missing:
+            raise CheckpointCorruptError(f"{name} has parts in {abridged(missing)}, which is not listed")
+
+
 def read_tensors(reader: TensorReader, stored: Mapping[str, StoredTensor], tensors: Tensors) -> None:
     """Fill this rank's part of each tensor from the files."""
     for name, tensor in tensors.items():
-        box = box_of(tensor)
+        box, source = box_of(tensor), stored[name]
         if box.numel:
-            read_into(reader, name, stored[name].chunks, box, local_of(tensor))
+            read_into(reader, source.key, source.parts(box), box, local_of(tensor))
 
 
 def _wait_until_visible(folder: Path) -> None:
@@ -252,79 +340,72 @@ def _wait_until_visible(folder: Path) -> None:
 
 def own_parts(content: FolderContent) -> Parts:
     """What this rank writes, live: replicas take turns, so that each part is written once."""
-    return {section: _parts_of(tensors) for section, tensors in content.sections.items()}
+    own = shard_file(this_rank())
+    return {
+        section: _parts_of(content.sections[section], stored, own)
+        for section, stored in content.stored.items()
+    }
 
 
-def _parts_of(tensors: Mapping[str, Any]) -> dict[str, Part]:
-    rank = this_rank()
+def _parts_of(tensors: Mapping[str, Any], stored: Mapping[str, StoredTensor], file: str) -> dict[str, Part]:
     parts: dict[str, Part] = {}
-    for index, name in enumerate(sorted(tensors)):
-        if isinstance(tensors[name], OwnedTensor):
-            tensor = tensors[name].tensor
-            if tensor is not None and tensor.numel():
-                parts[name] = Part(whole(tensor.shape), tensor)
-        elif rank in owner_ranks(tensors[name], index):
-            box = box_of(tensors[name])
-            if box.numel:
-                parts[name] = Part(box, local_of(tensors[name]))
+    for name, entry in stored.items():
+        box = entry.part_in(file)
+        if box is None:
+            continue
+        live = tensors[name]
+        local = live.tensor if isinstance(live, OwnedTensor) else local_of(live)
+        if local is None or tuple(local.shape) != box.shape:
+            found = None if local is None else tuple(local.shape)
+            raise CheckpointError(
+                f"rank {this_rank()} has {found} of {name}; its mesh and placements give it {box.shape}"
+            )
+        parts[name] = Part(box, local)
     return parts
 
 
-def _write_own(folder: Path, content: FolderContent, parts: Parts) -> _Written:
+def _write_own(folder: Path, content: FolderContent, parts: Parts) -> dict[str, FileRecord]:
     rank = this_rank()
-    written = _Written({}, {})
+    stored = content.stored
+    written: dict[str, FileRecord] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    offsets: dict[str, tuple[int, ...]] = {}
     for section, own in parts.items():
-        if own:
-            file = f"{section}/{rank:05d}.safetensors"
-            written.files[file] = write_tensors(folder / file, {n: part.tensor for n, part in own.items()})
-            written.chunks[section] = {name: (file, part.box) for name, part in own.items()}
+        for name, part in own.items():
+            key = stored[section][name].key
+            tensors[key], offsets[key] = part.tensor, part.box.offset
+            shapes[key] = stored[section][name].shape
     if content.rank_content is not None:
-        written.files.update(write_rank_files(folder, rank, content.rank_content))
+        for key, tensor in keys_of_rank(rank, content.rank_content).items():
+            tensors[key], offsets[key], shapes[key] = tensor, (0,) * tensor.ndim, tuple(tensor.shape)
+    if tensors or rank == 0:
+        description = describe(content.manifest(stored)) if rank == 0 else None
+        metadata = header_metadata(content.step, world_size(), rank, offsets, shapes, description)
+        written[shard_file(rank)] = write_tensors(folder / shard_file(rank), tensors, metadata)
     if content.train_state is not None and rank == 0:
-        written.files[TRAIN_STATE_NAME] = write_bytes(folder / TRAIN_STATE_NAME, content.train_state)
+        written[TRAIN_STATE_NAME] = write_bytes(folder / TRAIN_STATE_NAME, content.train_state)
     for name, data in content.settings.items() if rank == 0 else ():
-        written.files[f"settings/{name}"] = write_bytes(folder / "settings" / name, data)
+        written[f"settings/{name}"] = write_bytes(folder / "settings" / name, data)
     return written
 
 
 def _commit(
-    temporary: Path, target: Path, content: FolderContent, everything: list[_Written], aside: Path | None
+    temporary: Path,
+    target: Path,
+    content: FolderContent,
+    everything: list[dict[str, FileRecord]],
+    aside: Path | None,
 ) -> None:
-    files = {name: record for written in everything for name, record in written.files.items()}
+    files = {name: record for written in everything for name, record in written.items()}
     for name, record in files.items():
         status = (temporary / name).lstat()
         if not stat.S_ISREG(status.st_mode) or status.st_size != record.size:
             raise CheckpointError(f"{name} has {status.st_size} bytes after writing {record.size}")
-    stored = {section: _merge(section, tensors, everything) for section, tensors in content.sections.items()}
-    manifest = Manifest(
-        step=content.step,
-        world_size=world_size(),
-        mesh=content.mesh,
-        metric=content.metric,
-        files=dict(sorted(files.items())),
-        model=stored.get("model"),
-        ties=content.model.ties if content.model is not None else {},
-        frozen=content.model.frozen if content.model is not None else [],
-        extra=content.extra,
-        optimizer=stored.get("optimizer"),
-        optimizer_info=content.optimizer_info,
-        versions=versions(),
-    )
+    index = encode_index(files)
     for folder in temporary.iterdir():
         if folder.is_dir():
             sync_folder(folder)
-    write_bytes(temporary / MANIFEST_NAME, encode_manifest(manifest))
+    write_bytes(temporary / INDEX_NAME, index)
+    write_bytes(temporary / MANIFEST_NAME, encode_manifest(describe(content.manifest(content.stored)), index))
     publish(temporary, target, aside=aside)
-
-
-def _merge(section: str, tensors: Mapping[str, Any], everything: list[_Written]) -> dict[str, StoredTensor]:
-    stored = {name: StoredTensor(tuple(t.shape), t.dtype, []) for name, t in sorted(tensors.items())}
-    for written in everything:
-        for name, chunk in written.chunks.get(section, {}).items():
-            if name not in stored:
-                raise CheckpointError(f"a rank has {name} in its {section}, rank 0 has not")
-            stored[name].chunks.append(chunk)
-    problems = tiling_problems(stored)
-    if problems:
-        raise CheckpointError(f"the ranks' parts do not make up {len(problems)} tensors: {problems[:3]}")
-    return stored

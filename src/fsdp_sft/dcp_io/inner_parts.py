@@ -18,7 +18,7 @@ from fsdp_sft._disk import TensorReader, read_into
 from fsdp_sft._safetensors import DTYPES
 from fsdp_sft.dcp_io.codec import decode
 from fsdp_sft.dcp_io.inner_tensors import PLAIN
-from fsdp_sft.dcp_io.manifest import StoredTensor
+from fsdp_sft.dcp_io.stored import StoredTensor
 from fsdp_sft.errors import CheckpointMismatchError
 
 Part = dict[str, Any]
@@ -231,5 +231,5 @@ def _read(
     tensor = stored[key]
     out = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     if out.numel():
-        read_into(reader, key, tensor.chunks, whole(tensor.shape), out)
+        read_into(reader, tensor.key, tensor.parts(), whole(tensor.shape), out)
     return out

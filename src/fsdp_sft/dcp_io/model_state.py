@@ -8,8 +8,9 @@ from torch import nn
 from fsdp_sft._disk import TensorReader
 from fsdp_sft._model import ModelTensors, give_back, model_tensors
 from fsdp_sft.dcp_io.extra_state import check_extra, decode_extra, digests, encode_extra
-from fsdp_sft.dcp_io.folder import read_tensors
-from fsdp_sft.dcp_io.manifest import Manifest, StoredTensor
+from fsdp_sft.dcp_io.folder import check_files, read_tensors
+from fsdp_sft.dcp_io.manifest import Manifest
+from fsdp_sft.dcp_io.stored import StoredTensor
 from fsdp_sft.errors import CheckpointMismatchError, abridged
 
 
@@ -41,6 +42,7 @@ def check_model(manifest: Manifest, live: ModelTensors) -> dict[str, StoredTenso
             problems.append(f"{name} was {tensor.dtype} {tensor.shape} and is {own}")
     if problems:
         raise CheckpointMismatchError("the checkpoint is of another model: " + abridged(problems, "; "))
+    check_files(manifest, sources, {name: live.tensors[name] for name in sources if name not in live.made})
     return sources
 
 

@@ -11,11 +11,12 @@ from fsdp_sft._compat import is_wrapper_subclass
 from fsdp_sft._disk import TensorReader
 from fsdp_sft._model import parameter_names
 from fsdp_sft.dcp_io.codec import decode
-from fsdp_sft.dcp_io.folder import read_tensors
+from fsdp_sft.dcp_io.folder import check_files, read_tensors
 from fsdp_sft.dcp_io.inner_parts import parts_problem, together
 from fsdp_sft.dcp_io.inner_tensors import inner_names
-from fsdp_sft.dcp_io.manifest import Manifest, StoredTensor, per_optimizer
+from fsdp_sft.dcp_io.manifest import Manifest, per_optimizer
 from fsdp_sft.dcp_io.optimizer_content import OptimizerContent, Optimizers, as_list, optimizer_content
+from fsdp_sft.dcp_io.stored import StoredTensor
 from fsdp_sft.errors import CheckpointMismatchError, abridged
 
 # These say how a step is computed, not what: the live optimizer's choice stands.
@@ -42,6 +43,9 @@ def check_optimizer(manifest: Manifest, model: nn.Module, optimizer: Optimizers)
             fqn = name.rpartition("/")[0]
             problem = parts_problem(name, by_name[fqn], parts) if fqn in by_name else None
             problems += [problem] if problem is not None else []
+        shards = {name: by_name.get(name.rpartition("/")[0]) for name in saved[1]}
+        like = {n: p for n, p in shards.items() if p is not None and tuple(p.shape) == saved[1][n].shape}
+        check_files(manifest, saved[1], {name: like.get(name) for name in saved[1]})
     if problems:
         raise CheckpointMismatchError("the saved optimizer state does not fit: " + abridged(problems, "; "))
 
@@ -54,11 +58,8 @@ def apply_optimizer(
     Raises:
         CheckpointMismatchError: If one does not take all of it.
     """
-    several = "optimizers" in manifest.optimizer_info
-    numbers = {id(info): i for i, info in enumerate(manifest.optimizer_info.get("optimizers", ()))}
     for live, (info, stored) in _pairs(manifest, model, as_list(optimizer)):
-        prefix = f"{numbers[id(info)]}/" if several else ""
-        _apply(live, parameter_names(model), info, stored, prefix, reader)
+        _apply(live, parameter_names(model), info, stored, reader)
 
 
 def _pairs(manifest: Manifest, model: nn.Module, live: list[Optimizer]) -> list[tuple[Optimizer, Saved]]:
@@ -121,7 +122,6 @@ def _apply(
     names: Mapping[nn.Parameter, str],
     info: Mapping[str, Any],
     stored: Mapping[str, StoredTensor],
-    prefix: str,
     reader: TensorReader,
 ) -> None:
     by_name = {fqn: parameter for parameter, fqn in names.items()}
@@ -131,10 +131,9 @@ def _apply(
     states: dict[str, dict[str, Any]] = {}
     tensors: dict[str, torch.Tensor] = {}
     inside = inner_names(info.get("parts", {}))
-    in_files = {f"{prefix}{key}": tensor for key, tensor in stored.items()}
     for key, parts in info.get("parts", {}).items():
         fqn, _, name = key.rpartition("/")
-        whole = together(f"{prefix}{key}", by_name[fqn], parts, in_files, reader)
+        whole = together(key, by_name[fqn], parts, stored, reader)
         states.setdefault(fqn, {})[name] = whole
     for key, tensor in stored.items():
         if key in inside:
@@ -146,7 +145,7 @@ def _apply(
         tensors[key] = states.setdefault(fqn, {})[name] = live
     for fqn, values in info["values"].items():
         states.setdefault(fqn, {}).update({name: decode(value) for name, value in values.items()})
-    read_tensors(reader, in_files, {f"{prefix}{key}": tensor for key, tensor in tensors.items()})
+    read_tensors(reader, stored, tensors)
     for group, saved in groups:
         _apply_options(group, saved["options"])
         for parameter in group["params"]:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fsdp_sft._disk import temporary_beside
-from fsdp_sft.dcp_io.manifest import file_problems, read_manifest, verify_folder
+from fsdp_sft.dcp_io.manifest import read_manifest
 from fsdp_sft.dcp_io.steps import step_folders
+from fsdp_sft.dcp_io.verify import file_problems, verify_folder
 from fsdp_sft.errors import CheckpointCorruptError
 
 _logger = logging.getLogger("fsdp_sft.dcp_io")
@@ -51,7 +52,7 @@ def _info(step: int, path: Path) -> CheckpointInfo:
         manifest = read_manifest(path)
     except CheckpointCorruptError:
         return CheckpointInfo(step, path, sound=False)
-    problems = file_problems(path, manifest, list(manifest.files), hashes=False)
+    problems = file_problems(path, manifest, list(manifest.files), hashes=False, headers=False)
     return CheckpointInfo(step, path, not problems, manifest.metric)
 
 

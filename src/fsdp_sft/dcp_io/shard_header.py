@@ -1,0 +1,73 @@
+"""What the header of a rank's file says beside its tensors: enough to place them without the manifest.
+
+torch's distributed checkpoint reads such a folder of files by ``DCP_SHARDING_INFO``: for every name in the
+file, where in the whole tensor the part begins. It takes the shape of the whole tensor from the parts that it
+finds, so the shapes are here too, under a name of our own; rank 0's file also has the manifest's contents.
+
+Source: ``torch/distributed/checkpoint/hf_storage.py``, ``HuggingFaceStorageReader.read_metadata``.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from fsdp_sft.dcp_io.codec import dumps
+
+_OFFSETS = "DCP_SHARDING_INFO"
+_OWN = "fsdp_sft"
+_MANIFEST = "fsdp_sft_manifest"
+
+
+def header_metadata(
+    step: int | None,
+    world_size: int,
+    rank: int,
+    offsets: Mapping[str, tuple[int, ...]],
+    shapes: Mapping[str, tuple[int, ...]],
+    description: Mapping[str, Any] | None,
+) -> dict[str, str]:
+    """The metadata of one file.
+
+    Args:
+        step: Of the checkpoint.
+        world_size: Of the job that writes it.
+        rank: Whose file it is.
+        offsets: Name in the file to where in the whole tensor the part begins.
+        shapes: Name in the file to the shape of the whole tensor.
+        description: The manifest without the files; None but for rank 0.
+    """
+    whole = {key: list(shape) for key, shape in shapes.items()}
+    own = {"step": step, "world_size": world_size, "rank": rank, "shapes": whole}
+    metadata = {
+        "format": "pt",
+        _OFFSETS: json.dumps({key: {"saved_offsets": list(offset)} for key, offset in offsets.items()}),
+        _OWN: dumps(own).decode(),
+    }
+    if description is not None:
+        metadata[_MANIFEST] = dumps(description).decode()
+    return metadata
+
+
+def described_in(metadata: Mapping[str, str]) -> Any:
+    """The manifest without the files, from the header of rank 0's file; None if it is not there."""
+    return json.loads(metadata[_MANIFEST]) if _MANIFEST in metadata else None
+
+
+def placed_in(metadata: Mapping[str, str]) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Name in the file to (shape of the whole tensor, where the part begins).
+
+    Raises:
+        KeyError: If the file is not one of a checkpoint of this library; so do TypeError and ValueError.
+    """
+    shapes, offsets = json.loads(metadata[_OWN])["shapes"], json.loads(metadata[_OFFSETS])
+    return {key: (tuple(shapes[key]), tuple(entry["saved_offsets"])) for key, entry in offsets.items()}
+
+
+def rank_in(metadata: Mapping[str, str]) -> tuple[int, int, int | None]:
+    """(rank, world size, step) of a file.
+
+    Raises:
+        KeyError: If the file is not one of a checkpoint of this library.
+    """
+    own = json.loads(metadata[_OWN])
+    return int(own["rank"]), int(own["world_size"]), own["step"]

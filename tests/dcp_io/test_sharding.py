@@ -1,0 +1,117 @@
+"""Shardings against torch.chunk, rank by rank."""
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp_sft._boxes import Box, tiling_problem
+from fsdp_sft.dcp_io.sharding import Sharding, encode_sharding, one_rank, parse_sharding
+from fsdp_sft.dcp_io.stored import Derived, StoredTensor, rank_of, shard_file
+
+
+def _drawn(seed: int) -> tuple[Sharding, tuple[int, ...], int]:
+    draw = random.Random(seed)
+    mesh = tuple(draw.randint(1, 4) for _ in range(draw.randint(1, 3)))
+    shape = tuple(draw.randint(1, 9) for _ in range(draw.randint(1, 3)))
+    axes = draw.sample(range(len(mesh)), draw.randint(0, len(mesh)))
+    splits = tuple((axis, draw.randrange(len(shape))) for axis in axes)
+    size = torch.Size(mesh).numel()
+    ranks = tuple(draw.sample(range(size + 3), size)) if draw.random() < 0.5 else None
+    sharding = Sharding(mesh, ranks, splits)
+    return sharding, shape, draw.randrange(sharding.copies)
+
+
+def _by_torch(sharding: Sharding, shape: tuple[int, ...], copy: int) -> dict[int, torch.Tensor]:
+    """Rank to the elements that it has, by cutting a tensor of numbers; no arithmetic shared."""
+    numbers = torch.arange(torch.Size(shape).numel()).reshape(shape)
+    cut = [axis for axis, _ in sharding.splits]
+    others = [axis for axis in range(len(sharding.mesh_shape)) if axis not in cut]
+    copies = list(itertools.product(*(range(sharding.mesh_shape[axis]) for axis in others)))
+    grid = torch.tensor(sharding.ranks or range(torch.Size(sharding.mesh_shape).numel())).reshape(
+        sharding.mesh_shape
+    )
+    found = {}
+    for place in itertools.product(*map(range, sharding.mesh_shape)):
+        if tuple(place[axis] for axis in others) != copies[copy]:
+            continue
+        part = numbers
+        for axis, dim in sharding.splits:
+            chunks = part.chunk(sharding.mesh_shape[axis], dim)
+            part = chunks[place[axis]] if place[axis] < len(chunks) else part.narrow(dim, 0, 0)
+        if part.numel():
+            found[int(grid[place])] = part
+    return found
+
+
+@pytest.mark.parametrize("first", range(0, 400, 100))
+def test_parts_are_those_of_torch_chunk(first: int) -> None:
+    for seed in range(first, first + 100):
+        sharding, shape, copy = _drawn(seed)
+        numbers = torch.arange(torch.Size(shape).numel()).reshape(shape)
+        expected = _by_torch(sharding, shape, copy)
+        parts = dict(sharding.parts(shape, copy))
+        assert parts.keys() == expected.keys()
+        for rank, box in parts.items():
+            assert torch.equal(numbers[box.slices], expected[rank])
+            assert sharding.part_of_rank(shape, copy, rank) == box
+        for rank in set(range(40)) - parts.keys():
+            assert sharding.part_of_rank(shape, copy, rank) is None
+        assert tiling_problem(shape, list(parts.values())) is None
+        world = max(sharding.ranks or [torch.Size(sharding.mesh_shape).numel() - 1]) + 1
+        assert parse_sharding(encode_sharding(sharding), world) == sharding
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_meets_a_box_is_what_it_takes(seed: int) -> None:
+    sharding, shape, copy = _drawn(seed)
+    draw = random.Random(seed)
+    low = [draw.randrange(n) for n in shape]
+    wanted = Box(tuple(low), tuple(draw.randint(1, n - a) for n, a in zip(shape, low, strict=True)))
+    every = dict(sharding.parts(shape, copy))
+    meeting = {rank: box for rank, box in every.items() if box.intersect(wanted) is not None}
+    assert dict(sharding.parts(shape, copy, wanted)) == meeting
+
+
+def test_a_strided_shard_is_a_matter_of_order() -> None:
+    """Tensor parallelism cuts first, FSDP2 what is left: rows 0-3 lie on the first of the inner axis."""
+    cut_first_by_the_inner_axis = Sharding((2, 2), None, ((1, 0), (0, 0)))
+    assert dict(cut_first_by_the_inner_axis.parts((8,), 0)) == {
+        0: Box((0,), (2,)),
+        2: Box((2,), (2,)),
+        1: Box((4,), (2,)),
+        3: Box((6,), (2,)),
+    }
+
+
+def test_whole_tensors_and_those_of_one_rank() -> None:
+    everywhere = Sharding((4,), None, ())
+    assert everywhere.copies == 4
+    assert list(everywhere.parts((), 3)) == [(3, Box((), ()))]
+    assert list(everywhere.parts((0, 4), 1)) == []
+    stored = StoredTensor((2, 3), torch.int8, "model.x", Derived(one_rank(5)))
+    assert list(stored.parts()) == [("shards/00005.safetensors", Box((0, 0), (2, 3)))]
+    assert stored.part_in(shard_file(4)) is None
+    assert rank_of(shard_file(123456)) == 123456
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        {"mesh": [], "splits": []},
+        {"mesh": [0], "splits": []},
+        {"mesh": [2], "splits": [[1, 0]]},
+        {"mesh": [2, 2], "splits": [[0, 0], [0, 1]]},
+        {"mesh": [2], "splits": [[0, -1]]},
+        {"mesh": [2], "splits": [[0, 0]], "ranks": [0]},
+        {"mesh": [2], "splits": [[0, 0]], "ranks": [0, 4]},
+        {"mesh": [True], "splits": []},
+        {"mesh": [2] * 9, "splits": []},
+        {"mesh": [8], "splits": [[0, 0]]},
+    ],
+)
+def test_what_no_sharding_can_be(raw: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="not valid"):
+        parse_sharding(raw, 4)
