@@ -264,6 +264,7 @@ def test_model_first_the_rest_by_keyword() -> None:
         "gradient_sync",
         "export_hf",
         "save_checkpoint",
+        "convert_checkpoint",
     }
     two |= {"plot_run", "pack_lengths", "select_block_indices", "model_flops_per_token", "load_weights"}
     two |= {"prepare_base", "add_adapters", "export_adapter"}

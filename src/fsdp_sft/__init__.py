@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from fsdp_sft.dcp_io import CheckpointInfo as CheckpointInfo
     from fsdp_sft.dcp_io import LoadedCheckpoint as LoadedCheckpoint
     from fsdp_sft.dcp_io import SavedCheckpoint as SavedCheckpoint
+    from fsdp_sft.dcp_io import convert_checkpoint as convert_checkpoint
     from fsdp_sft.dcp_io import find_checkpoints as find_checkpoints
     from fsdp_sft.dcp_io import load_checkpoint as load_checkpoint
     from fsdp_sft.dcp_io import load_full_state_dict as load_full_state_dict
@@ -227,6 +228,7 @@ _OWNERS = {
     "export_hf": "export",
     "filter_rows": "collate",
     "find_blocks": "blocks",
+    "convert_checkpoint": "dcp_io",
     "find_checkpoints": "dcp_io",
     "gradient_sync": "step",
     "init_distributed": "distributed",

@@ -13,7 +13,7 @@ import shutil
 import stat
 import threading
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -51,8 +51,23 @@ class FileRecord:
     sha256: str
 
 
+@dataclass(frozen=True)
+class Deferred:
+    """A tensor that is read from somewhere when its turn to be written has come.
+
+    Attributes:
+        shape: Of it.
+        dtype: Of its elements.
+        read: Gives it, in CPU memory.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], torch.Tensor]
+
+
 def write_tensors(
-    path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
+    path: Path, tensors: Mapping[str, torch.Tensor | Deferred], metadata: Mapping[str, str] | None = None
 ) -> FileRecord:
     """Write a safetensors file and put it on the disk (fsync); it is hashed meanwhile in a thread.
 
@@ -62,7 +77,10 @@ def write_tensors(
     fd, header, head = create(path, described, metadata)
     with _Hasher(head) as hasher, closing(fd):
         for name, entry in header.entries.items():
-            staged = tensors[name].detach().to("cpu").contiguous()
+            tensor = tensors[name]
+            if isinstance(tensor, Deferred):
+                tensor = tensor.read()
+            staged = tensor.detach().to("cpu").contiguous()
             view = bytes_of(staged)
             hasher.begin(view)
             write_early(fd, entry.start, view)

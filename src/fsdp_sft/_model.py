@@ -48,8 +48,12 @@ class ModelTensors:
         return {name: first for name, first in self.names.items() if name != first}
 
 
-def model_tensors(model: nn.Module) -> ModelTensors:
+def model_tensors(model: nn.Module, *, values: bool = True) -> ModelTensors:
     """Name every parameter, persistent buffer and extra state of ``model``, which must be resharded.
+
+    Args:
+        model: It.
+        values: False if names and shapes are all that is wanted, as of a model on the meta device.
 
     Raises:
         ValueError: If something is still on the meta device.
@@ -73,13 +77,15 @@ def model_tensors(model: nn.Module) -> ModelTensors:
         names[name] = first_names.setdefault(id(value), name)
         tensors.setdefault(names[name], value)
     on_meta = [name for name, tensor in tensors.items() if tensor.device.type == "meta"]
-    if on_meta:
+    if on_meta and values:
         raise ValueError(
             f"{len(on_meta)} tensors of {type(model).__name__} are on the meta device ({on_meta[0]}, ...): "
             "give them memory with model.to_empty(device=...) and compute the non-persistent buffers "
             "again, or load the base model with load_weights, which does both"
         )
     frozen = [n for n, t in tensors.items() if isinstance(t, nn.Parameter) and not t.requires_grad]
+    if not values:
+        return ModelTensors(tensors, names, frozen, frozenset(), extra)
     made = _made_for_the_state_dict(model, tensors)
     _refuse_left_out(model, tensors, made)
     return ModelTensors(tensors, names, frozen, made, extra)

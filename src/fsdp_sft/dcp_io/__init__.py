@@ -1,8 +1,8 @@
 """Saving and loading: full state dicts, optimizer state, crash-safe checkpoints.
 
-The name comes from torch's distributed checkpoint (DCP), which this package does not use: what it writes is
-safetensors and JSON, and nothing it reads can run code. A checkpoint is a folder with a manifest, see
-``manifest``; every function calls ``reshard`` on the model first.
+Torch's distributed checkpoint (DCP) reads the steps that are written here, and ``convert_checkpoint`` those
+that it has written. What is written is safetensors and JSON, and nothing that is read can run code. A
+checkpoint is a folder with a manifest, see ``manifest``; every function calls ``reshard`` on the model first.
 """
 
 import warnings
@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import Any
 
 from fsdp_sft.dcp_io.checkpoint import LoadedCheckpoint, SavedCheckpoint, load_checkpoint, save_checkpoint
+from fsdp_sft.dcp_io.convert import convert_checkpoint
 from fsdp_sft.dcp_io.full_state import load_full_state_dict, save_full_state_dict
 from fsdp_sft.dcp_io.optimizer_state import load_optimizer_state, save_optimizer_state
 from fsdp_sft.dcp_io.retention import CheckpointInfo, find_checkpoints, verify_checkpoint
@@ -32,6 +33,7 @@ __all__ = [
     "LoadedCheckpoint",
     "PreemptionGuard",
     "SavedCheckpoint",
+    "convert_checkpoint",
     "find_checkpoints",
     "load_checkpoint",
     "load_full_state_dict",

@@ -3,7 +3,6 @@
 import math
 import os
 import time
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,11 +18,10 @@ from fsdp_sft._agree import (
     through_rank_0,
     world_size,
 )
-from fsdp_sft._disk import TensorReader, read_bytes, sweep_all, unsound_beside
+from fsdp_sft._disk import TensorReader, read_bytes, unsound_beside
 from fsdp_sft._late import settle, taken
 from fsdp_sft._model import model_tensors
 from fsdp_sft._random import set_generator_states
-from fsdp_sft.dcp_io import in_use
 from fsdp_sft.dcp_io.background import BackgroundSave, join_last, wait_for_last
 from fsdp_sft.dcp_io.choice import MOST_ATTEMPTS, choose_step, deleted_meanwhile
 from fsdp_sft.dcp_io.codec import decode, dumps, encode, loads
@@ -53,14 +51,13 @@ from fsdp_sft.dcp_io.optimizer_content import (
 from fsdp_sft.dcp_io.optimizer_load import apply_optimizer, check_optimizer
 from fsdp_sft.dcp_io.rank_files import rank_content, read_rank_content
 from fsdp_sft.dcp_io.retention import prune
+from fsdp_sft.dcp_io.root import prepare_root
 from fsdp_sft.dcp_io.snapshot import Snapshot
-from fsdp_sft.dcp_io.steps import step_folder, step_folders
-from fsdp_sft.dcp_io.verify import verify_folder
+from fsdp_sft.dcp_io.steps import step_folder
 from fsdp_sft.distributed import reshard
 from fsdp_sft.errors import (
     CheckpointCorruptError,
     CheckpointError,
-    CheckpointExistsError,
 )
 
 # The memory for asynchronous saves; one is under way at a time.
@@ -201,7 +198,7 @@ def save_checkpoint(
         return content.tensors_digest()
 
     def make_folder(digests: list[str]) -> Path:
-        _prepare_root(root, step)
+        prepare_root(root, step)
         return new_folder_beside(target, content, digests)
 
     temporary = through_rank_0(f"copying for {target}", copy, make_folder)
@@ -287,7 +284,7 @@ def _load_step(
         if optimizer is not None:
             check_optimizer(manifest, model, optimizer)
         train_state = read_train_state(folder, manifest)
-        if same_ranks:
+        if same_ranks and manifest.rank_states:
             rng, rank_state = read_rank_content(folder, manifest, this_rank())
     with agreed(f"reading {folder} (the model is loaded in part)"), TensorReader(folder) as reader:
         read_model(reader, manifest, model, tensors, sources)
@@ -338,26 +335,6 @@ def _content_apart(content: FolderContent, names: list[str]) -> FolderContent:
         return content
     stored = with_inner_tensors(OptimizerContent(dict(content.optimizer), content.optimizer_info), names)
     return replace(content, optimizer=stored.tensors, optimizer_info=stored.info)
-
-
-def _prepare_root(root: Path, step: int) -> None:
-    target = step_folder(root, step)
-    root.mkdir(parents=True, exist_ok=True)
-    in_use.take(root)
-    sweep_all(root)
-    if os.path.lexists(target) and not verify_folder(target, hashes=True):
-        raise CheckpointExistsError(
-            f"{target} is there and sound; a committed step is never overwritten. To go on from an earlier "
-            "run, call load_checkpoint before the first step and count on from there; for a new run, choose "
-            "another folder or move the old one away"
-        )
-    newer = [number for number, _ in step_folders(root) if number > step]
-    if newer:
-        warnings.warn(
-            f"{target} is saved beside newer steps ({newer[:5]}). If training went back to an earlier one, "
-            "move those away: the newest are what pruning keeps and what the next start resumes from",
-            stacklevel=4,
-        )
 
 
 @dataclass(frozen=True)

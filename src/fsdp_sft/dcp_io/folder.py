@@ -8,6 +8,7 @@ import stat
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import nn
 from fsdp_sft._agree import this_rank, through_rank_0, world_size
 from fsdp_sft._boxes import Box, box_of, local_of
 from fsdp_sft._disk import (
+    Deferred,
     FileRecord,
     TensorReader,
     publish,
@@ -72,6 +74,23 @@ class OwnedTensor:
 
 
 @dataclass(frozen=True)
+class ReadTensor:
+    """A tensor of another checkpoint: each rank reads its part when it writes it.
+
+    Attributes:
+        shape: Of all of it.
+        dtype: Of its elements.
+        like: A live tensor that lies on the ranks as this one is to.
+        read: Gives a part, in CPU memory.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    like: torch.Tensor
+    read: Callable[[Box], torch.Tensor]
+
+
+@dataclass(frozen=True)
 class FolderContent:
     """What a rank brings to a save; tensors are the live ones, whole or sharded.
 
@@ -82,7 +101,7 @@ class FolderContent:
         model: None for an optimizer state of its own.
         extra: As in the manifest.
         extra_tensors: Those that ``extra`` refers to.
-        optimizer: ``<fqn>/<state name>`` to tensor or ``OwnedTensor``, or None.
+        optimizer: ``<fqn>/<state name>`` to tensor, ``OwnedTensor`` or ``ReadTensor``, or None.
         optimizer_info: As in the manifest.
         train_state: The bytes of ``train_state.json``; rank 0's are written.
         rank_content: This rank's own state, as tensors by name.
@@ -156,6 +175,7 @@ class FolderContent:
             extra=self.extra,
             optimizer=stored.get("optimizer"),
             optimizer_info=self.optimizer_info,
+            rank_states=self.rank_content is not None,
             versions=versions(),
         )
 
@@ -174,14 +194,17 @@ class Part:
     """
 
     box: Box
-    tensor: torch.Tensor
+    tensor: torch.Tensor | Deferred
 
 
 Parts = Mapping[str, Mapping[str, Part]]  # section -> tensor -> part
 
 
 def _stored(section: str, name: str, tensor: Any, index: int, shardings: Shardings) -> StoredTensor:
-    sharding = one_rank(tensor.owner) if isinstance(tensor, OwnedTensor) else shardings.of(tensor)
+    if isinstance(tensor, OwnedTensor):
+        sharding = one_rank(tensor.owner)
+    else:
+        sharding = shardings.of(tensor.like if isinstance(tensor, ReadTensor) else tensor)
     place = Derived(sharding, _copy(sharding, tensor, index))
     return StoredTensor(tuple(tensor.shape), tensor.dtype, file_key(section, name), place)
 
@@ -354,6 +377,9 @@ def _parts_of(tensors: Mapping[str, Any], stored: Mapping[str, StoredTensor], fi
         if box is None:
             continue
         live = tensors[name]
+        if isinstance(live, ReadTensor):
+            parts[name] = Part(box, Deferred(box.shape, live.dtype, partial(live.read, box)))
+            continue
         local = live.tensor if isinstance(live, OwnedTensor) else local_of(live)
         if local is None or tuple(local.shape) != box.shape:
             found = None if local is None else tuple(local.shape)
@@ -368,7 +394,7 @@ def _write_own(folder: Path, content: FolderContent, parts: Parts) -> dict[str, 
     rank = this_rank()
     stored = content.stored
     written: dict[str, FileRecord] = {}
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor | Deferred] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     offsets: dict[str, tuple[int, ...]] = {}
     for section, own in parts.items():

@@ -59,6 +59,7 @@ class Manifest:
         metric: What ``save_checkpoint`` was given, lower being better; None if it was nothing finite.
         optimizer_info: The optimizer's class, parameters, groups and state other than tensors; of several, a
             list of these under ``optimizers``.
+        rank_states: Whether each rank's random number generators and own state are there.
         versions: Of the libraries that wrote it.
         version: Of the format.
         digest: Of everything else, once it has been read from a file.
@@ -75,6 +76,7 @@ class Manifest:
     optimizer: dict[str, StoredTensor] | None = None
     optimizer_info: dict[str, Any] = field(default_factory=dict)
     metric: float | None = None
+    rank_states: bool = False
     versions: dict[str, str] = field(default_factory=dict)
     version: int = VERSION
     digest: str = ""
@@ -123,6 +125,7 @@ def describe(manifest: Manifest) -> dict[str, Any]:
         "frozen": manifest.frozen,
         "extra": manifest.extra,
         "optimizer_info": manifest.optimizer_info,
+        "rank_states": manifest.rank_states,
         "versions": manifest.versions,
     }
 
@@ -236,6 +239,7 @@ def parse(body: Mapping[str, Any], index: Mapping[str, Any]) -> Manifest:
         optimizer=optimizer,
         optimizer_info=dict(body["optimizer_info"]),
         metric=None if body["metric"] is None else float(body["metric"]),
+        rank_states=any(n.startswith("rank/") for n in files) if lists else bool(body["rank_states"]),
         versions=dict(body["versions"]),
         version=int(body["version"]),
         digest=str(body.get("digest", "")),

@@ -2,6 +2,7 @@
 
 import torch
 
+from fsdp_sft._disk import Deferred
 from fsdp_sft._streams import host_buffer
 from fsdp_sft.dcp_io.folder import Part, Parts
 
@@ -23,15 +24,18 @@ class Snapshot:
         """
         copies: dict[str, dict[str, Part]] = {}
         used: dict[str, torch.Tensor] = {}
+        devices: set[torch.device] = set()
         for section, own in parts.items():
             copies[section] = {}
             for name, part in own.items():
+                assert not isinstance(part.tensor, Deferred)  # of live models only
                 key = f"{section}/{name}"
                 used[key] = self._buffer(key, part.tensor)
                 used[key].copy_(part.tensor, non_blocking=True)
+                devices.add(part.tensor.device)
                 copies[section][name] = Part(part.box, used[key])
         self._buffers = used  # what the model has no more is let go
-        for device in {part.tensor.device for own in parts.values() for part in own.values()}:
+        for device in devices:
             if device.type != "cpu":
                 torch.accelerator.synchronize(device)
         return copies

@@ -1,0 +1,225 @@
+"""Checkpoints of other tools as steps of ours: model, optimizer and step, without loading them anywhere."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_sft._agree import agreed, through_rank_0
+from fsdp_sft._boxes import Box
+from fsdp_sft._disk import unsound_beside
+from fsdp_sft._model import ModelTensors, clean_name, model_tensors
+from fsdp_sft._safetensors import dtype_name
+from fsdp_sft.dcp_io.codec import encode
+from fsdp_sft.dcp_io.folder import FolderContent, ReadTensor, describe_mesh, new_folder_beside, write_folder
+from fsdp_sft.dcp_io.foreign.names import KeyMap, check_known, in_order, translated
+from fsdp_sft.dcp_io.foreign.open import open_foreign
+from fsdp_sft.dcp_io.foreign.source import ForeignCheckpoint, ForeignTensor
+from fsdp_sft.dcp_io.root import prepare_root
+from fsdp_sft.dcp_io.steps import step_folder
+from fsdp_sft.distributed import reshard
+from fsdp_sft.errors import CheckpointMismatchError, abridged
+
+_ADAM_STATES = {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
+_COMPUTED = ".rotary_emb.inv_freq"  # a buffer that old checkpoints have and models compute
+
+
+def convert_checkpoint(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    model: nn.Module,
+    format: str = "auto",  # noqa: A002 - the name that loading functions elsewhere have for it
+    key_map: KeyMap | None = None,
+    allow_pickle: bool = False,
+) -> Path:
+    """Write a checkpoint of another tool as a step of ours, for ``load_checkpoint``.
+
+    Read are folders of Accelerate and of transformers' Trainer (``SHARDED_STATE_DICT``, ``FULL_STATE_DICT``),
+    of torchtitan and torchtune, and of torch's distributed checkpoint with Hugging Face names. The numbers
+    are what they were: the model's, and the moments of Adam and AdamW with their options. Random number
+    generators, schedulers and loaders are left behind.
+
+    Example::
+
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        convert_checkpoint("trainer/checkpoint-500", "ckpt", model=model)  # ckpt/step-500
+
+    Args:
+        source: The folder.
+        target: Root of all steps of ours; made if it is not there. The step's number is the source's, else 0.
+        model: Says names, shapes, dtypes and how the files are cut: sharded or not, also on the meta device.
+            It is only looked at.
+        format: ``"accelerate"`` and ``"full"`` (those two kinds of state dict), ``"dcp"`` (one folder of
+            torch's distributed checkpoint: torchtitan, torchtune and others), or ``"auto"``.
+        key_map: For other models of torchtitan and torchtune, or other tools: the tool's name of a parameter
+            to the model's, or None to leave it out; a mapping, in which names that are not there stay, or a
+            function.
+        allow_pickle: Read ``pytorch_model_fsdp.bin`` and ``optimizer.bin``, whole files of ``torch.save``.
+            Nothing in any file is run, with or without it.
+
+    Returns:
+        The step's folder.
+
+    Raises:
+        CheckpointNotFoundError: If there is nothing of the kind.
+        CheckpointFormatError: If a file holds objects that are not tensors or plain values.
+        CheckpointCorruptError: If a file is damaged.
+        CheckpointMismatchError: If names, shapes or dtypes are not the model's; the message lists them.
+        CheckpointExistsError: If that step is there and sound.
+        ValueError: If names or the order of rows are not known.
+
+    Collective: all ranks; all raise the same error.
+    Memory: This rank's part of one tensor, and one part of the source's files that it lies in.
+    """
+    root, folder = Path(target).absolute(), Path(source).absolute()
+    reshard(model)
+    prepared: list[FolderContent] = []
+    with agreed(f"looking at {folder}"):
+        foreign = open_foreign(folder, format, allow_pickle=allow_pickle)
+        prepared.append(_content(foreign, model, key_map))
+    content = prepared.pop()
+    path = step_folder(root, int(content.step or 0))
+
+    def make_folder(digests: list[str]) -> Path:
+        prepare_root(root, int(content.step or 0))
+        return new_folder_beside(path, content, digests)
+
+    temporary = through_rank_0(f"preparing to write {path}", content.tensors_digest, make_folder)
+    write_folder(path, content, aside=unsound_beside(path), temporary=temporary)
+    return path
+
+
+def _content(foreign: ForeignCheckpoint, model: nn.Module, key_map: KeyMap | None) -> FolderContent:
+    config = getattr(model, "config", None)
+    if key_map is None:
+        check_known(foreign.kind, config)
+    live = model_tensors(model, values=False)
+    names = {name: translated(clean_name(name), foreign.kind, key_map) for name in foreign.model}
+
+    def ordered(name: str, tensor: ForeignTensor) -> ForeignTensor:
+        return tensor if key_map is not None else in_order(name, tensor, foreign.kind, config)
+
+    tensors = _model(foreign, live, names, ordered)
+    states, info = _optimizer(foreign, live, key_map, ordered)
+    return FolderContent(
+        step=foreign.step or 0,
+        mesh=describe_mesh(model),
+        model=replace(live, tensors=tensors),
+        optimizer=states or None,
+        optimizer_info=info,
+    )
+
+
+def _model(
+    foreign: ForeignCheckpoint, live: ModelTensors, names: Mapping[str, str | None], ordered: Any
+) -> dict[str, Any]:
+    """The model's first names to what is read for them."""
+    found: dict[str, list[tuple[str, ForeignTensor]]] = {first: [] for first in live.tensors}
+    unknown, problems = [], []
+    for theirs, ours in names.items():
+        if ours in live.names:
+            first = live.names[ours]
+            found[first].append((theirs, ordered(ours, foreign.model[theirs])))
+        elif ours is not None and not ours.endswith(_COMPUTED):
+            unknown.append(theirs)
+    missing = [first for first, tensors in found.items() if not tensors]
+    if missing:
+        problems.append(f"{len(missing)} of the model's are not in it ({abridged(missing, ', ', 4)})")
+    if unknown:
+        problems.append(f"{len(unknown)} are not the model's ({abridged(unknown, ', ', 4)})")
+    for first, tensors in found.items():
+        want = live.tensors[first]
+        for theirs, tensor in tensors:
+            if tensor.shape != tuple(want.shape) or not _is_exact(tensor.dtype, want.dtype):
+                ours = f"{want.dtype} {tuple(want.shape)}"
+                problems.append(f"{theirs} is {tensor.dtype} {tensor.shape}, {first} of the model {ours}")
+    if problems:
+        raise CheckpointMismatchError(
+            f"the {foreign.kind} checkpoint does not fit the model: {abridged(problems, '; ')}"
+        )
+    read: dict[str, Any] = {}
+    for first, tensors in found.items():
+        like = live.tensors[first]
+        read[first] = ReadTensor(tuple(like.shape), like.dtype, like, _reader(tensors, like.dtype))
+    return read
+
+
+def _is_exact(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether each number of ``source`` is one of ``target``."""
+    both = source.is_floating_point and target.is_floating_point
+    return source == target or (both and torch.promote_types(source, target) == target)
+
+
+def _reader(tensors: list[tuple[str, ForeignTensor]], dtype: torch.dtype) -> Any:
+    def read(box: Box) -> torch.Tensor:
+        values = tensors[0][1].read(box)
+        for name, other in tensors[1:]:
+            if not torch.equal(other.read(box), values):
+                raise CheckpointMismatchError(f"{tensors[0][0]} and {name}, one tensor in the model, differ")
+        return values.to(dtype)
+
+    return read
+
+
+def _optimizer(
+    foreign: ForeignCheckpoint, live: ModelTensors, key_map: KeyMap | None, ordered: Any
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """State and information of the optimizer; both empty if there is none."""
+    if not foreign.states and not foreign.groups:
+        return {}, {}
+    ours: dict[str, str] = {}
+    problems: list[str] = []
+    in_groups = [str(name) for group in foreign.groups for name in group.get("params", [])]
+    for theirs in [*(name for name, _ in foreign.states), *in_groups]:
+        name = translated(clean_name(theirs), foreign.kind, key_map)
+        if name in live.names:
+            ours[theirs] = live.names[name]
+        elif theirs not in problems:
+            problems.append(theirs)
+    if problems:
+        by_number = " by number, not by name" if all(name.isdigit() for name in problems) else ""
+        raise CheckpointMismatchError(
+            f"the optimizer's state is of {len(problems)} parameters that are not the model's{by_number} "
+            f"({abridged(problems, ', ', 4)})"
+        )
+    kinds = {state for _, state in foreign.states}
+    if not kinds <= _ADAM_STATES:
+        raise CheckpointMismatchError(
+            f"the optimizer's state is of another kind than Adam's: it has {sorted(kinds - _ADAM_STATES)}"
+        )
+    if {name for name, _ in foreign.states} - set(in_groups):
+        raise CheckpointMismatchError("the optimizer's groups lack parameters that it has state of")
+    states = {}
+    for (theirs, state), tensor in foreign.states.items():
+        name = ours[theirs]
+        shape = tuple(live.tensors[name].shape)
+        if tensor.shape not in (shape, ()):
+            raise CheckpointMismatchError(f"{state} of {theirs} is {tensor.shape}, {name} is {shape}")
+        alike = tensor.shape == shape
+        tensor = ordered(name, tensor) if alike else tensor
+        like = live.tensors[name] if alike else torch.empty(())
+        states[f"{name}/{state}"] = ReadTensor(tensor.shape, tensor.dtype, like, tensor.read)
+    groups = [
+        {"params": [ours[str(name)] for name in group["params"]], "options": _options(group)}
+        for group in foreign.groups
+    ]
+    parameters = {
+        name: [dtype_name(live.tensors[name].dtype), list(live.tensors[name].shape)]
+        for group in groups
+        for name in group["params"]
+    }
+    decoupled = {group.get("decoupled_weight_decay", True) for group in foreign.groups}
+    kind = "Adam" if decoupled == {False} else "AdamW"
+    return states, {"class": kind, "parameters": parameters, "groups": groups, "values": {}}
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's options as JSON; a learning rate that is a tensor is a number."""
+    plain = {k: v.item() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
+    return {key: encode(value, f"option {key!r}") for key, value in plain.items()}

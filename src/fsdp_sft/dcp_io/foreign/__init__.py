@@ -1,0 +1,1 @@
+"""Checkpoints of other tools, read without running anything that is in them."""

@@ -1,0 +1,191 @@
+"""A folder of torch's distributed checkpoint: ``.metadata``, a pickle, and ``.distcp`` files of tensors.
+
+The metadata is read by an unpickler that knows the few classes which it is made of and makes plain records of
+them; each tensor by ``torch.load(weights_only=True)``.
+
+Source: ``torch/distributed/checkpoint/filesystem.py`` and ``metadata.py``.
+"""
+
+import io
+import pickle
+from collections import OrderedDict
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path, PurePath
+from typing import Any
+
+import torch
+
+from fsdp_sft._boxes import Box, tiling_problem
+from fsdp_sft._disk import closing, read_bytes
+from fsdp_sft._limits import blame_no_file
+from fsdp_sft._safetensors import open_file, read_at
+from fsdp_sft.dcp_io.foreign.source import ForeignTensor
+from fsdp_sft.errors import CheckpointCorruptError, CheckpointFormatError, SafetensorsError
+
+METADATA_NAME = ".metadata"
+_MOST_METADATA_BYTES = 1 << 30
+_MODULE = "torch.distributed.checkpoint"
+_RECORDS = {
+    (f"{_MODULE}.metadata", name)
+    for name in (
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+    )
+} | {(f"{_MODULE}.filesystem", "_StorageInfo")}
+
+_NOT_METADATA = (
+    pickle.UnpicklingError,
+    ArithmeticError,
+    AttributeError,
+    EOFError,
+    ImportError,
+    LookupError,
+    MemoryError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+
+
+class _Record:
+    """What an object of such a class had in it."""
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, tuple):  # TensorProperties
+            names = ("dtype", "layout", "requires_grad", "memory_format", "pin_memory")
+            state = dict(zip(names, state, strict=False))
+        vars(self).update(state)
+
+
+def _joined(*parts: str) -> str:
+    return str(PurePath(*parts))
+
+
+def _ignored(*_: Any) -> None:
+    return None
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _RECORDS:
+            return type(name, (_Record,), {})
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        known = {
+            ("torch", "Size"): tuple,
+            ("torch.serialization", "_get_layout"): _ignored,
+            (f"{_MODULE}.metadata", "_MEM_FORMAT_ENCODING"): _ignored,
+            ("collections", "OrderedDict"): OrderedDict,
+            **{("pathlib", kind): _joined for kind in ("PosixPath", "PurePosixPath", "WindowsPath")},
+            **{("pathlib._local", kind): _joined for kind in ("PosixPath", "PurePosixPath", "WindowsPath")},
+        }
+        if (module, name) not in known:
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which no such metadata needs")
+        return known[module, name]
+
+
+class DcpFolder:
+    """One folder, with its tensors by flat name.
+
+    Attributes:
+        tensors: Name to tensor.
+        others: Names of what is not a tensor.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Read the metadata.
+
+        Raises:
+            CheckpointCorruptError: If it is not such metadata, or a tensor's parts do not make it up.
+        """
+        self._folder = folder
+        path = folder / METADATA_NAME
+        try:
+            metadata = _Unpickler(io.BytesIO(read_bytes(path, _MOST_METADATA_BYTES))).load()
+            self._places = {
+                (index.fqn, _offset(index)): info for index, info in metadata.storage_data.items()
+            }
+            described = metadata.state_dict_metadata
+            self.others = [key for key, entry in described.items() if not hasattr(entry, "size")]
+            self.tensors = {
+                key: self._tensor(key, entry) for key, entry in described.items() if hasattr(entry, "size")
+            }
+        except _NOT_METADATA as error:
+            reason = str(error) if type(error) in (pickle.UnpicklingError, ValueError) else repr(error)
+            raise CheckpointCorruptError(
+                f"{path} is not metadata of a distributed checkpoint: {reason}"
+            ) from None
+
+    def value(self, key: str) -> Any:
+        """What was stored under a name that is not a tensor's: numbers, strings, tuples and the like.
+
+        Raises:
+            CheckpointFormatError: If it is an object of some class; nothing of it is run.
+        """
+        return self._load(key, self._places[key, None])
+
+    def _tensor(self, key: str, entry: Any) -> ForeignTensor:
+        shape = tuple(int(n) for n in entry.size)
+        boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
+        problem = tiling_problem(shape, boxes)
+        if problem is not None:
+            raise ValueError(f"{key}: {problem}")
+        missing = [box for box in boxes if (key, box.offset) not in self._places]
+        if missing:
+            raise ValueError(f"{key} has a part at {missing[0].offset} that is nowhere")
+        dtype = entry.properties.dtype
+        return ForeignTensor(shape, dtype, partial(self._read, key, boxes, dtype))
+
+    def _read(self, key: str, boxes: list[Box], dtype: torch.dtype, wanted: Box) -> torch.Tensor:
+        out = torch.empty(wanted.shape, dtype=dtype)
+        for box in boxes:
+            common = box.intersect(wanted)
+            if common is None or not common.numel:
+                continue
+            part = self._load(key, self._places[key, box.offset])
+            if not isinstance(part, torch.Tensor) or (tuple(part.shape), part.dtype) != (box.shape, dtype):
+                raise CheckpointCorruptError(
+                    f"{self._folder}: {key} at {box.offset} is not what the metadata says"
+                )
+            out[common.relative_to(wanted).slices] = part[common.relative_to(box).slices]
+        return out
+
+    def _load(self, key: str, info: Any) -> Any:
+        """One entry of a file; a tensor, or what ``torch.save`` was given."""
+        if getattr(info, "transform_descriptors", None):
+            raise CheckpointFormatError(f"{self._folder}: {key} is compressed or otherwise transformed")
+        path = self._folder / PurePath(info.relative_path).name
+        data = bytearray(int(info.length))
+        try:
+            fd = open_file(path)
+            with closing(fd):
+                read_at(fd, int(info.offset), memoryview(data))
+            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise CheckpointFormatError(
+                f"{path}: {key} is an object, which is not unpickled: that could run any code "
+                f"({str(error).splitlines()[0][:200]})"
+            ) from None
+        except (OSError, SafetensorsError, RuntimeError, EOFError, ValueError) as error:
+            blame_no_file(error, path)
+            raise CheckpointCorruptError(f"{path}: {key} cannot be read: {error}") from None
+
+
+def _offset(index: Any) -> tuple[int, ...] | None:
+    """Where a part begins; None for what is not a tensor, which has no such attribute."""
+    offset = getattr(index, "offset", None)
+    return None if offset is None else tuple(offset)
+
+
+def below(tensors: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """What has names that begin with ``prefix``, by the rest of their names."""
+    return {key.removeprefix(prefix): entry for key, entry in tensors.items() if key.startswith(prefix)}

@@ -1,0 +1,117 @@
+"""The names that other tools give to the parameters of Llama 3 and Qwen 3, and rows stored in another order.
+
+Llama's own rotary embedding turns neighbouring rows of a head together, the Hugging Face one a row of the
+first half with one of the second: rows of queries and keys are stored accordingly.
+
+Sources: torchtitan, ``models/llama3`` and ``models/qwen3``, ``state_dict_adapter.py``; torchtune,
+``models/convert_weights.py`` and ``models/qwen3/_convert_weights.py``; transformers,
+``models/llama/convert_llama_weights_to_hf.py``.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from fsdp_sft._boxes import Box
+from fsdp_sft.dcp_io.foreign.source import ForeignTensor
+
+KeyMap = Mapping[str, str | None] | Callable[[str], str | None]
+
+_COMMON = {
+    "tok_embeddings.weight": "model.embed_tokens.weight",
+    "output.weight": "lm_head.weight",
+}
+_TITAN = {
+    **_COMMON,
+    "norm.weight": "model.norm.weight",
+    "layers.{}.attention.wq.weight": "model.layers.{}.self_attn.q_proj.weight",
+    "layers.{}.attention.wk.weight": "model.layers.{}.self_attn.k_proj.weight",
+    "layers.{}.attention.wv.weight": "model.layers.{}.self_attn.v_proj.weight",
+    "layers.{}.attention.wo.weight": "model.layers.{}.self_attn.o_proj.weight",
+    "layers.{}.attention.q_norm.weight": "model.layers.{}.self_attn.q_norm.weight",
+    "layers.{}.attention.k_norm.weight": "model.layers.{}.self_attn.k_norm.weight",
+    "layers.{}.feed_forward.w1.weight": "model.layers.{}.mlp.gate_proj.weight",
+    "layers.{}.feed_forward.w3.weight": "model.layers.{}.mlp.up_proj.weight",
+    "layers.{}.feed_forward.w2.weight": "model.layers.{}.mlp.down_proj.weight",
+    "layers.{}.attention_norm.weight": "model.layers.{}.input_layernorm.weight",
+    "layers.{}.ffn_norm.weight": "model.layers.{}.post_attention_layernorm.weight",
+}
+_TUNE = {
+    **_COMMON,
+    "norm.scale": "model.norm.weight",
+    "layers.{}.attn.q_proj.weight": "model.layers.{}.self_attn.q_proj.weight",
+    "layers.{}.attn.k_proj.weight": "model.layers.{}.self_attn.k_proj.weight",
+    "layers.{}.attn.v_proj.weight": "model.layers.{}.self_attn.v_proj.weight",
+    "layers.{}.attn.output_proj.weight": "model.layers.{}.self_attn.o_proj.weight",
+    "layers.{}.attn.q_norm.scale": "model.layers.{}.self_attn.q_norm.weight",
+    "layers.{}.attn.k_norm.scale": "model.layers.{}.self_attn.k_norm.weight",
+    "layers.{}.mlp.w1.weight": "model.layers.{}.mlp.gate_proj.weight",
+    "layers.{}.mlp.w3.weight": "model.layers.{}.mlp.up_proj.weight",
+    "layers.{}.mlp.w2.weight": "model.layers.{}.mlp.down_proj.weight",
+    "layers.{}.sa_norm.scale": "model.layers.{}.input_layernorm.weight",
+    "layers.{}.mlp_norm.scale": "model.layers.{}.post_attention_layernorm.weight",
+}
+TABLES = {"torchtitan": _TITAN, "torchtune": _TUNE}
+_MODEL_TYPES = ("llama", "qwen3")
+_QUERIES_OR_KEYS = re.compile(r"\.self_attn\.[qk]_proj\.weight$")
+
+
+def kind_of(names: Iterable[str]) -> str | None:
+    """Whose names these are: that of a table, "hugging face", or None."""
+    known = {abstract(name) for name in names}
+    for kind, table in TABLES.items():
+        if {"tok_embeddings.weight"} < known and known & (table.keys() - _COMMON.keys() - {"norm.weight"}):
+            return kind
+    theirs = ("model.", "transformer.", "lm_head.")
+    return "hugging face" if any(name.startswith(theirs) for name in known) else None
+
+
+def abstract(name: str) -> str:
+    """``layers.3.x`` as ``layers.{}.x``."""
+    return re.sub(r"\.\d+\.", ".{}.", name, count=1)
+
+
+def translated(name: str, kind: str, key_map: KeyMap | None) -> str | None:
+    """The model's name of a parameter that another tool calls ``name``; None if it is to be left out.
+
+    A name that a tool's table does not have stays as it is, which no model has.
+    """
+    if key_map is not None:
+        return key_map.get(name, name) if isinstance(key_map, Mapping) else key_map(name)
+    target = TABLES.get(kind, {}).get(abstract(name), name)
+    number = re.search(r"\.(\d+)\.", name)
+    return target.format(number[1]) if number else target
+
+
+def check_known(kind: str, config: Any) -> None:
+    """See that the table of a tool is meant for such models.
+
+    Raises:
+        ValueError: If it is not.
+    """
+    found = getattr(config, "model_type", None)
+    if kind in TABLES and found not in _MODEL_TYPES:
+        raise ValueError(
+            f"the names and the order of rows that {kind} has for models of type {found!r} are not known "
+            f"here, only those of {' and '.join(_MODEL_TYPES)}: pass key_map, if rows are stored in one order"
+        )
+
+
+def in_order(name: str, tensor: ForeignTensor, kind: str, config: Any) -> ForeignTensor:
+    """A tensor with its rows as transformers has them."""
+    if kind not in TABLES or config.model_type != "llama" or not _QUERIES_OR_KEYS.search(name):
+        return tensor
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if tensor.shape[0] % head_dim or head_dim % 2:
+        raise ValueError(f"{name} has {tensor.shape[0]} rows, which are no heads of {head_dim}")
+
+    def read(wanted: Box) -> torch.Tensor:
+        first = wanted.offset[0] // head_dim * head_dim  # whole heads
+        end = -(-(wanted.offset[0] + wanted.shape[0]) // head_dim) * head_dim
+        heads = tensor.read(Box((first, *wanted.offset[1:]), (end - first, *wanted.shape[1:])))
+        halves: torch.Tensor = heads.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
+        return halves[wanted.offset[0] - first :][: wanted.shape[0]]
+
+    return ForeignTensor(tensor.shape, tensor.dtype, read)

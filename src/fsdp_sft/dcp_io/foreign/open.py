@@ -1,0 +1,155 @@
+"""Which tool has written a checkpoint, and its parts by name."""
+
+import json
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fsdp_sft._boxes import Box, part_of
+from fsdp_sft._limits import blame_no_file
+from fsdp_sft.dcp_io.foreign.dcp_folder import METADATA_NAME, DcpFolder, below
+from fsdp_sft.dcp_io.foreign.names import kind_of
+from fsdp_sft.dcp_io.foreign.source import ForeignCheckpoint, ForeignTensor, split_optimizer
+from fsdp_sft.dcp_io.steps import step_number
+from fsdp_sft.errors import CheckpointCorruptError, CheckpointFormatError, CheckpointNotFoundError
+
+FORMATS = ("auto", "accelerate", "dcp", "full")
+_SHARDED, _OPTIMIZER, _FULL, _FULL_OPTIMIZER = (
+    "pytorch_model_fsdp_0",
+    "optimizer_0",
+    "pytorch_model_fsdp.bin",
+    "optimizer.bin",
+)
+
+
+def open_foreign(source: Path, kind: str, *, allow_pickle: bool) -> ForeignCheckpoint:
+    """Read what a checkpoint has, not its numbers.
+
+    Args:
+        source: Its folder.
+        kind: One of ``FORMATS``.
+        allow_pickle: Whether one ``torch.save`` file of the whole model may be read.
+
+    Raises:
+        CheckpointNotFoundError: If there is no such checkpoint.
+        CheckpointFormatError: If it is a pickle and may not be read, or has objects.
+        CheckpointCorruptError: If it is damaged.
+        ValueError: For another ``kind``.
+    """
+    if kind not in FORMATS:
+        raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {kind!r}")
+    places = {
+        "accelerate": source / _SHARDED / METADATA_NAME,
+        "dcp": source / METADATA_NAME,
+        "full": source / _FULL,
+    }
+    found = next((k for k, place in places.items() if kind in ("auto", k) and place.is_file()), None)
+    if found is None:
+        wanted = ", ".join(str(p.relative_to(source)) for k, p in places.items() if kind in ("auto", k))
+        raise CheckpointNotFoundError(
+            f"there is no checkpoint of another tool at {source}: looked for {wanted}"
+        )
+    if found == "accelerate":
+        return _accelerate(source)
+    if found == "dcp":
+        return _one_folder(source)
+    if not allow_pickle:
+        raise CheckpointFormatError(
+            f"{source / _FULL} is a pickle; allow_pickle=True reads the tensors in it by "
+            "torch.load(weights_only=True), which runs nothing of it"
+        )
+    return _full(source)
+
+
+def _accelerate(source: Path) -> ForeignCheckpoint:
+    folder = DcpFolder(source / _SHARDED)
+    states: dict[tuple[str, str], Any] = {}
+    groups: list[dict[str, Any]] = []
+    if (source / _OPTIMIZER / METADATA_NAME).is_file():
+        optimizer = DcpFolder(source / _OPTIMIZER)
+        keys = below({**optimizer.tensors, **dict.fromkeys(optimizer.others)}, "optimizer.")
+        states, groups = split_optimizer(keys, lambda key: _value(optimizer, f"optimizer.{key}"))
+    model = below(folder.tensors, "model.")
+    return ForeignCheckpoint("accelerate", model, _tensors_only(states), groups, _trainer_step(source))
+
+
+def _one_folder(source: Path) -> ForeignCheckpoint:
+    """Torchtitan's (the model's names at the top), torchtune's or others with ``model.`` in front of them."""
+    folder = DcpFolder(source)
+    keys = {**folder.tensors, **dict.fromkeys(folder.others)}
+    prefixes = [p for p in ("optimizer.", "optim.", "opt.") if any(k.startswith(p) for k in keys)]
+    prefix = (prefixes or ["optimizer."])[0]
+    optimizer = below(keys, prefix)
+    states, groups = split_optimizer(optimizer, lambda key: _value(folder, prefix + key))
+    rest = {key: tensor for key, tensor in folder.tensors.items() if not key.startswith(prefix)}
+    inner = below(rest, "model.")
+    model = inner if kind_of(inner) is not None else rest
+    others = ("train_state.", "lr_scheduler.", "dataloader.")
+    model = {key: tensor for key, tensor in model.items() if not key.startswith(others)}
+    counters = [key for key in ("train_state.step", "step", "global_step") if key in keys]
+    step = int(_value(folder, counters[0])) if counters else step_number(source)
+    return ForeignCheckpoint(kind_of(model) or "dcp", model, _tensors_only(states), groups, step)
+
+
+def _full(source: Path) -> ForeignCheckpoint:
+    saved_model = _loaded(source / _FULL)
+    model = {name: _in_memory(t) for name, t in saved_model.items() if isinstance(t, torch.Tensor)}
+    states: dict[tuple[str, str], ForeignTensor] = {}
+    groups: list[dict[str, Any]] = []
+    if (source / _FULL_OPTIMIZER).is_file():
+        saved = _loaded(source / _FULL_OPTIMIZER)
+        groups = [dict(group) for group in saved.get("param_groups", [])]
+        for name, entries in saved.get("state", {}).items():
+            states |= {(str(name), key): _in_memory(torch.as_tensor(value)) for key, value in entries.items()}
+    return ForeignCheckpoint("full", model, states, groups, _trainer_step(source))
+
+
+def _loaded(path: Path) -> Mapping[str, Any]:
+    try:
+        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError as error:
+        raise CheckpointFormatError(
+            f"{path} has objects in it, which are not unpickled: that could run any code "
+            f"({str(error).splitlines()[0][:200]})"
+        ) from None
+    except (RuntimeError, ValueError, EOFError, OSError, KeyError) as error:
+        blame_no_file(error, path)
+        raise CheckpointCorruptError(f"{path} is cut short or damaged: {error}") from None
+    if not isinstance(loaded, Mapping):
+        raise CheckpointCorruptError(f"{path} is not a dict of tensors")
+    return loaded
+
+
+def _in_memory(tensor: torch.Tensor) -> ForeignTensor:
+    def read(wanted: Box) -> torch.Tensor:
+        return part_of(tensor, wanted).clone()
+
+    return ForeignTensor(tuple(tensor.shape), tensor.dtype, read)
+
+
+def _value(folder: DcpFolder, key: str) -> Any:
+    if key not in folder.tensors:
+        return folder.value(key)
+    tensor = folder.tensors[key]
+    return tensor.read(Box((0,) * len(tensor.shape), tensor.shape)).tolist()
+
+
+def _tensors_only(states: Mapping[tuple[str, str], Any]) -> dict[tuple[str, str], ForeignTensor]:
+    others = [".".join(key) for key, stored in states.items() if not isinstance(stored, ForeignTensor)]
+    if others:
+        raise CheckpointFormatError(f"the optimizer's state has {others[:3]}, which are not tensors")
+    return dict(states)
+
+
+def _trainer_step(source: Path) -> int | None:
+    """Of transformers' Trainer."""
+    path = source / "trainer_state.json"
+    if not path.is_file():
+        return None
+    try:
+        return int(json.loads(path.read_text())["global_step"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointCorruptError(f"{path} does not say the step: {error!r}") from None

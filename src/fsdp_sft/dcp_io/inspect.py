@@ -1,0 +1,99 @@
+"""What a checkpoint holds, in words."""
+
+import math
+import os
+from pathlib import Path
+
+from fsdp_sft.dcp_io.manifest import LISTING_VERSIONS, Manifest, per_optimizer, read_manifest
+from fsdp_sft.dcp_io.retention import find_checkpoints
+from fsdp_sft.dcp_io.steps import is_step_folder
+from fsdp_sft.dcp_io.verify import file_problems, verify_folder
+from fsdp_sft.errors import CheckpointCorruptError, CheckpointNotFoundError, abridged
+
+
+def inspect_checkpoint(path: str | os.PathLike[str], *, hashes: bool = False) -> tuple[str, bool]:
+    """Describe a step, or the steps below a root.
+
+    Args:
+        path: The folder.
+        hashes: Read every file of a step and compare checksums.
+
+    Returns:
+        (text, whether nothing is wrong).
+
+    Raises:
+        CheckpointNotFoundError: If there is no such folder, or nothing in it.
+    """
+    folder = Path(path).absolute()
+    if not folder.is_dir():
+        raise CheckpointNotFoundError(f"there is no folder {folder}")
+    steps = [] if is_step_folder(folder) else find_checkpoints(folder)
+    if not steps:
+        return _of_step(folder, hashes)
+    lines = [f"{len(steps)} steps below {folder}"]
+    for info in steps:
+        metric = "" if info.metric is None else f", metric {info.metric:g}"
+        lines.append(f"  {info.path.name}: {'sound' if info.sound else 'NOT SOUND'}{metric}")
+    return "\n".join(lines), all(info.sound for info in steps)
+
+
+def _of_step(folder: Path, hashes: bool) -> tuple[str, bool]:
+    try:
+        manifest = read_manifest(folder)
+    except CheckpointCorruptError as error:
+        return f"{error}\n{_advice(folder)}", False
+    problems = (
+        verify_folder(folder, hashes=True)
+        if hashes
+        else file_problems(folder, manifest, list(manifest.files), hashes=False, headers=False)
+    )
+    lines = [str(folder), *(f"  {name:<12} {value}" for name, value in _facts(manifest))]
+    looked = "contents compared with checksums" if hashes else "names and sizes compared"
+    lines.append(f"  {'files':<12} {len(manifest.files)}, {_bytes(manifest)}; {looked}")
+    lines += [f"  PROBLEM      {problem}" for problem in problems[:20]]
+    return "\n".join(lines), not problems
+
+
+def _advice(folder: Path) -> str:
+    if any((folder / "shards").glob("*.safetensors")):
+        return f"the files of the shards are there: python -m fsdp_sft.dcp_io rebuild {folder}"
+    return "it has no files of shards either"
+
+
+def _facts(manifest: Manifest) -> list[tuple[str, str]]:
+    mesh = ", ".join(f"{name}={size}" for name, size in manifest.mesh or [])
+    facts = [
+        ("step", str(manifest.step)),
+        ("format", f"version {manifest.version}, written by " + _versions(manifest)),
+        ("ranks", f"{manifest.world_size}{f' ({mesh})' if mesh else ''}"),
+    ]
+    if manifest.metric is not None:
+        facts.append(("metric", f"{manifest.metric:g}"))
+    if manifest.model is not None:
+        numel = sum(math.prod(tensor.shape) for tensor in manifest.model.values())
+        dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in manifest.model.values()})
+        more = f", {len(manifest.ties)} tied names" if manifest.ties else ""
+        more += f", {len(manifest.frozen)} frozen" if manifest.frozen else ""
+        found = f"{len(manifest.model)} tensors, {numel:,} elements, {', '.join(dtypes)}"
+        facts.append(("model", found + more))
+    if manifest.optimizer is not None:
+        for info, tensors in per_optimizer(manifest.optimizer_info, manifest.optimizer):
+            states = sorted({name.rpartition("/")[2] for name in tensors})
+            text = f"{info['class']}, {len(info['parameters'])} parameters in {len(info['groups'])} groups"
+            facts.append(("optimizer", f"{text}, state {abridged(states)}"))
+    if manifest.version not in LISTING_VERSIONS:
+        facts.append(("for torch", "HuggingFaceStorageReader(<folder>/shards), names model.*, optimizer.*"))
+    return facts
+
+
+def _versions(manifest: Manifest) -> str:
+    return ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
+
+
+def _bytes(manifest: Manifest) -> str:
+    size = float(sum(record.size for record in manifest.files.values()))
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.2f} {unit}"
+        size /= 1024
+    return f"{size:.2f} TiB"

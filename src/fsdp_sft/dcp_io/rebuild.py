@@ -1,0 +1,155 @@
+"""A manifest that was lost or damaged, made again from what the files of the shards say of themselves."""
+
+import hashlib
+import os
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fsdp_sft._disk import FileRecord, TensorReader, closing, read_bytes, sync_folder, write_bytes
+from fsdp_sft._safetensors import open_file
+from fsdp_sft.dcp_io.codec import loads
+from fsdp_sft.dcp_io.manifest import (
+    INDEX_NAME,
+    MANIFEST_NAME,
+    MAX_JSON_BYTES,
+    TRAIN_STATE_NAME,
+    Manifest,
+    encode_index,
+    encode_manifest,
+    parse,
+    read_manifest,
+)
+from fsdp_sft.dcp_io.rank_files import is_of_a_rank
+from fsdp_sft.dcp_io.shard_header import described_in, placed_in, rank_in
+from fsdp_sft.dcp_io.steps import step_number
+from fsdp_sft.dcp_io.stored import SHARDS, expected_in, missing_files, rank_of, shard_file
+from fsdp_sft.errors import CheckpointCorruptError, CheckpointExistsError, abridged
+
+
+def rebuild_manifest(folder: str | os.PathLike[str]) -> bool:
+    """Write the manifest and the index of a step again, from the headers of its files.
+
+    Every file is read once. What is written is, byte for byte, what the save wrote, if no file has changed.
+
+    Args:
+        folder: Of one step, of format version 3.
+
+    Returns:
+        Whether the files were compared with checksums of the save: the index was still there. Without it,
+        they are taken as they are.
+
+    Raises:
+        CheckpointExistsError: If the manifest is sound.
+        CheckpointCorruptError: If a file is missing, differs from what the others say, or has other contents
+            than the index says; nothing is written.
+
+    For one process; no other may use the folder.
+    """
+    step = Path(folder).absolute()
+    if _is_sound(step):
+        raise CheckpointExistsError(f"the manifest of {step} is sound; there is nothing to rebuild")
+    description, headers = _read_headers(step)
+    names = [*headers, *_other_files(step)]
+    index = {name: _record(step / name) for name in names}
+    known = _old_index(step)
+    if known is not None:
+        changed = [name for name, record in known.items() if index.get(name) != record]
+        if changed:
+            raise CheckpointCorruptError(
+                f"{step}: {abridged(changed)} are not what {INDEX_NAME} says; more than the manifest is lost"
+            )
+        index = {name: index[name] for name in known}
+    _check(step, description, index, headers)
+    encoded = encode_index(index)
+    _replace(step / INDEX_NAME, encoded)
+    _replace(step / MANIFEST_NAME, encode_manifest(description, encoded))
+    sync_folder(step)
+    return known is not None
+
+
+def _is_sound(step: Path) -> bool:
+    try:
+        read_manifest(step)
+    except CheckpointCorruptError:
+        return False
+    return True
+
+
+def _read_headers(step: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The manifest's contents as rank 0's file has them, and each file's header."""
+    files = sorted(f"{SHARDS}/{path.name}" for path in (step / SHARDS).glob("*.safetensors"))
+    if shard_file(0) not in files:
+        raise CheckpointCorruptError(
+            f"{step / shard_file(0)} is missing: what the manifest says beside the tensors is there alone"
+        )
+    with TensorReader(step) as reader:
+        headers = {file: reader.header(file) for file in files}
+    try:
+        description = described_in(headers[shard_file(0)].metadata)
+        about = {file: rank_in(header.metadata) for file, header in headers.items()}
+        expected = (description["world_size"], description["step"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointCorruptError(f"{step / SHARDS} has files of another kind: {error!r}") from None
+    others = [f for f, own in about.items() if own != (rank_of(f), *expected)]
+    if others:
+        raise CheckpointCorruptError(f"{step}: {abridged(others)} are of another rank or checkpoint")
+    if step_number(step) not in (None, description["step"]):
+        raise CheckpointCorruptError(f"{step} has the files of step {description['step']}")
+    return description, headers
+
+
+def _other_files(step: Path) -> list[str]:
+    found = [TRAIN_STATE_NAME] if (step / TRAIN_STATE_NAME).exists() else []
+    return found + sorted(f"settings/{path.name}" for path in step.glob("settings/*"))
+
+
+def _record(path: Path) -> FileRecord:
+    fd = open_file(path)
+    with closing(fd), os.fdopen(fd, "rb", closefd=False) as file:
+        return FileRecord(os.fstat(fd).st_size, hashlib.file_digest(file, "sha256").hexdigest())
+
+
+def _old_index(step: Path) -> dict[str, FileRecord] | None:
+    """The records of the index, if there is one that can be read."""
+    try:
+        raw = loads(read_bytes(step / INDEX_NAME, MAX_JSON_BYTES), INDEX_NAME)
+        return {str(name): FileRecord(int(size), str(digest)) for name, (size, digest) in raw.items()}
+    except (CheckpointCorruptError, ValueError, TypeError, AttributeError):
+        return None
+
+
+def _check(
+    step: Path, description: Mapping[str, Any], index: Mapping[str, FileRecord], headers: Mapping[str, Any]
+) -> None:
+    """What each file has of each tensor is what shape, mesh and splits give it, and nothing is missing."""
+    try:
+        manifest = parse(description, {n: {"size": r.size, "sha256": r.sha256} for n, r in index.items()})
+        problems = [one for file, header in headers.items() for one in _problems(manifest, file, header)]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointCorruptError(f"{step}: the headers are not what they should be ({error!r})") from None
+    alike = {(tensor.shape, tensor.place): tensor for tensor in manifest.tensors}
+    missing = {file for tensor in alike.values() for file in missing_files(tensor, None, index)}
+    problems += [f"{file} is missing" for file in sorted(missing)]
+    if problems:
+        raise CheckpointCorruptError(f"{step} is not complete: {abridged(problems, '; ')}")
+
+
+def _problems(manifest: Manifest, file: str, header: Any) -> list[str]:
+    placed = placed_in(header.metadata)
+    own = {k: (entry.dtype, entry.shape) for k, entry in header.entries.items() if not is_of_a_rank(k)}
+    if own != expected_in(file, manifest.tensors) or placed.keys() != header.entries.keys():
+        return [f"{file} holds other tensors than rank 0's file says"]
+    wrong = []
+    for tensor in manifest.tensors:
+        box = tensor.part_in(file)
+        if box is not None and placed[tensor.key] != (tensor.shape, box.offset):
+            wrong.append(f"{file} has another part of {tensor.key} than rank 0's file says")
+    return wrong
+
+
+def _replace(path: Path, data: bytes) -> None:
+    temporary = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
+    write_bytes(temporary, data)
+    os.replace(temporary, path)
