@@ -4,8 +4,7 @@
 
 Models on the meta device in fake process groups; AdamW's state beside them. Files of shards have a byte each.
 Meanwhile a loop in the main thread notes how long it stood still: what holds the GIL. What the process had
-before is frozen (``gc.freeze``): a collection of all of it, 190 ms here, may fall into anything that a program
-does.
+before is frozen (``gc.freeze``): a collection of all of it takes 190 ms here, whenever it falls due.
 """
 
 import argparse
