@@ -304,10 +304,54 @@ def match_checkpoint_keys(
 
 
 def weight_conversions(twin: nn.Module) -> list[Any]:
-    """Transformers' renames and conversions for a model's class and its sub-models (a fresh copy)."""
+    """Transformers' renames and conversions for a model's class and its sub-models (a fresh copy).
+
+    The first call makes the table of all architectures, 1,044 entries that compile a pattern each: a quarter
+    of a second, and a model needs some ten of them. They are compiled when they are used.
+    """
+    from transformers import core_model_loading
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    return list(get_model_conversion_mapping(twin))  # type: ignore[arg-type]
+    with _patterns_compiled_at_use(core_model_loading):
+        return list(get_model_conversion_mapping(twin))  # type: ignore[arg-type]
+
+
+@contextmanager
+def _patterns_compiled_at_use(module: Any) -> Iterator[None]:
+    """While it lasts, ``re.compile`` in a module makes patterns that are compiled when first asked."""
+    known = getattr(module, "re", None)
+    if known is not re:  # it has no such name any more, or another thread is in here
+        yield
+        return
+    module.re = _LazyRe()
+    try:
+        yield
+    finally:
+        module.re = known
+
+
+class _LazyRe:
+    def __getattr__(self, name: str) -> Any:
+        return getattr(re, name)
+
+    @staticmethod
+    def compile(pattern: str, flags: int = 0) -> "_LazyPattern":
+        return _LazyPattern(pattern, flags)
+
+
+class _LazyPattern:
+    def __init__(self, pattern: str, flags: int) -> None:
+        self._made_of = (pattern, flags)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        if "compiled" not in vars(self):
+            self.compiled = re.compile(*self._made_of)
+        return getattr(self.compiled, name)
+
+    def __deepcopy__(self, memo: Any) -> "_LazyPattern":
+        return self
 
 
 def run_conversion(
