@@ -181,6 +181,29 @@ def test_weights_load_bit_by_bit(tmp_path: Path, shape: dict[str, int]) -> None:
     run_distributed(_load, 4, str(tmp_path), shape)
 
 
+def _disordered(folder: str) -> None:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = DeviceMesh(mesh_here().device_type, [1, 0])
+    with pytest.raises(ValueError, match="do not ascend along axis 0"):
+        fs.shard_model(tiny_model("llama"), mesh=mesh)
+    model = tiny_model("llama")  # of a caller's own
+    fully_shard(model, mesh=mesh)
+    for action in (
+        lambda: fs.save_checkpoint(folder, 1, model=model),
+        lambda: fs.save_full_state_dict(model, f"{folder}/full.safetensors"),
+        lambda: fs.export_hf(model, f"{folder}/export"),
+    ):
+        with pytest.raises(ValueError, match="do not ascend"):
+            action()
+
+
+def test_a_mesh_whose_ranks_do_not_ascend_is_refused(tmp_path: Path) -> None:
+    """FSDP2 cuts by the rank in the group, DTensor says the coordinate in the mesh."""
+    run_distributed(_disordered, 2, str(tmp_path))
+
+
 def _smaller_mesh() -> None:
     """What stays on fewer ranks after a forward is a run of bytes: first dimensions only, and right."""
     gradients = []

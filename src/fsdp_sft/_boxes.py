@@ -92,7 +92,25 @@ def box_of(tensor: torch.Tensor, rank: int | None = None) -> Box:
     if not isinstance(tensor, DTensor):
         return whole(tensor.shape)
     mesh = tensor.device_mesh
+    refuse_disordered(mesh, tensor.placements)
     return box_at(tensor.shape, tensor.placements, mesh.shape, _coordinate(tensor, rank))
+
+
+def refuse_disordered(mesh: DeviceMesh, placements: Sequence[Any]) -> None:
+    """See that the ranks along each axis that cuts are in ascending order.
+
+    FSDP2 cuts by the rank within the process group, which is in ascending order, and not by the coordinate in
+    the mesh; where the two differ, DTensor and FSDP2 disagree on which part a rank has.
+
+    Raises:
+        ValueError: If they are not.
+    """
+    for axis, placement in enumerate(placements):
+        if type(placement) is Shard and mesh.size(axis) > 1 and bool((mesh.mesh.diff(dim=axis) <= 0).any()):
+            raise ValueError(
+                f"the ranks of the mesh {mesh.mesh.tolist()} do not ascend along axis {axis}, and FSDP2 cuts "
+                "tensors in ascending order: take build_mesh(...), or ranks in order"
+            )
 
 
 def owner_ranks(tensor: torch.Tensor, replica: int = 0) -> list[int]:

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Shard
 
-from fsdp_sft._boxes import local_of
+from fsdp_sft._boxes import local_of, refuse_disordered
 from fsdp_sft._compat import apply_to_tensors, keep_in_float32_patterns
 from fsdp_sft._kept import (
     Float32Unit,
@@ -98,6 +98,7 @@ def shard_model(
     """
     _refuse_sharded(model)
     policy = mp_policy or MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    refuse_disordered(mesh, [Shard(0)] * mesh.ndim)
     _check_reshard(reshard_after_forward, mesh)
     _check_dtypes(master_dtype, frozen_dtype)
     chosen = dict(find_blocks(model) if blocks is None else blocks)

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import fully_shard
 
 import fsdp_sft as fs
 from fsdp_sft import dcp_io
+from fsdp_sft._boxes import whole
 from tests.faults.hostile import Marker
 from tests.harness.device import mesh_here
 from tests.harness.models import full, tiny_model
@@ -286,23 +287,34 @@ def test_what_cannot_be_converted_is_refused_and_nothing_runs(tmp_path: Path) ->
 def _with_map(root: str) -> None:
     fs.init_distributed()
     model = tiny_model("llama", seed=4)
-    words = {_renamed(name, TITAN): name for name, _ in model.named_parameters()}
+    original = tiny_model("llama").state_dict()
 
     def ours(name: str) -> str | None:
-        return words.get(name)
+        return None if name == "net.counter" else name.removeprefix("net.")
 
-    fs.convert_checkpoint(Path(root, "theirs"), Path(root, "ours"), model=model, key_map=ours)
+    fs.convert_checkpoint(Path(root, "named"), Path(root, "ours"), model=model, key_map=ours)
     fs.load_checkpoint(Path(root, "ours"), model=model)
-    assert torch.equal(model.lm_head.weight, tiny_model("llama").lm_head.weight)
-    table = {"output.weight": "lm_head.weight"}
-    with pytest.raises(fs.CheckpointMismatchError, match=r"tok_embeddings\.weight"):
-        fs.convert_checkpoint(Path(root, "theirs"), Path(root, "again"), model=model, key_map=table)
+    assert_same(model.state_dict(), original)
+    # A mapping adds to the table of a tool that is known, and rows are put in order as without one.
+    with pytest.raises(fs.CheckpointMismatchError, match=r"1 are not the model's \(counter\)"):
+        fs.convert_checkpoint(Path(root, "titan"), Path(root, "again"), model=model)
+    fs.convert_checkpoint(Path(root, "titan"), Path(root, "again"), model=model, key_map={"counter": None})
+    again = tiny_model("llama", seed=4)
+    fs.load_checkpoint(Path(root, "again"), model=again)
+    assert_same(again.state_dict(), original)
+    for wrong in (["net"], "net", {"counter": 3}, {3: None}):
+        with pytest.raises(TypeError, match="key_map must be"):
+            fs.convert_checkpoint(Path(root, "titan"), Path(root, "again"), model=model, key_map=wrong)
 
 
 def _save_named(root: str) -> None:
     fs.init_distributed()
-    named = {_renamed(name, TITAN): p.detach() for name, p in tiny_model("llama").named_parameters()}
-    dcp.save({**named, "counter": torch.tensor(3)}, checkpoint_id=f"{root}/theirs")
+    model = tiny_model("llama")
+    named = {f"net.{name}": p.detach() for name, p in model.named_parameters()}
+    dcp.save({**named, "net.counter": torch.tensor(3)}, checkpoint_id=f"{root}/named")
+    titan = {_renamed(name, TITAN): _theirs(model, name, p.detach()) for name, p in model.named_parameters()}
+    more = {"counter": torch.tensor(3), "freqs_cis": torch.ones(4)}
+    dcp.save({**titan, **more}, checkpoint_id=f"{root}/titan")
 
 
 def test_names_of_any_tool_by_a_map(tmp_path: Path) -> None:
@@ -340,3 +352,103 @@ def test_the_command_line(tmp_path: Path) -> None:
     assert (code, "no checkpoint of another tool" in text) == (1, True)
     code, text = run("inspect", tmp_path / "nowhere")
     assert (code, "there is no folder" in text) == (1, True)
+
+
+def _save_others(root: str) -> None:
+    """What is not Adam, or not of one model: each in Accelerate's folders."""
+    fs.init_distributed()
+    kinds = {
+        "radam": lambda own: torch.optim.RAdam(own),
+        "momentum": lambda own: torch.optim.SGD(own, momentum=0.9),
+        "sgd": lambda own: torch.optim.SGD(own),
+        "lion": lambda own: torch.optim.AdamW(own),
+        "untied": lambda own: torch.optim.AdamW(own),
+        "steps": lambda own: torch.optim.AdamW(own),
+        "braces": lambda own: torch.optim.AdamW(own),
+    }
+    for name, make in kinds.items():
+        model = tiny_model("llama", tie_word_embeddings=False)
+        with torch.no_grad():
+            model.lm_head.weight.copy_(model.model.embed_tokens.weight)
+        optimizer = make(model.parameters())
+        train(model, optimizer, 0, 1)
+        with torch.no_grad():
+            model.lm_head.weight.copy_(model.model.embed_tokens.weight)
+        state = get_optimizer_state_dict(model, optimizer)
+        weights = get_model_state_dict(model)
+        if name == "lion":
+            for entries in state["state"].values():
+                del entries["exp_avg_sq"]
+        if name == "braces":
+            weights["model.layers.0.a{b}.weight"] = torch.ones(2)
+        dcp.save({"model": weights}, checkpoint_id=f"{root}/{name}/pytorch_model_fsdp_0")
+        dcp.save({"optimizer": state}, checkpoint_id=f"{root}/{name}/optimizer_0")
+    Path(root, "steps", "trainer_state.json").write_text('{"global_step": -3}')
+
+
+def _refuse_others(root: str) -> None:
+    fs.init_distributed()
+    for name, message in {
+        "radam": "not torch's Adam or AdamW",
+        "momentum": "not torch's Adam or AdamW.*momentum",
+        "sgd": "not torch's Adam or AdamW.*lacks the options",
+        "lion": r"not torch's Adam or AdamW.*\['exp_avg', 'step'\]",
+        "untied": "parameters twice",
+        "braces": r"a\{b\}",
+    }.items():
+        model = tiny_model("llama", tie_word_embeddings=name == "untied")
+        with pytest.raises(fs.CheckpointMismatchError, match=message):
+            fs.convert_checkpoint(Path(root, name), Path(root, "ours"), model=model)
+    with pytest.raises(fs.CheckpointCorruptError, match="no number of steps"):
+        fs.convert_checkpoint(Path(root, "steps"), Path(root, "ours"), model=tiny_model("llama"))
+    model = tiny_model("llama")
+    counting = {"get_extra_state": lambda self: {"count": 3}, "set_extra_state": lambda self, state: None}
+    model.__class__ = type("Counting", (type(model),), counting)
+    with pytest.raises(fs.CheckpointMismatchError, match="state that is no tensor"):
+        fs.convert_checkpoint(Path(root, "lion"), Path(root, "ours"), model=model)
+    Path(root, "file").touch()
+    with pytest.raises(NotADirectoryError):
+        fs.convert_checkpoint(Path(root, "lion"), Path(root, "file"), model=tiny_model("llama"))
+    assert not Path(root, "ours").exists()
+
+
+def test_other_optimizers_and_other_models_are_refused(tmp_path: Path) -> None:
+    run_distributed(_save_others, 1, str(tmp_path))
+    run_distributed(_refuse_others, 1, str(tmp_path))
+
+
+METADATA_DAMAGE: dict[str, Any] = {
+    "a length of a petabyte": lambda info: setattr(info, "length", 10**15),
+    "no length": lambda info: setattr(info, "length", None),
+    "a length below zero": lambda info: setattr(info, "length", -1),
+    "an offset past any": lambda info: setattr(info, "offset", 10**30),
+    "no path": lambda info: setattr(info, "relative_path", None),
+    "a path outside": lambda info: setattr(info, "relative_path", "../../__0_0.distcp"),
+}
+
+
+def test_damaged_metadata_is_a_typed_error(tmp_path: Path) -> None:
+    from fsdp_sft.dcp_io.foreign.open import open_foreign
+
+    source = tmp_path / "named"
+    run_distributed(_save_named, 1, str(tmp_path))
+    sound = (source / ".metadata").read_bytes()
+    wanted = {f"net.{name}" for name, _ in tiny_model("llama").named_parameters()} | {"net.counter"}
+    assert open_foreign(source, "auto", allow_pickle=False).model.keys() == wanted
+    for name, damage in METADATA_DAMAGE.items():
+        metadata = pickle.loads(sound)
+        for info in metadata.storage_data.values():
+            damage(info)
+        (source / ".metadata").write_bytes(pickle.dumps(metadata))
+        tensor = open_foreign(source, "auto", allow_pickle=False).model["net.lm_head.weight"]
+        if name == "a path outside":  # names of files count, not folders
+            assert tensor.read(whole(tensor.shape)).shape == tensor.shape
+            continue
+        with pytest.raises(fs.CheckpointCorruptError, match="cannot be read"):
+            tensor.read(whole(tensor.shape))
+    metadata = pickle.loads(sound)
+    for entry in metadata.state_dict_metadata.values():
+        entry.properties.dtype = None
+    (source / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(fs.CheckpointCorruptError, match="no dtype"):
+        open_foreign(source, "auto", allow_pickle=False)

@@ -1,5 +1,6 @@
 """A manifest that is lost or damaged, made again from the files; and what must not be made whole."""
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,8 @@ import torch
 import fsdp_sft as fs
 from fsdp_sft import dcp_io
 from fsdp_sft.dcp_io.rebuild import rebuild_manifest
+from tests.faults.hostile import other_index
+from tests.harness.device import mesh_here
 from tests.harness.ranks import run_distributed
 from tests.harness.trained import assert_same, everything, make_adamw, make_model, train
 
@@ -120,6 +123,40 @@ def test_what_lacks_more_than_the_manifest_is_refused(root: Path, name: str, ind
     assert sorted(path.name for path in step.iterdir()) == before
 
 
+def test_other_files_beside_the_shards_do_not_matter(root: Path) -> None:
+    step = root / "step-2"
+    (step / "shards" / "notes.safetensors").touch()
+    (step / "MANIFEST.json").unlink()
+    assert rebuild_manifest(step)
+
+
+def _alike(root: str, load: bool) -> None:
+    fs.init_distributed()
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False))
+    fs.shard_model(model, mesh=mesh_here(), blocks={})
+    if not load:
+        fs.save_checkpoint(root, 1, model=model)
+        return
+    before = everything(model)
+    with pytest.raises(fs.CheckpointCorruptError, match="is of another rank"):
+        fs.load_checkpoint(f"{root}/step-1", model=model, verify=False)
+    assert_same(everything(model), before)
+
+
+def test_swapped_files_are_found_without_checksums(tmp_path: Path) -> None:
+    """Files with the same tensors in them: each says whose it is."""
+    run_distributed(_alike, 4, str(tmp_path), False)
+    step = tmp_path / "step-1"
+    names = [f"shards/{rank:05d}.safetensors" for rank in (1, 2)]
+    contents = [(step / name).read_bytes() for name in names]
+    for name, data in zip(names, contents[::-1], strict=True):
+        (step / name).write_bytes(data)
+    index = json.loads((step / "INDEX.json").read_text())
+    index[names[0]], index[names[1]] = index[names[1]], index[names[0]]  # as if they had been of one size
+    other_index(step, json.dumps(index, sort_keys=True, separators=(",", ":")).encode())
+    run_distributed(_alike, 4, str(tmp_path), True)
+
+
 def test_a_flipped_bit_is_told_by_the_index(root: Path) -> None:
     step = root / "step-2"
     _flip(step / "shards/00001.safetensors")
@@ -132,5 +169,6 @@ def test_older_formats_cannot_be_rebuilt(tmp_path: Path) -> None:
     old = Path(__file__).parent / "data" / "version-1" / "step-3"
     shutil.copytree(old, tmp_path / "step-3")
     (tmp_path / "step-3" / "MANIFEST.json").unlink()
-    with pytest.raises(fs.CheckpointCorruptError, match="is missing"):
-        rebuild_manifest(tmp_path / "step-3")
+    for path in (tmp_path / "step-3", tmp_path, tmp_path / "nothing"):
+        with pytest.raises(fs.CheckpointNotFoundError, match="no step of format version 3"):
+            rebuild_manifest(path)

@@ -142,8 +142,8 @@ def attacks(good: Path, marker: Path) -> Iterator[tuple[str, Attack]]:
     yield "a mesh of 2^60 ranks", lambda s: sign(s, lambda r: _sharding(r, 2**60))
     yield "a mesh of 2^60 ranks, three times over", lambda s: sign(s, lambda r: _sharding(r, 2**60, 1, 1))
     yield "a list of a million ranks", lambda s: sign(s, _million_ranks)
-    yield "an index of lists", lambda s: _other_index(s, b"[" + b"[]," * 1_000_000 + b"1]")
-    yield "an index 100,000 deep", lambda s: _other_index(s, b"[" * 100_000)
+    yield "an index of lists", lambda s: other_index(s, b"[" + b"[]," * 1_000_000 + b"1]")
+    yield "an index 100,000 deep", lambda s: other_index(s, b"[" * 100_000)
     yield "a metric past any float", lambda s: sign(s, lambda r: r.update(metric=10**400))
     yield "state 800 deep", _deep_state
     yield "a generator's state of another length", _short_rng
@@ -186,10 +186,10 @@ def _sign_index(step: Path, change: Callable[[dict[str, Any]], object]) -> None:
     """Change the index, and let the manifest say that it is the right one."""
     raw = json.loads((step / "INDEX.json").read_text())
     change(raw)
-    _other_index(step, json.dumps(raw, sort_keys=True, separators=(",", ":")).encode())
+    other_index(step, json.dumps(raw, sort_keys=True, separators=(",", ":")).encode())
 
 
-def _other_index(step: Path, text: bytes) -> None:
+def other_index(step: Path, text: bytes) -> None:
     (step / "INDEX.json").write_bytes(text)
     record = {"size": len(text), "sha256": hashlib.sha256(text).hexdigest()}
     sign(step, lambda r: r.update(index=record))

@@ -324,9 +324,16 @@ def _content(
         extra_tensors=extra_tensors,
         optimizer=stored.tensors if stored is not None else None,
         optimizer_info=stored.info if stored is not None else {},
-        train_state=checked_size(dumps(encode(train_state, "train_state"), canonical=False), "train_state"),
+        train_state=checked_size(_as_json(train_state), "train_state"),
         rank_content=rank_content(rank_state),
     )
+
+
+def _as_json(train_state: Any) -> bytes:
+    try:
+        return dumps(encode(train_state, "train_state"), canonical=False)
+    except RecursionError:
+        raise TypeError("train_state is nested too deeply to be stored") from None
 
 
 def _content_apart(content: FolderContent, names: list[str]) -> FolderContent:

@@ -13,9 +13,8 @@ from fsdp_sft._agree import agreed, through_rank_0
 from fsdp_sft._boxes import Box
 from fsdp_sft._disk import unsound_beside
 from fsdp_sft._model import ModelTensors, clean_name, model_tensors
-from fsdp_sft._safetensors import dtype_name
-from fsdp_sft.dcp_io.codec import encode
 from fsdp_sft.dcp_io.folder import FolderContent, ReadTensor, describe_mesh, new_folder_beside, write_folder
+from fsdp_sft.dcp_io.foreign.adam import optimizer_of
 from fsdp_sft.dcp_io.foreign.names import KeyMap, check_known, in_order, translated
 from fsdp_sft.dcp_io.foreign.open import open_foreign
 from fsdp_sft.dcp_io.foreign.source import ForeignCheckpoint, ForeignTensor
@@ -24,8 +23,7 @@ from fsdp_sft.dcp_io.steps import step_folder
 from fsdp_sft.distributed import reshard
 from fsdp_sft.errors import CheckpointMismatchError, abridged
 
-_ADAM_STATES = {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
-_COMPUTED = ".rotary_emb.inv_freq"  # a buffer that old checkpoints have and models compute
+_COMPUTED = (".rotary_emb.inv_freq", "freqs_cis", "rope.cache")  # buffers that some store and models compute
 
 
 def convert_checkpoint(
@@ -58,8 +56,9 @@ def convert_checkpoint(
         format: ``"accelerate"`` and ``"full"`` (those two kinds of state dict), ``"dcp"`` (one folder of
             torch's distributed checkpoint: torchtitan, torchtune and others), or ``"auto"``.
         key_map: For other models of torchtitan and torchtune, or other tools: the tool's name of a parameter
-            to the model's, or None to leave it out; a mapping, in which names that are not there stay, or a
-            function.
+            to the model's, or None to leave it out. In a mapping, names that are not there are the known
+            tool's, or stay; a function is asked for all. Rows of Llama's queries and keys are put in order
+            with it and without, where the names are torchtitan's or torchtune's.
         allow_pickle: Read ``pytorch_model_fsdp.bin`` and ``optimizer.bin``, whole files of ``torch.save``.
             Nothing in any file is run, with or without it.
 
@@ -81,6 +80,7 @@ def convert_checkpoint(
     reshard(model)
     prepared: list[FolderContent] = []
     with agreed(f"looking at {folder}"):
+        _check_arguments(root, key_map)
         foreign = open_foreign(folder, format, allow_pickle=allow_pickle)
         prepared.append(_content(foreign, model, key_map))
     content = prepared.pop()
@@ -95,18 +95,34 @@ def convert_checkpoint(
     return path
 
 
+def _check_arguments(root: Path, key_map: Any) -> None:
+    if root.exists() and not root.is_dir():
+        raise NotADirectoryError(f"{root} is a file; expected the folder of all steps")
+    if key_map is None or callable(key_map):
+        return
+    pairs = key_map.items() if isinstance(key_map, Mapping) else [(None, None)]
+    if any(not isinstance(theirs, str) or not isinstance(ours, str | None) for theirs, ours in pairs):
+        raise TypeError("key_map must be a mapping of names to names or None, or a function of a name")
+
+
 def _content(foreign: ForeignCheckpoint, model: nn.Module, key_map: KeyMap | None) -> FolderContent:
     config = getattr(model, "config", None)
     if key_map is None:
         check_known(foreign.kind, config)
     live = model_tensors(model, values=False)
-    names = {name: translated(clean_name(name), foreign.kind, key_map) for name in foreign.model}
+    if live.extra or foreign.others:
+        raise CheckpointMismatchError(
+            f"state that is no tensor is not converted: {abridged([*live.extra, *foreign.others], ', ', 4)}"
+        )
+
+    def ours(name: str) -> str | None:
+        return translated(clean_name(name), foreign.kind, key_map)
 
     def ordered(name: str, tensor: ForeignTensor) -> ForeignTensor:
-        return tensor if key_map is not None else in_order(name, tensor, foreign.kind, config)
+        return in_order(name, tensor, foreign.kind, config)
 
-    tensors = _model(foreign, live, names, ordered)
-    states, info = _optimizer(foreign, live, key_map, ordered)
+    tensors = _model(foreign, live, {name: ours(name) for name in foreign.model}, ordered)
+    states, info = optimizer_of(foreign, live, ours, ordered)
     return FolderContent(
         step=foreign.step or 0,
         mesh=describe_mesh(model),
@@ -126,7 +142,7 @@ def _model(
         if ours in live.names:
             first = live.names[ours]
             found[first].append((theirs, ordered(ours, foreign.model[theirs])))
-        elif ours is not None and not ours.endswith(_COMPUTED):
+        elif ours is not None and not theirs.endswith(_COMPUTED):
             unknown.append(theirs)
     missing = [first for first, tensors in found.items() if not tensors]
     if missing:
@@ -165,61 +181,3 @@ def _reader(tensors: list[tuple[str, ForeignTensor]], dtype: torch.dtype) -> Any
         return values.to(dtype)
 
     return read
-
-
-def _optimizer(
-    foreign: ForeignCheckpoint, live: ModelTensors, key_map: KeyMap | None, ordered: Any
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """State and information of the optimizer; both empty if there is none."""
-    if not foreign.states and not foreign.groups:
-        return {}, {}
-    ours: dict[str, str] = {}
-    problems: list[str] = []
-    in_groups = [str(name) for group in foreign.groups for name in group.get("params", [])]
-    for theirs in [*(name for name, _ in foreign.states), *in_groups]:
-        name = translated(clean_name(theirs), foreign.kind, key_map)
-        if name in live.names:
-            ours[theirs] = live.names[name]
-        elif theirs not in problems:
-            problems.append(theirs)
-    if problems:
-        by_number = " by number, not by name" if all(name.isdigit() for name in problems) else ""
-        raise CheckpointMismatchError(
-            f"the optimizer's state is of {len(problems)} parameters that are not the model's{by_number} "
-            f"({abridged(problems, ', ', 4)})"
-        )
-    kinds = {state for _, state in foreign.states}
-    if not kinds <= _ADAM_STATES:
-        raise CheckpointMismatchError(
-            f"the optimizer's state is of another kind than Adam's: it has {sorted(kinds - _ADAM_STATES)}"
-        )
-    if {name for name, _ in foreign.states} - set(in_groups):
-        raise CheckpointMismatchError("the optimizer's groups lack parameters that it has state of")
-    states = {}
-    for (theirs, state), tensor in foreign.states.items():
-        name = ours[theirs]
-        shape = tuple(live.tensors[name].shape)
-        if tensor.shape not in (shape, ()):
-            raise CheckpointMismatchError(f"{state} of {theirs} is {tensor.shape}, {name} is {shape}")
-        alike = tensor.shape == shape
-        tensor = ordered(name, tensor) if alike else tensor
-        like = live.tensors[name] if alike else torch.empty(())
-        states[f"{name}/{state}"] = ReadTensor(tensor.shape, tensor.dtype, like, tensor.read)
-    groups = [
-        {"params": [ours[str(name)] for name in group["params"]], "options": _options(group)}
-        for group in foreign.groups
-    ]
-    parameters = {
-        name: [dtype_name(live.tensors[name].dtype), list(live.tensors[name].shape)]
-        for group in groups
-        for name in group["params"]
-    }
-    decoupled = {group.get("decoupled_weight_decay", True) for group in foreign.groups}
-    kind = "Adam" if decoupled == {False} else "AdamW"
-    return states, {"class": kind, "parameters": parameters, "groups": groups, "values": {}}
-
-
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's options as JSON; a learning rate that is a tensor is a number."""
-    plain = {k: v.item() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
-    return {key: encode(value, f"option {key!r}") for key, value in plain.items()}

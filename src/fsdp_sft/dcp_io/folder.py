@@ -29,7 +29,7 @@ from fsdp_sft._disk import (
     write_tensors,
 )
 from fsdp_sft._model import ModelTensors
-from fsdp_sft.dcp_io.codec import dumps
+from fsdp_sft.dcp_io.codec import dumps, loads
 from fsdp_sft.dcp_io.manifest import (
     INDEX_NAME,
     MANIFEST_NAME,
@@ -39,6 +39,7 @@ from fsdp_sft.dcp_io.manifest import (
     encode_index,
     encode_manifest,
     encode_tensors,
+    parse,
     read_manifest,
     versions,
 )
@@ -48,7 +49,7 @@ from fsdp_sft.dcp_io.sharding import Sharding, Shardings, one_rank
 from fsdp_sft.dcp_io.stored import SHARDS, Derived, StoredTensor, file_key, missing_files, shard_file
 from fsdp_sft.dcp_io.verify import file_problems
 from fsdp_sft.distributed import mesh_of
-from fsdp_sft.errors import CheckpointCorruptError, CheckpointError, abridged
+from fsdp_sft.errors import CheckpointCorruptError, CheckpointError, SafetensorsError, abridged
 
 _VISIBLE_SECONDS = 5.0  # a network file system may show a new folder late
 _LARGE_BYTES = 1 << 20  # of a tensor that all ranks have: smaller ones lie together, in rank 0's file
@@ -241,11 +242,25 @@ def new_folder_beside(target: Path, content: FolderContent, digests: list[str]) 
             f"{len(others)} ranks ({abridged(map(str, others))}) have tensors of other names, shapes, dtypes "
             "or placements than rank 0: all must save one model with one optimizer"
         )
-    encode_manifest(describe(content.manifest(content.stored)), b"")
+    _refuse_unreadable(content)
     temporary = temporary_beside(target)
     for name in ("", *content.folders):
         (temporary / name).mkdir()
     return temporary
+
+
+def _refuse_unreadable(content: FolderContent) -> None:
+    """Read the manifest before it is written.
+
+    Raises:
+        CheckpointError: If that could not be loaded.
+        ValueError: If it would be too large.
+    """
+    encoded = encode_manifest(describe(content.manifest(content.stored)), b"")
+    try:
+        parse(loads(encoded, "it"), {})
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"what is to be saved could not be loaded again: {error}") from error
 
 
 def write_folder(
@@ -408,7 +423,13 @@ def _write_own(folder: Path, content: FolderContent, parts: Parts) -> dict[str, 
     if tensors or rank == 0:
         description = describe(content.manifest(stored)) if rank == 0 else None
         metadata = header_metadata(content.step, world_size(), rank, offsets, shapes, description)
-        written[shard_file(rank)] = write_tensors(folder / shard_file(rank), tensors, metadata)
+        try:
+            written[shard_file(rank)] = write_tensors(folder / shard_file(rank), tensors, metadata)
+        except SafetensorsError as error:
+            raise CheckpointError(
+                f"rank {rank} has {len(tensors)} tensors, whose names and shapes are more than a file can "
+                f"begin with: {error}; has rank_state very many tensors?"
+            ) from error
     if content.train_state is not None and rank == 0:
         written[TRAIN_STATE_NAME] = write_bytes(folder / TRAIN_STATE_NAME, content.train_state)
     for name, data in content.settings.items() if rank == 0 else ():

@@ -158,6 +158,10 @@ def _content_of_one(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> 
             fqn = _name_of(parameter, names)
             parameters[fqn] = [dtype_name(parameter.dtype), list(parameter.shape)]
             for name, value in optimizer.state.get(parameter, {}).items():
+                if not isinstance(name, str) or "/" in name:
+                    raise UnstorableStateError(
+                        f"the state of {fqn} has an entry named {name!r}; expected a string without a slash"
+                    )
                 if isinstance(value, torch.Tensor):
                     tensors[f"{fqn}/{name}"] = _checked_state(value, parameter, f"{fqn}/{name}")
                 else:

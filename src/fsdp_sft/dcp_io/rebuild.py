@@ -2,13 +2,14 @@
 
 import hashlib
 import os
+import re
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from fsdp_sft._disk import FileRecord, TensorReader, closing, read_bytes, sync_folder, write_bytes
-from fsdp_sft._safetensors import open_file
+from fsdp_sft._safetensors import Header, open_file
 from fsdp_sft.dcp_io.codec import loads
 from fsdp_sft.dcp_io.manifest import (
     INDEX_NAME,
@@ -22,10 +23,11 @@ from fsdp_sft.dcp_io.manifest import (
     read_manifest,
 )
 from fsdp_sft.dcp_io.rank_files import is_of_a_rank
-from fsdp_sft.dcp_io.shard_header import described_in, placed_in, rank_in
+from fsdp_sft.dcp_io.shard_header import described_in, rank_in
 from fsdp_sft.dcp_io.steps import step_number
 from fsdp_sft.dcp_io.stored import SHARDS, expected_in, missing_files, rank_of, shard_file
-from fsdp_sft.errors import CheckpointCorruptError, CheckpointExistsError, abridged
+from fsdp_sft.dcp_io.verify import placement_problem
+from fsdp_sft.errors import CheckpointCorruptError, CheckpointExistsError, CheckpointNotFoundError, abridged
 
 
 def rebuild_manifest(folder: str | os.PathLike[str]) -> bool:
@@ -48,6 +50,8 @@ def rebuild_manifest(folder: str | os.PathLike[str]) -> bool:
     For one process; no other may use the folder.
     """
     step = Path(folder).absolute()
+    if not (step / SHARDS).is_dir():
+        raise CheckpointNotFoundError(f"there is no step of format version 3 at {step}: it has no {SHARDS}/")
     if _is_sound(step):
         raise CheckpointExistsError(f"the manifest of {step} is sound; there is nothing to rebuild")
     description, headers = _read_headers(step)
@@ -79,7 +83,8 @@ def _is_sound(step: Path) -> bool:
 
 def _read_headers(step: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """The manifest's contents as rank 0's file has them, and each file's header."""
-    files = sorted(f"{SHARDS}/{path.name}" for path in (step / SHARDS).glob("*.safetensors"))
+    names = (path.name for path in (step / SHARDS).iterdir())
+    files = sorted(f"{SHARDS}/{name}" for name in names if re.fullmatch(r"\d{5,}\.safetensors", name))
     if shard_file(0) not in files:
         raise CheckpointCorruptError(
             f"{step / shard_file(0)} is missing: what the manifest says beside the tensors is there alone"
@@ -88,6 +93,10 @@ def _read_headers(step: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         headers = {file: reader.header(file) for file in files}
     try:
         description = described_in(headers[shard_file(0)].metadata)
+        if description is None:
+            raise CheckpointCorruptError(
+                f"{step / shard_file(0)} has no copy of the manifest, which was too large for one"
+            )
         about = {file: rank_in(header.metadata) for file, header in headers.items()}
         expected = (description["world_size"], description["step"])
     except (KeyError, TypeError, ValueError) as error:
@@ -136,20 +145,18 @@ def _check(
         raise CheckpointCorruptError(f"{step} is not complete: {abridged(problems, '; ')}")
 
 
-def _problems(manifest: Manifest, file: str, header: Any) -> list[str]:
-    placed = placed_in(header.metadata)
-    own = {k: (entry.dtype, entry.shape) for k, entry in header.entries.items() if not is_of_a_rank(k)}
-    if own != expected_in(file, manifest.tensors) or placed.keys() != header.entries.keys():
+def _problems(manifest: Manifest, file: str, header: Header) -> list[str]:
+    own = {key: (e.dtype, e.shape) for key, e in header.entries.items() if not is_of_a_rank(key)}
+    if own != expected_in(file, manifest.tensors):
         return [f"{file} holds other tensors than rank 0's file says"]
-    wrong = []
-    for tensor in manifest.tensors:
-        box = tensor.part_in(file)
-        if box is not None and placed[tensor.key] != (tensor.shape, box.offset):
-            wrong.append(f"{file} has another part of {tensor.key} than rank 0's file says")
-    return wrong
+    problem = placement_problem(file, header, manifest)
+    return [f"{file} {problem}"] if problem is not None else []
 
 
 def _replace(path: Path, data: bytes) -> None:
     temporary = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
-    write_bytes(temporary, data)
-    os.replace(temporary, path)
+    try:
+        write_bytes(temporary, data)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -16,6 +16,7 @@ from fsdp_sft.dcp_io.codec import dumps
 _OFFSETS = "DCP_SHARDING_INFO"
 _OWN = "fsdp_sft"
 _MANIFEST = "fsdp_sft_manifest"
+_MOST_MANIFEST_BYTES = 16 << 20  # of 100 MB that a header may take; above, the manifest cannot be rebuilt
 
 
 def header_metadata(
@@ -43,8 +44,9 @@ def header_metadata(
         _OFFSETS: json.dumps({key: {"saved_offsets": list(offset)} for key, offset in offsets.items()}),
         _OWN: dumps(own).decode(),
     }
-    if description is not None:
-        metadata[_MANIFEST] = dumps(description).decode()
+    text = dumps(description).decode() if description is not None else ""
+    if 0 < len(text) <= _MOST_MANIFEST_BYTES:
+        metadata[_MANIFEST] = text
     return metadata
 
 

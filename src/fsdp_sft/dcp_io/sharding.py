@@ -14,7 +14,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from fsdp_sft._boxes import Box, box_at
+from fsdp_sft._boxes import Box, box_at, refuse_disordered
 
 _MOST_AXES = 8
 
@@ -125,6 +125,7 @@ class Shardings:
             return Sharding((self._world_size,), None, ())
         mesh = tensor.device_mesh
         box_at(tensor.shape, tensor.placements, mesh.shape, [0] * mesh.ndim)  # refuses other placements
+        refuse_disordered(mesh, tensor.placements)
         if mesh not in self._ranks:
             ranks = tuple(mesh.mesh.flatten().tolist())
             self._ranks[mesh] = None if ranks == tuple(range(len(ranks))) else ranks

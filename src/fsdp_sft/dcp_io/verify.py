@@ -4,9 +4,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fsdp_sft._disk import TensorReader, file_problem
+from fsdp_sft._safetensors import Header
 from fsdp_sft.dcp_io.manifest import LISTING_VERSIONS, Manifest, read_manifest
 from fsdp_sft.dcp_io.rank_files import is_of_a_rank
-from fsdp_sft.dcp_io.stored import SHARDS, expected_in, missing_files
+from fsdp_sft.dcp_io.shard_header import placed_in, rank_in
+from fsdp_sft.dcp_io.stored import SHARDS, expected_in, missing_files, rank_of
 from fsdp_sft.errors import CheckpointCorruptError
 
 
@@ -52,16 +54,31 @@ def _unlisted(manifest: Manifest) -> list[str]:
 
 
 def _header_problem(folder: Path, name: str, manifest: Manifest) -> str | None:
-    tensors = manifest.tensors
-    if manifest.version in LISTING_VERSIONS:  # a file has one section, and both may have the same names
-        section = manifest.model if name.startswith("model/") else manifest.optimizer
-        tensors = list((section or {}).values())
     try:
         with TensorReader(folder) as reader:
-            entries = reader.header(name).entries
+            header = reader.header(name)
     except CheckpointCorruptError as error:
         return f"is not sound: {error}"
-    found = {key: (entry.dtype, entry.shape) for key, entry in entries.items() if not is_of_a_rank(key)}
-    if found != expected_in(name, tensors):
+    found = {key: (e.dtype, e.shape) for key, e in header.entries.items() if not is_of_a_rank(key)}
+    if manifest.version in LISTING_VERSIONS:  # a file has one section, and both may have the same names
+        section = manifest.model if name.startswith("model/") else manifest.optimizer
+        own = expected_in(name, (section or {}).values())
+        return None if found == own else "holds other tensors than the manifest says"
+    if found != expected_in(name, manifest.tensors):
         return "holds other tensors than the manifest says"
+    return placement_problem(name, header, manifest)
+
+
+def placement_problem(name: str, header: Header, manifest: Manifest) -> str | None:
+    """How what a file says of itself differs from what the manifest says, or None."""
+    try:
+        about, placed = rank_in(header.metadata), placed_in(header.metadata)
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        return f"does not say what it is ({error!r})"
+    if about != (rank_of(name), manifest.world_size, manifest.step):
+        return "is of another rank or checkpoint"
+    for tensor in manifest.tensors:
+        box = tensor.part_in(name)
+        if box is not None and placed.get(tensor.key) != (tensor.shape, box.offset):
+            return f"has another part of {tensor.key} than the manifest says"
     return None

@@ -7,6 +7,7 @@ Source: ``torch/distributed/checkpoint/filesystem.py`` and ``metadata.py``.
 """
 
 import io
+import os
 import pickle
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -66,31 +67,22 @@ class _Record:
         vars(self).update(state)
 
 
-def _joined(*parts: str) -> str:
-    return str(PurePath(*parts))
-
-
-def _ignored(*_: Any) -> None:
-    return None
-
-
 class _Unpickler(pickle.Unpickler):
+    """Makes records of what it knows; callables are made anew, since a pickle can set their attributes."""
+
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _RECORDS:
             return type(name, (_Record,), {})
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        known = {
-            ("torch", "Size"): tuple,
-            ("torch.serialization", "_get_layout"): _ignored,
-            (f"{_MODULE}.metadata", "_MEM_FORMAT_ENCODING"): _ignored,
-            ("collections", "OrderedDict"): OrderedDict,
-            **{("pathlib", kind): _joined for kind in ("PosixPath", "PurePosixPath", "WindowsPath")},
-            **{("pathlib._local", kind): _joined for kind in ("PosixPath", "PurePosixPath", "WindowsPath")},
-        }
+        if (module, name) in (("torch", "Size"), ("collections", "OrderedDict")):
+            return tuple if name == "Size" else OrderedDict
+        if module in ("pathlib", "pathlib._local") and name in ("PosixPath", "PurePosixPath", "WindowsPath"):
+            return lambda *parts: str(PurePath(*parts))
+        known = {("torch.serialization", "_get_layout"), (f"{_MODULE}.metadata", "_MEM_FORMAT_ENCODING")}
         if (module, name) not in known:
             raise pickle.UnpicklingError(f"it names {module}.{name}, which no such metadata needs")
-        return known[module, name]
+        return lambda *_: None
 
 
 class DcpFolder:
@@ -143,6 +135,8 @@ class DcpFolder:
         if missing:
             raise ValueError(f"{key} has a part at {missing[0].offset} that is nowhere")
         dtype = entry.properties.dtype
+        if not isinstance(dtype, torch.dtype) or any(type(n) is not int for box in boxes for n in box.offset):
+            raise ValueError(f"{key} has no dtype or no offsets")
         return ForeignTensor(shape, dtype, partial(self._read, key, boxes, dtype))
 
     def _read(self, key: str, boxes: list[Box], dtype: torch.dtype, wanted: Box) -> torch.Tensor:
@@ -152,7 +146,7 @@ class DcpFolder:
             if common is None or not common.numel:
                 continue
             part = self._load(key, self._places[key, box.offset])
-            if not isinstance(part, torch.Tensor) or (tuple(part.shape), part.dtype) != (box.shape, dtype):
+            if not is_plain(part) or (tuple(part.shape), part.dtype) != (box.shape, dtype):
                 raise CheckpointCorruptError(
                     f"{self._folder}: {key} at {box.offset} is not what the metadata says"
                 )
@@ -163,21 +157,34 @@ class DcpFolder:
         """One entry of a file; a tensor, or what ``torch.save`` was given."""
         if getattr(info, "transform_descriptors", None):
             raise CheckpointFormatError(f"{self._folder}: {key} is compressed or otherwise transformed")
-        path = self._folder / PurePath(info.relative_path).name
-        data = bytearray(int(info.length))
+        path = self._folder / PurePath(str(getattr(info, "relative_path", "(no file)"))).name
         try:
             fd = open_file(path)
             with closing(fd):
-                read_at(fd, int(info.offset), memoryview(data))
+                offset, length = int(info.offset), int(info.length)
+                if not 0 <= offset <= offset + length <= os.fstat(fd).st_size or length < 0:
+                    raise ValueError(f"it is said to have {length} bytes at {offset}")
+                data = bytearray(length)
+                read_at(fd, offset, memoryview(data))
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
             raise CheckpointFormatError(
                 f"{path}: {key} is an object, which is not unpickled: that could run any code "
                 f"({str(error).splitlines()[0][:200]})"
             ) from None
-        except (OSError, SafetensorsError, RuntimeError, EOFError, ValueError) as error:
+        except (OSError, SafetensorsError, *_NOT_METADATA, RuntimeError) as error:
             blame_no_file(error, path)
             raise CheckpointCorruptError(f"{path}: {key} cannot be read: {error}") from None
+
+
+def is_plain(value: Any) -> bool:
+    """Whether something is a tensor with its numbers in CPU memory, row by row."""
+    return (
+        type(value) in (torch.Tensor, torch.nn.Parameter)
+        and value.layout == torch.strided
+        and value.device.type == "cpu"
+        and not value.is_quantized
+    )
 
 
 def _offset(index: Any) -> tuple[int, ...] | None:

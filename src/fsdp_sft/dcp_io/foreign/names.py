@@ -76,12 +76,16 @@ def abstract(name: str) -> str:
 def translated(name: str, kind: str, key_map: KeyMap | None) -> str | None:
     """The model's name of a parameter that another tool calls ``name``; None if it is to be left out.
 
-    A name that a tool's table does not have stays as it is, which no model has.
+    A name that neither the map nor a tool's table has stays as it is.
     """
-    if key_map is not None:
-        return key_map.get(name, name) if isinstance(key_map, Mapping) else key_map(name)
-    target = TABLES.get(kind, {}).get(abstract(name), name)
+    if callable(key_map):
+        return key_map(name)
+    if key_map is not None and name in key_map:
+        return key_map[name]
+    target = TABLES.get(kind, {}).get(abstract(name))
     number = re.search(r"\.(\d+)\.", name)
+    if target is None:
+        return name
     return target.format(number[1]) if number else target
 
 
@@ -101,7 +105,8 @@ def check_known(kind: str, config: Any) -> None:
 
 def in_order(name: str, tensor: ForeignTensor, kind: str, config: Any) -> ForeignTensor:
     """A tensor with its rows as transformers has them."""
-    if kind not in TABLES or config.model_type != "llama" or not _QUERIES_OR_KEYS.search(name):
+    is_llama = kind in TABLES and getattr(config, "model_type", None) == "llama"
+    if not is_llama or not _QUERIES_OR_KEYS.search(name):
         return tensor
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if tensor.shape[0] % head_dim or head_dim % 2:

@@ -10,11 +10,16 @@ import torch
 
 from fsdp_sft._boxes import Box, part_of
 from fsdp_sft._limits import blame_no_file
-from fsdp_sft.dcp_io.foreign.dcp_folder import METADATA_NAME, DcpFolder, below
+from fsdp_sft.dcp_io.foreign.dcp_folder import METADATA_NAME, DcpFolder, below, is_plain
 from fsdp_sft.dcp_io.foreign.names import kind_of
-from fsdp_sft.dcp_io.foreign.source import ForeignCheckpoint, ForeignTensor, split_optimizer
+from fsdp_sft.dcp_io.foreign.source import ForeignCheckpoint, ForeignTensor, split_optimizer, step_of
 from fsdp_sft.dcp_io.steps import step_number
-from fsdp_sft.errors import CheckpointCorruptError, CheckpointFormatError, CheckpointNotFoundError
+from fsdp_sft.errors import (
+    CheckpointCorruptError,
+    CheckpointFormatError,
+    CheckpointNotFoundError,
+    FsdpSftError,
+)
 
 FORMATS = ("auto", "accelerate", "dcp", "full")
 _SHARDED, _OPTIMIZER, _FULL, _FULL_OPTIMIZER = (
@@ -52,16 +57,26 @@ def open_foreign(source: Path, kind: str, *, allow_pickle: bool) -> ForeignCheck
         raise CheckpointNotFoundError(
             f"there is no checkpoint of another tool at {source}: looked for {wanted}"
         )
-    if found == "accelerate":
-        return _accelerate(source)
-    if found == "dcp":
-        return _one_folder(source)
-    if not allow_pickle:
+    if found == "full" and not allow_pickle:
         raise CheckpointFormatError(
             f"{source / _FULL} is a pickle; allow_pickle=True reads the tensors in it by "
             "torch.load(weights_only=True), which runs nothing of it"
         )
-    return _full(source)
+    reader = {"accelerate": _accelerate, "dcp": _one_folder, "full": _full}[found]
+    try:
+        foreign = reader(source)
+        _check_groups(foreign.groups)
+        return foreign
+    except FsdpSftError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError) as error:
+        raise CheckpointCorruptError(f"{source} is not what a checkpoint is: {error!r}") from None
+
+
+def _check_groups(groups: list[Any]) -> None:
+    for group in groups:
+        if not isinstance(group, dict) or not isinstance(group.get("params"), (list, tuple)):
+            raise CheckpointCorruptError("the optimizer's groups do not say their parameters")
 
 
 def _accelerate(source: Path) -> ForeignCheckpoint:
@@ -73,7 +88,9 @@ def _accelerate(source: Path) -> ForeignCheckpoint:
         keys = below({**optimizer.tensors, **dict.fromkeys(optimizer.others)}, "optimizer.")
         states, groups = split_optimizer(keys, lambda key: _value(optimizer, f"optimizer.{key}"))
     model = below(folder.tensors, "model.")
-    return ForeignCheckpoint("accelerate", model, _tensors_only(states), groups, _trainer_step(source))
+    others = tuple(below(dict.fromkeys(folder.others), "model."))
+    step = _trainer_step(source)
+    return ForeignCheckpoint("accelerate", model, _tensors_only(states), groups, step, others)
 
 
 def _one_folder(source: Path) -> ForeignCheckpoint:
@@ -90,13 +107,16 @@ def _one_folder(source: Path) -> ForeignCheckpoint:
     others = ("train_state.", "lr_scheduler.", "dataloader.")
     model = {key: tensor for key, tensor in model.items() if not key.startswith(others)}
     counters = [key for key in ("train_state.step", "step", "global_step") if key in keys]
-    step = int(_value(folder, counters[0])) if counters else step_number(source)
-    return ForeignCheckpoint(kind_of(model) or "dcp", model, _tensors_only(states), groups, step)
+    where = f"{source / METADATA_NAME}: {(counters or [''])[0]}"
+    step = step_of(_value(folder, counters[0]), where) if counters else step_number(source)
+    extra = tuple(key for key in folder.others if key.endswith("_extra_state"))
+    return ForeignCheckpoint(kind_of(model) or "dcp", model, _tensors_only(states), groups, step, extra)
 
 
 def _full(source: Path) -> ForeignCheckpoint:
     saved_model = _loaded(source / _FULL)
-    model = {name: _in_memory(t) for name, t in saved_model.items() if isinstance(t, torch.Tensor)}
+    model = {str(name): _in_memory(t) for name, t in saved_model.items() if isinstance(t, torch.Tensor)}
+    others = tuple(str(name) for name, value in saved_model.items() if not isinstance(value, torch.Tensor))
     states: dict[tuple[str, str], ForeignTensor] = {}
     groups: list[dict[str, Any]] = []
     if (source / _FULL_OPTIMIZER).is_file():
@@ -104,7 +124,7 @@ def _full(source: Path) -> ForeignCheckpoint:
         groups = [dict(group) for group in saved.get("param_groups", [])]
         for name, entries in saved.get("state", {}).items():
             states |= {(str(name), key): _in_memory(torch.as_tensor(value)) for key, value in entries.items()}
-    return ForeignCheckpoint("full", model, states, groups, _trainer_step(source))
+    return ForeignCheckpoint("full", model, states, groups, _trainer_step(source), others)
 
 
 def _loaded(path: Path) -> Mapping[str, Any]:
@@ -124,6 +144,9 @@ def _loaded(path: Path) -> Mapping[str, Any]:
 
 
 def _in_memory(tensor: torch.Tensor) -> ForeignTensor:
+    if not is_plain(tensor):
+        raise TypeError(f"a tensor of another kind than a plain one ({tensor.layout}, {tensor.device})")
+
     def read(wanted: Box) -> torch.Tensor:
         return part_of(tensor, wanted).clone()
 
@@ -150,6 +173,6 @@ def _trainer_step(source: Path) -> int | None:
     if not path.is_file():
         return None
     try:
-        return int(json.loads(path.read_text())["global_step"])
-    except (ValueError, KeyError, TypeError) as error:
+        return step_of(json.loads(path.read_text())["global_step"], f"global_step in {path}")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointCorruptError(f"{path} does not say the step: {error!r}") from None

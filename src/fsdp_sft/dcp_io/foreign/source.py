@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from fsdp_sft._boxes import Box
+from fsdp_sft.errors import CheckpointCorruptError
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class ForeignCheckpoint:
         states: (name of the parameter, name of the state) to tensor.
         groups: The optimizer's groups: ``params``, by name, and options.
         step: Steps that had been taken; None if it does not say.
+        others: Names of the model's state that is no tensor.
     """
 
     kind: str
@@ -41,6 +43,20 @@ class ForeignCheckpoint:
     states: Mapping[tuple[str, str], ForeignTensor] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)
     step: int | None = None
+    others: tuple[str, ...] = ()
+
+
+def step_of(value: Any, where: str) -> int:
+    """A count of steps.
+
+    Raises:
+        CheckpointCorruptError: If it is none.
+    """
+    while isinstance(value, (list, tuple)) and len(value) == 1:
+        (value,) = value
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 53:
+        raise CheckpointCorruptError(f"{where} is {str(value)[:40]}, which is no number of steps")
+    return value
 
 
 def split_optimizer(
