@@ -1,4 +1,4 @@
-"""Saves that are refused before anything is written: ranks that bring other tensors, state that no file holds."""
+"""Saves that are refused before anything is written: ranks with other tensors, state that no file holds."""
 
 from pathlib import Path
 
