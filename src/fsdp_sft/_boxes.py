@@ -105,10 +105,13 @@ def refuse_disordered(mesh: DeviceMesh, placements: Sequence[Any]) -> None:
     Raises:
         ValueError: If they are not.
     """
+    ranks = mesh.mesh
+    if type(ranks) is not torch.Tensor:  # under FakeTensorMode it has no values
+        return
     for axis, placement in enumerate(placements):
-        if type(placement) is Shard and mesh.size(axis) > 1 and bool((mesh.mesh.diff(dim=axis) <= 0).any()):
+        if type(placement) is Shard and mesh.size(axis) > 1 and bool((ranks.diff(dim=axis) <= 0).any()):
             raise ValueError(
-                f"the ranks of the mesh {mesh.mesh.tolist()} do not ascend along axis {axis}, and FSDP2 cuts "
+                f"the ranks of the mesh {ranks.tolist()} do not ascend along axis {axis}, and FSDP2 cuts "
                 "tensors in ascending order: take build_mesh(...), or ranks in order"
             )
 

@@ -6,6 +6,7 @@ the next.
 """
 
 import contextlib
+import errno
 import glob
 import hashlib
 import os
@@ -155,10 +156,33 @@ def sync_file(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Put a folder's entries on the disk."""
+    """Put a folder's entries on the disk, where the file system knows that for folders."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     with closing(fd):
-        os.fsync(fd)
+        try:
+            os.fsync(fd)
+        except OSError as error:
+            # What mounts of object stores and some network file systems answer for folders, never for files.
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
+                raise
+
+
+def renames_whole(folder: Path) -> bool:
+    """Whether a folder below ``folder`` keeps its files when it is renamed.
+
+    Where a rename is a copy and a deletion, as on mounts of object stores, the files are others afterwards,
+    and whoever looks meanwhile sees a part of them.
+    """
+    before, after = (temporary_beside(folder / "rename") for _ in range(2))
+    before.mkdir()
+    try:
+        (before / "file").touch()
+        number = (before / "file").stat().st_ino
+        os.rename(before, after)
+        return (after / "file").stat().st_ino == number
+    finally:
+        for left in (before, after):
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def read_bytes(path: Path, most: int) -> bytes:

@@ -4,11 +4,13 @@ import os
 import warnings
 from pathlib import Path
 
-from fsdp_sft._disk import sweep_all
+from fsdp_sft._disk import renames_whole, sweep_all
 from fsdp_sft.dcp_io import in_use
 from fsdp_sft.dcp_io.steps import step_folder, step_folders
 from fsdp_sft.dcp_io.verify import verify_folder
 from fsdp_sft.errors import CheckpointExistsError
+
+_looked_at: set[Path] = set()
 
 
 def prepare_root(root: Path, step: int) -> None:
@@ -21,6 +23,7 @@ def prepare_root(root: Path, step: int) -> None:
     target = step_folder(root, step)
     root.mkdir(parents=True, exist_ok=True)
     in_use.take(root)
+    _say_if_copied(root)
     sweep_all(root)
     if os.path.lexists(target) and not verify_folder(target, hashes=True):
         raise CheckpointExistsError(
@@ -34,4 +37,18 @@ def prepare_root(root: Path, step: int) -> None:
             f"{target} is saved beside newer steps ({newer[:5]}). If training went back to an earlier one, "
             "move those away: the newest are what pruning keeps and what the next start resumes from",
             stacklevel=5,
+        )
+
+
+def _say_if_copied(root: Path) -> None:
+    """Warn, at the first save below a root, where a rename is no single moment."""
+    if root in _looked_at:
+        return
+    _looked_at.add(root)
+    if not renames_whole(root):
+        warnings.warn(
+            f"the file system of {root} copies a folder to rename it, so a step is there by part for a while. "
+            "Loading and pruning compare files with the manifest and pass such a step over, and a save is "
+            "acknowledged when all of it is there; other programs that look at steps should wait for that",
+            stacklevel=6,
         )
