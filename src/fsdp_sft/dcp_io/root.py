@@ -47,7 +47,7 @@ def _say_if_copied(root: Path) -> None:
     _looked_at.add(root)
     if not renames_whole(root):
         warnings.warn(
-            f"the file system of {root} copies a folder to rename it, so a step is there by part for a while. "
+            f"the file system of {root} copies a folder to rename it, so a step is there by part for a time. "
             "Loading and pruning compare files with the manifest and pass such a step over, and a save is "
             "acknowledged when all of it is there; other programs that look at steps should wait for that",
             stacklevel=6,
