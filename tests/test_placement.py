@@ -94,10 +94,11 @@ def test_experts_lie_evenly_on_many_ranks_or_are_named(
         assert "mlp.experts.gate_up_proj (128, 2880, 5760)" in messages[0]
 
 
-def _model(**options: Any) -> Any:
+def _model(*, compiled: bool = False, **options: Any) -> Any:
     model = tiny_model("mixtral", num_local_experts=EXPERTS, num_hidden_layers=3)
     fs.apply_sac(model, "1/3")
-    fs.compile_blocks(model, backend="aot_eager")
+    if compiled:
+        fs.compile_blocks(model, backend="aot_eager")
     return fs.shard_model(model, mesh=mesh_here(), **options)
 
 
@@ -111,7 +112,7 @@ def _run(folder: str, evenly: bool) -> tuple[list[float], list[float], dict[str,
         own.shard_dim = _placement.shard_dim
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        model = _model()
+        model = _model(compiled=True)
     placements = {p.placements[-1].dim for p in model.parameters() if isinstance(p, DTensor)}
     assert placements == ({0, 1} if evenly else {0})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -130,12 +131,19 @@ def _run(folder: str, evenly: bool) -> tuple[list[float], list[float], dict[str,
     return losses, norms, {name: full(p) for name, p in model.state_dict().items()}
 
 
-def test_training_is_that_with_first_dimensions(tmp_path: Path) -> None:
-    folders = [(str(tmp_path / str(evenly)), evenly) for evenly in (True, False)]
-    found, expected = (run_distributed(_run, 2, *folder, timeout=240)[0] for folder in folders)
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """The default path on two ranks: its folder, and what it gave."""
+    folder = tmp_path_factory.mktemp("placement") / "run"
+    return folder, run_distributed(_run, 2, str(folder), True, timeout=240)[0]
+
+
+def test_training_is_that_with_first_dimensions(trained: tuple[Path, Any], tmp_path: Path) -> None:
+    folder, found = trained
+    expected = run_distributed(_run, 2, str(tmp_path / "first"), False, timeout=240)[0]
     assert found[0] == expected[0]
     assert found[1] == pytest.approx(expected[1], rel=1e-5)  # of other sums
-    exported = tf.MixtralForCausalLM.from_pretrained(f"{tmp_path / 'True'}-export", dtype=torch.float32)
+    exported = tf.MixtralForCausalLM.from_pretrained(f"{folder}-export", dtype=torch.float32)
     for name, weight in exported.state_dict().items():
         assert torch.equal(found[2][name], expected[2][name]), name
         assert torch.equal(weight, found[2][name]), name
@@ -154,10 +162,8 @@ def _elsewhere(folder: str) -> dict[str, torch.Tensor]:
     return state
 
 
-def test_a_checkpoint_goes_to_other_ranks_bit_by_bit(tmp_path: Path) -> None:
-    run_distributed(_run, 2, str(tmp_path / "run"), True, timeout=240)
-    folder = str(tmp_path / "run")
-    states = [run_distributed(_elsewhere, ranks, folder, timeout=240)[0] for ranks in (1, 2, 3, 4)]
+def test_a_checkpoint_goes_to_other_ranks_bit_by_bit(trained: tuple[Path, Any]) -> None:
+    states = [run_distributed(_elsewhere, ranks, str(trained[0]), timeout=240)[0] for ranks in (1, 2, 3, 4)]
     assert len(states[0]) > 60
     for state in states[1:]:
         assert state.keys() == states[0].keys()
