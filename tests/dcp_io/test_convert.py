@@ -23,7 +23,7 @@ import fsdp_sft as fs
 from fsdp_sft import dcp_io
 from fsdp_sft._boxes import whole
 from tests.faults.hostile import Marker
-from tests.harness.device import mesh_here
+from tests.harness.device import device_here, mesh_here
 from tests.harness.models import full, tiny_model
 from tests.harness.ranks import run_distributed
 from tests.harness.trained import assert_same, train
@@ -367,7 +367,7 @@ def _save_others(root: str) -> None:
         "braces": lambda own: torch.optim.AdamW(own),
     }
     for name, make in kinds.items():
-        model = tiny_model("llama", tie_word_embeddings=False)
+        model = tiny_model("llama", tie_word_embeddings=False).to(device_here())
         with torch.no_grad():
             model.lm_head.weight.copy_(model.model.embed_tokens.weight)
         optimizer = make(model.parameters())
