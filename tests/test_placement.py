@@ -215,9 +215,15 @@ def _smaller_mesh() -> None:
     gradients = []
     for reshard in (True, 2):
         model = tiny_model("mixtral", num_local_experts=EXPERTS)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
             fs.shard_model(model, mesh=mesh_here(), reshard_after_forward=reshard)
+        said = [str(w.message) for w in caught if "times the mean" in str(w.message)]
+        if reshard is True or torch.distributed.get_rank() != 0:
+            assert not said
+        else:
+            assert "mlp.experts.gate_up_proj (3, " in said[0]
+            assert "reshard_after_forward=True takes others, evenly" in said[0]
         blocks = {p.placements[-1] for n, p in model.named_parameters() if ".layers." in n}
         assert blocks == ({Shard(0), Shard(1)} if reshard is True else {Shard(0)})
         batch = {name: value.to(device_here()) for name, value in ragged_batches(2)[0].items()}

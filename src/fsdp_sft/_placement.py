@@ -25,12 +25,11 @@ def imbalance(size: int, num_shards: int) -> float:
     return -(-size // num_shards) * num_shards / size
 
 
-@functools.lru_cache(maxsize=65536)
-def shard_numel(shape: tuple[int, ...], num_shards: int) -> int:
-    """Elements that each rank has memory for: those of the largest part."""
+def shard_numel(shape: tuple[int, ...], num_shards: int, dim: int | None = None) -> int:
+    """Elements that each rank has memory for: the largest part along ``dim``, else ``shard_dim``."""
     if not shape:
         return 1
-    dim = shard_dim(shape, num_shards)
+    dim = shard_dim(shape, num_shards) if dim is None else dim
     return -(-shape[dim] // num_shards) * math.prod(shape[:dim]) * math.prod(shape[dim + 1 :])
 
 

@@ -1,6 +1,5 @@
 """Shard a model with FSDP2, block by block, with float32 masters made from each shard and not each block."""
 
-import math
 import re
 import warnings
 from collections.abc import Collection, Mapping
@@ -32,7 +31,7 @@ from fsdp_sft._kept import (
     plain_dtypes,
     transformers_models,
 )
-from fsdp_sft._placement import MOST_IMBALANCE, even_shards, shard_dim, shard_numel, total_imbalance
+from fsdp_sft._placement import MOST_IMBALANCE, even_shards, shard_dim, shard_numel
 from fsdp_sft._recompiles import compile_block
 from fsdp_sft._wrappers import replicas_of
 from fsdp_sft.adapters import copied_modules
@@ -109,7 +108,6 @@ def shard_model(
 
     copied = copied_modules(model)
     num_shards = mesh.size(mesh.ndim - 1)
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
     def shard(modules: nn.Module | list[nn.Module], mp: MixedPrecisionPolicy, **kwargs: bool | int) -> None:
         # What stays sharded over fewer ranks after a forward is a run of the gathered bytes: torch's code
@@ -151,7 +149,7 @@ def shard_model(
     shard(model, policy)
     _set_prefetch(list(chosen.values()), prefetch)
     if mesh.get_rank() == 0:
-        _name_uneven(shapes, num_shards)
+        _name_uneven(model, num_shards)
     return model
 
 
@@ -216,7 +214,7 @@ def describe_sharding(model: nn.Module) -> str:
     widths = [max(len(line[i]) for line in table) for i in range(len(header))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in table]
     axes = ", ".join(f"{n}={s}" for n, s in zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
-    fullest = _fullest_over_mean(model, mesh.size(mesh.ndim - 1))
+    fullest, _ = _fullest_over_mean(model, mesh.size(mesh.ndim - 1))
     summary = (
         f"{total:,} parameters, {total_local:,} bytes on this rank, the fullest rank has {fullest:.2f} times "
         f"the mean, mesh ({axes}) on {mesh.device_type}"
@@ -232,21 +230,25 @@ def _placement(parameter: nn.Parameter, num_shards: int) -> Shard | None:
     return Shard(dim) if dim else None
 
 
-def _name_uneven(shapes: Mapping[str, tuple[int, ...]], num_shards: int) -> None:
-    found = total_imbalance(shapes.values(), num_shards)
+def _name_uneven(model: nn.Module, num_shards: int) -> None:
+    found, excess = _fullest_over_mean(model, num_shards)
     if found <= MOST_IMBALANCE:
         return
-    excess = {name: shard_numel(s, num_shards) * num_shards - math.prod(s) for name, s in shapes.items()}
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     kinds: dict[str, str] = {}
     for name in sorted(excess, key=excess.__getitem__, reverse=True):
-        if excess[name] > 0:
-            kinds.setdefault(re.sub(r"\.\d+(?=\.)", ".*", name), str(shapes[name]))
+        kinds.setdefault(re.sub(r"\.\d+(?=\.)", ".*", name), str(shapes[name]))
     worst = ", ".join(f"{kind} {shape}" for kind, shape in list(kinds.items())[:3])
     fewer = even_shards(list(shapes.values()), num_shards)
-    advice = f"build_mesh(dp_replicate={num_shards // fewer}) shards over {fewer}, evenly"
+    if fewer == num_shards:
+        reason = f"with a number for reshard_after_forward {worst} is cut along its first dimension"
+        advice = "reshard_after_forward=True takes others, evenly"
+    else:
+        reason = f"no dimension of {worst} divides by {num_shards}"
+        advice = f"build_mesh(dp_replicate={num_shards // fewer}) shards over {fewer}, evenly"
     warnings.warn(
-        f"the fullest of {num_shards} shards has {found:.2f} times the mean, as no dimension of {worst} "
-        f"divides by {num_shards}: {advice if fewer > 1 else 'fewer ranks would share it more evenly'}",
+        f"the fullest of {num_shards} shards has {found:.2f} times the mean, as {reason}: "
+        f"{advice if fewer > 1 else 'fewer ranks would share it more evenly'}",
         stacklevel=3,
     )
 
@@ -265,16 +267,19 @@ def _owner(name: str, groups: list[str]) -> str:
     return max((fqn for fqn in groups if not fqn or name.startswith(f"{fqn}.")), key=len, default="")
 
 
-def _fullest_over_mean(model: nn.Module, num_shards: int) -> float:
-    """By elements; the first coordinate of a mesh has the largest part of every dimension."""
-    most = total = 0
-    for parameter in model.parameters():
+def _fullest_over_mean(model: nn.Module, num_shards: int) -> tuple[float, dict[str, int]]:
+    """What the fullest rank has over the mean, and by how many elements each uneven parameter adds to it."""
+    total = 0
+    excess: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
             cut = parameter.placements[-1]
-            size = parameter.shape[cut.dim] if isinstance(cut, Shard) else 1
-            most += -(-size // num_shards) * (parameter.numel() // size if size else 0)
+            dim = cut.dim if isinstance(cut, Shard) else 0
             total += parameter.numel()
-    return most * num_shards / total if total else 1.0
+            more = shard_numel(tuple(parameter.shape), num_shards, dim) * num_shards - parameter.numel()
+            if more:
+                excess[name] = more
+    return (1 + sum(excess.values()) / total if total else 1.0), excess
 
 
 def _local_bytes(parameter: nn.Parameter) -> int:
