@@ -148,6 +148,18 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return detached.to_local() if isinstance(detached, DTensor) else detached
 
 
+def with_local(tensor: DTensor, local: torch.Tensor) -> DTensor:
+    """A tensor cut as ``tensor`` is, of which this rank's part is ``local``. No communication."""
+    return DTensor.from_local(
+        local,
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+
+
 def part_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     """The view of ``tensor`` that ``box`` names."""
     for dim, (offset, size) in enumerate(zip(box.offset, box.shape, strict=True)):

@@ -353,13 +353,14 @@ def _cast_shards(
     # A trained copy gets its first values from what it was copied from, and would start from rounded ones.
     exact = {id(p) for inner in module.modules() if inner in copied for p in inner.parameters()}
 
-    def cast(tensor: torch.Tensor) -> torch.Tensor:
+    def wanted(tensor: torch.Tensor) -> torch.dtype:
         if not isinstance(tensor, DTensor) or not tensor.is_floating_point():
-            return tensor  # a buffer, or an integer parameter of a quantised layer
+            return tensor.dtype  # a buffer, or an integer parameter of a quantised layer
         dtype = master_dtype if tensor.requires_grad or id(tensor) in exact else frozen_dtype
-        return tensor if dtype is None or tensor.dtype == dtype else tensor.to(dtype)
+        return dtype or tensor.dtype
 
-    apply_to_tensors(module, cast)
+    if any(wanted(parameter) != parameter.dtype for parameter in module.parameters()):
+        apply_to_tensors(module, lambda tensor: tensor.to(wanted(tensor)))
 
 
 @dataclass

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from fsdp_sft._boxes import Box, box_of, whole
+from fsdp_sft._boxes import Box, box_of, whole, with_local
 from fsdp_sft._disk import TensorReader, read_into
 from fsdp_sft._safetensors import DTYPES
 from fsdp_sft.dcp_io.codec import decode
@@ -78,14 +78,7 @@ def together(
         local = _joined(name, parts, box, tuple(parameter.shape), stored, reader, device)
     if not isinstance(parameter, DTensor):
         return local
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    return with_local(parameter, local)
 
 
 def _same(parts: list[Part], box: Box) -> int | None:

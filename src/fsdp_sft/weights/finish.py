@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_sft._boxes import box_of, local_of, part_of
+from fsdp_sft._boxes import box_of, local_of, part_of, with_local
 from fsdp_sft._compat import (
     apply_to_tensors,
     initialise_computed,
@@ -16,6 +16,7 @@ from fsdp_sft._model import meta_twin, named_tensors
 from fsdp_sft._random import unmoved
 from fsdp_sft.distributed import compute_device
 from fsdp_sft.weights.plan import LoadPlan
+from fsdp_sft.weights.prefault import ask_for_large_pages
 from fsdp_sft.weights.read import check_all_finite
 
 
@@ -55,12 +56,17 @@ def materialise(model: nn.Module) -> None:
             parent, _, leaf = name.rpartition(".")
             if id(tensor) not in made:
                 fresh = torch.empty_like(tensor, device=device)
+                ask_for_large_pages(fresh)
                 is_parameter = isinstance(tensor, nn.Parameter)
                 made[id(tensor)] = nn.Parameter(fresh, tensor.requires_grad) if is_parameter else fresh
             setattr(model.get_submodule(parent), leaf, made[id(tensor)])
 
     def fill(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.empty_like(tensor, device=shard_device) if tensor.is_meta else tensor
+        if not tensor.is_meta:
+            return tensor
+        filled = torch.empty_like(local_of(tensor), device=shard_device)
+        ask_for_large_pages(filled)
+        return with_local(tensor, filled) if isinstance(tensor, DTensor) else filled
 
     if any(isinstance(tensor, DTensor) and tensor.is_meta for tensor in named.values()):
         apply_to_tensors(model, fill)

@@ -1,8 +1,9 @@
-"""Fresh memory, mapped a piece at a time just before it is written.
+"""Fresh memory of the host, mapped a piece at a time just before it is written, in large pages where it can be.
 
 The first write to each page of fresh memory is a page fault. Linux (5.14 and later) maps and clears a whole
-range in one call, which takes a sixth off a load into host memory. It is advice: where it cannot be taken,
-the pages are mapped by the writes, as ever.
+range in one call, and where the system's transparent_hugepage setting is not "never" it maps 2 MiB at a time
+when asked to: mapping and writing 1 GB takes 0.38 s page by page, 0.33 s by range, 0.19 s in large pages. Both
+are advice: where it cannot be taken, the pages are mapped by the writes, as ever.
 """
 
 import ctypes
@@ -12,7 +13,24 @@ import sys
 
 import torch
 
-_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of <linux/mman.h>, a part of Linux's stable interface
+# Of <linux/mman.h>, a part of Linux's stable interface.
+_HUGEPAGE = 14
+_POPULATE_WRITE = 23
+_LARGE_PAGE = 2 << 20  # of x86, and of Arm with pages of 4 KiB
+
+
+def ask_for_large_pages(tensor: torch.Tensor) -> None:
+    """Let the system map host memory that nothing was written to yet 2 MiB at a time.
+
+    Numpy does so with every large array. The pages at either end are included, whoever else is in them: the
+    system joins neighbours that were asked for alike, and a large page may then span two tensors.
+    """
+    libc = _libc()
+    if libc is None or not tensor.is_cpu or tensor.numel() * tensor.itemsize < _LARGE_PAGE:
+        return
+    start = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    end = -(-(tensor.data_ptr() + tensor.numel() * tensor.itemsize) // mmap.PAGESIZE) * mmap.PAGESIZE
+    libc.madvise(start, end - start, _HUGEPAGE)
 
 
 def prefault(tensor: torch.Tensor) -> None:

@@ -1,7 +1,8 @@
 """Positional reads of boxes of stored tensors straight into shards, cast on the way, in bounded memory.
 
-Pieces of about 1 MiB are read into a buffer that is used again and again and copied out while they are still
-in the processor's cache: with larger pieces every byte travels to memory and back twice more.
+Pieces of about 1 MiB are read into a buffer that is used again and again. On the host they are copied out a
+quarter at a time, so that they, and the memory that was mapped for what they become, are still in a core's own
+cache: otherwise every byte travels to memory and back twice more.
 """
 
 import math
@@ -25,6 +26,7 @@ from fsdp_sft.weights.provenance import Ints, Piece, intersect
 from fsdp_sft.weights.resolve import Checkpoint
 
 PIECE_BYTES = 1 << 20
+_COPIED_BYTES = 1 << 18
 _DEVICE_PIECE_BYTES = 8 << 20  # a copy to an accelerator wants larger pieces than a cache does
 _MIN_RUN_BYTES = 512
 _COUNTED_ELEMENTS = 1 << 20  # of a tensor that is not finite, at once; each takes 7 bytes
@@ -146,7 +148,8 @@ def read_jobs(
     jobs = list(jobs)
     device = next((job.dest.device for job in jobs), torch.device("cpu"))
     size = min(piece_bytes(device), max(host_budget_bytes // 2, 1 << 12))
-    segments = [segment for job in jobs for segment in _segments(job, size)]
+    copied = min(size, _COPIED_BYTES) if device.type == "cpu" else size
+    segments = [segment for job in jobs for segment in _segments(job, copied)]
     segments.sort(key=lambda segment: (segment.job.file, segment.start))
     caller = CallerStream.on(device)
     reader = _Reader(checkpoint.files, size, iter(list(_batches(segments, size))), progress, caller)
@@ -219,9 +222,6 @@ class _Reader:
     def _do(self, fd: int, batch: list[_Segment], stage: "_HostStage | _DeviceStage") -> None:
         start = batch[0].start
         num_bytes = batch[-1].start + batch[-1].num_bytes - start  # a batch has no gaps
-        places = [segment.place() for segment in batch]
-        for place in places:
-            stage.prepare(place)
         try:
             read_at(fd, start, stage.memory(num_bytes))
         except (OSError, SafetensorsError) as error:
@@ -234,7 +234,9 @@ class _Reader:
             self.bytes_read += num_bytes
             self._progress(num_bytes)
         staged = stage.staged(num_bytes)
-        for segment, place in zip(batch, places, strict=True):
+        for segment in batch:
+            place = segment.place()
+            stage.prepare(place)
             at = segment.start - start
             _deliver(segment.job, segment.values(staged[at : at + segment.num_bytes]), place)
         stage.used()
@@ -254,7 +256,7 @@ class _HostStage:
         self._view = memoryview(self._buffer.numpy())  # type: ignore[arg-type]
 
     def prepare(self, place: torch.Tensor) -> None:
-        """What is read next goes to ``place``."""
+        """What is copied next goes to ``place``."""
         prefault(place)
 
     def memory(self, num_bytes: int) -> memoryview:
