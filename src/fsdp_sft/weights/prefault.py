@@ -1,8 +1,8 @@
-"""Fresh memory of the host, mapped a piece at a time just before it is written, in large pages where it can be.
+"""Fresh memory of the host, mapped a piece at a time before it is written, in large pages if it can be.
 
 The first write to each page of fresh memory is a page fault. Linux (5.14 and later) maps and clears a whole
 range in one call, and where the system's transparent_hugepage setting is not "never" it maps 2 MiB at a time
-when asked to: mapping and writing 1 GB takes 0.38 s page by page, 0.33 s by range, 0.19 s in large pages. Both
+asked: mapping and writing 1 GB takes 0.38 s page by page, 0.33 by range, 0.19 in large pages. Both
 are advice: where it cannot be taken, the pages are mapped by the writes, as ever.
 """
 

@@ -1,8 +1,8 @@
 """Positional reads of boxes of stored tensors straight into shards, cast on the way, in bounded memory.
 
 Pieces of about 1 MiB are read into a buffer that is used again and again. On the host they are copied out a
-quarter at a time, so that they, and the memory that was mapped for what they become, are still in a core's own
-cache: otherwise every byte travels to memory and back twice more.
+quarter at a time, so that they, and the memory that was mapped for what they become, are still in the cache
+of a core: otherwise every byte travels to memory and back twice more.
 """
 
 import math
