@@ -210,6 +210,22 @@ def parse_header(text: bytes, file_bytes: int) -> Header:
     return Header(entries, metadata, file_bytes)
 
 
+def expect_parts(fd: int) -> None:
+    """Tell the system that parts of a file will be read: nothing beside them is worth fetching.
+
+    Without it Linux fetches what follows each part, up to several MiB: of a checkpoint whose rows are shared
+    out to four machines each one had fetched 0.7 instead of its quarter.
+    """
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+
+
+def expect(fd: int, offset: int, num_bytes: int) -> None:
+    """Ask the system to fetch what will be read soon. It is advice: an error would come with the reading."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(fd, offset, num_bytes, os.POSIX_FADV_WILLNEED)
+
+
 def read_at(fd: int, offset: int, buffer: memoryview) -> None:
     """Fill ``buffer`` from the file; the file's own position does not move.
 

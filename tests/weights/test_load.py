@@ -106,6 +106,33 @@ def test_replicas_that_all_read(tmp_path: Path) -> None:
     run_distributed(_check_bytes, 4, tmp_path, {"dp_replicate": 2}, "slice")
 
 
+def _check_sent(folder: Path) -> None:
+    sent = 0
+    original = dist.broadcast
+
+    def broadcast(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        nonlocal sent
+        sent += tensor.numel() * tensor.itemsize
+        return original(tensor, *args, **kwargs)
+
+    for check_finite, itemsize in ((True, 2), (False, 4)):
+        model = build_meta_model(folder)
+        fs.shard_model(model, mesh=_mesh(dp_replicate=2), mp_policy=FLOAT32)
+        sent, dist.broadcast = 0, broadcast
+        try:
+            load_weights(model, folder, check_finite=check_finite)
+        finally:
+            dist.broadcast = original
+        assert difference(model, plain(folder)) == []
+        assert sent == sum(p.to_local().numel() for p in model.parameters()) * itemsize  # type: ignore[attr-defined]
+
+
+def test_replicas_receive_what_is_stored_and_cast_it_themselves(tmp_path: Path) -> None:
+    """Values that are not looked at for NaN pass in float32: a cast does not keep the bits of NaN."""
+    save_tiny(tmp_path, "mixtral")
+    run_distributed(_check_sent, 4, tmp_path)
+
+
 def _check_experts(folder: Path, experts: int, reshard_after_forward: bool | int) -> None:
     model = build_meta_model(folder)
     fs.shard_model(model, mesh=_mesh(), mp_policy=FLOAT32, reshard_after_forward=reshard_after_forward)

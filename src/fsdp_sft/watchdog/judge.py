@@ -100,8 +100,9 @@ class Judge:
             self._known[rank] = beat
         running = [b for b in beats.values() if b.state == RUNNING]
         allowed = [b.limit for b in running if now - self.stamps[b.rank].moved <= b.limit]
+        longest = max(allowed, default=0.0)
         for beat in running:
-            if max(allowed, default=0.0) > beat.limit:
+            if longest > beat.limit:
                 self.stamps[beat.rank].counts = now
 
     def _dead(self, running: Mapping[int, Beat], answered: float) -> tuple[int, ...]:

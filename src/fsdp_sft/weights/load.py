@@ -93,7 +93,8 @@ def load_weights(
     Memory: The shards. On the host a read buffer of about 1 MiB for each of at most 4 threads, for an
         accelerator two of 8 MiB, pinned (within ``host_budget_bytes``); the largest group of tensors that
         must be converted whole; and the keys that are initialised. On an accelerator beside the shards at
-        most two pieces of 8 MiB a thread; and of tied tensors that must be converted whole a second shard.
+        most two pieces of 8 MiB a thread, with replicas one of 16 MiB, and of tied tensors that must be
+        converted whole a second shard.
     """
     _check_arguments(strategy, host_budget_bytes, missing, unexpected)
     started = time.perf_counter()
@@ -218,6 +219,17 @@ class _Reads:
         """Whether a target's values have to be finite."""
         return self.check_finite and target.is_parameter and self.tensors[target.name].is_floating_point()
 
+    def dtype_to_send(self, target: Target) -> torch.dtype:
+        """What a target's values pass between replicas in: as stored, where that is exact and takes less.
+
+        NaN keeps its bits only in the shard's own dtype.
+        """
+        stored = {self.checkpoint.sources[piece.key].entry.dtype for piece in target.pieces}
+        own = self.tensors[target.name].dtype
+        first = next(iter(stored), own)
+        narrower = first.is_floating_point and own.is_floating_point and first.itemsize < own.itemsize
+        return first if narrower and len(stored) == 1 and self.is_checked(target) else own
+
     def place_of(self, target: Target) -> torch.Tensor:
         """Where this rank's part of a converted target goes."""
         aside = self.converted_duplicates.get(target.name)
@@ -248,9 +260,19 @@ def _exchange(reads: _Reads) -> int:
     Collective: all ranks.
     """
     for name, (mesh, dim, reader) in reads.readers.items():
-        local = local_of(reads.tensors[name])
-        if local.numel():
-            dist.broadcast(local, group=mesh.get_group(dim), group_src=reader)
+        local, group = local_of(reads.tensors[name]), mesh.get_group(dim)
+        dtype = reads.dtype_to_send(reads.plan.targets[name])
+        if local.numel() == 0:
+            continue
+        if dtype == local.dtype or not local.is_contiguous():
+            dist.broadcast(local, group=group, group_src=reader)
+            continue
+        is_reader = mesh.get_local_rank(dim) == reader
+        for part in local.view(-1).split(_BROADCAST_BYTES // dtype.itemsize):
+            sent = part.to(dtype) if is_reader else torch.empty_like(part, dtype=dtype)
+            dist.broadcast(sent, group=group, group_src=reader)
+            if not is_reader:
+                part.copy_(sent)
     return _fill_converted(reads)
 
 

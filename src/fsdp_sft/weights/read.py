@@ -18,7 +18,7 @@ import torch
 
 from fsdp_sft._boxes import Box
 from fsdp_sft._limits import blame_no_file
-from fsdp_sft._safetensors import open_file, read_at
+from fsdp_sft._safetensors import expect, expect_parts, open_file, read_at
 from fsdp_sft._streams import CallerStream, host_buffer
 from fsdp_sft.errors import CheckpointFormatError, NonFiniteWeightsError, SafetensorsError
 from fsdp_sft.weights.prefault import prefault
@@ -27,6 +27,7 @@ from fsdp_sft.weights.resolve import Checkpoint
 
 PIECE_BYTES = 1 << 20
 _COPIED_BYTES = 1 << 18
+_BATCHES_AHEAD = 8  # that the system is asked to fetch
 _DEVICE_PIECE_BYTES = 8 << 20  # a copy to an accelerator wants larger pieces than a cache does
 _MIN_RUN_BYTES = 512
 _COUNTED_ELEMENTS = 1 << 20  # of a tensor that is not finite, at once; each takes 7 bytes
@@ -152,7 +153,7 @@ def read_jobs(
     segments = [segment for job in jobs for segment in _segments(job, copied)]
     segments.sort(key=lambda segment: (segment.job.file, segment.start))
     caller = CallerStream.on(device)
-    reader = _Reader(checkpoint.files, size, iter(list(_batches(segments, size))), progress, caller)
+    reader = _Reader(checkpoint.files, size, list(_batches(segments, size)), progress, caller)
     buffers = 1 if device.type == "cpu" else 2
     workers = max(1, min(workers, host_budget_bytes // (size * buffers)))
     try:
@@ -174,7 +175,7 @@ class _Reader:
         self,
         files: list[Path],
         piece_bytes: int,
-        batches: Iterator[list[_Segment]],
+        batches: list[list[_Segment]],
         progress: Callable[[int], None],
         caller: CallerStream,
     ) -> None:
@@ -183,6 +184,7 @@ class _Reader:
         self._files = files
         self._piece_bytes = piece_bytes
         self._batches = batches
+        self._taken = 0
         self._progress = progress
         self._descriptors: dict[int, int] = {}
         self._lock = threading.Lock()
@@ -207,21 +209,27 @@ class _Reader:
 
     def _next(self) -> tuple[int, list[_Segment]] | None:
         with self._lock:
-            batch = None if self._failed else next(self._batches, None)
-            if batch is None:
+            if self._failed or self._taken == len(self._batches):
                 return None
-            file = batch[0].job.file
-            if file not in self._descriptors:
-                try:
-                    self._descriptors[file] = open_file(self._files[file])
-                except (OSError, SafetensorsError) as error:
-                    blame_no_file(error, self._files[file])
-                    raise CheckpointFormatError(f"{self._files[file]} cannot be opened: {error}") from None
-            return self._descriptors[file], batch
+            batch = self._batches[self._taken]
+            self._taken += 1
+            for ahead in self._batches[self._taken : self._taken + _BATCHES_AHEAD][-1:]:
+                expect(self._descriptor(ahead), *_range(ahead))
+            return self._descriptor(batch), batch
+
+    def _descriptor(self, batch: list[_Segment]) -> int:
+        file = batch[0].job.file
+        if file not in self._descriptors:
+            try:
+                self._descriptors[file] = open_file(self._files[file])
+            except (OSError, SafetensorsError) as error:
+                blame_no_file(error, self._files[file])
+                raise CheckpointFormatError(f"{self._files[file]} cannot be opened: {error}") from None
+            expect_parts(self._descriptors[file])
+        return self._descriptors[file]
 
     def _do(self, fd: int, batch: list[_Segment], stage: "_HostStage | _DeviceStage") -> None:
-        start = batch[0].start
-        num_bytes = batch[-1].start + batch[-1].num_bytes - start  # a batch has no gaps
+        start, num_bytes = _range(batch)
         try:
             read_at(fd, start, stage.memory(num_bytes))
         except (OSError, SafetensorsError) as error:
@@ -408,6 +416,12 @@ def _cut(
         return
     for index in range(size):
         yield from _cut(job, start + index * step * itemsize, inner, dest_offset + index * dest_step, limit)
+
+
+def _range(batch: list[_Segment]) -> tuple[int, int]:
+    """First byte of the file and number of bytes; a batch has no gaps."""
+    start = batch[0].start
+    return start, batch[-1].start + batch[-1].num_bytes - start
 
 
 def _batches(segments: list[_Segment], limit: int) -> Iterator[list[_Segment]]:
