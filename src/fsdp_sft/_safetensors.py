@@ -11,6 +11,7 @@ import os
 import stat
 import struct
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -216,14 +217,19 @@ def expect_parts(fd: int) -> None:
     Without it Linux fetches what follows each part, up to several MiB: of a checkpoint whose rows are shared
     out to four machines each one had fetched 0.7 instead of its quarter.
     """
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+    _advise(fd, 0, 0, "POSIX_FADV_RANDOM")
 
 
 def expect(fd: int, offset: int, num_bytes: int) -> None:
-    """Ask the system to fetch what will be read soon. It is advice: an error would come with the reading."""
+    """Ask the system to fetch what will be read soon."""
+    _advise(fd, offset, num_bytes, "POSIX_FADV_WILLNEED")
+
+
+def _advise(fd: int, offset: int, num_bytes: int, advice: str) -> None:
+    """A file system need not take advice: what it says about it is nothing about the file."""
     if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(fd, offset, num_bytes, os.POSIX_FADV_WILLNEED)
+        with suppress(OSError):
+            os.posix_fadvise(fd, offset, num_bytes, getattr(os, advice))
 
 
 def read_at(fd: int, offset: int, buffer: memoryview) -> None:

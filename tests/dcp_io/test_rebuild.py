@@ -98,11 +98,11 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "another file gone": (lambda s: (s / "shards/00002.safetensors").unlink(), "INDEX.json says|is missing"),
     "a file of another step": (
         lambda s: _of_the_other_step(s, "00001.safetensors"),
-        "another rank or checkpoint",
+        "INDEX.json says|another rank or checkpoint",
     ),
     "two files swapped": (
         lambda s: shutil.copy(s / "shards/00001.safetensors", s / "shards/00003.safetensors"),
-        "another rank or checkpoint",
+        "INDEX.json says|another rank or checkpoint",
     ),
     "a file cut short": (lambda s: (s / "shards/00003.safetensors").write_bytes(b"x" * 99), "cannot be read"),
 }

@@ -39,14 +39,14 @@ def rewrite(folder: Path, tensors: dict[str, torch.Tensor], *, files: int = 1) -
     )
 
 
-def plain(folder: Path, **kwargs: Any) -> Any:
-    """The oracle: what plain transformers loads, unsharded, in float32."""
+def plain(folder: Path, *, dtype: torch.dtype = torch.float32, **kwargs: Any) -> Any:
+    """The oracle: what plain transformers loads, unsharded."""
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(folder)
     cls = getattr(transformers, config.architectures[0])
     torch.manual_seed(0)  # for keys that are initialised
-    return cls.from_pretrained(folder, dtype=torch.float32, **kwargs).train()
+    return cls.from_pretrained(folder, dtype=dtype, **kwargs).train()
 
 
 def state_of(model: Any) -> dict[str, torch.Tensor]:

@@ -285,6 +285,21 @@ def _look(judge: Judge, beats: dict[int, Beat], now: float, **states: str) -> Fi
     return judge.look(beats, now=now, answered=now, states=dead)
 
 
+def test_a_look_takes_as_long_as_there_are_ranks() -> None:
+    """And not the square of it: 10,000 ranks are looked at every second."""
+
+    def seconds(num_ranks: int) -> float:
+        judge, beats = _judge(num_ranks), _beats(*({"number": 1} for _ in range(num_ranks)))
+        times = []
+        for now in (1.0, 2.0, 3.0):
+            started = time.thread_time()
+            assert _look(judge, beats, now) is None
+            times.append(time.thread_time() - started)
+        return min(times)
+
+    assert seconds(16_000) < 30 * seconds(2_000)  # 8 times the ranks; their squares are 64 times as many
+
+
 def test_silence_hanging_and_absence_are_told_apart() -> None:
     judge = _judge(3)
     for now in (0.0, 5.0, 11.0):

@@ -133,6 +133,23 @@ def test_replicas_receive_what_is_stored_and_cast_it_themselves(tmp_path: Path) 
     run_distributed(_check_sent, 4, tmp_path)
 
 
+def _check_stored(folder: Path) -> None:
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        model = build_meta_model(folder)
+        fs.shard_model(model, mesh=_mesh(dp_replicate=2), mp_policy=FLOAT32, master_dtype=dtype)
+        load_weights(model, folder)
+        assert (found := difference(model, plain(folder, dtype=dtype))) == [], found
+
+
+def test_replicas_of_any_stored_dtype(tmp_path: Path) -> None:
+    """bfloat16, float16 and float32 in one checkpoint, into each of them."""
+    dtypes = [torch.bfloat16, torch.float16, torch.float32]
+    stored = tensors_of(save_tiny(tmp_path, "llama"))
+    stored = {name: tensor.to(dtypes[i % 3]) for i, (name, tensor) in enumerate(sorted(stored.items()))}
+    rewrite(tmp_path, stored)
+    run_distributed(_check_stored, 4, tmp_path)
+
+
 def _check_experts(folder: Path, experts: int, reshard_after_forward: bool | int) -> None:
     model = build_meta_model(folder)
     fs.shard_model(model, mesh=_mesh(), mp_policy=FLOAT32, reshard_after_forward=reshard_after_forward)

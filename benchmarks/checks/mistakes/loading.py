@@ -150,4 +150,25 @@ MISTAKES: list[Mistake] = [
         "        if False:\n",
         ("tests/sac/test_ops.py::test_groups_within_blocks_are_refused_whenever_they_were_made",),
     ),
+    Mistake(
+        "what lies beside a part is fetched with it",
+        "weights/read.py",
+        "            expect_parts(self._descriptors[file])\n",
+        "",
+        ("tests/weights/test_shared_reads.py",),
+    ),
+    Mistake(
+        "replicas receive float32",
+        "weights/load.py",
+        "return first if exact and self.is_checked(target) else own",
+        "return own",
+        ("tests/weights/test_load.py",),
+    ),
+    Mistake(
+        "replicas receive the first of several stored dtypes",
+        "weights/load.py",
+        "exact = own in _WIDER.get(first, ()) and len(stored) == 1",
+        "exact = own.is_floating_point",
+        ("tests/weights/test_load.py",),
+    ),
 ]

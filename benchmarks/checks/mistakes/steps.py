@@ -80,4 +80,11 @@ MISTAKES: list[Mistake] = [
         "knows_packs = not own_loss",
         ("tests/compositions/test_compositions.py::test_a_composition_is_refused",),
     ),
+    Mistake(
+        "a look of the watchdog takes the square of the ranks",
+        "watchdog/judge.py",
+        "            if longest > beat.limit:\n",
+        "            if max(allowed, default=0.0) > beat.limit:\n",
+        ("tests/watchdog/test_watch.py",),
+    ),
 ]

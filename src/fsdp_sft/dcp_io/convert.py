@@ -16,7 +16,7 @@ from fsdp_sft._model import ModelTensors, clean_name, model_tensors
 from fsdp_sft.dcp_io.folder import FolderContent, ReadTensor, describe_mesh, new_folder_beside, write_folder
 from fsdp_sft.dcp_io.foreign.adam import optimizer_of
 from fsdp_sft.dcp_io.foreign.names import KeyMap, check_known, in_order, translated
-from fsdp_sft.dcp_io.foreign.open import open_foreign
+from fsdp_sft.dcp_io.foreign.open import FORMATS, open_foreign
 from fsdp_sft.dcp_io.foreign.source import ForeignCheckpoint, ForeignTensor
 from fsdp_sft.dcp_io.root import prepare_root
 from fsdp_sft.dcp_io.steps import step_folder
@@ -73,14 +73,16 @@ def convert_checkpoint(
         CheckpointExistsError: If that step is there and sound.
         ValueError: If names or the order of rows are not known.
 
-    Collective: all ranks; all raise the same error.
+    Collective: all ranks; all raise the same error, but for an argument that is wrong on one.
     Memory: This rank's part of one tensor, and one part of the source's files that it lies in.
     """
+    _check_arguments(format, key_map)
     root, folder = Path(target).absolute(), Path(source).absolute()
     reshard(model)
     prepared: list[FolderContent] = []
     with agreed(f"looking at {folder}"):
-        _check_arguments(root, key_map)
+        if root.exists() and not root.is_dir():
+            raise NotADirectoryError(f"{root} is a file; expected the folder of all steps")
         foreign = open_foreign(folder, format, allow_pickle=allow_pickle)
         prepared.append(_content(foreign, model, key_map))
     content = prepared.pop()
@@ -95,9 +97,9 @@ def convert_checkpoint(
     return path
 
 
-def _check_arguments(root: Path, key_map: Any) -> None:
-    if root.exists() and not root.is_dir():
-        raise NotADirectoryError(f"{root} is a file; expected the folder of all steps")
+def _check_arguments(kind: str, key_map: Any) -> None:
+    if kind not in FORMATS:
+        raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {kind!r}")
     if key_map is None or callable(key_map):
         return
     pairs = key_map.items() if isinstance(key_map, Mapping) else [(None, None)]

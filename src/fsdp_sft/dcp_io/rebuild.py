@@ -9,24 +9,22 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_sft._disk import FileRecord, TensorReader, closing, read_bytes, sync_folder, write_bytes
-from fsdp_sft._safetensors import Header, open_file
+from fsdp_sft._safetensors import open_file
 from fsdp_sft.dcp_io.codec import loads
 from fsdp_sft.dcp_io.manifest import (
     INDEX_NAME,
     MANIFEST_NAME,
     MAX_JSON_BYTES,
     TRAIN_STATE_NAME,
-    Manifest,
     encode_index,
     encode_manifest,
     parse,
     read_manifest,
 )
-from fsdp_sft.dcp_io.rank_files import is_of_a_rank
-from fsdp_sft.dcp_io.shard_header import described_in, rank_in
+from fsdp_sft.dcp_io.shard_header import described_in
 from fsdp_sft.dcp_io.steps import step_number
-from fsdp_sft.dcp_io.stored import SHARDS, expected_in, missing_files, rank_of, shard_file
-from fsdp_sft.dcp_io.verify import placement_problem
+from fsdp_sft.dcp_io.stored import SHARDS, shard_file
+from fsdp_sft.dcp_io.verify import header_problem, unlisted_files
 from fsdp_sft.errors import CheckpointCorruptError, CheckpointExistsError, CheckpointNotFoundError, abridged
 
 
@@ -97,15 +95,11 @@ def _read_headers(step: Path) -> tuple[dict[str, Any], dict[str, Any]]:
             raise CheckpointCorruptError(
                 f"{step / shard_file(0)} has no copy of the manifest, which was too large for one"
             )
-        about = {file: rank_in(header.metadata) for file, header in headers.items()}
-        expected = (description["world_size"], description["step"])
+        own_step = int(description["step"])
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointCorruptError(f"{step / SHARDS} has files of another kind: {error!r}") from None
-    others = [f for f, own in about.items() if own != (rank_of(f), *expected)]
-    if others:
-        raise CheckpointCorruptError(f"{step}: {abridged(others)} are of another rank or checkpoint")
-    if step_number(step) not in (None, description["step"]):
-        raise CheckpointCorruptError(f"{step} has the files of step {description['step']}")
+    if step_number(step) not in (None, own_step):
+        raise CheckpointCorruptError(f"{step} has the files of step {own_step}")
     return description, headers
 
 
@@ -135,22 +129,13 @@ def _check(
     """What each file has of each tensor is what shape, mesh and splits give it, and nothing is missing."""
     try:
         manifest = parse(description, {n: {"size": r.size, "sha256": r.sha256} for n, r in index.items()})
-        problems = [one for file, header in headers.items() for one in _problems(manifest, file, header)]
+        found = {file: header_problem(file, header, manifest) for file, header in headers.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointCorruptError(f"{step}: the headers are not what they should be ({error!r})") from None
-    alike = {(tensor.shape, tensor.place): tensor for tensor in manifest.tensors}
-    missing = {file for tensor in alike.values() for file in missing_files(tensor, None, index)}
-    problems += [f"{file} is missing" for file in sorted(missing)]
+    problems = [f"{file} {problem}" for file, problem in found.items() if problem is not None]
+    problems += [f"{file} is missing" for file in unlisted_files(manifest)]
     if problems:
         raise CheckpointCorruptError(f"{step} is not complete: {abridged(problems, '; ')}")
-
-
-def _problems(manifest: Manifest, file: str, header: Header) -> list[str]:
-    own = {key: (e.dtype, e.shape) for key, e in header.entries.items() if not is_of_a_rank(key)}
-    if own != expected_in(file, manifest.tensors):
-        return [f"{file} holds other tensors than rank 0's file says"]
-    problem = placement_problem(file, header, manifest)
-    return [f"{file} {problem}"] if problem is not None else []
 
 
 def _replace(path: Path, data: bytes) -> None:

@@ -41,12 +41,12 @@ def verify_folder(folder: Path, *, hashes: bool) -> list[str]:
     except CheckpointCorruptError as error:
         return [str(error)]
     problems = [
-        f"{folder.name}/{name} has parts of tensors and is not listed" for name in _unlisted(manifest)
+        f"{folder.name}/{name} has parts of tensors and is not listed" for name in unlisted_files(manifest)
     ]
     return problems + file_problems(folder, manifest, list(manifest.files), hashes=hashes)
 
 
-def _unlisted(manifest: Manifest) -> list[str]:
+def unlisted_files(manifest: Manifest) -> list[str]:
     """Files that must have parts of some tensor, and are not in the index; tensors that lie alike are one."""
     alike = {(tensor.shape, tensor.place): tensor for tensor in manifest.tensors}
     found = {file for tensor in alike.values() for file in missing_files(tensor, None, manifest.files)}
@@ -59,24 +59,26 @@ def _header_problem(folder: Path, name: str, manifest: Manifest) -> str | None:
             header = reader.header(name)
     except CheckpointCorruptError as error:
         return f"is not sound: {error}"
-    found = {key: (e.dtype, e.shape) for key, e in header.entries.items() if not is_of_a_rank(key)}
-    if manifest.version in LISTING_VERSIONS:  # a file has one section, and both may have the same names
-        section = manifest.model if name.startswith("model/") else manifest.optimizer
-        own = expected_in(name, (section or {}).values())
-        return None if found == own else "holds other tensors than the manifest says"
-    if found != expected_in(name, manifest.tensors):
-        return "holds other tensors than the manifest says"
-    return placement_problem(name, header, manifest)
+    if manifest.version not in LISTING_VERSIONS:
+        return header_problem(name, header, manifest)
+    # A file has one section, and both may have the same names.
+    section = manifest.model if name.startswith("model/") else manifest.optimizer
+    found = {key: (e.dtype, e.shape) for key, e in header.entries.items()}
+    own = expected_in(name, (section or {}).values())
+    return None if found == own else "holds other tensors than the manifest says"
 
 
-def placement_problem(name: str, header: Header, manifest: Manifest) -> str | None:
-    """How what a file says of itself differs from what the manifest says, or None."""
+def header_problem(name: str, header: Header, manifest: Manifest) -> str | None:
+    """How a rank's file differs from what the manifest says, going by its header, or None."""
     try:
         about, placed = rank_in(header.metadata), placed_in(header.metadata)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         return f"does not say what it is ({error!r})"
     if about != (rank_of(name), manifest.world_size, manifest.step):
         return "is of another rank or checkpoint"
+    found = {key: (e.dtype, e.shape) for key, e in header.entries.items() if not is_of_a_rank(key)}
+    if found != expected_in(name, manifest.tensors):
+        return "holds other tensors than the manifest says"
     for tensor in manifest.tensors:
         box = tensor.part_in(name)
         if box is not None and placed.get(tensor.key) != (tensor.shape, box.offset):

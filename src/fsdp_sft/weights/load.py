@@ -41,6 +41,12 @@ Strategy = Literal["auto", "slice", "exchange"]
 _MAX_WORKERS = 4
 _MIN_BUDGET_BYTES = 1 << 16
 _BROADCAST_BYTES = 16 << 20
+_WIDER = {
+    torch.bfloat16: (torch.float32, torch.float64),
+    torch.float16: (torch.float32, torch.float64),
+    torch.float32: (torch.float64,),
+}
+"""What holds every value of a dtype; gloo sends no narrower floats than these."""
 
 
 def load_weights(
@@ -227,8 +233,8 @@ class _Reads:
         stored = {self.checkpoint.sources[piece.key].entry.dtype for piece in target.pieces}
         own = self.tensors[target.name].dtype
         first = next(iter(stored), own)
-        narrower = first.is_floating_point and own.is_floating_point and first.itemsize < own.itemsize
-        return first if narrower and len(stored) == 1 and self.is_checked(target) else own
+        exact = own in _WIDER.get(first, ()) and len(stored) == 1
+        return first if exact and self.is_checked(target) else own
 
     def place_of(self, target: Target) -> torch.Tensor:
         """Where this rank's part of a converted target goes."""

@@ -42,10 +42,7 @@ def open_foreign(source: Path, kind: str, *, allow_pickle: bool) -> ForeignCheck
         CheckpointNotFoundError: If there is no such checkpoint.
         CheckpointFormatError: If it is a pickle and may not be read, or has objects.
         CheckpointCorruptError: If it is damaged.
-        ValueError: For another ``kind``.
     """
-    if kind not in FORMATS:
-        raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {kind!r}")
     places = {
         "accelerate": source / _SHARDED / METADATA_NAME,
         "dcp": source / METADATA_NAME,
