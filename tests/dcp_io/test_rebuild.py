@@ -93,6 +93,28 @@ def _of_the_other_step(step: Path, name: str) -> None:
     shutil.copy(step.parent / "step-1" / "shards" / name, step / "shards" / name)
 
 
+def _make_link(step: Path) -> None:
+    (step / "train_state.json").rename(step.parent / "elsewhere")
+    (step / "train_state.json").symlink_to(step.parent / "elsewhere")
+
+
+def _edited(key: str, old: str, new: str) -> Callable[[Path], None]:
+    """Another text in the metadata of rank 0's file."""
+
+    def edit(step: Path) -> None:
+        path = step / "shards/00000.safetensors"
+        data = path.read_bytes()
+        length = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + length])
+        assert old in header["__metadata__"][key]
+        header["__metadata__"][key] = header["__metadata__"][key].replace(old, new, 1)
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+
+    return edit
+
+
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "rank 0's file gone": (lambda s: (s / "shards/00000.safetensors").unlink(), "is missing"),
     "another file gone": (lambda s: (s / "shards/00002.safetensors").unlink(), "INDEX.json says|is missing"),
@@ -104,6 +126,19 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda s: shutil.copy(s / "shards/00001.safetensors", s / "shards/00003.safetensors"),
         "INDEX.json says|another rank or checkpoint",
     ),
+    "its train state gone": (lambda s: (s / "train_state.json").unlink(), "INDEX.json says|is missing"),
+    "its train state edited": (lambda s: (s / "train_state.json").write_text("{}"), "have changed"),
+    "its train state a link": (_make_link, "INDEX.json says|cannot be read"),
+    "a version of no release": (
+        _edited("fsdp_sft_manifest", '"version":3', '"version":3.5'),
+        "INDEX.json says|format is version",
+    ),
+    "a step without end": (_edited("fsdp_sft_manifest", '"step":2', '"step":1e999'), "another kind"),
+    "a rank without end": (
+        _edited("fsdp_sft", '"rank":0', '"rank":1e999'),
+        "INDEX.json says|does not say what it is",
+    ),
+    "a copy without bottom": (_edited("fsdp_sft_manifest", "{", "[" * 100_000 + "{"), "another kind"),
     "a file cut short": (lambda s: (s / "shards/00003.safetensors").write_bytes(b"x" * 99), "cannot be read"),
 }
 

@@ -150,6 +150,49 @@ def test_replicas_of_any_stored_dtype(tmp_path: Path) -> None:
     run_distributed(_check_stored, 4, tmp_path)
 
 
+def _check_told(folder: Path) -> None:
+    model = build_meta_model(folder)
+    fs.shard_model(model, mesh=_mesh(dp_replicate=2), mp_policy=FLOAT32)
+    told: dict[str, Any]
+    for name, values in {
+        "check_finite": (True, False),
+        "strategy": ("slice", "exchange"),
+        "seed": (0, 1),
+    }.items():
+        told = {name: values[dist.get_rank() % 2]}
+        with pytest.raises(ValueError, match=rf"{name}={values[0]!r} on rank 0 and {values[1]!r} on rank 1"):
+            load_weights(model, folder, **told)
+    load_weights(model, folder)
+    assert difference(model, plain(folder)) == []
+
+
+def test_ranks_that_are_told_otherwise_are_refused(tmp_path: Path) -> None:
+    """They would send what others do not expect: gloo then writes beyond its memory, or waits."""
+    run_distributed(_check_told, 2, save_tiny(tmp_path))
+
+
+def _check_memory(folder: Path) -> None:
+    model = build_meta_model(folder)
+    fs.shard_model(model, mesh=_mesh(dp_replicate=2), mp_policy=FLOAT32)
+    original = torch.empty
+
+    def empty(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if kwargs.get("dtype") == torch.bfloat16 and dist.get_rank() == 1:
+            raise torch.OutOfMemoryError("no memory for bfloat16")
+        return original(*args, **kwargs)
+
+    torch.empty = empty
+    try:
+        with pytest.raises(torch.OutOfMemoryError, match="no memory"):
+            load_weights(model, folder)
+    finally:
+        torch.empty = original
+
+
+def test_no_memory_on_one_rank_fails_on_all(tmp_path: Path) -> None:
+    run_distributed(_check_memory, 2, save_tiny(tmp_path))
+
+
 def _check_experts(folder: Path, experts: int, reshard_after_forward: bool | int) -> None:
     model = build_meta_model(folder)
     fs.shard_model(model, mesh=_mesh(), mp_policy=FLOAT32, reshard_after_forward=reshard_after_forward)

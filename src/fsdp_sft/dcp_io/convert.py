@@ -88,11 +88,16 @@ def convert_checkpoint(
     content = prepared.pop()
     path = step_folder(root, int(content.step or 0))
 
-    def make_folder(digests: list[str]) -> Path:
+    def make_folder(told: list[tuple[str, str]]) -> Path:
+        digests, targets = zip(*told, strict=True)
+        if len(set(targets)) > 1:
+            raise ValueError(f"ranks were told different targets: {abridged(sorted(set(targets)))}")
         prepare_root(root, int(content.step or 0))
-        return new_folder_beside(path, content, digests)
+        return new_folder_beside(path, content, list(digests))
 
-    temporary = through_rank_0(f"preparing to write {path}", content.tensors_digest, make_folder)
+    temporary = through_rank_0(
+        f"preparing to write {path}", lambda: (content.tensors_digest(), str(path)), make_folder
+    )
     write_folder(path, content, aside=unsound_beside(path), temporary=temporary)
     return path
 

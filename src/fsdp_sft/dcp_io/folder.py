@@ -420,9 +420,13 @@ def _write_own(folder: Path, content: FolderContent, parts: Parts) -> dict[str, 
     if content.rank_content is not None:
         for key, tensor in keys_of_rank(rank, content.rank_content).items():
             tensors[key], offsets[key], shapes[key] = tensor, (0,) * tensor.ndim, tuple(tensor.shape)
+    if content.train_state is not None and rank == 0:
+        written[TRAIN_STATE_NAME] = write_bytes(folder / TRAIN_STATE_NAME, content.train_state)
+    for name, data in content.settings.items() if rank == 0 else ():
+        written[f"settings/{name}"] = write_bytes(folder / "settings" / name, data)
     if tensors or rank == 0:
         description = describe(content.manifest(stored)) if rank == 0 else None
-        metadata = header_metadata(content.step, world_size(), rank, offsets, shapes, description)
+        metadata = header_metadata(content.step, world_size(), rank, offsets, shapes, description, written)
         try:
             written[shard_file(rank)] = write_tensors(folder / shard_file(rank), tensors, metadata)
         except SafetensorsError as error:
@@ -430,10 +434,6 @@ def _write_own(folder: Path, content: FolderContent, parts: Parts) -> dict[str, 
                 f"rank {rank} has {len(tensors)} tensors, whose names and shapes are more than a file can "
                 f"begin with: {error}; has rank_state very many tensors?"
             ) from error
-    if content.train_state is not None and rank == 0:
-        written[TRAIN_STATE_NAME] = write_bytes(folder / TRAIN_STATE_NAME, content.train_state)
-    for name, data in content.settings.items() if rank == 0 else ():
-        written[f"settings/{name}"] = write_bytes(folder / "settings" / name, data)
     return written
 
 

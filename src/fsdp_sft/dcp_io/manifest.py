@@ -34,6 +34,9 @@ FORMAT = "fsdp-sft-checkpoint"
 VERSION = 3
 LISTING_VERSIONS = (1, 2)
 MAX_JSON_BYTES = 1 << 27  # Python makes up to 24 bytes of one
+MALFORMED = (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError)
+"""What reading raises where JSON holds other things than it should."""
+
 _FILE_NAMES = re.compile(r"shards/\d{5,}\.safetensors|train_state\.json|settings/\w[\w.-]*")
 _LISTING_FILE_NAMES = re.compile(
     r"(?:model|optimizer)/\d{5,}\.safetensors|train_state\.json|rank/\d{5,}\.(?:json|safetensors)"
@@ -165,17 +168,22 @@ def read_manifest(folder: Path) -> Manifest:
     """
     data = read_bytes(folder / MANIFEST_NAME, MAX_JSON_BYTES)
     try:
-        body = _checked_body(data)
+        body = checked_body(data)
         if step_number(folder) not in (None, body["step"]):
             raise ValueError(f"it is of step {body['step']}, in a folder of another name")
         index = body["files"] if body["version"] in LISTING_VERSIONS else _read_index(folder, body["index"])
         return parse(body, index)
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+    except MALFORMED as error:
         detail = f"{error}" if type(error) is ValueError else f"not what it should be ({error!r})"
         raise CheckpointCorruptError(f"{folder / MANIFEST_NAME} is not sound: {detail}") from error
 
 
-def _checked_body(data: bytes) -> dict[str, Any]:
+def checked_body(data: bytes) -> dict[str, Any]:
+    """The manifest that these bytes are, if this release reads it.
+
+    Raises:
+        ValueError: If it is another thing, of another version, or damaged.
+    """
     raw = loads(data, MANIFEST_NAME)
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
         raise ValueError("it is not a manifest of this library")

@@ -9,23 +9,31 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_sft._disk import FileRecord, TensorReader, closing, read_bytes, sync_folder, write_bytes
+from fsdp_sft._limits import blame_no_file
 from fsdp_sft._safetensors import open_file
 from fsdp_sft.dcp_io.codec import loads
 from fsdp_sft.dcp_io.manifest import (
     INDEX_NAME,
+    MALFORMED,
     MANIFEST_NAME,
     MAX_JSON_BYTES,
-    TRAIN_STATE_NAME,
+    checked_body,
     encode_index,
     encode_manifest,
     parse,
     read_manifest,
 )
-from fsdp_sft.dcp_io.shard_header import described_in
+from fsdp_sft.dcp_io.shard_header import beside_in, described_in
 from fsdp_sft.dcp_io.steps import step_number
 from fsdp_sft.dcp_io.stored import SHARDS, shard_file
 from fsdp_sft.dcp_io.verify import header_problem, unlisted_files
-from fsdp_sft.errors import CheckpointCorruptError, CheckpointExistsError, CheckpointNotFoundError, abridged
+from fsdp_sft.errors import (
+    CheckpointCorruptError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    SafetensorsError,
+    abridged,
+)
 
 
 def rebuild_manifest(folder: str | os.PathLike[str]) -> bool:
@@ -52,10 +60,14 @@ def rebuild_manifest(folder: str | os.PathLike[str]) -> bool:
         raise CheckpointNotFoundError(f"there is no step of format version 3 at {step}: it has no {SHARDS}/")
     if _is_sound(step):
         raise CheckpointExistsError(f"the manifest of {step} is sound; there is nothing to rebuild")
-    description, headers = _read_headers(step)
-    names = [*headers, *_other_files(step)]
-    index = {name: _record(step / name) for name in names}
+    description, headers, beside = _read_headers(step)
+    index = {name: _record(step / name) for name in (*headers, *beside)}
     known = _old_index(step)
+    changed = [name for name, record in beside.items() if index[name] != record]
+    if changed:
+        raise CheckpointCorruptError(
+            f"{step}: {abridged(changed)} have changed; more than the manifest is lost"
+        )
     if known is not None:
         changed = [name for name, record in known.items() if index.get(name) != record]
         if changed:
@@ -63,10 +75,10 @@ def rebuild_manifest(folder: str | os.PathLike[str]) -> bool:
                 f"{step}: {abridged(changed)} are not what {INDEX_NAME} says; more than the manifest is lost"
             )
         index = {name: index[name] for name in known}
-    _check(step, description, index, headers)
     encoded = encode_index(index)
+    manifest = _checked(step, description, encoded, index, headers)
     _replace(step / INDEX_NAME, encoded)
-    _replace(step / MANIFEST_NAME, encode_manifest(description, encoded))
+    _replace(step / MANIFEST_NAME, manifest)
     sync_folder(step)
     return known is not None
 
@@ -79,8 +91,8 @@ def _is_sound(step: Path) -> bool:
     return True
 
 
-def _read_headers(step: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The manifest's contents as rank 0's file has them, and each file's header."""
+def _read_headers(step: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, FileRecord]]:
+    """The manifest's contents as rank 0's file has them, each file's header, and rank 0's other files."""
     names = (path.name for path in (step / SHARDS).iterdir())
     files = sorted(f"{SHARDS}/{name}" for name in names if re.fullmatch(r"\d{5,}\.safetensors", name))
     if shard_file(0) not in files:
@@ -96,20 +108,21 @@ def _read_headers(step: Path) -> tuple[dict[str, Any], dict[str, Any]]:
                 f"{step / shard_file(0)} has no copy of the manifest, which was too large for one"
             )
         own_step = int(description["step"])
-    except (KeyError, TypeError, ValueError) as error:
+        beside = beside_in(headers[shard_file(0)].metadata)
+    except MALFORMED as error:
         raise CheckpointCorruptError(f"{step / SHARDS} has files of another kind: {error!r}") from None
     if step_number(step) not in (None, own_step):
         raise CheckpointCorruptError(f"{step} has the files of step {own_step}")
-    return description, headers
-
-
-def _other_files(step: Path) -> list[str]:
-    found = [TRAIN_STATE_NAME] if (step / TRAIN_STATE_NAME).exists() else []
-    return found + sorted(f"settings/{path.name}" for path in step.glob("settings/*"))
+    return description, headers, beside
 
 
 def _record(path: Path) -> FileRecord:
-    fd = open_file(path)
+    try:
+        fd = open_file(path)
+    except (OSError, SafetensorsError) as error:
+        blame_no_file(error, path)
+        state = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read: {error}"
+        raise CheckpointCorruptError(f"{path} {state}; more than the manifest is lost") from None
     with closing(fd), os.fdopen(fd, "rb", closefd=False) as file:
         return FileRecord(os.fstat(fd).st_size, hashlib.file_digest(file, "sha256").hexdigest())
 
@@ -123,19 +136,26 @@ def _old_index(step: Path) -> dict[str, FileRecord] | None:
         return None
 
 
-def _check(
-    step: Path, description: Mapping[str, Any], index: Mapping[str, FileRecord], headers: Mapping[str, Any]
-) -> None:
-    """What each file has of each tensor is what shape, mesh and splits give it, and nothing is missing."""
+def _checked(
+    step: Path,
+    description: Mapping[str, Any],
+    encoded: bytes,
+    index: Mapping[str, FileRecord],
+    headers: Mapping[str, Any],
+) -> bytes:
+    """The manifest, if a load would take it, nothing is missing, and each file has what it gives it."""
     try:
-        manifest = parse(description, {n: {"size": r.size, "sha256": r.sha256} for n, r in index.items()})
+        written = encode_manifest(description, encoded)
+        body = checked_body(written)
+        manifest = parse(body, {n: {"size": r.size, "sha256": r.sha256} for n, r in index.items()})
         found = {file: header_problem(file, header, manifest) for file, header in headers.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except MALFORMED as error:
         raise CheckpointCorruptError(f"{step}: the headers are not what they should be ({error!r})") from None
     problems = [f"{file} {problem}" for file, problem in found.items() if problem is not None]
     problems += [f"{file} is missing" for file in unlisted_files(manifest)]
     if problems:
         raise CheckpointCorruptError(f"{step} is not complete: {abridged(problems, '; ')}")
+    return written
 
 
 def _replace(path: Path, data: bytes) -> None:

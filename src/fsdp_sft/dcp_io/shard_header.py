@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from fsdp_sft._disk import FileRecord
 from fsdp_sft.dcp_io.codec import dumps
 
 _OFFSETS = "DCP_SHARDING_INFO"
@@ -26,6 +27,7 @@ def header_metadata(
     offsets: Mapping[str, tuple[int, ...]],
     shapes: Mapping[str, tuple[int, ...]],
     description: Mapping[str, Any] | None,
+    beside: Mapping[str, FileRecord],
 ) -> dict[str, str]:
     """The metadata of one file.
 
@@ -36,9 +38,12 @@ def header_metadata(
         offsets: Name in the file to where in the whole tensor the part begins.
         shapes: Name in the file to the shape of the whole tensor.
         description: The manifest without the files; None but for rank 0.
+        beside: Files that rank 0 has written beside this one, by name; those of other ranks are not noted.
     """
     whole = {key: list(shape) for key, shape in shapes.items()}
-    own = {"step": step, "world_size": world_size, "rank": rank, "shapes": whole}
+    own: dict[str, Any] = {"step": step, "world_size": world_size, "rank": rank, "shapes": whole}
+    if description is not None:
+        own["beside"] = {name: [record.size, record.sha256] for name, record in beside.items()}
     metadata = {
         "format": "pt",
         _OFFSETS: json.dumps({key: {"saved_offsets": list(offset)} for key, offset in offsets.items()}),
@@ -53,6 +58,16 @@ def header_metadata(
 def described_in(metadata: Mapping[str, str]) -> Any:
     """The manifest without the files, from the header of rank 0's file; None if it is not there."""
     return json.loads(metadata[_MANIFEST]) if _MANIFEST in metadata else None
+
+
+def beside_in(metadata: Mapping[str, str]) -> dict[str, FileRecord]:
+    """Files that rank 0 had written beside this one, which is its own.
+
+    Raises:
+        KeyError: If the file is not one of a checkpoint of this library; so do TypeError and ValueError.
+    """
+    found = json.loads(metadata[_OWN])["beside"]
+    return {str(name): FileRecord(int(size), str(digest)) for name, (size, digest) in found.items()}
 
 
 def placed_in(metadata: Mapping[str, str]) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from fsdp_sft._disk import TensorReader, file_problem
 from fsdp_sft._safetensors import Header
-from fsdp_sft.dcp_io.manifest import LISTING_VERSIONS, Manifest, read_manifest
+from fsdp_sft.dcp_io.manifest import LISTING_VERSIONS, MALFORMED, Manifest, read_manifest
 from fsdp_sft.dcp_io.rank_files import is_of_a_rank
 from fsdp_sft.dcp_io.shard_header import placed_in, rank_in
 from fsdp_sft.dcp_io.stored import SHARDS, expected_in, missing_files, rank_of
@@ -72,7 +72,7 @@ def header_problem(name: str, header: Header, manifest: Manifest) -> str | None:
     """How a rank's file differs from what the manifest says, going by its header, or None."""
     try:
         about, placed = rank_in(header.metadata), placed_in(header.metadata)
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+    except MALFORMED as error:
         return f"does not say what it is ({error!r})"
     if about != (rank_of(name), manifest.world_size, manifest.step):
         return "is of another rank or checkpoint"

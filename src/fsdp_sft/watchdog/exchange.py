@@ -40,6 +40,7 @@ class Exchange:
         answered: When the exchange that was last completed began, in ``time.monotonic()``.
         verdict: What the job ends with, the same on all ranks that reach the store; "" for none yet.
         ticket: The place of this rank among those that failed, from 1; 0 for none.
+        first_failed: The last beat of the rank whose exception came first, as far as this one has asked.
         num_left: How many ranks have left the loop, once this one has.
         error: What the store said last, if it failed.
     """
@@ -74,6 +75,7 @@ class Exchange:
         self.answered = time.monotonic()
         self.verdict = ""
         self.ticket = 0
+        self.first_failed: Beat | None = None
         self.num_left = 0
         self.error = ""
         self._thread = threading.Thread(target=self._run, name="watchdog-store", daemon=True)
@@ -155,6 +157,9 @@ class Exchange:
         self._version += is_new
         if is_new or full:
             self._store.set(self._key("beat", self._rank), beat.to_bytes())
+        if self.ticket == 1 and self.first_failed is None:
+            self._store.set(self._prefix + "first_failed", beat.to_bytes())
+            self.first_failed = beat
         step = _NO_STEP if beat.step is None else beat.step
         # After the beat: who sees the version finds what it stands for.
         pulse = _PULSE.pack(beat.number, beat.progress, step, self._version)
@@ -175,6 +180,9 @@ class Exchange:
                 known = None if step == _NO_STEP else step
                 beats[rank] = replace(beats[rank], number=number, progress=progress, step=known)
         self.beats = beats
+        first = self._prefix + "first_failed"
+        if self._wants_ticket and self.first_failed is None and self._store.check([first]):
+            self.first_failed = Beat.from_bytes(self._store.get(first))
         key = self._prefix + "verdict"
         if self._proposed and not self.verdict:
             self.verdict = self._store.compare_set(key, "", self._proposed).decode()

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from fsdp_sft.watchdog.beat import FAILED, RUNNING, Beat
+from fsdp_sft.watchdog.beat import RUNNING, Beat
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,23 @@ class Judge:
             that waits for a rank with a longer limit; others only tell who is silent.
         timeout: Seconds.
         now: Seconds, of any clock that does not jump.
+        lookouts: Ranks that watch all others.
     """
 
     def __init__(
-        self, rank: int, watched: Collection[int], *, thorough: bool, timeout: float, now: float
+        self,
+        rank: int,
+        watched: Collection[int],
+        *,
+        thorough: bool,
+        timeout: float,
+        now: float,
+        lookouts: Collection[int] = (),
     ) -> None:
         self.rank = rank
         self.thorough = thorough
         self.timeout = timeout
+        self.lookouts = lookouts
         self.stamps = {other: Stamps(now, now, now) for other in watched}
         self._known: dict[int, Beat] = {}
 
@@ -84,7 +93,7 @@ class Judge:
             Finding("absent", self._absent(beats, answered)),
             Finding("silent", self._silent(running, answered)),
             Finding("shape", self._different(beats)),
-            Finding("overdue", self._overdue(running, now, answered)),
+            Finding("overdue", self._overdue(beats, running, now, answered)),
         ]
         return next((finding for finding in found if finding.ranks), None)
 
@@ -123,13 +132,23 @@ class Judge:
         steps = [b.step if b.step is not None else -1 for b in beats.values()]
         return tuple(rank for rank, (step, _) in differing.items() if step <= min(steps))
 
-    def _overdue(self, running: Mapping[int, Beat], now: float, answered: float) -> tuple[int, ...]:
+    def _overdue(
+        self, beats: Mapping[int, Beat], running: Mapping[int, Beat], now: float, answered: float
+    ) -> tuple[int, ...]:
         lost = now - answered > self.timeout
-        if not (self.thorough or lost):
+        unwatched = lost or (not self.thorough and self._lookouts_are_gone(beats, answered))
+        if not (self.thorough or unwatched):
             return ()
-        judged = {r: b for r, b in running.items() if r == self.rank or not lost}
+        judged = {r: b for r, b in running.items() if r == self.rank or not unwatched}
         times = {r: (now if r == self.rank else answered) for r in judged}
         return tuple(r for r, b in judged.items() if times[r] - self.stamps[r].counts > b.limit)
+
+    def _lookouts_are_gone(self, beats: Mapping[int, Beat], answered: float) -> bool:
+        """Whether all have left, with an exception or without, and have stopped to look at the others."""
+        return bool(self.lookouts) and all(
+            r in beats and beats[r].state != RUNNING and answered - self.stamps[r].heard > self.timeout
+            for r in self.lookouts
+        )
 
 
 def differing_shapes(beats: Mapping[int, Beat]) -> dict[int, tuple[int, tuple[int, ...]]]:
@@ -153,9 +172,3 @@ def shape_at(beat: Beat, step: int) -> tuple[int, ...] | None:
     if beat.step is None or beat.step < step:
         return None
     return next((shape for start, shape in reversed(beat.shapes) if start <= step), None) or None
-
-
-def first_failed(beats: Mapping[int, Beat]) -> Beat | None:
-    """The rank whose exception came first, of those known."""
-    failed = [b for b in beats.values() if b.state == FAILED and b.ticket]
-    return min(failed, key=lambda b: b.ticket, default=None)

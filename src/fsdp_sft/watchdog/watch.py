@@ -18,7 +18,7 @@ from fsdp_sft._compat import default_store
 from fsdp_sft._process import process_state, this_process
 from fsdp_sft.watchdog.beat import ENDED, FAILED, RUNNING, Beat, place_of_main_thread
 from fsdp_sft.watchdog.exchange import Exchange, address_of
-from fsdp_sft.watchdog.judge import Finding, Judge, first_failed
+from fsdp_sft.watchdog.judge import Finding, Judge
 from fsdp_sft.watchdog.report import Report
 
 STALL_EXIT_CODE = 86
@@ -225,7 +225,14 @@ class Watchdog:
 
     def _new_judge(self, watched: list[int]) -> Judge:
         thorough = len(watched) == self._world_size
-        return Judge(self._rank, watched, thorough=thorough, timeout=self.timeout, now=time.monotonic())
+        return Judge(
+            self._rank,
+            watched,
+            thorough=thorough,
+            timeout=self.timeout,
+            now=time.monotonic(),
+            lookouts=range(min(_LOOKOUTS, self._world_size)),
+        )
 
     def _watch(self) -> None:
         ticked = time.monotonic()
@@ -313,13 +320,14 @@ class Watchdog:
         while True:
             beats = {**self._exchange.beats, self._rank: self._beat()}
             dead = [r for r, state in self._states(beats).items() if state == "dead"]
-            first = first_failed(beats)
+            first = self._exchange.first_failed
             if dead or (first is not None and first.rank != self._rank) or time.monotonic() > deadline:
                 break
             self._exchange.refresh(self.interval)
         for rank in dead:
-            at = f"in step {beats[rank].step}, phase {beats[rank].phase}"
-            error.add_note(f"watchdog: rank {rank} on {beats[rank].host} died {at}")
+            known = beats.get(rank)  # it may be one that another rank watches
+            where = f" on {known.host} died in step {known.step}, phase {known.phase}" if known else " died"
+            error.add_note(f"watchdog: rank {rank}{where}")
         if not dead and first is not None and first.rank != self._rank:
             at = f"in step {first.step}, phase {first.phase}"
             error.add_note(f"watchdog: rank {first.rank} on {first.host} failed first, {at}: {first.error}")

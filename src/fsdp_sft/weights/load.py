@@ -117,7 +117,14 @@ def load_weights(
                 base, checkpoint=plan.targets, initialised=plan.initialised, computed=plan.computed
             )
         sources = account(model, filled)
-    workers = _agree_on_plan(digest, str(folder))
+    told = {
+        "strategy": strategy,
+        "missing": missing,
+        "unexpected": unexpected,
+        "seed": seed,
+        "check_finite": check_finite,
+    }
+    workers = _agree_on_plan(digest, str(folder), told)
     chosen, reason = choose_strategy(model, plan, strategy)
     with agreed("reading the checkpoint"):
         materialise(model)
@@ -125,7 +132,8 @@ def load_weights(
         with agreed("reading the checkpoint"):
             reads = _Reads(base, plan, checkpoint, chosen, host_budget_bytes, workers, check_finite)
             bytes_read = _read_own(reads)
-        bytes_read += _exchange(reads)
+            staging = _staging(reads)
+        bytes_read += _exchange(reads, staging)
         with agreed("comparing tied weights"):
             bytes_read += _compare_duplicates(reads)
         with agreed("finishing the load"):
@@ -182,20 +190,28 @@ def _check_arguments(strategy: str, host_budget_bytes: int, missing: str, unexpe
         raise ValueError(f"host_budget_bytes must be at least {_MIN_BUDGET_BYTES}, got {host_budget_bytes!r}")
 
 
-def _agree_on_plan(digest: str, folder: str) -> int:
-    """See that all ranks planned the same; how many reading threads this one should have.
+def _agree_on_plan(digest: str, folder: str, told: dict[str, Any]) -> int:
+    """See that all ranks planned the same, as told; how many reading threads this one should have.
 
     Collective: all ranks.
     """
     cpus = os.sched_getaffinity(0)
-    seen = all_gather_objects((digest, socket.gethostname(), sum(1 << cpu for cpu in cpus)))
-    different = [rank for rank, (other, _, _) in enumerate(seen) if other != seen[0][0]]
+    seen = all_gather_objects((digest, socket.gethostname(), sum(1 << cpu for cpu in cpus), told))
+    for name in told:
+        by_rank = [theirs[name] for *_, theirs in seen]
+        other = next((rank for rank, value in enumerate(by_rank) if value != by_rank[0]), None)
+        if other is not None:
+            raise ValueError(
+                f"ranks load with different arguments: {name}={by_rank[0]!r} on rank 0 and "
+                f"{by_rank[other]!r} on rank {other}"
+            )
+    different = [rank for rank, (other, *_) in enumerate(seen) if other != seen[0][0]]
     if different:
         raise CheckpointFormatError(
             f"ranks {different[:8]} see another checkpoint in {folder} than rank 0; is every node's copy the "
             "same?"
         )
-    neighbours = [mask for _, host, mask in seen if host == socket.gethostname()]
+    neighbours = [mask for _, host, mask, _ in seen if host == socket.gethostname()]
     return max(1, min(_MAX_WORKERS, own_share(cpus, neighbours)))
 
 
@@ -260,7 +276,19 @@ def _read_own(reads: _Reads) -> int:
         return reads.run(jobs, progress)
 
 
-def _exchange(reads: _Reads) -> int:
+def _staging(reads: _Reads) -> dict[torch.dtype, torch.Tensor]:
+    """Memory for what passes between replicas in another dtype than the shards': no rank may fail later."""
+    staging: dict[torch.dtype, torch.Tensor] = {}
+    for name in reads.readers:
+        local = local_of(reads.tensors[name])
+        dtype = reads.dtype_to_send(reads.plan.targets[name])
+        numel = min(local.numel(), _BROADCAST_BYTES // dtype.itemsize)
+        if dtype != local.dtype and (dtype not in staging or staging[dtype].numel() < numel):
+            staging[dtype] = torch.empty(numel, dtype=dtype, device=local.device)
+    return staging
+
+
+def _exchange(reads: _Reads, staging: dict[torch.dtype, torch.Tensor]) -> int:
     """Receive what other ranks have read, and convert what has to be converted whole; bytes read.
 
     Collective: all ranks.
@@ -275,7 +303,9 @@ def _exchange(reads: _Reads) -> int:
             continue
         is_reader = mesh.get_local_rank(dim) == reader
         for part in local.view(-1).split(_BROADCAST_BYTES // dtype.itemsize):
-            sent = part.to(dtype) if is_reader else torch.empty_like(part, dtype=dtype)
+            sent = staging[dtype][: part.numel()]
+            if is_reader:
+                sent.copy_(part)
             dist.broadcast(sent, group=group, group_src=reader)
             if not is_reader:
                 part.copy_(sent)
