@@ -41,6 +41,7 @@ class Exchange:
         verdict: What the job ends with, the same on all ranks that reach the store; "" for none yet.
         ticket: The place of this rank among those that failed, from 1; 0 for none.
         first_failed: The last beat of the rank whose exception came first, as far as this one has asked.
+        failed_for: How many seconds ago that was, as far as clocks agree.
         num_left: How many ranks have left the loop, once this one has.
         error: What the store said last, if it failed.
     """
@@ -76,6 +77,7 @@ class Exchange:
         self.verdict = ""
         self.ticket = 0
         self.first_failed: Beat | None = None
+        self.failed_for = 0.0
         self.num_left = 0
         self.error = ""
         self._thread = threading.Thread(target=self._run, name="watchdog-store", daemon=True)
@@ -158,7 +160,7 @@ class Exchange:
         if is_new or full:
             self._store.set(self._key("beat", self._rank), beat.to_bytes())
         if self.ticket == 1 and self.first_failed is None:
-            self._store.set(self._prefix + "first_failed", beat.to_bytes())
+            self._store.set(self._prefix + "first_failed", f"{self._rank} {time.time()}")
             self.first_failed = beat
         step = _NO_STEP if beat.step is None else beat.step
         # After the beat: who sees the version finds what it stands for.
@@ -181,8 +183,10 @@ class Exchange:
                 beats[rank] = replace(beats[rank], number=number, progress=progress, step=known)
         self.beats = beats
         first = self._prefix + "first_failed"
-        if self._wants_ticket and self.first_failed is None and self._store.check([first]):
-            self.first_failed = Beat.from_bytes(self._store.get(first))
+        if self._wants_ticket and self._store.check([first]):  # each time: it may have found out more since
+            rank, when = self._store.get(first).decode().split()
+            self.first_failed = Beat.from_bytes(self._store.get(self._key("beat", int(rank))))
+            self.failed_for = time.time() - float(when)
         key = self._prefix + "verdict"
         if self._proposed and not self.verdict:
             self.verdict = self._store.compare_set(key, "", self._proposed).decode()

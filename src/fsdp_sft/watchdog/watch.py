@@ -28,6 +28,7 @@ STALL_EXIT_CODE = 86
 # the store for 320 kB a look.
 _LOOKOUTS = 4
 _SHAPES_KEPT = 16
+_TO_FIND_OUT = 0.2  # seconds that a rank which has lost a peer takes to tell the others which
 _uses = count()  # watchdogs entered by this process, which all ranks enter in the same order
 
 
@@ -318,15 +319,20 @@ class Watchdog:
         self._exchange.fail(min(self.interval, 2.0))
         deadline = time.monotonic() + min(3 * self.interval, 5.0)
         while True:
-            beats = {**self._exchange.beats, self._rank: self._beat()}
-            dead = [r for r, state in self._states(beats).items() if state == "dead"]
             first = self._exchange.first_failed
-            if dead or (first is not None and first.rank != self._rank) or time.monotonic() > deadline:
+            beats = {**self._exchange.beats, self._rank: self._beat()}
+            told = beats if first is None else {**beats, first.rank: first}
+            dead = [r for r, state in self._states(told).items() if state == "dead"]
+            # The first may itself have lost a peer, and needs a moment to find out which.
+            told_all = self._exchange.failed_for > _TO_FIND_OUT
+            if dead or (first is not None and first.rank != self._rank and told_all):
+                break
+            if time.monotonic() > deadline:
                 break
             self._exchange.refresh(self.interval)
         for rank in dead:
-            known = beats.get(rank)  # it may be one that another rank watches
-            where = f" on {known.host} died in step {known.step}, phase {known.phase}" if known else " died"
+            last = beats.get(rank)  # it may be one that another rank watches
+            where = f" on {last.host} died in step {last.step}, phase {last.phase}" if last else " died"
             error.add_note(f"watchdog: rank {rank}{where}")
         if not dead and first is not None and first.rank != self._rank:
             at = f"in step {first.step}, phase {first.phase}"
