@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from fsdp_sft.collate import filter_rows as filter_rows
     from fsdp_sft.collate import render_labels as render_labels
     from fsdp_sft.collate import render_labels_html as render_labels_html
+    from fsdp_sft.context_parallel import use_context_parallel as use_context_parallel
     from fsdp_sft.dcp_io import CheckpointInfo as CheckpointInfo
     from fsdp_sft.dcp_io import LoadedCheckpoint as LoadedCheckpoint
     from fsdp_sft.dcp_io import SavedCheckpoint as SavedCheckpoint
@@ -264,6 +265,7 @@ _OWNERS = {
     "train_step": "step",
     "use_varlen_attention": "varlen",
     "verify_checkpoint": "dcp_io",
+    "use_context_parallel": "context_parallel",
     "verify_packing": "packing",
     "windows": "step",
 }

@@ -4,6 +4,7 @@ import functools
 import inspect
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -757,6 +758,55 @@ def forget_meshes() -> None:
     clear = getattr(debug, "_clear_sharding_prop_cache", None)
     if clear is not None:
         clear()
+
+
+def split_axis(mesh: Any, axis: str, sizes: dict[str, int]) -> Any:
+    """``mesh`` with several axes in the place of one, over the same ranks in the same order.
+
+    torch can make one axis of several in public, and then warns wherever it is used beside another one.
+    """
+    return mesh._unflatten(axis, tuple(sizes.values()), tuple(sizes))
+
+
+def exchange_rows(rows: torch.Tensor, group: str) -> torch.Tensor:
+    """Send row i of ``rows`` to rank i of a process group, and get row i of the result from there.
+
+    Differentiable, and an operation that compiled code can hold, unlike ``torch.distributed.nn``'s.
+    """
+    from torch.distributed._functional_collectives import all_to_all_single_autograd
+
+    splits = [1] * len(rows)
+    return all_to_all_single_autograd(rows, splits, splits, group)  # type: ignore[arg-type]
+
+
+# --- masks ------------------------------------------------------------------------------------------------
+
+
+def keep_rows_apart(mask_function: Any, position_ids: torch.Tensor, rows: torch.Tensor) -> Any:
+    """A mask function of transformers, for rows in a pack: what it says of each row by itself.
+
+    Args:
+        mask_function: Of (sequence, head, query, key).
+        position_ids: ``(B, S)``.
+        rows: Of each token ``(B, S)`` which row of the pack it is in.
+
+    As transformers does where it sees positions that begin anew, for masks of its own making alone.
+    """
+    from transformers import masking_utils
+
+    return masking_utils.packed_sequence_compatibility_function(mask_function, position_ids, rows)
+
+
+def eager_attention_of(module: nn.Module) -> Any | None:
+    """The plain attention that a model's own file has for ``attn_implementation="eager"``, if it has one.
+
+    transformers names it to its attention interface at each call, and nowhere else.
+    """
+    for cls in type(module).__mro__:
+        found = getattr(sys.modules.get(cls.__module__), "eager_attention_forward", None)
+        if found is not None:
+            return found
+    return None
 
 
 # --- watchdog ---------------------------------------------------------------------------------------------

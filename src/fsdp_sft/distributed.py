@@ -3,6 +3,7 @@
 import logging
 import os
 import socket
+import weakref
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from fsdp_sft._agree import (
     this_rank,
     world_size,
 )
-from fsdp_sft._compat import careful_gloo
+from fsdp_sft._compat import careful_gloo, split_axis
 from fsdp_sft._launch import detect_launch
 from fsdp_sft._meeting import connect_neighbours, meet
 from fsdp_sft._slurm import Launch, env_int, is_slurm_step
@@ -30,6 +31,16 @@ if TYPE_CHECKING:
 
 DP_REPLICATE = "dp_replicate"
 DP_SHARD = "dp_shard"
+CP = "cp"
+_DP_SHARD_CP = "dp_shard_cp"  # the axis of a parameter mesh that dp_shard and cp are together
+
+# On a mesh with cp: the mesh that parameters are sharded on. Meshes of one shape are equal, so that none can
+# be the key to another.
+_PARAMETER_MESH = "_fsdp_sft_parameter_mesh"
+_HOST_GROUPS = "_fsdp_sft_host_groups"
+_with_cp: "list[weakref.ref[DeviceMesh]]" = []
+# The mesh that a model was sharded on, if it has cp: that of its parameters cannot show it.
+_sharded_on: "weakref.WeakKeyDictionary[torch.nn.Module, DeviceMesh]" = weakref.WeakKeyDictionary()
 
 _logger = logging.getLogger("fsdp_sft")
 # The variable by which a vendor shows a process some of a node's devices; on ROCm CUDA's works too.
@@ -130,20 +141,27 @@ def init_distributed(
 
 
 def build_mesh(
-    *, dp_replicate: int = 1, dp_shard: int | None = None, device_type: str | None = None
+    *, dp_replicate: int = 1, dp_shard: int | None = None, cp: int = 1, device_type: str | None = None
 ) -> "DeviceMesh":
-    """Arrange all ranks for data parallelism.
+    """Arrange all ranks for data parallelism, and for context parallelism if asked.
+
+    Rows are dealt to ``dp_replicate x dp_shard`` groups of ``cp`` neighbouring ranks, each of which works on
+    its part of the same rows (``use_context_parallel``). Parameters are sharded over ``dp_shard x cp``
+    together, as ``shard_model`` sees to.
 
     Args:
         dp_replicate: Number of replicas. 1 gives a 1-D mesh ``("dp_shard",)``: FSDP. More gives a 2-D mesh
             ``("dp_replicate", "dp_shard")``: HSDP, with neighbouring ranks in one shard group, so that with
             ``dp_shard`` equal to the GPUs of a node only the gradient all-reduce crosses nodes.
-        dp_shard: Ranks that a replica's parameters are split over; None takes all that ``dp_replicate``
-            leaves. 1 with ``dp_replicate`` equal to the world size is plain data parallelism (DDP).
+        dp_shard: Ranks that a replica's parameters are split over, divided by ``cp``; None takes all that
+            ``dp_replicate`` and ``cp`` leave. 1 with ``dp_replicate`` equal to the world size is plain data
+            parallelism (DDP).
+        cp: Ranks that share the tokens of a row. More than 1 adds a last axis ``"cp"``, and the axis
+            ``"dp_shard"`` is there also where it is 1.
         device_type: Device type of the mesh; None takes the accelerator if there is one, else ``"cpu"``.
 
     Raises:
-        ValueError: If the two numbers do not multiply to the number of ranks.
+        ValueError: If the numbers do not multiply to the number of ranks.
         RuntimeError: Without a process group.
 
     Collective: all ranks.
@@ -151,32 +169,126 @@ def build_mesh(
     if not dist.is_initialized():
         raise RuntimeError("build_mesh needs a process group: call fsdp_sft.init_distributed() first")
     world_size = dist.get_world_size()
-    for name, value in ((DP_REPLICATE, dp_replicate), (DP_SHARD, dp_shard)):
+    for name, value in ((DP_REPLICATE, dp_replicate), (DP_SHARD, dp_shard), (CP, cp)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise ValueError(f"{name} must be a positive integer, got {value!r}")
-    if dp_shard is None:
-        if world_size % dp_replicate:
-            raise ValueError(
-                f"dp_replicate={dp_replicate} does not divide the {world_size} ranks; "
-                f"use one of {_divisors(world_size)}"
-            )
-        dp_shard = world_size // dp_replicate
-    if dp_replicate * dp_shard != world_size:
+    if world_size % cp:
         raise ValueError(
-            f"dp_replicate={dp_replicate} x dp_shard={dp_shard} makes {dp_replicate * dp_shard} ranks, but "
-            f"the job has {world_size}; leave dp_shard out to use all that dp_replicate leaves"
+            f"cp={cp} does not divide the {world_size} ranks; use one of {_divisors(world_size)}"
+        )
+    if dp_shard is None:
+        left = world_size // cp
+        if left % dp_replicate:
+            raise ValueError(
+                f"dp_replicate={dp_replicate} does not divide the {left} ranks{_beside(cp)}; "
+                f"use one of {_divisors(left)}"
+            )
+        dp_shard = left // dp_replicate
+    if dp_replicate * dp_shard * cp != world_size:
+        product = f"dp_replicate={dp_replicate} x dp_shard={dp_shard}" + (f" x cp={cp}" if cp > 1 else "")
+        raise ValueError(
+            f"{product} makes {dp_replicate * dp_shard * cp} ranks, but the job has {world_size}; leave "
+            "dp_shard out to use all that the others leave"
         )
     if device_type is None:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         device_type = accelerator.type if accelerator is not None else "cpu"
     from torch.distributed.device_mesh import init_device_mesh
 
-    axes = {DP_SHARD: dp_shard} if dp_replicate == 1 else {DP_REPLICATE: dp_replicate, DP_SHARD: dp_shard}
+    axes = {DP_REPLICATE: dp_replicate} if dp_replicate > 1 else {}
+    axes[DP_SHARD if cp == 1 else _DP_SHARD_CP] = dp_shard * cp
     with careful_gloo():
         mesh = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+        whole = mesh if cp == 1 else split_axis(mesh, _DP_SHARD_CP, {DP_SHARD: dp_shard, CP: cp})
     for axis in axes:
         connect_neighbours(mesh.get_group(axis))
-    return mesh
+    if cp > 1:
+        connect_neighbours(whole.get_group(CP))
+        setattr(whole, _PARAMETER_MESH, mesh)
+        _with_cp.append(weakref.ref(whole, _with_cp.remove))
+    return whole
+
+
+def parameter_mesh(mesh: "DeviceMesh") -> "DeviceMesh":
+    """The mesh that parameters are sharded on: ``mesh``, or with its ``dp_shard`` and ``cp`` as one axis.
+
+    Raises:
+        ValueError: If ``mesh`` has an axis ``cp`` and is not from ``build_mesh``.
+    """
+    if CP not in (mesh.mesh_dim_names or ()):
+        return mesh
+    found: DeviceMesh | None = getattr(mesh, _PARAMETER_MESH, None)
+    if found is None:
+        raise ValueError(
+            f"a mesh with context parallelism has to be made by build_mesh(cp=...), got {mesh}: fully_shard "
+            "would take its axes for replicas and shards"
+        )
+    return found
+
+
+def has_context_parallelism() -> bool:
+    """Whether this process has a mesh with ``cp``: "all ranks" then no longer says who has which rows."""
+    return any(mesh() is not None for mesh in _with_cp)
+
+
+def cp_size(mesh: "DeviceMesh | None") -> int:
+    """Ranks that share the tokens of a row; 1 without context parallelism.
+
+    Raises:
+        ValueError: For the mesh of parameters, which does not say who shares rows.
+    """
+    if mesh is not None and _DP_SHARD_CP in (mesh.mesh_dim_names or ()):
+        raise ValueError(f"{mesh} is that of parameters sharded over dp_shard and cp; give build_mesh's")
+    return mesh[CP].size() if mesh is not None and CP in (mesh.mesh_dim_names or ()) else 1
+
+
+def cp_rank(mesh: "DeviceMesh | None") -> int:
+    """Which part of its rows this rank has; 0 without context parallelism."""
+    return mesh.get_local_rank(CP) if cp_size(mesh) > 1 and mesh is not None else 0
+
+
+def data_parallel_place(mesh: "DeviceMesh") -> tuple[int, int]:
+    """(index of this rank's share of the rows, number of shares); ranks along ``cp`` have the same."""
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise ValueError(f"this rank is not in {mesh}")
+    index, shares = 0, 1
+    for axis, size, place in zip(
+        mesh.mesh_dim_names or range(mesh.ndim), mesh.shape, coordinate, strict=True
+    ):
+        if axis != CP:
+            index, shares = index * size + place, shares * size
+    return index, shares
+
+
+def host_group(mesh: "DeviceMesh", axis: str) -> dist.ProcessGroup:
+    """This rank's group along an axis, for tensors in host memory: the mesh's own, where it takes them.
+
+    Collective: all ranks of the mesh, the first time.
+    """
+    group = mesh.get_group(axis)
+    if "cpu" in dist.get_backend_config(group):
+        return group
+    groups: dict[str, dist.ProcessGroup] = mesh.__dict__.setdefault(_HOST_GROUPS, {})
+    if axis not in groups:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        with careful_gloo():
+            on_host = init_device_mesh("cpu", tuple(mesh.shape), mesh_dim_names=mesh.mesh_dim_names)
+        groups.update({name: on_host.get_group(name) for name in mesh.mesh_dim_names or ()})
+    return groups[axis]
+
+
+def remember_mesh(model: torch.nn.Module, mesh: "DeviceMesh") -> None:
+    """Note the mesh that ``model`` was sharded on, where that of its parameters does not show it."""
+    if parameter_mesh(mesh) is not mesh:
+        _sharded_on[model] = mesh
+
+
+def whole_mesh_of(model: torch.nn.Module) -> "DeviceMesh | None":
+    """The mesh that a model was sharded on, with ``cp`` if it has that axis; else that of its parameters."""
+    mesh = _sharded_on.get(unwrapped(model))
+    return mesh if mesh is not None else mesh_of(model)
 
 
 def mesh_of(model: torch.nn.Module) -> "DeviceMesh | None":
@@ -385,6 +497,10 @@ def _backend_name() -> str:
     by_device = dist.get_backend_config()  # "cpu:gloo,cuda:gloo" where one backend serves all
     backends = {entry.partition(":")[2] for entry in by_device.split(",")}
     return backends.pop() if len(backends) == 1 else by_device
+
+
+def _beside(cp: int) -> str:
+    return f" that cp={cp} leaves" if cp > 1 else ""
 
 
 def _divisors(number: int) -> list[int]:

@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import Sampler
 
 from fsdp_sft._agree import this_rank, world_size
+from fsdp_sft.distributed import data_parallel_place, has_context_parallelism
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -20,8 +21,14 @@ def place_of(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
     """(number of ranks that share the rows, this rank); None takes the process group's.
 
     Raises:
-        ValueError: If the rank is none of them.
+        ValueError: If the rank is none of them, or this process has a mesh with ``cp``: not every rank then
+            has rows of its own.
     """
+    if (num_replicas is None or rank is None) and has_context_parallelism():
+        raise ValueError(
+            "this process has a mesh with cp, whose ranks share rows: give samplers mesh=mesh, or "
+            "num_replicas and rank"
+        )
     replicas = num_replicas or world_size()
     place = this_rank() if rank is None else rank
     if not 0 <= place < replicas:
@@ -41,13 +48,8 @@ def place_in(
         return num_replicas, rank
     if num_replicas is not None or rank is not None:
         raise ValueError("give mesh, or num_replicas and rank: a mesh says both")
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
-        raise ValueError(f"this rank is not in the mesh {mesh}")
-    place = 0
-    for size, index in zip(mesh.shape, coordinate, strict=True):
-        place = place * size + index
-    return mesh.size(), place
+    index, shares = data_parallel_place(mesh)
+    return shares, index
 
 
 class PlacedSampler(Sampler[T], ABC):
@@ -59,13 +61,14 @@ class PlacedSampler(Sampler[T], ABC):
     Args:
         num_replicas: Number of ranks that share the rows; None takes the process group's, or 1.
         rank: This rank; None takes the process group's, or 0.
+        mesh: Says both: its ranks share the rows, those along ``cp`` get the same.
     """
 
     epoch: int
 
-    def __init__(self, num_replicas: int | None, rank: int | None) -> None:
-        self._given_place = num_replicas, rank
-        place_of(num_replicas, rank)  # refuses what cannot be
+    def __init__(self, num_replicas: int | None, rank: int | None, mesh: "DeviceMesh | None" = None) -> None:
+        self._given_place = place_in(mesh, num_replicas, rank)
+        place_of(*self._given_place)  # refuses what cannot be
         self._restored_epoch = 0
         self._drawn = 0  # since something was last marked as consumed
         self.is_passed_over = False
@@ -137,8 +140,9 @@ class ResumableSampler(PlacedSampler[int]):
         seed: Of the order, together with the epoch; the same on all ranks.
         drop_last: Whether an epoch ends at the last row that gives every rank one. Otherwise the first rows
             of the order fill the last round, so that all ranks yield the same number.
-        num_replicas: Number of ranks that share the rows; None takes the process group's, or 1.
-        rank: This rank; None takes the process group's, or 0.
+        num_replicas: Number of ranks that share the rows; None takes the mesh's or the process group's, or 1.
+        rank: This rank; None takes the mesh's or the process group's, or 0.
+        mesh: From ``build_mesh``, in place of both. Needed with ``cp``, along which ranks get the same rows.
 
     Raises:
         ValueError: If the data is empty, or smaller than the ranks with ``drop_last``.
@@ -153,8 +157,9 @@ class ResumableSampler(PlacedSampler[int]):
         drop_last: bool = False,
         num_replicas: int | None = None,
         rank: int | None = None,
+        mesh: "DeviceMesh | None" = None,
     ) -> None:
-        super().__init__(num_replicas, rank)
+        super().__init__(num_replicas, rank, mesh)
         self.num_rows = data if isinstance(data, int) else len(data)
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
         self.epoch = 0

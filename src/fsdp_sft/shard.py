@@ -36,6 +36,7 @@ from fsdp_sft._recompiles import compile_block
 from fsdp_sft._wrappers import replicas_of
 from fsdp_sft.adapters import copied_modules
 from fsdp_sft.blocks import find_blocks, is_never_called
+from fsdp_sft.distributed import mesh_of, parameter_mesh, remember_mesh, reshard
 from fsdp_sft.errors import WrappedModelError
 
 if TYPE_CHECKING:
@@ -69,7 +70,8 @@ def shard_model(
 
     Args:
         model: Materialised (every rank with the same values) or on the meta device; ordinary parameters.
-        mesh: From ``build_mesh``: 1-D for FSDP, 2-D for HSDP and DDP.
+        mesh: From ``build_mesh``: 1-D for FSDP, 2-D for HSDP and DDP; with ``cp``, whose ranks share the
+            parameters' shards out with those of ``dp_shard``.
         master_dtype: Dtype of the stored trainable shards, hence of gradients and optimizer states.
         frozen_dtype: Dtype of the stored frozen shards; None keeps the dtype they have. What peft's
             ``modules_to_save`` were copied from has ``master_dtype``: the copies get their values from it.
@@ -96,6 +98,7 @@ def shard_model(
     Memory: For a materialised model, what it holds, falling towards the shards; one block at a time more.
     """
     _refuse_sharded(model)
+    given, mesh = mesh, parameter_mesh(mesh)
     policy = mp_policy or MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     refuse_disordered(mesh, [Shard(0)] * mesh.ndim)
     _check_reshard(reshard_after_forward, mesh)
@@ -150,6 +153,7 @@ def shard_model(
     _set_prefetch(list(chosen.values()), prefetch)
     if mesh.get_rank() == 0:
         _name_uneven(model, num_shards)
+    remember_mesh(model, given)
     return model
 
 
@@ -186,8 +190,6 @@ def describe_sharding(model: nn.Module) -> str:
     Raises:
         ValueError: If the model is not sharded.
     """
-    from fsdp_sft.distributed import mesh_of, reshard
-
     mesh = mesh_of(model)
     if mesh is None:
         raise ValueError(f"{type(model).__name__} is not sharded; call shard_model first")

@@ -30,11 +30,16 @@ from fsdp_sft.loss.counting import weight_of as weight_of
 from fsdp_sft.loss.head import HeadChecks as HeadChecks
 from fsdp_sft.loss.head import checked_later as checked_later
 from fsdp_sft.loss.linear_cross_entropy import linear_cross_entropy_sum as linear_cross_entropy_sum
+from fsdp_sft.loss.part import BatchPart as BatchPart
+from fsdp_sft.loss.part import part_of as part_of
+from fsdp_sft.loss.part import part_on_device as part_on_device
 from fsdp_sft.loss.prepare import LossImpl as LossImpl
 from fsdp_sft.loss.prepare import forget_choice as forget_choice
 from fsdp_sft.loss.prepare import needs_choice as needs_choice
 from fsdp_sft.loss.prepare import prepare_loss as prepare_loss
 from fsdp_sft.loss.probe import evaluating as evaluating
 from fsdp_sft.loss.probe import guarded as guarded
+from fsdp_sft.loss.same_rows import refuse_different_rows as refuse_different_rows
+from fsdp_sft.loss.same_rows import to_compare_rows as to_compare_rows
 from fsdp_sft.loss.terms import PLAIN as PLAIN
 from fsdp_sft.loss.terms import Terms as Terms

@@ -1,5 +1,6 @@
 """The causal-LM loss of a model on a batch: one shift, a float32 sum, with or without logits."""
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -7,7 +8,8 @@ import torch
 from torch import nn
 
 from fsdp_sft.collate import refuse_masked_pack
-from fsdp_sft.distributed import mesh_of
+from fsdp_sft.context_parallel import WholeRows, part_of_rows, sequence_group_of
+from fsdp_sft.distributed import whole_mesh_of
 from fsdp_sft.errors import ModelLossError
 from fsdp_sft.loss import counting
 from fsdp_sft.loss.additions import Additions, RouterLoss, additions_to, check_router_loss
@@ -26,6 +28,7 @@ from fsdp_sft.loss.counting import (
     without_labels,
 )
 from fsdp_sft.loss.head import loss_at_head, takes_use_cache
+from fsdp_sft.loss.part import BatchPart, part_of
 from fsdp_sft.loss.prepare import LossImpl, check_impl, choice_for, refuse_encoder_decoder
 from fsdp_sft.loss.terms import PLAIN, Terms, summed_loss
 
@@ -67,7 +70,8 @@ def loss_sum(
 
     Returns:
         A float32 scalar (float64 for float64 logits), connected to the parameters even where the batch has
-        no target, and the number of targets.
+        no target, and the number of targets. Under context parallelism both are those of this rank's part of
+        the rows; summed over the ranks of its group they are the batch's.
 
     Raises:
         ModelLossError: If the model's own loss is another one; the message says what it does.
@@ -78,6 +82,8 @@ def loss_sum(
     Memory: Beside the model's own, as ``linear_cross_entropy_sum``; for ``"logits"`` two float32 copies of
     them, 8 bytes times B x S x vocabulary.
     """
+    group = sequence_group_of(model) if not torch.compiler.is_compiling() else None
+    batch = batch if group is None else part_of(batch, group)
     summed, router = loss_parts(model, batch, impl, router_loss, Terms(label_smoothing, z_loss))
     targets = num_targets(batch)
     return summed if router is None else summed + router * weight_of(batch), targets
@@ -123,7 +129,7 @@ def causal_lm_loss(
 
     Collective: all ranks of the mesh, by the model's forward.
     """
-    mesh = mesh if mesh is not None else mesh_of(model)
+    mesh = mesh if mesh is not None else whole_mesh_of(model)
     check_num_targets(num_targets)
     weight = _weight_of_window(batch, num_targets, target_weight)
     summed, router = loss_parts(model, batch, impl, router_loss, Terms(label_smoothing, z_loss))
@@ -173,6 +179,9 @@ def loss_parts(
     check_router_loss(router_loss)
     check_impl(impl)
     refuse_encoder_decoder(model)
+    if not isinstance(batch, BatchPart) and not torch.compiler.is_compiling():
+        group = sequence_group_of(model)
+        batch = batch if group is None else part_of(batch, group)
     targets, weights = targets_of(batch), weights_of(batch)
     known = batch.targets if isinstance(batch, CheckedBatch) else None
     if known is None:
@@ -186,7 +195,13 @@ def loss_parts(
         find, planned = torch.compiler.disable(find), torch.compiler.disable(planned)
     additions = find(model, router_loss)
     inputs.update(additions.inputs)
-    wanted = _Wanted(targets, weights, terms, additions, is_shifted(batch), known)
+    whole = batch.whole if isinstance(batch, BatchPart) else None
+    if whole is not None and additions.router is not None:
+        raise ModelLossError(
+            "under context parallelism a rank's forward returns the router's loss of its part of the rows, "
+            "which is not that of the rows; take router_loss='off'"
+        )
+    wanted = _Wanted(targets, weights, terms, additions, is_shifted(batch), known, whole)
     if impl == "logits":
         return _from_logits(model, inputs, wanted)
     return planned(model, inputs, wanted, impl)
@@ -203,6 +218,7 @@ class _Wanted:
         additions: What the model adds to its loss itself.
         whole: Whether the last position has a target too.
         known: What the host knows of the targets already.
+        rows: The whole rows that this rank has a part of; None where it has all of them.
     """
 
     targets: torch.Tensor
@@ -211,6 +227,11 @@ class _Wanted:
     additions: Additions
     whole: bool
     known: Targets | None
+    rows: WholeRows | None = None
+
+    def forward(self) -> AbstractContextManager[None]:
+        """What a forward of the model runs in."""
+        return nullcontext() if self.rows is None else part_of_rows(self.rows)
 
 
 def _as_planned(
@@ -222,14 +243,16 @@ def _as_planned(
         return _from_logits(model, inputs, wanted)
     loss_of = choice.loss_of(head, wanted.targets, wanted.known, wanted.weights, wanted.terms)
     added = wanted.additions
-    return loss_at_head(model, head, inputs, loss_of, choice.transform, lambda out: added.of(out, model))
+    with wanted.forward():
+        return loss_at_head(model, head, inputs, loss_of, choice.transform, lambda out: added.of(out, model))
 
 
 def _from_logits(
     model: nn.Module, inputs: dict[str, Any], wanted: _Wanted
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     targets, weights = wanted.targets, wanted.weights
-    output = model(**inputs)
+    with wanted.forward():
+        output = model(**inputs)
     logits = output.logits
     if logits.ndim != 3 or logits.shape[:2] != targets.shape:
         raise ModelLossError(

@@ -11,7 +11,9 @@ from torch.nn import functional as F
 from fsdp_sft._agree import all_reduce_sum, world_size
 from fsdp_sft._streams import travelling
 from fsdp_sft.collate import IGNORE_INDEX
+from fsdp_sft.distributed import cp_rank, cp_size, has_context_parallelism, sum_over_mesh
 from fsdp_sft.errors import BatchError
+from fsdp_sft.loss.same_rows import refuse_different_rows, to_compare_rows
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -66,29 +68,42 @@ class CheckedBatch(dict[str, Any]):
     """A batch on the device that was looked at on the host, with what was seen there.
 
     Attributes:
-        targets: Its targets.
+        targets: Its targets; None where nobody has looked yet.
     """
 
-    def __init__(self, fields: Batch, targets: Targets) -> None:
+    def __init__(self, fields: Batch, targets: Targets | None) -> None:
         super().__init__(fields)
         self.targets = targets
 
 
 def checked_batch(moved: Batch, seen: Batch, device: torch.device) -> CheckedBatch:
     """``moved``, which is on ``device``, with the targets of ``seen``, the same batch on the host."""
+    return CheckedBatch(moved, seen_targets(seen, device))
+
+
+def seen_targets(seen: Batch, device: torch.device) -> Targets:
+    """The targets of a batch that is on the host, for ``device``."""
     flat = targets_of(seen).reshape(-1)
     positions = (flat != IGNORE_INDEX).nonzero().squeeze(1)
     low, high = map(int, flat[positions].aminmax()) if len(positions) else (0, 0)
-    return CheckedBatch(moved, Targets(travelling(positions, device), low, high))
+    return Targets(travelling(positions, device), low, high)
 
 
-def count_targets(micro_batches: Iterable[Batch], *, group: dist.ProcessGroup | None = None) -> TargetCount:
-    """Number of targets in a window: all its micro-batches on all ranks.
+def count_targets(
+    micro_batches: Iterable[Batch],
+    *,
+    mesh: "DeviceMesh | None" = None,
+    group: dist.ProcessGroup | None = None,
+) -> TargetCount:
+    """Number of targets in a window: all its micro-batches on all ranks, each row once.
 
     Args:
         micro_batches: Batches with ``labels``, int64 ``(B, S)``, aligned with ``input_ids``, or with
             ``shift_labels``, which hold the target of each position and need no shift.
-        group: Ranks to sum over, with a backend that takes CPU tensors; None takes all ranks.
+        mesh: The ranks that share the window, from ``build_mesh``. Needed under context parallelism, where
+            the ranks of a ``cp`` group have the same rows.
+        group: In its place, ranks to sum over, with a backend that takes CPU tensors. Without either all
+            ranks.
 
     Returns:
         How many labels, after the shift, are not -100. The number also has ``num_tokens``, by which
@@ -96,17 +111,32 @@ def count_targets(micro_batches: Iterable[Batch], *, group: dist.ProcessGroup | 
         ``loss_weights``.
 
     Raises:
-        ValueError: If a batch has no proper labels.
+        ValueError: If a batch has no proper labels; if mesh and group are given, or no mesh although this
+            process has one with ``cp``.
+        BatchError: If ranks of one ``cp`` group have different rows.
 
-    Collective: all ranks of ``group``.
+    Collective: all ranks of ``mesh`` or ``group``.
     """
+    if mesh is not None and group is not None:
+        raise ValueError("give mesh or group: a mesh says which ranks share the window")
+    if mesh is None and has_context_parallelism():
+        raise ValueError(
+            "this process has a mesh with cp, whose ranks share rows: give count_targets(..., mesh=mesh), "
+            "which counts each row once"
+        )
     batches = list(micro_batches)
     own = [
         float(sum(num_targets(batch) for batch in batches)),
         float(sum(num_tokens(batch, needs_ids=False) for batch in batches)),
         sum((weight_of(batch) for batch in batches), 0.0),
     ]
-    if group is None:
+    if mesh is not None:
+        ranks, rank = cp_size(mesh), cp_rank(mesh)
+        same_rows = to_compare_rows(batches, ranks, rank)
+        once = own if rank == 0 else [0.0] * len(own)
+        targets, tokens, weight, *apart = sum_over_mesh([*once, *same_rows], mesh)
+        refuse_different_rows(apart)
+    elif group is None:
         targets, tokens, weight = all_reduce_sum(own)
     else:
         total = torch.tensor(own, dtype=torch.float64)
@@ -115,11 +145,17 @@ def count_targets(micro_batches: Iterable[Batch], *, group: dist.ProcessGroup | 
     return TargetCount(int(targets), int(tokens), weight)
 
 
-def target_weight(micro_batches: Iterable[Batch], *, group: dist.ProcessGroup | None = None) -> float:
+def target_weight(
+    micro_batches: Iterable[Batch],
+    *,
+    mesh: "DeviceMesh | None" = None,
+    group: dist.ProcessGroup | None = None,
+) -> float:
     """What the targets of a window weigh together: the sum of their ``loss_weights``.
 
     Args:
         micro_batches: As for ``count_targets``.
+        mesh: Likewise.
         group: Likewise.
 
     Returns:
@@ -128,9 +164,9 @@ def target_weight(micro_batches: Iterable[Batch], *, group: dist.ProcessGroup | 
     Raises:
         ValueError: If a batch has no proper labels or weights.
 
-    Collective: all ranks of ``group``.
+    Collective: all ranks of ``mesh`` or ``group``.
     """
-    return count_targets(micro_batches, group=group).weight
+    return count_targets(micro_batches, mesh=mesh, group=group).weight
 
 
 def num_tokens(batch: Any, needs_ids: bool = True) -> int:

@@ -4,7 +4,7 @@ import warnings
 import zlib
 from array import array
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,6 +12,9 @@ from fsdp_sft.packing.balance import balanced_rounds, deal
 from fsdp_sft.packing.bins import as_ints, check_lengths, pack_lengths
 from fsdp_sft.packing.cost import RowCost
 from fsdp_sft.sampler import PlacedSampler
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 # Each goes up when the same arguments would give another order.
 _ORDER_VERSION = 1  # of packs balanced by tokens and targets
@@ -40,8 +43,9 @@ class PackedSampler(PlacedSampler[list[int]]):
         num_targets: Targets of each row, after the shift; None balances tokens only.
         shuffle: Whether each epoch has packs and an order of its own; otherwise all have the first one's.
         seed: Of packs and order, together with the epoch; the same on all ranks.
-        num_replicas: Number of ranks that share the rows; None takes the process group's, or 1.
-        rank: This rank; None takes the process group's, or 0.
+        num_replicas: Number of ranks that share the rows; None takes the mesh's or the process group's, or 1.
+        rank: This rank; None takes the mesh's or the process group's, or 0.
+        mesh: From ``build_mesh``, in place of both. Needed with ``cp``, along which ranks get the same packs.
         cost: ``(a, b)``, such as ``attention_cost(config)``: packs of a round then have about the same
             ``a * tokens + b * sum(length ** 2)`` instead of as many tokens and targets. It matters where rows
             are long: then ranks would wait for the one whose pack is a single row. The coefficients are part
@@ -64,9 +68,10 @@ class PackedSampler(PlacedSampler[list[int]]):
         seed: int = 0,
         num_replicas: int | None = None,
         rank: int | None = None,
+        mesh: "DeviceMesh | None" = None,
         cost: tuple[float, float] | None = None,
     ) -> None:
-        super().__init__(num_replicas, rank)
+        super().__init__(num_replicas, rank, mesh)
         self._lengths = array("q", check_lengths(lengths, max_length))
         self._targets = array(
             "q", self._lengths if num_targets is None else as_ints("num_targets", num_targets)

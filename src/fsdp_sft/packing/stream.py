@@ -3,7 +3,7 @@
 import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
@@ -11,7 +11,10 @@ from fsdp_sft import _compat
 from fsdp_sft.packing.balance import deal
 from fsdp_sft.packing.bins import check_count, pack_lengths
 from fsdp_sft.packing.collator import Row, row_sizes
-from fsdp_sft.sampler import place_of
+from fsdp_sft.sampler import place_in, place_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class _Boundary(NamedTuple):
@@ -45,8 +48,9 @@ class PackedStream(IterableDataset[list[Row]]):
             or ``EncodedChat``s; read lazily.
         max_length: Most tokens of a pack.
         buffer_size: Rows that are held and packed together; more fill packs better. 1000 fill about 99 %.
-        num_replicas: Number of ranks that share the packs; None takes the process group's, or 1.
-        rank: This rank; None takes the process group's, or 0.
+        num_replicas: Number of ranks that share the packs; None takes the mesh's, the process group's, or 1.
+        rank: This rank; None takes the mesh's or the process group's, or 0.
+        mesh: From ``build_mesh``, in place of both. Needed with ``cp``, along which ranks get the same packs.
 
     Raises:
         TypeError: If a number is no integer.
@@ -64,9 +68,10 @@ class PackedStream(IterableDataset[list[Row]]):
         buffer_size: int = 1000,
         num_replicas: int | None = None,
         rank: int | None = None,
+        mesh: "DeviceMesh | None" = None,
     ) -> None:
-        self._given_place = num_replicas, rank
-        place_of(num_replicas, rank)  # refuses what cannot be
+        self._given_place = place_in(mesh, num_replicas, rank)
+        place_of(*self._given_place)  # refuses what cannot be
         self.rows = rows
         self.max_length = check_count("max_length", max_length)
         self.buffer_size = check_count("buffer_size", buffer_size)

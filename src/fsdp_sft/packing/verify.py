@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from fsdp_sft._agree import raise_first, world_size
-from fsdp_sft._compat import attention_of, compute_dtypes, original_class
+from fsdp_sft._compat import attention_of, original_class
 from fsdp_sft._model import uncompiled, undisturbed
+from fsdp_sft._rounding import TOLERANCES, logits_tolerance
 from fsdp_sft._wrappers import unwrapped
 from fsdp_sft.adapters import forward_parameters
 from fsdp_sft.distributed import compute_device, mesh_of, sum_over_mesh
@@ -20,12 +21,8 @@ from fsdp_sft.packing.rotation import Rotations, largest_difference, rope_depend
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-# Most that logits of a packed row may differ from those of the row alone, relative to their own size.
-# Rounding grows with the root of the depth: three random blocks differ by 2 epsilons in bfloat16 (1.4e-2),
-# 80 blocks would by 10. What leaks moves logits by 0.1 to 1.5 in all but the freshest models, which the
-# second test is for: there, nothing but the neighbours' tokens changes.
-_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
-_TF32_TOLERANCE = 1e-2
+# What leaks moves logits by 0.1 to 1.5, more than rounding does (logits_tolerance), in all but the freshest
+# models, which the second test is for: there, nothing but the neighbours' tokens changes.
 _LEAK_TOLERANCE = 1e-5
 _TIMES_NOISE = 4
 _EARLIER, _LATER = (7, 1, 9, 8), 10  # tokens of the rows before and after a long one
@@ -186,7 +183,7 @@ def _measure(model: nn.Module, length: int) -> PackingReport:
     changed_later = torch.cat([probe.ids[:, :early], probe.draw(length - early)], 1)
     return PackingReport(
         error=difference(base, alone, slice(None)),
-        tolerance=_tolerance(model, probe.device),
+        tolerance=logits_tolerance(model, probe.device),
         leak=difference(base, probe.packed(changed), slice(early, None)),
         noise=difference(base, probe.packed(changed_later), slice(early)),
         unpacked=difference(joined, alone, slice(None)),
@@ -251,19 +248,6 @@ def _sampled(size: int) -> torch.Tensor:
     return torch.tensor(sorted(set(every.tolist())))
 
 
-def _tolerance(model: nn.Module, device: torch.device) -> float:
-    dtypes = compute_dtypes(model)
-    if torch.is_autocast_enabled(device.type):
-        dtypes.add(torch.get_autocast_dtype(device.type))
-    tolerance = (
-        max((_TOLERANCES.get(dtype, 0.0) for dtype in dtypes), default=0.0) or _TOLERANCES[torch.bfloat16]
-    )
-    # A setting of cuBLAS: TF32 in float32 products. Other devices compute them in float32 or ignore it.
-    if device.type == "cuda" and torch.get_float32_matmul_precision() != "highest":
-        tolerance = max(tolerance, _TF32_TOLERANCE)
-    return tolerance
-
-
 def _judge(model: nn.Module, report: PackingReport, untold_is_error: bool) -> bool:
     """Whether rows are kept apart for sure; raises if they are not."""
     name, attention = _name(model), attention_of(unwrapped(model))
@@ -299,7 +283,7 @@ def _most(report: PackingReport) -> float:
     A router sends a token to another expert for a rounding, and that is no rounding any more. Where nothing
     of another row reaches a row, bit for bit, 16-bit computing is given that much room.
     """
-    if report.leak == 0 and report.tolerance >= _TOLERANCES[torch.float16]:
+    if report.leak == 0 and report.tolerance >= TOLERANCES[torch.float16]:
         return max(report.tolerance, report.unpacked / 8)
     return report.tolerance
 

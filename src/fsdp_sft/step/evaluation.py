@@ -10,25 +10,24 @@ from torch import nn
 
 from fsdp_sft._late import settle
 from fsdp_sft._streams import LateValues
-from fsdp_sft.distributed import compute_device, mesh_of, reshard, sum_over_mesh
+from fsdp_sft.context_parallel import sequence_group_of
+from fsdp_sft.distributed import compute_device, reshard, sum_over_mesh, whole_mesh_of
 from fsdp_sft.errors import BatchError
 from fsdp_sft.loss import (
     HeadChecks,
     LossImpl,
     RouterLoss,
     Terms,
-    checked_batch,
     checked_later,
     forget_choice,
     needs_choice,
-    num_tokens,
 )
 from fsdp_sft.packing import Verify, check_verify, verify_at_first_use
 from fsdp_sft.step.acceptable import check_of
 from fsdp_sft.step.keys import keys_of, may_be_packs
-from fsdp_sft.step.own_loss import LossFn, Objective
+from fsdp_sft.step.own_loss import LossFn, Objective, refuse_own_loss
 from fsdp_sft.step.rounds import in_step
-from fsdp_sft.step.window import CountFn, raise_on_mesh, to_device, weight_of_loss
+from fsdp_sft.step.window import CountFn, on_device, on_host, raise_on_mesh, tokens_of, weight_of_loss
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -97,7 +96,9 @@ def evaluate(
     objective.check(count_fn)
     check_verify(verify)
     settle(model)
-    mesh = mesh if mesh is not None else mesh_of(model)
+    mesh = mesh if mesh is not None else whole_mesh_of(model)
+    group = sequence_group_of(model)
+    refuse_own_loss(group, loss_fn, count_fn)
     device = compute_device(model)
     modes = {module: module.training for module in model.modules()}
     total = added = torch.zeros((), dtype=torch.float64, device=device)
@@ -110,19 +111,17 @@ def evaluate(
     model.eval()
     try:
         with torch.no_grad(), checked_later(checks):
-            for batch, seen, count in in_step(batches, mesh, count_fn, check):
+            for batch, seen, count in in_step(batches, mesh, count_fn, check, group):
                 if verify == "first" and may_be_packs(keys_of(batch)):
-                    verify_at_first_use(model, [seen], mesh, own_loss=loss_fn is not None)
-                moved = to_device(batch, device)
-                if loss_fn is None and device.type != "cpu":
-                    moved = checked_batch(moved, seen, device)
+                    verify_at_first_use(model, on_host([batch]), mesh, own_loss=loss_fn is not None)
+                moved = on_device(batch, seen, device, own_loss=loss_fn is not None)
                 summed, router = objective.of(model, moved)
                 if count is None:
                     continue
                 total, targets = total + summed, targets + count
                 target_weight += weight_of_loss(seen, count, own_loss=loss_fn is not None)
                 if router is not None:
-                    weight = num_tokens(seen, needs_ids=False)
+                    weight = tokens_of(seen, needs_ids=False)
                     added, tokens = added + router * weight, tokens + weight
     finally:
         for module, training in modes.items():

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from fsdp_sft.collate import IGNORE_INDEX
-from fsdp_sft.distributed import gather_over_mesh
+from fsdp_sft.distributed import CP, gather_over_mesh
 from fsdp_sft.errors import BatchError, abridged
 from fsdp_sft.loss import is_shifted
 
@@ -26,7 +26,6 @@ _FEWEST = 16  # targets that a verdict needs
 _VARIED = 8  # different ones among them
 _SHARE = 0.99
 _OFF = "; check_labels=False if that is meant"
-_CP = "cp"
 
 _logger = logging.getLogger("fsdp_sft.step")
 _looked_at: "weakref.WeakKeyDictionary[nn.Module, _Looked]" = weakref.WeakKeyDictionary()
@@ -115,7 +114,7 @@ def _compare_rows(micro_batches: list[Any], mesh: "DeviceMesh", first: bool) -> 
     """Ranks should have rows of their own, but those of one context-parallel group the same ones."""
     names: Any = mesh.mesh_dim_names or ()
     place: Any = mesh.get_coordinate() or ()
-    data_place = tuple(at for index, at in enumerate(place) if index >= len(names) or names[index] != _CP)
+    data_place = tuple(at for index, at in enumerate(place) if index >= len(names) or names[index] != CP)
     seen = gather_over_mesh((data_place, _digest_of_rows(micro_batches)), mesh)
     places: dict[bytes, set[tuple[int, ...]]] = {}
     ranks: dict[bytes, list[str]] = {}

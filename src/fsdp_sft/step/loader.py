@@ -2,22 +2,29 @@
 
 import itertools
 from collections.abc import Iterable, Iterator, Sized
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from fsdp_sft._agree import all_reduce_min, all_reduce_sum, raise_first
 from fsdp_sft._vocabulary import Vocabulary
+from fsdp_sft.distributed import CP, cp_rank, cp_size, has_context_parallelism, host_group
 from fsdp_sft.errors import BatchError
 from fsdp_sft.loss import num_targets
 from fsdp_sft.preemption import keep_workers_alive
-from fsdp_sft.step.window import CountFn, counted, num_rows, on_host
+from fsdp_sft.step.window import CountFn, counted, num_rows, on_host, to_device
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def windows(
-    loader: Iterable[Any],
+    loader: Iterable[Any] | None,
     grad_accum_steps: int,
     *,
+    mesh: "DeviceMesh | None" = None,
     count_fn: CountFn | None = None,
     vocab_size: int | None = None,
 ) -> Iterator[list[Any]]:
@@ -30,8 +37,11 @@ def windows(
     each window before the window is handed out. What a checkpoint left of an epoch may be nothing.
 
     Args:
-        loader: A DataLoader, or any iterable of batches.
+        loader: A DataLoader, or any iterable of batches. Of ranks along ``cp`` the first reads its loader and
+            sends the others what it has read, in host memory; theirs is not iterated (its sampler is told
+            what was consumed), and may be None.
         grad_accum_steps: Micro-batches per window.
+        mesh: From ``build_mesh``; needed where it has ``cp``.
         count_fn: What ``train_step`` gets. None looks at the labels of batches that have such as ``loss_sum``
             takes, and has nothing to say against an epoch of others.
         vocab_size: Number of ids that the model has rows for. None takes the collator's, if the loader's has
@@ -42,7 +52,8 @@ def windows(
 
     Raises:
         VocabularyError: If a batch has an id beyond ``vocab_size``; on all ranks.
-        ValueError: If ``grad_accum_steps`` is not positive.
+        ValueError: If ``grad_accum_steps`` is not positive; without a mesh, if this process has one with
+            ``cp``; without a loader, on a rank that has to read.
         BatchError: If a whole epoch had no target on any rank.
 
     Collective: all ranks, in step.
@@ -53,12 +64,25 @@ def windows(
         vocab_size = getattr(getattr(loader, "collate_fn", None), "vocab_size", None)
     elif isinstance(vocab_size, bool) or not isinstance(vocab_size, int) or vocab_size < 1:
         raise ValueError(f"vocab_size must be a positive integer or None, got {vocab_size!r}")
-    return _windows(loader, grad_accum_steps, count_fn, Vocabulary("the model", vocab_size))
+    if mesh is None and has_context_parallelism():
+        raise ValueError(
+            "this process has a mesh with cp, whose ranks share rows: give windows(..., mesh=mesh), which "
+            "lets the first rank of a group read for all of it"
+        )
+    if loader is None and cp_rank(mesh) == 0:
+        raise ValueError("this rank reads for itself, or for its cp group, and needs a loader; got None")
+    return _windows(loader, grad_accum_steps, count_fn, Vocabulary("the model", vocab_size), mesh)
 
 
 def _windows(
-    loader: Iterable[Any], grad_accum_steps: int, count_fn: CountFn | None, vocabulary: Vocabulary
+    loader: Iterable[Any] | None,
+    grad_accum_steps: int,
+    count_fn: CountFn | None,
+    vocabulary: Vocabulary,
+    mesh: "DeviceMesh | None",
 ) -> Iterator[list[Any]]:
+    group = host_group(mesh, CP) if cp_size(mesh) > 1 and mesh is not None else None
+    reads = cp_rank(mesh) == 0
     sampler = _resumable(loader)
     mark_consumed = getattr(sampler, "mark_consumed", None)
     end_epoch = getattr(sampler, "end_epoch", None)
@@ -70,8 +94,9 @@ def _windows(
         window: list[Any] = []
         error: Exception | None = None
         try:
-            batches = batches if batches is not None else keep_workers_alive(loader)
-            window = list(itertools.islice(batches, grad_accum_steps))
+            if reads:
+                batches = batches if batches is not None else keep_workers_alive(loader or ())
+                window = list(itertools.islice(batches, grad_accum_steps))
             looked_at = on_host(window)
             for batch in looked_at:
                 vocabulary.check_ids(batch)
@@ -79,14 +104,18 @@ def _windows(
             targets_seen = targets_seen or any(_may_have_targets(batch, count_fn) for batch in counted_ones)
         except Exception as caught:
             error = caught
-        length = all_reduce_min(len(window) if error is None else -1)
+        own_length = len(window) if reads else grad_accum_steps
+        length = all_reduce_min(own_length if error is None else -1)
         if length == -1:
             raise_first(error, "reading the next window")
         if length == 0:
             break
         window = window[:length]
-        if mark_consumed is not None:
-            mark_consumed(_num_consumed(loader, sampler, window))
+        consumed = _num_consumed(loader, sampler, window) if reads and mark_consumed is not None else None
+        if group is not None:
+            window, consumed = _from_first(to_device(window, torch.device("cpu")), consumed, group)
+        if mark_consumed is not None and consumed is not None:
+            mark_consumed(consumed)
         yield window
         if length < grad_accum_steps:
             break
@@ -97,6 +126,19 @@ def _windows(
             "the data set has no target on any rank: every label, after the shift, is -100, or there is no "
             "batch. Look at a row with render_labels, and at the counts that filter_rows returns"
         )
+
+
+def _from_first(
+    window: list[Any], consumed: int | None, group: dist.ProcessGroup
+) -> tuple[list[Any], int | None]:
+    """What the first rank of a group has read, on all of them.
+
+    Collective: all ranks of the group.
+    """
+    told: list[Any] = [(window, consumed)]
+    dist.broadcast_object_list(told, group=group, group_src=0, device=torch.device("cpu"))
+    window, consumed = told[0]
+    return window, consumed
 
 
 def _may_have_targets(batch: Any, count_fn: CountFn | None) -> bool:

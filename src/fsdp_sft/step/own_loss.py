@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from fsdp_sft.blocks import without_caches
+from fsdp_sft.context_parallel import SequenceGroup
 from fsdp_sft.loss import PLAIN, LossImpl, RouterLoss, Terms, check_router_loss, loss_parts
 
 LossFn = Callable[[nn.Module, Any], torch.Tensor]
@@ -51,6 +52,16 @@ class Objective:
         if self.loss_fn is None:
             return loss_parts(model, batch, self.impl, self.router_loss, self.terms)
         return _summed(self.loss_fn, model, batch), None
+
+
+def refuse_own_loss(group: SequenceGroup | None, loss_fn: Any, count_fn: Any) -> None:
+    """Refuse functions of the caller's under context parallelism, where ranks compute parts of rows."""
+    given = [name for name, value in (("loss_fn", loss_fn), ("count_fn", count_fn)) if value is not None]
+    if group is not None and given:
+        raise ValueError(
+            f"{given[0]} is called with whole rows, of which each of the {group.size} ranks that share them "
+            "computes a part; under context parallelism the loss is loss_sum's"
+        )
 
 
 def _summed(loss_fn: LossFn, model: nn.Module, batch: Any) -> torch.Tensor:

@@ -3,7 +3,9 @@
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from fsdp_sft.context_parallel import SequenceGroup
 from fsdp_sft.distributed import first_over_mesh, sum_over_mesh
+from fsdp_sft.loss import part_of, refuse_different_rows, to_compare_rows
 from fsdp_sft.preemption import keep_workers_alive
 from fsdp_sft.step.keys import Keys, are_equal, digest, keys_of, refuse_different_keys, to_compare
 from fsdp_sft.step.window import Check, CountFn, counted, on_host, raise_on_mesh
@@ -17,17 +19,19 @@ def in_step(
     mesh: "DeviceMesh | None",
     count_fn: CountFn | None = None,
     check: Check | None = None,
+    group: SequenceGroup | None = None,
 ) -> Iterator[tuple[Any, Any, int | None]]:
-    """This rank's batches, the same on the host, and their targets; then stand-ins and None.
+    """This rank's batches, what it computes of them on the host, and its targets; then stand-ins and None.
 
     That goes on until every rank has run out.
 
     A stand-in has the keys of the batches that the others have at that moment: the last such batch of this
     rank, or else of another one. ``check`` raises for a batch that cannot be used. One small all-reduce a
-    round.
+    round. Of the rows that a ``group`` shares each of its ranks gets its part.
 
     Raises:
-        BatchError: On all ranks, if those that have a batch have different keys.
+        BatchError: On all ranks, if those that have a batch have different keys, or those of a group
+            different rows.
 
     Collective: all ranks of the mesh.
     """
@@ -36,37 +40,45 @@ def in_step(
     source: Iterator[Any] | None = None
     while True:
         batch = error = count = seen = None
+        same_rows = [0.0, 0.0]
         keys: Keys = next(reversed(stand_ins), ())
         try:
             source = source if source is not None else keep_workers_alive(batches)
             batch = next(source, None)
             if batch is not None:
                 (seen,) = on_host([batch])
-                count = counted(batch if count_fn is not None else seen, count_fn)
-                keys = keys_of(batch)
+                if group is not None:
+                    same_rows = to_compare_rows([seen], group.size, group.rank)
                 if check is not None:
                     check(seen)
+                keys = keys_of(batch)
+                seen = seen if group is None else part_of(seen, group)
+                count = counted(batch if count_fn is not None else seen, count_fn)
         except Exception as caught:
             error = caught
         terms = to_compare(digest(keys))
         silent = [0.0] * len(terms)
         mine, stood = (terms, silent) if batch is not None else (silent, terms)
-        have, failed, *sums = sum_over_mesh([batch is not None, error is not None, *mine, *stood], mesh)
+        have, failed, *sums = sum_over_mesh(
+            [batch is not None, error is not None, *mine, *stood, *same_rows], mesh
+        )
         if failed:
             raise_on_mesh(error, "reading a batch to evaluate", mesh)
         if not have:
             return
+        refuse_different_rows(sums[-2:])
         if not are_equal(sums[: len(terms)], int(have)):
             refuse_different_keys([keys] if batch is not None else [], mesh)
         if batch is not None:
             stand_ins.pop(keys, None)
             stand_ins[keys] = (batch, seen)
         # All ranks see from the sums whether each that has run out has a stand-in of the right keys.
-        everyone = [one + other for one, other in zip(sums[: len(terms)], sums[len(terms) :], strict=True)]
+        everyone = [one + other for one, other in zip(sums[: len(terms)], sums[len(terms) : -2], strict=True)]
         if not are_equal(everyone, ranks):
             sent = first_over_mesh(batch, mesh)
             if batch is None:
                 keys = keys_of(sent)
                 stand_ins.pop(keys, None)
-                stand_ins[keys] = (sent, *on_host([sent]))
+                (seen,) = on_host([sent])
+                stand_ins[keys] = (sent, seen if group is None else part_of(seen, group))
         yield (batch, seen, count) if batch is not None else (*stand_ins[keys], None)

@@ -8,17 +8,16 @@ from torch import nn
 
 from fsdp_sft._late import keep, settle, taken
 from fsdp_sft._streams import LateValues
-from fsdp_sft.distributed import compute_device, mesh_of
+from fsdp_sft.context_parallel import sequence_group_of
+from fsdp_sft.distributed import compute_device, whole_mesh_of
 from fsdp_sft.loss import (
     HeadChecks,
     LossImpl,
     RouterLoss,
     Terms,
-    checked_batch,
     checked_later,
     forget_choice,
     needs_choice,
-    num_tokens,
     scale_for_backward,
 )
 from fsdp_sft.packing import Verify, check_verify, verify_at_first_use
@@ -37,10 +36,10 @@ from fsdp_sft.step.optimizers import (
     step_if_finite,
     unscale,
 )
-from fsdp_sft.step.own_loss import LossFn, Objective
+from fsdp_sft.step.own_loss import LossFn, Objective, refuse_own_loss
 from fsdp_sft.step.queued import NothingQueued, QueuedStep, StepResult, late_result, without_step
 from fsdp_sft.step.summed import refuse_mean
-from fsdp_sft.step.window import CountFn, agree_on_window, to_device
+from fsdp_sft.step.window import CountFn, agree_on_window, on_device, tokens_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -161,7 +160,9 @@ def train_step(
     else:
         settle(model)
         taken(model)
-    mesh = mesh if mesh is not None else mesh_of(model)
+    mesh = mesh if mesh is not None else whole_mesh_of(model)
+    group = sequence_group_of(model)
+    refuse_own_loss(group, loss_fn, count_fn)
     check = check_of(model, own_loss=loss_fn is not None)
     look = check_labels and loss_fn is None and count_fn is None and is_to_be_looked_at(model)
     stale = loss_fn is None and needs_choice(model, loss_impl)
@@ -174,6 +175,7 @@ def train_step(
         look=look,
         stale=stale,
         own_loss=loss_fn is not None,
+        group=group,
     )
     if window.stale:  # choosing is collective, and what asks for it may be seen on one rank alone
         forget_choice(model, loss_impl)
@@ -198,14 +200,12 @@ def train_step(
     for index, batch in enumerate(micro_batches):
         last = index == len(micro_batches) - 1
         with gradient_sync(model, "all" if last else deferred), checked_later(checks):
-            seen = window.on_host[index]
-            moved = to_device(batch, device)
-            if loss_fn is None and device.type != "cpu":
-                moved = checked_batch(moved, seen, device)
+            seen = window.parts[index]
+            moved = on_device(batch, seen, device, own_loss=loss_fn is not None)
             summed, router = objective.of(model, moved)
             if router is not None:
                 # In targets, so that what scales the loss scales it too.
-                router = router * (num_tokens(seen, needs_ids=False) / max(tokens, 1) * weight)
+                router = router * (tokens_of(seen, needs_ids=False) / max(tokens, 1) * weight)
                 added = added + router.detach()
             total = total + summed.detach()
             summed = summed if router is None else summed + router

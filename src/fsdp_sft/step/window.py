@@ -8,9 +8,22 @@ import torch
 
 from fsdp_sft._agree import is_distributed, raise_first, world_size
 from fsdp_sft._streams import host_copies, travelling
+from fsdp_sft.context_parallel import SequenceGroup
 from fsdp_sft.distributed import sum_over_mesh
 from fsdp_sft.errors import BatchError, RemoteRankError
-from fsdp_sft.loss import LOSS_KEYS, WEIGHTS_KEY, num_targets, num_tokens, weight_of
+from fsdp_sft.loss import (
+    LOSS_KEYS,
+    WEIGHTS_KEY,
+    BatchPart,
+    checked_batch,
+    num_targets,
+    num_tokens,
+    part_of,
+    part_on_device,
+    refuse_different_rows,
+    to_compare_rows,
+    weight_of,
+)
 from fsdp_sft.step.keys import Keys, are_equal, digest, keys_of, refuse_different_keys, to_compare
 from fsdp_sft.step.labels import Differences, look_at
 
@@ -35,6 +48,7 @@ class Window:
         differences: Between labels and ids on all ranks; 0 of 0 if nobody looked.
         stale: Whether any rank has to choose its loss anew.
         on_host: This rank's micro-batches, with what is looked at in host memory.
+        parts: What of them this rank computes: under context parallelism its part of the rows, else all.
     """
 
     targets: int
@@ -44,6 +58,7 @@ class Window:
     differences: Differences
     stale: bool = False
     on_host: tuple[Any, ...] = ()
+    parts: tuple[Any, ...] = ()
 
 
 def agree_on_window(
@@ -56,6 +71,7 @@ def agree_on_window(
     look: bool = False,
     stale: bool = False,
     own_loss: bool = False,
+    group: SequenceGroup | None = None,
 ) -> Window:
     """Look at the window and agree on it, or raise the same error on all ranks; one small all-reduce.
 
@@ -68,6 +84,7 @@ def agree_on_window(
         look: Whether to look for mistakes in labels.
         stale: Whether this rank has to choose its loss anew.
         own_loss: Whether the loss is the caller's own, for which only targets count.
+        group: Ranks that share the rows, each of which counts its part of them.
 
     Collective: all ranks of the mesh.
     """
@@ -76,17 +93,22 @@ def agree_on_window(
     weight = 0.0
     keys: list[Keys] = []
     seen = Differences()
+    parts: list[Any] = []
+    same_rows: list[float] = [0.0, 0.0]
     try:
         given = _checked_window(micro_batches)
         micro_batches = on_host(given)
-        counted_ones = given if count_fn is not None else micro_batches
+        if group is not None:
+            same_rows = to_compare_rows(micro_batches, group.size, group.rank)
+        parts = [batch if group is None else part_of(batch, group) for batch in micro_batches]
+        counted_ones = given if count_fn is not None else parts
         counts = [counted(batch, count_fn) for batch in counted_ones]
         targets = sum(counts)
         weight = sum(
             weight_of_loss(batch, count, own_loss=own_loss)
-            for batch, count in zip(micro_batches, counts, strict=True)
+            for batch, count in zip(parts, counts, strict=True)
         )
-        tokens = sum(num_tokens(batch, needs_ids) for batch in micro_batches)
+        tokens = sum(tokens_of(batch, needs_ids) for batch in parts)
         keys = [keys_of(batch) for batch in micro_batches]
         if look:
             seen = look_at(micro_batches)
@@ -98,9 +120,9 @@ def agree_on_window(
     ranks = mesh.size() if mesh is not None else 1
     compared = to_compare([len(keys), *digest(keys)])
     own = [targets, tokens, seen.compared, seen.different, stale, error is not None]
-    all_weight, *sums = sum_over_mesh([weight, *own, *compared], mesh)
+    all_weight, *sums = sum_over_mesh([weight, *own, *same_rows, *compared], mesh)
     all_targets, all_tokens, looked_at, different, any_stale, failed = map(int, sums[: len(own)])
-    equal = sums[len(own) :]
+    rows_apart, equal = sums[len(own) : len(own) + 2], sums[len(own) + 2 :]
     if failed:
         raise_on_mesh(error, "checking the window's micro-batches", mesh)
     if not are_equal(equal[:2], ranks):
@@ -110,8 +132,23 @@ def agree_on_window(
         )
     if not are_equal(equal, ranks):
         refuse_different_keys(keys, mesh)
+    refuse_different_rows(rows_apart)
     seen = Differences(looked_at, different)
-    return Window(all_targets, all_tokens, all_weight, tuple(keys), seen, any_stale > 0, tuple(micro_batches))
+    return Window(
+        all_targets,
+        all_tokens,
+        all_weight,
+        tuple(keys),
+        seen,
+        any_stale > 0,
+        tuple(micro_batches),
+        tuple(parts),
+    )
+
+
+def tokens_of(batch: Any, needs_ids: bool = True) -> int:
+    """Tokens that this rank computes of a batch, without padding."""
+    return batch.num_tokens if isinstance(batch, BatchPart) else num_tokens(batch, needs_ids)
 
 
 def weight_of_loss(batch: Any, count: int, *, own_loss: bool) -> float:
@@ -169,6 +206,14 @@ def on_host(batches: Sequence[Any]) -> list[Any]:
     for (index, name), copy in zip(places, copies, strict=True):
         found[index][name] = copy
     return found
+
+
+def on_device(batch: Any, seen: Any, device: torch.device, *, own_loss: bool) -> Any:
+    """What a forward takes of a batch: on ``device``, with what was seen of it on the host."""
+    if isinstance(seen, BatchPart):
+        return part_on_device(seen, device)
+    moved = to_device(batch, device)
+    return moved if own_loss or device.type == "cpu" else checked_batch(moved, seen, device)
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

@@ -1,0 +1,71 @@
+"""Ranks that share the tokens of a row, and what they know of the rows that a forward has a part of."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import torch
+
+PREFIX = "cp_"  # before the name of the attention that runs within
+
+
+@dataclass(frozen=True)
+class SequenceGroup:
+    """Ranks that share the tokens of a row.
+
+    Attributes:
+        name: Of their process group.
+        size: How many they are.
+        rank: Which of them this is: it has that part of the tokens, and for attention that part of the heads.
+    """
+
+    name: str
+    size: int
+    rank: int
+
+
+@dataclass(frozen=True, eq=False)
+class WholeRows:
+    """What every rank of a group knows of the rows that it has a part of.
+
+    Attributes:
+        group: The ranks.
+        length: Tokens of the sequences, a multiple of the ranks.
+        position_ids: Of all tokens ``(B, length)``.
+        rows: Which row of a pack each token is in ``(B, length)``; None where no sequence has several.
+        padding: Which tokens are none of padding, bool ``(B, length)``; None where all are.
+    """
+
+    group: SequenceGroup
+    length: int
+    position_ids: torch.Tensor
+    rows: torch.Tensor | None
+    padding: torch.Tensor | None
+
+
+_whole: ContextVar[WholeRows | None] = ContextVar("fsdp_sft_whole_rows", default=None)
+
+
+@contextmanager
+def part_of_rows(whole: WholeRows) -> Iterator[None]:
+    """Let forwards within the block take their inputs for this rank's part of ``whole``."""
+    token = _whole.set(whole)
+    try:
+        yield
+    finally:
+        _whole.reset(token)
+
+
+def rows_in_forward() -> WholeRows | None:
+    """What the forward that runs now has a part of; None in a plain one."""
+    return _whole.get()
+
+
+def not_divisible(whose: str, heads: int, ranks: int) -> str:
+    """What to say of query heads that the ranks do not divide."""
+    divisors = [number for number in range(2, heads + 1) if heads % number == 0]
+    return (
+        f"{whose} {heads} query heads, which cp={ranks} does not divide: use cp of {divisors}, and give the "
+        "other ranks to dp_shard"
+    )

@@ -1,0 +1,156 @@
+"""A model in parts beside the same model whole: whether anything but attention mixes positions."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_sft._agree import all_reduce_sum
+from fsdp_sft._compat import original_class
+from fsdp_sft._model import uncompiled, undisturbed
+from fsdp_sft._rounding import logits_tolerance
+from fsdp_sft.adapters import forward_parameters
+from fsdp_sft.context_parallel.group import SequenceGroup, WholeRows, part_of_rows
+from fsdp_sft.distributed import compute_device
+from fsdp_sft.errors import UnsupportedModelError
+
+_TOKENS_EACH = 32  # of a rank's part; the windows of local convolutions are shorter
+# In 16 bits a router may send a token elsewhere for a rounding, and that is no rounding any more; a window of
+# 4 tokens changes a tenth of a part.
+_MOST_FLIPPED = 0.05
+
+
+def verify(model: nn.Module, group: SequenceGroup) -> None:
+    """Compare this rank's part of the logits of random rows with the same part of a plain forward.
+
+    Raises:
+        UnsupportedModelError: If they differ; the message names the first module whose output does.
+
+    Collective: all ranks that hold the model; all raise or none. The model is left as it was.
+    """
+    with undisturbed(model), torch.no_grad(), uncompiled():
+        model.eval()
+        probe = _Probe(model, group)
+        error: Exception | None = None
+        try:
+            wrong = probe.share_that_differs()
+        except Exception as caught:
+            error, wrong = caught, 1.0
+        if not all_reduce_sum([wrong > probe.most_flipped])[0]:
+            return
+        if error is not None:
+            raise UnsupportedModelError(
+                f"{_name(model)} cannot run on parts of a row ({type(error).__name__}: {error}); train it "
+                "without context parallelism"
+            ) from error
+        place = probe.first_that_differs()
+    raise UnsupportedModelError(
+        f"{_name(model)} computes something else on parts of a row than on the whole: {place}. Something "
+        "beside attention mixes positions there (a recurrent state, a convolution over time, positions "
+        "counted by index, or an attention that is not transformers'); train it without context parallelism"
+    )
+
+
+class _Probe:
+    """One random row through the model, whole and in parts."""
+
+    def __init__(self, model: nn.Module, group: SequenceGroup) -> None:
+        self.model, self.group, self.device = model, group, compute_device(model)
+        config: Any = getattr(model, "config", None)
+        config = config.get_text_config() if hasattr(config, "get_text_config") else config
+        vocabulary = getattr(config, "vocab_size", None)
+        if not isinstance(vocabulary, int) or vocabulary < 2:
+            raise UnsupportedModelError(f"{_name(model)}'s config has no vocab_size to draw a probe from")
+        taken = forward_parameters(model)
+        if "position_ids" not in taken:
+            raise UnsupportedModelError(
+                f"{_name(model)} takes no position_ids, by which a part of a row knows where it lies; train "
+                "it without context parallelism"
+            )
+        most = getattr(config, "max_position_embeddings", None)
+        each = min(_TOKENS_EACH, most // group.size) if isinstance(most, int) and most > 0 else _TOKENS_EACH
+        length = max(each, 1) * group.size
+        # The middle of the vocabulary: padding, images and the like have their ids at the ends.
+        low, high = vocabulary // 4, max(3 * vocabulary // 4, 1)
+        ids = torch.randint(low, high, (1, length), generator=torch.Generator().manual_seed(0))
+        self.ids = ids.to(self.device)
+        self.positions = torch.arange(length, device=self.device)[None]
+        self.whole = WholeRows(group, length, self.positions, None, None)
+        self.own = slice(group.rank * each, (group.rank + 1) * each)
+        self.options = {"use_cache": False} if "use_cache" in taken else {}
+        # Norms compute in float32 also in a float64 model.
+        self.tolerance = max(logits_tolerance(model, self.device), 1e-6)
+        self.most_flipped = _MOST_FLIPPED if self.tolerance > 1e-3 else 0.0
+
+    def share_that_differs(self) -> float:
+        """Of this rank's positions, those whose logits differ by more than rounding."""
+        plain, part = self._plain().logits[:, self.own], self._part().logits
+        if part.shape != plain.shape:
+            return 1.0
+        return _share_beyond(part, plain, self.tolerance)
+
+    def first_that_differs(self) -> str:
+        """The first module, inner before outer, whose output differs: a second pass keeps all outputs."""
+        outputs: list[dict[str, torch.Tensor]] = []
+        for run, own in ((self._plain, self.own), (self._part, slice(None))):
+            with _outputs(self.model, self.whole.length, own) as kept:
+                run()
+            outputs.append(kept)
+        plain, part = outputs
+        for name, expected in plain.items():
+            found = part.get(name)
+            differs = found is None or found.shape != expected.shape
+            if differs or _share_beyond(found, expected, self.tolerance) > self.most_flipped:  # type: ignore[arg-type]
+                return f"first in {name} ({type(self.model.get_submodule(name)).__name__})"
+        return "no module by itself, but the logits"
+
+    def _plain(self) -> Any:
+        return self.model(input_ids=self.ids, position_ids=self.positions, **self.options)
+
+    def _part(self) -> Any:
+        mask = torch.ones_like(self.ids)
+        with part_of_rows(self.whole):
+            return self.model(
+                input_ids=self.ids[:, self.own],
+                position_ids=self.positions[:, self.own],
+                attention_mask=mask,
+                **self.options,
+            )
+
+
+@contextmanager
+def _outputs(model: nn.Module, length: int, own: slice) -> Iterator[dict[str, torch.Tensor]]:
+    """What each module returns for this rank's tokens, by name, in the order in which they return."""
+    kept: dict[str, torch.Tensor] = {}
+
+    def keeper(name: str) -> Any:
+        def keep(_module: nn.Module, _args: Any, output: Any) -> None:
+            first = output[0] if isinstance(output, (tuple, list)) and output else output
+            if not isinstance(first, torch.Tensor) or not first.is_floating_point() or first.ndim < 2:
+                return
+            dim = 1 if first.ndim > 2 else 0  # experts and routers see tokens of all rows in one dimension
+            if own == slice(None) or first.shape[dim] == length:
+                kept[name] = first.movedim(dim, 0)[own].flatten(1).float().cpu()
+
+        return keep
+
+    handles = [module.register_forward_hook(keeper(name)) for name, module in model.named_modules() if name]
+    try:
+        yield kept
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _share_beyond(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> float:
+    found, expected = found.double(), expected.double()
+    size = (expected - expected.mean(-1, keepdim=True)).norm(dim=-1)
+    error = (found - expected).norm(dim=-1) / size.clamp_min(torch.finfo(torch.float32).tiny)
+    # nan if the logits are
+    return float((~(error <= tolerance)).double().mean())
+
+
+def _name(model: nn.Module) -> str:
+    return original_class(model).__name__

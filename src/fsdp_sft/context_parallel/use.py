@@ -1,0 +1,124 @@
+"""Put context parallelism into a model, and ask whether a model has it."""
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from fsdp_sft._agree import agreed
+from fsdp_sft._compat import attention_of, original_class
+from fsdp_sft._wrappers import unwrapped
+from fsdp_sft.context_parallel.group import PREFIX, SequenceGroup, not_divisible
+from fsdp_sft.context_parallel.probe import verify
+from fsdp_sft.distributed import CP, cp_rank, cp_size, whole_mesh_of
+from fsdp_sft.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_WITHIN = ("sdpa", "eager", "sdpa_varlen")  # attention that may run within
+
+_groups: "weakref.WeakKeyDictionary[nn.Module, SequenceGroup]" = weakref.WeakKeyDictionary()
+
+
+def use_context_parallel(model: nn.Module, *, mesh: "DeviceMesh") -> None:
+    """Let the ranks along a mesh's ``cp`` axis share the tokens of each row, exactly.
+
+    From then on ``train_step``, ``evaluate``, ``causal_lm_loss`` and ``loss_sum`` take whole rows, the same
+    on all ranks of a ``cp`` group, and each rank computes its part: 1/cp of the tokens through the layers,
+    the loss and its gradients. Around attention two exchanges give each rank all tokens of 1/cp of the heads
+    (Ulysses), so what is computed there is what one process computes: packs, sliding and chunked windows,
+    soft caps, sinks and latent attention as they are. Rotary embeddings get the positions in the whole row.
+
+    A model is compared with itself once: random rows through it whole, and in parts. What mixes positions
+    outside of attention (recurrent states, convolutions over time, ALiBi) shows there.
+
+    The model's own forward outside of these functions is a plain one: generation with the same inputs on
+    every rank goes on working, and training by it is refused. Call ``use_varlen_attention`` before.
+
+    Args:
+        model: A causal language model of transformers with its weights, sharded on ``mesh``.
+        mesh: From ``build_mesh(cp=...)``.
+
+    Raises:
+        ValueError: If ``mesh`` has no ``cp`` or is not the one the model is sharded on, or ``cp`` does not
+            divide the query heads; the message says what would.
+        UnsupportedModelError: If the model's attention cannot be run so, or the comparison shows a module
+            whose output differs; the message names it. The model is as before.
+        TypeError: If the model is none of transformers'.
+
+    Collective: all ranks of the mesh; all raise or none.
+    Memory: Attention holds queries, keys and values of all tokens for 1/cp of the heads. Key heads fewer than
+        ``cp`` are repeated.
+    """
+    inner = unwrapped(model)
+    name = original_class(inner).__name__
+    if not callable(getattr(inner, "set_attn_implementation", None)):
+        raise TypeError(f"use_context_parallel needs a transformers model, got {name}")
+    ranks = cp_size(mesh)
+    if CP not in (mesh.mesh_dim_names or ()):
+        raise ValueError(f"use_context_parallel needs a mesh with cp, from build_mesh(cp=...), got {mesh}")
+    if whole_mesh_of(inner) is not mesh:
+        raise ValueError(
+            f"{name} is not sharded on this mesh, and its gradients would not be summed over cp: hand the "
+            "same mesh to shard_model or load_pretrained, before"
+        )
+    before = attention_of(inner)
+    within = before.removeprefix(PREFIX)
+    if within not in _WITHIN:
+        raise UnsupportedModelError(
+            f"{name} runs {within} attention; context parallelism runs around {', '.join(_WITHIN)}. Set one "
+            "by model.set_attn_implementation, or call use_varlen_attention, which runs torch's flash kernel"
+        )
+    heads = _query_heads(inner)
+    if heads is not None and heads % ranks:
+        raise ValueError(not_divisible(f"{name} has", heads, ranks))
+    from fsdp_sft.context_parallel.attention import register
+
+    group = SequenceGroup(mesh.get_group(CP).group_name, ranks, cp_rank(mesh))
+    set_attention: Any = inner.set_attn_implementation
+    try:
+        with agreed("comparing a model under context parallelism with itself"):
+            wanted = register(within)
+            set_attention(wanted)
+            if attention_of(inner) != wanted:
+                raise UnsupportedModelError(
+                    f"transformers does not let {name} run another attention than {before}"
+                )
+            verify(model, group)
+    except BaseException:
+        if attention_of(inner) != before:
+            set_attention(before)
+        raise
+    _groups[inner] = group
+
+
+def sequence_group_of(model: nn.Module) -> SequenceGroup | None:
+    """The ranks that share the rows of a model; None for one without context parallelism.
+
+    Raises:
+        UnsupportedModelError: If the model is sharded on a mesh with ``cp`` and has none, or no more.
+    """
+    inner = unwrapped(model)
+    mesh = whole_mesh_of(inner)
+    if mesh is None or CP not in (mesh.mesh_dim_names or ()):
+        return None
+    group = _groups.get(inner)
+    if group is None:
+        raise UnsupportedModelError(
+            f"{type(inner).__name__} is sharded on a mesh with cp={cp_size(mesh)}, whose ranks share rows: "
+            "call use_context_parallel(model, mesh=mesh) first"
+        )
+    if not attention_of(inner).startswith(PREFIX):
+        raise UnsupportedModelError(
+            f"the attention of {type(inner).__name__} was set to {attention_of(inner)} after "
+            "use_context_parallel: call that again"
+        )
+    return group
+
+
+def _query_heads(model: nn.Module) -> int | None:
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    heads = getattr(config, "num_attention_heads", None)
+    return heads if isinstance(heads, int) and not isinstance(heads, bool) else None

@@ -1,0 +1,152 @@
+"""A batch cut to the part that one rank computes, where several share the tokens of each row.
+
+whole row, 10 tokens, 3 ranks     a b c d e f g h i j . .        . is filler
+targets, shifted before the cut   b c d e f g h i j - - -        - is none
+rank 0                            a b c d | b c d e
+rank 1                            e f g h | f g h i
+rank 2                            i j . . | j - - -
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from fsdp_sft._streams import host_copies, travelling
+from fsdp_sft.collate import IGNORE_INDEX, refuse_masked_pack
+from fsdp_sft.context_parallel import SequenceGroup, WholeRows
+from fsdp_sft.errors import BatchError
+from fsdp_sft.loss.counting import (
+    LOSS_KEYS,
+    WEIGHTS_KEY,
+    Batch,
+    CheckedBatch,
+    Targets,
+    seen_targets,
+    targets_of,
+    weights_of,
+)
+
+_SEEN = ("input_ids", "position_ids", "attention_mask")
+
+
+class BatchPart(CheckedBatch):
+    """This rank's part of a batch: its tokens, and ``shift_labels``, which need no shift any more.
+
+    The mask is that of the whole rows.
+
+    Attributes:
+        whole: What the ranks of the group know of the rows.
+        num_tokens: Tokens of the part, without padding and filler.
+    """
+
+    def __init__(self, fields: Batch, whole: WholeRows, tokens: int, targets: Targets | None = None) -> None:
+        super().__init__(fields, targets)
+        self.whole = whole
+        self.num_tokens = tokens
+
+
+def part_of(batch: Batch, group: SequenceGroup) -> BatchPart:
+    """Cut a batch; the host waits for the device, if the batch is there.
+
+    What a batch does not have is taken as transformers takes it: all tokens count, and positions ascend from
+    0. Filler, which makes the length a multiple of the ranks, is a row of its own at the end.
+
+    Raises:
+        BatchError: If the batch has no labels or ids, or something that cannot be cut along the tokens.
+        PackingError: For a pack with a mask.
+    """
+    refuse_masked_pack(batch)
+    targets, weights = targets_of(batch), weights_of(batch)
+    ids = batch.get("input_ids")
+    if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
+        raise BatchError("context parallelism cuts rows of input_ids (B, S), and the batch has none")
+    size, width = ids.shape
+    each = -(-width // group.size)
+    filler = each * group.size - width
+    own = slice(group.rank * each, (group.rank + 1) * each)
+    positions, mask = _positions(batch, ids), _mask(batch, ids)
+    begins = F.pad(positions.diff(dim=-1) != 1, (1, 0))
+    seen_begins, seen_mask = host_copies([begins, mask])
+    rows = None
+    if (
+        bool(seen_begins.any()) and batch.get("attention_mask") is None
+    ):  # as transformers, which heeds one of them
+        last = begins.new_zeros(size, filler)
+        last[:, :1] = True
+        rows = torch.cat([begins, last], 1).cumsum(-1)
+    whole = WholeRows(
+        group=group,
+        length=width + filler,
+        # Its positions begin anew, so that none is beyond those that the model has.
+        position_ids=torch.cat([positions, torch.arange(filler, device=ids.device).expand(size, -1)], 1),
+        rows=rows,
+        padding=None if bool(seen_mask.all()) else F.pad(mask, (0, filler), value=True),
+    )
+    fields = {
+        name: _cut(name, value, (size, width), filler, own)
+        for name, value in batch.items()
+        if name not in (*LOSS_KEYS, "position_ids", "attention_mask") and value is not None
+    }
+    fields["position_ids"] = whole.position_ids[:, own]
+    # Also where no token is padding: else transformers reads rows of a pack off this rank's positions.
+    fields["attention_mask"] = torch.ones_like(whole.position_ids) if whole.padding is None else whole.padding
+    fields["shift_labels"] = F.pad(targets, (0, filler), value=IGNORE_INDEX)[:, own]
+    if weights is not None:
+        fields[WEIGHTS_KEY] = F.pad(weights, (0, filler))[:, own]
+    return BatchPart(fields, whole, int(F.pad(seen_mask, (0, filler))[:, own].sum()))
+
+
+def part_on_device(part: BatchPart, device: torch.device) -> BatchPart:
+    """``part``, which is on the host, with its tensors on ``device``."""
+    if device.type == "cpu":
+        return part
+    whole = part.whole
+    fields = {
+        name: travelling(value, device) if isinstance(value, torch.Tensor) else value
+        for name, value in part.items()
+    }
+    moved = replace(
+        whole,
+        position_ids=travelling(whole.position_ids, device),
+        rows=None if whole.rows is None else travelling(whole.rows, device),
+        padding=None if whole.padding is None else travelling(whole.padding, device),
+    )
+    return BatchPart(fields, moved, part.num_tokens, seen_targets(part, device))
+
+
+def _positions(batch: Batch, ids: torch.Tensor) -> torch.Tensor:
+    positions = batch.get("position_ids")
+    if positions is None:
+        return torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
+    if not isinstance(positions, torch.Tensor) or positions.shape[-1:] != ids.shape[1:] or positions.ndim > 2:
+        raise BatchError(
+            f"context parallelism cuts position_ids (B, S) for input_ids {tuple(ids.shape)}, got "
+            f"{tuple(getattr(positions, 'shape', ())) or type(positions).__name__}"
+        )
+    return positions.expand(ids.shape)
+
+
+def _mask(batch: Batch, ids: torch.Tensor) -> torch.Tensor:
+    mask = batch.get("attention_mask")
+    if mask is None:
+        return torch.ones_like(ids, dtype=torch.bool)
+    if not isinstance(mask, torch.Tensor) or mask.shape != ids.shape:
+        raise BatchError(
+            f"context parallelism takes an attention_mask of one value a token, {tuple(ids.shape)}, got "
+            f"{tuple(getattr(mask, 'shape', ())) or type(mask).__name__}"
+        )
+    return mask != 0
+
+
+def _cut(name: str, value: Any, shape: tuple[int, int], filler: int, own: slice) -> Any:
+    """This rank's part of what a batch has for each token; anything that is no tensor as it is."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if tuple(value.shape[:2]) != shape:
+        raise BatchError(
+            f"context parallelism cuts what has one entry a token, {shape}; {name!r} has "
+            f"{tuple(value.shape)}. Leave it out of the batch, or train without context parallelism"
+        )
+    return F.pad(value, (*[0, 0] * (value.ndim - 2), 0, filler))[:, own]

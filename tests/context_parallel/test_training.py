@@ -1,0 +1,303 @@
+"""Steps, evaluation, checkpoints and refusals with rows that ranks share."""
+
+import copy
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils.data import DataLoader
+
+import fsdp_sft as fs
+from fsdp_sft.distributed import cp_rank
+from tests.harness.device import device_here, mesh_here
+from tests.harness.float64 import AllFloat64
+from tests.harness.long_rows import PACKED, PADDED, batch_of, plain_loss, rows_of
+from tests.harness.models import full, tiny_model
+from tests.harness.ranks import run_distributed
+
+LENGTHS = [6, 15, 1, 9]
+
+
+def _start(
+    mesh: Any, *, family: str = "qwen3", dtype: torch.dtype = torch.float64, **options: Any
+) -> tuple[Any, Any]:
+    """(a model whose ranks share rows, a plain copy on the CPU)."""
+    model = tiny_model(family, dtype=dtype)
+    oracle = copy.deepcopy(model)
+    model = model.to(device_here())
+    if "sac" in options:
+        fs.apply_sac(model, options.pop("sac"))
+    if options.pop("compiled", False):
+        fs.compile_blocks(model)
+    options.setdefault("mp_policy", MixedPrecisionPolicy())
+    fs.shard_model(model, mesh=mesh, master_dtype=dtype, **options)
+    fs.use_context_parallel(model, mesh=mesh)
+    return model, oracle
+
+
+def _adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, foreach=False)
+
+
+def _plain_step(oracle: Any, optimizer: torch.optim.Optimizer, rows: list[Any]) -> tuple[float, float]:
+    loss, _ = plain_gradients_kept(oracle, rows)
+    norm = torch.nn.utils.clip_grad_norm_(oracle.parameters(), 1.0)
+    optimizer.step()
+    oracle.zero_grad(set_to_none=True)
+    return loss, float(norm)
+
+
+def plain_gradients_kept(oracle: Any, rows: list[Any]) -> tuple[float, None]:
+    """The loss, with its gradients left on the model."""
+    loss = plain_loss(oracle, rows)
+    loss.backward()
+    return loss.item(), None
+
+
+def _check_steps(shape: dict[str, int], options: dict[str, Any]) -> None:
+    fs.init_distributed(device_type=device_here().type)
+    mesh = mesh_here(**shape)
+    # A recomputation does not see what AllFloat64 does.
+    inside, close = (AllFloat64(), 1e-9) if "sac" not in options else (nullcontext(), 1e-6)
+    with inside:
+        model, oracle = _start(mesh, **options)
+        optimizer, plain = _adamw(model.parameters()), _adamw(oracle.parameters())
+        share, shares = dist.get_rank() // shape["cp"], dist.get_world_size() // shape["cp"]
+        for step in range(3):
+            rows = [
+                [rows_of(LENGTHS, seed=9 * step + 3 * i + share_) for i in range(2)]
+                for share_ in range(shares)
+            ]
+            kinds = [PACKED, PADDED]
+            window = [batch_of(rows[share][i], kinds[i]) for i in range(2)]
+            result = fs.train_step(model, window, optimizer)
+            everything = [row for own in rows for batch in own for row in batch]
+            loss, norm = _plain_step(oracle, plain, everything)
+            assert abs(result.loss - loss) < close * loss
+            assert abs(result.grad_norm - norm) < close * norm
+            assert result.num_targets == sum(int((y[1:] != -100).sum()) for _, y in everything)
+            assert result.num_tokens == sum(len(ids) for ids, _ in everything)
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(
+                full(parameter), dict(oracle.named_parameters())[name], rtol=0, atol=close
+            )
+        rows = [rows_of(LENGTHS, seed=50 + share_) for share_ in range(shares)]
+        batches = [batch_of(rows[share], PACKED)] * (1 + (share == 0))  # the first share has one more
+        seen = [row for own in rows for row in own] + rows[0]
+        with torch.no_grad():
+            expected = plain_loss(oracle.eval(), seen).item()
+        assert abs(fs.evaluate(model, batches).loss - expected) < close * expected
+
+
+@pytest.mark.parametrize(
+    ("ranks", "shape", "options"),
+    [
+        (2, {"cp": 2}, {}),
+        (4, {"cp": 2, "dp_shard": 2}, {"sac": "1/3"}),
+        (4, {"cp": 2, "dp_replicate": 2}, {"sac": 1, "reshard_after_forward": False}),
+    ],
+)
+def test_steps_are_those_of_one_process(ranks: int, shape: dict[str, int], options: dict[str, Any]) -> None:
+    run_distributed(_check_steps, ranks, shape, options)
+
+
+def _rows_of_data(number: int) -> list[dict[str, list[int]]]:
+    rows = rows_of([3 + i % 7 for i in range(number)], seed=4)
+    return [{"input_ids": ids.tolist(), "labels": labels.tolist()} for ids, labels in rows]
+
+
+def _seen(windows: Any) -> list[Any]:
+    return [[batch["input_ids"].tolist() for batch in window] for window in windows]
+
+
+def _check_windows() -> None:
+    fs.init_distributed(device_type=device_here().type)
+    mesh = mesh_here(cp=2, dp_shard=2)
+    data = _rows_of_data(23)
+    collator = fs.PackedCollator(max_length=40)
+
+    def loader(sampler: Any) -> DataLoader[Any]:
+        return DataLoader(data, 3, sampler=sampler, collate_fn=collator)  # type: ignore[arg-type]
+
+    share = dist.get_rank() // 2
+    sampler = fs.ResumableSampler(data, seed=3, mesh=mesh)
+    plain = fs.ResumableSampler(data, seed=3, num_replicas=2, rank=share)
+    expected = [[batch["input_ids"].tolist()] for batch in loader(plain)]
+    own = loader(sampler) if cp_rank(mesh) == 0 else None
+    assert _seen(fs.windows(own, 1, mesh=mesh)) == expected
+    if own is not None:
+        assert (sampler.epoch, sampler.position) == (1, 0)
+    other = fs.ResumableSampler(
+        data, seed=3, mesh=mesh
+    )  # a loader that is not iterated: its sampler moves along
+    iterator = fs.windows(loader(other), 1, mesh=mesh)
+    next(iterator)
+    next(iterator)
+    assert other.position == 2 * 3 * 2
+    states: list[Any] = [None] * 4
+    dist.all_gather_object(states, other.state_dict())
+    assert states == [states[0]] * 4
+    for make in (
+        lambda: fs.windows(loader(sampler), 1),
+        lambda: fs.ResumableSampler(data),
+        lambda: fs.PackedSampler([3, 4], max_length=8),
+        lambda: fs.PackedStream(data, max_length=8),
+        lambda: fs.MixedSampler([data, data]),
+        lambda: fs.count_targets([]),
+        lambda: fs.target_weight([]),
+    ):
+        with pytest.raises(ValueError, match=r"mesh with cp.*mesh=mesh"):
+            make()  # type: ignore[no-untyped-call]
+    if cp_rank(mesh) == 0:
+        with pytest.raises(ValueError, match="needs a loader"):
+            fs.windows(None, 1, mesh=mesh)
+    packed = fs.PackedSampler([5] * 9, max_length=10, mesh=mesh)
+    assert (packed.num_replicas, packed.rank) == (2, share)
+
+
+def test_one_rank_of_a_group_reads_for_all() -> None:
+    run_distributed(_check_windows, 4)
+
+
+def _check_read_errors() -> None:
+    fs.init_distributed(device_type=device_here().type)
+    mesh = mesh_here(cp=2)
+
+    def batches() -> Any:
+        yield batch_of(rows_of([4, 5]), PACKED)
+        raise OSError("the disk is gone")
+
+    iterator = fs.windows(batches() if cp_rank(mesh) == 0 else None, 1, mesh=mesh)
+    assert len(next(iterator)) == 1
+    with pytest.raises(OSError, match="the disk is gone"):
+        next(iterator)
+
+
+def test_an_error_of_who_reads_reaches_all() -> None:
+    run_distributed(_check_read_errors, 2)
+
+
+def _check_refusals() -> None:
+    fs.init_distributed(device_type=device_here().type)
+    mesh = mesh_here(cp=2)
+    model = tiny_model("qwen3").to(device_here())
+    batch = batch_of(rows_of(LENGTHS), PACKED)
+    optimizer = _adamw(model.parameters())
+    with pytest.raises(ValueError, match="not sharded on this mesh"):
+        fs.use_context_parallel(model, mesh=mesh)
+    fs.shard_model(model, mesh=mesh, mp_policy=MixedPrecisionPolicy())
+    optimizer = _adamw(model.parameters())
+    with pytest.raises(fs.UnsupportedModelError, match="call use_context_parallel"):
+        fs.train_step(model, [batch], optimizer)
+    with pytest.raises(ValueError, match="needs a mesh with cp"):
+        fs.use_context_parallel(model, mesh=mesh_here())
+    fs.use_context_parallel(model, mesh=mesh)
+    with pytest.raises(fs.BatchError, match="different batches"):
+        fs.train_step(model, [batch_of(rows_of(LENGTHS, seed=dist.get_rank()), PACKED)], optimizer)
+    with pytest.raises(fs.BatchError, match="different batches"):
+        fs.evaluate(model, [batch_of(rows_of(LENGTHS, seed=dist.get_rank()), PACKED)])
+    with pytest.raises(fs.BatchError, match="different batches"):
+        fs.count_targets([batch_of(rows_of(LENGTHS, seed=dist.get_rank()), PACKED)], mesh=mesh)
+    with pytest.raises(ValueError, match="loss_fn is called with whole rows"):
+        fs.train_step(model, [batch], optimizer, loss_fn=lambda model, batch: model(**batch).loss)
+    with pytest.raises(fs.BatchError, match=r"'pixel_values' has \(1, 3"):
+        fs.train_step(model, [{**batch, "pixel_values": torch.zeros(1, 3, 4, 4)}], optimizer)
+    with pytest.raises(fs.UnsupportedModelError, match="called by itself in training"):
+        model(input_ids=batch["input_ids"].to(device_here()))
+    own = {name: value.to(device_here()) for name, value in batch.items()}
+    with torch.no_grad():  # generation with the same inputs on every rank
+        assert model.eval()(input_ids=own["input_ids"]).logits.shape[1] == batch["input_ids"].shape[1]
+    model.train()
+    assert fs.train_step(model, [batch], optimizer).num_targets
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(fs.UnsupportedModelError, match="after use_context_parallel"):
+        fs.train_step(model, [batch], optimizer)
+    fs.use_varlen_attention(model)
+    fs.use_context_parallel(model, mesh=mesh)
+    assert fs.train_step(model, [batch], optimizer).num_targets
+
+
+def test_what_cannot_be_shared_is_refused() -> None:
+    run_distributed(_check_refusals, 2)
+
+
+def _check_heads() -> None:
+    fs.init_distributed(device_type=device_here().type)
+    mesh = mesh_here(cp=3)
+    model = tiny_model("qwen3").to(device_here())
+    fs.shard_model(model, mesh=mesh, mp_policy=MixedPrecisionPolicy())
+    with pytest.raises(ValueError, match=r"4 query heads, which cp=3 does not divide: use cp of \[2, 4\]"):
+        fs.use_context_parallel(model, mesh=mesh)
+
+
+def test_heads_that_do_not_divide_are_refused() -> None:
+    run_distributed(_check_heads, 3)
+
+
+def _check_resume(folder: str, ranks: int, cp: int, save: bool) -> dict[str, Any]:
+    fs.init_distributed(device_type=device_here().type)
+    mesh = mesh_here(cp=cp)
+    with AllFloat64():
+        model, _ = _start(mesh)
+        optimizer = _adamw(model.parameters())
+        if not save:
+            fs.load_checkpoint(folder, model=model, optimizer=optimizer)
+        shares, share = ranks // cp, dist.get_rank() // cp
+        losses = []
+        for step in range(2) if save else range(2, 4):
+            rows = [rows_of(LENGTHS, seed=10 * step + i) for i in range(2)]  # two packs a step at any cp
+            mine = rows if shares == 1 else rows[share : share + 1]
+            window = [batch_of(one, PACKED) for one in mine]
+            losses.append(fs.train_step(model, window, optimizer).loss)
+        if save:
+            fs.save_checkpoint(folder, 2, model=model, optimizer=optimizer)
+            for step in range(2, 4):
+                rows = [rows_of(LENGTHS, seed=10 * step + i) for i in range(2)]
+                mine = rows if shares == 1 else rows[share : share + 1]
+                losses.append(fs.train_step(model, [batch_of(one, PACKED) for one in mine], optimizer).loss)
+        return {"losses": losses, "rows": len(rows)}
+
+
+def test_training_goes_on_at_another_cp(tmp_path: Path) -> None:
+    saved = run_distributed(_check_resume, 4, str(tmp_path), 4, 2, True)[0]["losses"]
+    resumed = run_distributed(_check_resume, 2, str(tmp_path), 2, 2, False)[0]["losses"]
+    assert resumed == pytest.approx(saved[2:], rel=1e-10)
+
+
+def _check_default_path(folder: str) -> None:
+    """bfloat16, a third recomputed, compiled blocks, ragged packs, evaluate, save, load, continue."""
+    fs.init_distributed(device_type=device_here().type)
+    mesh = mesh_here(cp=2)
+    options = {
+        "dtype": torch.float32,
+        "sac": "1/3",
+        "compiled": True,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    }
+    model, oracle = _start(mesh, **options)
+    optimizer, plain = _adamw(model.parameters()), _adamw(oracle.parameters())
+    for step in range(2):
+        rows = rows_of([6 + step, 15, 1, 9 + 2 * step], seed=step)
+        result = fs.train_step(model, [batch_of(rows, PACKED)], optimizer)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss, _ = plain_gradients_kept(oracle, rows)
+        torch.nn.utils.clip_grad_norm_(oracle.parameters(), 1.0)
+        plain.step()
+        oracle.zero_grad(set_to_none=True)
+        assert result.loss == pytest.approx(loss, rel=2e-2)
+    rows = rows_of(LENGTHS, seed=9)
+    before = fs.evaluate(model, [batch_of(rows, PACKED)]).loss
+    fs.save_checkpoint(folder, 2, model=model, optimizer=optimizer)
+    after = fs.train_step(model, [batch_of(rows, PACKED)], optimizer)
+    fs.load_checkpoint(folder, model=model, optimizer=optimizer)
+    assert fs.evaluate(model, [batch_of(rows, PACKED)]).loss == before
+    again = fs.train_step(model, [batch_of(rows, PACKED)], optimizer)
+    assert (again.loss, again.grad_norm) == (after.loss, after.grad_norm)
+
+
+def test_the_default_path(tmp_path: Path) -> None:
+    run_distributed(_check_default_path, 2, str(tmp_path))

@@ -1,0 +1,64 @@
+"""Batches for context parallelism, and the loss of each row by itself, in one process."""
+
+import itertools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from tests.harness.models import VOCAB
+
+PACKED, PADDED, PLAIN = "packed", "padded", "plain"
+
+
+def rows_of(
+    lengths: list[int], *, seed: int = 0, trained: float = 0.7
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Random ids and labels of rows; about ``trained`` of the labels count, none of the first row's."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for index, length in enumerate(lengths):
+        ids = torch.randint(3, VOCAB - 2, (length,), generator=generator)
+        counts = torch.rand(length, generator=generator) < (trained if index or len(lengths) == 1 else 0.0)
+        rows.append((ids, ids.where(counts, -100)))
+    return rows
+
+
+def batch_of(rows: list[tuple[torch.Tensor, torch.Tensor]], kind: str) -> dict[str, torch.Tensor]:
+    """The rows as one pack, as a padded batch, or (of one length) as they are."""
+    if kind == PACKED:
+        ids, labels = (torch.cat([row[i] for row in rows])[None] for i in (0, 1))
+        firsts = [0, *itertools.accumulate(len(row) for row, _ in rows)][:-1]
+        labels = labels.clone()
+        labels[0, firsts] = -100  # the first token of a row follows on another row's last
+        positions = torch.cat([torch.arange(len(row)) for row, _ in rows])[None]
+        return {"input_ids": ids, "labels": labels, "position_ids": positions}
+    width = max(len(row) for row, _ in rows)
+    ids = torch.stack([F.pad(row, (0, width - len(row))) for row, _ in rows])
+    labels = torch.stack([F.pad(label, (0, width - len(label)), value=-100) for _, label in rows])
+    if kind == PLAIN:
+        return {"input_ids": ids, "labels": labels}
+    mask = torch.stack([(torch.arange(width) < len(row)).long() for row, _ in rows])
+    return {"input_ids": ids, "labels": labels, "attention_mask": mask}
+
+
+def plain_loss(model: Any, rows: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    """The mean over all targets, each row by itself through a plain model."""
+    total, targets = torch.zeros((), dtype=torch.float64), 0
+    for ids, labels in rows:
+        logits = model(input_ids=ids[None], use_cache=False).logits[0]
+        wanted = labels[1:]
+        total = total + F.cross_entropy(logits[:-1], wanted, ignore_index=-100, reduction="sum")
+        targets += int((wanted != -100).sum())
+    return total / targets
+
+
+def plain_gradients(
+    model: Any, rows: list[tuple[torch.Tensor, torch.Tensor]]
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """The loss, and its gradient of each parameter by name."""
+    loss = plain_loss(model, rows)
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return loss.item(), gradients
