@@ -26,6 +26,18 @@ PRIVATE = [
         "_clear_sharding_prop_cache",
         "torch.distributed.tensor",
     ),
+    (
+        "exchange_rows",
+        "torch.distributed._functional_collectives",
+        "all_to_all_single_autograd",
+        "torch.distributed",
+    ),
+    (
+        "keep_rows_apart",
+        "transformers.masking_utils",
+        "packed_sequence_compatibility_function",
+        "transformers",
+    ),
     ("default_store", "torch.distributed.distributed_c10d", "_get_default_store", "torch.distributed"),
     (
         "render_chat",
@@ -288,6 +300,7 @@ def test_every_private_name_is_watched() -> None:
     watched |= {"shares_of_stream", "is_hub_dataset", "dataset_fingerprint"}
     watched |= {"versions_of_tokenizers"}  # of two packages, by their metadata
     watched |= {"keep_scale_on_host"}  # by step/test_scaler.py
+    watched |= {"split_axis", "eager_attention_of"}  # by context_parallel
     watched |= {"careful_gloo"}  # by test_distributed.py
     watched |= {"_patterns_compiled_at_use"}  # below
     watched |= {"backend_that_encodes"}  # by collate/test_tokens.py

@@ -1,5 +1,6 @@
 """No public function moves a generator of random numbers, on any device, unless its pages say so."""
 
+import gc
 import inspect
 import random
 import sys
@@ -12,6 +13,7 @@ import torch
 
 import fsdp_sft as fs
 from tests.harness.chats import TOKENIZERS, chat
+from tests.harness.device import mesh_here
 from tests.harness.hf_folders import rewrite, save_tiny, tensors_of
 from tests.harness.models import ragged_batches, tiny_config, tiny_model
 from tests.harness.packs import drawn_rows
@@ -146,6 +148,7 @@ def _calls(root: Path) -> dict[str, Callable[[], Any]]:
             torch.ones(1, 3, 4), torch.ones(7, 4), torch.ones(1, 3, dtype=torch.int64)
         ),
         "verify_packing": lambda: fs.verify_packing(dropping, max_length=64),
+        "use_context_parallel": lambda: _shared_rows(base),
         "use_varlen_attention": lambda: fs.use_varlen_attention(by_row),
         "gradient_sync": lambda: fs.gradient_sync(kept["model"], "none").__enter__(),
         "train_step": lambda: fs.train_step(kept["model"].eval(), batches[:2], kept["optimizer"]),
@@ -183,6 +186,14 @@ def _calls(root: Path) -> dict[str, Callable[[], Any]]:
 def _on(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
     device = next(model.parameters()).device
     return {name: value.to(device) for name, value in batch.items()}
+
+
+def _shared_rows(base: Path) -> Any:
+    mesh = mesh_here(cp=torch.distributed.get_world_size())
+    model = fs.load_pretrained(base, mesh=mesh, missing="initialise")
+    fs.use_context_parallel(model, mesh=mesh)
+    del model, mesh
+    gc.collect()  # while there is such a mesh, others want to be told who shares rows
 
 
 def _lora_of(mesh: Any, base: Path) -> Any:

@@ -32,7 +32,7 @@ def verify(model: nn.Module, group: SequenceGroup) -> None:
     """
     with undisturbed(model), torch.no_grad(), uncompiled():
         model.eval()
-        probe = _Probe(model, group)
+        probe = _PartsProbe(model, group)
         error: Exception | None = None
         try:
             wrong = probe.share_that_differs()
@@ -53,7 +53,7 @@ def verify(model: nn.Module, group: SequenceGroup) -> None:
     )
 
 
-class _Probe:
+class _PartsProbe:
     """One random row through the model, whole and in parts."""
 
     def __init__(self, model: nn.Module, group: SequenceGroup) -> None:

@@ -38,11 +38,11 @@ def use_context_parallel(model: nn.Module, *, mesh: "DeviceMesh") -> None:
 
     Args:
         model: A causal language model of transformers with its weights, sharded on ``mesh``.
-        mesh: From ``build_mesh(cp=...)``.
+        mesh: From ``build_mesh(cp=...)``; with ``cp=1`` there is nothing to do.
 
     Raises:
-        ValueError: If ``mesh`` has no ``cp`` or is not the one the model is sharded on, or ``cp`` does not
-            divide the query heads; the message says what would.
+        ValueError: If ``mesh`` is not the one the model is sharded on, or ``cp`` does not divide the query
+            heads; the message says what would.
         UnsupportedModelError: If the model's attention cannot be run so, or the comparison shows a module
             whose output differs; the message names it. The model is as before.
         TypeError: If the model is none of transformers'.
@@ -56,8 +56,8 @@ def use_context_parallel(model: nn.Module, *, mesh: "DeviceMesh") -> None:
     if not callable(getattr(inner, "set_attn_implementation", None)):
         raise TypeError(f"use_context_parallel needs a transformers model, got {name}")
     ranks = cp_size(mesh)
-    if CP not in (mesh.mesh_dim_names or ()):
-        raise ValueError(f"use_context_parallel needs a mesh with cp, from build_mesh(cp=...), got {mesh}")
+    if ranks == 1:
+        return
     if whole_mesh_of(inner) is not mesh:
         raise ValueError(
             f"{name} is not sharded on this mesh, and its gradients would not be summed over cp: hand the "

@@ -95,7 +95,11 @@ def _windows(
         error: Exception | None = None
         try:
             if reads:
-                batches = batches if batches is not None else keep_workers_alive(loader or ())
+                batches = (
+                    batches
+                    if batches is not None
+                    else keep_workers_alive(loader if loader is not None else ())
+                )
                 window = list(itertools.islice(batches, grad_accum_steps))
             looked_at = on_host(window)
             for batch in looked_at:
