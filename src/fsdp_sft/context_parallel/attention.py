@@ -68,10 +68,12 @@ def make_mask(
             attention_mask=attention_mask,
             allow_is_causal_skip=allow_is_causal_skip,
         )
-    if (q_length, kv_length) != (whole.length // whole.group.size, whole.length):
+    part = whole.length // whole.group.size
+    # A model that makes a cache, although none is asked for, takes the number of keys from that.
+    if q_length != part or kv_length not in (part, whole.length):
         raise UnsupportedModelError(
             f"the model makes a mask of {q_length} queries and {kv_length} keys, where this rank has "
-            f"{whole.length // whole.group.size} of {whole.length} tokens: it attends to something beside "
+            f"{part} of {whole.length} tokens: it attends to something beside "
             "the text, which context parallelism cannot cut"
         )
     if whole.rows is not None:

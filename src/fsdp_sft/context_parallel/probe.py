@@ -23,34 +23,42 @@ _MOST_FLIPPED = 0.05
 
 
 def verify(model: nn.Module, group: SequenceGroup) -> None:
-    """Compare this rank's part of the logits of random rows with the same part of a plain forward.
+    """Compare this rank's part of the logits of a random row with the same part of a plain forward.
 
     Raises:
-        UnsupportedModelError: If they differ; the message names the first module whose output does.
+        UnsupportedModelError: If they differ; the message names the first module whose output does. Also if
+            tokens see later ones, or positions are others than a batch without ``position_ids`` stands for.
 
     Collective: all ranks that hold the model; all raise or none. The model is left as it was.
     """
     with undisturbed(model), torch.no_grad(), uncompiled():
         model.eval()
         probe = _PartsProbe(model, group)
-        error: Exception | None = None
+        reason, cause = "", None
+        running: list[str] = []
         try:
-            wrong = probe.share_that_differs()
-        except Exception as caught:
-            error, wrong = caught, 1.0
-        if not all_reduce_sum([wrong > probe.most_flipped])[0]:
+            with _names_of_running(model, running):
+                reason = probe.assumption_that_fails()
+                wrong = probe.share_that_differs() > probe.most_flipped
+        except Exception as error:
+            at = (
+                f"{running[-1]} ({type(model.get_submodule(running[-1])).__name__})"
+                if running
+                else "its own code"
+            )
+            reason = f"cannot run on parts of a row: {type(error).__name__} in {at}: {error}"
+            cause, wrong = error, True
+        if not all_reduce_sum([wrong or bool(reason)])[0]:
             return
-        if error is not None:
-            raise UnsupportedModelError(
-                f"{_name(model)} cannot run on parts of a row ({type(error).__name__}: {error}); train it "
-                "without context parallelism"
-            ) from error
-        place = probe.first_that_differs()
+        if not any(all_reduce_sum([bool(reason)])):
+            reason = (
+                f"computes something else on parts of a row than on the whole, {probe.first_that_differs()}"
+            )
     raise UnsupportedModelError(
-        f"{_name(model)} computes something else on parts of a row than on the whole: {place}. Something "
-        "beside attention mixes positions there (a recurrent state, a convolution over time, positions "
-        "counted by index, or an attention that is not transformers'); train it without context parallelism"
-    )
+        f"{_name(model)} {reason or 'differs on another rank'}. Under context parallelism positions may "
+        "meet in attention alone, by transformers' attention and mask interfaces: no recurrent state, "
+        "convolution over time, ALiBi, or mask of the model's own. Train it without (cp=1)"
+    ) from cause
 
 
 class _PartsProbe:
@@ -84,6 +92,29 @@ class _PartsProbe:
         self.tolerance = max(logits_tolerance(model, self.device), 1e-6)
         self.most_flipped = _MOST_FLIPPED if self.tolerance > 1e-3 else 0.0
 
+    def assumption_that_fails(self) -> str:
+        """What of a plain forward is not as rows in parts take it to be; empty if nothing."""
+        plain = self._plain().logits
+        changed = self.ids.clone()
+        changed[:, -1] += 1
+        if (
+            _share_beyond(self._plain(changed).logits[:, :-1], plain[:, :-1], self.tolerance)
+            > self.most_flipped
+        ):
+            return "lets tokens see later ones, as filler at the end of a row would be"
+        alone = self.model(input_ids=self.ids, **self.options).logits
+        if _share_beyond(alone, plain, self.tolerance) > self.most_flipped:
+            return "counts positions otherwise than from 0, which a part of a row cannot"
+        padded = torch.ones_like(self.ids)
+        padded[:, : len(padded[0]) // 4] = 0
+        seen = slice(len(padded[0]) // 4, None)
+        # Tokens that see nothing are NaN in some models, and then others are.
+        alone = self.model(input_ids=self.ids, attention_mask=padded, **self.options).logits.nan_to_num()
+        placed = self._plain(attention_mask=padded).logits.nan_to_num()
+        if _share_beyond(alone[:, seen], placed[:, seen], self.tolerance) > self.most_flipped:
+            return "counts positions by the attention mask, of which a part of a row has another count"
+        return ""
+
     def share_that_differs(self) -> float:
         """Of this rank's positions, those whose logits differ by more than rounding."""
         plain, part = self._plain().logits[:, self.own], self._part().logits
@@ -104,10 +135,11 @@ class _PartsProbe:
             differs = found is None or found.shape != expected.shape
             if differs or _share_beyond(found, expected, self.tolerance) > self.most_flipped:  # type: ignore[arg-type]
                 return f"first in {name} ({type(self.model.get_submodule(name)).__name__})"
-        return "no module by itself, but the logits"
+        return "if in no module by itself"
 
-    def _plain(self) -> Any:
-        return self.model(input_ids=self.ids, position_ids=self.positions, **self.options)
+    def _plain(self, ids: torch.Tensor | None = None, **inputs: Any) -> Any:
+        ids = self.ids if ids is None else ids
+        return self.model(input_ids=ids, position_ids=self.positions, **inputs, **self.options)
 
     def _part(self) -> Any:
         mask = torch.ones_like(self.ids)
@@ -118,6 +150,28 @@ class _PartsProbe:
                 attention_mask=mask,
                 **self.options,
             )
+
+
+@contextmanager
+def _names_of_running(model: nn.Module, running: list[str]) -> Iterator[None]:
+    """Keep the names of the modules that have been called and have not returned, innermost last."""
+
+    def entering(name: str) -> Any:
+        return lambda *_: running.append(name)
+
+    def leaving(*_: Any) -> None:
+        running.pop()
+
+    handles = []
+    for name, module in model.named_modules():
+        if name:
+            handles.append(module.register_forward_pre_hook(entering(name)))
+            handles.append(module.register_forward_hook(leaving))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @contextmanager

@@ -1,0 +1,99 @@
+"""Every causal language model of transformers: exact in parts, or refused by name."""
+
+import copy
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import fsdp_sft as fs
+from tests.harness.architectures import class_names, quiet, tiny_architecture
+from tests.harness.device import mesh_here
+from tests.harness.float64 import AllFloat64
+from tests.harness.long_rows import PADDED, PLAIN, batch_of, plain_gradients, rows_of
+from tests.harness.models import full
+from tests.harness.ranks import run_distributed
+
+# Nothing of a module's name: what the model cannot be given, or how many heads it has.
+REASONS = (
+    r"takes no position_ids|no vocab_size|query heads|context parallelism runs around|does not let"
+    r"|lets tokens see|counts positions|if in no module|in its own code|(first|\w+) in [\w.]+ \(\w+\)"
+)
+
+
+def _judge(name: str) -> str:
+    """``"exact"``, or why the model was refused.
+
+    Raises:
+        AssertionError: If it is neither.
+    """
+    fs.init_distributed(device_type="cpu")
+    with quiet():
+        try:
+            model = tiny_architecture(name).double().eval()  # some have dropout
+        except ValueError as error:
+            return f"plain transformers cannot: {error}"
+        if hasattr(model, "set_experts_implementation"):
+            model.set_experts_implementation("eager")
+        oracle = copy.deepcopy(model)
+        mesh = mesh_here(cp=2)
+        try:
+            fs.shard_model(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(), master_dtype=torch.float64)
+        except fs.FsdpSftError as error:
+            return f"not sharded: {error}"
+        try:
+            fs.use_context_parallel(model, mesh=mesh)
+        except (ValueError, fs.UnsupportedModelError) as error:
+            return str(error)
+        with AllFloat64():
+            for kind, lengths in ((PLAIN, [14]), (PADDED, [11, 5])):
+                rows = rows_of(lengths, seed=1)
+                try:
+                    loss, gradients = plain_gradients(oracle, rows)
+                except Exception as error:
+                    return f"plain transformers cannot: {error}"
+                try:
+                    _compare(model, batch_of(rows, kind), mesh, loss, gradients, kind)
+                except fs.ModelLossError as error:
+                    return f"no causal loss: {error}"
+    return "exact"
+
+
+def _compare(
+    model: Any, batch: Any, mesh: Any, loss: float, gradients: dict[str, torch.Tensor], kind: str
+) -> None:
+    num_targets = fs.count_targets([batch], mesh=mesh)
+    own = fs.causal_lm_loss(model, batch, num_targets=num_targets, router_loss="off")
+    own.backward()
+    total = own.detach().double()
+    dist.all_reduce(total)
+    assert abs(total.item() / dist.get_world_size() - loss) < 1e-9 * abs(loss), (kind, total.item() / 2, loss)
+    largest = max(float(gradient.abs().max()) for gradient in gradients.values())
+    for parameter, tensor in model.named_parameters():
+        expected, found = gradients.get(parameter), full(tensor.grad)
+        if expected is None or not expected.any():
+            assert found is None or float(found.abs().max()) < 1e-12 * largest, (kind, parameter)
+            continue
+        error = float((found - expected).abs().max() / expected.abs().max())
+        assert error < 1e-8 or float((found - expected).abs().max()) < 1e-12 * largest, (
+            kind,
+            parameter,
+            error,
+        )
+    model.zero_grad(set_to_none=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", class_names())
+def test_it_is_exact_or_refused(name: str) -> None:
+    verdicts = run_distributed(_judge, 2, name)
+    print(f"{name}: {verdicts[0][:200]}")
+    assert all(
+        verdict == "exact"
+        or verdict.startswith(("not sharded", "plain", "no causal"))
+        or re.search(REASONS, verdict)
+        for verdict in verdicts
+    ), verdicts
