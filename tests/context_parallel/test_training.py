@@ -32,7 +32,7 @@ def _start(
     if "sac" in options:
         fs.apply_sac(model, options.pop("sac"))
     if options.pop("compiled", False):
-        fs.compile_blocks(model)
+        fs.compile_blocks(model, **({} if device_here().type == "cpu" else {"backend": "aot_eager"}))
     options.setdefault("mp_policy", MixedPrecisionPolicy())
     fs.shard_model(model, mesh=mesh, master_dtype=dtype, **options)
     fs.use_context_parallel(model, mesh=mesh)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from fsdp_sft._safetensors import bytes_of
+from fsdp_sft._streams import host_copies
 from fsdp_sft.errors import BatchError
 
 _OF_ROWS = ("input_ids", "labels", "shift_labels", "loss_weights", "attention_mask", "position_ids")
@@ -17,19 +18,22 @@ def to_compare_rows(batches: Sequence[Any], ranks: int, rank: int) -> list[float
     """Two numbers that add up to 0 over all ranks if those that share rows have the same ones.
 
     Args:
-        batches: This rank's, on the host.
+        batches: This rank's; the host waits for the device once, if they are there.
         ranks: How many share rows.
         rank: Which of them this is.
     """
     if ranks == 1:
         return [0.0, 0.0]
+    named = [
+        (name, batch[name])
+        for batch in batches
+        for name in _OF_ROWS
+        if isinstance(batch, Mapping) and isinstance(batch.get(name), torch.Tensor)
+    ]
     found = hashlib.blake2b(digest_size=5)
-    for batch in batches:
-        for name in _OF_ROWS:
-            value = batch.get(name) if isinstance(batch, Mapping) else None
-            if isinstance(value, torch.Tensor):
-                found.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
-                found.update(bytes_of(value.contiguous()))
+    for (name, _), value in zip(named, host_copies([value for _, value in named]), strict=True):
+        found.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+        found.update(bytes_of(value.contiguous()))
     word = int.from_bytes(found.digest(), "big")
     times = ranks - 1 if rank == 0 else -1
     return [float(times * (word >> shift & ((1 << _WORD_BITS) - 1))) for shift in (0, _WORD_BITS)]
