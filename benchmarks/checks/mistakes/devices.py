@@ -66,9 +66,9 @@ MISTAKES: list[Mistake] = [
     ),
     Mistake(
         "targets counted on the device",
-        "step/train.py",
-        "                moved = checked_batch(moved, seen, device)",
-        "                pass",
+        "step/window.py",
+        'return moved if own_loss or device.type == "cpu" else checked_batch(moved, seen, device)',
+        "return moved",
         SYNCS,
     ),
     Mistake(

@@ -165,10 +165,10 @@ MISTAKES: list[Mistake] = [
         ("tests/weights/test_load.py",),
     ),
     Mistake(
-        "replicas receive the first of several stored dtypes",
+        "replicas receive the narrowest of several stored dtypes",
         "weights/load.py",
         "exact = own in _WIDER.get(first, ()) and len(stored) == 1",
-        "exact = own.is_floating_point",
+        "first = min(stored, key=lambda dtype: dtype.itemsize, default=own); exact = own.is_floating_point",
         ("tests/weights/test_load.py",),
     ),
 ]
