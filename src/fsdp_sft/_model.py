@@ -229,6 +229,17 @@ def tied_meta_twin(model: Any) -> nn.Module:
         return original_class(model)(copy.deepcopy(model.config))
 
 
+def rotations_by_length(model: nn.Module) -> dict[str, nn.Module]:
+    """Rotary embeddings that change with the longest row of a batch (dynamic NTK, LongRoPE), by name."""
+    found = {}
+    for name, module in model.named_modules():
+        kinds = getattr(module, "rope_type", None)
+        for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:
+            if isinstance(kind, str) and ("dynamic" in kind or kind == "longrope"):
+                found[name] = module
+    return found
+
+
 @contextmanager
 def uncompiled() -> Iterator[None]:
     """Nothing is compiled inside, nor is compiled code run: for probes, whose shapes never come again.

@@ -14,7 +14,10 @@ AXES: dict[str, tuple[str, ...]] = {
     ),
     "start": ("materialised", "load_pretrained", "load_prepared", "meta"),
     "stored": ("float32", "bfloat16", "both names of a tie"),
-    "mesh": ("single", "1", "fsdp 2", "fsdp 3", "hsdp 2x2", "replicas 2", "torch DDP 2"),
+    "mesh": (
+        *("single", "1", "fsdp 2", "fsdp 3", "hsdp 2x2", "replicas 2", "torch DDP 2", "cp 2"),
+        "cp 2 fsdp 2",
+    ),
     "sharding": ("as needed", "kept after the forward", "prefetched", "offloaded"),
     "precision": ("float32", "bfloat16", "float16 with scaler"),
     "sac": ("0", "1/3", "1", "operations"),
@@ -75,6 +78,8 @@ def settled(draw: Draw) -> dict[str, str]:
             plainest("twist")
     if own["loss"] == "loss_fn":
         plainest("loss terms")  # which are then its own
+        if own["mesh"].startswith("cp"):  # an argument that cannot be, and no typed error
+            own["mesh"] = "fsdp 2"
     if own["mesh"] in ("single", "torch DDP 2"):  # the caller's own model, which nothing of ours has placed
         plainest("start", "vocabulary", "precision", "sharding")
     if own["mesh"] == "torch DDP 2" and own["resume"] == "other ranks":
@@ -85,8 +90,8 @@ def settled(draw: Draw) -> dict[str, str]:
         own["adapters"] = "lora"  # peft has no DoRA for experts
     if own["compile"] == "fullgraph" and own["adapters"] == "dora":
         own["compile"] = "blocks"  # torch breaks the graph where peft asks for the type of a weight
-    if own["compile"] != "no" and own["mesh"] in ("fsdp 3", "hsdp 2x2"):
-        own["mesh"] = "fsdp 2"  # every rank compiles for itself
+    if own["compile"] != "no" and own["mesh"] in ("fsdp 3", "hsdp 2x2", "cp 2 fsdp 2"):
+        own["mesh"] = "cp 2" if own["mesh"].startswith("cp") else "fsdp 2"  # every rank compiles for itself
         if own["resume"] == "other ranks":
             own["resume"] = "same ranks"
     if own["stored"] == "both names of a tie" and own["architecture"] not in ("tied", "sliding window"):
@@ -116,7 +121,9 @@ def settled(draw: Draw) -> dict[str, str]:
         plainest("twist")
     if own["twist"] == "chat template" and own["export"] == "no":
         plainest("twist")
-    if own["twist"] == "keys differ" and (own["mesh"] in ("single", "1") or own["batches"] != "padded"):
+    if own["twist"] == "keys differ" and (
+        own["mesh"] in ("single", "1", "cp 2") or own["batches"] != "padded"
+    ):
         plainest("twist")
     return own
 

@@ -26,6 +26,8 @@ from tests.harness.models import full
 MESHES: dict[str, dict[str, int]] = {
     "hsdp 2x2": {"dp_replicate": 2, "dp_shard": 2},
     "replicas 2": {"dp_replicate": 2, "dp_shard": 1},
+    "cp 2": {"cp": 2},
+    "cp 2 fsdp 2": {"cp": 2, "dp_shard": 2},
 }
 
 
@@ -87,12 +89,14 @@ def _run(draw: Draw, folder: Path, rows: list[Row], held_out: list[Row], first: 
     options.twist(draw, inner)
     if draw["varlen"] == "yes":
         fs.use_varlen_attention(inner)
+    if mesh is not None:
+        fs.use_context_parallel(model, mesh=mesh)
     told.start = _tensors(inner)
     made = options.optimizers(draw, inner)
     stepped = options.schedulers(draw, made)
     if draw["rows"] == "on the disk":
         rows = _from_the_disk(draw, rows, folder)
-    loop = _Loop(draw, rows, first)
+    loop = _Loop(draw, rows, first, mesh)
     given: Any = made if len(made) > 1 else made[0]
     if first > 1:
         loaded = fs.load_checkpoint(folder / "checkpoints", model=model, optimizer=given)
@@ -133,9 +137,9 @@ def _train(
     pending = None
     for step, (epoch, window) in zip(range(first, last + 1), loop, strict=False):
         if (draw["evaluate"], step) in (("before", 1), ("between", 2)):
-            told.trained.evaluations.append(_evaluated(draw, model, held_out))
+            told.trained.evaluations.append(_evaluated(draw, model, held_out, loop))
         told.epochs.append(epoch)
-        told.windows.append([dict(batch) for batch in window])
+        told.windows.append([dict(batch) for batch in window] if loop.is_first else [])
         result = fs.train_step(
             model,
             window,
@@ -189,10 +193,9 @@ def _loss_options(draw: Draw) -> dict[str, Any]:
     }
 
 
-def _evaluated(draw: Draw, model: nn.Module, held_out: list[Row]) -> float:
-    ranks, rank = dist.get_world_size(), dist.get_rank()
+def _evaluated(draw: Draw, model: nn.Module, held_out: list[Row], loop: "_Loop") -> float:
     batches = [options.collated(draw, [row]) for row in held_out]
-    return fs.evaluate(model, batches[rank::ranks], **_loss_options(draw)).loss
+    return fs.evaluate(model, batches[loop.rank :: loop.ranks], **_loss_options(draw)).loss
 
 
 def _mesh(draw: Draw, first: int) -> Any:
@@ -323,9 +326,13 @@ def _from_the_disk(draw: Draw, rows: list[Row], folder: Path) -> Any:
 class _Loop:
     """The caller's loop over epochs: (epoch, window) without end, and where it stands."""
 
-    def __init__(self, draw: Draw, rows: list[Row], first: int) -> None:
+    def __init__(self, draw: Draw, rows: list[Row], first: int, mesh: Any) -> None:
         self.draw, self.rows = draw, rows
-        self.ranks, self.rank = dist.get_world_size(), dist.get_rank()
+        shared = mesh is not None and "cp" in mesh.mesh_dim_names
+        self.mesh: dict[str, Any] = {"mesh": mesh} if shared else {}
+        each = 2 if shared else 1  # ranks that share rows
+        self.ranks, self.rank = dist.get_world_size() // each, dist.get_rank() // each
+        self.is_first = dist.get_rank() % each == 0
         self.epoch = self.taken = 0
         self.sampler: Any = None
         self.loader: Any = None
@@ -348,11 +355,15 @@ class _Loop:
             )
         collate = partial(options.collated, self.draw)
         if self.draw["loader"] == "sampler of batches":
-            self.sampler = fs.ResumableSampler(len(self.rows))
+            self.sampler = fs.ResumableSampler(len(self.rows), **self.mesh)
             batches = [collate([row]) for row in self.rows]
             return DataLoader(batches, batch_size=None, sampler=self.sampler)  # type: ignore[arg-type]
         mixed = self.draw["loader"] == "sampler of a mixture"
-        self.sampler = fs.MixedSampler(self._halves()) if mixed else fs.ResumableSampler(len(self.rows))
+        self.sampler = (
+            fs.MixedSampler(self._halves(), **self.mesh)
+            if mixed
+            else fs.ResumableSampler(len(self.rows), **self.mesh)
+        )
         return DataLoader(
             self.rows,  # type: ignore[arg-type]
             options.BATCH_ROWS,
@@ -363,7 +374,7 @@ class _Loop:
 
     def _sampler_of_packs(self) -> Any:
         lengths, targets = fs.row_sizes(self.rows)
-        given: dict[str, Any] = {"max_length": options.PACK_TOKENS, "num_targets": targets}
+        given: dict[str, Any] = {"max_length": options.PACK_TOKENS, "num_targets": targets, **self.mesh}
         if self.draw["loader"] == "sampler of a mixture":
             return fs.MixedSampler(self._halves(), lengths=lengths, **given)
         by_cost = self.draw["loader"] == "sampler by cost"
@@ -373,7 +384,7 @@ class _Loop:
         first = self._halves()[0]
         # "first": an epoch with no row twice.
         mixed = fs.MixedStream([self.rows[:first], self.rows[first:]], weights=[1, 2], stop="first")
-        return fs.PackedStream(mixed, max_length=options.PACK_TOKENS, buffer_size=9)
+        return fs.PackedStream(mixed, max_length=options.PACK_TOKENS, buffer_size=9, **self.mesh)
 
     def _halves(self) -> list[int]:
         return [len(self.rows) // 3, len(self.rows) - len(self.rows) // 3]
@@ -399,7 +410,7 @@ class _Loop:
             if self.draw["twist"] == "set_epoch in the loop":
                 self.sampler.set_epoch(epoch)
             own = self.sampler.epoch
-            for window in fs.windows(self.loader, options.micro_batches(self.draw)):
+            for window in fs.windows(self.loader, options.micro_batches(self.draw), **self.mesh):
                 if isinstance(self.sampler, fs.PackedStream):
                     own = self.sampler.epoch  # a stream finds out that it was at its end when it is read
                 yield own, [self._twisted(batch) for batch in window]

@@ -17,6 +17,7 @@ COSTLY: dict[Option, float] = {
     ("compile", "fullgraph"): 0.028,
     ("loader", "sampler and workers"): 0.04,
     ("mesh", "hsdp 2x2"): 0.07,
+    ("mesh", "cp 2 fsdp 2"): 0.07,
     ("optimizer", "muon and adamw"): 0.08,
 }
 _ATTEMPTS = 30

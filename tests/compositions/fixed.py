@@ -183,6 +183,11 @@ EQUAL: list[dict[str, str]] = [
 ]
 
 REFUSED: dict[str, dict[str, str]] = {
+    "rows shared by ranks, on a model that mixes positions outside of attention": {
+        "mesh": "cp 2",
+        "architecture": "convolution",
+    },
+    "a router's loss of rows that ranks share": {"mesh": "cp 2", "architecture": "moe with router loss"},
     "a pack with an attention mask": {"mesh": "fsdp 2", "batches": "packed with a mask", "loss": "loss_fn"},
     "a scheduler that wants to be told a number": {"mesh": "1", "scheduler": "plateau"},
     "ranks whose batches have different keys": {"mesh": "fsdp 2", "twist": "keys differ"},

@@ -19,9 +19,7 @@ HOOK_FACTOR = 1.25
 
 def ranks_of(mesh: str) -> int:
     """How many ranks a mesh has."""
-    return {"single": 1, "1": 1, "fsdp 2": 2, "fsdp 3": 3, "hsdp 2x2": 4, "replicas 2": 2, "torch DDP 2": 2}[
-        mesh
-    ]
+    return {"single": 1, "1": 1, "fsdp 3": 3, "hsdp 2x2": 4, "cp 2 fsdp 2": 4}.get(mesh, 2)
 
 
 def parts(draw: Draw) -> list[tuple[int, int]]:
@@ -34,6 +32,7 @@ def parts(draw: Draw) -> list[tuple[int, int]]:
 def resumed_mesh(draw: Draw) -> str:
     """The mesh that training goes on with."""
     others = {"1": "fsdp 2", "fsdp 2": "fsdp 3", "fsdp 3": "1", "hsdp 2x2": "fsdp 2", "replicas 2": "fsdp 3"}
+    others |= {"cp 2": "fsdp 3", "cp 2 fsdp 2": "cp 2"}
     mesh = draw["mesh"]
     return others.get(mesh, mesh) if draw["resume"] == "other ranks" else mesh
 

@@ -126,6 +126,22 @@ REASONS: tuple[Reason, ...] = (
         "leave the mask out, as `PackedCollator` does: `position_ids` say where rows begin",
     ),
     Reason(
+        "rows shared by ranks, on a model that mixes positions outside of attention",
+        "UnsupportedModelError",
+        r"positions may meet in attention alone",
+        lambda draw: draw["mesh"].startswith("cp") and _is(draw, architecture="convolution"),
+        ("mesh", "architecture"),
+        "train it without context parallelism",
+    ),
+    Reason(
+        "a router's loss of rows that ranks share",
+        "ModelLossError",
+        r"router_loss='off'",
+        lambda draw: draw["mesh"].startswith("cp") and _is(draw, architecture="moe with router loss"),
+        ("mesh", "architecture"),
+        "take `router_loss='off'`, or train it without context parallelism",
+    ),
+    Reason(
         "a scheduler that wants to be told a number",
         "OptimizerError",
         r"ReduceLROnPlateau",

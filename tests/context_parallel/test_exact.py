@@ -119,6 +119,18 @@ def test_soft_caps() -> None:
     _exact("Gemma2ForCausalLM", 2, {"cp": 2}, "eager")
 
 
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rotations_by_the_length_of_the_row(kind: str) -> None:
+    """Rows longer than the config's length: each rank has to know how long they are."""
+    scaling: dict[str, Any] = {"rope_type": kind, "rope_theta": 10_000.0, "factor": 4.0}
+    more: dict[str, Any] = {"max_position_embeddings": 8}
+    if kind == "longrope":
+        scaling |= {"short_factor": [1.0] * 4, "long_factor": [2.0, 3.0, 5.0, 7.0]}
+        scaling["original_max_position_embeddings"] = 8
+        more = {"max_position_embeddings": 32}
+    run_distributed(_check_exact, 2, "qwen3", {"cp": 2}, {"rope_parameters": scaling, **more}, None, [PLAIN])
+
+
 def test_attention_by_row() -> None:
     _exact("qwen3", 2, {"cp": 2}, "varlen")
 

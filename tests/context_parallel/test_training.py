@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.utils.data import DataLoader
 
 import fsdp_sft as fs
@@ -301,3 +301,119 @@ def _check_default_path(folder: str) -> None:
 
 def test_the_default_path(tmp_path: Path) -> None:
     run_distributed(_check_default_path, 2, str(tmp_path), timeout=240)
+
+
+def _check_features(folder: str, feature: str) -> None:
+    """One feature beside rows that ranks share; steps are those of one process."""
+    fs.init_distributed(device_type=device_here().type)
+    mesh = mesh_here(cp=2)
+    model, step, more = tiny_model("qwen3", dtype=torch.float64), {}, {}
+    if feature == "lora":
+        import peft
+
+        config = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+        fs.add_adapters(model, config)
+    oracle = copy.deepcopy(model)
+    model = model.to(device_here())
+    if feature == "host shards":
+        more["offload_policy"] = CPUOffloadPolicy()
+    elif feature == "operations kept":
+        fs.apply_op_sac(model, save=["self_attn"])
+    fs.shard_model(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(), master_dtype=torch.float64, **more)
+    fs.use_context_parallel(model, mesh=mesh)
+    if feature in ("last", "reduce_scatter"):
+        step["grad_sync"] = feature
+    step |= {"smoothing": {"label_smoothing": 0.1, "z_loss": 1e-3}, "logits": {"loss_impl": "logits"}}.get(
+        feature, {}
+    )
+    trained = [p for p in model.parameters() if p.requires_grad]
+    plain = _adamw([p for p in oracle.parameters() if p.requires_grad])
+    optimizers: Any = _adamw(trained)
+    if feature == "two optimizers":
+        optimizers = [_adamw(trained[:3]), _adamw(trained[3:])]
+    for number in range(2):
+        rows = [rows_of(LENGTHS, seed=2 * number + i) for i in range(2)]
+        window = [batch_of(one, PACKED) for one in rows]
+        factors = None
+        if feature == "weights":
+            factors = [torch.rand(batch["labels"].shape, dtype=torch.float64) for batch in window]
+            dist.broadcast(factors[0], 0), dist.broadcast(factors[1], 0)
+            window = [{**batch, "loss_weights": f} for batch, f in zip(window, factors, strict=True)]
+        result = fs.train_step(model, window, optimizers, **step)
+        loss = _written_out(
+            oracle, window, **{k: v for k, v in step.items() if k in ("label_smoothing", "z_loss")}
+        )
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(oracle.parameters(), 1.0)
+        plain.step()
+        oracle.zero_grad(set_to_none=True)
+        assert result.loss == pytest.approx(loss.item(), rel=1e-6), feature
+    named = dict(oracle.named_parameters())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(full(parameter), named[name], rtol=0, atol=1e-6)
+    if feature == "export":
+        fs.export_hf(model, folder, dtype=torch.float64)
+        exported = type(oracle).from_pretrained(folder, dtype=torch.float64)
+        assert exported.config._attn_implementation == "sdpa"
+        assert "cp_" not in (Path(folder) / "config.json").read_text()
+        for name, parameter in exported.named_parameters():
+            torch.testing.assert_close(parameter, named[name], rtol=0, atol=1e-6)
+
+
+def _written_out(
+    model: Any, batches: list[Any], *, label_smoothing: float = 0.0, z_loss: float = 0.0
+) -> torch.Tensor:
+    """The mean over the targets of packs, each row by itself, by their weights."""
+    total, weight = torch.zeros((), dtype=torch.float64), 0.0
+    for batch in batches:
+        ids, labels, positions = (batch[name][0] for name in ("input_ids", "labels", "position_ids"))
+        factors = batch["loss_weights"][0] if "loss_weights" in batch else torch.ones(len(ids)).double()
+        starts = (positions == 0).nonzero().flatten().tolist()
+        for start, end in zip(starts, [*starts[1:], len(ids)], strict=True):
+            logits = model(input_ids=ids[None, start:end], use_cache=False).logits[0, :-1]
+            wanted, factor = labels[start + 1 : end], factors[start + 1 : end]
+            losses = torch.nn.functional.cross_entropy(
+                logits, wanted, reduction="none", label_smoothing=label_smoothing
+            )
+            counts = wanted != -100
+            losses = losses + z_loss * logits.logsumexp(-1) ** 2
+            total = total + (losses * factor)[counts].sum()
+            weight += float(factor[counts].sum())
+    return total / weight
+
+
+@pytest.mark.parametrize(
+    "feature",
+    [
+        "lora",
+        "host shards",
+        "operations kept",
+        "last",
+        "smoothing",
+        "logits",
+        "two optimizers",
+        "weights",
+        "export",
+    ],
+)
+def test_with_other_features(tmp_path: Path, feature: str) -> None:
+    if feature == "lora":
+        pytest.importorskip("peft")
+    run_distributed(_check_features, 2, str(tmp_path / "out"), feature)
+
+
+def _check_router() -> None:
+    fs.init_distributed(device_type=device_here().type)
+    mesh = mesh_here(cp=2)
+    model = tiny_model("mixtral", output_router_logits=True).to(device_here())
+    fs.shard_model(model, mesh=mesh, mp_policy=MixedPrecisionPolicy())
+    fs.use_context_parallel(model, mesh=mesh)
+    batch = batch_of(rows_of([9, 14]), PADDED)
+    optimizer = _adamw(model.parameters())
+    with pytest.raises(fs.ModelLossError, match="router_loss='off'"):
+        fs.train_step(model, [batch], optimizer)
+    assert fs.train_step(model, [batch], optimizer, router_loss="off").num_targets
+
+
+def test_a_router_s_loss_is_refused() -> None:
+    run_distributed(_check_router, 2)

@@ -73,8 +73,8 @@ def make_mask(
     if q_length != part or kv_length not in (part, whole.length):
         raise UnsupportedModelError(
             f"the model makes a mask of {q_length} queries and {kv_length} keys, where this rank has "
-            f"{part} of {whole.length} tokens: it attends to something beside "
-            "the text, which context parallelism cannot cut"
+            f"{part} of {whole.length} tokens: it attends to something beside the text, which context "
+            "parallelism cannot cut"
         )
     if whole.rows is not None:
         mask_function = keep_rows_apart(mask_function, whole.position_ids, whole.rows)
@@ -107,16 +107,15 @@ def attend(
     if heads % group.size:
         raise UnsupportedModelError(not_divisible(f"{type(module).__name__} has", heads, group.size))
     keys = key_heads(heads, key.shape[1], group.size)
-    if keys.index is not None:
-        index = torch.tensor(keys.index, device=key.device)
-        key, value = key.index_select(1, index), value.index_select(1, index)
+    if keys.repeats > 1:
+        key, value = key.repeat_interleave(keys.repeats, 1), value.repeat_interleave(keys.repeats, 1)
     own = _OwnHeads(heads, group)
     query, key, value = to_heads((query, key, value), group)
     others = {name: own.of(argument) for name, argument in others.items()}
     if others.get("position_ids") is not None:
         others["position_ids"] = attention_mask.position_ids
     seen: Any = module
-    if keys.index is not None or any(own.has(tensor) for tensor in module.parameters(recurse=False)):
+    if keys.repeats > 1 or any(own.has(tensor) for tensor in module.parameters(recurse=False)):
         seen = _ModuleOfRank(module, own, keys.groups)
     out, _ = function(seen, query, key, value, own.of(inner), **others)
     return to_tokens(out, group), None

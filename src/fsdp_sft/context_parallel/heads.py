@@ -24,12 +24,11 @@ class KeyHeads:
     """Which key heads each rank gets for its query heads.
 
     Attributes:
-        index: Of the heads that are sent, those for rank 0 first; the same number for each rank. None sends
-            all of them as they are.
+        repeats: How often each key head is repeated before they are dealt out.
         groups: Query heads of a rank for each key head that it gets.
     """
 
-    index: tuple[int, ...] | None
+    repeats: int
     groups: int
 
 
@@ -45,10 +44,10 @@ def key_heads(num_query: int, num_key: int, ranks: int) -> KeyHeads:
     """
     each, shared = num_query // ranks, num_query // num_key
     if num_key % ranks == 0:
-        return KeyHeads(None, shared)
+        return KeyHeads(1, shared)
     if shared % each == 0:
-        return KeyHeads(tuple(rank * each // shared for rank in range(ranks)), each)
-    return KeyHeads(tuple(head // shared for head in range(num_query)), 1)
+        return KeyHeads(ranks // num_key, each)
+    return KeyHeads(shared, 1)
 
 
 def to_heads(tensors: Sequence[torch.Tensor], group: SequenceGroup) -> list[torch.Tensor]:

@@ -87,7 +87,8 @@ class _PartsProbe:
         self.positions = torch.arange(length, device=self.device)[None]
         self.whole = WholeRows(group, length, self.positions, None, None)
         self.own = slice(group.rank * each, (group.rank + 1) * each)
-        self.options = {"use_cache": False} if "use_cache" in taken else {}
+        # A router's loss of a part is another thing than that of the whole, and losses refuse it.
+        self.options = {name: False for name in ("use_cache", "output_router_logits") if name in taken}
         # Norms compute in float32 also in a float64 model.
         self.tolerance = max(logits_tolerance(model, self.device), 1e-6)
         self.most_flipped = _MOST_FLIPPED if self.tolerance > 1e-3 else 0.0

@@ -10,6 +10,7 @@ from fsdp_sft._compat import attention_of, original_class
 from fsdp_sft._wrappers import unwrapped
 from fsdp_sft.context_parallel.group import PREFIX, SequenceGroup, not_divisible
 from fsdp_sft.context_parallel.probe import verify
+from fsdp_sft.context_parallel.rotations import show_whole_positions
 from fsdp_sft.distributed import CP, cp_rank, cp_size, whole_mesh_of
 from fsdp_sft.errors import UnsupportedModelError
 
@@ -81,6 +82,7 @@ def use_context_parallel(model: nn.Module, *, mesh: "DeviceMesh") -> None:
         with agreed("comparing a model under context parallelism with itself"):
             wanted = register(within)
             set_attention(wanted)
+            show_whole_positions(inner)
             if attention_of(inner) != wanted:
                 raise UnsupportedModelError(
                     f"transformers does not let {name} run another attention than {before}"

@@ -70,9 +70,8 @@ def part_of(batch: Batch, group: SequenceGroup) -> BatchPart:
     begins = F.pad(positions.diff(dim=-1) != 1, (1, 0))
     seen_begins, seen_mask = host_copies([begins, mask])
     rows = None
-    if (
-        bool(seen_begins.any()) and batch.get("attention_mask") is None
-    ):  # as transformers, which heeds one of them
+    # transformers heeds positions that begin anew where there is no mask.
+    if bool(seen_begins.any()) and batch.get("attention_mask") is None:
         last = begins.new_zeros(size, filler)
         last[:, :1] = True
         rows = torch.cat([begins, last], 1).cumsum(-1)

@@ -7,15 +7,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_sft._model import rotations_by_length
+
 
 def rope_depends_on_length(model: nn.Module) -> bool:
     """Whether rotary embeddings change with the longest row of a batch (dynamic NTK, LongRoPE)."""
-    for module in model.modules():
-        kinds = getattr(module, "rope_type", None)
-        for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:
-            if isinstance(kind, str) and ("dynamic" in kind or kind == "longrope"):
-                return True
-    return False
+    return bool(rotations_by_length(model))
 
 
 class Rotations:

@@ -1,0 +1,57 @@
+"""Rotary embeddings that look at the longest row, shown the whole row where a forward has a part of it."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_sft._model import rotations_by_length
+from fsdp_sft.blocks import find_blocks
+from fsdp_sft.context_parallel.group import rows_in_forward
+from fsdp_sft.errors import UnsupportedModelError
+
+_HOOKED = "_fsdp_sft_whole_positions"
+
+
+def show_whole_positions(model: nn.Module) -> None:
+    """Let such embeddings (dynamic NTK, LongRoPE) be computed for all positions and cut to a rank's.
+
+    From its own positions a rank would take another length of the row than the others. Done once a module;
+    in a forward of whole rows nothing changes.
+
+    Raises:
+        UnsupportedModelError: If one lies in a block: a recomputation may run that where the rows are not
+            known.
+    """
+    blocks = tuple(f"{name}." for name in find_blocks(model))
+    for name, module in rotations_by_length(model).items():
+        if name.startswith(blocks):
+            raise UnsupportedModelError(
+                f"{name} ({type(module).__name__}) computes rotary embeddings by the longest row, within a "
+                "block: a rank that has a part of the row cannot"
+            )
+        if _HOOKED not in module.__dict__:
+            module.__dict__[_HOOKED] = True
+            module.register_forward_pre_hook(_with_whole_positions, with_kwargs=True)
+            module.register_forward_hook(_own_part)
+
+
+def _with_whole_positions(_module: nn.Module, args: Any, kwargs: Any) -> Any:
+    rows = rows_in_forward()
+    if rows is None:
+        return None
+    if "position_ids" in kwargs:
+        return args, {**kwargs, "position_ids": rows.position_ids}
+    return (args[0], rows.position_ids, *args[2:]), kwargs
+
+
+def _own_part(_module: nn.Module, _args: Any, output: Any) -> Any:
+    rows = rows_in_forward()
+    if rows is None:
+        return None
+    each = rows.length // rows.group.size
+
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.narrow(1, rows.group.rank * each, each)
+
+    return own(output) if isinstance(output, torch.Tensor) else tuple(own(part) for part in output)
