@@ -113,7 +113,8 @@ def evaluate(
         with torch.no_grad(), checked_later(checks):
             for batch, seen, count in in_step(batches, mesh, count_fn, check, group):
                 if verify == "first" and may_be_packs(keys_of(batch)):
-                    verify_at_first_use(model, on_host([batch]), mesh, own_loss=loss_fn is not None)
+                    whole = [seen] if group is None else on_host([batch])
+                    verify_at_first_use(model, whole, mesh, own_loss=loss_fn is not None)
                 moved = on_device(batch, seen, device, own_loss=loss_fn is not None)
                 summed, router = objective.of(model, moved)
                 if count is None:
