@@ -80,13 +80,13 @@ def _exact(
 
 FAMILIES = [
     "LlamaForCausalLM",
-    "Qwen3MoeForCausalLM",
     "Gemma3ForCausalLM",  # sliding windows
     "GptOssForCausalLM",  # sinks, one for each query head
     "DeepseekV3ForCausalLM",  # latent attention: values shorter than keys
-    "Llama4ForCausalLM",  # chunked windows
 ]
 MORE = [
+    "Llama4ForCausalLM",  # chunked windows
+    "Qwen3MoeForCausalLM",
     "Qwen3ForCausalLM",
     "Cohere2ForCausalLM",
     "Glm4ForCausalLM",

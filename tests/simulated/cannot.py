@@ -9,8 +9,9 @@ import pytest
 # Beginnings of test ids.
 REASONS: dict[str, str] = {
     "tests/weights/test_memory.py": "counts this process's memory, and a simulated device is made of it",
-    "tests/context_parallel/test_exact.py::test_two_ranks_share_rows[Llama4": "the backward of complex "
-    "numbers, which plain Llama 4 rotates with, ends a process with a simulated device",
+    "tests/context_parallel/test_exact.py::test_two_ranks_share_rows_of_more_families[Llama4": (
+        "the backward of complex numbers, which plain Llama 4 rotates with, ends such a process"
+    ),
 }
 
 _STARTS_RANKS = {"run_distributed", "run_simulated", "for_ranks", "for_launched", "Program"}
