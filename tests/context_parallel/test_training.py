@@ -1,6 +1,7 @@
 """Steps, evaluation, checkpoints and refusals with rows that ranks share."""
 
 import copy
+import pickle
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -171,6 +172,9 @@ def _check_read_errors() -> None:
         yield batch_of(rows_of([4, 5]), PACKED)
         raise OSError("the disk is gone")
 
+    unsendable = [{**batch_of(rows_of([4, 5]), PACKED), "x": lambda: 1}]
+    with pytest.raises((pickle.PicklingError, AttributeError), match="lambda"):
+        next(fs.windows(unsendable if cp_rank(mesh) == 0 else None, 1, mesh=mesh))
     iterator = fs.windows(batches() if cp_rank(mesh) == 0 else None, 1, mesh=mesh)
     assert len(next(iterator)) == 1
     with pytest.raises(OSError, match="the disk is gone"):
@@ -223,6 +227,30 @@ def _check_refusals() -> None:
 
 def test_what_cannot_be_shared_is_refused() -> None:
     run_distributed(_check_refusals, 2)
+
+
+def _check_crossed() -> None:
+    """Two groups that have mixed up their batches, and fields that no loss looks at."""
+    fs.init_distributed(device_type=device_here().type)
+    mesh = mesh_here(cp=2, dp_shard=2)
+    rank = dist.get_rank()
+    crossed = [batch_of(rows_of(LENGTHS, seed=int(rank in (1, 2))), PACKED)]
+    with pytest.raises(fs.BatchError, match="different batches"):
+        fs.count_targets(crossed, mesh=mesh)
+    model = tiny_model("qwen3").to(device_here())
+    fs.shard_model(model, mesh=mesh, mp_policy=MixedPrecisionPolicy())
+    fs.use_context_parallel(model, mesh=mesh)
+    same = batch_of(rows_of(LENGTHS), PACKED)
+    kinds = {**same, "token_type_ids": torch.full_like(same["input_ids"], rank % 2)}
+    for batches in (crossed, [kinds]):
+        with pytest.raises(fs.BatchError, match="different batches"):
+            fs.train_step(model, batches, _adamw(model.parameters()))
+        with pytest.raises(fs.BatchError, match="different batches"):
+            fs.evaluate(model, batches)
+
+
+def test_groups_do_not_make_up_for_each_other() -> None:
+    run_distributed(_check_crossed, 4)
 
 
 def _check_heads() -> None:

@@ -18,11 +18,13 @@ class SequenceGroup:
         name: Of their process group.
         size: How many they are.
         rank: Which of them this is: it has that part of the tokens, and for attention that part of the heads.
+        share: Which of such groups they are: what share of the data they have.
     """
 
     name: str
     size: int
     rank: int
+    share: int = 0
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,7 @@ from fsdp_sft._wrappers import unwrapped
 from fsdp_sft.context_parallel.group import PREFIX, SequenceGroup, not_divisible
 from fsdp_sft.context_parallel.probe import verify
 from fsdp_sft.context_parallel.rotations import show_whole_positions
-from fsdp_sft.distributed import CP, cp_rank, cp_size, whole_mesh_of
+from fsdp_sft.distributed import CP, cp_rank, cp_size, data_parallel_place, whole_mesh_of
 from fsdp_sft.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def use_context_parallel(model: nn.Module, *, mesh: "DeviceMesh") -> None:
         raise ValueError(not_divisible(f"{name} has", heads, ranks))
     from fsdp_sft.context_parallel.attention import register
 
-    group = SequenceGroup(mesh.get_group(CP).group_name, ranks, cp_rank(mesh))
+    group = SequenceGroup(mesh.get_group(CP).group_name, ranks, cp_rank(mesh), data_parallel_place(mesh)[0])
     set_attention: Any = inner.set_attn_implementation
     try:
         with agreed("comparing a model under context parallelism with itself"):

@@ -10,27 +10,28 @@ from fsdp_sft._safetensors import bytes_of
 from fsdp_sft._streams import host_copies
 from fsdp_sft.errors import BatchError
 
-_OF_ROWS = ("input_ids", "labels", "shift_labels", "loss_weights", "attention_mask", "position_ids")
 _WORD_BITS = 20  # a word times thousands of ranks, summed over them, is exact in float64
 
 
-def to_compare_rows(batches: Sequence[Any], ranks: int, rank: int) -> list[float]:
+def to_compare_rows(batches: Sequence[Any], ranks: int, rank: int, share: int) -> list[float]:
     """Two numbers that add up to 0 over all ranks if those that share rows have the same ones.
 
     Args:
         batches: This rank's; the host waits for the device once, if they are there.
         ranks: How many share rows.
         rank: Which of them this is.
+        share: Which of the groups they are: what differs in one must not make up for another.
     """
     if ranks == 1:
         return [0.0, 0.0]
     named = [
         (name, batch[name])
         for batch in batches
-        for name in _OF_ROWS
-        if isinstance(batch, Mapping) and isinstance(batch.get(name), torch.Tensor)
+        if isinstance(batch, Mapping)
+        for name in sorted(batch, key=str)
+        if isinstance(batch[name], torch.Tensor)
     ]
-    found = hashlib.blake2b(digest_size=5)
+    found = hashlib.blake2b(f"{share}".encode(), digest_size=5)
     for (name, _), value in zip(named, host_copies([value for _, value in named]), strict=True):
         found.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
         found.update(bytes_of(value.contiguous()))

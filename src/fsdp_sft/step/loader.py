@@ -1,6 +1,7 @@
 """A loader's batches in windows, the same number on all ranks."""
 
 import itertools
+import pickle
 from collections.abc import Iterable, Iterator, Sized
 from typing import TYPE_CHECKING, Any
 
@@ -92,6 +93,7 @@ def _windows(
     targets_seen = False
     while True:
         window: list[Any] = []
+        to_send: list[bytes] = []
         error: Exception | None = None
         try:
             if reads:
@@ -106,6 +108,9 @@ def _windows(
                 vocabulary.check_ids(batch)
             counted_ones = window if count_fn is not None else looked_at
             targets_seen = targets_seen or any(_may_have_targets(batch, count_fn) for batch in counted_ones)
+            if group is not None and reads:  # what may fail, while it can be told
+                to_send = [pickle.dumps(to_device(batch, torch.device("cpu"))) for batch in window]
+                _num_consumed(loader, sampler, window) if mark_consumed is not None and window else None
         except Exception as caught:
             error = caught
         own_length = len(window) if reads else grad_accum_steps
@@ -117,7 +122,7 @@ def _windows(
         window = window[:length]
         consumed = _num_consumed(loader, sampler, window) if reads and mark_consumed is not None else None
         if group is not None:
-            window, consumed = _from_first(to_device(window, torch.device("cpu")), consumed, group)
+            window, consumed = _from_first(to_send[:length], consumed, group)
         if mark_consumed is not None and consumed is not None:
             mark_consumed(consumed)
         yield window
@@ -133,16 +138,16 @@ def _windows(
 
 
 def _from_first(
-    window: list[Any], consumed: int | None, group: dist.ProcessGroup
+    window: list[bytes], consumed: int | None, group: dist.ProcessGroup
 ) -> tuple[list[Any], int | None]:
-    """What the first rank of a group has read, on all of them.
+    """What the first rank of a group has read and pickled, on all of them.
 
     Collective: all ranks of the group.
     """
     told: list[Any] = [(window, consumed)]
     dist.broadcast_object_list(told, group=group, group_src=0, device=torch.device("cpu"))
     window, consumed = told[0]
-    return window, consumed
+    return [pickle.loads(batch) for batch in window], consumed
 
 
 def _may_have_targets(batch: Any, count_fn: CountFn | None) -> bool:

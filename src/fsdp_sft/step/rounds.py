@@ -48,7 +48,7 @@ def in_step(
             if batch is not None:
                 (seen,) = on_host([batch])
                 if group is not None:
-                    same_rows = to_compare_rows([seen], group.size, group.rank)
+                    same_rows = to_compare_rows([seen], group.size, group.rank, group.share)
                 if check is not None:
                     check(seen)
                 keys = keys_of(batch)
