@@ -242,6 +242,9 @@ def _check_crossed() -> None:
     fs.use_context_parallel(model, mesh=mesh)
     same = batch_of(rows_of(LENGTHS), PACKED)
     kinds = {**same, "token_type_ids": torch.full_like(same["input_ids"], rank % 2)}
+    for part in ("cp", "dp_shard"):
+        with pytest.raises(ValueError, match="is a part of the mesh"):
+            fs.evaluate(model, [same], mesh=mesh[part])
     for batches in (crossed, [kinds]):
         with pytest.raises(fs.BatchError, match="different batches"):
             fs.train_step(model, batches, _adamw(model.parameters()))

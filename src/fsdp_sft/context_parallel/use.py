@@ -95,16 +95,23 @@ def use_context_parallel(model: nn.Module, *, mesh: "DeviceMesh") -> None:
     _groups[inner] = group
 
 
-def sequence_group_of(model: nn.Module) -> SequenceGroup | None:
+def sequence_group_of(model: nn.Module, over: "DeviceMesh | None" = None) -> SequenceGroup | None:
     """The ranks that share the rows of a model; None for one without context parallelism.
 
+    Args:
+        model: Sharded or not.
+        over: The mesh that a caller sums over, if there is one.
+
     Raises:
+        ValueError: If that is a part of the mesh that the model is sharded on.
         UnsupportedModelError: If the model is sharded on a mesh with ``cp`` and has none, or no more.
     """
     inner = unwrapped(model)
     mesh = whole_mesh_of(inner)
     if mesh is None or CP not in (mesh.mesh_dim_names or ()):
         return None
+    if over is not None and over.size() != mesh.size():
+        raise ValueError(f"{over} is a part of the mesh that the model is sharded on; give {mesh}, or none")
     group = _groups.get(inner)
     if group is None:
         raise UnsupportedModelError(

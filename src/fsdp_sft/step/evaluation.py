@@ -97,7 +97,7 @@ def evaluate(
     check_verify(verify)
     settle(model)
     mesh = mesh if mesh is not None else whole_mesh_of(model)
-    group = sequence_group_of(model)
+    group = sequence_group_of(model, mesh)
     refuse_own_loss(group, loss_fn, count_fn)
     device = compute_device(model)
     modes = {module: module.training for module in model.modules()}

@@ -161,7 +161,7 @@ def train_step(
         settle(model)
         taken(model)
     mesh = mesh if mesh is not None else whole_mesh_of(model)
-    group = sequence_group_of(model)
+    group = sequence_group_of(model, mesh)
     refuse_own_loss(group, loss_fn, count_fn)
     check = check_of(model, own_loss=loss_fn is not None)
     look = check_labels and loss_fn is None and count_fn is None and is_to_be_looked_at(model)
