@@ -35,7 +35,7 @@ PRIVATE = [
     (
         "keep_rows_apart",
         "transformers.masking_utils",
-        "packed_sequence_compatibility_function",
+        "packed_sequence_mask_function",
         "transformers",
     ),
     ("default_store", "torch.distributed.distributed_c10d", "_get_default_store", "torch.distributed"),
@@ -309,6 +309,16 @@ def test_every_private_name_is_watched() -> None:
         n for n, f in vars(_compat).items() if inspect.isfunction(f) and f.__module__ == _compat.__name__
     }
     assert functions == watched
+
+
+def test_masks_of_packs_count_by_row_in_all_but_the_floor() -> None:
+    from transformers import __version__, masking_utils
+
+    by_row = hasattr(masking_utils, "packed_sequence_compatibility_function")
+    if tuple(map(int, __version__.split(".")[:2])) == (5, 17):
+        assert not by_row
+    if tuple(map(int, __version__.split(".")[:2])) >= (5, 23):
+        assert by_row, "with a floor that has it, the other way can go"
 
 
 def test_varlen_attention_takes_grouped_heads_in_all_but_the_floor() -> None:

@@ -30,7 +30,7 @@ STOREYS = [
         "_tree",
         "errors",
     },
-    {"_agree", "_recompiles", "_rounding", "_safetensors", "_wrappers", "blocks"},
+    {"_agree", "_meshes", "_recompiles", "_rounding", "_safetensors", "_wrappers", "blocks"},
     {"_boxes", "_late", "_meeting", "_vocabulary", "distributed", "preemption"},
     {"_disk", "_gather", "_kept", "_model", "adapters"},
     {

@@ -791,10 +791,15 @@ def keep_rows_apart(mask_function: Any, position_ids: torch.Tensor, rows: torch.
         rows: Of each token ``(B, S)`` which row of the pack it is in.
 
     As transformers does where it sees positions that begin anew, for masks of its own making alone.
+    transformers 5.17 counts queries and keys from the start of the pack also there, by which chunked windows
+    go; so this does with it.
     """
     from transformers import masking_utils
 
-    return masking_utils.packed_sequence_compatibility_function(mask_function, position_ids, rows)
+    by_row = getattr(masking_utils, "packed_sequence_compatibility_function", None)
+    if by_row is not None:
+        return by_row(mask_function, position_ids, rows)
+    return masking_utils.and_masks(mask_function, masking_utils.packed_sequence_mask_function(rows))
 
 
 def eager_attention_of(module: nn.Module) -> Any | None:

@@ -229,6 +229,12 @@ def tied_meta_twin(model: Any) -> nn.Module:
         return original_class(model)(copy.deepcopy(model.config))
 
 
+def text_config(model: nn.Module) -> Any:
+    """The config of what reads text: of a model with other parts an inner one; None for a model without."""
+    config: Any = getattr(unwrapped(model), "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
 def rotations_by_length(model: nn.Module) -> dict[str, nn.Module]:
     """Rotary embeddings that change with the longest row of a batch (dynamic NTK, LongRoPE), by name."""
     found = {}

@@ -22,6 +22,7 @@ from fsdp_sft._agree import (
 from fsdp_sft._compat import careful_gloo, split_axis
 from fsdp_sft._launch import detect_launch
 from fsdp_sft._meeting import connect_neighbours, meet
+from fsdp_sft._meshes import CP, DP_SHARD_CP, parameter_mesh, shard_parameters_on
 from fsdp_sft._slurm import Launch, env_int, is_slurm_step
 from fsdp_sft._wrappers import replicas_of, replicated_by, unwrapped
 from fsdp_sft.errors import WrappedModelError
@@ -31,14 +32,7 @@ if TYPE_CHECKING:
 
 DP_REPLICATE = "dp_replicate"
 DP_SHARD = "dp_shard"
-CP = "cp"
-_DP_SHARD_CP = "dp_shard_cp"  # the axis of a parameter mesh that dp_shard and cp are together
 
-# On a mesh with cp: the mesh that parameters are sharded on. Meshes of one shape are equal, so that none can
-# be the key to another.
-_PARAMETER_MESH = "_fsdp_sft_parameter_mesh"
-_HOST_GROUPS = "_fsdp_sft_host_groups"
-_with_cp: "list[weakref.ref[DeviceMesh]]" = []
 # The mesh that a model was sharded on, if it has cp: that of its parameters cannot show it.
 _sharded_on: "weakref.WeakKeyDictionary[torch.nn.Module, DeviceMesh]" = weakref.WeakKeyDictionary()
 
@@ -196,87 +190,16 @@ def build_mesh(
     from torch.distributed.device_mesh import init_device_mesh
 
     axes = {DP_REPLICATE: dp_replicate} if dp_replicate > 1 else {}
-    axes[DP_SHARD if cp == 1 else _DP_SHARD_CP] = dp_shard * cp
+    axes[DP_SHARD if cp == 1 else DP_SHARD_CP] = dp_shard * cp
     with careful_gloo():
         mesh = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
-        whole = mesh if cp == 1 else split_axis(mesh, _DP_SHARD_CP, {DP_SHARD: dp_shard, CP: cp})
+        whole = mesh if cp == 1 else split_axis(mesh, DP_SHARD_CP, {DP_SHARD: dp_shard, CP: cp})
     for axis in axes:
         connect_neighbours(mesh.get_group(axis))
     if cp > 1:
         connect_neighbours(whole.get_group(CP))
-        setattr(whole, _PARAMETER_MESH, mesh)
-        _with_cp.append(weakref.ref(whole, _with_cp.remove))
+        shard_parameters_on(mesh, of=whole)
     return whole
-
-
-def parameter_mesh(mesh: "DeviceMesh") -> "DeviceMesh":
-    """The mesh that parameters are sharded on: ``mesh``, or with its ``dp_shard`` and ``cp`` as one axis.
-
-    Raises:
-        ValueError: If ``mesh`` has an axis ``cp`` and is not from ``build_mesh``.
-    """
-    if CP not in (mesh.mesh_dim_names or ()):
-        return mesh
-    found: DeviceMesh | None = getattr(mesh, _PARAMETER_MESH, None)
-    if found is None:
-        raise ValueError(
-            f"a mesh with context parallelism has to be made by build_mesh(cp=...), got {mesh}: fully_shard "
-            "would take its axes for replicas and shards"
-        )
-    return found
-
-
-def has_context_parallelism() -> bool:
-    """Whether this process has a mesh with ``cp``: "all ranks" then no longer says who has which rows."""
-    return any(mesh() is not None for mesh in _with_cp)
-
-
-def cp_size(mesh: "DeviceMesh | None") -> int:
-    """Ranks that share the tokens of a row; 1 without context parallelism.
-
-    Raises:
-        ValueError: For the mesh of parameters, which does not say who shares rows.
-    """
-    if mesh is not None and _DP_SHARD_CP in (mesh.mesh_dim_names or ()):
-        raise ValueError(f"{mesh} is that of parameters sharded over dp_shard and cp; give build_mesh's")
-    return mesh[CP].size() if mesh is not None and CP in (mesh.mesh_dim_names or ()) else 1
-
-
-def cp_rank(mesh: "DeviceMesh | None") -> int:
-    """Which part of its rows this rank has; 0 without context parallelism."""
-    return mesh.get_local_rank(CP) if cp_size(mesh) > 1 and mesh is not None else 0
-
-
-def data_parallel_place(mesh: "DeviceMesh") -> tuple[int, int]:
-    """(index of this rank's share of the rows, number of shares); ranks along ``cp`` have the same."""
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
-        raise ValueError(f"this rank is not in {mesh}")
-    index, shares = 0, 1
-    for axis, size, place in zip(
-        mesh.mesh_dim_names or range(mesh.ndim), mesh.shape, coordinate, strict=True
-    ):
-        if axis != CP:
-            index, shares = index * size + place, shares * size
-    return index, shares
-
-
-def host_group(mesh: "DeviceMesh", axis: str) -> dist.ProcessGroup:
-    """This rank's group along an axis, for tensors in host memory: the mesh's own, where it takes them.
-
-    Collective: all ranks of the mesh, the first time.
-    """
-    group = mesh.get_group(axis)
-    if "cpu" in dist.get_backend_config(group):
-        return group
-    groups: dict[str, dist.ProcessGroup] = mesh.__dict__.setdefault(_HOST_GROUPS, {})
-    if axis not in groups:
-        from torch.distributed.device_mesh import init_device_mesh
-
-        with careful_gloo():
-            on_host = init_device_mesh("cpu", tuple(mesh.shape), mesh_dim_names=mesh.mesh_dim_names)
-        groups.update({name: on_host.get_group(name) for name in mesh.mesh_dim_names or ()})
-    return groups[axis]
 
 
 def remember_mesh(model: torch.nn.Module, mesh: "DeviceMesh") -> None:

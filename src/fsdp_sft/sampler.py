@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import Sampler
 
 from fsdp_sft._agree import this_rank, world_size
-from fsdp_sft.distributed import data_parallel_place, has_context_parallelism
+from fsdp_sft._meshes import data_parallel_place, has_context_parallelism
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

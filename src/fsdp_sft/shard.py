@@ -31,12 +31,13 @@ from fsdp_sft._kept import (
     plain_dtypes,
     transformers_models,
 )
+from fsdp_sft._meshes import parameter_mesh
 from fsdp_sft._placement import MOST_IMBALANCE, even_shards, shard_dim, shard_numel
 from fsdp_sft._recompiles import compile_block
 from fsdp_sft._wrappers import replicas_of
 from fsdp_sft.adapters import copied_modules
 from fsdp_sft.blocks import find_blocks, is_never_called
-from fsdp_sft.distributed import mesh_of, parameter_mesh, remember_mesh, reshard
+from fsdp_sft.distributed import mesh_of, remember_mesh, reshard
 from fsdp_sft.errors import WrappedModelError
 
 if TYPE_CHECKING:

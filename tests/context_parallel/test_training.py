@@ -3,6 +3,7 @@
 import copy
 import pickle
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.utils.data import DataLoader
 
 import fsdp_sft as fs
-from fsdp_sft.distributed import cp_rank
+from fsdp_sft._meshes import cp_rank, parameter_mesh
+from fsdp_sft.weights import build_meta_model
 from tests.harness.device import device_here, mesh_here
 from tests.harness.float64 import AllFloat64
+from tests.harness.hf_folders import save_tiny
 from tests.harness.long_rows import PACKED, PADDED, batch_of, plain_loss, rows_of
 from tests.harness.models import full, tiny_model
 from tests.harness.ranks import run_distributed
@@ -156,6 +159,9 @@ def _check_windows() -> None:
     if cp_rank(mesh) == 0:
         with pytest.raises(ValueError, match="needs a loader"):
             fs.windows(None, 1, mesh=mesh)
+    for refused in (fs.ResumableSampler, partial(fs.PackedSampler, max_length=99), fs.MixedSampler):
+        with pytest.raises(ValueError, match="that of parameters"):
+            refused([data] if refused is fs.MixedSampler else [3] * 9, mesh=parameter_mesh(mesh))
     packed = fs.PackedSampler([5] * 9, max_length=10, mesh=mesh)
     assert (packed.num_replicas, packed.rank) == (2, share)
 
@@ -185,7 +191,7 @@ def test_an_error_of_who_reads_reaches_all() -> None:
     run_distributed(_check_read_errors, 2)
 
 
-def _check_refusals() -> None:
+def _check_refusals(folder: Path) -> None:
     fs.init_distributed(device_type=device_here().type)
     mesh = mesh_here(cp=2)
     model = tiny_model("qwen3").to(device_here())
@@ -193,6 +199,10 @@ def _check_refusals() -> None:
     optimizer = _adamw(model.parameters())
     with pytest.raises(ValueError, match="not sharded on this mesh"):
         fs.use_context_parallel(model, mesh=mesh)
+    bare = build_meta_model(folder)
+    fs.shard_model(bare, mesh=mesh)
+    with pytest.raises(ValueError, match="load its weights first"):
+        fs.use_context_parallel(bare, mesh=mesh)
     fs.shard_model(model, mesh=mesh, mp_policy=MixedPrecisionPolicy())
     optimizer = _adamw(model.parameters())
     with pytest.raises(fs.UnsupportedModelError, match="call use_context_parallel"):
@@ -225,8 +235,8 @@ def _check_refusals() -> None:
     assert fs.train_step(model, [batch], optimizer).num_targets
 
 
-def test_what_cannot_be_shared_is_refused() -> None:
-    run_distributed(_check_refusals, 2)
+def test_what_cannot_be_shared_is_refused(tmp_path: Path) -> None:
+    run_distributed(_check_refusals, 2, save_tiny(tmp_path, "llama"))
 
 
 def _check_crossed() -> None:
@@ -254,6 +264,29 @@ def _check_crossed() -> None:
 
 def test_groups_do_not_make_up_for_each_other() -> None:
     run_distributed(_check_crossed, 4)
+
+
+def _check_left_padding() -> None:
+    """A target told from padding, which sees nothing: eager attention then looks at all keys alike."""
+    fs.init_distributed(device_type=device_here().type)
+    mesh = mesh_here(cp=2)
+    model = tiny_model("qwen3")
+    model.set_attn_implementation("eager")
+    oracle = copy.deepcopy(model)
+    model = model.to(device_here())
+    fs.shard_model(model, mesh=mesh, mp_policy=MixedPrecisionPolicy())
+    fs.use_context_parallel(model, mesh=mesh)
+    ids = rows_of([13], seed=3)[0][0][None]
+    mask = (torch.arange(13) >= 5).long()[None]
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.where(mask == 1, -100)}
+    with torch.no_grad():
+        logits = oracle(input_ids=ids, attention_mask=mask, use_cache=False).logits[0, :-1]
+    expected = torch.nn.functional.cross_entropy(logits, batch["labels"][0, 1:])
+    assert fs.evaluate(model, [batch]).loss == pytest.approx(float(expected), rel=1e-6)
+
+
+def test_padding_on_the_left_does_not_see_filler() -> None:
+    run_distributed(_check_left_padding, 2)
 
 
 def _check_heads() -> None:

@@ -129,7 +129,17 @@ def test_an_earlier_start_of_the_same_job_is_gone(
             _save(tmp_path, 1)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"process": 3, "job": null}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "{}",
+        '{"process": 3, "job": null}',
+        '{"host": "h", "token": "t", "process": [1, "", ""], "job": ["", "", 1e999]}',
+    ],
+)
 def test_a_file_that_says_nothing_counts_by_its_age(text: str, tmp_path: Path) -> None:
     file = tmp_path / in_use.FILE_NAME
     file.write_text(text)

@@ -192,6 +192,16 @@ def test_swapped_files_are_found_without_checksums(tmp_path: Path) -> None:
     run_distributed(_alike, 4, str(tmp_path), True)
 
 
+def test_an_index_of_no_sizes_is_none(root: Path) -> None:
+    step = root / "step-2"
+    index = json.loads((step / "INDEX.json").read_text())
+    text = json.dumps({name: [1e999, digest] for name, (_, digest) in index.items()})
+    (step / "INDEX.json").write_text(text)
+    (step / "MANIFEST.json").unlink()
+    assert not rebuild_manifest(step)
+    assert dcp_io.verify_checkpoint(step) == []
+
+
 def test_a_flipped_bit_is_told_by_the_index(root: Path) -> None:
     step = root / "step-2"
     _flip(step / "shards/00001.safetensors")

@@ -156,9 +156,38 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "a row is counted by each rank that shares it",
         "loss/counting.py",
-        "once = own if rank == 0 else [0.0] * len(own)",
+        "once = own if sharing is None or sharing.rank == 0 else [0.0] * len(own)",
         "once = own",
         ("tests/context_parallel/test_exact.py::test_two_ranks_share_rows",),
+    ),
+    Mistake(
+        "what differs in one group makes up for another",
+        "loss/same_rows.py",
+        'hashlib.blake2b(f"{group.share}".encode(), digest_size=5)',
+        "hashlib.blake2b(digest_size=5)",
+        ("tests/context_parallel/test_training.py::test_groups_do_not_make_up_for_each_other",),
+    ),
+    Mistake(
+        "padding on the left sees filler",
+        "context_parallel/attention.py",
+        "        inner[..., -whole.filler :] = -math.inf\n",
+        "        pass\n",
+        ("tests/context_parallel/test_training.py::test_padding_on_the_left_does_not_see_filler",),
+    ),
+    Mistake(
+        "ranks rotate by the length of their part",
+        "context_parallel/rotations.py",
+        "            module.register_forward_pre_hook(_with_whole_positions, with_kwargs=True)\n"
+        "            module.register_forward_hook(_own_part)\n",
+        "",
+        ("tests/context_parallel/test_exact.py::test_rotations_by_the_length_of_the_row",),
+    ),
+    Mistake(
+        "what cannot be sent is found out when others wait for it",
+        "step/loader.py",
+        '[pickle.dumps(to_device(batch, torch.device("cpu"))) for batch in window]',
+        "[]",
+        ("tests/context_parallel/test_training.py::test_an_error_of_who_reads_reaches_all",),
     ),
     Mistake(
         "ranks of a group train different rows",

@@ -1,12 +1,13 @@
 """Long rows over several ranks, exactly: each has a part of the tokens, and attention sees all of them."""
 
-from fsdp_sft.context_parallel.group import SequenceGroup, WholeRows, part_of_rows
+from fsdp_sft.context_parallel.group import SequenceGroup, WholeRows, part_of_rows, sequence_group_in
 from fsdp_sft.context_parallel.use import sequence_group_of, use_context_parallel
 
 __all__ = [
     "SequenceGroup",
     "WholeRows",
     "part_of_rows",
+    "sequence_group_in",
     "sequence_group_of",
     "use_context_parallel",
 ]

@@ -1,6 +1,7 @@
 """Attention over a sequence of which each rank has a part, around any that transformers has."""
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -85,6 +86,9 @@ def make_mask(
         attention_mask=whole.padding,
         allow_is_causal_skip=allow_is_causal_skip and whole.rows is None,
     )
+    if whole.filler and isinstance(inner, torch.Tensor) and inner.is_floating_point():
+        # A token that sees nothing (padding on the left) looks at all keys alike there: not at filler.
+        inner[..., -whole.filler :] = -math.inf
     return SequenceMask(whole.group, inner, whole.position_ids)
 
 

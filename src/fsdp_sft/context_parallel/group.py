@@ -4,8 +4,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
+
+from fsdp_sft._meshes import CP, cp_rank, cp_size, data_parallel_place
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 PREFIX = "cp_"  # before the name of the attention that runs within
 
@@ -24,7 +30,15 @@ class SequenceGroup:
     name: str
     size: int
     rank: int
-    share: int = 0
+    share: int
+
+
+def sequence_group_in(mesh: "DeviceMesh | None") -> SequenceGroup | None:
+    """This rank's group along a mesh's ``cp``; None where each rank has rows of its own."""
+    if mesh is None or cp_size(mesh) == 1:
+        return None
+    name = mesh.get_group(CP).group_name
+    return SequenceGroup(name, cp_size(mesh), cp_rank(mesh), data_parallel_place(mesh)[0])
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +51,7 @@ class WholeRows:
         position_ids: Of all tokens ``(B, length)``.
         rows: Which row of a pack each token is in ``(B, length)``; None where no sequence has several.
         padding: Which tokens are none of padding, bool ``(B, length)``; None where all are.
+        filler: Tokens at the end that only make the length such a multiple.
     """
 
     group: SequenceGroup
@@ -44,6 +59,7 @@ class WholeRows:
     position_ids: torch.Tensor
     rows: torch.Tensor | None
     padding: torch.Tensor | None
+    filler: int = 0
 
 
 _whole: ContextVar[WholeRows | None] = ContextVar("fsdp_sft_whole_rows", default=None)

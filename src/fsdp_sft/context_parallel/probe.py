@@ -9,7 +9,7 @@ from torch import nn
 
 from fsdp_sft._agree import all_reduce_sum
 from fsdp_sft._compat import original_class
-from fsdp_sft._model import uncompiled, undisturbed
+from fsdp_sft._model import text_config, uncompiled, undisturbed
 from fsdp_sft._rounding import logits_tolerance
 from fsdp_sft.adapters import forward_parameters
 from fsdp_sft.context_parallel.group import SequenceGroup, WholeRows, part_of_rows
@@ -66,8 +66,7 @@ class _PartsProbe:
 
     def __init__(self, model: nn.Module, group: SequenceGroup) -> None:
         self.model, self.group, self.device = model, group, compute_device(model)
-        config: Any = getattr(model, "config", None)
-        config = config.get_text_config() if hasattr(config, "get_text_config") else config
+        config = text_config(model)
         vocabulary = getattr(config, "vocab_size", None)
         if not isinstance(vocabulary, int) or vocabulary < 2:
             raise UnsupportedModelError(f"{_name(model)}'s config has no vocab_size to draw a probe from")

@@ -7,11 +7,13 @@ from torch import nn
 
 from fsdp_sft._agree import agreed
 from fsdp_sft._compat import attention_of, original_class
+from fsdp_sft._meshes import CP, cp_size
+from fsdp_sft._model import text_config
 from fsdp_sft._wrappers import unwrapped
-from fsdp_sft.context_parallel.group import PREFIX, SequenceGroup, not_divisible
+from fsdp_sft.context_parallel.group import PREFIX, SequenceGroup, not_divisible, sequence_group_in
 from fsdp_sft.context_parallel.probe import verify
 from fsdp_sft.context_parallel.rotations import show_whole_positions
-from fsdp_sft.distributed import CP, cp_rank, cp_size, data_parallel_place, whole_mesh_of
+from fsdp_sft.distributed import whole_mesh_of
 from fsdp_sft.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -56,9 +58,11 @@ def use_context_parallel(model: nn.Module, *, mesh: "DeviceMesh") -> None:
     name = original_class(inner).__name__
     if not callable(getattr(inner, "set_attn_implementation", None)):
         raise TypeError(f"use_context_parallel needs a transformers model, got {name}")
-    ranks = cp_size(mesh)
-    if ranks == 1:
+    group = sequence_group_in(mesh)
+    if group is None:
         return
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError(f"{name} has parameters on the meta device: load its weights first")
     if whole_mesh_of(inner) is not mesh:
         raise ValueError(
             f"{name} is not sharded on this mesh, and its gradients would not be summed over cp: hand the "
@@ -72,11 +76,10 @@ def use_context_parallel(model: nn.Module, *, mesh: "DeviceMesh") -> None:
             "by model.set_attn_implementation, or call use_varlen_attention, which runs torch's flash kernel"
         )
     heads = _query_heads(inner)
-    if heads is not None and heads % ranks:
-        raise ValueError(not_divisible(f"{name} has", heads, ranks))
+    if heads is not None and heads % group.size:
+        raise ValueError(not_divisible(f"{name} has", heads, group.size))
     from fsdp_sft.context_parallel.attention import register
 
-    group = SequenceGroup(mesh.get_group(CP).group_name, ranks, cp_rank(mesh), data_parallel_place(mesh)[0])
     set_attention: Any = inner.set_attn_implementation
     try:
         with agreed("comparing a model under context parallelism with itself"):
@@ -127,7 +130,5 @@ def sequence_group_of(model: nn.Module, over: "DeviceMesh | None" = None) -> Seq
 
 
 def _query_heads(model: nn.Module) -> int | None:
-    config: Any = getattr(model, "config", None)
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    heads = getattr(config, "num_attention_heads", None)
+    heads = getattr(text_config(model), "num_attention_heads", None)
     return heads if isinstance(heads, int) and not isinstance(heads, bool) else None

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+MALFORMED = (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError)
+"""What reading raises where JSON holds other things than it should: 1e999 for a number is one of them."""
 # JSON has neither tuples nor keys other than strings; such values are objects with this one marked key.
 _TAG = "__fsdp_sft__"
 
@@ -64,7 +66,7 @@ def decode(value: Any, tensors: Mapping[str, torch.Tensor] | None = None) -> Any
         return {key: decode(item, tensors) for key, item in value.items()}
     try:
         return _decode_tagged(value, tensors or {})
-    except (KeyError, TypeError, ValueError) as error:
+    except MALFORMED as error:
         raise ValueError(f"not a valid stored value: {str(value)[:200]}") from error
 
 

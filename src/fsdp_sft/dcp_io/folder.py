@@ -29,7 +29,7 @@ from fsdp_sft._disk import (
     write_tensors,
 )
 from fsdp_sft._model import ModelTensors
-from fsdp_sft.dcp_io.codec import dumps, loads
+from fsdp_sft.dcp_io.codec import MALFORMED, dumps, loads
 from fsdp_sft.dcp_io.manifest import (
     INDEX_NAME,
     MANIFEST_NAME,
@@ -259,7 +259,7 @@ def _refuse_unreadable(content: FolderContent) -> None:
     encoded = encode_manifest(describe(content.manifest(content.stored)), b"")
     try:
         parse(loads(encoded, "it"), {})
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except MALFORMED as error:
         raise CheckpointError(f"what is to be saved could not be loaded again: {error}") from error
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_sft._process import ProcessId, process_state, this_process
+from fsdp_sft.dcp_io.codec import MALFORMED
 from fsdp_sft.errors import CheckpointInUseError
 
 FILE_NAME = ".in-use.json"
@@ -150,7 +151,7 @@ def _read(file: Path) -> dict[str, Any] | None:
         return {**known, "job": [str(kind), str(job_id), int(restarts)]}
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, TypeError):
+    except MALFORMED:
         return {"host": "?", "process": ProcessId(0, "", ""), "token": "", "job": ["", "", 0]}
 
 

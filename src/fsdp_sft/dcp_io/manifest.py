@@ -20,7 +20,7 @@ from fsdp_sft._boxes import Box, tiling_problem
 from fsdp_sft._disk import FileRecord, read_bytes
 from fsdp_sft._safetensors import DTYPES, dtype_name
 from fsdp_sft.dcp_io.chunk_lists import parse_chunk_lists
-from fsdp_sft.dcp_io.codec import decode, dumps, loads
+from fsdp_sft.dcp_io.codec import MALFORMED, decode, dumps, loads
 from fsdp_sft.dcp_io.sharding import Sharding, encode_sharding, parse_sharding
 from fsdp_sft.dcp_io.steps import step_number
 from fsdp_sft.dcp_io.stored import Derived, StoredTensor, checked_shape, file_key
@@ -34,9 +34,6 @@ FORMAT = "fsdp-sft-checkpoint"
 VERSION = 3
 LISTING_VERSIONS = (1, 2)
 MAX_JSON_BYTES = 1 << 27  # Python makes up to 24 bytes of one
-MALFORMED = (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError)
-"""What reading raises where JSON holds other things than it should."""
-
 _FILE_NAMES = re.compile(r"shards/\d{5,}\.safetensors|train_state\.json|settings/\w[\w.-]*")
 _LISTING_FILE_NAMES = re.compile(
     r"(?:model|optimizer)/\d{5,}\.safetensors|train_state\.json|rank/\d{5,}\.(?:json|safetensors)"

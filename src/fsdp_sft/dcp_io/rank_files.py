@@ -10,7 +10,7 @@ import torch
 
 from fsdp_sft._disk import TensorReader, read_bytes
 from fsdp_sft._random import check_generator_states, generator_states
-from fsdp_sft.dcp_io.codec import decode, dumps, encode, loads
+from fsdp_sft.dcp_io.codec import MALFORMED, decode, dumps, encode, loads
 from fsdp_sft.dcp_io.manifest import LISTING_VERSIONS, MAX_JSON_BYTES, Manifest, checked_size
 from fsdp_sft.dcp_io.stored import shard_file
 from fsdp_sft.errors import CheckpointCorruptError
@@ -61,7 +61,7 @@ def read_rank_content(folder: Path, manifest: Manifest, rank: int) -> tuple[dict
         raw = loads(text, name)
         rng, rank_state = decode(raw["rng"], tensors), decode(raw["rank_state"], tensors)
         check_generator_states(rng)
-    except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, RecursionError) as error:
+    except (*MALFORMED, RuntimeError) as error:
         raise CheckpointCorruptError(f"{folder / name} is not what was written: {error!r}") from error
     return rng, rank_state
 

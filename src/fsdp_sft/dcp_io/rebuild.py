@@ -11,10 +11,9 @@ from typing import Any
 from fsdp_sft._disk import FileRecord, TensorReader, closing, read_bytes, sync_folder, write_bytes
 from fsdp_sft._limits import blame_no_file
 from fsdp_sft._safetensors import open_file
-from fsdp_sft.dcp_io.codec import loads
+from fsdp_sft.dcp_io.codec import MALFORMED, loads
 from fsdp_sft.dcp_io.manifest import (
     INDEX_NAME,
-    MALFORMED,
     MANIFEST_NAME,
     MAX_JSON_BYTES,
     checked_body,
@@ -132,7 +131,7 @@ def _old_index(step: Path) -> dict[str, FileRecord] | None:
     try:
         raw = loads(read_bytes(step / INDEX_NAME, MAX_JSON_BYTES), INDEX_NAME)
         return {str(name): FileRecord(int(size), str(digest)) for name, (size, digest) in raw.items()}
-    except (CheckpointCorruptError, ValueError, TypeError, AttributeError):
+    except (CheckpointCorruptError, *MALFORMED):
         return None
 
 

@@ -9,9 +9,11 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from fsdp_sft._agree import all_reduce_sum, world_size
+from fsdp_sft._meshes import has_context_parallelism
 from fsdp_sft._streams import travelling
 from fsdp_sft.collate import IGNORE_INDEX
-from fsdp_sft.distributed import cp_rank, cp_size, data_parallel_place, has_context_parallelism, sum_over_mesh
+from fsdp_sft.context_parallel import sequence_group_in
+from fsdp_sft.distributed import sum_over_mesh
 from fsdp_sft.errors import BatchError
 from fsdp_sft.loss.same_rows import refuse_different_rows, to_compare_rows
 
@@ -131,9 +133,9 @@ def count_targets(
         sum((weight_of(batch) for batch in batches), 0.0),
     ]
     if mesh is not None:
-        ranks, rank = cp_size(mesh), cp_rank(mesh)
-        same_rows = to_compare_rows(batches, ranks, rank, data_parallel_place(mesh)[0] if ranks > 1 else 0)
-        once = own if rank == 0 else [0.0] * len(own)
+        sharing = sequence_group_in(mesh)
+        once = own if sharing is None or sharing.rank == 0 else [0.0] * len(own)
+        same_rows = to_compare_rows(batches, sharing)
         targets, tokens, weight, *apart = sum_over_mesh([*once, *same_rows], mesh)
         refuse_different_rows(apart)
     elif group is None:

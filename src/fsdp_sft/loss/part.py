@@ -82,6 +82,7 @@ def part_of(batch: Batch, group: SequenceGroup) -> BatchPart:
         position_ids=torch.cat([positions, torch.arange(filler, device=ids.device).expand(size, -1)], 1),
         rows=rows,
         padding=None if bool(seen_mask.all()) else F.pad(mask, (0, filler)),
+        filler=filler,
     )
     fields = {
         name: _cut(name, value, (size, width), filler, own)

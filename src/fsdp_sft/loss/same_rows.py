@@ -8,21 +8,20 @@ import torch
 
 from fsdp_sft._safetensors import bytes_of
 from fsdp_sft._streams import host_copies
+from fsdp_sft.context_parallel import SequenceGroup
 from fsdp_sft.errors import BatchError
 
 _WORD_BITS = 20  # a word times thousands of ranks, summed over them, is exact in float64
 
 
-def to_compare_rows(batches: Sequence[Any], ranks: int, rank: int, share: int) -> list[float]:
+def to_compare_rows(batches: Sequence[Any], group: SequenceGroup | None) -> list[float]:
     """Two numbers that add up to 0 over all ranks if those that share rows have the same ones.
 
     Args:
         batches: This rank's; the host waits for the device once, if they are there.
-        ranks: How many share rows.
-        rank: Which of them this is.
-        share: Which of the groups they are: what differs in one must not make up for another.
+        group: Which ranks share rows; None where none do.
     """
-    if ranks == 1:
+    if group is None:
         return [0.0, 0.0]
     named = [
         (name, batch[name])
@@ -31,12 +30,13 @@ def to_compare_rows(batches: Sequence[Any], ranks: int, rank: int, share: int) -
         for name in sorted(batch, key=str)
         if isinstance(batch[name], torch.Tensor)
     ]
-    found = hashlib.blake2b(f"{share}".encode(), digest_size=5)
+    # Of each group another one: what differs in one must not make up for what differs in another.
+    found = hashlib.blake2b(f"{group.share}".encode(), digest_size=5)
     for (name, _), value in zip(named, host_copies([value for _, value in named]), strict=True):
         found.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
         found.update(bytes_of(value.contiguous()))
     word = int.from_bytes(found.digest(), "big")
-    times = ranks - 1 if rank == 0 else -1
+    times = group.size - 1 if group.rank == 0 else -1
     return [float(times * (word >> shift & ((1 << _WORD_BITS) - 1))) for shift in (0, _WORD_BITS)]
 
 

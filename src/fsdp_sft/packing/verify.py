@@ -10,7 +10,7 @@ from torch import nn
 
 from fsdp_sft._agree import raise_first, world_size
 from fsdp_sft._compat import attention_of, original_class
-from fsdp_sft._model import uncompiled, undisturbed
+from fsdp_sft._model import text_config, uncompiled, undisturbed
 from fsdp_sft._rounding import TOLERANCES, logits_tolerance
 from fsdp_sft._wrappers import unwrapped
 from fsdp_sft.adapters import forward_parameters
@@ -290,8 +290,7 @@ def _most(report: PackingReport) -> float:
 
 def _text_sizes(model: nn.Module) -> tuple[int, int | None]:
     """(number of token ids, most positions of a row if the model has a limit)."""
-    config: Any = getattr(unwrapped(model), "config", None)
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    config = text_config(model)
     vocabulary = getattr(config, "vocab_size", None)
     if not isinstance(vocabulary, int) or vocabulary < 2:
         raise PackingError(f"{_name(model)}'s config has no vocab_size to draw a probe from")

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from fsdp_sft._meshes import CP
 from fsdp_sft.collate import IGNORE_INDEX
-from fsdp_sft.distributed import CP, gather_over_mesh
+from fsdp_sft.distributed import gather_over_mesh
 from fsdp_sft.errors import BatchError, abridged
 from fsdp_sft.loss import is_shifted
 

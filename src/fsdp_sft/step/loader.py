@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from fsdp_sft._agree import all_reduce_min, all_reduce_sum, raise_first
+from fsdp_sft._meshes import CP, cp_rank, cp_size, has_context_parallelism, host_group
 from fsdp_sft._vocabulary import Vocabulary
-from fsdp_sft.distributed import CP, cp_rank, cp_size, has_context_parallelism, host_group
 from fsdp_sft.errors import BatchError
 from fsdp_sft.loss import num_targets
 from fsdp_sft.preemption import keep_workers_alive
@@ -97,20 +97,19 @@ def _windows(
         error: Exception | None = None
         try:
             if reads:
-                batches = (
-                    batches
-                    if batches is not None
-                    else keep_workers_alive(loader if loader is not None else ())
-                )
+                if batches is None:
+                    assert loader is not None  # windows has seen to it
+                    batches = keep_workers_alive(loader)
                 window = list(itertools.islice(batches, grad_accum_steps))
             looked_at = on_host(window)
             for batch in looked_at:
                 vocabulary.check_ids(batch)
             counted_ones = window if count_fn is not None else looked_at
             targets_seen = targets_seen or any(_may_have_targets(batch, count_fn) for batch in counted_ones)
-            if group is not None and reads:  # what may fail, while it can be told
+            if group is not None:  # what may fail, while the others can be told
                 to_send = [pickle.dumps(to_device(batch, torch.device("cpu"))) for batch in window]
-                _num_consumed(loader, sampler, window) if mark_consumed is not None and window else None
+                if mark_consumed is not None and window:
+                    _num_consumed(loader, sampler, window)
         except Exception as caught:
             error = caught
         own_length = len(window) if reads else grad_accum_steps

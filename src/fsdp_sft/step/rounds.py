@@ -47,8 +47,7 @@ def in_step(
             batch = next(source, None)
             if batch is not None:
                 (seen,) = on_host([batch])
-                if group is not None:
-                    same_rows = to_compare_rows([seen], group.size, group.rank, group.share)
+                same_rows = to_compare_rows([seen], group)
                 if check is not None:
                     check(seen)
                 keys = keys_of(batch)

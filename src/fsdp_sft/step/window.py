@@ -98,8 +98,7 @@ def agree_on_window(
     try:
         given = _checked_window(micro_batches)
         micro_batches = on_host(given)
-        if group is not None:
-            same_rows = to_compare_rows(micro_batches, group.size, group.rank, group.share)
+        same_rows = to_compare_rows(micro_batches, group)
         parts = [batch if group is None else part_of(batch, group) for batch in micro_batches]
         counted_ones = given if count_fn is not None else parts
         counts = [counted(batch, count_fn) for batch in counted_ones]

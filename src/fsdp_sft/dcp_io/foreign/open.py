@@ -10,6 +10,7 @@ import torch
 
 from fsdp_sft._boxes import Box, part_of
 from fsdp_sft._limits import blame_no_file
+from fsdp_sft.dcp_io.codec import MALFORMED
 from fsdp_sft.dcp_io.foreign.dcp_folder import METADATA_NAME, DcpFolder, below, is_plain
 from fsdp_sft.dcp_io.foreign.names import kind_of
 from fsdp_sft.dcp_io.foreign.source import ForeignCheckpoint, ForeignTensor, split_optimizer, step_of
@@ -171,5 +172,5 @@ def _trainer_step(source: Path) -> int | None:
         return None
     try:
         return step_of(json.loads(path.read_text())["global_step"], f"global_step in {path}")
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except MALFORMED as error:
         raise CheckpointCorruptError(f"{path} does not say the step: {error!r}") from None
