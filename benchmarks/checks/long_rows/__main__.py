@@ -160,6 +160,14 @@ def refusals() -> list[str]:
         "",
         *table(["", "message"], rows),
         "",
+        "Read and not run, in accelerate 1.15.0: where a step goes on (on a GPU), a hook sets attention's "
+        "mask to None and `is_causal=True` (`big_modeling.py`, 828 to 833), also for the packs that Trainer "
+        'lets through. Without FSDP: "`cp_size > 1` specified in the `parallelism_config`, but no '
+        '`fsdp_plugin` was provided" (`state.py`, 1000). `sp_size` is taken to DeepSpeed alone: "Deepspeed '
+        'ALST/Ulysses requires deepspeed>=0.18.2" (`accelerator.py`, 2404); under it layers with linear '
+        'attention are refused: "Sequence parallelism does not support attention layers of type" '
+        "(`big_modeling.py`, 779).",
+        "",
     ]
 
 
