@@ -18,7 +18,7 @@ STEPS = 6
 
 def _prepare(seed: int) -> tuple[Any, Any, Any]:
     model = tiny_model("qwen2-tied", seed=seed, dtype=torch.bfloat16, attention_dropout=0.1)
-    assert fs.apply_sac(model, "1/3") == ["model.layers.1"]
+    assert fs.apply_sac(model, "1/3", offload=True) == ["model.layers.1"]
     assert len(fs.compile_blocks(model, backend="aot_eager")) == 3
     fs.shard_model(model, mesh=mesh_here())
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)

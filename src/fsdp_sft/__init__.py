@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from fsdp_sft.errors import DroppedTextError as DroppedTextError
     from fsdp_sft.errors import ExportExistsError as ExportExistsError
     from fsdp_sft.errors import FsdpSftError as FsdpSftError
+    from fsdp_sft.errors import HostMemoryError as HostMemoryError
     from fsdp_sft.errors import LostRankError as LostRankError
     from fsdp_sft.errors import MissingKeysError as MissingKeysError
     from fsdp_sft.errors import ModelLossError as ModelLossError
@@ -153,6 +154,7 @@ _OWNERS = {
     "CheckpointNotFoundError": "errors",
     "ExportExistsError": "errors",
     "FsdpSftError": "errors",
+    "HostMemoryError": "errors",
     "LostRankError": "errors",
     "MissingKeysError": "errors",
     "ModelLossError": "errors",

@@ -524,8 +524,23 @@ def is_compiled(module: nn.Module) -> bool:
     return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
 
 
+def compiled_call_of(module: nn.Module) -> Callable[..., Any] | None:
+    """What ``module.compile()`` has put in the place of the module's call; None without."""
+    return module.__dict__.get("_compiled_call_impl")
+
+
+def set_compiled_call(module: nn.Module, call: Callable[..., Any]) -> None:
+    """Put something around what ``compiled_call_of`` gave: hooks of autograd's for what it saves.
+
+    Hooks of a module's own would be traced with it, and torch has no others around a compiled call.
+    """
+    module.__dict__["_compiled_call_impl"] = call
+
+
 def foreign_hooks(module: nn.Module, *, pre: bool) -> list[Any]:
-    """Hooks on a module's call that are neither FSDP2's nor torch's own observers of every module.
+    """Hooks on a module's call that may look at or change what it returns.
+
+    FSDP2's do not, nor those that count what checkpointing has done, nor torch's observers of every module.
 
     Hooks are kept in attributes without a public reader.
 
@@ -539,15 +554,15 @@ def foreign_hooks(module: nn.Module, *, pre: bool) -> list[Any]:
     own = [hook for kind in kinds for hook in getattr(module, f"_{kind}_hooks").values()]
     kinds = [kind for kind in kinds if kind != "forward_pre"]
     of_all = [hook for kind in kinds for hook in getattr(hooks_of_all, f"_global_{kind}_hooks").values()]
-    foreign = [hook for hook in own if not _defined_in(hook, "torch.distributed.fsdp.")]
+    foreign = [hook for hook in own if not _defined_in(hook, "torch.distributed.fsdp.", "fsdp_sft.sac.")]
     # CommDebugMode and the counters of FLOPs and modules, which change nothing.
     return foreign + [hook for hook in of_all if not _defined_in(hook, "torch.")]
 
 
-def _defined_in(hook: Any, package: str) -> bool:
+def _defined_in(hook: Any, *packages: str) -> bool:
     while isinstance(hook, functools.partial):
         hook = hook.func
-    return str(getattr(hook, "__module__", "")).startswith(package)
+    return str(getattr(hook, "__module__", "")).startswith(packages)
 
 
 LIMIT_LOGGER = "torch._dynamo.convert_frame"
@@ -650,6 +665,36 @@ def modules_being_traced() -> list[str]:
     return [
         re.sub(r"\._modules\[['\"]([^'\"]+)['\"]\]|\[(\d+)\]", r".\1\2", name) for name, _ in stack.values()
     ]
+
+
+class KeptValue:
+    """One value that selective checkpointing keeps from the forward for the recomputation."""
+
+    def __init__(self, wrapper: Any) -> None:
+        self._wrapper = wrapper
+
+    @property
+    def value(self) -> Any:
+        return self._wrapper.val
+
+    def replace(self, value: Any) -> None:
+        """Keep another object in its place; a tensor counts as unchanged from here on."""
+        self._wrapper.val = value
+        self._wrapper.version = value._version if isinstance(value, torch.Tensor) else None
+
+
+def kept_in(mode: Any) -> list[KeptValue]:
+    """What a mode of ``create_selective_checkpoint_contexts`` keeps at present.
+
+    torch holds on to the tensors themselves, past the hooks of autograd, and has no way to say where.
+    """
+    from torch.utils._pytree import tree_leaves
+    from torch.utils.checkpoint import _VersionWrapper
+
+    entries: list[Any] = []
+    for of_operation in mode.storage.values():
+        entries += of_operation.values() if isinstance(of_operation, dict) else of_operation
+    return [KeptValue(leaf) for leaf in tree_leaves(entries) if isinstance(leaf, _VersionWrapper)]
 
 
 def changes_its_inputs(op: Any) -> bool:

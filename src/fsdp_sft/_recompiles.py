@@ -13,6 +13,7 @@ from fsdp_sft._compat import LIMIT_LOGGER, limit_that_was_hit, recompile_options
 _VARIANTS = 64
 
 _NAME = "_fsdp_sft_compiled_as"  # on a block
+AROUND_COMPILED = "_fsdp_sft_around_compiled"  # on a block: a function that puts something around the call
 
 
 def compile_block(block: nn.Module, fqn: str, **kwargs: object) -> None:
@@ -22,6 +23,8 @@ def compile_block(block: nn.Module, fqn: str, **kwargs: object) -> None:
     """
     block.compile(**{**recompile_options(_VARIANTS), **kwargs})
     block.__dict__[_NAME] = fqn
+    if AROUND_COMPILED in block.__dict__:
+        block.__dict__[AROUND_COMPILED]()
     logger = logging.getLogger(LIMIT_LOGGER)
     if not any(isinstance(handler, _LimitHandler) for handler in logger.handlers):
         logger.addHandler(_LimitHandler(logging.WARNING))

@@ -33,6 +33,7 @@ working; ``except FsdpSftError`` takes them all. Arguments of a wrong type or ou
       NonFiniteGradientError (FloatingPointError)
       NoBlocksError (ValueError)          no transformer blocks found
       NotRecomputedError (RuntimeError)   a block chosen for checkpointing runs outside of its checkpoint
+      HostMemoryError (MemoryError)       the host has no room for what would be offloaded to it
       NoPlanError (ValueError)            no plan fits
       LostRankError (RuntimeError)        another rank has died or does not answer
       RemoteRankError (RuntimeError)      another rank failed with an error that cannot be sent
@@ -159,6 +160,10 @@ class NoBlocksError(FsdpSftError, ValueError):
 
 class NotRecomputedError(FsdpSftError, RuntimeError):
     """A block that ``apply_sac`` has chosen does not run through its checkpoint in the model's forward."""
+
+
+class HostMemoryError(FsdpSftError, MemoryError):
+    """The host has no room for activations that are to wait there; nothing was taken of it."""
 
 
 class NoPlanError(FsdpSftError, ValueError):

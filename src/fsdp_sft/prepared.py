@@ -148,6 +148,7 @@ def load_prepared(
     mp_policy: MixedPrecisionPolicy | None = None,
     sac_ratio: Ratio = 0,
     sac_placement: Placement = "even",
+    sac_offload: bool = False,
     compile: bool = False,  # noqa: A002  the word that torch uses for it
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
@@ -170,6 +171,7 @@ def load_prepared(
         mp_policy: See ``shard_model``.
         sac_ratio: See ``apply_sac``.
         sac_placement: ``"even"`` or ``"prefix"``.
+        sac_offload: See ``load_pretrained``.
         compile: Whether to compile each block.
         attn_implementation: See ``build_meta_model``.
         trust_remote_code: See ``build_meta_model``.
@@ -222,6 +224,7 @@ def load_prepared(
             adapter_seed=adapter_seed,
             sac_ratio=sac_ratio,
             sac_placement=sac_placement,
+            sac_offload=sac_offload,
             compile=compile,
         )
     shard_model(

@@ -219,13 +219,15 @@ def _sharding(draw: Draw) -> dict[str, Any]:
 
 def _model(draw: Draw, folder: Path, mesh: Any, *, seed: int) -> Any:
     source = folder / "base"
-    ratio: Any = draw["sac"] if draw["sac"] != "operations" else 0
-    ratio = int(ratio) if ratio in ("0", "1") else ratio
+    chosen, _, waits = draw["sac"].partition(" ")
+    keeps, offload = chosen == "operations", waits == "offloaded"
+    ratio: Any = 0 if keeps else int(chosen) if chosen in ("0", "1") else chosen
     # One half with the lengths left open from the start, which spares half of the compiling.
     manner: dict[str, Any] = {"fullgraph": True, "dynamic": True} if draw["compile"] == "fullgraph" else {}
     config = options.adapter_config(draw)
     if draw["start"] in ("load_pretrained", "load_prepared"):
         common: dict[str, Any] = {"mesh": mesh, "sac_ratio": ratio, **_sharding(draw)}
+        common["sac_offload"] = offload and not keeps
         common["compile"] = draw["compile"] != "no"
         if config is not None:
             common |= {"peft_config": config, "adapter_seed": seed}
@@ -235,8 +237,8 @@ def _model(draw: Draw, folder: Path, mesh: Any, *, seed: int) -> Any:
             model: Any = fs.load_pretrained(source, **common)
         else:
             model = fs.load_prepared(fs.prepare_base(source, folder / "prepared", mesh=mesh), **common)
-        if draw["sac"] == "operations":
-            fs.apply_op_sac(model, save=options.kept_name(draw))
+        if keeps:
+            fs.apply_op_sac(model, save=options.kept_name(draw), offload=offload)
         return model
     if draw["start"] == "meta":
         grown = {"new_vocab_size": _grown_size()} if draw["vocabulary"] == "grown" else {}
@@ -246,9 +248,9 @@ def _model(draw: Draw, folder: Path, mesh: Any, *, seed: int) -> Any:
     if config is not None:
         model = _adapted(draw, model, config, seed)
     if ratio:
-        fs.apply_sac(model, ratio)
-    elif draw["sac"] == "operations":
-        fs.apply_op_sac(model, save=options.kept_name(draw))
+        fs.apply_sac(model, ratio, offload=offload)
+    elif keeps:
+        fs.apply_op_sac(model, save=options.kept_name(draw), offload=offload)
     if draw["compile"] != "no":
         fs.compile_blocks(model, backend="aot_eager", **manner)
     if draw["mesh"] == "torch DDP 2":

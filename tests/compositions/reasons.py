@@ -102,7 +102,7 @@ REASONS: tuple[Reason, ...] = (
         r"sharded as a group of its own",
         lambda draw: _is(
             draw,
-            sac="operations",
+            sac=("operations", "operations offloaded"),
             architecture=("float32 modules", "encoder-decoder"),
             precision="float16 with scaler",
         ),

@@ -12,6 +12,7 @@ from fsdp_sft._compat import compile_memory_budget
 from fsdp_sft.blocks import find_blocks, is_never_called
 from fsdp_sft.sac.attach import checkpoint_blocks, disable_caches, enter_mode, restore
 from fsdp_sft.sac.noise import preserves_rng_state
+from fsdp_sft.sac.offload import Offload
 from fsdp_sft.sac.ratio import Placement, Ratio, select_block_indices
 
 
@@ -23,6 +24,7 @@ def apply_sac(
     placement: Placement = "even",
     preserve_rng_state: bool | Literal["auto"] = "auto",
     early_stop: bool | None = None,
+    offload: bool = False,
 ) -> list[str]:
     """Checkpoint some of the model's blocks: their activations are recomputed in the backward.
 
@@ -43,6 +45,9 @@ def apply_sac(
             gradients.
         early_stop: Whether recomputation ends at the last tensor the backward needs; None leaves torch's
             default (yes). Turn it off where blocks communicate, as experts on several ranks do.
+        offload: Whether what the chosen blocks keep waits in host memory: it is copied out while they run and
+            back ahead of the backward, exactly, by a stream of its own. On a CPU it is there already. Blocks
+            may be compiled each by itself, and not as a whole model.
 
     Returns:
         FQNs of the checkpointed blocks, in forward order.
@@ -54,10 +59,15 @@ def apply_sac(
             own checkpointing is on, or compile's memory budget is (torch would ignore it).
         NotRecomputedError: Later, from the first training forward, if a part of a chosen block runs outside
             of its checkpoint: the model calls the parts and not the block, or the block's forward was
-            replaced since.
+            replaced since. With ``offload`` also if none of them has left anything on the host.
+        HostMemoryError: Later, from the first forward or one with longer rows, with ``offload``: the host has
+            less memory left than its ranks would take. Nothing is taken then.
 
-    Memory: Per checkpointed block its inputs stay, and one block's activations while it is recomputed.
+    Memory: Per checkpointed block its inputs stay, and one block's activations while it is recomputed. With
+    ``offload`` the inputs of at most two blocks are on the device, and all of them in pinned host memory: of
+    each block ``2 * tokens * hidden`` bytes in bfloat16, rounded up to 16 MiB, kept from step to step.
     """
+    check_offload(offload)
     if blocks is not None and ratio is None:
         chosen = named_blocks(model, blocks)
     elif ratio is not None and blocks is None:
@@ -68,7 +78,8 @@ def apply_sac(
     options = checkpoint_options(model, preserve_rng_state, early_stop)
     refuse_memory_budget("apply_sac")
     enter_mode(model, "apply_sac", replaces={"apply_sac", "apply_op_sac"})
-    checkpoint_blocks(model, chosen, functools.partial(checkpoint, **options), "apply_sac")
+    leaves = Offload(len(chosen), keeps=False) if offload and chosen else None
+    checkpoint_blocks(model, chosen, functools.partial(checkpoint, **options), "apply_sac", leaves)
     if chosen:
         disable_caches(model)
     return list(chosen)
@@ -111,6 +122,12 @@ def named_blocks(model: nn.Module, blocks: Iterable[int | str]) -> dict[str, nn.
                 f"{fqn!r} lies in {outer[0]!r}, which is recomputed as a whole; name one of them"
             )
     return {fqn: module for fqn, module in modules.items() if fqn in fqns}
+
+
+def check_offload(offload: Any) -> None:
+    """Raise ValueError unless it is True or False."""
+    if offload not in (True, False):
+        raise ValueError(f"offload must be True or False, got {offload!r}")
 
 
 def refuse_memory_budget(caller: str) -> None:

@@ -9,6 +9,7 @@ from torch import nn
 
 from fsdp_sft._compat import checkpointing_flag, checkpoints_its_forward, is_checkpointing_layer
 from fsdp_sft.blocks import CACHES_OFF, configs_of
+from fsdp_sft.sac.offload import Offload, drop_offload, offload_compiled, run_offloaded
 from fsdp_sft.sac.proof import checkpoint_seen, demand_proof, drop_check, drop_proof
 
 _STATE = "_fsdp_sft_sac"  # on a module: the instance attributes that were replaced
@@ -17,11 +18,19 @@ _ABSENT = "absent"
 
 
 def checkpoint_blocks(
-    model: nn.Module, blocks: dict[str, nn.Module], recompute: Callable[..., Any], caller: str
+    model: nn.Module,
+    blocks: dict[str, nn.Module],
+    recompute: Callable[..., Any],
+    caller: str,
+    offload: Offload | None,
 ) -> None:
     """Run the blocks' training forward through ``recompute``; the first one has to prove that it does."""
+    recompute = functools.partial(checkpoint_seen, recompute)
+    if offload is not None:
+        recompute = functools.partial(run_offloaded, offload, recompute)
+        offload_compiled(model, offload, list(blocks))
     for block in blocks.values():
-        _checkpoint_block(block, functools.partial(checkpoint_seen, recompute))
+        _checkpoint_block(block, recompute)
     demand_proof(model, blocks, caller)
 
 
@@ -48,6 +57,7 @@ def restore(model: nn.Module) -> None:
     for module in model.modules():
         drop_proof(module)
         drop_check(module)
+        drop_offload(module)
         for name, value in module.__dict__.pop(_STATE, {}).items():
             if isinstance(value, str) and value == _ABSENT:
                 module.__dict__.pop(name, None)

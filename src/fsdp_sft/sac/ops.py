@@ -19,8 +19,9 @@ from fsdp_sft._compat import (
 )
 from fsdp_sft.blocks import find_blocks
 from fsdp_sft.errors import UnsupportedModelError, abridged
-from fsdp_sft.sac.apply import checkpoint_options, named_blocks, refuse_memory_budget
+from fsdp_sft.sac.apply import check_offload, checkpoint_options, named_blocks, refuse_memory_budget
 from fsdp_sft.sac.attach import checkpoint_blocks, disable_caches, enter_mode, override
+from fsdp_sft.sac.offload import Offload, contexts_offloaded
 from fsdp_sft.sac.proof import check_before_forward
 
 SDPA = "sdpa"  # in ``save``: the fused attention kernels, which run between submodules and have no name
@@ -39,6 +40,7 @@ def apply_op_sac(
     blocks: Iterable[int | str] | None = None,
     preserve_rng_state: bool | Literal["auto"] = "auto",
     early_stop: bool | None = None,
+    offload: bool = False,
 ) -> list[str]:
     """Checkpoint blocks but keep what their named submodules compute; the rest is recomputed.
 
@@ -54,6 +56,7 @@ def apply_op_sac(
         blocks: FQNs or positions, as in ``apply_sac``; None takes all blocks.
         preserve_rng_state: See ``apply_sac``.
         early_stop: See ``apply_sac``.
+        offload: Whether inputs and kept outputs wait in host memory; see ``apply_sac``.
 
     Returns:
         FQNs of the checkpointed blocks, in forward order.
@@ -67,9 +70,12 @@ def apply_op_sac(
         UnsupportedModelError: If parts of a block are sharded as groups of their own, as modules kept in
             float32 are; from the first forward, where the model is sharded later.
         NotRecomputedError: Later, from the first training forward; see ``apply_sac``.
+        HostMemoryError: Later, with ``offload``; see ``apply_sac``.
 
-    Memory: The inputs of each block and the outputs that are kept.
+    Memory: The inputs of each block and the outputs that are kept; with ``offload`` those of at most two
+    blocks on the device, and all of them on the host.
     """
+    check_offload(offload)
     chosen = find_blocks(model) if blocks is None else named_blocks(model, blocks)
     names = (save,) if isinstance(save, str) else tuple(save)
     kept = _kept_modules(chosen, names)
@@ -85,9 +91,13 @@ def apply_op_sac(
         plain = module.__dict__.get("forward")
         override(module, forward=functools.partial(_forward_inside, module, inside, plain))
     policy = functools.partial(_policy, inside, names)
-    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    leaves = Offload(len(chosen), keeps=True) if offload else None
+    if leaves is None:
+        contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    else:
+        contexts = functools.partial(contexts_offloaded, leaves, policy)
     recompute = functools.partial(checkpoint, context_fn=contexts, **options)
-    checkpoint_blocks(model, chosen, recompute, "apply_op_sac")
+    checkpoint_blocks(model, chosen, recompute, "apply_op_sac", leaves)
     check_before_forward(model, _refuse_inner_groups, chosen)  # it may be sharded after this
     disable_caches(model)
     return list(chosen)

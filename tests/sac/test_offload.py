@@ -1,0 +1,304 @@
+"""Activations that wait in host memory: the same gradients, less of the device, and no more of the host."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import fsdp_sft as fs
+from fsdp_sft.sac import away
+from fsdp_sft.sac.offload import Offload
+from tests.harness.device import mesh_here
+from tests.harness.models import full, ragged_batches, tiny_model
+from tests.harness.ranks import RankFailedError, run_distributed
+from tests.simulated.ranks import run_simulated
+
+SLOW = 0.02
+TOKENS, HIDDEN, BLOCKS = 1024, 32, 4
+INPUT = TOKENS * HIDDEN * 4  # bytes of a block's input
+
+
+def _model(kind: str = "qwen3", **overrides: Any) -> Any:
+    shape = {"hidden_size": HIDDEN, "num_hidden_layers": BLOCKS, "intermediate_size": 48, **overrides}
+    return tiny_model(kind, **shape)
+
+
+def _batch(device: str, tokens: int = TOKENS) -> dict[str, Any]:
+    ids = torch.arange(tokens).mul(7).remainder(90).view(1, -1).to(device)
+    return {"input_ids": ids, "labels": ids, "use_cache": False}
+
+
+def _checkpoint(model: Any, form: str, *, offload: bool) -> None:
+    if form.startswith("ops"):
+        fs.apply_op_sac(model, save=["sdpa", "o_proj"], offload=offload)
+    else:
+        fs.apply_sac(model, "1/2" if "half" in form else 1, offload=offload)
+    if "compiled" in form:
+        fs.compile_blocks(model, backend="aot_eager")
+
+
+def _gradients(form: str, *, offload: bool, ragged: int) -> tuple[dict[str, torch.Tensor], int, int]:
+    """Of the last step: gradients, what its forward left on the device, and the peak, in bytes."""
+    model = _model().to("sim").train()
+    _checkpoint(model, form, offload=offload)
+    stats = torch.accelerator.memory_stats
+    for step in range(2):  # what compiles holds on to its arguments
+        model.zero_grad()
+        torch.accelerator.synchronize()
+        torch.accelerator.reset_peak_memory_stats()
+        before = stats()["requested_bytes.all.current"]
+        hidden = model.model(**_batch("sim", TOKENS - ragged * step)).last_hidden_state
+        torch.accelerator.synchronize()
+        left = stats()["requested_bytes.all.current"] - before
+        hidden.square().sum().backward()
+        torch.accelerator.synchronize()
+    peak = stats()["requested_bytes.all.peak"] - before
+    return {name: p.grad.cpu() for name, p in model.model.named_parameters()}, left, peak
+
+
+def _both(forms: list[str], ragged: int) -> list[tuple[str, bool, float, int]]:
+    """(form, equal gradients or not, blocks' inputs that are not on the device, bytes less at the peak)"""
+    found = []
+    for form in forms:
+        plain, left, peak = _gradients(form, offload=False, ragged=ragged)
+        offloaded, less_left, less_peak = _gradients(form, offload=True, ragged=ragged)
+        equal = all(torch.equal(plain[name], offloaded[name]) for name in plain)
+        moved = any(gradient.abs().sum() > 0 for gradient in plain.values())
+        found.append((form, equal and moved, (left - less_left) / INPUT, peak - less_peak))
+    return found
+
+
+def test_gradients_are_equal_and_the_device_has_less() -> None:
+    (found,) = run_simulated(_both, 1, ["whole", "half", "ops"], 3, copy_delay=SLOW)
+    assert [form for form, equal, _, _ in found if not equal] == []
+    for form, _, left, peak in found:
+        # The newest visit stays until the next begins, and is the first that the backward needs.
+        assert round(left, 1) == {"whole": BLOCKS - 1, "half": BLOCKS / 2 - 1}.get(form, round(left, 1))
+        assert peak > (BLOCKS - 3) * INPUT if form != "half" else peak >= 0
+    assert {form: left for form, _, left, _ in found}["ops"] > 2 * (BLOCKS - 1)
+
+
+def test_compiled_blocks_leave_theirs_too() -> None:
+    (found,) = run_simulated(_both, 1, ["whole compiled", "ops compiled"], 0, copy_delay=SLOW, timeout=280)
+    assert [form for form, equal, _, _ in found if not equal] == []
+    (whole, ops) = (left for _, _, left, _ in found)
+    assert round(whole, 1) == BLOCKS - 1
+    assert round(ops, 1) == 2 * (BLOCKS - 1)  # the product of o_proj is as large
+
+
+def _orders() -> dict[str, Any]:
+    model = _model().to("sim").train()
+    batches = [_batch("sim", tokens) for tokens in (TOKENS, TOKENS // 2 + 3)]
+    alone = []
+    for batch in batches:
+        model(**batch).loss.backward()
+        alone.append([p.grad.clone() for p in model.parameters()])
+        model.zero_grad()
+    fs.apply_sac(model, 1, offload=True)
+
+    def are(expected: list[torch.Tensor]) -> bool:
+        equal = all(torch.equal(p.grad, e) for p, e in zip(model.parameters(), expected, strict=True))
+        model.zero_grad()
+        return equal
+
+    found: dict[str, Any] = {}
+    one, two = (model(**batch).loss for batch in batches)
+    one.backward()
+    found["the older of two forwards"] = are(alone[0])
+    two.backward()
+    found["the newer of two forwards"] = are(alone[1])
+    loss = model(**batches[0]).loss
+    loss.backward(retain_graph=True)
+    model.zero_grad()
+    loss.backward()
+    found["twice"] = are(alone[0])
+    del one, two, loss
+    offload = _offload_of(model)
+    lane = offload.lanes[torch.device("sim", 0)]
+    had = lane.chunks
+    for step in range(4):
+        dropped = model(**batches[step % 2]).loss
+        del dropped
+        loss = model(**batches[1]).loss
+        loss.backward()
+        del loss
+        found[f"after a graph that was dropped {step}"] = are(alone[1])
+    found["chunks"] = lane.chunks == had == len(lane.free)
+    model.eval()
+    with torch.no_grad():
+        visits = offload.visits
+        model(**batches[0])
+    found["an evaluation leaves nothing"] = offload.visits == 0 and visits == BLOCKS
+    twin = copy.deepcopy(model).train()
+    twin(**batches[0]).loss.backward()
+    found["a copy has memory of its own"] = (
+        _offload_of(twin) is not offload and len(_offload_of(twin).lanes) == 1
+    )
+    found["a copy's gradients"] = all(
+        torch.equal(p.grad, e) for p, e in zip(twin.parameters(), alone[0], strict=True)
+    )
+    return found
+
+
+def _offload_of(model: Any) -> Offload:
+    found: Any = model.model.layers[0]._gradient_checkpointing_func.args[0]
+    assert isinstance(found, Offload)
+    return found
+
+
+def test_any_order_of_forwards_and_backwards() -> None:
+    (found,) = run_simulated(_orders, 1, copy_delay=0.003)
+    assert [name for name, holds in found.items() if not holds] == []
+
+
+class _ByName(nn.Module):
+    """Blocks that take their hidden states by another name than the first argument."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(HIDDEN, 4 * HIDDEN), nn.Linear(4 * HIDDEN, HIDDEN)
+
+        def forward(self, scale: float, *, hidden: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+            return hidden + scale * self.down(torch.relu(self.up(hidden))) + first
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(100, HIDDEN)
+        self.layers = nn.ModuleList(self.Block() for _ in range(BLOCKS))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        first = hidden = self.embed(ids)
+        for block in self.layers:
+            hidden = block(0.5, hidden=hidden, first=first)
+        return hidden
+
+
+def _by_name(frozen: bool) -> tuple[bool, float]:
+    torch.manual_seed(0)
+    model = _ByName().to("sim")
+    model.embed.requires_grad_(not frozen)
+    ids = torch.arange(TOKENS, device="sim").remainder(100)
+    gradients, left = [], []
+    for offload in (False, True):
+        fs.apply_sac(model, blocks=[f"layers.{i}" for i in range(BLOCKS)], offload=offload)
+        torch.accelerator.synchronize()
+        before = torch.accelerator.memory_stats()["requested_bytes.all.current"]
+        loss = model(ids).square().sum()
+        torch.accelerator.synchronize()
+        left.append(torch.accelerator.memory_stats()["requested_bytes.all.current"] - before)
+        loss.backward()
+        gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+        model.zero_grad()
+    return all(torch.equal(a, b) for a, b in zip(*gradients, strict=True)), (left[0] - left[1]) / INPUT
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_hidden_states_are_found_by_whatever_name(frozen: bool) -> None:
+    ((equal, less),) = run_simulated(_by_name, 1, frozen)
+    assert equal
+    assert less >= BLOCKS - 2
+
+
+def _refused() -> tuple[str, int, int]:
+    model = _model().to("sim").train()
+    fs.apply_sac(model, 1, offload=True)
+    away.available_host_bytes = lambda: BLOCKS * away.CHUNK_BYTES - 1
+    try:
+        model(**_batch("sim"))
+    except fs.HostMemoryError as error:
+        message = str(error)
+    (lane,) = _offload_of(model).lanes.values()
+    taken = lane.chunks
+    away.available_host_bytes = lambda: BLOCKS * away.CHUNK_BYTES
+    model(**_batch("sim")).loss.backward()
+    return message, taken, lane.chunks
+
+
+def test_a_host_without_room_is_told_before_anything_is_taken() -> None:
+    ((message, taken, then),) = run_simulated(_refused, 1)
+    assert "the activations of 4 blocks need 0.06 GiB more of host memory on each of 1 ranks" in message
+    assert (taken, then) == (0, BLOCKS)
+
+
+def _whole_compiled() -> str:
+    model = _model().to("sim").train()
+    fs.apply_sac(model, 1, offload=True)
+    compiled = torch.compile(model, backend="eager")
+    try:
+        compiled(**_batch("sim"))
+    except Exception as error:
+        return str(error)
+    return "nothing was said"
+
+
+def test_a_model_compiled_as_a_whole_is_told() -> None:
+    assert "use compile_blocks instead" in run_simulated(_whole_compiled, 1)[0]
+
+
+def _taken_off() -> list[bool]:
+    model = _model().to("sim").train()
+    fs.compile_blocks(model, backend="eager")
+    block = model.model.layers[0]
+    compiled = block._compiled_call_impl
+    fs.apply_sac(model, 1, offload=True)
+    model(**_batch("sim")).loss.backward()
+    around = block._compiled_call_impl is not compiled
+    fs.remove_sac(model)
+    hooks = len(model._forward_hooks) + len(model._forward_pre_hooks)
+    return [around, block._compiled_call_impl is compiled, hooks == 0]
+
+
+def test_remove_sac_takes_it_off() -> None:
+    assert run_simulated(_taken_off, 1) == [[True, True, True]]
+
+
+def test_on_a_cpu_nothing_moves() -> None:
+    model, plain = _model().train(), _model().train()
+    fs.apply_sac(model, 1, offload=True)
+    model = pickle.loads(pickle.dumps(model))
+    for one in (model, plain):
+        one(**_batch("cpu")).loss.backward()
+    assert all(
+        torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True)
+    )
+    assert _offload_of(model).lanes == {}
+
+
+def _loaded_with_offload_alone(folder: Any) -> None:
+    fs.load_pretrained(folder, mesh=mesh_here(), sac_offload=True)
+
+
+def test_arguments(tmp_path: Any) -> None:
+    model = _model()
+    with pytest.raises(ValueError, match="offload must be True or False, got 'yes'"):
+        fs.apply_sac(model, 1, offload="yes")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="offload must be True or False"):
+        fs.apply_op_sac(model, save="o_proj", offload=2)  # type: ignore[arg-type]
+    model.save_pretrained(tmp_path)
+    with pytest.raises(RankFailedError, match="sac_offload is for blocks that are recomputed, and sac_ratio"):
+        run_distributed(_loaded_with_offload_alone, 1, tmp_path)
+
+
+def _sharded() -> bool:
+    steps = []
+    for offload in (False, True):
+        model = _model(dtype=torch.bfloat16)
+        fs.apply_sac(model, "1/2", offload=offload)
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        fs.shard_model(model, mesh=mesh_here(), mp_policy=policy)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        batches = ragged_batches(4)[dist.get_rank() :: 2]
+        results = [fs.train_step(model, batches, optimizer) for _ in range(2)]
+        assert fs.evaluate(model, batches).loss < results[0].loss
+        steps.append([full(p) for p in model.parameters()])
+    return all(torch.equal(a, b) for a, b in zip(*steps, strict=True))
+
+
+def test_sharded_in_bfloat16() -> None:
+    assert run_simulated(_sharded, 2, copy_delay=SLOW) == [True] * 2
