@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from fsdp_sft.errors import UnsupportedModelError
 from fsdp_sft.planner.devices import Gpu
 from fsdp_sft.planner.fused import fused_footprint
 from fsdp_sft.planner.kernels import Kernels, chunked_loss
@@ -129,6 +130,11 @@ def _trace(identity: _Identity, question: _Question) -> Trace:
     try:
         return _Run(skeleton, question).result()
     except (RuntimeError, NotImplementedError, AttributeError, TypeError) as error:
+        if question.cp > 1:
+            raise UnsupportedModelError(
+                f"model type {skeleton.family!r} cannot run on parts of a row ({type(error).__name__}: "
+                f"{str(error)[:200]}); plan it with cp=1"
+            ) from error
         raise ValueError(
             f"the memory of model type {skeleton.family!r} cannot be traced: its forward needs values "
             f"({type(error).__name__}: {str(error)[:200]}); measure a step of it instead"
