@@ -106,8 +106,8 @@ def longest_rows(
             found.append(_row(known, replace(setup, seq_length=length), options, budget))
     if not found:
         raise NoPlanError(
-            f"not even {multiple_of} tokens fit on {num_gpus} GPUs of {gpu_memory_bytes / (1 << 30):.1f} GiB, "
-            f"of which {USABLE:.0%} is usable; smallest_num_gpus says how many it takes"
+            f"not even {multiple_of} tokens fit on {num_gpus} GPUs of {gpu_memory_bytes / (1 << 30):.1f} "
+            f"GiB, of which {USABLE:.0%} is usable; smallest_num_gpus says how many it takes"
         )
     return found
 

@@ -163,7 +163,7 @@ def smallest_num_gpus(
 
 
 def group_sizes(config: Any, setup: Setup, options: dict[str, Any]) -> list[int]:
-    """How many ranks could share a row, ascending: the size that is asked for, or else all that are possible."""
+    """How many ranks could share a row, ascending: as many as are asked for, or else all that can."""
     if "cp" in options:
         return [setup.cp]
     divisors = _divisors(config, setup)
@@ -261,9 +261,7 @@ def _worth_sharing(config: Any, setup: Setup, options: dict[str, Any], faster_th
     return seconds < faster_than and _can_share(config, setup)
 
 
-def _fitting(
-    config: Any, setup: Setup, options: dict[str, Any], budget: int, why: str
-) -> Iterator[RunPlan]:
+def _fitting(config: Any, setup: Setup, options: dict[str, Any], budget: int, why: str) -> Iterator[RunPlan]:
     """For each placement and resharding, the plan with the smallest ratio that fits."""
     reshard = (setup.reshard_after_forward,) if "reshard_after_forward" in options else (True, False)
     for keeps in reshard:

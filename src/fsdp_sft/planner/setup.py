@@ -131,8 +131,8 @@ def _logits_dtype(
     wide = torch.promote_types(param_dtype, torch.float32)
     if loss_impl == "logits" and given not in (None, wide):
         raise ValueError(
-            f"with cp={cp} logits are computed with in {wide}, got logits_dtype={given}: a plain loop over the "
-            "model's own logits does not know of rows that ranks share; leave it at None"
+            f"with cp={cp} the loss of logits is computed in {wide}, got logits_dtype={given}: a plain loop "
+            "does not know of rows that ranks share; leave it at None"
         )
     return wide
 

@@ -1,4 +1,4 @@
-"""One rank's part of a row on the meta device: the library's own context parallelism, with nobody to talk to."""
+"""One rank's part of a row on the meta device: the library's own context parallelism, with no other ranks."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

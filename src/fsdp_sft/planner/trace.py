@@ -385,12 +385,12 @@ class _Run:
             block_input=run.input,
             block_output=run.output,
         )
-        return Footprint(
-            output=self.ledger.sizes[run.output], exchanged=self._exchanged(run), **fused
-        )
+        return Footprint(output=self.ledger.sizes[run.output], exchanged=self._exchanged(run), **fused)
 
     def _exchanged(self, run: _BlockRun) -> int:
         if self.question.cp == 1:
             return 0
         forward = self.ledger.events[run.events["before"] : run.events["after"]]
-        return exchanged_bytes(forward, self.ledger.sizes, who=f"{type(run.block).__name__} of {self.skeleton.family}")
+        return exchanged_bytes(
+            forward, self.ledger.sizes, who=f"{type(run.block).__name__} of {self.skeleton.family}"
+        )
