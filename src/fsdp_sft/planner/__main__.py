@@ -142,7 +142,10 @@ def _report_longest(args: argparse.Namespace, gpu: str, memory: int) -> int:
     print(bars(best.estimate, memory_bytes=memory))
     if args.png:
         lengths = lengths_to_draw(rows)
-        curves = [(row, peaks_by_length(config, row, lengths, num_gpus=args.gpus, **options)) for row in rows]
+        curves = []
+        for row in rows:
+            near = [length for length in lengths if length <= 2 * row.seq_length]
+            curves.append((row, peaks_by_length(config, row, near, num_gpus=args.gpus, **options)))
         print(f"Picture: {draw_lengths(args.png, lengths, curves, memory_bytes=memory)}")
     return 0
 
