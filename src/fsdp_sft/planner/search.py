@@ -119,7 +119,12 @@ def plan_run(
         why = _why_shared(sizes[: sizes.index(cp)], dealt, plans) if "cp" not in estimate_options else ""
         shared = replace(first, cp=cp)
         best = min((plan.time.total for plan in plans), default=math.inf)
-        plans += _plans_of_groups(config, shared, estimate_options, global_batch_size, budget, why, best)
+        try:
+            plans += _plans_of_groups(config, shared, estimate_options, global_batch_size, budget, why, best)
+        except UnsupportedModelError:
+            if cp == 1 or "cp" in estimate_options:
+                raise
+            break  # no ranks can share rows of this model
     if not plans:
         raise NoPlanError(
             _what_would_fit(config, first, estimate_options, gpu_memory_bytes, global_batch_size)
@@ -258,7 +263,7 @@ def _worth_sharing(config: Any, setup: Setup, options: dict[str, Any], faster_th
         return False  # smaller groups have the same tokens for less memory, and exchange less
     fastest = replace(setup, sac_ratio=Fraction(0), sac_blocks=None, reshard_after_forward=False)
     seconds = step_time(config, build_skeleton(config, setup), fastest, exchanging=False).total
-    return seconds < faster_than and _can_share(config, setup)
+    return seconds < faster_than
 
 
 def _fitting(config: Any, setup: Setup, options: dict[str, Any], budget: int, why: str) -> Iterator[RunPlan]:
