@@ -1,5 +1,6 @@
 """The memory planner against published runs, against what real models save on a CPU, and in itself."""
 
+import doctest
 import math
 import random
 import time
@@ -27,6 +28,7 @@ from fsdp_sft import (
 )
 from fsdp_sft.context_parallel import SequenceGroup, part_of_rows, share_attention
 from fsdp_sft.loss.part import part_of
+from fsdp_sft.planner import estimate, longest
 from fsdp_sft.planner.__main__ import main
 
 GIB = 1 << 30
@@ -95,6 +97,13 @@ def test_placement_as_torchs_tracker_sees_it(blocks: Any, measured: float) -> No
         gpu="cpu",
     )
     assert abs(found.peak_bytes / GIB / measured - 1) <= 0.005
+
+
+@pytest.mark.parametrize("module", [estimate, longest])
+def test_the_examples_of_docstrings_run(module: Any) -> None:
+    done = doctest.testmod(module)
+    assert done.attempted > 3
+    assert not done.failed
 
 
 # --- what real models save --------------------------------------------------------------------------------

@@ -144,8 +144,8 @@ def estimate_memory(
         ... )
         >>> run = {"num_gpus": 8, "micro_batch_size": 1, "seq_length": 65536, "attention_mask": False}
         >>> alone, shared = (estimate_memory(config, **run, cp=cp).activation_bytes for cp in (1, 8))
-        >>> 7 < alone / shared < 8
-        True
+        >>> alone / shared
+        8.0
     """
     setup = make_setup(
         num_gpus=num_gpus,
