@@ -98,7 +98,7 @@ def _peak(config: Any, options: dict[str, Any]) -> tuple[int, list[int]]:
 
 def _compare(seed: int, draw: Callable[[int], tuple[Any, dict[str, Any]]]) -> tuple[float, str]:
     config, options = draw(seed)
-    found = run_simulated(_peak, options["num_gpus"], config, options, devices=4, timeout=300)
+    found = run_simulated(_peak, options["num_gpus"], config, options, devices=4, timeout=600)
     assert [touched for _, touched in found] == [[index] for index in range(len(found))]
     setup = check_options(gpu="cpu", logits_dtype=torch.float32, **options)
     # The CPU's kernels, and what only accelerators have: products of 16-bit matrices into float32.
@@ -117,7 +117,7 @@ def test_the_estimate_is_what_a_device_has_in_use(draw: Any, seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("draw", [random_case, shared_case], ids=["alone", "cp"])
 def test_twenty_random_configurations(draw: Any) -> None:
     compared = [_compare(seed, draw) for seed in range(CASES)]
