@@ -133,6 +133,7 @@ def best_plan(config: Qwen2Config, attention: str, device: dict, args: argparse.
         compile=True,
         attention_mask=attention == "sdpa" and args.rows == "chats",
         optimizer="adamw_fused",
+        cp=1,
     )
     names = ("micro_batch_size", "grad_accum_steps", "sac_placement", "reshard_after_forward", "peak_bytes")
     return {"sac_ratio": str(plans[0].sac_ratio), **{name: getattr(plans[0], name) for name in names}}

@@ -104,9 +104,11 @@ if TYPE_CHECKING:
     from fsdp_sft.packing import pack_lengths as pack_lengths
     from fsdp_sft.packing import row_sizes as row_sizes
     from fsdp_sft.packing import verify_packing as verify_packing
+    from fsdp_sft.planner import LongestRow as LongestRow
     from fsdp_sft.planner import MemoryEstimate as MemoryEstimate
     from fsdp_sft.planner import RunPlan as RunPlan
     from fsdp_sft.planner import estimate_memory as estimate_memory
+    from fsdp_sft.planner import longest_rows as longest_rows
     from fsdp_sft.planner import plan_run as plan_run
     from fsdp_sft.planner import smallest_num_gpus as smallest_num_gpus
     from fsdp_sft.preemption import REQUEUE_EXIT_CODE as REQUEUE_EXIT_CODE
@@ -185,6 +187,7 @@ _OWNERS = {
     "IGNORE_INDEX": "collate",
     "LoadReport": "weights",
     "LoadedCheckpoint": "dcp_io",
+    "LongestRow": "planner",
     "MemoryEstimate": "planner",
     "MetricLogger": "metrics",
     "MetricSink": "metrics",
@@ -243,6 +246,7 @@ _OWNERS = {
     "load_pretrained": "pretrained",
     "prepare_base": "prepared",
     "load_weights": "weights",
+    "longest_rows": "planner",
     "loss_sum": "loss",
     "memory_stats": "metrics",
     "model_flops_per_token": "metrics",

@@ -1,19 +1,34 @@
 """The memory planner against published runs, against what real models save on a CPU, and in itself."""
 
+import doctest
 import math
 import random
 import time
+from collections.abc import Iterator
+from contextlib import nullcontext
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers as tf
 from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp_sft as fs
-from fsdp_sft import NoPlanError, estimate_memory, plan_run, smallest_num_gpus
+from fsdp_sft import (
+    NoPlanError,
+    UnsupportedModelError,
+    estimate_memory,
+    longest_rows,
+    plan_run,
+    smallest_num_gpus,
+)
+from fsdp_sft.context_parallel import SequenceGroup, part_of_rows, share_attention
+from fsdp_sft.loss.part import part_of
+from fsdp_sft.planner import estimate, longest
 from fsdp_sft.planner.__main__ import main
 
 GIB = 1 << 30
@@ -84,6 +99,13 @@ def test_placement_as_torchs_tracker_sees_it(blocks: Any, measured: float) -> No
     assert abs(found.peak_bytes / GIB / measured - 1) <= 0.005
 
 
+@pytest.mark.parametrize("module", [estimate, longest])
+def test_the_examples_of_docstrings_run(module: Any) -> None:
+    done = doctest.testmod(module)
+    assert done.attempted > 3
+    assert not done.failed
+
+
 # --- what real models save --------------------------------------------------------------------------------
 
 
@@ -112,7 +134,9 @@ def _architectures() -> dict[str, Any]:
     }
 
 
-def _saved_bytes(config: Any, *, padded: bool, ratio: Any = 0, backend: str | None = None) -> int:
+def _saved_bytes(
+    config: Any, *, padded: bool, ratio: Any = 0, backend: str | None = None, cp: int = 1
+) -> int:
     """Storages that a real model's blocks save in a forward on the CPU, each once, without parameters."""
     torch.manual_seed(0)
     model = tf.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
@@ -150,10 +174,32 @@ def _saved_bytes(config: Any, *, padded: bool, ratio: Any = 0, backend: str | No
     ids = torch.randint(3, 512, (2, 256))
     mask = torch.ones_like(ids)
     mask[0, -3:] = 0
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = model(input_ids=ids, attention_mask=mask if padded else None, use_cache=False)
+    inputs: Any = {"input_ids": ids, "attention_mask": mask if padded else None, "labels": ids}
+    forward: Any = nullcontext()
+    if cp > 1:
+        share_attention(model)
+        inputs = part_of(
+            {name: value for name, value in inputs.items() if value is not None}, _fake_group(cp)
+        )
+        forward = part_of_rows(inputs.whole)
+    inputs = {name: value for name, value in inputs.items() if "labels" not in name}
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), forward:
+        output = model(**inputs, use_cache=False)
     assert output.logits.requires_grad
     return sum(size for size, _ in saved.values())
+
+
+def _fake_group(cp: int) -> SequenceGroup:
+    """Ranks of which this process is the first, and whose exchanges bring nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=cp)
+    return SequenceGroup(dist.group.WORLD.group_name, cp, 0, 0)
+
+
+@pytest.fixture
+def no_group_left() -> Iterator[None]:
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 FAMILIES = sorted(_architectures())
@@ -179,6 +225,34 @@ def test_activations_of_compiled_blocks_are_what_the_partitioner_keeps(family: s
     measured = _saved_bytes(config, padded=True, backend="aot_eager_decomp_partition")
     said = estimate_memory(
         config, num_gpus=1, micro_batch_size=2, seq_length=256, gpu="cpu", compile=True
+    ).activation_bytes
+    print(f"{family}: measured {measured}, estimated {said}, {said / measured - 1:+.2%}")
+    assert abs(said / measured - 1) <= 0.03
+
+
+@pytest.mark.parametrize("padded", [True, False], ids=["padded", "no-mask"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "mixtral"])
+def test_activations_of_a_part_are_what_a_real_model_saves(
+    family: str, padded: bool, no_group_left: None
+) -> None:
+    config = _architectures()[family]
+    measured = _saved_bytes(config, padded=padded, cp=4)
+    said = estimate_memory(
+        config, num_gpus=4, micro_batch_size=2, seq_length=256, attention_mask=padded, gpu="cpu", cp=4
+    ).activation_bytes
+    print(f"{family}: measured {measured}, estimated {said}, {said / measured - 1:+.2%}")
+    assert abs(said / measured - 1) <= 0.03
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi"])
+def test_activations_of_compiled_parts_are_what_the_partitioner_keeps(
+    family: str, no_group_left: None
+) -> None:
+    torch._dynamo.reset()
+    config = _architectures()[family]
+    measured = _saved_bytes(config, padded=True, backend="aot_eager_decomp_partition", cp=4)
+    said = estimate_memory(
+        config, num_gpus=4, micro_batch_size=2, seq_length=256, gpu="cpu", compile=True, cp=4
     ).activation_bytes
     print(f"{family}: measured {measured}, estimated {said}, {said / measured - 1:+.2%}")
     assert abs(said / measured - 1) <= 0.03
@@ -293,6 +367,14 @@ def test_a_model_that_cannot_be_followed_is_refused() -> None:
         ({"trainable": "no_such_name"}, "matches no parameter"),
         ({"lora_rank": 4, "lora_targets": ["no_such_layer"]}, "names no linear layer"),
         ({"chunk_size": 0}, "chunk_size must be an integer of at least 1"),
+        ({"cp": 0}, "cp must be an integer of at least 1"),
+        ({"num_gpus": 6, "cp": 4}, r"dp_replicate x cp must divide num_gpus, got 1 x 4 of 6"),
+        ({"num_gpus": 4, "dp_replicate": 2, "cp": 4}, "dp_replicate x cp must divide"),
+        (
+            {"num_gpus": 3, "cp": 3},
+            r"Qwen2ForCausalLM has 4 query heads, which cp=3 does not divide.*\[2, 4\]",
+        ),
+        ({"cp": 2, "loss_impl": "logits", "logits_dtype": torch.bfloat16}, "computed in torch.float32"),
     ],
 )
 def test_bad_arguments_are_refused(options: dict[str, Any], message: str) -> None:
@@ -370,6 +452,162 @@ def test_more_memory_never_gives_a_slower_plan(seed: int) -> None:
             assert not seconds, f"a plan fits into less, but none into {memory} GiB"
     assert seconds
     assert seconds == sorted(seconds, reverse=True)
+
+
+# --- rows that ranks share --------------------------------------------------------------------------------
+
+
+LONG = {"num_gpus": 16, "micro_batch_size": 1, "seq_length": 32768, "attention_mask": False}
+
+
+def test_parameters_are_sharded_over_ranks_that_share_rows() -> None:
+    alone, shared = (estimate_memory(QWEN_14B, **LONG, cp=cp).breakdown for cp in (1, 8))
+    for part in ("parameters (shards)", "optimizer states"):
+        assert alone[part] == shared[part]
+    replicas = estimate_memory(QWEN_14B, **LONG, cp=4, dp_replicate=2).breakdown
+    assert replicas["parameters (shards)"] == 2 * shared["parameters (shards)"]
+
+
+@pytest.mark.parametrize("options", [{}, {"sac_ratio": 1}, {"compile": True}, {"loss_impl": "logits"}])
+def test_more_ranks_to_a_row_never_need_more(options: dict[str, Any]) -> None:
+    found = [estimate_memory(QWEN_14B, **LONG, cp=cp, **options) for cp in (1, 2, 4, 8)]
+    peaks = [estimate.peak_bytes for estimate in found]
+    assert peaks == sorted(peaks, reverse=True)
+    # What is exchanged is kept by nobody: a rank keeps its part of what one process would, or a little more.
+    kept = [
+        cp * estimate.activation_bytes / found[0].activation_bytes
+        for cp, estimate in zip((1, 2, 4, 8), found, strict=True)
+    ]
+    assert max(kept) <= 1.01
+    assert min(kept) > 0.95
+
+
+def test_rows_that_ranks_do_not_divide_are_filled_up() -> None:
+    options = {**LONG, "cp": 8, "attention_mask": True}
+    uneven, filled = (estimate_memory(QWEN_14B, **{**options, "seq_length": n}) for n in (4089, 4096))
+    assert uneven.peak_bytes == filled.peak_bytes
+
+
+def test_key_heads_that_ranks_do_not_divide_are_repeated() -> None:
+    few, many = (qwen(5120, 13824, 4, 40, keys) for keys in (1, 8))
+    more = [
+        estimate_memory(config, **LONG, cp=8).activation_bytes
+        - estimate_memory(config, **LONG, cp=1).activation_bytes / 8
+        for config in (few, many)
+    ]
+    assert more[0] > more[1]
+
+
+def test_the_mask_is_that_of_the_whole_row() -> None:
+    length = 65536
+    padded, plain = (
+        estimate_memory(
+            QWEN_14B, **{**LONG, "attention_mask": mask, "seq_length": length}, sac_ratio=1, cp=8
+        ).peak_bytes
+        for mask in (True, False)
+    )
+    assert padded - plain > 0.9 * 3 * length**2  # of bools, and what the kernel makes of them in bfloat16
+
+
+def test_a_model_whose_ranks_cannot_share_rows_is_refused() -> None:
+    config = tf.BloomConfig(hidden_size=64, n_layer=2, n_head=4, vocab_size=256)
+    with pytest.raises(UnsupportedModelError, match="run another attention than eager"):
+        estimate_memory(config, **SMALL, cp=2)
+    mixed = tf.BambaConfig(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=256,
+        attn_layer_indices=[1],
+        mamba_n_heads=4,
+        mamba_d_head=32,
+    )
+    with pytest.raises(UnsupportedModelError, match="cp=1"):
+        estimate_memory(mixed, **SMALL, cp=2)
+    plans = plan_run(config, num_gpus=2, gpu_memory_bytes=GIB, seq_length=64, global_batch_size=2)
+    assert {plan.cp for plan in plans} == {1}
+    assert [row.cp for row in longest_rows(config, num_gpus=2, gpu_memory_bytes=GIB)] == [1]
+
+
+def test_the_model_attends_as_before_after_a_trace_of_a_part() -> None:
+    before = estimate_memory(TINY, **SMALL)
+    estimate_memory(TINY, **SMALL, cp=2)
+    assert estimate_memory(TINY, **SMALL) == before
+
+
+def test_a_row_that_does_not_fit_alone_is_shared() -> None:
+    options = {"num_gpus": 8, "gpu_memory_bytes": 80 * 10**9, "seq_length": 131072, "attention_mask": False}
+    plans = plan_run(QWEN_14B, **options, global_batch_size=8)
+    assert {plan.cp for plan in plans} == {4, 8}
+    assert all(plan.micro_batch_size * plan.grad_accum_steps == plan.cp for plan in plans)
+    first = next(plan for plan in plans if plan.cp == 4)
+    assert any("4 GPUs share each row, since nothing fits with fewer" in text for text in first.reasons)
+    few = plan_run(QWEN_14B, **options, global_batch_size=1)
+    assert {plan.cp for plan in few} == {8}
+    assert any("too few sequences" in text for text in few[0].reasons)
+    asked = plan_run(QWEN_14B, **options, global_batch_size=8, cp=8)
+    assert {plan.cp for plan in asked} == {8}
+    assert asked[0].time.exchange > 0
+    with pytest.raises(ValueError, match=r"no multiple of 2 groups of 4 GPUs.*4 would be"):
+        plan_run(QWEN_14B, **options, global_batch_size=3, cp=4)
+    with pytest.raises(NoPlanError, match="8 GPUs to a row"):
+        plan_run(QWEN_14B, **{**options, "seq_length": 1 << 20}, global_batch_size=8)
+
+
+def test_rows_are_not_shared_where_that_saves_nothing() -> None:
+    options = {"num_gpus": 8, "seq_length": 4096, "global_batch_size": 64}
+    plans = plan_run(QWEN_14B, gpu_memory_bytes=192 * 10**9, **options)
+    assert plans[0].sac_ratio == 0
+    assert {plan.cp for plan in plans} == {1}
+
+
+def test_exchanges_between_nodes_are_slower() -> None:
+    def seconds(cp: int) -> float:
+        options = {
+            "num_gpus": 64,
+            "gpu_memory_bytes": 1000 * GIB,
+            "seq_length": 32768,
+            "global_batch_size": 64,
+        }
+        return plan_run(QWEN_72B, **options, cp=cp, micro_batch_size=cp)[0].time.exchange
+
+    assert seconds(16) > 4 * seconds(8) > 4 * seconds(2) > 0
+
+
+def test_the_longest_row_fits_and_the_next_does_not() -> None:
+    options = {"num_gpus": 8, "attention_mask": False}
+    rows = longest_rows(QWEN_14B, gpu_memory_bytes=80 * 10**9, **options)
+    assert [row.cp for row in rows] == [1, 2, 4, 8]
+    for row in rows:
+        more = {**options, "micro_batch_size": 1, "cp": row.cp, "sac_ratio": row.sac_ratio}
+        this, following = (
+            estimate_memory(
+                QWEN_14B, **more, seq_length=row.seq_length + step, sac_placement=row.sac_placement
+            )
+            for step in (0, 1024)
+        )
+        assert this.peak_bytes == row.peak_bytes <= 0.9 * 80 * 10**9 < following.peak_bytes
+        assert row.largest_part in this.breakdown
+    assert rows[-1].seq_length > 7.9 * rows[0].seq_length
+
+
+def test_the_longest_row_under_a_mask_is_found_too() -> None:
+    (row,) = longest_rows(QWEN_14B, num_gpus=8, gpu_memory_bytes=80 * 10**9, cp=8, multiple_of=4096)
+    options = {"num_gpus": 8, "micro_batch_size": 1, "cp": 8, "sac_ratio": row.sac_ratio}
+    longer = estimate_memory(QWEN_14B, **options, seq_length=row.seq_length + 4096)
+    assert row.seq_length % 4096 == 0
+    assert row.peak_bytes <= 0.9 * 80 * 10**9 < longer.peak_bytes
+
+
+def test_longest_rows_refuse_what_cannot_be() -> None:
+    with pytest.raises(NoPlanError, match="not even 1024 tokens fit on 8 GPUs"):
+        longest_rows(QWEN_72B, num_gpus=8, gpu_memory_bytes=80 * 10**9)
+    with pytest.raises(TypeError, match="finds seq_length"):
+        longest_rows(TINY, num_gpus=2, gpu_memory_bytes=GIB, seq_length=3)
+    with pytest.raises(ValueError, match="multiple_of must be"):
+        longest_rows(TINY, num_gpus=2, gpu_memory_bytes=GIB, multiple_of=0)
 
 
 # --- plans ------------------------------------------------------------------------------------------------
@@ -483,6 +721,28 @@ def test_plans_refuse_what_cannot_be() -> None:
 def folder(tmp_path: Path) -> Path:
     qwen(256, 512, 6, 4, 2, vocab_size=4096).save_pretrained(tmp_path / "model")
     return tmp_path / "model"
+
+
+def test_the_command_line_finds_the_longest_row(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--model", str(folder), "--gpus", "4", "--gpu", "h100-1gib", "--no-padding"]
+    assert main([*given, "--longest"]) == 0
+    text = capsys.readouterr().out
+    lines = [line.split() for line in text.splitlines()]
+    lengths = {line[0]: int(line[1]) for line in lines if len(line) > 6 and line[0] in ("1", "2", "4")}
+    assert set(lengths) == {"1", "2", "4"}
+    assert lengths["4"] > 3.5 * lengths["1"]
+    assert "the config gives the model 32768 positions" in text
+    assert "█" in text
+    assert main(given) == 2
+    assert "--seq and --global-batch are needed, or --longest" in capsys.readouterr().err
+    image = pytest.importorskip("matplotlib.image")
+    target = tmp_path / "rows.png"
+    assert main([*given, "--longest", "--png", str(target)]) == 0
+    pixels = image.imread(target)
+    assert pixels.shape[1] > 1000
+    assert pixels[..., :3].min() < 0.2 < 0.9 < pixels[..., :3].max()
 
 
 def _arguments(folder: Path, *more: str) -> list[str]:

@@ -126,6 +126,13 @@ MISTAKES: list[Mistake] = [
         ("tests/planner/test_tracker.py",),
     ),
     Mistake(
+        "filler of rows that ranks share left out of the plan",
+        "planner/sharing.py",
+        "each = -(-seq_length // ranks)",
+        "each = seq_length // ranks",
+        ("tests/planner/test_planner.py::test_rows_that_ranks_do_not_divide_are_filled_up",),
+    ),
+    Mistake(
         "positions of a part of a row begin at 0",
         "loss/part.py",
         'fields["position_ids"] = whole.position_ids[:, own]',

@@ -1,13 +1,20 @@
 """Long rows over several ranks, exactly: each has a part of the tokens, and attention sees all of them."""
 
 from fsdp_sft.context_parallel.group import SequenceGroup, WholeRows, part_of_rows, sequence_group_in
-from fsdp_sft.context_parallel.use import sequence_group_of, use_context_parallel
+from fsdp_sft.context_parallel.use import (
+    check_shareable,
+    sequence_group_of,
+    share_attention,
+    use_context_parallel,
+)
 
 __all__ = [
     "SequenceGroup",
     "WholeRows",
+    "check_shareable",
     "part_of_rows",
     "sequence_group_in",
     "sequence_group_of",
+    "share_attention",
     "use_context_parallel",
 ]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from fsdp_sft._compat import exchange_rows
 from fsdp_sft._meshes import CP, cp_rank, cp_size, data_parallel_place
 
 if TYPE_CHECKING:
@@ -31,6 +32,13 @@ class SequenceGroup:
     size: int
     rank: int
     share: int
+
+    def exchange(self, rows: torch.Tensor) -> torch.Tensor:
+        """Row i of the result is from rank i, which gets row i of ``rows``; differentiable.
+
+        Collective: all ranks of the group.
+        """
+        return exchange_rows(rows, self.name)
 
 
 def sequence_group_in(mesh: "DeviceMesh | None") -> SequenceGroup | None:

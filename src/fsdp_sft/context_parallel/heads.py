@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 import torch
 
-from fsdp_sft._compat import exchange_rows
 from fsdp_sft.context_parallel.group import SequenceGroup
 
 
@@ -61,7 +60,7 @@ def to_heads(tensors: Sequence[torch.Tensor], group: SequenceGroup) -> list[torc
     # (n, B, heads / n, S / n, D): what goes to each rank
     sent = [tensor.unflatten(1, (ranks, -1)).movedim(1, 0) for tensor in tensors]
     flat = torch.cat([part.flatten(1) for part in sent], 1)
-    received = exchange_rows(flat.contiguous(), group.name).split([part[0].numel() for part in sent], 1)
+    received = group.exchange(flat.contiguous()).split([part[0].numel() for part in sent], 1)
     whole = []
     for got, part in zip(received, sent, strict=True):
         # from each rank its tokens: (n, B, heads / n, S / n, D) to (B, heads / n, n, S / n, D)
@@ -75,5 +74,5 @@ def to_tokens(out: torch.Tensor, group: SequenceGroup) -> torch.Tensor:
     Collective: all ranks of the group.
     """
     sent = out.unflatten(1, (group.size, -1)).movedim(1, 0)  # (n, B, S / n, heads / n, D)
-    received = exchange_rows(sent.flatten(1).contiguous(), group.name).reshape(sent.shape)
+    received = group.exchange(sent.flatten(1).contiguous()).reshape(sent.shape)
     return received.movedim(0, 2).flatten(2, 3)

@@ -69,33 +69,55 @@ def use_context_parallel(model: nn.Module, *, mesh: "DeviceMesh") -> None:
             "same mesh to shard_model or load_pretrained, before"
         )
     before = attention_of(inner)
-    within = before.removeprefix(PREFIX)
+    check_shareable(inner, group.size)
+    try:
+        with agreed("comparing a model under context parallelism with itself"):
+            share_attention(inner)
+            verify(model, group)
+    except BaseException:
+        if attention_of(inner) != before:
+            set_attention: Any = inner.set_attn_implementation
+            set_attention(before)
+        raise
+    _groups[inner] = group
+
+
+def check_shareable(model: nn.Module, ranks: int) -> None:
+    """Refuse a model whose attention or heads do not let so many ranks share a row.
+
+    Raises:
+        ValueError: If the ranks do not divide the query heads.
+        UnsupportedModelError: If the model runs another attention than those that may run within.
+    """
+    name = original_class(model).__name__
+    within = attention_of(model).removeprefix(PREFIX)
     if within not in _WITHIN:
         raise UnsupportedModelError(
             f"{name} runs {within} attention; context parallelism runs around {', '.join(_WITHIN)}. Set one "
             "by model.set_attn_implementation, or call use_varlen_attention, which runs torch's flash kernel"
         )
-    heads = _query_heads(inner)
-    if heads is not None and heads % group.size:
-        raise ValueError(not_divisible(f"{name} has", heads, group.size))
+    heads = _query_heads(model)
+    if heads is not None and heads % ranks:
+        raise ValueError(not_divisible(f"{name} has", heads, ranks))
+
+
+def share_attention(model: Any) -> None:
+    """Put attention over parts of a row around the one that a model has.
+
+    Raises:
+        UnsupportedModelError: If transformers does not let it run another, or it rotates by the length of the
+            row within a block.
+    """
     from fsdp_sft.context_parallel.attention import register
 
-    set_attention: Any = inner.set_attn_implementation
-    try:
-        with agreed("comparing a model under context parallelism with itself"):
-            wanted = register(within)
-            set_attention(wanted)
-            show_whole_positions(inner)
-            if attention_of(inner) != wanted:
-                raise UnsupportedModelError(
-                    f"transformers does not let {name} run another attention than {before}"
-                )
-            verify(model, group)
-    except BaseException:
-        if attention_of(inner) != before:
-            set_attention(before)
-        raise
-    _groups[inner] = group
+    before = attention_of(model)
+    wanted = register(before.removeprefix(PREFIX))
+    model.set_attn_implementation(wanted)
+    show_whole_positions(model)
+    if attention_of(model) != wanted:
+        raise UnsupportedModelError(
+            f"transformers does not let {original_class(model).__name__} run another attention than {before}"
+        )
 
 
 def sequence_group_of(model: nn.Module, over: "DeviceMesh | None" = None) -> SequenceGroup | None:

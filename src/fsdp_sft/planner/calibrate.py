@@ -70,11 +70,12 @@ def calibrate(config: Any, setup: Setup, *, blocks: int = 2) -> Calibration:
     device = resolve_device(None)
     on_gpu = device.type != "cpu"
     short = _shortened(config, blocks)
-    seq_length = setup.seq_length if on_gpu else min(setup.seq_length, _CPU_TOKENS)
+    seq_length = setup.tokens_per_rank if on_gpu else min(setup.tokens_per_rank, _CPU_TOKENS)
     here = replace(
         setup,
         num_gpus=1,
         dp_replicate=1,
+        cp=1,
         micro_batch_size=1,
         seq_length=seq_length,
         compile=False,

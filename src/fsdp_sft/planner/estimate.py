@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fsdp_sft.context_parallel import check_shareable
 from fsdp_sft.planner.model import CHECKED_FAMILIES, Skeleton, as_config, build_skeleton
 from fsdp_sft.planner.replay import replay
 from fsdp_sft.planner.setup import GradSync, LossImpl, Optimizer, Setup, make_setup
@@ -72,6 +73,7 @@ def estimate_memory(
     gpu: str = "h100",
     grad_accum_steps: int = 1,
     dp_replicate: int = 1,
+    cp: int = 1,
     sac_blocks: Iterable[int] | None = None,
     optimizer: Optimizer = "adamw",
     grad_sync: GradSync = "each",
@@ -106,6 +108,8 @@ def estimate_memory(
         gpu: ``"a100"``, ``"h100"``, ``"h200"``, ``"gb200"`` or ``"cpu"``: whose attention kernels.
         grad_accum_steps: Micro-batches per optimizer step.
         dp_replicate: Replicas of the sharded model (HSDP); divides ``num_gpus``.
+        cp: Ranks that share the tokens of each row (``use_context_parallel``); ``dp_replicate * cp`` divides
+            ``num_gpus``, and ``cp`` the query heads. Parameters are sharded over them as well.
         sac_blocks: Indices of the checkpointed blocks, in place of ratio and placement.
         optimizer: ``"adamw"`` (as torch runs it by default: ``foreach`` on a GPU, a loop on a CPU),
             ``"adamw_foreach"``, ``"adamw_fused"``, ``"adamw_for_loop"``, ``"adamw8bit"``,
@@ -121,7 +125,8 @@ def estimate_memory(
         reduce_dtype: Of the gradients' reduction.
         logits_dtype: With ``loss_impl="logits"``, what the cross entropy computes in. None is
             ``param_dtype``: a plain loop that gives the model's logits to ``F.cross_entropy`` and holds on to
-            them. ``torch.float32`` is what ``causal_lm_loss(impl="logits")`` does.
+            them. ``torch.float32`` is what ``causal_lm_loss(impl="logits")`` does, and with ``cp > 1`` the
+            only way.
         chunk_size: As for ``linear_cross_entropy_sum``.
 
     Returns:
@@ -130,6 +135,17 @@ def estimate_memory(
     Raises:
         ValueError: For an argument out of range, a config that is no causal language model's, or a model
             whose forward cannot be followed without values.
+        UnsupportedModelError: If ranks cannot share rows of the model, as far as that shows without weights.
+
+    Example:
+        >>> from transformers import LlamaConfig
+        >>> config = LlamaConfig(
+        ...     hidden_size=256, intermediate_size=640, num_hidden_layers=4, num_attention_heads=8
+        ... )
+        >>> run = {"num_gpus": 8, "micro_batch_size": 1, "seq_length": 65536, "attention_mask": False}
+        >>> alone, shared = (estimate_memory(config, **run, cp=cp).activation_bytes for cp in (1, 8))
+        >>> alone / shared
+        8.0
     """
     setup = make_setup(
         num_gpus=num_gpus,
@@ -151,6 +167,7 @@ def estimate_memory(
         grad_accum_steps=grad_accum_steps,
         grad_sync=grad_sync,
         dp_replicate=dp_replicate,
+        cp=cp,
         reshard_after_forward=reshard_after_forward,
         cpu_offload=cpu_offload,
         optimizer=optimizer,
@@ -174,6 +191,8 @@ def check_options(**options: Any) -> Setup:
 def estimate(config: "PreTrainedConfig", setup: Setup) -> MemoryEstimate:
     """``estimate_memory`` with the arguments checked already."""
     skeleton = build_skeleton(config, setup)
+    if setup.cp > 1:
+        check_shareable(skeleton.model, setup.cp)
     seen = trace(skeleton, setup)
     peak = replay(skeleton, seen, setup)
     checkpointed = setup.checkpointed(len(skeleton.blocks))

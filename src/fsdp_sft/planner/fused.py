@@ -12,7 +12,9 @@ from typing import Any
 
 from fsdp_sft.planner.ledger import Event
 
-ATTENTION = "attention"  # the name under which a fused attention kernel is recorded
+# Names under which operations are recorded that the ledger does not see as one.
+ATTENTION = "attention"  # a fused kernel
+EXCHANGE = "exchange"  # with the ranks that share rows
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "convolution", "_scaled_mm")
 _NOT_FUSED = (
@@ -70,7 +72,7 @@ def fused_footprint(
 
 
 def _is_fused(op: Any) -> bool:
-    if op == ATTENTION:
+    if op in (ATTENTION, EXCHANGE):
         return False
     return getattr(op, "overloadpacket", op).__name__ not in _NOT_FUSED
 

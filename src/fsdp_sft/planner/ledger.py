@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -101,7 +101,7 @@ class Ledger(TorchDispatchMode):
 
 
 def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested lists, tuples and dicts."""
+    """The tensors in nested lists, tuples and dicts, and those that a dataclass has as fields."""
     if isinstance(tree, torch.Tensor):
         yield tree
     elif isinstance(tree, (list, tuple)):
@@ -109,3 +109,6 @@ def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(item)
     elif isinstance(tree, dict):
         yield from tensors_in(list(tree.values()))
+    elif is_dataclass(tree) and not isinstance(tree, type):
+        values = (getattr(tree, part.name) for part in fields(tree))
+        yield from (value for value in values if isinstance(value, torch.Tensor))

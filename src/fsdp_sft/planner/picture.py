@@ -1,11 +1,14 @@
 """Plans as a table, and a breakdown as bars: in a terminal, and as a PNG."""
 
+import itertools
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from fsdp_sft.planner import replay
 from fsdp_sft.planner.estimate import MemoryEstimate
+from fsdp_sft.planner.longest import LongestRow
 from fsdp_sft.planner.search import USABLE, RunPlan
 
 _GIB = 1 << 30
@@ -29,27 +32,57 @@ _COLOURS = {
     replay.WORKSPACE: "#737373",
     _REST: "#bdbdbd",
 }
+_CURVES = ("#08519c", "#41ab5d", "#d94801", "#807dba", "#c51b8a", "#b8860b", "#737373")
 _SMALLEST_SHARE = 0.005  # of the peak: what is less is summed up as one bar
 
 
 def plan_table(plans: Sequence[RunPlan]) -> str:
     """The plans, one line each, fastest first."""
-    rows = [("", "micro batch", "x accum.", "checkpointed", "resharded", "GiB per GPU", "peak in", "speed")]
+    head = ("", "cp", "micro batch", "x accum.", "checkpointed", "resharded", "GiB per GPU")
+    rows: list[tuple[str, ...]] = [(*head, "peak in", "speed")]
     for index, plan in enumerate(plans, start=1):
-        ratio = "none" if plan.sac_ratio == 0 else "all" if plan.sac_ratio == 1 else str(plan.sac_ratio)
-        placement = f" {plan.sac_placement}" if 0 < plan.sac_ratio < 1 else ""
         rows.append(
             (
                 f"{index}.",
+                str(plan.cp),
                 str(plan.micro_batch_size),
                 str(plan.grad_accum_steps),
-                ratio + placement,
+                _checkpointed(plan),
                 "yes" if plan.reshard_after_forward else "no",
                 f"{plan.peak_bytes / _GIB:.1f}",
                 plan.estimate.peak_phase,
                 f"{plan.relative_speed:.2f}",
             )
         )
+    return _aligned(rows)
+
+
+def row_table(longest: Sequence[LongestRow]) -> str:
+    """The longest rows, one line for each number of GPUs that share one."""
+    rows: list[tuple[str, ...]] = [
+        ("cp", "longest row", "checkpointed", "GiB per GPU", "peak in", "most of it")
+    ]
+    rows += [
+        (
+            str(row.cp),
+            str(row.seq_length),
+            _checkpointed(row),
+            f"{row.peak_bytes / _GIB:.1f}",
+            row.estimate.peak_phase,
+            row.largest_part,
+        )
+        for row in longest
+    ]
+    return _aligned(rows)
+
+
+def _checkpointed(way: RunPlan | LongestRow) -> str:
+    if way.sac_ratio in (0, 1):
+        return "all" if way.sac_ratio else "none"
+    return f"{way.sac_ratio} {way.sac_placement}"
+
+
+def _aligned(rows: list[tuple[str, ...]]) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     return "\n".join(lines)
@@ -89,11 +122,7 @@ def draw(
     Raises:
         ModuleNotFoundError: If matplotlib is missing; the message names the extra that brings it.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("pictures need matplotlib: pip install 'fsdp-sft[plot]'") from error
-    figure = Figure(figsize=(9, 1.9 + 0.55 * len(estimates)), layout="constrained", dpi=150)
+    figure = _figure(9, 1.9 + 0.55 * len(estimates))
     axes = figure.subplots()
     seen = {name for _, estimate in estimates for name, _ in _parts(estimate)}
     if memory_bytes is not None:
@@ -125,6 +154,84 @@ def draw(
     figure.suptitle(title, fontsize=11)
     figure.savefig(path)
     return Path(path)
+
+
+def lengths_to_draw(rows: Sequence[LongestRow]) -> list[int]:
+    """Powers of two from a quarter of the shortest to beyond the longest of the rows."""
+    shortest, longest = rows[0].seq_length // 4, max(row.seq_length for row in rows)
+    first, last = max(shortest, 1).bit_length() - 1, longest.bit_length()
+    return [1 << power for power in range(first, last + 1)]
+
+
+def draw_lengths(
+    path: str | os.PathLike[str],
+    lengths: Sequence[int],
+    curves: Sequence[tuple[LongestRow, Sequence[int]]],
+    *,
+    memory_bytes: int,
+    title: str = "Memory per GPU at the peak, by the length of a row and the GPUs (cp) that share it",
+) -> Path:
+    """Write a PNG (or what else the suffix names) with one curve for each number of ranks that share a row.
+
+    Args:
+        path: Where to.
+        lengths: Tokens, ascending.
+        curves: For each number of ranks its longest row, and the bytes at each length as far as known.
+        memory_bytes: Of the device.
+        title: Above it.
+
+    Raises:
+        ModuleNotFoundError: If matplotlib is missing; the message names the extra that brings it.
+    """
+    figure = _figure(9, 5)
+    axes, usable = figure.subplots(), USABLE * memory_bytes / _GIB
+    axes.axhline(usable, color="black", linewidth=1, linestyle="--", zorder=0)
+    axes.set_title(f"dashed: {usable:.1f} GiB, {USABLE:.0%} of the device", fontsize=8, loc="right")
+    for (row, peaks), colour in zip(curves, _CURVES * len(curves), strict=False):
+        points = sorted([*zip(lengths, peaks, strict=False), (row.seq_length, row.peak_bytes)])
+        smooth = [point for pair in itertools.pairwise(points) for point in _between(*pair)]
+        axes.plot([x for x, _ in smooth], [y / _GIB for _, y in smooth], color=colour, linewidth=1.8)
+        axes.plot(row.seq_length, row.peak_bytes / _GIB, "o", color=colour, markersize=6, clip_on=False)
+        axes.annotate(
+            f"cp {row.cp}\n{_tokens(row.seq_length)}",
+            (row.seq_length, usable),
+            (-6, 5),
+            textcoords="offset points",
+            ha="right",
+            fontsize=9,
+            color=colour,
+        )
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths, [_tokens(length) for length in lengths])
+    axes.minorticks_off()
+    axes.set_xlim(lengths[0], lengths[-1])
+    axes.set_ylim(0, 1.25 * usable)
+    axes.set_xlabel("tokens of a row")
+    axes.set_ylabel("GiB")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(title, fontsize=11)
+    figure.savefig(path)
+    return Path(path)
+
+
+def _between(start: tuple[int, int], end: tuple[int, int]) -> list[tuple[float, float]]:
+    """Points of a straight line, which is none over a logarithmic axis."""
+    steps = [step / 16 for step in range(17)]
+    return [(start[0] + s * (end[0] - start[0]), start[1] + s * (end[1] - start[1])) for s in steps]
+
+
+def _tokens(number: int) -> str:
+    if number >= 1 << 20:
+        return f"{number / (1 << 20):.3g}M"
+    return f"{number // 1024}k" if number % 1024 == 0 else str(number)
+
+
+def _figure(width: float, height: float) -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("pictures need matplotlib: pip install 'fsdp-sft[plot]'") from error
+    return Figure(figsize=(width, height), layout="constrained", dpi=150)
 
 
 def _patch(colour: str, label: str) -> object:

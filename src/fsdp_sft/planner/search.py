@@ -3,15 +3,18 @@
 import math
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
-from fsdp_sft.errors import NoPlanError
+from fsdp_sft.context_parallel import check_shareable
+from fsdp_sft.errors import NoPlanError, UnsupportedModelError
 from fsdp_sft.planner.estimate import MemoryEstimate, check_options, estimate
 from fsdp_sft.planner.model import as_config, build_skeleton
 from fsdp_sft.planner.setup import Setup
 from fsdp_sft.planner.speed import StepTime, step_time
+from fsdp_sft.planner.trace import trace
 from fsdp_sft.sac import Placement, parse_ratio
 
 if TYPE_CHECKING:
@@ -31,7 +34,8 @@ class RunPlan:
 
     Attributes:
         num_gpus: Ranks.
-        micro_batch_size: Sequences per rank and forward.
+        cp: Ranks that share the tokens of each row; ``num_gpus // cp`` such groups have rows of their own.
+        micro_batch_size: Sequences per rank (or group of ``cp`` ranks) and forward.
         grad_accum_steps: Micro-batches per optimizer step.
         sac_ratio: Fraction of checkpointed blocks, the smallest of a fixed list that fits.
         sac_placement: Which blocks those are.
@@ -43,6 +47,7 @@ class RunPlan:
     """
 
     num_gpus: int
+    cp: int
     micro_batch_size: int
     grad_accum_steps: int
     sac_ratio: Fraction
@@ -72,17 +77,18 @@ def plan_run(
 
     Tries every micro-batch size that divides a rank's share of the batch, checkpointing ratios from 0 to 1,
     both placements, and blocks freed or kept after the forward. Of each, the smallest ratio that fits is
-    listed.
+    listed. Ranks share rows (``cp``) in groups that divide the query heads and the ranks: where that could be
+    faster than not to, within a node, and beyond it only if nothing else fits.
 
     Args:
         config: As for ``estimate_memory``.
         num_gpus: Ranks.
         gpu_memory_bytes: Of one device; a plan may use 90 % of it.
         seq_length: Tokens per sequence.
-        global_batch_size: Sequences per optimizer step over all ranks; a multiple of ``num_gpus``.
+        global_batch_size: Sequences per optimizer step over all ranks; a multiple of ``num_gpus // cp``.
         **estimate_options: Further arguments of ``estimate_memory``. Those that would be searched
-            (``micro_batch_size``, ``sac_ratio``, ``sac_placement``, ``reshard_after_forward``) are then
-            fixed.
+            (``cp``, ``micro_batch_size``, ``sac_ratio``, ``sac_placement``, ``reshard_after_forward``) are
+            then fixed.
 
     Returns:
         At least one plan.
@@ -92,7 +98,7 @@ def plan_run(
         TypeError: For an option that ``estimate_memory`` does not have.
         ValueError: For an argument out of range.
     """
-    _check_batch(num_gpus, global_batch_size, gpu_memory_bytes)
+    _check_numbers(num_gpus, global_batch_size, gpu_memory_bytes)
     if "grad_accum_steps" in estimate_options:
         raise TypeError(
             "plan_run finds grad_accum_steps from the global batch; give micro_batch_size to fix it"
@@ -102,18 +108,28 @@ def plan_run(
     first = check_options(
         num_gpus=num_gpus, seq_length=seq_length, micro_batch_size=fixed.pop("micro_batch_size", 1), **fixed
     )
-    budget = int(gpu_memory_bytes * USABLE)
-    plans = []
-    for micro in _micro_batch_sizes(global_batch_size // num_gpus, estimate_options.get("micro_batch_size")):
-        steps = global_batch_size // num_gpus // micro
-        setup = replace(first, micro_batch_size=micro, grad_accum_steps=steps)
-        found = list(_fitting(config, setup, estimate_options, budget))
-        if not found:
-            break  # a larger micro-batch needs more
-        plans += found
+    sizes = [1, *_divisors(config, first)] if "cp" not in estimate_options else [first.cp]
+    dealt = [cp for cp in sizes if global_batch_size % (num_gpus // cp) == 0]
+    if not dealt:
+        raise ValueError(_no_multiple(first, global_batch_size))
+    budget, plans = int(gpu_memory_bytes * USABLE), list[RunPlan]()
+    for cp in dealt:
+        if plans and cp > first.gpu.gpus_per_node:
+            break
+        why = _why_shared(sizes[: sizes.index(cp)], dealt, plans) if "cp" not in estimate_options else ""
+        shared = replace(first, cp=cp)
+        best = min((plan.time.total for plan in plans), default=math.inf)
+        try:
+            plans += _plans_of_groups(config, shared, estimate_options, global_batch_size, budget, why, best)
+        except UnsupportedModelError:
+            if cp == 1 or "cp" in estimate_options:
+                raise
+            break  # no ranks can share rows of this model
     if not plans:
-        raise NoPlanError(_what_would_fit(config, first, gpu_memory_bytes, global_batch_size))
-    plans.sort(key=lambda plan: (plan.time.total, plan.peak_bytes, plan.sac_placement))
+        raise NoPlanError(
+            _what_would_fit(config, first, estimate_options, gpu_memory_bytes, global_batch_size)
+        )
+    plans.sort(key=lambda plan: (plan.time.total, plan.cp, plan.peak_bytes, plan.sac_placement))
     fastest = plans[0].time.total
     return [replace(plan, relative_speed=fastest / plan.time.total) for plan in plans]
 
@@ -127,6 +143,8 @@ def smallest_num_gpus(
 ) -> int | None:
     """Smallest power of two of GPUs on which one sequence per rank fits, every block checkpointed if need be.
 
+    If it does not, ranks may share it (``cp``).
+
     Args:
         config: As for ``estimate_memory``.
         gpu_memory_bytes: Of one device; 90 % of it is used.
@@ -139,27 +157,93 @@ def smallest_num_gpus(
     options = {name: value for name, value in estimate_options.items() if name not in _SEARCHED}
     options = {"sac_ratio": 1, "sac_placement": "prefix", **options}
     known = as_config(config)
-    num_gpus = options.get("dp_replicate", 1)
+    num_gpus = options.get("dp_replicate", 1) * options.get("cp", 1)
     while num_gpus <= _LARGEST_SEARCH:
         setup = check_options(num_gpus=num_gpus, micro_batch_size=1, seq_length=seq_length, **options)
-        if estimate(known, setup).peak_bytes <= gpu_memory_bytes * USABLE:
+        least = _least_by_group(known, setup, group_sizes(known, setup, options))
+        if any(memory.peak_bytes <= gpu_memory_bytes * USABLE for memory in least):
             return int(num_gpus)
         num_gpus *= 2
     return None
 
 
-def _check_batch(num_gpus: int, global_batch_size: int, gpu_memory_bytes: int) -> None:
+def group_sizes(config: Any, setup: Setup, options: dict[str, Any]) -> list[int]:
+    """How many ranks could share a row, ascending: as many as are asked for, or else all that can."""
+    if "cp" in options:
+        return [setup.cp]
+    divisors = _divisors(config, setup)
+    return [1, *divisors] if divisors and _can_share(config, replace(setup, cp=divisors[0])) else [1]
+
+
+def _divisors(config: Any, setup: Setup) -> list[int]:
+    """Numbers of ranks, from 2, that divide a replica's ranks and the model's query heads."""
+    model, found = build_skeleton(config, setup).model, []
+    for ranks in range(2, setup.num_shards + 1):
+        if setup.num_shards % ranks == 0:
+            with suppress(ValueError):
+                check_shareable(model, ranks)
+                found.append(ranks)
+    return found
+
+
+def _can_share(config: Any, setup: Setup) -> bool:
+    try:
+        trace(build_skeleton(config, setup), setup)
+    except UnsupportedModelError:
+        return False
+    return True
+
+
+def _check_numbers(num_gpus: int, global_batch_size: int, gpu_memory_bytes: int) -> None:
     for name, value in (("num_gpus", num_gpus), ("global_batch_size", global_batch_size)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
     if isinstance(gpu_memory_bytes, bool) or not 0 < gpu_memory_bytes < math.inf:
         raise ValueError(f"gpu_memory_bytes must be positive and finite, got {gpu_memory_bytes!r}")
-    if global_batch_size % num_gpus:
-        near = max(1, round(global_batch_size / num_gpus)) * num_gpus
-        raise ValueError(
-            f"global_batch_size {global_batch_size} is no multiple of {num_gpus} GPUs, each of which takes "
-            f"at least one sequence; {near} would be"
-        )
+
+
+def _no_multiple(setup: Setup, global_batch_size: int) -> str:
+    shares = setup.num_gpus // setup.cp
+    near = max(1, round(global_batch_size / shares)) * shares
+    whose = f"{shares} GPUs" if setup.cp == 1 else f"{shares} groups of {setup.cp} GPUs"
+    return (
+        f"global_batch_size {global_batch_size} is no multiple of {whose}, each of which takes at least one "
+        f"sequence; {near} would be"
+    )
+
+
+def _why_shared(smaller: list[int], dealt: list[int], plans: list[RunPlan]) -> str:
+    """Why more ranks share a row than the ``smaller`` numbers of them."""
+    if not smaller:
+        return ""
+    if plans:
+        return "parts of rows need less recomputation"
+    if smaller[-1] not in dealt:
+        return "there are too few sequences for smaller groups"
+    return "nothing fits with fewer"
+
+
+def _plans_of_groups(
+    config: Any,
+    setup: Setup,
+    options: dict[str, Any],
+    global_batch_size: int,
+    budget: int,
+    why: str,
+    faster_than: float,
+) -> list[RunPlan]:
+    """The plans that fit with one number of ranks to a row, if they could take fewer seconds than that."""
+    plans: list[RunPlan] = []
+    share = global_batch_size * setup.cp // setup.num_gpus
+    for micro in _micro_batch_sizes(share, options.get("micro_batch_size")):
+        tried = replace(setup, micro_batch_size=micro, grad_accum_steps=share // micro)
+        if "cp" not in options and not _worth_sharing(config, tried, options, faster_than):
+            continue
+        found = list(_fitting(config, tried, options, budget, why))
+        if not found:
+            break  # a larger micro-batch needs more
+        plans += found
+    return plans
 
 
 def _micro_batch_sizes(share: int, fixed: int | None) -> list[int]:
@@ -171,31 +255,70 @@ def _micro_batch_sizes(share: int, fixed: int | None) -> list[int]:
     return [fixed]
 
 
-def _fitting(config: Any, setup: Setup, options: dict[str, Any], budget: int) -> Iterator[RunPlan]:
+def _worth_sharing(config: Any, setup: Setup, options: dict[str, Any], faster_than: float) -> bool:
+    """Whether a plan could be better than any in which fewer ranks share a row."""
+    if setup.cp == 1:
+        return True
+    if math.gcd(setup.micro_batch_size, setup.cp) > 1 and "micro_batch_size" not in options:
+        return False  # smaller groups have the same tokens for less memory, and exchange less
+    fastest = replace(setup, sac_ratio=Fraction(0), sac_blocks=None, reshard_after_forward=False)
+    seconds = step_time(config, build_skeleton(config, setup), fastest, exchanging=False).total
+    return seconds < faster_than
+
+
+def _fitting(config: Any, setup: Setup, options: dict[str, Any], budget: int, why: str) -> Iterator[RunPlan]:
     """For each placement and resharding, the plan with the smallest ratio that fits."""
+    reshard = (setup.reshard_after_forward,) if "reshard_after_forward" in options else (True, False)
+    for keeps in reshard:
+        for tried, memory in least_checkpointed(
+            config, replace(setup, reshard_after_forward=keeps), options, budget
+        ):
+            yield _plan(config, tried, memory, why)
+
+
+def least_checkpointed(
+    config: Any, setup: Setup, options: dict[str, Any], budget: int
+) -> Iterator[tuple[Setup, MemoryEstimate]]:
+    """For each placement that could be chosen, the smallest ratio that fits, if any."""
     ratios = (parse_ratio(options["sac_ratio"]),) if "sac_ratio" in options else RATIOS
     if setup.sac_blocks is not None:
         ratios = (Fraction(0),)
     placements: tuple[Placement, ...] = ("even", "prefix")
     if "sac_placement" in options or setup.sac_blocks is not None:
         placements = (setup.sac_placement,)
-    reshard = (setup.reshard_after_forward,) if "reshard_after_forward" in options else (True, False)
-    for keeps in reshard:
-        for placement in placements:
-            for ratio in ratios:
-                tried = replace(setup, sac_ratio=ratio, sac_placement=placement, reshard_after_forward=keeps)
-                memory = estimate(config, tried)
-                if memory.peak_bytes <= budget:
-                    yield _plan(config, tried, ratio, memory)
-                    break
-            if ratio in (0, 1):
-                break  # no block, or every block: there is no placement to choose
+    for placement in placements:
+        chosen = replace(setup, sac_placement=placement)
+        ratio, memory = _first_that_fits(config, chosen, ratios, budget)
+        if memory is not None:
+            yield replace(chosen, sac_ratio=ratio), memory
+        if ratio in (0, 1):
+            break  # no block, or every block: there is no placement to choose
 
 
-def _plan(config: Any, setup: Setup, ratio: Fraction, memory: MemoryEstimate) -> RunPlan:
+def _first_that_fits(
+    config: Any, setup: Setup, ratios: tuple[Fraction, ...], budget: int
+) -> tuple[Fraction, MemoryEstimate | None]:
+    """The first of ascending ratios that fits, by bisection, and else the last; None if that does not."""
+    found: tuple[Fraction, MemoryEstimate | None] = (ratios[-1], None)
+    low, high, looked_at = 0, len(ratios) - 1, 0  # a run often fits as it is, or not at all
+    while low <= high:
+        memory = estimate(config, replace(setup, sac_ratio=ratios[looked_at]))
+        if memory.peak_bytes <= budget:
+            found, high = (ratios[looked_at], memory), looked_at - 1
+        elif looked_at == len(ratios) - 1:
+            return found
+        else:
+            low = looked_at + 1
+        looked_at = len(ratios) - 1 if low == 1 and high == len(ratios) - 1 else (low + high) // 2
+    return found
+
+
+def _plan(config: Any, setup: Setup, memory: MemoryEstimate, why: str) -> RunPlan:
     time = step_time(config, build_skeleton(config, setup), setup)
+    ratio = parse_ratio(setup.sac_ratio)
     return RunPlan(
         num_gpus=setup.num_gpus,
+        cp=setup.cp,
         micro_batch_size=setup.micro_batch_size,
         grad_accum_steps=setup.grad_accum_steps,
         sac_ratio=ratio,
@@ -204,11 +327,11 @@ def _plan(config: Any, setup: Setup, ratio: Fraction, memory: MemoryEstimate) ->
         estimate=memory,
         time=time,
         relative_speed=1.0,
-        reasons=tuple(_reasons(setup, ratio, time)),
+        reasons=tuple(_reasons(setup, ratio, time, why)),
     )
 
 
-def _reasons(setup: Setup, ratio: Fraction, time: StepTime) -> Iterator[str]:
+def _reasons(setup: Setup, ratio: Fraction, time: StepTime, why: str) -> Iterator[str]:
     compute, communication = f"compute {time.compute:.2f} s", f"communication {time.communication:.2f} s"
     if time.compute >= time.communication:
         yield f"bound by compute (a micro-step: {compute}, which hides {communication})"
@@ -220,11 +343,20 @@ def _reasons(setup: Setup, ratio: Fraction, time: StepTime) -> Iterator[str]:
             "hidden behind communication" if hidden else f"{time.recompute / time.compute:.0%} of the compute"
         )
         yield f"recomputation is {cost}"
+    if setup.cp > 1:
+        because = f", since {why}" if why else ""
+        yield f"{setup.cp} GPUs share each row{because}: exchanges take {time.exchange:.2f} s of a micro-step"
     if not setup.reshard_after_forward:
         yield "blocks stay gathered: one all-gather less"
 
 
-def _what_would_fit(config: Any, setup: Setup, gpu_memory_bytes: int, global_batch_size: int) -> str:
+def _least_by_group(config: Any, setup: Setup, sizes: list[int]) -> Iterator[MemoryEstimate]:
+    return (estimate(config, replace(setup, cp=cp)) for cp in sizes)
+
+
+def _what_would_fit(
+    config: Any, setup: Setup, options: dict[str, Any], gpu_memory_bytes: int, global_batch_size: int
+) -> str:
     smallest = replace(
         setup,
         micro_batch_size=1,
@@ -232,30 +364,37 @@ def _what_would_fit(config: Any, setup: Setup, gpu_memory_bytes: int, global_bat
         sac_placement="prefix",
         sac_blocks=None,
         reshard_after_forward=True,
-        grad_accum_steps=global_batch_size // setup.num_gpus,
+        grad_accum_steps=max(1, global_batch_size * setup.cp // setup.num_gpus),
     )
-    least = min(
-        (estimate(config, replace(smallest, sac_ratio=ratio)) for ratio in (Fraction(0), Fraction(1))),
-        key=lambda found: found.peak_bytes,
+    least, cp = min(
+        (
+            (estimate(config, replace(smallest, sac_ratio=ratio, cp=cp)), cp)
+            for cp in group_sizes(config, setup, options)
+            for ratio in (Fraction(0), Fraction(1))
+        ),
+        key=lambda found: found[0].peak_bytes,
     )
     largest = max(least.breakdown, key=lambda part: least.breakdown[part])
     have, need = f"{gpu_memory_bytes / _GIB:.1f} GiB", f"{least.peak_bytes / _GIB:.1f} GiB"
+    shared = f", {cp} GPUs to a row" if cp > 1 else ""
     lines = [
         f"nothing fits on {setup.num_gpus} x {have}, of which {USABLE:.0%} is usable: the leanest way "
-        f"(micro-batch 1, every block checkpointed) needs {need} in its {least.peak_phase} phase, most of it "
-        f"{largest}.",
+        f"(micro-batch 1, every block checkpointed{shared}) needs {need} in its {least.peak_phase} phase, "
+        f"most of it {largest}.",
         "What would fit:",
     ]
-    ways = list(_ways_out(config, smallest, gpu_memory_bytes))
+    ways = list(_ways_out(config, smallest, options, gpu_memory_bytes))
     ways.append(f"GPUs of {least.peak_bytes / USABLE / _GIB:.1f} GiB")
     return "\n".join([*lines, *(f"- {way}" for way in ways)])
 
 
-def _ways_out(config: Any, setup: Setup, gpu_memory_bytes: int) -> Iterator[str]:
+def _ways_out(config: Any, setup: Setup, options: dict[str, Any], gpu_memory_bytes: int) -> Iterator[str]:
     budget = gpu_memory_bytes * USABLE
 
     def fits(**changes: Any) -> bool:
-        return estimate(config, replace(setup, **changes)).peak_bytes <= budget
+        tried = replace(setup, **changes)
+        sizes = group_sizes(config, tried, options)
+        return any(memory.peak_bytes <= budget for memory in _least_by_group(config, tried, sizes))
 
     num_gpus = setup.num_gpus
     while num_gpus < _LARGEST_SEARCH:

@@ -41,6 +41,7 @@ class Setup:
     grad_accum_steps: int
     grad_sync: GradSync
     dp_replicate: int
+    cp: int
     reshard_after_forward: bool
     cpu_offload: bool
     optimizer: Optimizer
@@ -51,6 +52,11 @@ class Setup:
     def num_shards(self) -> int:
         """Ranks that a parameter is split over."""
         return self.num_gpus // self.dp_replicate
+
+    @property
+    def tokens_per_rank(self) -> int:
+        """Of each sequence, filler included."""
+        return -(-self.seq_length // self.cp)
 
     def checkpointed(self, num_blocks: int) -> frozenset[int]:
         """Which blocks are recomputed in the backward."""
@@ -82,7 +88,7 @@ def make_setup(
     Raises:
         ValueError: For a value out of range; the message says what is allowed.
     """
-    positive = ("num_gpus", "micro_batch_size", "seq_length", "grad_accum_steps", "dp_replicate")
+    positive = ("num_gpus", "micro_batch_size", "seq_length", "grad_accum_steps", "dp_replicate", "cp")
     for name in positive:
         _check_integer(name, fields[name], 1)
     if fields["chunk_size"] is not None:
@@ -91,6 +97,11 @@ def make_setup(
     if fields["num_gpus"] % fields["dp_replicate"]:
         raise ValueError(
             f"dp_replicate must divide num_gpus, got {fields['dp_replicate']} of {fields['num_gpus']}"
+        )
+    if fields["num_gpus"] % (fields["dp_replicate"] * fields["cp"]):
+        raise ValueError(
+            f"dp_replicate x cp must divide num_gpus, got {fields['dp_replicate']} x {fields['cp']} of "
+            f"{fields['num_gpus']}"
         )
     _check_choice("loss_impl", fields["loss_impl"], get_args(LossImpl))
     _check_choice("optimizer", fields["optimizer"], get_args(Optimizer))
@@ -104,12 +115,26 @@ def make_setup(
     select_block_indices(1, fields["sac_ratio"], placement=fields["sac_placement"])
     return Setup(
         gpu=gpu_named(gpu),
-        logits_dtype=fields["param_dtype"] if logits_dtype is None else logits_dtype,
+        logits_dtype=_logits_dtype(logits_dtype, **fields),
         sac_blocks=None if sac_blocks is None else tuple(sorted(set(sac_blocks))),
         trainable=_patterns("trainable", trainable),
         lora=(lora_rank, _patterns("lora_targets", lora_targets) or ("all-linear",)) if lora_rank else None,
         **fields,
     )
+
+
+def _logits_dtype(
+    given: torch.dtype | None, *, param_dtype: torch.dtype, loss_impl: LossImpl, cp: int, **_: Any
+) -> torch.dtype:
+    if cp == 1:
+        return param_dtype if given is None else given
+    wide = torch.promote_types(param_dtype, torch.float32)
+    if loss_impl == "logits" and given not in (None, wide):
+        raise ValueError(
+            f"with cp={cp} the loss of logits is computed in {wide}, got logits_dtype={given}: a plain loop "
+            "does not know of rows that ranks share; leave it at None"
+        )
+    return wide
 
 
 def _check_integer(name: str, value: Any, smallest: int) -> None:

@@ -7,12 +7,14 @@ from typing import Any
 from fsdp_sft.metrics import model_flops_per_token
 from fsdp_sft.planner.model import Skeleton
 from fsdp_sft.planner.setup import Setup
+from fsdp_sft.planner.trace import trace
 
 # Measured on the step as a whole: recomputing every block costs 23 % where it stops early, because the last
 # matrix product of a block is left out, and the loss, the head and the optimizer are not repeated.
 _RECOMPUTE = 0.23
 _EFFICIENCY = 0.5  # of the peak that a large step reaches
 _HALF_SPEED_TOKENS = 256  # a micro-batch of so many tokens reaches half of that
+_TOUCHES = 6  # how often what is exchanged is read or written on its way: cut, joined, put in its place
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,7 @@ class StepTime:
         compute: Of one micro-step, recomputation included.
         recompute: The part of ``compute`` that checkpointing adds.
         communication: Of one micro-step; it runs beside the computation.
+        exchange: Of one micro-step, between ranks that share rows; nothing runs beside it.
         optimizer: Of the update.
         total: Of the whole step.
     """
@@ -30,13 +33,17 @@ class StepTime:
     compute: float
     recompute: float
     communication: float
+    exchange: float
     optimizer: float
     total: float
 
 
-def step_time(config: Any, skeleton: Skeleton, setup: Setup) -> StepTime:
-    """``accumulation x max(compute, communication) + optimizer``."""
-    tokens = setup.micro_batch_size * setup.seq_length
+def step_time(config: Any, skeleton: Skeleton, setup: Setup, *, exchanging: bool = True) -> StepTime:
+    """``accumulation x (exchange + max(compute, communication)) + optimizer``.
+
+    Without ``exchanging`` that is a lower bound, for which nothing has to be traced.
+    """
+    tokens = setup.micro_batch_size * setup.tokens_per_rank
     rate = setup.gpu.flops_per_second * _EFFICIENCY * tokens / (tokens + _HALF_SPEED_TOKENS)
     plain = _flops_per_token(config, skeleton, setup.seq_length) * tokens / rate
     ratio = Fraction(len(setup.checkpointed(len(skeleton.blocks))), len(skeleton.blocks))
@@ -44,11 +51,12 @@ def step_time(config: Any, skeleton: Skeleton, setup: Setup) -> StepTime:
     gathering, reducing = _communication(skeleton, setup)
     each = setup.grad_sync == "each"
     communication = gathering + (reducing if each else 0.0)
+    exchange = _exchange(skeleton, setup) if exchanging and setup.cp > 1 else 0.0
     optimizer = _update(skeleton, setup)
-    total = setup.grad_accum_steps * max(plain + recompute, communication) + optimizer
+    total = setup.grad_accum_steps * (exchange + max(plain + recompute, communication)) + optimizer
     if not each:
         total += max(0.0, reducing - plain)
-    return StepTime(plain + recompute, recompute, communication, optimizer, total)
+    return StepTime(plain + recompute, recompute, communication, exchange, optimizer, total)
 
 
 def _flops_per_token(config: Any, skeleton: Skeleton, seq_length: int) -> float:
@@ -72,6 +80,18 @@ def _communication(skeleton: Skeleton, setup: Setup) -> tuple[float, float]:
         again = 2 * (setup.dp_replicate - 1) / setup.dp_replicate
         reducing += again * trained * setup.reduce_dtype.itemsize / shards / across
     return gathering, reducing
+
+
+def _exchange(skeleton: Skeleton, setup: Setup) -> float:
+    """Seconds of the exchanges around attention: of forward, backward, and what is computed again."""
+    blocks, checkpointed = trace(skeleton, setup).blocks, setup.checkpointed(len(skeleton.blocks))
+    exchanged = sum(
+        blocks[kind].exchanged * (2 + (index in checkpointed)) for index, kind in enumerate(skeleton.kinds)
+    )
+    gpu = setup.gpu
+    link = gpu.node_bytes_per_second if setup.cp <= gpu.gpus_per_node else gpu.bytes_per_second
+    share = (setup.cp - 1) / setup.cp
+    return exchanged * (share / link + _TOUCHES / gpu.memory_bytes_per_second)
 
 
 def _update(skeleton: Skeleton, setup: Setup) -> float:

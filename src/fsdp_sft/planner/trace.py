@@ -6,7 +6,7 @@ kind of block keeps and what it needs while it runs; ``replay`` puts the whole s
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +14,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from fsdp_sft.errors import UnsupportedModelError
 from fsdp_sft.planner.devices import Gpu
 from fsdp_sft.planner.fused import fused_footprint
 from fsdp_sft.planner.kernels import Kernels, chunked_loss
 from fsdp_sft.planner.ledger import Ledger, tensors_in
 from fsdp_sft.planner.model import Skeleton
 from fsdp_sft.planner.setup import Setup
+from fsdp_sft.planner.sharing import exchanged_bytes, forward_of_part, part_of_micro_batch
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class Footprint:
         saved: What the backward of the block needs, given its input.
         backward_peak: Most that its backward adds while it runs, gradients of its parameters included.
         output: Its output.
+        exchanged: What its forward sends to the ranks that share its rows, and gets from them.
     """
 
     kept: int
@@ -42,6 +45,7 @@ class Footprint:
     saved: int
     backward_peak: int
     output: int
+    exchanged: int = 0
 
 
 @dataclass(frozen=True)
@@ -78,10 +82,12 @@ def trace(skeleton: Skeleton, setup: Setup) -> Trace:
 
     Raises:
         ValueError: If the model cannot run without values, so that nothing can be said about it.
+        UnsupportedModelError: If its ranks are to share rows, and cannot.
     """
     question = _Question(
         micro_batch_size=setup.micro_batch_size,
         seq_length=setup.seq_length,
+        cp=setup.cp,
         compile=setup.compile,
         loss_impl=setup.loss_impl,
         logits_dtype=setup.logits_dtype,
@@ -96,6 +102,7 @@ def trace(skeleton: Skeleton, setup: Setup) -> Trace:
 class _Question:
     micro_batch_size: int
     seq_length: int
+    cp: int
     compile: bool
     loss_impl: str
     logits_dtype: torch.dtype
@@ -123,6 +130,11 @@ def _trace(identity: _Identity, question: _Question) -> Trace:
     try:
         return _Run(skeleton, question).result()
     except (RuntimeError, NotImplementedError, AttributeError, TypeError) as error:
+        if question.cp > 1:
+            raise UnsupportedModelError(
+                f"model type {skeleton.family!r} cannot run on parts of a row ({type(error).__name__}: "
+                f"{str(error)[:200]}); plan it with cp=1"
+            ) from error
         raise ValueError(
             f"the memory of model type {skeleton.family!r} cannot be traced: its forward needs values "
             f"({type(error).__name__}: {str(error)[:200]}); measure a step of it instead"
@@ -168,14 +180,14 @@ class _Run:
     def _step(self) -> None:
         ledger, marks = self.ledger, self.marks
         q = self.question
-        ids = torch.zeros((q.micro_batch_size, q.seq_length), dtype=torch.int64, device="meta")
-        mask = torch.ones_like(ids) if q.attention_mask else None
+        inputs, forward = self._micro_batch()
         with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
-            output = self._forward(ids, mask)
+            with forward:
+                output = self._forward(inputs)
             output.register_hook(self._at_output_gradient)
             marks["head_peak"] = ledger.reset_peak()
-            loss = output if q.loss_impl == "chunked" else self._cross_entropy(output, ids)
-        holds = q.loss_impl == "logits" and q.logits_dtype == output.dtype
+            loss = output if q.loss_impl == "chunked" else self._cross_entropy(output, inputs["input_ids"])
+        holds = q.loss_impl == "logits" and self._plain_loop
         marks["outputs"] = ledger.sizes[ledger.number(output)] if holds else 0
         if not holds:
             del output
@@ -186,9 +198,30 @@ class _Run:
         loss.backward()
         marks["embedding_peak"] = ledger.reset_peak()
 
-    def _forward(self, ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    def _micro_batch(self) -> tuple[dict[str, Any], AbstractContextManager[None]]:
+        """What a rank's forward gets, and what it runs in."""
+        q = self.question
+        if q.cp > 1:
+            whole, part = part_of_micro_batch(
+                batch_size=q.micro_batch_size,
+                seq_length=q.seq_length,
+                ranks=q.cp,
+                padded=q.attention_mask,
+                ledger=self.ledger,
+            )
+            return part, forward_of_part(self.model, whole)
+        ids = torch.zeros((q.micro_batch_size, q.seq_length), dtype=torch.int64, device="meta")
+        mask = torch.ones_like(ids) if q.attention_mask else None
+        return {"input_ids": ids, "attention_mask": mask}, nullcontext()
+
+    @property
+    def _plain_loop(self) -> bool:
+        """Whether the model's logits go to cross entropy as they are."""
+        return self.question.cp == 1 and self.question.logits_dtype == self.model.dtype
+
+    def _forward(self, inputs: dict[str, Any]) -> torch.Tensor:
         """What the sharded model returns: logits, or the loss where that is computed in the head's place."""
-        inputs = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
+        inputs = {**inputs, "use_cache": False}
         if self.question.loss_impl == "logits":
             output: torch.Tensor = self.model(**inputs).logits
             return output
@@ -213,7 +246,9 @@ class _Run:
         return losses[0]
 
     def _cross_entropy(self, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        if self.question.logits_dtype == logits.dtype:  # a plain loop: labels are moved, not logits
+        # A plain loop, and rows that ranks share, have labels that are shifted, not logits.
+        if self._plain_loop or self.question.cp > 1:
+            logits = logits.to(self.question.logits_dtype)
             return F.cross_entropy(logits.flatten(0, 1), ids.flatten(), reduction="sum")
         shifted = logits[:, :-1].to(self.question.logits_dtype).flatten(0, 1)
         return F.cross_entropy(shifted, ids[:, 1:].flatten(), reduction="sum")
@@ -337,6 +372,7 @@ class _Run:
             saved=run.live["after"] - run.live["before"] - output,
             backward_peak=run.peak["backward"] - run.live["backward"],
             output=output,
+            exchanged=self._exchanged(run),
         )
 
     def _fused(self, run: _BlockRun, kept: int) -> Footprint:
@@ -349,4 +385,12 @@ class _Run:
             block_input=run.input,
             block_output=run.output,
         )
-        return Footprint(output=self.ledger.sizes[run.output], **fused)
+        return Footprint(output=self.ledger.sizes[run.output], exchanged=self._exchanged(run), **fused)
+
+    def _exchanged(self, run: _BlockRun) -> int:
+        if self.question.cp == 1:
+            return 0
+        forward = self.ledger.events[run.events["before"] : run.events["after"]]
+        return exchanged_bytes(
+            forward, self.ledger.sizes, who=f"{type(run.block).__name__} of {self.skeleton.family}"
+        )

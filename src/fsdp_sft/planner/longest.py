@@ -1,0 +1,169 @@
+"""How long a row fits, by the number of ranks that share it."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+from fsdp_sft.errors import NoPlanError
+from fsdp_sft.planner.estimate import MemoryEstimate, check_options, estimate
+from fsdp_sft.planner.model import as_config
+from fsdp_sft.planner.search import USABLE, group_sizes, least_checkpointed
+from fsdp_sft.planner.setup import Setup
+from fsdp_sft.sac import Placement, parse_ratio
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+_LONGEST = 1 << 24  # tokens: nobody has longer rows
+_FIRST = 64  # steps: the length that is tried first
+_SECANTS = 8  # tries by lines; whatever is curved more is left to bisection
+
+
+@dataclass(frozen=True)
+class LongestRow:
+    """The longest row that fits with one number of ranks to share it.
+
+    Attributes:
+        cp: Ranks that share each row.
+        seq_length: Tokens of the row.
+        sac_ratio: Fraction of checkpointed blocks, the smallest of a fixed list with which it fits.
+        sac_placement: Which blocks those are.
+        estimate: Memory per GPU.
+    """
+
+    cp: int
+    seq_length: int
+    sac_ratio: Fraction
+    sac_placement: Placement
+    estimate: MemoryEstimate
+
+    @property
+    def peak_bytes(self) -> int:
+        """Predicted peak per GPU."""
+        return self.estimate.peak_bytes
+
+    @property
+    def largest_part(self) -> str:
+        """What takes most of the memory at the peak."""
+        return max(self.estimate.breakdown, key=lambda part: self.estimate.breakdown[part])
+
+
+def longest_rows(
+    config: "PreTrainedConfig | str | os.PathLike[str]",
+    *,
+    num_gpus: int,
+    gpu_memory_bytes: int,
+    multiple_of: int = 1024,
+    **estimate_options: Any,
+) -> list[LongestRow]:
+    """Find the longest row that fits into memory, for each number of ranks that could share it.
+
+    One row is in each forward, and as many blocks are checkpointed as it takes.
+
+    Args:
+        config: As for ``estimate_memory``.
+        num_gpus: Ranks.
+        gpu_memory_bytes: Of one device; 90 % of it is used.
+        multiple_of: Tokens; lengths are multiples of it.
+        **estimate_options: Further arguments of ``estimate_memory``. With ``cp`` or ``sac_ratio`` that one
+            alone is tried. With ``attention_mask=True``, the default, attention gets a mask of S x S;
+            packs do not have one where ``use_varlen_attention`` runs.
+
+    Returns:
+        One for each number of ranks with which ``multiple_of`` tokens fit, ascending; at least one.
+
+    Raises:
+        NoPlanError: If ``multiple_of`` tokens do not fit with any.
+        TypeError: For an option that ``estimate_memory`` does not have, or ``seq_length``.
+        ValueError: For an argument out of range.
+
+    Example:
+        >>> from transformers import LlamaConfig
+        >>> config = LlamaConfig(
+        ...     hidden_size=256, intermediate_size=640, num_hidden_layers=4, num_attention_heads=8
+        ... )
+        >>> rows = longest_rows(config, num_gpus=8, gpu_memory_bytes=2**30, attention_mask=False)
+        >>> [row.cp for row in rows]
+        [1, 2, 4, 8]
+        >>> rows[-1].seq_length > 7 * rows[0].seq_length
+        True
+    """
+    if "seq_length" in estimate_options:
+        raise TypeError("longest_rows finds seq_length; estimate_memory says what one length takes")
+    _check_positive(gpu_memory_bytes=gpu_memory_bytes, multiple_of=multiple_of)
+    known = as_config(config)
+    options = {"micro_batch_size": 1, **estimate_options}
+    first = check_options(num_gpus=num_gpus, seq_length=multiple_of, **options)
+    budget = int(gpu_memory_bytes * USABLE)
+    found = list[LongestRow]()
+    for cp in group_sizes(known, first, options):
+        setup = replace(first, cp=cp)
+        expected = found[-1].seq_length * cp // found[-1].cp if found else _FIRST * multiple_of
+        length = _longest(_leanest_peak(known, setup, options), budget, multiple_of, expected)
+        if length:
+            found.append(_row(known, replace(setup, seq_length=length), options, budget))
+    if not found:
+        raise NoPlanError(
+            f"not even {multiple_of} tokens fit on {num_gpus} GPUs of {gpu_memory_bytes / (1 << 30):.1f} "
+            f"GiB, of which {USABLE:.0%} is usable; smallest_num_gpus says how many it takes"
+        )
+    return found
+
+
+def peaks_by_length(
+    config: Any, row: LongestRow, lengths: list[int], *, num_gpus: int, **estimate_options: Any
+) -> list[int]:
+    """Bytes per GPU at the peak of rows of other lengths, with every block checkpointed if need be."""
+    options = {"micro_batch_size": 1, **estimate_options, "cp": row.cp}
+    setup = check_options(num_gpus=num_gpus, seq_length=row.seq_length, **options)
+    peak = _leanest_peak(config, setup, options)
+    return [peak(length) for length in lengths]
+
+
+def _leanest_peak(config: Any, setup: Setup, options: dict[str, Any]) -> Callable[[int], int]:
+    given = "sac_ratio" in options or setup.sac_blocks is not None
+    ratios = (parse_ratio(setup.sac_ratio),) if given else (Fraction(0), Fraction(1))
+
+    def peak(length: int) -> int:
+        tried = (replace(setup, seq_length=length, sac_ratio=ratio) for ratio in ratios)
+        return min(estimate(config, way).peak_bytes for way in tried)
+
+    return peak
+
+
+def _longest(peak: Callable[[int], int], budget: int, step: int, expected: int) -> int:
+    """The longest multiple of ``step`` whose peak is within the budget; 0 if there is none.
+
+    Peaks are nearly straight lines over the length (curved with a mask), so lines through what is known lead
+    to it in a few tries.
+    """
+    low, high = 1, _LONGEST // step
+    at_low = peak(step)
+    if at_low > budget:
+        return 0
+    tries, tried = 0, min(max(expected // step, 2), high)
+    while low < high:
+        found, tries = peak(tried * step), tries + 1
+        slope = (found - at_low) / (tried - low)
+        if found <= budget:
+            low, at_low = tried, found
+        else:
+            high = tried - 1
+        ahead = int((budget - at_low) / slope) if slope > 0 else high - low
+        tried = min(max(low + ahead, low + 1), high) if tries < _SECANTS else (low + high + 1) // 2
+    return low * step
+
+
+def _row(config: Any, setup: Setup, options: dict[str, Any], budget: int) -> LongestRow:
+    ways = least_checkpointed(config, setup, options, budget)
+    chosen, memory = min(ways, key=lambda way: parse_ratio(way[0].sac_ratio))
+    ratio = parse_ratio(chosen.sac_ratio)
+    return LongestRow(setup.cp, setup.seq_length, ratio, chosen.sac_placement, memory)
+
+
+def _check_positive(**values: int) -> None:
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")

@@ -1,0 +1,104 @@
+"""One rank's part of a row on the meta device: the library's own context parallelism, with no other ranks."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fsdp_sft._compat import attention_of
+from fsdp_sft.context_parallel import SequenceGroup, WholeRows, part_of_rows, share_attention
+from fsdp_sft.errors import UnsupportedModelError
+from fsdp_sft.planner.fused import EXCHANGE
+from fsdp_sft.planner.ledger import Event, Ledger
+
+
+@dataclass(frozen=True)
+class PaperGroup(SequenceGroup):
+    """The first of some ranks that share rows, whose exchanges bring tensors of the right size.
+
+    Attributes:
+        ledger: Sees the exchanges.
+    """
+
+    ledger: Ledger
+
+    def exchange(self, rows: torch.Tensor) -> torch.Tensor:
+        """A new tensor like ``rows``, in the forward and in the backward."""
+        received: torch.Tensor = _Exchange.apply(rows, self.ledger)
+        return received
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, ledger: Ledger) -> torch.Tensor:
+        ctx.ledger = ledger
+        return _exchanged(rows, ledger)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _exchanged(grads[0].contiguous(), ctx.ledger), None
+
+
+def _exchanged(rows: torch.Tensor, ledger: Ledger) -> torch.Tensor:
+    received = torch.empty_like(rows)
+    ledger.note(EXCHANGE, (rows,), (received,))
+    return received
+
+
+def part_of_micro_batch(
+    *, batch_size: int, seq_length: int, ranks: int, padded: bool, ledger: Ledger
+) -> tuple[WholeRows, dict[str, torch.Tensor]]:
+    """What the group knows of whole rows, and what a rank's forward gets, as ``loss/part.py`` cuts them."""
+    each = -(-seq_length // ranks)
+    length = each * ranks
+    whole = WholeRows(
+        group=PaperGroup("on paper", ranks, 0, 0, ledger),
+        length=length,
+        position_ids=torch.zeros((batch_size, length), dtype=torch.int64, device="meta"),
+        rows=None,
+        padding=torch.ones((batch_size, length), dtype=torch.bool, device="meta") if padded else None,
+        filler=length - seq_length,
+    )
+    return whole, {
+        "input_ids": torch.zeros((batch_size, each), dtype=torch.int64, device="meta"),
+        "position_ids": torch.zeros((batch_size, each), dtype=torch.int64, device="meta"),
+        "attention_mask": torch.ones_like(whole.position_ids if whole.padding is None else whole.padding),
+    }
+
+
+@contextmanager
+def forward_of_part(model: Any, whole: WholeRows) -> Iterator[None]:
+    """Let forwards within the block be those of a part of ``whole``.
+
+    Raises:
+        UnsupportedModelError: If the model's attention cannot be run so.
+    """
+    before = attention_of(model)
+    try:
+        share_attention(model)
+        with part_of_rows(whole):
+            yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def exchanged_bytes(events: list[Event], sizes: list[int], *, who: str) -> int:
+    """Bytes that exchanges send among these events, a rank's own share of them included.
+
+    Args:
+        events: Of a block's forward.
+        sizes: Bytes by storage number.
+        who: The block, in words.
+
+    Raises:
+        UnsupportedModelError: If there is none: then the block mixes positions elsewhere, if at all.
+    """
+    found = sum(sizes[number] for event in events if event.op == EXCHANGE for number in event.inputs)
+    if not found:
+        raise UnsupportedModelError(
+            f"{who} runs no attention of transformers' attention interface: what positions it mixes, ranks "
+            "that share rows could not. Plan it with cp=1"
+        )
+    return found
