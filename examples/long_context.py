@@ -4,9 +4,11 @@ r"""Fine-tune a causal LM on rows so long that several ranks share the tokens of
     torchrun --standalone --nproc-per-node 8 examples/long_context.py --model PATH --data books.jsonl \
         --cp 4 --seq-length 65536
 
-Without --model and --data a tiny model is made and taught a task that only long rows can teach
-(recall_rows.py): a fact at the start, pages of text, a question at the end. With --cp 2 one rank has the
-fact and the other one the question. No rank could answer by its own half, which the run shows.
+Without --data the documents are Python's own help topics (pydoc_data.topics), which come with every Python:
+nothing is downloaded. Without --model a tiny untrained one is made, and learns a little of their language.
+
+Before and after, held-out rows are read in two ways: whole, and from their middle on. Both losses are of the
+same tokens, those of the second half, so that the difference is what the first half was worth to the model.
 
 --data is UTF-8 and holds
   chats       .jsonl or .json, rows as in minimal_sft.py: what the assistant says is trained
@@ -45,7 +47,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--model", help="Hugging Face folder or Hub id (default: a tiny one made here)")
-    add("--data", type=Path, help="chats or documents, see above (default: rows of recall_rows.py)")
+    add("--data", type=Path, help="chats or documents, see above (default: Python's help topics)")
     add("--output", type=Path, default=Path("long-output"), help="checkpoints, log, export")
     add(
         "--cp",
@@ -89,6 +91,13 @@ def read_rows(path: Path) -> list[Any]:
     return rows
 
 
+def help_topics() -> list[Any]:
+    """Documents that Python carries with it."""
+    from pydoc_data.topics import topics
+
+    return [{"text": topics[name]} for name in sorted(topics)]
+
+
 def is_document(row: Any) -> bool:
     return isinstance(row, dict) and isinstance(row.get("text"), str) and "messages" not in row
 
@@ -116,7 +125,9 @@ def hold_out(rows: Rows) -> tuple[Rows, Rows]:
     every = max(10, len(rows) // 64 + 1)
     train = [row for index, row in enumerate(rows) if index % every]
     if not train:
-        raise SystemExit(f"--data makes {len(rows)} row: one is held out, and none is left to train on")
+        raise SystemExit(
+            f"the data makes {len(rows)} row of --seq-length: that is held out, and none is left"
+        )
     return train, rows[::every]
 
 
@@ -166,14 +177,8 @@ def say(text: str) -> None:
 
 def load_rows(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> tuple[Rows, Rows]:
     """Rows to train on, and rows held out."""
-    length = args.seq_length
-    if args.data is None:
-        import recall_rows
-
-        train = encode(recall_rows.train_rows(tokenizer, length, 1500), tokenizer, length)
-        held_out = encode(recall_rows.held_out_rows(tokenizer, length, 32), tokenizer, length)
-    else:
-        train, held_out = hold_out(encode(read_rows(args.data), tokenizer, length))
+    rows = help_topics() if args.data is None else read_rows(args.data)
+    train, held_out = hold_out(encode(rows, tokenizer, args.seq_length))
     lengths = [len(row.input_ids) for row in train]
     say(f"rows: {len(train)} of {min(lengths)} to {max(lengths)} tokens, {len(held_out)} held out")
     if not second_halves(held_out, whole=True):
@@ -207,12 +212,12 @@ def check_length(args: argparse.Namespace) -> None:
 
 def make_model_if_none(args: argparse.Namespace) -> None:
     if args.model is None:
-        from recall_rows import sentences
         from tiny_model import make_tiny_model
 
         args.model = str(args.output / "tiny-model")
         if dist.get_rank() == 0:
-            make_tiny_model(Path(args.model), sentences(), max_length=args.seq_length)
+            texts = [row["text"] for row in help_topics()]
+            make_tiny_model(Path(args.model), texts, max_length=args.seq_length)
         dist.barrier()
 
 
