@@ -55,7 +55,7 @@ def parse_arguments() -> argparse.Namespace:
         help="ranks that share a row; divides the ranks and query heads (default: all ranks)",
     )
     add("--seq-length", type=int, default=512, help="tokens per row, and per pack of short rows")
-    add("--steps", type=int, default=200, help="optimizer steps")
+    add("--steps", type=int, default=100, help="optimizer steps")
     add("--grad-accum-steps", type=int, default=2, help="packs per group of --cp ranks and optimizer step")
     add("--learning-rate", type=float, default=3e-3)
     add("--warmup-steps", type=int, default=20)

@@ -50,8 +50,12 @@ def _cut_back_to(output: Path, step: int) -> None:
 
 def test_two_ranks_share_rows_and_one_goes_on_alone(tmp_path: Path) -> None:
     alone, shared = tmp_path / "alone", tmp_path / "shared"
-    expected = _alone(alone, *SHORT)
-    text = launches.run(_command(shared, *SHORT, "--cp", "2"))
+    texts = [row["text"][:2000] for row in script("long_context").help_topics()[:8]]
+    (tmp_path / "topics.txt").write_text("\n\n".join(texts), encoding="utf-8")
+    script("tiny_model").make_tiny_model(tmp_path / "model", texts, max_length=128)
+    run = [*SHORT, "--data", str(tmp_path / "topics.txt"), "--model", str(tmp_path / "model")]
+    expected = _alone(alone, *run)
+    text = launches.run(_command(shared, *run, "--cp", "2"))
     assert _losses(shared) == pytest.approx(_losses(alone), rel=1e-5)
     assert torch.tensor(_held_out(text)) == pytest.approx(torch.tensor(_held_out(expected)), abs=2e-4)
     assert "cp=2" in text
@@ -59,12 +63,12 @@ def test_two_ranks_share_rows_and_one_goes_on_alone(tmp_path: Path) -> None:
 
     whole = _losses(shared)
     _cut_back_to(shared, 2)
-    text = _alone(shared, *SHORT, "--resume")
+    text = _alone(shared, *run, "--resume")
     assert "going on after step 2" in text
     assert _losses(shared) == pytest.approx({step: whole[step] for step in (3, 4)}, rel=1e-5)
-    exported, plain = (AutoModelForCausalLM.from_pretrained(run / "export") for run in (shared, alone))
+    exported, plain = (AutoModelForCausalLM.from_pretrained(output / "export") for output in (shared, alone))
     torch.testing.assert_close(exported.state_dict(), plain.state_dict(), rtol=1e-2, atol=1e-3)
-    assert "nothing to do" in _alone(shared, *SHORT, "--resume", "auto")
+    assert "nothing to do" in _alone(shared, *run, "--resume", "auto")
 
 
 @pytest.mark.parametrize(
@@ -72,7 +76,7 @@ def test_two_ranks_share_rows_and_one_goes_on_alone(tmp_path: Path) -> None:
     [
         ("gone.txt", None, r"cannot be read: \[Errno 2\]"),
         ("empty.txt", b" \n", "holds no rows"),
-        ("latin.txt", "caf\xe9".encode("latin-1"), "cannot be read: 'utf-8' codec"),
+        ("latin.txt", b"The sky is \xe9", "cannot be read: 'utf-8' codec"),
         ("torn.jsonl", b'{"text": "a"}\n{"te', "cannot be read: (Expecting|Unterminated)"),
         ("object.json", b'{"text": "a"}', "holds no rows"),
     ],
@@ -86,6 +90,24 @@ def test_data_that_cannot_be_read_is_named(
     with pytest.raises(SystemExit, match=reason) as caught:
         script("long_context").read_rows(path)
     assert str(path) in str(caught.value)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_bundled_run_learns(tmp_path: Path) -> None:
+    text = launches.run(_command(tmp_path / "out", "--cp", "2"), timeout=800)
+    (before, _), (after, _) = _held_out(text)
+    assert after < before - 1.5
+
+
+@pytest.mark.slow
+def test_one_rank_begins_and_two_go_on(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    _alone(output, *SHORT)
+    whole = _losses(output)
+    _cut_back_to(output, 2)
+    launches.run(_command(output, *SHORT, "--cp", "2", "--resume"))
+    assert _losses(output) == pytest.approx({step: whole[step] for step in (3, 4)}, rel=1e-5)
 
 
 def _tokenizer() -> Any:
