@@ -82,4 +82,4 @@ test-latest:
 	$(MAKE) test VENV=.venv-latest CONSTRAINTS=constraints-latest.txt
 
 clean:
-	rm -rf .venv .venv-floor .venv-latest build dist site demo-output .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-floor .venv-latest build dist site demo-output long-output .mypy_cache .ruff_cache .pytest_cache

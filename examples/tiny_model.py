@@ -24,7 +24,9 @@ CHAT_TEMPLATE = (
 )
 
 
-def make_tokenizer(texts: list[str], *, vocab_size: int = 640) -> PreTrainedTokenizerFast:
+def make_tokenizer(
+    texts: list[str], *, vocab_size: int = 640, max_length: int = 1024
+) -> PreTrainedTokenizerFast:
     """A byte-level BPE trained on a few texts: common words become one token, and any text has one."""
     special = ["<|pad|>", "<|im_start|>", "<|im_end|>"]
     tokenizer = Tokenizer(models.BPE())
@@ -44,13 +46,13 @@ def make_tokenizer(texts: list[str], *, vocab_size: int = 640) -> PreTrainedToke
         pad_token="<|pad|>",
         eos_token="<|im_end|>",
         chat_template=CHAT_TEMPLATE,
-        model_max_length=1024,
+        model_max_length=max_length,
     )
 
 
-def make_tiny_model(folder: Path, texts: list[str], *, seed: int = 0) -> None:
+def make_tiny_model(folder: Path, texts: list[str], *, seed: int = 0, max_length: int = 1024) -> None:
     """Write an untrained model of about a million parameters, in bfloat16 as checkpoints are."""
-    tokenizer = make_tokenizer(texts)
+    tokenizer = make_tokenizer(texts, max_length=max_length)
     config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=128,
@@ -58,7 +60,7 @@ def make_tiny_model(folder: Path, texts: list[str], *, seed: int = 0) -> None:
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=1024,
+        max_position_embeddings=max_length,
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,

@@ -1,0 +1,165 @@
+"""The example for long rows as a person runs it: the same training at another cp, kinds of data, refusals."""
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import fsdp_sft as fs
+from tests.harness import launches
+from tests.harness.forks import Program
+from tests.harness.places import EXAMPLES, script
+
+EXAMPLE = EXAMPLES / "long_context.py"
+HELD_OUT = re.compile(r"held-out loss .*: (\S+) seeing the whole row, (\S+) seeing that half alone")
+SHORT = ["--steps", "4", "--save-every", "2", "--seq-length", "128", "--dtype", "float32"]
+
+
+def _alone(output: Path, *arguments: str, code: int = 0) -> str:
+    """What one rank prints."""
+    program = Program(EXAMPLE, "--output", str(output), *arguments, environment=launches.environment())
+    ended, text = program.wait()
+    assert ended == code, text[-3000:]
+    return text
+
+
+def _command(output: Path, *arguments: str) -> list[str]:
+    return [*launches.torchrun(2, "--standalone"), str(EXAMPLE), "--output", str(output), *arguments]
+
+
+def _losses(output: Path) -> dict[int, float]:
+    return {step: loss for step, loss, _ in launches.losses(output)}
+
+
+def _held_out(text: str) -> list[tuple[float, float]]:
+    return [(float(whole), float(half)) for whole, half in HELD_OUT.findall(text)]
+
+
+def _cut_back_to(output: Path, step: int) -> None:
+    """Leave what a run had when it was killed after it saved ``step``."""
+    shutil.rmtree(output / "export")
+    for folder in (output / "checkpoints").glob("step-*"):
+        if int(folder.name.removeprefix("step-")) > step:
+            shutil.rmtree(folder)
+    (output / "log.jsonl").unlink()
+
+
+def test_two_ranks_share_rows_and_one_goes_on_alone(tmp_path: Path) -> None:
+    alone, shared = tmp_path / "alone", tmp_path / "shared"
+    texts = [row["text"][:2000] for row in script("long_context").help_topics()[:8]]
+    (tmp_path / "topics.txt").write_text("\n\n".join(texts), encoding="utf-8")
+    script("tiny_model").make_tiny_model(tmp_path / "model", texts, max_length=128)
+    run = [*SHORT, "--data", str(tmp_path / "topics.txt"), "--model", str(tmp_path / "model")]
+    expected = _alone(alone, *run)
+    text = launches.run(_command(shared, *run, "--cp", "2"))
+    assert _losses(shared) == pytest.approx(_losses(alone), rel=1e-5)
+    assert torch.tensor(_held_out(text)) == pytest.approx(torch.tensor(_held_out(expected)), abs=2e-4)
+    assert "cp=2" in text
+    assert "peak memory of a rank in training:" in text
+
+    whole = _losses(shared)
+    _cut_back_to(shared, 2)
+    text = _alone(shared, *run, "--resume")
+    assert "going on after step 2" in text
+    assert _losses(shared) == pytest.approx({step: whole[step] for step in (3, 4)}, rel=1e-5)
+    exported, plain = (AutoModelForCausalLM.from_pretrained(output / "export") for output in (shared, alone))
+    torch.testing.assert_close(exported.state_dict(), plain.state_dict(), rtol=1e-2, atol=1e-3)
+    assert "nothing to do" in _alone(shared, *run, "--resume", "auto")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("gone.txt", None, r"cannot be read: \[Errno 2\]"),
+        ("empty.txt", b" \n", "holds no rows"),
+        ("latin.txt", b"The sky is \xe9", "cannot be read: 'utf-8' codec"),
+        ("torn.jsonl", b'{"text": "a"}\n{"te', "cannot be read: (Expecting|Unterminated)"),
+        ("object.json", b'{"text": "a"}', "holds no rows"),
+    ],
+)
+def test_data_that_cannot_be_read_is_named(
+    tmp_path: Path, name: str, content: bytes | None, reason: str
+) -> None:
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(SystemExit, match=reason) as caught:
+        script("long_context").read_rows(path)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_bundled_run_learns(tmp_path: Path) -> None:
+    text = launches.run(_command(tmp_path / "out", "--cp", "2"), timeout=800)
+    (before, _), (after, _) = _held_out(text)
+    assert after < before - 1
+
+
+@pytest.mark.slow
+def test_one_rank_begins_and_two_go_on(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    _alone(output, *SHORT)
+    whole = _losses(output)
+    _cut_back_to(output, 2)
+    launches.run(_command(output, *SHORT, "--cp", "2", "--resume"))
+    assert _losses(output) == pytest.approx({step: whole[step] for step in (3, 4)}, rel=1e-5)
+
+
+def _tokenizer() -> Any:
+    return script("tiny_model").make_tokenizer(["The sky is blue. Here we go."])
+
+
+def test_documents_are_cut_and_every_token_is_trained() -> None:
+    example, tokenizer = script("long_context"), _tokenizer()
+    texts = ["The sky is blue. " * 40, "Here we go."]
+    rows = example.encode([{"text": text} for text in texts], tokenizer, 32)
+    assert all(len(row.input_ids) <= 32 and row.labels == row.input_ids for row in rows)
+    joined = [token for row in rows for token in row.input_ids]
+    ends = [tokenizer.eos_token_id]
+    assert joined == [token for text in texts for token in tokenizer(text).input_ids + ends]
+    with pytest.raises(SystemExit, match="row 1 has none"):
+        example.encode([{"text": "a"}, {"messages": []}], tokenizer, 32)
+
+
+def test_both_ways_of_looking_at_second_halves_have_the_same_targets() -> None:
+    example = script("long_context")
+    rows = [fs.EncodedChat(list(range(length)), list(range(length))) for length in (2, 3, 8, 9)]
+    whole, half = (example.second_halves(rows, whole=whole) for whole in (True, False))
+    assert [row.num_targets for row in whole] == [row.num_targets for row in half]
+    for seen, cut in zip(whole, half, strict=True):
+        assert seen.input_ids[-len(cut.input_ids) :] == cut.input_ids
+        targets = [label for label in seen.labels if label != fs.IGNORE_INDEX]
+        assert targets == [label for label in cut.labels if label != fs.IGNORE_INDEX]
+        assert len(cut.input_ids) >= len(seen.input_ids) / 2
+
+
+def test_a_tenth_is_held_out() -> None:
+    example = script("long_context")
+    row = fs.EncodedChat([1, 2], [1, 2])
+    for number, held_out in ((2, 1), (10, 1), (25, 3), (10_000, 64)):
+        train, held = example.hold_out([row] * number)
+        assert len(held) == held_out
+        assert len(train) + len(held) == number
+    with pytest.raises(SystemExit, match="none is left"):
+        example.hold_out([row])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--cp", "3"], "cp=3 does not divide the 1 ranks"),
+        (["--model", "{model}", "--seq-length", "256"], "more than the 128 positions"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_loaded(
+    tmp_path: Path, arguments: list[str], reason: str
+) -> None:
+    model = tmp_path / "model"
+    script("tiny_model").make_tiny_model(model, ["Here we go."], max_length=128)
+    text = _alone(tmp_path / "out", *[word.format(model=model) for word in arguments], code=1)
+    assert reason in text
