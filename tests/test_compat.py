@@ -38,6 +38,7 @@ PRIVATE = [
         "packed_sequence_mask_function",
         "transformers",
     ),
+    ("kept_in", "torch.utils.checkpoint", "_VersionWrapper", "torch.utils.checkpoint"),
     ("default_store", "torch.distributed.distributed_c10d", "_get_default_store", "torch.distributed"),
     (
         "render_chat",
@@ -285,6 +286,7 @@ def test_every_private_name_is_watched() -> None:
         "attention_of",
         "offset_in_checkpoint",
     }
+    watched |= {"compiled_call_of", "set_compiled_call"}  # by sac/test_offload.py
     watched |= {"is_compiled", "varlen_attn_takes_gqa", "checkpointing_flag"}
     watched |= {"recompile_options", "limit_that_was_hit"}  # by test_recompiles.py
     watched |= {"checkpoints_its_forward", "is_checkpointing_layer"}  # by sac/test_ops.py, at both ends

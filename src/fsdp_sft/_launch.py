@@ -3,8 +3,6 @@
 import os
 from collections.abc import Iterable, Sequence
 
-import torch.distributed as dist
-
 from fsdp_sft._slurm import (
     Launch,
     env_int,
@@ -89,17 +87,6 @@ def _place_on_node(world_size: int) -> tuple[int, int, str]:
         "there are more, start torchrun in its place"
     )
     return 0, 1, hint if world_size > 1 else ""
-
-
-def ranks_on_host() -> int:
-    """Processes of this job on this host; all of them where the launcher does not say."""
-    try:
-        launch = detect_launch()
-    except ValueError:
-        launch = None
-    if launch is not None and launch.launcher != "single":
-        return launch.local_world_size
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def restarts_to_set_apart() -> int:

@@ -40,6 +40,11 @@ class CallerStream:
         return None if self.stream is None else self.stream.record_event()
 
 
+def copy_stream(device: torch.device) -> torch.Stream:
+    """A new stream of an accelerator, for copies beside what it computes."""
+    return torch.Stream(device=device)
+
+
 def travelling(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """``tensor`` on ``device``, by a copy that the host does not wait for.
 

@@ -336,6 +336,15 @@ def _groups_of(mesh: "DeviceMesh | None") -> list[dist.ProcessGroup]:
     return [mesh.get_group(dim) for dim in range(mesh.ndim)]
 
 
+def ranks_on_host() -> int:
+    """Processes of this job on this host; all of them where the launcher does not say."""
+    try:
+        launch = detect_launch()
+    except ValueError:
+        return world_size()
+    return world_size() if launch.launcher == "single" else launch.local_world_size
+
+
 def _existing_launch() -> Launch:
     world_size = dist.get_world_size()
     local_rank = env_int("LOCAL_RANK") if "LOCAL_RANK" in os.environ else None

@@ -56,6 +56,21 @@ def shared_case(seed: int) -> tuple[Any, dict[str, Any]]:
     return config, {**options, "seq_length": draw.choice((512, 1023, 1024))}
 
 
+def offloaded_case(seed: int) -> tuple[Any, dict[str, Any]]:
+    """One of those, whose checkpointed blocks leave what they keep on the host."""
+    config, options = random_case(seed)
+    draw = random.Random(f"offloaded {seed}")
+    ratio = draw.choice(("1/3", "1/2", "3/4", "1", "1"))
+    options |= {"num_gpus": 2, "dp_replicate": 1, "micro_batch_size": 1, "seq_length": 512}
+    return config, {**options, "sac_ratio": ratio, "sac_offload": True}
+
+
+def combined_case(seed: int) -> tuple[Any, dict[str, Any]]:
+    """Two ranks that share rows, whose checkpointed blocks leave what they keep on the host."""
+    config, options = offloaded_case(seed)
+    return config, {**options, "cp": 2}
+
+
 def _peak(config: Any, options: dict[str, Any]) -> tuple[int, list[int]]:
     """(most bytes in use in a step of the steady state, devices touched)."""
     from transformers import AutoModelForCausalLM
@@ -63,7 +78,7 @@ def _peak(config: Any, options: dict[str, Any]) -> tuple[int, list[int]]:
     context = fs.init_distributed()
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
-    fs.apply_sac(model, options["sac_ratio"])
+    fs.apply_sac(model, options["sac_ratio"], offload=options.get("sac_offload", False))
     mesh = fs.build_mesh(dp_replicate=options["dp_replicate"], cp=options.get("cp", 1))
     fs.shard_model(
         model,
@@ -110,15 +125,21 @@ def _compare(seed: int, draw: Callable[[int], tuple[Any, dict[str, Any]]]) -> tu
     return error, text
 
 
-@pytest.mark.parametrize(("draw", "seed"), [(random_case, 0), (shared_case, 2)], ids=["alone", "cp"])
-def test_the_estimate_is_what_a_device_has_in_use(draw: Any, seed: int) -> None:
-    error, text = _compare(seed, draw)
+@pytest.mark.parametrize(
+    "draw",
+    [
+        combined_case,
+        *(pytest.param(d, marks=pytest.mark.slow) for d in (random_case, shared_case, offloaded_case)),
+    ],
+)
+def test_the_estimate_is_what_a_device_has_in_use(draw: Any) -> None:
+    error, text = _compare(0, draw)
     assert abs(error) <= LARGEST_ERROR, f"{text}: {error:+.2%}"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("draw", [random_case, shared_case], ids=["alone", "cp"])
+@pytest.mark.parametrize("draw", [random_case, shared_case, offloaded_case, combined_case])
 def test_twenty_random_configurations(draw: Any) -> None:
     compared = [_compare(seed, draw) for seed in range(CASES)]
     wrong = [f"{text}: {error:+.2%}" for error, text in compared if abs(error) > LARGEST_ERROR]

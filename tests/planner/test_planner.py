@@ -613,6 +613,52 @@ def test_longest_rows_refuse_what_cannot_be() -> None:
 # --- plans ------------------------------------------------------------------------------------------------
 
 
+def _llama() -> tf.LlamaConfig:
+    """The shape of Llama 3.1 8B."""
+    return tf.LlamaConfig(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
+    )
+
+
+def test_what_waits_on_the_host_is_not_on_the_device() -> None:
+    options = {"num_gpus": 8, "micro_batch_size": 1, "seq_length": 16384, "attention_mask": False}
+    for ratio, placement in (("1/4", "even"), ("1/2", "prefix"), (1, "even")):
+        chosen = {**options, "sac_ratio": ratio, "sac_placement": placement}
+        here = fs.estimate_memory(_llama(), **chosen)
+        away = fs.estimate_memory(_llama(), **chosen, sac_offload=True)
+        blocks = 32 * Fraction(ratio)
+        block = 2 * 16384 * 4096
+        assert (here.host_bytes, away.host_bytes) == (0, blocks * block), "a whole number of chunks each"
+        assert here.activation_bytes - away.activation_bytes == (blocks - 1) * block
+        assert away.peak_bytes < here.peak_bytes
+        assert away.breakdown["activations of checkpointed blocks"] >= 0
+    on_cpu = fs.estimate_memory(_llama(), **options, sac_ratio=1, gpu="cpu", sac_offload=True)
+    assert on_cpu == fs.estimate_memory(_llama(), **options, sac_ratio=1, gpu="cpu")
+
+
+def test_plans_offload_what_spares_recomputation() -> None:
+    job: dict[str, Any] = {"num_gpus": 8, "gpu_memory_bytes": 80 * 10**9, "attention_mask": False, "cp": 1}
+    job |= {"seq_length": 131072, "global_batch_size": 8}
+    with pytest.raises(fs.NoPlanError, match="- sac_offload=True"):
+        fs.plan_run(_llama(), **job, sac_offload=False)
+    plans = fs.plan_run(_llama(), **job)
+    assert all(plan.sac_offload and plan.estimate.host_bytes and plan.time.offload for plan in plans)
+    assert any("GiB of host memory per GPU" in reason for reason in plans[0].reasons)
+    rows = {
+        offload: fs.longest_rows(
+            _llama(), num_gpus=8, gpu_memory_bytes=80 * 10**9, attention_mask=False, sac_offload=offload
+        )[0]
+        for offload in (False, True)
+    }
+    assert rows[True].seq_length > 1.5 * rows[False].seq_length
+    assert rows[True].estimate.host_bytes > 0
+
+
 def test_plans_fit_and_are_sorted_by_speed() -> None:
     plans = plan_run(
         QWEN_14B, num_gpus=64, gpu_memory_bytes=80 * 10**9, seq_length=4096, global_batch_size=512
@@ -630,6 +676,7 @@ def test_plans_fit_and_are_sorted_by_speed() -> None:
             grad_accum_steps=plan.grad_accum_steps,
             sac_ratio=plan.sac_ratio,
             sac_placement=plan.sac_placement,
+            sac_offload=plan.sac_offload,
             reshard_after_forward=plan.reshard_after_forward,
         )
         assert again.peak_bytes == plan.peak_bytes <= 0.9 * 80 * 10**9

@@ -56,6 +56,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--sac", metavar="RATIO", help="checkpointed share of the blocks, such as 1/3; searched if not"
     )
+    parser.add_argument(
+        "--offload",
+        action=argparse.BooleanOptionalAction,
+        help="what checkpointed blocks keep waits in host memory; searched if not given (no, with --longest)",
+    )
     parser.add_argument("--compile", action="store_true", help="the blocks are compiled")
     parser.add_argument(
         "--no-padding", action="store_true", help="batches have no attention mask (packed sequences)"
@@ -89,6 +94,7 @@ def _options(args: argparse.Namespace, gpu: str) -> dict[str, Any]:
         "lora_rank": args.lora,
     }
     searched = {"cp": args.cp, "micro_batch_size": args.micro_batch, "sac_ratio": args.sac}
+    searched["sac_offload"] = args.offload
     return options | {name: value for name, value in searched.items() if value is not None}
 
 
@@ -176,6 +182,7 @@ def _label(plan: RunPlan) -> str:
         text += f", cp {plan.cp}"
     if plan.sac_ratio:
         text += ", all checkpointed" if plan.sac_ratio == 1 else f", {plan.sac_ratio} {plan.sac_placement}"
+        text += ", offloaded" if plan.sac_offload else ""
     return text + ("" if plan.reshard_after_forward else ", kept gathered")
 
 

@@ -23,6 +23,7 @@ class Gpu:
         memory_bytes_per_second: Of its own memory.
         bytes_per_second: Per GPU between nodes, for collectives over more GPUs than one node has.
         node_bytes_per_second: Per GPU within a node.
+        host_bytes_per_second: Per GPU to the memory of its host, one way.
         gpus_per_node: GPUs that share the fast links.
     """
 
@@ -34,18 +35,20 @@ class Gpu:
     memory_bytes_per_second: float
     bytes_per_second: float
     node_bytes_per_second: float
+    host_bytes_per_second: float
     gpus_per_node: int = 8
 
 
 # Workspaces: torch takes 32 MiB on Hopper and Blackwell and about 8 MiB elsewhere,
 # https://docs.pytorch.org/docs/stable/notes/cuda.html#cublas-workspaces. Peaks and links are the data sheets'
-# (see metrics/flops.py); between nodes one 200 (A100) or 400 Gbit/s (others) adapter per GPU is taken.
+# (see metrics/flops.py): to the host PCIe 4 (A100) or 5, or NVLink-C2C, which two GPUs share; between nodes
+# one 200 (A100) or 400 Gbit/s (others) adapter per GPU is taken.
 GPUS = {
-    "a100": Gpu("a100", "tokens", 8 << 20, 80 * GB, 312e12, 2.0e12, 25e9, 300e9),
-    "h100": Gpu("h100", "heads", 32 << 20, 80 * GB, 989.4e12, 3.35e12, 50e9, 450e9),
-    "h200": Gpu("h200", "heads", 32 << 20, 141 * GB, 989.4e12, 4.8e12, 50e9, 450e9),
-    "gb200": Gpu("gb200", "heads", 32 << 20, 186 * GB, 2500e12, 8.0e12, 50e9, 900e9, 4),
-    "cpu": Gpu("cpu", "query", 0, 64 * GB, 1e12, 0.1e12, 10e9, 10e9),
+    "a100": Gpu("a100", "tokens", 8 << 20, 80 * GB, 312e12, 2.0e12, 25e9, 300e9, 32e9),
+    "h100": Gpu("h100", "heads", 32 << 20, 80 * GB, 989.4e12, 3.35e12, 50e9, 450e9, 64e9),
+    "h200": Gpu("h200", "heads", 32 << 20, 141 * GB, 989.4e12, 4.8e12, 50e9, 450e9, 64e9),
+    "gb200": Gpu("gb200", "heads", 32 << 20, 186 * GB, 2500e12, 8.0e12, 50e9, 900e9, 225e9, 4),
+    "cpu": Gpu("cpu", "query", 0, 64 * GB, 1e12, 0.1e12, 10e9, 10e9, 10e9),
 }
 
 

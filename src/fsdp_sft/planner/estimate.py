@@ -13,7 +13,7 @@ from fsdp_sft.planner.model import CHECKED_FAMILIES, Skeleton, as_config, build_
 from fsdp_sft.planner.replay import replay
 from fsdp_sft.planner.setup import GradSync, LossImpl, Optimizer, Setup, make_setup
 from fsdp_sft.planner.trace import trace
-from fsdp_sft.sac import Placement, Ratio
+from fsdp_sft.sac import Placement, Ratio, host_bytes_for
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -34,7 +34,8 @@ class MemoryEstimate:
         breakdown: What is alive then, in bytes by kind; the values add up to ``peak_bytes``.
         parameters: Of the model, tied ones once.
         active_parameters: Those that one token passes through; fewer for a mixture of experts.
-        activation_bytes: What the forward leaves behind for the backward in all blocks.
+        activation_bytes: What the forward leaves behind on the device for the backward in all blocks.
+        host_bytes: Pinned host memory of each GPU in which activations wait (``sac_offload``).
         notes: What a reader should know about this estimate, such as a family that was never compared with a
             measurement.
     """
@@ -45,6 +46,7 @@ class MemoryEstimate:
     parameters: int
     active_parameters: int
     activation_bytes: int
+    host_bytes: int = 0
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -79,6 +81,7 @@ def estimate_memory(
     grad_sync: GradSync = "each",
     reshard_after_forward: bool = True,
     cpu_offload: bool = False,
+    sac_offload: bool = False,
     trainable: str | Iterable[str] | None = None,
     lora_rank: int = 0,
     lora_targets: str | Iterable[str] | None = None,
@@ -117,6 +120,7 @@ def estimate_memory(
         grad_sync: ``"each"`` micro-batch, or only the ``"last"``, which keeps whole gradients.
         reshard_after_forward: False keeps gathered blocks until their backward (ZeRO-2).
         cpu_offload: Whether shards, gradients and optimizer live on the host, which is then not counted.
+        sac_offload: Whether what checkpointed blocks keep waits on the host: ``apply_sac(offload=True)``.
         trainable: Regular expressions of the names of trained parameters; None trains all.
         lora_rank: Of adapters beside linear layers; above 0 everything else is frozen, but ``trainable``.
         lora_targets: Names of those layers, such as ``["q_proj", "v_proj"]``; None takes all in the blocks.
@@ -170,6 +174,7 @@ def estimate_memory(
         cp=cp,
         reshard_after_forward=reshard_after_forward,
         cpu_offload=cpu_offload,
+        sac_offload=sac_offload,
         optimizer=optimizer,
         trainable=trainable,
         lora_rank=lora_rank,
@@ -201,6 +206,10 @@ def estimate(config: "PreTrainedConfig", setup: Setup) -> MemoryEstimate:
         for index, kind in enumerate(skeleton.kinds)
         if index >= skeleton.first_backward
     )
+    left = [seen.blocks[skeleton.kinds[index]].output for index in sorted(checkpointed)]
+    if not setup.activations_leave:
+        left = []
+    activations -= sum(left[:-1])  # the last one's stay until the backward, which begins with them
     return MemoryEstimate(
         peak_bytes=peak.total,
         peak_phase=peak.phase,
@@ -208,6 +217,7 @@ def estimate(config: "PreTrainedConfig", setup: Setup) -> MemoryEstimate:
         parameters=skeleton.parameters,
         active_parameters=skeleton.active_parameters,
         activation_bytes=activations,
+        host_bytes=sum(map(host_bytes_for, left)),
         notes=_notes(skeleton, setup),
     )
 

@@ -30,6 +30,7 @@ class LongestRow:
         seq_length: Tokens of the row.
         sac_ratio: Fraction of checkpointed blocks, the smallest of a fixed list with which it fits.
         sac_placement: Which blocks those are.
+        sac_offload: Whether what they keep waits on the host.
         estimate: Memory per GPU.
     """
 
@@ -37,6 +38,7 @@ class LongestRow:
     seq_length: int
     sac_ratio: Fraction
     sac_placement: Placement
+    sac_offload: bool
     estimate: MemoryEstimate
 
     @property
@@ -60,7 +62,8 @@ def longest_rows(
 ) -> list[LongestRow]:
     """Find the longest row that fits into memory, for each number of ranks that could share it.
 
-    One row is in each forward, and as many blocks are checkpointed as it takes.
+    One row is in each forward, and as many blocks are checkpointed as it takes; with ``sac_offload=True``
+    what these keep waits on the host.
 
     Args:
         config: As for ``estimate_memory``.
@@ -160,7 +163,7 @@ def _row(config: Any, setup: Setup, options: dict[str, Any], budget: int) -> Lon
     ways = least_checkpointed(config, setup, options, budget)
     chosen, memory = min(ways, key=lambda way: parse_ratio(way[0].sac_ratio))
     ratio = parse_ratio(chosen.sac_ratio)
-    return LongestRow(setup.cp, setup.seq_length, ratio, chosen.sac_placement, memory)
+    return LongestRow(setup.cp, setup.seq_length, ratio, chosen.sac_placement, chosen.sac_offload, memory)
 
 
 def _check_positive(**values: int) -> None:

@@ -77,9 +77,10 @@ def row_table(longest: Sequence[LongestRow]) -> str:
 
 
 def _checkpointed(way: RunPlan | LongestRow) -> str:
+    where = ", offloaded" if way.sac_offload and way.sac_ratio else ""
     if way.sac_ratio in (0, 1):
-        return "all" if way.sac_ratio else "none"
-    return f"{way.sac_ratio} {way.sac_placement}"
+        return f"all{where}" if way.sac_ratio else "none"
+    return f"{way.sac_ratio} {way.sac_placement}{where}"
 
 
 def _aligned(rows: list[tuple[str, ...]]) -> str:

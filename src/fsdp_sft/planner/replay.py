@@ -87,6 +87,7 @@ class _Step:
         self.sizes = [by_group[id(group)] for group in skeleton.groups]
         self.root = by_group[id(skeleton.root)]
         self.groups = skeleton.distinct_groups
+        self.visits = _visits(self.checkpointed) if setup.activations_leave else {}
         self.held: dict[str, int] = defaultdict(int)
         self.total = 0
         self.best, self.best_phase, self.best_parts = -1, "", dict[str, int]()
@@ -140,6 +141,7 @@ class _Step:
         self.hold(INPUTS, self.trace.before)
         for index, footprint in enumerate(self.footprints):
             sizes = self.sizes[index]
+            self._input_leaves(self.visits.get(index))
             if several:
                 self.hold(ALL_GATHER, sizes.gathered)
                 self.look("loss", ALL_GATHER, sizes.cast)
@@ -212,13 +214,24 @@ class _Step:
             if self.setup.num_shards > 1:
                 self.free(ALL_GATHER, sizes.gathered)
         self._prefetch(index - 1)
+        self._input_leaves(self.visits.get(index), leaves=False)
         if index in self.checkpointed:
             again = footprint.saved
+            if self.setup.activations_leave and not footprint.saves_input:
+                again -= footprint.output  # what came back for the recomputation alone is gone after it
             self.look("backward", WORKING, max(footprint.forward_peak, again + footprint.backward_peak))
         else:
             self.look("backward", WORKING, footprint.backward_peak)
         self.free(UNSHARDED, sizes.gathered)
         self.hold(WHOLE_GRADIENTS, sizes.gradients)
+
+    def _input_leaves(self, index: int | None, *, leaves: bool = True) -> None:
+        """A checkpointed block's input is on the host once the next one begins, and comes back ahead."""
+        if index is None:
+            return
+        before = CHECKPOINTED if index - 1 in self.checkpointed else KEPT
+        size = self.footprints[index].output
+        self.hold(INPUTS if index == 0 else before, -size if leaves else size)
 
     def _drop_activations(self, index: int) -> None:
         footprint = self.footprints[index]
@@ -277,6 +290,12 @@ class _Step:
         elif setup.optimizer in ("adamw", "adamw_foreach"):  # denominators of all at once
             working = item * sum(n * group.shard_elements(shards, trained=True) for group, n in self.groups)
         self.look("optimizer", UPDATE, working)
+
+
+def _visits(checkpointed: frozenset[int]) -> dict[int, int]:
+    """Of each checkpointed block but the first, the one before it."""
+    ordered = sorted(checkpointed)
+    return dict(zip(ordered[1:], ordered, strict=False))
 
 
 def _group_sizes(group: Group, setup: Setup) -> _Sizes:

@@ -39,6 +39,7 @@ class RunPlan:
         grad_accum_steps: Micro-batches per optimizer step.
         sac_ratio: Fraction of checkpointed blocks, the smallest of a fixed list that fits.
         sac_placement: Which blocks those are.
+        sac_offload: Whether what they keep waits on the host, of which ``estimate.host_bytes`` are taken.
         reshard_after_forward: Whether blocks are freed between forward and backward.
         estimate: Memory per GPU.
         time: Predicted seconds of an optimizer step, by part: good for ranking.
@@ -52,6 +53,7 @@ class RunPlan:
     grad_accum_steps: int
     sac_ratio: Fraction
     sac_placement: Placement
+    sac_offload: bool
     reshard_after_forward: bool
     estimate: MemoryEstimate
     time: StepTime
@@ -77,8 +79,9 @@ def plan_run(
 
     Tries every micro-batch size that divides a rank's share of the batch, checkpointing ratios from 0 to 1,
     both placements, and blocks freed or kept after the forward. Of each, the smallest ratio that fits is
-    listed. Ranks share rows (``cp``) in groups that divide the query heads and the ranks: where that could be
-    faster than not to, within a node, and beyond it only if nothing else fits.
+    listed; where activations that wait on the host (``sac_offload``) spare recomputation, that too. Ranks
+    share rows (``cp``) in groups that divide the query heads and the ranks: where that could be faster than
+    not to, within a node, and beyond it only if nothing else fits.
 
     Args:
         config: As for ``estimate_memory``.
@@ -87,8 +90,8 @@ def plan_run(
         seq_length: Tokens per sequence.
         global_batch_size: Sequences per optimizer step over all ranks; a multiple of ``num_gpus // cp``.
         **estimate_options: Further arguments of ``estimate_memory``. Those that would be searched
-            (``cp``, ``micro_batch_size``, ``sac_ratio``, ``sac_placement``, ``reshard_after_forward``) are
-            then fixed.
+            (``cp``, ``micro_batch_size``, ``sac_ratio``, ``sac_placement``, ``sac_offload``,
+            ``reshard_after_forward``) are then fixed.
 
     Returns:
         At least one plan.
@@ -270,10 +273,23 @@ def _fitting(config: Any, setup: Setup, options: dict[str, Any], budget: int, wh
     """For each placement and resharding, the plan with the smallest ratio that fits."""
     reshard = (setup.reshard_after_forward,) if "reshard_after_forward" in options else (True, False)
     for keeps in reshard:
-        for tried, memory in least_checkpointed(
-            config, replace(setup, reshard_after_forward=keeps), options, budget
-        ):
+        chosen = replace(setup, reshard_after_forward=keeps)
+        plain = list(least_checkpointed(config, chosen, options, budget))
+        ways = plain + list(_offloaded(config, chosen, options, budget, plain))
+        for tried, memory in ways:
             yield _plan(config, tried, memory, why)
+
+
+def _offloaded(
+    config: Any, setup: Setup, options: dict[str, Any], budget: int, plain: list[tuple[Setup, MemoryEstimate]]
+) -> Iterator[tuple[Setup, MemoryEstimate]]:
+    """The ways that fit with fewer checkpointed blocks if what these keep waits on the host."""
+    least = min((parse_ratio(way.sac_ratio) for way, _ in plain), default=Fraction(2))
+    if least == 0 or "sac_offload" in options or setup.gpu.name == "cpu":
+        return
+    for way, memory in least_checkpointed(config, replace(setup, sac_offload=True), options, budget):
+        if parse_ratio(way.sac_ratio) < least:
+            yield way, memory
 
 
 def least_checkpointed(
@@ -323,15 +339,16 @@ def _plan(config: Any, setup: Setup, memory: MemoryEstimate, why: str) -> RunPla
         grad_accum_steps=setup.grad_accum_steps,
         sac_ratio=ratio,
         sac_placement=setup.sac_placement,
+        sac_offload=setup.sac_offload,
         reshard_after_forward=setup.reshard_after_forward,
         estimate=memory,
         time=time,
         relative_speed=1.0,
-        reasons=tuple(_reasons(setup, ratio, time, why)),
+        reasons=tuple(_reasons(setup, ratio, time, why, memory.host_bytes)),
     )
 
 
-def _reasons(setup: Setup, ratio: Fraction, time: StepTime, why: str) -> Iterator[str]:
+def _reasons(setup: Setup, ratio: Fraction, time: StepTime, why: str, host_bytes: int) -> Iterator[str]:
     compute, communication = f"compute {time.compute:.2f} s", f"communication {time.communication:.2f} s"
     if time.compute >= time.communication:
         yield f"bound by compute (a micro-step: {compute}, which hides {communication})"
@@ -343,6 +360,11 @@ def _reasons(setup: Setup, ratio: Fraction, time: StepTime, why: str) -> Iterato
             "hidden behind communication" if hidden else f"{time.recompute / time.compute:.0%} of the compute"
         )
         yield f"recomputation is {cost}"
+    if host_bytes:
+        yield (
+            f"what checkpointed blocks keep waits in {host_bytes / _GIB:.1f} GiB of host memory per GPU: "
+            f"copies take {time.offload:.2f} s of a micro-step, beside the compute"
+        )
     if setup.cp > 1:
         because = f", since {why}" if why else ""
         yield f"{setup.cp} GPUs share each row{because}: exchanges take {time.exchange:.2f} s of a micro-step"
@@ -406,6 +428,8 @@ def _ways_out(config: Any, setup: Setup, options: dict[str, Any], gpu_memory_byt
         yield "loss_impl='chunked'"
     if setup.optimizer != "adamw8bit" and fits(optimizer="adamw8bit"):
         yield "optimizer='adamw8bit'"
+    if not setup.sac_offload and fits(sac_offload=True):
+        yield "sac_offload=True"
     if not setup.cpu_offload and fits(cpu_offload=True):
         yield "cpu_offload=True (slow)"
     length = setup.seq_length // 2

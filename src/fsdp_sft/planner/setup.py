@@ -44,6 +44,7 @@ class Setup:
     cp: int
     reshard_after_forward: bool
     cpu_offload: bool
+    sac_offload: bool
     optimizer: Optimizer
     trainable: tuple[str, ...] | None
     lora: tuple[int, tuple[str, ...]] | None
@@ -57,6 +58,11 @@ class Setup:
     def tokens_per_rank(self) -> int:
         """Of each sequence, filler included."""
         return -(-self.seq_length // self.cp)
+
+    @property
+    def activations_leave(self) -> bool:
+        """Whether what checkpointed blocks keep waits on the host; on a CPU it is there already."""
+        return self.sac_offload and self.gpu.name != "cpu"
 
     def checkpointed(self, num_blocks: int) -> frozenset[int]:
         """Which blocks are recomputed in the backward."""
@@ -106,7 +112,7 @@ def make_setup(
     _check_choice("loss_impl", fields["loss_impl"], get_args(LossImpl))
     _check_choice("optimizer", fields["optimizer"], get_args(Optimizer))
     _check_choice("grad_sync", fields["grad_sync"], get_args(GradSync))
-    for name in ("compile", "attention_mask", "reshard_after_forward", "cpu_offload"):
+    for name in ("compile", "attention_mask", "reshard_after_forward", "cpu_offload", "sac_offload"):
         _check_choice(name, fields[name], (True, False))
     for name in ("master_dtype", "param_dtype", "reduce_dtype"):
         _check_choice(name, fields[name], _FLOATING)

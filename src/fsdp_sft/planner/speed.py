@@ -26,6 +26,7 @@ class StepTime:
         recompute: The part of ``compute`` that checkpointing adds.
         communication: Of one micro-step; it runs beside the computation.
         exchange: Of one micro-step, between ranks that share rows; nothing runs beside it.
+        offload: Of one micro-step, activations to the host and back; they run beside the computation.
         optimizer: Of the update.
         total: Of the whole step.
     """
@@ -34,12 +35,13 @@ class StepTime:
     recompute: float
     communication: float
     exchange: float
+    offload: float
     optimizer: float
     total: float
 
 
 def step_time(config: Any, skeleton: Skeleton, setup: Setup, *, exchanging: bool = True) -> StepTime:
-    """``accumulation x (exchange + max(compute, communication)) + optimizer``.
+    """``accumulation x (exchange + max(compute, communication, offload)) + optimizer``.
 
     Without ``exchanging`` that is a lower bound, for which nothing has to be traced.
     """
@@ -52,11 +54,12 @@ def step_time(config: Any, skeleton: Skeleton, setup: Setup, *, exchanging: bool
     each = setup.grad_sync == "each"
     communication = gathering + (reducing if each else 0.0)
     exchange = _exchange(skeleton, setup) if exchanging and setup.cp > 1 else 0.0
+    offload = _offload(skeleton, setup) if exchanging and setup.activations_leave else 0.0
     optimizer = _update(skeleton, setup)
-    total = setup.grad_accum_steps * (exchange + max(plain + recompute, communication)) + optimizer
+    total = setup.grad_accum_steps * (exchange + max(plain + recompute, communication, offload)) + optimizer
     if not each:
         total += max(0.0, reducing - plain)
-    return StepTime(plain + recompute, recompute, communication, exchange, optimizer, total)
+    return StepTime(plain + recompute, recompute, communication, exchange, offload, optimizer, total)
 
 
 def _flops_per_token(config: Any, skeleton: Skeleton, seq_length: int) -> float:
@@ -92,6 +95,13 @@ def _exchange(skeleton: Skeleton, setup: Setup) -> float:
     link = gpu.node_bytes_per_second if setup.cp <= gpu.gpus_per_node else gpu.bytes_per_second
     share = (setup.cp - 1) / setup.cp
     return exchanged * (share / link + _TOUCHES / gpu.memory_bytes_per_second)
+
+
+def _offload(skeleton: Skeleton, setup: Setup) -> float:
+    """Seconds to copy what checkpointed blocks keep to the host and back."""
+    blocks = trace(skeleton, setup).blocks
+    moved = sum(blocks[skeleton.kinds[i]].output for i in setup.checkpointed(len(skeleton.blocks)))
+    return 2 * moved / setup.gpu.host_bytes_per_second
 
 
 def _update(skeleton: Skeleton, setup: Setup) -> float:

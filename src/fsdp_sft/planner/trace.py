@@ -36,6 +36,7 @@ class Footprint:
         saved: What the backward of the block needs, given its input.
         backward_peak: Most that its backward adds while it runs, gradients of its parameters included.
         output: Its output.
+        saves_input: Whether its backward needs its input as it is, beyond computing the rest again.
         exchanged: What its forward sends to the ranks that share its rows, and gets from them.
     """
 
@@ -45,6 +46,7 @@ class Footprint:
     saved: int
     backward_peak: int
     output: int
+    saves_input: bool
     exchanged: int = 0
 
 
@@ -372,6 +374,7 @@ class _Run:
             saved=run.live["after"] - run.live["before"] - output,
             backward_peak=run.peak["backward"] - run.live["backward"],
             output=output,
+            saves_input=run.input in run.saved,
             exchanged=self._exchanged(run),
         )
 
@@ -385,7 +388,9 @@ class _Run:
             block_input=run.input,
             block_output=run.output,
         )
-        return Footprint(output=self.ledger.sizes[run.output], exchanged=self._exchanged(run), **fused)
+        return Footprint(
+            output=self.ledger.sizes[run.output], saves_input=True, exchanged=self._exchanged(run), **fused
+        )
 
     def _exchanged(self, run: _BlockRun) -> int:
         if self.question.cp == 1:

@@ -12,12 +12,17 @@ from contextlib import contextmanager
 import torch
 
 from fsdp_sft._host_memory import available_host_bytes
-from fsdp_sft._launch import ranks_on_host
-from fsdp_sft._streams import host_buffer
+from fsdp_sft._streams import copy_stream, host_buffer
+from fsdp_sft.distributed import ranks_on_host
 from fsdp_sft.errors import HostMemoryError
 
 CHUNK_BYTES = 1 << 24  # a power of two, to which torch rounds pinned memory up
 _GIB = 1 << 30
+
+
+def host_bytes_for(size: int) -> int:
+    """Host memory that one block takes for ``size`` bytes."""
+    return -(-size // CHUNK_BYTES) * CHUNK_BYTES
 
 
 class Lane:
@@ -31,7 +36,7 @@ class Lane:
     def __init__(self, device: torch.device, visits: int) -> None:
         self.device = device
         self.visits = visits
-        self.stream = torch.Stream(device=device)
+        self.stream = copy_stream(device)
         self.chunks = 0
         self.free: list[torch.Tensor] = []
         self._fullest = 0  # chunks of a visit
