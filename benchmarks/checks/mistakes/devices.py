@@ -6,8 +6,44 @@ LOAD = ("tests/weights/test_devices.py",)
 SYNCS = ("tests/step/test_host_syncs.py",)
 LATE = ("tests/step/test_late.py",)
 DEVICES = ("tests/test_devices.py",)
+OFFLOAD = ("tests/sac/test_offload.py",)
 
 MISTAKES: list[Mistake] = [
+    Mistake(
+        "activations used before they are back",
+        "sac/away.py",
+        "        torch.accelerator.current_stream(self._here.device).wait_event(self._copied)\n",
+        "",
+        OFFLOAD,
+    ),
+    Mistake(
+        "activations given up while they leave",
+        "sac/away.py",
+        "            self._stream.wait_event(self._copied)\n            self._here = None",
+        "            self._here = None",
+        OFFLOAD,
+    ),
+    Mistake(
+        "activations that leave before they are computed",
+        "sac/away.py",
+        "            lane.stream.wait_event(made)\n",
+        "",
+        OFFLOAD,
+    ),
+    Mistake(
+        "activations that stay although they have left",
+        "sac/away.py",
+        "            previous.give_up(previous.inputs)",
+        "            pass",
+        OFFLOAD,
+    ),
+    Mistake(
+        "host memory that is never used again",
+        "sac/away.py",
+        "        self.lane.free.extend(self._chunks)",
+        "        pass",
+        OFFLOAD,
+    ),
     Mistake(
         "an event on the stream that is current where it is recorded",
         "_streams.py",
