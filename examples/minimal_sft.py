@@ -121,11 +121,11 @@ def train(args: argparse.Namespace, guard: fs.PreemptionGuard) -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     rows = read_rows(args.data or HERE / "data" / "chats.jsonl")
-    test_rows = (
-        read_rows(HERE / "data" / "chats-test.jsonl") if args.data is None else rows[:: len(rows) // 50 + 1]
-    )
-    if args.data is not None:
-        rows = [row for i, row in enumerate(rows) if i % (len(rows) // 50 + 1)]
+    if args.data is None:
+        test_rows = read_rows(HERE / "data" / "chats-test.jsonl")
+    else:
+        every = max(len(rows) // 50 + 1, 10)
+        test_rows, rows = rows[::every], [row for i, row in enumerate(rows) if i % every]
     rows, counts = fs.filter_rows(rows, tokenizer, max_length=args.max_length)
     test_rows, _ = fs.filter_rows(test_rows, tokenizer, max_length=args.max_length)
     if context.is_main:

@@ -68,7 +68,6 @@ def test_two_ranks_share_rows_and_one_goes_on_alone(tmp_path: Path) -> None:
     assert _losses(shared) == pytest.approx({step: whole[step] for step in (3, 4)}, rel=1e-5)
     exported, plain = (AutoModelForCausalLM.from_pretrained(output / "export") for output in (shared, alone))
     torch.testing.assert_close(exported.state_dict(), plain.state_dict(), rtol=1e-2, atol=1e-3)
-    assert "nothing to do" in _alone(shared, *run, "--resume", "auto")
 
 
 @pytest.mark.parametrize(
