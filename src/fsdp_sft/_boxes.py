@@ -149,7 +149,14 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def with_local(tensor: DTensor, local: torch.Tensor) -> DTensor:
-    """A tensor cut as ``tensor`` is, of which this rank's part is ``local``. No communication."""
+    """A tensor cut as ``tensor`` is, of which this rank's part is ``local``. No communication.
+
+    ``from_local`` moves what is elsewhere to the mesh's device: parts that stay on the host are copied there.
+    """
+    if local.device.type not in (tensor.device_mesh.device_type, "meta"):
+        made: DTensor = torch.empty_like(tensor, dtype=local.dtype, device=local.device)
+        made.to_local().copy_(local)
+        return made
     return DTensor.from_local(
         local,
         tensor.device_mesh,

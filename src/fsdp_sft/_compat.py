@@ -677,10 +677,17 @@ class KeptValue:
     def value(self) -> Any:
         return self._wrapper.val
 
-    def replace(self, value: Any) -> None:
-        """Keep another object in its place; a tensor counts as unchanged from here on."""
+    @property
+    def changed(self) -> bool:
+        """Whether it has been changed in place since, for which torch raises when it is used."""
+        return isinstance(self.value, torch.Tensor) and self._wrapper.version != self.value._version
+
+    def replace(self, value: Any, *, changed: bool = False) -> None:
+        """Keep another object in its place; a tensor counts as unchanged from here on, or as ``changed``."""
         self._wrapper.val = value
-        self._wrapper.version = value._version if isinstance(value, torch.Tensor) else None
+        self._wrapper.version = value._version if isinstance(value, torch.Tensor) and not changed else None
+        if changed:
+            self._wrapper.version = -1
 
 
 def kept_in(mode: Any) -> list[KeptValue]:

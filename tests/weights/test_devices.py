@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 import fsdp_sft as fs
 from tests.harness.hf_folders import plain, rewrite, save_tiny, tensors_of
@@ -28,6 +29,29 @@ def _several_threads_and_small_pieces() -> None:
 
     read._DEVICE_PIECE_BYTES = 1 << 13
     os.sched_getaffinity = lambda _: set(range(64))
+
+
+def _load_to_the_host(folder: Path) -> tuple[list[str], set[str], bool]:
+    """(wrong parameters, where shards are, whether a step is taken)"""
+    context = fs.init_distributed()
+    policy = CPUOffloadPolicy()
+    model = fs.load_pretrained(folder, mesh=fs.build_mesh(), offload_policy=policy)
+    prepared = fs.prepare_base(folder, folder.parent / "prepared", mesh=fs.build_mesh())
+    again = fs.load_prepared(prepared, mesh=fs.build_mesh(), offload_policy=policy)
+    expected = dict(plain(folder).named_parameters())
+    wrong, where = [], set()
+    for name, parameter in [*model.named_parameters(), *again.named_parameters()]:
+        where |= {parameter.device.type, parameter.detach().to_local().device.type}
+        if not torch.equal(full(parameter.detach().to(context.device)).cpu(), expected[name]):
+            wrong.append(name)
+    ids = torch.arange(3, 19).view(2, 8)
+    batch = {"input_ids": ids, "labels": ids.clone()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return wrong, where, not fs.train_step(model, [batch], optimizer).skipped
+
+
+def test_shards_that_stay_on_the_host_are_loaded_there(checkpoint: Path) -> None:
+    assert run_simulated(_load_to_the_host, 2, checkpoint) == [([], {"cpu"}, True)] * 2
 
 
 def _wrong_values(model: Any, folder: Path) -> list[str]:

@@ -59,9 +59,9 @@ def apply_sac(
             own checkpointing is on, or compile's memory budget is (torch would ignore it).
         NotRecomputedError: Later, from the first training forward, if a part of a chosen block runs outside
             of its checkpoint: the model calls the parts and not the block, or the block's forward was
-            replaced since. With ``offload`` also if none of them has left anything on the host.
+            replaced since.
         HostMemoryError: Later, from the first forward or one with longer rows, with ``offload``: the host has
-            less memory left than its ranks would take. Nothing is taken then.
+            less memory than its ranks would take together.
 
     Memory: Per checkpointed block its inputs stay, and one block's activations while it is recomputed. With
     ``offload`` the inputs of at most two blocks are on the device, and all of them in pinned host memory: of

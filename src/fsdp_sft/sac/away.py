@@ -5,9 +5,11 @@ read is written by none before that. On the other side, memory of the device is 
 after the stream that computes has been told to wait for the copy.
 """
 
+import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -31,10 +33,12 @@ class Lane:
     Args:
         device: An accelerator.
         visits: How many blocks leave something behind in one forward.
+        at_first: Bytes that the host had before any rank took some; None if that is not known.
     """
 
-    def __init__(self, device: torch.device, visits: int) -> None:
+    def __init__(self, device: torch.device, visits: int, at_first: int | None) -> None:
         self.device = device
+        self.at_first = at_first
         self.visits = visits
         self.stream = copy_stream(device)
         self.chunks = 0
@@ -62,12 +66,20 @@ class Lane:
 
     def chunk(self) -> torch.Tensor:
         """Host memory for ``CHUNK_BYTES``."""
-        if self.free:
+        try:
             return self.free.pop()
-        if self.chunks == self._granted:
+        except IndexError:
+            pass
+        if self.chunks >= self._granted:
             self._see_that_host_has_more()
         self.chunks += 1
-        return host_buffer((CHUNK_BYTES,), torch.uint8, self.device)
+        made = host_buffer((CHUNK_BYTES,), torch.uint8, self.device)
+        if self.chunks == 1 and not made.is_pinned():
+            warnings.warn(
+                "host memory for activations could not be pinned: the device waits for each copy",
+                stacklevel=2,
+            )
+        return made
 
     def expect(self, chunks: int) -> None:
         """Note that a visit needs so many chunks; the others of this forward will, too."""
@@ -76,12 +88,15 @@ class Lane:
     def _see_that_host_has_more(self) -> None:
         forward = self._fullest * self.visits
         more = forward - self.chunks if forward > self.chunks else forward
-        ranks, available = ranks_on_host(), available_host_bytes()
-        if available is not None and more * CHUNK_BYTES * ranks > available:
+        own, ranks, left = more * CHUNK_BYTES, ranks_on_host(), available_host_bytes()
+        # What is left now may lack what other ranks have taken already; what there was at first does not.
+        all_ranks = (self.chunks + more) * CHUNK_BYTES * ranks
+        if (left is not None and own > left) or (self.at_first is not None and all_ranks > self.at_first):
+            had = "an unknown amount" if self.at_first is None else f"{self.at_first / _GIB:.2f} GiB"
             raise HostMemoryError(
-                f"the activations of {self.visits} blocks need {more * CHUNK_BYTES / _GIB:.2f} GiB more of "
-                f"host memory on each of {ranks} ranks of this host, where {available / _GIB:.2f} GiB are "
-                "left: checkpoint without offload=True, shorten the rows, or give the job more memory"
+                f"the activations of {self.visits} blocks need {own / _GIB:.2f} GiB more of host memory on "
+                f"each of {ranks} ranks of this host, which had {had} when offload=True was chosen: "
+                "checkpoint without it, shorten the rows, or give the job more memory"
             )
         self._granted = self.chunks + more
 
@@ -93,6 +108,7 @@ class Visit:
         self.lane = lane
         self.inputs: list[weakref.ref[Away]] = []
         self.kept: list[weakref.ref[Away]] = []
+        self.arguments: set[Any] = set()
         self._previous = None if previous is None else weakref.ref(previous)
         self._chunks: list[torch.Tensor] = []
         self._used = 0
@@ -112,6 +128,13 @@ class Visit:
         left = [Away(self, tensor) for tensor in tensors]
         (self.inputs if as_inputs else self.kept).extend(weakref.ref(away) for away in left)
         return left
+
+    def not_shared(self, arguments: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Those that the visit before did not have as well: one copy of the others is on the device."""
+        previous = None if self._previous is None else self._previous()
+        shared = set() if previous is None else previous.arguments
+        self.arguments = {identity(tensor) for tensor in arguments}
+        return [tensor for tensor in arguments if identity(tensor) not in shared]
 
     def give_up(self, left: list["weakref.ref[Away]"]) -> None:
         """Let the device's memory of these go, once they are on the host."""
@@ -143,13 +166,20 @@ class Visit:
 
 
 class Away:
-    """A tensor whose values are on the host, and on the device only while they are leaving or needed."""
+    """A tensor whose values are on the host, and on the device only while they are leaving or needed.
+
+    Attributes:
+        changed: Whether someone has changed it in place while it was copied, so that both are lost.
+    """
 
     def __init__(self, visit: Visit, tensor: torch.Tensor) -> None:
         self.visit = visit
+        self.changed = False
+        self._here: torch.Tensor | None = None
         self._shape, self._strides, self._dtype = tensor.shape, tensor.stride(), tensor.dtype
         self._pieces = visit.room(tensor.numel() * tensor.element_size())
-        self._here: torch.Tensor | None = tensor.detach()
+        self._here = tensor.detach()
+        self._version = tensor._version
         self._stream = torch.accelerator.current_stream(tensor.device)
         self._copied = self._copy(tensor, to_host=True)
 
@@ -157,10 +187,17 @@ class Away:
         self.give_up()
 
     def get(self) -> torch.Tensor:
-        """The tensor, on the device, to compute with on the current stream; those needed next start too."""
+        """The tensor, on the device, to compute with on the current stream; those needed next start too.
+
+        Look at ``changed`` afterwards.
+        """
         self.bring_back()
         assert self._here is not None
-        torch.accelerator.current_stream(self._here.device).wait_event(self._copied)
+        self._look_for_changes()
+        current = torch.accelerator.current_stream(self._here.device)
+        current.wait_event(self._copied)
+        if current != self._stream:
+            self._here.record_stream(current)
         tensor, self._here = self._here, None
         self.visit.bring_back_previous()
         return tensor
@@ -172,12 +209,17 @@ class Away:
             self._here = torch.empty_strided(self._shape, self._strides, dtype=self._dtype, device=device)
             self._stream = torch.accelerator.current_stream(device)
             self._copied = self._copy(self._here, to_host=False)
+            self._version = self._here._version
 
     def give_up(self) -> None:
         """Let the device's memory go, which the stream that it was made on may use after the copy."""
         if self._here is not None:
+            self._look_for_changes()
             self._stream.wait_event(self._copied)
             self._here = None
+
+    def _look_for_changes(self) -> None:
+        self.changed |= self._here is not None and self._here._version != self._version
 
     def _copy(self, tensor: torch.Tensor, *, to_host: bool) -> torch.Event:
         lane, made = self.visit.lane, self._stream.record_event()
@@ -189,6 +231,11 @@ class Away:
                 target, source = (piece, part) if to_host else (part, piece)
                 target.copy_(source, non_blocking=True)
             return lane.stream.record_event()
+
+
+def identity(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Which values a tensor has, as long as one that has them is held: autograd hands over another object."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version
 
 
 def _alive(left: list["weakref.ref[Away]"]) -> list["Away"]:

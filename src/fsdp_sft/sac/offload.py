@@ -2,6 +2,7 @@
 
 import functools
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,9 +13,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from fsdp_sft._compat import compiled_call_of, kept_in, set_compiled_call
+from fsdp_sft._host_memory import available_host_bytes
 from fsdp_sft._recompiles import AROUND_COMPILED
-from fsdp_sft.errors import NotRecomputedError
-from fsdp_sft.sac.away import Away, Lane, Visit
+from fsdp_sft.sac.away import Away, Lane, Visit, identity
 
 _LEAST_BYTES = 1 << 10  # of a tensor that is worth a copy
 _HANDLES = "_fsdp_sft_offload_hooks"  # on the model
@@ -30,8 +31,10 @@ class Offload:
 
     def __init__(self, blocks: int, *, keeps: bool) -> None:
         self.blocks, self.keeps = blocks, keeps
+        self.at_first = available_host_bytes()
         self.lanes: dict[torch.device, Lane] = {}
         self.visits = 0
+        self.has_told = False
         self.current = threading.local()
 
     def __reduce__(self) -> Any:
@@ -41,7 +44,7 @@ class Offload:
     def lane(self, device: torch.device) -> Lane:
         """The copies of a device."""
         if device not in self.lanes:
-            self.lanes[device] = Lane(device, self.blocks)
+            self.lanes[device] = Lane(device, self.blocks, self.at_first)
         return self.lanes[device]
 
 
@@ -58,9 +61,10 @@ def run_offloaded(
     if isinstance(function, functools.partial):
         kwargs = {**function.keywords, **kwargs}
         function = functools.partial(function.func, *function.args)
-    names = tuple(name for name in kwargs if any(kwargs[name] is tensor for tensor in _own((), kwargs)))
+    arguments = _arguments(args, kwargs)
+    names = tuple(name for name in kwargs if any(kwargs[name] is tensor for tensor in arguments))
     values = [kwargs.pop(name) for name in names]
-    with _visiting(offload, _own((*args, *values), {}, named=len(names)), None):
+    with _visiting(offload, arguments, None):
         return recompute(functools.partial(_with_names, function, names), *args, *values, **kwargs)
 
 
@@ -108,7 +112,7 @@ class _CompiledCall:
             return self.call(*args, **kwargs)
         # autograd holds on to the hooks, so these must not hold on to the arguments
         shared = _Shared(self.block, _storages(_tensors_in((args, kwargs)))) if self.offload.keeps else None
-        with _visiting(self.offload, _own(args, kwargs), shared):
+        with _visiting(self.offload, _arguments(args, kwargs), shared):
             return self.call(*args, **kwargs)
 
 
@@ -125,38 +129,45 @@ def _surround(offload: Offload, block: nn.Module) -> None:
 
 
 def _after_forward(offload: Offload, model: nn.Module, args: Any, output: Any) -> None:
-    if offload.visits == 0 and model.training and torch.is_grad_enabled():
-        raise NotRecomputedError(
+    if not offload.has_told and model.training and torch.is_grad_enabled():
+        offload.has_told = True
+        warnings.warn(
             f"none of the {offload.blocks} blocks that were chosen with offload=True has left anything on "
-            "the host in this forward: the model does not call them, or is compiled as a whole (use "
-            "compile_blocks instead)"
+            "the host in this forward: it does not call them, or the model is compiled as a whole (use "
+            "compile_blocks instead)",
+            stacklevel=2,
         )
 
 
 @contextmanager
-def _visiting(offload: Offload, own: list[torch.Tensor], shared: "_Shared | None") -> Iterator[None]:
-    """Send ``own`` to the host, for whoever saves them meanwhile.
+def _visiting(offload: Offload, arguments: list[torch.Tensor], shared: "_Shared | None") -> Iterator[None]:
+    """Send a block's own inputs to the host, for whoever saves them meanwhile.
 
     Args:
         offload: Where to.
-        own: A block's inputs that no other block has.
+        arguments: The block's hidden states, and what else has a gradient.
         shared: Says what is not the block's own; other tensors that are saved are, and go to the host as
             well. None leaves all of these alone.
     """
     offload.visits += 1
-    own = [tensor for tensor in own if _can_leave(tensor)]
-    if not own or getattr(offload.current, "visit", None) is not None:
+    offload.has_told = True
+    if not torch.is_grad_enabled():
+        yield  # nothing is saved
+        return
+    arguments = [tensor for tensor in arguments if _can_leave(tensor)]
+    if not arguments or getattr(offload.current, "visit", None) is not None:
         yield  # on a CPU, whose memory is the host's; or inside of a compiled block that was not traced whole
         return
-    with offload.lane(own[0].device).visit() as visit:
-        left = dict(zip(map(_identity, own), visit.leave(own, as_inputs=True), strict=True))
+    with offload.lane(arguments[0].device).visit() as visit:
+        own = visit.not_shared(arguments)
+        left = dict(zip(map(identity, own), visit.leave(own, as_inputs=True), strict=True))
 
         def pack(tensor: torch.Tensor) -> Any:
-            found = left.get(_identity(tensor))
+            found = left.get(identity(tensor))
             if found is not None:
                 return found
             if shared is None or not _can_leave(tensor) or shared.has(tensor):
-                return tensor
+                return _Here(tensor)
             return visit.leave([tensor], as_inputs=False)[0]
 
         offload.current.visit = visit if shared is None else None
@@ -171,7 +182,7 @@ def _visiting(offload: Offload, own: list[torch.Tensor], shared: "_Shared | None
 def _leaving(keeping: Any, visit: Visit) -> Iterator[None]:
     with keeping:
         yield
-    entries = [entry for entry in kept_in(keeping) if _can_leave(entry.value)]
+    entries = [entry for entry in kept_in(keeping) if _can_leave(entry.value) and not entry.changed]
     tensors = [entry.value for entry in entries]
     for entry, away in zip(entries, visit.leave(tensors, as_inputs=False), strict=True):
         entry.replace(away)
@@ -181,13 +192,34 @@ def _leaving(keeping: Any, visit: Visit) -> Iterator[None]:
 def _bringing(keeping: Any, using: Any) -> Iterator[None]:
     for entry in kept_in(keeping):
         if isinstance(entry.value, Away):
-            entry.replace(entry.value.get())
+            away = entry.value
+            entry.replace(away.get(), changed=away.changed)
     with using:
         yield
 
 
-def _unpack(saved: Any) -> torch.Tensor:
-    return saved.get() if isinstance(saved, Away) else saved
+class _Here:
+    """A saved tensor that stays, with what autograd looks at where there are no hooks."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor, self._version = tensor, tensor._version
+
+    @property
+    def changed(self) -> bool:
+        return self._tensor._version != self._version
+
+    def get(self) -> torch.Tensor:
+        return self._tensor
+
+
+def _unpack(saved: "Away | _Here") -> torch.Tensor:
+    tensor = saved.get()
+    if saved.changed:
+        raise RuntimeError(
+            "a tensor that a checkpointed block needs for the backward has been modified by an inplace "
+            f"operation since: {tuple(tensor.shape)}, {tensor.dtype}; torch says so without offload=True, too"
+        )
+    return tensor
 
 
 def _with_names(function: Callable[..., Any], names: tuple[str, ...], *args: Any, **kwargs: Any) -> Any:
@@ -195,9 +227,9 @@ def _with_names(function: Callable[..., Any], names: tuple[str, ...], *args: Any
     return function(*args[:positional], **dict(zip(names, args[positional:], strict=True)), **kwargs)
 
 
-def _own(args: tuple[Any, ...], kwargs: dict[str, Any], *, named: int = 0) -> list[torch.Tensor]:
-    """The inputs that other blocks do not share: the hidden states, and what has a gradient."""
-    hidden = {id(value) for value in (*args[:1], *args[len(args) - named :], kwargs.get("hidden_states"))}
+def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The hidden states, and what has a gradient."""
+    hidden = {id(value) for value in (*args[:1], kwargs.get("hidden_states"))}
     found = {
         id(value): value
         for value in (*args, *kwargs.values())
@@ -218,11 +250,6 @@ def _can_leave(tensor: Any) -> bool:
             return False
         expected *= size
     return True
-
-
-def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Which values a tensor has, as long as one that has them is held: autograd hands over another object."""
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version
 
 
 class _Shared:

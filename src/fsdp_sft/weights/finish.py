@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_sft._boxes import box_of, local_of, part_of, with_local
+from fsdp_sft._boxes import box_of, local_of, part_of
 from fsdp_sft._compat import (
     apply_to_tensors,
     initialise_computed,
@@ -64,9 +64,10 @@ def materialise(model: nn.Module) -> None:
     def fill(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_meta:
             return tensor
-        filled = torch.empty_like(local_of(tensor), device=shard_device)
-        ask_for_large_pages(filled)
-        return with_local(tensor, filled) if isinstance(tensor, DTensor) else filled
+        # Not DTensor.from_local, which moves shards that stay on the host to the mesh's device.
+        filled = torch.empty_like(tensor, device=shard_device)
+        ask_for_large_pages(local_of(filled))
+        return filled
 
     if any(isinstance(tensor, DTensor) and tensor.is_meta for tensor in named.values()):
         apply_to_tensors(model, fill)
