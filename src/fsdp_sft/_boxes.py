@@ -154,9 +154,9 @@ def with_local(tensor: DTensor, local: torch.Tensor) -> DTensor:
     ``from_local`` moves what is elsewhere to the mesh's device: parts that stay on the host are copied there.
     """
     if local.device.type not in (tensor.device_mesh.device_type, "meta"):
-        made: DTensor = torch.empty_like(tensor, dtype=local.dtype, device=local.device)
+        made: Any = torch.empty_like(tensor, dtype=local.dtype, device=local.device)
         made.to_local().copy_(local)
-        return made
+        return made  # type: ignore[no-any-return]
     return DTensor.from_local(
         local,
         tensor.device_mesh,

@@ -12,7 +12,7 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "activations used before they are back",
         "sac/away.py",
-        "        torch.accelerator.current_stream(self._here.device).wait_event(self._copied)\n",
+        "        current.wait_event(self._copied)\n",
         "",
         OFFLOAD,
     ),
@@ -29,6 +29,20 @@ MISTAKES: list[Mistake] = [
         "            lane.stream.wait_event(made)\n",
         "",
         OFFLOAD,
+    ),
+    Mistake(
+        "activations changed in place while they leave",
+        "sac/away.py",
+        "        self.changed |= self._here is not None and self._here._version != self._version",
+        "        pass",
+        OFFLOAD,
+    ),
+    Mistake(
+        "shards that stay on the host loaded onto the device",
+        "weights/finish.py",
+        "        filled = torch.empty_like(tensor, device=shard_device)",
+        "        filled = torch.empty_like(tensor, device=device)",
+        LOAD,
     ),
     Mistake(
         "activations that stay although they have left",
