@@ -24,6 +24,7 @@ from fsdp_sft.watchdog.judge import Finding, Judge
 from fsdp_sft.watchdog.report import Report, ranges
 from tests.harness import forks
 from tests.harness.device import backend_here, become, device_here, for_ranks
+from tests.harness.models import tiny_model
 from tests.simulated.device import Simulated
 
 TIMEOUT, INTERVAL = 3.0, 0.2
@@ -106,6 +107,24 @@ def _slow_loader(watchdog: fs.Watchdog, folder: Path, is_victim: bool) -> None:
     _lockstep(watchdog, 8, act if is_victim else lambda step: None)
 
 
+def _exchange(watchdog: fs.Watchdog, folder: Path, is_victim: bool) -> None:
+    """Ranks that share rows: one does not come to the exchange around the second layer's attention."""
+    ids = torch.arange(3, 19).view(1, 16)
+    with watchdog.phase("warm-up", timeout=60):
+        mesh = fs.build_mesh(cp=dist.get_world_size(), device_type=device_here().type)
+        model = fs.shard_model(tiny_model("llama"), mesh=mesh).to(device_here()).train()
+        fs.use_context_parallel(model, mesh=mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in (1, 2):
+            watchdog.step(step)
+            fs.train_step(model, [{"input_ids": ids, "labels": ids}], optimizer)
+    if is_victim:
+        act = _at(3, folder, lambda: time.sleep(60))
+        model.model.layers[1].self_attn.register_forward_pre_hook(lambda *_: act(3))
+    watchdog.step(3)
+    fs.train_step(model, [{"input_ids": ids, "labels": ids}], optimizer)
+
+
 def _raises(watchdog: fs.Watchdog, folder: Path, is_victim: bool) -> None:
     def fail() -> None:
         raise ValueError("the data ends here")
@@ -142,6 +161,7 @@ SCENES: dict[str, tuple[Callable[[fs.Watchdog, Path, bool], None], int, int, str
     "shape-2": (_shape, 2, 1, "agent", r"has a batch of shape \(2, 24\) in step 3"),
     "shape-3": (_shape, 3, 2, "agent", r"has a batch of shape \(2, 24\) in step 3"),
     "loader-3": (_slow_loader, 3, 2, "agent", r"hangs outside of a collective: in step 3, .*test_watch"),
+    "exchange-2": (_exchange, 2, 1, "agent", r"hangs outside of a collective: in step 3, .*test_watch"),
     "kill-3": (_signalled(signal.SIGKILL), 3, 2, "agent", r"rank 2 on \S+ died in step 3, phase train"),
     "raise-3": (_raises, 3, 1, "agent", r"rank 1 on \S+ failed first, in step 3, .*the data ends here"),
     # Rank 5 watches the first four, itself and rank 0, and not rank 4.
@@ -253,6 +273,10 @@ def test_the_rank_is_named_on_all_that_live_within_the_set_time(
         assert outcome.seconds <= (0 if name in SHOWS_AT_ONCE else TIMEOUT) + 4 * INTERVAL + SLACK, (
             outcome.stderr
         )
+        if name == "exchange-2" and rank != victim:
+            assert re.search("rank 0 in step 3, phase train, waiting in to_heads", outcome.stderr), (
+                outcome.stderr
+            )
         if host == "rank 0" and is_gone:
             assert re.search(r"the store at 127.0.0.1:\d+, .* has not answered for", outcome.stderr)
 

@@ -16,7 +16,10 @@ RUNNING, ENDED, FAILED = "running", "ended", "failed"
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _COLLECTIVES = os.path.join("torch", "distributed", "")
 _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
-_AGREEMENT = (_PACKAGE + "_tree.py", _PACKAGE + "_agree.py")
+_AGREEMENT = (
+    *(_PACKAGE + "_tree.py", _PACKAGE + "_agree.py"),
+    _PACKAGE + os.path.join("context_parallel", "heads.py"),
+)
 
 
 @dataclass(frozen=True)
