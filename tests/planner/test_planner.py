@@ -539,6 +539,8 @@ def test_the_model_attends_as_before_after_a_trace_of_a_part() -> None:
 
 def test_a_row_that_does_not_fit_alone_is_shared() -> None:
     options = {"num_gpus": 8, "gpu_memory_bytes": 80 * 10**9, "seq_length": 131072, "attention_mask": False}
+    assert {plan.cp for plan in plan_run(QWEN_14B, **options, global_batch_size=8)} == {2, 4, 8}
+    options["sac_offload"] = False
     plans = plan_run(QWEN_14B, **options, global_batch_size=8)
     assert {plan.cp for plan in plans} == {4, 8}
     assert all(plan.micro_batch_size * plan.grad_accum_steps == plan.cp for plan in plans)
