@@ -47,6 +47,7 @@ def _losses(output: Path) -> dict[int, tuple[float, float]]:
 
 
 # Two ranks, as `make demo` has them, take twice the time; test_launch.py has two in each run of the suite.
+@pytest.mark.timeout(700)
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_demo_learns_to_answer_prompts_it_has_not_seen(tmp_path: Path, ranks: int) -> None:
     folder = EXAMPLES / "data"
@@ -60,7 +61,7 @@ def test_the_demo_learns_to_answer_prompts_it_has_not_seen(tmp_path: Path, ranks
     output = tmp_path / "out"
     if ranks == 1:
         arguments = ("--output", str(output), "--micro-batch-size", "32")
-        code, text = Program(EXAMPLE, *arguments, environment=_environment()).wait()
+        code, text = Program(EXAMPLE, *arguments, environment=_environment()).wait(600)
         assert code == 0, text[-3000:]
     else:
         text = _run(output)
