@@ -59,7 +59,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def read_rows(path: Path) -> list[dict]:
-    text = path.read_text()
+    text = path.read_text(encoding="utf-8")
     return json.loads(text) if path.suffix == ".json" else [json.loads(line) for line in text.splitlines()]
 
 
@@ -128,6 +128,10 @@ def train(args: argparse.Namespace, guard: fs.PreemptionGuard) -> None:
         test_rows, rows = rows[::every], [row for i, row in enumerate(rows) if i % every]
     rows, counts = fs.filter_rows(rows, tokenizer, max_length=args.max_length)
     test_rows, _ = fs.filter_rows(test_rows, tokenizer, max_length=args.max_length)
+    if not rows or not test_rows:
+        raise SystemExit(
+            f"{args.data} leaves {len(rows)} rows to train on and {len(test_rows)} to test: {counts}"
+        )
     if context.is_main:
         print(f"rows: {counts}; first row, trained part marked:")
         first = fs.encode_chat(rows[0], tokenizer, max_length=args.max_length)

@@ -2,7 +2,7 @@
 
 import copy
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -227,6 +227,22 @@ def tied_meta_twin(model: Any) -> nn.Module:
     """Another model of the same class and config on the meta device, tied as its config asks for."""
     with torch.device("meta"):
         return original_class(model)(copy.deepcopy(model.config))
+
+
+def tensors_in(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
+    """Tensors in containers, and in objects such as masks that are more than a tensor; of no module."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth and not isinstance(value, nn.Module):
+        inner: Iterable[Any] = ()
+        if isinstance(value, (list, tuple)):
+            inner = value
+        elif isinstance(value, dict):
+            inner = value.values()
+        elif hasattr(value, "__dict__"):
+            inner = vars(value).values()
+        for item in inner:
+            yield from tensors_in(item, depth - 1)
 
 
 def text_config(model: nn.Module) -> Any:

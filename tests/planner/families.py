@@ -1,4 +1,4 @@
-"""Small models of the families that the planner's estimates are compared with."""
+"""Models that the planner is asked about: shapes of real ones, and small ones of each family."""
 
 import random
 from typing import Any
@@ -17,6 +17,34 @@ FAMILIES = (
     "phi3",
     "mixtral",
     "qwen3_moe",
+)
+
+
+def qwen(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, **overrides: Any) -> Any:
+    fields = {"vocab_size": 152064, "tie_word_embeddings": False, **overrides}
+    return tf.Qwen2Config(
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        **fields,
+    )
+
+
+QWEN_14B = qwen(5120, 13824, 48, 40, 8)
+QWEN_72B = qwen(8192, 29568, 80, 64, 8)
+TINY = qwen(64, 128, 4, 4, 2, vocab_size=256)
+SMALL = {"num_gpus": 2, "micro_batch_size": 1, "seq_length": 64}
+SHAPES = [(896, 4864, 24, 14, 2), (1536, 8960, 28, 12, 2), (3584, 18944, 28, 28, 4), (5120, 13824, 48, 40, 8)]
+# https://huggingface.co/meta-llama/Llama-3.1-8B/blob/main/config.json
+LLAMA_8B = tf.LlamaConfig(
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    vocab_size=128256,
 )
 
 

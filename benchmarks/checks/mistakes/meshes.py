@@ -130,7 +130,7 @@ MISTAKES: list[Mistake] = [
         "planner/sharing.py",
         "each = -(-seq_length // ranks)",
         "each = seq_length // ranks",
-        ("tests/planner/test_planner.py::test_rows_that_ranks_do_not_divide_are_filled_up",),
+        ("tests/planner/test_shared_rows.py::test_rows_that_ranks_do_not_divide_are_filled_up",),
     ),
     Mistake(
         "positions of a part of a row begin at 0",

@@ -1,13 +1,14 @@
 """How many bytes are alive: a mode that watches every storage that operations create."""
 
 import weakref
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from fsdp_sft._compat import TorchDispatchMode
+from fsdp_sft._model import tensors_in
 
 
 @dataclass
@@ -98,17 +99,3 @@ class Ledger(TorchDispatchMode):
         self.live -= self.sizes[number]
         del self._numbers[key], self._guards[key]
         self.events.append(Event(None, freed=number))
-
-
-def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested lists, tuples and dicts, and those that a dataclass has as fields."""
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, (list, tuple)):
-        for item in tree:
-            yield from tensors_in(item)
-    elif isinstance(tree, dict):
-        yield from tensors_in(list(tree.values()))
-    elif is_dataclass(tree) and not isinstance(tree, type):
-        values = (getattr(tree, part.name) for part in fields(tree))
-        yield from (value for value in values if isinstance(value, torch.Tensor))

@@ -14,11 +14,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from fsdp_sft._model import tensors_in
 from fsdp_sft.errors import UnsupportedModelError
 from fsdp_sft.planner.devices import Gpu
 from fsdp_sft.planner.fused import fused_footprint
 from fsdp_sft.planner.kernels import Kernels, chunked_loss
-from fsdp_sft.planner.ledger import Ledger, tensors_in
+from fsdp_sft.planner.ledger import Ledger
 from fsdp_sft.planner.model import Skeleton
 from fsdp_sft.planner.setup import Setup
 from fsdp_sft.planner.sharing import exchanged_bytes, forward_of_part, part_of_micro_batch

@@ -92,11 +92,12 @@ class Lane:
         # What is left now may lack what other ranks have taken already; what there was at first does not.
         all_ranks = (self.chunks + more) * CHUNK_BYTES * ranks
         if (left is not None and own > left) or (self.at_first is not None and all_ranks > self.at_first):
-            had = "an unknown amount" if self.at_first is None else f"{self.at_first / _GIB:.2f} GiB"
+            at_first = _gib(self.at_first)
             raise HostMemoryError(
                 f"the activations of {self.visits} blocks need {own / _GIB:.2f} GiB more of host memory on "
-                f"each of {ranks} ranks of this host, which had {had} when offload=True was chosen: "
-                "checkpoint without it, shorten the rows, or give the job more memory"
+                f"each of {ranks} ranks of this host, of which {_gib(left)} are left, and "
+                f"{at_first} were when offload=True was chosen: checkpoint without it, shorten the rows, or "
+                "give the job more memory"
             )
         self._granted = self.chunks + more
 
@@ -236,6 +237,10 @@ class Away:
 def identity(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Which values a tensor has, as long as one that has them is held: autograd hands over another object."""
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version
+
+
+def _gib(size: int | None) -> str:
+    return "an unknown number of GiB" if size is None else f"{size / _GIB:.2f} GiB"
 
 
 def _alive(left: list["weakref.ref[Away]"]) -> list["Away"]:

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from fsdp_sft._compat import compiled_call_of, kept_in, set_compiled_call
 from fsdp_sft._host_memory import available_host_bytes
+from fsdp_sft._model import tensors_in
 from fsdp_sft._recompiles import AROUND_COMPILED
 from fsdp_sft.sac.away import Away, Lane, Visit, identity
 
@@ -33,8 +34,7 @@ class Offload:
         self.blocks, self.keeps = blocks, keeps
         self.at_first = available_host_bytes()
         self.lanes: dict[torch.device, Lane] = {}
-        self.visits = 0
-        self.has_told = False
+        self.is_settled = False  # something has left, or the person was told that nothing does
         self.current = threading.local()
 
     def __reduce__(self) -> Any:
@@ -111,13 +111,12 @@ class _CompiledCall:
         if not (self.block.training and torch.is_grad_enabled()):
             return self.call(*args, **kwargs)
         # autograd holds on to the hooks, so these must not hold on to the arguments
-        shared = _Shared(self.block, _storages(_tensors_in((args, kwargs)))) if self.offload.keeps else None
+        shared = _Shared(self.block, _storages(tensors_in((args, kwargs)))) if self.offload.keeps else None
         with _visiting(self.offload, _arguments(args, kwargs), shared):
             return self.call(*args, **kwargs)
 
 
 def _before_forward(offload: Offload, names: tuple[str, ...], model: nn.Module, args: Any) -> None:
-    offload.visits = 0
     for name in names:  # someone may have compiled them since
         _surround(offload, model.get_submodule(name))
 
@@ -129,8 +128,8 @@ def _surround(offload: Offload, block: nn.Module) -> None:
 
 
 def _after_forward(offload: Offload, model: nn.Module, args: Any, output: Any) -> None:
-    if not offload.has_told and model.training and torch.is_grad_enabled():
-        offload.has_told = True
+    if not offload.is_settled and model.training and torch.is_grad_enabled():
+        offload.is_settled = True
         warnings.warn(
             f"none of the {offload.blocks} blocks that were chosen with offload=True has left anything on "
             "the host in this forward: it does not call them, or the model is compiled as a whole (use "
@@ -149,8 +148,7 @@ def _visiting(offload: Offload, arguments: list[torch.Tensor], shared: "_Shared 
         shared: Says what is not the block's own; other tensors that are saved are, and go to the host as
             well. None leaves all of these alone.
     """
-    offload.visits += 1
-    offload.has_told = True
+    offload.is_settled = True
     if not torch.is_grad_enabled():
         yield  # nothing is saved
         return
@@ -268,19 +266,3 @@ class _Shared:
 def _storages(tensors: Iterable[torch.Tensor]) -> set[int]:
     plain = (tensor for tensor in tensors if type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer))
     return {tensor.untyped_storage().data_ptr() for tensor in plain}
-
-
-def _tensors_in(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
-    """Tensors in containers, and in objects such as masks that are more than a tensor."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif depth and not isinstance(value, nn.Module):
-        inner: Any = ()
-        if isinstance(value, (list, tuple)):
-            inner = value
-        elif isinstance(value, dict):
-            inner = value.values()
-        elif hasattr(value, "__dict__"):
-            inner = vars(value).values()
-        for item in inner:
-            yield from _tensors_in(item, depth - 1)

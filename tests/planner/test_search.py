@@ -1,0 +1,241 @@
+"""Plans that are searched: they fit, the fastest first; and the command line that prints them."""
+
+import math
+import random
+import time
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fsdp_sft as fs
+from fsdp_sft import NoPlanError, estimate_memory, plan_run, smallest_num_gpus
+from fsdp_sft.planner.__main__ import main
+from tests.planner.families import LLAMA_8B, QWEN_14B, QWEN_72B, SHAPES, SMALL, TINY, qwen
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_more_memory_never_gives_a_slower_plan(seed: int) -> None:
+    draw = random.Random(seed)
+    config = qwen(*draw.choice(SHAPES))
+    num_gpus = draw.choice((8, 16, 64))
+    options = {
+        "num_gpus": num_gpus,
+        "seq_length": draw.choice((1024, 4096)),
+        "global_batch_size": num_gpus * draw.choice((2, 4, 8)),
+        "gpu": draw.choice(("a100", "h100")),
+        "compile": draw.random() < 0.5,
+    }
+    seconds = []
+    for memory in (24, 32, 40, 48, 64, 80, 96, 141, 192):
+        try:
+            seconds.append(plan_run(config, gpu_memory_bytes=memory * GIB, **options)[0].time.total)
+        except NoPlanError:
+            assert not seconds, f"a plan fits into less, but none into {memory} GiB"
+    assert seconds
+    assert seconds == sorted(seconds, reverse=True)
+
+
+def test_plans_fit_and_are_sorted_by_speed() -> None:
+    plans = plan_run(
+        QWEN_14B, num_gpus=64, gpu_memory_bytes=80 * 10**9, seq_length=4096, global_batch_size=512
+    )
+    assert plans[0].relative_speed == 1.0
+    speeds = [plan.relative_speed for plan in plans]
+    assert speeds == sorted(speeds, reverse=True)
+    for plan in plans:
+        assert plan.micro_batch_size * plan.grad_accum_steps * 64 == 512
+        again = estimate_memory(
+            QWEN_14B,
+            num_gpus=64,
+            micro_batch_size=plan.micro_batch_size,
+            seq_length=4096,
+            grad_accum_steps=plan.grad_accum_steps,
+            sac_ratio=plan.sac_ratio,
+            sac_placement=plan.sac_placement,
+            sac_offload=plan.sac_offload,
+            reshard_after_forward=plan.reshard_after_forward,
+        )
+        assert again.peak_bytes == plan.peak_bytes <= 0.9 * 80 * 10**9
+        assert plan.reasons
+
+
+def test_a_larger_micro_batch_bought_with_checkpointing_is_not_faster_where_compute_binds() -> None:
+    def seconds(micro: int, ratio: Any) -> float:
+        return plan_run(
+            QWEN_14B,
+            num_gpus=8,
+            gpu_memory_bytes=1000 * GIB,
+            seq_length=4096,
+            global_batch_size=64,
+            micro_batch_size=micro,
+            sac_ratio=ratio,
+        )[0].time.total
+
+    assert seconds(8, 1) > seconds(2, 0)
+
+
+def test_a_plan_takes_less_than_a_second() -> None:
+    estimate_memory(TINY, **SMALL)  # imports
+    best = min(_planning_seconds(vocab) for vocab in (152064, 152128, 152192))
+    assert best < 1.0
+
+
+def _planning_seconds(vocab: int) -> float:
+    config = qwen(8192, 29568, 80, 64, 8, vocab_size=vocab)  # never seen, so that nothing comes from a cache
+    start = time.process_time()
+    plan_run(config, num_gpus=64, gpu_memory_bytes=80 * 10**9, seq_length=4096, global_batch_size=512)
+    return time.process_time() - start
+
+
+def test_where_nothing_fits_the_error_says_what_would() -> None:
+    with pytest.raises(NoPlanError, match=r"nothing fits on 8 x 74\.5 GiB") as caught:
+        plan_run(QWEN_72B, num_gpus=8, gpu_memory_bytes=80 * 10**9, seq_length=4096, global_batch_size=8)
+    text = str(caught.value)
+    fewest = smallest_num_gpus(QWEN_72B, gpu_memory_bytes=80 * 10**9, seq_length=4096)
+    assert f"- {fewest} GPUs of this kind" in text
+    assert fewest is not None
+    plans = plan_run(
+        QWEN_72B, num_gpus=fewest, gpu_memory_bytes=80 * 10**9, seq_length=4096, global_batch_size=fewest
+    )
+    assert plans
+    with pytest.raises(NoPlanError):
+        plan_run(
+            QWEN_72B, num_gpus=fewest // 2, gpu_memory_bytes=80 * 10**9, seq_length=4096, global_batch_size=64
+        )
+    assert smallest_num_gpus(QWEN_72B, gpu_memory_bytes=1 << 28, seq_length=4096) is None
+
+
+def test_what_is_given_is_not_searched() -> None:
+    plans = plan_run(
+        QWEN_14B,
+        num_gpus=64,
+        gpu_memory_bytes=80 * 10**9,
+        seq_length=4096,
+        global_batch_size=256,
+        micro_batch_size=2,
+        sac_ratio="2/3",
+        sac_placement="prefix",
+        reshard_after_forward=True,
+    )
+    (plan,) = plans
+    assert (plan.micro_batch_size, plan.grad_accum_steps, plan.sac_ratio) == (2, 2, Fraction(2, 3))
+    assert (plan.sac_placement, plan.reshard_after_forward) == ("prefix", True)
+
+
+def test_plans_refuse_what_cannot_be() -> None:
+    options = {"gpu_memory_bytes": 80 * GIB, "seq_length": 512}
+    with pytest.raises(ValueError, match=r"global_batch_size 100 is no multiple of 64 GPUs.*128 would be"):
+        plan_run(TINY, num_gpus=64, global_batch_size=100, **options)
+    with pytest.raises(ValueError, match="micro_batch_size 3 does not divide the 4 sequences"):
+        plan_run(TINY, num_gpus=1, global_batch_size=4, micro_batch_size=3, **options)
+    with pytest.raises(TypeError, match="no_such_option"):
+        plan_run(TINY, num_gpus=1, global_batch_size=4, no_such_option=3, **options)
+    with pytest.raises(TypeError, match="grad_accum_steps"):
+        plan_run(TINY, num_gpus=1, global_batch_size=4, grad_accum_steps=2, **options)
+    for nothing in (0, math.inf, math.nan):
+        with pytest.raises(ValueError, match="positive and finite"):
+            plan_run(TINY, num_gpus=1, global_batch_size=4, seq_length=512, gpu_memory_bytes=nothing)
+
+
+# --- the command line -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    qwen(256, 512, 6, 4, 2, vocab_size=4096).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_the_command_line_finds_the_longest_row(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--model", str(folder), "--gpus", "4", "--gpu", "h100-1gib", "--no-padding"]
+    assert main([*given, "--longest"]) == 0
+    text = capsys.readouterr().out
+    lines = [line.split() for line in text.splitlines()]
+    lengths = {line[0]: int(line[1]) for line in lines if len(line) > 6 and line[0] in ("1", "2", "4")}
+    assert set(lengths) == {"1", "2", "4"}
+    assert lengths["4"] > 3.5 * lengths["1"]
+    assert "the config gives the model 32768 positions" in text
+    assert "█" in text
+    assert main(given) == 2
+    assert "--seq and --global-batch are needed, or --longest" in capsys.readouterr().err
+    image = pytest.importorskip("matplotlib.image")
+    target = tmp_path / "rows.png"
+    assert main([*given, "--longest", "--png", str(target)]) == 0
+    pixels = image.imread(target)
+    assert pixels.shape[1] > 1000
+    assert pixels[..., :3].min() < 0.2 < 0.9 < pixels[..., :3].max()
+
+
+def _arguments(folder: Path, *more: str) -> list[str]:
+    return [
+        "--model",
+        str(folder),
+        "--gpus",
+        "8",
+        "--gpu",
+        "h100-80gb",
+        "--seq",
+        "256",
+        "--global-batch",
+        "32",
+        *more,
+    ]
+
+
+def test_the_command_line_prints_plans_and_bars(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(_arguments(folder, "--plans", "3")) == 0
+    text = capsys.readouterr().out
+    assert "8 x h100-80gb (74.5 GiB each)" in text
+    assert "micro batch" in text
+    assert "█" in text
+    assert "Fewest such GPUs" in text
+    assert text.count("\n1.") == 1
+    assert "\n4." not in text
+
+
+def test_the_command_line_draws(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    image = pytest.importorskip("matplotlib.image")
+    target = tmp_path / "plans.png"
+    assert main(_arguments(folder, "--png", str(target))) == 0
+    pixels = image.imread(target)
+    assert pixels.shape[1] > 1000
+    assert pixels[..., :3].min() < 0.2 < 0.9 < pixels[..., :3].max()
+
+
+def test_the_command_line_calibrates(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(_arguments(folder, "--calibrate")) == 0
+    text = capsys.readouterr().out
+    factor = float(text.partition("(factor ")[2].partition(")")[0])
+    assert abs(factor - 1) <= 0.03
+
+
+def test_the_command_line_says_what_is_wrong(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(_arguments(folder.parent)) == 2
+    assert main([*_arguments(folder), "--gpu", "h100-many"]) == 2
+    assert "write it as h100-80gb" in capsys.readouterr().err
+    assert main([*_arguments(folder), "--gpu", "h100-0.05gib"]) == 1
+    assert "What would fit" in capsys.readouterr().out
+
+
+def test_plans_offload_what_spares_recomputation() -> None:
+    job: dict[str, Any] = {"num_gpus": 8, "gpu_memory_bytes": 80 * 10**9, "attention_mask": False, "cp": 1}
+    job |= {"seq_length": 131072, "global_batch_size": 8}
+    with pytest.raises(fs.NoPlanError, match="- sac_offload=True"):
+        fs.plan_run(LLAMA_8B, **job, sac_offload=False)
+    plans = fs.plan_run(LLAMA_8B, **job)
+    assert all(plan.sac_offload and plan.estimate.host_bytes and plan.time.offload for plan in plans)
+    assert any("GiB of host memory per GPU" in reason for reason in plans[0].reasons)
+    rows = {
+        offload: fs.longest_rows(
+            LLAMA_8B, num_gpus=8, gpu_memory_bytes=80 * 10**9, attention_mask=False, sac_offload=offload
+        )[0]
+        for offload in (False, True)
+    }
+    assert rows[True].seq_length > 1.5 * rows[False].seq_length
+    assert rows[True].estimate.host_bytes > 0

@@ -1,0 +1,167 @@
+"""Plans in which ranks share rows: their memory, when they are chosen, how long a row fits."""
+
+from typing import Any
+
+import pytest
+import transformers as tf
+
+from fsdp_sft import NoPlanError, UnsupportedModelError, estimate_memory, longest_rows, plan_run
+from tests.planner.families import QWEN_14B, QWEN_72B, SMALL, TINY, qwen
+
+GIB = 1 << 30
+LONG = {"num_gpus": 16, "micro_batch_size": 1, "seq_length": 32768, "attention_mask": False}
+
+
+def test_parameters_are_sharded_over_ranks_that_share_rows() -> None:
+    alone, shared = (estimate_memory(QWEN_14B, **LONG, cp=cp).breakdown for cp in (1, 8))
+    for part in ("parameters (shards)", "optimizer states"):
+        assert alone[part] == shared[part]
+    replicas = estimate_memory(QWEN_14B, **LONG, cp=4, dp_replicate=2).breakdown
+    assert replicas["parameters (shards)"] == 2 * shared["parameters (shards)"]
+
+
+@pytest.mark.parametrize("options", [{}, {"sac_ratio": 1}, {"compile": True}, {"loss_impl": "logits"}])
+def test_more_ranks_to_a_row_never_need_more(options: dict[str, Any]) -> None:
+    found = [estimate_memory(QWEN_14B, **LONG, cp=cp, **options) for cp in (1, 2, 4, 8)]
+    peaks = [estimate.peak_bytes for estimate in found]
+    assert peaks == sorted(peaks, reverse=True)
+    # What is exchanged is kept by nobody: a rank keeps its part of what one process would, or a little more.
+    kept = [
+        cp * estimate.activation_bytes / found[0].activation_bytes
+        for cp, estimate in zip((1, 2, 4, 8), found, strict=True)
+    ]
+    assert max(kept) <= 1.01
+    assert min(kept) > 0.95
+
+
+def test_rows_that_ranks_do_not_divide_are_filled_up() -> None:
+    options = {**LONG, "cp": 8, "attention_mask": True}
+    uneven, filled = (estimate_memory(QWEN_14B, **{**options, "seq_length": n}) for n in (4089, 4096))
+    assert uneven.peak_bytes == filled.peak_bytes
+
+
+def test_key_heads_that_ranks_do_not_divide_are_repeated() -> None:
+    few, many = (qwen(5120, 13824, 4, 40, keys) for keys in (1, 8))
+    more = [
+        estimate_memory(config, **LONG, cp=8).activation_bytes
+        - estimate_memory(config, **LONG, cp=1).activation_bytes / 8
+        for config in (few, many)
+    ]
+    assert more[0] > more[1]
+
+
+def test_the_mask_is_that_of_the_whole_row() -> None:
+    length = 65536
+    padded, plain = (
+        estimate_memory(
+            QWEN_14B, **{**LONG, "attention_mask": mask, "seq_length": length}, sac_ratio=1, cp=8
+        ).peak_bytes
+        for mask in (True, False)
+    )
+    assert padded - plain > 0.9 * 3 * length**2  # of bools, and what the kernel makes of them in bfloat16
+
+
+def test_a_model_whose_ranks_cannot_share_rows_is_refused() -> None:
+    config = tf.BloomConfig(hidden_size=64, n_layer=2, n_head=4, vocab_size=256)
+    with pytest.raises(UnsupportedModelError, match="run another attention than eager"):
+        estimate_memory(config, **SMALL, cp=2)
+    mixed = tf.BambaConfig(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=256,
+        attn_layer_indices=[1],
+        mamba_n_heads=4,
+        mamba_d_head=32,
+    )
+    with pytest.raises(UnsupportedModelError, match="cp=1"):
+        estimate_memory(mixed, **SMALL, cp=2)
+    plans = plan_run(config, num_gpus=2, gpu_memory_bytes=GIB, seq_length=64, global_batch_size=2)
+    assert {plan.cp for plan in plans} == {1}
+    assert [row.cp for row in longest_rows(config, num_gpus=2, gpu_memory_bytes=GIB)] == [1]
+
+
+def test_the_model_attends_as_before_after_a_trace_of_a_part() -> None:
+    before = estimate_memory(TINY, **SMALL)
+    estimate_memory(TINY, **SMALL, cp=2)
+    assert estimate_memory(TINY, **SMALL) == before
+
+
+def test_a_row_that_does_not_fit_alone_is_shared() -> None:
+    options = {"num_gpus": 8, "gpu_memory_bytes": 80 * 10**9, "seq_length": 131072, "attention_mask": False}
+    assert {plan.cp for plan in plan_run(QWEN_14B, **options, global_batch_size=8)} == {2, 4, 8}
+    options["sac_offload"] = False
+    plans = plan_run(QWEN_14B, **options, global_batch_size=8)
+    assert {plan.cp for plan in plans} == {4, 8}
+    assert all(plan.micro_batch_size * plan.grad_accum_steps == plan.cp for plan in plans)
+    first = next(plan for plan in plans if plan.cp == 4)
+    assert any("4 GPUs share each row, since nothing fits with fewer" in text for text in first.reasons)
+    few = plan_run(QWEN_14B, **options, global_batch_size=1)
+    assert {plan.cp for plan in few} == {8}
+    assert any("too few sequences" in text for text in few[0].reasons)
+    asked = plan_run(QWEN_14B, **options, global_batch_size=8, cp=8)
+    assert {plan.cp for plan in asked} == {8}
+    assert asked[0].time.exchange > 0
+    with pytest.raises(ValueError, match=r"no multiple of 2 groups of 4 GPUs.*4 would be"):
+        plan_run(QWEN_14B, **options, global_batch_size=3, cp=4)
+    with pytest.raises(NoPlanError, match="8 GPUs to a row"):
+        plan_run(QWEN_14B, **{**options, "seq_length": 1 << 20}, global_batch_size=8)
+
+
+def test_rows_are_not_shared_where_that_saves_nothing() -> None:
+    options = {"num_gpus": 8, "seq_length": 4096, "global_batch_size": 64}
+    plans = plan_run(QWEN_14B, gpu_memory_bytes=192 * 10**9, **options)
+    assert plans[0].sac_ratio == 0
+    assert {plan.cp for plan in plans} == {1}
+
+
+def test_exchanges_between_nodes_are_slower() -> None:
+    def seconds(cp: int) -> float:
+        options = {
+            "num_gpus": 64,
+            "gpu_memory_bytes": 1000 * GIB,
+            "seq_length": 32768,
+            "global_batch_size": 64,
+        }
+        return plan_run(QWEN_72B, **options, cp=cp, micro_batch_size=cp)[0].time.exchange
+
+    assert seconds(16) > 4 * seconds(8) > 4 * seconds(2) > 0
+
+
+def test_the_longest_row_fits_and_the_next_does_not() -> None:
+    options = {"num_gpus": 8, "attention_mask": False}
+    rows = longest_rows(QWEN_14B, gpu_memory_bytes=80 * 10**9, **options)
+    assert [row.cp for row in rows] == [1, 2, 4, 8]
+    for row in rows:
+        more = {**options, "micro_batch_size": 1, "cp": row.cp, "sac_ratio": row.sac_ratio}
+        this, following = (
+            estimate_memory(
+                QWEN_14B, **more, seq_length=row.seq_length + step, sac_placement=row.sac_placement
+            )
+            for step in (0, 1024)
+        )
+        assert this.peak_bytes == row.peak_bytes <= 0.9 * 80 * 10**9 < following.peak_bytes
+        assert row.largest_part in this.breakdown
+    assert rows[-1].seq_length > 7.9 * rows[0].seq_length
+
+
+def test_the_longest_row_under_a_mask_is_found_too() -> None:
+    (row,) = longest_rows(QWEN_14B, num_gpus=8, gpu_memory_bytes=80 * 10**9, cp=8, multiple_of=4096)
+    options = {"num_gpus": 8, "micro_batch_size": 1, "cp": 8, "sac_ratio": row.sac_ratio}
+    longer = estimate_memory(QWEN_14B, **options, seq_length=row.seq_length + 4096)
+    assert row.seq_length % 4096 == 0
+    assert row.peak_bytes <= 0.9 * 80 * 10**9 < longer.peak_bytes
+
+
+def test_longest_rows_refuse_what_cannot_be() -> None:
+    with pytest.raises(NoPlanError, match="not even 1024 tokens fit on 8 GPUs"):
+        longest_rows(QWEN_72B, num_gpus=8, gpu_memory_bytes=80 * 10**9)
+    with pytest.raises(TypeError, match="finds seq_length"):
+        longest_rows(TINY, num_gpus=2, gpu_memory_bytes=GIB, seq_length=3)
+    with pytest.raises(ValueError, match="multiple_of must be"):
+        longest_rows(TINY, num_gpus=2, gpu_memory_bytes=GIB, multiple_of=0)
+
+
+# --- plans ------------------------------------------------------------------------------------------------
