@@ -303,6 +303,7 @@ def test_every_private_name_is_watched() -> None:
     watched |= {"versions_of_tokenizers"}  # of two packages, by their metadata
     watched |= {"keep_scale_on_host"}  # by step/test_scaler.py
     watched |= {"split_axis", "eager_attention_of"}  # by context_parallel
+    watched |= {"intercept_balance_loss"}  # by loss/test_balance.py
     watched |= {"careful_gloo"}  # by test_distributed.py
     watched |= {"_patterns_compiled_at_use"}  # below
     watched |= {"backend_that_encodes"}  # by collate/test_tokens.py

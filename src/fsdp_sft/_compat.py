@@ -866,6 +866,41 @@ def eager_attention_of(module: nn.Module) -> Any | None:
     return None
 
 
+# --- routers ----------------------------------------------------------------------------------------------
+
+_BALANCE = "load_balancing_loss_func"
+_BALANCE_TAKES = ["gate_logits", "num_experts", "top_k", "attention_mask"]
+
+
+def intercept_balance_loss(
+    model: nn.Module, intercepted: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> bool:
+    """Put a function in the place of that by which a model's file computes its router's loss, for good.
+
+    A forward computes it over its own tokens, without a place to say which other ranks have more of them, or
+    that some are filler of a pack. Each file of transformers has the function by the same name, and looks it
+    up at each call.
+
+    Args:
+        model: Inside of wrappers and adapters.
+        intercepted: From the function to the one in its place; called once a file.
+
+    Returns:
+        Whether the forward calls a function of that name and of those arguments.
+    """
+    forward = inspect.unwrap(original_class(model).forward)
+    known = getattr(forward, "__globals__", {})
+    function = known.get(_BALANCE)
+    if function is None or _BALANCE not in forward.__code__.co_names:
+        return False
+    if list(inspect.signature(function).parameters) != _BALANCE_TAKES:
+        return False
+    if not hasattr(function, "_fsdp_sft_intercepted"):
+        known[_BALANCE] = intercepted(function)
+        known[_BALANCE]._fsdp_sft_intercepted = True
+    return True
+
+
 # --- watchdog ---------------------------------------------------------------------------------------------
 
 

@@ -327,6 +327,13 @@ def first_over_mesh(value: Any, mesh: "DeviceMesh | None") -> Any:
     return value
 
 
+def device_groups_of(mesh: "DeviceMesh | None") -> tuple[dist.ProcessGroup, ...]:
+    """Groups for tensors on the device which, taken one after the other, connect all ranks of ``mesh``."""
+    if mesh is None or mesh.size() == 1:
+        return ()
+    return tuple(mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1)
+
+
 def _groups_of(mesh: "DeviceMesh | None") -> list[dist.ProcessGroup]:
     """Process groups which, taken one after the other, connect all ranks of ``mesh``."""
     if mesh is None or mesh.size() == 1:

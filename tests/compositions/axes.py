@@ -25,6 +25,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "adapters": ("none", "lora", "dora", "lora and saved modules", "lora and tokens", "two adapters"),
     "adapted by": ("add_adapters", "peft"),
     "loss": ("auto", "chunked", "logits", "loss_fn"),
+    "router loss": ("of each", "global"),
     "loss terms": ("plain", "weights", "smoothing and z-loss"),
     "batches": ("padded", "packed", "packed with a mask"),
     "varlen": ("no", "yes"),
@@ -76,6 +77,8 @@ def settled(draw: Draw) -> dict[str, str]:
         plainest("batches", "varlen", "adapters", "vocabulary")
         if own["twist"] in ("hook on the head", "chat template"):
             plainest("twist")
+    if own["architecture"] != "moe with router loss" or own["loss"] == "loss_fn":
+        plainest("router loss")
     if own["loss"] == "loss_fn":
         plainest("loss terms")  # which are then its own
         if own["mesh"].startswith("cp"):  # an argument that cannot be, and no typed error

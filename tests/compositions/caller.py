@@ -186,7 +186,8 @@ def _one_or_list(items: list[Any]) -> Any:
 
 def _loss_options(draw: Draw) -> dict[str, Any]:
     if draw["loss"] != "loss_fn":
-        return {"loss_impl": draw["loss"], **options.loss_terms(draw)}
+        router = "global_micro_batch" if draw["router loss"] == "global" else None
+        return {"loss_impl": draw["loss"], "router_loss": router, **options.loss_terms(draw)}
     return {
         "loss_fn": architectures.summed_loss,
         "count_fn": partial(architectures.count, architecture=draw["architecture"]),

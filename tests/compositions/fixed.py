@@ -180,6 +180,16 @@ EQUAL: list[dict[str, str]] = [
         "export": "into a full folder",
         "twist": "extra state",
     },
+    {
+        "architecture": "moe with router loss",
+        "router loss": "global",
+        "mesh": "cp 2",
+        "sac": "1/3",
+        "batches": "packed",
+        "varlen": "yes",
+        "accumulation": "3 last",
+        "evaluate": "between",
+    },
 ]
 
 REFUSED: dict[str, dict[str, str]] = {
@@ -187,7 +197,6 @@ REFUSED: dict[str, dict[str, str]] = {
         "mesh": "cp 2",
         "architecture": "convolution",
     },
-    "a router's loss of rows that ranks share": {"mesh": "cp 2", "architecture": "moe with router loss"},
     "a pack with an attention mask": {"mesh": "fsdp 2", "batches": "packed with a mask", "loss": "loss_fn"},
     "a scheduler that wants to be told a number": {"mesh": "1", "scheduler": "plateau"},
     "ranks whose batches have different keys": {"mesh": "fsdp 2", "twist": "keys differ"},

@@ -1,7 +1,7 @@
 """The oracle: the same windows through the plain model in one process; no code of the library."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,23 +112,23 @@ def _step(
     found: Trained,
 ) -> None:
     targets = sum(_weight(draw, batch) for batch in window)
-    tokens = sum(_num_tokens(batch) for batch in window)
     scale = options.SCALE if draw["precision"].startswith("float16") else 1.0
     loss_sum = router = 0.0
     for batch in window:
         summed = torch.as_tensor(_summed(draw, call, batch))
         # Either is plain; which of them a sharded model gets is of no concern, but the rounding differs.
         loss = summed / targets if draw["mesh"] in ("single", "torch DDP 2") else summed * (1 / targets)
-        if draw["architecture"] == "moe with router loss" and draw["loss"] != "loss_fn":
-            inputs = {key: value for key, value in batch.items() if key != "labels"}
-            share = call(**inputs, use_cache=False).aux_loss * (_num_tokens(batch) / tokens)
-            loss = loss + ROUTER_COEFFICIENT * share
-            router += ROUTER_COEFFICIENT * float(share.detach())
         if loss.requires_grad:  # not where no row has a target, or a pack no row
             (loss * scale).backward()
         if isinstance(call, _Lower):
             call.hand_over()
         loss_sum += float(summed.detach())
+    if draw["architecture"] == "moe with router loss" and draw["loss"] != "loss_fn":
+        for share in _router_shares(draw, call, window):
+            (share * scale).backward()
+            if isinstance(call, _Lower):
+                call.hand_over()
+            router += float(share.detach())
     parameters = [p for p in model.parameters() if p.grad is not None]
     for parameter in parameters:
         parameter.grad /= scale
@@ -144,6 +144,28 @@ def _step(
     found.losses.append(loss_sum / targets)
     found.norms.append(float(norm))
     found.router_losses.append(router)
+
+
+def _router_shares(draw: Draw, call: Any, window: Sequence[Batch]) -> Iterator[torch.Tensor]:
+    """The router's loss of each micro-batch, by its tokens: of one rank, or of all ranks at one position.
+
+    As in Switch Transformers: choices of each expert a token, times its mean probability.
+    """
+    positions = options.micro_batches(draw)
+    together = [[batch] for batch in window]  # of one rank after the other
+    if draw["router loss"] == "global":
+        together = [list(window[position::positions]) for position in range(positions)]
+    tokens = sum(len(row) for batch in window for row in rows_of(batch))
+    for batches in together:
+        rows = [row for batch in batches for row in rows_of(batch)]
+        said = [call(input_ids=torch.tensor([row]), use_cache=False).router_logits for row in rows]
+        if not said:  # a pack of no rows
+            continue
+        given = torch.cat([torch.cat(layer) for layer in zip(*said, strict=True)]).softmax(-1)
+        chosen = torch.zeros_like(given).scatter(1, given.topk(call.config.num_experts_per_tok).indices, 1)
+        wide = given if given.dtype == torch.float64 else given.float()
+        loss = given.shape[1] * (chosen.to(wide.dtype).mean(0) * wide.mean(0)).sum()
+        yield ROUTER_COEFFICIENT * loss * (sum(map(len, rows)) / tokens)
 
 
 def _summed(draw: Draw, call: Any, batch: Batch) -> torch.Tensor:
@@ -191,11 +213,6 @@ def _weight(draw: Draw, batch: Batch) -> float:
 
 def _is_double(model: nn.Module) -> bool:
     return next(model.parameters()).dtype == torch.float64
-
-
-def _num_tokens(batch: Batch) -> int:
-    mask = batch.get("attention_mask")
-    return int(batch["input_ids"].numel() if mask is None else mask.sum())
 
 
 def _evaluated(draw: Draw, model: Any, call: Callable[..., Any], batches: Sequence[Batch]) -> float:

@@ -134,14 +134,6 @@ REASONS: tuple[Reason, ...] = (
         "train it without context parallelism",
     ),
     Reason(
-        "a router's loss of rows that ranks share",
-        "ModelLossError",
-        r"router_loss='off'",
-        lambda draw: draw["mesh"].startswith("cp") and _is(draw, architecture="moe with router loss"),
-        ("mesh", "architecture"),
-        "take `router_loss='off'`, or train it without context parallelism",
-    ),
-    Reason(
         "a scheduler that wants to be told a number",
         "OptimizerError",
         r"ReduceLROnPlateau",

@@ -6,8 +6,8 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "the keys of batches not compared between ranks",
         "step/window.py",
-        "compared = to_compare([len(keys), *digest(keys)])",
-        "compared = to_compare([len(keys), *digest(len(keys))])",
+        "compared = to_compare([*digest(repr(options)), len(keys), *digest(keys)])",
+        "compared = to_compare([*digest(repr(options)), len(keys), *digest(len(keys))])",
         ("tests/step/test_keys.py",),
     ),
     Mistake(
@@ -86,5 +86,26 @@ MISTAKES: list[Mistake] = [
         "            if longest > beat.limit:\n",
         "            if max(allowed, default=0.0) > beat.limit:\n",
         ("tests/watchdog/test_watch.py",),
+    ),
+    Mistake(
+        "each rank balances its experts by itself",
+        "loss/balance.py",
+        "            dist.all_reduce(chosen, group=group)\n",
+        "            pass\n",
+        ("tests/loss/test_balance.py::test_more_ranks_are_one_process",),
+    ),
+    Mistake(
+        "what fills a pack up is sent to experts that count it",
+        "loss/counting.py",
+        "    return None if filler is None else ~filler\n",
+        "    return None\n",
+        ("tests/loss/test_balance.py::test_what_fills_a_pack_up_is_no_token",),
+    ),
+    Mistake(
+        "a rank clips its gradients as others do not",
+        "step/window.py",
+        "        refuse_different_options(options or {}, mesh)\n",
+        "        pass\n",
+        ("tests/step/test_keys.py::test_ranks_with_different_options_are_refused",),
     ),
 ]

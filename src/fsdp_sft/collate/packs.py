@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from fsdp_sft.collate.encode import IGNORE_INDEX
 from fsdp_sft.errors import PackingError
 
 
@@ -52,6 +53,31 @@ def refuse_masked_pack(batch: Any) -> None:
                 "models heed such positions only without a mask, and would let the rows see each other. "
                 "Leave attention_mask out (PackedCollator makes none), or position_ids if these are no packs"
             )
+
+
+def filler_of(batch: Any, targets: torch.Tensor) -> torch.Tensor | None:
+    """Which tokens only fill a pack up: its last row, if that is one id throughout and has no target.
+
+    That is how ``PackedCollator`` pads, and what no text is. Computed where the batch is.
+
+    Args:
+        batch: With ``input_ids``.
+        targets: The target of each position ``(B, S)``.
+
+    Returns:
+        Bool ``(B, S)``; None for a batch that is no pack: without positions, or with a mask.
+    """
+    positions, ids = _positions(batch), batch.get("input_ids")
+    if positions is None or batch.get("attention_mask") is not None or not isinstance(ids, torch.Tensor):
+        return None
+    if ids.ndim != 2 or positions.shape[-1] != ids.shape[1] or len(positions) not in (1, len(ids)):
+        return None
+    begins = torch.nn.functional.pad(positions.expand(ids.shape).diff(dim=-1) != 1, (1, 0))
+    row = begins.cumsum(-1)
+    last = row == row[:, -1:]
+    alike = ((ids == ids[:, -1:]) | ~last).all(-1, keepdim=True)
+    told = (last & (targets != IGNORE_INDEX)).any(-1, keepdim=True)
+    return last & alike & ~told
 
 
 def _positions(batch: Any) -> torch.Tensor | None:

@@ -33,6 +33,7 @@ from fsdp_sft.loss.linear_cross_entropy import linear_cross_entropy_sum as linea
 from fsdp_sft.loss.part import BatchPart as BatchPart
 from fsdp_sft.loss.part import part_of as part_of
 from fsdp_sft.loss.part import part_on_device as part_on_device
+from fsdp_sft.loss.part import tokens_of as tokens_of
 from fsdp_sft.loss.prepare import LossImpl as LossImpl
 from fsdp_sft.loss.prepare import forget_choice as forget_choice
 from fsdp_sft.loss.prepare import needs_choice as needs_choice

@@ -3,7 +3,7 @@
 import logging
 import weakref
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -24,7 +24,7 @@ from fsdp_sft.loss.own import (
     router_coefficients,
 )
 
-RouterLoss = Literal["micro_batch", "off"]
+RouterLoss = Literal["micro_batch", "global_micro_batch", "off"]
 
 _FLAG = "output_router_logits"
 _WAY_OUT = (
@@ -40,10 +40,12 @@ class Additions:
     Attributes:
         router: Where the number is that its router's loss is multiplied with; None if that is not added.
         inputs: What the forward is told of it.
+        is_balanced: Whether the router's loss is the one that ``Balance`` computes.
     """
 
     router: Coefficient | None
     inputs: dict[str, Any]
+    is_balanced: bool = False
 
     def of(self, output: Any, model: nn.Module) -> torch.Tensor | None:
         """The router's part of the loss in a forward's output, times its coefficient; None where it has none.
@@ -82,8 +84,9 @@ _warned: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 
 def check_router_loss(router_loss: str | None) -> None:
     """Refuse a ``router_loss`` that there is not."""
-    if router_loss not in (None, "micro_batch", "off"):
-        raise ValueError(f"router_loss must be None, 'micro_batch' or 'off', got {router_loss!r}")
+    if router_loss not in (None, *get_args(RouterLoss)):
+        allowed = ", ".join(map(repr, get_args(RouterLoss)))
+        raise ValueError(f"router_loss must be None or one of {allowed}, got {router_loss!r}")
 
 
 def refuse_meta(model: nn.Module) -> None:
@@ -97,8 +100,8 @@ def additions_to(model: nn.Module, router_loss: RouterLoss | None) -> Additions:
 
     Args:
         model: With its weights.
-        router_loss: ``"micro_batch"`` adds the router's loss and ``"off"`` does not. None adds it where
-            the config has ``output_router_logits``, and else says once that it is left out.
+        router_loss: ``"off"`` does not add the router's loss, the others do. None adds it where the config
+            has ``output_router_logits``, and else says once that it is left out.
 
     Raises:
         ModelLossError: If the model's own loss is another one, or has no router's although that is asked for.
@@ -107,10 +110,10 @@ def additions_to(model: nn.Module, router_loss: RouterLoss | None) -> Additions:
     """
     takes_flag = _FLAG in forward_parameters(model)
     configured = _configured(model)
-    wanted = configured if router_loss is None else router_loss == "micro_batch"
+    wanted = configured if router_loss is None else router_loss != "off"
     if wanted and not takes_flag and router_loss is not None:
         raise ModelLossError(
-            f"router_loss='micro_batch': the forward of {_name(model)} takes no {_FLAG}, so there is no "
+            f"router_loss={router_loss!r}: the forward of {_name(model)} takes no {_FLAG}, so there is no "
             f"router's loss to add. {_WAY_OUT}"
         )
     if router_loss is None and not configured and takes_flag:
@@ -130,9 +133,10 @@ def _find_out(model: nn.Module, flag: bool | None, wanted: bool, router_loss: st
     own = ask(model, flag)
     coefficient, reason = _explain(model, own)
     if wanted and coefficient is None and not reason and router_loss is not None:
-        reason = "router_loss='micro_batch': its forward returns no router's loss (aux_loss)"
+        reason = f"router_loss={router_loss!r}: its forward returns no router's loss (aux_loss)"
     mesh = mesh_of(model)
-    failed = sum_over_mesh([bool(reason)], mesh)[0]
+    balanced = isinstance(own, OwnLoss) and own.is_balanced
+    failed, differ = sum_over_mesh([bool(reason), not balanced], mesh)
     if failed:
         reason = reason or "it is not on another rank of the mesh"
         raise ModelLossError(
@@ -141,7 +145,7 @@ def _find_out(model: nn.Module, flag: bool | None, wanted: bool, router_loss: st
     if isinstance(own, str) and (mesh is None or mesh.get_rank() == 0):
         level = logging.WARNING if "raises" in own else logging.INFO
         _logger.log(level, "loss of %s: not compared with its own, because %s", _name(model), own)
-    return Additions(coefficient if wanted else None, {} if flag is None else {_FLAG: flag})
+    return Additions(coefficient if wanted else None, {} if flag is None else {_FLAG: flag}, not differ)
 
 
 def _explain(model: nn.Module, own: OwnLoss | str) -> tuple[Coefficient | None, str]:

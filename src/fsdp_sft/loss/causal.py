@@ -1,24 +1,30 @@
 """The causal-LM loss of a model on a batch: one shift, a float32 sum, with or without logits."""
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from fsdp_sft._meshes import CP
+from fsdp_sft._streams import travelling
 from fsdp_sft.collate import refuse_masked_pack
 from fsdp_sft.context_parallel import WholeRows, part_of_rows, sequence_group_of
-from fsdp_sft.distributed import whole_mesh_of
+from fsdp_sft.distributed import device_groups_of, whole_mesh_of
 from fsdp_sft.errors import ModelLossError
 from fsdp_sft.loss import counting
 from fsdp_sft.loss.additions import Additions, RouterLoss, additions_to, check_router_loss
+from fsdp_sft.loss.balance import Balance, balanced_by
 from fsdp_sft.loss.counting import (
     WEIGHTS_KEY,
     Batch,
     CheckedBatch,
     Targets,
     check_num_targets,
+    counted_tokens,
     is_shifted,
     num_targets,
     scale_for_backward,
@@ -28,7 +34,7 @@ from fsdp_sft.loss.counting import (
     without_labels,
 )
 from fsdp_sft.loss.head import loss_at_head, takes_use_cache
-from fsdp_sft.loss.part import BatchPart, part_of
+from fsdp_sft.loss.part import BatchPart, part_of, tokens_of
 from fsdp_sft.loss.prepare import LossImpl, check_impl, choice_for, refuse_encoder_decoder
 from fsdp_sft.loss.terms import PLAIN, Terms, summed_loss
 
@@ -62,8 +68,11 @@ def loss_sum(
             ``prepare_loss`` decided, or decides now: chunked if the model's head allows it.
         router_loss: ``"micro_batch"`` adds the loss of a mixture's router, as the model computes it for this
             batch, times its coefficient and the number of targets: divided by that number, the result is the
-            model's own loss. ``"off"`` leaves it out. None adds it if the config has
-            ``output_router_logits``, and else warns once, with the coefficient.
+            model's own loss. Tokens that fill a pack up do not count; under context parallelism those of the
+            whole rows do. ``"global_micro_batch"`` looks at the tokens that all ranks of the model's mesh
+            have in this call together: what each returns is its share of that. ``"off"`` leaves it out. None
+            adds it as ``"micro_batch"`` if the config has ``output_router_logits``, and else warns once, with
+            the coefficient.
         label_smoothing: As for ``torch.nn.functional.cross_entropy``.
         z_loss: Times the square of the logarithm of the softmax's denominator, added to each target's loss
             (PaLM: 1e-4).
@@ -74,7 +83,9 @@ def loss_sum(
         the rows; summed over the ranks of its group they are the batch's.
 
     Raises:
-        ModelLossError: If the model's own loss is another one; the message says what it does.
+        ModelLossError: If the model's own loss is another one; the message says what it does. If its router's
+            loss is not transformers' usual one, which alone can be computed over several ranks, or without a
+            pack's filler.
         ValueError: For an encoder-decoder, a classifier, a batch without proper labels, or a model whose
             loss cannot be computed by ``impl``.
 
@@ -86,7 +97,10 @@ def loss_sum(
     batch = batch if group is None else part_of(batch, group)
     summed, router = loss_parts(model, batch, impl, router_loss, Terms(label_smoothing, z_loss))
     targets = num_targets(batch)
-    return summed if router is None else summed + router * weight_of(batch), targets
+    if router is not None:
+        groups = () if torch.compiler.is_compiling() else ranks_of_router(model, batch, router_loss)
+        summed = summed + router * _weight_of_router(batch, groups, router.device)
+    return summed, targets
 
 
 def causal_lm_loss(
@@ -132,7 +146,9 @@ def causal_lm_loss(
     mesh = mesh if mesh is not None else whole_mesh_of(model)
     check_num_targets(num_targets)
     weight = _weight_of_window(batch, num_targets, target_weight)
-    summed, router = loss_parts(model, batch, impl, router_loss, Terms(label_smoothing, z_loss))
+    group = sequence_group_of(model) if not torch.compiler.is_compiling() else None
+    batch = batch if group is None else part_of(batch, group)
+    summed, router = loss_parts(model, batch, impl, router_loss, Terms(label_smoothing, z_loss), mesh)
     if router is not None:
         share = _share_of_tokens(batch, num_targets, num_tokens, mesh)
         summed = summed + router * (share * weight)
@@ -158,7 +174,7 @@ def _share_of_tokens(
     """What part of the window's tokens a batch has."""
     tokens = num_tokens if num_tokens is not None else getattr(num_targets, "num_tokens", 0)
     if tokens:
-        return counting.num_tokens(batch) / tokens
+        return tokens_of(batch) / tokens
     if num_targets == counting.num_targets(batch) and (mesh is None or mesh.size() == 1):
         return 1.0  # the batch is the window
     raise ValueError(
@@ -168,14 +184,89 @@ def _share_of_tokens(
     )
 
 
+def _weight_of_router(
+    batch: Batch, groups: tuple[dist.ProcessGroup, ...], device: torch.device
+) -> torch.Tensor | float:
+    """What this rank's share of the router's loss is multiplied with, to be in targets as the sum is."""
+    weight = weight_of(batch)
+    if not groups:
+        return weight
+    own = float(tokens_of(batch))
+    total = torch.tensor([weight, own], dtype=torch.float64)
+    total = travelling(total, device)
+    for group in groups:
+        dist.all_reduce(total, group=group)
+    return total[0] * own / total[1].clamp(min=1)
+
+
+def ranks_of_router(
+    model: nn.Module, batch: Batch, router_loss: RouterLoss | None, mesh: "DeviceMesh | None" = None
+) -> tuple[dist.ProcessGroup, ...]:
+    """Ranks that have the tokens which the router's loss of a batch is computed over; none if this one alone.
+
+    As groups for tensors on the device, which connect them one after the other.
+    """
+    mesh = mesh if mesh is not None else whole_mesh_of(model)
+    if router_loss == "global_micro_batch":
+        return device_groups_of(mesh)
+    return (mesh.get_group(CP),) if isinstance(batch, BatchPart) and mesh is not None else ()
+
+
+def _balance(
+    model: nn.Module,
+    batch: Batch,
+    additions: Additions,
+    groups: tuple[dist.ProcessGroup, ...],
+    router_loss: RouterLoss | None,
+) -> Balance | None:
+    """How the router's loss of a batch is computed; None to take what the model makes of it.
+
+    Raises:
+        ModelLossError: If that would be another loss than is asked for.
+    """
+    if additions.router is None:
+        return None
+    counted = batch.counted if isinstance(batch, BatchPart) else counted_tokens(batch)
+    if additions.is_balanced:
+        return Balance(counted, groups)
+    name = type(model).__name__
+    if router_loss == "global_micro_batch" or isinstance(batch, BatchPart):
+        whose = "all ranks" if router_loss == "global_micro_batch" else "the whole rows, which ranks share"
+        raise ModelLossError(
+            f"the router's loss of {name} is not computed by transformers' usual function in an uncompiled "
+            f"forward, so that it cannot be that of {whose}; take router_loss='off'"
+        )
+    if counted is not None and batch.get("attention_mask") is None and not bool(counted.all()):
+        raise ModelLossError(
+            f"the router's loss of {name} is not computed by transformers' usual function in an uncompiled "
+            "forward, and would count what fills this pack up; leave padding= and pad_to_multiple_of= of "
+            "PackedCollator out, or take router_loss='off'"
+        )
+    return None
+
+
 def loss_parts(
     model: nn.Module,
     batch: Batch,
     impl: LossImpl,
     router_loss: RouterLoss | None,
     terms: Terms = PLAIN,
+    mesh: "DeviceMesh | None" = None,
+    is_counted: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The loss summed over the targets, and the router's loss times its coefficient, or None."""
+    """The loss summed over the targets, and the router's loss times its coefficient, or None.
+
+    The router's is this rank's share, to be weighed by its tokens.
+
+    Args:
+        model: As for ``loss_sum``.
+        batch: Likewise, or this rank's part of it.
+        impl: Likewise.
+        router_loss: Likewise.
+        terms: What is added to each target's loss.
+        mesh: Ranks whose tokens ``"global_micro_batch"`` looks at; None takes the model's.
+        is_counted: Whether the batch's tokens are among them: not those of a batch that stands in.
+    """
     check_router_loss(router_loss)
     check_impl(impl)
     refuse_encoder_decoder(model)
@@ -196,12 +287,15 @@ def loss_parts(
     additions = find(model, router_loss)
     inputs.update(additions.inputs)
     whole = batch.whole if isinstance(batch, BatchPart) else None
-    if whole is not None and additions.router is not None:
-        raise ModelLossError(
-            "under context parallelism a rank's forward returns the router's loss of its part of the rows, "
-            "which is not that of the rows; take router_loss='off'"
-        )
-    wanted = _Wanted(targets, weights, terms, additions, is_shifted(batch), known, whole)
+    balance = None
+    if not torch.compiler.is_compiling():
+        groups = ranks_of_router(model, batch, router_loss, mesh)
+        balance = _balance(model, batch, additions, groups, router_loss)
+        if balance is not None and not is_counted:
+            balance.counted = torch.zeros_like(targets, dtype=torch.bool)
+    elif router_loss == "global_micro_batch":
+        raise ModelLossError("router_loss='global_micro_batch' cannot be computed inside of torch.compile")
+    wanted = _Wanted(targets, weights, terms, additions, is_shifted(batch), known, whole, balance)
     if impl == "logits":
         return _from_logits(model, inputs, wanted)
     return planned(model, inputs, wanted, impl)
@@ -219,6 +313,7 @@ class _Wanted:
         whole: Whether the last position has a target too.
         known: What the host knows of the targets already.
         rows: The whole rows that this rank has a part of; None where it has all of them.
+        balance: How the router's loss is computed; None leaves it to the model.
     """
 
     targets: torch.Tensor
@@ -228,10 +323,24 @@ class _Wanted:
     whole: bool
     known: Targets | None
     rows: WholeRows | None = None
+    balance: Balance | None = None
 
-    def forward(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def forward(self) -> Iterator[None]:
         """What a forward of the model runs in."""
-        return nullcontext() if self.rows is None else part_of_rows(self.rows)
+        rows = nullcontext() if self.rows is None else part_of_rows(self.rows)
+        with rows, balanced_by(self.balance):
+            yield
+
+    def added(self, output: Any, model: nn.Module) -> torch.Tensor | None:
+        """What a forward's output adds to the loss."""
+        if self.balance is not None and self.balance.loss is None:
+            raise ModelLossError(
+                f"the router's loss of {type(model).__name__} was not computed where it was when the model "
+                "was first asked: it has been compiled as a whole since (compile_blocks compiles its "
+                "blocks), or its forward replaced"
+            )
+        return self.additions.of(output, model)
 
 
 def _as_planned(
@@ -242,9 +351,10 @@ def _as_planned(
     if choice.impl == "logits" or head is None:
         return _from_logits(model, inputs, wanted)
     loss_of = choice.loss_of(head, wanted.targets, wanted.known, wanted.weights, wanted.terms)
-    added = wanted.additions
     with wanted.forward():
-        return loss_at_head(model, head, inputs, loss_of, choice.transform, lambda out: added.of(out, model))
+        return loss_at_head(
+            model, head, inputs, loss_of, choice.transform, lambda out: wanted.added(out, model)
+        )
 
 
 def _from_logits(
@@ -259,7 +369,7 @@ def _from_logits(
             f"causal_lm_loss needs logits of shape (B, S, vocabulary) for labels {tuple(targets.shape)}, got "
             f"{tuple(logits.shape)} from {type(model).__name__}; for a classifier give train_step a loss_fn"
         )
-    added = wanted.additions.of(output, model)
+    added = wanted.added(output, model)
     if not wanted.whole:
         logits, targets = logits[:, :-1], targets[:, :-1]
         weights = None if weights is None else weights[:, :-1]

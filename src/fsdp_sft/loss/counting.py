@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from fsdp_sft._agree import all_reduce_sum, world_size
 from fsdp_sft._meshes import has_context_parallelism
 from fsdp_sft._streams import travelling
-from fsdp_sft.collate import IGNORE_INDEX
+from fsdp_sft.collate import IGNORE_INDEX, filler_of
 from fsdp_sft.context_parallel import sequence_group_in
 from fsdp_sft.distributed import sum_over_mesh
 from fsdp_sft.errors import BatchError
@@ -172,7 +172,7 @@ def target_weight(
 
 
 def num_tokens(batch: Any, needs_ids: bool = True) -> int:
-    """Tokens of a batch without padding: by its mask ``(B, S)``, else all its ids.
+    """Tokens of a batch without padding: by its mask ``(B, S)``, or without what fills a pack up.
 
     Raises:
         BatchError: Without ``input_ids``, if it needs them; else those are 0 tokens.
@@ -182,11 +182,31 @@ def num_tokens(batch: Any, needs_ids: bool = True) -> int:
     if isinstance(mask, torch.Tensor) and mask.ndim == 2:
         return int(mask.sum())
     if isinstance(ids, torch.Tensor):
-        return ids.numel()
+        counted = counted_tokens(batch) if _has_labels(batch) else None
+        return ids.numel() if counted is None else int(counted.sum())
     if needs_ids:
         seen = sorted(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
         raise BatchError(f"a batch needs 'input_ids', got {seen}")
     return 0
+
+
+def counted_tokens(batch: Batch) -> torch.Tensor | None:
+    """Which tokens of a batch are none of padding, bool ``(B, S)``; None where all may be taken to be.
+
+    Computed where the batch is, without waiting for it.
+    """
+    mask = batch.get("attention_mask")
+    if isinstance(mask, torch.Tensor):
+        return mask != 0 if mask.ndim == 2 else None
+    filler = filler_of(batch, targets_of(batch))
+    return None if filler is None else ~filler
+
+
+def _has_labels(batch: Batch) -> bool:
+    """Whether a batch has labels, or targets, of one value an id."""
+    labels = batch.get("shift_labels" if is_shifted(batch) else "labels")
+    ids = batch["input_ids"]
+    return isinstance(labels, torch.Tensor) and labels.dtype == torch.int64 and labels.shape == ids.shape
 
 
 def num_targets(batch: Batch) -> int:

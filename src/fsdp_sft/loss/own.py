@@ -20,6 +20,7 @@ from fsdp_sft.adapters import forward_parameters
 from fsdp_sft.collate import IGNORE_INDEX
 from fsdp_sft.distributed import compute_device
 from fsdp_sft.errors import NotFusedError, abridged
+from fsdp_sft.loss.balance import Balance, balanced_beside
 from fsdp_sft.loss.counting import shifted
 from fsdp_sft.loss.head import replaced_forward, takes_use_cache
 from fsdp_sft.loss.probe import evaluating, guarded
@@ -41,6 +42,7 @@ class OwnLoss:
         expected: The mean cross entropy of its logits.
         unshifted: The same with labels that are not shifted.
         aux_loss: What its output calls so; None without.
+        balance: The same as ``Balance`` computes it; None where the model has another function for it.
         used: What it handed to torch's cross entropy beside logits and labels.
     """
 
@@ -48,12 +50,19 @@ class OwnLoss:
     expected: float
     unshifted: float
     aux_loss: float | None
+    balance: float | None = None
     used: dict[str, Any] = field(default_factory=dict)
 
     @property
     def extra(self) -> float:
         """What the model's loss has beyond the cross entropy."""
         return float(self.loss) - self.expected
+
+    @property
+    def is_balanced(self) -> bool:
+        """Whether the router's loss is the one that ``Balance`` computes."""
+        known = self.aux_loss is not None and self.balance is not None
+        return known and self.near(self.balance or 0.0, self.aux_loss or 0.0)
 
     def near(self, value: float, reference: float) -> bool:
         """Whether two losses are the same one at the precision of the model's."""
@@ -227,9 +236,10 @@ def _in_mode(model: nn.Module, router: bool | None, training: bool) -> OwnLoss |
         if router is not None:
             inputs["output_router_logits"] = router
         model.train(training)
-        seen = _SeesCrossEntropy()
+        seen, balance = _SeesCrossEntropy(), Balance()
         try:
-            output = _forward(model, inputs, seen)
+            with balanced_beside(model, balance):
+                output = _forward(model, inputs, seen)
         except NotFusedError:
             if not seen.different:
                 raise
@@ -245,6 +255,7 @@ def _in_mode(model: nn.Module, router: bool | None, training: bool) -> OwnLoss |
             _cross_entropy(logits, shifted(labels)),
             _cross_entropy(logits, labels),
             float(aux) if isinstance(aux, torch.Tensor) else None,
+            None if balance.loss is None else float(balance.loss),
             seen.used,
         )
 

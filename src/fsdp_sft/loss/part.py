@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from fsdp_sft._streams import host_copies, travelling
-from fsdp_sft.collate import IGNORE_INDEX, refuse_masked_pack
+from fsdp_sft.collate import IGNORE_INDEX, filler_of, refuse_masked_pack
 from fsdp_sft.context_parallel import SequenceGroup, WholeRows
 from fsdp_sft.errors import BatchError
 from fsdp_sft.loss.counting import (
@@ -23,6 +23,7 @@ from fsdp_sft.loss.counting import (
     Batch,
     CheckedBatch,
     Targets,
+    num_tokens,
     seen_targets,
     targets_of,
     weights_of,
@@ -38,12 +39,21 @@ class BatchPart(CheckedBatch):
 
     Attributes:
         whole: What the ranks of the group know of the rows.
-        num_tokens: Tokens of the part, without padding and filler.
+        counted: Which tokens of the part are none of padding or filler, bool.
+        num_tokens: How many that are.
     """
 
-    def __init__(self, fields: Batch, whole: WholeRows, tokens: int, targets: Targets | None = None) -> None:
+    def __init__(
+        self,
+        fields: Batch,
+        whole: WholeRows,
+        counted: torch.Tensor,
+        tokens: int,
+        targets: Targets | None = None,
+    ) -> None:
         super().__init__(fields, targets)
         self.whole = whole
+        self.counted = counted
         self.num_tokens = tokens
 
 
@@ -68,7 +78,9 @@ def part_of(batch: Batch, group: SequenceGroup) -> BatchPart:
     own = slice(group.rank * each, (group.rank + 1) * each)
     positions, mask = _positions(batch, ids), _mask(batch, ids)
     begins = F.pad(positions.diff(dim=-1) != 1, (1, 0))
-    seen_begins, seen_mask = host_copies([begins, mask])
+    filled = filler_of(batch, targets)
+    counted = F.pad(mask if filled is None else mask & ~filled, (0, filler))[:, own]
+    seen_begins, seen_mask, seen_counted = host_copies([begins, mask, counted])
     rows = None
     # transformers heeds positions that begin anew where there is no mask.
     if bool(seen_begins.any()) and batch.get("attention_mask") is None:
@@ -95,7 +107,12 @@ def part_of(batch: Batch, group: SequenceGroup) -> BatchPart:
     fields["shift_labels"] = F.pad(targets, (0, filler), value=IGNORE_INDEX)[:, own]
     if weights is not None:
         fields[WEIGHTS_KEY] = F.pad(weights, (0, filler))[:, own]
-    return BatchPart(fields, whole, int(F.pad(seen_mask, (0, filler))[:, own].sum()))
+    return BatchPart(fields, whole, counted, int(seen_counted.sum()))
+
+
+def tokens_of(batch: Any, needs_ids: bool = True) -> int:
+    """Tokens that this rank computes of a batch, without padding; as ``num_tokens`` of a whole one."""
+    return batch.num_tokens if isinstance(batch, BatchPart) else num_tokens(batch, needs_ids)
 
 
 def part_on_device(part: BatchPart, device: torch.device) -> BatchPart:
@@ -113,7 +130,8 @@ def part_on_device(part: BatchPart, device: torch.device) -> BatchPart:
         rows=None if whole.rows is None else travelling(whole.rows, device),
         padding=None if whole.padding is None else travelling(whole.padding, device),
     )
-    return BatchPart(fields, moved, part.num_tokens, seen_targets(part, device))
+    counted = travelling(part.counted, device)
+    return BatchPart(fields, moved, counted, part.num_tokens, seen_targets(part, device))
 
 
 def _positions(batch: Batch, ids: torch.Tensor) -> torch.Tensor:

@@ -21,13 +21,21 @@ from fsdp_sft.loss import (
     checked_later,
     forget_choice,
     needs_choice,
+    tokens_of,
 )
 from fsdp_sft.packing import Verify, check_verify, verify_at_first_use
 from fsdp_sft.step.acceptable import check_of
-from fsdp_sft.step.keys import keys_of, may_be_packs
+from fsdp_sft.step.keys import (
+    are_equal,
+    digest,
+    keys_of,
+    may_be_packs,
+    refuse_different_options,
+    to_compare,
+)
 from fsdp_sft.step.own_loss import LossFn, Objective, refuse_own_loss
 from fsdp_sft.step.rounds import in_step
-from fsdp_sft.step.window import CountFn, on_device, on_host, raise_on_mesh, tokens_of, weight_of_loss
+from fsdp_sft.step.window import CountFn, on_device, on_host, raise_on_mesh, weight_of_loss
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -86,7 +94,7 @@ def evaluate(
     Raises:
         NonFiniteGradientError: If the last ``train_step(..., sync="late")`` was not taken.
         PackingError: As for ``train_step``.
-        BatchError: If ranks have batches of different keys at the same time.
+        BatchError: If ranks have batches of different keys at the same time, or differ in an option.
         VocabularyError: If a batch has an id, or a label, that the model has no row for.
         ValueError: If no rank has a target.
 
@@ -106,7 +114,12 @@ def evaluate(
     target_weight = 0.0
     checks = HeadChecks()
     check = check_of(model, own_loss=loss_fn is not None)
-    if loss_fn is None and any(sum_over_mesh([needs_choice(model, loss_impl)], mesh)):
+    options = {"verify": verify, **objective.options()}
+    stale = loss_fn is None and needs_choice(model, loss_impl)
+    any_stale, *compared = sum_over_mesh([stale, *to_compare(digest(repr(options)))], mesh)
+    if not are_equal(compared, mesh.size() if mesh is not None else 1):
+        refuse_different_options(options, mesh)
+    if any_stale:
         forget_choice(model, loss_impl)  # on all ranks, although one alone may have seen why
     model.eval()
     try:
@@ -116,7 +129,7 @@ def evaluate(
                     whole = [seen] if group is None else on_host([batch])
                     verify_at_first_use(model, whole, mesh, own_loss=loss_fn is not None)
                 moved = on_device(batch, seen, device, own_loss=loss_fn is not None)
-                summed, router = objective.of(model, moved)
+                summed, router = objective.of(model, moved, mesh, is_counted=count is not None)
                 if count is None:
                     continue
                 total, targets = total + summed, targets + count

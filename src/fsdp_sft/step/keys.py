@@ -60,6 +60,22 @@ def are_equal(sums: list[float], ranks: int) -> bool:
     return all(ranks * squares == total**2 for total, squares in zip(whole[::2], whole[1::2], strict=True))
 
 
+def refuse_different_options(own: dict[str, Any], mesh: "DeviceMesh | None") -> None:
+    """Raise, on all ranks, the error that names the options of a call which ranks have given otherwise.
+
+    Collective: all ranks of the mesh, which all know that they differ.
+    """
+    texts = {name: repr(value) for name, value in own.items()}
+    by_rank = gather_over_mesh(texts, mesh)
+    apart = [name for name in texts if len({given[name] for _, given in by_rank}) > 1]
+    rank, other = next((r, given) for r, given in by_rank if given != by_rank[0][1])
+    named = ", ".join(f"{name}={by_rank[0][1][name]} and {other[name]}" for name in apart)
+    raise BatchError(
+        f"ranks call with different options ({named}, on ranks {by_rank[0][0]} and {rank}); give all of them "
+        "the same"
+    )
+
+
 def refuse_different_keys(own: list[Keys], mesh: "DeviceMesh | None") -> None:
     """Raise, on all ranks, the error that names who has which keys.
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -10,6 +10,9 @@ from torch import nn
 from fsdp_sft.blocks import without_caches
 from fsdp_sft.context_parallel import SequenceGroup
 from fsdp_sft.loss import PLAIN, LossImpl, RouterLoss, Terms, check_router_loss, loss_parts
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 LossFn = Callable[[nn.Module, Any], torch.Tensor]
 
@@ -30,6 +33,11 @@ class Objective:
     router_loss: RouterLoss | None = None
     terms: Terms = PLAIN
 
+    def options(self) -> dict[str, Any]:
+        """What of it has to be the same on every rank; of a function only that there is one."""
+        own = {"loss_impl": self.impl, "router_loss": self.router_loss, "loss_fn": self.loss_fn is not None}
+        return own | {name: float(value) for name, value in vars(self.terms).items()}
+
     def check(self, count_fn: Any) -> None:
         """Refuse what is no function, and options of a loss that is not computed."""
         check_router_loss(self.router_loss)
@@ -47,10 +55,12 @@ class Objective:
                     f"{name}={value!r} says how the loss here is computed; loss_fn takes its place"
                 )
 
-    def of(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def of(
+        self, model: nn.Module, batch: Any, mesh: "DeviceMesh | None" = None, *, is_counted: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The loss summed over a batch's targets, and the router's loss beside it, if that is added."""
         if self.loss_fn is None:
-            return loss_parts(model, batch, self.impl, self.router_loss, self.terms)
+            return loss_parts(model, batch, self.impl, self.router_loss, self.terms, mesh, is_counted)
         return _summed(self.loss_fn, model, batch), None
 
 

@@ -26,8 +26,8 @@ class StepResult:
         loss: Mean over the window's targets on all ranks, each by its weight; nan for a window without any.
         grad_norm: 2-norm of the whole gradient before clipping; nan where there was none.
         num_targets: Targets of the window on all ranks.
-        num_tokens: Tokens of the window on all ranks, without what ``attention_mask`` calls padding. A pack
-            has no mask: there what ``PackedCollator`` filled up counts.
+        num_tokens: Tokens of the window on all ranks, without padding: what ``attention_mask`` calls so, and
+            what a pack is filled up with.
         skipped: Whether the optimizer did not step.
         skip_reason: ``"no targets"``, ``"no weight"`` where all of them weigh 0, ``"inf gradients"``, or
             ``"no step before"`` of the first with ``sync="late"``; None if it did step.

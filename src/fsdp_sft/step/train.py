@@ -19,6 +19,7 @@ from fsdp_sft.loss import (
     forget_choice,
     needs_choice,
     scale_for_backward,
+    tokens_of,
 )
 from fsdp_sft.packing import Verify, check_verify, verify_at_first_use
 from fsdp_sft.step.acceptable import check_of
@@ -39,7 +40,7 @@ from fsdp_sft.step.optimizers import (
 from fsdp_sft.step.own_loss import LossFn, Objective, refuse_own_loss
 from fsdp_sft.step.queued import NothingQueued, QueuedStep, StepResult, late_result, without_step
 from fsdp_sft.step.summed import refuse_mean
-from fsdp_sft.step.window import CountFn, agree_on_window, on_device, tokens_of
+from fsdp_sft.step.window import CountFn, agree_on_window, on_device
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -105,7 +106,8 @@ def train_step(
         verify: ``"first"`` verifies with the first pack that the model keeps its rows apart, as
             ``verify_packing`` does, unless that has been called; ``"off"`` does not look.
         router_loss: As for ``loss_sum``, but a micro-batch's router loss weighs by its tokens, without
-            padding, over those of the window.
+            padding, over those of the window. ``"global_micro_batch"`` looks at the micro-batches of the same
+            position on all ranks of ``mesh`` together; the same argument on every rank.
         check_labels: Whether the model's first three windows are looked at, unless ``loss_fn`` or
             ``count_fn`` gives labels a meaning of their own. Labels that have been shifted already, or that
             are the attention mask, are an error; one warning each is given for labels that differ from the
@@ -125,8 +127,8 @@ def train_step(
         The same ``StepResult`` on every rank.
 
     Raises:
-        BatchError: If labels show a recognised mistake, or the numbers of micro-batches or the keys of a
-            micro-batch differ between ranks.
+        BatchError: If labels show a recognised mistake, or the numbers of micro-batches, the keys of a
+            micro-batch or the options of this call differ between ranks.
         VocabularyError: If a batch has an id, or a label, that the model has no row for.
         ValueError: If a rank's batches are not usable; like ``BatchError`` raised on all ranks, before the
             forward. If ``loss_fn`` and ``loss_impl`` are both given.
@@ -176,6 +178,14 @@ def train_step(
         stale=stale,
         own_loss=loss_fn is not None,
         group=group,
+        options={
+            "max_grad_norm": float(max_grad_norm) if isinstance(max_grad_norm, (int, float)) else None,
+            "grad_sync": grad_sync,
+            "verify": verify,
+            "check_labels": check_labels,
+            "sync": sync,
+            **objective.options(),
+        },
     )
     if window.stale:  # choosing is collective, and what asks for it may be seen on one rank alone
         forget_choice(model, loss_impl)
@@ -202,7 +212,7 @@ def train_step(
         with gradient_sync(model, "all" if last else deferred), checked_later(checks):
             seen = window.parts[index]
             moved = on_device(batch, seen, device, own_loss=loss_fn is not None)
-            summed, router = objective.of(model, moved)
+            summed, router = objective.of(model, moved, mesh)
             if router is not None:
                 # In targets, so that what scales the loss scales it too.
                 router = router * (tokens_of(seen, needs_ids=False) / max(tokens, 1) * weight)

@@ -17,14 +17,22 @@ from fsdp_sft.loss import (
     BatchPart,
     checked_batch,
     num_targets,
-    num_tokens,
     part_of,
     part_on_device,
     refuse_different_rows,
     to_compare_rows,
+    tokens_of,
     weight_of,
 )
-from fsdp_sft.step.keys import Keys, are_equal, digest, keys_of, refuse_different_keys, to_compare
+from fsdp_sft.step.keys import (
+    Keys,
+    are_equal,
+    digest,
+    keys_of,
+    refuse_different_keys,
+    refuse_different_options,
+    to_compare,
+)
 from fsdp_sft.step.labels import Differences, look_at
 
 CountFn = Callable[[Any], int]
@@ -72,6 +80,7 @@ def agree_on_window(
     stale: bool = False,
     own_loss: bool = False,
     group: SequenceGroup | None = None,
+    options: dict[str, Any] | None = None,
 ) -> Window:
     """Look at the window and agree on it, or raise the same error on all ranks; one small all-reduce.
 
@@ -85,6 +94,7 @@ def agree_on_window(
         stale: Whether this rank has to choose its loss anew.
         own_loss: Whether the loss is the caller's own, for which only targets count.
         group: Ranks that share the rows, each of which counts its part of them.
+        options: Of the step, which have to be the same on every rank.
 
     Collective: all ranks of the mesh.
     """
@@ -117,13 +127,16 @@ def agree_on_window(
     except Exception as caught:
         error = caught
     ranks = mesh.size() if mesh is not None else 1
-    compared = to_compare([len(keys), *digest(keys)])
+    compared = to_compare([*digest(repr(options)), len(keys), *digest(keys)])
     own = [targets, tokens, seen.compared, seen.different, stale, error is not None]
     all_weight, *sums = sum_over_mesh([weight, *own, *same_rows, *compared], mesh)
     all_targets, all_tokens, looked_at, different, any_stale, failed = map(int, sums[: len(own)])
     rows_apart, equal = sums[len(own) : len(own) + 2], sums[len(own) + 2 :]
     if failed:
         raise_on_mesh(error, "checking the window's micro-batches", mesh)
+    if not are_equal(equal[:-8], ranks):
+        refuse_different_options(options or {}, mesh)
+    equal = equal[-8:]  # of the number of micro-batches, and of their keys
     if not are_equal(equal[:2], ranks):
         raise BatchError(
             f"ranks have different numbers of micro-batches (this one {len(keys)}, {equal[0] / ranks:.2f} on "
@@ -143,11 +156,6 @@ def agree_on_window(
         tuple(micro_batches),
         tuple(parts),
     )
-
-
-def tokens_of(batch: Any, needs_ids: bool = True) -> int:
-    """Tokens that this rank computes of a batch, without padding."""
-    return batch.num_tokens if isinstance(batch, BatchPart) else num_tokens(batch, needs_ids)
 
 
 def weight_of_loss(batch: Any, count: int, *, own_loss: bool) -> float:

@@ -1,0 +1,253 @@
+"""A router's loss over several ranks, and of packs: beside all rows by themselves in one plain process."""
+
+import inspect
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import transformers as tf
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import fsdp_sft as fs
+from fsdp_sft._compat import intercept_balance_loss
+from fsdp_sft.loss import num_tokens
+from fsdp_sft.loss.balance import _intercepted
+from tests.harness.architectures import class_names
+from tests.harness.device import mesh_here
+from tests.harness.float64 import AllFloat64
+from tests.harness.long_rows import PACKED, PADDED, batch_of, rows_of
+from tests.harness.models import VOCAB, full, largest_error, tiny_model
+from tests.harness.ranks import run_distributed
+
+COEFFICIENT = 0.5
+# By rank and micro-batch: unequal, rows of one token, no target in the first row of each.
+LENGTHS = [
+    [[9, 3, 12], [4, 1], [17]],
+    [[2, 2], [11, 6], [1, 8, 5]],
+    [[20], [3, 3, 3], [7, 2]],
+    [[5, 10], [6], [14, 1]],
+]
+
+
+def _mixture(**overrides: Any) -> Any:
+    settings = {"output_router_logits": True, "router_aux_loss_coef": COEFFICIENT, **overrides}
+    return tiny_model("mixtral", dtype=torch.float64, **settings)
+
+
+def _rows(rank: int, micro_batch: int) -> list[Any]:
+    return rows_of(LENGTHS[rank][micro_batch], seed=10 * rank + micro_batch, trained=0.8)
+
+
+def _batch(rank: int, micro_batch: int, kind: str) -> dict[str, torch.Tensor]:
+    rows = _rows(rank, micro_batch)
+    if kind == PADDED:
+        return batch_of(rows, PADDED)
+    collate = fs.PackedCollator(max_length=32, padding="max_length", pad_token_id=3)
+    return collate([{"input_ids": ids.tolist(), "labels": labels.tolist()} for ids, labels in rows])
+
+
+def _balance_loss(model: Any, layers: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """What transformers' function makes of all tokens at once, in float64 where that has float32."""
+    experts, top_k = model.config.num_local_experts, model.config.num_experts_per_tok
+    probabilities = torch.cat(layers).softmax(-1)
+    chosen = F.one_hot(probabilities.topk(top_k).indices, experts).double().sum(1).mean(0)
+    loss = experts * (chosen * probabilities.mean(0)).sum()
+    function = sys.modules[type(model).__module__].load_balancing_loss_func
+    theirs = getattr(function, "__wrapped__", function)(layers, experts, top_k)
+    torch.testing.assert_close(theirs.double(), loss, rtol=1e-6, atol=0)
+    return loss
+
+
+def _plain(model: Any, micro_batches: list[list[Any]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(cross entropy, router's loss) of a window whose micro-batches have these rows, each by itself."""
+    entropy, router = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+    all_rows = [row for rows in micro_batches for row in rows]
+    targets = sum(int((labels[1:] != -100).sum()) for _, labels in all_rows)
+    tokens = sum(len(ids) for ids, _ in all_rows)
+    for rows in micro_batches:
+        said = []
+        for ids, labels in rows:
+            output = model(input_ids=ids[None], output_router_logits=True)
+            losses = F.cross_entropy(output.logits[0, :-1], labels[1:], ignore_index=-100, reduction="sum")
+            entropy = entropy + losses / targets
+            said.append(output.router_logits)
+        loss = _balance_loss(model, tuple(torch.cat(layer) for layer in zip(*said, strict=True)))
+        router = router + COEFFICIENT * loss * sum(len(ids) for ids, _ in rows) / tokens
+    return entropy, router
+
+
+def _check(shape: dict[str, int], kind: str, micro_batches: int, router_loss: Any, impl: Any) -> None:
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    with AllFloat64():
+        plain, model = _mixture(), _mixture()
+        by_rank = [[_rows(r, m) for m in range(micro_batches)] for r in range(ranks)]
+        if router_loss == "global_micro_batch":
+            together = [[row for r in range(ranks) for row in by_rank[r][m]] for m in range(micro_batches)]
+        else:
+            together = [rows for of_rank in by_rank for rows in of_rank]
+        entropy, router = _plain(plain, together)
+        (entropy + router).backward()
+        mesh = mesh_here(**shape)
+        fs.shard_model(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(), master_dtype=torch.float64)
+        before = {name: full(p).clone() for name, p in model.named_parameters()}
+        window = [_batch(rank, m, kind) for m in range(micro_batches)]
+        options = {"router_loss": router_loss, "loss_impl": impl}
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        found = fs.evaluate(model, window, **options)
+        result = fs.train_step(model, window, optimizer, max_grad_norm=None, **options)
+    tokens = sum(len(ids) for rows in together for ids, _ in rows)
+    assert result.num_tokens == tokens
+    for loss, added in ((result.loss, result.router_loss), (found.loss, found.router_loss)):
+        assert loss == pytest.approx(float(entropy), rel=1e-12)
+        assert added == pytest.approx(float(router), rel=1e-12)
+    moved = {name: before[name] - full(p) for name, p in model.named_parameters()}
+    assert largest_error(moved, {name: p.grad for name, p in plain.named_parameters()}) <= 1e-12
+
+
+@pytest.mark.parametrize("impl", ["auto", "logits"])
+@pytest.mark.parametrize("kind", [PADDED, PACKED])
+@pytest.mark.parametrize("router_loss", ["micro_batch", "global_micro_batch"])
+def test_two_ranks_are_one_process(kind: str, router_loss: str, impl: str) -> None:
+    run_distributed(_check, 2, {}, kind, 3, router_loss, impl)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "shape", "kind", "micro_batches", "impl"),
+    [
+        (1, {}, PACKED, 3, "auto"),
+        (4, {}, PADDED, 1, "auto"),
+        (4, {"dp_replicate": 2}, PACKED, 3, "logits"),
+    ],
+)
+def test_more_ranks_are_one_process(
+    ranks: int, shape: Any, kind: str, micro_batches: int, impl: str
+) -> None:
+    run_distributed(_check, ranks, shape, kind, micro_batches, "global_micro_batch", impl)
+
+
+def _check_shared_rows(shape: dict[str, int], router_loss: Any) -> None:
+    share = dist.get_rank() // shape["cp"]
+    shares = dist.get_world_size() // shape["cp"]
+    with AllFloat64():
+        plain, model = _mixture(), _mixture()
+        by_share = [[_rows(s, m) for m in range(3)] for s in range(shares)]
+        if router_loss == "global_micro_batch":
+            together = [[row for s in range(shares) for row in by_share[s][m]] for m in range(3)]
+        else:
+            together = [rows for of_share in by_share for rows in of_share]
+        entropy, router = _plain(plain, together)
+        (entropy + router).backward()
+        mesh = mesh_here(**shape)
+        fs.shard_model(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(), master_dtype=torch.float64)
+        fs.use_context_parallel(model, mesh=mesh)
+        before = {name: full(p).clone() for name, p in model.named_parameters()}
+        window = [_batch(share, m, PACKED) for m in range(3)]
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        found = fs.evaluate(model, window, router_loss=router_loss)
+        count = fs.count_targets(window, mesh=mesh)
+        parts = [fs.causal_lm_loss(model, b, num_targets=count, router_loss=router_loss) for b in window]
+        own = torch.stack([part.detach() for part in parts]).sum()
+        dist.all_reduce(own)
+        model.zero_grad()
+        result = fs.train_step(model, window, optimizer, max_grad_norm=None, router_loss=router_loss)
+    assert float(own) / dist.get_world_size() == pytest.approx(float(entropy + router), rel=1e-12)
+    for loss, added in ((result.loss, result.router_loss), (found.loss, found.router_loss)):
+        assert loss == pytest.approx(float(entropy), rel=1e-12)
+        assert added == pytest.approx(float(router), rel=1e-12)
+    moved = {name: before[name] - full(p) for name, p in model.named_parameters()}
+    assert largest_error(moved, {name: p.grad for name, p in plain.named_parameters()}) <= 1e-12
+
+
+@pytest.mark.parametrize(
+    ("ranks", "shape", "router_loss"),
+    [
+        (2, {"cp": 2}, "micro_batch"),
+        (4, {"dp_shard": 2, "cp": 2}, "micro_batch"),
+        (4, {"dp_shard": 2, "cp": 2}, "global_micro_batch"),
+    ],
+)
+def test_ranks_that_share_rows_are_one_process(ranks: int, shape: Any, router_loss: str) -> None:
+    run_distributed(_check_shared_rows, ranks, shape, router_loss)
+
+
+def _check_sums() -> None:
+    """``loss_sum`` returns shares that add up, and a rank without a row that counts adds nothing."""
+    rank = dist.get_rank()
+    with AllFloat64():
+        plain, model = _mixture(), _mixture()
+        fs.shard_model(model, mesh=mesh_here(), mp_policy=MixedPrecisionPolicy(), master_dtype=torch.float64)
+        empty = fs.PackedCollator(max_length=32)([])
+        batch = _batch(0, 0, PACKED) if rank == 0 else empty
+        summed, targets = fs.loss_sum(model, batch, router_loss="global_micro_batch")
+        assert num_tokens(empty) == 0
+        assert targets > 0 or rank == 1
+        total = torch.stack([summed.detach(), torch.tensor(float(targets), dtype=torch.float64)])
+        dist.all_reduce(total)
+        entropy, router = _plain(plain, [_rows(0, 0)])
+    found, expected = float(total[0] / total[1]), float((entropy + router).detach())
+    assert found == pytest.approx(expected, rel=1e-12), (found, expected, float(router))
+    own, _ = fs.loss_sum(model, empty, router_loss="micro_batch")
+    assert float(own.detach()) == 0.0
+
+
+def test_sums_of_ranks_add_up() -> None:
+    run_distributed(_check_sums, 2)
+
+
+def test_what_fills_a_pack_up_is_no_token() -> None:
+    rows = [{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}, {"input_ids": [9, 9], "labels": [-100, -100]}]
+    for filled, tokens in ((5, 3), (8, 5), (6, 5)):
+        pack = fs.PackedCollator(max_length=filled, padding="max_length", pad_token_id=1)(rows)
+        assert num_tokens(pack) == tokens, pack
+    # A row that is one id but has a target is a row.
+    told = [rows[0], {"input_ids": [9, 9], "labels": [-100, 9]}]
+    assert num_tokens(fs.PackedCollator(max_length=8)(told)) == 5
+    assert num_tokens({"input_ids": torch.full((2, 4), 7)}) == 8
+
+
+def test_a_models_own_function_stays_its_own() -> None:
+    """Doge's routers have keys and not experts, and a function of other arguments."""
+    torch.manual_seed(0)
+    config = tf.DogeConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        is_moe=True,
+        num_experts=16,
+        num_experts_per_tok=2,
+        output_router_logits=True,
+        router_aux_loss_coef=COEFFICIENT,
+    )
+    model = tf.DogeForCausalLM(config)
+    rows = _rows(0, 0)
+    batch = batch_of(rows, PADDED)
+    own = model(**batch).loss
+    summed, targets = fs.loss_sum(model, batch)
+    assert float(summed.detach() / targets) == pytest.approx(float(own.detach()), rel=1e-5)
+    with pytest.raises(fs.ModelLossError, match="usual function"):
+        fs.loss_sum(model, batch, router_loss="global_micro_batch")
+    with pytest.raises(fs.ModelLossError, match="fills this pack up"):
+        fs.loss_sum(model, _batch(0, 0, PACKED))
+
+
+def test_mixtures_of_transformers_have_one_function() -> None:
+    """Where its name, its arguments or its place change, ``intercept_balance_loss`` has to follow.
+
+    It can go once a forward takes a function for its router's loss, or returns router logits without one.
+    """
+    others, seen = set(), 0
+    for name in class_names():
+        cls = getattr(tf, name)
+        model = cls.__new__(cls)
+        if "aux_loss = " in inspect.getsource(cls.forward):
+            found = intercept_balance_loss(model, _intercepted)
+            others |= set() if found else {name}
+            seen += 1
+    assert others <= {"DogeForCausalLM"}, others
+    assert seen > 20
