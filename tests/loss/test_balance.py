@@ -122,9 +122,7 @@ def test_two_ranks_are_one_process(kind: str, router_loss: str, impl: str) -> No
         (4, {"dp_replicate": 2}, PACKED, 3, "logits"),
     ],
 )
-def test_more_ranks_are_one_process(
-    ranks: int, shape: Any, kind: str, micro_batches: int, impl: str
-) -> None:
+def test_more_ranks_are_one_process(ranks: int, shape: Any, kind: str, micro_batches: int, impl: str) -> None:
     run_distributed(_check, ranks, shape, kind, micro_batches, "global_micro_batch", impl)
 
 
