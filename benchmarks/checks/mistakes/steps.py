@@ -108,4 +108,11 @@ MISTAKES: list[Mistake] = [
         "        pass\n",
         ("tests/step/test_keys.py::test_ranks_with_different_options_are_refused",),
     ),
+    Mistake(
+        "a recomputed router chooses anew",
+        "sac/decisions.py",
+        "        if not is_decision(func, args):\n            return func(*args, **kwargs)\n        op,",
+        "        if True:\n            return func(*args, **kwargs)\n        op,",
+        ("tests/sac/test_decisions.py::test_a_recomputed_router_decides_as_before",),
+    ),
 ]

@@ -1,16 +1,15 @@
 """Recompute whole blocks in the backward: a ratio of them, or a list."""
 
 import difflib
-import functools
 from collections.abc import Iterable
 from typing import Any, Literal
 
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from fsdp_sft._compat import compile_memory_budget
 from fsdp_sft.blocks import find_blocks, is_never_called
 from fsdp_sft.sac.attach import checkpoint_blocks, disable_caches, enter_mode, restore
+from fsdp_sft.sac.decisions import checkpoint_of
 from fsdp_sft.sac.noise import preserves_rng_state
 from fsdp_sft.sac.offload import Offload
 from fsdp_sft.sac.ratio import Placement, Ratio, select_block_indices
@@ -63,7 +62,9 @@ def apply_sac(
         HostMemoryError: Later, from the first forward or one with longer rows, with ``offload``: the host has
             less memory than its ranks would take together.
 
-    Memory: Per checkpointed block its inputs stay, and one block's activations while it is recomputed. With
+    Memory: Per checkpointed block its inputs stay, and one block's activations while it is recomputed; of a
+    router also which experts it chose, ``8 * tokens * top_k`` bytes, since a recomputation that chose others
+    would give the gradient of neither. With
     ``offload`` the inputs of at most two blocks are on the device, and all of them in pinned host memory: of
     each block ``2 * tokens * hidden`` bytes in bfloat16, rounded up to 16 MiB, kept from step to step.
     """
@@ -79,7 +80,7 @@ def apply_sac(
     refuse_memory_budget("apply_sac")
     enter_mode(model, "apply_sac", replaces={"apply_sac", "apply_op_sac"})
     leaves = Offload(len(chosen), keeps=False) if offload and chosen else None
-    checkpoint_blocks(model, chosen, functools.partial(checkpoint, **options), "apply_sac", leaves)
+    checkpoint_blocks(model, chosen, checkpoint_of(chosen, options), "apply_sac", leaves)
     if chosen:
         disable_caches(model)
     return list(chosen)

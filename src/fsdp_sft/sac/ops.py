@@ -2,7 +2,7 @@
 
 import functools
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
@@ -21,6 +21,7 @@ from fsdp_sft.blocks import find_blocks
 from fsdp_sft.errors import UnsupportedModelError, abridged
 from fsdp_sft.sac.apply import check_offload, checkpoint_options, named_blocks, refuse_memory_budget
 from fsdp_sft.sac.attach import checkpoint_blocks, disable_caches, enter_mode, override
+from fsdp_sft.sac.decisions import Contexts, decides, is_decision, with_decisions
 from fsdp_sft.sac.offload import Offload, contexts_offloaded
 from fsdp_sft.sac.proof import check_before_forward
 
@@ -30,6 +31,7 @@ SDPA = "sdpa"  # in ``save``: the fused attention kernels, which run between sub
 # (grouped experts, scans) is one kernel that is costly too.
 _COSTLY = re.compile(r"aten::_?\w*(mm|attention\w*|convolution\w*)")
 _ATTENTION = re.compile(r".*(attention|attn).*")
+_RECOMPUTE = CheckpointPolicy.PREFER_RECOMPUTE
 _NOT_A_KERNEL = {"aten", "prim", "prims", "c10d", "_c10d_functional", "fsdp"}
 
 
@@ -96,6 +98,8 @@ def apply_op_sac(
         contexts = functools.partial(create_selective_checkpoint_contexts, policy)
     else:
         contexts = functools.partial(contexts_offloaded, leaves, policy)
+    if any(map(decides, chosen.values())):
+        contexts = functools.partial(_contexts_with_decisions, contexts)
     recompute = functools.partial(checkpoint, context_fn=contexts, **options)
     checkpoint_blocks(model, chosen, recompute, "apply_op_sac", leaves)
     check_before_forward(model, _refuse_inner_groups, chosen)  # it may be sharded after this
@@ -128,10 +132,17 @@ def _policy(
     is_kept = SDPA in names and _ATTENTION.fullmatch(op.name()) is not None
     if not is_kept and _is_costly(op):
         is_kept = inside.depth > 0 or any(_ends_with(path, names) for path in modules_being_traced())
+    if is_decision(op, args):  # in eager mode values that are changed in place cannot be kept, see contexts
+        return CheckpointPolicy.MUST_SAVE if torch.compiler.is_compiling() else _RECOMPUTE
     # A kernel that draws random numbers has to draw them again, or those after it would differ.
     if is_kept and not (inside.is_random and draws_random_numbers_now(op, args, kwargs)):
         return CheckpointPolicy.MUST_SAVE
-    return CheckpointPolicy.PREFER_RECOMPUTE
+    return _RECOMPUTE
+
+
+def _contexts_with_decisions(contexts: Callable[[], Contexts]) -> Contexts:
+    made = contexts()
+    return made if torch.compiler.is_compiling() else with_decisions(made)
 
 
 def _is_costly(op: Any) -> bool:

@@ -1,0 +1,191 @@
+"""What a recomputation must not decide anew: which experts a token goes to.
+
+A recomputed block computes its router's probabilities again, and they may differ in their last bit: other
+kernels, other sums over ranks. Where two experts are that close, top-k then takes the other one. The backward
+mixes two forwards, and its gradient is that of neither.
+
+So a chosen block that decides anything keeps the indices of its forward (of a router ``tokens * top_k``
+numbers), and its recomputation looks the values up in what it has computed again:
+
+    forward       p = [.31 .30 .39]   topk(p, 2) -> values [.39 .31], indices [2 0]     keeps [2 0]
+    recomputed    p'= [.30 .31 .39]   topk(p', 2) -> p'[2 0] = [.39 .30], [2 0]
+
+Values are not kept: models divide them in place by their sum.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointError,
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from fsdp_sft._compat import TorchDispatchMode
+
+_aten = torch.ops.aten
+_WITH_VALUES = {
+    _aten.topk.default,
+    _aten.sort.default,
+    _aten.sort.stable,
+    _aten.max.dim,
+    _aten.min.dim,
+    _aten.kthvalue.default,
+    _aten.median.dim,
+}
+_INDICES_ALONE = {_aten.argmax.default, _aten.argmin.default}
+_NAMES = {"topk", "sort", "argsort", "argmax", "argmin", "kthvalue"}
+
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+
+def is_decision(op: Any, args: tuple[Any, ...]) -> bool:
+    """Whether an operation chooses among numbers that are computed."""
+    return (op in _WITH_VALUES or op in _INDICES_ALONE) and bool(args[0].is_floating_point())
+
+
+def checkpoint_of(blocks: dict[str, nn.Module], options: dict[str, Any]) -> Callable[..., Any]:
+    """``torch.utils.checkpoint.checkpoint`` with its options, that keeps decisions if the blocks make any."""
+    if not any(map(decides, blocks.values())):
+        return functools.partial(checkpoint, **options)
+    return functools.partial(checkpoint, context_fn=_contexts, **options)
+
+
+def decides(block: nn.Module) -> bool:
+    """Whether a block has experts, or the code of its modules names an operation that decides.
+
+    Asked because the forward of a block that keeps decisions goes through Python for each operation.
+    """
+    if any("expert" in name or "router" in name for name, _ in block.named_modules()):
+        return True
+    seen: set[Any] = set()
+    classes = {cls for module in block.modules() for cls in type(module).__mro__}
+    return any(
+        _names_one(function, seen)
+        for cls in classes
+        if not cls.__module__.startswith("torch.")
+        for function in vars(cls).values()
+    )
+
+
+def with_decisions(contexts: Contexts) -> Contexts:
+    """The two contexts of a checkpoint, of its forward and of its recomputation, with decisions kept.
+
+    Only for code that is not compiled: there the policy keeps them.
+    """
+    kept: list[tuple[Any, torch.Tensor, int]] = []
+    # Around the others, which count operations: what a repeated decision computes is none of the block's.
+    return _Both(_Keep(kept), contexts[0]), _Both(_Repeat(kept), contexts[1])
+
+
+def _contexts() -> Contexts:
+    if torch.compiler.is_compiling():
+        return create_selective_checkpoint_contexts(_policy)  # type: ignore[no-any-return]
+    return with_decisions((nullcontext(), nullcontext()))
+
+
+def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if is_decision(op, args) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class _Both:
+    """Two contexts as one, which can be entered again, as a second backward does."""
+
+    def __init__(self, outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> None:
+        self.contexts = (outer, inner)
+        self.entered = ExitStack()
+
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            for context in self.contexts:
+                stack.enter_context(context)
+            self.entered = stack.pop_all()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self.entered.__exit__(*error)
+
+
+class _Keep(TorchDispatchMode):
+    """Keeps what a forward decides."""
+
+    def __init__(self, kept: list[tuple[Any, torch.Tensor, int]]) -> None:
+        super().__init__()
+        self.kept = kept
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if is_decision(func, args):
+            indices = found[1] if func in _WITH_VALUES else found
+            self.kept.append((func, indices, indices._version))
+        return found
+
+
+class _Repeat(TorchDispatchMode):
+    """Decides as has been decided."""
+
+    def __init__(self, kept: list[tuple[Any, torch.Tensor, int]]) -> None:
+        super().__init__()
+        self.kept = kept
+        self.position = 0
+
+    def __enter__(self) -> Any:
+        self.position = 0  # of each backward, if there are several
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not is_decision(func, args):
+            return func(*args, **kwargs)
+        op, indices, version = (*self.kept, (None, args[0], 0))[min(self.position, len(self.kept))]
+        self.position += 1
+        if op is not func or indices._version != version:
+            raise CheckpointError(
+                f"a recomputed block chooses ({func}) where its forward did not, or the forward has changed "
+                "what it chose in place: leave it out of the blocks that are checkpointed"
+            )
+        return _repeated(func, indices, args, kwargs)
+
+
+def _repeated(func: Any, indices: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What ``func`` returns if it chooses ``indices``."""
+    if func in _INDICES_ALONE:
+        return indices.clone()
+    named = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
+    named |= kwargs
+    dim = named.get("dim", -1)
+    reduces = indices.ndim < args[0].ndim
+    at = indices.unsqueeze(dim) if reduces else indices
+    values = args[0].gather(dim, at)
+    return (values.squeeze(dim) if reduces else values), indices.clone()
+
+
+def _names_one(function: Any, seen: set[Any]) -> bool:
+    """Whether a function's code, or that of functions beside it that it calls, names such an operation."""
+    function = inspect.unwrap(getattr(function, "__func__", function))
+    if not isinstance(function, FunctionType) or function in seen:
+        return False
+    seen.add(function)
+    names = set(_names_in(function.__code__))
+    if names & _NAMES:
+        return True
+    beside = (function.__globals__.get(name) for name in names)
+    return any(
+        _names_one(other, seen)
+        for other in beside
+        if isinstance(other, FunctionType) and other.__module__ == function.__module__
+    )
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_in(constant)

@@ -1,0 +1,184 @@
+"""A recomputed router sends every token where its forward has sent it."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import CheckpointError
+
+import fsdp_sft as fs
+from fsdp_sft.sac.decisions import decides
+from tests.harness.architectures import quiet, tiny_architecture
+from tests.harness.device import device_here, mesh_here
+from tests.harness.models import full, largest_error, ragged_batches, tiny_model
+from tests.harness.ranks import run_distributed
+
+
+class Disturbed(nn.Module):
+    """A router whose every second call, the recomputation, moves one expert by a unit in the last place."""
+
+    def __init__(self, router: Any, *, disturb: bool) -> None:
+        super().__init__()
+        self.weight, self.top_k, self.disturb, self.calls = router.weight, router.top_k, disturb, 0
+
+    def forward(self, hidden: torch.Tensor) -> Any:
+        hidden = hidden.reshape(-1, hidden.shape[-1])
+        logits = F.linear(hidden, self.weight)
+        self.calls += 1
+        with torch.no_grad():
+            up = torch.nextafter(logits, torch.full_like(logits, torch.inf)) - logits
+            up[:, [0, 1, 3]] = 0
+            moved = self.disturb and self.calls % 2 == 0
+        logits = logits + (up if moved else torch.zeros_like(up))
+        probabilities = logits.softmax(-1)
+        values, indices = probabilities.topk(self.top_k, dim=-1)
+        values /= values.sum(-1, keepdim=True)
+        return logits, values, indices
+
+
+def _tied(*, disturb: bool) -> Any:
+    """A mixture whose second and third expert are tied for every token, and are other experts."""
+    model = tiny_model("mixtral", num_experts_per_tok=1).to(device_here())
+    for block in model.model.layers:
+        with torch.no_grad():
+            block.mlp.gate.weight[1] *= 100  # so that a unit in the last place shows behind the softmax
+            block.mlp.gate.weight[2] = block.mlp.gate.weight[1]
+        block.mlp.gate = Disturbed(block.mlp.gate, disturb=disturb)
+    return model
+
+
+def _gradients(model: Any) -> dict[str, torch.Tensor]:
+    batch = {name: value.to(device_here()) for name, value in ragged_batches(2)[0].items()}
+    summed, _ = fs.loss_sum(model, batch, router_loss="off")
+    summed.backward()
+    return {name: full(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _flips(model: Any) -> list[torch.Tensor]:
+    """What the experts of each block are given, by call."""
+    seen: list[torch.Tensor] = []
+    for block in model.model.layers:
+        block.mlp.experts.register_forward_pre_hook(lambda _, args: seen.append(args[1].clone()))
+    return seen
+
+
+@pytest.mark.parametrize("chosen", ["1", "operations"])
+def test_a_recomputed_router_decides_as_before(chosen: str) -> None:
+    plain = _gradients(_tied(disturb=False))
+    model = _tied(disturb=True)
+    fs.apply_sac(model, 1) if chosen == "1" else fs.apply_op_sac(model, save="self_attn")
+    seen = _flips(model)
+    # The forward of the question about the model's own loss is not what is looked at.
+    _gradients(model)
+    model.zero_grad()
+    for block in model.model.layers:
+        block.mlp.gate.calls = 0
+    seen.clear()
+    found = _gradients(model)
+    forward, again = seen[: len(seen) // 2], seen[len(seen) // 2 :]
+    assert len(forward) == len(model.model.layers) == len(again)
+    assert all(map(torch.equal, forward, reversed(again)))
+    assert largest_error(found, plain) <= 1e-5
+    assert {int(i) for indices in forward for i in indices.flatten()} <= {0, 1, 3}
+
+
+def test_torchs_own_checkpoint_decides_otherwise() -> None:
+    """What the test above is about: without decisions kept, the same model gets another gradient or fails."""
+    plain = _gradients(_tied(disturb=False))
+    model = _tied(disturb=True)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    for block in model.model.layers:
+        block.mlp.gate.calls = 0
+    try:
+        found = _gradients(model)
+        for block in model.model.layers:
+            block.mlp.gate.calls = 0
+        model.zero_grad()
+        found = _gradients(model)
+    except CheckpointError:
+        return
+    assert largest_error(found, plain) > 1e-2
+
+
+def test_what_is_kept_is_small_and_the_gradient_is_that_of_torchs() -> None:
+    model = tiny_model("mixtral").to(device_here())
+    other = copy.deepcopy(model)
+    fs.apply_sac(model, 1)
+    other.gradient_checkpointing_enable({"use_reentrant": False})
+    found, expected = _gradients(model), _gradients(other)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+
+
+def _check_sharded(options: str) -> None:
+    plain = tiny_model("mixtral").to(device_here())
+    model = copy.deepcopy(plain)
+    fs.apply_sac(model, 1)
+    if "compile" in options:
+        fs.compile_blocks(model, backend="aot_eager")
+    fs.shard_model(model, mesh=mesh_here(), mp_policy=torch.distributed.fsdp.MixedPrecisionPolicy())
+    found = _gradients(model)
+    expected = _gradients(plain)
+    assert largest_error(found, expected) <= 1e-5
+
+
+@pytest.mark.parametrize("options", ["", pytest.param("compile", marks=pytest.mark.slow)])
+def test_sharded_blocks_keep_them_too(options: str) -> None:
+    run_distributed(_check_sharded, 2, options)
+
+
+def test_a_second_backward_decides_the_same() -> None:
+    model = tiny_model("mixtral").to(device_here())
+    fs.apply_sac(model, 1)
+    batch = {name: value.to(device_here()) for name, value in ragged_batches(2)[0].items()}
+    summed, _ = fs.loss_sum(model, batch, router_loss="off", impl="logits")
+    parameters = list(model.parameters())
+    first = torch.autograd.grad(summed, parameters, retain_graph=True)
+    second = torch.autograd.grad(summed, parameters)
+    assert all(map(torch.equal, first, second))
+
+
+class Choosing(nn.Module):
+    """Everything that decides, on one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        total = y.topk(2, dim=0).values.sum() + (y.sort(descending=True).values * torch.arange(6.0)).sum()
+        total = total + y.max(dim=0, keepdim=True).values.sum() + y.min(dim=1).values.square().sum()
+        total = total + y.kthvalue(2).values.sum() + y.median(dim=-1).values.sum()
+        chosen = F.one_hot(y.argmax(-1), 6) + F.one_hot(y.argsort(stable=True)[:, 0], 6)
+        return x + (total + chosen * y).tanh()
+
+
+def test_every_operation_that_decides_is_repeated() -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"layers": nn.ModuleList([Choosing(), Choosing()])})
+    model.forward = lambda x: [x := layer(x) for layer in model["layers"]][-1]  # type: ignore[method-assign]
+    x = torch.randn(5, 6)
+    model(x).sum().backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    fs.apply_sac(model, blocks=["layers.0", "layers.1"])
+    model(x).sum().backward()
+    assert all(torch.equal(p.grad, expected[name]) for name, p in model.named_parameters())
+
+
+def test_only_blocks_that_decide_pay() -> None:
+    with quiet():
+        for name, expected in {
+            "LlamaForCausalLM": False,
+            "Gemma3ForCausalLM": False,
+            "MambaForCausalLM": False,
+            "MixtralForCausalLM": True,
+            "PhimoeForCausalLM": True,
+            "GptOssForCausalLM": True,
+        }.items():
+            blocks = fs.find_blocks(tiny_architecture(name))
+            assert any(map(decides, blocks.values())) == expected, name
