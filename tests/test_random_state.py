@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import fsdp_sft as fs
+from tests.harness.architectures import quiet, tiny_architecture
 from tests.harness.chats import TOKENIZERS, chat
 from tests.harness.device import mesh_here
 from tests.harness.hf_folders import rewrite, save_tiny, tensors_of
@@ -63,6 +64,8 @@ def _calls(root: Path) -> dict[str, Callable[[], Any]]:
 
     dropping = tiny_model("gpt2", resid_pdrop=0.1, attn_pdrop=0.1, embd_pdrop=0.1).train()
     to_compile, by_row = tiny_model("llama"), tiny_model("llama")
+    with quiet():
+        mixture = tiny_architecture("Glm4MoeForCausalLM").eval()
 
     def keep(name: str, value: Any) -> Any:
         kept[name] = value
@@ -180,6 +183,14 @@ def _calls(root: Path) -> dict[str, Callable[[], Any]]:
         "longest_rows": lambda: fs.longest_rows(config, num_gpus=2, gpu_memory_bytes=2**28),
         "plan_run": lambda: fs.plan_run(config, num_gpus=2, global_batch_size=4, **memory),
         "smallest_num_gpus": lambda: fs.smallest_num_gpus(config, **memory),
+        "watch_experts": lambda: fs.watch_experts(mixture),
+        "update_router_bias": lambda: (
+            fs.train_step(mixture, [batches[0]], torch.optim.SGD(mixture.parameters(), lr=0.0)),
+            fs.update_router_bias(mixture, rate=0.1),
+        ),
+        "plot_expert_load": lambda: fs.plot_expert_load(
+            fs.ExpertLoad(("a",), ((1, 2),)), root / f"load-{torch.distributed.get_rank()}.png"
+        ),
         "plot_run": lambda: _plotted(root),
     }
 

@@ -39,6 +39,7 @@ STOREYS = [
         "collate",
         "context_parallel",
         "dcp_io",
+        "experts",
         "export",
         "metrics",
         "sac",
@@ -280,7 +281,14 @@ def test_model_first_the_rest_by_keyword() -> None:
         "save_checkpoint",
         "convert_checkpoint",
     }
-    two |= {"plot_run", "pack_lengths", "select_block_indices", "model_flops_per_token", "load_weights"}
+    two |= {
+        "plot_run",
+        "plot_expert_load",
+        "pack_lengths",
+        "select_block_indices",
+        "model_flops_per_token",
+        "load_weights",
+    }
     two |= {"prepare_base", "add_adapters", "export_adapter"}
     three = {"train_step", "save_optimizer_state", "load_optimizer_state"}
     three |= {"render_labels", "render_labels_html"}

@@ -70,6 +70,10 @@ if TYPE_CHECKING:
     from fsdp_sft.errors import UnsupportedModelError as UnsupportedModelError
     from fsdp_sft.errors import VocabularyError as VocabularyError
     from fsdp_sft.errors import WrappedModelError as WrappedModelError
+    from fsdp_sft.experts import ExpertLoad as ExpertLoad
+    from fsdp_sft.experts import plot_expert_load as plot_expert_load
+    from fsdp_sft.experts import update_router_bias as update_router_bias
+    from fsdp_sft.experts import watch_experts as watch_experts
     from fsdp_sft.export import check_export as check_export
     from fsdp_sft.export import export_adapter as export_adapter
     from fsdp_sft.export import export_hf as export_hf
@@ -177,6 +181,10 @@ _OWNERS = {
     "UnstorableStateError": "errors",
     "TooLongError": "errors",
     "VocabularyError": "errors",
+    "ExpertLoad": "experts",
+    "plot_expert_load": "experts",
+    "update_router_bias": "experts",
+    "watch_experts": "experts",
     "CheckpointInfo": "dcp_io",
     "DistributedContext": "distributed",
     "EncodedChat": "collate",

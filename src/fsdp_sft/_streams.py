@@ -83,6 +83,21 @@ class LateValues:
         return self._read
 
 
+class LateTensor:
+    """A tensor on its way to the host, which goes on meanwhile."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        buffer = host_buffer(tuple(tensor.shape), tensor.dtype, tensor.device)
+        self._buffer = buffer.copy_(tensor, non_blocking=True)
+        self._event = None if tensor.is_cpu else CallerStream.on(tensor.device).record()
+
+    def read(self) -> torch.Tensor:
+        """The tensor in host memory; the host waits for it."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._buffer
+
+
 def host_copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The tensors in host memory; the host waits once, if any of them is elsewhere."""
     copies: list[torch.Tensor] = []

@@ -115,4 +115,18 @@ MISTAKES: list[Mistake] = [
         "        if True:\n            return func(*args, **kwargs)\n        op,",
         ("tests/sac/test_decisions.py::test_a_recomputed_router_decides_as_before",),
     ),
+    Mistake(
+        "what recomputes a block counts its experts' tokens again",
+        "experts/counter.py",
+        "                layer.is_counting, layer.counted = False, None\n",
+        "                layer.counted = None\n",
+        ("tests/experts/test_experts.py::test_every_choice_is_counted_once",),
+    ),
+    Mistake(
+        "the load of experts is that of one rank",
+        "experts/counter.py",
+        "            dist.all_reduce(together, group=group)\n",
+        "            pass\n",
+        ("tests/experts/test_experts.py::test_every_choice_is_counted_once",),
+    ),
 ]

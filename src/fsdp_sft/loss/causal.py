@@ -1,8 +1,8 @@
 """The causal-LM loss of a model on a batch: one shift, a float32 sum, with or without logits."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +15,7 @@ from fsdp_sft.collate import refuse_masked_pack
 from fsdp_sft.context_parallel import WholeRows, part_of_rows, sequence_group_of
 from fsdp_sft.distributed import device_groups_of, whole_mesh_of
 from fsdp_sft.errors import ModelLossError
+from fsdp_sft.experts import counter_of
 from fsdp_sft.loss import counting
 from fsdp_sft.loss.additions import Additions, RouterLoss, additions_to, check_router_loss
 from fsdp_sft.loss.balance import Balance, balanced_by
@@ -295,7 +296,11 @@ def loss_parts(
             balance.counted = torch.zeros_like(targets, dtype=torch.bool)
     elif router_loss == "global_micro_batch":
         raise ModelLossError("router_loss='global_micro_batch' cannot be computed inside of torch.compile")
-    wanted = _Wanted(targets, weights, terms, additions, is_shifted(batch), known, whole, balance)
+    counting: AbstractContextManager[None] = nullcontext()
+    counter = None if torch.compiler.is_compiling() else counter_of(model)
+    if counter is not None:
+        counting = counter.counting(batch.counted if isinstance(batch, BatchPart) else counted_tokens(batch))
+    wanted = _Wanted(targets, weights, terms, additions, is_shifted(batch), known, whole, balance, counting)
     if impl == "logits":
         return _from_logits(model, inputs, wanted)
     return planned(model, inputs, wanted, impl)
@@ -314,6 +319,7 @@ class _Wanted:
         known: What the host knows of the targets already.
         rows: The whole rows that this rank has a part of; None where it has all of them.
         balance: How the router's loss is computed; None leaves it to the model.
+        counting: In which what experts are given is counted.
     """
 
     targets: torch.Tensor
@@ -324,12 +330,13 @@ class _Wanted:
     known: Targets | None
     rows: WholeRows | None = None
     balance: Balance | None = None
+    counting: AbstractContextManager[None] = field(default_factory=nullcontext)
 
     @contextmanager
     def forward(self) -> Iterator[None]:
         """What a forward of the model runs in."""
         rows = nullcontext() if self.rows is None else part_of_rows(self.rows)
-        with rows, balanced_by(self.balance):
+        with rows, balanced_by(self.balance), self.counting:
             yield
 
     def added(self, output: Any, model: nn.Module) -> torch.Tensor | None:

@@ -1,6 +1,7 @@
 """A loss of the caller's own: what it may be, and what it must return."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,7 @@ from torch import nn
 
 from fsdp_sft.blocks import without_caches
 from fsdp_sft.context_parallel import SequenceGroup
+from fsdp_sft.experts import counter_of
 from fsdp_sft.loss import PLAIN, LossImpl, RouterLoss, Terms, check_router_loss, loss_parts
 
 if TYPE_CHECKING:
@@ -61,7 +63,15 @@ class Objective:
         """The loss summed over a batch's targets, and the router's loss beside it, if that is added."""
         if self.loss_fn is None:
             return loss_parts(model, batch, self.impl, self.router_loss, self.terms, mesh, is_counted)
-        return _summed(self.loss_fn, model, batch), None
+        counter = counter_of(model)
+        with nullcontext() if counter is None else counter.counting(_mask_of(batch)):
+            return _summed(self.loss_fn, model, batch), None
+
+
+def _mask_of(batch: Any) -> torch.Tensor | None:
+    """Which tokens of a batch for a loss of the caller's own count; None where that is not known."""
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    return mask != 0 if isinstance(mask, torch.Tensor) and mask.ndim == 2 else None
 
 
 def refuse_own_loss(group: SequenceGroup | None, loss_fn: Any, count_fn: Any) -> None:

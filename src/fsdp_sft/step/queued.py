@@ -11,6 +11,7 @@ from fsdp_sft._late import taken
 from fsdp_sft._streams import LateValues
 from fsdp_sft.distributed import sum_over_mesh
 from fsdp_sft.errors import NonFiniteGradientError
+from fsdp_sft.experts import ExpertLoad, LateLoad
 from fsdp_sft.loss import HeadChecks
 from fsdp_sft.step.window import raise_on_mesh
 
@@ -33,6 +34,8 @@ class StepResult:
             ``"no step before"`` of the first with ``sync="late"``; None if it did step.
         router_loss: What a mixture's router adds to ``loss``, its coefficient included: the sum of both is
             what was minimised. 0 where nothing is added.
+        expert_load: How many tokens each expert of a mixture was given; None unless ``watch_experts`` was
+            called.
         target_weight: Sum of the targets' ``loss_weights`` on all ranks, which ``loss`` is the mean by;
             without any as many as there are targets.
     """
@@ -45,6 +48,7 @@ class StepResult:
     skip_reason: str | None = None
     router_loss: float = 0.0
     target_weight: float = 0.0
+    expert_load: ExpertLoad | None = None
 
 
 def without_step(reason: str, num_tokens: int = 0) -> StepResult:
@@ -67,6 +71,7 @@ class QueuedStep:
         problem: Why no checkpoint could hold the optimizer's state.
         undo: Takes back what an optimizer did that has left the step out on the device.
         is_late: Whether optimizers had to leave it out by themselves.
+        expert_load: What experts were given, on its way to the host; None if nobody looks.
     """
 
     values: LateValues
@@ -78,6 +83,7 @@ class QueuedStep:
     problem: Exception | None = None
     undo: list[Callable[[], None]] = field(default_factory=list)
     is_late: bool = False
+    expert_load: LateLoad | None = None
 
     @property
     def has_infs(self) -> bool:
@@ -124,7 +130,8 @@ class QueuedStep:
             raise self._not_finite(loss)
         reason = "inf gradients" if self.has_infs else None
         skipped = reason is not None
-        return StepResult(loss, norm, self.targets, self.tokens, skipped, reason, added, self.weight)
+        load = None if self.expert_load is None else self.expert_load.read()
+        return StepResult(loss, norm, self.targets, self.tokens, skipped, reason, added, self.weight, load)
 
     def _take_back(self) -> None:
         while self.undo:

@@ -10,6 +10,7 @@ from fsdp_sft._late import keep, settle, taken
 from fsdp_sft._streams import LateValues
 from fsdp_sft.context_parallel import sequence_group_of
 from fsdp_sft.distributed import compute_device, whole_mesh_of
+from fsdp_sft.experts import counter_of
 from fsdp_sft.loss import (
     HeadChecks,
     LossImpl,
@@ -207,6 +208,9 @@ def train_step(
     deferred: SyncMode = {"each": "all", "last": "none", "reduce_scatter": "reduce_scatter"}[grad_sync]  # type: ignore[assignment]
     total = added = torch.zeros((), dtype=torch.float64, device=device)
     checks = HeadChecks()
+    counter = counter_of(model)
+    if counter is not None:
+        counter.start()
     for index, batch in enumerate(micro_batches):
         last = index == len(micro_batches) - 1
         with gradient_sync(model, "all" if last else deferred), checked_later(checks):
@@ -223,7 +227,9 @@ def train_step(
             (scaler.scale(loss) if scaler is not None else loss).backward()
     infs = unscale(optimizers, scaler)
     norm = clip_gradients(model, max_grad_norm)
-    step = QueuedStep(LateValues([norm, total, added, *infs]), targets, tokens, weight, mesh, checks)
+    load = None if counter is None else counter.finish(mesh, device)
+    values = LateValues([norm, total, added, *infs])
+    step = QueuedStep(values, targets, tokens, weight, mesh, checks, expert_load=load)
     try:
         if sync == "late":
             before = late_result(model)  # raises before this step is taken, if that one was not

@@ -1,0 +1,62 @@
+"""Biases by which routers without a loss of their own keep experts evenly busy."""
+
+import torch
+from torch import nn
+
+from fsdp_sft._boxes import box_of, local_of, part_of
+from fsdp_sft._wrappers import unwrapped
+from fsdp_sft.distributed import reshard
+from fsdp_sft.experts.biases import biases_of
+from fsdp_sft.experts.counter import counter_of
+
+
+def update_router_bias(model: nn.Module, *, rate: float) -> list[str]:
+    """Move each router's bias towards the experts that the last step gave too little.
+
+    ``bias += rate * sign(mean load - load)``, as models are trained that balance their experts without a loss
+    (DeepSeek-V3, GLM-4 MoE; arXiv:2408.15664, algorithm 1, and arXiv:2412.19437, section 2.1.2, with a rate
+    of 0.001). Without a call the biases stay as the checkpoint has them.
+
+    Args:
+        model: One for which ``watch_experts`` was called before the last ``train_step``.
+        rate: How far, above 0.
+
+    Returns:
+        Names of the biases that were moved.
+
+    Raises:
+        ValueError: If the model has no such bias, or one of 16 bits, in which such steps are lost; if none of
+            its steps was watched, or the rate is not above 0.
+
+    Call it on every rank, after ``train_step``; nothing is exchanged, since all ranks know the load of all.
+
+    Example:
+        >>> watch_experts(model)  # doctest: +SKIP
+        >>> for window in windows(loader, 4):  # doctest: +SKIP
+        ...     train_step(model, window, optimizer)
+        ...     update_router_bias(model, rate=0.001)
+    """
+    if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not rate > 0:
+        raise ValueError(f"rate must be a number above 0, got {rate!r}")
+    counter = counter_of(model)
+    if counter is None or not counter.last:
+        raise ValueError("no load of experts is known: call watch_experts(model), then train_step")
+    biases = biases_of(unwrapped(model), counter.experts)
+    if not biases:
+        raise ValueError(
+            f"{type(unwrapped(model)).__name__} has no bias that balances its experts; see router_loss= of "
+            "train_step for models that do so by a loss"
+        )
+    for name, bias in biases.values():
+        if bias.dtype.itemsize < 4:
+            raise ValueError(f"{name} is {bias.dtype}, in which steps of {rate} are lost; keep it in float32")
+    reshard(model)  # what is gathered would stay as it was
+    for layer, counts in zip(counter.layers, counter.last, strict=True):
+        if layer.name not in biases:
+            continue
+        bias = biases[layer.name][1]
+        load = counts.to(torch.float32)
+        step = (rate * (load.mean() - load).sign()).to(bias.dtype).reshape(bias.shape)
+        with torch.no_grad():
+            local_of(bias).add_(part_of(step, box_of(bias)))
+    return [name for name, _ in biases.values()]

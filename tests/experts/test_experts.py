@@ -1,0 +1,277 @@
+"""What experts are given, counted beside a plain model, and the biases that even it out."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers as tf
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import fsdp_sft as fs
+from fsdp_sft.experts.biases import biases_of
+from fsdp_sft.experts.counter import counter_of
+from tests.harness.architectures import class_names, quiet, tiny_architecture
+from tests.harness.device import device_here, mesh_here
+from tests.harness.long_rows import PACKED, PADDED, batch_of, rows_of
+from tests.harness.models import VOCAB, full, tiny_model
+from tests.harness.ranks import run_distributed
+
+FLOAT32 = MixedPrecisionPolicy()
+LENGTHS = [[[9, 3], [12, 1]], [[4, 7], [2, 10]], [[5], [8, 8]], [[11, 2], [6]]]
+
+
+def _with_biases(**overrides: Any) -> Any:
+    torch.manual_seed(0)
+    config = tf.DeepseekV3Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=16,
+        num_hidden_layers=3,
+        first_k_dense_replace=1,
+        n_routed_experts=8,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        q_lora_rank=8,
+        kv_lora_rank=8,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+        **overrides,
+    )
+    model = tf.DeepseekV3ForCausalLM(config).train()
+    torch.manual_seed(1)
+    for block in model.model.layers[1:]:
+        torch.nn.init.normal_(block.mlp.gate.weight)
+        block.mlp.gate.e_score_correction_bias[:2] = 0.5  # these two have nearly all
+    return model
+
+
+def _rows(share: int, micro_batch: int) -> Any:
+    return rows_of(LENGTHS[share][micro_batch], seed=10 * share + micro_batch)
+
+
+def _batch(share: int, micro_batch: int, kind: str) -> dict[str, torch.Tensor]:
+    if kind == PADDED:
+        return batch_of(_rows(share, micro_batch), PADDED)
+    collate = fs.PackedCollator(max_length=24, padding="max_length", pad_token_id=3)
+    rows = [{"input_ids": i.tolist(), "labels": j.tolist()} for i, j in _rows(share, micro_batch)]
+    return collate(rows)
+
+
+def _plain_counts(model: Any, shares: int) -> list[list[int]]:
+    """Choices of each expert by layer, of all rows of a window one by one."""
+    model = copy.deepcopy(model).eval()
+    experts = [m for m in model.modules() if type(m).__name__.endswith("Experts")]
+    counts = [[0] * module.num_experts for module in experts]
+
+    def note(layer: list[int], args: Any) -> None:
+        for expert in args[1].flatten().tolist():
+            layer[expert] += 1
+
+    for module, layer in zip(experts, counts, strict=True):
+        module.register_forward_pre_hook(lambda _, args, layer=layer: note(layer, args))
+    with torch.no_grad():
+        for share in range(shares):
+            for micro_batch in range(2):
+                for ids, _ in _rows(share, micro_batch):
+                    model(input_ids=ids[None])
+    return counts
+
+
+def _check(shape: dict[str, int], kind: str, options: str) -> None:
+    cp = shape.get("cp", 1)
+    share, shares = dist.get_rank() // cp, dist.get_world_size() // cp
+    model = _with_biases()
+    expected = _plain_counts(model, shares)
+    model = model.to(device_here())
+    if "operations" in options:
+        fs.apply_op_sac(model, save="self_attn", offload="offloaded" in options)
+    elif "sac" in options:
+        fs.apply_sac(model, 1, offload="offloaded" in options)
+    if "watched first" in options:
+        fs.watch_experts(model)
+    if "compile" in options:
+        fs.compile_blocks(model, backend="aot_eager")
+    mesh = mesh_here(**shape)
+    fs.shard_model(model, mesh=mesh, mp_policy=FLOAT32)
+    if cp > 1:
+        fs.use_context_parallel(model, mesh=mesh)
+    watched = fs.watch_experts(model)
+    assert watched == ["model.layers.1.mlp.experts", "model.layers.2.mlp.experts"]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    window = [_batch(share, m, kind) for m in range(2)]
+    for _ in range(2):  # each window by itself
+        fs.evaluate(model, window)
+        result = fs.train_step(model, window, optimizer)
+        assert result.expert_load is not None
+        assert result.expert_load.layers == tuple(watched)
+        assert [list(layer) for layer in result.expert_load.counts] == expected
+
+
+@pytest.mark.parametrize(
+    ("ranks", "shape", "kind", "options"),
+    [
+        (1, {}, PADDED, "sac watched first"),
+        (2, {}, PACKED, "operations"),
+        (2, {"cp": 2}, PACKED, "sac offloaded"),
+        (4, {"dp_replicate": 2}, PADDED, ""),
+        pytest.param(2, {}, PADDED, "sac compile", marks=pytest.mark.slow),
+        pytest.param(2, {}, PADDED, "operations compile watched first", marks=pytest.mark.slow),
+    ],
+)
+def test_every_choice_is_counted_once(ranks: int, shape: Any, kind: str, options: str) -> None:
+    run_distributed(_check, ranks, shape, kind, options, timeout=400 if "compile" in options else 120)
+
+
+def test_compiled_blocks_count_too() -> None:
+    run_distributed(_check, 1, {}, PADDED, "sac compile")
+
+
+def _check_bias(rate: float, folder: Path) -> None:
+    model = _with_biases()
+    fs.shard_model(model, mesh=mesh_here(), mp_policy=FLOAT32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with pytest.raises(ValueError, match="call watch_experts"):
+        fs.update_router_bias(model, rate=rate)
+    fs.watch_experts(model)
+    window = [_batch(dist.get_rank(), m, PADDED) for m in range(2)]
+    worst = []
+    start = torch.tensor([0.5, 0.5, 0, 0, 0, 0, 0, 0])
+    expected = {name: start.clone() for name in fs.watch_experts(model)}
+    for _ in range(40):
+        load = fs.train_step(model, window, optimizer).expert_load
+        moved = fs.update_router_bias(model, rate=rate)
+        worst.append(max(load.largest_over_mean))
+        for layer, counts in zip(load.layers, load.counts, strict=True):
+            even = sum(counts) / len(counts)
+            expected[layer] += rate * torch.tensor([(even > n) - (even < n) for n in counts]).float()
+    found = {layer: full(bias) for layer, (_, bias) in biases_of(model, counter_of(model).experts).items()}
+    assert len(moved) == 2
+    assert moved[0] == "model.layers.1.mlp.gate.e_score_correction_bias"
+    for layer, bias in expected.items():
+        torch.testing.assert_close(found[layer].float(), bias)
+    assert sum(worst[-5:]) < 0.75 * sum(worst[:5]), worst
+    # A checkpoint has them.
+    fs.save_checkpoint(folder, 1, model=model, optimizer=optimizer)
+    other = fs.shard_model(_with_biases(), mesh=mesh_here(), mp_policy=FLOAT32)
+    fs.load_checkpoint(folder, model=other, optimizer=torch.optim.AdamW(other.parameters()))
+    again = biases_of(other, counter_of(model).experts)
+    assert all(torch.equal(full(again[layer][1]), found[layer]) for layer in found)
+
+
+def test_biases_even_out_what_experts_are_given(tmp_path: Path) -> None:
+    run_distributed(_check_bias, 2, 0.02, tmp_path)
+
+
+def _check_bias_as_parameter() -> None:
+    torch.manual_seed(0)
+    with quiet():
+        model = tiny_architecture("Ernie4_5_MoeForCausalLM")
+    fs.shard_model(model, mesh=mesh_here(), mp_policy=FLOAT32)
+    names = fs.watch_experts(model)
+    rows = torch.arange(3, 23).view(2, 10) % model.config.vocab_size
+    batch = {"input_ids": rows, "labels": rows}
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
+    load = fs.train_step(model, [batch], optimizer).expert_load
+    before = {n: full(b).clone() for n, b in biases_of(model, counter_of(model).experts).values()}
+    assert len(before) == len(names)
+    fs.update_router_bias(model, rate=0.5)
+    after = {n: full(b).clone() for n, b in biases_of(model, counter_of(model).experts).values()}
+    for counts, name in zip(load.counts, before, strict=True):
+        even = sum(counts) / len(counts)
+        step = [0.5 * ((even > n) - (even < n)) for n in counts]
+        assert (after[name] - before[name]).flatten().tolist() == step, name
+
+
+def test_a_bias_that_is_a_sharded_parameter_moves_too() -> None:
+    run_distributed(_check_bias_as_parameter, 2)
+
+
+def test_what_cannot_be_watched_is_refused() -> None:
+    with pytest.raises(fs.UnsupportedModelError, match="takes what a router has chosen"):
+        fs.watch_experts(tiny_model("llama"))
+    with quiet(), pytest.raises(fs.UnsupportedModelError, match="takes what a router has chosen"):
+        fs.watch_experts(tiny_architecture("Llama4ForCausalLM"))
+    mixtral = tiny_model("mixtral").to(device_here())
+    batch = {name: value.to(device_here()) for name, value in _batch(0, 0, PADDED).items()}
+    optimizer = torch.optim.SGD(mixtral.parameters(), lr=0.0)
+    assert fs.train_step(mixtral, [batch], optimizer).expert_load is None
+    fs.watch_experts(mixtral)
+    load = fs.train_step(mixtral, [batch], optimizer).expert_load
+    assert load is not None
+    assert sum(load.counts[0]) == 2 * 12
+    with pytest.raises(ValueError, match="no bias that balances"):
+        fs.update_router_bias(mixtral, rate=0.1)
+    with pytest.raises(ValueError, match="rate must be a number above 0"):
+        fs.update_router_bias(mixtral, rate=0)
+    twin = copy.deepcopy(mixtral)
+    assert counter_of(twin) is None
+    assert fs.train_step(twin, [batch], torch.optim.SGD(twin.parameters(), lr=0.0)).expert_load is None
+    again = fs.train_step(mixtral, [batch], optimizer).expert_load
+    assert again == load
+
+
+def test_a_low_bias_is_refused() -> None:
+    model = _with_biases()
+    fs.watch_experts(model)
+    for block in model.model.layers[1:]:
+        block.mlp.gate.e_score_correction_bias = block.mlp.gate.e_score_correction_bias.bfloat16()
+    fs.train_step(model, [_batch(0, 0, PADDED)], torch.optim.SGD(model.parameters(), lr=0.0))
+    with pytest.raises(ValueError, match="keep it in float32"):
+        fs.update_router_bias(model, rate=0.001)
+
+
+def test_a_loss_of_ones_own_is_watched() -> None:
+    model = tiny_model("mixtral").to(device_here())
+    fs.watch_experts(model)
+    batch = {name: value.to(device_here()) for name, value in _batch(0, 0, PADDED).items()}
+    result = fs.train_step(
+        model,
+        [batch],
+        torch.optim.SGD(model.parameters(), lr=0.0),
+        loss_fn=lambda m, b: fs.loss_sum(m, b, impl="logits")[0],
+    )
+    assert result.expert_load is not None
+    assert sum(result.expert_load.counts[0]) == 2 * 12
+
+
+@pytest.mark.slow
+def test_mixtures_of_transformers_can_be_watched() -> None:
+    watched, others = 0, set()
+    with quiet():
+        for name in class_names():
+            try:
+                model = tiny_architecture(name)
+            except ValueError:
+                continue
+            if not any("expert" in fqn for fqn, _ in model.named_modules()):
+                continue
+            try:
+                watched += bool(fs.watch_experts(model))
+            except fs.UnsupportedModelError:
+                others.add(name)
+    assert watched >= 50
+    assert others <= {"Llama4ForCausalLM", "JetMoeForCausalLM", "DogeForCausalLM"}, others
+
+
+def test_numbers_of_a_load(tmp_path: Path) -> None:
+    load = fs.ExpertLoad(("a", "b", "c"), ((6, 2, 0, 0), (2, 2, 2, 2), (8, 0)))
+    assert load.largest_over_mean == (3.0, 1.0, 2.0)
+    assert load.dead == (2, 0, 1)
+    assert load.entropy[1:] == (1.0, 0.0)
+    assert load.entropy[0] == pytest.approx(0.40563906)
+    assert load.summary() == {
+        "expert_load_largest_over_mean": 3.0,
+        "expert_load_entropy": 0.0,
+        "dead_experts": 3.0,
+    }
+    pytest.importorskip("matplotlib")
+    assert fs.plot_expert_load(load, tmp_path / "new" / "load.png").stat().st_size > 5_000
