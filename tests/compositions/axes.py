@@ -26,6 +26,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "adapted by": ("add_adapters", "peft"),
     "loss": ("auto", "chunked", "logits", "loss_fn"),
     "router loss": ("of each", "global"),
+    "experts": ("unseen", "watched"),
     "loss terms": ("plain", "weights", "smoothing and z-loss"),
     "batches": ("padded", "packed", "packed with a mask"),
     "varlen": ("no", "yes"),
@@ -77,6 +78,8 @@ def settled(draw: Draw) -> dict[str, str]:
         plainest("batches", "varlen", "adapters", "vocabulary")
         if own["twist"] in ("hook on the head", "chat template"):
             plainest("twist")
+    if own["architecture"] not in ("moe", "moe with router loss"):
+        plainest("experts")
     if own["architecture"] != "moe with router loss" or own["loss"] == "loss_fn":
         plainest("router loss")
     if own["loss"] == "loss_fn":

@@ -40,6 +40,7 @@ class Told:
         start: Parameters and buffers before the first step.
         epochs: Which epoch each window belongs to.
         windows: This rank's micro-batches, by step.
+        expert_loads: Tokens of each step, and how many of them each expert was given, by layer.
         extra: The caller's extra state after loading.
         steps: The steps that were there at the end.
         exported: The folder, or None.
@@ -49,6 +50,7 @@ class Told:
     start: Tensors = field(default_factory=dict)
     epochs: list[int] = field(default_factory=list)
     windows: list[list[dict[str, torch.Tensor]]] = field(default_factory=list)
+    expert_loads: list[tuple[int, Any]] = field(default_factory=list)
     extra: int | None = None
     steps: list[int] = field(default_factory=list)
     exported: str | None = None
@@ -83,6 +85,8 @@ def _run(draw: Draw, folder: Path, rows: list[Row], held_out: list[Row], first: 
     told = Told()
     mesh = _mesh(draw, first)
     model = _model(draw, folder, mesh, seed=first)
+    if draw["experts"] == "watched":
+        fs.watch_experts(model)
     inner = model.module if draw["mesh"] == "torch DDP 2" else model
     if draw["twist"] == "extra state":
         inner.add_module("meter", options.Meter(17 if first == 1 else 0))
@@ -175,6 +179,8 @@ def _train(
 
 def _note(told: Told, result: Any) -> None:
     assert not result.skipped, result
+    if result.expert_load is not None:
+        told.expert_loads.append((result.num_tokens, result.expert_load.counts))
     told.trained.losses.append(result.loss)
     told.trained.norms.append(result.grad_norm)
     told.trained.router_losses.append(result.router_loss)

@@ -183,6 +183,7 @@ EQUAL: list[dict[str, str]] = [
     {
         "architecture": "moe with router loss",
         "router loss": "global",
+        "experts": "watched",
         "mesh": "cp 2",
         "sac": "1/3",
         "batches": "packed",

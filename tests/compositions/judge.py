@@ -125,6 +125,7 @@ def _compare(draw: Draw, told: list[list[Told]], held_out: list[Row], folder: Pa
     ]
     if len(windows) != options.STEPS:
         raise _DifferentError(f"{len(windows)} steps of {options.STEPS}")
+    _check_loads(draw, told)
     _check_rows(draw, windows, [epoch for results in told for epoch in results[0].epochs])
     if draw["twist"] == "keys differ":
         windows = [
@@ -246,6 +247,21 @@ def _check_start(draw: Draw, start: Tensors, folder: Path) -> None:
         if not torch.equal(expected_value, value):
             off = (tensor.detach().double() - value.double()).abs().max()
             raise _DifferentError(f"{name} starts at other values, by up to {float(off):.2g}")
+
+
+def _check_loads(draw: Draw, told: list[list[Told]]) -> None:
+    """Each token of each step went to two experts of each layer."""
+    if draw["experts"] != "watched":
+        return
+    loads = [load for results in told for load in results[0].expert_loads]
+    if len(loads) != options.STEPS:
+        raise _DifferentError(f"{len(loads)} loads of experts for {options.STEPS} steps")
+    for tokens, layers in loads:
+        filled = draw["loss"] == "loss_fn" and draw["batches"] != "padded"  # which is the caller's to know
+        if any(sum(layer) < 2 * tokens or (sum(layer) > 2 * tokens and not filled) for layer in layers):
+            raise _DifferentError(f"{tokens} tokens, and experts were given {[sum(own) for own in layers]}")
+    if any(results[0].expert_loads != other.expert_loads for results in told for other in results[1:]):
+        raise _DifferentError("ranks were told different loads of experts")
 
 
 def _check_rows(draw: Draw, windows: Any, epochs: list[int]) -> None:
