@@ -464,20 +464,3 @@ def test_with_other_features(tmp_path: Path, feature: str) -> None:
     if feature == "lora":
         pytest.importorskip("peft")
     run_distributed(_check_features, 2, str(tmp_path / "out"), feature)
-
-
-def _check_router() -> None:
-    fs.init_distributed(device_type=device_here().type)
-    mesh = mesh_here(cp=2)
-    model = tiny_model("mixtral", output_router_logits=True).to(device_here())
-    fs.shard_model(model, mesh=mesh, mp_policy=MixedPrecisionPolicy())
-    fs.use_context_parallel(model, mesh=mesh)
-    batch = batch_of(rows_of([9, 14]), PADDED)
-    optimizer = _adamw(model.parameters())
-    with pytest.raises(fs.ModelLossError, match="router_loss='off'"):
-        fs.train_step(model, [batch], optimizer)
-    assert fs.train_step(model, [batch], optimizer, router_loss="off").num_targets
-
-
-def test_a_router_s_loss_is_refused() -> None:
-    run_distributed(_check_router, 2)
