@@ -416,3 +416,21 @@ def test_what_waits_on_the_host_is_not_on_the_device() -> None:
         assert away.breakdown["activations of checkpointed blocks"] >= 0
     on_cpu = fs.estimate_memory(LLAMA_8B, **options, sac_ratio=1, gpu="cpu", sac_offload=True)
     assert on_cpu == fs.estimate_memory(LLAMA_8B, **options, sac_ratio=1, gpu="cpu")
+
+
+def test_gradients_reduced_in_the_last_micro_batch_have_shards() -> None:
+    """They are there beside the whole ones of blocks to come, and in the update."""
+    config = tf.LlamaConfig(
+        hidden_size=256,
+        intermediate_size=1024,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        vocab_size=512,
+    )
+    common: dict[str, Any] = {"num_gpus": 2, "micro_batch_size": 1, "seq_length": 16, "sac_ratio": 1}
+    last = estimate_memory(config, **common, grad_accum_steps=3, grad_sync="last")
+    block = sum(p.numel() for p in tf.LlamaForCausalLM(config).model.layers[0].parameters())
+    # Two blocks have been reduced when the third one's whole gradient and its copy are there.
+    assert last.breakdown.get("gradients (shards)", 0) % (block * 4 // 2) == 0
+    assert last.breakdown["gradients (shards)"] >= block * 4 // 2

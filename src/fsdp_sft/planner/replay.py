@@ -203,7 +203,7 @@ class _Step:
         self.look("backward")
         self.free(REDUCE_SCATTER, self.held[REDUCE_SCATTER])
         self.reduced = 0
-        self.has_gradients = True
+        self.has_gradients = self.has_gradients or reduce
         self.look("backward")
 
     def _block_backward(self, index: int) -> None:
