@@ -20,6 +20,7 @@ STOREYS = [
     {
         "_compat",
         "_devices",
+        "_gpus",
         "_host_memory",
         "_launch",
         "_limits",

@@ -10,6 +10,8 @@ from pathlib import Path
 from transformers import LlamaConfig, Qwen2Config
 
 from fsdp_sft import estimate_memory, longest_rows
+from fsdp_sft._gpus import gpu_named
+from fsdp_sft.planner.budget import budget_of
 from fsdp_sft.planner.longest import peaks_by_length
 from fsdp_sft.planner.picture import draw, draw_lengths, lengths_to_draw, row_table
 
@@ -59,17 +61,17 @@ def main() -> None:
     for label, estimate in estimates:
         print(f"{label}: {estimate.peak_bytes / 2**30:.1f} GiB, in the {estimate.peak_phase} phase")
     title = "Qwen2.5-14B on 64 H100 of 80 GB, 2 x 4096 tokens a micro-batch: memory per GPU at the peak"
-    draw(output, estimates, memory_bytes=80 * 10**9, title=title)
+    draw(output, estimates, budget=budget_of(gpu_named("h100"), 8), title=title)
 
 
 def draw_rows(output: Path) -> None:
     job = {"num_gpus": 8, "attention_mask": False}
-    rows = longest_rows(LONG, gpu_memory_bytes=80 * 10**9, **job)
+    rows = longest_rows(LONG, **job)
     print(row_table(rows))
     lengths = lengths_to_draw(rows)
     curves = [(row, peaks_by_length(LONG, row, lengths, **job)) for row in rows]
     title = "Llama-3.1-8B on 8 H100 of 80 GB: memory per GPU at the peak, by the GPUs (cp) that share a row"
-    draw_lengths(output, lengths, curves, memory_bytes=80 * 10**9, title=title)
+    draw_lengths(output, lengths, curves, budget=budget_of(gpu_named("h100"), 8), title=title)
 
 
 if __name__ == "__main__":

@@ -7,10 +7,10 @@ import torch
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
+from fsdp_sft._gpus import known_device
 from fsdp_sft.metrics import (
     MetricLogger,
     ThroughputMeter,
-    flops,
     memory,
     memory_stats,
     model_flops_per_token,
@@ -183,7 +183,8 @@ class TestPeakFlops:
         ],
     )
     def test_names(self, name, tflops):
-        assert flops._peak_of_name(name) == (None if tflops is None else tflops * 1e12)
+        known = known_device(name)
+        assert (known and known.flops_per_second) == (None if tflops is None else tflops * 1e12)
 
 
 class TestMemoryStats:

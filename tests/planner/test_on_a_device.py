@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fsdp_sft as fs
-from fsdp_sft.planner.devices import gpu_named
+from fsdp_sft._gpus import gpu_named
 from fsdp_sft.planner.estimate import check_options, estimate
 from tests.planner.families import FAMILIES, family_config
 from tests.simulated.ranks import run_simulated

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fsdp_sft._devices import device_name, resolve_device
+from fsdp_sft._gpus import known_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -66,47 +67,6 @@ _UNCOVERED_FIELDS = (
 _UNCOVERED_FAMILIES = ("afmoe",)
 
 _EXPERT_COUNT_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts")
-
-# Dense (no structured sparsity) bf16 peaks with float32 accumulation, in TFLOP/s; data sheets that print the
-# sparse number are halved. Patterns match whole words of the device name, the first match wins.
-_PEAK_BF16_TFLOPS: tuple[tuple[str, float], ...] = (
-    # https://resources.nvidia.com/en-us-blackwell-architecture/datasheet (GB200 superchip: two GPUs a number)
-    (r"GB200|GB300", 2500.0),
-    # https://resources.nvidia.com/en-us-dgx-systems/dgx-b200-datasheet (and dgx-b300, eight GPUs a number)
-    (r"B200|B300", 2250.0),
-    # https://resources.nvidia.com/en-us-hopper-architecture/hpc-datasheet-sc23 (H200 SXM and NVL)
-    (r"H200 NVL", 835.5),
-    (r"H200", 989.4),
-    # https://resources.nvidia.com/en-us-grace-cpu/grace-hopper-superchip
-    (r"GH200", 989.4),
-    # https://resources.nvidia.com/en-us-tensor-core/nvidia-tensor-core-gpu-datasheet (H100 SXM, NVL, PCIe)
-    (r"H[18]00 PCIe", 756.5),
-    (r"H100 NVL", 835.5),
-    (r"H[18]00", 989.4),
-    # https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf
-    (r"A[18]00", 312.0),
-    # https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/products/a30-gpu/pdf/a30-datasheet.pdf
-    (r"A30", 165.0),
-    # https://images.nvidia.com/content/Solutions/data-center/a40/nvidia-a40-datasheet.pdf
-    (r"A40", 149.7),
-    # https://d1.awsstatic.com/product-marketing/ec2/NVIDIA_AWS_A10G_DataSheet_FINAL_02_17_2022.pdf
-    (r"A10G", 70.0),
-    # https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a10/pdf/a10-datasheet.pdf
-    (r"A10", 125.0),
-    # https://resources.nvidia.com/en-us-l40s/l40s-datasheet-28413
-    (r"L40S", 362.05),
-    # https://resources.nvidia.com/en-us-data-center-overview/l4-gpu-datasheet
-    (r"L4", 121.0),
-    # https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf (appendix A;
-    # not the laptop and "D" variants)
-    (r"RTX 4090(?! (Laptop|D\b))", 165.2),
-    # https://www.nvidia.com/content/PDF/nvidia-ampere-ga-102-gpu-architecture-whitepaper-v2.pdf (appendix A)
-    (r"RTX 3090(?! Ti)", 71.0),
-    # https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html and mi325x.html
-    (r"MI300X|MI325X", 1307.4),
-    # https://www.amd.com/en/products/accelerators/instinct/mi200/mi250x.html (torch sees one of its two dies)
-    (r"MI250X", 191.5),
-)
 
 
 def model_flops_per_token(config: PreTrainedConfig, seq_length: int) -> int:
@@ -168,16 +128,8 @@ def peak_flops_per_second(device: torch.device | str | int | None = None) -> flo
         table, a MIG slice.
     """
     name = device_name(resolve_device(device))
-    return None if name is None else _peak_of_name(name)
-
-
-def _peak_of_name(name: str) -> float | None:
-    if re.search(r"\bMIG\b", name):
-        return None
-    for pattern, tflops in _PEAK_BF16_TFLOPS:
-        if re.search(rf"\b({pattern})\b", name):
-            return tflops * 1e12
-    return None
+    known = None if name is None else known_device(name)
+    return None if known is None else known.flops_per_second
 
 
 def _is_gated(text: PreTrainedConfig) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fsdp_sft._devices import device_name, resolve_device
-from fsdp_sft.planner.devices import gpu_named
+from fsdp_sft._gpus import gpu_named
 from fsdp_sft.planner.estimate import MemoryEstimate
 from fsdp_sft.planner.model import build_skeleton
 from fsdp_sft.planner.replay import KEPT
@@ -79,6 +79,8 @@ def calibrate(config: Any, setup: Setup, *, blocks: int = 2) -> Calibration:
         micro_batch_size=1,
         seq_length=seq_length,
         compile=False,
+        trainable=None,
+        lora=None,
         loss_impl="logits",
         logits_dtype=setup.param_dtype,
         gpu=setup.gpu if on_gpu else gpu_named("cpu"),

@@ -12,6 +12,7 @@ from fsdp_sft.context_parallel import check_shareable
 from fsdp_sft.planner.model import CHECKED_FAMILIES, Skeleton, as_config, build_skeleton
 from fsdp_sft.planner.replay import replay
 from fsdp_sft.planner.setup import GradSync, LossImpl, Optimizer, Setup, make_setup
+from fsdp_sft.planner.shards import ShardBalance, shard_balance
 from fsdp_sft.planner.trace import trace
 from fsdp_sft.sac import Placement, Ratio, host_bytes_for
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 _GIB = 1 << 30
+_EVEN = ShardBalance(1, 1.0)
 _NOTABLE_PADDING = 0.05
 
 
@@ -36,6 +38,7 @@ class MemoryEstimate:
         active_parameters: Those that one token passes through; fewer for a mixture of experts.
         activation_bytes: What the forward leaves behind on the device for the backward in all blocks.
         host_bytes: Pinned host memory of each GPU in which activations wait (``sac_offload``).
+        sharding: How evenly the parameters lie on the ranks, and which of them does not.
         notes: What a reader should know about this estimate, such as a family that was never compared with a
             measurement.
     """
@@ -47,6 +50,7 @@ class MemoryEstimate:
     active_parameters: int
     activation_bytes: int
     host_bytes: int = 0
+    sharding: ShardBalance = _EVEN
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -108,7 +112,9 @@ def estimate_memory(
         master_dtype: Of the stored shards, hence of gradients and optimizer states.
         loss_impl: ``"chunked"``, or ``"logits"`` for logits in full.
         attention_mask: Whether batches are padded, so that attention gets a mask.
-        gpu: ``"a100"``, ``"h100"``, ``"h200"``, ``"gb200"`` or ``"cpu"``: whose attention kernels.
+        gpu: Whose attention kernels, and how fast: ``"h100"``, ``"4090"``, ``"mi300x"`` and others (an
+            unknown name raises with the list), ``"a100-40gb"`` with a size, or any as
+            ``"NAME=GiB,TFLOPs,GB/s"``.
         grad_accum_steps: Micro-batches per optimizer step.
         dp_replicate: Replicas of the sharded model (HSDP); divides ``num_gpus``.
         cp: Ranks that share the tokens of each row (``use_context_parallel``); ``dp_replicate * cp`` divides
@@ -210,6 +216,7 @@ def estimate(config: "PreTrainedConfig", setup: Setup) -> MemoryEstimate:
     if not setup.activations_leave:
         left = []
     activations -= sum(left[:-1])  # the last one's stay until the backward, which begins with them
+    balance = shard_balance(skeleton.distinct_groups, setup.num_shards)
     return MemoryEstimate(
         peak_bytes=peak.total,
         peak_phase=peak.phase,
@@ -218,22 +225,19 @@ def estimate(config: "PreTrainedConfig", setup: Setup) -> MemoryEstimate:
         active_parameters=skeleton.active_parameters,
         activation_bytes=activations,
         host_bytes=sum(map(host_bytes_for, left)),
-        notes=_notes(skeleton, setup),
+        sharding=balance,
+        notes=_notes(skeleton, setup, balance),
     )
 
 
-def _notes(skeleton: Skeleton, setup: Setup) -> tuple[str, ...]:
+def _notes(skeleton: Skeleton, setup: Setup, balance: ShardBalance) -> tuple[str, ...]:
     notes = []
     if skeleton.family not in CHECKED_FAMILIES:
         notes.append(
             f"model type {skeleton.family} was followed like any other but never compared with a measurement"
         )
-    shards = setup.num_shards
-    padded = sum(n * group.shard_elements(shards) for group, n in skeleton.distinct_groups) * shards
-    excess = padded / skeleton.parameters - 1
-    if excess > _NOTABLE_PADDING:
-        notes.append(
-            f"no dimension of some parameters divides by {shards} shards, so FSDP2 pads by {excess:.0%}: "
-            "fewer shards (dp_replicate) can need less"
-        )
+    if balance.largest_over_mean > 1 + _NOTABLE_PADDING:
+        notes.append(f"{balance}; fewer shards (dp_replicate) can need less")
+    if not setup.gpu.checked and setup.gpu.name != "cpu":
+        notes.append(f"what attention keeps on {setup.gpu.name} was never compared with a measurement there")
     return tuple(notes)

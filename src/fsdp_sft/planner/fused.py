@@ -10,11 +10,8 @@ https://dev-discuss.pytorch.org/t/min-cut-optimal-recomputation-i-e-activation-c
 from collections import deque
 from typing import Any
 
-from fsdp_sft.planner.ledger import Event
-
-# Names under which operations are recorded that the ledger does not see as one.
-ATTENTION = "attention"  # a fused kernel
-EXCHANGE = "exchange"  # with the ranks that share rows
+from fsdp_sft.planner.ledger import ATTENTION, EXCHANGE, LOSS, Event
+from fsdp_sft.planner.workload import Workload, fused_work
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "convolution", "_scaled_mm")
 _NOT_FUSED = (
@@ -39,7 +36,7 @@ def fused_footprint(
     saved: set[int],
     block_input: int,
     block_output: int,
-) -> dict[str, int]:
+) -> dict[str, Any]:
     """The fields of a ``Footprint``, but its output's size, of a block under ``torch.compile``.
 
     Args:
@@ -62,17 +59,25 @@ def fused_footprint(
     without_input = bytes_kept - (sizes[block_input] if block_input in kept else 0)
     counted = in_memory | {block_output}
     forward_peak = max(_peak(forward, sizes, counted, 0), without_input + output)
+    passed = _work(forward, sizes, in_memory | kept | counted | {block_input})
     return {
         "kept": without_input + output - input_given_back,
         "forward_peak": forward_peak,
         "unsaved_peak": forward_peak,
         "saved": without_input,
         "backward_peak": _peak(backward, sizes, _materialised(backward) | _left_over(backward), 0),
+        "forward": passed,
+        "again": passed,  # a compiled block is one graph, which recomputation runs to its end
+        "backward": _work(backward, sizes, kept | _materialised(backward) | _left_over(backward)),
     }
 
 
+def _work(events: list[Event], sizes: list[int], in_memory: set[int]) -> Workload:
+    return fused_work(events, sizes, in_memory=in_memory, apart=lambda op: not _is_fused(op))
+
+
 def _is_fused(op: Any) -> bool:
-    if op in (ATTENTION, EXCHANGE):
+    if op in (ATTENTION, EXCHANGE, LOSS):
         return False
     return getattr(op, "overloadpacket", op).__name__ not in _NOT_FUSED
 

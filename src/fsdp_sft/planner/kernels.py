@@ -6,11 +6,13 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from fsdp_sft._gpus import Gpu
 from fsdp_sft.loss.linear_cross_entropy import default_chunk_size
-from fsdp_sft.planner.devices import Gpu
-from fsdp_sft.planner.fused import ATTENTION
-from fsdp_sft.planner.ledger import Ledger
+from fsdp_sft.planner.ledger import ATTENTION, LOSS, Ledger
 
+_LOGITS_TRIPS = (
+    5  # times that logits pass through memory: maximum, sum of exponentials, gradient and its cast
+)
 _SLICE_BYTES_CPU = 8 << 20
 _SLICE_BYTES = 256 << 20  # float32 bytes of the weight's gradient, as loss/products.py makes it on CUDA
 
@@ -52,7 +54,10 @@ class Kernels(TorchFunctionMode):
         if attn_mask is not None and attn_mask.dtype == torch.bool:
             bias = torch.zeros_like(attn_mask, dtype=query.dtype)
             attn_mask = bias.masked_fill_(attn_mask.logical_not(), float("-inf"))
-        result: torch.Tensor = _FusedAttention.apply(query, key, value, attn_mask, self.gpu, self.ledger)
+        causal = bool(options.get("is_causal", False))
+        result: torch.Tensor = _FusedAttention.apply(
+            query, key, value, attn_mask, causal, self.gpu, self.ledger
+        )
         return result
 
 
@@ -66,6 +71,7 @@ class _FusedAttention(torch.autograd.Function):
         key: torch.Tensor,
         value: torch.Tensor,
         bias: torch.Tensor | None,
+        causal: bool,
         gpu: Gpu,
         ledger: Ledger,
     ) -> torch.Tensor:
@@ -73,15 +79,21 @@ class _FusedAttention(torch.autograd.Function):
         rows = query.new_empty(query.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, bias, out, rows)
         ctx.ledger = ledger
-        ledger.note(ATTENTION, (query, key, value, bias), (out, rows))
+        # Two products; a causal kernel leaves out what lies above the diagonal, one with a mask does not.
+        scores = query.shape[:-1].numel() * key.shape[-2] / (2 if causal else 1)
+        ctx.flops = 2.0 * scores * (query.shape[-1] + value.shape[-1])
+        moved = sum(float(t.nbytes) for t in (query, key, value, out))
+        ledger.note(ATTENTION, (query, key, value, bias), (out, rows), flops=ctx.flops, moved=moved)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, _, _, _ = ctx.saved_tensors
         result = [torch.empty_like(t) for t in (query, key, value)]
-        ctx.ledger.note(ATTENTION, (grads[0], query, key, value), result)
-        return (*result, None, None, None)
+        moved = 2.0 * sum(t.nbytes for t in (grads[0], query, key, value))
+        # Five products, the scores' among them, which were not kept.
+        ctx.ledger.note(ATTENTION, (grads[0], query, key, value), result, flops=2.5 * ctx.flops, moved=moved)
+        return (*result, None, None, None, None)
 
 
 def _attention_output(query: torch.Tensor, width: int, gpu: Gpu, *, masked: bool) -> torch.Tensor:
@@ -102,11 +114,12 @@ def chunked_loss(
     bias: torch.Tensor | None,
     chunk_size: int | None,
     gpu: Gpu,
+    ledger: Ledger,
 ) -> torch.Tensor:
     """The buffers of ``fsdp_sft.linear_cross_entropy_sum``, with the lifetimes that they have there."""
     width = hidden.shape[-1]
     rows = chunk_size or default_chunk_size(width, hidden.dtype)
-    result: torch.Tensor = _ChunkedLoss.apply(hidden.reshape(-1, width), weight, bias, rows, gpu)
+    result: torch.Tensor = _ChunkedLoss.apply(hidden.reshape(-1, width), weight, bias, rows, gpu, ledger)
     return result
 
 
@@ -119,6 +132,7 @@ class _ChunkedLoss(torch.autograd.Function):
         bias: torch.Tensor | None,
         chunk_size: int,
         gpu: Gpu,
+        ledger: Ledger,
     ) -> torch.Tensor:
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         kept = [
@@ -129,6 +143,13 @@ class _ChunkedLoss(torch.autograd.Function):
         ]
         ctx.kept, ctx.dtype = kept, hidden.dtype
         _chunk_buffers(hidden, weight, min(chunk_size, hidden.shape[0]), wide, gpu)
+        # All three products run in the forward, that of the weight's gradient only if it is trained.
+        products = 2 + int(ctx.needs_input_grad[1])
+        logits = float(hidden.shape[0] * weight.shape[0])
+        for _ in range(products):
+            moved = float(hidden.nbytes + weight.nbytes) + 4 * logits
+            ledger.note(LOSS, (hidden, weight), (), flops=2 * logits * hidden.shape[1], moved=moved)
+        ledger.note(LOSS, (hidden,), (), moved=_LOGITS_TRIPS * 4 * logits)
         return hidden.new_zeros((), dtype=wide)
 
     @staticmethod
@@ -138,7 +159,7 @@ class _ChunkedLoss(torch.autograd.Function):
             kept, ctx.kept[index] = ctx.kept[index], None
             results.append(None if kept is None else torch.empty_like(kept, dtype=ctx.dtype))
             del kept
-        return (*results, None, None)
+        return (*results, None, None, None)
 
 
 def _chunk_buffers(

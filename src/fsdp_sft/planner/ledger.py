@@ -9,6 +9,12 @@ import torch
 
 from fsdp_sft._compat import TorchDispatchMode
 from fsdp_sft._model import tensors_in
+from fsdp_sft.planner.cost import flops_of, moved_by
+
+# Names under which operations are recorded that the mode does not see as one.
+ATTENTION = "attention"  # a fused kernel
+EXCHANGE = "exchange"  # with the ranks that share rows
+LOSS = "loss"  # of chunks of logits
 
 
 @dataclass
@@ -20,12 +26,16 @@ class Event:
         inputs: Storages it read, by number.
         outputs: Storages it wrote or returned, by number; new ones and old ones.
         freed: A storage's number.
+        flops: Of a product.
+        moved: Bytes that it reads and writes.
     """
 
     op: Any
     inputs: tuple[int, ...] = ()
     outputs: tuple[int, ...] = ()
     freed: int = -1
+    flops: float = 0.0
+    moved: float = 0.0
 
 
 @dataclass(eq=False)
@@ -58,7 +68,9 @@ class Ledger(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         inputs = tuple(self.number(tensor) for tensor in tensors_in((args, kwargs)))
-        self.events.append(Event(func, inputs, tuple(self.number(tensor) for tensor in tensors_in(result))))
+        outputs = tuple(self.number(tensor) for tensor in tensors_in(result))
+        flops, moved = flops_of(func, args, kwargs, result), moved_by(func, args, kwargs, result)
+        self.events.append(Event(func, inputs, outputs, flops=flops, moved=moved))
         return result
 
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -81,10 +93,19 @@ class Ledger(TorchDispatchMode):
         self.peak = max(self.peak, self.live)
         return number
 
-    def note(self, op: str, inputs: Iterable[torch.Tensor | None], outputs: Iterable[torch.Tensor]) -> None:
+    def note(
+        self,
+        op: str,
+        inputs: Iterable[torch.Tensor | None],
+        outputs: Iterable[torch.Tensor],
+        *,
+        flops: float = 0.0,
+        moved: float = 0.0,
+    ) -> None:
         """Record an operation that the mode does not see as one, such as a fused kernel's."""
         read = tuple(self.number(tensor) for tensor in inputs if tensor is not None)
-        self.events.append(Event(op, read, tuple(self.number(tensor) for tensor in outputs)))
+        written = tuple(self.number(tensor) for tensor in outputs)
+        self.events.append(Event(op, read, written, flops=flops, moved=moved))
 
     def alive(self, number: int) -> bool:
         """Whether a storage still exists."""

@@ -7,9 +7,10 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from fsdp_sft.errors import NoPlanError
+from fsdp_sft.planner.budget import budget_of
 from fsdp_sft.planner.estimate import MemoryEstimate, check_options, estimate
 from fsdp_sft.planner.model import as_config
-from fsdp_sft.planner.search import USABLE, group_sizes, least_checkpointed
+from fsdp_sft.planner.search import group_sizes, least_checkpointed
 from fsdp_sft.planner.setup import Setup
 from fsdp_sft.sac import Placement, parse_ratio
 
@@ -56,7 +57,7 @@ def longest_rows(
     config: "PreTrainedConfig | str | os.PathLike[str]",
     *,
     num_gpus: int,
-    gpu_memory_bytes: int,
+    gpu_memory_bytes: int | None = None,
     multiple_of: int = 1024,
     **estimate_options: Any,
 ) -> list[LongestRow]:
@@ -68,7 +69,7 @@ def longest_rows(
     Args:
         config: As for ``estimate_memory``.
         num_gpus: Ranks.
-        gpu_memory_bytes: Of one device; 90 % of it is used.
+        gpu_memory_bytes: Of one device, as for ``plan_run``.
         multiple_of: Tokens; lengths are multiples of it.
         **estimate_options: Further arguments of ``estimate_memory``. With ``cp`` or ``sac_ratio`` that one
             alone is tried. With ``attention_mask=True``, the default, attention gets a mask of S x S;
@@ -87,7 +88,7 @@ def longest_rows(
         >>> config = LlamaConfig(
         ...     hidden_size=256, intermediate_size=640, num_hidden_layers=4, num_attention_heads=8
         ... )
-        >>> rows = longest_rows(config, num_gpus=8, gpu_memory_bytes=2**30, attention_mask=False)
+        >>> rows = longest_rows(config, num_gpus=8, gpu_memory_bytes=2**31, attention_mask=False)
         >>> [row.cp for row in rows]
         [1, 2, 4, 8]
         >>> rows[-1].seq_length > 7 * rows[0].seq_length
@@ -95,22 +96,23 @@ def longest_rows(
     """
     if "seq_length" in estimate_options:
         raise TypeError("longest_rows finds seq_length; estimate_memory says what one length takes")
-    _check_positive(gpu_memory_bytes=gpu_memory_bytes, multiple_of=multiple_of)
+    _check_positive(gpu_memory_bytes=1 if gpu_memory_bytes is None else gpu_memory_bytes)
+    _check_positive(multiple_of=multiple_of)
     known = as_config(config)
     options = {"micro_batch_size": 1, **estimate_options}
     first = check_options(num_gpus=num_gpus, seq_length=multiple_of, **options)
-    budget = int(gpu_memory_bytes * USABLE)
+    budget = budget_of(first.gpu, num_gpus, gpu_memory_bytes)
     found = list[LongestRow]()
     for cp in group_sizes(known, first, options):
         setup = replace(first, cp=cp)
         expected = found[-1].seq_length * cp // found[-1].cp if found else _FIRST * multiple_of
-        length = _longest(_leanest_peak(known, setup, options), budget, multiple_of, expected)
+        length = _longest(_leanest_peak(known, setup, options), budget.usable_bytes, multiple_of, expected)
         if length:
-            found.append(_row(known, replace(setup, seq_length=length), options, budget))
+            found.append(_row(known, replace(setup, seq_length=length), options, budget.usable_bytes))
     if not found:
         raise NoPlanError(
-            f"not even {multiple_of} tokens fit on {num_gpus} GPUs of {gpu_memory_bytes / (1 << 30):.1f} "
-            f"GiB, of which {USABLE:.0%} is usable; smallest_num_gpus says how many it takes"
+            f"not even {multiple_of} tokens fit on {num_gpus} GPUs, {budget}; smallest_num_gpus says how "
+            "many it takes"
         )
     return found
 

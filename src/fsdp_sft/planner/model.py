@@ -43,9 +43,11 @@ class Group:
 
     Attributes:
         shapes: Of each parameter, with whether it is trained.
+        names: Of each, a block's parameters by their names within it.
     """
 
     shapes: tuple[tuple[tuple[int, ...], bool], ...]
+    names: tuple[str, ...] = ()
 
     def elements(self, *, trained: bool | None = None) -> int:
         """Parameters, all or only the trained (or frozen) ones."""
@@ -101,6 +103,23 @@ class Skeleton:
     active_parameters: int
 
     @functools.cached_property
+    def traced_tensors(self) -> tuple[torch.Tensor, ...]:
+        """Parameters and buffers of one block of each kind, and of what is outside of the blocks."""
+        silent = {id(block) for i, block in enumerate(self.blocks) if i not in set(self.kinds)}
+        found: list[torch.Tensor] = []
+
+        def collect(module: nn.Module) -> None:
+            if id(module) in silent:
+                return
+            found.extend(module.parameters(recurse=False))
+            found.extend(module.buffers(recurse=False))
+            for child in module.children():
+                collect(child)
+
+        collect(self.model)
+        return tuple(found)
+
+    @functools.cached_property
     def distinct_groups(self) -> tuple[tuple[Group, int], ...]:
         """Each kind of group, the root's included, with how many there are."""
         return tuple(Counter([*self.groups, self.root]).items())
@@ -151,9 +170,9 @@ def _cached_skeleton(
     _choose_trained(model, trainable, lora)
     inside: set[int] = set()
     known: dict[Group, Group] = {}
-    groups = [_group(block.parameters(), inside) for block in blocks.values()]
+    groups = [_group(block.named_parameters(), inside) for block in blocks.values()]
     groups = [known.setdefault(group, group) for group in groups]
-    root = _group(model.parameters(), inside)
+    root = _group(model.named_parameters(), inside)
     total = sum(group.elements() for group in groups) + root.elements()
     return Skeleton(
         model=model,
@@ -187,10 +206,10 @@ def _build(config: Any, dtype: torch.dtype) -> Any:
         ) from error
 
 
-def _group(parameters: Iterable[nn.Parameter], inside: set[int]) -> Group:
-    own = [p for p in parameters if id(p) not in inside]
-    inside.update(id(p) for p in own)
-    return Group(tuple((tuple(p.shape), p.requires_grad) for p in own))
+def _group(parameters: Iterable[tuple[str, nn.Parameter]], inside: set[int]) -> Group:
+    own = [(name, p) for name, p in parameters if id(p) not in inside]
+    inside.update(id(p) for _, p in own)
+    return Group(tuple((tuple(p.shape), p.requires_grad) for _, p in own), tuple(name for name, _ in own))
 
 
 def _first_backward(model: Any, groups: list[Group]) -> int:

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_sft.planner import replay
+from fsdp_sft.planner.budget import Budget
 from fsdp_sft.planner.estimate import MemoryEstimate
 from fsdp_sft.planner.longest import LongestRow
-from fsdp_sft.planner.search import USABLE, RunPlan
+from fsdp_sft.planner.plan import RunPlan
 
 _GIB = 1 << 30
 _EIGHTHS = " ▏▎▍▌▋▊▉"
@@ -37,24 +38,25 @@ _SMALLEST_SHARE = 0.005  # of the peak: what is less is summed up as one bar
 
 
 def plan_table(plans: Sequence[RunPlan]) -> str:
-    """The plans, one line each, fastest first."""
-    head = ("", "cp", "micro batch", "x accum.", "checkpointed", "resharded", "GiB per GPU")
-    rows: list[tuple[str, ...]] = [(*head, "peak in", "speed")]
-    for index, plan in enumerate(plans, start=1):
-        rows.append(
-            (
-                f"{index}.",
-                str(plan.cp),
-                str(plan.micro_batch_size),
-                str(plan.grad_accum_steps),
-                _checkpointed(plan),
-                "yes" if plan.reshard_after_forward else "no",
-                f"{plan.peak_bytes / _GIB:.1f}",
-                plan.estimate.peak_phase,
-                f"{plan.relative_speed:.2f}",
-            )
-        )
-    return _aligned(rows)
+    """The plans, one line each, fastest first; a column in which all are alike and as usual is left out."""
+    columns: dict[str, list[str]] = {
+        "": [f"{index}." for index in range(1, len(plans) + 1)],
+        "cp": [str(plan.cp) for plan in plans],
+        "replicas": [str(plan.dp_replicate) for plan in plans],
+        "micro batch": [str(plan.micro_batch_size) for plan in plans],
+        "x accum.": [str(plan.grad_accum_steps) for plan in plans],
+        "reduced": ["once" if p.grad_sync == "last" and p.grad_accum_steps > 1 else "each" for p in plans],
+        "checkpointed": [_checkpointed(plan) for plan in plans],
+        "resharded": ["yes" if plan.reshard_after_forward else "no" for plan in plans],
+        "GiB per GPU": [f"{plan.peak_bytes / _GIB:.1f}" for plan in plans],
+        "peak in": [plan.estimate.peak_phase for plan in plans],
+        "step": [f"{plan.time.total:.3g} s" for plan in plans],
+        "tokens/s per GPU": [f"{plan.tokens_per_second:,.0f}" for plan in plans],
+        "bound by": [plan.time.bound for plan in plans],
+    }
+    usual = {"cp": "1", "replicas": "1", "reduced": "each", "resharded": "yes"}
+    shown = {name: cells for name, cells in columns.items() if set(cells) != {usual.get(name)}}
+    return _aligned([tuple(shown), *zip(*shown.values(), strict=True)])
 
 
 def row_table(longest: Sequence[LongestRow]) -> str:
@@ -89,12 +91,12 @@ def _aligned(rows: list[tuple[str, ...]]) -> str:
     return "\n".join(lines)
 
 
-def bars(estimate: MemoryEstimate, *, memory_bytes: int | None = None, width: int = 40) -> str:
+def bars(estimate: MemoryEstimate, *, budget: Budget | None = None, width: int = 40) -> str:
     """The breakdown at the peak, largest first, as lines of text.
 
     Args:
         estimate: What to show.
-        memory_bytes: Of the device; adds a line that compares.
+        budget: Of the device; adds what it leaves.
         width: Characters of the longest bar.
     """
     parts = _parts(estimate)
@@ -105,9 +107,8 @@ def bars(estimate: MemoryEstimate, *, memory_bytes: int | None = None, width: in
         for name, size in parts
     ]
     total = f"{'in all':<{names}}  {estimate.peak_bytes / _GIB:7.2f} GiB"
-    if memory_bytes is not None:
-        share = estimate.peak_bytes / memory_bytes
-        total += f"  of {memory_bytes / _GIB:.1f} GiB: {share:.0%}, {USABLE:.0%} is usable"
+    if budget is not None:
+        total += f"  of {budget}"
     return "\n".join([*lines, total])
 
 
@@ -115,7 +116,7 @@ def draw(
     path: str | os.PathLike[str],
     estimates: Sequence[tuple[str, MemoryEstimate]],
     *,
-    memory_bytes: int | None = None,
+    budget: Budget | None = None,
     title: str = "Memory per GPU at the peak",
 ) -> Path:
     """Write a PNG (or what else the suffix names) with one stacked bar for each labelled estimate.
@@ -126,10 +127,9 @@ def draw(
     figure = _figure(9, 1.9 + 0.55 * len(estimates))
     axes = figure.subplots()
     seen = {name for _, estimate in estimates for name, _ in _parts(estimate)}
-    if memory_bytes is not None:
-        usable = USABLE * memory_bytes / _GIB
-        axes.axvline(usable, color="black", linewidth=1, linestyle="--", zorder=0)
-        axes.set_title(f"dashed: {usable:.1f} GiB, {USABLE:.0%} of the device", fontsize=8, loc="right")
+    if budget is not None:
+        axes.axvline(budget.usable_bytes / _GIB, color="black", linewidth=1, linestyle="--", zorder=0)
+        axes.set_title(_dashed(budget), fontsize=8, loc="right")
     for row, (_, estimate) in enumerate(estimates):
         left = 0.0
         for name, size in sorted(_parts(estimate), key=lambda part: list(_COLOURS).index(part[0])):
@@ -169,7 +169,7 @@ def draw_lengths(
     lengths: Sequence[int],
     curves: Sequence[tuple[LongestRow, Sequence[int]]],
     *,
-    memory_bytes: int,
+    budget: Budget,
     title: str = "Memory per GPU at the peak, by the length of a row and the GPUs (cp) that share it",
 ) -> Path:
     """Write a PNG (or what else the suffix names) with one curve for each number of ranks that share a row.
@@ -178,16 +178,16 @@ def draw_lengths(
         path: Where to.
         lengths: Tokens, ascending.
         curves: For each number of ranks its longest row, and the bytes at each length as far as known.
-        memory_bytes: Of the device.
+        budget: Of the device.
         title: Above it.
 
     Raises:
         ModuleNotFoundError: If matplotlib is missing; the message names the extra that brings it.
     """
     figure = _figure(9, 5)
-    axes, usable = figure.subplots(), USABLE * memory_bytes / _GIB
+    axes, usable = figure.subplots(), budget.usable_bytes / _GIB
     axes.axhline(usable, color="black", linewidth=1, linestyle="--", zorder=0)
-    axes.set_title(f"dashed: {usable:.1f} GiB, {USABLE:.0%} of the device", fontsize=8, loc="right")
+    axes.set_title(_dashed(budget), fontsize=8, loc="right")
     for (row, peaks), colour in zip(curves, _CURVES * len(curves), strict=False):
         points = sorted([*zip(lengths, peaks, strict=False), (row.seq_length, row.peak_bytes)])
         smooth = [point for pair in itertools.pairwise(points) for point in _between(*pair)]
@@ -213,6 +213,10 @@ def draw_lengths(
     figure.suptitle(title, fontsize=11)
     figure.savefig(path)
     return Path(path)
+
+
+def _dashed(budget: Budget) -> str:
+    return f"dashed: usable, {budget.usable_bytes / _GIB:.1f} of {budget.memory_bytes / _GIB:.1f} GiB"
 
 
 def _between(start: tuple[int, int], end: tuple[int, int]) -> list[tuple[float, float]]:

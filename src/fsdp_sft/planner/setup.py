@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from fsdp_sft.planner.devices import Gpu, gpu_named
+from fsdp_sft._gpus import Gpu, gpu_named
 from fsdp_sft.sac import Placement, Ratio, select_block_indices
 
 LossImpl = Literal["chunked", "logits"]

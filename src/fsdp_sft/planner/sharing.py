@@ -10,8 +10,7 @@ import torch
 from fsdp_sft._compat import attention_of
 from fsdp_sft.context_parallel import SequenceGroup, WholeRows, part_of_rows, share_attention
 from fsdp_sft.errors import UnsupportedModelError
-from fsdp_sft.planner.fused import EXCHANGE
-from fsdp_sft.planner.ledger import Event, Ledger
+from fsdp_sft.planner.ledger import EXCHANGE, Event, Ledger
 
 
 @dataclass(frozen=True)

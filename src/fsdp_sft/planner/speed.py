@@ -1,20 +1,50 @@
-"""How long an optimizer step takes: a model good for ranking plans, not for booking hours."""
+"""How long an optimizer step takes: every operation at the rate of what binds it.
+
+The rates are the device's, times shares of them that training reaches. Those shares are the only numbers here
+that were fitted; docs/explanation/how-the-estimate-was-checked.md says to what, and how far off they are.
+"""
 
 from dataclasses import dataclass
-from fractions import Fraction
-from typing import Any
+from typing import Literal
 
-from fsdp_sft.metrics import model_flops_per_token
 from fsdp_sft.planner.model import Skeleton
 from fsdp_sft.planner.setup import Setup
-from fsdp_sft.planner.trace import trace
+from fsdp_sft.planner.trace import Trace, trace
+from fsdp_sft.planner.workload import Workload
 
-# Measured on the step as a whole: recomputing every block costs 23 % where it stops early, because the last
-# matrix product of a block is left out, and the loss, the head and the optimizer are not repeated.
-_RECOMPUTE = 0.23
-_EFFICIENCY = 0.5  # of the peak that a large step reaches
-_HALF_SPEED_TOKENS = 256  # a micro-batch of so many tokens reaches half of that
+Bound = Literal["compute", "memory bandwidth", "network", "host link"]
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Shares of a device's rates that training reaches.
+
+    Attributes:
+        products: Of the best that one large product reaches: those of a training step are smaller, and the
+            device runs warmer.
+        attention: The same of a fused attention kernel, whose scores are not products alone.
+        memory: Of the bandwidth of its memory.
+        network: Of the links' bandwidth.
+        contention: Share of the time of hidden collectives by which they slow the computation next to them:
+            they take multiprocessors and memory bandwidth from it.
+        operation: Seconds that an operation takes at least.
+    """
+
+    products: float = 0.95
+    attention: float = 0.6
+    memory: float = 0.9
+    network: float = 0.4
+    contention: float = 0.6
+    operation: float = 6e-6
+
+
+RATES = Rates()
 _TOUCHES = 6  # how often what is exchanged is read or written on its way: cut, joined, put in its place
+# How often an update reads or writes as many bytes as the trained masters have: one kernel reads master,
+# gradient and two states and writes three of them; lists of tensors pass through memory once an operation.
+_UPDATE_TRIPS = {"adamw_fused": 7, "sgd": 3, "sgd_momentum": 5, "adamw8bit": 4}
+_LISTED_TRIPS = 21
+_NORM_TRIPS = 3  # gradients are read for their norm, and read and written to clip them
 
 
 @dataclass(frozen=True)
@@ -24,88 +54,222 @@ class StepTime:
     Attributes:
         compute: Of one micro-step, recomputation included.
         recompute: The part of ``compute`` that checkpointing adds.
-        communication: Of one micro-step; it runs beside the computation.
+        memory_bound: The part of ``compute`` in which the device waits for its memory.
+        communication: Of one micro-step, gathers and reductions; it runs beside the computation.
+        exposed: What of ``communication`` nothing hides.
         exchange: Of one micro-step, between ranks that share rows; nothing runs beside it.
         offload: Of one micro-step, activations to the host and back; they run beside the computation.
-        optimizer: Of the update.
+        optimizer: Of norm and update.
         total: Of the whole step.
     """
 
     compute: float
     recompute: float
+    memory_bound: float
     communication: float
+    exposed: float
     exchange: float
     offload: float
     optimizer: float
     total: float
 
+    @property
+    def bound(self) -> Bound:
+        """What a faster step would need more of."""
+        if self.offload > max(self.compute, self.communication):
+            return "host link"
+        if self.communication > self.compute or self.exposed + self.exchange > self.compute:
+            return "network"
+        return "memory bandwidth" if self.memory_bound > self.compute / 2 else "compute"
 
-def step_time(config: Any, skeleton: Skeleton, setup: Setup, *, exchanging: bool = True) -> StepTime:
-    """``accumulation x (exchange + max(compute, communication, offload)) + optimizer``.
 
-    Without ``exchanging`` that is a lower bound, for which nothing has to be traced.
+def step_time(skeleton: Skeleton, setup: Setup, rates: Rates = RATES) -> StepTime:
+    """Micro-steps, in each of which communication and computation hide each other, and the update.
+
+    A forward and a backward take as long as the longer of computation and communication; nothing hides the
+    gather before the first block and the reduction after the last.
     """
-    tokens = setup.micro_batch_size * setup.tokens_per_rank
-    rate = setup.gpu.flops_per_second * _EFFICIENCY * tokens / (tokens + _HALF_SPEED_TOKENS)
-    plain = _flops_per_token(config, skeleton, setup.seq_length) * tokens / rate
-    ratio = Fraction(len(setup.checkpointed(len(skeleton.blocks))), len(skeleton.blocks))
-    recompute = plain * _RECOMPUTE * float(ratio)
-    gathering, reducing = _communication(skeleton, setup)
-    each = setup.grad_sync == "each"
-    communication = gathering + (reducing if each else 0.0)
-    exchange = _exchange(skeleton, setup) if exchanging and setup.cp > 1 else 0.0
-    offload = _offload(skeleton, setup) if exchanging and setup.activations_leave else 0.0
-    optimizer = _update(skeleton, setup)
-    total = setup.grad_accum_steps * (exchange + max(plain + recompute, communication, offload)) + optimizer
-    if not each:
-        total += max(0.0, reducing - plain)
-    return StepTime(plain + recompute, recompute, communication, exchange, offload, optimizer, total)
+    seen = trace(skeleton, setup)
+    passes = _passes(skeleton, seen, setup, rates)
+    whole, half = _network(skeleton, setup, rates, reduces=True), None
+    if setup.grad_sync == "last" and setup.grad_accum_steps > 1:
+        half = _network(skeleton, setup, rates, reduces=False)
+    exchange = _exchange(skeleton, seen, setup, rates)
+    offload = _offload(skeleton, seen, setup, rates)
+
+    def micro_step(net: "_Collectives") -> float:
+        forward = _beside(passes.forward, net.forward, offload / 2, rates)
+        return forward + _beside(passes.backward, net.backward, offload / 2, rates) + net.alone + exchange
+
+    optimizer = _update(skeleton, setup, rates)
+    others = setup.grad_accum_steps - 1
+    total = micro_step(whole) + others * micro_step(half or whole) + optimizer
+    compute = passes.forward + passes.backward
+    return StepTime(
+        compute=compute,
+        recompute=passes.recompute,
+        memory_bound=passes.memory_bound,
+        communication=whole.forward + whole.backward + whole.alone,
+        exposed=max(0.0, micro_step(whole) - exchange - max(compute, offload)),
+        exchange=exchange,
+        offload=offload,
+        optimizer=optimizer,
+        total=total,
+    )
 
 
-def _flops_per_token(config: Any, skeleton: Skeleton, seq_length: int) -> float:
-    try:
-        return model_flops_per_token(config, seq_length)
-    except ValueError:  # a family whose matrix products the config does not name
-        return 6 * skeleton.active_parameters
+def _beside(compute: float, network: float, offload: float, rates: Rates) -> float:
+    """Seconds of a pass in which collectives and copies run beside the computation."""
+    return max(compute + rates.contention * min(compute, network), network, offload)
 
 
-def _communication(skeleton: Skeleton, setup: Setup) -> tuple[float, float]:
-    """Seconds to gather the parameters of one micro-step, and to reduce its gradients."""
-    gpu, shards = setup.gpu, setup.num_shards
-    within = gpu.node_bytes_per_second if shards <= gpu.gpus_per_node else gpu.bytes_per_second
-    trained = sum(n * group.elements(trained=True) for group, n in skeleton.distinct_groups)
-    share = (shards - 1) / shards
+@dataclass(frozen=True)
+class _Passes:
+    forward: float
+    backward: float
+    recompute: float
+    memory_bound: float
+
+
+def _passes(skeleton: Skeleton, seen: Trace, setup: Setup, rates: Rates) -> _Passes:
+    """Seconds of a micro-batch's forward and backward, if nothing but the device were in the way."""
+    checkpointed = setup.checkpointed(len(skeleton.blocks))
+    spent = {
+        (kind, name): _seconds(getattr(footprint, name), setup, rates)
+        for kind, footprint in seen.blocks.items()
+        for name in ("forward", "again", "backward")
+    }
+    forward = backward = again = waiting = 0.0
+    for index, kind in enumerate(skeleton.kinds):
+        seconds, waits = spent[kind, "forward"]
+        forward, waiting = forward + seconds, waiting + waits
+        if index < skeleton.first_backward:
+            continue
+        seconds, waits = spent[kind, "backward"]
+        backward, waiting = backward + seconds, waiting + waits
+        if index in checkpointed:
+            seconds, waits = spent[kind, "again"]
+            again, waiting = again + seconds, waiting + waits
+    rest, waits = _seconds(seen.rest, setup, rates)
+    copies = _copies(skeleton, setup) / (setup.gpu.memory_bytes_per_second * rates.memory)
+    return _Passes(
+        forward + rest / 3 + copies / 3,
+        backward + again + rest * 2 / 3 + copies * 2 / 3,
+        again,
+        waiting + waits + copies,
+    )
+
+
+def _seconds(work: Workload, setup: Setup, rates: Rates) -> tuple[float, float]:
+    """Seconds that operations take, and those of them in which they wait for memory."""
+    gpu = setup.gpu
+    peak = gpu.flops_per_second * gpu.achievable * _width(setup)
+    rate = {False: peak * rates.products, True: peak * rates.attention}
+    memory = gpu.memory_bytes_per_second * rates.memory
+    total = waiting = 0.0
+    for flops, moved, attention in work.operations:
+        computes, waits = flops / rate[attention], max(moved / memory, rates.operation)
+        total += max(computes, waits)
+        waiting += waits if waits > computes else 0.0
+    return total, waiting
+
+
+def _width(setup: Setup) -> float:
+    """Products of float32 run at about an eighth of the rate of 16 bits, or half of that without TF32."""
+    return 1.0 if setup.param_dtype.itemsize == 2 else 1 / 8
+
+
+def _copies(skeleton: Skeleton, setup: Setup) -> float:
+    """Bytes that FSDP2 copies in each micro-step, out of gathers and into reductions."""
+    if setup.num_shards == 1:
+        return 0.0
     gathers = 2 if setup.reshard_after_forward else 1
-    gathering = gathers * skeleton.parameters * setup.param_dtype.itemsize * share / within
-    reducing = trained * setup.reduce_dtype.itemsize * share / within
-    if setup.dp_replicate > 1:
+    gathered = 2 * gathers * skeleton.parameters * setup.param_dtype.itemsize
+    reduced = _trained(skeleton) * (setup.param_dtype.itemsize + setup.reduce_dtype.itemsize)
+    return float(gathered + reduced)
+
+
+@dataclass(frozen=True)
+class _Collectives:
+    """Seconds of a micro-step's collectives: beside the forward, beside the backward, beside nothing."""
+
+    forward: float
+    backward: float
+    alone: float
+
+
+def _network(skeleton: Skeleton, setup: Setup, rates: Rates, *, reduces: bool) -> _Collectives:
+    gpu, shards = setup.gpu, setup.num_shards
+    share = (shards - 1) / shards
+    link = _shared_link(setup, shards) * rates.network
+    gather = setup.param_dtype.itemsize * share / link
+    reduce = setup.reduce_dtype.itemsize * share / link if reduces else 0.0
+    if setup.dp_replicate > 1 and reduces:
+        # An all-reduce of each shard: what comes in and goes out passes the one adapter of its GPU.
         across = gpu.node_bytes_per_second if setup.num_gpus <= gpu.gpus_per_node else gpu.bytes_per_second
         again = 2 * (setup.dp_replicate - 1) / setup.dp_replicate
-        reducing += again * trained * setup.reduce_dtype.itemsize / shards / across
-    return gathering, reducing
+        reduce += again * setup.reduce_dtype.itemsize / shards / (across * rates.network)
+    blocks = sum(group.elements() for group in skeleton.groups)
+    trained = sum(group.elements(trained=True) for group in skeleton.groups)
+    behind = sum(group.elements() for group in skeleton.groups[skeleton.first_backward :])
+    regathered = behind if setup.reshard_after_forward else 0
+    first = skeleton.groups[0]
+    return _Collectives(
+        forward=(blocks - first.elements()) * gather,
+        backward=regathered * gather + (trained - first.elements(trained=True)) * reduce,
+        alone=(skeleton.root.elements() + first.elements()) * gather
+        + (skeleton.root.elements(trained=True) + first.elements(trained=True)) * reduce,
+    )
 
 
-def _exchange(skeleton: Skeleton, setup: Setup) -> float:
+def _shared_link(setup: Setup, ranks: int) -> float:
+    """Bytes a second of a gather or a reduction over so many neighbours.
+
+    Over several nodes the adapters of all GPUs of a node carry what the node needs once.
+    """
+    gpu = setup.gpu
+    if ranks <= gpu.gpus_per_node:
+        return gpu.node_bytes_per_second
+    return min(gpu.node_bytes_per_second, gpu.gpus_per_node * gpu.bytes_per_second)
+
+
+def _exchange(skeleton: Skeleton, seen: Trace, setup: Setup, rates: Rates) -> float:
     """Seconds of the exchanges around attention: of forward, backward, and what is computed again."""
-    blocks, checkpointed = trace(skeleton, setup).blocks, setup.checkpointed(len(skeleton.blocks))
+    if setup.cp == 1:
+        return 0.0
+    checkpointed = setup.checkpointed(len(skeleton.blocks))
     exchanged = sum(
-        blocks[kind].exchanged * (2 + (index in checkpointed)) for index, kind in enumerate(skeleton.kinds)
+        seen.blocks[kind].exchanged * (2 + (index in checkpointed))
+        for index, kind in enumerate(skeleton.kinds)
     )
     gpu = setup.gpu
     link = gpu.node_bytes_per_second if setup.cp <= gpu.gpus_per_node else gpu.bytes_per_second
     share = (setup.cp - 1) / setup.cp
-    return exchanged * (share / link + _TOUCHES / gpu.memory_bytes_per_second)
+    memory = gpu.memory_bytes_per_second * rates.memory
+    return exchanged * (share / (link * rates.network) + _TOUCHES / memory)
 
 
-def _offload(skeleton: Skeleton, setup: Setup) -> float:
+def _offload(skeleton: Skeleton, seen: Trace, setup: Setup, rates: Rates) -> float:
     """Seconds to copy what checkpointed blocks keep to the host and back."""
-    blocks = trace(skeleton, setup).blocks
-    moved = sum(blocks[skeleton.kinds[i]].output for i in setup.checkpointed(len(skeleton.blocks)))
-    return 2 * moved / setup.gpu.host_bytes_per_second
+    if not setup.activations_leave:
+        return 0.0
+    checkpointed = setup.checkpointed(len(skeleton.blocks))
+    moved = sum(seen.blocks[skeleton.kinds[index]].output for index in checkpointed)
+    return 2 * moved / (setup.gpu.host_bytes_per_second * rates.network)
 
 
-def _update(skeleton: Skeleton, setup: Setup) -> float:
-    """Masters, gradients and two states are read and three of them written."""
-    trained = sum(n * group.elements(trained=True) for group, n in skeleton.distinct_groups)
-    moved = 7 * setup.master_dtype.itemsize * trained / setup.num_shards
-    return moved / (setup.gpu.bytes_per_second if setup.cpu_offload else setup.gpu.memory_bytes_per_second)
+def _update(skeleton: Skeleton, setup: Setup, rates: Rates) -> float:
+    """Seconds of the gradients' norm and of the update."""
+    here = _trained(skeleton) / setup.num_shards * setup.master_dtype.itemsize
+    trips = _UPDATE_TRIPS.get(setup.optimizer, _LISTED_TRIPS) + _NORM_TRIPS
+    gpu = setup.gpu
+    if not setup.cpu_offload:
+        return trips * here / (gpu.memory_bytes_per_second * rates.memory)
+    # On the host the update is bound by its memory, which all GPUs of a node share; gradients and parameters
+    # travel once each.
+    host = 200e9 / min(gpu.gpus_per_node, setup.num_gpus)
+    return trips * here / host + 2 * here / (gpu.host_bytes_per_second * rates.network)
+
+
+def _trained(skeleton: Skeleton) -> int:
+    return sum(n * group.elements(trained=True) for group, n in skeleton.distinct_groups)

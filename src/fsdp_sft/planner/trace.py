@@ -14,15 +14,18 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from fsdp_sft._gpus import Gpu
 from fsdp_sft._model import tensors_in
 from fsdp_sft.errors import UnsupportedModelError
-from fsdp_sft.planner.devices import Gpu
 from fsdp_sft.planner.fused import fused_footprint
 from fsdp_sft.planner.kernels import Kernels, chunked_loss
 from fsdp_sft.planner.ledger import Ledger
 from fsdp_sft.planner.model import Skeleton
 from fsdp_sft.planner.setup import Setup
 from fsdp_sft.planner.sharing import exchanged_bytes, forward_of_part, part_of_micro_batch
+from fsdp_sft.planner.workload import Workload, until, work_of
+
+_NO_WORK = Workload()
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,9 @@ class Footprint:
         output: Its output.
         saves_input: Whether its backward needs its input as it is, beyond computing the rest again.
         exchanged: What its forward sends to the ranks that share its rows, and gets from them.
+        forward: What its forward computes and moves.
+        again: The same of the part that is computed once more if it is checkpointed.
+        backward: The same of its backward, without that part.
     """
 
     kept: int
@@ -49,6 +55,9 @@ class Footprint:
     output: int
     saves_input: bool
     exchanged: int = 0
+    forward: Workload = _NO_WORK
+    again: Workload = _NO_WORK
+    backward: Workload = _NO_WORK
 
 
 @dataclass(frozen=True)
@@ -66,6 +75,7 @@ class Trace:
         embedding_peak: Most that the embedding's backward adds at the end.
         head_gradients: Gradients of norm and head.
         outputs: What the training loop holds on to until the end of the step: the logits of a plain loop.
+        rest: What is computed and moved outside of the blocks.
     """
 
     blocks: dict[int, Footprint]
@@ -78,6 +88,7 @@ class Trace:
     embedding_peak: int
     head_gradients: int
     outputs: int
+    rest: Workload = _NO_WORK
 
 
 def trace(skeleton: Skeleton, setup: Setup) -> Trace:
@@ -152,7 +163,7 @@ class _BlockRun:
         self.saved: set[int] = set()
         self.live = {"before": 0, "after": 0, "backward": 0}
         self.peak = {"forward": 0, "backward": 0}
-        self.events = {"before": 0, "after": 0, "backward": 0, "end": 0}
+        self.events = {"unsaved": 0, "before": 0, "after": 0, "backward": 0, "end": 0}
         self.input = self.output = -1
         self.arguments: set[int] = set()
 
@@ -165,7 +176,7 @@ class _Run:
         self.skeleton = skeleton
         self.question = question
         self.ledger = Ledger()
-        self.ledger.ignore([*self.model.parameters(), *self.model.buffers()])
+        self.ledger.ignore(skeleton.traced_tensors)
         kinds = sorted(set(skeleton.kinds))
         self.runs = {kind: _BlockRun(skeleton.blocks[kind]) for kind in kinds}
         self.current: _BlockRun | None = None
@@ -177,7 +188,8 @@ class _Run:
             with self._instrumented(), self.ledger, kernels, torch.enable_grad():
                 self._step()
         finally:
-            self.model.zero_grad(set_to_none=True)
+            for tensor in self.skeleton.traced_tensors:
+                tensor.grad = None
         return self._summary()
 
     def _step(self) -> None:
@@ -238,7 +250,7 @@ class _Run:
 
         def loss_in_place(hidden: torch.Tensor) -> torch.Tensor:
             q = self.question
-            losses.append(chunked_loss(hidden, head.weight, head.bias, q.chunk_size, q.gpu))
+            losses.append(chunked_loss(hidden, head.weight, head.bias, q.chunk_size, q.gpu, self.ledger))
             return hidden.new_empty((*hidden.shape[:-1], 0))
 
         head.__dict__["forward"] = loss_in_place
@@ -281,6 +293,7 @@ class _Run:
 
     def _before(self, run: _BlockRun, module: nn.Module, args: Any, kwargs: Any) -> Any:
         ledger = self.ledger
+        run.events["unsaved"] = len(ledger.events)
         run.peak["unsaved"] = self._peak_without_saving(module, args, kwargs)
         hidden = args[0] if args else kwargs["hidden_states"]
         if not hidden.requires_grad:
@@ -330,7 +343,7 @@ class _Run:
             self.marks["block_backward"] = self.ledger.live
             self.marks["head_backward_peak"] = self.ledger.peak
             self.marks["head_gradients"] = sum(
-                p.grad.numel() * p.grad.element_size() for p in self.model.parameters() if p.grad is not None
+                t.grad.nbytes for t in self.skeleton.traced_tensors if t.grad is not None
             )
         run.live["backward"], run.events["backward"] = self.ledger.live, len(self.ledger.events)
         self.ledger.reset_peak()
@@ -360,7 +373,24 @@ class _Run:
             embedding_peak=marks["embedding_peak"] - marks["embedding_before"],
             head_gradients=marks["head_gradients"],
             outputs=marks["outputs"],
+            rest=self._outside(),
         )
+
+    def _outside(self) -> Workload:
+        """What is computed outside of the blocks, the blocks' trial without saving apart."""
+        inside = sorted(
+            stretch
+            for run in self.runs.values()
+            for stretch in (
+                (run.events["unsaved"], run.events["after"]),
+                (run.events["backward"], run.events["end"]),
+            )
+        )
+        outside, done = Workload(), 0
+        for begin, end in [*inside, (len(self.ledger.events),) * 2]:
+            outside += work_of(self.ledger.events[done:begin])
+            done = end
+        return outside
 
     def _kept(self, run: _BlockRun) -> int:
         given_back = 0 if run.live["input_kept"] else self.ledger.sizes[run.input]
@@ -368,7 +398,11 @@ class _Run:
 
     def _eager(self, run: _BlockRun, kept: int) -> Footprint:
         output = self.ledger.sizes[run.output]
+        forward = self.ledger.events[run.events["before"] : run.events["after"]]
         return Footprint(
+            forward=work_of(forward),
+            again=work_of(until(forward, run.saved)),
+            backward=work_of(self.ledger.events[run.events["backward"] : run.events["end"]]),
             kept=kept,
             forward_peak=run.peak["forward"] - run.live["before"],
             unsaved_peak=run.peak["unsaved"],

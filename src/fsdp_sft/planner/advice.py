@@ -1,0 +1,171 @@
+"""What would fit where nothing does: every other way there is, in the order of what it costs."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any
+
+import torch
+
+from fsdp_sft._gpus import GIB, GPUS
+from fsdp_sft.errors import UnsupportedModelError
+from fsdp_sft.planner.budget import Budget, budget_of
+from fsdp_sft.planner.estimate import MemoryEstimate
+from fsdp_sft.planner.search import group_sizes, least_by_group
+from fsdp_sft.planner.setup import Setup
+
+_MOST_GPUS = 4096
+_SHORTEST = 128  # tokens
+_RANK = 16  # of adapters
+
+
+@dataclass(frozen=True)
+class _Way:
+    """One change to a training.
+
+    Attributes:
+        argument: Of ``estimate_memory``, with its value, as it is written.
+        flag: Of the command line.
+        cost: What the user pays for it, in words.
+        changes: Of the setup.
+        alone: Whether it is not worth combining with others.
+    """
+
+    argument: str
+    flag: str
+    cost: str
+    changes: dict[str, Any]
+    alone: bool = False
+
+
+def what_would_fit(
+    config: Any, setup: Setup, options: dict[str, Any], budget: Budget, global_batch_size: int
+) -> str:
+    """Several lines: what the leanest way needs, and what would fit, the cheapest first."""
+    smallest = replace(
+        setup,
+        micro_batch_size=1,
+        sac_ratio=Fraction(1),
+        sac_placement="prefix",
+        sac_blocks=None,
+        reshard_after_forward=True,
+        grad_accum_steps=max(1, global_batch_size * setup.cp // setup.num_gpus),
+    )
+    advisor = _Advisor(config, options, budget)
+    least, cp = advisor.leanest(smallest)
+    largest = max(least.breakdown, key=lambda part: least.breakdown[part])
+    shared = f", {cp} GPUs to a row" if cp > 1 else ""
+    lines = [
+        f"nothing fits on {setup.num_gpus} x {budget.memory_bytes / GIB:.1f} GiB, {budget}: the leanest way "
+        f"(micro-batch 1, every block checkpointed{shared}) needs {least.peak_bytes / GIB:.1f} GiB in its "
+        f"{least.peak_phase} phase, most of it {largest}.",
+        "What would fit, the cheapest first (the need per GPU, and the argument of the command line):",
+        *(f"- {way}" for way in advisor.ways(smallest)),
+        *(f"- {way}" for way in advisor.devices(least)),
+    ]
+    return "\n".join(lines)
+
+
+class _Advisor:
+    def __init__(self, config: Any, options: dict[str, Any], budget: Budget) -> None:
+        self.config = config
+        self.options = options
+        self.budget = budget
+
+    def leanest(self, setup: Setup) -> tuple[MemoryEstimate, int]:
+        """The least memory with any number of ranks to a row, every block checkpointed or none."""
+        sizes = group_sizes(self.config, setup, self.options)
+        found = [
+            (memory, cp)
+            for ratio in (Fraction(0), Fraction(1))
+            for memory, cp in zip(
+                least_by_group(self.config, replace(setup, sac_ratio=ratio), sizes), sizes, strict=True
+            )
+        ]
+        return min(found, key=lambda pair: pair[0].peak_bytes)
+
+    def ways(self, setup: Setup) -> Iterator[str]:
+        """Each change with which it fits, then pairs of those that do not suffice alone."""
+        short = list[_Way]()
+        for way in _ways(setup):
+            text = self._try(setup, (way,))
+            if text:
+                yield text
+            elif not way.alone:
+                short.append(way)
+        pairs = (self._try(setup, pair) for pair in itertools.combinations(short, 2))
+        yield from itertools.islice(filter(None, pairs), 4)
+        yield from self._shorter(setup)
+        yield from self._more_gpus(setup)
+
+    def _try(self, setup: Setup, ways: tuple[_Way, ...]) -> str:
+        """The line of these changes together, empty if it does not fit with them."""
+        tried = replace(setup, **{name: value for way in ways for name, value in way.changes.items()})
+        needed = self._needed(tried)
+        if needed is None or needed > self.budget.usable_bytes:
+            return ""
+        arguments = ", ".join(way.argument for way in ways)
+        flags, costs = (" ".join(way.flag for way in ways), "; ".join(way.cost for way in ways))
+        return f"{arguments}: {needed / GIB:.1f} GiB ({flags}): {costs}"
+
+    def _needed(self, setup: Setup) -> int | None:
+        """Bytes of the leanest way; None where the model does not have it."""
+        try:
+            return self.leanest(setup)[0].peak_bytes
+        except (UnsupportedModelError, ValueError):
+            return None
+
+    def _shorter(self, setup: Setup) -> Iterator[str]:
+        length = setup.seq_length // 2
+        while length >= _SHORTEST:
+            needed = self._needed(replace(setup, seq_length=length))
+            if needed is not None and needed <= self.budget.usable_bytes:
+                yield f"sequences of {length} tokens: {needed / GIB:.1f} GiB (--seq {length}): other data"
+                return
+            length //= 2
+
+    def _more_gpus(self, setup: Setup) -> Iterator[str]:
+        num_gpus = setup.num_gpus
+        while num_gpus < _MOST_GPUS:
+            num_gpus *= 2
+            usable = budget_of(setup.gpu, num_gpus, self.budget.memory_bytes).usable_bytes
+            needed = self._needed(replace(setup, num_gpus=num_gpus))
+            if needed is not None and needed <= usable:
+                yield f"{num_gpus} GPUs of this kind: {needed / GIB:.1f} GiB (--gpus {num_gpus})"
+                return
+
+    def devices(self, least: MemoryEstimate) -> Iterator[str]:
+        """How large a GPU would be enough, and which there are."""
+        needed = self.budget.needed_for(least.peak_bytes)
+        enough = sorted((gpu.memory_bytes, gpu.name) for gpu in GPUS.values() if gpu.memory_bytes >= needed)
+        names = ", ".join(name for _, name in enough[:3] if name != "cpu")
+        yield f"GPUs of {needed / GIB:.1f} GiB" + (f" (--gpu {names})" if names else "")
+
+
+def _ways(setup: Setup) -> Iterator[_Way]:
+    """What there is to change, the cheapest first."""
+    bf16, changes = torch.bfloat16, dict[str, Any]()
+    if setup.loss_impl != "chunked":
+        yield _Way("loss_impl='chunked'", "--loss chunked", "costs nothing", {"loss_impl": "chunked"})
+    if not setup.compile:
+        yield _Way("compile=True", "--compile", "a minute at the start", {"compile": True})
+    if setup.attention_mask:
+        changes = {"attention_mask": False}
+        yield _Way("attention_mask=False", "--no-padding", "rows are packed", changes)
+    if not setup.sac_offload:
+        cost = "copies to the host, which computation hides if it is long enough"
+        yield _Way("sac_offload=True", "--offload", cost, {"sac_offload": True})
+    if setup.optimizer.startswith("adamw") and setup.optimizer != "adamw8bit":
+        changes = {"optimizer": "adamw8bit"}
+        yield _Way("optimizer='adamw8bit'", "--optimizer adamw8bit", "states are rounded", changes)
+    if setup.master_dtype == torch.float32 and setup.lora is None:
+        changes = {"master_dtype": bf16, "frozen_dtype": bf16}
+        cost = "parameters are rounded, which needs an optimizer that rounds stochastically"
+        yield _Way("master_dtype=torch.bfloat16", "--masters bfloat16", cost, changes)
+    if not setup.cpu_offload:
+        yield _Way("cpu_offload=True", "--cpu-offload", "the update runs on the host", {"cpu_offload": True})
+    if setup.lora is None and setup.trainable is None:
+        changes = {"lora": (_RANK, ("all-linear",)), "frozen_dtype": setup.param_dtype}
+        cost = "trains adapters, and not the model"
+        yield _Way(f"lora_rank={_RANK}", f"--lora {_RANK}", cost, changes)

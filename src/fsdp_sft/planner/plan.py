@@ -1,0 +1,189 @@
+"""One way to run a training: as numbers, and as the code that runs it so."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import torch
+
+from fsdp_sft.planner.estimate import MemoryEstimate
+from fsdp_sft.planner.setup import GradSync, Setup
+from fsdp_sft.planner.speed import StepTime
+from fsdp_sft.sac import Placement, parse_ratio
+
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """One way to run a training that fits.
+
+    Attributes:
+        num_gpus: Ranks.
+        cp: Ranks that share the tokens of each row; ``num_gpus // cp`` such groups have rows of their own.
+        dp_replicate: Replicas of the sharded model (HSDP).
+        micro_batch_size: Sequences per rank (or group of ``cp`` ranks) and forward.
+        grad_accum_steps: Micro-batches per optimizer step.
+        grad_sync: Whether gradients are reduced after ``"each"`` micro-batch, or after the ``"last"``.
+        sac_ratio: Fraction of checkpointed blocks, the smallest of a fixed list that fits.
+        sac_placement: Which blocks those are.
+        sac_offload: Whether what they keep waits on the host, of which ``estimate.host_bytes`` are taken.
+        reshard_after_forward: Whether blocks are freed between forward and backward.
+        compile: Whether the blocks are compiled.
+        estimate: Memory per GPU.
+        time: Predicted seconds of an optimizer step, by part.
+        tokens_per_second: Of one GPU, predicted.
+        relative_speed: 1.0 for the fastest plan of a list.
+        reasons: Why it is as fast as it is.
+    """
+
+    num_gpus: int
+    cp: int
+    dp_replicate: int
+    micro_batch_size: int
+    grad_accum_steps: int
+    grad_sync: GradSync
+    sac_ratio: Fraction
+    sac_placement: Placement
+    sac_offload: bool
+    reshard_after_forward: bool
+    compile: bool
+    estimate: MemoryEstimate
+    time: StepTime
+    tokens_per_second: float
+    relative_speed: float
+    reasons: tuple[str, ...]
+    setup: Setup
+
+    @property
+    def peak_bytes(self) -> int:
+        """Predicted peak per GPU."""
+        return self.estimate.peak_bytes
+
+    def code(self, model: str = "MODEL") -> str:
+        """What to paste into a training script: the calls of this library, with this plan's arguments."""
+        return "\n".join(_code(self, model))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan in types that JSON has; bytes, seconds, and tokens a second of one GPU."""
+        return {
+            "num_gpus": self.num_gpus,
+            "cp": self.cp,
+            "dp_replicate": self.dp_replicate,
+            "micro_batch_size": self.micro_batch_size,
+            "grad_accum_steps": self.grad_accum_steps,
+            "grad_sync": self.grad_sync,
+            "sac_ratio": str(self.sac_ratio),
+            "sac_placement": self.sac_placement,
+            "sac_offload": self.sac_offload,
+            "reshard_after_forward": self.reshard_after_forward,
+            "compile": self.compile,
+            "peak_bytes": self.peak_bytes,
+            "peak_phase": self.estimate.peak_phase,
+            "breakdown_bytes": dict(self.estimate.breakdown),
+            "host_bytes": self.estimate.host_bytes,
+            "step_seconds": self.time.total,
+            "tokens_per_second_per_gpu": self.tokens_per_second,
+            "relative_speed": self.relative_speed,
+            "bound_by": self.time.bound,
+            "reasons": list(self.reasons),
+            "notes": list(self.estimate.notes),
+        }
+
+
+def make_plan(setup: Setup, memory: MemoryEstimate, time: StepTime, why: str) -> RunPlan:
+    """The plan of a setup; ``why`` says in words what more ranks to a row are good for."""
+    tokens = setup.grad_accum_steps * setup.micro_batch_size * setup.seq_length / setup.cp
+    return RunPlan(
+        num_gpus=setup.num_gpus,
+        cp=setup.cp,
+        dp_replicate=setup.dp_replicate,
+        micro_batch_size=setup.micro_batch_size,
+        grad_accum_steps=setup.grad_accum_steps,
+        grad_sync=setup.grad_sync,
+        sac_ratio=parse_ratio(setup.sac_ratio),
+        sac_placement=setup.sac_placement,
+        sac_offload=setup.sac_offload,
+        reshard_after_forward=setup.reshard_after_forward,
+        compile=setup.compile,
+        estimate=memory,
+        time=time,
+        tokens_per_second=tokens / time.total,
+        relative_speed=1.0,
+        reasons=tuple(_reasons(setup, time, why, memory.host_bytes)),
+        setup=setup,
+    )
+
+
+def _reasons(setup: Setup, time: StepTime, why: str, host_bytes: int) -> Iterator[str]:
+    hidden = f"{time.exposed:.2f} s of it beside nothing" if time.exposed > 0.005 else "all of it hidden"
+    yield (
+        f"bound by {time.bound} (a micro-step: compute {time.compute:.2f} s, {time.memory_bound:.2f} s of it "
+        f"waiting for memory; communication {time.communication:.2f} s, {hidden})"
+    )
+    if time.recompute:
+        yield f"recomputation is {time.recompute / time.compute:.0%} of the compute"
+    if host_bytes:
+        yield (
+            f"what checkpointed blocks keep waits in {host_bytes / _GIB:.1f} GiB of host memory per GPU: "
+            f"copies take {time.offload:.2f} s of a micro-step, beside the compute"
+        )
+    if setup.cp > 1:
+        because = f", since {why}" if why else ""
+        yield f"{setup.cp} GPUs share each row{because}: exchanges take {time.exchange:.2f} s of a micro-step"
+    if setup.dp_replicate > 1:
+        yield f"{setup.dp_replicate} replicas of {setup.num_shards} GPUs each: gathers stay within them"
+    if setup.grad_sync == "last" and setup.grad_accum_steps > 1:
+        yield "gradients are reduced once a step: whole ones are kept until then"
+    if not setup.reshard_after_forward:
+        yield "blocks stay gathered: one all-gather less"
+
+
+def _code(plan: RunPlan, model: str) -> Iterator[str]:
+    setup = plan.setup
+    mesh = {"dp_replicate": (plan.dp_replicate, 1), "cp": (plan.cp, 1)}
+    yield f"mesh = fs.build_mesh({_arguments(mesh)})"
+    offload = "torch.distributed.fsdp.CPUOffloadPolicy()" if setup.cpu_offload else None
+    load: dict[str, tuple[Any, Any]] = {
+        "sac_ratio": (str(plan.sac_ratio), "0"),
+        "sac_placement": (plan.sac_placement if plan.sac_ratio else "even", "even"),
+        "sac_offload": (plan.sac_offload and bool(plan.sac_ratio), False),
+        "compile": (plan.compile, False),
+        "reshard_after_forward": (plan.reshard_after_forward, True),
+        "master_dtype": (setup.master_dtype, torch.float32),
+        "offload_policy": (_Verbatim(offload), _Verbatim(None)),
+    }
+    if setup.lora is not None:
+        rank, targets = setup.lora
+        chosen = "all-linear" if "all-linear" in targets else list(targets)
+        peft = f"peft.LoraConfig(r={rank}, target_modules={chosen!r}, task_type='CAUSAL_LM')"
+        load["peft_config"] = (_Verbatim(peft), _Verbatim(None))
+    given = _arguments(load)
+    yield f"model = fs.load_pretrained({model!r}, mesh=mesh{', ' if given else ''}{given})"
+    if plan.cp > 1:
+        yield "fs.use_context_parallel(model, mesh=mesh)"
+    yield f"loader = DataLoader(rows, batch_size={plan.micro_batch_size}, ...)"
+    yield f"for window in fs.windows(loader, grad_accum_steps={plan.grad_accum_steps}):"
+    step = _arguments({"grad_sync": (plan.grad_sync, "each"), "loss_impl": (setup.loss_impl, "chunked")})
+    yield f"    fs.train_step(model, window, optimizer{', ' if step else ''}{step})"
+
+
+class _Verbatim:
+    """A value that is written as it is, and not as a text."""
+
+    def __init__(self, text: str | None) -> None:
+        self.text = text
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Verbatim) and self.text == other.text
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+    def __repr__(self) -> str:
+        return str(self.text)
+
+
+def _arguments(values: dict[str, tuple[Any, Any]]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, (value, usual) in values.items() if value != usual)

@@ -1,0 +1,67 @@
+"""How evenly a model's parameters lie on the ranks, and which of them does not."""
+
+import math
+from dataclasses import dataclass
+
+from fsdp_sft._placement import imbalance, shard_dim, shard_numel
+from fsdp_sft.planner.model import Group
+
+
+@dataclass(frozen=True)
+class ShardBalance:
+    """What the fullest rank has room for, beside the mean over the ranks.
+
+    Attributes:
+        ranks: Ranks that the parameters are sharded over.
+        largest_over_mean: Elements of the fullest rank over the mean; 1.0 is even.
+        parameter: Name of the parameter that adds most to that, the first of its kind; empty if all are even.
+        shape: Its shape.
+        dim: The dimension along which it is cut.
+        parameter_over_mean: The fullest rank's part of that parameter over the mean.
+        idle_ranks: Ranks that have none of it.
+    """
+
+    ranks: int
+    largest_over_mean: float
+    parameter: str = ""
+    shape: tuple[int, ...] = ()
+    dim: int = 0
+    parameter_over_mean: float = 1.0
+    idle_ranks: int = 0
+
+    def __str__(self) -> str:
+        if not self.parameter:
+            return f"all parameters lie evenly on {self.ranks} ranks"
+        shape = " x ".join(map(str, self.shape))
+        text = (
+            f"the fullest of {self.ranks} ranks has {self.largest_over_mean:.3f} times the mean; most uneven "
+            f"is {self.parameter} ({shape}), cut along dimension {self.dim}: "
+            f"{self.parameter_over_mean:.2f} times"
+        )
+        return text + (f", {self.idle_ranks} ranks have none of it" if self.idle_ranks else "")
+
+
+def shard_balance(groups: tuple[tuple[Group, int], ...], ranks: int) -> ShardBalance:
+    """The balance of a model's groups, each with how many there are of it."""
+    most = total = 0
+    worst: tuple[float, str, tuple[int, ...]] = (0.0, "", ())
+    for group, count in groups:
+        for name, (shape, _) in zip(group.names, group.shapes, strict=True):
+            here, elements = shard_numel(shape, ranks), math.prod(shape)
+            most, total = most + count * here, total + count * elements
+            worst = max(worst, (count * (here - elements / ranks), name, shape), key=lambda found: found[0])
+    excess, name, shape = worst
+    if excess < 1 or not total:
+        return ShardBalance(ranks, most * ranks / total if total else 1.0)
+    dim = shard_dim(shape, ranks)
+    size = shape[dim] if shape else 1
+    rows = -(-size // ranks)
+    return ShardBalance(
+        ranks=ranks,
+        largest_over_mean=most * ranks / total,
+        parameter=name,
+        shape=shape,
+        dim=dim,
+        parameter_over_mean=imbalance(size, ranks),
+        idle_ranks=ranks - -(-size // rows),
+    )

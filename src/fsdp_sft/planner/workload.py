@@ -1,0 +1,61 @@
+"""What a stretch of operations costs a device: FLOPs, and bytes through its memory."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from fsdp_sft.planner.ledger import ATTENTION, Event
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Operations that run one after the other.
+
+    Attributes:
+        operations: Of each that moves or computes anything FLOPs, bytes read and written, and whether it is
+            attention.
+    """
+
+    operations: tuple[tuple[float, float, bool], ...] = ()
+
+    def __add__(self, other: "Workload") -> "Workload":
+        return Workload(self.operations + other.operations)
+
+
+def work_of(events: Iterable[Event]) -> Workload:
+    """The work of operations that run one by one."""
+    counted = (event for event in events if event.flops or event.moved)
+    return Workload(tuple((event.flops, event.moved, event.op == ATTENTION) for event in counted))
+
+
+def fused_work(events: Iterable[Event], sizes: list[int], *, in_memory: set[int], apart: Any) -> Workload:
+    """The work of operations of which all but those that run ``apart`` are fused.
+
+    What fused ones hand to each other never reaches the memory: they read each tensor that lies there once,
+    and write it once.
+
+    Args:
+        events: What runs.
+        sizes: Bytes by storage number.
+        in_memory: Storages that lie in memory.
+        apart: Whether an operation runs by itself.
+    """
+    alone: list[Event] = []
+    read, written = set[int](), set[int]()
+    for event in events:
+        if event.op is None:
+            continue
+        if apart(event.op):
+            alone.append(event)
+        elif event.moved:
+            made = set(event.outputs) - set(event.inputs)
+            written |= made & in_memory
+            read |= set(event.inputs) & in_memory - written
+    moved = sum(sizes[number] for number in read | written)
+    return work_of(alone) + Workload(((0.0, float(moved), False),) if moved else ())
+
+
+def until(events: list[Event], wanted: set[int]) -> list[Event]:
+    """The events up to the last that makes one of the ``wanted`` storages: recomputation stops there."""
+    last = max((i for i, event in enumerate(events) if wanted & set(event.outputs)), default=-1)
+    return events[: last + 1]
