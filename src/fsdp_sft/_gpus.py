@@ -216,6 +216,7 @@ def _described(text: str) -> Gpu:
         extra, memory, peak, bandwidth = {}, 0.0, 0.0, 0.0
     if (
         not name
+        or set(extra) - set(_EXTRA)
         or min(memory, peak, bandwidth, *extra.values()) <= 0
         or not all(value < float("inf") for value in (memory, peak, bandwidth, *extra.values()))
     ):

@@ -30,8 +30,8 @@ class Rates:
         operation: Seconds that an operation takes at least.
     """
 
-    products: float = 0.95
-    attention: float = 0.6
+    products: float = 0.9
+    attention: float = 0.5
     memory: float = 0.9
     network: float = 0.4
     contention: float = 0.6

@@ -1,0 +1,1 @@
+"""The planner beside what others have published."""

@@ -1,0 +1,120 @@
+"""GPUs by name, and how much of their memory tensors can have."""
+
+import dataclasses
+import re
+
+import pytest
+import transformers as tf
+
+import fsdp_sft as fs
+from fsdp_sft._gpus import GB, GIB, GPUS, MIB, gpu_named, known_device
+from fsdp_sft.planner.budget import budget_of
+from tests.planner.families import LLAMA_8B
+
+
+@pytest.mark.parametrize(
+    ("name", "gib"),
+    [
+        ("h100", 81559 / 1024),
+        ("h100-80gb", 81559 / 1024),
+        ("H100-79.1GiB", 79.1),
+        ("a100", 80),
+        ("a100-40gb", 40),
+        ("h200-141gb", 143771 / 1024),
+        ("4090", 24564 / 1024),
+        ("a10g-24gb", 23028 / 1024),
+        ("h100-64gb", 64 * GB / GIB),
+        ("mine=48,362,864", 48),
+    ],
+)
+def test_sizes(name: str, gib: float) -> None:
+    assert gpu_named(name).memory_bytes == pytest.approx(gib * GIB, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["v100", "h100-", "h100-0gb", "h100-xgb", "-80gb", "", "h100-80gb-80gb"])
+def test_what_is_not_known_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=r"gpu must be one of gb200|cannot read the memory"):
+        gpu_named(name)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["=48,1,1", "mine=", "mine=48", "mine=48,1", "mine=48,1,1,1", "mine=-1,1,1", "mine=nan,1,1",
+     "mine=48,1,1,lonk=3", "mine=48,1,1,link=0", "mine=48,inf,1"],
+)  # fmt: skip
+def test_a_description_that_cannot_be_read_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="a GPU is described as NAME=GiB,TFLOPs,GB/s"):
+        gpu_named(text)
+
+
+def test_a_description() -> None:
+    mine = gpu_named("mine=48,362,864,link=100,per_node=4,network=25")
+    assert (mine.memory_bytes, mine.flops_per_second) == (48 * GIB, 362e12)
+    assert (mine.memory_bytes_per_second, mine.node_bytes_per_second) == (864e9, 100e9)
+    assert (mine.bytes_per_second, mine.gpus_per_node) == (25e9, 4)
+    notes = fs.estimate_memory(
+        LLAMA_8B, num_gpus=4, micro_batch_size=1, seq_length=512, gpu="mine=48,362,864"
+    ).notes
+    assert any("mine was never compared" in note for note in notes)
+
+
+def test_the_table_knows_itself() -> None:
+    for name, gpu in GPUS.items():
+        assert gpu == gpu_named(name)
+        assert known_device("Tesla V100-SXM2-16GB") is None
+        numbers = [value for value in dataclasses.asdict(gpu).values() if isinstance(value, (int, float))]
+        assert all(number >= 0 for number in numbers)
+        assert 0.4 < gpu.achievable < 1
+        if name != "cpu":
+            plain = re.sub(r"\(\?!.*|\[18\]", lambda match: "1" if match[0] == "[18]" else "", gpu.device)
+            assert known_device(f"NVIDIA {plain}") == gpu
+
+
+def test_what_is_taken_is_named() -> None:
+    one, eight, many = (budget_of(gpu_named("h100"), count) for count in (1, 8, 64))
+    assert one.usable_bytes > eight.usable_bytes > many.usable_bytes > 0.93 * 81559 * MIB
+    assert [name for name, _ in one.taken] == ["driver", "CUDA context", "fragments"]
+    assert "NCCL" in str(eight)
+    assert eight.memory_bytes - eight.usable_bytes == sum(size for _, size in eight.taken)
+    for peak in (1 << 30, 20 << 30, 70 << 30):
+        needed = eight.needed_for(peak)
+        assert budget_of(gpu_named("h100"), 8, needed).usable_bytes == pytest.approx(peak, rel=0.04)
+
+
+def test_uneven_parameters_are_named() -> None:
+    config = tf.MixtralConfig(
+        hidden_size=248, intermediate_size=296, num_hidden_layers=2, num_attention_heads=10,
+        num_key_value_heads=2, head_dim=24, vocab_size=1000,
+    )  # fmt: skip
+    job = {"micro_batch_size": 1, "seq_length": 64}
+    found = fs.estimate_memory(config, num_gpus=64, **job).sharding
+    assert found.parameter == "mlp.experts.gate_up_proj"
+    assert (found.ranks, found.shape, found.idle_ranks) == (64, (8, 592, 248), 56)
+    assert found.largest_over_mean > 5
+    assert "56 ranks have none of it" in str(found)
+    even = fs.estimate_memory(config, num_gpus=2, **job).sharding
+    assert (even.largest_over_mean, even.parameter) == (1.0, "")
+
+
+def test_advice_goes_from_what_costs_nothing_to_what_costs_most() -> None:
+    job = {"num_gpus": 2, "gpu": "4090", "seq_length": 2048, "global_batch_size": 16}
+    with pytest.raises(fs.NoPlanError) as caught:
+        fs.plan_run(LLAMA_8B, **job)
+    lines = [line for line in str(caught.value).splitlines() if line.startswith("- ")]
+    order = ["cpu_offload=True", "lora_rank=16", "8 GPUs of this kind", "GPUs of"]
+    places = [next(i for i, line in enumerate(lines) if line.startswith(f"- {words}")) for words in order]
+    assert places == sorted(places)
+    lora = lines[places[1]]
+    assert "(--lora 16)" in lora
+    assert float(re.search(r": ([\d.]+) GiB", lora)[1]) < 20.9
+    assert fs.plan_run(LLAMA_8B, **job, lora_rank=16)
+    assert fs.plan_run(LLAMA_8B, **job, cpu_offload=True)
+
+
+def test_advice_combines_what_does_not_suffice_alone() -> None:
+    job = {"num_gpus": 2, "gpu": "a100-40gb", "seq_length": 1024, "global_batch_size": 16}
+    with pytest.raises(
+        fs.NoPlanError, match=r"- optimizer='adamw8bit', master_dtype=torch.bfloat16: "
+    ) as caught:
+        fs.plan_run(LLAMA_8B, **job)
+    assert "--optimizer adamw8bit --masters bfloat16" in str(caught.value)
