@@ -1,4 +1,4 @@
-"""The planner beside what others have published; the whole page is ``python -m benchmarks.published.compare``'s."""
+"""The planner beside what others have published; benchmarks.published.compare writes the whole page."""
 
 import statistics
 
