@@ -42,6 +42,7 @@ STOREYS = [
         "experts",
         "export",
         "metrics",
+        "optimizer",
         "sac",
         "sampler",
         "shard",
