@@ -99,7 +99,8 @@ def test_bits_are_even_and_unlike_for_other_keys_and_lanes() -> None:
     count = 1 << 18
     streams = [_noise(count, key=key, lane=lane).double() for key in (1, 2) for lane in range(3)]
     for stream in streams:
-        assert stream.min() >= 0 and stream.max() < 1 << 16
+        assert stream.min() >= 0
+        assert stream.max() < 1 << 16
         assert abs(stream.mean() - 32767.5) < 5 * 65536 / math.sqrt(12 * count)
         by_value = torch.bincount((stream / 256).long(), minlength=256).double()
         chi = float(((by_value - count / 256) ** 2 / (count / 256)).sum())

@@ -162,14 +162,14 @@ class StochasticAdamW(torch.optim.Optimizer):
                 place += 1
 
 
-def working_bytes(elements: int, *, wide: bool = False) -> int:
-    """What a step needs beside parameters, gradients and states for a shard of so many elements.
+def working_bytes(elements: int, dtype: torch.dtype) -> int:
+    """What a step needs beside parameters, gradients and states.
 
     Args:
         elements: Of the largest shard.
-        wide: Whether parameters and states are float32, and nothing is rounded.
+        dtype: Of parameters, gradients and states; what is not bfloat16 needs a denominator.
     """
-    return min(elements, CHUNK) * (4 if wide else 30)
+    return min(elements, CHUNK) * (30 if dtype is torch.bfloat16 else dtype.itemsize)
 
 
 @dataclass(frozen=True)
@@ -235,8 +235,8 @@ def _check_parameter(parameter: torch.Tensor) -> None:
     if parameter.dtype not in _DTYPES:
         reason = " (second moments leave its range)" if parameter.dtype is torch.float16 else ""
         raise ValueError(
-            f"StochasticAdamW steps parameters of bfloat16, float32 and float64, got {parameter.dtype}{reason}: "
-            "keep them in one of these; a GradScaler's float16 is for the compute (mp_policy) alone"
+            "StochasticAdamW steps parameters of bfloat16, float32 and float64, got "
+            f"{parameter.dtype}{reason}: keep them in one of these; a GradScaler's float16 is for the compute (mp_policy) alone"
         )
     try:
         box_of(parameter)
