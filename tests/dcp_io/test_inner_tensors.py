@@ -212,17 +212,14 @@ def test_torchao(name: str, tmp_path: Path) -> None:
     _same(inner_state(second), after[1])
 
 
-def _torchao_end_to_end(root: str, masters: torch.dtype) -> None:
+def _torchao_end_to_end(root: str) -> None:
     from torchao.optim import AdamW8bit
 
-    stochastic = masters is torch.bfloat16
-
     def make() -> tuple[Any, Any]:
-        model = fs.load_pretrained(f"{root}/base", mesh=mesh_here(), master_dtype=masters)
-        return model, AdamW8bit(model.parameters(), lr=1e-3, bf16_stochastic_round=stochastic)
+        model = fs.load_pretrained(f"{root}/base", mesh=mesh_here())
+        return model, AdamW8bit(model.parameters(), lr=1e-3)
 
     def train(model: Any, optimizer: Any, count: int) -> None:
-        torch.manual_seed(count)  # what torchao rounds by
         for batch in ragged_batches(count + 1)[:count]:
             assert fs.train_step(model, [batch], optimizer, check_labels=False).loss > 0
 
@@ -239,12 +236,10 @@ def _torchao_end_to_end(root: str, masters: torch.dtype) -> None:
             train(each, one, 3)
     _same(inner_state(fresh), inner_state(optimizer))
     for a, b in zip(again.parameters(), model.parameters(), strict=True):
-        assert a.dtype is masters
         assert torch.equal(own_of(a), own_of(b))
 
 
-@pytest.mark.parametrize("masters", [torch.float32, torch.bfloat16])
-def test_torchao_from_a_checkpoint_through_steps_and_back(masters: torch.dtype, tmp_path: Path) -> None:
+def test_torchao_from_a_checkpoint_through_steps_and_back(tmp_path: Path) -> None:
     pytest.importorskip("torchao.optim")
     save_tiny(tmp_path / "base", "llama", hidden_size=128, intermediate_size=256)
-    run_distributed(_torchao_end_to_end, 2, str(tmp_path), masters)
+    run_distributed(_torchao_end_to_end, 2, str(tmp_path))

@@ -11,7 +11,7 @@ from torch.optim.optimizer import ParamsT
 from fsdp_sft._boxes import Box, box_of, local_of
 from fsdp_sft.optimizer.stochastic import key_of, numbers_in_whole, random_bits, round_into, sixteen_of
 
-CHUNK = 1 << 20  # elements of a shard that are in float32 at a time
+CHUNK = 1 << 22  # elements of a shard that are in float32 at a time
 _STATES = ("exp_avg", "exp_avg_sq")
 _DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 _NOT_OFFERED = ("amsgrad", "maximize", "foreach", "fused", "capturable", "differentiable")
@@ -51,8 +51,8 @@ class StochasticAdamW(torch.optim.Optimizer):
     Collective: none.
     Memory: A parameter and its two moments take 6 bytes with bfloat16 masters, and 10 with float32 moments;
         float32 masters with ``torch.optim.AdamW`` take 12. A step needs 30 bytes more for each
-        element of the largest shard, but 30 MiB at most: a large one is updated 2^20 elements at a time. What
-        is not contiguous is copied.
+        element of the largest shard, but 120 MiB at most: a large one is updated 2^22 elements at a time.
+        What is not contiguous is copied.
     Source: AdamW: Loshchilov and Hutter, arXiv:1711.05101. Stochastic rounding of weights: Gupta et al.,
         arXiv:1502.02551; in the training of language models: Zamirai et al., arXiv:2010.06192.
 
@@ -115,12 +115,14 @@ class StochasticAdamW(torch.optim.Optimizer):
         for number, (_, parameter, group) in zip(numbers, self._parameters(), strict=True):
             saved, state = state_dict["state"].get(number, {}), self.state.get(parameter, {})
             dtype = group["state_dtype"] or parameter.dtype
+            if "step" in state:  # on the host, where torch's fused optimizers do not have it
+                state["step"] = torch.tensor(float(state["step"]))
             for name in state.keys() & set(_STATES):
                 if state[name].dtype != dtype:
                     state[name] = saved[name].to(dtype=dtype, device=parameter.device)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient.
 
         Args:
@@ -236,7 +238,8 @@ def _check_parameter(parameter: torch.Tensor) -> None:
         reason = " (second moments leave its range)" if parameter.dtype is torch.float16 else ""
         raise ValueError(
             "StochasticAdamW steps parameters of bfloat16, float32 and float64, got "
-            f"{parameter.dtype}{reason}: keep them in one of these; a GradScaler's float16 is for the compute (mp_policy) alone"
+            f"{parameter.dtype}{reason}: keep them in one of these; "
+            "a GradScaler's float16 is for the compute (mp_policy) alone"
         )
     try:
         box_of(parameter)
