@@ -189,7 +189,7 @@ def main() -> None:
         f"{AVERAGED} steps, and that of test rows. Bytes: of masters and states, per parameter, counted from",
         "the tensors. Moved: elements of parameters that ended elsewhere than they began.",
     ]
-    head = ["", "loss", "less float32's", "test rows", "moved", "masters", "states", "ms a step"]
+    head = ["", "loss", "less float32's", "test rows", "moved", "masters", "states"]
     for title, by_way in runs.items():
         expected = next(iter(by_way.values())).last
         rows = [
@@ -201,7 +201,6 @@ def main() -> None:
                 f"{run.moved:.1%}",
                 f"{run.masters:.2f}",
                 f"{run.states:.2f}",
-                f"{1000 * run.seconds:.0f}",
             ]
             for name, run in by_way.items()
         ]
