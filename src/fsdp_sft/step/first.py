@@ -12,6 +12,7 @@ from fsdp_sft.dcp_io.optimizer_content import check_storable
 from fsdp_sft.errors import UnstorableStateError
 
 _seen: "weakref.WeakSet[Any]" = weakref.WeakSet()
+_told: "weakref.WeakSet[Any]" = weakref.WeakSet()  # one without state is never in the other
 
 
 def state_problem(optimizer: Any) -> UnstorableStateError | None:
@@ -51,6 +52,9 @@ def _warn_about(optimizer: torch.optim.Optimizer, together: list[torch.optim.Opt
 
 def _warn_of_lost_updates(optimizer: torch.optim.Optimizer) -> None:
     """Others' optimizers may round otherwise, which nothing tells; torch's do not."""
+    if optimizer in _told:
+        return
+    _told.add(optimizer)
     kind = type(optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     narrow = [p for p in parameters if p.dtype is torch.bfloat16]
