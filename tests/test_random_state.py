@@ -63,7 +63,7 @@ def _calls(root: Path) -> dict[str, Callable[[], Any]]:
     memory = {"gpu_memory_bytes": 1 << 34, "seq_length": 16}
 
     dropping = tiny_model("gpt2", resid_pdrop=0.1, attn_pdrop=0.1, embd_pdrop=0.1).train()
-    to_compile, by_row = tiny_model("llama"), tiny_model("llama")
+    to_compile, by_row, narrow = tiny_model("llama"), tiny_model("llama"), tiny_model("llama")
     with quiet():
         mixture = tiny_architecture("Glm4MoeForCausalLM").eval()
 
@@ -155,6 +155,7 @@ def _calls(root: Path) -> dict[str, Callable[[], Any]]:
         "use_varlen_attention": lambda: fs.use_varlen_attention(by_row),
         "gradient_sync": lambda: fs.gradient_sync(kept["model"], "none").__enter__(),
         "train_step": lambda: fs.train_step(kept["model"].eval(), batches[:2], kept["optimizer"]),
+        "StochasticAdamW": lambda: _rounded(narrow, mesh_here()),
         "evaluate": lambda: fs.evaluate(kept["model"].train(), batches),
         "late_result": lambda: fs.late_result(kept["model"]),
         "save_checkpoint": lambda: fs.save_checkpoint(
@@ -206,6 +207,11 @@ def _shared_rows(base: Path) -> Any:
     fs.use_context_parallel(model, mesh=mesh)
     del model, mesh
     gc.collect()  # while there is such a mesh, others want to be told who shares rows
+
+
+def _rounded(model: Any, mesh: Any) -> Any:
+    fs.shard_model(model, mesh=mesh, master_dtype=torch.bfloat16)
+    return fs.train_step(model, ragged_batches(2)[:1], fs.StochasticAdamW(model.parameters()))
 
 
 def _lora_of(mesh: Any, base: Path) -> Any:

@@ -43,6 +43,7 @@ STOREYS = [
         "experts",
         "export",
         "metrics",
+        "optimizer",
         "sac",
         "sampler",
         "shard",

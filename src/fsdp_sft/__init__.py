@@ -100,6 +100,7 @@ if TYPE_CHECKING:
     from fsdp_sft.metrics import reset_peak_memory as reset_peak_memory
     from fsdp_sft.mixing import MixedSampler as MixedSampler
     from fsdp_sft.mixing import MixedStream as MixedStream
+    from fsdp_sft.optimizer import StochasticAdamW as StochasticAdamW
     from fsdp_sft.packing import PackedCollator as PackedCollator
     from fsdp_sft.packing import PackedSampler as PackedSampler
     from fsdp_sft.packing import PackedStream as PackedStream
@@ -216,6 +217,7 @@ _OWNERS = {
     "SavedCheckpoint": "dcp_io",
     "StepProfiler": "metrics",
     "StepResult": "step",
+    "StochasticAdamW": "optimizer",
     "TensorBoardSink": "metrics",
     "ThroughputMeter": "metrics",
     "TrackioSink": "metrics",

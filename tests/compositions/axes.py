@@ -31,7 +31,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "batches": ("padded", "packed", "packed with a mask"),
     "varlen": ("no", "yes"),
     "accumulation": ("1", "3 each", "3 last", "3 reduce_scatter"),
-    "optimizer": ("sgd", "adamw", "muon and adamw", "adamw in a wrapper"),
+    "optimizer": ("sgd", "adamw", "muon and adamw", "adamw in a wrapper", "stochastic adamw"),
     "sync": ("step", "late"),
     "scheduler": ("none", "linear", "plateau"),
     "clip": ("none", "1e-2"),

@@ -96,7 +96,7 @@ def _run(draw: Draw, folder: Path, rows: list[Row], held_out: list[Row], first: 
     if mesh is not None:
         fs.use_context_parallel(model, mesh=mesh)
     told.start = _tensors(inner)
-    made = options.optimizers(draw, inner)
+    made = options.optimizers(draw, inner, fs.StochasticAdamW)
     stepped = options.schedulers(draw, made)
     if draw["rows"] == "on the disk":
         rows = _from_the_disk(draw, rows, folder)

@@ -24,7 +24,7 @@ EQUAL: list[dict[str, str]] = [
         "batches": "packed",
         "varlen": "yes",
         "accumulation": "3 each",
-        "optimizer": "adamw in a wrapper",
+        "optimizer": "stochastic adamw",
         "clip": "1e-2",
         "rows": "on the disk",
         "loader": "stream of a mixture",

@@ -70,8 +70,11 @@ def adapter_config(draw: Draw, *, name: str = "default") -> Any:
     )
 
 
-def optimizers(draw: Draw, model: nn.Module) -> list[torch.optim.Optimizer]:
-    """Over what a model trains; smooth, so that what is off by rounding stays so."""
+def optimizers(draw: Draw, model: nn.Module, rounded: Any = None) -> list[torch.optim.Optimizer]:
+    """Over what a model trains; smooth, so that what is off by rounding stays so.
+
+    ``rounded`` is the library's AdamW, which in float32 does what torch's does; None takes that.
+    """
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     kind = draw["optimizer"]
     if kind == "sgd":
@@ -85,6 +88,8 @@ def optimizers(draw: Draw, model: nn.Module) -> list[torch.optim.Optimizer]:
         if inner:
             made.append(torch.optim.Muon(inner, lr=5e-3, momentum=0.9))
         return [*made, torch.optim.AdamW(rest, **options)] if rest else made
+    if kind == "stochastic adamw" and rounded is not None:
+        return [rounded(named.values(), **options)]
     adamw = torch.optim.AdamW(named.values(), **options, fused=draw["sync"] == "late" or None)
     return [Wrapper(adamw)] if kind == "adamw in a wrapper" else [adamw]
 

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 import fsdp_sft as fs
 from tests.harness.device import device_here, mesh_here
 from tests.harness.eight_bit import ClosedMomentum, EightBitMomentum, Quantised, inner_state, own_of
+from tests.harness.hf_folders import save_tiny
 from tests.harness.models import full, ragged_batches, tiny_model
 from tests.harness.ranks import run_distributed
 
@@ -209,3 +210,36 @@ def test_torchao(name: str, tmp_path: Path) -> None:
     train(second, steps)
     assert all(torch.equal(a, b) for a, b in zip(weights, after[0], strict=True))
     _same(inner_state(second), after[1])
+
+
+def _torchao_end_to_end(root: str) -> None:
+    from torchao.optim import AdamW8bit
+
+    def make() -> tuple[Any, Any]:
+        model = fs.load_pretrained(f"{root}/base", mesh=mesh_here())
+        return model, AdamW8bit(model.parameters(), lr=1e-3)
+
+    def train(model: Any, optimizer: Any, count: int) -> None:
+        for batch in ragged_batches(count + 1)[:count]:
+            assert fs.train_step(model, [batch], optimizer, check_labels=False).loss > 0
+
+    with torch.compiler.set_stance("force_eager"):
+        model, optimizer = make()
+        train(model, optimizer, 2)
+        kinds = {type(own_of(state["exp_avg"])).__name__ for state in optimizer.state.values()}
+        assert "OptimState8bit" in kinds
+        fs.save_checkpoint(f"{root}/out", 1, model=model, optimizer=optimizer)
+        again, fresh = make()
+        fs.load_checkpoint(f"{root}/out", model=again, optimizer=fresh)
+        _same(inner_state(fresh), inner_state(optimizer))
+        for each, one in ((model, optimizer), (again, fresh)):
+            train(each, one, 3)
+    _same(inner_state(fresh), inner_state(optimizer))
+    for a, b in zip(again.parameters(), model.parameters(), strict=True):
+        assert torch.equal(own_of(a), own_of(b))
+
+
+def test_torchao_from_a_checkpoint_through_steps_and_back(tmp_path: Path) -> None:
+    pytest.importorskip("torchao.optim")
+    save_tiny(tmp_path / "base", "llama", hidden_size=128, intermediate_size=256)
+    run_distributed(_torchao_end_to_end, 2, str(tmp_path))

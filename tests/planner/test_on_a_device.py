@@ -71,6 +71,16 @@ def combined_case(seed: int) -> tuple[Any, dict[str, Any]]:
     return config, {**options, "cp": 2}
 
 
+def stochastic_case(seed: int) -> tuple[Any, dict[str, Any]]:
+    """In bfloat16 and rounded stochastically, of so few tokens that the update is the peak."""
+    _, options = random_case(seed)
+    draw = random.Random(f"stochastic {seed}")
+    config = family_config(FAMILIES[seed % len(FAMILIES)], draw, vocab=8192, hidden=256, layers=4)
+    options |= {"master_dtype": torch.bfloat16, "optimizer": "adamw_stochastic", "loss_impl": "chunked"}
+    options |= {"num_gpus": 2, "dp_replicate": 1, "grad_accum_steps": 1, "reshard_after_forward": True}
+    return config, {**options, "micro_batch_size": 1, "seq_length": 32, "sac_ratio": "1"}
+
+
 def _peak(config: Any, options: dict[str, Any]) -> tuple[int, list[int]]:
     """(most bytes in use in a step of the steady state, devices touched)."""
     from transformers import AutoModelForCausalLM
@@ -88,7 +98,10 @@ def _peak(config: Any, options: dict[str, Any]) -> tuple[int, list[int]]:
     )
     model.to(context.device)
     fs.use_context_parallel(model, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, **_OPTIMIZERS[options["optimizer"]])
+    if options["optimizer"] == "adamw_stochastic":
+        optimizer: torch.optim.Optimizer = fs.StochasticAdamW(model.parameters(), lr=1e-5)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, **_OPTIMIZERS[options["optimizer"]])
     ids = torch.randint(3, config.vocab_size, (options["micro_batch_size"], options["seq_length"]))
     batch = {"input_ids": ids, "labels": ids.clone()}
     if options["attention_mask"]:
@@ -129,6 +142,7 @@ def _compare(seed: int, draw: Callable[[int], tuple[Any, dict[str, Any]]]) -> tu
     "draw",
     [
         combined_case,
+        stochastic_case,
         *(pytest.param(d, marks=pytest.mark.slow) for d in (random_case, shared_case, offloaded_case)),
     ],
 )
@@ -139,7 +153,7 @@ def test_the_estimate_is_what_a_device_has_in_use(draw: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("draw", [random_case, shared_case, offloaded_case, combined_case])
+@pytest.mark.parametrize("draw", [random_case, shared_case, offloaded_case, combined_case, stochastic_case])
 def test_twenty_random_configurations(draw: Any) -> None:
     compared = [_compare(seed, draw) for seed in range(CASES)]
     wrong = [f"{text}: {error:+.2%}" for error, text in compared if abs(error) > LARGEST_ERROR]

@@ -254,6 +254,7 @@ def test_states_are_counted_from_the_parameters() -> None:
     assert part("parameters (shards)") == 4 * shard
     assert part("parameters (shards)", master_dtype=torch.bfloat16) == 2 * shard
     assert part("optimizer states") == 8 * shard
+    assert part("optimizer states", master_dtype=torch.bfloat16, optimizer="adamw_stochastic") == 4 * shard
     assert part("optimizer states", optimizer="sgd") == 0
     assert part("optimizer states", optimizer="sgd_momentum") == 4 * shard
     assert abs(part("optimizer states", optimizer="adamw8bit") / (2 * shard) - 1) < 0.04

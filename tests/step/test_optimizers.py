@@ -2,6 +2,7 @@
 
 import copy
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -206,3 +207,26 @@ def _made_while_gathered() -> str:
 def test_an_optimizer_over_gathered_parameters_is_refused() -> None:
     (message, _) = run_distributed(_made_while_gathered, 2)
     assert "model.embed_tokens.weight" in message
+
+
+def _steps_in_bfloat16() -> None:
+    batch = ragged_batches(2)[0]
+    model = fs.shard_model(tiny_model("llama"), mesh=mesh_here(), master_dtype=torch.bfloat16)
+    wide = fs.shard_model(tiny_model("llama"), mesh=mesh_here())
+    for trained, make, expected in (
+        (model, torch.optim.AdamW, 1),
+        (model, torch.optim.SGD, 1),
+        (model, fs.StochasticAdamW, 0),
+        (wide, torch.optim.AdamW, 0),
+    ):
+        optimizer = make(trained.parameters(), lr=1e-3)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                fs.train_step(trained, [batch], optimizer)
+        told = [str(w.message) for w in caught if "rounds them to the nearest" in str(w.message)]
+        assert len(told) == (expected if dist.get_rank() == 0 else 0), make
+
+
+def test_updates_that_bfloat16_loses_are_warned_of_once() -> None:
+    run_distributed(_steps_in_bfloat16, 2)

@@ -121,8 +121,8 @@ def estimate_memory(
             ``num_gpus``, and ``cp`` the query heads. Parameters are sharded over them as well.
         sac_blocks: Indices of the checkpointed blocks, in place of ratio and placement.
         optimizer: ``"adamw"`` (as torch runs it by default: ``foreach`` on a GPU, a loop on a CPU),
-            ``"adamw_foreach"``, ``"adamw_fused"``, ``"adamw_for_loop"``, ``"adamw8bit"``,
-            ``"sgd"``, ``"sgd_momentum"``.
+            ``"adamw_foreach"``, ``"adamw_fused"``, ``"adamw_for_loop"``, ``"adamw_stochastic"``
+            (``StochasticAdamW``), ``"adamw8bit"``, ``"sgd"``, ``"sgd_momentum"``.
         grad_sync: ``"each"`` micro-batch, or only the ``"last"``, which keeps whole gradients.
         reshard_after_forward: False keeps gathered blocks until their backward (ZeRO-2).
         cpu_offload: Whether shards, gradients and optimizer live on the host, which is then not counted.

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from fsdp_sft.optimizer import working_bytes
 from fsdp_sft.planner.model import Group, Skeleton
 from fsdp_sft.planner.setup import Setup
 from fsdp_sft.planner.trace import Footprint, Trace
@@ -289,6 +290,9 @@ class _Step:
             working = 2 * item * max(group.largest_shard(shards) for group, _ in self.groups)
         elif setup.optimizer in ("adamw", "adamw_foreach"):  # denominators of all at once
             working = item * sum(n * group.shard_elements(shards, trained=True) for group, n in self.groups)
+        elif setup.optimizer == "adamw_stochastic":
+            largest = max(group.largest_shard(shards) for group, _ in self.groups)
+            working = working_bytes(largest, setup.master_dtype)
         self.look("optimizer", UPDATE, working)
 
 

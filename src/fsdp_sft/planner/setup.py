@@ -11,7 +11,14 @@ from fsdp_sft.sac import Placement, Ratio, select_block_indices
 
 LossImpl = Literal["chunked", "logits"]
 Optimizer = Literal[
-    "adamw", "adamw_foreach", "adamw_fused", "adamw_for_loop", "adamw8bit", "sgd", "sgd_momentum"
+    "adamw",
+    "adamw_foreach",
+    "adamw_fused",
+    "adamw_for_loop",
+    "adamw_stochastic",
+    "adamw8bit",
+    "sgd",
+    "sgd_momentum",
 ]
 GradSync = Literal["each", "last"]
 

@@ -1,4 +1,4 @@
-"""An optimizer's state looked at once, after its first step: what no checkpoint could hold is said then."""
+"""An optimizer looked at once, after its first step: state that no checkpoint could hold, lost updates."""
 
 import warnings
 import weakref
@@ -12,13 +12,15 @@ from fsdp_sft.dcp_io.optimizer_content import check_storable
 from fsdp_sft.errors import UnstorableStateError
 
 _seen: "weakref.WeakSet[Any]" = weakref.WeakSet()
+_told: "weakref.WeakSet[Any]" = weakref.WeakSet()  # one without state is never in the other
 
 
 def state_problem(optimizer: Any) -> UnstorableStateError | None:
     """Why a checkpoint could not hold the state that the first step has made; None later, and if it could.
 
     Only tensor subclasses that do not say what is inside them are a problem: they could not even be copied.
-    Of other state that ``save_checkpoint`` would refuse there is one warning.
+    Of other state that ``save_checkpoint`` would refuse there is one warning, and one of bfloat16 parameters
+    that torch's optimizers round to the nearest.
     """
     together = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     optimizers = [one for one in together if one not in _seen]
@@ -26,6 +28,7 @@ def state_problem(optimizer: Any) -> UnstorableStateError | None:
         for one in optimizers:
             _look_at(one)
             _warn_about(one, together)
+            _warn_of_lost_updates(one)
     except UnstorableStateError as error:
         return error
     _seen.update(one for one in optimizers if one.state)
@@ -45,3 +48,20 @@ def _warn_about(optimizer: torch.optim.Optimizer, together: list[torch.optim.Opt
     except UnstorableStateError as error:
         if this_rank() == 0:
             warnings.warn(f"save_checkpoint will refuse this optimizer: {error}", stacklevel=5)
+
+
+def _warn_of_lost_updates(optimizer: torch.optim.Optimizer) -> None:
+    """Others' optimizers may round otherwise, which nothing tells; torch's do not."""
+    if optimizer in _told:
+        return
+    _told.add(optimizer)
+    kind = type(optimizer)
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    narrow = [p for p in parameters if p.dtype is torch.bfloat16]
+    if narrow and kind.__module__.startswith("torch.optim.") and this_rank() == 0:
+        warnings.warn(
+            f"{len(narrow)} of {len(parameters)} trained parameters are bfloat16, and {kind.__name__} rounds "
+            "them to the nearest: an update below 1/512 of a value is lost, as most are in fine-tuning. Use "
+            "fsdp_sft.StochasticAdamW, or float32 masters (master_dtype=torch.float32)",
+            stacklevel=5,
+        )

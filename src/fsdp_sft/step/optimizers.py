@@ -90,6 +90,12 @@ def prepare_scaler(
     return scaler
 
 
+def seeds_of(optimizers: list[torch.optim.Optimizer]) -> list[int]:
+    """Those that optimizers round by: with others on another rank, replicas would drift apart."""
+    seeds = [group.get("seed") for optimizer in optimizers for group in optimizer.param_groups]
+    return [seed for seed in seeds if isinstance(seed, int)]
+
+
 def unscale(
     optimizers: list[torch.optim.Optimizer], scaler: torch.amp.GradScaler | None
 ) -> list[torch.Tensor]:

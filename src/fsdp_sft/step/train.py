@@ -34,6 +34,7 @@ from fsdp_sft.step.optimizers import (
     checked_optimizers,
     checked_schedulers,
     prepare_scaler,
+    seeds_of,
     step_all,
     step_if_finite,
     unscale,
@@ -185,6 +186,7 @@ def train_step(
             "verify": verify,
             "check_labels": check_labels,
             "sync": sync,
+            "seeds": seeds_of(optimizers),
             **objective.options(),
         },
     )

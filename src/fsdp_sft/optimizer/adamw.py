@@ -1,0 +1,282 @@
+"""AdamW that keeps parameters and states in bfloat16 and rounds them stochastically."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import ParamsT
+
+from fsdp_sft._boxes import Box, box_of, local_of
+from fsdp_sft.optimizer.stochastic import key_of, numbers_in_whole, random_bits, round_into, sixteen_of
+
+CHUNK = 1 << 22  # elements of a shard that are in float32 at a time
+_STATES = ("exp_avg", "exp_avg_sq")
+_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
+_NOT_OFFERED = ("amsgrad", "maximize", "foreach", "fused", "capturable", "differentiable")
+
+
+class StochasticAdamW(torch.optim.Optimizer):
+    """AdamW for bfloat16 parameters: computed in float32, rounded to bfloat16 by chance.
+
+    An update of a bfloat16 parameter that is below 1/512 of it, as most are in fine-tuning, is lost when the
+    result is rounded to the nearest. Here it is rounded up or down with probabilities that make the mean
+    right, so small updates arrive on average, and float32 masters are not needed. Parameters of float32 or
+    float64 are stepped as ``torch.optim.AdamW`` does, bit for bit on a CPU.
+
+    The random bits of an element are computed from the seed, the number of steps that its parameter has made,
+    the parameter's place in the optimizer and the element's place in the **whole** parameter. So replicas
+    round alike, no two elements share bits, a run that goes on after a checkpoint rounds as it would have,
+    also on another number of ranks, and no generator of random numbers is used or moved.
+
+    Args:
+        params: Parameters, or groups of them, of bfloat16, float32 or float64; dtypes may be mixed.
+        lr: Learning rate, >= 0; a number or a tensor of one element, which is read once a step: on the host,
+            or the host waits for the device.
+        betas: Decay of the two moments, in [0, 1).
+        eps: Added to the denominator, >= 0.
+        weight_decay: Decoupled, as in ``torch.optim.AdamW``, >= 0.
+        seed: Of the rounding, an integer; **the same on all ranks**, which ``train_step`` checks.
+        state_dtype: Of the two moments: ``torch.bfloat16``, rounded likewise, or ``torch.float32``. None
+            takes each parameter's own dtype.
+
+    Raises:
+        ValueError: For a value out of range, a parameter of another dtype (float16, whose range is too small
+            for second moments), one that is complex or sharded otherwise than along whole dimensions, or an
+            option of ``torch.optim.AdamW`` that is not offered (``amsgrad``, ``maximize``, ``foreach``,
+            ``fused``, ``capturable``, ``differentiable``) in a group or a loaded state.
+        RuntimeError: In ``step``, for a sparse gradient.
+
+    Collective: none.
+    Memory: A parameter and its two moments take 6 bytes with bfloat16 masters, and 10 with float32 moments;
+        float32 masters with ``torch.optim.AdamW`` take 12. A step needs 30 bytes more for each
+        element of the largest shard, but 120 MiB at most: a large one is updated 2^22 elements at a time.
+        What is not contiguous is copied.
+    Source: AdamW: Loshchilov and Hutter, arXiv:1711.05101. Stochastic rounding of weights: Gupta et al.,
+        arXiv:1502.02551; in the training of language models: Zamirai et al., arXiv:2010.06192.
+
+    Example:
+        >>> model = load_pretrained(path, mesh=mesh, master_dtype=torch.bfloat16)  # doctest: +SKIP
+        >>> optimizer = StochasticAdamW(model.parameters(), lr=1e-5)  # doctest: +SKIP
+        >>> train_step(model, window, optimizer)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        seed: int = 0,
+        state_dtype: torch.dtype | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "seed": seed,
+            "state_dtype": state_dtype,
+        }
+        _check(defaults)
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as in ``torch.optim.Optimizer``; refused without a trace if it cannot be stepped."""
+        super().add_param_group(param_group)
+        try:
+            _check(self.param_groups[-1])
+            for parameter in self.param_groups[-1]["params"]:
+                if parameter.requires_grad:
+                    _check_parameter(parameter)
+        except Exception:
+            self.param_groups.pop()
+            raise
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take pickled or loaded state; options that it lacks, as torch's AdamW would, are the defaults."""
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Put back what ``state_dict`` gave; moments keep the dtype that they are to have.
+
+        torch would cast them to that of the parameter.
+        """
+        for group in state_dict["param_groups"]:
+            _check({**self.defaults, **group})
+        super().load_state_dict(state_dict)
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        for number, (_, parameter, group) in zip(numbers, self._parameters(), strict=True):
+            saved, state = state_dict["state"].get(number, {}), self.state.get(parameter, {})
+            dtype = group["state_dtype"] or parameter.dtype
+            if "step" in state:  # on the host, where torch's fused optimizers do not have it
+                state["step"] = torch.tensor(float(state["step"]))
+            for name in state.keys() & set(_STATES):
+                if state[name].dtype != dtype:
+                    state[name] = saved[name].to(dtype=dtype, device=parameter.device)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient.
+
+        Args:
+            closure: Computes the loss anew, and is optional.
+
+        Returns:
+            What ``closure`` returned, or None.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        rates = {id(group): float(group["lr"]) for group in self.param_groups}
+        for place, parameter, group in self._parameters():
+            if parameter.grad is None:
+                continue
+            if parameter.grad.is_sparse:
+                raise RuntimeError(
+                    "StochasticAdamW has no update for sparse gradients; make the embedding with sparse=False"
+                )
+            state = self.state[parameter]
+            if not state:
+                _check_parameter(parameter)  # it may have been frozen until now
+                dtype = group["state_dtype"] or parameter.dtype
+                state["step"] = torch.tensor(0.0)
+                state.update({name: torch.zeros_like(parameter, dtype=dtype) for name in _STATES})
+            state["step"] += 1
+            step = int(state["step"])
+            rule = _Rule.of(group, rates[id(group)], step)
+            _step_one(parameter, state, rule, key_of(group["seed"], step, place))
+        return loss
+
+    def _parameters(self) -> Iterator[tuple[int, torch.Tensor, dict[str, Any]]]:
+        """(place in the optimizer, parameter, group) of each."""
+        place = 0
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                yield place, parameter, group
+                place += 1
+
+
+def working_bytes(elements: int, dtype: torch.dtype) -> int:
+    """What a step needs beside parameters, gradients and states.
+
+    Args:
+        elements: Of the largest shard.
+        dtype: Of parameters, gradients and states; what is not bfloat16 needs a denominator.
+    """
+    return min(elements, CHUNK) * (30 if dtype is torch.bfloat16 else dtype.itemsize)
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """One step of AdamW, in numbers."""
+
+    decay: float
+    betas: tuple[float, float]
+    eps: float
+    size: float
+    root: float  # of what corrects the second moment's bias
+
+    @classmethod
+    def of(cls, group: dict[str, Any], rate: float, step: int) -> "_Rule":
+        first, second = (1 - beta**step for beta in group["betas"])
+        return cls(1 - rate * group["weight_decay"], group["betas"], group["eps"], rate / first, second**0.5)
+
+    def apply(
+        self, value: torch.Tensor, gradient: torch.Tensor, mean: torch.Tensor, square: torch.Tensor
+    ) -> None:
+        """In place, in the operations and the order of ``torch.optim.AdamW``."""
+        value.mul_(self.decay)
+        mean.lerp_(gradient, 1 - self.betas[0])
+        square.mul_(self.betas[1]).addcmul_(gradient, gradient, value=1 - self.betas[1])
+        value.addcdiv_(mean, square.sqrt().div_(self.root).add_(self.eps), value=-self.size)
+
+
+def _step_one(parameter: torch.Tensor, state: dict[str, Any], rule: _Rule, key: int) -> None:
+    targets = [local_of(t) for t in (parameter, *(state[name] for name in _STATES))]
+    flat = [t.reshape(-1) for t in targets]  # copies of what is not contiguous
+    gradient = local_of(parameter.grad).reshape(-1)  # type: ignore[arg-type]
+    box, shape = box_of(parameter), tuple(parameter.shape)
+    for start in range(0, len(gradient), CHUNK):
+        stop = min(start + CHUNK, len(gradient))
+        parts = [t[start:stop] for t in flat]
+        _step_part(parts, gradient[start:stop], rule, key, (box, shape, start, stop))
+    for target, values in zip(targets, flat, strict=True):
+        if not target.is_contiguous():
+            target.copy_(values.view(target.shape))
+
+
+def _step_part(
+    parts: list[torch.Tensor],
+    gradient: torch.Tensor,
+    rule: _Rule,
+    key: int,
+    where: tuple[Box, tuple[int, ...], int, int],
+) -> None:
+    wide = torch.promote_types(parts[0].dtype, torch.float32)
+    bits: torch.Tensor | None = None
+    if any(part.dtype is torch.bfloat16 for part in parts):
+        bits = random_bits(key, numbers_in_whole(*where, gradient.device))
+    values = [part.to(wide) for part in parts]  # the part itself where it is as wide
+    rule.apply(values[0], gradient.to(wide), values[1], values[2])
+    for lane, (part, value) in enumerate(zip(parts, values, strict=True)):
+        if part.dtype is torch.bfloat16 and bits is not None:
+            round_into(part, value.to(torch.float32), sixteen_of(bits, lane))
+        elif part.dtype is not wide:
+            part.copy_(value)
+
+
+def _check_parameter(parameter: torch.Tensor) -> None:
+    if parameter.dtype not in _DTYPES:
+        reason = " (second moments leave its range)" if parameter.dtype is torch.float16 else ""
+        raise ValueError(
+            "StochasticAdamW steps parameters of bfloat16, float32 and float64, got "
+            f"{parameter.dtype}{reason}: keep them in one of these; "
+            "a GradScaler's float16 is for the compute (mp_policy) alone"
+        )
+    try:
+        box_of(parameter)
+    except TypeError as error:
+        raise ValueError(f"StochasticAdamW rounds by an element's place: {error}") from error
+    if parameter.layout is not torch.strided and not isinstance(parameter, DTensor):
+        raise ValueError(f"StochasticAdamW steps dense parameters, got {parameter.layout}")
+
+
+def _check(group: dict[str, Any]) -> None:
+    rate, betas = group["lr"], group["betas"]
+    if isinstance(rate, torch.Tensor) and rate.numel() != 1:
+        raise ValueError(
+            f"lr must be a number or a tensor of one element, got one of shape {tuple(rate.shape)}"
+        )
+    if not isinstance(rate, torch.Tensor):
+        _check_number("lr", rate)
+    for name in ("eps", "weight_decay"):
+        _check_number(name, group[name])
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2 or not all(_is_decay(beta) for beta in betas):
+        raise ValueError(f"betas must be two numbers in [0, 1), got {betas!r}")
+    if isinstance(group["seed"], bool) or not isinstance(group["seed"], int):
+        raise ValueError(f"seed must be an integer, the same on all ranks, got {group['seed']!r}")
+    if group["state_dtype"] not in (None, torch.bfloat16, torch.float32):
+        raise ValueError(
+            f"state_dtype must be torch.bfloat16, torch.float32 or None, got {group['state_dtype']!r}"
+        )
+    asked = [name for name in _NOT_OFFERED if group.get(name)]
+    if asked:
+        raise ValueError(f"StochasticAdamW has no {', '.join(asked)}; leave it out, or use torch.optim.AdamW")
+
+
+def _check_number(name: str, value: Any) -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not 0 <= value < float("inf"):
+        raise ValueError(f"{name} must be a number of at least 0, got {value!r}")
+
+
+def _is_decay(beta: Any) -> bool:
+    return isinstance(beta, (int, float)) and not isinstance(beta, bool) and 0 <= beta < 1

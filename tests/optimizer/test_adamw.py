@@ -1,0 +1,556 @@
+"""StochasticAdamW beside torch's AdamW in float32, on one rank and over shards and replicas."""
+
+import copy
+import math
+import pickle
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.optim.lr_scheduler import LambdaLR
+
+import fsdp_sft as fs
+from fsdp_sft.optimizer import CHUNK, adamw
+from tests.harness.device import device_here, device_type, mesh_here
+from tests.harness.hf_folders import save_tiny
+from tests.harness.models import full, ragged_batches, tiny_model
+from tests.harness.ranks import run_distributed
+from tests.simulated.ranks import run_simulated
+
+BF16 = torch.bfloat16
+
+
+def _parameters(shapes: Any, dtypes: Any, seed: int = 0) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
+        for shape, dtype in zip(shapes, dtypes, strict=True)
+    ]
+
+
+def _gradients(parameters: Any, step: int) -> None:
+    generator = torch.Generator().manual_seed(100 + step)
+    for parameter in parameters:
+        parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+
+
+def _neighbours(exact: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The numbers of bfloat16 at or below, and at or above: torch rounds to the nearest one."""
+    near = exact.to(BF16)
+    other = torch.nextafter(near, torch.where(near.float() < exact, math.inf, -math.inf).to(BF16))
+    other = torch.where(near.float() == exact, near, other)
+    return torch.minimum(near, other), torch.maximum(near, other)
+
+
+# --- one process ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_wide_parameters_are_stepped_as_torch_does(dtype: torch.dtype) -> None:
+    shapes = [(40, 30), (7,), (), (0, 4), (CHUNK + 3,)]
+    mine, theirs = (_parameters(shapes, [dtype] * 5) for _ in range(2))
+    options: dict[str, Any] = {"betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
+    groups = [[{"params": own[:2]}, {"params": own[2:], "lr": 1e-3}] for own in (mine, theirs)]
+    ours = fs.StochasticAdamW(groups[0], 1e-2, **options)
+    torchs = torch.optim.AdamW(groups[1], 1e-2, **options, foreach=False)
+    for step in range(4):
+        for own, optimizer in ((mine, ours), (theirs, torchs)):
+            _gradients(own, step)
+            optimizer.step()
+    for a, b in zip(mine, theirs, strict=True):
+        assert torch.equal(a, b)
+        for name, value in torchs.state[b].items():
+            assert torch.equal(ours.state[a][name], value), name
+
+
+@pytest.mark.parametrize("state_dtype", [None, torch.float32])
+def test_each_step_ends_at_a_neighbour_of_the_exact_result(state_dtype: Any) -> None:
+    (parameter,) = _parameters([(300, 40)], [BF16])
+    ours = fs.StochasticAdamW([parameter], lr=1e-3, weight_decay=0.1, state_dtype=state_dtype)
+    for step in range(4):
+        exact = nn.Parameter(parameter.detach().float())
+        torchs = torch.optim.AdamW([exact], lr=1e-3, weight_decay=0.1, foreach=False)
+        if step:
+            torchs.state[exact] = {n: v.float().clone() for n, v in ours.state[parameter].items()}
+        _gradients([parameter], step)
+        exact.grad = parameter.grad.float()
+        ours.step()
+        torchs.step()
+        pairs = {"parameter": (parameter, exact)}
+        pairs |= {n: (ours.state[parameter][n], torchs.state[exact][n]) for n in ("exp_avg", "exp_avg_sq")}
+        for name, (found, wanted) in pairs.items():
+            if found.dtype is torch.float32:
+                assert torch.equal(found, wanted)
+                continue
+            low, high = _neighbours(wanted.detach())
+            assert bool(((found == low) | (found == high)).all()), name
+            inexact = low != high
+            share = (found == found.detach().to(BF16)) & (found != wanted.detach().to(BF16))
+            assert 0.1 < float(share[inexact].float().mean()) < 0.4, "1 in 4 goes to the farther one"
+        assert ours.state[parameter]["exp_avg"].dtype == (state_dtype or BF16)
+
+
+def test_small_updates_arrive_on_average_and_are_lost_without() -> None:
+    count, steps, rate = 4096, 1000, 1e-4
+    ours, plain = (nn.Parameter(torch.ones(count, dtype=BF16)) for _ in range(2))
+    optimizers = [
+        fs.StochasticAdamW([ours], lr=rate, weight_decay=0.0),
+        torch.optim.AdamW([plain], lr=rate, weight_decay=0.0),
+    ]
+    for _ in range(steps):
+        for parameter, optimizer in zip((ours, plain), optimizers, strict=True):
+            parameter.grad = torch.full_like(parameter, 0.5)
+            optimizer.step()
+    assert bool((plain == 1).all())
+    # Each step moves by rate, exactly, up to rounding that is even: of variance below rate * 2^-8 a step.
+    spread = math.sqrt(steps * rate * 2**-8)
+    assert abs(float(ours.detach().double().mean()) - 0.9) < 5 * spread / math.sqrt(count) + 1e-4
+    assert 0.3 * spread < float(ours.detach().double().std()) < spread
+
+
+def test_second_moments_decay_in_bfloat16() -> None:
+    """With 0.999 a step takes off less than half of a last digit, so rounding to the nearest would stop."""
+    parameter = nn.Parameter(torch.ones(4096, dtype=BF16))
+    optimizer = fs.StochasticAdamW([parameter], lr=0.0)
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    before = float(optimizer.state[parameter]["exp_avg_sq"].double().mean())
+    for _ in range(500):
+        parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+    after = float(optimizer.state[parameter]["exp_avg_sq"].double().mean())
+    assert abs(after / before - 0.999**500) < 0.02
+
+
+def test_the_mean_over_seeds_is_the_exact_result() -> None:
+    start = torch.randn(64, generator=torch.Generator().manual_seed(0)).to(BF16)
+    exact = nn.Parameter(start.float())
+    exact.grad = torch.linspace(-1, 1, 64).to(BF16).float()
+    torch.optim.AdamW([exact], lr=1e-4).step()
+    total, count = torch.zeros(64, dtype=torch.float64), 2000
+    for seed in range(count):
+        parameter = nn.Parameter(start.clone())
+        parameter.grad = exact.grad.to(BF16)
+        fs.StochasticAdamW([parameter], lr=1e-4, seed=seed).step()
+        total += parameter.detach().double()
+    low, high = _neighbours(exact.detach())
+    width = (high - low).double()
+    error = (total / count - exact.detach().double()).abs()
+    assert bool((error <= 5 * width / 2 / math.sqrt(count)).all())
+
+
+def test_rounding_depends_on_seed_step_and_place_alone() -> None:
+    def run(seed: int, extra: bool = False) -> list[torch.Tensor]:
+        own = _parameters([(50, 20)] * 2, [BF16] * 2)
+        own[1].data.copy_(own[0].data)
+        optimizer = fs.StochasticAdamW(own, lr=1e-3, seed=seed)
+        for step in range(2):
+            torch.manual_seed(step + 10 * extra)  # of no account
+            _gradients(own, step)
+            own[1].grad = own[0].grad.clone()
+            optimizer.step()
+        return [p.detach() for p in own]
+
+    first = run(3)
+    assert all(map(torch.equal, first, run(3, extra=True)))
+    assert not torch.equal(first[0], first[1]), "another place in the optimizer"
+    assert not torch.equal(first[0], run(4)[0])
+
+
+def test_no_generator_moves() -> None:
+    own = _parameters([(9, 9)], [BF16])
+    before = torch.get_rng_state()
+    _gradients(own, 0)
+    fs.StochasticAdamW(own).step()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+def test_a_layout_does_not_matter(dtype: torch.dtype) -> None:
+    results = []
+    for turned in (False, True):
+        (parameter,) = _parameters([(30, 20)], [dtype])
+        if turned:
+            parameter = nn.Parameter(parameter.detach().t().contiguous().t())
+            assert not parameter.is_contiguous()
+        optimizer = fs.StochasticAdamW([parameter], lr=1e-2)
+        for step in range(3):
+            _gradients([parameter], step)
+            optimizer.step()
+        results.append((parameter, optimizer.state[parameter]["exp_avg_sq"]))
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_parts_of_a_large_tensor_are_as_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    results = []
+    for chunk in (CHUNK, 64):
+        monkeypatch.setattr("fsdp_sft.optimizer.adamw.CHUNK", chunk)
+        own = _parameters([(33, 17), (5,)], [BF16, torch.float32])
+        optimizer = fs.StochasticAdamW(own, lr=1e-2)
+        for step in range(3):
+            _gradients(own, step)
+            optimizer.step()
+        results.append(own)
+    assert all(map(torch.equal, *results))
+
+
+def test_gradients_that_are_not_finite_stay_visible() -> None:
+    parameter = nn.Parameter(torch.ones(4, dtype=BF16))
+    parameter.grad = torch.tensor([math.nan, math.inf, -math.inf, 1.0], dtype=BF16)
+    optimizer = fs.StochasticAdamW([parameter], lr=1e-3)
+    optimizer.step()
+    assert parameter.isnan().tolist() == [True, True, True, False]
+    assert optimizer.state[parameter]["exp_avg"].tolist()[1:3] == [math.inf, -math.inf]
+
+
+def test_state_dict_pickle_and_copy_go_on_as_the_original() -> None:
+    for state_dtype in (None, torch.float32, BF16):
+        own = _parameters([(20, 10), (6,)], [BF16, torch.float32])
+        optimizer = fs.StochasticAdamW(own, lr=torch.tensor(1e-2), seed=7, state_dtype=state_dtype)
+        for step in range(2):
+            _gradients(own, step)
+            optimizer.step()
+        kept = copy.deepcopy((own, optimizer.state_dict()))
+        pickled = pickle.loads(pickle.dumps(optimizer))
+        _gradients(own, 2)
+        optimizer.step()
+        again = kept[0]
+        loaded = fs.StochasticAdamW(again, lr=1.0)
+        loaded.load_state_dict(kept[1])
+        of_pickle = [p for group in pickled.param_groups for p in group["params"]]
+        for others, other in ((again, loaded), (of_pickle, pickled)):
+            _gradients(others, 2)
+            other.step()
+            assert all(map(torch.equal, others, own))
+            for a, b in zip(others, own, strict=True):
+                for name, value in optimizer.state[b].items():
+                    assert other.state[a][name].dtype == value.dtype
+                    assert torch.equal(other.state[a][name], value)
+
+
+def test_the_state_of_torchs_adamw_is_taken() -> None:
+    own = _parameters([(20, 10)], [torch.float32])
+    theirs = torch.optim.AdamW(own, lr=1e-2)
+    _gradients(own, 0)
+    theirs.step()
+    ours = fs.StochasticAdamW(own, lr=1.0, seed=3)
+    ours.load_state_dict(theirs.state_dict())
+    assert ours.param_groups[0]["lr"] == 1e-2
+    assert ours.param_groups[0]["seed"] == 3
+    ours.step()
+    amsgrad = torch.optim.AdamW(own, lr=1e-2, amsgrad=True)
+    with pytest.raises(ValueError, match="no amsgrad"):
+        ours.load_state_dict(amsgrad.state_dict())
+    assert not ours.param_groups[0]["amsgrad"]
+
+
+def test_schedulers_closures_and_tensor_rates() -> None:
+    own, other = _parameters([(20, 10)], [BF16]), _parameters([(20, 10)], [BF16])
+    first = fs.StochasticAdamW(own, lr=torch.tensor(0.125))
+    second = fs.StochasticAdamW(other, lr=0.125)
+    schedules = [LambdaLR(one, lambda step: 1 / (1 + step)) for one in (first, second)]
+    for step in range(3):
+        _gradients(own, step)
+        _gradients(other, step)
+        assert first.step(lambda: 5.0) == 5.0
+        assert second.step() is None
+        for schedule in schedules:
+            schedule.step()
+    assert torch.equal(own[0], other[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": -1.0}, "lr must be"),
+        ({"lr": math.nan}, "lr must be"),
+        ({"lr": torch.ones(2)}, "one element"),
+        ({"eps": -1e-8}, "eps must be"),
+        ({"weight_decay": math.inf}, "weight_decay must be"),
+        ({"betas": (0.9, 1.0)}, "betas must be"),
+        ({"betas": 0.9}, "betas must be"),
+        ({"betas": (0.9,)}, "betas must be"),
+        ({"seed": 0.5}, "seed must be"),
+        ({"seed": True}, "seed must be"),
+        ({"seed": None}, "seed must be"),
+        ({"state_dtype": torch.float16}, "state_dtype must be"),
+    ],
+)
+def test_bad_arguments(options: dict[str, Any], message: str) -> None:
+    parameters = _parameters([(3,)], [BF16])
+    with pytest.raises(ValueError, match=message):
+        fs.StochasticAdamW(parameters, **options)
+    with pytest.raises(ValueError, match=message):
+        fs.StochasticAdamW([{"params": parameters, **options}])
+
+
+def test_what_is_not_offered() -> None:
+    (parameter,) = _parameters([(3,)], [BF16])
+    for name in ("amsgrad", "maximize", "foreach", "fused", "capturable", "differentiable"):
+        with pytest.raises(TypeError, match=name):
+            fs.StochasticAdamW([parameter], **{name: True})
+        with pytest.raises(ValueError, match=f"no {name}"):
+            fs.StochasticAdamW([{"params": [parameter], name: True}])
+    for dtype in (torch.float16, torch.complex64):
+        other = nn.Parameter(torch.zeros(3, dtype=dtype))
+        with pytest.raises(ValueError, match=str(dtype)):
+            fs.StochasticAdamW([other])
+        optimizer = fs.StochasticAdamW([parameter])
+        with pytest.raises(ValueError, match=str(dtype)):
+            optimizer.add_param_group({"params": [other]})
+        assert len(optimizer.param_groups) == 1
+    embedding = nn.Embedding(5, 4, sparse=True)
+    optimizer = fs.StochasticAdamW(embedding.parameters())
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(RuntimeError, match="sparse"):
+        optimizer.step()
+
+
+def test_what_is_frozen_may_be_anything_until_it_is_trained() -> None:
+    frozen = nn.Parameter(torch.zeros(3, dtype=torch.float16), requires_grad=False)
+    codes = nn.Parameter(torch.zeros(3, dtype=torch.uint8), requires_grad=False)
+    (trained,) = _parameters([(3,)], [BF16])
+    optimizer = fs.StochasticAdamW([frozen, codes, trained])
+    _gradients([trained], 0)
+    optimizer.step()
+    assert list(optimizer.state) == [trained]
+    frozen.requires_grad_(True)
+    frozen.grad = torch.zeros_like(frozen)
+    with pytest.raises(ValueError, match="float16"):
+        optimizer.step()
+
+
+def _most_in_use(dtype: torch.dtype, chunk: int, across: bool) -> tuple[int, int]:
+    """(bytes that a step had beside what was there, those that were announced)."""
+    fs.init_distributed(device_type="sim")
+    adamw.CHUNK = chunk
+    mesh, device = mesh_here(), device_here()
+    whole = torch.randn(64, 2048).to(device, dtype)
+    cut = [Shard(1 if across else 0)]
+    parameter = nn.Parameter(distribute_tensor(whole, mesh, cut))
+    parameter.grad = distribute_tensor(whole, mesh, cut)
+    optimizer = fs.StochasticAdamW([parameter])
+    optimizer.step()
+    torch.accelerator.synchronize()
+    torch.accelerator.reset_peak_memory_stats()
+    before = torch.accelerator.memory_stats()["requested_bytes.all.current"]
+    optimizer.step()
+    torch.accelerator.synchronize()
+    peak = torch.accelerator.memory_stats()["requested_bytes.all.peak"]
+    return peak - before, adamw.working_bytes(64 * 1024, dtype)
+
+
+@pytest.mark.parametrize("across", [False, True])
+@pytest.mark.parametrize("chunk", [1 << 30, 4096])
+def test_the_memory_of_a_step_is_what_is_documented(chunk: int, across: bool) -> None:
+    for dtype in (BF16, torch.float32):
+        for found, announced in run_simulated(_most_in_use, 2, dtype, chunk, across):
+            assert announced == min(chunk, 64 * 1024) * (30 if dtype is BF16 else 4)
+            assert found <= announced
+            assert found >= 0.99 * announced
+
+
+# --- shards and replicas ----------------------------------------------------------------------------------
+
+SHAPES = [(16, 6), (7, 10), (1, 5), (3,), (12, 4, 2)]
+DTYPES = [BF16, BF16, BF16, BF16, torch.float32]
+
+
+def _of_parts(mesh_shape: dict[str, int], dim: int, offload: bool = False) -> list[torch.Tensor]:
+    """The same gradients, cut: parameters after three steps, whole."""
+    mesh = mesh_here(**mesh_shape)
+    wholes = [p.detach().to(device_here()) for p in _parameters(SHAPES, DTYPES)]
+    from torch.distributed.tensor import Replicate
+
+    before = [Replicate()] * (mesh.ndim - 1)
+    cuts = [Shard(min(dim, w.ndim - 1)) for w in wholes]
+    own = [
+        nn.Parameter(distribute_tensor(w, mesh, [*before, cut])) for w, cut in zip(wholes, cuts, strict=True)
+    ]
+    optimizer = fs.StochasticAdamW(own, lr=1e-2, seed=5)
+    for step in range(3):
+        _gradients(wholes_with_grad := [nn.Parameter(w.cpu()) for w in wholes], step)
+        for parameter, cut, whole in zip(own, cuts, wholes_with_grad, strict=True):
+            gradient = whole.grad.to(device_here())
+            parameter.grad = distribute_tensor(gradient, mesh, [*before, cut])
+        optimizer.step()
+    states = [optimizer.state[p][name] for p in own for name in ("exp_avg", "exp_avg_sq")]
+    assert all(
+        isinstance(s, DTensor) and s.placements == p.placements for s, p in zip(states[::2], own, strict=True)
+    )
+    return [full(t).clone() for t in (*own, *states)]
+
+
+@pytest.mark.accelerator
+def test_the_result_does_not_depend_on_how_a_parameter_is_cut() -> None:
+    own = _parameters(SHAPES, DTYPES)
+    optimizer = fs.StochasticAdamW(own, lr=1e-2, seed=5)
+    for step in range(3):
+        _gradients(own, step)
+        optimizer.step()
+    expected = [*own, *(optimizer.state[p][name] for p in own for name in ("exp_avg", "exp_avg_sq"))]
+    for ranks, mesh, dim in (
+        (2, {}, 0),
+        (2, {}, 1),
+        (2, {"dp_replicate": 2}, 0),
+        (4, {"dp_replicate": 2}, 0),
+    ):
+        for found in run_distributed(_of_parts, ranks, mesh, dim):
+            for a, b in zip(found, expected, strict=True):
+                assert torch.equal(a, b.detach()), (ranks, mesh, dim)
+
+
+def _model(root: Path, mesh: Any, **options: Any) -> tuple[Any, Any, Any]:
+    model = fs.load_pretrained(root / "base", mesh=mesh, master_dtype=BF16, **options)
+    optimizer = fs.StochasticAdamW(model.parameters(), lr=1e-3, seed=11)
+    return model, optimizer, LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+
+def _windows(count: int, first: int = 0) -> list[Any]:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    return [ragged_batches(2 * ranks, seed=seed)[rank::ranks] for seed in range(first, first + count)]
+
+
+def _own(model: Any, optimizer: Any) -> list[torch.Tensor]:
+    """What this rank has, in bytes."""
+    found = [p.detach() for p in model.parameters()]
+    found += [t for p in model.parameters() for _, t in sorted(optimizer.state[p].items())]
+    local = [t.to_local() if isinstance(t, DTensor) else t for t in found]
+    return [t.cpu().clone() for t in local]
+
+
+def _save_and_go_on(root: Path, mesh_shape: dict[str, int], offload: bool) -> list[torch.Tensor]:
+    context = fs.init_distributed(device_type=device_type())
+    del context
+    mesh = mesh_here(**mesh_shape)
+    options = {"offload_policy": CPUOffloadPolicy()} if offload else {}
+    model, optimizer, scheduler = _model(root, mesh, **options)
+    assert {p.dtype for p in model.parameters()} == {BF16}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for window in _windows(2):
+            assert not fs.train_step(model, window, optimizer, scheduler=scheduler).skipped
+    fs.save_checkpoint(
+        root / "out", 2, model=model, optimizer=optimizer, train_state={"scheduler": scheduler.state_dict()}
+    )
+    again, fresh, schedule = _model(root, mesh, **options)
+    loaded = fs.load_checkpoint(root / "out", model=again, optimizer=fresh)
+    schedule.load_state_dict(loaded.train_state["scheduler"])
+    assert all(map(torch.equal, _own(again, fresh), _own(model, optimizer)))
+    for each, one, rate in ((model, optimizer, scheduler), (again, fresh, schedule)):
+        for window in _windows(3, first=2):
+            fs.train_step(each, window, one, scheduler=rate)
+    assert all(map(torch.equal, _own(again, fresh), _own(model, optimizer)))
+    assert all(s["exp_avg"].dtype is BF16 for s in fresh.state.values())
+    return _own(again, fresh)
+
+
+@pytest.mark.accelerator
+@pytest.mark.parametrize("offload", [False, True])
+def test_train_save_and_go_on_bit_for_bit(tmp_path: Path, offload: bool) -> None:
+    save_tiny(tmp_path / "base", "llama")
+    run_distributed(_save_and_go_on, 2, tmp_path, {}, offload)
+
+
+def _elsewhere(root: Path, mesh_shape: dict[str, int]) -> list[float]:
+    model, optimizer, _ = _model(root, mesh_here(**mesh_shape))
+    fs.load_checkpoint(root / "out", model=model, optimizer=optimizer)
+    stored = [full(t).clone() for p in model.parameters() for t in (p, optimizer.state[p]["exp_avg"])]
+    batches = ragged_batches(4, seed=50)[:2]  # the same on every rank, so that gradients are about the same
+    for _ in range(2):
+        fs.train_step(model, batches, optimizer, check_labels=False)
+    assert {int(s["step"]) for s in optimizer.state.values()} == {4}
+    return [stored, [full(p).clone() for p in model.parameters()]]  # type: ignore[return-value]
+
+
+def test_a_resume_on_another_number_of_ranks(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "base", "llama")
+    run_distributed(_save_and_go_on, 2, tmp_path, {}, False)
+    one = run_distributed(_elsewhere, 1, tmp_path, {})[0]
+    for ranks, mesh in ((2, {}), (3, {}), (4, {"dp_replicate": 2})):
+        for stored, after in run_distributed(_elsewhere, ranks, tmp_path, mesh):
+            assert all(map(torch.equal, stored, one[0]))
+            for a, b in zip(after, one[1], strict=True):
+                # The same noise: gradients that differ in the last bit let few roundings come out otherwise.
+                assert float((a != b).float().mean()) < 0.1
+
+
+def _replicas(mesh_shape: dict[str, int]) -> Any:
+    mesh = mesh_here(**mesh_shape)
+    model = fs.shard_model(tiny_model("llama"), mesh=mesh, master_dtype=BF16)
+    optimizer = fs.StochasticAdamW(model.parameters(), lr=1e-2)
+    torch.manual_seed(dist.get_rank())  # as a job may be seeded
+    for window in _windows(3):
+        fs.train_step(model, window, optimizer)
+    return list(mesh.get_coordinate()), _own(model, optimizer)
+
+
+@pytest.mark.accelerator
+@pytest.mark.parametrize("mesh", [{"dp_replicate": 2}, {"dp_replicate": 2, "dp_shard": 1}])
+def test_replicas_stay_the_same(mesh: dict[str, int]) -> None:
+    ranks = run_distributed(_replicas, 2 if "dp_shard" in mesh else 4, mesh)
+    for coordinate, own in ranks:
+        other = next(o for c, o in ranks if c[0] != coordinate[0] and c[1:] == coordinate[1:])
+        assert all(map(torch.equal, own, other))
+
+
+def _other_seeds() -> None:
+    model = fs.shard_model(tiny_model("llama"), mesh=mesh_here(), master_dtype=BF16)
+    optimizer = fs.StochasticAdamW(model.parameters(), seed=dist.get_rank())
+    with pytest.raises(fs.BatchError, match=r"seeds=\[0\] and \[1\]"):
+        fs.train_step(model, _windows(1)[0], optimizer)
+
+
+def test_other_seeds_on_other_ranks_are_refused() -> None:
+    run_distributed(_other_seeds, 2)
+
+
+def _skipped() -> None:
+    model = fs.shard_model(tiny_model("llama"), mesh=mesh_here(), master_dtype=BF16)
+    optimizer = fs.StochasticAdamW(model.parameters(), lr=1e-2)
+    windows = _windows(2)
+    fs.train_step(model, windows[0], optimizer)
+    before = _own(model, optimizer)
+
+    def infinite(model: Any, batch: Any) -> torch.Tensor:
+        return fs.loss_sum(model, batch)[0] * math.inf
+
+    with pytest.raises(fs.NonFiniteGradientError):
+        fs.train_step(model, windows[1], optimizer, loss_fn=infinite, check_labels=False)
+    empty = [{**b, "labels": torch.full_like(b["labels"], -100)} for b in windows[1]]
+    assert fs.train_step(model, empty, optimizer).skipped
+    assert all(map(torch.equal, before, _own(model, optimizer)))
+    with pytest.raises(fs.OptimizerError, match="StochasticAdamW here does not"):
+        fs.train_step(model, windows[1], optimizer, sync="late")
+
+
+def test_steps_that_are_left_out_change_nothing() -> None:
+    run_distributed(_skipped, 2)
+
+
+def _adapted(root: Path) -> None:
+    import peft
+
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    model = fs.load_pretrained(root / "base", mesh=mesh_here(), master_dtype=BF16, peft_config=lora)
+    optimizer = fs.StochasticAdamW(model.parameters(), lr=1e-2)
+    before = {n: full(p).clone() for n, p in model.named_parameters()}
+    for window in _windows(2):
+        fs.train_step(model, window, optimizer)
+    moved = {n for n, p in model.named_parameters() if not torch.equal(full(p), before[n])}
+    assert moved == {n for n, p in model.named_parameters() if p.requires_grad}
+    fs.save_checkpoint(root / "lora", 1, model=model, optimizer=optimizer)
+    fs.load_checkpoint(root / "lora", model=model, optimizer=optimizer)
+
+
+def test_adapters(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    save_tiny(tmp_path / "base", "llama")
+    run_distributed(_adapted, 2, tmp_path)
