@@ -27,6 +27,12 @@ PRIVATE = [
         "torch.distributed.tensor",
     ),
     (
+        "split_factor_of",
+        "torch.distributed.tensor.placement_types",
+        "_StridedShard",
+        "torch.distributed.tensor",
+    ),
+    (
         "exchange_rows",
         "torch.distributed._functional_collectives",
         "all_to_all_single_autograd",
@@ -283,6 +289,7 @@ def test_every_private_name_is_watched() -> None:
         "apply_to_tensors",
         "wrapper_tensor",
         "compute_dtypes",
+        "reduction_dtype",
         "attention_of",
         "offset_in_checkpoint",
     }

@@ -472,6 +472,19 @@ def compute_dtypes(model: nn.Module) -> set[torch.dtype]:
     return dtypes
 
 
+def reduction_dtype(module: nn.Module, gradient: torch.dtype) -> torch.dtype:
+    """The dtype in which FSDP2 reduces gradients of a module that it has been told to shard.
+
+    As ``compute_dtypes``: the policy has no public reader.
+
+    Args:
+        module: A group of FSDP2's.
+        gradient: Dtype of its stored shards, if the policy says nothing.
+    """
+    policy: Any = module._get_fsdp_state()._mp_policy  # type: ignore[operator]
+    return policy.reduce_dtype or policy.param_dtype or gradient
+
+
 def attention_of(model: nn.Module) -> str:
     """Which attention implementation a transformers model runs: its config has it under a private name."""
     return str(getattr(getattr(model, "config", None), "_attn_implementation", None) or "its own")
@@ -818,6 +831,17 @@ def split_axis(mesh: Any, axis: str, sizes: dict[str, int]) -> Any:
     torch can make one axis of several in public, and then warns wherever it is used beside another one.
     """
     return mesh._unflatten(axis, tuple(sizes.values()), tuple(sizes))
+
+
+def split_factor_of(placement: Any) -> int | None:
+    """Into how many parts a strided shard's dimension was cut before; None for another placement.
+
+    FSDP2 places a parameter so that expert or tensor parallelism has cut along the same dimension. The class
+    has no public name.
+    """
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return int(placement.split_factor) if isinstance(placement, _StridedShard) else None
 
 
 def exchange_rows(rows: torch.Tensor, group: str) -> torch.Tensor:

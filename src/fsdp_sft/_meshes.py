@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 CP = "cp"
+EP = "ep"  # the axis along which each rank has experts of its own
 DP_SHARD_CP = "dp_shard_cp"  # the axis that dp_shard and cp are together
 
 # On a mesh with cp: the mesh that parameters are sharded on. Meshes of one shape are equal, so that none can

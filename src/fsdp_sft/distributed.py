@@ -22,7 +22,7 @@ from fsdp_sft._agree import (
 from fsdp_sft._compat import careful_gloo, split_axis
 from fsdp_sft._launch import detect_launch
 from fsdp_sft._meeting import connect_neighbours, meet
-from fsdp_sft._meshes import CP, DP_SHARD_CP, parameter_mesh, shard_parameters_on
+from fsdp_sft._meshes import CP, DP_SHARD_CP, EP, parameter_mesh, shard_parameters_on
 from fsdp_sft._slurm import Launch, env_int, is_slurm_step
 from fsdp_sft._wrappers import replicas_of, replicated_by, unwrapped
 from fsdp_sft.errors import WrappedModelError
@@ -226,7 +226,10 @@ def mesh_of(model: torch.nn.Module) -> "DeviceMesh | None":
     from torch.distributed.tensor import DTensor
 
     def of_parameters() -> "DeviceMesh | None":
-        return next((p.device_mesh for p in model.parameters() if isinstance(p, DTensor)), None)
+        meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
+        # Experts that ranks share out lie on a mesh of their own, which does not say who has which rows.
+        dense = (mesh for mesh in meshes if EP not in (mesh.mesh_dim_names or ()))
+        return next(dense, meshes[0] if meshes else None)
 
     mesh = of_parameters()
     if mesh is None and any(isinstance(module, FSDPModule) for module in model.modules()):

@@ -208,11 +208,12 @@ def _argument_of(module: nn.Module) -> tuple[str, int] | None:
 
 
 def _num_experts(name: str, module: nn.Module) -> int:
-    number = getattr(module, "num_experts", None)
-    if isinstance(number, int):
-        return number
+    # Under expert parallelism num_experts are this rank's; the length of a stack is that of all of it.
     stacked = [len(parameter) for parameter in module.parameters() if parameter.ndim > 2]
     if not stacked:
+        number = getattr(module, "num_experts", None)
+        if isinstance(number, int):
+            return number
         raise UnsupportedModelError(f"how many experts {name} ({type(module).__name__}) has cannot be told")
     return stacked[0]
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
+from fsdp_sft._expert_parallel import refuse_divided_twice
 from fsdp_sft._late import keep, settle, taken
 from fsdp_sft._streams import LateValues
 from fsdp_sft.context_parallel import sequence_group_of
@@ -164,6 +165,7 @@ def train_step(
         settle(model)
         taken(model)
     mesh = mesh if mesh is not None else whole_mesh_of(model)
+    refuse_divided_twice(model)
     group = sequence_group_of(model, mesh)
     refuse_own_loss(group, loss_fn, count_fn)
     check = check_of(model, own_loss=loss_fn is not None)
