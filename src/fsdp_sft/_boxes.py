@@ -61,9 +61,9 @@ def whole(shape: Sequence[int]) -> Box:
 def cuts_of(placements: Sequence[Any], mesh_shape: Sequence[int], ndim: int) -> tuple[tuple[int, int], ...]:
     """(axis of the mesh, dimension of the tensor) for each cut by ``torch.chunk``, in the order of the cuts.
 
-    That is the order of the axes, but for a strided shard: FSDP2 leaves one where expert or tensor parallelism
-    has cut the same dimension before, along an axis that comes later. Cut in this order, what each rank has is
-    one box.
+    That is the order of the axes, but for a strided shard: FSDP2 leaves one where expert or tensor
+    parallelism has cut the same dimension before, along an axis that comes later. Cut in this order, what
+    each rank has is one box.
 
     Args:
         placements: Of a DTensor.
@@ -97,7 +97,7 @@ def cuts_of(placements: Sequence[Any], mesh_shape: Sequence[int], ndim: int) -> 
 def box_at(
     shape: Sequence[int], placements: Sequence[Any], mesh_shape: Sequence[int], coordinate: Sequence[int]
 ) -> Box:
-    """What the rank at ``coordinate`` of a mesh has: ``torch.chunk`` along each sharded dimension.
+    """What the rank at ``coordinate`` has: ``torch.chunk`` along each sharded dimension.
 
     Raises:
         TypeError: For placements that leave a rank with several boxes.

@@ -23,9 +23,9 @@ _looked_at: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 def refuse_divided_twice(model: nn.Module) -> None:
     """See that FSDP2 divides the gradients of experts once; each model is looked at once.
 
-    Experts have more ranks' tokens than the ranks that FSDP2 reduces over, so it is told what to divide by. On
-    a group of one rank it does so while it copies, and again around a reduction in float16 or float64, which
-    it fears to overflow (torch 2.13, ``foreach_reduce``).
+    Experts have more ranks' tokens than the ranks that FSDP2 reduces over, so it is told what to divide by.
+    On a group of one rank it does so while it copies, and again around a reduction in float16 or float64,
+    which it fears to overflow (torch 2.13, ``foreach_reduce``).
 
     Raises:
         UnsupportedModelError: If it does not.
