@@ -88,8 +88,8 @@ def cuts_of(placements: Sequence[Any], mesh_shape: Sequence[int], ndim: int) -> 
         else:
             raise TypeError(
                 f"a tensor placed as {tuple(placements)} on a mesh of {tuple(mesh_shape)} cannot be read or "
-                "stored by boxes: only shards can of which each rank has one, and fused weights cut by tensor "
-                "parallelism lie in several; load the model with tp_size=1"
+                "stored by boxes: each rank must have one, and fused weights that tensor parallelism cuts lie "
+                "in several; load the model with tp_size=1"
             )
     return tuple(cuts)
 

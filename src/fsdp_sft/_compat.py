@@ -969,3 +969,39 @@ def is_wrapper_subclass(tensor: torch.Tensor) -> bool:
         return bool(local.numel() > 0 and local.untyped_storage().data_ptr() == 0)
     except RuntimeError:  # "invalid python storage"
         return True
+
+
+def experts_to_share_out(model: nn.Module) -> dict[str, int]:
+    """FQNs of the modules whose experts transformers can share out over ranks, to how many each has.
+
+    0 stands for one that has no parameters of its own, such as peft's around experts with adapters. A plan is
+    expanded to a model's layers by ``_expand_parallel_plan`` alone. Empty where transformers has no plan for
+    the model, or is older than 5.20.
+    """
+    plan: dict[str, str] = getattr(model, "ep_plan", None) or {}
+    if not hasattr(model, "_expand_parallel_plan"):
+        return {}
+    expanded = model._expand_parallel_plan(plan)  # type: ignore[operator]
+    dispatched = [name for name, style in expanded.items() if style == "ep_dispatch_experts"]
+    return {name: _stack_length(model.get_submodule(name)) for name in dispatched}
+
+
+def _stack_length(experts: nn.Module) -> int:
+    return next((len(parameter) for parameter in experts.parameters(recurse=False)), 0)
+
+
+def share_out_experts(model: nn.Module, ep_mesh: Any, alone: Any) -> None:
+    """Keep of each stack of experts this rank's, and let tokens travel between the ranks of ``ep_mesh``.
+
+    What ``from_pretrained(distributed_config=...)`` does to a model on the meta device; in public it only
+    comes with transformers' own sharding and loading.
+
+    Args:
+        model: On the meta device, not sharded.
+        ep_mesh: One axis, of ranks that have all experts together.
+        alone: A mesh of this rank: transformers asks for the ranks that have the same tokens.
+    """
+    from transformers.distributed.expert_parallel import apply_expert_parallelism
+
+    plan = model._expand_parallel_plan(model.ep_plan)  # type: ignore[operator]
+    apply_expert_parallelism(model, ep_mesh, alone, plan, ep_implementation="all_to_all")
