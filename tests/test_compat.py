@@ -307,6 +307,7 @@ def test_every_private_name_is_watched() -> None:
         "wrapper_tensor",
         "compute_dtypes",
         "reduction_dtype",
+        "native_mesh",
         "experts_to_share_out",
         "_stack_length",
         "attention_of",

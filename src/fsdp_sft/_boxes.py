@@ -9,7 +9,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from fsdp_sft._agree import this_rank, world_size
+from fsdp_sft._agree import is_distributed, this_rank, world_size
 from fsdp_sft._compat import split_factor_of
 
 _MAX_CUTS = 16
@@ -88,8 +88,8 @@ def cuts_of(placements: Sequence[Any], mesh_shape: Sequence[int], ndim: int) -> 
         else:
             raise TypeError(
                 f"a tensor placed as {tuple(placements)} on a mesh of {tuple(mesh_shape)} cannot be read or "
-                "stored by boxes: each rank must have one, and fused weights that tensor parallelism cuts lie "
-                "in several; load the model with tp_size=1"
+                "stored by boxes: each rank must have one, and of fused weights that tensor parallelism cuts "
+                "it has several; load the model with tp_size=1"
             )
     return tuple(cuts)
 
@@ -158,6 +158,11 @@ def owner_ranks(tensor: torch.Tensor, replica: int = 0) -> list[int]:
     if not isinstance(tensor, DTensor):
         return [replica % world_size()]
     mesh = tensor.device_mesh
+    if mesh.size() != world_size() and is_distributed():
+        raise ValueError(
+            f"a tensor lies on {mesh} and not on all {world_size()} ranks, as where tensor parallelism "
+            "leaves it whole beside FSDP2, and who has which part is not known; load the model with tp_size=1"
+        )
     copies = [n for p, n in zip(tensor.placements, mesh.shape, strict=True) if isinstance(p, Replicate)]
     wanted = replica % math.prod(copies)
     index: list[Any] = []

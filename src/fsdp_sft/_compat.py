@@ -472,6 +472,20 @@ def compute_dtypes(model: nn.Module) -> set[torch.dtype]:
     return dtypes
 
 
+def native_mesh(model: nn.Module) -> Any | None:
+    """The mesh on which transformers has sharded a model while loading it, of the axes that have ranks.
+
+    A model without such a mesh, None. ``from_pretrained(distributed_config=...)`` keeps it in the model; the
+    meshes of parameters do not show ranks along which nothing but experts is cut.
+    """
+    manager: Any = getattr(model, "_mesh_manager", None)
+    if manager is None:
+        return None
+    axes = ("pp", "dp_replicate", "fsdp", "tp")
+    wide = tuple(axis for axis in axes if manager.get_mesh(axis).size() > 1)
+    return manager.get_mesh(wide) if wide else None
+
+
 def reduction_dtype(module: nn.Module, gradient: torch.dtype) -> torch.dtype:
     """The dtype in which FSDP2 reduces gradients of a module that it has been told to shard.
 

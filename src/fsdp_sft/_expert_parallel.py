@@ -140,10 +140,11 @@ def refuse_divided_twice(model: nn.Module) -> None:
     for name, module in inner.named_modules():
         if not isinstance(module, FSDPModule):
             continue
-        for parameter in module.parameters(recurse=False):
+        own: nn.Module = module  # type: ignore[assignment]
+        for parameter in own.parameters(recurse=False):
             if not parameter.requires_grad or not _is_whole_on_its_rank(parameter):
                 continue
-            dtype = reduction_dtype(module, parameter.dtype)
+            dtype = reduction_dtype(own, parameter.dtype)
             mesh = mesh_of(model)
             if dtype not in _DIVIDED_ONCE and mesh is not None and mesh.size() > 1:
                 raise UnsupportedModelError(

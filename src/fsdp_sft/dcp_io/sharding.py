@@ -126,6 +126,12 @@ class Shardings:
         mesh = tensor.device_mesh
         splits = cuts_of(tensor.placements, tuple(mesh.shape), tensor.ndim)
         refuse_disordered(mesh, tensor.placements)
+        if mesh.size() != self._world_size:
+            raise ValueError(
+                f"a tensor lies on {mesh} and not on all {self._world_size} ranks, as where tensor "
+                "parallelism leaves it whole beside FSDP2, and who has which part is not known; load the "
+                "model with tp_size=1"
+            )
         if mesh not in self._ranks:
             ranks = tuple(mesh.mesh.flatten().tolist())
             self._ranks[mesh] = None if ranks == tuple(range(len(ranks))) else ranks

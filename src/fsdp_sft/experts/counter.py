@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdp_sft._meshes import copies_of_rows
 from fsdp_sft._streams import LateTensor
 from fsdp_sft._wrappers import unwrapped
 from fsdp_sft.distributed import device_groups_of, mesh_of
@@ -116,6 +117,7 @@ class ExpertCounter:
         together = torch.cat(counts)
         for group in device_groups_of(mesh):
             dist.all_reduce(together, group=group)
+        together = together // copies_of_rows(mesh)
         self.last = list(together.split(sizes))
         unseen = [layer.name for layer in self.layers if not layer.was_seen]
         if unseen and not self._has_warned:

@@ -80,8 +80,7 @@ def _norm(parameters: list[nn.Parameter]) -> torch.Tensor:
     """The norm of gradients that lie alike."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     first = gradients[0]
-    cuts = [] if not isinstance(first, DTensor) else _axes_that_cut(first)
-    if len(cuts) < 2:
+    if not isinstance(first, DTensor) or len(cuts := _axes_that_cut(first)) < 2:
         norm = torch.nn.utils.get_total_norm(gradients)
         # The norm of shards is a partial result until it is reduced.
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
