@@ -386,6 +386,7 @@ def _check_adapters(folder: str, out: str) -> None:
     results = []
     for ep_size in (1, 2):
         options = {"mp_policy": MixedPrecisionPolicy(), "peft_config": lora, "frozen_dtype": torch.float32}
+        options["sac_ratio"] = 1
         model = fs.load_pretrained(folder, mesh=mesh_here(), ep_size=ep_size, **options)
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
         steps = [fs.train_step(model, batches, optimizer, router_loss="off") for _ in range(2)]
