@@ -1,8 +1,10 @@
 """Boxes: what torch's own chunks are, and how tensors are put together from them."""
 
+from typing import Any
+
 import pytest
 import torch
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from fsdp_sft._boxes import Box, box_at, part_of, tiling_problem, whole
@@ -35,7 +37,39 @@ def test_the_part_that_two_boxes_share() -> None:
     assert whole(()).intersect(whole(())) == Box((), ())
 
 
-def test_a_shard_that_is_no_single_box_is_refused() -> None:
-    placements = [_StridedShard(0, split_factor=2), Shard(0)]
+def test_a_strided_shard_is_cut_after_the_axes_that_follow() -> None:
+    """Experts are shared out along the last axis first, and FSDP2 cuts what each rank then has."""
+    for rows in (4, 6, 12, 13):
+        for sharing, parts in ((1, 2), (2, 1), (2, 3), (3, 2), (4, 4)):
+            for copies in ([], [Replicate()]):
+                placements = [*copies, _StridedShard(0, split_factor=sharing), Shard(0)]
+                shape = (*[2 for _ in copies], parts, sharing)
+                numbers = torch.arange(rows)
+                for i in range(parts):
+                    for j in range(sharing):
+                        box = box_at((rows, 5), placements, shape, (*[1 for _ in copies], i, j))
+                        experts = _chunk(numbers, sharing, j)
+                        assert numbers[box.slices[:1]].tolist() == _chunk(experts, parts, i).tolist()
+                        assert box.shape[1] == 5
+    other = box_at((8, 6), [Shard(1), Shard(0)], (2, 4), (1, 3))
+    assert other == Box((6, 3), (2, 3))
+    last = box_at((8, 6), [_StridedShard(-2, split_factor=4), Shard(-2)], (2, 4), (1, 3))
+    assert last == Box((7, 0), (1, 6))
+
+
+def _chunk(tensor: torch.Tensor, parts: int, index: int) -> torch.Tensor:
+    chunks = tensor.chunk(parts)
+    return chunks[index] if index < len(chunks) else tensor[:0]
+
+
+@pytest.mark.parametrize(
+    "placements",
+    [
+        [_StridedShard(0, split_factor=3), Shard(0)],  # neither of the axes that follow nor of none
+        [Shard(0), _StridedShard(0, split_factor=2)],  # fused weights, each half cut by itself
+        [Partial(), Shard(0)],
+    ],
+)
+def test_what_leaves_a_rank_several_boxes_or_none_is_refused(placements: list[Any]) -> None:
     with pytest.raises(TypeError, match="cannot be read or stored by boxes"):
         box_at((8, 4), placements, (2, 2), (0, 1))

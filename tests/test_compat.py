@@ -27,6 +27,18 @@ PRIVATE = [
         "torch.distributed.tensor",
     ),
     (
+        "split_factor_of",
+        "torch.distributed.tensor.placement_types",
+        "_StridedShard",
+        "torch.distributed.tensor",
+    ),
+    (
+        "share_out_experts",
+        "transformers.distributed.expert_parallel",
+        "apply_expert_parallelism",
+        "transformers.distributed",
+    ),
+    (
         "exchange_rows",
         "torch.distributed._functional_collectives",
         "all_to_all_single_autograd",
@@ -67,6 +79,8 @@ PRIVATE = [
 
 @pytest.mark.parametrize(("user", "module", "name", "public"), PRIVATE, ids=lambda value: str(value))
 def test_a_private_name_is_there_and_not_public_yet(user: str, module: str, name: str, public: str) -> None:
+    if module.startswith("transformers.distributed"):
+        pytest.importorskip("transformers.distributed.expert_parallel", reason="transformers 5.21 or later")
     assert name in inspect.getsource(getattr(_compat, user)), f"{user} no longer uses {name}: drop this line"
     assert hasattr(importlib.import_module(module), name)
     is_public = name.lstrip("_") in dir(importlib.import_module(public))
@@ -106,6 +120,15 @@ def test_tensors_of_a_module_can_be_replaced_only_through_a_private_method() -> 
     _compat.apply_to_tensors(module, lambda tensor: tensor.double())
     assert module.weight.dtype == torch.float64
     assert not hasattr(nn.Module, "apply_to_tensors"), "torch has a public form now"
+
+
+def test_plans_of_experts_have_no_public_expansion() -> None:
+    pytest.importorskip("transformers.distributed.expert_parallel", reason="transformers 5.21 or later")
+    model = tiny_model("mixtral", num_hidden_layers=2)
+    experts = {f"model.layers.{index}.mlp.experts": 4 for index in range(2)}
+    assert _compat.experts_to_share_out(model) == experts
+    assert _compat.experts_to_share_out(tiny_model("llama")) == {}
+    assert not hasattr(model, "expand_parallel_plan"), "transformers has a public name now"
 
 
 def test_wrapper_subclasses_have_no_public_constructor() -> None:
@@ -283,6 +306,10 @@ def test_every_private_name_is_watched() -> None:
         "apply_to_tensors",
         "wrapper_tensor",
         "compute_dtypes",
+        "reduction_dtype",
+        "native_mesh",
+        "experts_to_share_out",
+        "_stack_length",
         "attention_of",
         "offset_in_checkpoint",
     }

@@ -9,7 +9,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from fsdp_sft._agree import this_rank, world_size
+from fsdp_sft._agree import is_distributed, this_rank, world_size
+from fsdp_sft._compat import split_factor_of
 
 _MAX_CUTS = 16
 
@@ -57,37 +58,72 @@ def whole(shape: Sequence[int]) -> Box:
     return Box((0,) * len(shape), tuple(shape))
 
 
+def cuts_of(placements: Sequence[Any], mesh_shape: Sequence[int], ndim: int) -> tuple[tuple[int, int], ...]:
+    """(axis of the mesh, dimension of the tensor) for each cut by ``torch.chunk``, in the order of the cuts.
+
+    That is the order of the axes, but for a strided shard: FSDP2 leaves one where expert or tensor
+    parallelism has cut the same dimension before, along an axis that comes later. Cut in this order, what
+    each rank has is one box.
+
+    Args:
+        placements: Of a DTensor.
+        mesh_shape: Ranks along each axis of its mesh.
+        ndim: Dimensions of the tensor.
+
+    Raises:
+        TypeError: For a placement that leaves a rank with several boxes, or with no part at all.
+    """
+    cuts: list[tuple[int, int]] = []
+    # From the last axis on, so that what a strided shard comes after is there already.
+    for axis, placement in reversed(list(enumerate(placements))):
+        if type(placement) is Replicate:
+            continue
+        factor = 1 if type(placement) is Shard else split_factor_of(placement)
+        dim = placement.dim % max(ndim, 1) if factor is not None else -1
+        before = [cut for cut in cuts if cut[1] == dim]
+        if factor == 1 and (type(placement) is Shard or not before):
+            cuts.insert(0, (axis, dim))
+        elif factor is not None and factor == math.prod(mesh_shape[other] for other, _ in before):
+            cuts.append((axis, dim))
+        else:
+            raise TypeError(
+                f"a tensor placed as {tuple(placements)} on a mesh of {tuple(mesh_shape)} cannot be read or "
+                "stored by boxes: each rank must have one, and of fused weights that tensor parallelism cuts "
+                "it has several; load the model with tp_size=1"
+            )
+    return tuple(cuts)
+
+
 def box_at(
     shape: Sequence[int], placements: Sequence[Any], mesh_shape: Sequence[int], coordinate: Sequence[int]
 ) -> Box:
-    """What the rank at ``coordinate`` of a mesh has: ``torch.chunk`` along each sharded dimension.
+    """What the rank at ``coordinate`` has: ``torch.chunk`` along each sharded dimension.
 
     Raises:
-        TypeError: For a placement other than ``Shard`` and ``Replicate``.
+        TypeError: For placements that leave a rank with several boxes.
     """
-    offset, extent = [0] * len(shape), list(shape)
-    for placement, parts, index in zip(placements, mesh_shape, coordinate, strict=True):
-        if type(placement) is Replicate:
-            continue
-        if type(placement) is not Shard:
-            # A strided shard, as tensor parallelism before FSDP2 leaves it, is no single box.
-            raise TypeError(
-                f"a tensor placed as {placement} cannot be read or stored by boxes, only Shard and Replicate "
-                "can: shard a model without tensor parallelism"
-            )
-        dim = placement.dim
-        step = -(-extent[dim] // parts)
-        start = min(step * index, extent[dim])
-        offset[dim] += start
-        extent[dim] = min(step, extent[dim] - start)
-    return Box(tuple(offset), tuple(extent))
+    box = whole(shape)
+    for axis, dim in cuts_of(placements, mesh_shape, len(shape)):
+        box = chunk_of(box, dim, mesh_shape[axis], coordinate[axis])
+    return box
+
+
+def chunk_of(box: Box, dim: int, parts: int, index: int) -> Box:
+    """The ``index``-th of ``torch.chunk`` of a box into ``parts``; empty where that makes fewer."""
+    extent = box.shape[dim]
+    step = -(-extent // parts)
+    start = min(step * index, extent)
+    offset, shape = list(box.offset), list(box.shape)
+    offset[dim] += start
+    shape[dim] = min(step, extent - start)
+    return Box(tuple(offset), tuple(shape))
 
 
 def box_of(tensor: torch.Tensor, rank: int | None = None) -> Box:
     """What ``rank`` (None: this one) holds of ``tensor``; all of it unless it is a DTensor.
 
     Raises:
-        TypeError: For a placement other than ``Shard`` and ``Replicate``.
+        TypeError: For placements that leave a rank with several boxes.
     """
     if not isinstance(tensor, DTensor):
         return whole(tensor.shape)
@@ -109,7 +145,8 @@ def refuse_disordered(mesh: DeviceMesh, placements: Sequence[Any]) -> None:
     if type(ranks) is not torch.Tensor:  # under FakeTensorMode it has no values
         return
     for axis, placement in enumerate(placements):
-        if type(placement) is Shard and mesh.size(axis) > 1 and bool((ranks.diff(dim=axis) <= 0).any()):
+        cuts = type(placement) is not Replicate
+        if cuts and mesh.size(axis) > 1 and bool((ranks.diff(dim=axis) <= 0).any()):
             raise ValueError(
                 f"the ranks of the mesh {ranks.tolist()} do not ascend along axis {axis}, and FSDP2 cuts "
                 "tensors in ascending order: take build_mesh(...), or ranks in order"
@@ -121,6 +158,11 @@ def owner_ranks(tensor: torch.Tensor, replica: int = 0) -> list[int]:
     if not isinstance(tensor, DTensor):
         return [replica % world_size()]
     mesh = tensor.device_mesh
+    if mesh.size() != world_size() and is_distributed():
+        raise ValueError(
+            f"a tensor lies on {mesh} and not on all {world_size()} ranks, as where tensor parallelism "
+            "leaves it whole beside FSDP2, and who has which part is not known; load the model with tp_size=1"
+        )
     copies = [n for p, n in zip(tensor.placements, mesh.shape, strict=True) if isinstance(p, Replicate)]
     wanted = replica % math.prod(copies)
     index: list[Any] = []

@@ -472,6 +472,33 @@ def compute_dtypes(model: nn.Module) -> set[torch.dtype]:
     return dtypes
 
 
+def native_mesh(model: nn.Module) -> Any | None:
+    """The mesh on which transformers has sharded a model while loading it, of the axes that have ranks.
+
+    A model without such a mesh, None. ``from_pretrained(distributed_config=...)`` keeps it in the model; the
+    meshes of parameters do not show ranks along which nothing but experts is cut.
+    """
+    manager: Any = getattr(model, "_mesh_manager", None)
+    if manager is None:
+        return None
+    axes = ("pp", "dp_replicate", "fsdp", "tp")
+    wide = tuple(axis for axis in axes if manager.get_mesh(axis).size() > 1)
+    return manager.get_mesh(wide) if wide else None
+
+
+def reduction_dtype(module: nn.Module, gradient: torch.dtype) -> torch.dtype:
+    """The dtype in which FSDP2 reduces gradients of a module that it has been told to shard.
+
+    As ``compute_dtypes``: the policy has no public reader.
+
+    Args:
+        module: A group of FSDP2's.
+        gradient: Dtype of its stored shards, if the policy says nothing.
+    """
+    policy: Any = module._get_fsdp_state()._mp_policy  # type: ignore[operator]
+    return policy.reduce_dtype or policy.param_dtype or gradient
+
+
 def attention_of(model: nn.Module) -> str:
     """Which attention implementation a transformers model runs: its config has it under a private name."""
     return str(getattr(getattr(model, "config", None), "_attn_implementation", None) or "its own")
@@ -820,6 +847,17 @@ def split_axis(mesh: Any, axis: str, sizes: dict[str, int]) -> Any:
     return mesh._unflatten(axis, tuple(sizes.values()), tuple(sizes))
 
 
+def split_factor_of(placement: Any) -> int | None:
+    """Into how many parts a strided shard's dimension was cut before; None for another placement.
+
+    FSDP2 places a parameter so that expert or tensor parallelism has cut along the same dimension. The class
+    has no public name.
+    """
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return int(placement.split_factor) if isinstance(placement, _StridedShard) else None
+
+
 def exchange_rows(rows: torch.Tensor, group: str) -> torch.Tensor:
     """Send row i of ``rows`` to rank i of a process group, and get row i of the result from there.
 
@@ -945,3 +983,39 @@ def is_wrapper_subclass(tensor: torch.Tensor) -> bool:
         return bool(local.numel() > 0 and local.untyped_storage().data_ptr() == 0)
     except RuntimeError:  # "invalid python storage"
         return True
+
+
+def experts_to_share_out(model: nn.Module) -> dict[str, int]:
+    """FQNs of the modules whose experts transformers can share out over ranks, to how many each has.
+
+    0 stands for one that has no parameters of its own, such as peft's around experts with adapters. A plan is
+    expanded to a model's layers by ``_expand_parallel_plan`` alone. Empty where transformers has no plan for
+    the model, or is older than 5.20.
+    """
+    plan: dict[str, str] = getattr(model, "ep_plan", None) or {}
+    if not hasattr(model, "_expand_parallel_plan"):
+        return {}
+    expanded = model._expand_parallel_plan(plan)  # type: ignore[operator]
+    dispatched = [name for name, style in expanded.items() if style == "ep_dispatch_experts"]
+    return {name: _stack_length(model.get_submodule(name)) for name in dispatched}
+
+
+def _stack_length(experts: nn.Module) -> int:
+    return next((len(parameter) for parameter in experts.parameters(recurse=False)), 0)
+
+
+def share_out_experts(model: nn.Module, ep_mesh: Any, alone: Any) -> None:
+    """Keep of each stack of experts this rank's, and let tokens travel between the ranks of ``ep_mesh``.
+
+    What ``from_pretrained(distributed_config=...)`` does to a model on the meta device; in public it only
+    comes with transformers' own sharding and loading.
+
+    Args:
+        model: On the meta device, not sharded.
+        ep_mesh: One axis, of ranks that have all experts together.
+        alone: A mesh of this rank: transformers asks for the ranks that have the same tokens.
+    """
+    from transformers.distributed.expert_parallel import apply_expert_parallelism
+
+    plan = model._expand_parallel_plan(model.ep_plan)  # type: ignore[operator]
+    apply_expert_parallelism(model, ep_mesh, alone, plan, ep_implementation="all_to_all")

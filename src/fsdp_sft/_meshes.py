@@ -1,6 +1,7 @@
 """Meshes whose ranks share rows: who shares with whom, and what parameters are sharded on."""
 
 import weakref
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -11,6 +12,9 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 CP = "cp"
+PP = "pp"  # the axis of a pipeline's stages
+TP = "tp"  # the axis along which layers are cut, and every rank has the same rows
+EP = "ep"  # the axis along which each rank has experts of its own
 DP_SHARD_CP = "dp_shard_cp"  # the axis that dp_shard and cp are together
 
 # On a mesh with cp: the mesh that parameters are sharded on. Meshes of one shape are equal, so that none can
@@ -78,6 +82,40 @@ def data_parallel_place(mesh: "DeviceMesh") -> tuple[int, int]:
     for size, index in zip(mesh.shape, coordinate, strict=True):
         place = place * size + index
     return place // each, mesh.size() // each  # cp is the last axis
+
+
+@dataclass(frozen=True)
+class SameRows:
+    """Ranks that compute the same rows together, each of them whole: tensor parallelism.
+
+    Attributes:
+        size: How many they are.
+        rank: Which of them this is.
+        share: Which of such groups they are: what share of the data they have.
+    """
+
+    size: int
+    rank: int
+    share: int
+
+
+def same_rows_in(mesh: "DeviceMesh | None") -> SameRows | None:
+    """This rank's group on a model's mesh; None where no two ranks compute the same rows."""
+    names = () if mesh is None else mesh.mesh_dim_names or ()
+    # A model whose only mesh is that of its experts has all else on every rank, for the rows of all of them.
+    axis = TP if TP in names else EP if EP in names else None
+    if mesh is None or axis is None or mesh[axis].size() == 1:
+        return None
+    share = 0
+    for name, size, index in zip(names, mesh.shape, mesh.get_coordinate() or (), strict=True):
+        share = share if name == axis else share * size + index
+    return SameRows(mesh[axis].size(), mesh.get_local_rank(axis), share)
+
+
+def copies_of_rows(mesh: "DeviceMesh | None") -> int:
+    """How many ranks of a model's mesh compute each row whole; 1 where each has its own."""
+    same = same_rows_in(mesh)
+    return 1 if same is None else same.size
 
 
 def host_group(mesh: "DeviceMesh", axis: str) -> dist.ProcessGroup:

@@ -61,9 +61,13 @@ def add_adapters(model: nn.Module, peft_config: "PeftConfig", *, seed: int = 0) 
 
 def forward_parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
     """What a model's forward takes; with adapters the inner model's, to which peft's passes on the rest."""
-    model = unwrapped(model)
+    return inspect.signature(base_of(unwrapped(model)).forward).parameters
+
+
+def base_of(model: nn.Module) -> Any:
+    """The transformers model inside one of peft's, with the adapters in it; any other model as it is."""
     unwrap: Any = getattr(model, "get_base_model", None)
-    return inspect.signature((unwrap() if unwrap is not None else model).forward).parameters
+    return unwrap() if unwrap is not None else model
 
 
 @contextmanager

@@ -19,13 +19,13 @@ from fsdp_sft._agree import (
     this_rank,
     world_size,
 )
-from fsdp_sft._compat import careful_gloo, split_axis
+from fsdp_sft._compat import careful_gloo, native_mesh, split_axis
 from fsdp_sft._launch import detect_launch
 from fsdp_sft._meeting import connect_neighbours, meet
-from fsdp_sft._meshes import CP, DP_SHARD_CP, parameter_mesh, shard_parameters_on
+from fsdp_sft._meshes import CP, DP_SHARD_CP, EP, PP, parameter_mesh, shard_parameters_on
 from fsdp_sft._slurm import Launch, env_int, is_slurm_step
 from fsdp_sft._wrappers import replicas_of, replicated_by, unwrapped
-from fsdp_sft.errors import WrappedModelError
+from fsdp_sft.errors import UnsupportedModelError, WrappedModelError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -221,14 +221,24 @@ def mesh_of(model: torch.nn.Module) -> "DeviceMesh | None":
 
     Raises:
         WrappedModelError: If the model is wrapped by something whose ranks cannot be told.
+        UnsupportedModelError: If the model is cut into stages of a pipeline.
     """
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
     def of_parameters() -> "DeviceMesh | None":
-        return next((p.device_mesh for p in model.parameters() if isinstance(p, DTensor)), None)
+        meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
+        # Experts that ranks share out lie on a mesh of their own, which does not say who has which rows. Of
+        # the others the widest does: what tensor parallelism leaves whole is on a part of it.
+        dense = [mesh for mesh in meshes if EP not in (mesh.mesh_dim_names or ())]
+        return max(dense or meshes, key=lambda mesh: mesh.size(), default=None)
 
-    mesh = of_parameters()
+    mesh = native_mesh(unwrapped(model)) or of_parameters()
+    if mesh is not None and PP in (mesh.mesh_dim_names or ()):
+        raise UnsupportedModelError(
+            f"{type(unwrapped(model)).__name__} is cut into stages of a pipeline, which "
+            "one forward does not run through: load it with pp_size=1"
+        )
     if mesh is None and any(isinstance(module, FSDPModule) for module in model.modules()):
         reshard(model)  # gathered parameters are plain tensors
         mesh = of_parameters()

@@ -15,8 +15,9 @@ from fsdp_sft._agree import agreed, all_reduce_sum, share, this_rank, while_othe
 from fsdp_sft._claim import Claim
 from fsdp_sft._compat import keep_used_conversions, match_checkpoint_keys, tied_names, weight_conversions
 from fsdp_sft._disk import TensorReader, unsound_beside
+from fsdp_sft._expert_parallel import check_shareable_experts, share_out
 from fsdp_sft._model import ModelTensors, clean_name, meta_twin, model_tensors, named_tensors
-from fsdp_sft.adapters import copy_saved_modules, without_adapters
+from fsdp_sft.adapters import base_of, copy_saved_modules, without_adapters
 from fsdp_sft.dcp_io.checkpoint import read_train_state
 from fsdp_sft.dcp_io.codec import dumps
 from fsdp_sft.dcp_io.folder import FolderContent, describe_mesh, open_folder, read_tensors, write_folder
@@ -155,6 +156,7 @@ def load_prepared(
     reshard_after_forward: bool | int = True,
     offload_policy: OffloadPolicy | None = None,
     prefetch: int = 0,
+    ep_size: int = 1,
     peft_config: "PeftConfig | None" = None,
     adapter_seed: int = 0,
     frozen_dtype: torch.dtype | None = None,
@@ -178,6 +180,7 @@ def load_prepared(
         reshard_after_forward: See ``shard_model``.
         offload_policy: See ``shard_model``.
         prefetch: See ``shard_model``.
+        ep_size: See ``load_pretrained``; what was prepared may be loaded with any.
         peft_config: See ``load_pretrained``, as for all that follows.
         adapter_seed: Of the adapters' initialisation.
         frozen_dtype: Dtype of the stored shards that are frozen.
@@ -227,6 +230,8 @@ def load_prepared(
             sac_offload=sac_offload,
             compile=compile,
         )
+        check_shareable_experts(base_of(model), mesh, ep_size)
+    share_out(base_of(model), mesh, ep_size)
     shard_model(
         model,
         mesh=mesh,

@@ -8,7 +8,8 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from fsdp_sft._agree import agreed
-from fsdp_sft.adapters import add_adapters
+from fsdp_sft._expert_parallel import check_shareable_experts, share_out
+from fsdp_sft.adapters import add_adapters, base_of
 from fsdp_sft.sac import Placement, Ratio, apply_sac
 from fsdp_sft.shard import compile_blocks, shard_model
 from fsdp_sft.weights import load_weights
@@ -43,6 +44,7 @@ def load_pretrained(
     reshard_after_forward: bool | int = True,
     offload_policy: OffloadPolicy | None = None,
     prefetch: int = 0,
+    ep_size: int = 1,
     peft_config: "PeftConfig | None" = None,
     adapter_seed: int = 0,
     frozen_dtype: torch.dtype | None = None,
@@ -74,6 +76,9 @@ def load_pretrained(
         reshard_after_forward: See ``shard_model``.
         offload_policy: See ``shard_model``.
         prefetch: See ``shard_model``.
+        ep_size: Ranks that share out the experts of a mixture: each has some of them whole, reads no others,
+            and tokens travel to where their experts are (expert parallelism). It divides ``dp_shard`` and
+            the experts. 1 shards experts as other parameters are: they travel to where the tokens are.
         peft_config: Of adapters to train instead of the model; see ``add_adapters``. The result is then a
             ``PeftModel``.
         adapter_seed: Of the adapters' initialisation.
@@ -93,6 +98,7 @@ def load_pretrained(
         TypeError: For a field that the config does not have.
         VocabularyError: If ``new_vocab_size`` is smaller than the checkpoint's, or rows cannot be added.
         AdapterError: If the adapters can only be initialised from the base weights.
+        UnsupportedModelError: If transformers has no plan by which ``ep_size`` ranks share out experts.
 
     Collective: all ranks of the mesh, which are all ranks of the job.
     Memory: The shards and what ``load_weights`` says.
@@ -120,6 +126,8 @@ def load_pretrained(
             sac_offload=sac_offload,
             compile=compile,
         )
+        check_shareable_experts(base_of(model), mesh, ep_size)
+    share_out(base_of(model), mesh, ep_size)
     shard_model(
         model,
         mesh=mesh,

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_sft._boxes import local_of, refuse_disordered
 from fsdp_sft._compat import apply_to_tensors, keep_in_float32_patterns
+from fsdp_sft._expert_parallel import SharedExperts, shared_experts
 from fsdp_sft._kept import (
     Float32Unit,
     cast_at_use,
@@ -31,7 +32,7 @@ from fsdp_sft._kept import (
     plain_dtypes,
     transformers_models,
 )
-from fsdp_sft._meshes import parameter_mesh
+from fsdp_sft._meshes import EP, parameter_mesh
 from fsdp_sft._placement import MOST_IMBALANCE, even_shards, shard_dim, shard_numel
 from fsdp_sft._recompiles import compile_block
 from fsdp_sft._wrappers import replicas_of
@@ -114,13 +115,17 @@ def shard_model(
     num_shards = mesh.size(mesh.ndim - 1)
 
     def shard(modules: nn.Module | list[nn.Module], mp: MixedPrecisionPolicy, **kwargs: bool | int) -> None:
+        shared = shared_experts(modules) if isinstance(modules, nn.Module) else None
         # What stays sharded over fewer ranks after a forward is a run of the gathered bytes: torch's code
         # for it knows the first dimension alone.
         smaller_mesh = type(kwargs.get("reshard_after_forward")) is int
         placement = None if smaller_mesh else partial(_placement, num_shards=num_shards)
+        if shared is not None:
+            kwargs["reshard_after_forward"] = bool(kwargs.get("reshard_after_forward", True))
+            placement = partial(_placement, num_shards=shared.mesh.size(shared.mesh.ndim - 1))
         fully_shard(  # type: ignore[call-overload]
             modules,
-            mesh=mesh,
+            mesh=mesh if shared is None else shared.mesh,
             mp_policy=mp,
             offload_policy=offload,
             shard_placement_fn=placement,
@@ -128,6 +133,8 @@ def shard_model(
         )
         for module in modules if isinstance(modules, list) else [modules]:
             _cast_shards(module, master_dtype, frozen_dtype, copied)
+        if shared is not None:
+            _divide_by_all_ranks(modules, shared)
 
     plan = _plan_float32(model, policy, chosen, warn=mesh.get_rank() == 0)
     block_policy, float32_policy = plan.policies(policy)
@@ -139,7 +146,9 @@ def shard_model(
         if isinstance(module, FSDPModule):
             continue  # it may be one that shares its parameters, such as a tied head
         unit = plan.units.get(id(module))
-        if unit is not None:
+        if shared_experts(module) is not None:
+            shard(module, block_policy, reshard_after_forward=reshard_after_forward)
+        elif unit is not None:
             others = [other for other in unit.others if not isinstance(other, FSDPModule)]
             if others:
                 shard(others, block_policy, reshard_after_forward=reshard_after_forward)
@@ -229,8 +238,21 @@ def _placement(parameter: nn.Parameter, num_shards: int) -> Shard | None:
     """Where to cut a parameter; None leaves it to FSDP2, as for tensors that say how they are gathered."""
     if hasattr(parameter, "fsdp_pre_all_gather"):
         return None
-    dim = shard_dim(tuple(parameter.shape), num_shards)
+    dim = shard_dim(tuple(local_of(parameter).shape), num_shards)
     return Shard(dim) if dim else None
+
+
+def _divide_by_all_ranks(module: nn.Module | list[nn.Module], shared: SharedExperts) -> None:
+    """Let FSDP2 divide the gradients of experts as those of other parameters.
+
+    They hold what all ranks' tokens add, and are reduced over the few ranks that have the same experts.
+    """
+    assert isinstance(module, FSDPModule)
+    module.set_gradient_divide_factor(shared.factor)
+    if shared.mesh.size(shared.mesh.ndim - 1) > 1:
+        # Elsewhere torch premultiplies, which gloo does not know and NCCL loses in bfloat16 (pytorch#190747).
+        # On one rank it divides anyway, and would do it twice.
+        module.set_force_sum_reduction_for_comms(True)
 
 
 def _name_uneven(model: nn.Module, num_shards: int) -> None:
@@ -276,13 +298,22 @@ def _fullest_over_mean(model: nn.Module, num_shards: int) -> tuple[float, dict[s
     excess: dict[str, int] = {}
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
-            cut = parameter.placements[-1]
-            dim = cut.dim if isinstance(cut, Shard) else 0
             total += parameter.numel()
-            more = shard_numel(tuple(parameter.shape), num_shards, dim) * num_shards - parameter.numel()
+            more = _padded_numel(parameter, num_shards) - parameter.numel()
             if more:
                 excess[name] = more
     return (1 + sum(excess.values()) / total if total else 1.0), excess
+
+
+def _padded_numel(parameter: DTensor, num_shards: int) -> int:
+    """Elements that all ranks of a replica together have memory for."""
+    shape, mesh, cut = list(parameter.shape), parameter.device_mesh, parameter.placements[-1]
+    shared = 1
+    if EP in (mesh.mesh_dim_names or ()) and mesh.ndim > 1:  # experts are shared out first, whole ones
+        shared, cut = mesh.size(mesh.ndim - 1), parameter.placements[-2]
+        shape[0], num_shards = shape[0] // shared, mesh.size(mesh.ndim - 2)
+    dim = 0 if cut.is_replicate() else cut.dim  # type: ignore[attr-defined]
+    return shard_numel(tuple(shape), num_shards, dim) * num_shards * shared
 
 
 def _local_bytes(parameter: nn.Parameter) -> int:
@@ -302,7 +333,7 @@ def _refuse_sharded(model: nn.Module) -> None:
                 f"{fqn or 'the model'} is sharded already; shard_model works once, on an ordinary model"
             )
     for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor):
+        if isinstance(parameter, DTensor) and EP not in (parameter.device_mesh.mesh_dim_names or ()):
             raise ValueError(f"{name} is a DTensor already; shard_model takes ordinary parameters")
 
 

@@ -1,8 +1,8 @@
 """Which rank has written which part of a tensor: derived from its shape, the mesh and the splits.
 
 A manifest says this once for all tensors that lie alike, so its size does not grow with the ranks. What is
-said is more general than FSDP2 needs today: splits come in the order in which they are made, so that a tensor
-cut by tensor parallelism before FSDP2 (torch's strided shard) can be said too.
+said is more general than FSDP2 alone needs: splits come in the order in which they are made, so that a tensor
+cut by expert or tensor parallelism before FSDP2 (torch's strided shard) is said too.
 """
 
 import math
@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
-from fsdp_sft._boxes import Box, box_at, refuse_disordered
+from fsdp_sft._boxes import Box, chunk_of, cuts_of, refuse_disordered
 
 _MOST_AXES = 8
 
@@ -58,7 +58,7 @@ class Sharding:
             return None
         box = Box((0,) * len(shape), tuple(shape))
         for axis, dim in self.splits:
-            box = _chunk(box, dim, self.mesh_shape[axis], place[axis])
+            box = chunk_of(box, dim, self.mesh_shape[axis], place[axis])
         return box if box.numel else None
 
     def _cut(self, number: int, place: list[int], box: Box, wanted: Box) -> Iterator[tuple[int, Box]]:
@@ -75,7 +75,7 @@ class Sharding:
         for index in range(first, min(parts, -(-min(end, box.shape[dim]) // step))):
             inner = list(place)
             inner[axis] = index
-            yield from self._cut(number + 1, inner, _chunk(box, dim, parts, index), wanted)
+            yield from self._cut(number + 1, inner, chunk_of(box, dim, parts, index), wanted)
 
     def _place_of_copy(self, copy: int) -> list[int]:
         """The coordinate of a copy, with zeros along the axes that cut."""
@@ -119,17 +119,22 @@ class Shardings:
         """The sharding of a tensor; one that is not sharded has a copy on every rank.
 
         Raises:
-            TypeError: For a placement other than ``Shard`` and ``Replicate``.
+            TypeError: For placements that leave a rank with several boxes.
         """
         if not isinstance(tensor, DTensor):
             return Sharding((self._world_size,), None, ())
         mesh = tensor.device_mesh
-        box_at(tensor.shape, tensor.placements, mesh.shape, [0] * mesh.ndim)  # refuses other placements
+        splits = cuts_of(tensor.placements, tuple(mesh.shape), tensor.ndim)
         refuse_disordered(mesh, tensor.placements)
+        if mesh.size() != self._world_size:
+            raise ValueError(
+                f"a tensor lies on {mesh} and not on all {self._world_size} ranks, as where tensor "
+                "parallelism leaves it whole beside FSDP2, and who has which part is not known; load the "
+                "model with tp_size=1"
+            )
         if mesh not in self._ranks:
             ranks = tuple(mesh.mesh.flatten().tolist())
             self._ranks[mesh] = None if ranks == tuple(range(len(ranks))) else ranks
-        splits = tuple((axis, p.dim) for axis, p in enumerate(tensor.placements) if type(p) is Shard)
         return Sharding(tuple(mesh.shape), self._ranks[mesh], splits)
 
 
@@ -169,14 +174,3 @@ def parse_sharding(raw: Any, world_size: int) -> Sharding:
     if not valid or len(set(axes)) != len(axes) or max(axes, default=0) >= len(sharding.mesh_shape):
         raise ValueError("a sharding is not valid")
     return sharding
-
-
-def _chunk(box: Box, dim: int, parts: int, index: int) -> Box:
-    """``torch.chunk`` of a box."""
-    extent = box.shape[dim]
-    step = -(-extent // parts)
-    start = min(step * index, extent)
-    offset, shape = list(box.offset), list(box.shape)
-    offset[dim] += start
-    shape[dim] = min(step, extent - start)
-    return Box(tuple(offset), tuple(shape))

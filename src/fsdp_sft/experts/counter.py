@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdp_sft._meshes import copies_of_rows
 from fsdp_sft._streams import LateTensor
 from fsdp_sft._wrappers import unwrapped
 from fsdp_sft.distributed import device_groups_of, mesh_of
@@ -116,6 +117,7 @@ class ExpertCounter:
         together = torch.cat(counts)
         for group in device_groups_of(mesh):
             dist.all_reduce(together, group=group)
+        together = together // copies_of_rows(mesh)
         self.last = list(together.split(sizes))
         unseen = [layer.name for layer in self.layers if not layer.was_seen]
         if unseen and not self._has_warned:
@@ -208,11 +210,12 @@ def _argument_of(module: nn.Module) -> tuple[str, int] | None:
 
 
 def _num_experts(name: str, module: nn.Module) -> int:
-    number = getattr(module, "num_experts", None)
-    if isinstance(number, int):
-        return number
+    # Under expert parallelism num_experts are this rank's; the length of a stack is that of all of it.
     stacked = [len(parameter) for parameter in module.parameters() if parameter.ndim > 2]
     if not stacked:
+        number = getattr(module, "num_experts", None)
+        if isinstance(number, int):
+            return number
         raise UnsupportedModelError(f"how many experts {name} ({type(module).__name__}) has cannot be told")
     return stacked[0]
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdp_sft._expert_parallel import refuse_divided_twice
 from fsdp_sft._meshes import CP
 from fsdp_sft._streams import travelling
 from fsdp_sft.collate import refuse_masked_pack
@@ -145,6 +146,8 @@ def causal_lm_loss(
     Collective: all ranks of the mesh, by the model's forward.
     """
     mesh = mesh if mesh is not None else whole_mesh_of(model)
+    if not torch.compiler.is_compiling():
+        refuse_divided_twice(model)
     check_num_targets(num_targets)
     weight = _weight_of_window(batch, num_targets, target_weight)
     group = sequence_group_of(model) if not torch.compiler.is_compiling() else None

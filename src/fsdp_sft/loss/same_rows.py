@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from fsdp_sft._meshes import SameRows
 from fsdp_sft._safetensors import bytes_of
 from fsdp_sft._streams import host_copies
 from fsdp_sft.context_parallel import SequenceGroup
@@ -14,7 +15,7 @@ from fsdp_sft.errors import BatchError
 _WORD_BITS = 20  # a word times thousands of ranks, summed over them, is exact in float64
 
 
-def to_compare_rows(batches: Sequence[Any], group: SequenceGroup | None) -> list[float]:
+def to_compare_rows(batches: Sequence[Any], group: SequenceGroup | SameRows | None) -> list[float]:
     """Two numbers that add up to 0 over all ranks if those that share rows have the same ones.
 
     Args:
@@ -50,5 +51,6 @@ def refuse_different_rows(sums: Sequence[float]) -> None:
         raise BatchError(
             "ranks of one cp group have different batches, and each computes a part of the same rows: "
             "iterate with windows(loader, n, mesh=mesh), whose first rank of a group reads for all of it, or "
-            "give samplers mesh=mesh, and collators nothing random that ranks draw by themselves"
+            "give samplers mesh=mesh, and collators nothing random that ranks draw by themselves. Ranks of "
+            "one tp group need the same batches too: give samplers num_replicas= and rank= without tp"
         )

@@ -1,15 +1,21 @@
 """Whether the model can take a batch, looked at on the host before the first forward."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from fsdp_sft._compat import attention_of
+from fsdp_sft._compat import attention_of, original_class
+from fsdp_sft._meshes import copies_of_rows
 from fsdp_sft._vocabulary import vocabulary_of
 from fsdp_sft._wrappers import unwrapped
 from fsdp_sft.collate import IGNORE_INDEX, refuse_masked_pack
+from fsdp_sft.errors import UnsupportedModelError
 from fsdp_sft.loss import LABEL_KEYS
+from fsdp_sft.sac import draws_random_numbers
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def check_of(model: nn.Module, *, own_loss: bool) -> Callable[[Any], None]:
@@ -28,3 +34,17 @@ def check_of(model: nn.Module, *, own_loss: bool) -> Callable[[Any], None]:
             vocabulary.check_labels(batch, LABEL_KEYS, IGNORE_INDEX)
 
     return check
+
+
+def refuse_noise_on_same_rows(model: nn.Module, mesh: "DeviceMesh | None") -> None:
+    """See that ranks which compute the same rows draw no random numbers, which would not be the same.
+
+    Raises:
+        UnsupportedModelError: If they do.
+    """
+    if copies_of_rows(mesh) > 1 and draws_random_numbers(model):
+        raise UnsupportedModelError(
+            f"{original_class(unwrapped(model)).__name__} has dropout, or other noise, and is cut by tensor "
+            "parallelism: ranks with the same rows would draw different random numbers. Set its dropout to 0 "
+            "in the config"
+        )

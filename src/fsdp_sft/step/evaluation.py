@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from fsdp_sft._late import settle
+from fsdp_sft._meshes import copies_of_rows
 from fsdp_sft._streams import LateValues
 from fsdp_sft.context_parallel import sequence_group_of
 from fsdp_sft.distributed import compute_device, reshard, sum_over_mesh, whole_mesh_of
@@ -155,4 +156,5 @@ def evaluate(
         raise BatchError(f"evaluate: the loss_weights of all {int(all_targets)} targets are 0")
     loss = loss_total / all_weight
     perplexity = math.exp(loss) if loss < 709 else math.inf
-    return EvalResult(loss, perplexity, int(all_targets), router_total / max(all_tokens, 1))
+    count = int(all_targets) // copies_of_rows(mesh)
+    return EvalResult(loss, perplexity, count, router_total / max(all_tokens, 1))

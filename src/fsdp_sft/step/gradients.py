@@ -5,10 +5,12 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from fsdp_sft._boxes import local_of
 from fsdp_sft._wrappers import replicated_by, unwrapped
 
 SyncMode = Literal["all", "reduce_scatter", "none"]
@@ -75,6 +77,19 @@ def clip_gradients(model: nn.Module, max_grad_norm: float | None) -> torch.Tenso
 
 
 def _norm(parameters: list[nn.Parameter]) -> torch.Tensor:
-    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    # The norm of shards is a partial result until it is reduced.
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    """The norm of gradients that lie alike."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    first = gradients[0]
+    if not isinstance(first, DTensor) or len(cuts := _axes_that_cut(first)) < 2:
+        norm = torch.nn.utils.get_total_norm(gradients)
+        # The norm of shards is a partial result until it is reduced.
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    # DTensor would do the same, and warn that it reduces along one axis after the other.
+    squared = torch.nn.utils.get_total_norm([local_of(gradient) for gradient in gradients]).square()
+    for axis in cuts:
+        dist.all_reduce(squared, group=first.device_mesh.get_group(axis))
+    return squared.sqrt()
+
+
+def _axes_that_cut(tensor: DTensor) -> list[int]:
+    return [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]

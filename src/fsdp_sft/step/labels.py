@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fsdp_sft._meshes import CP
+from fsdp_sft._meshes import CP, EP, TP
 from fsdp_sft.collate import IGNORE_INDEX
 from fsdp_sft.distributed import gather_over_mesh
 from fsdp_sft.errors import BatchError, abridged
@@ -115,7 +115,9 @@ def _compare_rows(micro_batches: list[Any], mesh: "DeviceMesh", first: bool) -> 
     """Ranks should have rows of their own, but those of one context-parallel group the same ones."""
     names: Any = mesh.mesh_dim_names or ()
     place: Any = mesh.get_coordinate() or ()
-    data_place = tuple(at for index, at in enumerate(place) if index >= len(names) or names[index] != CP)
+    data_place = tuple(
+        at for index, at in enumerate(place) if index >= len(names) or names[index] not in (CP, TP, EP)
+    )
     seen = gather_over_mesh((data_place, _digest_of_rows(micro_batches)), mesh)
     places: dict[bytes, set[tuple[int, ...]]] = {}
     ranks: dict[bytes, list[str]] = {}

@@ -72,6 +72,7 @@ class QueuedStep:
         undo: Takes back what an optimizer did that has left the step out on the device.
         is_late: Whether optimizers had to leave it out by themselves.
         expert_load: What experts were given, on its way to the host; None if nobody looks.
+        copies: How many ranks have computed each row.
     """
 
     values: LateValues
@@ -84,6 +85,7 @@ class QueuedStep:
     undo: list[Callable[[], None]] = field(default_factory=list)
     is_late: bool = False
     expert_load: LateLoad | None = None
+    copies: int = 1
 
     @property
     def has_infs(self) -> bool:
@@ -125,7 +127,7 @@ class QueuedStep:
             raise_on_mesh(self.problem, "looking at the optimizer's state after its first step", self.mesh)
         if has_changed:
             raise_on_mesh(changed, "looking at what the model makes of its head's output", self.mesh)
-        loss, added = loss / self.weight, added / self.weight
+        loss, added = (total / (self.weight * self.copies) for total in (loss, added))
         if not self.is_finite and not self.has_infs:
             raise self._not_finite(loss)
         reason = "inf gradients" if self.has_infs else None

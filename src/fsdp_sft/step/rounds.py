@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from fsdp_sft._meshes import same_rows_in
 from fsdp_sft.context_parallel import SequenceGroup
 from fsdp_sft.distributed import first_over_mesh, sum_over_mesh
 from fsdp_sft.loss import part_of, refuse_different_rows, to_compare_rows
@@ -47,7 +48,7 @@ def in_step(
             batch = next(source, None)
             if batch is not None:
                 (seen,) = on_host([batch])
-                same_rows = to_compare_rows([seen], group)
+                same_rows = to_compare_rows([seen], group or same_rows_in(mesh))
                 if check is not None:
                     check(seen)
                 keys = keys_of(batch)

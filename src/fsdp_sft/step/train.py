@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
+from fsdp_sft._expert_parallel import refuse_divided_twice
 from fsdp_sft._late import keep, settle, taken
+from fsdp_sft._meshes import copies_of_rows
 from fsdp_sft._streams import LateValues
 from fsdp_sft.context_parallel import sequence_group_of
 from fsdp_sft.distributed import compute_device, whole_mesh_of
@@ -23,7 +25,7 @@ from fsdp_sft.loss import (
     tokens_of,
 )
 from fsdp_sft.packing import Verify, check_verify, verify_at_first_use
-from fsdp_sft.step.acceptable import check_of
+from fsdp_sft.step.acceptable import check_of, refuse_noise_on_same_rows
 from fsdp_sft.step.first import state_problem
 from fsdp_sft.step.gradients import SyncMode, clip_gradients, gradient_sync
 from fsdp_sft.step.keys import may_be_packs
@@ -131,6 +133,8 @@ def train_step(
     Raises:
         BatchError: If labels show a recognised mistake, or the numbers of micro-batches, the keys of a
             micro-batch or the options of this call differ between ranks.
+        UnsupportedModelError: If torch would divide the gradients of experts twice, or ranks that compute the
+            same rows (tensor parallelism) would draw different random numbers.
         VocabularyError: If a batch has an id, or a label, that the model has no row for.
         ValueError: If a rank's batches are not usable; like ``BatchError`` raised on all ranks, before the
             forward. If ``loss_fn`` and ``loss_impl`` are both given.
@@ -165,6 +169,8 @@ def train_step(
         settle(model)
         taken(model)
     mesh = mesh if mesh is not None else whole_mesh_of(model)
+    refuse_divided_twice(model)
+    refuse_noise_on_same_rows(model, mesh)
     group = sequence_group_of(model, mesh)
     refuse_own_loss(group, loss_fn, count_fn)
     check = check_of(model, own_loss=loss_fn is not None)
@@ -206,6 +212,7 @@ def train_step(
         verify_at_first_use(model, window.on_host, mesh, own_loss=loss_fn is not None)
     if check_labels:
         refuse_mean(model, micro_batches, objective, count_fn, mesh)
+    copies = copies_of_rows(mesh)
     device = compute_device(model)
     deferred: SyncMode = {"each": "all", "last": "none", "reduce_scatter": "reduce_scatter"}[grad_sync]  # type: ignore[assignment]
     total = added = torch.zeros((), dtype=torch.float64, device=device)
@@ -225,13 +232,17 @@ def train_step(
                 added = added + router.detach()
             total = total + summed.detach()
             summed = summed if router is None else summed + router
-            loss = scale_for_backward(summed, num_targets=weight, mesh=mesh) if mesh else summed / weight
+            loss = (
+                scale_for_backward(summed, num_targets=weight * copies, mesh=mesh)
+                if mesh
+                else summed / weight
+            )
             (scaler.scale(loss) if scaler is not None else loss).backward()
     infs = unscale(optimizers, scaler)
     norm = clip_gradients(model, max_grad_norm)
     load = None if counter is None else counter.finish(mesh, device)
     values = LateValues([norm, total, added, *infs])
-    step = QueuedStep(values, targets, tokens, weight, mesh, checks, expert_load=load)
+    step = QueuedStep(values, targets, tokens, weight, mesh, checks, expert_load=load, copies=copies)
     try:
         if sync == "late":
             before = late_result(model)  # raises before this step is taken, if that one was not

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fsdp_sft._agree import is_distributed, raise_first, world_size
+from fsdp_sft._meshes import copies_of_rows, same_rows_in
 from fsdp_sft._streams import host_copies, travelling
 from fsdp_sft.context_parallel import SequenceGroup
 from fsdp_sft.distributed import sum_over_mesh
@@ -108,7 +109,7 @@ def agree_on_window(
     try:
         given = _checked_window(micro_batches)
         micro_batches = on_host(given)
-        same_rows = to_compare_rows(micro_batches, group)
+        same_rows = to_compare_rows(micro_batches, group or same_rows_in(mesh))
         parts = [batch if group is None else part_of(batch, group) for batch in micro_batches]
         counted_ones = given if count_fn is not None else parts
         counts = [counted(batch, count_fn) for batch in counted_ones]
@@ -131,6 +132,8 @@ def agree_on_window(
     own = [targets, tokens, seen.compared, seen.different, stale, error is not None]
     all_weight, *sums = sum_over_mesh([weight, *own, *same_rows, *compared], mesh)
     all_targets, all_tokens, looked_at, different, any_stale, failed = map(int, sums[: len(own)])
+    copies = copies_of_rows(mesh)
+    all_weight, all_targets, all_tokens = all_weight / copies, all_targets // copies, all_tokens // copies
     rows_apart, equal = sums[len(own) : len(own) + 2], sums[len(own) + 2 :]
     if failed:
         raise_on_mesh(error, "checking the window's micro-batches", mesh)

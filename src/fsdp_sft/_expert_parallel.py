@@ -1,0 +1,166 @@
+"""Experts that ranks share out: each has some of them whole, and tokens travel to where theirs are."""
+
+import math
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from fsdp_sft._compat import (
+    careful_gloo,
+    experts_to_share_out,
+    original_class,
+    reduction_dtype,
+    share_out_experts,
+    split_axis,
+)
+from fsdp_sft._meshes import CP, EP
+from fsdp_sft._wrappers import unwrapped
+from fsdp_sft.distributed import DP_REPLICATE, DP_SHARD, mesh_of, reshard
+from fsdp_sft.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+EXPERTS_SHARD = (
+    "efsdp"  # transformers' name for the axis along which FSDP2 cuts what a rank has of the experts
+)
+_ALONE = "alone"
+_EXPERT_MESHES = "_fsdp_sft_expert_meshes"  # on a mesh, by ep_size
+
+# What FSDP2 reduces without fear of overflow, and divides once.
+_DIVIDED_ONCE = (torch.float32, torch.bfloat16)
+
+_shared_out: "weakref.WeakKeyDictionary[nn.Module, SharedExperts]" = weakref.WeakKeyDictionary()
+_looked_at: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+
+
+@dataclass(frozen=True)
+class SharedExperts:
+    """Where the experts of a model lie.
+
+    Attributes:
+        mesh: Ranks that have the same experts, over which FSDP2 cuts them; before it replicas, if there are.
+        factor: What their gradients, summed over ``mesh``, are divided by: all ranks, as for others.
+        ep_size: Ranks that have all experts together.
+    """
+
+    mesh: "DeviceMesh"
+    factor: float
+    ep_size: int
+
+
+def check_shareable_experts(model: nn.Module, mesh: "DeviceMesh", ep_size: int) -> None:
+    """See that ``ep_size`` ranks can share the experts of a model; nothing to see for 1.
+
+    Raises:
+        ValueError: If ``ep_size`` does not divide the ranks or the experts; the message says what would.
+        UnsupportedModelError: If transformers has no plan for the model's experts.
+    """
+    if isinstance(ep_size, bool) or not isinstance(ep_size, int) or ep_size < 1:
+        raise ValueError(f"ep_size must be a number of ranks, 1 or more, got {ep_size!r}")
+    if ep_size == 1:
+        return
+    names = mesh.mesh_dim_names or ()
+    if CP in names or DP_SHARD not in names:
+        raise ValueError(f"ep_size={ep_size} needs a mesh of build_mesh without cp, got {mesh}")
+    shards = mesh[DP_SHARD].size()
+    experts = experts_to_share_out(model)
+    name = original_class(model).__name__
+    if not experts:
+        raise UnsupportedModelError(
+            f"transformers has no plan by which ranks share out the experts of {name} (ep_plan): use "
+            "ep_size=1, which shards them as other parameters are"
+        )
+    if not all(experts.values()):
+        wrapped = next(fqn for fqn, number in experts.items() if not number)
+        raise UnsupportedModelError(
+            f"ranks cannot share out the experts of {wrapped}, which have adapters: use ep_size=1, or "
+            "adapters of other modules"
+        )
+    fits = [n for n in range(1, shards + 1) if not shards % n and not any(e % n for e in experts.values())]
+    if ep_size not in fits:
+        raise ValueError(
+            f"ep_size={ep_size} does not divide the {shards} ranks along {DP_SHARD} and the "
+            f"{sorted(set(experts.values()))} experts of {name}; use one of {fits}"
+        )
+
+
+def share_out(model: nn.Module, mesh: "DeviceMesh", ep_size: int) -> None:
+    """Leave this rank its part of the experts, after ``check_shareable_experts``; nothing to do for 1.
+
+    Neighbouring ranks have all experts together, so that within a node tokens need not leave it. Parameters
+    keep their names and, as DTensors, the shape of all experts.
+
+    Args:
+        model: On the meta device, not sharded; with adapters inside if there are any.
+        mesh: As for ``shard_model``.
+        ep_size: Ranks that have all experts together.
+
+    Collective: all ranks of the mesh.
+    """
+    if ep_size == 1:
+        return
+    kept: dict[int, DeviceMesh] = mesh.__dict__.setdefault(_EXPERT_MESHES, {})
+    if ep_size not in kept:
+        sizes = {EXPERTS_SHARD: mesh[DP_SHARD].size() // ep_size, EP: ep_size, _ALONE: 1}
+        with careful_gloo():
+            kept[ep_size] = split_axis(mesh, DP_SHARD, sizes)
+    parts = kept[ep_size]
+    share_out_experts(model, parts[EP], parts[_ALONE])
+    axes = (DP_REPLICATE, EXPERTS_SHARD) if DP_REPLICATE in (mesh.mesh_dim_names or ()) else (EXPERTS_SHARD,)
+    shared = SharedExperts(parts[axes], float(mesh.size()), ep_size)
+    for name in experts_to_share_out(model):
+        _shared_out[model.get_submodule(name)] = shared
+
+
+def shared_experts(module: nn.Module) -> SharedExperts | None:
+    """Where a module's experts lie if ranks share them out; None for any other module."""
+    return _shared_out.get(module)
+
+
+def refuse_divided_twice(model: nn.Module) -> None:
+    """See that FSDP2 divides the gradients of experts once; each model is looked at once.
+
+    Experts have more ranks' tokens than the ranks that FSDP2 reduces over, so it is told what to divide by.
+    On a group of one rank it does so while it copies, and again around a reduction in float16 or float64,
+    which it fears to overflow (torch 2.13, ``foreach_reduce``).
+
+    Raises:
+        UnsupportedModelError: If it does not.
+    """
+    inner = unwrapped(model)
+    if inner in _looked_at:
+        return
+    reshard(model)  # gathered experts do not show what cuts them
+    for name, module in inner.named_modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        own: nn.Module = module  # type: ignore[assignment]
+        for parameter in own.parameters(recurse=False):
+            if not parameter.requires_grad or not _is_whole_on_its_rank(parameter):
+                continue
+            dtype = reduction_dtype(own, parameter.dtype)
+            mesh = mesh_of(model)
+            if dtype not in _DIVIDED_ONCE and mesh is not None and mesh.size() > 1:
+                raise UnsupportedModelError(
+                    f"gradients of {name} would be divided by the ranks twice: its experts lie whole on a "
+                    f"rank and are reduced in {dtype}, for which torch divides them both as one rank's and "
+                    "as those of several. Take reduce_dtype=torch.float32 (or bfloat16), or an ep_size below "
+                    "the number of ranks"
+                )
+    _looked_at.add(inner)
+
+
+def _is_whole_on_its_rank(parameter: nn.Parameter) -> bool:
+    """Whether no axis but that of the experts cuts a parameter."""
+    if not isinstance(parameter, DTensor):
+        return False
+    names = parameter.device_mesh.mesh_dim_names or ()
+    axes = zip(names, parameter.device_mesh.shape, parameter.placements, strict=False)
+    others = math.prod(size for name, size, p in axes if name != EP and not p.is_replicate())
+    return EP in names and others == 1
