@@ -54,6 +54,7 @@ STOREYS = [
     {"encoded"},
     {"loss", "packing", "pretrained"},
     {"mixing", "planner", "prepared", "step"},
+    {"commands"},
 ]
 # Pairs on one storey that may meet, upper first.
 WITHIN = {

@@ -4,6 +4,7 @@ import dataclasses
 import re
 
 import pytest
+import torch
 import transformers as tf
 
 import fsdp_sft as fs
@@ -111,10 +112,19 @@ def test_advice_goes_from_what_costs_nothing_to_what_costs_most() -> None:
     assert fs.plan_run(LLAMA_8B, **job, cpu_offload=True)
 
 
-def test_advice_combines_what_does_not_suffice_alone() -> None:
-    job = {"num_gpus": 2, "gpu": "a100-40gb", "seq_length": 1024, "global_batch_size": 16}
+def test_advice_rounds_masters_with_the_optimizer_that_can() -> None:
+    job = {"num_gpus": 2, "gpu": "a6000", "seq_length": 1024, "global_batch_size": 16}
     with pytest.raises(
-        fs.NoPlanError, match=r"- optimizer='adamw8bit', master_dtype=torch.bfloat16: "
+        fs.NoPlanError, match=r"- master_dtype=torch.bfloat16, optimizer='adamw_stochastic': "
     ) as caught:
         fs.plan_run(LLAMA_8B, **job)
-    assert "--optimizer adamw8bit --masters bfloat16" in str(caught.value)
+    assert "(--masters bfloat16 --optimizer adamw_stochastic)" in str(caught.value)
+    assert fs.plan_run(LLAMA_8B, **job, master_dtype=torch.bfloat16, optimizer="adamw_stochastic")
+
+
+def test_advice_combines_what_does_not_suffice_alone() -> None:
+    job = {"num_gpus": 2, "gpu": "a100", "seq_length": 65536, "global_batch_size": 16, "cp": 1}
+    job |= {"attention_mask": False, "sac_offload": False, "loss_impl": "logits"}
+    with pytest.raises(fs.NoPlanError, match=r"- loss_impl='chunked', optimizer='adamw8bit': ") as caught:
+        fs.plan_run(LLAMA_8B, **job)
+    assert "(--loss chunked --optimizer adamw8bit)" in str(caught.value)

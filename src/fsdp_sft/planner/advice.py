@@ -160,9 +160,10 @@ def _ways(setup: Setup) -> Iterator[_Way]:
         changes = {"optimizer": "adamw8bit"}
         yield _Way("optimizer='adamw8bit'", "--optimizer adamw8bit", "states are rounded", changes)
     if setup.master_dtype == torch.float32 and setup.lora is None:
-        changes = {"master_dtype": bf16, "frozen_dtype": bf16}
-        cost = "parameters are rounded, which needs an optimizer that rounds stochastically"
-        yield _Way("master_dtype=torch.bfloat16", "--masters bfloat16", cost, changes)
+        changes = {"master_dtype": bf16, "frozen_dtype": bf16, "optimizer": "adamw_stochastic"}
+        argument = "master_dtype=torch.bfloat16, optimizer='adamw_stochastic'"
+        flag = "--masters bfloat16 --optimizer adamw_stochastic"
+        yield _Way(argument, flag, "parameters and states are rounded (StochasticAdamW)", changes)
     if not setup.cpu_offload:
         yield _Way("cpu_offload=True", "--cpu-offload", "the update runs on the host", {"cpu_offload": True})
     if setup.lora is None and setup.trainable is None:

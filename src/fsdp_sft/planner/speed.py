@@ -42,7 +42,7 @@ RATES = Rates()
 _TOUCHES = 6  # how often what is exchanged is read or written on its way: cut, joined, put in its place
 # How often an update reads or writes as many bytes as the trained masters have: one kernel reads master,
 # gradient and two states and writes three of them; lists of tensors pass through memory once an operation.
-_UPDATE_TRIPS = {"adamw_fused": 7, "sgd": 3, "sgd_momentum": 5, "adamw8bit": 4}
+_UPDATE_TRIPS = {"adamw_fused": 7, "sgd": 3, "sgd_momentum": 5, "adamw8bit": 4, "adamw_stochastic": 40}
 _LISTED_TRIPS = 21
 _NORM_TRIPS = 3  # gradients are read for their norm, and read and written to clip them
 

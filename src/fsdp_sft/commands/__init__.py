@@ -1,0 +1,59 @@
+"""The console script ``fsdp-sft``: plans, data and checkpoints from the shell.
+
+Each command comes from the room that knows its subject, and is imported when it is called.
+"""
+
+import argparse
+import sys
+
+from fsdp_sft.commands.data import add_data
+
+_EXAMPLES = """examples:
+  fsdp-sft plan --model Qwen/Qwen2.5-14B --gpus 8 --gpu h100 --seq 4096 --global-batch 64
+  fsdp-sft inspect-data chats.jsonl --tokenizer Qwen/Qwen2.5-14B --max-length 4096 --html rows.html
+  fsdp-sft inspect-checkpoint checkpoints --verify
+  fsdp-sft convert trainer/checkpoint-500 checkpoints --model meta-llama/Llama-3.1-8B"""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a command; returns 0 if all is well, 1 if what was asked about is not, 2 for bad input."""
+    args = _parser().parse_args(arguments)
+    return int(args.run(args))
+
+
+def _parser() -> argparse.ArgumentParser:
+    from fsdp_sft.dcp_io.command import CONVERT, INSPECT, REBUILD, add_convert, add_inspect, add_rebuild
+    from fsdp_sft.planner import command as planner
+
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        prog="fsdp-sft",
+        description="FSDP2 building blocks for supervised fine-tuning: what can be asked from the shell.",
+        epilog=_EXAMPLES,
+        formatter_class=layout,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    plan = commands.add_parser(
+        "plan",
+        help="what fits on the GPUs at hand, how fast it is, and where its memory goes",
+        description=planner.DESCRIPTION,
+        epilog=planner.EXAMPLES,
+        formatter_class=layout,
+    )
+    planner.add_arguments(plan)
+    plan.set_defaults(run=planner.run)
+    add_data(
+        commands.add_parser(
+            "inspect-data",
+            help="what of a file of chats would be trained, and what is refused",
+            formatter_class=layout,
+        )
+    )
+    add_inspect(commands.add_parser("inspect-checkpoint", help=INSPECT, description=INSPECT))
+    add_rebuild(commands.add_parser("rebuild-manifest", help=REBUILD, description=REBUILD))
+    add_convert(commands.add_parser("convert", help=CONVERT, description=CONVERT))
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,196 @@
+"""``fsdp-sft inspect-data``: what of a file of chats would be trained, and what is refused."""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from fsdp_sft.collate import (
+    REFUSALS,
+    EncodedChat,
+    encode_chat,
+    filter_rows,
+    render_labels,
+    render_labels_html,
+)
+from fsdp_sft.errors import FsdpSftError
+from fsdp_sft.packing import pack_lengths
+
+DESCRIPTION = (
+    "What of a file of chats would be trained: rows that are refused and why, lengths, the share of trained "
+    "tokens, how full packs are, and the first rows with their trained part marked."
+)
+_EXAMPLES = """examples:
+  fsdp-sft inspect-data chats.jsonl --tokenizer Qwen/Qwen3-8B --max-length 4096
+  fsdp-sft inspect-data chats.jsonl --tokenizer ./model --train-on last --html rows.html
+  fsdp-sft inspect-data chats.jsonl --tokenizer ./model --json > report.json"""
+_BARS, _WIDTH = 12, 40
+_QUANTILES = (("median", 0.5), ("95 %", 0.95), ("longest", 1.0))
+
+
+@dataclass(frozen=True)
+class DataReport:
+    """What a file would train.
+
+    Attributes:
+        rows: Read.
+        counts: By reason, as ``filter_rows`` counts them.
+        examples: By reason, of rows that are not kept.
+        tokens: Of the kept rows, truncated.
+        trained_tokens: Of them, those with a label.
+        cut_rows: Rows that ``max_length`` has cut.
+        quantiles: Tokens of a row: median, 95 %, longest.
+        packs: Packs of ``max_length`` tokens; 0 without it.
+        pack_fill: How full those are, from 0 to 1.
+    """
+
+    rows: int
+    counts: dict[str, int]
+    examples: dict[str, list[str]]
+    tokens: int
+    trained_tokens: int
+    cut_rows: int
+    quantiles: dict[str, int]
+    packs: int
+    pack_fill: float
+
+
+def add_data(parser: argparse.ArgumentParser) -> None:
+    """The options of a look at data."""
+    parser.description, parser.epilog = DESCRIPTION, _EXAMPLES
+    add = parser.add_argument
+    add("path", type=Path, help="a .jsonl or .json file of rows, in any form that encode_chat takes")
+    add("--tokenizer", required=True, help="Hugging Face folder or Hub id")
+    add("--max-length", type=int, help="tokens of a row, and of a pack; default: rows as they are")
+    add("--train-on", default="assistant", choices=("assistant", "last", "all"), help="default: assistant")
+    add("--limit", type=int, default=10_000, help="rows to look at, from the first on; default: 10000")
+    add("--show", type=int, default=2, metavar="N", help="rows to print; default: 2")
+    add("--html", type=Path, metavar="FILE", help="write the first 50 rows as a page")
+    add("--json", action="store_true", help="print the report as JSON, and nothing else")
+    parser.set_defaults(run=_run)
+
+
+def _run(args: argparse.Namespace) -> int:
+    try:
+        return _inspect(args)
+    except (ValueError, OSError, FsdpSftError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    for name in ("max_length", "limit"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    rows = list(islice(_read(args.path), args.limit))
+    if not rows:
+        raise ValueError(f"{args.path} has no rows")
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
+    options: dict[str, Any] = {"train_on": args.train_on}
+    kept, counts = filter_rows(
+        rows, tokenizer, max_length=args.max_length, on_error="count", on_dropped="count", **options
+    )
+    whole = [encode_chat(row, tokenizer, on_dropped="ignore", **options) for row in kept]
+    chats = [_cut(chat, args.max_length) for chat in whole]
+    report = _report(len(rows), counts, whole, chats, args.max_length)
+    if args.html is not None:
+        shown = chats[:50]
+        page = render_labels_html(
+            tokenizer, [c.input_ids for c in shown], [c.labels for c in shown], title=str(args.path.name)
+        )
+        args.html.write_text(page)
+    if args.json:
+        print(json.dumps(asdict(report), indent=1))
+        return 0
+    print("\n".join(_text(args, report, chats)))
+    for number, chat in enumerate(chats[: args.show], start=1):
+        print(f"\n--- row {number} of those kept, trained part marked ---")
+        print(render_labels(tokenizer, chat.input_ids, chat.labels, color=sys.stdout.isatty()))
+    if args.html is not None:
+        print(f"\nPage: {args.html}")
+    return 0
+
+
+def _cut(chat: EncodedChat, max_length: int | None) -> EncodedChat:
+    if max_length is None or len(chat.input_ids) <= max_length:
+        return chat
+    return EncodedChat(input_ids=chat.input_ids[:max_length], labels=chat.labels[:max_length])
+
+
+def _read(path: Path) -> Iterator[Any]:
+    """Rows of a file; a line that is no JSON is named."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".json":
+        found = json.loads(text)
+        if not isinstance(found, list):
+            raise ValueError(f"{path} must hold a list of rows, got {type(found).__name__}")
+        yield from found
+        return
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.strip():
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(
+                    f"{path}, line {number}: {error}; a .jsonl file has one row a line"
+                ) from error
+
+
+def _report(
+    rows: int, counts: Any, whole: list[EncodedChat], chats: list[EncodedChat], max_length: int | None
+) -> DataReport:
+    lengths = sorted(len(chat.input_ids) for chat in chats)
+    tokens = sum(lengths)
+    packs = pack_lengths(lengths, max_length) if max_length else []
+    return DataReport(
+        rows=rows,
+        counts=dict(counts),
+        examples={reason: texts[:3] for reason, texts in counts.examples.items()},
+        tokens=tokens,
+        trained_tokens=sum(chat.num_targets for chat in chats),
+        cut_rows=sum(
+            len(long.input_ids) > len(chat.input_ids) for long, chat in zip(whole, chats, strict=True)
+        ),
+        quantiles={
+            name: lengths[min(int(share * len(lengths)), len(lengths) - 1)] for name, share in _QUANTILES
+        },
+        packs=len(packs),
+        pack_fill=tokens / (len(packs) * max_length) if packs and max_length else 0.0,
+    )
+
+
+def _text(args: argparse.Namespace, report: DataReport, chats: list[EncodedChat]) -> Iterator[str]:
+    kept = report.counts["kept"]
+    yield f"{args.path}: {report.rows:,} rows, {kept:,} of them would be trained"
+    for reason, texts in report.examples.items():
+        what = REFUSALS.get(reason, "kept, but noted")
+        yield f"  {report.counts[reason]:,} {reason}: {what}"
+        yield from (f"    {text[:160]}" for text in texts[:1])
+    share = report.trained_tokens / report.tokens
+    yield f"tokens: {report.tokens:,}, {report.trained_tokens:,} of them trained ({share:.0%})"
+    rows = ", ".join(f"{name} {tokens:,}" for name, tokens in report.quantiles.items())
+    yield f"tokens of a row: {rows}" + (f"; {report.cut_rows:,} rows are cut" if report.cut_rows else "")
+    yield from _histogram([len(chat.input_ids) for chat in chats])
+    if report.packs:
+        yield f"packs of {args.max_length:,} tokens: {report.packs:,}, {report.pack_fill:.1%} full"
+
+
+def _histogram(lengths: list[int]) -> Iterator[str]:
+    """Rows by their length, as bars."""
+    shortest, longest = min(lengths), max(lengths)
+    width = max(1, -(-(longest - shortest + 1) // _BARS))
+    bins = [0] * -(-(longest - shortest + 1) // width)
+    for length in lengths:
+        bins[(length - shortest) // width] += 1
+    digits = len(f"{longest:,}")
+    for index, number in enumerate(bins):
+        first = shortest + width * index
+        bar = "█" * max(round(_WIDTH * number / max(bins)), number > 0)
+        yield f"  {first:>{digits},} to {min(first + width - 1, longest):>{digits},}  {bar} {number:,}"

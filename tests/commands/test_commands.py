@@ -1,0 +1,138 @@
+"""The console script: what it prints, what it returns, and that its help can be followed."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig
+
+from fsdp_sft.commands import main
+from tests.harness.chats import TOKENIZERS
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    config = LlamaConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
+    config.save_pretrained(folder)
+    TOKENIZERS["chatml"].save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    answers = ["yes", "a longer answer of many words", ""]
+    made = [
+        {"messages": [{"role": "user", "content": "question"}, {"role": "assistant", "content": answer}]}
+        for answer in answers
+    ]
+    made.append({"messages": [{"role": "user", "content": "nobody answers"}]})
+    path = tmp_path / "chats.jsonl"
+    path.write_text("\n".join(map(json.dumps, made)) + "\n\n")
+    return path
+
+
+def test_a_plan_as_json_can_be_read_and_pasted(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = ["--gpus", "8", "--gpu", "l4", "--seq", "512", "--global-batch", "32"]
+    assert main(["plan", "--model", str(model), *job, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["plans"][0]["micro_batch_size"] * found["plans"][0]["grad_accum_steps"] == 4
+    assert found["usable_bytes"] == found["memory_bytes"] - sum(found["taken_bytes"].values())
+    compile(found["code"].replace("...", "**{}"), "plan", "exec")
+    assert f"fs.load_pretrained('{model}'" in found["code"]
+    assert main(["plan", "--model", str(model), "--gpus", "8", "--gpu", "l4", "--longest", "--json"]) == 0
+    assert [row["cp"] for row in json.loads(capsys.readouterr().out)["rows"]] == [1, 2, 4]
+
+
+def test_a_plan_that_does_not_fit_says_so_as_json(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = ["--gpus", "1", "--gpu", "tiny=1.1,100,500", "--seq", "65536", "--global-batch", "1"]
+    assert main(["plan", "--model", str(model), *job, "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["plans"] == []
+    assert "What would fit" in found["error"]
+
+
+def test_every_argument_of_advice_is_one_of_the_command_line(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = ["--model", str(model), "--gpus", "1", "--gpu", "tiny=1.3,100,500", "--global-batch", "1"]
+    assert main(["plan", *job, "--seq", "65536", "--no-offload", "--loss", "logits"]) == 1
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("- ") and "(--" in line]
+    assert len(lines) >= 2
+    for line in lines:
+        flags = line.partition("(")[2].partition(")")[0]
+        if "--gpu " not in flags:
+            given = ["plan", *job, "--seq", "65536", "--loss", "logits", *shlex.split(flags)]
+            assert main(given) == 0, line
+            capsys.readouterr()
+
+
+def test_data(model: Path, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "rows.html"
+    given = ["inspect-data", str(rows), "--tokenizer", str(model), "--max-length", "96"]
+    assert main([*given, "--html", str(page)]) == 0
+    text = capsys.readouterr().out
+    assert "4 rows" in text
+    assert "1 no_assistant_turn: no message is the assistant's" in text
+    assert "packs of 96 tokens" in text
+    assert "⟦yes" in text
+    assert page.read_text().startswith("<!")
+    assert main([*given, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["rows"] == 4
+    assert sum(number for reason, number in found["counts"].items() if reason != "answer_cut_off") == 4
+    assert 0 < found["trained_tokens"] < found["tokens"]
+    assert found["packs"] >= 1
+    assert 0 < found["pack_fill"] <= 1
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "has no rows"),
+        ('{"messages": []}\n{"mess', r"line 2: .*a .jsonl file has one row a line"),
+        ('{"messages": []}', "no row has a target"),
+        ("17", "no row has a target"),
+    ],
+)
+def test_data_that_cannot_be_used(
+    model: Path, tmp_path: Path, text: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(text)
+    assert main(["inspect-data", str(path), "--tokenizer", str(model)]) == 2
+    assert re.search(said, capsys.readouterr().err)
+
+
+def test_bad_input(model: Path, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect-data", str(tmp_path / "none.jsonl"), "--tokenizer", str(model)]) == 2
+    assert main(["inspect-data", str(rows), "--tokenizer", str(model), "--max-length", "0"]) == 2
+    assert "--max-length must be at least 1, got 0" in capsys.readouterr().err
+    listed = tmp_path / "rows.json"
+    listed.write_text('{"messages": []}')
+    assert main(["inspect-data", str(listed), "--tokenizer", str(model)]) == 2
+    assert "must hold a list of rows, got dict" in capsys.readouterr().err
+    assert main(["inspect-checkpoint", str(tmp_path / "none")]) in (1, 2)
+    assert main(["convert", str(tmp_path / "a"), str(tmp_path / "b"), "--model", str(model)]) in (1, 2)
+    assert "error:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["", "plan", "inspect-data", "inspect-checkpoint", "convert"])
+def test_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*filter(None, [command]), "--help"])
+    assert ended.value.code == 0
+    assert "usage: fsdp-sft" in capsys.readouterr().out
+
+
+def test_it_is_installed() -> None:
+    script = Path(sys.executable).parent / "fsdp-sft"
+    if not script.exists():
+        pytest.skip("the package is on the path and not installed")
+    done = subprocess.run([script, "--help"], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0
+    assert "inspect-checkpoint" in done.stdout
