@@ -30,7 +30,7 @@ class MemoryEstimate:
 
     Attributes:
         peak_bytes: At the fullest moment of an optimizer step; compare it with
-            ``torch.cuda.max_memory_allocated()``, and leave it 90 % of the device.
+            ``torch.cuda.max_memory_allocated()``; ``plan_run`` knows what of a device that can be.
         peak_phase: When that is: ``"loss"`` (forward, loss, and its backward down to the last block),
             ``"backward"`` (the blocks' backward and the reduction of gradients) or ``"optimizer"``.
         breakdown: What is alive then, in bytes by kind; the values add up to ``peak_bytes``.

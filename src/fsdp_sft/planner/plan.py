@@ -117,7 +117,7 @@ def make_plan(setup: Setup, memory: MemoryEstimate, time: StepTime, why: str) ->
 
 
 def _reasons(setup: Setup, time: StepTime, why: str, host_bytes: int) -> Iterator[str]:
-    hidden = f"{time.exposed:.2f} s of it beside nothing" if time.exposed > 0.005 else "all of it hidden"
+    hidden = f"which costs {time.exposed:.2f} s" if time.exposed > 0.005 else "all of it hidden"
     yield (
         f"bound by {time.bound} (a micro-step: compute {time.compute:.2f} s, {time.memory_bound:.2f} s of it "
         f"waiting for memory; communication {time.communication:.2f} s, {hidden})"

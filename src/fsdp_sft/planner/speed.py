@@ -30,11 +30,11 @@ class Rates:
         operation: Seconds that an operation takes at least.
     """
 
-    products: float = 0.9
+    products: float = 0.85
     attention: float = 0.5
     memory: float = 0.9
-    network: float = 0.4
-    contention: float = 0.6
+    network: float = 0.8
+    contention: float = 0.4
     operation: float = 6e-6
 
 
@@ -56,7 +56,7 @@ class StepTime:
         recompute: The part of ``compute`` that checkpointing adds.
         memory_bound: The part of ``compute`` in which the device waits for its memory.
         communication: Of one micro-step, gathers and reductions; it runs beside the computation.
-        exposed: What of ``communication`` nothing hides.
+        exposed: What ``communication`` costs: what nothing hides of it, and what it slows down beside it.
         exchange: Of one micro-step, between ranks that share rows; nothing runs beside it.
         offload: Of one micro-step, activations to the host and back; they run beside the computation.
         optimizer: Of norm and update.
