@@ -92,9 +92,9 @@ CHOSEN = {
     ("whitecircle/halo", "Qwen3-4B", 1, 2048, False),
 }
 _CHOSEN_HALO = 16  # rows of halo's run
-# The error hardly depends on network and contention, as long as one makes up for the other. NCCL's gathers are
-# seen to reach four fifths of the links; and more contention than this would have a larger micro-batch that is
-# bought with recomputation win within a node, where it was measured to lose.
+# The error hardly depends on network and contention, as long as one makes up for the other. NCCL's gathers
+# are seen to reach four fifths of the links; and more contention than this would have a larger micro-batch
+# that is bought with recomputation win within a node, where it was measured to lose.
 GRID = {
     "products": (0.75, 0.8, 0.85, 0.9, 0.95),
     "attention": (0.3, 0.4, 0.5, 0.6),
