@@ -1,5 +1,6 @@
 """The memory planner against published runs, against what real models save on a CPU, and in itself."""
 
+import dataclasses
 import doctest
 import random
 from collections.abc import Iterator
@@ -19,6 +20,10 @@ from fsdp_sft import estimate_memory
 from fsdp_sft.context_parallel import SequenceGroup, part_of_rows, share_attention
 from fsdp_sft.loss.part import part_of
 from fsdp_sft.planner import estimate, longest
+from fsdp_sft.planner.estimate import check_options
+from fsdp_sft.planner.model import build_skeleton
+from fsdp_sft.planner.replay import INPUTS, replay
+from fsdp_sft.planner.trace import trace
 from tests.planner.families import LLAMA_8B, QWEN_14B, SHAPES, SMALL, TINY, qwen
 
 GIB = 1 << 30
@@ -436,3 +441,23 @@ def test_gradients_reduced_in_the_last_micro_batch_have_shards() -> None:
     # Two blocks have been reduced when the third one's whole gradient and its copy are there.
     assert last.breakdown.get("gradients (shards)", 0) % (block * 4 // 2) == 0
     assert last.breakdown["gradients (shards)"] >= block * 4 // 2
+
+
+def test_checkpointed_blocks_keep_the_masks_that_they_get() -> None:
+    """Gemma 2 has windows in every other block: two masks, of which a checkpointed block keeps its own."""
+    config = tf.Gemma2Config(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, vocab_size=128,
+    )  # fmt: skip
+    setup = check_options(num_gpus=2, micro_batch_size=1, seq_length=256, sac_blocks=[0])
+    skeleton = build_skeleton(config, setup)
+    seen = trace(skeleton, setup)
+    (first,), (second,) = (
+        {number for number, size in seen.arguments[kind] if size >= 256**2} for kind in (0, 1)
+    )
+    assert first != second
+    kept = [
+        replay(skeleton, seen, dataclasses.replace(setup, sac_blocks=blocks)).parts[INPUTS]
+        for blocks in ((0,), (0, 2), (0, 1))
+    ]
+    assert kept[0] == kept[1] <= kept[2] - 256**2

@@ -1,6 +1,16 @@
 """The mistakes, by what they are made in."""
 
-from benchmarks.checks.mistakes import checkpoints, data, devices, labels, loading, meshes, rows, steps
+from benchmarks.checks.mistakes import (
+    checkpoints,
+    data,
+    devices,
+    labels,
+    loading,
+    meshes,
+    planning,
+    rows,
+    steps,
+)
 from benchmarks.checks.mistakes.mistake import Mistake
 
 MISTAKES = [
@@ -12,5 +22,6 @@ MISTAKES = [
     *checkpoints.MISTAKES,
     *devices.MISTAKES,
     *data.MISTAKES,
+    *planning.MISTAKES,
 ]
 __all__ = ["MISTAKES", "Mistake"]

@@ -88,6 +88,9 @@ class _Step:
         self.sizes = [by_group[id(group)] for group in skeleton.groups]
         self.root = by_group[id(skeleton.root)]
         self.groups = skeleton.distinct_groups
+        # Blocks that are made alike get the same mask, and those with a window another one.
+        kept = {trace.arguments[skeleton.kinds[index]] for index in self.checkpointed}
+        self.arguments = sum(size for _, size in frozenset[tuple[int, int]]().union(*kept))
         self.visits = _visits(self.checkpointed) if setup.activations_leave else {}
         self.held: dict[str, int] = defaultdict(int)
         self.total = 0
@@ -170,7 +173,7 @@ class _Step:
 
     def _loss(self, last_gather: int) -> None:
         trace = self.trace
-        self.hold(INPUTS, trace.arguments if self.checkpointed else 0)
+        self.hold(INPUTS, self.arguments)
         self.look("loss", HEAD, trace.head_peak)
         self.free(ALL_GATHER, last_gather)
         self.free(HEAD, self.held[HEAD])  # the outputs that a plain loop held since the last micro-step

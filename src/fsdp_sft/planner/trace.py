@@ -67,7 +67,8 @@ class Trace:
     Attributes:
         blocks: Footprint by the index of the first block of its kind.
         before: Alive when the first block begins: its input, rotary tables, mask.
-        arguments: Of ``before``, what only a checkpointed block keeps until its backward.
+        arguments: Of ``before``, what only checkpointed blocks keep until their backward, by the index of the
+            first block of their kind: storages, and their bytes.
         head_peak: Most that last norm and head add in the forward, over ``before`` and the blocks' ``kept``.
         loss_peak: The same from the loss until its gradient reaches the model's output.
         head_backward_peak: The same from there until the gradient reaches the last block.
@@ -80,7 +81,7 @@ class Trace:
 
     blocks: dict[int, Footprint]
     before: int
-    arguments: int
+    arguments: dict[int, frozenset[tuple[int, int]]]
     head_peak: int
     loss_peak: int
     head_backward_peak: int
@@ -360,12 +361,14 @@ class _Run:
         marks = self.marks
         kept = {kind: self._kept(run) for kind, run in self.runs.items()}
         base = marks["before"] + sum(kept.values())
-        arguments = set().union(*(run.arguments for run in self.runs.values()))
         make: Callable[[_BlockRun, int], Footprint] = self._fused if self.question.compile else self._eager
         return Trace(
             blocks={kind: make(run, kept[kind]) for kind, run in self.runs.items()},
             before=marks["before"],
-            arguments=sum(self.ledger.sizes[number] for number in arguments),
+            arguments={
+                kind: frozenset((number, self.ledger.sizes[number]) for number in run.arguments)
+                for kind, run in self.runs.items()
+            },
             head_peak=marks["head_peak"] - base,
             loss_peak=marks["loss_peak"] - base,
             head_backward_peak=marks["head_backward_peak"] - base,

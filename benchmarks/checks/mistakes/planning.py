@@ -1,0 +1,55 @@
+"""Mistakes in the planner, and in the optimizer of bfloat16 masters."""
+
+from benchmarks.checks.mistakes.mistake import Mistake
+
+MISTAKES = [
+    Mistake(
+        "a checkpointed block keeps the masks of all",
+        "planner/replay.py",
+        "trace.arguments[skeleton.kinds[index]] for index in self.checkpointed}",
+        "trace.arguments[kind] for kind in skeleton.kinds}",
+        ("tests/planner/test_planner.py::test_checkpointed_blocks_keep_the_masks_that_they_get",),
+    ),
+    Mistake(
+        "the products of experts take no time",
+        "planner/cost.py",
+        'if packet.__name__ == "_grouped_mm":',
+        'if packet.__name__ == "no_product":',
+        ("tests/planner/test_speed.py::test_products_are_counted_as_torch_counts_them[mixtral-False]",),
+    ),
+    Mistake(
+        "a single micro-batch is reduced twice",
+        "planner/speed.py",
+        "    others = setup.grad_accum_steps - 1\n",
+        '    others = setup.grad_accum_steps - (setup.grad_sync == "last")\n',
+        ("tests/planner/test_speed.py::test_identical_programs_take_identical_times",),
+    ),
+    Mistake(
+        "NCCL takes nothing",
+        "planner/budget.py",
+        "    if num_gpus > 1:\n",
+        "    if num_gpus < 0:\n",
+        ("tests/planner/test_gpus.py::test_what_is_taken_is_named",),
+    ),
+    Mistake(
+        "the evenest parameter is named",
+        "planner/shards.py",
+        "worst = max(worst,",
+        "worst = min(worst,",
+        ("tests/planner/test_gpus.py::test_uneven_parameters_are_named",),
+    ),
+    Mistake(
+        "every rank rounds by the same noise",
+        "optimizer/stochastic.py",
+        "return left.add_(dims[0][0])",
+        "return left",
+        ("tests/optimizer/test_adamw.py::test_the_result_does_not_depend_on_how_a_parameter_is_cut",),
+    ),
+    Mistake(
+        "what is finite is rounded to infinity",
+        "optimizer/stochastic.py",
+        "noise.masked_fill_(values.abs() >= _LARGEST, 0)",
+        "values.abs()",
+        ("tests/optimizer/test_stochastic.py::test_what_is_not_finite_stays_so_and_what_is_finite_too",),
+    ),
+]
