@@ -46,9 +46,22 @@ def _losses(output: Path) -> dict[int, tuple[float, float]]:
     return {row["step"]: (row["loss"], row["grad_norm"]) for row in rows if "loss" in row}
 
 
-# Two ranks, as `make demo` has them, take twice the time; test_launch.py has two in each run of the suite.
+def test_a_quarter_of_the_demo_learns(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    arguments = ("--output", str(output), "--micro-batch-size", "32", "--steps", "50")
+    code, text = Program(EXAMPLE, *arguments, environment=_environment()).wait(240)
+    assert code == 0, text[-3000:]
+    losses = _losses(output)
+    assert list(losses) == list(range(1, 51))
+    assert losses[50][0] < losses[1][0] / 3
+    assert len(re.findall(r"answered exactly \w+ training: \d+%", text)) == 2
+    assert (output / "loss.png").stat().st_size > 5000
+
+
+# Two ranks are as `make demo` has them; test_launch.py has two in each run of the suite.
+@pytest.mark.slow
 @pytest.mark.timeout(700)
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_the_demo_learns_to_answer_prompts_it_has_not_seen(tmp_path: Path, ranks: int) -> None:
     folder = EXAMPLES / "data"
     train, test = (
