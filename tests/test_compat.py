@@ -131,6 +131,19 @@ def test_plans_of_experts_have_no_public_expansion() -> None:
     assert not hasattr(model, "expand_parallel_plan"), "transformers has a public name now"
 
 
+def test_ways_to_compute_experts_have_no_public_reader() -> None:
+    import transformers
+    from transformers.integrations import moe
+
+    model = tiny_model("mixtral", num_hidden_layers=1)
+    (experts,) = _compat.switchable_experts(model).values()
+    assert _compat.switchable_experts(tiny_model("llama")) == {}
+    assert _compat.experts_implementation_of(experts) == "grouped_mm"
+    assert _compat.experts_forward(experts, "grouped_mm") is moe.grouped_mm_experts_forward
+    assert "ALL_EXPERTS_FUNCTIONS" not in dir(transformers), "transformers has a public name now"
+    assert not hasattr(model.config, "experts_implementation"), "transformers has a public reader now"
+
+
 def test_wrapper_subclasses_have_no_public_constructor() -> None:
     assert hasattr(torch.Tensor, "_make_wrapper_subclass")
     assert not hasattr(torch.Tensor, "make_wrapper_subclass"), "torch has a public form now"
@@ -312,6 +325,9 @@ def test_every_private_name_is_watched() -> None:
         "_stack_length",
         "attention_of",
         "offset_in_checkpoint",
+        "switchable_experts",
+        "experts_implementation_of",
+        "experts_forward",
     }
     watched |= {"compiled_call_of", "set_compiled_call"}  # by sac/test_offload.py
     watched |= {"is_compiled", "varlen_attn_takes_gqa", "checkpointing_flag"}

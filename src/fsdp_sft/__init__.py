@@ -72,6 +72,7 @@ if TYPE_CHECKING:
     from fsdp_sft.errors import WrappedModelError as WrappedModelError
     from fsdp_sft.experts import ExpertLoad as ExpertLoad
     from fsdp_sft.experts import plot_expert_load as plot_expert_load
+    from fsdp_sft.experts import prepare_experts as prepare_experts
     from fsdp_sft.experts import update_router_bias as update_router_bias
     from fsdp_sft.experts import watch_experts as watch_experts
     from fsdp_sft.export import check_export as check_export
@@ -184,6 +185,7 @@ _OWNERS = {
     "VocabularyError": "errors",
     "ExpertLoad": "experts",
     "plot_expert_load": "experts",
+    "prepare_experts": "experts",
     "update_router_bias": "experts",
     "watch_experts": "experts",
     "CheckpointInfo": "dcp_io",

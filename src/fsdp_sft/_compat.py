@@ -1019,3 +1019,49 @@ def share_out_experts(model: nn.Module, ep_mesh: Any, alone: Any) -> None:
 
     plan = model._expand_parallel_plan(model.ep_plan)  # type: ignore[operator]
     apply_expert_parallelism(model, ep_mesh, alone, plan, ep_implementation="all_to_all")
+
+
+# --- ways to compute experts --------------------------------------------------------------------------------
+
+_EXPERTS_KNOW = (
+    "has_gate",
+    "is_transposed",
+    "num_experts",
+)  # set by their decorator
+
+
+def switchable_experts(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules of experts, by FQN, that transformers can compute in more than one way.
+
+    What its decorator has wrapped bears no public mark but the attributes that its functions read.
+    """
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if hasattr(type(module), "_apply_gate") and all(hasattr(module, key) for key in _EXPERTS_KNOW)
+    }
+
+
+def experts_implementation_of(experts: nn.Module) -> str:
+    """Which implementation a module of experts runs: its config has it under a private name."""
+    return str(getattr(experts.config, "_experts_implementation", None) or "eager")
+
+
+def experts_forward(experts: nn.Module, implementation: str) -> Any:
+    """The function ``(experts, hidden_states, top_k_index, top_k_weights)`` of an implementation.
+
+    transformers looks it up in each forward, by the config that all experts of a model have in common.
+
+    Raises:
+        ValueError: If transformers knows none of that name.
+    """
+    import inspect
+
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    if implementation == "eager":
+        return inspect.unwrap(type(experts).forward)
+    if implementation not in ALL_EXPERTS_FUNCTIONS:
+        known = ", ".join(map(repr, ("eager", *sorted(ALL_EXPERTS_FUNCTIONS))))
+        raise ValueError(f"impl must be 'auto' or one of {known}, got {implementation!r}")
+    return ALL_EXPERTS_FUNCTIONS[implementation]

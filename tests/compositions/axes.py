@@ -26,7 +26,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "adapted by": ("add_adapters", "peft"),
     "loss": ("auto", "chunked", "logits", "loss_fn"),
     "router loss": ("of each", "global"),
-    "experts": ("unseen", "watched"),
+    "experts": ("unseen", "watched", "one by one"),
     "loss terms": ("plain", "weights", "smoothing and z-loss"),
     "batches": ("padded", "packed", "packed with a mask"),
     "varlen": ("no", "yes"),

@@ -87,6 +87,8 @@ def _run(draw: Draw, folder: Path, rows: list[Row], held_out: list[Row], first: 
     model = _model(draw, folder, mesh, seed=first)
     if draw["experts"] == "watched":
         fs.watch_experts(model)
+    if draw["experts"] == "one by one":
+        fs.prepare_experts(model, impl="eager", tokens=64)
     inner = model.module if draw["mesh"] == "torch DDP 2" else model
     if draw["twist"] == "extra state":
         inner.add_module("meter", options.Meter(17 if first == 1 else 0))

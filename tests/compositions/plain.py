@@ -82,8 +82,9 @@ def train(
 ) -> Trained:
     """Train a model on windows that hold the micro-batches of all ranks; the model is changed."""
     model = model.double() if precision == torch.float64 else model
-    if precision == torch.float64 and hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")  # torch's grouped product takes no float64
+    if hasattr(model, "set_experts_implementation"):
+        if precision == torch.float64 or draw["experts"] == "one by one":
+            model.set_experts_implementation("eager")  # torch's grouped product takes no float64
     call = _Lower(model, precision) if precision.itemsize == 2 else model
     options.twist(draw, call.copy if isinstance(call, _Lower) else model)
     made = options.optimizers(draw, model)

@@ -1,6 +1,7 @@
-"""What the experts of a mixture are given: counted, drawn, and evened out by a bias."""
+"""The experts of a mixture: how they are computed, and what they are given, counted, drawn, evened out."""
 
 from fsdp_sft.experts.bias import update_router_bias
+from fsdp_sft.experts.choice import prepare_experts
 from fsdp_sft.experts.counter import ExpertCounter, LateLoad, counter_of, watch_experts
 from fsdp_sft.experts.load import ExpertLoad
 from fsdp_sft.experts.picture import plot_expert_load
@@ -11,6 +12,7 @@ __all__ = [
     "LateLoad",
     "counter_of",
     "plot_expert_load",
+    "prepare_experts",
     "update_router_bias",
     "watch_experts",
 ]
