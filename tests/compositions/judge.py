@@ -123,6 +123,10 @@ def _compare(draw: Draw, told: list[list[Told]], held_out: list[Row], folder: Pa
         for results in told
         for step in range(len(results[0].windows))
     ]
+    # How many micro-batches a rank had, which at the end of an epoch can be fewer than it asked for.
+    positions = [
+        max(map(len, step)) for results in told for step in zip(*(r.windows for r in results), strict=True)
+    ]
     if len(windows) != options.STEPS:
         raise _DifferentError(f"{len(windows)} steps of {options.STEPS}")
     _check_loads(draw, told)
@@ -133,7 +137,7 @@ def _compare(draw: Draw, told: list[list[Told]], held_out: list[Row], folder: Pa
         ]
     batches = [options.collated(draw, [row]) for row in held_out]
     dtype = _DTYPES[draw["precision"]]
-    plainly = partial(_plainly, draw, folder, first.start, windows, batches)
+    plainly = partial(_plainly, draw, folder, first.start, (windows, positions), batches)
     owns = [plainly(dtype)[1]]
     exact_model, exact = plainly(torch.float64)
     _check_start(draw, first.start, folder)
@@ -210,7 +214,7 @@ def _plainly(
     draw: Draw,
     folder: Path,
     start: Tensors,
-    windows: Any,
+    windows: tuple[Any, list[int]],
     held_out: Any,
     precision: torch.dtype,
     *,
@@ -223,7 +227,7 @@ def _plainly(
     model = plain.adapted(draw, model, start)
     if disturbed:
         plain.disturb(model, torch.finfo(precision).eps / 2)
-    return model, plain.train(draw, model, windows, held_out, precision=precision)
+    return model, plain.train(draw, model, *windows, held_out, precision=precision)
 
 
 def _check_start(draw: Draw, start: Tensors, folder: Path) -> None:

@@ -76,15 +76,25 @@ def train(
     draw: Draw,
     model: Any,
     windows: Sequence[Sequence[Batch]],
+    positions: Sequence[int],
     held_out: Sequence[Batch],
     *,
     precision: torch.dtype,
 ) -> Trained:
-    """Train a model on windows that hold the micro-batches of all ranks; the model is changed."""
+    """Train a model on windows that hold the micro-batches of all ranks; the model is changed.
+
+    Args:
+        draw: Its options.
+        model: Trained in place.
+        windows: Of one rank after the other.
+        positions: How many micro-batches of each window are one rank's.
+        held_out: Batches to evaluate on.
+        precision: That it computes in.
+    """
     model = model.double() if precision == torch.float64 else model
-    if hasattr(model, "set_experts_implementation"):
-        if precision == torch.float64 or draw["experts"] == "one by one":
-            model.set_experts_implementation("eager")  # torch's grouped product takes no float64
+    one_by_one = precision == torch.float64 or draw["experts"] == "one by one"
+    if one_by_one and hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # torch's grouped product takes no float64
     call = _Lower(model, precision) if precision.itemsize == 2 else model
     options.twist(draw, call.copy if isinstance(call, _Lower) else model)
     made = options.optimizers(draw, model)
@@ -95,7 +105,7 @@ def train(
     for step, window in enumerate(windows):
         if draw["evaluate"] == "between" and step == 1:
             found.evaluations.append(_evaluated(draw, model, call, held_out))
-        _step(draw, model, call, window, made, found)
+        _step(draw, model, call, window, positions[step], made, found)
         for one in stepped:
             one.step()
         if isinstance(call, _Lower):
@@ -109,6 +119,7 @@ def _step(
     model: Any,
     call: Callable[..., Any],
     window: Sequence[Batch],
+    positions: int,
     made: list[torch.optim.Optimizer],
     found: Trained,
 ) -> None:
@@ -125,7 +136,7 @@ def _step(
             call.hand_over()
         loss_sum += float(summed.detach())
     if draw["architecture"] == "moe with router loss" and draw["loss"] != "loss_fn":
-        for share in _router_shares(draw, call, window):
+        for share in _router_shares(draw, call, window, positions):
             (share * scale).backward()
             if isinstance(call, _Lower):
                 call.hand_over()
@@ -147,12 +158,11 @@ def _step(
     found.router_losses.append(router)
 
 
-def _router_shares(draw: Draw, call: Any, window: Sequence[Batch]) -> Iterator[torch.Tensor]:
+def _router_shares(draw: Draw, call: Any, window: Sequence[Batch], positions: int) -> Iterator[torch.Tensor]:
     """The router's loss of each micro-batch, by its tokens: of one rank, or of all ranks at one position.
 
     As in Switch Transformers: choices of each expert a token, times its mean probability.
     """
-    positions = options.micro_batches(draw)
     together = [[batch] for batch in window]  # of one rank after the other
     if draw["router loss"] == "global":
         together = [list(window[position::positions]) for position in range(positions)]

@@ -88,6 +88,20 @@ MISTAKES: list[Mistake] = [
         ("tests/watchdog/test_watch.py",),
     ),
     Mistake(
+        "each rank computes its experts by the way that is fastest there",
+        "experts/choice.py",
+        "failed = sum(self.over_ranks([float(bool(reason))]))",
+        "failed = 0.0",
+        ("tests/experts/test_choice.py::test_ranks_choose_the_same",),
+    ),
+    Mistake(
+        "any error of experts will do",
+        "experts/choice.py",
+        "        if error > _LARGEST_ERROR:\n",
+        "        if error > 1000 * _LARGEST_ERROR:\n",
+        ("tests/experts/test_choice.py::test_by_name_too_only_what_is_right",),
+    ),
+    Mistake(
         "each rank balances its experts by itself",
         "loss/balance.py",
         "            dist.all_reduce(chosen, group=group)\n",

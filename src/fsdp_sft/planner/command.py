@@ -13,6 +13,7 @@ from fsdp_sft.errors import NoPlanError
 from fsdp_sft.planner.budget import Budget, budget_of
 from fsdp_sft.planner.calibrate import calibrate
 from fsdp_sft.planner.estimate import MemoryEstimate
+from fsdp_sft.planner.experts import ExpertsImpl
 from fsdp_sft.planner.longest import LongestRow, longest_rows, peaks_by_length
 from fsdp_sft.planner.model import as_config
 from fsdp_sft.planner.picture import bars, draw, draw_lengths, lengths_to_draw, plan_table, row_table
@@ -63,6 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("as given").add_argument
     add("--no-padding", action="store_true", help="batches have no attention mask (packed sequences)")
     add("--loss", choices=("chunked", "logits"), default="chunked", help="default: chunked")
+    add("--experts", choices=get_args(ExpertsImpl), default="grouped_mm", help="default: grouped_mm")
     add("--masters", choices=_DTYPES, default="float32", help="dtype of the stored parameters")
     add("--optimizer", choices=get_args(Optimizer), default="adamw", help="default: adamw")
     add("--cpu-offload", action="store_true", help="shards and optimizer live on the host")
@@ -94,6 +96,7 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
         "gpu": args.gpu,
         "attention_mask": not args.no_padding,
         "loss_impl": args.loss,
+        "experts_impl": args.experts,
         "master_dtype": _DTYPES[args.masters],
         "optimizer": args.optimizer,
         "cpu_offload": args.cpu_offload,

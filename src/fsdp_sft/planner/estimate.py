@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fsdp_sft.context_parallel import check_shareable
+from fsdp_sft.planner.experts import ExpertsImpl
 from fsdp_sft.planner.model import CHECKED_FAMILIES, Skeleton, as_config, build_skeleton
 from fsdp_sft.planner.replay import replay
 from fsdp_sft.planner.setup import GradSync, LossImpl, Optimizer, Setup, make_setup
 from fsdp_sft.planner.shards import ShardBalance, shard_balance
-from fsdp_sft.planner.trace import trace
+from fsdp_sft.planner.trace import Footprint, trace
 from fsdp_sft.sac import Placement, Ratio, host_bytes_for
 
 if TYPE_CHECKING:
@@ -94,6 +95,7 @@ def estimate_memory(
     reduce_dtype: torch.dtype = torch.float32,
     logits_dtype: torch.dtype | None = None,
     chunk_size: int | None = None,
+    experts_impl: ExpertsImpl = "grouped_mm",
 ) -> MemoryEstimate:
     """Estimate the peak memory per GPU of training a causal language model with this library.
 
@@ -138,6 +140,8 @@ def estimate_memory(
             them. ``torch.float32`` is what ``causal_lm_loss(impl="logits")`` does, and with ``cp > 1`` the
             only way.
         chunk_size: As for ``linear_cross_entropy_sum``.
+        experts_impl: How experts are computed, as ``prepare_experts`` says: ``"grouped_mm"``, or ``"eager"``,
+            whose backward holds a gradient of all of a layer's experts for each of them in turn.
 
     Returns:
         The estimate. Families that were never compared with a measurement carry a note.
@@ -185,6 +189,7 @@ def estimate_memory(
         trainable=trainable,
         lora_rank=lora_rank,
         lora_targets=lora_targets,
+        experts_impl=experts_impl,
     )
     return estimate(as_config(config), setup)
 
@@ -208,7 +213,7 @@ def estimate(config: "PreTrainedConfig", setup: Setup) -> MemoryEstimate:
     peak = replay(skeleton, seen, setup)
     checkpointed = setup.checkpointed(len(skeleton.blocks))
     activations = sum(
-        seen.blocks[kind].output if index in checkpointed else seen.blocks[kind].kept
+        _kept(seen.blocks[kind], checkpointed=index in checkpointed)
         for index, kind in enumerate(skeleton.kinds)
         if index >= skeleton.first_backward
     )
@@ -228,6 +233,10 @@ def estimate(config: "PreTrainedConfig", setup: Setup) -> MemoryEstimate:
         sharding=balance,
         notes=_notes(skeleton, setup, balance),
     )
+
+
+def _kept(block: Footprint, *, checkpointed: bool) -> int:
+    return block.output + block.decisions if checkpointed else block.kept
 
 
 def _notes(skeleton: Skeleton, setup: Setup, balance: ShardBalance) -> tuple[str, ...]:

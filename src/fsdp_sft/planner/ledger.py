@@ -10,11 +10,13 @@ import torch
 from fsdp_sft._compat import TorchDispatchMode
 from fsdp_sft._model import tensors_in
 from fsdp_sft.planner.cost import flops_of, moved_by
+from fsdp_sft.sac import is_decision
 
 # Names under which operations are recorded that the mode does not see as one.
 ATTENTION = "attention"  # a fused kernel
 EXCHANGE = "exchange"  # with the ranks that share rows
 LOSS = "loss"  # of chunks of logits
+_GROUPED: Any = torch.ops.aten._grouped_mm.default
 
 
 @dataclass
@@ -28,6 +30,7 @@ class Event:
         freed: A storage's number.
         flops: Of a product.
         moved: Bytes that it reads and writes.
+        decided: Of its outputs, bytes of the choices that a checkpointed block keeps.
     """
 
     op: Any
@@ -36,6 +39,7 @@ class Event:
     freed: int = -1
     flops: float = 0.0
     moved: float = 0.0
+    decided: int = 0
 
 
 @dataclass(eq=False)
@@ -66,11 +70,12 @@ class Ledger(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        result = _grouped_product(*args, **kwargs) if func is _GROUPED else func(*args, **kwargs)
         inputs = tuple(self.number(tensor) for tensor in tensors_in((args, kwargs)))
         outputs = tuple(self.number(tensor) for tensor in tensors_in(result))
         flops, moved = flops_of(func, args, kwargs, result), moved_by(func, args, kwargs, result)
-        self.events.append(Event(func, inputs, outputs, flops=flops, moved=moved))
+        decided = self.sizes[outputs[-1]] if is_decision(func, args) else 0
+        self.events.append(Event(func, inputs, outputs, flops=flops, moved=moved, decided=decided))
         return result
 
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -120,3 +125,12 @@ class Ledger(TorchDispatchMode):
         self.live -= self.sizes[number]
         del self._numbers[key], self._guards[key]
         self.events.append(Event(None, freed=number))
+
+
+def _grouped_product(left: torch.Tensor, right: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Of any dtype that devices take; torch's meta kernel, up to 2.13, takes bfloat16 alone."""
+    if left.dtype not in (torch.float16, torch.float32):
+        result: torch.Tensor = _GROUPED(left, right, *args, **kwargs)
+        return result
+    like = _GROUPED(left.to(torch.bfloat16), right.to(torch.bfloat16), *args, **kwargs)
+    return torch.empty_strided(like.shape, like.stride(), dtype=left.dtype, device=left.device)

@@ -163,6 +163,8 @@ def _code(plan: RunPlan, model: str) -> Iterator[str]:
     yield f"model = fs.load_pretrained({model!r}, mesh=mesh{', ' if given else ''}{given})"
     if plan.cp > 1:
         yield "fs.use_context_parallel(model, mesh=mesh)"
+    if setup.experts_impl != "grouped_mm":
+        yield f"fs.prepare_experts(model, impl={setup.experts_impl!r})"
     yield f"loader = DataLoader(rows, batch_size={plan.micro_batch_size}, ...)"
     yield f"for window in fs.windows(loader, grad_accum_steps={plan.grad_accum_steps}):"
     step = _arguments({"grad_sync": (plan.grad_sync, "each"), "loss_impl": (setup.loss_impl, "chunked")})

@@ -156,7 +156,9 @@ class _Step:
             saves = index >= self.first_backward and index not in self.checkpointed
             self.look("loss", WORKING, footprint.forward_peak if saves else footprint.unsaved_peak)
             if index >= self.first_backward:
-                kept = footprint.output if index in self.checkpointed else footprint.kept
+                kept = footprint.kept
+                if index in self.checkpointed:
+                    kept = footprint.output + footprint.decisions
                 self.hold(CHECKPOINTED if index in self.checkpointed else KEPT, kept)
             if self.setup.reshard_after_forward:
                 self.free(UNSHARDED, sizes.gathered)
@@ -240,7 +242,7 @@ class _Step:
     def _drop_activations(self, index: int) -> None:
         footprint = self.footprints[index]
         if index in self.checkpointed:
-            self.free(CHECKPOINTED, footprint.output)
+            self.free(CHECKPOINTED, footprint.output + footprint.decisions)
         else:
             self.free(KEPT, footprint.kept)
 

@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from fsdp_sft._gpus import Gpu, gpu_named
+from fsdp_sft.planner.experts import ExpertsImpl
 from fsdp_sft.sac import Placement, Ratio, select_block_indices
 
 LossImpl = Literal["chunked", "logits"]
@@ -55,6 +56,7 @@ class Setup:
     optimizer: Optimizer
     trainable: tuple[str, ...] | None
     lora: tuple[int, tuple[str, ...]] | None
+    experts_impl: ExpertsImpl = "grouped_mm"
 
     @property
     def num_shards(self) -> int:
@@ -118,6 +120,7 @@ def make_setup(
         )
     _check_choice("loss_impl", fields["loss_impl"], get_args(LossImpl))
     _check_choice("optimizer", fields["optimizer"], get_args(Optimizer))
+    _check_choice("experts_impl", fields["experts_impl"], get_args(ExpertsImpl))
     _check_choice("grad_sync", fields["grad_sync"], get_args(GradSync))
     for name in ("compile", "attention_mask", "reshard_after_forward", "cpu_offload", "sac_offload"):
         _check_choice(name, fields[name], (True, False))

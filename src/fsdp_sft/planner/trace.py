@@ -17,13 +17,15 @@ from torch.nn import functional as F
 from fsdp_sft._gpus import Gpu
 from fsdp_sft._model import tensors_in
 from fsdp_sft.errors import UnsupportedModelError
+from fsdp_sft.planner.experts import ExpertsImpl, computed_by
 from fsdp_sft.planner.fused import fused_footprint
 from fsdp_sft.planner.kernels import Kernels, chunked_loss
-from fsdp_sft.planner.ledger import Ledger
+from fsdp_sft.planner.ledger import Event, Ledger
 from fsdp_sft.planner.model import Skeleton
 from fsdp_sft.planner.setup import Setup
 from fsdp_sft.planner.sharing import exchanged_bytes, forward_of_part, part_of_micro_batch
 from fsdp_sft.planner.workload import Workload, until, work_of
+from fsdp_sft.sac import decides
 
 _NO_WORK = Workload()
 
@@ -41,6 +43,7 @@ class Footprint:
         backward_peak: Most that its backward adds while it runs, gradients of its parameters included.
         output: Its output.
         saves_input: Whether its backward needs its input as it is, beyond computing the rest again.
+        decisions: What a router has chosen, which a checkpointed block keeps beside its input.
         exchanged: What its forward sends to the ranks that share its rows, and gets from them.
         forward: What its forward computes and moves.
         again: The same of the part that is computed once more if it is checkpointed.
@@ -54,6 +57,7 @@ class Footprint:
     backward_peak: int
     output: int
     saves_input: bool
+    decisions: int = 0
     exchanged: int = 0
     forward: Workload = _NO_WORK
     again: Workload = _NO_WORK
@@ -108,6 +112,7 @@ def trace(skeleton: Skeleton, setup: Setup) -> Trace:
         logits_dtype=setup.logits_dtype,
         chunk_size=setup.chunk_size,
         attention_mask=setup.attention_mask,
+        experts_impl=setup.experts_impl,
         gpu=setup.gpu,
     )
     return _trace(_Identity(skeleton), question)
@@ -123,6 +128,7 @@ class _Question:
     logits_dtype: torch.dtype
     chunk_size: int | None
     attention_mask: bool
+    experts_impl: ExpertsImpl
     gpu: Gpu
 
 
@@ -149,6 +155,11 @@ def _trace(identity: _Identity, question: _Question) -> Trace:
             raise UnsupportedModelError(
                 f"model type {skeleton.family!r} cannot run on parts of a row ({type(error).__name__}: "
                 f"{str(error)[:200]}); plan it with cp=1"
+            ) from error
+        if "multiple of 16 bytes" in str(error):
+            raise ValueError(
+                f"torch multiplies no groups of the widths of {skeleton.family!r}'s experts "
+                f"({str(error)[:200]}); plan it with experts_impl='eager', and train it so"
             ) from error
         raise ValueError(
             f"the memory of model type {skeleton.family!r} cannot be traced: its forward needs values "
@@ -186,7 +197,8 @@ class _Run:
     def result(self) -> Trace:
         kernels = Kernels(self.question.gpu, padded=self.question.attention_mask, ledger=self.ledger)
         try:
-            with self._instrumented(), self.ledger, kernels, torch.enable_grad():
+            experts = computed_by(self.model, self.question.experts_impl)
+            with self._instrumented(), experts, self.ledger, kernels, torch.enable_grad():
                 self._step()
         finally:
             for tensor in self.skeleton.traced_tensors:
@@ -413,13 +425,15 @@ class _Run:
             backward_peak=run.peak["backward"] - run.live["backward"],
             output=output,
             saves_input=run.input in run.saved,
+            decisions=_decisions(run.block, forward),
             exchanged=self._exchanged(run),
         )
 
     def _fused(self, run: _BlockRun, kept: int) -> Footprint:
         events = self.ledger.events
+        forward = events[run.events["before"] : run.events["after"]]
         fused = fused_footprint(
-            forward=events[run.events["before"] : run.events["after"]],
+            forward=forward,
             backward=events[run.events["backward"] : run.events["end"]],
             sizes=self.ledger.sizes,
             saved=run.saved,
@@ -427,7 +441,11 @@ class _Run:
             block_output=run.output,
         )
         return Footprint(
-            output=self.ledger.sizes[run.output], saves_input=True, exchanged=self._exchanged(run), **fused
+            output=self.ledger.sizes[run.output],
+            saves_input=True,
+            decisions=_decisions(run.block, forward),
+            exchanged=self._exchanged(run),
+            **fused,
         )
 
     def _exchanged(self, run: _BlockRun) -> int:
@@ -437,3 +455,7 @@ class _Run:
         return exchanged_bytes(
             forward, self.ledger.sizes, who=f"{type(run.block).__name__} of {self.skeleton.family}"
         )
+
+
+def _decisions(block: nn.Module, forward: list[Event]) -> int:
+    return sum(event.decided for event in forward) if decides(block) else 0

@@ -1,0 +1,134 @@
+"""What the planner says of experts, beside what a real layer of them keeps and a device has in use."""
+
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+
+import fsdp_sft as fs
+from tests.planner.test_on_a_device import LARGEST_ERROR, _compare
+
+TOKENS = 512
+OPTIONS: dict[str, Any] = {
+    "num_gpus": 2,
+    "micro_batch_size": 1,
+    "seq_length": TOKENS,
+    "attention_mask": False,
+}
+
+
+def _config(impl: str = "grouped_mm", **overrides: Any) -> Any:
+    fields = {
+        "vocab_size": 512,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "moe_intermediate_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 64,
+        "num_experts": 16,
+        "num_experts_per_tok": 8,
+        "max_position_embeddings": 4096,
+        **overrides,
+    }
+    config = tf.Qwen3MoeConfig(**fields)
+    config._experts_implementation = impl
+    return config
+
+
+@pytest.mark.parametrize("impl", ["grouped_mm", "eager"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_experts_keep_what_real_ones_keep(impl: str, dtype: torch.dtype) -> None:
+    """Over a layer without experts, so that what belongs to the rest of a block is left out."""
+
+    def saved(model: Any) -> int:
+        storages: dict[int, int] = {}
+        inputs = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in inputs:
+                storages[storage.data_ptr()] = storage.nbytes()
+                held.append(tensor)
+            return tensor
+
+        held: list[torch.Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            model(torch.randn(1, TOKENS, 128, dtype=dtype, requires_grad=True))
+        return sum(storages.values())
+
+    torch.manual_seed(0)
+    block = tf.AutoModelForCausalLM.from_config(_config(impl), dtype=dtype).model.layers[0].mlp
+    measured = saved(block)
+
+    def kept(**more: Any) -> int:
+        options = {**OPTIONS, "num_gpus": 1, "gpu": "cpu", "param_dtype": dtype, **more}
+        four, two = (
+            fs.estimate_memory(_config(num_hidden_layers=n), **options).activation_bytes for n in (4, 2)
+        )
+        return (four - two) // 2
+
+    dense_mlp = kept(experts_impl=impl) - _dense(dtype)
+    print(f"{impl} {dtype}: measured {measured}, estimated {dense_mlp}")
+    assert abs(dense_mlp / measured - 1) <= 0.03
+
+
+def _dense(dtype: torch.dtype) -> int:
+    """What a block keeps whose feed-forward keeps known tensors, without these."""
+    options = {**OPTIONS, "num_gpus": 1, "gpu": "cpu", "param_dtype": dtype}
+    four, two = (
+        fs.estimate_memory(
+            _config(num_hidden_layers=n, mlp_only_layers=list(range(4))), **options
+        ).activation_bytes
+        for n in (4, 2)
+    )
+    # Its input (the norm's output), gate, up, their activation and product.
+    return (four - two) // 2 - TOKENS * (128 + 4 * 256) * dtype.itemsize
+
+
+def test_checkpointed_blocks_keep_what_their_routers_chose() -> None:
+    each = TOKENS * (128 * 2 + 8 * 8)  # the input in bfloat16, and eight indices of a token
+    said = fs.estimate_memory(_config(), **OPTIONS, sac_ratio=1)
+    assert said.activation_bytes == 4 * each
+    assert said.breakdown["activations of checkpointed blocks"] % each == 0
+    dense = fs.estimate_memory(_config(mlp_only_layers=[0, 1, 2, 3]), **OPTIONS, sac_ratio=1)
+    assert dense.activation_bytes == 4 * TOKENS * 128 * 2
+
+
+def test_widths_that_torch_does_not_group_are_named() -> None:
+    odd = _config(moe_intermediate_size=60)
+    with pytest.raises(ValueError, match="plan it with experts_impl='eager'"):
+        fs.estimate_memory(odd, **OPTIONS)
+    assert fs.estimate_memory(odd, **OPTIONS, experts_impl="eager").peak_bytes > 0
+    with pytest.raises(ValueError, match="experts_impl must be one of"):
+        fs.estimate_memory(odd, **OPTIONS, experts_impl="batched_mm")  # type: ignore[arg-type]
+
+
+def test_a_plan_says_how_experts_are_computed() -> None:
+    run: dict[str, Any] = {"num_gpus": 2, "seq_length": TOKENS, "global_batch_size": 8, "gpu": "h100"}
+    way = 'fs.prepare_experts(model, impl="eager")'.replace('"', "'")
+    assert way in fs.plan_run(_config(), **run, experts_impl="eager")[0].code()
+    assert "prepare_experts" not in fs.plan_run(_config(), **run)[0].code()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ratio", ["0", "1"])
+@pytest.mark.parametrize("impl", ["grouped_mm", "eager"])
+def test_the_estimate_is_what_a_device_has_in_use(impl: str, ratio: str) -> None:
+    options = {
+        **OPTIONS,
+        "dp_replicate": 1,
+        "micro_batch_size": 2,
+        "loss_impl": "chunked",
+        "sac_ratio": ratio,
+        "grad_accum_steps": 1,
+        "grad_sync": "each",
+        "reshard_after_forward": True,
+        "master_dtype": torch.float32,
+        "optimizer": "adamw_foreach",
+        "experts_impl": impl,
+    }
+    error, text = _compare(0, lambda _: (_config(impl), options))
+    assert abs(error) <= LARGEST_ERROR, text
