@@ -27,6 +27,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "loss": ("auto", "chunked", "logits", "loss_fn"),
     "router loss": ("of each", "global"),
     "experts": ("unseen", "watched", "one by one"),
+    "expert ranks": ("1", "2"),
     "loss terms": ("plain", "weights", "smoothing and z-loss"),
     "batches": ("padded", "packed", "packed with a mask"),
     "varlen": ("no", "yes"),
@@ -111,6 +112,11 @@ def settled(draw: Draw) -> dict[str, str]:
         plainest("stored", "vocabulary")
     if own["adapters"] == "none" or own["start"] in ("load_pretrained", "load_prepared"):
         plainest("adapted by")
+    of_experts = own["architecture"] in ("moe", "moe with router loss") and own["adapters"] == "none"
+    if not of_experts or own["start"] not in ("load_pretrained", "load_prepared"):
+        plainest("expert ranks")
+    if own["expert ranks"] != "1" and own["mesh"] not in ("fsdp 2", "hsdp 2x2"):
+        own["mesh"] = "fsdp 2"  # others do not divide, which is an argument that cannot be
     if own["batches"] == "padded":
         plainest("varlen")
         if own["loader"] in ("sampler by cost", "stream of a mixture"):  # they are for packs

@@ -238,6 +238,9 @@ def _model(draw: Draw, folder: Path, mesh: Any, *, seed: int) -> Any:
         common: dict[str, Any] = {"mesh": mesh, "sac_ratio": ratio, **_sharding(draw)}
         common["sac_offload"] = offload and not keeps
         common["compile"] = draw["compile"] != "no"
+        shards = mesh["dp_shard"].size() if "dp_shard" in (mesh.mesh_dim_names or ()) else 1
+        sharing = int(draw["expert ranks"])
+        common["ep_size"] = 1 if shards % sharing else sharing  # on other ranks, perhaps none share
         if config is not None:
             common |= {"peft_config": config, "adapter_seed": seed}
         if draw["vocabulary"] == "grown":

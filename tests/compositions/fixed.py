@@ -191,6 +191,21 @@ EQUAL: list[dict[str, str]] = [
         "accumulation": "3 last",
         "evaluate": "between",
     },
+    {
+        "architecture": "moe",
+        "start": "load_prepared",
+        "stored": "bfloat16",
+        "expert ranks": "2",
+        "experts": "one by one",
+        "mesh": "fsdp 2",
+        "sac": "1/3",
+        "batches": "packed",
+        "accumulation": "3 last",
+        "optimizer": "adamw",
+        "clip": "1e-2",
+        "resume": "twice",
+        "export": "float32",
+    },
 ]
 
 REFUSED: dict[str, dict[str, str]] = {

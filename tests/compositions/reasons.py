@@ -100,13 +100,18 @@ REASONS: tuple[Reason, ...] = (
         "operations kept in blocks that have groups of their own",
         "UnsupportedModelError",
         r"sharded as a group of its own",
-        lambda draw: _is(
-            draw,
-            sac=("operations", "operations offloaded"),
-            architecture=("float32 modules", "encoder-decoder"),
-            precision="float16 with scaler",
+        lambda draw: (
+            _is(draw, sac=("operations", "operations offloaded"))
+            and (
+                draw["expert ranks"] != "1"
+                or _is(
+                    draw,
+                    architecture=("float32 modules", "encoder-decoder"),
+                    precision="float16 with scaler",
+                )
+            )
         ),
-        ("sac", "architecture", "precision"),
+        ("sac", "architecture", "precision", "expert ranks"),
         "use `apply_sac`, or leave these blocks out",
     ),
     Reason(

@@ -5,7 +5,6 @@ the same functions on a stand-in: the module's settings, its activation, and ran
 of no more experts than fit into a bound, with as many tokens for each as it would have.
 """
 
-import copy
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -127,7 +126,12 @@ class _Trial:
         ).to(device, dtype)
         self.kind, self.dtype = kind, dtype
         longest = {id(stack) for stack in _stacks(kind.module)}
-        made: Any = self._stand_in(kind.module, longest, experts)
+
+        def draw_like(p: nn.Parameter) -> torch.Tensor:
+            shape = (experts, *p.shape[1:]) if id(p) in longest else tuple(p.shape)
+            return self.draw(shape, max(p.shape[-2:]) ** -0.5 if p.ndim > 2 else 0.1)
+
+        made: Any = _bare_copy(kind.module, draw_like)
         made.num_experts = experts
         if hasattr(made, "_is_expert_parallel"):
             made._is_expert_parallel = False
@@ -140,33 +144,9 @@ class _Trial:
         self.index = top.indices.to(device)
         self.weights = (top.values / top.values.sum(-1, keepdim=True)).to(device, dtype)
 
-    def _stand_in(self, module: nn.Module, stacks: set[int], experts: int) -> nn.Module:
-        """A module with the settings of another, and with parameters of its own."""
-        cls: Any = original_class(module)
-        made: nn.Module = cls.__new__(cls)
-        vars(made).update(vars(module))
-        vars(made).update({key: OrderedDict() for key in vars(made) if key.endswith("_hooks")})
-        made.__dict__.pop("forward", None)
-        made._parameters = {
-            name: None
-            if p is None
-            else nn.Parameter(
-                self.draw(
-                    (experts, *p.shape[1:]) if id(p) in stacks else tuple(p.shape),
-                    max(p.shape[-2:]) ** -0.5 if p.ndim > 2 else 0.1,
-                )
-            )
-            for name, p in module._parameters.items()
-        }
-        made._modules = {
-            name: None if child is None else self._stand_in(child, stacks, experts)
-            for name, child in module._modules.items()
-        }
-        return made
-
     def results(self, implementation: str, dtype: torch.dtype) -> list[torch.Tensor]:
         """Output and gradients, computed in ``dtype`` from the same values."""
-        experts = self.experts if dtype == self.dtype else copy.deepcopy(self.experts).to(dtype)
+        experts = _bare_copy(self.experts, lambda p: p.detach().to(dtype))
         leaves = [t.to(dtype).detach().requires_grad_() for t in (self.hidden, self.weights)]
         with torch.enable_grad():
             forward = experts_forward(experts, implementation)
@@ -187,3 +167,19 @@ def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
     difference = (a.double() - b.double()).norm()
     result = float(difference / b.double().norm().clamp_min(torch.finfo(torch.float32).tiny))
     return result if result == result else float("inf")
+
+
+def _bare_copy(module: nn.Module, make: Callable[[nn.Parameter], torch.Tensor]) -> nn.Module:
+    """A module with another's settings and other parameters, without its hooks and what shards it.
+
+    ``copy.deepcopy`` would copy the parameters, and FSDP2 forbids it.
+    """
+    cls: Any = original_class(module)
+    made: nn.Module = cls.__new__(cls)
+    vars(made).update(vars(module))
+    vars(made).update({key: OrderedDict() for key in vars(made) if key.endswith("_hooks")})
+    made.__dict__.pop("forward", None)
+    parameters, children = module._parameters.items(), module._modules.items()
+    made._parameters = {n: None if p is None else nn.Parameter(make(p)) for n, p in parameters}
+    made._modules = {n: None if child is None else _bare_copy(child, make) for n, child in children}
+    return made
