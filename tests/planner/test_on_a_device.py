@@ -81,6 +81,30 @@ def stochastic_case(seed: int) -> tuple[Any, dict[str, Any]]:
     return config, {**options, "micro_batch_size": 1, "seq_length": 32, "sac_ratio": "1"}
 
 
+def experts_case(seed: int) -> tuple[Any, dict[str, Any]]:
+    """A mixture of many choices a token, computed one expert at a time or all at once."""
+    import transformers as tf
+
+    _, options = random_case(seed)
+    draw = random.Random(f"experts {seed}")
+    config = tf.Qwen3MoeConfig(
+        vocab_size=512,
+        hidden_size=draw.choice((128, 256)),
+        moe_intermediate_size=draw.choice((64, 96)),
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=64,
+        num_experts=16,
+        num_experts_per_tok=draw.choice((2, 8)),
+        max_position_embeddings=4096,
+    )
+    options["experts_impl"] = ("eager", "grouped_mm")[seed % 2]
+    config._experts_implementation = options["experts_impl"]
+    options |= {"num_gpus": 2, "dp_replicate": 1, "micro_batch_size": 2, "seq_length": 512}
+    return config, options
+
+
 def _peak(config: Any, options: dict[str, Any]) -> tuple[int, list[int]]:
     """(most bytes in use in a step of the steady state, devices touched)."""
     from transformers import AutoModelForCausalLM
@@ -143,7 +167,10 @@ def _compare(seed: int, draw: Callable[[int], tuple[Any, dict[str, Any]]]) -> tu
     [
         combined_case,
         stochastic_case,
-        *(pytest.param(d, marks=pytest.mark.slow) for d in (random_case, shared_case, offloaded_case)),
+        *(
+            pytest.param(d, marks=pytest.mark.slow)
+            for d in (random_case, shared_case, offloaded_case, experts_case)
+        ),
     ],
 )
 def test_the_estimate_is_what_a_device_has_in_use(draw: Any) -> None:
@@ -153,7 +180,9 @@ def test_the_estimate_is_what_a_device_has_in_use(draw: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("draw", [random_case, shared_case, offloaded_case, combined_case, stochastic_case])
+@pytest.mark.parametrize(
+    "draw", [random_case, shared_case, offloaded_case, combined_case, stochastic_case, experts_case]
+)
 def test_twenty_random_configurations(draw: Any) -> None:
     compared = [_compare(seed, draw) for seed in range(CASES)]
     wrong = [f"{text}: {error:+.2%}" for error, text in compared if abs(error) > LARGEST_ERROR]
