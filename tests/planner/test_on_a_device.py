@@ -1,5 +1,6 @@
 """estimate_memory against what a simulated device has in use in a real step."""
 
+import copy
 import dataclasses
 import random
 from collections.abc import Callable
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import fsdp_sft as fs
+from fsdp_sft._expert_parallel import share_out
 from fsdp_sft._gpus import gpu_named
 from fsdp_sft.planner.estimate import check_options, estimate
 from tests.planner.families import FAMILIES, family_config
@@ -105,21 +107,40 @@ def experts_case(seed: int) -> tuple[Any, dict[str, Any]]:
     return config, options
 
 
+def shared_out_case(seed: int) -> tuple[Any, dict[str, Any]]:
+    """Experts that ranks share out; every token goes to all of them, so that each rank gets what it sends."""
+    config, options = experts_case(seed)
+    num_gpus, ep_size = random.Random(f"shared out {seed}").choice(((2, 2), (4, 2), (4, 4)))
+    config.num_experts = config.num_experts_per_tok = 4
+    options |= {"num_gpus": num_gpus, "ep_size": ep_size, "grad_sync": "each"}
+    return config, options
+
+
 def _peak(config: Any, options: dict[str, Any]) -> tuple[int, list[int]]:
     """(most bytes in use in a step of the steady state, devices touched)."""
     from transformers import AutoModelForCausalLM
 
     context = fs.init_distributed()
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
-    fs.apply_sac(model, options["sac_ratio"], offload=options.get("sac_offload", False))
     mesh = fs.build_mesh(dp_replicate=options["dp_replicate"], cp=options.get("cp", 1))
+    shares = options.get("ep_size", 1)
+    plain = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
+    model = copy.deepcopy(plain).to("meta") if shares > 1 else plain
+    share_out(model, mesh, shares)
+    fs.apply_sac(model, options["sac_ratio"], offload=options.get("sac_offload", False))
     fs.shard_model(
         model,
         mesh=mesh,
         master_dtype=options["master_dtype"],
         reshard_after_forward=options["reshard_after_forward"],
     )
+    if shares > 1:
+        model.to_empty(device=context.device)
+        values = dict(plain.named_buffers())
+        for name, buffer in model.named_buffers():
+            buffer.copy_(values[name])
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter.detach().to_local(), std=0.02)
     model.to(context.device)
     fs.use_context_parallel(model, mesh=mesh)
     if options["optimizer"] == "adamw_stochastic":
@@ -169,7 +190,7 @@ def _compare(seed: int, draw: Callable[[int], tuple[Any, dict[str, Any]]]) -> tu
         stochastic_case,
         *(
             pytest.param(d, marks=pytest.mark.slow)
-            for d in (random_case, shared_case, offloaded_case, experts_case)
+            for d in (random_case, shared_case, offloaded_case, experts_case, shared_out_case)
         ),
     ],
 )
@@ -181,7 +202,16 @@ def test_the_estimate_is_what_a_device_has_in_use(draw: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
-    "draw", [random_case, shared_case, offloaded_case, combined_case, stochastic_case, experts_case]
+    "draw",
+    [
+        random_case,
+        shared_case,
+        offloaded_case,
+        combined_case,
+        stochastic_case,
+        experts_case,
+        shared_out_case,
+    ],
 )
 def test_twenty_random_configurations(draw: Any) -> None:
     compared = [_compare(seed, draw) for seed in range(CASES)]

@@ -58,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--grad-sync", choices=("each", "last"), help="reduce gradients after each micro-batch, or the last")
     add("--sac", metavar="RATIO", help="checkpointed share of the blocks, such as 1/3")
     add("--sac-placement", choices=("even", "prefix"), help="which blocks those are")
+    add("--ep", type=int, metavar="N", help="ranks that share out the experts of each layer")
     add("--offload", action=either, help="what checkpointed blocks keep waits on the host (--longest: no)")
     add("--reshard", action=either, help="blocks are freed between forward and backward")
     add("--compile", action=either, help="the blocks are compiled (--longest: no)")
@@ -104,6 +105,7 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
     }
     searched = {
         "cp": args.cp,
+        "ep_size": args.ep,
         "micro_batch_size": args.micro_batch,
         "dp_replicate": args.replicas,
         "grad_sync": args.grad_sync,
@@ -237,6 +239,8 @@ def _label(plan: RunPlan) -> str:
     text = f"{plan.micro_batch_size} x {plan.grad_accum_steps}"
     if plan.cp > 1:
         text += f", cp {plan.cp}"
+    if plan.ep_size > 1:
+        text += f", ep {plan.ep_size}"
     if plan.dp_replicate > 1:
         text += f", {plan.dp_replicate} replicas"
     if plan.sac_ratio:

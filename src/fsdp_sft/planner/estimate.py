@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fsdp_sft.context_parallel import check_shareable
+from fsdp_sft.errors import UnsupportedModelError
 from fsdp_sft.planner.experts import ExpertsImpl
 from fsdp_sft.planner.model import CHECKED_FAMILIES, Skeleton, as_config, build_skeleton
 from fsdp_sft.planner.replay import replay
@@ -96,6 +97,7 @@ def estimate_memory(
     logits_dtype: torch.dtype | None = None,
     chunk_size: int | None = None,
     experts_impl: ExpertsImpl = "grouped_mm",
+    ep_size: int = 1,
 ) -> MemoryEstimate:
     """Estimate the peak memory per GPU of training a causal language model with this library.
 
@@ -142,6 +144,9 @@ def estimate_memory(
         chunk_size: As for ``linear_cross_entropy_sum``.
         experts_impl: How experts are computed, as ``prepare_experts`` says: ``"grouped_mm"``, or ``"eager"``,
             whose backward holds a gradient of all of a layer's experts for each of them in turn.
+        ep_size: Ranks that share out the experts of a mixture (``load_pretrained(ep_size=)``);
+            ``dp_replicate * ep_size`` divides ``num_gpus``, and ``ep_size`` the number of experts. Each rank
+            is taken to get as many tokens as it sends.
 
     Returns:
         The estimate. Families that were never compared with a measurement carry a note.
@@ -149,7 +154,8 @@ def estimate_memory(
     Raises:
         ValueError: For an argument out of range, a config that is no causal language model's, or a model
             whose forward cannot be followed without values.
-        UnsupportedModelError: If ranks cannot share rows of the model, as far as that shows without weights.
+        UnsupportedModelError: If ranks cannot share rows of the model, as far as that shows without weights,
+            or transformers has no plan by which they share out its experts.
 
     Example:
         >>> from transformers import LlamaConfig
@@ -190,6 +196,7 @@ def estimate_memory(
         lora_rank=lora_rank,
         lora_targets=lora_targets,
         experts_impl=experts_impl,
+        ep_size=ep_size,
     )
     return estimate(as_config(config), setup)
 
@@ -209,6 +216,8 @@ def estimate(config: "PreTrainedConfig", setup: Setup) -> MemoryEstimate:
     skeleton = build_skeleton(config, setup)
     if setup.cp > 1:
         check_shareable(skeleton.model, setup.cp)
+    if setup.ep_size > 1:
+        _check_experts(skeleton, setup.ep_size)
     seen = trace(skeleton, setup)
     peak = replay(skeleton, seen, setup)
     checkpointed = setup.checkpointed(len(skeleton.blocks))
@@ -221,7 +230,7 @@ def estimate(config: "PreTrainedConfig", setup: Setup) -> MemoryEstimate:
     if not setup.activations_leave:
         left = []
     activations -= sum(left[:-1])  # the last one's stay until the backward, which begins with them
-    balance = shard_balance(skeleton.distinct_groups, setup.num_shards)
+    balance = shard_balance(skeleton.distinct_groups, setup.num_shards, setup.ep_size)
     return MemoryEstimate(
         peak_bytes=peak.total,
         peak_phase=peak.phase,
@@ -233,6 +242,16 @@ def estimate(config: "PreTrainedConfig", setup: Setup) -> MemoryEstimate:
         sharding=balance,
         notes=_notes(skeleton, setup, balance),
     )
+
+
+def _check_experts(skeleton: Skeleton, ep_size: int) -> None:
+    if not skeleton.experts:
+        raise UnsupportedModelError(
+            f"transformers has no plan by which ranks share out experts of {skeleton.family!r}: plan it with "
+            "ep_size=1"
+        )
+    if any(number % ep_size for number in skeleton.experts):
+        raise ValueError(f"ep_size={ep_size} does not divide the {skeleton.experts[0]} experts of a layer")
 
 
 def _kept(block: Footprint, *, checkpointed: bool) -> int:

@@ -9,32 +9,75 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fsdp_sft._compat import experts_forward, switchable_experts
+from fsdp_sft._compat import experts_forward, experts_to_share_out, switchable_experts
+from fsdp_sft.planner.ledger import Ledger
+from fsdp_sft.planner.sharing import exchange_on_paper
 
 ExpertsImpl = Literal["grouped_mm", "eager"]
 
 
+_SETTINGS = ("forward", "num_experts", "_is_expert_parallel", "_parameters")
+
+
 @contextmanager
-def computed_by(model: nn.Module, impl: ExpertsImpl) -> Iterator[None]:
-    """Let a model on the meta device compute its experts in a way of transformers'.
+def computed_by(model: nn.Module, impl: ExpertsImpl, ep_size: int, ledger: Ledger) -> Iterator[None]:
+    """Let a model on the meta device compute its experts in a way of transformers', shared out or not.
 
     ``"grouped_mm"`` is transformers' own; ``"eager"`` asks which experts have tokens, which no meta tensor
-    can answer. Undone at the end of the block.
+    can answer, and sharing them out asks how many go where. Undone at the end of the block.
     """
     changed: list[Any] = list(switchable_experts(model).values())
-    ways: dict[str, Callable[..., Any]] = {"grouped_mm": _grouped, "eager": _one_by_one}
-    for module in changed:
-        module.__dict__["forward"] = partial(ways[impl], module)
+    shared = [model.get_submodule(name) for name in experts_to_share_out(model)] if ep_size > 1 else []
+    before = [{key: module.__dict__[key] for key in _SETTINGS if key in vars(module)} for module in changed]
     try:
+        for module in changed:
+            compute = _one_by_one if impl == "eager" else experts_forward(module, impl)
+            module.__dict__["forward"] = partial(compute, module)
+            if module in shared:
+                _share_out(module, ep_size, ledger)
         yield
     finally:
-        for module in changed:
+        for module, settings in zip(changed, before, strict=True):
             del module.__dict__["forward"]
+            vars(module).update(settings)
 
 
-def _grouped(experts: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-    result: torch.Tensor = experts_forward(experts, "grouped_mm")(experts, *args, **kwargs)
-    return result
+def _share_out(experts: Any, ep_size: int, ledger: Ledger) -> None:
+    """Leave a module one rank's experts, and let tokens travel; as ``_expert_parallel`` does it."""
+    own = {
+        name: nn.Parameter(p.new_empty(len(p) // ep_size, *p.shape[1:]), requires_grad=p.requires_grad)
+        for name, p in experts._parameters.items()
+        if p is not None
+    }
+    ledger.ignore(own.values())
+    total, compute = experts.num_experts, experts.__dict__["forward"]
+    vars(experts).update(_parameters=own, num_experts=total // ep_size, _is_expert_parallel=True)
+    experts.__dict__["forward"] = partial(_by_travelling, compute, total, ledger)
+
+
+def _by_travelling(
+    compute: Callable[..., torch.Tensor],
+    num_experts: int,
+    ledger: Ledger,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+) -> torch.Tensor:
+    """The operations of transformers' exchange of tokens, where each rank gets as many as it sends."""
+    expert_ids = top_k_index.reshape(-1)
+    order = torch.argsort(expert_ids)
+    sent = hidden_states[order // top_k_index.shape[-1]]
+    torch.zeros(num_experts, dtype=torch.int64, device=sent.device).scatter_add_(
+        0, expert_ids, torch.ones_like(expert_ids)
+    )
+    received = exchange_on_paper(sent, ledger)
+    del sent
+    ids = torch.empty_like(expert_ids).unsqueeze(-1)
+    result = exchange_on_paper(compute(received, ids, torch.ones_like(ids, dtype=received.dtype)), ledger)
+    by_token = torch.empty_like(result)
+    by_token[order] = result
+    by_token = by_token.view(*top_k_weights.shape, hidden_states.shape[-1])
+    return (by_token * top_k_weights.unsqueeze(-1)).sum(dim=1).to(hidden_states.dtype)
 
 
 def _one_by_one(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from fsdp_sft._compat import experts_to_share_out
 from fsdp_sft._placement import shard_dim, shard_numel
 from fsdp_sft.blocks import find_blocks
 
@@ -44,10 +45,18 @@ class Group:
     Attributes:
         shapes: Of each parameter, with whether it is trained.
         names: Of each, a block's parameters by their names within it.
+        stacks: Whether each is a stack of experts that ranks can share out; empty if none is.
     """
 
     shapes: tuple[tuple[tuple[int, ...], bool], ...]
     names: tuple[str, ...] = ()
+    stacks: tuple[bool, ...] = ()
+
+    def parts(self, num_shards: int, ep_size: int) -> "tuple[tuple[Group, int], ...]":
+        """What a rank has to do with, and over how many ranks that is sharded: all, or its experts apart."""
+        if ep_size == 1 or not any(self.stacks):
+            return ((self, num_shards),)
+        return _parts(self, num_shards, ep_size)
 
     def elements(self, *, trained: bool | None = None) -> int:
         """Parameters, all or only the trained (or frozen) ones."""
@@ -90,6 +99,7 @@ class Skeleton:
             train in or below them, and keep nothing.
         parameters: Of the whole model, tied ones once.
         active_parameters: Of them, those that one token passes through.
+        experts: Of the layers whose experts ranks can share out, how many each has; empty where none can.
     """
 
     model: Any
@@ -101,6 +111,7 @@ class Skeleton:
     first_backward: int
     parameters: int
     active_parameters: int
+    experts: tuple[int, ...] = ()
 
     @functools.cached_property
     def traced_tensors(self) -> tuple[torch.Tensor, ...]:
@@ -170,7 +181,8 @@ def _cached_skeleton(
     _choose_trained(model, trainable, lora)
     inside: set[int] = set()
     known: dict[Group, Group] = {}
-    groups = [_group(block.named_parameters(), inside) for block in blocks.values()]
+    plan = experts_to_share_out(model)
+    groups = [_group(block.named_parameters(), inside, _within(name, plan)) for name, block in blocks.items()]
     groups = [known.setdefault(group, group) for group in groups]
     root = _group(model.named_parameters(), inside)
     total = sum(group.elements() for group in groups) + root.elements()
@@ -184,6 +196,7 @@ def _cached_skeleton(
         first_backward=_first_backward(model, groups),
         parameters=total,
         active_parameters=total - _idle_expert_parameters(model, keyed.config),
+        experts=tuple(plan.values()),
     )
 
 
@@ -206,10 +219,37 @@ def _build(config: Any, dtype: torch.dtype) -> Any:
         ) from error
 
 
-def _group(parameters: Iterable[tuple[str, nn.Parameter]], inside: set[int]) -> Group:
+def _group(
+    parameters: Iterable[tuple[str, nn.Parameter]], inside: set[int], experts: tuple[str, ...] = ()
+) -> Group:
     own = [(name, p) for name, p in parameters if id(p) not in inside]
     inside.update(id(p) for _, p in own)
-    return Group(tuple((tuple(p.shape), p.requires_grad) for _, p in own), tuple(name for name, _ in own))
+    stacks = tuple(name.rpartition(".")[0] in experts for name, _ in own)
+    return Group(
+        tuple((tuple(p.shape), p.requires_grad) for _, p in own),
+        tuple(name for name, _ in own),
+        stacks if any(stacks) else (),
+    )
+
+
+def _within(block: str, names: Iterable[str]) -> tuple[str, ...]:
+    """Of modules, those within a block, by their names there."""
+    return tuple(name.removeprefix(f"{block}.") for name in names if name.startswith(f"{block}."))
+
+
+@functools.lru_cache(maxsize=1024)
+def _parts(group: Group, num_shards: int, ep_size: int) -> tuple[tuple[Group, int], ...]:
+    rows = list(zip(group.shapes, group.names, group.stacks, strict=True))
+    dense = [(shape, name) for shape, name, is_stack in rows if not is_stack]
+    own = [
+        (((shape[0] // ep_size, *shape[1:]), flag), name)
+        for (shape, flag), name, is_stack in rows
+        if is_stack
+    ]
+    return (
+        (Group(tuple(shape for shape, _ in dense), tuple(name for _, name in dense)), num_shards),
+        (Group(tuple(shape for shape, _ in own), tuple(name for _, name in own)), num_shards // ep_size),
+    )
 
 
 def _first_backward(model: Any, groups: list[Group]) -> int:

@@ -42,6 +42,7 @@ def plan_table(plans: Sequence[RunPlan]) -> str:
     columns: dict[str, list[str]] = {
         "": [f"{index}." for index in range(1, len(plans) + 1)],
         "cp": [str(plan.cp) for plan in plans],
+        "ep": [str(plan.ep_size) for plan in plans],
         "replicas": [str(plan.dp_replicate) for plan in plans],
         "micro batch": [str(plan.micro_batch_size) for plan in plans],
         "x accum.": [str(plan.grad_accum_steps) for plan in plans],
@@ -54,7 +55,7 @@ def plan_table(plans: Sequence[RunPlan]) -> str:
         "tokens/s per GPU": [f"{plan.tokens_per_second:,.0f}" for plan in plans],
         "bound by": [plan.time.bound for plan in plans],
     }
-    usual = {"cp": "1", "replicas": "1", "reduced": "each", "resharded": "yes"}
+    usual = {"cp": "1", "ep": "1", "replicas": "1", "reduced": "each", "resharded": "yes"}
     shown = {name: cells for name, cells in columns.items() if set(cells) != {usual.get(name)}}
     return _aligned([tuple(shown), *zip(*shown.values(), strict=True)])
 

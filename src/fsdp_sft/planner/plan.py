@@ -22,6 +22,7 @@ class RunPlan:
     Attributes:
         num_gpus: Ranks.
         cp: Ranks that share the tokens of each row; ``num_gpus // cp`` such groups have rows of their own.
+        ep_size: Ranks that share out the experts of each layer.
         dp_replicate: Replicas of the sharded model (HSDP).
         micro_batch_size: Sequences per rank (or group of ``cp`` ranks) and forward.
         grad_accum_steps: Micro-batches per optimizer step.
@@ -40,6 +41,7 @@ class RunPlan:
 
     num_gpus: int
     cp: int
+    ep_size: int
     dp_replicate: int
     micro_batch_size: int
     grad_accum_steps: int
@@ -70,6 +72,7 @@ class RunPlan:
         return {
             "num_gpus": self.num_gpus,
             "cp": self.cp,
+            "ep_size": self.ep_size,
             "dp_replicate": self.dp_replicate,
             "micro_batch_size": self.micro_batch_size,
             "grad_accum_steps": self.grad_accum_steps,
@@ -98,6 +101,7 @@ def make_plan(setup: Setup, memory: MemoryEstimate, time: StepTime, why: str) ->
     return RunPlan(
         num_gpus=setup.num_gpus,
         cp=setup.cp,
+        ep_size=setup.ep_size,
         dp_replicate=setup.dp_replicate,
         micro_batch_size=setup.micro_batch_size,
         grad_accum_steps=setup.grad_accum_steps,
@@ -132,6 +136,11 @@ def _reasons(setup: Setup, time: StepTime, why: str, host_bytes: int) -> Iterato
     if setup.cp > 1:
         because = f", since {why}" if why else ""
         yield f"{setup.cp} GPUs share each row{because}: exchanges take {time.exchange:.2f} s of a micro-step"
+    if setup.ep_size > 1:
+        yield (
+            f"{setup.ep_size} GPUs share out the experts of each layer: exchanges of tokens take "
+            f"{time.exchange:.2f} s of a micro-step, if experts are given alike"
+        )
     if setup.dp_replicate > 1:
         yield f"{setup.dp_replicate} replicas of {setup.num_shards} GPUs each: gathers stay within them"
     if setup.grad_sync == "last" and setup.grad_accum_steps > 1:
@@ -146,6 +155,7 @@ def _code(plan: RunPlan, model: str) -> Iterator[str]:
     yield f"mesh = fs.build_mesh({_arguments(mesh)})"
     offload = "torch.distributed.fsdp.CPUOffloadPolicy()" if setup.cpu_offload else None
     load: dict[str, tuple[Any, Any]] = {
+        "ep_size": (plan.ep_size, 1),
         "sac_ratio": (str(plan.sac_ratio), "0"),
         "sac_placement": (plan.sac_placement if plan.sac_ratio else "even", "even"),
         "sac_offload": (plan.sac_offload and bool(plan.sac_ratio), False),

@@ -5,7 +5,7 @@ Source of the order: ``torch/distributed/fsdp/_fully_shard`` (``FSDPParamGroup``
 """
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -65,6 +65,7 @@ class _Sizes:
     """Bytes of one FSDP2 group."""
 
     gathered: int  # as the compute sees it, padded
+    buffer: int  # of that, what an all-gather brings
     cast: int  # this rank's part of it, the all-gather's input
     gradients: int  # of the trained parameters, in the compute dtype
     reduced: int  # the same in the dtype of the reduction, padded
@@ -104,8 +105,9 @@ class _Step:
         setup, on_device = self.setup, not self.setup.cpu_offload or self.setup.gpu.name == "cpu"
         masters = states = 0
         for group, count in self.groups:
-            trained = group.shard_elements(setup.num_shards, trained=True)
-            frozen = group.shard_elements(setup.num_shards, trained=False)
+            parts = group.parts(setup.num_shards, setup.ep_size)
+            trained = sum(part.shard_elements(shards, trained=True) for part, shards in parts)
+            frozen = sum(part.shard_elements(shards, trained=False) for part, shards in parts)
             masters += count * (trained * setup.master_dtype.itemsize + frozen * setup.frozen_dtype.itemsize)
             states += count * _state_bytes(setup.optimizer, trained, setup.master_dtype)
         self.hold(WORKSPACE, setup.gpu.workspace_bytes)
@@ -147,10 +149,10 @@ class _Step:
             sizes = self.sizes[index]
             self._input_leaves(self.visits.get(index))
             if several:
-                self.hold(ALL_GATHER, sizes.gathered)
+                self.hold(ALL_GATHER, sizes.buffer)
                 self.look("loss", ALL_GATHER, sizes.cast)
                 self.free(ALL_GATHER, previous)
-                previous = sizes.gathered
+                previous = sizes.buffer
             self.hold(UNSHARDED, sizes.gathered)
             self.look("loss", ALL_GATHER, sizes.moved)
             saves = index >= self.first_backward and index not in self.checkpointed
@@ -166,12 +168,11 @@ class _Step:
 
     def _gather(self, sizes: _Sizes, phase: str) -> int:
         """Gather the root; its all-gather buffer, of the size returned, lives until the first block is."""
-        buffer = sizes.gathered if self.setup.num_shards > 1 else 0
-        self.hold(ALL_GATHER, buffer)
+        self.hold(ALL_GATHER, sizes.buffer)
         self.look(phase, ALL_GATHER, sizes.cast)
         self.hold(UNSHARDED, sizes.gathered)
         self.look(phase, ALL_GATHER, sizes.moved)
-        return buffer
+        return sizes.buffer
 
     def _loss(self, last_gather: int) -> None:
         trace = self.trace
@@ -190,7 +191,7 @@ class _Step:
     def _prefetch(self, index: int) -> None:
         """Start to gather a block that the backward comes to next."""
         if index >= self.first_backward and self.setup.reshard_after_forward and self.setup.num_shards > 1:
-            self.hold(ALL_GATHER, self.sizes[index].gathered)
+            self.hold(ALL_GATHER, self.sizes[index].buffer)
             self.look("backward", ALL_GATHER, self.sizes[index].cast)
 
     def _backward(self, *, reduce: bool) -> None:
@@ -218,7 +219,7 @@ class _Step:
             self.hold(UNSHARDED, sizes.gathered)
             self.look("backward", ALL_GATHER, sizes.moved)
             if self.setup.num_shards > 1:
-                self.free(ALL_GATHER, sizes.gathered)
+                self.free(ALL_GATHER, sizes.buffer)
         self._prefetch(index - 1)
         self._input_leaves(self.visits.get(index), leaves=False)
         if index in self.checkpointed:
@@ -288,15 +289,18 @@ class _Step:
             return
         item, shards = setup.master_dtype.itemsize, setup.num_shards
         working = 0
+        parts = [
+            (part, n, here) for group, n in self.groups for part, here in group.parts(shards, setup.ep_size)
+        ]
+        largest = max(part.largest_shard(here) for part, _, here in parts)
         looped = setup.optimizer == "adamw_for_loop" or (
             setup.optimizer == "adamw" and setup.gpu.name == "cpu"
         )
         if looped:
-            working = 2 * item * max(group.largest_shard(shards) for group, _ in self.groups)
+            working = 2 * item * largest
         elif setup.optimizer in ("adamw", "adamw_foreach"):  # denominators of all at once
-            working = item * sum(n * group.shard_elements(shards, trained=True) for group, n in self.groups)
+            working = item * sum(n * part.shard_elements(here, trained=True) for part, n, here in parts)
         elif setup.optimizer == "adamw_stochastic":
-            largest = max(group.largest_shard(shards) for group, _ in self.groups)
             working = working_bytes(largest, setup.master_dtype)
         self.look("optimizer", UPDATE, working)
 
@@ -308,13 +312,28 @@ def _visits(checkpointed: frozenset[int]) -> dict[int, int]:
 
 
 def _group_sizes(group: Group, setup: Setup) -> _Sizes:
-    shards = setup.num_shards
+    """Of a block, with its experts, which are a group of their own where ranks share them out."""
+    first, *others = (_part_sizes(*part, setup) for part in group.parts(setup.num_shards, setup.ep_size))
+    for other in others:
+        first = _together(first, other)
+    return first
+
+
+def _together(dense: _Sizes, experts: _Sizes) -> _Sizes:
+    """Both gathered, as while the experts run; of what is the last or the largest, the experts'."""
+    largest = ("last_gradient", "largest_moved_gradient", "last_moved_gradient")
+    pairs = {f.name: (getattr(dense, f.name), getattr(experts, f.name)) for f in fields(_Sizes)}
+    return _Sizes(**{name: max(pair) if name in largest else sum(pair) for name, pair in pairs.items()})
+
+
+def _part_sizes(group: Group, shards: int, setup: Setup) -> _Sizes:
     compute, reduce = setup.param_dtype.itemsize, setup.reduce_dtype.itemsize
     shard = group.shard_elements(shards)
     trained = group.shard_elements(shards, trained=True)
     moved = group.moved(shards, trained=True)
     return _Sizes(
         gathered=shard * shards * compute,
+        buffer=shard * shards * compute if shards > 1 else 0,
         cast=shard * compute if shards > 1 else 0,
         gradients=group.elements(trained=True) * compute,
         reduced=trained * shards * reduce,

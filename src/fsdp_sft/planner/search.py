@@ -40,13 +40,14 @@ def plan_run(
 ) -> list[RunPlan]:
     """Find the ways to run a training that fit into memory, fastest first.
 
-    Tries every micro-batch size that divides a rank's share of the batch, checkpointing ratios from 0 to 1
-    in both placements, with compiled blocks. Of each, the smallest ratio that fits is listed; where
-    activations that wait on the host (``sac_offload``) spare recomputation, that too. Where computation does
-    not hide the network, also: blocks kept after the forward, gradients reduced with the last micro-batch
-    alone, and replicas of the model (HSDP), one to a node. Ranks share rows (``cp``) in groups that divide
-    the query heads and the ranks: where that could be faster than not to, within a node, and beyond it only
-    if nothing else fits. A plan that is neither faster nor leaner than another is left out.
+    Tries every micro-batch size that divides a rank's share of the batch, checkpointing ratios from 0 to 1 in
+    both placements, with compiled blocks. Of each, the smallest ratio that fits is listed; where activations
+    that wait on the host (``sac_offload``) spare recomputation, that too. Where computation does not hide the
+    network, also: blocks kept after the forward, gradients reduced with the last micro-batch alone, and
+    replicas of the model (HSDP), one to a node. Ranks share out the experts of a mixture (``ep_size``) where
+    that is faster or nothing else fits, within a node. Ranks share rows (``cp``) in groups that divide the
+    query heads and the ranks: where that could be faster than not to, within a node, and beyond it only if
+    nothing else fits. A plan that is neither faster nor leaner than another is left out.
 
     Args:
         config: As for ``estimate_memory``.
@@ -56,8 +57,8 @@ def plan_run(
         seq_length: Tokens per sequence.
         global_batch_size: Sequences per optimizer step over all ranks; a multiple of ``num_gpus // cp``.
         **estimate_options: Further arguments of ``estimate_memory``. Those that would be searched
-            (``cp``, ``micro_batch_size``, ``sac_ratio``, ``sac_placement``, ``sac_offload``, ``compile``,
-            ``dp_replicate``, ``grad_sync``, ``reshard_after_forward``) are then fixed.
+            (``cp``, ``ep_size``, ``micro_batch_size``, ``sac_ratio``, ``sac_placement``, ``sac_offload``,
+            ``compile``, ``dp_replicate``, ``grad_sync``, ``reshard_after_forward``) are then fixed.
 
     Returns:
         At least one plan.
@@ -221,6 +222,10 @@ class _PlanSearch:
 
     def plans_of_groups(self, setup: Setup, why: str) -> list[RunPlan]:
         """Those that fit with one number of ranks to a row."""
+        sizes = [setup.ep_size] if "ep_size" in self.options else _expert_groups(self.config, setup)
+        return [plan for ep_size in sizes for plan in self._plans_of(replace(setup, ep_size=ep_size), why)]
+
+    def _plans_of(self, setup: Setup, why: str) -> list[RunPlan]:
         plans: list[RunPlan] = []
         share = self.global_batch_size * setup.cp // setup.num_gpus
         for micro in _micro_batch_sizes(share, self.options.get("micro_batch_size")):
@@ -284,6 +289,14 @@ class _PlanSearch:
         for way, memory in least_checkpointed(self.config, offloaded, self.options, self.usable):
             if parse_ratio(way.sac_ratio) < least:
                 yield way, memory
+
+
+def _expert_groups(config: Any, setup: Setup) -> list[int]:
+    """1, and the numbers of neighbours within a node that could share out a layer's experts."""
+    experts = build_skeleton(config, setup).experts
+    most = min(setup.gpu.gpus_per_node, setup.num_shards) if setup.cp == 1 and experts else 1
+    fits = [n for n in range(2, most + 1) if not setup.num_shards % n and not any(e % n for e in experts)]
+    return [1, *fits]
 
 
 def _micro_batch_sizes(share: int, fixed: int | None) -> list[int]:

@@ -57,6 +57,7 @@ class Setup:
     trainable: tuple[str, ...] | None
     lora: tuple[int, tuple[str, ...]] | None
     experts_impl: ExpertsImpl = "grouped_mm"
+    ep_size: int = 1
 
     @property
     def num_shards(self) -> int:
@@ -104,7 +105,7 @@ def make_setup(
         ValueError: For a value out of range; the message says what is allowed.
     """
     positive = ("num_gpus", "micro_batch_size", "seq_length", "grad_accum_steps", "dp_replicate", "cp")
-    for name in positive:
+    for name in (*positive, "ep_size"):
         _check_integer(name, fields[name], 1)
     if fields["chunk_size"] is not None:
         _check_integer("chunk_size", fields["chunk_size"], 1)
@@ -117,6 +118,16 @@ def make_setup(
         raise ValueError(
             f"dp_replicate x cp must divide num_gpus, got {fields['dp_replicate']} x {fields['cp']} of "
             f"{fields['num_gpus']}"
+        )
+    if fields["ep_size"] > 1 and fields["cp"] > 1:
+        raise ValueError(
+            "ranks that share rows cannot share out experts: one of cp and ep_size has to be 1, got "
+            f"{fields['cp']} and {fields['ep_size']}"
+        )
+    if fields["num_gpus"] % (fields["dp_replicate"] * fields["ep_size"]):
+        raise ValueError(
+            f"dp_replicate x ep_size must divide num_gpus, got {fields['dp_replicate']} x "
+            f"{fields['ep_size']} of {fields['num_gpus']}"
         )
     _check_choice("loss_impl", fields["loss_impl"], get_args(LossImpl))
     _check_choice("optimizer", fields["optimizer"], get_args(Optimizer))

@@ -41,27 +41,32 @@ class ShardBalance:
         return text + (f", {self.idle_ranks} ranks have none of it" if self.idle_ranks else "")
 
 
-def shard_balance(groups: tuple[tuple[Group, int], ...], ranks: int) -> ShardBalance:
-    """The balance of a model's groups, each with how many there are of it."""
+def shard_balance(groups: tuple[tuple[Group, int], ...], ranks: int, ep_size: int = 1) -> ShardBalance:
+    """The balance of a model's groups, each with how many there are of it.
+
+    Experts that ``ep_size`` ranks share out lie on the ranks that have the same ones.
+    """
     most = total = 0
-    worst: tuple[float, str, tuple[int, ...]] = (0.0, "", ())
-    for group, count in groups:
+    worst: tuple[float, str, tuple[int, ...], int] = (0.0, "", (), ranks)
+    parts = [(part, n, over) for group, n in groups for part, over in group.parts(ranks, ep_size)]
+    for group, count, over in parts:
         for name, (shape, _) in zip(group.names, group.shapes, strict=True):
-            here, elements = shard_numel(shape, ranks), math.prod(shape)
-            most, total = most + count * here, total + count * elements
-            worst = max(worst, (count * (here - elements / ranks), name, shape), key=lambda found: found[0])
-    excess, name, shape = worst
+            here, elements = shard_numel(shape, over), math.prod(shape)
+            most, total = most + count * here, total + count * elements * ranks // over
+            excess = count * (here - elements / over)
+            worst = max(worst, (excess, name, shape, over), key=lambda found: found[0])
+    excess, name, shape, over = worst
     if excess < 1 or not total:
         return ShardBalance(ranks, most * ranks / total if total else 1.0)
-    dim = shard_dim(shape, ranks)
+    dim = shard_dim(shape, over)
     size = shape[dim] if shape else 1
-    rows = -(-size // ranks)
+    rows = -(-size // over)
     return ShardBalance(
         ranks=ranks,
         largest_over_mean=most * ranks / total,
         parameter=name,
         shape=shape,
         dim=dim,
-        parameter_over_mean=imbalance(size, ranks),
-        idle_ranks=ranks - -(-size // rows),
+        parameter_over_mean=imbalance(size, over),
+        idle_ranks=(over - -(-size // rows)) * ranks // over,
     )

@@ -25,8 +25,13 @@ class PaperGroup(SequenceGroup):
 
     def exchange(self, rows: torch.Tensor) -> torch.Tensor:
         """A new tensor like ``rows``, in the forward and in the backward."""
-        received: torch.Tensor = _Exchange.apply(rows, self.ledger)
-        return received
+        return exchange_on_paper(rows, self.ledger)
+
+
+def exchange_on_paper(rows: torch.Tensor, ledger: Ledger) -> torch.Tensor:
+    """As many rows from other ranks as are sent to them, and gradients the other way."""
+    received: torch.Tensor = _Exchange.apply(rows, ledger)
+    return received
 
 
 class _Exchange(torch.autograd.Function):
@@ -94,10 +99,15 @@ def exchanged_bytes(events: list[Event], sizes: list[int], *, who: str) -> int:
     Raises:
         UnsupportedModelError: If there is none: then the block mixes positions elsewhere, if at all.
     """
-    found = sum(sizes[number] for event in events if event.op == EXCHANGE for number in event.inputs)
+    found = sent_bytes(events, sizes)
     if not found:
         raise UnsupportedModelError(
             f"{who} runs no attention of transformers' attention interface: what positions it mixes, ranks "
             "that share rows could not. Plan it with cp=1"
         )
     return found
+
+
+def sent_bytes(events: list[Event], sizes: list[int]) -> int:
+    """Bytes that exchanges send among these events, a rank's own share of them included."""
+    return sum(sizes[number] for event in events if event.op == EXCHANGE for number in event.inputs)

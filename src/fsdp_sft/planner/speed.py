@@ -4,10 +4,11 @@ The rates are the device's, times shares of them that training reaches. Those sh
 that were fitted; docs/explanation/how-the-estimate-was-checked.md says to what, and how far off they are.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from fsdp_sft.planner.model import Skeleton
+from fsdp_sft.planner.model import Group, Skeleton
 from fsdp_sft.planner.setup import Setup
 from fsdp_sft.planner.trace import Trace, trace
 from fsdp_sft.planner.workload import Workload
@@ -44,6 +45,9 @@ _TOUCHES = 6  # how often what is exchanged is read or written on its way: cut, 
 # gradient and two states and writes three of them; lists of tensors pass through memory once an operation.
 _UPDATE_TRIPS = {"adamw_fused": 7, "sgd": 3, "sgd_momentum": 5, "adamw8bit": 4, "adamw_stochastic": 40}
 _LISTED_TRIPS = 21
+# Seconds for which a device waits for the host where the sizes of an exchange of tokens are read: about ten
+# operations are to be launched anew. Not fitted: no published run says it.
+_HOST_WAITS = 5e-5
 _NORM_TRIPS = 3  # gradients are read for their norm, and read and written to clip them
 
 
@@ -57,7 +61,7 @@ class StepTime:
         memory_bound: The part of ``compute`` in which the device waits for its memory.
         communication: Of one micro-step, gathers and reductions; it runs beside the computation.
         exposed: What ``communication`` costs: what nothing hides of it, and what it slows down beside it.
-        exchange: Of one micro-step, between ranks that share rows; nothing runs beside it.
+        exchange: Of one micro-step, between ranks that share rows or experts; nothing runs beside it.
         offload: Of one micro-step, activations to the host and back; they run beside the computation.
         optimizer: Of norm and update.
         total: Of the whole step.
@@ -184,8 +188,10 @@ def _copies(skeleton: Skeleton, setup: Setup) -> float:
     if setup.num_shards == 1:
         return 0.0
     gathers = 2 if setup.reshard_after_forward else 1
-    gathered = 2 * gathers * skeleton.parameters * setup.param_dtype.itemsize
-    reduced = _trained(skeleton) * (setup.param_dtype.itemsize + setup.reduce_dtype.itemsize)
+    here = sum(n * _gathered(group, setup) for group, n in skeleton.distinct_groups)
+    gathered = 2 * gathers * here * setup.param_dtype.itemsize
+    trained = sum(n * _gathered(group, setup, trained=True) for group, n in skeleton.distinct_groups)
+    reduced = trained * (setup.param_dtype.itemsize + setup.reduce_dtype.itemsize)
     return float(gathered + reduced)
 
 
@@ -200,26 +206,42 @@ class _Collectives:
 
 def _network(skeleton: Skeleton, setup: Setup, rates: Rates, *, reduces: bool) -> _Collectives:
     gpu, shards = setup.gpu, setup.num_shards
-    share = (shards - 1) / shards
     link = _shared_link(setup, shards) * rates.network
-    gather = setup.param_dtype.itemsize * share / link
-    reduce = setup.reduce_dtype.itemsize * share / link if reduces else 0.0
+    gather = setup.param_dtype.itemsize / link
+    reduce = setup.reduce_dtype.itemsize / link if reduces else 0.0
+    across_replicas = 0.0
     if setup.dp_replicate > 1 and reduces:
         # An all-reduce of each shard: what comes in and goes out passes the one adapter of its GPU.
         across = gpu.node_bytes_per_second if setup.num_gpus <= gpu.gpus_per_node else gpu.bytes_per_second
         again = 2 * (setup.dp_replicate - 1) / setup.dp_replicate
-        reduce += again * setup.reduce_dtype.itemsize / shards / (across * rates.network)
-    blocks = sum(group.elements() for group in skeleton.groups)
-    trained = sum(group.elements(trained=True) for group in skeleton.groups)
-    behind = sum(group.elements() for group in skeleton.groups[skeleton.first_backward :])
-    regathered = behind if setup.reshard_after_forward else 0
-    first = skeleton.groups[0]
+        across_replicas = again * setup.reduce_dtype.itemsize / shards / (across * rates.network)
+
+    def gathers(groups: Sequence[Group]) -> float:
+        return sum(_received(group, setup) for group in groups) * gather
+
+    def reductions(groups: Sequence[Group]) -> float:
+        received = sum(_received(group, setup, trained=True) for group in groups)
+        return received * reduce + sum(g.elements(trained=True) for g in groups) * across_replicas
+
+    first, others = skeleton.groups[0], skeleton.groups[1:]
+    behind = skeleton.groups[skeleton.first_backward :] if setup.reshard_after_forward else ()
+    alone = (skeleton.root, first)
     return _Collectives(
-        forward=(blocks - first.elements()) * gather,
-        backward=regathered * gather + (trained - first.elements(trained=True)) * reduce,
-        alone=(skeleton.root.elements() + first.elements()) * gather
-        + (skeleton.root.elements(trained=True) + first.elements(trained=True)) * reduce,
+        forward=gathers(others),
+        backward=gathers(behind) + reductions(others),
+        alone=gathers(alone) + reductions(alone),
     )
+
+
+def _gathered(group: Group, setup: Setup, *, trained: bool | None = None) -> int:
+    """Elements of a group that a rank has whole while it computes."""
+    return sum(part.elements(trained=trained) for part, _ in group.parts(setup.num_shards, setup.ep_size))
+
+
+def _received(group: Group, setup: Setup, *, trained: bool | None = None) -> float:
+    """Of them, those that come from other ranks."""
+    parts = group.parts(setup.num_shards, setup.ep_size)
+    return sum(part.elements(trained=trained) * (over - 1) / over for part, over in parts)
 
 
 def _shared_link(setup: Setup, ranks: int) -> float:
@@ -234,8 +256,9 @@ def _shared_link(setup: Setup, ranks: int) -> float:
 
 
 def _exchange(skeleton: Skeleton, seen: Trace, setup: Setup, rates: Rates) -> float:
-    """Seconds of the exchanges around attention: of forward, backward, and what is computed again."""
-    if setup.cp == 1:
+    """Seconds of the exchanges around attention, or experts: of forward, backward, and what is run again."""
+    ranks = setup.cp * setup.ep_size
+    if ranks == 1:
         return 0.0
     checkpointed = setup.checkpointed(len(skeleton.blocks))
     exchanged = sum(
@@ -243,10 +266,13 @@ def _exchange(skeleton: Skeleton, seen: Trace, setup: Setup, rates: Rates) -> fl
         for index, kind in enumerate(skeleton.kinds)
     )
     gpu = setup.gpu
-    link = gpu.node_bytes_per_second if setup.cp <= gpu.gpus_per_node else gpu.bytes_per_second
-    share = (setup.cp - 1) / setup.cp
+    link = gpu.node_bytes_per_second if ranks <= gpu.gpus_per_node else gpu.bytes_per_second
+    share = (ranks - 1) / ranks
     memory = gpu.memory_bytes_per_second * rates.memory
-    return exchanged * (share / (link * rates.network) + _TOUCHES / memory)
+    # What is cut and joined around experts is among the operations that were traced.
+    touches = _TOUCHES / memory if setup.cp > 1 else 0.0
+    waits = _HOST_WAITS * (len(skeleton.experts) + len(checkpointed)) if setup.ep_size > 1 else 0.0
+    return exchanged * (share / (link * rates.network) + touches) + waits
 
 
 def _offload(skeleton: Skeleton, seen: Trace, setup: Setup, rates: Rates) -> float:

@@ -23,7 +23,7 @@ from fsdp_sft.planner.kernels import Kernels, chunked_loss
 from fsdp_sft.planner.ledger import Event, Ledger
 from fsdp_sft.planner.model import Skeleton
 from fsdp_sft.planner.setup import Setup
-from fsdp_sft.planner.sharing import exchanged_bytes, forward_of_part, part_of_micro_batch
+from fsdp_sft.planner.sharing import exchanged_bytes, forward_of_part, part_of_micro_batch, sent_bytes
 from fsdp_sft.planner.workload import Workload, until, work_of
 from fsdp_sft.sac import decides
 
@@ -44,7 +44,7 @@ class Footprint:
         output: Its output.
         saves_input: Whether its backward needs its input as it is, beyond computing the rest again.
         decisions: What a router has chosen, which a checkpointed block keeps beside its input.
-        exchanged: What its forward sends to the ranks that share its rows, and gets from them.
+        exchanged: What its forward sends to the ranks that share its rows or experts, and gets from them.
         forward: What its forward computes and moves.
         again: The same of the part that is computed once more if it is checkpointed.
         backward: The same of its backward, without that part.
@@ -113,6 +113,7 @@ def trace(skeleton: Skeleton, setup: Setup) -> Trace:
         chunk_size=setup.chunk_size,
         attention_mask=setup.attention_mask,
         experts_impl=setup.experts_impl,
+        ep_size=setup.ep_size,
         gpu=setup.gpu,
     )
     return _trace(_Identity(skeleton), question)
@@ -129,6 +130,7 @@ class _Question:
     chunk_size: int | None
     attention_mask: bool
     experts_impl: ExpertsImpl
+    ep_size: int
     gpu: Gpu
 
 
@@ -197,7 +199,8 @@ class _Run:
     def result(self) -> Trace:
         kernels = Kernels(self.question.gpu, padded=self.question.attention_mask, ledger=self.ledger)
         try:
-            experts = computed_by(self.model, self.question.experts_impl)
+            q = self.question
+            experts = computed_by(self.model, q.experts_impl, q.ep_size, self.ledger)
             with self._instrumented(), experts, self.ledger, kernels, torch.enable_grad():
                 self._step()
         finally:
@@ -449,9 +452,9 @@ class _Run:
         )
 
     def _exchanged(self, run: _BlockRun) -> int:
-        if self.question.cp == 1:
-            return 0
         forward = self.ledger.events[run.events["before"] : run.events["after"]]
+        if self.question.cp == 1:
+            return sent_bytes(forward, self.ledger.sizes)
         return exchanged_bytes(
             forward, self.ledger.sizes, who=f"{type(run.block).__name__} of {self.skeleton.family}"
         )
