@@ -110,3 +110,26 @@ def test_a_plan_says_how_experts_are_computed() -> None:
     way = 'fs.prepare_experts(model, impl="eager")'.replace('"', "'")
     assert way in fs.plan_run(_config(), **run, experts_impl="eager")[0].code()
     assert "prepare_experts" not in fs.plan_run(_config(), **run)[0].code()
+
+
+def test_ranks_that_share_out_experts_gather_fewer_of_them() -> None:
+    options = {**OPTIONS, "num_gpus": 4, "sac_ratio": 1}
+    alone, shared = (fs.estimate_memory(_config(), **options, ep_size=n) for n in (1, 4))
+    assert shared.breakdown["parameters (shards)"] == alone.breakdown["parameters (shards)"]
+    gathered = "gathered parameters"
+    assert shared.breakdown[gathered] < alone.breakdown[gathered]
+    time = fs.plan_run(_config(), num_gpus=4, seq_length=TOKENS, global_batch_size=8, gpu="h100", ep_size=4)
+    assert all(plan.ep_size == 4 and plan.time.exchange > 0 for plan in time)
+    assert "ep_size=4" in time[0].code()
+
+
+def test_experts_that_ranks_cannot_share_out_are_named() -> None:
+    options = {**OPTIONS, "num_gpus": 6}
+    with pytest.raises(ValueError, match="ep_size=3 does not divide the 16 experts"):
+        fs.estimate_memory(_config(), **options, ep_size=3)
+    with pytest.raises(ValueError, match="dp_replicate x ep_size must divide num_gpus"):
+        fs.estimate_memory(_config(), **options, ep_size=4)
+    with pytest.raises(ValueError, match="one of cp and ep_size has to be 1"):
+        fs.estimate_memory(_config(), **options, ep_size=2, cp=2)
+    with pytest.raises(fs.UnsupportedModelError, match="no plan by which ranks share out experts"):
+        fs.estimate_memory(tf.LlamaConfig(num_hidden_layers=2), **options, ep_size=2)
