@@ -5,6 +5,7 @@ VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
 BIN = $(VENV)/bin
 INSTALLED = $(VENV)/.installed
+FOR_DEMO = $(VENV)/.installed-for-demo
 PYTEST_ARGS ?=
 WORKERS ?= 2
 DEMO_ARGS ?=
@@ -13,14 +14,21 @@ DEMO_ARGS ?=
 help:
 	@grep -E '^# make' Makefile | cut -c3-
 
-$(INSTALLED): pyproject.toml $(CONSTRAINTS)
+$(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "fsdp-sft needs Python 3.11 or newer; set PYTHON=python3.x")'
 	$(PYTHON) -m venv $(VENV)
+
+$(INSTALLED): pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev]'
-	touch $(INSTALLED)
+	touch $(INSTALLED) $(FOR_DEMO)
+
+# The library, torch, transformers and matplotlib, and none of the tools of development.
+$(FOR_DEMO): pyproject.toml $(CONSTRAINTS) | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[plot]'
+	touch $(FOR_DEMO)
 
 # One process per GPU, at most two; without a GPU two processes on the CPU.
-demo: $(INSTALLED)
+demo: $(FOR_DEMO)
 	@n=$$($(BIN)/python -c 'import torch; n = torch.cuda.device_count(); print(min(n, 2) if n else 2)'); \
 	rm -rf demo-output; \
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc-per-node $$n examples/minimal_sft.py --output demo-output $(DEMO_ARGS)
