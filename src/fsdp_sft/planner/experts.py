@@ -72,8 +72,11 @@ def _by_travelling(
     )
     received = exchange_on_paper(sent, ledger)
     del sent
+    # Named, because transformers' code holds on to each of them until it has combined the results.
     ids = torch.empty_like(expert_ids).unsqueeze(-1)
-    result = exchange_on_paper(compute(received, ids, torch.ones_like(ids, dtype=received.dtype)), ledger)
+    weights = torch.ones_like(ids, dtype=received.dtype)
+    computed = compute(received, ids, weights)
+    result = exchange_on_paper(computed, ledger)
     by_token = torch.empty_like(result)
     by_token[order] = result
     by_token = by_token.view(*top_k_weights.shape, hidden_states.shape[-1])

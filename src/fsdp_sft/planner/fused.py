@@ -64,6 +64,7 @@ def fused_footprint(
         "kept": without_input + output - input_given_back,
         "forward_peak": forward_peak,
         "unsaved_peak": forward_peak,
+        "again_peak": forward_peak,
         "saved": without_input,
         "backward_peak": _peak(backward, sizes, _materialised(backward) | _left_over(backward), 0),
         "forward": passed,

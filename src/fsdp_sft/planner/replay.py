@@ -66,6 +66,7 @@ class _Sizes:
 
     gathered: int  # as the compute sees it, padded
     buffer: int  # of that, what an all-gather brings
+    ahead: int  # of the buffer, what is gathered while the block before runs: not experts of their own group
     cast: int  # this rank's part of it, the all-gather's input
     gradients: int  # of the trained parameters, in the compute dtype
     reduced: int  # the same in the dtype of the reduction, padded
@@ -191,7 +192,7 @@ class _Step:
     def _prefetch(self, index: int) -> None:
         """Start to gather a block that the backward comes to next."""
         if index >= self.first_backward and self.setup.reshard_after_forward and self.setup.num_shards > 1:
-            self.hold(ALL_GATHER, self.sizes[index].buffer)
+            self.hold(ALL_GATHER, self.sizes[index].ahead)
             self.look("backward", ALL_GATHER, self.sizes[index].cast)
 
     def _backward(self, *, reduce: bool) -> None:
@@ -219,14 +220,14 @@ class _Step:
             self.hold(UNSHARDED, sizes.gathered)
             self.look("backward", ALL_GATHER, sizes.moved)
             if self.setup.num_shards > 1:
-                self.free(ALL_GATHER, sizes.buffer)
+                self.free(ALL_GATHER, sizes.ahead)
         self._prefetch(index - 1)
         self._input_leaves(self.visits.get(index), leaves=False)
         if index in self.checkpointed:
             again = footprint.saved
             if self.setup.activations_leave and not footprint.saves_input:
                 again -= footprint.output  # what came back for the recomputation alone is gone after it
-            self.look("backward", WORKING, max(footprint.forward_peak, again + footprint.backward_peak))
+            self.look("backward", WORKING, max(footprint.again_peak, again + footprint.backward_peak))
         else:
             self.look("backward", WORKING, footprint.backward_peak)
         self.free(UNSHARDED, sizes.gathered)
@@ -323,7 +324,8 @@ def _together(dense: _Sizes, experts: _Sizes) -> _Sizes:
     """Both gathered, as while the experts run; of what is the last or the largest, the experts'."""
     largest = ("last_gradient", "largest_moved_gradient", "last_moved_gradient")
     pairs = {f.name: (getattr(dense, f.name), getattr(experts, f.name)) for f in fields(_Sizes)}
-    return _Sizes(**{name: max(pair) if name in largest else sum(pair) for name, pair in pairs.items()})
+    sizes = {name: max(pair) if name in largest else sum(pair) for name, pair in pairs.items()}
+    return _Sizes(**{**sizes, "ahead": dense.ahead})
 
 
 def _part_sizes(group: Group, shards: int, setup: Setup) -> _Sizes:
@@ -334,6 +336,7 @@ def _part_sizes(group: Group, shards: int, setup: Setup) -> _Sizes:
     return _Sizes(
         gathered=shard * shards * compute,
         buffer=shard * shards * compute if shards > 1 else 0,
+        ahead=shard * shards * compute if shards > 1 else 0,
         cast=shard * compute if shards > 1 else 0,
         gradients=group.elements(trained=True) * compute,
         reduced=trained * shards * reduce,

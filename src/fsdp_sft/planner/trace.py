@@ -39,6 +39,7 @@ class Footprint:
             nothing needs that.
         forward_peak: Most that its forward adds while it runs.
         unsaved_peak: The same where nothing is saved for a backward, as in a checkpointed block.
+        again_peak: Most that its recomputation adds, which ends at the last tensor that the backward needs.
         saved: What the backward of the block needs, given its input.
         backward_peak: Most that its backward adds while it runs, gradients of its parameters included.
         output: Its output.
@@ -53,6 +54,7 @@ class Footprint:
     kept: int
     forward_peak: int
     unsaved_peak: int
+    again_peak: int
     saved: int
     backward_peak: int
     output: int
@@ -176,7 +178,7 @@ class _BlockRun:
         self.block = block
         self.saved: set[int] = set()
         self.live = {"before": 0, "after": 0, "backward": 0}
-        self.peak = {"forward": 0, "backward": 0}
+        self.peak = {"forward": 0, "backward": 0, "again": 0}
         self.events = {"unsaved": 0, "before": 0, "after": 0, "backward": 0, "end": 0}
         self.input = self.output = -1
         self.arguments: set[int] = set()
@@ -349,6 +351,7 @@ class _Run:
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.current is not None:
             self.current.saved.add(self.ledger.number(tensor))
+            self.current.peak["again"] = self.ledger.peak  # of the last tensor that is saved
         return tensor.detach()
 
     def _at_output_gradient(self, grad: torch.Tensor) -> None:
@@ -424,6 +427,7 @@ class _Run:
             kept=kept,
             forward_peak=run.peak["forward"] - run.live["before"],
             unsaved_peak=run.peak["unsaved"],
+            again_peak=run.peak["again"] - run.live["before"],
             saved=run.live["after"] - run.live["before"] - output,
             backward_peak=run.peak["backward"] - run.live["backward"],
             output=output,
