@@ -370,7 +370,7 @@ def _check_refused(mixtral: str, without: str, dense: str) -> None:
     with pytest.raises(fs.UnsupportedModelError, match="which have adapters"):
         fs.load_pretrained(mixtral, mesh=mesh, ep_size=2, peft_config=lora)
     with pytest.raises(fs.UnsupportedModelError, match="group of its own"):
-        fs.apply_op_sac(fs.load_pretrained(mixtral, mesh=mesh, ep_size=2), save="self_attn")
+        fs.apply_sac(fs.load_pretrained(mixtral, mesh=mesh, ep_size=2), save="self_attn")
 
 
 def test_what_cannot_be_shared_out_is_refused_by_name(mixtral: str, tmp_path: Path) -> None:

@@ -63,6 +63,7 @@ WITHIN = {
     ("export", "collate"),
     ("adapters", "_model"),
     ("_kept", "_model"),
+    ("shard", "sac"),
 }
 TESTS = Path(__file__).parent
 BENCHMARKS = TESTS.parent / "benchmarks"
@@ -256,6 +257,20 @@ def test_every_public_name_is_there_documented_and_typed() -> None:
             assert not is_open or name in forwarded, name
     with pytest.raises(AttributeError, match="no attribute 'no_such_name'"):
         fs.no_such_name  # noqa: B018
+
+
+def test_the_docstring_maps_what_a_loop_needs() -> None:
+    map_of_names = (fs.__doc__ or "").split("\n\n", 2)[2]
+    entries = re.findall(r"^    (\w+) {2,}(\S.*)$", map_of_names, re.MULTILINE)
+    groups = re.findall(r"^(\w.*)$", map_of_names, re.MULTILINE)
+    names = [name for name, _ in entries]
+    assert len(entries) + len(groups) == len([line for line in map_of_names.splitlines() if line.strip()])
+    assert len(names) == len(set(names))
+    assert set(names) <= set(fs.__all__)
+    assert 55 <= len(names) <= 68
+    assert len(groups) == 8
+    assert max(len(phrase) for _, phrase in entries) <= 60
+    assert not any(hasattr(getattr(fs, name), "__deprecated__") for name in names)
 
 
 def test_type_checkers_see_the_same_names() -> None:

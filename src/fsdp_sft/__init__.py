@@ -1,7 +1,89 @@
 """FSDP2 building blocks for supervised fine-tuning of Hugging Face causal language models.
 
 Every public name can be imported from here; the module that owns it is loaded on first use, so importing
-the package starts nothing and costs next to nothing.
+the package starts nothing and costs next to nothing. These are the names that training loops use; ``__all__``
+has the rest: errors, classes of results, parts of the functions below.
+
+Start
+    init_distributed        process group and device, from any launcher
+    build_mesh              device mesh: sharded, replicated, tokens of a row shared
+    PreemptionGuard         signals that all ranks agree on
+    Watchdog                ends the job if a rank dies or hangs
+
+Model
+    load_pretrained         checkpoint to sharded model, in one call
+    build_meta_model        model without memory
+    load_weights            its weights, read into the shards
+    shard_model             FSDP2, block by block
+    describe_sharding       table of what each group holds
+    compile_blocks          ``torch.compile`` of each block
+    add_adapters            LoRA, by peft
+    prepare_base            base model converted once
+    load_prepared           that model, read in place
+    prepare_experts         fastest exact way to compute a mixture's experts
+    use_varlen_attention    attention of packs without work between rows
+    use_context_parallel    ranks that share the tokens of a row
+
+Memory
+    apply_sac               which blocks recompute activations, what they keep
+    remove_sac              takes it off again
+    StochasticAdamW         AdamW for bfloat16 parameters
+    memory_stats            bytes in use and peak of a device
+
+Data
+    encode_chat             one chat to token ids and labels
+    encode_dataset          a data set, tokenised once and cached
+    filter_rows             rows with nothing to train left out, and counted
+    render_labels           what is trained, in a terminal
+    render_labels_html      what is trained, as a page
+    SFTCollator             rows to padded batches
+    PackedCollator          rows to packs without padding
+    PackedSampler           balanced packs for each rank, resumable
+    PackedStream            packs of a stream
+    row_sizes               lengths and numbers of targets of rows
+    verify_packing          whether packed rows see each other
+    ResumableSampler        rows for each rank, resumable
+    MixedSampler            several data sets in one order
+    MixedStream             several streams as one
+
+Loss and step
+    windows                 the micro-batches of one optimizer step
+    train_step              forward, backward, clipping and step of a window
+    evaluate                loss over a validation set
+    late_result             last result of ``train_step(sync="late")``
+    count_targets           number of trained positions in a window, over all ranks
+    causal_lm_loss          a micro-batch's loss, ready for backward
+    gradient_sync           when gradients are reduced
+    prepare_loss            loss without logits, bound to a model once
+    update_router_bias      experts balanced by a bias
+
+Checkpoints and export
+    save_checkpoint         crash-safe step: model, optimizer, data position
+    load_checkpoint         newest sound step, on any number of ranks
+    find_checkpoints        steps of a root, sound or not
+    verify_checkpoint       list of a step's problems
+    convert_checkpoint      steps from checkpoints of other tools
+    save_full_state_dict    one file with the whole model
+    load_full_state_dict    that file into a sharded model
+    check_export            whether an export can be made, before training
+    export_hf               folder for ``from_pretrained``, vLLM and others
+    export_adapter          folder for peft
+
+Planning
+    plan_run                how to run a model on given GPUs, best first
+    estimate_memory         peak memory per GPU, from a config
+    smallest_num_gpus       fewest GPUs on which a run fits
+    longest_rows            longest row that fits
+    model_flops_per_token   FLOPs of forward and backward
+
+Watching
+    MetricLogger            metrics of steps to files and trackers
+    ProgressBar             one line in the terminal
+    ThroughputMeter         tokens per second and utilisation
+    StepProfiler            torch's profiler on chosen steps
+    plot_run                loss, rate and speed as a picture
+    watch_experts           how many tokens each expert is given
+    plot_expert_load        that, as a picture
 """
 
 from importlib import import_module

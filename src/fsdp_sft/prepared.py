@@ -4,7 +4,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -149,6 +149,7 @@ def load_prepared(
     mp_policy: MixedPrecisionPolicy | None = None,
     sac_ratio: Ratio = 0,
     sac_placement: Placement = "even",
+    sac_save: str | Iterable[str] | None = None,
     sac_offload: bool = False,
     compile: bool = False,  # noqa: A002  the word that torch uses for it
     attn_implementation: str | None = None,
@@ -173,6 +174,7 @@ def load_prepared(
         mp_policy: See ``shard_model``.
         sac_ratio: See ``apply_sac``.
         sac_placement: ``"even"`` or ``"prefix"``.
+        sac_save: See ``load_pretrained``.
         sac_offload: See ``load_pretrained``.
         compile: Whether to compile each block.
         attn_implementation: See ``build_meta_model``.
@@ -227,6 +229,7 @@ def load_prepared(
             adapter_seed=adapter_seed,
             sac_ratio=sac_ratio,
             sac_placement=sac_placement,
+            sac_save=sac_save,
             sac_offload=sac_offload,
             compile=compile,
         )

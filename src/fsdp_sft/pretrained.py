@@ -1,7 +1,7 @@
 """From a checkpoint to a sharded, loaded model in train() mode, in one call."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -31,6 +31,7 @@ def load_pretrained(
     mp_policy: MixedPrecisionPolicy | None = None,
     sac_ratio: Ratio = 0,
     sac_placement: Placement = "even",
+    sac_save: str | Iterable[str] | None = None,
     sac_offload: bool = False,
     compile: bool = False,  # noqa: A002  the word that torch uses for it
     revision: str | None = None,
@@ -63,6 +64,8 @@ def load_pretrained(
         mp_policy: See ``shard_model``.
         sac_ratio: Fraction of blocks whose activations are recomputed; see ``apply_sac``.
         sac_placement: ``"even"`` or ``"prefix"``.
+        sac_save: Names of submodules whose costly outputs these blocks keep, or ``"sdpa"``; see ``save`` of
+            ``apply_sac``.
         sac_offload: Whether what these blocks keep waits in host memory; see ``apply_sac``.
         compile: Whether to compile each block.
         revision: Branch, tag or commit of a Hub id.
@@ -123,6 +126,7 @@ def load_pretrained(
             adapter_seed=adapter_seed,
             sac_ratio=sac_ratio,
             sac_placement=sac_placement,
+            sac_save=sac_save,
             sac_offload=sac_offload,
             compile=compile,
         )
@@ -159,16 +163,18 @@ def prepare_blocks(
     adapter_seed: int,
     sac_ratio: Ratio,
     sac_placement: Placement,
+    sac_save: str | Iterable[str] | None,
     sac_offload: bool,
     compile: bool,  # noqa: A002
 ) -> Any:
     """What is done to a model on the meta device before it is sharded; the model, which adapters wrap."""
     if peft_config is not None:
         model = add_adapters(model, peft_config, seed=adapter_seed)
-    if sac_offload and not sac_ratio:
-        raise ValueError(f"sac_offload is for blocks that are recomputed, and sac_ratio is {sac_ratio!r}")
+    for name, given in (("sac_offload", sac_offload), ("sac_save", sac_save is not None)):
+        if given and not sac_ratio:
+            raise ValueError(f"{name} is for blocks that are recomputed, and sac_ratio is {sac_ratio!r}")
     if sac_ratio:
-        apply_sac(model, sac_ratio, placement=sac_placement, offload=sac_offload)
+        apply_sac(model, sac_ratio, placement=sac_placement, save=sac_save, offload=sac_offload)
     if compile:
         compile_blocks(model)
     return model

@@ -2,10 +2,10 @@
 
 import re
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -40,6 +40,7 @@ from fsdp_sft.adapters import copied_modules
 from fsdp_sft.blocks import find_blocks, is_never_called
 from fsdp_sft.distributed import mesh_of, remember_mesh, reshard
 from fsdp_sft.errors import WrappedModelError
+from fsdp_sft.sac import Ratio, compile_under_budget, named_blocks
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -167,7 +168,13 @@ def shard_model(
     return model
 
 
-def compile_blocks(model: nn.Module, **compile_kwargs: object) -> list[str]:
+def compile_blocks(
+    model: nn.Module,
+    *,
+    memory_budget: Ratio | None = None,
+    blocks: Iterable[int | str] | None = None,
+    **compile_kwargs: Any,
+) -> list[str]:
     """Compile each block in place with ``torch.compile``; parameter names do not change.
 
     Blocks of one class share their compiled code, so the model compiles in the time of one block. Call it
@@ -175,20 +182,44 @@ def compile_blocks(model: nn.Module, **compile_kwargs: object) -> list[str]:
     checkpointing, mode, gradients and lengths. Beyond it torch goes on in eager mode, and a warning names
     the block.
 
+    With ``memory_budget`` the compiler chooses what to recompute in the backward, so that blocks keep at most
+    that share of their activations. It is the other way to recompute, beside ``apply_sac``, which it
+    excludes: torch would ignore the budget, or else what ``apply_sac`` has marked. ``remove_sac`` takes the
+    compiled code off again.
+
     Args:
         model: Any model that ``find_blocks`` reads.
-        **compile_kwargs: Passed to ``torch.compile``, such as ``backend=`` or ``dynamic=``.
+        memory_budget: Share of the activations that compiled code keeps by default, in [0, 1]: a number or a
+            text such as ``"1/2"``. 1 keeps what the compiler would keep anyway, 0 only the blocks' inputs.
+            None leaves torch's own setting.
+        blocks: FQNs or positions, as in ``apply_sac``; None takes all blocks.
+        **compile_kwargs: Passed to ``torch.compile``, such as ``backend=`` or ``dynamic=``. With
+            ``memory_budget``: ``backend`` (``"inductor"``, ``"aot_eager"`` or a function that partitions by
+            AOTAutograd), ``dynamic`` and ``fullgraph``.
 
     Returns:
-        FQNs of the compiled blocks.
+        FQNs of the compiled blocks, in forward order.
 
     Raises:
         NoBlocksError: If the model has no blocks.
+        TypeError: If ``memory_budget`` is no number or text, or a keyword does not go with it.
+        ValueError: If an argument is out of range, or a block is unknown; with ``memory_budget``, if the
+            backend does not look at it, a block is compiled already, or ``apply_sac`` is on.
+
+    Memory: With ``memory_budget``, decided while the first batch is compiled, by torch's own estimates.
+
+    Example:
+        >>> fs.compile_blocks(model)
+        ['model.layers.0', 'model.layers.1', 'model.layers.2', 'model.layers.3']
+        >>> fs.compile_blocks(fs.build_meta_model(path), memory_budget="1/2")
+        ['model.layers.0', ...]
     """
-    blocks = find_blocks(model)
-    for fqn, block in blocks.items():
+    if memory_budget is not None:
+        return compile_under_budget(model, memory_budget, blocks, **compile_kwargs)
+    chosen = find_blocks(model) if blocks is None else named_blocks(model, blocks)
+    for fqn, block in chosen.items():
         compile_block(block, fqn, **compile_kwargs)
-    return list(blocks)
+    return list(chosen)
 
 
 def describe_sharding(model: nn.Module) -> str:

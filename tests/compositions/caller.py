@@ -228,15 +228,15 @@ def _sharding(draw: Draw) -> dict[str, Any]:
 
 def _model(draw: Draw, folder: Path, mesh: Any, *, seed: int) -> Any:
     source = folder / "base"
-    chosen, _, waits = draw["sac"].partition(" ")
-    keeps, offload = chosen == "operations", waits == "offloaded"
-    ratio: Any = 0 if keeps else int(chosen) if chosen in ("0", "1") else chosen
+    words = draw["sac"].split()
+    offload, keeps = "offloaded" in words, options.kept_name(draw) if "operations" in words else None
+    ratio: Any = 1 if words[0] == "operations" else int(words[0]) if words[0] in ("0", "1") else words[0]
     # One half with the lengths left open from the start, which spares half of the compiling.
     manner: dict[str, Any] = {"fullgraph": True, "dynamic": True} if draw["compile"] == "fullgraph" else {}
     config = options.adapter_config(draw)
     if draw["start"] in ("load_pretrained", "load_prepared"):
         common: dict[str, Any] = {"mesh": mesh, "sac_ratio": ratio, **_sharding(draw)}
-        common["sac_offload"] = offload and not keeps
+        common |= {"sac_save": keeps, "sac_offload": offload}
         common["compile"] = draw["compile"] != "no"
         shards = mesh["dp_shard"].size() if "dp_shard" in (mesh.mesh_dim_names or ()) else 1
         sharing = int(draw["expert ranks"])
@@ -246,12 +246,9 @@ def _model(draw: Draw, folder: Path, mesh: Any, *, seed: int) -> Any:
         if draw["vocabulary"] == "grown":
             common["new_vocab_size"] = _grown_size()
         if draw["start"] == "load_pretrained":
-            model: Any = fs.load_pretrained(source, **common)
-        else:
-            model = fs.load_prepared(fs.prepare_base(source, folder / "prepared", mesh=mesh), **common)
-        if keeps:
-            fs.apply_op_sac(model, save=options.kept_name(draw), offload=offload)
-        return model
+            return fs.load_pretrained(source, **common)
+        return fs.load_prepared(fs.prepare_base(source, folder / "prepared", mesh=mesh), **common)
+    model: Any
     if draw["start"] == "meta":
         grown = {"new_vocab_size": _grown_size()} if draw["vocabulary"] == "grown" else {}
         model = fs.build_meta_model(source, **grown)
@@ -260,9 +257,7 @@ def _model(draw: Draw, folder: Path, mesh: Any, *, seed: int) -> Any:
     if config is not None:
         model = _adapted(draw, model, config, seed)
     if ratio:
-        fs.apply_sac(model, ratio, offload=offload)
-    elif keeps:
-        fs.apply_op_sac(model, save=options.kept_name(draw), offload=offload)
+        fs.apply_sac(model, ratio, save=keeps, offload=offload)
     if draw["compile"] != "no":
         fs.compile_blocks(model, backend="aot_eager", **manner)
     if draw["mesh"] == "torch DDP 2":

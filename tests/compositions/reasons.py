@@ -101,7 +101,7 @@ REASONS: tuple[Reason, ...] = (
         "UnsupportedModelError",
         r"sharded as a group of its own",
         lambda draw: (
-            _is(draw, sac=("operations", "operations offloaded"))
+            _is(draw, sac=("operations", "2/3 operations", "operations offloaded"))
             and (
                 draw["expert ranks"] != "1"
                 or _is(
@@ -112,7 +112,7 @@ REASONS: tuple[Reason, ...] = (
             )
         ),
         ("sac", "architecture", "precision", "expert ranks"),
-        "use `apply_sac`, or leave these blocks out",
+        "call `apply_sac` without `save=`, or leave these blocks out",
     ),
     Reason(
         "a pack on a model that does not keep its rows apart",

@@ -382,7 +382,7 @@ def _check_features(folder: str, feature: str) -> None:
     if feature == "host shards":
         more["offload_policy"] = CPUOffloadPolicy()
     elif feature == "operations kept":
-        fs.apply_op_sac(model, save=["self_attn"])
+        fs.apply_sac(model, save=["self_attn"])
     fs.shard_model(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(), master_dtype=torch.float64, **more)
     fs.use_context_parallel(model, mesh=mesh)
     if feature in ("last", "reduce_scatter"):

@@ -93,7 +93,7 @@ def _check(shape: dict[str, int], kind: str, options: str) -> None:
     expected = _plain_counts(model, shares)
     model = model.to(device_here())
     if "operations" in options:
-        fs.apply_op_sac(model, save="self_attn", offload="offloaded" in options)
+        fs.apply_sac(model, save="self_attn", offload="offloaded" in options)
     elif "sac" in options:
         fs.apply_sac(model, 1, offload="offloaded" in options)
     if "watched first" in options:

@@ -69,7 +69,7 @@ def _flips(model: Any) -> list[torch.Tensor]:
 def test_a_recomputed_router_decides_as_before(chosen: str) -> None:
     plain = _gradients(_tied(disturb=False))
     model = _tied(disturb=True)
-    fs.apply_sac(model, 1) if chosen == "1" else fs.apply_op_sac(model, save="self_attn")
+    fs.apply_sac(model, 1) if chosen == "1" else fs.apply_sac(model, save="self_attn")
     seen = _flips(model)
     # The forward of the question about the model's own loss is not what is looked at.
     _gradients(model)

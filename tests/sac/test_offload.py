@@ -37,7 +37,7 @@ def _batch(device: str, tokens: int = TOKENS) -> dict[str, Any]:
 
 def _checkpoint(model: Any, form: str, *, offload: bool) -> None:
     if form.startswith("ops"):
-        fs.apply_op_sac(model, save=["sdpa", "o_proj"], offload=offload)
+        fs.apply_sac(model, save=["sdpa", "o_proj"], offload=offload)
     else:
         fs.apply_sac(model, "1/2" if "half" in form else 1, offload=offload)
     if "compiled" in form:
@@ -295,7 +295,7 @@ def _changed(form: str, keeps: bool) -> list[Any]:
         model = _Changing(form).to("sim")
         blocks = [f"layers.{i}" for i in range(BLOCKS)]
         if keeps:
-            fs.apply_op_sac(model, save="up", blocks=blocks, offload=offload)
+            fs.apply_sac(model, save="up", blocks=blocks, offload=offload)
         else:
             fs.apply_sac(model, blocks=blocks, offload=offload)
         try:
@@ -391,7 +391,7 @@ def test_arguments(tmp_path: Any) -> None:
     with pytest.raises(ValueError, match="offload must be True or False, got 'yes'"):
         fs.apply_sac(model, 1, offload="yes")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="offload must be True or False"):
-        fs.apply_op_sac(model, save="o_proj", offload=2)  # type: ignore[arg-type]
+        fs.apply_sac(model, save="o_proj", offload=2)  # type: ignore[arg-type]
     model.save_pretrained(tmp_path)
     with pytest.raises(RankFailedError, match="sac_offload is for blocks that are recomputed, and sac_ratio"):
         run_distributed(_loaded_with_offload_alone, 1, tmp_path)

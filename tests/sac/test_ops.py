@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -81,7 +82,7 @@ def test_named_submodules_are_kept_and_the_rest_recomputed(backend: str | None) 
         torch.compiler.reset()
         model = tiny_model("llama", num_hidden_layers=2)
         names = list(model.state_dict())
-        assert fs.apply_op_sac(model, save=save) == ["model.layers.0", "model.layers.1"]
+        assert fs.apply_sac(model, save=save) == ["model.layers.0", "model.layers.1"]
         assert list(model.state_dict()) == names
         if backend is not None:
             fs.compile_blocks(model, backend=backend, fullgraph=True)
@@ -90,6 +91,99 @@ def test_named_submodules_are_kept_and_the_rest_recomputed(backend: str | None) 
         again = (found[0] - plain, found[1] - attention)
         print(f"{backend or 'eager'}, save={save}: {again[0]} products and {again[1]} attentions recomputed")
         assert again == (2 * products, 2 * kernels), save
+
+
+def test_a_ratio_chooses_the_blocks_that_keep_something() -> None:
+    """As a list of blocks does; without either, all of them. Offloading changes nothing about that."""
+    model = tiny_model("llama", num_hidden_layers=4)
+    plain, attention, expected = _step(model)
+    every = [f"model.layers.{i}" for i in range(4)]
+    for arguments, chosen in (
+        (("1/2",), [0, 2]),
+        ((1,), [0, 1, 2, 3]),
+        ((), [0, 1, 2, 3]),
+        ((0,), []),
+    ):
+        for offload in (False, True):
+            names = fs.apply_sac(model, *arguments, save="self_attn", offload=offload)
+            assert names == [every[i] for i in chosen]
+            products, kernels, gradients = _step(model)
+            assert (products - plain, kernels - attention) == (2 * len(chosen), 0)
+            assert _equal(gradients, expected)
+    assert fs.apply_sac(model, "1/2", save="self_attn", placement="prefix") == every[:2]
+    assert fs.apply_sac(model, save="self_attn", blocks=[0, -1]) == [every[0], every[3]]
+    for arguments in ((1,), (None,)):
+        blocks = [0] if arguments[0] else None
+        save = "self_attn" if arguments[0] else None
+        with pytest.raises(ValueError, match="give either a ratio such as '1/3' or blocks="):
+            fs.apply_sac(model, *arguments, save=save, blocks=blocks)
+    with pytest.raises(ValueError, match="no submodule of these blocks is called 'out_proj'"):
+        fs.apply_sac(model, 0, save="out_proj")
+
+
+def test_the_old_names_warn_and_do_the_same() -> None:
+    """Until 0.3."""
+    model = tiny_model("llama", num_hidden_layers=2)
+    names = fs.apply_sac(model, save=["sdpa", "o_proj"], blocks=[1])
+    products, kernels, gradients = _step(model)
+    with pytest.warns(DeprecationWarning, match=r"is apply_sac\(model, save=\.\.\.\) since 0\.2") as seen:
+        assert fs.apply_op_sac(model, save=["sdpa", "o_proj"], blocks=[1]) == names
+    assert seen[0].filename == __file__
+    again = _step(model)
+    assert again[:2] == (products, kernels)
+    assert _equal(again[2], gradients)
+    with (
+        pytest.warns(DeprecationWarning, match="goes in 0"),
+        pytest.raises(ValueError, match="names of submodules"),
+    ):
+        fs.apply_op_sac(model, save=[])
+    found = []
+    for old in (False, True):
+        torch.compiler.reset()
+        model = tiny_model("llama", num_hidden_layers=2)
+        options: dict[str, Any] = {"blocks": [0], "backend": "aot_eager", "fullgraph": True}
+        if old:
+            with pytest.warns(DeprecationWarning, match=r"is compile_blocks\(model, memory_budget=") as seen:
+                names = fs.compile_with_memory_budget(model, budget=0, **options)
+            assert seen[0].filename == __file__
+        else:
+            names = fs.compile_blocks(model, memory_budget=0, **options)
+        assert names == ["model.layers.0"]
+        found.append(_step(model, warm=True))
+    assert found[0][:2] == found[1][:2]
+    assert _equal(found[0][2], found[1][2])
+    with (
+        pytest.warns(DeprecationWarning, match="goes in 0"),
+        pytest.raises(TypeError, match="budget must be a number"),
+    ):
+        fs.compile_with_memory_budget(model, budget=None)  # type: ignore[arg-type]
+
+
+def _loaded(folder: Path) -> list[Any]:
+    found = []
+    mesh = mesh_here()
+    prepared = fs.prepare_base(folder, folder / "prepared", mesh=mesh)
+    for load, source in ((fs.load_pretrained, folder), (fs.load_prepared, prepared)):
+        for save in (None, "self_attn"):
+            model = load(source, mesh=mesh, sac_ratio="1/2", sac_save=save)
+            found.append(_step(model)[:2])
+    with pytest.raises(ValueError, match="sac_save is for blocks that are recomputed, and sac_ratio is 0"):
+        fs.load_pretrained(folder, mesh=mesh, sac_save="self_attn")
+    return found
+
+
+def test_loaded_models_keep_what_is_named(tmp_path: Path) -> None:
+    model = tiny_model("llama", num_hidden_layers=4)
+    products, kernels, _ = _step(model)
+    model.save_pretrained(tmp_path)
+    for found in run_distributed(_loaded, 1, tmp_path):
+        assert found == [(products + 12, kernels + 2), (products + 4, kernels)] * 2
+
+
+def test_chosen_blocks_are_compiled_alone() -> None:
+    model = tiny_model("llama")
+    assert fs.compile_blocks(model, blocks=[-1], backend="aot_eager") == ["model.layers.2"]
+    assert [vars(block).get("_compiled_call_impl") is not None for block in model.model.layers] == [0, 0, 1]
 
 
 def _check_sharded() -> None:
@@ -105,7 +199,7 @@ def _check_sharded() -> None:
             model = tiny_model(family, **dropout)
             for step in order:
                 if step == "o":
-                    fs.apply_op_sac(model, save=save)
+                    fs.apply_sac(model, save=save)
                 else:
                     fs.shard_model(model, mesh=mesh_here(), mp_policy=policy)
             torch.manual_seed(7)
@@ -146,7 +240,7 @@ def test_models_of_other_origin_copies_and_removal() -> None:
     model = nn.ModuleList([nn.ModuleList(Drawing() for _ in range(2))])
     trunk = model[0]
     expected = _own_gradients(trunk)
-    assert fs.apply_op_sac(model, save="inner") == ["0.0", "0.1"]
+    assert fs.apply_sac(model, save="inner") == ["0.0", "0.1"]
     assert all(map(torch.equal, _own_gradients(trunk), expected))
     for clone in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert all(map(torch.equal, _own_gradients(clone[0]), expected))
@@ -161,10 +255,10 @@ def test_models_of_other_origin_copies_and_removal() -> None:
 def test_the_last_call_of_a_kind_counts() -> None:
     model = tiny_model("llama")
     plain, _, _ = _step(model)
-    fs.apply_op_sac(model, save="self_attn")
+    fs.apply_sac(model, save="self_attn")
     fs.apply_sac(model, 1)
     assert _step(model)[0] - plain == 6 * 3
-    fs.apply_op_sac(model, save="self_attn", blocks=[0])
+    fs.apply_sac(model, save="self_attn", blocks=[0])
     assert _step(model)[0] - plain == 2
     fs.remove_sac(model)
     assert _step(model)[0] == plain
@@ -187,14 +281,14 @@ def test_the_last_call_of_a_kind_counts() -> None:
 )
 def test_names_that_keep_nothing_are_refused(save: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        fs.apply_op_sac(tiny_model("llama"), save=save)
+        fs.apply_sac(tiny_model("llama"), save=save)
 
 
 def test_sdpa_is_refused_where_there_is_no_fused_kernel_or_a_random_one() -> None:
     with pytest.raises(ValueError, match="attn_implementation='eager'"):
-        fs.apply_op_sac(tiny_model("llama", attn_implementation="eager"), save="sdpa")
+        fs.apply_sac(tiny_model("llama", attn_implementation="eager"), save="sdpa")
     with pytest.raises(ValueError, match=r"attention_dropout=0\.2: the kernel has to draw"):
-        fs.apply_op_sac(tiny_model("llama", attention_dropout=0.2), save=["sdpa", "o_proj"])
+        fs.apply_sac(tiny_model("llama", attention_dropout=0.2), save=["sdpa", "o_proj"])
 
 
 def test_what_torch_would_ignore_is_refused() -> None:
@@ -203,23 +297,23 @@ def test_what_torch_would_ignore_is_refused() -> None:
     model = tiny_model("llama")
     model.model.layers[1].mlp.compile(backend="aot_eager")
     with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp is compiled inside of the checkpoint"):
-        fs.apply_op_sac(model, save="o_proj")
+        fs.apply_sac(model, save="o_proj")
     model = tiny_model("llama")
     model.model.layers[0] = torch.compile(model.model.layers[0], backend="aot_eager")
     with pytest.raises(ValueError, match=r"layers\.0.* is compiled inside of the checkpoint"):
-        fs.apply_op_sac(model, save="o_proj")
+        fs.apply_sac(model, save="o_proj")
     model = tiny_model("llama")
     with config.patch(activation_memory_budget=0.5):
-        for call in (lambda: fs.apply_sac(model, 1), lambda: fs.apply_op_sac(model, save="o_proj")):
+        for call in (lambda: fs.apply_sac(model, 1), lambda: fs.apply_sac(model, save="o_proj")):
             with pytest.raises(ValueError, match=r"activation_memory_budget is 0\.5, and of it and apply"):
                 call()
     fs.apply_sac(model, 1)
-    with pytest.raises(ValueError, match=r"apply_sac is on.*call remove_sac\(model\) before compile_with"):
-        fs.compile_with_memory_budget(model, budget=0.5)
+    with pytest.raises(ValueError, match=r"apply_sac is on.*call remove_sac\(model\) before compile_blocks"):
+        fs.compile_blocks(model, memory_budget=0.5)
     fs.remove_sac(model)
-    fs.compile_with_memory_budget(model, budget=0.5, backend="aot_eager")
-    for call in (lambda: fs.apply_sac(model, 1), lambda: fs.apply_op_sac(model, save="o_proj")):
-        with pytest.raises(ValueError, match="compile_with_memory_budget is on"):
+    fs.compile_blocks(model, memory_budget=0.5, backend="aot_eager")
+    for call in (lambda: fs.apply_sac(model, 1), lambda: fs.apply_sac(model, save="o_proj")):
+        with pytest.raises(ValueError, match=r"compile_blocks\(memory_budget=...\) is on"):
             call()
 
 
@@ -246,7 +340,7 @@ def test_a_smaller_budget_recomputes_more() -> None:
     for budget in (1, "1/2", 0.25, 0):
         torch.compiler.reset()
         fs.remove_sac(model)
-        names = fs.compile_with_memory_budget(model, budget=budget, backend="aot_eager", fullgraph=True)
+        names = fs.compile_blocks(model, memory_budget=budget, backend="aot_eager", fullgraph=True)
         assert names == ["model.layers.0", "model.layers.1"]
         products, kernels, gradients = _step(model, warm=True)
         assert _equal(gradients, expected), budget
@@ -262,23 +356,29 @@ def test_a_smaller_budget_recomputes_more() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"budget": 1.5}, ValueError, r"budget must be in \[0, 1\]"),
-        ({"budget": "half"}, ValueError, "budget must be a number"),
-        ({"budget": None}, TypeError, "budget must be a number"),
-        ({"budget": 0.5, "backend": "eager"}, ValueError, "'eager' does not look at the memory budget"),
-        ({"budget": 0.5, "blocks": [9]}, ValueError, "block 9 does not exist"),
+        ({"memory_budget": 1.5}, ValueError, r"memory_budget must be in \[0, 1\]"),
+        ({"memory_budget": "half"}, ValueError, "memory_budget must be a number"),
+        ({"memory_budget": [0.5]}, TypeError, "memory_budget must be a number"),
+        (
+            {"memory_budget": 0.5, "backend": "eager"},
+            ValueError,
+            "'eager' does not look at the memory budget",
+        ),
+        ({"memory_budget": 0.5, "blocks": [9]}, ValueError, "block 9 does not exist"),
+        ({"memory_budget": 0.5, "mode": "max-autotune"}, TypeError, r"fullgraph, not \['mode'\]"),
+        ({"blocks": [9]}, ValueError, "block 9 does not exist"),
     ],
 )
 def test_bad_budgets_are_refused(arguments: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        fs.compile_with_memory_budget(tiny_model("llama"), **arguments)
+        fs.compile_blocks(tiny_model("llama"), **arguments)
 
 
 def test_compiled_blocks_are_not_compiled_again() -> None:
     model = tiny_model("llama")
     fs.compile_blocks(model, backend="aot_eager")
     with pytest.raises(ValueError, match=r"model\.layers\.0 is compiled already"):
-        fs.compile_with_memory_budget(model, budget=0.5)
+        fs.compile_blocks(model, memory_budget=0.5)
     assert len(fs.apply_sac(model, 1)) == 3, "nothing is left behind"
 
 
@@ -289,17 +389,17 @@ def _groups_within_blocks() -> list[str]:
         model = tiny_model("llama").train()
         mesh = fs.build_mesh(device_type="cpu")
         if not sharded_first:
-            fs.apply_op_sac(model, save="o_proj", blocks=[1])
+            fs.apply_sac(model, save="o_proj", blocks=[1])
         fully_shard(model.model.layers[1].mlp, mesh=mesh)
         fully_shard(model, mesh=mesh)
         with pytest.raises(fs.UnsupportedModelError) as refused:
             if sharded_first:
-                fs.apply_op_sac(model, save="o_proj")
+                fs.apply_sac(model, save="o_proj")
             else:
                 model(**ragged_batches(2)[0])
         found.append(str(refused.value))
         if sharded_first:  # the other block has no group inside
-            fs.apply_op_sac(model, save="o_proj", blocks=[0])
+            fs.apply_sac(model, save="o_proj", blocks=[0])
             model(**ragged_batches(2)[0]).loss.backward()
             assert model.model.layers[0].self_attn.o_proj.weight.grad is not None
     return found

@@ -129,13 +129,13 @@ def test_a_block_whose_parts_run_outside_of_its_checkpoint_is_an_error(compiled:
         fs.remove_sac(model)
         model(x)
     llama = tiny_model("llama")
-    fs.apply_op_sac(llama, save="o_proj")
+    fs.apply_sac(llama, save="o_proj")
     llama.gradient_checkpointing_disable()
     if not checkpoints_its_forward(llama.model.layers[0]):
         return  # the block's forward was replaced, and has no flag
-    with pytest.raises(fs.NotRecomputedError, match=r"model.layers.0 .* chosen by apply_op_sac.*'self_attn'"):
+    with pytest.raises(fs.NotRecomputedError, match=r"model.layers.0 .* chosen by apply_sac.*'self_attn'"):
         _llama_loss(llama)
-    fs.apply_op_sac(llama, save="o_proj")
+    fs.apply_sac(llama, save="o_proj")
     _llama_loss(llama).backward()
 
 

@@ -1,10 +1,11 @@
-"""Recompute whole blocks in the backward: a ratio of them, or a list."""
+"""Recompute blocks in the backward: a ratio of them or a list, as a whole or but for what is kept."""
 
 import difflib
 from collections.abc import Iterable
 from typing import Any, Literal
 
 from torch import nn
+from typing_extensions import deprecated
 
 from fsdp_sft._compat import compile_memory_budget
 from fsdp_sft.blocks import find_blocks, is_never_called
@@ -12,6 +13,7 @@ from fsdp_sft.sac.attach import checkpoint_blocks, disable_caches, enter_mode, r
 from fsdp_sft.sac.decisions import checkpoint_of
 from fsdp_sft.sac.noise import preserves_rng_state
 from fsdp_sft.sac.offload import Offload
+from fsdp_sft.sac.ops import check_groups_before_forward, check_kept, checkpoint_keeping
 from fsdp_sft.sac.ratio import Placement, Ratio, select_block_indices
 
 
@@ -19,6 +21,7 @@ def apply_sac(
     model: nn.Module,
     ratio: Ratio | None = None,
     *,
+    save: str | Iterable[str] | None = None,
     blocks: Iterable[int | str] | None = None,
     placement: Placement = "even",
     preserve_rng_state: bool | Literal["auto"] = "auto",
@@ -33,9 +36,17 @@ def apply_sac(
     caches cannot be combined with recomputation, so ``use_cache`` is turned off in the model's configs
     until ``remove_sac``.
 
+    ``save`` keeps the outputs of the costly operations inside the named submodules: of a linear layer its
+    output, of a whole attention its projections and its fused kernel. Cheap operations are recomputed
+    everywhere.
+
     Args:
         model: Any model that ``find_blocks`` reads.
-        ratio: Fraction of blocks in [0, 1]: a number or a text such as ``"1/3"``.
+        ratio: Fraction of blocks in [0, 1]: a number or a text such as ``"1/3"``. It may be left out with
+            ``save``, which then applies to all blocks.
+        save: Names of submodules within a block whose costly outputs are kept, by their last components:
+            ``"self_attn"``, ``"o_proj"``, ``"mlp.down_proj"``; or ``"sdpa"`` for the fused attention kernels
+            alone. None recomputes the chosen blocks as a whole.
         blocks: Instead of a ratio: FQNs of any modules, or positions in ``find_blocks(model)`` (negative
             ones count from the end).
         placement: ``"even"`` spreads them, ``"prefix"`` takes the first ones.
@@ -55,40 +66,108 @@ def apply_sac(
         NoBlocksError: If the model has no blocks.
         TypeError: If ``ratio`` is no number or text.
         ValueError: If an argument is out of range, a block is unknown or lies in another one, transformers'
-            own checkpointing is on, or compile's memory budget is (torch would ignore it).
+            own checkpointing is on, or compile's memory budget is (torch would ignore it, or else ``save``);
+            with ``save``, if a name matches no submodule of the chosen blocks, a named one has no matrix to
+            multiply by, ``"sdpa"`` cannot be kept, or a part of a block is compiled by itself (torch would
+            see none of its operations).
+        UnsupportedModelError: With ``save``, if parts of a block are sharded as groups of their own, as
+            modules kept in float32 are; from the first forward, where the model is sharded later.
         NotRecomputedError: Later, from the first training forward, if a part of a chosen block runs outside
             of its checkpoint: the model calls the parts and not the block, or the block's forward was
             replaced since.
         HostMemoryError: Later, from the first forward or one with longer rows, with ``offload``: the host has
             less memory than its ranks would take together.
 
-    Memory: Per checkpointed block its inputs stay, and one block's activations while it is recomputed; of a
-    router also which experts it chose, ``8 * tokens * top_k`` bytes, since a recomputation that chose others
-    would give the gradient of neither. With
-    ``offload`` the inputs of at most two blocks are on the device, and all of them in pinned host memory: of
-    each block ``2 * tokens * hidden`` bytes in bfloat16, rounded up to 16 MiB, kept from step to step.
+    Memory: Per checkpointed block its inputs stay, what ``save`` keeps, and one block's activations while it
+    is recomputed; of a router also which experts it chose, ``8 * tokens * top_k`` bytes, since a
+    recomputation that chose others would give the gradient of neither. With ``offload`` the inputs of at most
+    two blocks are on the device, and all of them in pinned host memory: of each block ``2 * tokens * hidden``
+    bytes in bfloat16, rounded up to 16 MiB, kept from step to step. What ``save`` keeps waits with them.
+
+    Example:
+        >>> fs.apply_sac(model, "1/2")
+        ['model.layers.0', 'model.layers.2']
+        >>> fs.apply_sac(model, 1, save=["sdpa", "mlp.gate_proj"])  # recomputed but for these
+        ['model.layers.0', 'model.layers.1', 'model.layers.2', 'model.layers.3']
     """
     check_offload(offload)
-    if blocks is not None and ratio is None:
-        chosen = named_blocks(model, blocks)
-    elif ratio is not None and blocks is None:
-        found = list(find_blocks(model).items())
-        chosen = dict(found[i] for i in select_block_indices(len(found), ratio, placement=placement))
-    else:
-        raise ValueError("give either a ratio such as '1/3' or blocks=, a list of FQNs or positions")
+    chosen = _chosen_blocks(model, ratio, blocks, placement, save)
     options = checkpoint_options(model, preserve_rng_state, early_stop)
+    names = (save,) if isinstance(save, str) else None if save is None else tuple(save)
+    if names is not None:
+        check_kept(model, chosen, names)
     refuse_memory_budget("apply_sac")
-    enter_mode(model, "apply_sac", replaces={"apply_sac", "apply_op_sac"})
-    leaves = Offload(len(chosen), keeps=False) if offload and chosen else None
-    checkpoint_blocks(model, chosen, checkpoint_of(chosen, options), "apply_sac", leaves)
-    if chosen:
-        disable_caches(model)
+    enter_mode(model, "apply_sac", replaces={"apply_sac"})
+    if not chosen:
+        return []
+    leaves = Offload(len(chosen), keeps=names is not None) if offload else None
+    if names is None:
+        recompute = checkpoint_of(chosen, options)
+    else:
+        recompute = checkpoint_keeping(chosen, names, options, leaves)
+    checkpoint_blocks(model, chosen, recompute, "apply_sac", leaves)
+    if names is not None:
+        check_groups_before_forward(model, chosen)  # it may be sharded after this
+    disable_caches(model)
     return list(chosen)
 
 
+@deprecated("apply_op_sac(model, save=...) is apply_sac(model, save=...) since 0.2, and goes in 0.3")
+def apply_op_sac(
+    model: nn.Module,
+    *,
+    save: str | Iterable[str],
+    blocks: Iterable[int | str] | None = None,
+    preserve_rng_state: bool | Literal["auto"] = "auto",
+    early_stop: bool | None = None,
+    offload: bool = False,
+) -> list[str]:
+    """Deprecated name of ``apply_sac(model, save=...)``; it goes in 0.3.
+
+    Args:
+        model: See ``apply_sac``, as for all that follows.
+        save: Names of submodules whose costly outputs are kept.
+        blocks: FQNs or positions; None takes all blocks.
+        preserve_rng_state: Whether the recomputation repeats the random numbers of the forward.
+        early_stop: Whether recomputation ends at the last tensor the backward needs.
+        offload: Whether inputs and kept outputs wait in host memory.
+
+    Returns:
+        FQNs of the checkpointed blocks, in forward order.
+
+    Example:
+        >>> fs.apply_sac(model, save="o_proj")  # instead of fs.apply_op_sac(model, save="o_proj")
+        ['model.layers.0', ...]
+    """
+    return apply_sac(
+        model,
+        save=save,
+        blocks=blocks,
+        preserve_rng_state=preserve_rng_state,
+        early_stop=early_stop,
+        offload=offload,
+    )
+
+
 def remove_sac(model: nn.Module) -> None:
-    """Undo ``apply_sac``, ``apply_op_sac`` or ``compile_with_memory_budget``; nothing to do without them."""
+    """Undo ``apply_sac`` or ``compile_blocks(memory_budget=...)``; nothing to do without them."""
     restore(model)
+
+
+def _chosen_blocks(
+    model: nn.Module,
+    ratio: Ratio | None,
+    blocks: Iterable[int | str] | None,
+    placement: Placement,
+    save: str | Iterable[str] | None,
+) -> dict[str, nn.Module]:
+    if blocks is not None and ratio is None:
+        return named_blocks(model, blocks)
+    if blocks is not None or (ratio is None and save is None):
+        raise ValueError("give either a ratio such as '1/3' or blocks=, a list of FQNs or positions")
+    found = list(find_blocks(model).items())
+    wanted: Ratio = 1 if ratio is None else ratio
+    return dict(found[i] for i in select_block_indices(len(found), wanted, placement=placement))
 
 
 def checkpoint_options(
@@ -137,7 +216,7 @@ def refuse_memory_budget(caller: str) -> None:
     if budget != 1:
         raise ValueError(
             f"compile's activation_memory_budget is {budget}, and of it and {caller} torch ignores one; "
-            "set it back to 1.0, or use compile_with_memory_budget(model, ...) instead"
+            "set it back to 1.0, or use compile_blocks(model, memory_budget=...) instead"
         )
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
+from typing_extensions import deprecated
 
 from fsdp_sft._compat import backend_with_memory_budget, is_compiled
 from fsdp_sft._recompiles import compile_block
@@ -14,8 +15,60 @@ from fsdp_sft.sac.ratio import Ratio, parse_ratio
 
 # Backends that partition forward and backward under the budget; the others would not look at it.
 _PARTITIONING = ("inductor", "aot_eager", "aot_eager_decomp_partition")
+_MODE = "compile_blocks(memory_budget=...)"
 
 
+def compile_under_budget(
+    model: nn.Module,
+    memory_budget: Ratio,
+    blocks: Iterable[int | str] | None = None,
+    *,
+    backend: str | Callable[..., Any] = "inductor",
+    dynamic: bool | None = None,
+    fullgraph: bool = False,
+    **others: Any,
+) -> list[str]:
+    """``compile_blocks(memory_budget=...)``; see there.
+
+    Torch would ignore the budget where checkpointing has marked operations, or else the marks, so one
+    excludes the other.
+
+    Raises:
+        TypeError: If the budget is no number or text, or there are other options: torch would hand ``mode``
+            and ``options`` on to the backend that sets the budget.
+        ValueError: See ``compile_blocks``.
+    """
+    if others:
+        raise TypeError(
+            f"with memory_budget= compile_blocks takes backend, dynamic and fullgraph, not {sorted(others)}"
+        )
+    try:
+        share = float(parse_ratio(memory_budget))
+    except (TypeError, ValueError) as error:
+        raise type(error)(str(error).replace("ratio", "memory_budget")) from None
+    if isinstance(backend, str) and backend not in _PARTITIONING:
+        raise ValueError(
+            f"backend {backend!r} does not look at the memory budget; take one of {_PARTITIONING}"
+        )
+    chosen = find_blocks(model) if blocks is None else named_blocks(model, blocks)
+    enter_mode(model, _MODE, replaces={_MODE})
+    compiled = [fqn for fqn, block in chosen.items() if is_compiled(block)]
+    if compiled:
+        restore(model)
+        raise ValueError(
+            f"{compiled[0]} is compiled already, without the budget; leave that compile_blocks out"
+        )
+    limited = backend_with_memory_budget(backend, share)
+    for fqn, block in chosen.items():
+        override(block, _compiled_call_impl=None)
+        compile_block(block, fqn, backend=limited, dynamic=dynamic, fullgraph=fullgraph)
+    return list(chosen)
+
+
+@deprecated(
+    "compile_with_memory_budget(model, budget=...) is compile_blocks(model, memory_budget=...) since 0.2, "
+    "and goes in 0.3"
+)
 def compile_with_memory_budget(
     model: nn.Module,
     *,
@@ -25,17 +78,12 @@ def compile_with_memory_budget(
     dynamic: bool | None = None,
     fullgraph: bool = False,
 ) -> list[str]:
-    """Compile blocks so that they keep at most a share of their activations; the compiler chooses which.
-
-    The third way to recompute, beside ``apply_sac`` and ``apply_op_sac``, which it excludes: torch would
-    ignore the budget, or else what they have marked. Takes the place of ``compile_blocks``; ``remove_sac``
-    takes the compiled code off again.
+    """Deprecated name of ``compile_blocks(model, memory_budget=...)``; it goes in 0.3.
 
     Args:
-        model: Any model that ``find_blocks`` reads.
-        budget: Share of the activations that compiled code keeps by default, in [0, 1]. 1 keeps what the
-            compiler would keep anyway, 0 only the blocks' inputs.
-        blocks: FQNs or positions, as in ``apply_sac``; None takes all blocks.
+        model: See ``compile_blocks``, as for all that follows.
+        budget: ``memory_budget`` there.
+        blocks: FQNs or positions; None takes all blocks.
         backend: ``"inductor"``, ``"aot_eager"`` or a function that partitions by AOTAutograd.
         dynamic: As in ``torch.compile``.
         fullgraph: As in ``torch.compile``.
@@ -43,30 +91,8 @@ def compile_with_memory_budget(
     Returns:
         FQNs of the compiled blocks, in forward order.
 
-    Raises:
-        NoBlocksError: If the model has no blocks.
-        TypeError: If ``budget`` is no number or text.
-        ValueError: If an argument is out of range, the backend does not look at the budget, a block is
-            compiled already, or ``apply_sac`` or ``apply_op_sac`` is on.
-
-    Memory: Decided while the first batch is compiled, by torch's own estimates.
+    Example:
+        >>> fs.compile_blocks(model, memory_budget="1/2")  # instead of compile_with_memory_budget(budget=)
+        ['model.layers.0', ...]
     """
-    try:
-        share = float(parse_ratio(budget))
-    except (TypeError, ValueError) as error:
-        raise type(error)(str(error).replace("ratio", "budget")) from None
-    if isinstance(backend, str) and backend not in _PARTITIONING:
-        raise ValueError(
-            f"backend {backend!r} does not look at the memory budget; take one of {_PARTITIONING}"
-        )
-    chosen = find_blocks(model) if blocks is None else named_blocks(model, blocks)
-    enter_mode(model, "compile_with_memory_budget", replaces={"compile_with_memory_budget"})
-    compiled = [fqn for fqn, block in chosen.items() if is_compiled(block)]
-    if compiled:
-        restore(model)
-        raise ValueError(f"{compiled[0]} is compiled already, without the budget; leave compile_blocks out")
-    limited = backend_with_memory_budget(backend, share)
-    for fqn, block in chosen.items():
-        override(block, _compiled_call_impl=None)
-        compile_block(block, fqn, backend=limited, dynamic=dynamic, fullgraph=fullgraph)
-    return list(chosen)
+    return compile_under_budget(model, budget, blocks, backend=backend, dynamic=dynamic, fullgraph=fullgraph)

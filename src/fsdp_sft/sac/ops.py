@@ -2,8 +2,8 @@
 
 import functools
 import re
-from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,8 +19,7 @@ from fsdp_sft._compat import (
 )
 from fsdp_sft.blocks import find_blocks
 from fsdp_sft.errors import UnsupportedModelError, abridged
-from fsdp_sft.sac.apply import check_offload, checkpoint_options, named_blocks, refuse_memory_budget
-from fsdp_sft.sac.attach import checkpoint_blocks, disable_caches, enter_mode, override
+from fsdp_sft.sac.attach import override
 from fsdp_sft.sac.decisions import Contexts, decides, is_decision, with_decisions
 from fsdp_sft.sac.offload import Offload, contexts_offloaded
 from fsdp_sft.sac.proof import check_before_forward
@@ -35,76 +34,46 @@ _RECOMPUTE = CheckpointPolicy.PREFER_RECOMPUTE
 _NOT_A_KERNEL = {"aten", "prim", "prims", "c10d", "_c10d_functional", "fsdp"}
 
 
-def apply_op_sac(
-    model: nn.Module,
-    *,
-    save: str | Iterable[str],
-    blocks: Iterable[int | str] | None = None,
-    preserve_rng_state: bool | Literal["auto"] = "auto",
-    early_stop: bool | None = None,
-    offload: bool = False,
-) -> list[str]:
-    """Checkpoint blocks but keep what their named submodules compute; the rest is recomputed.
+def check_kept(model: nn.Module, blocks: dict[str, nn.Module], names: tuple[str, ...]) -> None:
+    """Raise unless ``apply_sac(save=names)`` can keep what is named in these blocks.
 
-    What is kept are the outputs of the costly operations inside a named submodule: of a linear layer its
-    output, of a whole attention its projections and its fused kernel. Cheap operations are recomputed
-    everywhere. Works in eager mode and in compiled blocks, before or after ``shard_model``. Replaces an
-    earlier ``apply_sac`` or ``apply_op_sac``; ``remove_sac`` undoes it.
-
-    Args:
-        model: Any model that ``find_blocks`` reads.
-        save: Names of submodules within a block by their last components: ``"self_attn"``, ``"o_proj"``,
-            ``"mlp.down_proj"``; or ``"sdpa"`` for the fused attention kernels alone.
-        blocks: FQNs or positions, as in ``apply_sac``; None takes all blocks.
-        preserve_rng_state: See ``apply_sac``.
-        early_stop: See ``apply_sac``.
-        offload: Whether inputs and kept outputs wait in host memory; see ``apply_sac``.
-
-    Returns:
-        FQNs of the checkpointed blocks, in forward order.
+    A ratio of 0 chooses none; a misspelt name is an error nevertheless.
 
     Raises:
-        NoBlocksError: If the model has no blocks.
-        ValueError: If a name matches no submodule of these blocks, a named one has no matrix to multiply
-            by, ``"sdpa"`` cannot be kept, a part of a block is compiled by itself (torch would see none of
-            its operations), or compile's memory budget is on
-            (torch would ignore it, or else the marks).
-        UnsupportedModelError: If parts of a block are sharded as groups of their own, as modules kept in
-            float32 are; from the first forward, where the model is sharded later.
-        NotRecomputedError: Later, from the first training forward; see ``apply_sac``.
-        HostMemoryError: Later, with ``offload``; see ``apply_sac``.
-
-    Memory: The inputs of each block and the outputs that are kept; with ``offload`` those of at most two
-    blocks on the device, and all of them on the host.
+        ValueError: See ``apply_sac``.
+        UnsupportedModelError: If parts of a block are sharded as groups of their own.
     """
-    check_offload(offload)
-    chosen = find_blocks(model) if blocks is None else named_blocks(model, blocks)
-    names = (save,) if isinstance(save, str) else tuple(save)
-    kept = _kept_modules(chosen, names)
-    options = checkpoint_options(model, preserve_rng_state, early_stop)
+    _kept_modules(blocks or find_blocks(model), names)
     if SDPA in names:
         _check_sdpa(model)
-    _refuse_compiled_parts(chosen)
-    _refuse_inner_groups(model, chosen)
-    refuse_memory_budget("apply_op_sac")
-    enter_mode(model, "apply_op_sac", replaces={"apply_sac", "apply_op_sac"})
+    _refuse_compiled_parts(blocks)
+    _refuse_inner_groups(model, blocks)
+
+
+def check_groups_before_forward(model: nn.Module, blocks: dict[str, nn.Module]) -> None:
+    """Look once more, when the next forward begins, whether blocks have groups of their own inside."""
+    check_before_forward(model, _refuse_inner_groups, blocks)
+
+
+def checkpoint_keeping(
+    blocks: dict[str, nn.Module],
+    names: tuple[str, ...],
+    options: dict[str, Any],
+    leaves: Offload | None,
+) -> Callable[..., Any]:
+    """``torch.utils.checkpoint.checkpoint`` that keeps the costly outputs of the named submodules."""
     inside = _Inside(options["preserve_rng_state"])
-    for module in kept:
+    for module in _kept_modules(blocks, names):
         plain = module.__dict__.get("forward")
         override(module, forward=functools.partial(_forward_inside, module, inside, plain))
     policy = functools.partial(_policy, inside, names)
-    leaves = Offload(len(chosen), keeps=True) if offload else None
     if leaves is None:
         contexts = functools.partial(create_selective_checkpoint_contexts, policy)
     else:
         contexts = functools.partial(contexts_offloaded, leaves, policy)
-    if any(map(decides, chosen.values())):
+    if any(map(decides, blocks.values())):
         contexts = functools.partial(_contexts_with_decisions, contexts)
-    recompute = functools.partial(checkpoint, context_fn=contexts, **options)
-    checkpoint_blocks(model, chosen, recompute, "apply_op_sac", leaves)
-    check_before_forward(model, _refuse_inner_groups, chosen)  # it may be sharded after this
-    disable_caches(model)
-    return list(chosen)
+    return functools.partial(checkpoint, context_fn=contexts, **options)
 
 
 class _Inside:
@@ -159,7 +128,7 @@ def _kept_modules(blocks: dict[str, nn.Module], names: tuple[str, ...]) -> list[
     """The submodules that ``names`` mean, each once."""
     if not names or not all(isinstance(name, str) and name for name in names):
         raise ValueError(
-            f"save takes names of submodules such as 'o_proj', got {names!r}; see also apply_sac"
+            f"save takes names of submodules such as 'o_proj', got {names!r}; leave it out to keep nothing"
         )
     inside = {
         (fqn, name): module for fqn, block in blocks.items() for name, module in block.named_modules() if name
@@ -219,8 +188,8 @@ def _refuse_inner_groups(model: nn.Module, blocks: dict[str, nn.Module]) -> None
             # group gathered already.
             raise UnsupportedModelError(
                 f"{abridged(f'{fqn}.{name}' for name in inner)} is sharded as a group of its own (a module "
-                "kept in float32, say), and apply_op_sac cannot tell what gathers it from what the block "
-                "computes; use apply_sac, or leave these blocks out with blocks="
+                "kept in float32, say), and save= cannot tell what gathers it from what the block computes; "
+                "call apply_sac without save=, or leave these blocks out with blocks="
             )
 
 
