@@ -1,4 +1,4 @@
-"""Experts that ranks share out: each has some of them whole, and tokens travel to where theirs are."""
+"""Expert parallelism: each rank holds some of the experts whole, and tokens travel to the rank of theirs."""
 
 import math
 import weakref
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 EXPERTS_SHARD = (
-    "efsdp"  # transformers' name for the axis along which FSDP2 cuts what a rank has of the experts
+    "efsdp"  # transformers' name for the axis along which FSDP2 shards the experts that a rank holds
 )
 _ALONE = "alone"
-_EXPERT_MESHES = "_fsdp_sft_expert_meshes"  # on a mesh, by ep_size
+_EXPERT_MESHES = "_fsdp_sft_expert_meshes"  # attribute of a mesh: its expert meshes by ep_size
 
-# What FSDP2 reduces without fear of overflow, and divides once.
+# Dtypes in which FSDP2 expects no overflow of a gradient reduction, and so divides once only.
 _DIVIDED_ONCE = (torch.float32, torch.bfloat16)
 
 _shared_out: "weakref.WeakKeyDictionary[nn.Module, SharedExperts]" = weakref.WeakKeyDictionary()
@@ -41,12 +41,14 @@ _looked_at: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 
 @dataclass(frozen=True)
 class SharedExperts:
-    """Where the experts of a model lie.
+    """Placement of the experts of a model on the ranks.
 
     Attributes:
-        mesh: Ranks that have the same experts, over which FSDP2 cuts them; before it replicas, if there are.
-        factor: What their gradients, summed over ``mesh``, are divided by: all ranks, as for others.
-        ep_size: Ranks that have all experts together.
+        mesh: Mesh of the ranks that hold the same experts, over which FSDP2 shards them. Its first axis is
+            that of the replicas, where there are any.
+        factor: Divisor of the experts' gradients after their sum over ``mesh``. It is the number of all
+            ranks, as for other parameters.
+        ep_size: Number of ranks that hold all experts between them.
     """
 
     mesh: "DeviceMesh"
@@ -55,10 +57,10 @@ class SharedExperts:
 
 
 def check_shareable_experts(model: nn.Module, mesh: "DeviceMesh", ep_size: int) -> None:
-    """See that ``ep_size`` ranks can share the experts of a model; nothing to see for 1.
+    """Check that ``ep_size`` ranks can share out the experts of a model; 1 needs no check.
 
     Raises:
-        ValueError: If ``ep_size`` does not divide the ranks or the experts; the message says what would.
+        ValueError: If ``ep_size`` does not divide the ranks or the experts; the message lists values that do.
         UnsupportedModelError: If transformers has no plan for the model's experts.
     """
     if isinstance(ep_size, bool) or not isinstance(ep_size, int) or ep_size < 1:
@@ -91,15 +93,16 @@ def check_shareable_experts(model: nn.Module, mesh: "DeviceMesh", ep_size: int) 
 
 
 def share_out(model: nn.Module, mesh: "DeviceMesh", ep_size: int) -> None:
-    """Leave this rank its part of the experts, after ``check_shareable_experts``; nothing to do for 1.
+    """Keep this rank's part of the experts only; ``check_shareable_experts`` must have passed before.
 
-    Neighbouring ranks have all experts together, so that within a node tokens need not leave it. Parameters
-    keep their names and, as DTensors, the shape of all experts.
+    Neighbouring ranks form a group that holds all experts, so that tokens need not leave a node whose ranks
+    are one group. Parameters keep their names and, as DTensors, the shape of all experts. With an
+    ``ep_size`` of 1 nothing is done.
 
     Args:
-        model: On the meta device, not sharded; with adapters inside if there are any.
-        mesh: As for ``shard_model``.
-        ep_size: Ranks that have all experts together.
+        model: Model on the meta device, not sharded yet; any adapters are already inside.
+        mesh: Mesh that ``shard_model`` will be given.
+        ep_size: Number of ranks that hold all experts between them.
 
     Collective: all ranks of the mesh.
     """
@@ -119,24 +122,24 @@ def share_out(model: nn.Module, mesh: "DeviceMesh", ep_size: int) -> None:
 
 
 def shared_experts(module: nn.Module) -> SharedExperts | None:
-    """Where a module's experts lie if ranks share them out; None for any other module."""
+    """Placement of a module's experts if ranks share them out; None for any other module."""
     return _shared_out.get(module)
 
 
 def refuse_divided_twice(model: nn.Module) -> None:
-    """See that FSDP2 divides the gradients of experts once; each model is looked at once.
+    """Refuse a model whose experts' gradients FSDP2 would divide twice; each model is checked once.
 
-    Experts have more ranks' tokens than the ranks that FSDP2 reduces over, so it is told what to divide by.
-    On a group of one rank it does so while it copies, and again around a reduction in float16 or float64,
-    which it fears to overflow (torch 2.13, ``foreach_reduce``).
+    Experts compute the tokens of more ranks than FSDP2 reduces their gradients over, so FSDP2 is told the
+    divisor. On a group of one rank it divides while it copies the gradient. Where the reduction is in float16
+    or float64 it divides again, as a guard against overflow (torch 2.13, ``foreach_reduce``).
 
     Raises:
-        UnsupportedModelError: If it does not.
+        UnsupportedModelError: If a gradient would be divided twice.
     """
     inner = unwrapped(model)
     if inner in _looked_at:
         return
-    reshard(model)  # gathered experts do not show what cuts them
+    reshard(model)  # a gathered parameter does not show the axes that it is sharded along
     for name, module in inner.named_modules():
         if not isinstance(module, FSDPModule):
             continue
@@ -157,7 +160,7 @@ def refuse_divided_twice(model: nn.Module) -> None:
 
 
 def _is_whole_on_its_rank(parameter: nn.Parameter) -> bool:
-    """Whether no axis but that of the experts cuts a parameter."""
+    """Whether a parameter is sharded along the axis of the experts and along no other."""
     if not isinstance(parameter, DTensor):
         return False
     names = parameter.device_mesh.mesh_dim_names or ()

@@ -1,4 +1,4 @@
-"""Meshes whose ranks share rows: who shares with whom, and what parameters are sharded on."""
+"""Meshes whose ranks share rows: which ranks share, and which mesh parameters are sharded on."""
 
 import weakref
 from dataclasses import dataclass
@@ -11,27 +11,27 @@ from fsdp_sft._compat import careful_gloo
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-CP = "cp"
-PP = "pp"  # the axis of a pipeline's stages
-TP = "tp"  # the axis along which layers are cut, and every rank has the same rows
-EP = "ep"  # the axis along which each rank has experts of its own
-DP_SHARD_CP = "dp_shard_cp"  # the axis that dp_shard and cp are together
+CP = "cp"  # context parallelism: ranks have the same rows, and each computes some of their tokens
+PP = "pp"  # pipeline parallelism: ranks have different layers
+TP = "tp"  # tensor parallelism: layers are split over the ranks, and all of these have the same rows
+EP = "ep"  # expert parallelism: each rank has experts of its own
+DP_SHARD_CP = "dp_shard_cp"  # dp_shard and cp flattened to one axis
 
-# On a mesh with cp: the mesh that parameters are sharded on. Meshes of one shape are equal, so that none can
-# be the key to another.
+# Attribute of a mesh with cp: the mesh that parameters are sharded on. It is an attribute and not an entry of
+# a dictionary, because meshes of the same shape compare equal and would share one entry.
 _PARAMETER_MESH = "_fsdp_sft_parameter_mesh"
 _HOST_GROUPS = "_fsdp_sft_host_groups"
 _with_cp: "list[weakref.ref[DeviceMesh]]" = []
 
 
 def shard_parameters_on(mesh: "DeviceMesh", *, of: "DeviceMesh") -> None:
-    """Note that ``mesh`` has the ranks of ``of``, with its ``dp_shard`` and ``cp`` as one axis."""
+    """Record that parameters of ``of`` lie on ``mesh``: the same ranks, ``dp_shard`` and ``cp`` flattened."""
     setattr(of, _PARAMETER_MESH, mesh)
     _with_cp.append(weakref.ref(of, _with_cp.remove))
 
 
 def parameter_mesh(mesh: "DeviceMesh") -> "DeviceMesh":
-    """The mesh that parameters are sharded on: ``mesh``, or with its ``dp_shard`` and ``cp`` as one axis.
+    """The mesh that parameters are sharded on: ``mesh``, its ``dp_shard`` and ``cp`` flattened to one axis.
 
     Raises:
         ValueError: If ``mesh`` has an axis ``cp`` and is not from ``build_mesh``.
@@ -48,15 +48,16 @@ def parameter_mesh(mesh: "DeviceMesh") -> "DeviceMesh":
 
 
 def has_context_parallelism() -> bool:
-    """Whether this process has a mesh with ``cp``: "all ranks" then no longer says who has which rows."""
+    """Whether this process has made a mesh with ``cp``; ranks then no longer have rows of their own each."""
     return any(mesh() is not None for mesh in _with_cp)
 
 
 def cp_size(mesh: "DeviceMesh | None") -> int:
-    """Ranks that share the tokens of a row; 1 without context parallelism.
+    """Number of ranks that share the tokens of a row; 1 without context parallelism.
 
     Raises:
-        ValueError: For the mesh of parameters, which does not say who shares rows.
+        ValueError: If ``mesh`` is the flattened one of the parameters, which does not show which ranks share
+            rows.
     """
     names = () if mesh is None else mesh.mesh_dim_names or ()
     if DP_SHARD_CP in names:
@@ -65,15 +66,15 @@ def cp_size(mesh: "DeviceMesh | None") -> int:
 
 
 def cp_rank(mesh: "DeviceMesh | None") -> int:
-    """Which part of its rows this rank has; 0 without context parallelism."""
+    """Index of the part of each row that this rank computes; 0 without context parallelism."""
     return mesh.get_local_rank(CP) if cp_size(mesh) > 1 and mesh is not None else 0
 
 
 def data_parallel_place(mesh: "DeviceMesh") -> tuple[int, int]:
-    """(index of this rank's share of the rows, number of shares); ranks along ``cp`` have the same.
+    """(index of this rank's share of the rows, number of shares); ranks along ``cp`` have one share together.
 
     Raises:
-        ValueError: If this rank is not in the mesh, or as ``cp_size``.
+        ValueError: If this rank is not in the mesh, or ``cp_size`` refuses the mesh.
     """
     coordinate, each = mesh.get_coordinate(), cp_size(mesh)
     if coordinate is None:
@@ -86,12 +87,12 @@ def data_parallel_place(mesh: "DeviceMesh") -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class SameRows:
-    """Ranks that compute the same rows together, each of them whole: tensor parallelism.
+    """Ranks that are given the same whole rows, as tensor parallelism needs.
 
     Attributes:
-        size: How many they are.
-        rank: Which of them this is.
-        share: Which of such groups they are: what share of the data they have.
+        size: Number of ranks in the group.
+        rank: Index of this rank in the group.
+        share: Index of the group, which is also the index of its share of the data.
     """
 
     size: int
@@ -100,9 +101,10 @@ class SameRows:
 
 
 def same_rows_in(mesh: "DeviceMesh | None") -> SameRows | None:
-    """This rank's group on a model's mesh; None where no two ranks compute the same rows."""
+    """This rank's group on a model's mesh; None where every rank has rows of its own."""
     names = () if mesh is None else mesh.mesh_dim_names or ()
-    # A model whose only mesh is that of its experts has all else on every rank, for the rows of all of them.
+    # A model whose only mesh is that of its experts has every other parameter on every rank, and all ranks
+    # are given the same rows.
     axis = TP if TP in names else EP if EP in names else None
     if mesh is None or axis is None or mesh[axis].size() == 1:
         return None
@@ -113,13 +115,15 @@ def same_rows_in(mesh: "DeviceMesh | None") -> SameRows | None:
 
 
 def copies_of_rows(mesh: "DeviceMesh | None") -> int:
-    """How many ranks of a model's mesh compute each row whole; 1 where each has its own."""
+    """Number of ranks of a model's mesh that are given each row; 1 where every rank has rows of its own."""
     same = same_rows_in(mesh)
     return 1 if same is None else same.size
 
 
 def host_group(mesh: "DeviceMesh", axis: str) -> dist.ProcessGroup:
-    """This rank's group along an axis, for tensors in host memory: the mesh's own, where it takes them.
+    """This rank's process group along an axis, for tensors in host memory.
+
+    It is the mesh's own group if that takes CPU tensors, and otherwise one that is made once.
 
     Collective: all ranks of the mesh, the first time.
     """

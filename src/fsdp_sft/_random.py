@@ -1,4 +1,4 @@
-"""Random number generators: torch's of every device, Python's and numpy's; saved, restored, left alone."""
+"""The random number generators of torch (all devices), Python and numpy: their states saved and restored."""
 
 import random
 import sys
@@ -11,12 +11,13 @@ import torch
 
 @contextmanager
 def unmoved(devices: Iterable[torch.device] = (), *, seed: int | None = None) -> Iterator[None]:
-    """Leave every generator as it was.
+    """Context manager that gives every generator back the state that it had at the beginning.
 
     Args:
-        devices: Accelerators that the block may draw on; the CPU, Python and numpy are always kept.
-        seed: Of the CPU's generator within the block; None goes on where it stands. ``torch.manual_seed``
-            would seed the generators of all devices, also of those that are not kept here.
+        devices: Accelerators whose generators the block may use; those of the CPU, Python and numpy are
+            always restored.
+        seed: Seed of torch's CPU generator within the block; None leaves it where it stands. (Calling
+            ``torch.manual_seed`` in the block would also seed devices that are not restored.)
     """
     accelerators = {device for device in devices if device.type not in ("cpu", "meta")}
     host = host_states()
@@ -32,7 +33,7 @@ def unmoved(devices: Iterable[torch.device] = (), *, seed: int | None = None) ->
 
 
 def generator_states() -> dict[str, Any]:
-    """The states of this process's generators, those of the host and of the current accelerator."""
+    """States of this process's generators: the host's and the current accelerator's."""
     state = host_states()
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None:
@@ -41,7 +42,7 @@ def generator_states() -> dict[str, Any]:
 
 
 def set_generator_states(state: dict[str, Any]) -> None:
-    """Set every generator that ``state`` has and this process knows."""
+    """Set every generator that ``state`` has an entry for and that exists in this process."""
     set_host_states(state)
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None and accelerator.type in state:
@@ -49,7 +50,7 @@ def set_generator_states(state: dict[str, Any]) -> None:
 
 
 def check_generator_states(state: dict[str, Any]) -> None:
-    """Try a state on generators that nobody uses; raises what setting it would raise."""
+    """Set new generators to ``state``, so that a damaged one raises before those in use are touched."""
     torch.Generator().set_state(state["torch"])
     random.Random().setstate(state["python"])
     if "numpy" in state and "numpy" in sys.modules:
@@ -57,18 +58,18 @@ def check_generator_states(state: dict[str, Any]) -> None:
 
 
 def host_states() -> dict[str, Any]:
-    """``"torch"`` (of the CPU), ``"python"`` and, if it has been imported, ``"numpy"``."""
+    """States of the host's generators: ``"torch"``, ``"python"`` and, if imported, ``"numpy"``."""
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if "numpy" in sys.modules:
         name, key, position, has_gauss, cached = sys.modules["numpy"].random.get_state()
-        if name == "MT19937":  # the only one that numpy's global functions use unless told otherwise
+        if name == "MT19937":  # what numpy's global functions use by default; others are not kept
             numbers = torch.from_numpy(key.copy())
             state["numpy"] = (name, numbers, int(position), int(has_gauss), float(cached))
     return state
 
 
 def set_host_states(state: dict[str, Any]) -> None:
-    """Set what ``host_states`` gave."""
+    """Set the host's generators to the states that ``host_states`` returned."""
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     if "numpy" in state and "numpy" in sys.modules:
@@ -76,9 +77,11 @@ def set_host_states(state: dict[str, Any]) -> None:
 
 
 def _for_numpy(state: Any) -> tuple[Any, ...]:
+    """A stored numpy state in the form that ``numpy.random.set_state`` takes."""
     name, key, position, has_gauss, cached = state
     return name, key.numpy(), position, has_gauss, cached
 
 
 def _module_of(device: torch.device) -> Any:
+    """The torch module of a device type, such as ``torch.cuda``."""
     return torch.get_device_module(device)

@@ -1,4 +1,4 @@
-"""Blocks compiled with room for their variants, and a word when one runs out of it."""
+"""Blocks compiled with a higher limit of recompilations, and a warning when a block reaches it."""
 
 import logging
 import sys
@@ -8,18 +8,19 @@ from torch import nn
 
 from fsdp_sft._compat import LIMIT_LOGGER, limit_that_was_hit, recompile_options
 
-# Variants of one block's code: checkpointed or not, training or not, with and without gradients, lengths
-# fixed or dynamic, several kinds of layer in a model. torch's own 8 are used up by the first three.
+# torch compiles a function anew for each variant: checkpointed or not, training or not, with and without
+# gradients, fixed or dynamic lengths, each kind of layer in a model. The first three alone use up torch's
+# default limit of 8.
 _VARIANTS = 64
 
-_NAME = "_fsdp_sft_compiled_as"  # on a block
-AROUND_COMPILED = "_fsdp_sft_around_compiled"  # on a block: a function that puts something around the call
+_NAME = "_fsdp_sft_compiled_as"  # attribute of a block: its FQN
+AROUND_COMPILED = "_fsdp_sft_around_compiled"  # attribute of a block: function that wraps the compiled call
 
 
 def compile_block(block: nn.Module, fqn: str, **kwargs: object) -> None:
-    """``block.compile(**kwargs)`` with room for more variants than torch gives.
+    """``block.compile(**kwargs)`` with a higher limit of compiled variants than torch's default.
 
-    A block that needs more still goes on in eager mode, as torch has it, and a warning then names it.
+    A block that needs even more runs in eager mode from then on, as torch defines it, and a warning names it.
     """
     block.compile(**{**recompile_options(_VARIANTS), **kwargs})
     block.__dict__[_NAME] = fqn
@@ -31,7 +32,7 @@ def compile_block(block: nn.Module, fqn: str, **kwargs: object) -> None:
 
 
 class _LimitHandler(logging.Handler):
-    """Hears of it when torch stops compiling some code, and names the block that is being called."""
+    """Log handler that is called when torch reaches its limit, and warns with the name of the block."""
 
     def emit(self, record: logging.LogRecord) -> None:
         limit = limit_that_was_hit(record)
@@ -46,6 +47,7 @@ class _LimitHandler(logging.Handler):
 
 
 def _block_being_called() -> str | None:
+    """FQN of the compiled block whose call is innermost on this thread's stack; None outside of any."""
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back

@@ -1,8 +1,8 @@
-"""Devices and streams for code that runs in other threads than its caller's, and host memory for its copies.
+"""Devices and streams for threads that work for a caller, and host memory for copies from a device.
 
-A new thread starts on device 0 and on its default stream, whatever the caller had chosen; an event without
-a stream is recorded on the current stream of the *thread's* current device. On any other device, work that
-relies on either is ordered after nothing.
+A new thread starts on device 0 and its default stream, whatever device and stream the caller had chosen. An
+event without a stream is recorded on the current stream of the *thread's* current device. If the caller
+works on another device, neither waits for any of the caller's work.
 """
 
 from collections.abc import Sequence
@@ -14,10 +14,10 @@ import torch
 
 @dataclass(frozen=True)
 class CallerStream:
-    """The stream that a caller works on, for its threads to work on too.
+    """The stream that a caller works on, so that threads it starts can work on the same one.
 
     Attributes:
-        stream: The current one in the thread that called ``on``; None for the CPU, which has no streams.
+        stream: Current stream of the thread that called ``on``; None for the CPU, which has no streams.
     """
 
     stream: torch.Stream | None
@@ -28,28 +28,29 @@ class CallerStream:
         return cls(None if device.type in ("cpu", "meta") else torch.accelerator.current_stream(device))
 
     def adopt(self) -> None:
-        """Let this thread work on the caller's device and stream from now on.
+        """Make the caller's device and stream the current ones of this thread.
 
-        For threads that end with that work: going back to device 0 would open a context there.
+        They stay so: going back to device 0 would open a context there. Call it in threads that end with
+        the caller's work.
         """
         if self.stream is not None:
             torch.accelerator.set_stream(self.stream)
 
     def record(self) -> torch.Event | None:
-        """An event after all that has been queued on the stream so far; None for the CPU."""
+        """An event that follows all work queued on the stream so far; None for the CPU."""
         return None if self.stream is None else self.stream.record_event()
 
 
 def copy_stream(device: torch.device) -> torch.Stream:
-    """A new stream of an accelerator, for copies beside what it computes."""
+    """A new stream of an accelerator, for copies that run while it computes."""
     return torch.Stream(device=device)
 
 
 def travelling(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """``tensor`` on ``device``, by a copy that the host does not wait for.
+    """``tensor`` copied to ``device`` without the host waiting for the copy.
 
-    Of memory that is not pinned CUDA's copies are: what is larger than 64 KiB waits for all that is queued
-    before it.
+    Host memory is pinned first. CUDA copies more than 64 KiB of memory that is not pinned only after all
+    work that was queued before, and the host waits for that.
     """
     if tensor.device == device or device.type in ("cpu", "meta") or tensor.device.type != "cpu":
         return tensor.to(device, non_blocking=device.type != "cpu")
@@ -59,7 +60,7 @@ def travelling(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 class LateValues:
-    """Values of 0-dim tensors on their way to the host, which goes on meanwhile."""
+    """Values of 0-dim tensors that are being copied to the host, which goes on meanwhile."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._read: list[float] | None = None
@@ -71,7 +72,7 @@ class LateValues:
             self._parts.append((here, buffer, CallerStream.on(device).record()))
 
     def read(self) -> list[float]:
-        """The values; the first call waits for them, once for each device that has any."""
+        """The values, in the tensors' order; the first call waits, once for each device that holds any."""
         if self._read is None:
             found: dict[int, float] = {}
             for here, buffer, event in self._parts:
@@ -84,7 +85,7 @@ class LateValues:
 
 
 class LateTensor:
-    """A tensor on its way to the host, which goes on meanwhile."""
+    """A tensor that is being copied to the host, which goes on meanwhile."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         buffer = host_buffer(tuple(tensor.shape), tensor.dtype, tensor.device)
@@ -99,7 +100,7 @@ class LateTensor:
 
 
 def host_copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors in host memory; the host waits once, if any of them is elsewhere."""
+    """The tensors in host memory; the host waits once per device that holds any of them."""
     copies: list[torch.Tensor] = []
     for tensor in tensors:
         copy = tensor if tensor.is_cpu else host_buffer(tuple(tensor.shape), tensor.dtype, tensor.device)
@@ -112,10 +113,10 @@ def host_copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def host_buffer(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Fresh host memory for copies to and from ``device``: pinned, where an accelerator can pin.
+    """New host memory for copies to and from ``device``; pinned if the accelerator supports that.
 
-    Copies of pinned memory run while the host goes on, so it may be written to (or read) only after an event
-    on the stream that copies.
+    Copies from and to pinned memory run while the host goes on. The host may read or write the buffer only
+    after an event on the copying stream has passed.
     """
     if device.type in ("cpu", "meta"):
         return torch.empty(shape, dtype=dtype)
@@ -124,5 +125,5 @@ def host_buffer(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     except (
         RuntimeError,
         NotImplementedError,
-    ):  # this accelerator has no pinned memory: its copies are staged
+    ):  # this accelerator has no pinned memory; its copies go through a staging buffer
         return torch.empty(shape, dtype=dtype)

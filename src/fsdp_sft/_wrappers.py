@@ -1,4 +1,4 @@
-"""Modules that others put around a model: which may be looked through, and which are refused by name."""
+"""Wrappers that other libraries put around a model: those that are looked through, and those refused."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fsdp_sft._compat import composable_api_of
 from fsdp_sft.errors import WrappedModelError
 
-# Class name of a wrapper to what it does that cannot be followed here.
+# Class name of a refused wrapper, and the reason.
 _REFUSED = {
     "FullyShardedDataParallel": "it shards parameters and gradients out of sight (FSDP1)",
     "DataParallel": "it splits each batch over the devices of one process",
@@ -19,7 +19,7 @@ _WAY_OUT = "hand over the model inside, made by shard_model (FSDP2) or Distribut
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model that DistributedDataParallel, torch.compile and Lightning Fabric have been put around."""
+    """The model inside any DistributedDataParallel, torch.compile and Lightning Fabric wrappers."""
     return with_wrappers(model)[-1]
 
 
@@ -32,16 +32,16 @@ def with_wrappers(model: nn.Module) -> list[nn.Module]:
 
 
 def replicated_by(model: nn.Module) -> DistributedDataParallel | None:
-    """The DistributedDataParallel around the whole model, itself perhaps inside another wrapper."""
+    """The DistributedDataParallel around the whole model, which may itself be inside another wrapper."""
     return next((m for m in with_wrappers(model) if isinstance(m, DistributedDataParallel)), None)
 
 
 def replicas_of(model: nn.Module) -> dist.ProcessGroup | None:
-    """Ranks that DistributedDataParallel averages the gradients over; None for a model without it.
+    """Ranks over which DistributedDataParallel averages the gradients; None for a model without it.
 
     Raises:
-        WrappedModelError: For a wrapper, at any depth, whose ranks cannot be told or whose gradients cannot
-            be followed.
+        WrappedModelError: If a wrapper, at any depth, hides its ranks or handles gradients in a way that
+            cannot be followed.
     """
     around = replicated_by(model)
     for name, module in model.named_modules():
@@ -60,7 +60,7 @@ def replicas_of(model: nn.Module) -> dist.ProcessGroup | None:
 
 
 def _inside(model: nn.Module) -> nn.Module | None:
-    """What a wrapper that changes no number holds; None for anything else."""
+    """The module inside a wrapper that changes no result; None if ``model`` is no such wrapper."""
     inner: Any = None
     if isinstance(model, DistributedDataParallel):
         inner = model.module

@@ -1,4 +1,4 @@
-"""Long rows over several ranks, exactly: each has a part of the tokens, and attention sees all of them."""
+"""Context parallelism, exact: each rank has a part of a row's tokens, and attention sees all of them."""
 
 from fsdp_sft.context_parallel.group import SequenceGroup, WholeRows, part_of_rows, sequence_group_in
 from fsdp_sft.context_parallel.use import (

@@ -1,4 +1,4 @@
-"""Attention over a sequence of which each rank has a part, around any that transformers has."""
+"""Attention over a sequence of which each rank has a part, wrapped around transformers' own."""
 
 import functools
 import math
@@ -18,14 +18,14 @@ from fsdp_sft.errors import UnsupportedModelError
 
 @dataclass(frozen=True, eq=False)
 class SequenceMask:
-    """Goes to the layers in place of a mask, and tells attention that it sees a part of the tokens.
+    """Stand-in for the attention mask that tells attention that it sees a part of the tokens.
 
-    It travels with the layers' arguments, hence also into a recomputation, which another thread may run.
+    It travels among the layers' arguments and so reaches a recomputation too, which another thread may run.
 
     Attributes:
-        group: The ranks that have the other parts.
-        inner: The mask of the whole sequence, as the attention within wants it.
-        position_ids: Of the whole sequence, ``(B, S)``.
+        group: Ranks that have the parts of the sequence.
+        inner: Mask of the whole sequence, in the form that the wrapped attention takes.
+        position_ids: Positions of the whole sequence, ``(B, S)``.
     """
 
     group: SequenceGroup
@@ -40,7 +40,7 @@ class SequenceMask:
 
 
 def register(implementation: str) -> str:
-    """Register attention over parts of a sequence around ``implementation``; returns its name."""
+    """Register attention over parts of a sequence, wrapped around ``implementation``; returns its name."""
     name = PREFIX + implementation
     AttentionInterface.register(name, functools.partial(attend, implementation))
     AttentionMaskInterface.register(name, functools.partial(make_mask, implementation))
@@ -58,7 +58,7 @@ def make_mask(
     allow_is_causal_skip: bool = True,
     **others: Any,
 ) -> Any:
-    """For transformers' mask interface: the mask of the whole sequence, in a ``SequenceMask``."""
+    """Function for transformers' mask interface: the mask of the whole sequence, in a ``SequenceMask``."""
     whole = rows_in_forward()
     plain = functools.partial(AttentionMaskInterface()[implementation], batch_size=batch_size, **others)
     if whole is None:
@@ -70,7 +70,7 @@ def make_mask(
             allow_is_causal_skip=allow_is_causal_skip,
         )
     part = whole.length // whole.group.size
-    # A model that makes a cache, although none is asked for, takes the number of keys from that.
+    # A model that makes a cache although none is asked for takes the number of keys from the cache.
     if q_length != part or kv_length not in (part, whole.length):
         raise UnsupportedModelError(
             f"the model makes a mask of {q_length} queries and {kv_length} keys, where this rank has "
@@ -87,7 +87,8 @@ def make_mask(
         allow_is_causal_skip=allow_is_causal_skip and whole.rows is None,
     )
     if whole.filler and isinstance(inner, torch.Tensor) and inner.is_floating_point():
-        # A token that sees nothing (padding on the left) looks at all keys alike there: not at filler.
+        # A token that may see no key (left padding) attends to all keys equally in such a mask. Filler must
+        # not be among them.
         inner[..., -whole.filler :] = -math.inf
     return SequenceMask(whole.group, inner, whole.position_ids)
 
@@ -101,7 +102,7 @@ def attend(
     attention_mask: Any,
     **others: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """An attention of transformers' attention interface; tensors are ``(B, heads, S / n, head size)``."""
+    """Function for transformers' attention interface; tensors are ``(B, heads, S / n, head size)``."""
     function = _attention(implementation, module)
     if not isinstance(attention_mask, SequenceMask):
         _refuse_alone(module)
@@ -127,19 +128,19 @@ def attend(
 
 @dataclass(frozen=True)
 class _OwnHeads:
-    """Cuts what there is one of for each query head, such as sinks and biases, to those of this rank."""
+    """Narrows tensors with an entry per query head, such as sinks and biases, to this rank's heads."""
 
     heads: int
     group: SequenceGroup
 
     def has(self, value: Any) -> bool:
-        """Whether ``value`` has one entry for each head: ``(heads,)``, or ``(B, heads, S, S)``."""
+        """Whether ``value`` has one entry per query head: ``(heads,)`` or ``(B, heads, S, S)``."""
         if not isinstance(value, torch.Tensor) or value.ndim not in (1, 4) or not value.is_floating_point():
             return False
         return bool(value.shape[0 if value.ndim == 1 else 1] == self.heads)
 
     def of(self, value: Any) -> Any:
-        """Those of this rank; anything else as it is."""
+        """The entries of this rank's heads; anything without an entry per head is returned as it is."""
         if not self.has(value):
             return value
         each = self.heads // self.group.size
@@ -147,7 +148,7 @@ class _OwnHeads:
 
 
 class _ModuleOfRank:
-    """An attention module as the attention function sees it: with the heads of one rank."""
+    """An attention module as the wrapped attention function sees it: with this rank's heads only."""
 
     def __init__(self, module: nn.Module, own: _OwnHeads, groups: int) -> None:
         self.module, self.own, self.num_key_value_groups = module, own, groups
@@ -157,6 +158,7 @@ class _ModuleOfRank:
 
 
 def _attention(implementation: str, module: nn.Module) -> Callable[..., Any]:
+    """The wrapped attention function; that of ``"eager"`` is in the file of the module's class."""
     if implementation != "eager":
         return AttentionInterface()[implementation]  # type: ignore[no-any-return]
     function: Callable[..., Any] | None = eager_attention_of(module)
@@ -168,7 +170,10 @@ def _attention(implementation: str, module: nn.Module) -> Callable[..., Any]:
 
 
 def _refuse_alone(module: nn.Module) -> None:
-    """A plain forward computes whole rows on every rank of a group: right to generate by, not to train."""
+    """Refuse a plain forward in training: every rank of a group would compute the whole rows.
+
+    For generation that is right, and it is allowed.
+    """
     if rows_in_forward() is not None:
         raise UnsupportedModelError(
             f"{type(module).__name__} attends without the mask that transformers made for the model, "

@@ -1,4 +1,4 @@
-"""Ranks that share the tokens of a row, and what they know of the rows that a forward has a part of."""
+"""Ranks that share the tokens of a row, and the facts that each knows about the whole rows in a forward."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ from fsdp_sft._meshes import CP, cp_rank, cp_size, data_parallel_place
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-PREFIX = "cp_"  # before the name of the attention that runs within
+PREFIX = "cp_"  # put before the name of the wrapped attention
 
 
 @dataclass(frozen=True)
@@ -22,10 +22,11 @@ class SequenceGroup:
     """Ranks that share the tokens of a row.
 
     Attributes:
-        name: Of their process group.
-        size: How many they are.
-        rank: Which of them this is: it has that part of the tokens, and for attention that part of the heads.
-        share: Which of such groups they are: what share of the data they have.
+        name: Name of their process group.
+        size: Number of ranks in the group.
+        rank: Index of this rank in the group, and so of its part of the tokens and, in attention, of the
+            heads.
+        share: Index of the group, which is also the index of its share of the data.
     """
 
     name: str
@@ -34,7 +35,9 @@ class SequenceGroup:
     share: int
 
     def exchange(self, rows: torch.Tensor) -> torch.Tensor:
-        """Row i of the result is from rank i, which gets row i of ``rows``; differentiable.
+        """All-to-all: row i of ``rows`` goes to rank i, and row i of the result is from rank i.
+
+        It is differentiable.
 
         Collective: all ranks of the group.
         """
@@ -42,7 +45,7 @@ class SequenceGroup:
 
 
 def sequence_group_in(mesh: "DeviceMesh | None") -> SequenceGroup | None:
-    """This rank's group along a mesh's ``cp``; None where each rank has rows of its own."""
+    """This rank's group along the ``cp`` axis of a mesh; None if every rank has rows of its own."""
     if mesh is None or cp_size(mesh) == 1:
         return None
     name = mesh.get_group(CP).group_name
@@ -51,15 +54,15 @@ def sequence_group_in(mesh: "DeviceMesh | None") -> SequenceGroup | None:
 
 @dataclass(frozen=True, eq=False)
 class WholeRows:
-    """What every rank of a group knows of the rows that it has a part of.
+    """Facts about whole rows that every rank of a group knows.
 
     Attributes:
-        group: The ranks.
-        length: Tokens of the sequences, a multiple of the ranks.
-        position_ids: Of all tokens ``(B, length)``.
-        rows: Which row of a pack each token is in ``(B, length)``; None where no sequence has several.
-        padding: Which tokens are none of padding, bool ``(B, length)``; None where all are.
-        filler: Tokens at the end that only make the length such a multiple.
+        group: Ranks that share the rows.
+        length: Number of tokens of a sequence, a multiple of the number of ranks.
+        position_ids: Positions of all tokens, ``(B, length)``.
+        rows: Index of the packed row of each token, ``(B, length)``; None if no sequence has several rows.
+        padding: Mask of the tokens that are not padding, bool ``(B, length)``; None if there is no padding.
+        filler: Number of tokens at the end that only make the length a multiple of the ranks.
     """
 
     group: SequenceGroup
@@ -75,7 +78,7 @@ _whole: ContextVar[WholeRows | None] = ContextVar("fsdp_sft_whole_rows", default
 
 @contextmanager
 def part_of_rows(whole: WholeRows) -> Iterator[None]:
-    """Let forwards within the block take their inputs for this rank's part of ``whole``."""
+    """Tell forwards within the block that their inputs are this rank's part of ``whole``."""
     token = _whole.set(whole)
     try:
         yield
@@ -84,12 +87,12 @@ def part_of_rows(whole: WholeRows) -> Iterator[None]:
 
 
 def rows_in_forward() -> WholeRows | None:
-    """What the forward that runs now has a part of; None in a plain one."""
+    """The whole rows of which the present forward has a part; None in a plain forward."""
     return _whole.get()
 
 
 def not_divisible(whose: str, heads: int, ranks: int) -> str:
-    """What to say of query heads that the ranks do not divide."""
+    """Error message for a number of query heads that the number of ranks does not divide."""
     divisors = [number for number in range(2, heads + 1) if heads % number == 0]
     return (
         f"{whose} {heads} query heads, which cp={ranks} does not divide: use cp of {divisors}, and give the "

@@ -1,13 +1,20 @@
-"""Each rank's part of a sequence for all heads, exchanged for the whole sequence for some heads, and back.
+"""Exchange of tokens for heads around attention, and back: DeepSpeed Ulysses.
 
-Ulysses (Jacobs et al. 2023, https://arxiv.org/abs/2309.14509): with n ranks, S tokens and H heads
+Attention of one head needs all tokens of that head and nothing of the others. So each of n ranks exchanges
+its S/n tokens of all H heads for all S tokens of H/n heads, computes what one process would compute for those
+heads, and exchanges the result back (Jacobs et al. 2023, https://arxiv.org/abs/2309.14509). With 2 ranks, 4
+tokens and 2 heads a and b, an entry is the rank that holds it::
 
-    before    rank r has tokens r S/n to (r+1) S/n of all H heads
-    attention rank r has all S tokens of heads r H/n to (r+1) H/n, and computes what one process would
-    after     as before
+                  layers          attention          layers
+                   a  b             a  b              a  b
+    token 0        0  0             0  1              0  0
+    token 1        0  0   to_heads  0  1   to_tokens  0  0
+    token 2        1  1   ------->  0  1   -------->  1  1
+    token 3        1  1             0  1              1  1
 
-One exchange carries queries, keys and values together: with one collective in flight there is no order in
-which ranks could start several differently.
+Each exchange is one all-to-all: in the first, rank 0 sends its tokens 0 and 1 of head b to rank 1 and gets
+tokens 2 and 3 of head a. Queries, keys and values travel in the same one. With a single collective in flight,
+ranks cannot start several in different orders.
 """
 
 from collections.abc import Sequence
@@ -20,11 +27,11 @@ from fsdp_sft.context_parallel.group import SequenceGroup
 
 @dataclass(frozen=True)
 class KeyHeads:
-    """Which key heads each rank gets for its query heads.
+    """The key heads that each rank gets for its query heads.
 
     Attributes:
-        repeats: How often each key head is repeated before they are dealt out.
-        groups: Query heads of a rank for each key head that it gets.
+        repeats: Number of copies that are made of each key head before the exchange.
+        groups: Number of a rank's query heads for each key head that it gets.
     """
 
     repeats: int
@@ -32,11 +39,11 @@ class KeyHeads:
 
 
 def key_heads(num_query: int, num_key: int, ranks: int) -> KeyHeads:
-    """The fewest key heads that let each rank compute its query heads.
+    """The fewest key heads with which each rank can compute its query heads.
 
-    Key heads lie next to the query heads that use them, as in transformers: query head i uses key head
-    ``i // (num_query // num_key)``. Where they do not divide by the ranks they are repeated: to one for each
-    rank if all of its query heads use the same, and else to one for each query head.
+    As in transformers, query head i uses key head ``i // (num_query // num_key)``. If the number of ranks
+    does not divide that of key heads, these are repeated: to one per rank if all query heads of a rank use
+    the same key head, and else to one per query head::
 
         12 query heads, 4 key heads, 3 ranks:  queries 0 1 2 3 | 4 5 6 7 | 8 9 10 11
                                                keys    0 0 0 1 | 1 1 2 2 | 2 3  3  3
@@ -50,29 +57,31 @@ def key_heads(num_query: int, num_key: int, ranks: int) -> KeyHeads:
 
 
 def to_heads(tensors: Sequence[torch.Tensor], group: SequenceGroup) -> list[torch.Tensor]:
-    """``(B, heads, S / n, D)`` of all heads to ``(B, heads / n, S, D)`` of this rank's.
+    """Exchange ``(B, heads, S / n, D)`` of all heads for ``(B, heads / n, S, D)`` of this rank's heads.
 
     Collective: all ranks of the group.
     """
     if len({tensor.dtype for tensor in tensors}) > 1:
         return [to_heads([tensor], group)[0] for tensor in tensors]
     ranks = group.size
-    # (n, B, heads / n, S / n, D): what goes to each rank
+    # (n, B, heads / n, S / n, D): entry r is the part of the heads that rank r computes
     sent = [tensor.unflatten(1, (ranks, -1)).movedim(1, 0) for tensor in tensors]
     flat = torch.cat([part.flatten(1) for part in sent], 1)
     received = group.exchange(flat.contiguous()).split([part[0].numel() for part in sent], 1)
     whole = []
     for got, part in zip(received, sent, strict=True):
-        # from each rank its tokens: (n, B, heads / n, S / n, D) to (B, heads / n, n, S / n, D)
+        # Entry r has the tokens of rank r, so n comes before the tokens: (B, heads / n, n, S / n, D).
         whole.append(got.reshape(part.shape).movedim(0, 2).flatten(2, 3))
     return whole
 
 
 def to_tokens(out: torch.Tensor, group: SequenceGroup) -> torch.Tensor:
-    """``(B, S, heads / n, D)`` of this rank's heads to ``(B, S / n, heads, D)`` of all.
+    """Exchange ``(B, S, heads / n, D)`` of this rank's heads for ``(B, S / n, heads, D)`` of all heads.
 
     Collective: all ranks of the group.
     """
-    sent = out.unflatten(1, (group.size, -1)).movedim(1, 0)  # (n, B, S / n, heads / n, D)
+    # (n, B, S / n, heads / n, D): entry r is the part of the tokens that rank r has in the layers
+    sent = out.unflatten(1, (group.size, -1)).movedim(1, 0)
     received = group.exchange(sent.flatten(1).contiguous()).reshape(sent.shape)
+    # Entry r has the heads of rank r, so n comes before the heads: (B, S / n, n, heads / n, D).
     return received.movedim(0, 2).flatten(2, 3)

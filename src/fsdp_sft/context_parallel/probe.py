@@ -1,4 +1,4 @@
-"""A model in parts beside the same model whole: whether anything but attention mixes positions."""
+"""Check that nothing but attention mixes positions: a row computed in parts must come out as the whole."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,20 +16,22 @@ from fsdp_sft.context_parallel.group import SequenceGroup, WholeRows, part_of_ro
 from fsdp_sft.distributed import compute_device
 from fsdp_sft.errors import UnsupportedModelError
 
-_TOKENS_EACH = 32  # of a rank's part; the windows of local convolutions are shorter
-# In 16 bits a router may send a token elsewhere for a rounding, and that is no rounding any more; a window of
-# 4 tokens changes a tenth of a part.
+_TOKENS_EACH = 32  # tokens of a rank's part; more than the windows of local convolutions
+# Largest share of positions that may differ in 16 bits, where rounding can make a router send a token to
+# another expert, which is no small difference. A convolution over 4 tokens changes a tenth of a part.
 _MOST_FLIPPED = 0.05
 
 
 def verify(model: nn.Module, group: SequenceGroup) -> None:
     """Compare this rank's part of the logits of a random row with the same part of a plain forward.
 
-    Raises:
-        UnsupportedModelError: If they differ; the message names the first module whose output does. Also if
-            tokens see later ones, or positions are others than a batch without ``position_ids`` stands for.
+    The model is left as it was.
 
-    Collective: all ranks that hold the model; all raise or none. The model is left as it was.
+    Raises:
+        UnsupportedModelError: If they differ; the message names the first module whose output differs. Also
+            if tokens see later ones, or if without ``position_ids`` the model does not count from 0.
+
+    Collective: all ranks that hold the model; either all raise or none.
     """
     with undisturbed(model), torch.no_grad(), uncompiled():
         model.eval()
@@ -62,7 +64,7 @@ def verify(model: nn.Module, group: SequenceGroup) -> None:
 
 
 class _PartsProbe:
-    """One random row through the model, whole and in parts."""
+    """A random row that is put through the model whole and in parts."""
 
     def __init__(self, model: nn.Module, group: SequenceGroup) -> None:
         self.model, self.group, self.device = model, group, compute_device(model)
@@ -79,21 +81,21 @@ class _PartsProbe:
         most = getattr(config, "max_position_embeddings", None)
         each = min(_TOKENS_EACH, most // group.size) if isinstance(most, int) and most > 0 else _TOKENS_EACH
         length = max(each, 1) * group.size
-        # The middle of the vocabulary: padding, images and the like have their ids at the ends.
+        # Ids from the middle of the vocabulary, because padding, images and the like have theirs at the ends.
         low, high = vocabulary // 4, max(3 * vocabulary // 4, 1)
         ids = torch.randint(low, high, (1, length), generator=torch.Generator().manual_seed(0))
         self.ids = ids.to(self.device)
         self.positions = torch.arange(length, device=self.device)[None]
         self.whole = WholeRows(group, length, self.positions, None, None)
         self.own = slice(group.rank * each, (group.rank + 1) * each)
-        # A router's loss of a part is another thing than that of the whole, and losses refuse it.
+        # The router's loss of a part is not that of the whole row, so neither forward is asked for it.
         self.options = {name: False for name in ("use_cache", "output_router_logits") if name in taken}
-        # Norms compute in float32 also in a float64 model.
+        # Norms compute in float32 even in a float64 model, hence the least tolerance.
         self.tolerance = max(logits_tolerance(model, self.device), 1e-6)
         self.most_flipped = _MOST_FLIPPED if self.tolerance > 1e-3 else 0.0
 
     def assumption_that_fails(self) -> str:
-        """What of a plain forward is not as rows in parts take it to be; empty if nothing."""
+        """Why a plain forward is not what computing rows in parts assumes; empty if it is."""
         plain = self._plain().logits
         changed = self.ids.clone()
         changed[:, -1] += 1
@@ -108,7 +110,7 @@ class _PartsProbe:
         padded = torch.ones_like(self.ids)
         padded[:, : len(padded[0]) // 4] = 0
         seen = slice(len(padded[0]) // 4, None)
-        # Tokens that see nothing are NaN in some models, and then others are.
+        # In some models tokens that see no key become NaN, and make others NaN.
         alone = self.model(input_ids=self.ids, attention_mask=padded, **self.options).logits.nan_to_num()
         placed = self._plain(attention_mask=padded).logits.nan_to_num()
         if _share_beyond(alone[:, seen], placed[:, seen], self.tolerance) > self.most_flipped:
@@ -116,14 +118,17 @@ class _PartsProbe:
         return ""
 
     def share_that_differs(self) -> float:
-        """Of this rank's positions, those whose logits differ by more than rounding."""
+        """The share of this rank's positions whose logits differ by more than rounding."""
         plain, part = self._plain().logits[:, self.own], self._part().logits
         if part.shape != plain.shape:
             return 1.0
         return _share_beyond(part, plain, self.tolerance)
 
     def first_that_differs(self) -> str:
-        """The first module, inner before outer, whose output differs: a second pass keeps all outputs."""
+        """A text that names the first module whose output differs, inner before outer.
+
+        Both forwards are run again and all outputs kept.
+        """
         outputs: list[dict[str, torch.Tensor]] = []
         for run, own in ((self._plain, self.own), (self._part, slice(None))):
             with _outputs(self.model, self.whole.length, own) as kept:
@@ -138,10 +143,12 @@ class _PartsProbe:
         return "if in no module by itself"
 
     def _plain(self, ids: torch.Tensor | None = None, **inputs: Any) -> Any:
+        """The output of a plain forward of the whole row."""
         ids = self.ids if ids is None else ids
         return self.model(input_ids=ids, position_ids=self.positions, **inputs, **self.options)
 
     def _part(self) -> Any:
+        """The output of a forward of this rank's part of the row."""
         mask = torch.ones_like(self.ids)
         with part_of_rows(self.whole):
             return self.model(
@@ -154,7 +161,7 @@ class _PartsProbe:
 
 @contextmanager
 def _names_of_running(model: nn.Module, running: list[str]) -> Iterator[None]:
-    """Keep the names of the modules that have been called and have not returned, innermost last."""
+    """Keep in ``running`` the names of the modules that have been called and not returned, innermost last."""
 
     def entering(name: str) -> Any:
         return lambda *_: running.append(name)
@@ -176,7 +183,7 @@ def _names_of_running(model: nn.Module, running: list[str]) -> Iterator[None]:
 
 @contextmanager
 def _outputs(model: nn.Module, length: int, own: slice) -> Iterator[dict[str, torch.Tensor]]:
-    """What each module returns for this rank's tokens, by name, in the order in which they return."""
+    """Collect all modules' outputs for this rank's tokens, by name, in the order in which they return."""
     kept: dict[str, torch.Tensor] = {}
 
     def keeper(name: str) -> Any:
@@ -199,10 +206,11 @@ def _outputs(model: nn.Module, length: int, own: slice) -> Iterator[dict[str, to
 
 
 def _share_beyond(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> float:
+    """The share of positions at which two tensors differ by more than ``tolerance``, relatively."""
     found, expected = found.double(), expected.double()
     size = (expected - expected.mean(-1, keepdim=True)).norm(dim=-1)
     error = (found - expected).norm(dim=-1) / size.clamp_min(torch.finfo(torch.float32).tiny)
-    # nan if the logits are
+    # The negation counts NaN as a difference.
     return float((~(error <= tolerance)).double().mean())
 
 

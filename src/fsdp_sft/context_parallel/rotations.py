@@ -1,4 +1,4 @@
-"""Rotary embeddings that look at the longest row, shown the whole row where a forward has a part of it."""
+"""Rotary embeddings that depend on a row's length: they get whole rows where a forward has parts of them."""
 
 from typing import Any
 
@@ -14,14 +14,14 @@ _HOOKED = "_fsdp_sft_whole_positions"
 
 
 def show_whole_positions(model: nn.Module) -> None:
-    """Let such embeddings (dynamic NTK, LongRoPE) be computed for all positions and cut to a rank's.
+    """Let such embeddings (dynamic NTK, LongRoPE) compute all positions of a row, and keep this rank's part.
 
-    From its own positions a rank would take another length of the row than the others. Done once a module;
-    in a forward of whole rows nothing changes.
+    They read the length of the row off the positions. From its own positions alone, each rank would read
+    another length. Modules get their hooks once; forwards of whole rows are as before.
 
     Raises:
-        UnsupportedModelError: If one lies in a block: a recomputation may run that where the rows are not
-            known.
+        UnsupportedModelError: If such an embedding lies in a block, which a recomputation may run where the
+            whole rows are not known.
     """
     blocks = tuple(f"{name}." for name in find_blocks(model))
     for name, module in rotations_by_length(model).items():
@@ -37,6 +37,7 @@ def show_whole_positions(model: nn.Module) -> None:
 
 
 def _with_whole_positions(_module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Hook before the forward: replaces the positions by those of the whole rows."""
     rows = rows_in_forward()
     if rows is None:
         return None
@@ -46,6 +47,7 @@ def _with_whole_positions(_module: nn.Module, args: Any, kwargs: Any) -> Any:
 
 
 def _own_part(_module: nn.Module, _args: Any, output: Any) -> Any:
+    """Hook after the forward: narrows the embeddings to this rank's positions."""
     rows = rows_in_forward()
     if rows is None:
         return None

@@ -1,4 +1,4 @@
-"""Put context parallelism into a model, and ask whether a model has it."""
+"""Set a model up for context parallelism, and find out whether it is."""
 
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -19,40 +19,47 @@ from fsdp_sft.errors import UnsupportedModelError
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_WITHIN = ("sdpa", "eager", "sdpa_varlen")  # attention that may run within
+_WITHIN = ("sdpa", "eager", "sdpa_varlen")  # attention implementations that can be wrapped
 
 _groups: "weakref.WeakKeyDictionary[nn.Module, SequenceGroup]" = weakref.WeakKeyDictionary()
 
 
 def use_context_parallel(model: nn.Module, *, mesh: "DeviceMesh") -> None:
-    """Let the ranks along a mesh's ``cp`` axis share the tokens of each row, exactly.
+    """Let the ranks along a mesh's ``cp`` axis share the tokens of each row, with exact results.
 
     From then on ``train_step``, ``evaluate``, ``causal_lm_loss`` and ``loss_sum`` take whole rows, the same
-    on all ranks of a ``cp`` group, and each rank computes its part: 1/cp of the tokens through the layers,
-    the loss and its gradients. Around attention two exchanges give each rank all tokens of 1/cp of the heads
-    (Ulysses), so what is computed there is what one process computes: packs, sliding and chunked windows,
-    soft caps, sinks and latent attention as they are. Rotary embeddings get the positions in the whole row.
+    on all ranks of a ``cp`` group. Each rank computes its part: 1/cp of the tokens in the layers, the loss
+    and its gradients. Around attention two exchanges give each rank all tokens of 1/cp of the heads
+    (Ulysses), so attention computes what it would on one process: packs, sliding and chunked windows, soft
+    caps, sinks and latent attention work as they are. Rotary embeddings get the positions in the whole row.
 
-    A model is compared with itself once: random rows through it whole, and in parts. What mixes positions
-    outside of attention (recurrent states, convolutions over time, ALiBi) shows there.
+    A model is compared with itself once, on random rows computed whole and in parts. That shows whether
+    anything outside of attention mixes positions (recurrent states, convolutions over time, ALiBi).
 
-    The model's own forward outside of these functions is a plain one: generation with the same inputs on
-    every rank goes on working, and training by it is refused. Call ``use_varlen_attention`` before.
+    A forward outside of these functions is a plain one. Generation with the same inputs on every rank works
+    as before; training by a plain forward is refused. Call ``use_varlen_attention`` before this function.
 
     Args:
-        model: A causal language model of transformers with its weights, sharded on ``mesh``.
-        mesh: From ``build_mesh(cp=...)``; with ``cp=1`` there is nothing to do.
+        model: Causal language model of transformers with its weights, sharded on ``mesh``.
+        mesh: Mesh from ``build_mesh(cp=...)``; with ``cp=1`` there is nothing to do.
 
     Raises:
-        ValueError: If ``mesh`` is not the one the model is sharded on, or ``cp`` does not divide the query
-            heads; the message says what would.
-        UnsupportedModelError: If the model's attention cannot be run so, or the comparison shows a module
-            whose output differs; the message names it. The model is as before.
-        TypeError: If the model is none of transformers'.
+        ValueError: If ``mesh`` is not the one that the model is sharded on, or ``cp`` does not divide the
+            query heads; the message says which values would.
+        UnsupportedModelError: If the model's attention cannot be wrapped, or the comparison shows a module
+            whose output differs, which the message names. The model is as before.
+        TypeError: If the model is not one of transformers.
 
-    Collective: all ranks of the mesh; all raise or none.
-    Memory: Attention holds queries, keys and values of all tokens for 1/cp of the heads. Key heads fewer than
-        ``cp`` are repeated.
+    Collective: all ranks of the mesh; either all raise or none.
+    Memory: Attention holds queries, keys and values of all tokens for 1/cp of the heads. If there are fewer
+        key heads than ``cp``, they are repeated.
+
+    Example:
+        >>> mesh = fs.build_mesh(cp=1)  # cp=8 on 8 ranks: each computes an eighth of every row
+        >>> model = fs.load_pretrained(path, mesh=mesh)
+        >>> fs.use_context_parallel(model, mesh=mesh)
+        >>> for window in fs.windows(loader, grad_accum_steps=2, mesh=mesh):
+        ...     result = fs.train_step(model, window, torch.optim.AdamW(model.parameters()), mesh=mesh)
     """
     inner = unwrapped(model)
     name = original_class(inner).__name__
@@ -83,11 +90,11 @@ def use_context_parallel(model: nn.Module, *, mesh: "DeviceMesh") -> None:
 
 
 def check_shareable(model: nn.Module, ranks: int) -> None:
-    """Refuse a model whose attention or heads do not let so many ranks share a row.
+    """Refuse a model whose rows so many ranks cannot share, because of its attention or number of heads.
 
     Raises:
-        ValueError: If the ranks do not divide the query heads.
-        UnsupportedModelError: If the model runs another attention than those that may run within.
+        ValueError: If the number of ranks does not divide that of query heads.
+        UnsupportedModelError: If the model runs an attention implementation that cannot be wrapped.
     """
     name = original_class(model).__name__
     within = attention_of(model).removeprefix(PREFIX)
@@ -102,11 +109,11 @@ def check_shareable(model: nn.Module, ranks: int) -> None:
 
 
 def share_attention(model: Any) -> None:
-    """Put attention over parts of a row around the one that a model has.
+    """Wrap a model's attention, so that it can run on parts of rows.
 
     Raises:
-        UnsupportedModelError: If transformers does not let it run another, or it rotates by the length of the
-            row within a block.
+        UnsupportedModelError: If transformers does not let the model run another attention, or if a rotary
+            embedding inside a block depends on the length of the row.
     """
     from fsdp_sft.context_parallel.attention import register
 
@@ -121,15 +128,16 @@ def share_attention(model: Any) -> None:
 
 
 def sequence_group_of(model: nn.Module, over: "DeviceMesh | None" = None) -> SequenceGroup | None:
-    """The ranks that share the rows of a model; None for one without context parallelism.
+    """This rank's group of ranks that share the rows of a model; None without context parallelism.
 
     Args:
-        model: Sharded or not.
-        over: The mesh that a caller sums over, if there is one.
+        model: Model, sharded or not.
+        over: Mesh that the caller sums over; None if there is none.
 
     Raises:
-        ValueError: If that is a part of the mesh that the model is sharded on.
-        UnsupportedModelError: If the model is sharded on a mesh with ``cp`` and has none, or no more.
+        ValueError: If ``over`` is only a part of the mesh that the model is sharded on.
+        UnsupportedModelError: If the model is sharded on a mesh with ``cp``, but ``use_context_parallel`` was
+            not called or its attention has been replaced since.
     """
     inner = unwrapped(model)
     mesh = whole_mesh_of(inner)
@@ -152,5 +160,6 @@ def sequence_group_of(model: nn.Module, over: "DeviceMesh | None" = None) -> Seq
 
 
 def _query_heads(model: nn.Module) -> int | None:
+    """Number of query heads that the config gives; None if it gives none."""
     heads = getattr(text_config(model), "num_attention_heads", None)
     return heads if isinstance(heads, int) and not isinstance(heads, bool) else None

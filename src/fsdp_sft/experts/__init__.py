@@ -1,4 +1,4 @@
-"""The experts of a mixture: how they are computed, and what they are given, counted, drawn, evened out."""
+"""The experts of a mixture: the implementation that computes them, and their load, counted and balanced."""
 
 from fsdp_sft.experts.bias import update_router_bias
 from fsdp_sft.experts.choice import prepare_experts

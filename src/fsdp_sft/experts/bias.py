@@ -1,4 +1,4 @@
-"""Biases by which routers without a loss of their own keep experts evenly busy."""
+"""The update of biases by which routers balance their experts without a loss."""
 
 import torch
 from torch import nn
@@ -11,30 +11,34 @@ from fsdp_sft.experts.counter import counter_of
 
 
 def update_router_bias(model: nn.Module, *, rate: float) -> list[str]:
-    """Move each router's bias towards the experts that the last step gave too little.
+    """Raise the bias of experts that the last step gave too few tokens, and lower that of the busier ones.
 
-    ``bias += rate * sign(mean load - load)``, as models are trained that balance their experts without a loss
-    (DeepSeek-V3, GLM-4 MoE; arXiv:2408.15664, algorithm 1, and arXiv:2412.19437, section 2.1.2, with a rate
-    of 0.001). Without a call the biases stay as the checkpoint has them.
+    ``bias += rate * sign(mean load - load)``, as in the training of models that balance their experts without
+    a loss (DeepSeek-V3, GLM-4 MoE). If it is never called, the biases stay as the checkpoint has them.
 
     Args:
-        model: One for which ``watch_experts`` was called before the last ``train_step``.
-        rate: How far, above 0.
+        model: Model for which ``watch_experts`` was called before the last ``train_step``.
+        rate: Size of the step, above 0.
 
     Returns:
         Names of the biases that were moved.
 
     Raises:
-        ValueError: If the model has no such bias, or one of 16 bits, in which such steps are lost; if none of
-            its steps was watched, or the rate is not above 0.
+        ValueError: If the model has no such bias, or has one of 16 bits, in which such steps are lost; if no
+            step of it was watched, or the rate is not above 0.
 
-    Call it on every rank, after ``train_step``; nothing is exchanged, since all ranks know the load of all.
+    Collective: none, but call it on every rank after ``train_step``. All ranks know the load of all.
+    Source: arXiv:2408.15664, algorithm 1; arXiv:2412.19437, section 2.1.2, with a rate of 0.001.
 
     Example:
-        >>> watch_experts(model)  # doctest: +SKIP
-        >>> for window in windows(loader, 4):  # doctest: +SKIP
-        ...     train_step(model, window, optimizer)
-        ...     update_router_bias(model, rate=0.001)
+        >>> from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
+        >>> tiny = Glm4MoeConfig(vocab_size=640, hidden_size=96, num_hidden_layers=2, n_routed_experts=8)
+        >>> mixture = Glm4MoeForCausalLM(tiny)
+        >>> fs.watch_experts(mixture)
+        ['model.layers.1.mlp.experts']
+        >>> result = fs.train_step(mixture, window, torch.optim.AdamW(mixture.parameters()))
+        >>> fs.update_router_bias(mixture, rate=0.001)
+        ['model.layers.1.mlp.gate.e_score_correction_bias']
     """
     if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not rate > 0:
         raise ValueError(f"rate must be a number above 0, got {rate!r}")
@@ -50,7 +54,7 @@ def update_router_bias(model: nn.Module, *, rate: float) -> list[str]:
     for name, bias in biases.values():
         if bias.dtype.itemsize < 4:
             raise ValueError(f"{name} is {bias.dtype}, in which steps of {rate} are lost; keep it in float32")
-    reshard(model)  # what is gathered would stay as it was
+    reshard(model)  # a gathered copy of a bias would keep the old values
     for layer, counts in zip(counter.layers, counter.last, strict=True):
         if layer.name not in biases:
             continue

@@ -1,4 +1,4 @@
-"""Finds the biases by which routers without a loss keep experts evenly busy."""
+"""The biases by which routers balance their experts without a loss, found in a model."""
 
 from collections.abc import Iterable
 
@@ -9,18 +9,18 @@ from fsdp_sft._model import named_tensors
 
 
 def biases_of(model: nn.Module, experts: Iterable[tuple[str, int]]) -> dict[str, tuple[str, torch.Tensor]]:
-    """By layer its bias: the one tensor beside its experts, untrained, with one number an expert.
+    """Find the bias of each layer: the only untrained tensor beside its experts with one number for each.
 
     Args:
-        model: Inside of wrappers.
-        experts: FQNs of the modules with experts, and how many these are.
+        model: Model without wrappers around it.
+        experts: (FQN, number of experts) of each module with experts.
 
     Returns:
-        From those FQNs to the bias's name and itself, for layers that have one.
+        (name, tensor) of the bias by the FQN of the experts, for layers that have one.
     """
     found = {}
     for name, number in experts:
-        placed = name.removesuffix(".base_layer")  # where peft has put adapters around
+        placed = name.removesuffix(".base_layer")  # peft's name for the layer inside of its adapters
         beside = placed.rpartition(".")[0]
         block = model.get_submodule(beside)
         within = placed.removeprefix(f"{beside}.") + "."

@@ -1,4 +1,4 @@
-"""Choose how the experts of a mixture are computed, once, with a reason, and the same on all ranks."""
+"""Choose the implementation of a mixture's experts: once, with a logged reason, and the same on all ranks."""
 
 import logging
 import statistics
@@ -21,47 +21,57 @@ from fsdp_sft.errors import UnsupportedModelError
 from fsdp_sft.experts.trial import MOST_BYTES, Kind, Stopwatch, copied_bytes, errors, kinds_of
 
 IMPLEMENTATIONS = ("grouped_mm", "eager", "batched_mm")
-_LARGEST_ERROR = 2.0  # over that of eager experts
-_ROUNDS = 5
-_CLEARLY = 0.95  # of the present one's time: less is noise, and another choice in each run
+_LARGEST_ERROR = 2.0  # largest error of an implementation, divided by that of eager experts
+_ROUNDS = 5  # timed forwards and backwards of each implementation
+# Another implementation must take at most this share of the present one's time. A smaller difference is
+# noise, by which each run would choose another.
+_CLEARLY = 0.95
 _logger = logging.getLogger("fsdp_sft.experts")
 
 
 def prepare_experts(model: nn.Module, *, impl: str = "auto", tokens: int = 4096) -> str:
-    """Let a mixture's experts be computed by the fastest way that is as exact as plain matrix products.
+    """Compute a mixture's experts by the fastest implementation that is as exact as plain matrix products.
 
-    transformers has several: ``"eager"``, a product for each expert; ``"grouped_mm"``, torch's product of all
-    groups at once; ``"batched_mm"``, which copies an expert's weights for each token. Which is fastest
-    depends on widths, experts and device, and some do not run at all for a dtype or a width. Each is tried,
-    forward and backward, on experts of the model's widths and compute dtype, with numbers of their own: first
-    whether its output and gradients are within twice the error of eager experts in that dtype (against the
-    same in a wider one), then how long it takes. What the model runs stays unless another is at least 5 %
-    faster.
+    transformers has several implementations: ``"eager"``, one product per expert; ``"grouped_mm"``, torch's
+    product of all groups at once; ``"batched_mm"``, which copies an expert's weights for each token. The
+    fastest depends on widths, number of experts and device, and some do not run at all for a dtype or a
+    width. Each is tried, forward and backward, on random experts of the model's widths and compute dtype.
+    First its output and gradients must be within twice the error of eager experts in that dtype; the error is
+    measured against eager experts in a wider dtype. Then it is timed. The present implementation stays unless
+    another is at least 5 % faster.
 
-    Call it once, after the model is loaded and sharded and before the first step; where a resumed run is to
-    repeat the bits, give it the name that the first one logged. Times are those of eager code.
+    Call it once, after the model is loaded and sharded and before the first step. Times are those of eager
+    code. To make a resumed run repeat the bits, pass the name that the first run has logged as ``impl``.
 
     Args:
-        model: A mixture of transformers with its weights, sharded or not. Only its config changes.
-        impl: ``"auto"``, or one of the above, or of what is registered in transformers' ``ExpertsInterface``
-            (its ``"sonicmoe"`` and ``"deepgemm"`` need kernels of their own, and are taken only by name).
-        tokens: Of a micro-batch on one rank, filler included, for which the times are taken.
+        model: Mixture of transformers with its weights, sharded or not. Only its config changes.
+        impl: ``"auto"``, one of the names above, or another that is registered in transformers'
+            ``ExpertsInterface`` (its ``"sonicmoe"`` and ``"deepgemm"`` need kernels of their own, and are
+            chosen only by name).
+        tokens: Number of tokens in a micro-batch of one rank, filler included, for which times are taken.
 
     Returns:
-        The implementation that the model now runs; why, with times and errors, is logged on the first rank.
+        The implementation that the model now runs. The reason, with times and errors, is logged on the first
+        rank.
 
     Raises:
-        ValueError: For a model without experts, an ``impl`` that there is not, ``tokens`` below 1, or a model
-            on the meta device.
-        UnsupportedModelError: If ``impl`` names one that fails here, is not exact enough, or would copy more
-            than 0.5 GiB of weights in each layer; or its experts cannot be computed in another way.
+        ValueError: If the model has no experts or is on the meta device, if ``impl`` is unknown, or if
+            ``tokens`` is below 1.
+        UnsupportedModelError: If ``impl`` names an implementation that fails here, is not exact enough, or
+            would copy more than 0.5 GiB of weights in each layer; or if transformers computes the model's
+            experts in one way only.
 
     Collective: all ranks of the model's mesh.
-    Memory: On the compute device, for its duration, up to about 6 GiB for experts as large as Mixtral's (two
-        of them in float32, with their gradients); some MiB for narrow ones.
+    Memory: On the compute device, while it runs, up to about 6 GiB for experts as large as Mixtral's (two of
+        them in float32, with their gradients); some MiB for narrow ones.
 
     Example:
-        >>> prepare_experts(model)  # doctest: +SKIP
+        >>> from transformers import MixtralConfig, MixtralForCausalLM
+        >>> tiny = MixtralConfig(hidden_size=32, intermediate_size=32, num_hidden_layers=2)
+        >>> mixture = MixtralForCausalLM(tiny)
+        >>> fs.prepare_experts(mixture, tokens=64) in ("eager", "grouped_mm", "batched_mm")
+        True
+        >>> fs.prepare_experts(mixture, impl="grouped_mm")
         'grouped_mm'
     """
     if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
@@ -94,6 +104,7 @@ def prepare_experts(model: nn.Module, *, impl: str = "auto", tokens: int = 4096)
 
 
 def _experts_of(model: nn.Module, name: str) -> list[Any]:
+    """The modules whose experts transformers can compute in several ways; raises if there are none."""
     modules = list(switchable_experts(model).values())
     if modules and callable(getattr(model, "set_experts_implementation", None)):
         return modules
@@ -105,7 +116,7 @@ def _experts_of(model: nn.Module, name: str) -> list[Any]:
 
 
 def _top_k(model: nn.Module) -> int:
-    """Experts that a token is sent to, as configs of most families say; else as a router's attribute does."""
+    """Number of experts that a token is sent to, by the config or an attribute of a router; 2 if neither."""
     config: Any = getattr(model, "config", None)
     text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
     said = [text, *model.modules()]
@@ -114,6 +125,7 @@ def _top_k(model: nn.Module) -> int:
 
 
 def _set(model: Any, modules: list[Any], chosen: str, name: str) -> None:
+    """Let all experts run the chosen implementation; raises if transformers does not allow it."""
     if any(experts_implementation_of(module) != chosen for module in modules):
         model.set_experts_implementation(chosen)
     if any(experts_implementation_of(module) != chosen for module in modules):
@@ -123,9 +135,9 @@ def _set(model: Any, modules: list[Any], chosen: str, name: str) -> None:
 
 
 class _Trials:
-    """What was found out of each implementation; its text is for the log.
+    """Errors, times and reasons found for each implementation; ``str`` of it is for the log.
 
-    Each method is collective: what one rank finds counts for all, and times are those of all.
+    Each public method is collective: a failure on one rank counts for all, and times are summed over ranks.
     """
 
     def __init__(
@@ -143,10 +155,10 @@ class _Trials:
         self.seconds: dict[str, float] = {}
 
     def why_not(self, implementation: str) -> str:
-        """Why an implementation does not do; empty if it does.
+        """Why an implementation cannot be chosen; empty if it can.
 
         Raises:
-            ValueError: If there is none of the name.
+            ValueError: If no implementation has that name.
         """
         experts_forward(self.kinds[0].module, implementation)
         reason = self._try(implementation)
@@ -158,6 +170,7 @@ class _Trials:
         return reason
 
     def _try(self, implementation: str) -> str:
+        """Why an implementation cannot be chosen on this rank; empty if it can."""
         if implementation == "batched_mm":
             copied = max(copied_bytes(kind, self.tokens, self.dtype) for kind in self.kinds)
             if copied > MOST_BYTES:
@@ -168,7 +181,7 @@ class _Trials:
             error = max(
                 errors(kind, implementation, self.dtype, self.device, self.tokens) for kind in self.kinds
             )
-        except Exception as raised:  # of any library's kernels: what does not run is not chosen
+        except Exception as raised:  # any library's kernels may fail; what does not run is not chosen
             return f"{type(raised).__name__}: {str(raised).splitlines()[0] if str(raised) else ''}"[:200]
         self.error[implementation] = error
         if error > _LARGEST_ERROR:
@@ -176,7 +189,7 @@ class _Trials:
         return ""
 
     def fastest(self, implementations: list[str]) -> str:
-        """The one that takes least; the first of them unless another is clearly faster."""
+        """The fastest implementation that works; the first that does unless another is clearly faster."""
         running = [one for one in implementations if not self.why_not(one)]
         if not running:
             raise UnsupportedModelError(f"no way to compute the experts works here: {self}")
@@ -186,7 +199,7 @@ class _Trials:
             for one in running:
                 by_kind = zip(self.kinds, watches, strict=True)
                 taken[one].append(sum(kind.layers * watch.seconds(one) for kind, watch in by_kind))
-        medians = [statistics.median(times[1:]) for times in taken.values()]  # the first ones warm up
+        medians = [statistics.median(times[1:]) for times in taken.values()]  # the first round warms up
         self.seconds = dict(zip(running, self.over_ranks(medians), strict=True))
         best = min(running, key=self.seconds.__getitem__)
         first = running[0]

@@ -1,7 +1,8 @@
-"""Counts what routers choose, in eager blocks, compiled ones, and not again where they are recomputed.
+"""Counting of the tokens that routers send to each expert, in eager and compiled blocks.
 
-A hook before a layer's experts hands their choices through an operation that counts them. To compiled code it
-is an operation like others, without a side effect that it would have to know of.
+A hook before a layer's experts passes the router's choices through a custom operation that counts them. To
+compiled code it is an operation like any other, with no side effect that the code has to know of. It counts
+only while its layer is told to, so a recomputation does not count again.
 """
 
 import inspect
@@ -28,15 +29,15 @@ from fsdp_sft.experts.load import ExpertLoad
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_COUNTER = "_fsdp_sft_expert_counter"  # on the model
-_CHOICES = ("top_k_index", "router_indices")  # what transformers' experts call them
+_COUNTER = "_fsdp_sft_expert_counter"  # attribute of the model: its ExpertCounter
+_CHOICES = ("top_k_index", "router_indices")  # names of the argument of experts that takes the choices
 _logger = logging.getLogger("fsdp_sft.experts")
 _handles = itertools.count()
 _layers: "weakref.WeakValueDictionary[int, _Layer]" = weakref.WeakValueDictionary()
 
 
 class _Layer:
-    """The experts of one layer."""
+    """The experts of one layer, and how many tokens each was given."""
 
     def __init__(self, name: str, module: nn.Module, num_experts: int) -> None:
         self.name, self.module, self.num_experts = name, weakref.ref(module), num_experts
@@ -47,8 +48,9 @@ class _Layer:
         _layers[self.handle] = self
 
     def add(self, chosen: torch.Tensor) -> None:
+        """Count choices ``(tokens, top_k)`` of the tokens that count."""
         if self.counts is None or self.counts.device != chosen.device:
-            # One more, for tokens that are sent to no expert of this rank.
+            # The last entry is for choices of no expert of this rank.
             self.counts = torch.zeros(self.num_experts + 1, dtype=torch.int64, device=chosen.device)
         self.was_seen = True
         rows = chosen.reshape(-1, chosen.shape[-1])
@@ -57,11 +59,12 @@ class _Layer:
 
 
 class ExpertCounter:
-    """What the experts of a model are given in a window.
+    """Counter of the tokens that the experts of a model are given in a window.
 
     Attributes:
-        layers: Of the model that have experts.
-        last: What they were given in the last window on all ranks, int64 ``(experts,)`` each, on the device.
+        layers: Layers of the model that have experts.
+        last: Tokens of each expert in the last window on all ranks, for each layer int64 ``(experts,)`` on
+            the device.
     """
 
     def __init__(self, model: nn.Module, layers: list[_Layer]) -> None:
@@ -70,16 +73,16 @@ class ExpertCounter:
         self._is_open = self._has_warned = False
 
     def __reduce__(self) -> Any:
-        """A copy of the model is not watched."""
+        """Pickled and copied as None, because a copy of the model is not watched."""
         return type(None), ()
 
     @property
     def experts(self) -> list[tuple[str, int]]:
-        """FQNs of the modules with experts, and how many these are."""
+        """(FQN, number of experts) of each module with experts."""
         return [(layer.name, layer.num_experts) for layer in self.layers]
 
     def start(self) -> None:
-        """Begin a window: forwards count from now on."""
+        """Begin a window, with all counts at 0."""
         self._is_open = True
         for layer in self.layers:
             layer.was_seen = False
@@ -88,10 +91,10 @@ class ExpertCounter:
 
     @contextmanager
     def counting(self, counted: torch.Tensor | None) -> Iterator[None]:
-        """Count in forwards within the block, of a window that has begun, and not in what recomputes them.
+        """Count in forwards within the block, if a window has begun; recomputations run outside of it.
 
         Args:
-            counted: Which tokens count, bool ``(B, S)``; None takes all.
+            counted: Mask of the tokens that count, bool ``(B, S)``; None counts all.
         """
         for layer in self.layers:
             layer.is_counting, layer.counted = self._is_open, counted
@@ -102,7 +105,7 @@ class ExpertCounter:
                 layer.is_counting, layer.counted = False, None
 
     def finish(self, mesh: "DeviceMesh | None", device: torch.device) -> "LateLoad":
-        """End the window: what all ranks have counted, on its way to the host.
+        """End the window, and start to copy the counts of all ranks to the host.
 
         Collective: all ranks of the mesh.
         """
@@ -132,13 +135,13 @@ class ExpertCounter:
 
 
 class LateLoad:
-    """An ``ExpertLoad`` on its way to the host."""
+    """An ``ExpertLoad`` that is being copied to the host."""
 
     def __init__(self, names: tuple[str, ...], sizes: list[int], unseen: set[str], late: LateTensor) -> None:
         self._names, self._sizes, self._unseen, self._late = names, sizes, unseen, late
 
     def read(self) -> ExpertLoad | None:
-        """The load of the layers that were seen; the host waits for the device. None if none was."""
+        """The load of the layers whose choices were seen, None if there are none; the host waits for it."""
         counts = self._late.read().split(self._sizes)
         named = zip(self._names, counts, strict=True)
         seen = {name: tuple(layer.tolist()) for name, layer in named if name not in self._unseen}
@@ -148,12 +151,12 @@ class LateLoad:
 def watch_experts(model: nn.Module) -> list[str]:
     """Let ``train_step`` count how many tokens each expert is given: ``StepResult.expert_load``.
 
-    Call it before the first forward, where blocks are compiled; before or after anything else. Counting costs
-    a sum over tokens a layer, and a sum over ranks of as many numbers as there are experts, once a step; the
-    host does not wait for it by itself.
+    If blocks are compiled, call it before their first forward; otherwise any time will do. Counting costs a
+    sum over tokens in each layer, and once a step a sum over ranks of one number per expert. It does not make
+    the host wait for the device.
 
     Args:
-        model: A mixture of transformers, whose experts take what a router has chosen.
+        model: Mixture of transformers, whose experts take a router's choices as an argument.
 
     Returns:
         FQNs of the modules with experts, in forward order.
@@ -162,9 +165,14 @@ def watch_experts(model: nn.Module) -> list[str]:
         UnsupportedModelError: If no module takes choices of experts.
 
     Example:
-        >>> watch_experts(model)  # doctest: +SKIP
-        >>> load = train_step(model, window, optimizer).expert_load  # doctest: +SKIP
-        >>> log(load.summary())  # doctest: +SKIP
+        >>> from transformers import MixtralConfig, MixtralForCausalLM
+        >>> tiny = MixtralConfig(vocab_size=640, hidden_size=32, num_hidden_layers=2, num_local_experts=4)
+        >>> mixture = MixtralForCausalLM(tiny)
+        >>> fs.watch_experts(mixture)
+        ['model.layers.0.mlp.experts', 'model.layers.1.mlp.experts']
+        >>> result = fs.train_step(mixture, window, torch.optim.AdamW(mixture.parameters()))
+        >>> list(result.expert_load.summary())
+        ['expert_load_largest_over_mean', 'expert_load_entropy', 'dead_experts']
     """
     inner = unwrapped(model)
     present = counter_of(model)
@@ -196,21 +204,23 @@ def watch_experts(model: nn.Module) -> list[str]:
 
 
 def counter_of(model: nn.Module) -> ExpertCounter | None:
-    """What counts for a model; None if nobody has asked for it, or the model is a copy of one."""
+    """The counter of a model; None without ``watch_experts``, also for a copy of a watched model."""
     inner = unwrapped(model)
     counter = inner.__dict__.get(_COUNTER)
     return counter if isinstance(counter, ExpertCounter) and counter.model() is inner else None
 
 
 def _argument_of(module: nn.Module) -> tuple[str, int] | None:
-    """Name and position of the argument that says what was chosen; None if a module has none."""
+    """(name, position) of the argument that takes a router's choices; None if the module has none."""
     forward = inspect.unwrap(type(module).forward)
     names = list(inspect.signature(forward).parameters)[1:]
     return next(((name, names.index(name)) for name in _CHOICES if name in names), None)
 
 
 def _num_experts(name: str, module: nn.Module) -> int:
-    # Under expert parallelism num_experts are this rank's; the length of a stack is that of all of it.
+    """Number of experts of a layer on all ranks."""
+    # Under expert parallelism the attribute num_experts is that of this rank. Stacked parameters are DTensors
+    # with the length of all experts.
     stacked = [len(parameter) for parameter in module.parameters() if parameter.ndim > 2]
     if not stacked:
         number = getattr(module, "num_experts", None)
@@ -223,6 +233,7 @@ def _num_experts(name: str, module: nn.Module) -> int:
 def _before_experts(
     handle: int, name: str, position: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
+    """Hook before experts: passes the router's choices through ``count_choices``."""
     if not torch.compiler.is_compiling():
         layer = _layers.get(handle)
         if layer is None or not layer.is_counting:
@@ -234,7 +245,7 @@ def _before_experts(
 
 @torch.library.custom_op("fsdp_sft::count_choices", mutates_args=())
 def count_choices(chosen: torch.Tensor, handle: int) -> torch.Tensor:
-    """Choices ``(tokens, top_k)`` as they are, counted if their layer counts at the moment."""
+    """A copy of the choices ``(tokens, top_k)``, which are counted if their layer counts at the moment."""
     layer = _layers.get(handle)
     if layer is not None and layer.is_counting:
         layer.add(chosen)

@@ -1,4 +1,4 @@
-"""How many tokens the experts of each layer were given."""
+"""The number of tokens that the experts of each layer were given."""
 
 import math
 from dataclasses import dataclass
@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ExpertLoad:
-    """How many tokens each expert of each layer was given in a window, on all ranks; padding is not counted.
+    """Number of tokens that each expert of each layer was given in a window, on all ranks, without padding.
 
     Attributes:
         layers: FQNs of the modules that hold the experts, in forward order.
-        counts: Tokens of each expert, by layer. Of a layer they add up to tokens times ``top_k``.
+        counts: Number of tokens of each expert, by layer. In a layer they add up to tokens times ``top_k``.
 
     Example:
         >>> load = ExpertLoad(("layers.0.experts",), ((6, 2, 0, 0),))
@@ -23,21 +23,24 @@ class ExpertLoad:
 
     @property
     def largest_over_mean(self) -> tuple[float, ...]:
-        """The busiest expert's tokens over its layer's mean, by layer; 1 where all have the same."""
+        """Tokens of the busiest expert divided by the mean of its layer, by layer; 1 if all have the same."""
         return tuple(max(layer) * len(layer) / max(sum(layer), 1) for layer in self.counts)
 
     @property
     def entropy(self) -> tuple[float, ...]:
-        """Entropy of a layer's shares over that of equal ones, by layer; 1 even, 0 all to one expert."""
+        """Entropy of the experts' shares, relative to that of equal shares, by layer.
+
+        1 if all experts have the same number of tokens, 0 if one expert has all.
+        """
         return tuple(_entropy(layer) for layer in self.counts)
 
     @property
     def dead(self) -> tuple[int, ...]:
-        """Experts that were given no token, by layer."""
+        """Number of experts that were given no token, by layer."""
         return tuple(layer.count(0) for layer in self.counts)
 
     def summary(self) -> dict[str, float]:
-        """Three numbers for a log: the worst layer's two, and dead experts of all layers."""
+        """Three numbers for a log: the worst layer's of the first two, and the dead experts of all layers."""
         return {
             "expert_load_largest_over_mean": max(self.largest_over_mean),
             "expert_load_entropy": min(self.entropy),
@@ -46,6 +49,7 @@ class ExpertLoad:
 
 
 def _entropy(counts: tuple[int, ...]) -> float:
+    """Entropy of the shares of one layer's experts, relative to that of equal shares."""
     total = sum(counts)
     if not total or len(counts) == 1:
         return 1.0 if total else 0.0

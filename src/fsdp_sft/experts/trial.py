@@ -1,8 +1,8 @@
-"""Experts of a layer's widths, with numbers of their own, computed in one way and in another.
+"""Trials of implementations on random experts of a layer's widths: their errors and their times.
 
-The model's experts may be sharded, on the host, or shared out, and a trial must not touch them. So it runs
-the same functions on a stand-in: the module's settings, its activation, and random parameters of its shapes,
-of no more experts than fit into a bound, with as many tokens for each as it would have.
+The model's own experts may be sharded, on the host or shared out, and a trial must not touch them. So the
+same functions run on a stand-in, which has the module's settings and activation and random parameters of its
+shapes. It has no more experts than fit into a bound of memory, and as many tokens for each as in the model.
 """
 
 import time
@@ -17,22 +17,22 @@ from torch import nn
 from fsdp_sft._compat import experts_forward, original_class
 from fsdp_sft._devices import synchronize
 
-MOST_BYTES = 1 << 29  # of a stand-in's weights, and of weights that an implementation may copy for a layer
-_MOST_FLOPS_ON_CPU = 1e9  # of a forward: a CPU is no place to wait for the experts of a large model
-_ERROR_TOKENS = 512  # enough for what adds up over tokens in 16 bits
+MOST_BYTES = 1 << 29  # most weights of a stand-in, and most that an implementation may copy for a layer
+_MOST_FLOPS_ON_CPU = 1e9  # most FLOPs of a trial's forward on a CPU, so that it does not take long
+_ERROR_TOKENS = 512  # enough to show errors that add up over tokens in 16 bits
 _SEED = 31
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Experts that are made alike.
+    """Layers of experts of the same class and shapes.
 
     Attributes:
-        module: One layer's of them.
-        layers: How many layers have such.
-        experts: In each; of those that ranks have shared out, this rank's.
-        top_k: Experts that a token is sent to.
-        elements: Of the parameters of one expert.
+        module: Module with the experts of one of these layers.
+        layers: Number of these layers.
+        experts: Number of experts in a layer; if ranks share them out, of this rank.
+        top_k: Number of experts that a token is sent to.
+        elements: Number of elements of the parameters of one expert.
     """
 
     module: nn.Module
@@ -43,7 +43,7 @@ class Kind:
 
 
 def kinds_of(modules: Iterable[nn.Module], top_k: int) -> list[Kind]:
-    """The different experts among ``modules``, each kind once."""
+    """The kinds of experts among ``modules``, each once."""
     found: dict[Any, list[nn.Module]] = {}
     for module in modules:
         shapes = tuple((name, tuple(p.shape)) for name, p in module.named_parameters())
@@ -65,15 +65,15 @@ def _stacks(module: nn.Module) -> list[torch.Tensor]:
 
 
 def copied_bytes(kind: Kind, tokens: int, dtype: torch.dtype) -> int:
-    """Bytes of weights that are copied for a layer where each choice of a token gets its expert's."""
+    """Bytes that a layer takes if the weights of the chosen expert are copied for every choice of a token."""
     return tokens * kind.top_k * kind.elements * dtype.itemsize
 
 
 def errors(kind: Kind, implementation: str, dtype: torch.dtype, device: torch.device, tokens: int) -> float:
-    """How far an implementation is from exact results, over how far eager experts of ``dtype`` are.
+    """Error of an implementation divided by the error of eager experts, both computed in ``dtype``.
 
-    Of the output and of each gradient, by its root mean square; the largest. Eager experts of a wider dtype,
-    with the same values, are what is exact; what is within rounding of that is 1.
+    Errors are root mean squares of the differences from eager experts with the same values in a wider dtype.
+    They are compared for the output and for each gradient, and the largest quotient is returned.
     """
     wide = torch.float64 if dtype in (torch.float32, torch.float64) else torch.float32
     bound = MOST_BYTES // (wide.itemsize * kind.elements)
@@ -85,13 +85,14 @@ def errors(kind: Kind, implementation: str, dtype: torch.dtype, device: torch.de
     exact = trial.results("eager", wide)
     eager = [_distance(a, b) for a, b in zip(trial.results("eager", dtype), exact, strict=True)]
     other = [_distance(a, b) for a, b in zip(trial.results(implementation, dtype), exact, strict=True)]
-    # Nothing is wider than float64, whose eager results are taken for exact; small errors are none.
+    # Eager errors below this count as this much, so that small errors are not divided by nothing. For float64
+    # there is no wider dtype: its eager results are taken for exact, with an error of 0.
     least = torch.finfo(dtype).eps / (1 if dtype == wide else 64)
     return max(a / max(b, least) for a, b in zip(other, eager, strict=True))
 
 
 class Stopwatch:
-    """Forwards and backwards of one kind of experts, timed."""
+    """Timed forwards and backwards of one kind of experts."""
 
     def __init__(self, kind: Kind, tokens: int, dtype: torch.dtype, device: torch.device) -> None:
         experts = max(kind.top_k, min(kind.experts, MOST_BYTES // (dtype.itemsize * kind.elements)), 2)
@@ -106,7 +107,7 @@ class Stopwatch:
         self._trial = _Trial(kind, self.experts, self.tokens, dtype, device)
 
     def seconds(self, implementation: str) -> float:
-        """One forward and backward, of all tokens."""
+        """Seconds of one forward and backward, scaled up to all tokens of a micro-batch."""
         synchronize(self.device)
         started = time.perf_counter()
         self._trial.results(implementation, self.dtype)
@@ -115,7 +116,7 @@ class Stopwatch:
 
 
 class _Trial:
-    """A stand-in and what goes into it."""
+    """A stand-in for a layer's experts, with its inputs."""
 
     def __init__(
         self, kind: Kind, experts: int, tokens: int, dtype: torch.dtype, device: torch.device
@@ -145,7 +146,7 @@ class _Trial:
         self.weights = (top.values / top.values.sum(-1, keepdim=True)).to(device, dtype)
 
     def results(self, implementation: str, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Output and gradients, computed in ``dtype`` from the same values."""
+        """Output and gradients, computed in ``dtype`` from the same values each time."""
         experts = _bare_copy(self.experts, lambda p: p.detach().to(dtype))
         leaves = [t.to(dtype).detach().requires_grad_() for t in (self.hidden, self.weights)]
         with torch.enable_grad():
@@ -157,20 +158,20 @@ class _Trial:
 
 
 def _width(kind: Kind) -> int:
-    """Of the hidden states: what the projection down returns."""
+    """Width of the hidden states, which is that of the down projection's output."""
     down: Any = kind.module.down_proj
     return int(down.shape[-1] if kind.module.is_transposed else down.shape[-2])
 
 
 def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Root mean square of the difference, relative to ``b``'s."""
+    """Root mean square of the difference, relative to that of ``b``; inf if it is NaN."""
     difference = (a.double() - b.double()).norm()
     result = float(difference / b.double().norm().clamp_min(torch.finfo(torch.float32).tiny))
     return result if result == result else float("inf")
 
 
 def _bare_copy(module: nn.Module, make: Callable[[nn.Parameter], torch.Tensor]) -> nn.Module:
-    """A module with another's settings and other parameters, without its hooks and what shards it.
+    """A module with the settings of another and new parameters, without its hooks and its sharding.
 
     ``copy.deepcopy`` would copy the parameters, and FSDP2 forbids it.
     """

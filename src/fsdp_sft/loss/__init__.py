@@ -1,13 +1,14 @@
 """Causal-LM loss in which every target token of an optimizer step weighs the same.
 
 The loss is a float32 sum. It is divided by the number of targets of the whole window (all ranks, all
-micro-batches), never by a rank's own, and the averaging that FSDP2 does over ranks is cancelled:
-the mean of per-rank means is something else as soon as ranks hold unequal numbers of targets.
+micro-batches), never by a rank's own, and the averaging that FSDP2 does over ranks is cancelled. The mean of
+per-rank means would be another number as soon as ranks hold unequal numbers of targets.
 
-``counting`` is about targets, ``causal`` about a model's loss. The loss is computed without the logits where
-that is proven to be the same: ``linear_cross_entropy`` and ``products`` do it, ``head`` brings it into the
-model's forward, ``probe`` proves it and ``prepare`` decides; ``liger`` is an optional other way to do it.
-``own`` holds a model's own loss against it, and ``additions`` adds a router's or refuses by name.
+``counting`` counts targets, and ``causal`` computes a model's loss. Where it is proven to give the same
+result, the loss is computed without holding the logits: ``linear_cross_entropy`` and ``products`` compute it,
+``head`` calls it inside the model's forward, ``probe`` proves it and ``prepare`` decides. ``liger`` is an
+optional other implementation. ``own`` compares the model's own loss with it, and ``additions`` adds a
+router's loss or refuses what else a model adds.
 """
 
 from fsdp_sft.loss.additions import RouterLoss as RouterLoss

@@ -1,4 +1,4 @@
-"""What a model adds to its loss: a router's, computed here too, or something that is refused by name."""
+"""Terms that a model adds to its cross entropy: a router's loss is added here too, others are refused."""
 
 import logging
 import weakref
@@ -35,11 +35,11 @@ _logger = logging.getLogger("fsdp_sft.loss")
 
 @dataclass(frozen=True)
 class Additions:
-    """What is added to a model's cross entropy.
+    """Terms that are added to a model's cross entropy.
 
     Attributes:
-        router: Where the number is that its router's loss is multiplied with; None if that is not added.
-        inputs: What the forward is told of it.
+        router: Coefficient of the router's loss; None if that is not added.
+        inputs: Arguments of the forward that make it compute the router's loss.
         is_balanced: Whether the router's loss is the one that ``Balance`` computes.
     """
 
@@ -48,10 +48,11 @@ class Additions:
     is_balanced: bool = False
 
     def of(self, output: Any, model: nn.Module) -> torch.Tensor | None:
-        """The router's part of the loss in a forward's output, times its coefficient; None where it has none.
+        """The router's loss in a forward's output, times its coefficient; None if it is not added.
 
         Raises:
-            ModelLossError: If the forward returned a loss, which it was given no labels for, or no router's.
+            ModelLossError: If the forward returned a loss although it got no labels, or no router's loss
+                although that is to be added.
         """
         if isinstance(getattr(output, "loss", None), torch.Tensor):
             raise ModelLossError(
@@ -72,7 +73,7 @@ class Additions:
 
 @dataclass
 class _Known:
-    """What has been found out about a model; void when what it depends on has changed."""
+    """Findings about a model, valid while its ``state`` is the same."""
 
     state: Any
     by_flag: dict[bool | None, Additions]
@@ -83,28 +84,29 @@ _warned: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 
 
 def check_router_loss(router_loss: str | None) -> None:
-    """Refuse a ``router_loss`` that there is not."""
+    """Raise for an unknown ``router_loss``."""
     if router_loss not in (None, *get_args(RouterLoss)):
         allowed = ", ".join(map(repr, get_args(RouterLoss)))
         raise ValueError(f"router_loss must be None or one of {allowed}, got {router_loss!r}")
 
 
 def refuse_meta(model: nn.Module) -> None:
-    """Raise for a model that has no weights yet, which a forward would leave in the middle of it."""
+    """Raise for a model without weights, before a forward of it would fail midway."""
     if any(p.is_meta for p in model.parameters()):
         raise ValueError(f"{_name(model)} has parameters on the meta device: load its weights first")
 
 
 def additions_to(model: nn.Module, router_loss: RouterLoss | None) -> Additions:
-    """What the loss of ``model`` gets beside the cross entropy; found out once, and the same on all ranks.
+    """Terms that the loss of ``model`` has beside the cross entropy; found out once, the same on all ranks.
 
     Args:
-        model: With its weights.
-        router_loss: ``"off"`` does not add the router's loss, the others do. None adds it where the config
-            has ``output_router_logits``, and else says once that it is left out.
+        model: Model with its weights.
+        router_loss: ``"off"`` does not add the router's loss, the other names do. None adds it if the config
+            has ``output_router_logits``, and if not, warns once that it is left out.
 
     Raises:
-        ModelLossError: If the model's own loss is another one, or has no router's although that is asked for.
+        ModelLossError: If the model's own loss is not the cross entropy, or has no router's loss although
+            that is asked for.
 
     Collective: all ranks of the model's mesh, the first time.
     """
@@ -118,7 +120,8 @@ def additions_to(model: nn.Module, router_loss: RouterLoss | None) -> Additions:
         )
     if router_loss is None and not configured and takes_flag:
         _say_what_is_left_out(model)
-    # A flag that equals the config's is not mentioned: a dense model of a family with experts takes it, too.
+    # The argument is passed only if it differs from the config: dense models of a family that also has
+    # experts take it too.
     flag = wanted if takes_flag and wanted != configured else None
     known, state = _known.get(model), _state(model)
     if known is None or known.state != state:
@@ -129,6 +132,7 @@ def additions_to(model: nn.Module, router_loss: RouterLoss | None) -> Additions:
 
 
 def _find_out(model: nn.Module, flag: bool | None, wanted: bool, router_loss: str | None) -> Additions:
+    """Ask the model for its own loss and explain it; all ranks of the mesh agree on the outcome."""
     refuse_meta(model)
     own = ask(model, flag)
     coefficient, reason = _explain(model, own)
@@ -149,7 +153,7 @@ def _find_out(model: nn.Module, flag: bool | None, wanted: bool, router_loss: st
 
 
 def _explain(model: nn.Module, own: OwnLoss | str) -> tuple[Coefficient | None, str]:
-    """Where the model's router has its coefficient, and what about its loss cannot be explained."""
+    """(the coefficient of the router's loss or None, what about the model's loss cannot be explained)."""
     if isinstance(own, str):
         return None, own if isinstance(own, Different) else ""
     coefficient = coefficient_of(model, own)
@@ -163,7 +167,7 @@ def _explain(model: nn.Module, own: OwnLoss | str) -> tuple[Coefficient | None, 
 
 
 def _configured(model: nn.Module) -> bool:
-    """Whether the config asks for the router's loss, itself or in its text config."""
+    """Whether the config, or its text config, asks for the router's loss."""
     config: Any = getattr(unwrapped(model), "config", None)
     get_text_config = getattr(config, "get_text_config", None)
     configs = [config, get_text_config() if get_text_config is not None else None]
@@ -171,6 +175,7 @@ def _configured(model: nn.Module) -> bool:
 
 
 def _say_what_is_left_out(model: nn.Module) -> None:
+    """Warn once that a router's loss with a positive coefficient is not added."""
     if model in _warned:
         return
     _warned.add(model)
@@ -185,7 +190,7 @@ def _say_what_is_left_out(model: nn.Module) -> None:
 
 
 def _state(model: nn.Module) -> Any:
-    """What a finding depends on: whether the model is sharded, and numbers of its loss but the router's."""
+    """The state that findings depend on: sharding, and the numbers of the loss except for the router's."""
     numbers = numbers_of_a_loss(model)
     fixed = tuple((n, v) for n, v in numbers.items() if "router" not in n and "aux" not in n)
     return isinstance(unwrapped(model), FSDPModule), fixed, _configured(model)

@@ -1,19 +1,20 @@
-"""A router's loss over the tokens that count, on one rank or several, where the model computes its own.
+"""The loss of a mixture's router over the tokens that count, of one rank or several, in the model's forward.
 
-The loss of a mixture's router is ``E * sum_i f_i P_i``: ``f_i`` is how often expert i was chosen per token,
-and ``P_i`` the mean probability that the router gives it (Switch Transformers, arXiv:2101.03961, equations 4
-to 6). It is a product of means. Where ranks have a micro-batch's tokens together, the mean of the ranks'
-losses is another number, and drives the tokens of each rank to balance by themselves
-(arXiv:2501.11873):
+The loss is ``E * sum_i f_i P_i`` for ``E`` experts: ``f_i`` is how often expert i was chosen per token, and
+``P_i`` the mean probability that the router gives it (Switch Transformers, arXiv:2101.03961, equations 4 to
+6). It is a product of means. If several ranks have the tokens of a micro-batch, the mean of their losses is
+therefore another number than the loss of all tokens, and drives each rank's tokens to be balanced by
+themselves (arXiv:2501.11873). Two ranks and two experts, a and b:
 
             chosen       f          P        E sum f P
     rank 0  a a a a     1   0      1   0        2
     rank 1  b b b b     0   1      0   1        2          mean 2
     both                .5  .5     .5  .5       1          balanced
 
-Only ``f`` needs the other ranks: it has no gradient, and in ``P`` the loss is linear. So ranks sum up how
-often each expert was chosen, and each returns the share of its own tokens. Weighed by tokens and added up, as
-the losses of a window are anyway, these are the loss of all, with its gradient.
+Only ``f`` needs the other ranks. It has no gradient, and the loss is linear in ``P``. So ranks sum up how
+often each expert was chosen, and each rank computes the loss with that ``f`` and the ``P`` of its own tokens.
+Weighted by tokens and added up, as the losses of a window are anyway, these give the loss of all tokens and
+its gradient.
 """
 
 import functools
@@ -33,15 +34,15 @@ from fsdp_sft.loss.transform import wide
 
 
 class Balance:
-    """How the router's loss of one forward is computed.
+    """The computation of the router's loss in one forward.
 
     Args:
-        counted: Which tokens count, bool ``(B, S)``; None where all do.
-        groups: Ranks whose tokens are looked at together: process groups that connect them, taken one after
-            the other.
+        counted: Mask of the tokens that count, bool ``(B, S)``; None if all do.
+        groups: Process groups that connect the ranks whose tokens are balanced together; sums go over one
+            group after the other. Without any, this rank's tokens are balanced alone.
 
     Attributes:
-        loss: What came of it; None before.
+        loss: The computed loss; None before the forward.
     """
 
     def __init__(
@@ -52,18 +53,19 @@ class Balance:
         self.loss: torch.Tensor | None = None
 
     def of(self, routers: tuple[torch.Tensor, ...], num_experts: int, top_k: int) -> torch.Tensor:
-        """This rank's share of the loss: the mean over its own tokens of what it is linear in.
+        """This rank's share of the loss: ``f`` of all ranks with the ``P`` of its own tokens.
 
         Args:
-            routers: What each layer's router says of each token, ``(tokens, num_experts)``.
-            num_experts: Of a layer.
-            top_k: How many of them a token is sent to.
+            routers: Router logits of each layer, ``(tokens, num_experts)``.
+            num_experts: Number of experts in a layer.
+            top_k: Number of experts that a token is sent to.
 
         Collective: all ranks of the groups.
         """
         device = routers[0].device
         counted = None if self.counted is None else self.counted.reshape(-1).to(device)
-        # Whole numbers, which are added up to the same sum in any order.
+        # Integers, whose sum does not depend on the order in which ranks are added. The last entry counts
+        # the tokens.
         chosen = torch.zeros(num_experts + 1, dtype=torch.int64, device=device)
         given: torch.Tensor | None = None
         for layer in routers:
@@ -85,6 +87,7 @@ class Balance:
 
 
 def _ones(counted: torch.Tensor | None, tokens: int, device: torch.device) -> torch.Tensor:
+    """1 for each token that counts and 0 for the others, int64."""
     if counted is None:
         return torch.ones(tokens, dtype=torch.int64, device=device)
     if len(counted) != tokens:
@@ -101,7 +104,7 @@ _beside: ContextVar[Balance | None] = ContextVar("fsdp_sft_balance_beside", defa
 
 @contextmanager
 def balanced_by(balance: Balance | None) -> Iterator[None]:
-    """Let forwards within the block compute their router's loss by ``balance``; None leaves it to them."""
+    """Let ``balance`` compute the router's loss of forwards within the block; None leaves it to the model."""
     token = _active.set(balance)
     try:
         yield
@@ -111,7 +114,7 @@ def balanced_by(balance: Balance | None) -> Iterator[None]:
 
 @contextmanager
 def balanced_beside(model: nn.Module, balance: Balance) -> Iterator[None]:
-    """Let ``balance`` compute the router's loss beside the model's own, which forwards return as always."""
+    """Let ``balance`` compute the router's loss too, while forwards go on to return the model's own."""
     inner: Any = unwrapped(model)
     base = getattr(inner, "get_base_model", None)
     intercept_balance_loss(base() if base is not None else inner, _intercepted)
@@ -123,11 +126,11 @@ def balanced_beside(model: nn.Module, balance: Balance) -> Iterator[None]:
 
 
 def _intercepted(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The function of transformers, or in a forward that is to be balanced what stands in for it."""
+    """A replacement of transformers' function that calls ``Balance`` where the context asks for it."""
 
     @functools.wraps(original)
     def balance_loss(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # a graph cannot read what this thread's forward is for
+        if torch.compiler.is_compiling():  # a compiled graph cannot read context variables
             return original(*args, **kwargs)
         balance, beside = _active.get(), _beside.get()
         given = _read(*args, **kwargs)
@@ -144,7 +147,7 @@ def _intercepted(original: Callable[..., Any]) -> Callable[..., Any]:
 def _read(
     gate_logits: Any = None, num_experts: Any = None, top_k: int = 2, attention_mask: Any = None
 ) -> tuple[tuple[torch.Tensor, ...], int, int] | None:
-    """What ``Balance.of`` takes; None where the function is called with nothing to balance."""
+    """The arguments of ``Balance.of``, read from those of transformers' function; None without routers."""
     if not isinstance(gate_logits, tuple) or not gate_logits or not isinstance(num_experts, int):
         return None
     return gate_logits, num_experts, top_k

@@ -1,4 +1,4 @@
-"""The causal-LM loss of a model on a batch: one shift, a float32 sum, with or without logits."""
+"""The causal-LM loss of a model on a batch: labels shifted once, a float32 sum, with or without logits."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -55,45 +55,51 @@ def loss_sum(
 ) -> tuple[torch.Tensor, int]:
     """Cross entropy summed over this batch's targets.
 
-    Before the first, the model's own loss on a tiny batch is held against it, so that what a model adds to
-    the cross entropy is not lost without a word.
+    At a model's first loss its own loss on a tiny batch is compared with the cross entropy, so that what the
+    model adds to it is not lost silently.
 
     Args:
-        model: A decoder-only language model, sharded or not, that returns ``logits``.
-        batch: ``input_ids`` and ``labels``, int64 ``(B, S)``, on the model's device, with ``attention_mask``,
-            ``position_ids`` and whatever else its forward takes, which is passed on. The labels are shifted
-            here, once. ``shift_labels``, the target of each position, take their place if there are any.
-            ``loss_weights``, floating point ``(B, S)`` and aligned with the labels, are a factor for the loss
-            of each.
-        impl: ``"chunked"`` never holds the logits of more than a chunk of targets; ``"liger"`` does the same
-            by Liger's kernels (CUDA); ``"logits"`` computes them in full; ``"auto"`` is what
-            ``prepare_loss`` decided, or decides now: chunked if the model's head allows it.
-        router_loss: ``"micro_batch"`` adds the loss of a mixture's router, as the model computes it for this
-            batch, times its coefficient and the number of targets: divided by that number, the result is the
-            model's own loss. Tokens that fill a pack up do not count; under context parallelism those of the
-            whole rows do. ``"global_micro_batch"`` looks at the tokens that all ranks of the model's mesh
-            have in this call together: what each returns is its share of that. ``"off"`` leaves it out. None
-            adds it as ``"micro_batch"`` if the config has ``output_router_logits``, and else warns once, with
-            the coefficient.
-        label_smoothing: As for ``torch.nn.functional.cross_entropy``.
-        z_loss: Times the square of the logarithm of the softmax's denominator, added to each target's loss
-            (PaLM: 1e-4).
+        model: Decoder-only language model, sharded or not, that returns ``logits``.
+        batch: ``input_ids`` and ``labels``, int64 ``(B, S)``, on the model's device. Everything else
+            (``attention_mask``, ``position_ids``, ...) is passed to the model's forward. Labels are shifted
+            here, once. ``shift_labels``, which hold the target of each position, replace ``labels`` if
+            present. ``loss_weights``, floating point ``(B, S)`` and aligned with the labels, are factors of
+            the targets' losses.
+        impl: Implementation of the loss. ``"chunked"`` holds the logits of one chunk of targets at a time;
+            ``"liger"`` does so with Liger's kernels (CUDA); ``"logits"`` computes them in full. ``"auto"`` is
+            what ``prepare_loss`` has chosen, or chooses now: chunked if the model's head allows it.
+        router_loss: Treatment of the loss of a mixture's router. ``"micro_batch"`` adds it, as the model
+            computes it for this batch, times its coefficient and the number of targets; the result divided
+            by that number is then the model's own loss. Filler of a pack does not count, and under context
+            parallelism the whole rows count. ``"global_micro_batch"`` takes the tokens that all ranks of the
+            model's mesh have in this call together; each rank's result has its share. ``"off"`` leaves it
+            out. None is ``"micro_batch"`` if the config has ``output_router_logits``; if not, the loss is
+            left out with one warning that names the coefficient.
+        label_smoothing: Label smoothing, defined as in ``torch.nn.functional.cross_entropy``.
+        z_loss: Factor of the z-loss, the squared logarithm of the softmax's denominator, which is added to
+            each target's loss (PaLM: 1e-4).
 
     Returns:
-        A float32 scalar (float64 for float64 logits), connected to the parameters even where the batch has
-        no target, and the number of targets. Under context parallelism both are those of this rank's part of
-        the rows; summed over the ranks of its group they are the batch's.
+        (the loss, the number of targets). The loss is a float32 scalar (float64 for float64 logits),
+        connected to the parameters even if the batch has no target. Under context parallelism both are those
+        of this rank's part of the rows, and their sums over the group's ranks are those of the batch.
 
     Raises:
-        ModelLossError: If the model's own loss is another one; the message says what it does. If its router's
-            loss is not transformers' usual one, which alone can be computed over several ranks, or without a
-            pack's filler.
-        ValueError: For an encoder-decoder, a classifier, a batch without proper labels, or a model whose
-            loss cannot be computed by ``impl``.
+        ModelLossError: If the model's own loss is not the cross entropy; the message says what it does. Also
+            if the router's loss is not transformers' usual one, but has to be computed over several ranks or
+            without a pack's filler, which is possible for that one only.
+        ValueError: If the model is an encoder-decoder or a classifier, if the batch has no proper labels, or
+            if the model's loss cannot be computed by ``impl``.
 
     Collective: all ranks of the model's mesh, by its forward.
-    Memory: Beside the model's own, as ``linear_cross_entropy_sum``; for ``"logits"`` two float32 copies of
-    them, 8 bytes times B x S x vocabulary.
+    Memory: Beside the model's own memory, that of ``linear_cross_entropy_sum``. ``"logits"`` holds two
+    float32 copies of the logits, 8 bytes times B x S x vocabulary.
+
+    Example:
+        >>> loss, num_targets = fs.loss_sum(model, batch)
+        >>> mean = loss / num_targets
+        >>> loss.dtype, loss.shape
+        (torch.float32, torch.Size([]))
     """
     group = sequence_group_of(model) if not torch.compiler.is_compiling() else None
     batch = batch if group is None else part_of(batch, group)
@@ -121,29 +127,35 @@ def causal_lm_loss(
     """This micro-batch's share of the window's mean loss, ready for ``backward``.
 
     Args:
-        model: A decoder-only language model, sharded or not.
-        batch: As for ``loss_sum``.
-        num_targets: Targets of the whole window over all ranks, from ``count_targets``.
-        mesh: Ranks that the gradients are averaged over; None takes the mesh of the model's parameters, or
-            a single process if it has none.
-        impl: As for ``loss_sum``.
-        router_loss: As for ``loss_sum``; a micro-batch's weighs by its tokens, without padding, over those of
-            the window.
-        num_tokens: Tokens of the window over all ranks, without padding; None takes what ``count_targets``
-            has counted with the targets.
-        target_weight: Of the window over all ranks, where its batches have ``loss_weights``; None takes what
-            ``count_targets`` has summed up with the targets.
-        label_smoothing: As for ``loss_sum``.
-        z_loss: As for ``loss_sum``.
+        model: Decoder-only language model, sharded or not.
+        batch: Batch of the form that ``loss_sum`` takes.
+        num_targets: Number of targets of the whole window over all ranks, from ``count_targets``.
+        mesh: Ranks over which the gradients are averaged; None takes the mesh of the model's parameters, or
+            a single process if the model is not sharded.
+        impl: Implementation of the loss; see ``loss_sum``.
+        router_loss: Treatment of the loss of a mixture's router; see ``loss_sum``. Here it is weighted by
+            the micro-batch's share of the window's tokens, without padding.
+        num_tokens: Number of tokens of the window over all ranks, without padding; None takes the number
+            that ``count_targets`` has stored in ``num_targets``.
+        target_weight: Sum of the window's ``loss_weights`` over all ranks, if its batches have any; None
+            takes the sum that ``count_targets`` has stored in ``num_targets``.
+        label_smoothing: Label smoothing; see ``loss_sum``.
+        z_loss: Factor of the z-loss; see ``loss_sum``.
 
     Returns:
         A scalar. Summed over the window's micro-batches and averaged over ranks it is the mean over targets,
-        each by its weight.
+        weighted by ``loss_weights`` if there are any.
 
     Raises:
-        ValueError: As for ``loss_sum`` and ``scale_for_backward``.
+        ValueError: If ``loss_sum`` refuses the model or the batch, or ``num_targets`` is not positive.
 
     Collective: all ranks of the mesh, by the model's forward.
+
+    Example:
+        >>> num_targets = fs.count_targets(window, mesh=mesh)
+        >>> for batch in window:
+        ...     fs.causal_lm_loss(model, batch, num_targets=num_targets, mesh=mesh).backward()
+        >>> optimizer.step()
     """
     mesh = mesh if mesh is not None else whole_mesh_of(model)
     if not torch.compiler.is_compiling():
@@ -160,7 +172,7 @@ def causal_lm_loss(
 
 
 def _weight_of_window(batch: Batch, num_targets: int, target_weight: float | None) -> float:
-    """What the window's loss is divided by."""
+    """Divisor of the window's loss: the sum of its weights, or its number of targets."""
     known = target_weight if target_weight is not None else getattr(num_targets, "weight", None)
     if known is None and batch.get(WEIGHTS_KEY) is not None:
         raise ValueError(
@@ -175,7 +187,7 @@ def _weight_of_window(batch: Batch, num_targets: int, target_weight: float | Non
 def _share_of_tokens(
     batch: Batch, num_targets: int, num_tokens: int | None, mesh: "DeviceMesh | None"
 ) -> float:
-    """What part of the window's tokens a batch has."""
+    """The share of the window's tokens that a batch has."""
     tokens = num_tokens if num_tokens is not None else getattr(num_targets, "num_tokens", 0)
     if tokens:
         return tokens_of(batch) / tokens
@@ -191,7 +203,11 @@ def _share_of_tokens(
 def _weight_of_router(
     batch: Batch, groups: tuple[dist.ProcessGroup, ...], device: torch.device
 ) -> torch.Tensor | float:
-    """What this rank's share of the router's loss is multiplied with, to be in targets as the sum is."""
+    """Factor that brings this rank's router loss, a mean, into the unit of the summed loss.
+
+    It is the weight of the batch's targets. Over several ranks it is their total weight, times this rank's
+    share of their tokens.
+    """
     weight = weight_of(batch)
     if not groups:
         return weight
@@ -206,9 +222,10 @@ def _weight_of_router(
 def ranks_of_router(
     model: nn.Module, batch: Batch, router_loss: RouterLoss | None, mesh: "DeviceMesh | None" = None
 ) -> tuple[dist.ProcessGroup, ...]:
-    """Ranks that have the tokens which the router's loss of a batch is computed over; none if this one alone.
+    """Process groups of the ranks whose tokens the router's loss of a batch is computed over.
 
-    As groups for tensors on the device, which connect them one after the other.
+    They take tensors on the device, and sums go over one group after the other. The tuple is empty if the
+    loss is computed over this rank's tokens only.
     """
     mesh = mesh if mesh is not None else whole_mesh_of(model)
     if router_loss == "global_micro_batch":
@@ -223,10 +240,10 @@ def _balance(
     groups: tuple[dist.ProcessGroup, ...],
     router_loss: RouterLoss | None,
 ) -> Balance | None:
-    """How the router's loss of a batch is computed; None to take what the model makes of it.
+    """The computation that replaces the model's own router loss; None to take the model's own.
 
     Raises:
-        ModelLossError: If that would be another loss than is asked for.
+        ModelLossError: If the model's own would have to be taken, but is not the loss that is asked for.
     """
     if additions.router is None:
         return None
@@ -258,18 +275,19 @@ def loss_parts(
     mesh: "DeviceMesh | None" = None,
     is_counted: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The loss summed over the targets, and the router's loss times its coefficient, or None.
+    """(the loss summed over the targets, the router's loss times its coefficient or None).
 
-    The router's is this rank's share, to be weighed by its tokens.
+    The router's loss is this rank's share, which the caller weights by tokens.
 
     Args:
-        model: As for ``loss_sum``.
-        batch: Likewise, or this rank's part of it.
-        impl: Likewise.
-        router_loss: Likewise.
-        terms: What is added to each target's loss.
-        mesh: Ranks whose tokens ``"global_micro_batch"`` looks at; None takes the model's.
-        is_counted: Whether the batch's tokens are among them: not those of a batch that stands in.
+        model: Decoder-only language model, sharded or not.
+        batch: Batch of the form that ``loss_sum`` takes, or this rank's part of one.
+        impl: Implementation of the loss; see ``loss_sum``.
+        router_loss: Treatment of the loss of a mixture's router; see ``loss_sum``.
+        terms: Label smoothing and z-loss.
+        mesh: Ranks whose tokens ``"global_micro_batch"`` takes together; None takes the model's mesh.
+        is_counted: Whether the router's loss counts the batch's tokens. It does not for a batch that only
+            takes part in other ranks' forwards.
     """
     check_router_loss(router_loss)
     check_impl(impl)
@@ -283,10 +301,11 @@ def loss_parts(
         refuse_masked_pack(batch)
     inputs = without_labels(batch)
     if takes_use_cache(model):
-        inputs["use_cache"] = False  # a cache is of no use in training, and packed sequences leak through it
+        # Training needs no cache, and with one transformers does not keep the rows of a pack apart.
+        inputs["use_cache"] = False
     find, planned = additions_to, _as_planned
     if torch.compiler.is_compiling():
-        # They swap forwards, which a graph cannot hold.
+        # Both replace the forwards of modules for a while, which a compiled graph cannot contain.
         find, planned = torch.compiler.disable(find), torch.compiler.disable(planned)
     additions = find(model, router_loss)
     inputs.update(additions.inputs)
@@ -311,18 +330,18 @@ def loss_parts(
 
 @dataclass(frozen=True)
 class _Wanted:
-    """The loss that a forward is to give.
+    """The loss that a forward is asked for.
 
     Attributes:
-        targets: What each position is to tell, (B, S).
-        weights: Factors of their losses, (B, S), or None.
-        terms: Smoothing and z-loss.
-        additions: What the model adds to its loss itself.
-        whole: Whether the last position has a target too.
-        known: What the host knows of the targets already.
-        rows: The whole rows that this rank has a part of; None where it has all of them.
-        balance: How the router's loss is computed; None leaves it to the model.
-        counting: In which what experts are given is counted.
+        targets: Target of each position, ``(B, S)``.
+        weights: Factors of the targets' losses, ``(B, S)``, or None.
+        terms: Label smoothing and z-loss.
+        additions: Terms that the model itself adds to its loss.
+        whole: Whether the last position may have a target too, as with ``shift_labels``.
+        known: Facts about the targets that the host knows already.
+        rows: Facts about the whole rows of which this rank has a part; None if it has whole rows.
+        balance: Computation of the router's loss; None leaves it to the model.
+        counting: Context manager in which the tokens of each expert are counted.
     """
 
     targets: torch.Tensor
@@ -337,13 +356,13 @@ class _Wanted:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """What a forward of the model runs in."""
+        """Context in which the model's forward runs."""
         rows = nullcontext() if self.rows is None else part_of_rows(self.rows)
         with rows, balanced_by(self.balance), self.counting:
             yield
 
     def added(self, output: Any, model: nn.Module) -> torch.Tensor | None:
-        """What a forward's output adds to the loss."""
+        """The router's loss in a forward's output, if it is added."""
         if self.balance is not None and self.balance.loss is None:
             raise ModelLossError(
                 f"the router's loss of {type(model).__name__} was not computed where it was when the model "
@@ -356,6 +375,7 @@ class _Wanted:
 def _as_planned(
     model: nn.Module, inputs: dict[str, Any], wanted: _Wanted, impl: LossImpl
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The loss by the implementation that was chosen for the model."""
     choice = choice_for(model, impl)
     head = choice.head() if choice.head is not None else None
     if choice.impl == "logits" or head is None:
@@ -370,6 +390,7 @@ def _as_planned(
 def _from_logits(
     model: nn.Module, inputs: dict[str, Any], wanted: _Wanted
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The loss from the logits in full."""
     targets, weights = wanted.targets, wanted.weights
     with wanted.forward():
         output = model(**inputs)

@@ -1,4 +1,4 @@
-"""How the loss of a model is computed, and whether that has been found out for the model as it is now."""
+"""The chosen implementation of a model's loss, and whether the choice still fits the model."""
 
 import weakref
 from collections.abc import Callable
@@ -21,15 +21,15 @@ from fsdp_sft.loss.transform import Transform, settings_of
 
 @dataclass(frozen=True)
 class LossChoice:
-    """The loss of one model.
+    """The chosen implementation of one model's loss; void as soon as head, sharding or settings change.
 
     Attributes:
         impl: ``"chunked"``, ``"liger"`` or ``"logits"``.
-        reason: Why the logits are computed in full; empty where they are not.
-        transform: What the fused losses apply to the logits.
-        head: The head it was made for; dead or another one now, and the choice is void.
-        sharded: Likewise.
-        settings: Likewise: the model's numbers that may scale or cap its logits.
+        reason: Reason for computing the logits in full; empty for a fused loss.
+        transform: Scale and soft cap that a fused loss applies to the head's output.
+        head: The head that the choice was made for; None if no loss can be fused.
+        sharded: Whether the model was sharded when the choice was made.
+        settings: Numbers of the model and its config that may scale or cap its logits, by name.
     """
 
     impl: str
@@ -40,7 +40,7 @@ class LossChoice:
     settings: tuple[tuple[str, float], ...]
 
     def holds(self, model: nn.Module) -> bool:
-        """Whether the model still has the structure and the numbers that the choice was made for."""
+        """Whether the model still has the head, sharding and settings that the choice was made for."""
         if self.sharded != isinstance(unwrapped(model), FSDPModule) or self.settings != settings_of(model):
             return False
         head, _ = fusible_head(model)
@@ -54,7 +54,7 @@ class LossChoice:
         weights: torch.Tensor | None = None,
         terms: Terms = PLAIN,
     ) -> Callable[[torch.Tensor], torch.Tensor]:
-        """The function from hidden states ``(B, S, H)`` to the loss, for targets and weights ``(B, S)``."""
+        """A function from hidden states ``(B, S, H)`` to the loss, for targets and weights ``(B, S)``."""
         if self.impl == "liger" and (weights is not None or terms):
             raise ValueError(
                 "impl='liger' has no loss_weights, label_smoothing or z_loss here; use impl='chunked'"
@@ -63,7 +63,7 @@ class LossChoice:
         fused = liger.linear_cross_entropy_sum if self.impl == "liger" else chunked
 
         def loss(hidden: torch.Tensor) -> torch.Tensor:
-            # FSDP2 swaps parameters on gathering, so they are looked up here.
+            # FSDP2 replaces the head's parameters when it gathers them, so they are looked up at each call.
             product = head_product(head, hidden)
             return fused(
                 product.hidden,

@@ -1,4 +1,4 @@
-"""Targets: which labels count, how many there are, and the scale that makes each weigh the same."""
+"""Targets: the labels that count, their number and weight, and the scale that makes each count the same."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -23,42 +23,42 @@ if TYPE_CHECKING:
 Batch = Mapping[str, Any]
 LABEL_KEYS = ("labels", "shift_labels")
 WEIGHTS_KEY = "loss_weights"
-LOSS_KEYS = (*LABEL_KEYS, WEIGHTS_KEY)  # what of a batch is for the loss and not for the forward
+LOSS_KEYS = (*LABEL_KEYS, WEIGHTS_KEY)  # keys that the loss reads and the model's forward does not get
 
 _OWN_LOSS = "for a loss of another kind give train_step and evaluate a loss_fn and a count_fn"
 
 
 class TargetCount(int):
-    """The targets of a window, which also knows its tokens.
+    """Number of targets of a window, with its number of tokens and the weight of its targets.
 
     Attributes:
-        num_tokens: Tokens of the window, without padding; 0 where they are not known.
-        weight: Sum of the targets' ``loss_weights``; without any as many as there are targets.
+        num_tokens: Number of tokens of the window, without padding; 0 if unknown.
+        weight: Sum of the targets' ``loss_weights``; without weights the number of targets.
     """
 
     num_tokens: int
     weight: float
 
     def __new__(cls, targets: int, num_tokens: int, weight: float | None = None) -> Self:
-        """``targets``, with the others as attributes."""
+        """The integer ``targets`` with the other arguments as attributes."""
         self = super().__new__(cls, targets)
         self.num_tokens = num_tokens
         self.weight = float(targets if weight is None else weight)
         return self
 
     def __getnewargs__(self) -> tuple[int, int, float]:  # type: ignore[override]
-        """What pickle makes another one from."""
+        """The arguments from which pickle makes a copy."""
         return int(self), self.num_tokens, self.weight
 
 
 @dataclass(frozen=True)
 class Targets:
-    """What the host knows of a batch's targets: a device would have to be waited for.
+    """Facts about a batch's targets that the host knows, so that it need not wait for the device.
 
     Attributes:
-        positions: int64 ``(N,)``, on the device: where they are in the flattened targets, ascending.
-        lowest: The smallest id among them; 0 where there is none.
-        highest: The largest.
+        positions: Indices of the targets in the flattened labels, ascending; int64 ``(N,)``, on the device.
+        lowest: Smallest target id; 0 if there is no target.
+        highest: Largest target id; 0 if there is no target.
     """
 
     positions: torch.Tensor
@@ -67,10 +67,10 @@ class Targets:
 
 
 class CheckedBatch(dict[str, Any]):
-    """A batch on the device that was looked at on the host, with what was seen there.
+    """A batch on the device together with what the host has found out about it before it was moved.
 
     Attributes:
-        targets: Its targets; None where nobody has looked yet.
+        targets: Facts about its targets; None if not known.
     """
 
     def __init__(self, fields: Batch, targets: Targets | None) -> None:
@@ -79,12 +79,12 @@ class CheckedBatch(dict[str, Any]):
 
 
 def checked_batch(moved: Batch, seen: Batch, device: torch.device) -> CheckedBatch:
-    """``moved``, which is on ``device``, with the targets of ``seen``, the same batch on the host."""
+    """``moved`` (a batch on ``device``) with facts about its targets from ``seen``, its copy on the host."""
     return CheckedBatch(moved, seen_targets(seen, device))
 
 
 def seen_targets(seen: Batch, device: torch.device) -> Targets:
-    """The targets of a batch that is on the host, for ``device``."""
+    """Facts about the targets of a batch on the host, with their positions copied to ``device``."""
     flat = targets_of(seen).reshape(-1)
     positions = (flat != IGNORE_INDEX).nonzero().squeeze(1)
     low, high = map(int, flat[positions].aminmax()) if len(positions) else (0, 0)
@@ -97,27 +97,33 @@ def count_targets(
     mesh: "DeviceMesh | None" = None,
     group: dist.ProcessGroup | None = None,
 ) -> TargetCount:
-    """Number of targets in a window: all its micro-batches on all ranks, each row once.
+    """Number of targets in a window: in all its micro-batches on all ranks, counting each row once.
 
     Args:
         micro_batches: Batches with ``labels``, int64 ``(B, S)``, aligned with ``input_ids``, or with
             ``shift_labels``, which hold the target of each position and need no shift.
-        mesh: The ranks that share the window, from ``build_mesh``. Needed under context parallelism, where
-            the ranks of a ``cp`` group have the same rows.
-        group: In its place, ranks to sum over, with a backend that takes CPU tensors. Without either all
-            ranks.
+        mesh: Ranks that share the window, from ``build_mesh``. Needed under context parallelism, where the
+            ranks of a ``cp`` group have the same rows.
+        group: Process group to sum over instead of a mesh; its backend must take CPU tensors. Without mesh
+            and group the sum is over all ranks.
 
     Returns:
-        How many labels, after the shift, are not -100. The number also has ``num_tokens``, by which
-        ``causal_lm_loss`` weighs a router's loss, and ``weight``, by which it divides where batches bring
-        ``loss_weights``.
+        Number of labels that are not -100 after the shift. It is an ``int`` with two attributes:
+        ``num_tokens``, by which ``causal_lm_loss`` weights a router's loss, and ``weight``, by which it
+        divides if batches have ``loss_weights``.
 
     Raises:
-        ValueError: If a batch has no proper labels; if mesh and group are given, or no mesh although this
-            process has one with ``cp``.
+        ValueError: If a batch has no proper labels, if mesh and group are both given, or if no mesh is given
+            although this process has made one with ``cp``.
         BatchError: If ranks of one ``cp`` group have different rows.
 
     Collective: all ranks of ``mesh`` or ``group``.
+
+    Example:
+        >>> ids, labels = torch.tensor([[3, 4, 5, 6]]), torch.tensor([[-100, -100, 5, 6]])
+        >>> count = fs.count_targets([{"input_ids": ids, "labels": labels}])
+        >>> count, count.num_tokens
+        (2, 4)
     """
     if mesh is not None and group is not None:
         raise ValueError("give mesh or group: a mesh says which ranks share the window")
@@ -153,29 +159,34 @@ def target_weight(
     mesh: "DeviceMesh | None" = None,
     group: dist.ProcessGroup | None = None,
 ) -> float:
-    """What the targets of a window weigh together: the sum of their ``loss_weights``.
+    """Sum of the ``loss_weights`` of all targets of a window.
 
     Args:
-        micro_batches: As for ``count_targets``.
-        mesh: Likewise.
-        group: Likewise.
+        micro_batches: Batches of the form that ``count_targets`` takes.
+        mesh: Ranks that share the window; see ``count_targets``.
+        group: Process group to sum over instead of a mesh; see ``count_targets``.
 
     Returns:
-        The sum on all ranks; a batch without ``loss_weights`` adds its number of targets.
+        The sum over all ranks. A batch without ``loss_weights`` adds its number of targets.
 
     Raises:
         ValueError: If a batch has no proper labels or weights.
 
     Collective: all ranks of ``mesh`` or ``group``.
+
+    Example:
+        >>> batch = {"input_ids": torch.tensor([[3, 4, 5, 6]]), "labels": torch.tensor([[-100, -100, 5, 6]])}
+        >>> fs.target_weight([{**batch, "loss_weights": torch.tensor([[1.0, 1.0, 1.0, 0.5]])}])
+        1.5
     """
     return count_targets(micro_batches, mesh=mesh, group=group).weight
 
 
 def num_tokens(batch: Any, needs_ids: bool = True) -> int:
-    """Tokens of a batch without padding: by its mask ``(B, S)``, or without what fills a pack up.
+    """Number of tokens of a batch without padding: by its mask ``(B, S)``, or without a pack's filler.
 
     Raises:
-        BatchError: Without ``input_ids``, if it needs them; else those are 0 tokens.
+        BatchError: If ``needs_ids`` and the batch has no ``input_ids``; if not needed, they are 0 tokens.
     """
     fields = batch if isinstance(batch, Mapping) else {}
     mask, ids = fields.get("attention_mask"), fields.get("input_ids")
@@ -191,9 +202,9 @@ def num_tokens(batch: Any, needs_ids: bool = True) -> int:
 
 
 def counted_tokens(batch: Batch) -> torch.Tensor | None:
-    """Which tokens of a batch are none of padding, bool ``(B, S)``; None where all may be taken to be.
+    """Mask of the tokens that are not padding, bool ``(B, S)``; None if no token is known to be padding.
 
-    Computed where the batch is, without waiting for it.
+    It is computed on the batch's device, and the host does not wait for it.
     """
     mask = batch.get("attention_mask")
     if isinstance(mask, torch.Tensor):
@@ -203,28 +214,28 @@ def counted_tokens(batch: Batch) -> torch.Tensor | None:
 
 
 def _has_labels(batch: Batch) -> bool:
-    """Whether a batch has labels, or targets, of one value an id."""
+    """Whether a batch has labels, shifted or not, of the shape of its ids."""
     labels = batch.get("shift_labels" if is_shifted(batch) else "labels")
     ids = batch["input_ids"]
     return isinstance(labels, torch.Tensor) and labels.dtype == torch.int64 and labels.shape == ids.shape
 
 
 def num_targets(batch: Batch) -> int:
-    """Number of targets in one batch of this rank: labels after the shift that are not -100."""
+    """Number of targets in one batch of this rank: labels that are not -100 after the shift."""
     return int((targets_of(batch) != IGNORE_INDEX).sum())
 
 
 def targets_of(batch: Batch) -> torch.Tensor:
-    """The target of each position, int64 ``(B, S)``: ``shift_labels`` if it has them."""
+    """The target of each position, int64 ``(B, S)``: ``shift_labels``, or ``labels`` shifted here."""
     if is_shifted(batch):
         return _checked(batch, "shift_labels")
     return shifted(_checked(batch, "labels"))
 
 
 def weights_of(batch: Batch) -> torch.Tensor | None:
-    """The weight of each position's target, floating point ``(B, S)``, or None if a batch brings none.
+    """The weight of each position's target, floating point ``(B, S)``; None if a batch has no weights.
 
-    They are aligned with the labels, and shifted as these are.
+    A batch brings weights aligned with its labels; they are shifted like these.
     """
     weights = batch.get(WEIGHTS_KEY) if isinstance(batch, Mapping) else None
     if weights is None:
@@ -246,7 +257,7 @@ def weights_of(batch: Batch) -> torch.Tensor | None:
 
 
 def weight_of(batch: Batch) -> float:
-    """What the targets of one batch of this rank weigh together; the host waits if they are on a device.
+    """Sum of the weights of the targets of one batch; the host waits if they are on a device.
 
     Raises:
         BatchError: If the weight of a target is negative or not finite.
@@ -262,17 +273,17 @@ def weight_of(batch: Batch) -> float:
 
 
 def is_shifted(batch: Batch) -> bool:
-    """Whether a batch brings its targets shifted; its ``labels``, if there are any, are then not read."""
+    """Whether a batch has ``shift_labels``; any ``labels`` are then ignored."""
     return isinstance(batch, Mapping) and batch.get("shift_labels") is not None
 
 
 def without_labels(batch: Batch) -> dict[str, Any]:
-    """What of a batch is for the model's forward when the loss is computed outside of it."""
+    """The entries of a batch that the model's forward gets when the loss is computed outside of it."""
     return {name: value for name, value in batch.items() if name not in LOSS_KEYS}
 
 
 def shifted(labels: torch.Tensor) -> torch.Tensor:
-    """The target of each position: the next label; the last position has none. ``(B, S)`` as ``labels``."""
+    """The target of each position, ``(B, S)``: the next label; the last position has none."""
     return F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
 
 
@@ -283,19 +294,28 @@ def scale_for_backward(
 
     Args:
         loss: Sum over this rank's targets in one micro-batch.
-        num_targets: Targets of the whole window over all ranks, from ``count_targets``; for a loss with
-            ``loss_weights`` their sum, from ``target_weight``.
-        mesh: Ranks that FSDP2 averages over; None takes all ranks of the job.
+        num_targets: Number of targets of the whole window over all ranks, from ``count_targets``; for a loss
+            with ``loss_weights`` their sum, from ``target_weight``.
+        mesh: Ranks over which FSDP2 averages the gradients; None takes all ranks of the job.
 
     Returns:
-        ``loss * data-parallel size / num_targets``.
+        ``loss * ranks / num_targets``, with the number of ranks in the mesh.
 
     Raises:
         ValueError: If ``num_targets`` is not positive.
+
+    Example:
+        >>> num_targets = fs.count_targets(window, mesh=mesh)
+        >>> for batch in window:
+        ...     summed, _ = fs.loss_sum(model, batch)
+        ...     fs.scale_for_backward(summed, num_targets=num_targets, mesh=mesh).backward()
     """
     check_num_targets(num_targets)
     ranks = mesh.size() if mesh is not None else world_size()
-    # FSDP2 averages over the mesh; cancel it so that every token weighs the same.
+    # FSDP2 divides the sum of the ranks' gradients by the number of ranks. That is the mean only if all ranks
+    # hold equally many targets. Rank r's loss is a sum S_r, and the gradient wanted is that of
+    # (S_0 + S_1 + ...) / num_targets, in which every target counts the same. So each S_r is divided by
+    # num_targets and multiplied by the number of ranks, which cancels FSDP2's division.
     return loss * (ranks / num_targets)
 
 
@@ -309,7 +329,7 @@ def check_num_targets(num_targets: float) -> None:
 
 
 def _checked(batch: Batch, name: str) -> torch.Tensor:
-    """The labels of a batch, int64 ``(B, S)``, or an error that says what is wrong with them."""
+    """The checked labels of a batch, int64 ``(B, S)``; raises an error that says what is wrong with them."""
     labels = batch.get(name) if isinstance(batch, Mapping) else None
     if labels is None:
         seen = sorted(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__

@@ -1,9 +1,10 @@
-"""Run a model's own forward, with something else in the place of its head.
+"""Run a model's own forward with the loss in place of the head's product.
 
 The model is called as always, so everything between its inputs and its head happens as always: FSDP2's
-hooks, mixed precision, checkpointing, compiled blocks. Only the head's ``forward`` is another one for that
-call. The head is still called as a module, so a group of its own is gathered before and its gradient reduced
-after, and what it returns is the loss, so that FSDP2 hangs its backward hooks on that.
+hooks, mixed precision, checkpointing, compiled blocks. Only the ``forward`` of the head is replaced during
+that call. The head is still called as a module. If it is an FSDP2 group of its own, it is gathered before the
+call and its gradient is reduced after the backward. It returns the loss, and FSDP2 registers its backward
+hooks on that.
 """
 
 import math
@@ -29,9 +30,9 @@ _NUM_KNOWN = 8
 
 
 class HeadChecks:
-    """Forwards whose logits are judged later: to judge them at once would make the host wait for the device.
+    """Checks of forwards that are read later, since to read them at once would make the host wait.
 
-    The loss of a forward that has changed is NaN meanwhile, and so are its gradients.
+    If a check fails, the loss and the gradients of that forward are NaN, so that they do no harm meanwhile.
     """
 
     def __init__(self) -> None:
@@ -39,12 +40,17 @@ class HeadChecks:
         self._message = ""
 
     def add(self, sound: torch.Tensor, message: str) -> None:
-        """Note a forward: whether it is as it was when its loss was prepared, and what to say if not."""
+        """Add the check of a forward.
+
+        Args:
+            sound: Whether the forward is as it was when its loss was prepared, a 0-dim tensor.
+            message: Message of the error if it is not.
+        """
         self._sound.append(sound)
         self._message = message
 
     def problem(self) -> NotFusedError | None:
-        """What is wrong with one of the forwards; the host waits for the device."""
+        """The error of a failed check, None if all passed; the host waits for the device."""
         return None if all(LateValues(self._sound).read()) else NotFusedError(self._message)
 
 
@@ -53,7 +59,7 @@ _later: ContextVar[HeadChecks | None] = ContextVar("fsdp_sft_head_checks", defau
 
 @contextmanager
 def checked_later(checks: HeadChecks | None) -> Iterator[None]:
-    """Leave forwards within the block to ``checks``; None judges them at once, as outside of any block."""
+    """Collect the checks of forwards within the block in ``checks``; None checks each at once."""
     token = _later.set(checks)
     try:
         yield
@@ -62,7 +68,7 @@ def checked_later(checks: HeadChecks | None) -> Iterator[None]:
 
 
 def fusible_head(model: nn.Module) -> tuple[nn.Module | None, str]:
-    """The model's head if it is one linear map and nobody else looks at its logits, else None and why not."""
+    """(the head, "") if it is one linear map and no hook would see its logits, else (None, the reason)."""
     inner = unwrapped(model)
     if any(is_compiled(module) for module in with_wrappers(model)):
         return None, "the model is compiled as a whole (compile_blocks compiles its blocks)"
@@ -75,7 +81,10 @@ def fusible_head(model: nn.Module) -> tuple[nn.Module | None, str]:
 
 
 def _hooked(model: nn.Module, head: nn.Module) -> str:
-    """Which hook would see the logits, or a module within the head that is not called; empty if none."""
+    """Why a hook prevents a fused loss: it would see the logits, or sits on a part that is not called.
+
+    Empty if no hook does.
+    """
     for fqn, module in model.named_modules(remove_duplicate=False):
         if module is not head:
             continue
@@ -96,21 +105,23 @@ def loss_at_head(
     transform: Transform,
     added_in: Callable[[Any], torch.Tensor | None] = lambda output: None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Call ``model(**inputs)`` and return ``loss_of(hidden)`` for what its head is called with.
-
-    Beside it comes what ``added_in`` finds in the forward's output.
+    """Call ``model(**inputs)`` and compute the loss from the hidden states that its head is called with.
 
     Args:
-        model: As it is trained: sharded or not.
+        model: The model, sharded or not.
         head: Its output embeddings.
-        inputs: What its forward takes, without labels.
-        loss_of: From hidden states ``(B, S, H)`` to a scalar, with the head's parameters gathered.
-        transform: What the forward is expected to make of its head's output.
-        added_in: From the forward's output to what the model adds to its loss; None if nothing.
+        inputs: Arguments of its forward, without labels.
+        loss_of: Function from hidden states ``(B, S, H)`` to a scalar; it runs while the head's parameters
+            are gathered.
+        transform: Scale and soft cap that the forward is expected to apply to the head's output.
+        added_in: Function from the forward's output to what the model adds to its loss, None if nothing.
+
+    Returns:
+        (the loss, what ``added_in`` returned).
 
     Raises:
         RuntimeError: If the forward does not call its head exactly once.
-        NotFusedError: If it makes something else of its output.
+        NotFusedError: If the forward does something else to the head's output than ``transform``.
     """
     inner = unwrapped(model)
     losses: list[torch.Tensor] = []
@@ -122,7 +133,9 @@ def loss_at_head(
     def head_forward(hidden: torch.Tensor) -> torch.Tensor:
         try:
             losses.append(loss_of(hidden))
-        except Exception as error:  # raised below: one that leaves a forward leaves FSDP2 in the middle of it
+        # An exception that left the forward here would leave FSDP2's state in the middle of a forward. It is
+        # raised after the forward has ended.
+        except Exception as error:
             errors.append(error)
             losses.append(hidden.new_zeros(()))
         return losses[-1]
@@ -144,21 +157,22 @@ def loss_at_head(
         raise errors[0]
     if len(losses) != 1:
         raise RuntimeError(f"{type(model).__name__} called its head {len(losses)} times in one forward")
-    # What the call returned is in DistributedDataParallel's graph; FSDP2 may have cast it to its policy's
-    # output_dtype.
+    # Under DistributedDataParallel the returned loss is taken, which is connected to the nodes that it adds
+    # to the graph. FSDP2 may have cast what the call returned to its policy's output_dtype, so there the loss
+    # is taken as it was computed.
     if replicated_by(model) is not None:
         return returned if added[0] is not None else (returned, None)
     return losses[0], added[0]
 
 
 def takes_use_cache(model: nn.Module) -> bool:
-    """Whether the forward has the argument by which transformers' models are told to keep no cache."""
+    """Whether the model's forward has the argument ``use_cache``, as those of transformers have."""
     return "use_cache" in forward_parameters(model)
 
 
 @contextmanager
 def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Let ``module(...)`` run ``forward`` between the module's hooks."""
+    """Replace ``module.forward`` within the block, so that ``module(...)`` runs it between its hooks."""
     own = vars(module)
     missing = object()
     before = own.get("forward", missing)
@@ -174,9 +188,10 @@ def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator
 
 @contextmanager
 def _few_logits(head: nn.Module) -> Iterator[None]:
-    """Give the rest of the model's forward known logits of a vocabulary of a few.
+    """Replace the head's result by a few known logits, which the rest of the model's forward computes with.
 
-    A hook registered now runs after FSDP2's, which has then seen the loss.
+    Forward hooks run in the order in which they were registered. This one comes after FSDP2's, which have
+    then seen the loss.
     """
 
     def hook(_module: nn.Module, args: tuple[torch.Tensor, ...], _loss: torch.Tensor) -> torch.Tensor:
@@ -190,18 +205,19 @@ def _few_logits(head: nn.Module) -> Iterator[None]:
 
 
 def _known(like: torch.Tensor) -> torch.Tensor:
-    """Logits of both signs, large enough for a soft cap to show, and exact in every dtype.
+    """Known logits: of both signs, large enough for a soft cap to show, and exact in every dtype.
 
-    Computed on the device: numbers from the host would be copied, and waited for.
+    They are computed on the device, because the device would have to wait for a copy from the host.
     """
     return torch.arange(_NUM_KNOWN, dtype=like.dtype, device=like.device) * 8.5 - 32.0
 
 
 def _checked(loss: torch.Tensor, output: Any, transform: Transform) -> torch.Tensor:
-    """The loss, if the model has made of the known logits what ``transform`` makes of them.
+    """The loss, if the model has turned the known logits into what ``transform`` makes of them.
 
     Raises:
-        NotFusedError: If it has not, or cannot be told to; where it is judged later the loss becomes NaN.
+        NotFusedError: If it has not, or the output does not show it. If checks are read later, the loss
+            becomes NaN instead.
     """
     message = (
         f"the model no longer makes {transform} of its head's output, as when its loss was prepared: a scale "

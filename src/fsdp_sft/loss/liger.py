@@ -9,7 +9,7 @@ import torch
 
 def why_not(device: torch.device) -> str:
     """Why Liger cannot be used on ``device``; empty if it can."""
-    if device.type != "cuda":  # its Triton kernels; ROCm is "cuda" to torch
+    if device.type != "cuda":  # the type that Liger's Triton kernels need; torch calls ROCm devices so too
         return f"Liger's kernels run on CUDA, the model computes on {device.type}"
     if find_spec("liger_kernel") is None:
         return "liger_kernel is not installed (pip install liger-kernel)"
@@ -25,10 +25,10 @@ def linear_cross_entropy_sum(
     scale: float = 1.0,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """As the function of that name beside this file, by Liger's kernels; gradients summed in float32.
+    """``linear_cross_entropy.linear_cross_entropy_sum`` by Liger's kernels; gradients are summed in float32.
 
     Raises:
-        ValueError: For a scale together with a bias, which Liger has no way to express.
+        ValueError: If a scale is given together with a bias, which Liger cannot express.
     """
     kernels: Any = import_module("liger_kernel.transformers")
     if scale != 1:

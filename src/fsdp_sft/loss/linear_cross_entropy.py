@@ -1,8 +1,8 @@
-"""Cross entropy of a linear head without the logits: one chunk of them at a time.
+"""Cross entropy of a linear head that holds the logits of one chunk of rows at a time.
 
-The gradients are computed in the forward, where a chunk's logits exist, and kept until the backward. They
-are those of the *sum*; the backward multiplies them by what it is given, before it narrows them to the
-dtype of the inputs, so that a ``GradScaler`` prevents underflow as it does for ordinary logits.
+The gradients are computed in the forward, while a chunk's logits exist, and kept until the backward. They are
+the gradients of the *sum*. The backward multiplies them by ``grad_output`` before it rounds them to the dtype
+of the inputs, so that a ``GradScaler`` prevents underflow as it does for ordinary logits.
 """
 
 import math
@@ -16,7 +16,7 @@ from fsdp_sft.loss.counting import Targets
 from fsdp_sft.loss.products import products_for
 from fsdp_sft.loss.terms import PLAIN, Terms
 
-_BLOCK = 256  # columns; the fastest of 64 to 512 for vocabularies of 32,000 to 152,000
+_BLOCK = 256  # columns of a block in _largest_column; fastest of 64 to 512 for vocabularies of 32k to 152k
 
 
 def linear_cross_entropy_sum(
@@ -38,30 +38,42 @@ def linear_cross_entropy_sum(
     -100 are dropped before any product.
 
     Args:
-        hidden: ``(..., H)``, floating point.
-        weight: ``(V, H)``, same dtype and device as ``hidden``; an ordinary tensor, not a DTensor.
-        labels: int64 ``(...)``; -100 or in ``[0, V)``.
-        bias: ``(V,)``, same dtype.
-        chunk_size: Rows whose logits exist at once; None takes H / 2 (H below float32), within 128 and 1024.
-        softcap: ``cap(x) = softcap * tanh(x / softcap)`` is applied to the scaled logits; None for none.
-        scale: Factor on the logits; None is 1.
-        weights: Floating point ``(...)``: a factor for the loss of each label; those of label -100 are not
-            read, and no gradient goes to them. None is 1.
-        label_smoothing: As for ``torch.nn.functional.cross_entropy``.
-        z_loss: Times the square of the logarithm of the softmax's denominator, added to each label's loss.
+        hidden: Hidden states ``(..., H)``, floating point.
+        weight: Weight of the head, ``(V, H)``, of the dtype and on the device of ``hidden``; an ordinary
+            tensor, not a DTensor.
+        labels: Target ids, int64 ``(...)``, each -100 or in ``[0, V)``.
+        bias: Bias of the head, ``(V,)``, of the same dtype; None for none.
+        chunk_size: Number of rows whose logits exist at once; None takes H / 2 (H for dtypes below float32),
+            but at least 128 and at most 1024.
+        softcap: Soft cap of the scaled logits, ``cap(x) = softcap * tanh(x / softcap)``; None for none.
+        scale: Factor of the logits; None is 1.
+        weights: Factors of the labels' losses, floating point ``(...)``. They get no gradient, and those of
+            label -100 are not read. None is 1.
+        label_smoothing: Label smoothing, defined as in ``torch.nn.functional.cross_entropy``.
+        z_loss: Factor of the z-loss, the squared logarithm of the softmax's denominator, which is added to
+            each label's loss.
 
     Returns:
         A float32 scalar (float64 for float64), connected to the inputs even without a target. Its backward
-        runs once, and not twice differentiated.
+        can run once, and has no derivative of its own.
 
     Raises:
-        ValueError: For shapes, dtypes, labels or options that do not fit together.
-        TypeError: For a weight that is a DTensor.
-        RuntimeError: In a second backward, since the first gives the kept gradients away.
+        ValueError: If shapes, dtypes, labels or options do not fit together.
+        TypeError: If the weight is a DTensor.
+        RuntimeError: In a second backward, because the first gives the kept gradients away.
 
-    Memory: In the forward ``chunk_size * V`` logits: in bfloat16 where the inputs are and the device, as a
-    CPU, has no products of it in float32, and else in float32 (on CUDA twice with a soft cap, and half of it
-    again below float32). Until the backward the gradients of those inputs that need one, in float32.
+    Memory: In the forward ``chunk_size * V`` logits. They are bfloat16 if the inputs are and the device has
+    no products of bfloat16 with float32 results (as a CPU has none); if not, they are float32. On CUDA a
+    soft cap takes them twice, and inputs below float32 half of it again. Until the backward, the gradients of
+    those inputs that need one, in float32.
+
+    Example:
+        >>> hidden, weight = torch.randn(6, 16), torch.randn(32, 16)
+        >>> labels = torch.tensor([3, 7, -100, 1, 4, 9])
+        >>> loss = fs.linear_cross_entropy_sum(hidden, weight, labels)
+        >>> expected = torch.nn.functional.cross_entropy(hidden @ weight.T, labels, reduction="sum")
+        >>> torch.allclose(loss, expected)
+        True
     """
     if weights is not None:
         _check_weights(weights, labels)
@@ -92,7 +104,7 @@ def chunked_loss(
     weights: torch.Tensor | None = None,
     terms: Terms = PLAIN,
 ) -> torch.Tensor:
-    """``linear_cross_entropy_sum``, which waits for the device unless it is ``known`` where targets are."""
+    """``linear_cross_entropy_sum``, which need not wait for the device if the targets are ``known``."""
     _check(hidden, weight, labels, bias)
     chunk_size = default_chunk_size(hidden.shape[-1], hidden.dtype) if chunk_size is None else chunk_size
     scale = 1.0 if scale is None else scale
@@ -106,7 +118,7 @@ def chunked_loss(
         raise ValueError(f"hidden, weight and bias must have one dtype, got {', '.join(got)}")
     apply: Any = _LinearCrossEntropySum.apply
     if torch.compiler.is_compiling():
-        # The rows that count are known at run time only; a graph breaks here, cleanly.
+        # The number of rows that count is known at run time only, so the compiled graph breaks here.
         apply = torch.compiler.disable(apply)
     rows, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1).to(hidden.device)
     head = (
@@ -124,15 +136,24 @@ def chunked_loss(
 
 @dataclass(frozen=True)
 class _Head:
+    """The head and the definition of the loss; ``weights`` are factors of all rows' losses."""
+
     weight: torch.Tensor
     bias: torch.Tensor | None
     softcap: float | None
     scale: float
     terms: Terms
-    weights: torch.Tensor | None  # of all rows
+    weights: torch.Tensor | None
 
 
 class _LinearCrossEntropySum(torch.autograd.Function):
+    """The loss, whose forward computes its gradients as well.
+
+    A separate computation in the backward would need the logits of every chunk again: stored, which is what
+    chunks avoid, or recomputed by one more product. Since the output is a scalar, the forward already knows
+    the gradients up to one factor, ``grad_output``.
+    """
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -149,6 +170,7 @@ class _LinearCrossEntropySum(torch.autograd.Function):
         head = _Head(weight, bias, *options)
         targets = _targets(labels, weight.shape[0], known)
         loss, ctx.gradients, gain = _chunked(hidden, head, labels, targets, chunk_size, wanted)
+        # The kept gradients lack the factor ``scale`` of the logits, and have been multiplied by ``gain``.
         ctx.factor = head.scale / gain
         ctx.dtype = hidden.dtype
         return loss
@@ -165,7 +187,11 @@ class _LinearCrossEntropySum(torch.autograd.Function):
                 "linear_cross_entropy_sum: a second backward through the same loss; the first gave its "
                 "gradients away. Compute the loss again, or sum losses and call backward once"
             )
+        # The gradients leave ctx, so that each is freed as soon as it has been rounded to its input's dtype.
+        # Nothing is left for a second backward.
         gradients, ctx.gradients = ctx.gradients, None
+        # grad_output holds a GradScaler's scale. It is multiplied in float32, before the gradient is rounded
+        # to float16, in which small values would be 0 already.
         factor = grad_output * ctx.factor
         return (*(_narrowed(gradients, i, factor, ctx.dtype) for i in range(3)), None, None, None, None, None)
 
@@ -173,7 +199,7 @@ class _LinearCrossEntropySum(torch.autograd.Function):
 def _narrowed(
     gradients: list[torch.Tensor | None], index: int, factor: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor | None:
-    """``factor`` times one of the kept gradients, in ``dtype``; the wide one is freed."""
+    """``factor`` times one of the kept gradients, in ``dtype``; the float32 one is freed."""
     kept, gradients[index] = gradients[index], None
     if kept is None or kept.dtype == dtype:
         return None if kept is None else kept.mul_(factor)
@@ -188,7 +214,12 @@ def _chunked(
     chunk_size: int,
     wanted: list[bool],
 ) -> tuple[torch.Tensor, list[torch.Tensor | None], float | torch.Tensor]:
-    """Loss, and the wanted gradients of (hidden, weight, bias) without ``head.scale`` and times the last."""
+    """Compute the loss and the wanted gradients chunk by chunk.
+
+    Returns:
+        (the loss, [gradients of hidden, weight and bias, None where not wanted], gain). The gradients lack
+        the factor ``head.scale`` and are multiplied by ``gain``.
+    """
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     total = torch.zeros((), dtype=torch.float64, device=hidden.device)
     d_hidden, d_weight, d_bias = (
@@ -204,6 +235,8 @@ def _chunked(
             columns = labels[index[part], None]
             if head.bias is not None:
                 block.add_(head.bias)
+            # From here on ``block`` holds logits of some of the chunk's rows in float32; after
+            # _softmax_slopes it holds their gradient, which ends up in ``logits``.
             if products.rounds:
                 _refine(block, rows[part], columns, head)
             weights = None if head.weights is None else head.weights[index[part], None].to(block.dtype)
@@ -220,20 +253,24 @@ def _chunked(
 
 
 def _gain(gain: float, head: _Head, targets: torch.Tensor) -> float | torch.Tensor:
-    """What slopes are multiplied by so that float16 holds them, where they may be larger than 1 in size."""
+    """Factor of the slopes: ``gain``, divided by the largest size that weights and a z-loss can give them.
+
+    ``Products.gain`` keeps small slopes from vanishing in float16, on the assumption that none exceeds 1.
+    """
     if gain == 1 or (head.weights is None and not head.terms.z_loss) or not len(targets):
         return gain
-    most = 1 + 128 * head.terms.z_loss  # of logarithms of the denominator up to 64
+    # The z-loss adds up to 2 * z_loss * log(Z); logarithms of the denominator up to 64 are allowed for.
+    most = 1 + 128 * head.terms.z_loss
     if head.weights is None:
         return gain / most
     return gain / (head.weights[targets].float().amax().clamp_min(1) * most)
 
 
 def _refine(logits: torch.Tensor, hidden: torch.Tensor, columns: torch.Tensor, head: _Head) -> None:
-    """Compute anew the rounded logits that matter most: those of the target and of the largest.
+    """Compute the two rounded logits that matter most again, in float32: that of the target and the largest.
 
-    bfloat16 moves a logit by up to 0.4 %. The errors of the many average out in the sum of exponentials;
-    those of these two do not.
+    bfloat16 moves a logit by up to 0.4 %. In the sum of exponentials the errors of the many logits average
+    out, but not that of the largest, nor that of the target, which is subtracted by itself.
     """
     largest = _largest_column(logits if head.scale > 0 else -logits)
     for column in (columns, largest):
@@ -244,7 +281,7 @@ def _refine(logits: torch.Tensor, hidden: torch.Tensor, columns: torch.Tensor, h
 
 
 def _largest_column(logits: torch.Tensor) -> torch.Tensor:
-    """``logits.argmax(-1, keepdim=True)``, by blocks: a CPU takes amax in 1/20 of its time."""
+    """``logits.argmax(-1, keepdim=True)`` by blocks: a CPU computes ``amax`` in 1/20 of the time."""
     whole = logits.shape[1] // _BLOCK * _BLOCK
     found = [logits[:, whole:].argmax(-1, keepdim=True) + whole] if whole < logits.shape[1] else []
     if whole:
@@ -259,13 +296,21 @@ def _largest_column(logits: torch.Tensor) -> torch.Tensor:
 def _softmax_slopes(
     logits: torch.Tensor, columns: torch.Tensor, head: _Head, weights: torch.Tensor | None, slopes: bool
 ) -> torch.Tensor:
-    """Sum of the losses of some rows; turns ``logits`` into their gradient, without ``scale``, in place.
+    """Sum of the losses of some rows; overwrites ``logits`` by their gradient, without the factor ``scale``.
+
+    With x the logits after scale and soft cap, p their softmax, Z its denominator, t the target, V the size
+    of the vocabulary, s the label smoothing and z the factor of the z-loss, a row has::
+
+        loss     (1 - s) * -log p_t + s * mean(-log p) + z * log(Z) ** 2
+        d/dx_j   p_j * (1 + 2 z log(Z)) - (1 - s) * [j = t] - s / V
+
+    The soft cap multiplies that by its derivative, 1 - tanh ** 2.
 
     Args:
-        logits: ``(C, V)``, before scale and soft cap; overwritten.
-        columns: The targets, ``(C, 1)``.
-        head: For its scale, its soft cap, and what the loss is.
-        weights: Of the rows, ``(C, 1)``, or None.
+        logits: Logits ``(C, V)`` before scale and soft cap; overwritten.
+        columns: Targets, ``(C, 1)``.
+        head: Scale, soft cap and definition of the loss.
+        weights: Factors of the rows' losses, ``(C, 1)``, or None.
         slopes: Whether the gradient is wanted.
     """
     tanh = None
@@ -280,10 +325,11 @@ def _softmax_slopes(
     behind = largest - logits.gather(1, columns)
     mean = logits.mean(-1, keepdim=True) if smoothing else largest
     torch.softmax(logits, -1, out=logits)
-    # -log(softmax) of the target, by way of the largest probability: that one never underflows.
-    above = logits.amax(-1, keepdim=True).log()  # the largest logit over the logarithm of the denominator
+    # ``logits`` holds probabilities now. That of the target may be 0 in float32, but the largest is at least
+    # 1 / V. So -log p_t = (x_max - x_t) - log p_max, in which neither term overflows.
+    above = logits.amax(-1, keepdim=True).log()  # log p_max = x_max - log(Z)
     losses = behind - above
-    if smoothing:  # of all classes instead of the target: their logits are lower by its logit less their mean
+    if smoothing:  # mean(-log p) exceeds -log p_t by x_t - mean(x)
         losses += smoothing * (largest - behind - mean)
     if z_loss:
         losses += z_loss * (largest - above).square_()
@@ -303,7 +349,7 @@ def _softmax_slopes(
 
 
 def _targets(labels: torch.Tensor, vocabulary: int, known: Targets | None) -> torch.Tensor:
-    """Positions of the labels that count, ascending."""
+    """Positions of the labels that are not -100, ascending; raises if one is out of range."""
     if known is not None:
         index, low, high = known.positions, known.lowest, known.highest
     elif labels.is_cpu:
@@ -320,14 +366,14 @@ def _targets(labels: torch.Tensor, vocabulary: int, known: Targets | None) -> to
 
 
 def _asked_of_device(labels: torch.Tensor) -> tuple[torch.Tensor, int, int]:
-    """(positions of the labels that count, the lowest of them, the highest); the host waits once."""
+    """(positions of the labels that are not -100, the lowest, the highest); the host waits once."""
     ignored = labels == IGNORE_INDEX
     if not labels.numel():
         return ignored.nonzero().squeeze(1), 0, 0
     high = labels.masked_fill(ignored, 0).amax()
     low = labels.masked_fill(ignored, 0).amin()
     count, lowest, highest = torch.stack([labels.numel() - ignored.sum(), low, high]).tolist()
-    # As nonzero(), which would wait for the count again.
+    # The same as nonzero(), which would make the host wait once more, for the count.
     return ignored.to(torch.uint8).argsort(stable=True)[:count], lowest, highest
 
 
@@ -359,7 +405,7 @@ def _check(
 
 
 def default_chunk_size(width: int, dtype: torch.dtype) -> int:
-    """Rows per chunk where none are asked for: enough for efficient products, and few logits at once."""
+    """Default number of rows per chunk: enough for efficient products, with few logits at once."""
     return min(1024, max(128, 2 * width // dtype.itemsize))
 
 

@@ -1,8 +1,8 @@
-"""A head seen as one product, ``hidden @ weight.T + bias``: a linear layer, or one with peft's adapters.
+"""A head as one product, ``hidden @ weight.T + bias``: a linear layer, or one with peft's adapters.
 
-The adapters of a language model's head change its weight (DoRA, trained tokens), put another in its place
-(``modules_to_save``) or add a product of small rank (LoRA). Each of these is again one product, of the
-hidden states with a few columns more.
+The adapters of a language model's head change its weight (DoRA, trained tokens), replace it
+(``modules_to_save``) or add a product of low rank (LoRA). Each is again one product: that of LoRA has a few
+more columns, ``[h, s A h] @ [W, B].T = h W.T + s A h B.T``.
 """
 
 import sys
@@ -17,11 +17,11 @@ from fsdp_sft._compat import is_compiled, original_class
 
 @dataclass(frozen=True)
 class HeadProduct:
-    """What a head computes, ``hidden @ weight.T + bias``.
+    """The operands of a head's computation, ``hidden @ weight.T + bias``.
 
     Attributes:
-        hidden: ``(B, S, H + r)``, with LoRA of rank r; ``(B, S, H)`` else.
-        weight: ``(V, H + r)``, connected to what is trained.
+        hidden: Hidden states ``(B, S, H)``; with LoRA of rank r ``(B, S, H + r)``.
+        weight: ``(V, H)`` or ``(V, H + r)``, connected to the trained parameters.
         bias: ``(V,)`` or None.
     """
 
@@ -31,7 +31,7 @@ class HeadProduct:
 
 
 def why_not_linear(head: nn.Module) -> str:
-    """Why a head is no product that ``head_product`` knows; empty if it is."""
+    """Why ``head_product`` cannot express a head as one product; empty if it can."""
     own = _inside(head)
     for module in (head, own):
         if "forward" in vars(module) or is_compiled(module):
@@ -46,11 +46,11 @@ def why_not_linear(head: nn.Module) -> str:
 
 
 def head_product(head: nn.Module, hidden: torch.Tensor) -> HeadProduct:
-    """The product that ``head`` would compute now, its parameters gathered.
+    """The product that ``head`` computes for ``hidden``; call it while the head's parameters are gathered.
 
     Args:
-        head: For which ``why_not_linear`` says nothing.
-        hidden: ``(B, S, H)``.
+        head: Head for which ``why_not_linear`` gives no reason.
+        hidden: Hidden states ``(B, S, H)``.
     """
     own: Any = _inside(head)
     if _is_kind(own, "lora"):
@@ -59,19 +59,19 @@ def head_product(head: nn.Module, hidden: torch.Tensor) -> HeadProduct:
         base = own.base_layer
         if own.disable_adapters or own.merged or not own.active_adapters:
             return HeadProduct(hidden, base.weight, base.bias)
-        # peft leaves the bias out here
+        # peft's layer for trained tokens leaves the bias out too.
         return HeadProduct(hidden, own.get_merged_weights(own.active_adapters), None)
     return HeadProduct(hidden, own.weight, own.bias)
 
 
 def num_logits(head: nn.Module) -> int:
-    """Rows of the head's weight."""
+    """Number of logits of a token, which is the number of rows of the head's weight."""
     own: Any = _inside(head)
     return int(getattr(own, "base_layer", own).weight.shape[0])
 
 
 def _inside(head: nn.Module) -> Any:
-    """The layer that computes: what peft's wrapper hands its input to, or the head itself."""
+    """The layer that computes: the one that peft's wrapper calls now, or the head itself."""
     if not _is_kind(head, "wrapper"):
         return head
     wrapper: Any = head
@@ -87,7 +87,10 @@ def _inside(head: nn.Module) -> Any:
 
 
 def _is_kind(module: nn.Module, kind: str) -> bool:
-    """Whether ``module`` is of one of peft's classes; never, where nobody has imported peft."""
+    """Whether ``module`` is one of peft's ``"lora"``, ``"tokens"`` or ``"wrapper"`` classes.
+
+    If peft has not been imported it cannot be, and peft is not imported to find out.
+    """
     if "peft" not in sys.modules:
         return False
     from peft.tuners.lora import Linear
@@ -100,6 +103,7 @@ def _is_kind(module: nn.Module, kind: str) -> bool:
 
 
 def _why_not_plain(module: nn.Module) -> str:
+    """Why a module is not a plain ``nn.Linear``; empty if it is."""
     cls = original_class(module)
     if cls.forward is not nn.Linear.forward or "forward" in vars(module):
         return f"it computes something else ({_name(module)})"
@@ -108,6 +112,7 @@ def _why_not_plain(module: nn.Module) -> str:
 
 
 def _why_not_lora(layer: Any) -> str:
+    """Why a LoRA layer of peft cannot be expressed as one product; empty if it can."""
     if layer.disable_adapters and layer.merged:
         return "its adapters are merged and disabled at once"
     if layer.fan_in_fan_out:
@@ -129,6 +134,7 @@ def _why_not_lora(layer: Any) -> str:
 
 
 def _lora_product(layer: Any, hidden: torch.Tensor) -> HeadProduct:
+    """The product of a linear layer with its active LoRA or DoRA adapters."""
     weight, bias = layer.base_layer.weight, layer.base_layer.bias
     hiddens, weights = [hidden], [weight]
     for name in _active(layer):
@@ -145,16 +151,17 @@ def _lora_product(layer: Any, hidden: torch.Tensor) -> HeadProduct:
 
 
 def _with_magnitude(layer: Any, name: str, product: HeadProduct) -> HeadProduct:
-    """The product with each row of its weight at the length that DoRA has learned for it."""
+    """The product with each row of its weight scaled to the norm that DoRA has learned for it."""
     low, high = layer.lora_A[name].weight, layer.lora_B[name].weight
     dora, base = layer.lora_magnitude_vector[name], layer.base_layer
-    with torch.no_grad():  # DoRA takes the lengths as constants (section 4.3 of arXiv:2402.09353)
+    with torch.no_grad():  # DoRA treats the current norms as constants (section 4.3 of arXiv:2402.09353)
         lengths = dora.get_weight_norm(base.weight, high @ low, layer.scaling[name])
     factor = (dora.weight / lengths).to(product.weight.dtype)
     return HeadProduct(product.hidden, product.weight * factor[:, None], product.bias)
 
 
 def _active(layer: Any) -> list[str]:
+    """Names of the adapters that the layer applies now."""
     if layer.disable_adapters or layer.merged:
         return []
     return [name for name in layer.active_adapters if name in layer.lora_A]

@@ -1,9 +1,9 @@
-"""Whether a model's own loss, ``model(..., labels=...)``, is the cross entropy that is computed here.
+"""Check that a model's own loss, ``model(..., labels=...)``, is the cross entropy that is computed here.
 
-A model may add to it (a router's balance, a z-loss, heads that predict further tokens), smooth it, leave out
-another label, or not shift. The model is asked once, on a tiny batch: the loss that it returns is held
-against the cross entropy of the logits that it returns with it, so that nothing but the definition can
-differ.
+A model may add terms to it (a router's loss, a z-loss, heads that predict further tokens), smooth the labels,
+ignore another label than -100, or not shift. The model is asked once, for its loss on a tiny batch. That loss
+is compared with the cross entropy of the logits that the same forward returns, so that only the definition of
+the loss can differ.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,23 +27,23 @@ from fsdp_sft.loss.probe import evaluating, guarded
 from fsdp_sft.loss.transform import wide
 
 _LENGTH = 8
-# A loss in float32 comes out of the same logits; in less, it has been rounded.
+# Largest relative difference of equal losses. Losses of narrower dtypes have been rounded; see ``near``.
 _TOLERANCE = {torch.float64: 2e-5, torch.float32: 2e-5}
-# Parts of names under which configs and models keep what belongs to a loss.
+# Parts of the names of numbers in configs and models that belong to a loss.
 _OF_A_LOSS = ("loss", "coef", "smooth", "mtp", "nextn", "aux")
 
 
 @dataclass(frozen=True)
 class OwnLoss:
-    """What a model made of a tiny batch.
+    """A model's own loss on a tiny batch, and what it is compared with.
 
     Attributes:
-        loss: Its own loss.
-        expected: The mean cross entropy of its logits.
-        unshifted: The same with labels that are not shifted.
-        aux_loss: What its output calls so; None without.
-        balance: The same as ``Balance`` computes it; None where the model has another function for it.
-        used: What it handed to torch's cross entropy beside logits and labels.
+        loss: The model's own loss.
+        expected: Mean cross entropy of the logits that the model returned.
+        unshifted: Mean cross entropy with labels that are not shifted.
+        aux_loss: The ``aux_loss`` of the model's output, a router's loss; None if there is none.
+        balance: Router's loss as ``Balance`` computes it; None if the model computes it in another function.
+        used: Options that the model passed to torch's cross entropy.
     """
 
     loss: torch.Tensor
@@ -55,7 +55,7 @@ class OwnLoss:
 
     @property
     def extra(self) -> float:
-        """What the model's loss has beyond the cross entropy."""
+        """Difference of the model's loss and the cross entropy."""
         return float(self.loss) - self.expected
 
     @property
@@ -65,12 +65,12 @@ class OwnLoss:
         return known and self.near(self.balance or 0.0, self.aux_loss or 0.0)
 
     def near(self, value: float, reference: float) -> bool:
-        """Whether two losses are the same one at the precision of the model's."""
+        """Whether two losses are equal at the precision of the model's loss."""
         tolerance = _TOLERANCE.get(self.loss.dtype, 2 * torch.finfo(self.loss.dtype).eps)
         return abs(value - reference) <= tolerance * max(abs(reference), 1e-3)
 
     def why_different(self, model: nn.Module) -> str:
-        """What it does in place of the cross entropy, as far as that can be told; empty if nothing."""
+        """What the model does instead of the cross entropy, as far as that shows; empty if it is equal."""
         if self.near(float(self.loss), self.expected):
             return ""
         smoothing, ignored = self.used.get("label_smoothing"), self.used.get("ignore_index", IGNORE_INDEX)
@@ -86,15 +86,15 @@ class OwnLoss:
 
 
 class Different(str):
-    """Why a model's loss is another one, where that shows before it has been computed."""
+    """Why a model's loss is not the cross entropy, where that shows before the loss has been computed."""
 
     __slots__ = ()
 
 
 class _SeesCrossEntropy(TorchFunctionMode):
-    """Notes what cross entropies are computed with; a label out of range is an error on every device.
+    """Records the options of calls to torch's cross entropy, and raises for a label that is out of range.
 
-    On CUDA it would end the process's context.
+    On CUDA such a label would fail an assertion in a kernel, after which the process cannot use the device.
     """
 
     def __init__(self) -> None:
@@ -129,14 +129,17 @@ class _SeesCrossEntropy(TorchFunctionMode):
 
 
 def ask(model: nn.Module, router: bool | None) -> OwnLoss | str:
-    """What the model's own loss is on a tiny batch, or why there is none to be had.
+    """Ask the model for its own loss on a tiny batch.
 
-    The model is left as it was. Tried in training, where it may add what it leaves out in evaluation, and
-    then in evaluation.
+    Training mode is tried first, because a model may add terms there that it leaves out in evaluation, and
+    then evaluation mode. The model is left as it was.
 
     Args:
-        model: With its weights; sharded or not.
-        router: What its forward gets as ``output_router_logits``; None does not mention it.
+        model: Model with its weights, sharded or not.
+        router: Value of the forward's argument ``output_router_logits``; None leaves the argument out.
+
+    Returns:
+        The loss and what it is compared with, or the reason why the model gives none.
 
     Collective: all ranks of the model's mesh, by one forward or a few.
     """
@@ -156,7 +159,7 @@ def ask(model: nn.Module, router: bool | None) -> OwnLoss | str:
 
 
 def numbers_of_a_loss(model: nn.Module) -> dict[str, float]:
-    """Numbers of the model and its config whose names say that a loss may use them."""
+    """Numbers of the model and its config that a loss may use, judged by their names."""
     found: dict[str, float] = {}
     for holder in _holders(model):
         for name, value in vars(holder).items():
@@ -167,11 +170,11 @@ def numbers_of_a_loss(model: nn.Module) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Coefficient:
-    """A number that a model multiplies its router's loss with, where the model reads it.
+    """The coefficient of a model's router loss, read from where the model reads it.
 
     Attributes:
-        name: Of the attribute.
-        read: Its value now.
+        name: Name of the attribute that holds it.
+        read: Function that returns its present value.
     """
 
     name: str
@@ -179,7 +182,7 @@ class Coefficient:
 
 
 def coefficient_of(model: nn.Module, own: OwnLoss) -> Coefficient | None:
-    """The number by which ``aux_loss`` makes up what the model's loss has beyond the cross entropy."""
+    """The coefficient with which ``aux_loss`` explains why the loss is not the cross entropy, if any does."""
     if own.aux_loss is None:
         return None
     for coefficient in router_coefficients(model):
@@ -189,7 +192,10 @@ def coefficient_of(model: nn.Module, own: OwnLoss) -> Coefficient | None:
 
 
 def router_coefficients(model: nn.Module) -> Iterator[Coefficient]:
-    """Candidates, the likeliest first: by name a router's, and of the model before its config."""
+    """Candidates for the coefficient of a router's loss, the likeliest first.
+
+    Numbers that are named like one come first, and those of the model before those of its config.
+    """
     holders = list(_holders(model))
     for likely in (True, False):
         for holder in holders:
@@ -201,6 +207,7 @@ def router_coefficients(model: nn.Module) -> Iterator[Coefficient]:
 
 
 def _reader(holder: Any, name: str) -> Callable[[], float]:
+    """A function that reads an attribute's present value."""
     return lambda: float(getattr(holder, name))
 
 
@@ -222,6 +229,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _in_mode(model: nn.Module, router: bool | None, training: bool) -> OwnLoss | str:
+    """``ask`` in training or in evaluation mode."""
     device = compute_device(model)
     ids = torch.arange(3, 3 + 2 * _LENGTH, device=device).view(2, -1)
     with evaluating(model):
@@ -261,7 +269,7 @@ def _in_mode(model: nn.Module, router: bool | None, training: bool) -> OwnLoss |
 
 
 def _labels(model: nn.Module, ids: torch.Tensor, rows: int) -> torch.Tensor:
-    """Labels with what a model might treat in its own way: unequal numbers a row, special tokens, -100."""
+    """Labels in which models may differ: unequal numbers of targets per row, special tokens, -100."""
     labels = ids.roll(1, dims=0)
     config: Any = getattr(unwrapped(model), "config", None)
     special = [getattr(config, f"{name}_token_id", None) for name in ("pad", "bos", "eos")]
@@ -274,7 +282,7 @@ def _labels(model: nn.Module, ids: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def _forward(model: nn.Module, inputs: dict[str, Any], seen: TorchFunctionMode) -> Any:
-    """The output as the model made it, under ``seen``, before FSDP2 casts it."""
+    """The output of the model's forward, run under ``seen``, before FSDP2 casts it."""
     outputs: list[Any] = []
     inner = unwrapped(model)
     forward = inner.forward
@@ -290,5 +298,6 @@ def _forward(model: nn.Module, inputs: dict[str, Any], seen: TorchFunctionMode) 
 
 
 def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> float:
+    """Mean cross entropy of logits ``(B, S, V)`` for targets ``(B, S)``."""
     targets = targets.to(logits.device).flatten()
     return float(F.cross_entropy(wide(logits).flatten(0, 1), targets, ignore_index=IGNORE_INDEX))

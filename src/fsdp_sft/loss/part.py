@@ -1,10 +1,15 @@
-"""A batch cut to the part that one rank computes, where several share the tokens of each row.
+"""A batch cut to the part that one rank computes under context parallelism, where ranks share each row.
 
-whole row, 10 tokens, 3 ranks     a b c d e f g h i j . .        . is filler
-targets, shifted before the cut   b c d e f g h i j - - -        - is none
-rank 0                            a b c d | b c d e
-rank 1                            e f g h | f g h i
-rank 2                            i j . . | j - - -
+Targets are shifted before the cut, so that the last token of a part has its target on the same rank. A row
+of 10 tokens on 3 ranks ("." is filler, "-" a position without a target)::
+
+    tokens of the row   a b c d e f g h i j . .
+    targets             b c d e f g h i j - - -
+
+                        tokens      targets
+    rank 0              a b c d     b c d e
+    rank 1              e f g h     f g h i
+    rank 2              i j . .     j - - -
 """
 
 from dataclasses import replace
@@ -33,14 +38,12 @@ _SEEN = ("input_ids", "position_ids", "attention_mask")
 
 
 class BatchPart(CheckedBatch):
-    """This rank's part of a batch: its tokens, and ``shift_labels``, which need no shift any more.
-
-    The mask is that of the whole rows.
+    """This rank's part of a batch, with its targets in ``shift_labels``; the mask is that of the whole rows.
 
     Attributes:
-        whole: What the ranks of the group know of the rows.
-        counted: Which tokens of the part are none of padding or filler, bool.
-        num_tokens: How many that are.
+        whole: Facts about the whole rows that every rank of the group knows.
+        counted: Mask of the part's tokens that are neither padding nor filler, bool.
+        num_tokens: Number of those tokens.
     """
 
     def __init__(
@@ -58,14 +61,15 @@ class BatchPart(CheckedBatch):
 
 
 def part_of(batch: Batch, group: SequenceGroup) -> BatchPart:
-    """Cut a batch; the host waits for the device, if the batch is there.
+    """Cut a batch to this rank's part; the host waits for the device if the batch is there.
 
-    What a batch does not have is taken as transformers takes it: all tokens count, and positions ascend from
-    0. Filler, which makes the length a multiple of the ranks, is a row of its own at the end.
+    A batch without a mask or without positions is read as transformers reads it: all tokens count, and
+    positions ascend from 0. Filler makes the length a multiple of the number of ranks. It stands at the end,
+    as a packed row of its own.
 
     Raises:
-        BatchError: If the batch has no labels or ids, or something that cannot be cut along the tokens.
-        PackingError: For a pack with a mask.
+        BatchError: If the batch has no labels or ids, or has a tensor that cannot be cut along the tokens.
+        PackingError: If a pack has an attention mask.
     """
     refuse_masked_pack(batch)
     targets, weights = targets_of(batch), weights_of(batch)
@@ -82,7 +86,7 @@ def part_of(batch: Batch, group: SequenceGroup) -> BatchPart:
     counted = F.pad(mask if filled is None else mask & ~filled, (0, filler))[:, own]
     seen_begins, seen_mask, seen_counted = host_copies([begins, mask, counted])
     rows = None
-    # transformers heeds positions that begin anew where there is no mask.
+    # Positions that begin anew mark packed rows. transformers heeds them only where there is no mask.
     if bool(seen_begins.any()) and batch.get("attention_mask") is None:
         last = begins.new_zeros(size, filler)
         last[:, :1] = True
@@ -90,7 +94,7 @@ def part_of(batch: Batch, group: SequenceGroup) -> BatchPart:
     whole = WholeRows(
         group=group,
         length=width + filler,
-        # Its positions begin anew, so that none is beyond those that the model has.
+        # Positions of the filler begin at 0 again, so that none exceeds the positions that the model has.
         position_ids=torch.cat([positions, torch.arange(filler, device=ids.device).expand(size, -1)], 1),
         rows=rows,
         padding=None if bool(seen_mask.all()) else F.pad(mask, (0, filler)),
@@ -102,7 +106,8 @@ def part_of(batch: Batch, group: SequenceGroup) -> BatchPart:
         if name not in (*LOSS_KEYS, "position_ids", "attention_mask") and value is not None
     }
     fields["position_ids"] = whole.position_ids[:, own]
-    # Also where no token is padding: else transformers reads rows of a pack off this rank's positions.
+    # A mask is given also where no token is padding. Without one transformers would take this rank's
+    # positions, which are a part of the row's, for those of packed rows.
     fields["attention_mask"] = torch.ones_like(whole.position_ids) if whole.padding is None else whole.padding
     fields["shift_labels"] = F.pad(targets, (0, filler), value=IGNORE_INDEX)[:, own]
     if weights is not None:
@@ -111,12 +116,12 @@ def part_of(batch: Batch, group: SequenceGroup) -> BatchPart:
 
 
 def tokens_of(batch: Any, needs_ids: bool = True) -> int:
-    """Tokens that this rank computes of a batch, without padding; as ``num_tokens`` of a whole one."""
+    """Number of tokens that this rank computes of a batch, without padding; ``num_tokens`` if it is whole."""
     return batch.num_tokens if isinstance(batch, BatchPart) else num_tokens(batch, needs_ids)
 
 
 def part_on_device(part: BatchPart, device: torch.device) -> BatchPart:
-    """``part``, which is on the host, with its tensors on ``device``."""
+    """A copy of ``part``, which is on the host, with its tensors on ``device``."""
     if device.type == "cpu":
         return part
     whole = part.whole
@@ -135,6 +140,7 @@ def part_on_device(part: BatchPart, device: torch.device) -> BatchPart:
 
 
 def _positions(batch: Batch, ids: torch.Tensor) -> torch.Tensor:
+    """The position of each token ``(B, S)``, ascending from 0 if the batch brings none."""
     positions = batch.get("position_ids")
     if positions is None:
         return torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
@@ -147,6 +153,7 @@ def _positions(batch: Batch, ids: torch.Tensor) -> torch.Tensor:
 
 
 def _mask(batch: Batch, ids: torch.Tensor) -> torch.Tensor:
+    """Whether each token is not padding, bool ``(B, S)``."""
     mask = batch.get("attention_mask")
     if mask is None:
         return torch.ones_like(ids, dtype=torch.bool)
@@ -159,7 +166,7 @@ def _mask(batch: Batch, ids: torch.Tensor) -> torch.Tensor:
 
 
 def _cut(name: str, value: Any, shape: tuple[int, int], filler: int, own: slice) -> Any:
-    """This rank's part of what a batch has for each token; anything that is no tensor as it is."""
+    """This rank's part of a tensor with one entry per token; anything that is not a tensor stays as it is."""
     if not isinstance(value, torch.Tensor):
         return value
     if tuple(value.shape[:2]) != shape:

@@ -1,4 +1,4 @@
-"""Choose how the loss of a model is computed, once, with a reason, and the same on all ranks."""
+"""Choose the implementation of a model's loss: once, with a logged reason, and the same on all ranks."""
 
 import logging
 import weakref
@@ -29,33 +29,39 @@ _choices: "weakref.WeakKeyDictionary[nn.Module, dict[str, LossChoice]]" = weakre
 
 
 def prepare_loss(model: nn.Module, *, impl: LossImpl = "auto") -> str:
-    """Decide how ``loss_sum`` and what is built on it compute this model's loss under ``impl="auto"``.
+    """Choose the implementation that the model's losses use under ``impl="auto"``.
 
-    A fused loss needs a head that is a linear layer, with or without peft's adapters (LoRA, DoRA,
-    ``modules_to_save``, trained tokens), and logits that are the head's output up to a scale and a soft cap.
-    Both are found out on a tiny batch, and the fused loss is compared with that of the model's real logits
-    before it is ever used. Without a call, the first ``"auto"`` loss does the same. Sharding the model,
-    replacing its head or changing its scale afterwards leads to another probe. A forward or backward hook on
-    the head, or on a module around it, would not see the logits: such a model gets full logits.
+    A fused loss (one without full logits) needs a head that is a linear layer, with or without peft's
+    adapters (LoRA, DoRA, ``modules_to_save``, trained tokens). The model's logits must be the head's output
+    up to a scale and a soft cap. Both are checked on a tiny batch, and the fused loss is compared with that
+    of the model's real logits before it is ever used. Forward or backward hooks on the head, or on a module
+    around it, would not see the logits, so a model with such hooks gets full logits.
+
+    Without a call, the first loss under ``"auto"`` does the same. If the model is sharded afterwards, or its
+    head replaced or its scale changed, the choice is made again.
 
     Args:
-        model: A decoder-only language model with its weights, sharded or not. It is left as it was: mode,
-            buffers, gradients, random number generators. If sharded, it is resharded.
-        impl: ``"auto"`` takes the chunked loss if it can and falls back to full logits with a logged
-            warning; ``"chunked"`` and ``"liger"`` (its kernels, on CUDA) raise instead; ``"logits"``
-            computes logits in full.
+        model: Decoder-only language model with its weights, sharded or not. Its mode, buffers, gradients and
+            the random number generators are left as they were. A sharded model is resharded.
+        impl: ``"auto"`` takes the chunked loss if possible, and full logits with a logged warning if not.
+            ``"chunked"`` and ``"liger"`` (its kernels, on CUDA) raise if they are not possible. ``"logits"``
+            computes full logits.
 
     Returns:
-        ``"chunked"``, ``"liger"`` or ``"logits"``. Which, and why, is logged.
+        ``"chunked"``, ``"liger"`` or ``"logits"``. The choice and its reason are logged.
 
     Raises:
-        ModelLossError: For a model whose own loss is not the cross entropy, as ``loss_sum`` says.
-        ValueError: For another ``impl``, an encoder-decoder, a model on the meta device, or one whose loss
-            cannot be fused although ``impl`` says so; the message has the reason.
+        ModelLossError: If the model's own loss is not the cross entropy; see ``loss_sum``.
+        ValueError: If ``impl`` is none of these, if the model is an encoder-decoder or on the meta device, or
+            if its loss cannot be computed by ``impl``; the message has the reason.
 
     Collective: all ranks of the model's mesh, by three forwards of 2 x 8 tokens.
     Memory: With LoRA, DoRA or trained tokens on the head, a copy of its weight in each forward, and its
     gradient in float32 until the backward.
+
+    Example:
+        >>> fs.prepare_loss(model)
+        'chunked'
     """
     check_impl(impl)
     refuse_encoder_decoder(model)
@@ -66,7 +72,7 @@ def prepare_loss(model: nn.Module, *, impl: LossImpl = "auto") -> str:
 
 
 def choice_for(model: nn.Module, impl: LossImpl) -> LossChoice:
-    """The choice of ``impl``, made now if there is none for the model as it is.
+    """The choice for ``impl``, made now if there is none that fits the model as it is.
 
     Collective: all ranks of the model's mesh, the first time.
     """
@@ -78,24 +84,24 @@ def choice_for(model: nn.Module, impl: LossImpl) -> LossChoice:
 
 
 def needs_choice(model: nn.Module, impl: LossImpl) -> bool:
-    """Whether this rank would choose anew in its next loss: there is no choice, or the model has changed."""
+    """Whether this rank would choose in its next loss: there is no choice yet, or the model has changed."""
     choice = _choices.get(model, {}).get(impl)
     return impl != "logits" and (choice is None or not choice.holds(model))
 
 
 def forget_choice(model: nn.Module, impl: LossImpl) -> None:
-    """Choose anew in the next loss: on all ranks of the mesh, as soon as one of them has to."""
+    """Drop the choice, so that the next loss chooses anew; all ranks of the mesh must do it if one does."""
     _choices.get(model, {}).pop(impl, None)
 
 
 def check_impl(impl: str) -> None:
-    """Refuse an ``impl`` that there is not."""
+    """Raise for an unknown ``impl``."""
     if impl not in IMPLS:
         raise ValueError(f"impl must be one of {IMPLS}, got {impl!r}")
 
 
 def refuse_encoder_decoder(model: nn.Module) -> None:
-    """Raise for a model whose labels are not shifted against its inputs."""
+    """Raise for an encoder-decoder, whose labels are not shifted against its inputs."""
     model = unwrapped(model)
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise ModelLossError(
@@ -106,6 +112,7 @@ def refuse_encoder_decoder(model: nn.Module) -> None:
 
 
 def _decide(model: nn.Module, impl: LossImpl) -> LossChoice:
+    """Make the choice for ``impl``; all ranks of the mesh take part."""
     name = original_class(unwrapped(model)).__name__
     refuse_meta(model)
     mesh = mesh_of(model)
@@ -116,7 +123,7 @@ def _decide(model: nn.Module, impl: LossImpl) -> LossChoice:
     head, reason = fusible_head(model)
     if kind == "liger":
         reason = reason or liger.why_not(compute_device(model))
-    # Once before the probe, which is collective, and once after it.
+    # Ranks agree before the probe, because its forwards are collective, and again on its outcome.
     reason = _agreed_reason(reason, mesh)
     choice = None
     if head is not None and not reason:
@@ -134,12 +141,14 @@ def _decide(model: nn.Module, impl: LossImpl) -> LossChoice:
 
 
 def _agreed_reason(reason: str, mesh: "DeviceMesh | None") -> str:
-    """This rank's reason not to fuse, or that another one has one; empty if none of the mesh has."""
+    """This rank's reason not to fuse, or the number of other ranks that have one; empty if no rank has."""
     failed = sum_over_mesh([bool(reason)], mesh)[0]
     return reason or (f"{int(failed)} other ranks of the mesh could not" if failed else "")
 
 
 def _try_fused(model: nn.Module, head: nn.Module, impl: str) -> tuple[LossChoice | None, str]:
+    """(the choice of a fused loss, "") if the probe proves it, else (None, the reason)."""
+
     def make_choice(transform: Transform) -> LossChoice:
         sharded = isinstance(unwrapped(model), FSDPModule)
         return LossChoice(impl, "", transform, weakref.ref(head), sharded, settings_of(model))
@@ -152,6 +161,7 @@ def _try_fused(model: nn.Module, head: nn.Module, impl: str) -> tuple[LossChoice
 
 
 def _logits_choice(model: nn.Module, reason: str) -> LossChoice:
+    """The choice of full logits."""
     head, _ = fusible_head(model)
     return LossChoice(
         "logits",

@@ -1,9 +1,9 @@
-"""Find out, on a tiny batch, how a model makes its loss from its hidden states, and prove it.
+"""Observe on a tiny batch what a model does to its head's output, and prove a fused loss equal to its own.
 
-A plain head is a matter of structure; what the model does to the head's output is a matter of observation.
-The model's own forward runs with its own head, except that in one row the head's output is replaced by large
-known numbers. What comes out of that row shows scale and soft cap; the other row holds the real logits, whose
-cross entropy the fused loss must then reproduce.
+Whether the head is a linear layer shows in its structure. What the model does to the head's output has to be
+observed. The model's own forward runs with its own head on two rows, except that in the second row the head's
+output is replaced by large known numbers. That row of the output shows scale and soft cap. The first row
+holds the real logits, whose cross entropy the fused loss must reproduce.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,8 +25,9 @@ from fsdp_sft.loss.linear_head import num_logits
 from fsdp_sft.loss.transform import Transform, candidates, tolerance, wide
 
 _LENGTH = 8
-_KNOWN_SIZE = 20.0  # large enough for a soft cap to show
-# Wide enough for TF32; the transform has been found exactly by then.
+_KNOWN_SIZE = 20.0  # standard deviation of the known numbers; large enough for a soft cap to show
+# Largest relative error of the fused loss. It leaves room for TF32, because scale and soft cap have been
+# checked more exactly before.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
 
 
@@ -35,16 +36,17 @@ def probe(
 ) -> LossChoice:
     """A choice whose loss equals that of the real logits on a tiny batch.
 
-    The model is left as it was: mode, buffers, gradients and random number generators; it is sharded again.
+    The model's mode, buffers and gradients and the random number generators are left as they were; the model
+    is sharded again afterwards.
 
     Args:
-        model: The model.
-        head: Its plain head.
-        make_choice: From a ``Transform`` to the choice to be tried.
-        inputs: Of the forward beside ``input_ids``.
+        model: Model with its weights.
+        head: Its head, for which ``fusible_head`` gives no reason against a fused loss.
+        make_choice: Function from a ``Transform`` to the choice to be tried.
+        inputs: Arguments of the forward beside ``input_ids``.
 
     Raises:
-        NotFusedError: If there is none.
+        NotFusedError: If no choice of ``make_choice`` gives that loss.
 
     Collective: all ranks of the model's mesh, by two forwards.
     """
@@ -52,7 +54,7 @@ def probe(
     ids = torch.arange(3, 3 + 2 * _LENGTH, device=device).view(2, -1) % num_logits(head)
     targets = ids.roll(-1, dims=1)
     targets[:, -1] = IGNORE_INDEX
-    targets[1] = IGNORE_INDEX  # the row that shows the transform has no real logits
+    targets[1] = IGNORE_INDEX  # the second row shows the transform and has no real logits
     inputs = {"input_ids": ids, **inputs}
     with evaluating(model):
         raw, logits = _observe(model, head, inputs)
@@ -69,7 +71,7 @@ def probe(
 
 
 def _observe(model: nn.Module, head: nn.Module, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """(what the head returned, what the model made of it), both ``(2, S, V)``."""
+    """(the output of the head, the logits that the model returned), both ``(2, S, V)``."""
     raw: list[torch.Tensor] = []
     outputs: list[Any] = []
     inner = unwrapped(model)
@@ -104,7 +106,7 @@ def _observe(model: nn.Module, head: nn.Module, inputs: dict[str, Any]) -> tuple
 
 
 def _transform(model: nn.Module, raw: torch.Tensor, logits: torch.Tensor) -> Transform:
-    """The scale and soft cap, out of what the config suggests, that turn ``raw`` into ``logits``."""
+    """The scale and soft cap, among those that the config suggests, that turn ``raw`` into ``logits``."""
     errors = {candidate: float(candidate.error(raw, logits)) for candidate in candidates(model)}
     best = min(errors, key=lambda candidate: errors[candidate])
     if not errors[best] <= tolerance(raw, logits):
@@ -116,9 +118,9 @@ def _transform(model: nn.Module, raw: torch.Tensor, logits: torch.Tensor) -> Tra
 
 
 def guarded(model: nn.Module, call: Any) -> Any:
-    """``call()``; an error inside the model's forward is raised when FSDP2's hooks have ended it.
+    """``call()``; an error inside the model's forward is raised after FSDP2's hooks have ended the forward.
 
-    An exception that leaves the root's forward leaves FSDP2 in the middle of it.
+    An exception that left the root's forward would leave FSDP2's state in the middle of it.
     """
     inner = unwrapped(model)
     errors: list[Exception] = []
@@ -148,16 +150,16 @@ def guarded(model: nn.Module, call: Any) -> Any:
 
 
 def _end_forwards(model: nn.Module) -> None:
-    """Bring FSDP2 out of forwards that an error inside a block has broken off (torch >= 2.13 knows how)."""
+    """Reset FSDP2's state after an error inside a block has broken off a forward (torch 2.13 or later)."""
     reset = getattr(model, "reset_iter_state", None)
     if reset is not None:
-        with suppress(RuntimeError):  # only the outermost FSDP2 module may
+        with suppress(RuntimeError):  # raised if the model is not the outermost FSDP2 module
             reset()
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients, and no compiling for tiny shapes; then the model is as it was."""
+    """Evaluation mode without gradients and compiled code; afterwards the model is as it was."""
     with undisturbed(model), torch.no_grad(), uncompiled(), checked_later(None):
         model.eval()
         yield

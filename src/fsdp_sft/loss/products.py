@@ -1,10 +1,9 @@
 """The three matrix products of a linear cross entropy, each with float32 results (float64 for float64).
 
-Torch multiplies float32 by float32 into a given buffer, but two bfloat16 matrices into float32 only on some
-accelerators, CUDA among them.
-Each class here is one way round that, with one interface: logits, gradient of the hidden states, and
-accumulation of the weight's gradient. Shapes: hidden ``(C, H)``, weight ``(V, H)``, logits and their
-gradient ("slopes") ``(C, V)``.
+Only some accelerators, CUDA among them, multiply two bfloat16 matrices into a float32 result in torch. Each
+class here is a way to get float32 results in one of the other cases. All have the same interface: logits,
+gradient of the hidden states, and accumulation of the weight's gradient. Shapes: hidden ``(C, H)``, weight
+``(V, H)``, logits and their gradient ("slopes") ``(C, V)``.
 """
 
 from collections.abc import Iterator
@@ -14,25 +13,25 @@ import torch
 
 from fsdp_sft._devices import has_mixed_products
 
-_SLICE_BYTES = 8 << 20  # of float32, where something is done in slices that stay in a CPU's cache
+_SLICE_BYTES = 8 << 20  # float32 bytes of a slice; small enough to stay in a CPU's cache
 
 
 class Products(Protocol):
-    """What the chunk loop asks for.
+    """Interface of the products that the loop over chunks uses.
 
     Attributes:
-        gain: What slopes are to be multiplied by before the products, which are then that much too large.
-        rounds: Whether the logits have been rounded to less than the wide dtype.
+        gain: Factor that the caller applies to slopes before the products and divides out of their results.
+        rounds: Whether the logits have been rounded to a narrower dtype than float32.
     """
 
     gain: float
     rounds: bool
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``hidden @ weight.T``, in a buffer that is used again for the next chunk."""
+        """``hidden @ weight.T``, which may be in a buffer that the next chunk reuses."""
 
     def blocks(self, logits: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Rows of ``logits`` and their wide values, which the caller turns into slopes in place."""
+        """Slices of rows with their logits in float32, which the caller turns into slopes in place."""
 
     def hidden_gradient(self, slopes: torch.Tensor) -> torch.Tensor:
         """``slopes @ weight``, ``(C, H)``; ``slopes`` is what ``logits`` returned."""
@@ -42,10 +41,10 @@ class Products(Protocol):
 
 
 def products_for(weight: torch.Tensor, rows: int) -> Products:
-    """The products with ``weight`` for chunks of at most ``rows`` rows."""
+    """The products for ``weight`` and chunks of at most ``rows`` rows."""
     if weight.dtype in (torch.float32, torch.float64):
         return _Same(weight, rows)
-    # A CPU is asked nothing: what is fast there is known, whatever else it can do.
+    # Which products are fast on a CPU is known, whether it has mixed ones or not.
     if weight.device.type not in ("cpu", "meta") and has_mixed_products(weight.device, weight.dtype):
         return _Mixed(weight)
     # On a CPU bfloat16 matrices are fast; float16 ones are not, and their range is too small for slopes.
@@ -53,7 +52,7 @@ def products_for(weight: torch.Tensor, rows: int) -> Products:
 
 
 class _InPlace:
-    """Slopes take the place of the logits."""
+    """Logits in float32, whose buffer the slopes overwrite."""
 
     gain = 1.0
     rounds = False
@@ -64,7 +63,7 @@ class _InPlace:
 
 
 class _Same(_InPlace):
-    """float32 or float64 throughout, into buffers that are given."""
+    """Products of float32 (or float64) operands, with the logits in a reused buffer."""
 
     def __init__(self, weight: torch.Tensor, rows: int) -> None:
         self.weight = weight
@@ -81,7 +80,7 @@ class _Same(_InPlace):
 
 
 class _Rounded:
-    """bfloat16 products, rounded, then widened: the weight's gradient is summed over chunks in float32."""
+    """bfloat16 products whose rounded results are widened; gradients are summed over chunks in float32."""
 
     gain = 1.0
     rounds = True
@@ -108,13 +107,14 @@ class _Rounded:
 
 
 class _Mixed:
-    """Half-precision operands, float32 results: what tensor cores do, if torch is told so."""
+    """Products of half-precision operands with float32 results, as tensor cores compute them."""
 
     rounds = False
 
     def __init__(self, weight: torch.Tensor) -> None:
         self.weight = weight
-        # float16 ends at 6e-8, where many slopes of a large vocabulary lie; they are at most 1 in size.
+        # The smallest float16 is 6e-8, and many slopes of a large vocabulary are smaller. They are at most 1
+        # in size, so a factor of 2**15 keeps them below the largest float16, 65504.
         self.gain = 2.0**15 if weight.dtype == torch.float16 else 1.0
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -157,6 +157,7 @@ class _Upcast(_InPlace):
 
 
 def _rows_in_cache(logits: torch.Tensor) -> int:
+    """Rows of logits whose float32 values fit a CPU's cache; on an accelerator all of them."""
     if logits.device.type != "cpu":
         return max(len(logits), 1)
     return max(1, _SLICE_BYTES // (4 * max(logits.shape[1], 1)))
@@ -168,4 +169,5 @@ def _slices(weight: torch.Tensor, most_bytes: int = _SLICE_BYTES) -> list[slice]
 
 
 def _ranges(length: int, step: int) -> list[slice]:
+    """Slices of at most ``step`` that cover ``length``."""
     return [slice(start, min(start + step, length)) for start in range(0, length, step)]

@@ -1,4 +1,4 @@
-"""Whether ranks that share rows have been given the same ones."""
+"""Check that ranks which share rows have been given the same rows."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -12,15 +12,17 @@ from fsdp_sft._streams import host_copies
 from fsdp_sft.context_parallel import SequenceGroup
 from fsdp_sft.errors import BatchError
 
-_WORD_BITS = 20  # a word times thousands of ranks, summed over them, is exact in float64
+_WORD_BITS = 20  # a word times thousands of ranks, summed over as many, is exact in float64
 
 
 def to_compare_rows(batches: Sequence[Any], group: SequenceGroup | SameRows | None) -> list[float]:
-    """Two numbers that add up to 0 over all ranks if those that share rows have the same ones.
+    """Two numbers whose sums over all ranks are 0 if ranks that share rows have the same rows.
+
+    The first rank of a group of n returns n - 1 times its digest, and each of the others its digest times -1.
 
     Args:
-        batches: This rank's; the host waits for the device once, if they are there.
-        group: Which ranks share rows; None where none do.
+        batches: This rank's batches; if they are on a device, the host waits for it once.
+        group: This rank's group of ranks that share rows; None if no ranks do.
     """
     if group is None:
         return [0.0, 0.0]
@@ -31,7 +33,7 @@ def to_compare_rows(batches: Sequence[Any], group: SequenceGroup | SameRows | No
         for name in sorted(batch, key=str)
         if isinstance(batch[name], torch.Tensor)
     ]
-    # Of each group another one: what differs in one must not make up for what differs in another.
+    # The digest includes the group's index, so that a difference in one group cannot cancel one in another.
     found = hashlib.blake2b(f"{group.share}".encode(), digest_size=5)
     for (name, _), value in zip(named, host_copies([value for _, value in named]), strict=True):
         found.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
@@ -42,10 +44,10 @@ def to_compare_rows(batches: Sequence[Any], group: SequenceGroup | SameRows | No
 
 
 def refuse_different_rows(sums: Sequence[float]) -> None:
-    """Raise on all ranks, which have the same ``sums``.
+    """Raise if the sums over all ranks of ``to_compare_rows`` are not 0; all ranks have the same sums.
 
     Raises:
-        BatchError: If ranks that share rows have different ones.
+        BatchError: If ranks that share rows have different rows.
     """
     if any(sums):
         raise BatchError(

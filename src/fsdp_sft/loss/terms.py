@@ -1,4 +1,4 @@
-"""What a target's loss is beside the cross entropy: smoothed labels, and the z-loss."""
+"""Terms of a target's loss beside the cross entropy: label smoothing and the z-loss."""
 
 import math
 from dataclasses import dataclass
@@ -18,9 +18,9 @@ class Terms:
         (1 - label_smoothing) * -log p[target] + label_smoothing * mean(-log p) + z_loss * log(Z) ** 2
 
     Attributes:
-        label_smoothing: In [0, 1), as for ``torch.nn.functional.cross_entropy``.
-        z_loss: From 0 on; 1e-4 in PaLM, https://arxiv.org/abs/2204.02311, section 5. It keeps log(Z) near 0,
-            and so the logits from drifting.
+        label_smoothing: Label smoothing in [0, 1), defined as in ``torch.nn.functional.cross_entropy``.
+        z_loss: Factor of the z-loss, 0 or more. It keeps log(Z) near 0, and so keeps the logits from
+            drifting. PaLM used 1e-4 (https://arxiv.org/abs/2204.02311, section 5).
     """
 
     label_smoothing: float = 0.0
@@ -37,7 +37,7 @@ class Terms:
                 raise ValueError(f"{name} must be in [0, {most:g}), got {value!r}")
 
     def __bool__(self) -> bool:
-        """Whether there is anything beside the cross entropy."""
+        """Whether there is any term beside the cross entropy."""
         return bool(self.label_smoothing or self.z_loss)
 
 
@@ -47,13 +47,13 @@ PLAIN = Terms()
 def summed_loss(
     logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor | None, terms: Terms
 ) -> torch.Tensor:
-    """The loss summed over targets, from logits in full.
+    """The loss summed over targets, computed from the logits in full.
 
     Args:
-        logits: ``(N, V)``, float32 or float64.
-        targets: int64 ``(N,)``; -100 does not count.
-        weights: ``(N,)``, a factor for each target's loss; None for none.
-        terms: What the loss is.
+        logits: Logits ``(N, V)``, float32 or float64.
+        targets: Target ids, int64 ``(N,)``; -100 does not count.
+        weights: Factors of the targets' losses, ``(N,)``; None is 1.
+        terms: Label smoothing and z-loss.
     """
     if weights is None and not terms:
         return F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")

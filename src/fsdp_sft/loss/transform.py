@@ -1,4 +1,4 @@
-"""What a model does to its head's output, and which of its numbers that could come from."""
+"""Scale and soft cap that a model applies to its head's output, and the numbers that they may come from."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,12 @@ from fsdp_sft._wrappers import unwrapped
 
 @dataclass(frozen=True)
 class Transform:
-    """What a model does to its head's output: ``cap(scale * logits)``."""
+    """The function that a model applies to its head's output: ``cap(scale * logits)``.
+
+    Attributes:
+        scale: Factor of the logits.
+        softcap: Bound of ``cap(x) = softcap * tanh(x / softcap)``; None for no cap.
+    """
 
     scale: float = 1.0
     softcap: float | None = None
@@ -22,20 +27,20 @@ class Transform:
         return scaled if self.softcap is None else self.softcap * torch.tanh(scaled / self.softcap)
 
     def error(self, raw: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Largest difference of ``logits`` from the transform of ``raw``, relative to the largest logit."""
+        """Largest difference of ``logits`` and the transform of ``raw``, relative to the largest logit."""
         raw, logits = wide(raw), wide(logits)
         return (self(raw) - logits).abs().max() / logits.abs().max()
 
 
 def tolerance(raw: torch.Tensor, logits: torch.Tensor) -> float:
-    """Most that ``Transform.error`` may be by rounding."""
+    """Largest ``Transform.error`` that rounding can explain."""
     return 16 * max(torch.finfo(raw.dtype).eps, torch.finfo(logits.dtype).eps)
 
 
 def settings_of(model: nn.Module) -> tuple[tuple[str, float], ...]:
-    """Numbers by which a model may scale or cap its logits, by name: of its config and of itself.
+    """Numbers of a model and its config that may scale or cap its logits, with their names.
 
-    Some models look at their config in each forward, others keep a copy as an attribute; both may change.
+    Some models read their config in each forward, others keep a copy as an attribute; both may change.
     """
     model = unwrapped(model)
     config: Any = getattr(model, "config", None)
@@ -53,7 +58,7 @@ def settings_of(model: nn.Module) -> tuple[tuple[str, float], ...]:
 
 
 def candidates(model: nn.Module) -> list[Transform]:
-    """Every scale with every soft cap that the model's numbers suggest; first that which does nothing."""
+    """Every combination of a scale and a soft cap that the model's numbers suggest, the identity first."""
     scales: dict[float, None] = {1.0: None}  # dicts keep the order
     softcaps: dict[float | None, None] = {None: None}
     for name, value in settings_of(model):

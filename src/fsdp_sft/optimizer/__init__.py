@@ -1,4 +1,4 @@
-"""AdamW for parameters of 16 bits: it rounds by chance, and so loses no small step on average."""
+"""AdamW for bfloat16 parameters with stochastic rounding, which loses no small update on average."""
 
 from fsdp_sft.optimizer.adamw import CHUNK, StochasticAdamW, working_bytes
 

@@ -11,55 +11,59 @@ from torch.optim.optimizer import ParamsT
 from fsdp_sft._boxes import Box, box_of, local_of
 from fsdp_sft.optimizer.stochastic import key_of, numbers_in_whole, random_bits, round_into, sixteen_of
 
-CHUNK = 1 << 22  # elements of a shard that are in float32 at a time
+CHUNK = 1 << 22  # most elements of a shard that are in float32 at a time
 _STATES = ("exp_avg", "exp_avg_sq")
 _DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 _NOT_OFFERED = ("amsgrad", "maximize", "foreach", "fused", "capturable", "differentiable")
 
 
 class StochasticAdamW(torch.optim.Optimizer):
-    """AdamW for bfloat16 parameters: computed in float32, rounded to bfloat16 by chance.
+    """AdamW for bfloat16 parameters: computed in float32 and rounded to bfloat16 stochastically.
 
-    An update of a bfloat16 parameter that is below 1/512 of it, as most are in fine-tuning, is lost when the
-    result is rounded to the nearest. Here it is rounded up or down with probabilities that make the mean
-    right, so small updates arrive on average, and float32 masters are not needed. Parameters of float32 or
-    float64 are stepped as ``torch.optim.AdamW`` does, bit for bit on a CPU.
+    Rounding to the nearest loses an update that is below 1/512 of a bfloat16 parameter, as most updates are
+    in fine-tuning. Stochastic rounding goes up or down with probabilities that make the mean right, so small
+    updates arrive on average, and float32 masters are not needed. Parameters of float32 or float64 are
+    updated as by ``torch.optim.AdamW``, bit for bit on a CPU.
 
     The random bits of an element are computed from the seed, the number of steps that its parameter has made,
-    the parameter's place in the optimizer and the element's place in the **whole** parameter. So replicas
-    round alike, no two elements share bits, a run that goes on after a checkpoint rounds as it would have,
-    also on another number of ranks, and no generator of random numbers is used or moved.
+    the parameter's place in the optimizer and the element's place in the **whole** parameter. Therefore
+    replicas round alike, no two elements share bits, and a run that is resumed from a checkpoint rounds as it
+    would have without the interruption, on any number of ranks. No random number generator is used or
+    advanced.
 
     Args:
-        params: Parameters, or groups of them, of bfloat16, float32 or float64; dtypes may be mixed.
-        lr: Learning rate, >= 0; a number or a tensor of one element, which is read once a step: on the host,
-            or the host waits for the device.
-        betas: Decay of the two moments, in [0, 1).
-        eps: Added to the denominator, >= 0.
-        weight_decay: Decoupled, as in ``torch.optim.AdamW``, >= 0.
-        seed: Of the rounding, an integer; **the same on all ranks**, which ``train_step`` checks.
-        state_dtype: Of the two moments: ``torch.bfloat16``, rounded likewise, or ``torch.float32``. None
-            takes each parameter's own dtype.
+        params: Parameters, or groups of parameters, of bfloat16, float32 or float64; dtypes may be mixed.
+        lr: Learning rate, >= 0: a number or a tensor of one element. It is read once a step; if the tensor is
+            on a device, the host waits for it.
+        betas: Decay rates of the two moments, in [0, 1).
+        eps: Term added to the denominator, >= 0.
+        weight_decay: Decoupled weight decay, >= 0, as in ``torch.optim.AdamW``.
+        seed: Seed of the rounding, an integer that must be **the same on all ranks**; ``train_step`` checks
+            that it is.
+        state_dtype: Dtype of the two moments: ``torch.bfloat16``, rounded stochastically too, or
+            ``torch.float32``. None takes each parameter's own dtype.
 
     Raises:
-        ValueError: For a value out of range, a parameter of another dtype (float16, whose range is too small
-            for second moments), one that is complex or sharded otherwise than along whole dimensions, or an
-            option of ``torch.optim.AdamW`` that is not offered (``amsgrad``, ``maximize``, ``foreach``,
-            ``fused``, ``capturable``, ``differentiable``) in a group or a loaded state.
-        RuntimeError: In ``step``, for a sparse gradient.
+        ValueError: If a value is out of range; if a parameter has another dtype (the range of float16 is too
+            small for second moments), is complex, or is sharded otherwise than along whole dimensions; or if
+            a group or a loaded state has an option of ``torch.optim.AdamW`` that is not offered here
+            (``amsgrad``, ``maximize``, ``foreach``, ``fused``, ``capturable``, ``differentiable``).
+        RuntimeError: In ``step``, if a gradient is sparse.
 
     Collective: none.
     Memory: A parameter and its two moments take 6 bytes with bfloat16 masters, and 10 with float32 moments;
         float32 masters with ``torch.optim.AdamW`` take 12. A step needs 30 bytes more for each
-        element of the largest shard, but 120 MiB at most: a large one is updated 2^22 elements at a time.
-        What is not contiguous is copied.
+        element of the largest shard, but 120 MiB at most: a large shard is updated 2^22 elements at a time.
+        Tensors that are not contiguous are copied.
     Source: AdamW: Loshchilov and Hutter, arXiv:1711.05101. Stochastic rounding of weights: Gupta et al.,
         arXiv:1502.02551; in the training of language models: Zamirai et al., arXiv:2010.06192.
 
     Example:
-        >>> model = load_pretrained(path, mesh=mesh, master_dtype=torch.bfloat16)  # doctest: +SKIP
-        >>> optimizer = StochasticAdamW(model.parameters(), lr=1e-5)  # doctest: +SKIP
-        >>> train_step(model, window, optimizer)  # doctest: +SKIP
+        >>> model = fs.load_pretrained(path, mesh=mesh, master_dtype=torch.bfloat16)
+        >>> optimizer = fs.StochasticAdamW(model.parameters(), lr=1e-5)
+        >>> result = fs.train_step(model, window, optimizer)
+        >>> optimizer.state[model.lm_head.weight]["exp_avg"].dtype
+        torch.bfloat16
     """
 
     def __init__(
@@ -85,7 +89,7 @@ class StochasticAdamW(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as in ``torch.optim.Optimizer``; refused without a trace if it cannot be stepped."""
+        """Add a group, as in ``torch.optim.Optimizer``; raises for one that cannot be stepped, and drops it."""
         super().add_param_group(param_group)
         try:
             _check(self.param_groups[-1])
@@ -97,16 +101,16 @@ class StochasticAdamW(torch.optim.Optimizer):
             raise
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take pickled or loaded state; options that it lacks, as torch's AdamW would, are the defaults."""
+        """Take pickled or loaded state; options that a group lacks get their defaults."""
         super().__setstate__(state)
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Put back what ``state_dict`` gave; moments keep the dtype that they are to have.
+        """Restore what ``state_dict`` returned, with the moments in ``state_dtype``.
 
-        torch would cast them to that of the parameter.
+        ``torch.optim.Optimizer`` would cast the moments to the dtype of the parameter.
         """
         for group in state_dict["param_groups"]:
             _check({**self.defaults, **group})
@@ -115,7 +119,7 @@ class StochasticAdamW(torch.optim.Optimizer):
         for number, (_, parameter, group) in zip(numbers, self._parameters(), strict=True):
             saved, state = state_dict["state"].get(number, {}), self.state.get(parameter, {})
             dtype = group["state_dtype"] or parameter.dtype
-            if "step" in state:  # on the host, where torch's fused optimizers do not have it
+            if "step" in state:  # kept on the host; torch's fused optimizers keep theirs on the device
                 state["step"] = torch.tensor(float(state["step"]))
             for name in state.keys() & set(_STATES):
                 if state[name].dtype != dtype:
@@ -126,7 +130,7 @@ class StochasticAdamW(torch.optim.Optimizer):
         """Update every parameter that has a gradient.
 
         Args:
-            closure: Computes the loss anew, and is optional.
+            closure: Function that computes the loss again and returns it; optional.
 
         Returns:
             What ``closure`` returned, or None.
@@ -145,7 +149,7 @@ class StochasticAdamW(torch.optim.Optimizer):
                 )
             state = self.state[parameter]
             if not state:
-                _check_parameter(parameter)  # it may have been frozen until now
+                _check_parameter(parameter)  # one that was frozen when it was added has not been checked
                 dtype = group["state_dtype"] or parameter.dtype
                 state["step"] = torch.tensor(0.0)
                 state.update({name: torch.zeros_like(parameter, dtype=dtype) for name in _STATES})
@@ -156,7 +160,7 @@ class StochasticAdamW(torch.optim.Optimizer):
         return loss
 
     def _parameters(self) -> Iterator[tuple[int, torch.Tensor, dict[str, Any]]]:
-        """(place in the optimizer, parameter, group) of each."""
+        """(place in the optimizer, parameter, group) of each parameter."""
         place = 0
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -165,24 +169,33 @@ class StochasticAdamW(torch.optim.Optimizer):
 
 
 def working_bytes(elements: int, dtype: torch.dtype) -> int:
-    """What a step needs beside parameters, gradients and states.
+    """Bytes that a step needs beside parameters, gradients and states.
 
     Args:
-        elements: Of the largest shard.
-        dtype: Of parameters, gradients and states; what is not bfloat16 needs a denominator.
+        elements: Number of elements of the largest shard.
+        dtype: Dtype of parameters, gradients and states. One that is not bfloat16 needs room for the
+            denominator only.
     """
     return min(elements, CHUNK) * (30 if dtype is torch.bfloat16 else dtype.itemsize)
 
 
 @dataclass(frozen=True)
 class _Rule:
-    """One step of AdamW, in numbers."""
+    """The numbers of one step of AdamW.
+
+    Attributes:
+        decay: Factor of the parameter for the weight decay.
+        betas: Decay rates of the two moments.
+        eps: Term added to the denominator.
+        size: Learning rate divided by the bias correction of the first moment.
+        root: Square root of the bias correction of the second moment.
+    """
 
     decay: float
     betas: tuple[float, float]
     eps: float
     size: float
-    root: float  # of what corrects the second moment's bias
+    root: float
 
     @classmethod
     def of(cls, group: dict[str, Any], rate: float, step: int) -> "_Rule":
@@ -192,7 +205,7 @@ class _Rule:
     def apply(
         self, value: torch.Tensor, gradient: torch.Tensor, mean: torch.Tensor, square: torch.Tensor
     ) -> None:
-        """In place, in the operations and the order of ``torch.optim.AdamW``."""
+        """Update in place, by the operations of ``torch.optim.AdamW`` in their order."""
         value.mul_(self.decay)
         mean.lerp_(gradient, 1 - self.betas[0])
         square.mul_(self.betas[1]).addcmul_(gradient, gradient, value=1 - self.betas[1])
@@ -200,8 +213,9 @@ class _Rule:
 
 
 def _step_one(parameter: torch.Tensor, state: dict[str, Any], rule: _Rule, key: int) -> None:
+    """Update one parameter and its moments, ``CHUNK`` elements at a time."""
     targets = [local_of(t) for t in (parameter, *(state[name] for name in _STATES))]
-    flat = [t.reshape(-1) for t in targets]  # copies of what is not contiguous
+    flat = [t.reshape(-1) for t in targets]  # copies, if they are not contiguous
     gradient = local_of(parameter.grad).reshape(-1)  # type: ignore[arg-type]
     box, shape = box_of(parameter), tuple(parameter.shape)
     for start in range(0, len(gradient), CHUNK):
@@ -220,11 +234,12 @@ def _step_part(
     key: int,
     where: tuple[Box, tuple[int, ...], int, int],
 ) -> None:
+    """Update ``parts`` (of parameter and moments) in place; ``where`` says where they lie in the whole."""
     wide = torch.promote_types(parts[0].dtype, torch.float32)
     bits: torch.Tensor | None = None
     if any(part.dtype is torch.bfloat16 for part in parts):
         bits = random_bits(key, numbers_in_whole(*where, gradient.device))
-    values = [part.to(wide) for part in parts]  # the part itself where it is as wide
+    values = [part.to(wide) for part in parts]  # a part that has this dtype is not copied
     rule.apply(values[0], gradient.to(wide), values[1], values[2])
     for lane, (part, value) in enumerate(zip(parts, values, strict=True)):
         if part.dtype is torch.bfloat16 and bits is not None:
@@ -234,6 +249,7 @@ def _step_part(
 
 
 def _check_parameter(parameter: torch.Tensor) -> None:
+    """Raise for a parameter that cannot be stepped."""
     if parameter.dtype not in _DTYPES:
         reason = " (second moments leave its range)" if parameter.dtype is torch.float16 else ""
         raise ValueError(
@@ -250,6 +266,7 @@ def _check_parameter(parameter: torch.Tensor) -> None:
 
 
 def _check(group: dict[str, Any]) -> None:
+    """Raise for options of a group that are out of range or not offered."""
     rate, betas = group["lr"], group["betas"]
     if isinstance(rate, torch.Tensor) and rate.numel() != 1:
         raise ValueError(

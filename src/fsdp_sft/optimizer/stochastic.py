@@ -1,4 +1,4 @@
-"""Random bits that depend on an element's place alone, and float32 rounded by them to bfloat16. No state."""
+"""Random bits that are a function of an element's place, without state, and stochastic rounding by them."""
 
 import math
 
@@ -11,11 +11,11 @@ _BITS = 1 << 64
 _GAMMA = 0x9E3779B97F4A7C15
 _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
 _LARGEST = torch.finfo(torch.bfloat16).max
-_KEPT = -(1 << 16)  # the bits of a float32 that a bfloat16 has
+_KEPT = -(1 << 16)  # mask of the upper 16 bits of a float32, which are those of a bfloat16
 
 
 def key_of(*numbers: int) -> int:
-    """One number of 64 bits for several: another one for others, or the same in another order."""
+    """A 64-bit number made from several numbers; other numbers, or another order, give another key."""
     key = 0
     for number in numbers:
         key = _mixed((key + _GAMMA + number) % _BITS)
@@ -26,12 +26,13 @@ def random_bits(key: int, numbers: torch.Tensor) -> torch.Tensor:
     """64 random bits for each of ``numbers``, the same on every device.
 
     Args:
-        key: From ``key_of``; other bits for another key.
-        numbers: int64, overwritten by the result.
+        key: Key from ``key_of``; another key gives other bits.
+        numbers: Numbers, int64; overwritten by the result.
     """
     bits = numbers.mul_(_signed(_GAMMA)).add_(_signed(key))
     for shift, factor in _MIX:
-        # Shifts of signed numbers drag the sign along, which is no bit of theirs.
+        # SplitMix64 shifts unsigned numbers. A shift of int64 fills up with copies of the sign bit, which the
+        # mask removes.
         bits ^= (bits >> shift).bitwise_and_((1 << (64 - shift)) - 1)
         if factor != 1:
             bits *= _signed(factor)
@@ -39,7 +40,7 @@ def random_bits(key: int, numbers: torch.Tensor) -> torch.Tensor:
 
 
 def sixteen_of(bits: torch.Tensor, lane: int) -> torch.Tensor:
-    """16 of the 64 bits of each, those of one of four lanes: int32 in [0, 65536)."""
+    """One of the four lanes of 16 bits in each of the 64-bit numbers: int32 in [0, 65536)."""
     half = bits.view(torch.int32).view(-1, 2)[:, lane // 2]
     return (half >> 16 * (lane % 2)).bitwise_and_(0xFFFF)
 
@@ -47,14 +48,14 @@ def sixteen_of(bits: torch.Tensor, lane: int) -> torch.Tensor:
 def numbers_in_whole(
     box: Box, shape: tuple[int, ...], start: int, stop: int, device: torch.device
 ) -> torch.Tensor:
-    """Elements ``start`` to ``stop`` of a part, counted in the order of the whole tensor: int64.
+    """Indices in the whole flattened tensor of the elements ``start`` to ``stop`` of a part, int64.
 
     Args:
-        box: The part.
-        shape: Of the whole tensor.
-        start: First element, counted in the order of the part.
-        stop: The one after the last.
-        device: Of the result.
+        box: Place of the part in the whole tensor.
+        shape: Shape of the whole tensor.
+        start: Index of the first element in the flattened part.
+        stop: Index after the last element.
+        device: Device of the result.
     """
     dims = _merged(box, shape)
     left = torch.arange(start, stop, dtype=torch.int64, device=device)
@@ -69,23 +70,25 @@ def numbers_in_whole(
 
 
 def round_into(target: torch.Tensor, values: torch.Tensor, noise: torch.Tensor) -> None:
-    """Write float32 into bfloat16: up or down by chance, nearer ones more often, so that the mean is right.
+    """Write float32 values into bfloat16, rounded up or down at random so that the mean is right.
 
-    What bfloat16 can hold stays as it is, infinities and NaN too; what is finite stays finite.
+    A value that bfloat16 can hold stays as it is, infinities and NaN included. A finite value stays finite.
 
     Args:
-        target: bfloat16.
-        values: float32 of the same shape; overwritten.
-        noise: int32 of the same shape, in [0, 65536) and evenly distributed; overwritten.
+        target: bfloat16 tensor to write to.
+        values: float32 tensor of the same shape; overwritten.
+        noise: int32 tensor of the same shape, uniformly distributed in [0, 65536); overwritten.
     """
     bits, is_nan = values.view(torch.int32), values.isnan()
-    noise.masked_fill_(values.abs() >= _LARGEST, 0)  # above there is only infinity
-    bits.add_(noise).bitwise_and_(_KEPT)  # a carry out of the lower half is the next number from zero
+    noise.masked_fill_(values.abs() >= _LARGEST, 0)  # the next number above would be infinity
+    # A bfloat16 is the upper half of a float32's bits. Noise of 16 bits carries into it with a probability of
+    # (lower half) / 65536, and a carry gives the next bfloat16 away from zero, whatever the exponent.
+    bits.add_(noise).bitwise_and_(_KEPT)
     target.copy_(values.masked_fill_(is_nan, math.nan))
 
 
 def _merged(box: Box, shape: tuple[int, ...]) -> list[tuple[int, int, int]]:
-    """(offset, extent, size of the whole) per dimension, each uncut one as one with the dimension before."""
+    """(offset, extent, size of the whole) of each dimension; uncut ones are merged into the one before."""
     dims: list[tuple[int, int, int]] = []
     for offset, extent, size in zip(box.offset, box.shape, shape, strict=True):
         if dims and extent == size:
@@ -96,10 +99,12 @@ def _merged(box: Box, shape: tuple[int, ...]) -> list[tuple[int, int, int]]:
 
 
 def _mixed(number: int) -> int:
+    """The mixing function of SplitMix64, on a Python integer."""
     for shift, factor in _MIX:
         number = (number ^ (number >> shift)) * factor % _BITS
     return number
 
 
 def _signed(number: int) -> int:
+    """The int64 that has the bits of an unsigned 64-bit number."""
     return number - _BITS if number >= _BITS // 2 else number

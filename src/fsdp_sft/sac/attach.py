@@ -1,4 +1,4 @@
-"""Put a checkpoint function on a block without renaming a parameter, and take it off again."""
+"""Attach a checkpoint function to a block without renaming any parameter, and remove it again."""
 
 import functools
 from collections.abc import Callable
@@ -12,8 +12,8 @@ from fsdp_sft.blocks import CACHES_OFF, configs_of
 from fsdp_sft.sac.offload import Offload, drop_offload, offload_compiled, run_offloaded
 from fsdp_sft.sac.proof import checkpoint_seen, demand_proof, drop_check, drop_proof
 
-_STATE = "_fsdp_sft_sac"  # on a module: the instance attributes that were replaced
-_MODE = "_fsdp_sft_sac_mode"  # on the model: which function put them there
+_STATE = "_fsdp_sft_sac"  # attribute of a module: the instance attributes that were replaced
+_MODE = "_fsdp_sft_sac_mode"  # attribute of the model: name of the function that replaced them
 _ABSENT = "absent"
 
 
@@ -24,7 +24,7 @@ def checkpoint_blocks(
     caller: str,
     offload: Offload | None,
 ) -> None:
-    """Run the blocks' training forward through ``recompute``; the first one has to prove that it does."""
+    """Run the blocks' training forwards through ``recompute``; the first of each proves that it does."""
     recompute = functools.partial(checkpoint_seen, recompute)
     if offload is not None:
         recompute = functools.partial(run_offloaded, offload, recompute)
@@ -35,17 +35,18 @@ def checkpoint_blocks(
 
 
 def _checkpoint_block(block: nn.Module, recompute: Callable[..., Any]) -> None:
+    """Use transformers' own checkpointing flag where the block has one, else replace its forward."""
     if checkpoints_its_forward(block):
         override(block, **checkpointing_flag(recompute))
         return
     plain = block.__dict__.get("forward")  # a forward that someone set on the instance stays the inner one
-    # A partial of a plain function, not a closure or a method: it survives deepcopy and pickling.
+    # A partial of a plain function survives deepcopy and pickling, unlike a closure or a method.
     forward = functools.partial(_forward_with_checkpointing, block)
     override(block, forward=forward, _fsdp_sft_recompute=(recompute, plain))
 
 
 def override(module: nn.Module, **attributes: Any) -> None:
-    """Set instance attributes and remember what stood there."""
+    """Set instance attributes of a module and remember the ones that they replace."""
     replaced = module.__dict__.setdefault(_STATE, {})
     for name in attributes:
         replaced.setdefault(name, module.__dict__.get(name, _ABSENT))
@@ -53,7 +54,7 @@ def override(module: nn.Module, **attributes: Any) -> None:
 
 
 def restore(model: nn.Module) -> None:
-    """Take off everything that ``override`` set, and switch the caches on again."""
+    """Undo everything that ``override`` has set in a model, and turn generation caches on again."""
     for module in model.modules():
         drop_proof(module)
         drop_check(module)
@@ -69,10 +70,10 @@ def restore(model: nn.Module) -> None:
 
 
 def enter_mode(model: nn.Module, mode: str, *, replaces: set[str]) -> None:
-    """Make room for ``mode``: what is on already goes if it is in ``replaces``.
+    """Begin ``mode`` on a model, after undoing a present one that is in ``replaces``.
 
     Raises:
-        ValueError: If something is on that does not combine with ``mode``.
+        ValueError: If another mode is on, or transformers' own checkpointing.
     """
     present = model.__dict__.get(_MODE)
     if present is not None and present not in replaces:
@@ -86,7 +87,7 @@ def enter_mode(model: nn.Module, mode: str, *, replaces: set[str]) -> None:
 
 
 def disable_caches(model: nn.Module) -> None:
-    """Turn ``use_cache`` off in all configs of the model; ``restore`` turns it on again."""
+    """Turn ``use_cache`` off in all configs of the model that have it on; ``restore`` turns it on again."""
     on = [config for config in configs_of(model) if getattr(config, "use_cache", False)]
     for config in on:
         config.use_cache = False
@@ -94,6 +95,7 @@ def disable_caches(model: nn.Module) -> None:
 
 
 def _refuse_foreign_checkpointing(model: nn.Module, mode: str) -> None:
+    """Raise if transformers' own gradient checkpointing is on."""
     for fqn, module in model.named_modules():
         if getattr(module, "gradient_checkpointing", False) is True:
             raise ValueError(
@@ -103,6 +105,7 @@ def _refuse_foreign_checkpointing(model: nn.Module, mode: str) -> None:
 
 
 def _forward_with_checkpointing(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The replaced forward: checkpointed in training with gradients, else the plain one."""
     recompute, plain = self.__dict__["_fsdp_sft_recompute"]
     forward = plain if plain is not None else functools.partial(type(self).forward, self)
     if self.training and torch.is_grad_enabled():
@@ -113,7 +116,10 @@ def _forward_with_checkpointing(self: nn.Module, *args: Any, **kwargs: Any) -> A
 
 
 def _leave_out_caches(block: Any, kwargs: dict[str, Any]) -> None:
-    """What transformers' own checkpointing does: a recomputed block would write to the cache twice."""
+    """Remove caches from a block's arguments, as transformers' own checkpointing does.
+
+    A recomputed block would write to the cache twice.
+    """
     if kwargs.get("use_cache"):
         kwargs["use_cache"] = False
     if not getattr(block, "_can_checkpoint_with_cache", False):

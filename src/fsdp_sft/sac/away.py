@@ -1,8 +1,8 @@
-"""Activations that wait for the backward in host memory: copied out beside the forward, back ahead of use.
+"""Activations that wait for the backward in host memory: copied out during the forward, back ahead of use.
 
-Each device has one stream for these copies, and they keep their order on it: host memory that one copy has
-read is written by none before that. On the other side, memory of the device is given up, or looked at, only
-after the stream that computes has been told to wait for the copy.
+Each device has one stream for all of these copies, which keeps them in order. So a later copy cannot write to
+host memory before an earlier one has read it. Memory of the device is freed, or its values used, only after
+the computing stream has been told to wait for the copy.
 """
 
 import warnings
@@ -18,22 +18,22 @@ from fsdp_sft._streams import copy_stream, host_buffer
 from fsdp_sft.distributed import ranks_on_host
 from fsdp_sft.errors import HostMemoryError
 
-CHUNK_BYTES = 1 << 24  # a power of two, to which torch rounds pinned memory up
+CHUNK_BYTES = 1 << 24  # size of a piece of host memory; torch rounds pinned memory up to a power of two
 _GIB = 1 << 30
 
 
 def host_bytes_for(size: int) -> int:
-    """Host memory that one block takes for ``size`` bytes."""
+    """Bytes of host memory that a block takes for ``size`` bytes of activations: whole chunks."""
     return -(-size // CHUNK_BYTES) * CHUNK_BYTES
 
 
 class Lane:
-    """The copies of one device, and the host memory that they fill: pinned, and kept for the next step.
+    """The copies of one device, and their host memory, which is pinned and kept from step to step.
 
     Args:
-        device: An accelerator.
-        visits: How many blocks leave something behind in one forward.
-        at_first: Bytes that the host had before any rank took some; None if that is not known.
+        device: Accelerator.
+        visits: Number of blocks that leave activations in one forward.
+        at_first: Bytes of memory that the host had before any rank took some; None if unknown.
     """
 
     def __init__(self, device: torch.device, visits: int, at_first: int | None) -> None:
@@ -43,17 +43,20 @@ class Lane:
         self.stream = copy_stream(device)
         self.chunks = 0
         self.free: list[torch.Tensor] = []
-        self._fullest = 0  # chunks of a visit
-        self._granted = 0  # chunks that the host was seen to have
+        self._fullest = 0  # largest number of chunks of a visit so far
+        self._granted = 0  # number of chunks for which the host has been found to have memory
         self._latest: weakref.ref[Visit] | None = None
 
     @contextmanager
     def visit(self) -> Iterator["Visit"]:
-        """One block's forward: what the visit takes in goes to the host while this and the next one run.
+        """The forward of one block, whose activations go to the host while this and the next block run.
+
+        The inputs of the block before are freed on the device when this block begins, and what it kept when
+        this block has ended.
 
         Raises:
-            HostMemoryError: From ``Visit.leave``, before more of the host's memory is taken than it has,
-                counting every rank on this host.
+            HostMemoryError: From ``Visit.leave``, if all ranks on this host together would take more memory
+                than it has; it is raised before the memory is taken.
         """
         previous = None if self._latest is None else self._latest()
         if previous is not None:
@@ -65,7 +68,7 @@ class Lane:
             previous.give_up(previous.kept)
 
     def chunk(self) -> torch.Tensor:
-        """Host memory for ``CHUNK_BYTES``."""
+        """A free piece of host memory of ``CHUNK_BYTES``, or a new one."""
         try:
             return self.free.pop()
         except IndexError:
@@ -82,14 +85,16 @@ class Lane:
         return made
 
     def expect(self, chunks: int) -> None:
-        """Note that a visit needs so many chunks; the others of this forward will, too."""
+        """Record that a visit needs so many chunks; the others of a forward are expected to need as many."""
         self._fullest = max(self._fullest, chunks)
 
     def _see_that_host_has_more(self) -> None:
+        """Raise unless the host has memory for a whole forward of this rank, and of all ranks together."""
         forward = self._fullest * self.visits
         more = forward - self.chunks if forward > self.chunks else forward
         own, ranks, left = more * CHUNK_BYTES, ranks_on_host(), available_host_bytes()
-        # What is left now may lack what other ranks have taken already; what there was at first does not.
+        # The memory left now may lack what other ranks have already taken for the same purpose, so all ranks'
+        # need is compared with the memory that there was before any rank took some.
         all_ranks = (self.chunks + more) * CHUNK_BYTES * ranks
         if (left is not None and own > left) or (self.at_first is not None and all_ranks > self.at_first):
             at_first = _gib(self.at_first)
@@ -103,7 +108,7 @@ class Lane:
 
 
 class Visit:
-    """What one forward of one block has left in host memory."""
+    """The tensors that one forward of one block has left in host memory."""
 
     def __init__(self, lane: Lane, previous: "Visit | None") -> None:
         self.lane = lane
@@ -118,11 +123,12 @@ class Visit:
         self.lane.free.extend(self._chunks)
 
     def leave(self, tensors: list[torch.Tensor], *, as_inputs: bool) -> list["Away"]:
-        """Start to copy them to the host.
+        """Start to copy tensors to the host.
 
         Args:
-            tensors: Dense ones on the lane's device.
-            as_inputs: Whether the block's forward has yet to run, so that the copies end with it.
+            tensors: Dense tensors on the lane's device.
+            as_inputs: Whether they are the block's inputs, which are freed when the next block begins;
+                other tensors are freed when the next block has ended.
         """
         total = self._used + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         self.lane.expect(-(-total // CHUNK_BYTES))
@@ -131,30 +137,30 @@ class Visit:
         return left
 
     def not_shared(self, arguments: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Those that the visit before did not have as well: one copy of the others is on the device."""
+        """The arguments that the visit before did not have too; the others have been copied already."""
         previous = None if self._previous is None else self._previous()
         shared = set() if previous is None else previous.arguments
         self.arguments = {identity(tensor) for tensor in arguments}
         return [tensor for tensor in arguments if identity(tensor) not in shared]
 
     def give_up(self, left: list["weakref.ref[Away]"]) -> None:
-        """Let the device's memory of these go, once they are on the host."""
+        """Free the device's memory of tensors as soon as they are on the host."""
         for away in _alive(left):
             away.give_up()
 
     def bring_back(self) -> None:
-        """Start to copy everything back that is still waited for."""
+        """Start to copy everything back to the device that is still needed."""
         for away in _alive([*self.kept, *self.inputs]):
             away.bring_back()
 
     def bring_back_previous(self) -> None:
-        """The same for the visit before, which the backward comes to next."""
+        """Start to copy back what the visit before has left, which the backward needs next."""
         previous = None if self._previous is None else self._previous()
         if previous is not None:
             previous.bring_back()
 
     def room(self, size: int) -> list[torch.Tensor]:
-        """Host memory for ``size`` bytes, in pieces."""
+        """Host memory for ``size`` bytes, as pieces of chunks."""
         pieces = []
         while size:
             used = self._used % CHUNK_BYTES
@@ -167,10 +173,10 @@ class Visit:
 
 
 class Away:
-    """A tensor whose values are on the host, and on the device only while they are leaving or needed.
+    """A tensor with its values on the host, and on the device only while it leaves or is needed.
 
     Attributes:
-        changed: Whether someone has changed it in place while it was copied, so that both are lost.
+        changed: Whether the tensor was changed in place while it was copied; its values are lost then.
     """
 
     def __init__(self, visit: Visit, tensor: torch.Tensor) -> None:
@@ -188,9 +194,9 @@ class Away:
         self.give_up()
 
     def get(self) -> torch.Tensor:
-        """The tensor, on the device, to compute with on the current stream; those needed next start too.
+        """The tensor on the device, for computations on the current stream; check ``changed`` afterwards.
 
-        Look at ``changed`` afterwards.
+        The tensors of the block before, which the backward needs next, start on their way back.
         """
         self.bring_back()
         assert self._here is not None
@@ -204,7 +210,7 @@ class Away:
         return tensor
 
     def bring_back(self) -> None:
-        """Start to copy it back, if it is not there."""
+        """Start to copy the tensor back to the device, unless it is there."""
         if self._here is None:
             device = self.visit.lane.device
             self._here = torch.empty_strided(self._shape, self._strides, dtype=self._dtype, device=device)
@@ -213,7 +219,7 @@ class Away:
             self._version = self._here._version
 
     def give_up(self) -> None:
-        """Let the device's memory go, which the stream that it was made on may use after the copy."""
+        """Free the device's memory; the stream that it was made on may reuse it after the copy."""
         if self._here is not None:
             self._look_for_changes()
             self._stream.wait_event(self._copied)
@@ -223,6 +229,7 @@ class Away:
         self.changed |= self._here is not None and self._here._version != self._version
 
     def _copy(self, tensor: torch.Tensor, *, to_host: bool) -> torch.Event:
+        """Queue a copy on the lane's stream, after the tensor was made; the event follows the copy."""
         lane, made = self.visit.lane, self._stream.record_event()
         flat = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
         parts = flat.split([piece.numel() for piece in self._pieces])
@@ -235,13 +242,19 @@ class Away:
 
 
 def identity(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Which values a tensor has, as long as one that has them is held: autograd hands over another object."""
+    """A key that is equal for tensor objects with the same values in the same memory.
+
+    Autograd hands over another object for the same tensor, so objects cannot be compared. A key is valid as
+    long as a tensor with that memory is alive.
+    """
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version
 
 
 def _gib(size: int | None) -> str:
+    """A number of bytes as text, in GiB."""
     return "an unknown number of GiB" if size is None else f"{size / _GIB:.2f} GiB"
 
 
 def _alive(left: list["weakref.ref[Away]"]) -> list["Away"]:
+    """The tensors that the backward may still need, which autograd keeps alive."""
     return [away for away in (reference() for reference in left) if away is not None]

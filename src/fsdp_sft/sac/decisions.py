@@ -1,16 +1,18 @@
-"""What a recomputation must not decide anew: which experts a token goes to.
+"""Decisions that a recomputation must repeat and not make again, such as the experts that a token goes to.
 
-A recomputed block computes its router's probabilities again, and they may differ in their last bit: other
-kernels, other sums over ranks. Where two experts are that close, top-k then takes the other one. The backward
-mixes two forwards, and its gradient is that of neither.
+A recomputed block computes its router's probabilities again. They may differ from the first ones in the last
+bit, because of other kernels or another order of sums over ranks. If the probabilities of two experts are
+that close, top-k then selects the other one. The backward would mix two different forwards, and its gradient
+would be that of neither.
 
-So a chosen block that decides anything keeps the indices of its forward (of a router ``tokens * top_k``
-numbers), and its recomputation looks the values up in what it has computed again:
+A checkpointed block that makes decisions therefore keeps the indices of its forward (for a router
+``tokens * top_k`` numbers). Its recomputation does not run top-k; it gathers its own values at those indices:
 
-    forward       p = [.31 .30 .39]   topk(p, 2) -> values [.39 .31], indices [2 0]     keeps [2 0]
-    recomputed    p'= [.30 .31 .39]   topk(p', 2) -> p'[2 0] = [.39 .30], [2 0]
+    forward         p  = [.31 .30 .39]    topk(p, 2)  -> values [.39 .31], indices [2 0]; [2 0] is kept
+    recomputation   p' = [.30 .31 .39]    topk(p', 2) would give indices [2 1]
+                                          instead: values p'[2 0] = [.39 .30], indices [2 0]
 
-Values are not kept: models divide them in place by their sum.
+The values of the forward are not kept, because models divide them by their sum in place.
 """
 
 import functools
@@ -32,6 +34,7 @@ from torch.utils.checkpoint import (
 from fsdp_sft._compat import TorchDispatchMode
 
 _aten = torch.ops.aten
+# Operations that decide: those that return (values, indices), and those that return indices alone.
 _WITH_VALUES = {
     _aten.topk.default,
     _aten.sort.default,
@@ -42,18 +45,19 @@ _WITH_VALUES = {
     _aten.median.dim,
 }
 _INDICES_ALONE = {_aten.argmax.default, _aten.argmin.default}
+# Names by which the code of a block's modules calls operations that decide.
 _NAMES = {"topk", "sort", "argsort", "argmax", "argmin", "kthvalue"}
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 def is_decision(op: Any, args: tuple[Any, ...]) -> bool:
-    """Whether an operation chooses among numbers that are computed."""
+    """Whether an operation chooses among floating-point numbers, which may be rounded otherwise later."""
     return (op in _WITH_VALUES or op in _INDICES_ALONE) and bool(args[0].is_floating_point())
 
 
 def checkpoint_of(blocks: dict[str, nn.Module], options: dict[str, Any]) -> Callable[..., Any]:
-    """``torch.utils.checkpoint.checkpoint`` with its options, that keeps decisions if the blocks make any."""
+    """``torch.utils.checkpoint.checkpoint`` with ``options``; it keeps decisions if the blocks make any."""
     if not any(map(decides, blocks.values())):
         return functools.partial(checkpoint, **options)
     return functools.partial(checkpoint, context_fn=_contexts, **options)
@@ -62,7 +66,7 @@ def checkpoint_of(blocks: dict[str, nn.Module], options: dict[str, Any]) -> Call
 def decides(block: nn.Module) -> bool:
     """Whether a block has experts, or the code of its modules names an operation that decides.
 
-    Asked because the forward of a block that keeps decisions goes through Python for each operation.
+    Other blocks are spared the dispatch mode that keeps decisions, which runs Python for each operation.
     """
     if any("expert" in name or "router" in name for name, _ in block.named_modules()):
         return True
@@ -77,27 +81,31 @@ def decides(block: nn.Module) -> bool:
 
 
 def with_decisions(contexts: Contexts) -> Contexts:
-    """The two contexts of a checkpoint, of its forward and of its recomputation, with decisions kept.
+    """The contexts of a checkpoint, (of the forward, of the recomputation), extended to keep decisions.
 
-    Only for code that is not compiled: there the policy keeps them.
+    They are for eager code; in compiled code the policy of selective checkpointing keeps decisions.
     """
     kept: list[tuple[Any, torch.Tensor, int]] = []
-    # Around the others, which count operations: what a repeated decision computes is none of the block's.
+    # The inner contexts (of selective checkpointing) tell operations apart by counting them. _Repeat replaces
+    # a topk by a gather, which must not be counted: a mode that is entered first sees an operation last, so
+    # what it calls does not pass the inner one again.
     return _Both(_Keep(kept), contexts[0]), _Both(_Repeat(kept), contexts[1])
 
 
 def _contexts() -> Contexts:
+    """The contexts of a checkpoint that keeps decisions and nothing else."""
     if torch.compiler.is_compiling():
         return create_selective_checkpoint_contexts(_policy)  # type: ignore[no-any-return]
     return with_decisions((nullcontext(), nullcontext()))
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Save decisions and recompute everything else, in compiled code."""
     return CheckpointPolicy.MUST_SAVE if is_decision(op, args) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class _Both:
-    """Two contexts as one, which can be entered again, as a second backward does."""
+    """Two contexts as one that can be entered repeatedly, as by a second backward."""
 
     def __init__(self, outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> None:
         self.contexts = (outer, inner)
@@ -114,7 +122,7 @@ class _Both:
 
 
 class _Keep(TorchDispatchMode):
-    """Keeps what a forward decides."""
+    """Dispatch mode of the forward: keeps the indices of every decision, in order."""
 
     def __init__(self, kept: list[tuple[Any, torch.Tensor, int]]) -> None:
         super().__init__()
@@ -124,12 +132,13 @@ class _Keep(TorchDispatchMode):
         found = func(*args, **(kwargs or {}))
         if is_decision(func, args):
             indices = found[1] if func in _WITH_VALUES else found
+            # The version tells later whether the model has changed the indices in place.
             self.kept.append((func, indices, indices._version))
         return found
 
 
 class _Repeat(TorchDispatchMode):
-    """Decides as has been decided."""
+    """Dispatch mode of the recomputation: repeats the kept decisions in the same order."""
 
     def __init__(self, kept: list[tuple[Any, torch.Tensor, int]]) -> None:
         super().__init__()
@@ -137,7 +146,7 @@ class _Repeat(TorchDispatchMode):
         self.position = 0
 
     def __enter__(self) -> Any:
-        self.position = 0  # of each backward, if there are several
+        self.position = 0  # each backward, if there are several, recomputes from the first decision on
         return super().__enter__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -155,7 +164,7 @@ class _Repeat(TorchDispatchMode):
 
 
 def _repeated(func: Any, indices: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What ``func`` returns if it chooses ``indices``."""
+    """The result of ``func`` if it chooses ``indices``: its own values there, and a copy of the indices."""
     if func in _INDICES_ALONE:
         return indices.clone()
     named = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
@@ -168,7 +177,7 @@ def _repeated(func: Any, indices: torch.Tensor, args: tuple[Any, ...], kwargs: d
 
 
 def _names_one(function: Any, seen: set[Any]) -> bool:
-    """Whether a function's code, or that of functions beside it that it calls, names such an operation."""
+    """Whether a function names an operation that decides, itself or in functions of its module it calls."""
     function = inspect.unwrap(getattr(function, "__func__", function))
     if not isinstance(function, FunctionType) or function in seen:
         return False
@@ -185,6 +194,7 @@ def _names_one(function: Any, seen: set[Any]) -> bool:
 
 
 def _names_in(code: CodeType) -> Iterator[str]:
+    """Names of globals and attributes that a code object uses, those of nested functions included."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

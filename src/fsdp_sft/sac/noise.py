@@ -1,4 +1,4 @@
-"""Whether a model's training forward is random, so that its recomputation must repeat the random numbers."""
+"""Whether a model's training forward draws random numbers, which a recomputation must then repeat."""
 
 from typing import Any, Literal
 
@@ -6,7 +6,7 @@ from torch import nn
 
 
 def draws_random_numbers(model: nn.Module) -> bool:
-    """Whether a training forward can draw random numbers: any positive dropout, drop path or jitter."""
+    """Whether a training forward can draw random numbers: it has a positive dropout, drop path or jitter."""
     return any(
         _is_noise(name, value)
         for module in model.modules()
@@ -15,7 +15,7 @@ def draws_random_numbers(model: nn.Module) -> bool:
 
 
 def preserves_rng_state(model: nn.Module, wanted: bool | Literal["auto"]) -> bool:
-    """``preserve_rng_state`` of ``apply_sac``, decided for this model.
+    """The value of ``preserve_rng_state`` for this model, with ``"auto"`` decided.
 
     Raises:
         ValueError: If ``wanted`` is neither a bool nor ``"auto"``.
@@ -28,16 +28,19 @@ def preserves_rng_state(model: nn.Module, wanted: bool | Literal["auto"]) -> boo
 
 
 def _is_noise(name: str, value: Any) -> bool:
-    # layerdrop of the whole layer counts too: it decides in Python, but by the same generator.
+    """Whether an attribute is a positive rate of dropout or jitter, judged by its name."""
+    # layerdrop, which skips whole layers, counts too: it is drawn in Python, but from torch's generator.
     noisy = "drop" in name or "jitter" in name or name.endswith("pdrop")
     return noisy and isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
 
 
 def _config_items(module: nn.Module) -> list[tuple[str, Any]]:
+    """Names and values of a module's config; empty without one."""
     config = getattr(module, "config", None)
     return list(vars(config).items()) if config is not None and hasattr(config, "__dict__") else []
 
 
 def _is_dropout(module: nn.Module) -> bool:
-    # torch's own dropout modules share a private base; all of them carry p and say so in their name.
+    """Whether a module is an active dropout."""
+    # torch's dropout modules have only a private base in common, but all have p and "dropout" in their name.
     return "dropout" in type(module).__name__.lower() and getattr(module, "p", 0) > 0

@@ -1,4 +1,18 @@
-"""What checkpointed blocks keep for the backward, sent to host memory: ``apply_sac(..., offload=True)``."""
+"""Tensors that checkpointed blocks keep for the backward, sent to host memory: ``apply_sac(offload=True)``.
+
+Tensors are caught where autograd saves them, by ``torch.autograd.graph.saved_tensors_hooks``. Of several
+nested hooks the innermost gets a tensor, so their order decides what they see. There are three cases:
+
+    eager block         our hooks( checkpoint( its own hooks( block ) ) )
+                        The checkpoint's own hooks, which drop what the block saves, are inside of ours. Ours
+                        see only what the checkpoint itself saves: the block's inputs.
+    compiled block      our hooks( compiled call )
+                        The checkpoint is a part of the compiled code. That runs as one autograd function,
+                        which saves everything at its end, so our hooks stand around the call. They see
+                        inputs, parameters and what the compiled code keeps, and have to tell them apart.
+    kept operations     Selective checkpointing keeps outputs in a cache of its own, where no hook sees them.
+                        They are exchanged in the cache, after the forward and before the recomputation.
+"""
 
 import functools
 import threading
@@ -18,15 +32,15 @@ from fsdp_sft._model import tensors_in
 from fsdp_sft._recompiles import AROUND_COMPILED
 from fsdp_sft.sac.away import Away, Lane, Visit, identity
 
-_LEAST_BYTES = 1 << 10  # of a tensor that is worth a copy
-_HANDLES = "_fsdp_sft_offload_hooks"  # on the model
+_LEAST_BYTES = 1 << 10  # size from which a tensor is worth a copy
+_HANDLES = "_fsdp_sft_offload_hooks"  # attribute of the model: handles of its hooks
 
 
 class Offload:
-    """Where the chosen blocks of one model leave their activations.
+    """Host memory for the activations of the chosen blocks of one model.
 
     Args:
-        blocks: How many blocks there are.
+        blocks: Number of chosen blocks.
         keeps: Whether they keep outputs of operations beside their inputs.
     """
 
@@ -34,15 +48,15 @@ class Offload:
         self.blocks, self.keeps = blocks, keeps
         self.at_first = available_host_bytes()
         self.lanes: dict[torch.device, Lane] = {}
-        self.is_settled = False  # something has left, or the person was told that nothing does
+        self.is_settled = False  # a block has been called, or a warning has said that none was
         self.current = threading.local()
 
     def __reduce__(self) -> Any:
-        """Copies of a model have memory of their own."""
+        """Pickled and copied as a new one, because a copy of the model gets host memory of its own."""
         return functools.partial(Offload, keeps=self.keeps), (self.blocks,)
 
     def lane(self, device: torch.device) -> Lane:
-        """The copies of a device."""
+        """The lane of a device, made at its first use."""
         if device not in self.lanes:
             self.lanes[device] = Lane(device, self.blocks, self.at_first)
         return self.lanes[device]
@@ -53,10 +67,11 @@ def run_offloaded(
 ) -> Any:
     """``recompute(function, *args, **kwargs)``, whose inputs wait on the host.
 
-    ``recompute`` is ``torch.utils.checkpoint.checkpoint`` with its options: it saves tensors among ``args``
-    as autograd does, and holds on to what is in ``kwargs``.
+    ``recompute`` is ``torch.utils.checkpoint.checkpoint`` with its options. It saves tensors among ``args``
+    through autograd, where hooks see them, but holds those in ``kwargs`` directly. So tensors given by name
+    are handed on by position, and ``_with_names`` gives them their names again.
     """
-    if torch.compiler.is_compiling():  # the compiled block as a whole is a visit: _CompiledCall
+    if torch.compiler.is_compiling():  # the hooks stand around the compiled call: _CompiledCall
         return recompute(function, *args, **kwargs)
     if isinstance(function, functools.partial):
         kwargs = {**function.keywords, **kwargs}
@@ -69,7 +84,7 @@ def run_offloaded(
 
 
 def contexts_offloaded(offload: Offload, policy: Callable[..., Any]) -> tuple[Any, Any]:
-    """``create_selective_checkpoint_contexts(policy)``, with what is kept waiting on the host."""
+    """``create_selective_checkpoint_contexts(policy)``, with the kept outputs waiting on the host."""
     keeping, using = create_selective_checkpoint_contexts(policy)
     visit: Visit | None = getattr(offload.current, "visit", None)
     if visit is None or torch.compiler.is_compiling():
@@ -78,9 +93,10 @@ def contexts_offloaded(offload: Offload, policy: Callable[..., Any]) -> tuple[An
 
 
 def offload_compiled(model: nn.Module, offload: Offload, names: list[str]) -> None:
-    """Let blocks that are compiled leave their activations, too: now, by ``compile_blocks``, or otherwise.
+    """Let compiled blocks leave their activations too, whether they are compiled before or after this call.
 
-    What compiled code saves it saves as one function, after it has run, under the hooks around its call.
+    ``compile_blocks`` wraps the compiled call by the function at ``AROUND_COMPILED``; blocks that were
+    compiled in another way are found by a hook before the model's forward.
     """
     for name in names:
         block = model.get_submodule(name)
@@ -92,7 +108,7 @@ def offload_compiled(model: nn.Module, offload: Offload, names: list[str]) -> No
 
 
 def drop_offload(module: nn.Module) -> None:
-    """Take ``offload_compiled`` back, on a model or a block."""
+    """Undo ``offload_compiled`` on a model or a block."""
     for handle in module.__dict__.pop(_HANDLES, ()):
         handle.remove()
     module.__dict__.pop(AROUND_COMPILED, None)
@@ -102,7 +118,7 @@ def drop_offload(module: nn.Module) -> None:
 
 
 class _CompiledCall:
-    """A compiled block's call, under hooks that send away what it saves."""
+    """A compiled block's call, surrounded by hooks that send what it saves to the host."""
 
     def __init__(self, offload: Offload, block: nn.Module, call: Callable[..., Any]) -> None:
         self.offload, self.block, self.call = offload, block, call
@@ -110,24 +126,27 @@ class _CompiledCall:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not (self.block.training and torch.is_grad_enabled()):
             return self.call(*args, **kwargs)
-        # autograd holds on to the hooks, so these must not hold on to the arguments
+        # Autograd keeps the hooks alive until the backward. They hold addresses of the arguments and not the
+        # arguments, which would stay in memory otherwise.
         shared = _Shared(self.block, _storages(tensors_in((args, kwargs)))) if self.offload.keeps else None
         with _visiting(self.offload, _arguments(args, kwargs), shared):
             return self.call(*args, **kwargs)
 
 
 def _before_forward(offload: Offload, names: tuple[str, ...], model: nn.Module, args: Any) -> None:
-    for name in names:  # someone may have compiled them since
+    for name in names:  # a block may have been compiled since the last forward
         _surround(offload, model.get_submodule(name))
 
 
 def _surround(offload: Offload, block: nn.Module) -> None:
+    """Put hooks around a block's compiled call, if it has one and they are not there yet."""
     call = compiled_call_of(block)
     if call is not None and not isinstance(call, _CompiledCall):
         set_compiled_call(block, _CompiledCall(offload, block, call))
 
 
 def _after_forward(offload: Offload, model: nn.Module, args: Any, output: Any) -> None:
+    """Warn once if no block has run under the hooks in a training forward."""
     if not offload.is_settled and model.training and torch.is_grad_enabled():
         offload.is_settled = True
         warnings.warn(
@@ -140,13 +159,13 @@ def _after_forward(offload: Offload, model: nn.Module, args: Any, output: Any) -
 
 @contextmanager
 def _visiting(offload: Offload, arguments: list[torch.Tensor], shared: "_Shared | None") -> Iterator[None]:
-    """Send a block's own inputs to the host, for whoever saves them meanwhile.
+    """Send the inputs of a block to the host, and let what is saved within the context refer to the copies.
 
     Args:
-        offload: Where to.
-        arguments: The block's hidden states, and what else has a gradient.
-        shared: Says what is not the block's own; other tensors that are saved are, and go to the host as
-            well. None leaves all of these alone.
+        offload: Host memory of the model's blocks.
+        arguments: The block's hidden states, and other arguments that need a gradient.
+        shared: Memory of arguments and parameters, which does not belong to the block. Other tensors that
+            are saved go to the host too. None leaves tensors that are not among ``arguments`` alone.
     """
     offload.is_settled = True
     if not torch.is_grad_enabled():
@@ -154,7 +173,9 @@ def _visiting(offload: Offload, arguments: list[torch.Tensor], shared: "_Shared 
         return
     arguments = [tensor for tensor in arguments if _can_leave(tensor)]
     if not arguments or getattr(offload.current, "visit", None) is not None:
-        yield  # on a CPU, whose memory is the host's; or inside of a compiled block that was not traced whole
+        # Either nothing can leave, as on a CPU; or this is inside of a compiled block, with a graph break,
+        # whose call is surrounded by hooks already.
+        yield
         return
     with offload.lane(arguments[0].device).visit() as visit:
         own = visit.not_shared(arguments)
@@ -178,6 +199,7 @@ def _visiting(offload: Offload, arguments: list[torch.Tensor], shared: "_Shared 
 
 @contextmanager
 def _leaving(keeping: Any, visit: Visit) -> Iterator[None]:
+    """The context of a selective checkpoint's forward; at its end what it keeps leaves for the host."""
     with keeping:
         yield
     entries = [entry for entry in kept_in(keeping) if _can_leave(entry.value) and not entry.changed]
@@ -188,6 +210,7 @@ def _leaving(keeping: Any, visit: Visit) -> Iterator[None]:
 
 @contextmanager
 def _bringing(keeping: Any, using: Any) -> Iterator[None]:
+    """The context of the recomputation; before it begins, what was kept is brought back to the device."""
     for entry in kept_in(keeping):
         if isinstance(entry.value, Away):
             away = entry.value
@@ -197,7 +220,7 @@ def _bringing(keeping: Any, using: Any) -> Iterator[None]:
 
 
 class _Here:
-    """A saved tensor that stays, with what autograd looks at where there are no hooks."""
+    """A saved tensor that stays on the device, with the version that autograd would check without hooks."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor, self._version = tensor, tensor._version
@@ -211,6 +234,8 @@ class _Here:
 
 
 def _unpack(saved: "Away | _Here") -> torch.Tensor:
+    """The tensor for the backward; raises if it was changed in place since it was saved."""
+    # torch does not compare versions of tensors that hooks have packed, so it is done here.
     tensor = saved.get()
     if saved.changed:
         raise RuntimeError(
@@ -221,12 +246,13 @@ def _unpack(saved: "Away | _Here") -> torch.Tensor:
 
 
 def _with_names(function: Callable[..., Any], names: tuple[str, ...], *args: Any, **kwargs: Any) -> Any:
+    """Call ``function`` with the last of ``args`` given by ``names``."""
     positional = len(args) - len(names)
     return function(*args[:positional], **dict(zip(names, args[positional:], strict=True)), **kwargs)
 
 
 def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The hidden states, and what has a gradient."""
+    """The tensors among a block's arguments that are hidden states or need a gradient."""
     hidden = {id(value) for value in (*args[:1], kwargs.get("hidden_states"))}
     found = {
         id(value): value
@@ -237,11 +263,12 @@ def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tens
 
 
 def _can_leave(tensor: Any) -> bool:
-    """Whether a tensor is the device's and has values in one piece of memory, each once."""
+    """Whether a tensor can be copied out as one piece: floating point, dense, on an accelerator, not tiny."""
     if type(tensor) is not torch.Tensor or tensor.device.type in ("cpu", "meta"):
         return False
     if not tensor.is_floating_point() or tensor.numel() * tensor.element_size() < _LEAST_BYTES:
         return False
+    # Dense means: ordered by strides, each stride is the product of the sizes before it.
     expected = 1
     for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: pair[::-1]):
         if size != 1 and stride != expected:
@@ -251,7 +278,7 @@ def _can_leave(tensor: Any) -> bool:
 
 
 class _Shared:
-    """The memory of a block's parameters, as they are in its forward, and of its arguments."""
+    """Memory of a block's arguments and parameters. Parameters are looked up in the forward, gathered."""
 
     def __init__(self, block: nn.Module, arguments: set[int]) -> None:
         self._block, self._arguments = block, arguments
@@ -264,5 +291,6 @@ class _Shared:
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> set[int]:
+    """Addresses of the memory of plain tensors."""
     plain = (tensor for tensor in tensors if type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer))
     return {tensor.untyped_storage().data_ptr() for tensor in plain}

@@ -1,4 +1,4 @@
-"""Notice a chosen block that does not run through its checkpoint, when a part of it first runs outside."""
+"""Detect a chosen block that does not run through its checkpoint: a part of it runs outside of any."""
 
 import functools
 import threading
@@ -10,12 +10,12 @@ from torch import nn
 
 from fsdp_sft.errors import NotRecomputedError
 
-_PROOF = "_fsdp_sft_sac_proof"  # on a block
-_CHECK = "_fsdp_sft_sac_check"  # on the model
+_PROOF = "_fsdp_sft_sac_proof"  # attribute of a block: its _Proof
+_CHECK = "_fsdp_sft_sac_check"  # attribute of the model: handle of check_before_forward's hook
 
 
 class _Running:
-    """How many checkpoints are running in any thread: a block may hand its parts to threads of its own."""
+    """Number of checkpoints that run now in any thread: a block may run its parts in threads of its own."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -30,7 +30,7 @@ _RUNNING = _Running()
 
 
 class _Proof:
-    """Hooks on a block's parts, which stay until one of them has run inside of a checkpoint."""
+    """Hooks on a block's parts, which are removed as soon as one part has run inside of a checkpoint."""
 
     def __init__(self, fqn: str, block: nn.Module, caller: str) -> None:
         self.block = f"{fqn} ({type(block).__name__})"
@@ -56,7 +56,7 @@ def check_before_forward(
 
 
 def drop_check(model: nn.Module) -> None:
-    """Take ``check_before_forward`` back, if it has not come to that."""
+    """Undo ``check_before_forward`` if its check has not run yet."""
     handle = model.__dict__.pop(_CHECK, None)
     if handle is not None:
         handle.remove()
@@ -70,11 +70,11 @@ def _check_once(check: Callable[..., None], names: tuple[str, ...], model: nn.Mo
 
 
 def demand_proof(model: nn.Module, blocks: dict[str, nn.Module], caller: str) -> None:
-    """Let the first training forward of a block's parts raise unless it is inside of a checkpoint.
+    """Make the first training forward of each block's parts raise unless it runs inside of a checkpoint.
 
-    A block that a forward leaves out (layer drop, a vision tower on text) is looked at when it runs. Only
-    parts with a matrix are watched, as models may call a norm or a rotary embedding from elsewhere, and none
-    that lies outside of the block as well. Compiled code is not looked at.
+    A block that a forward leaves out (layer drop, a vision tower on text) is checked when it first runs. Only
+    parts with a matrix are watched, because models may call a norm or a rotary embedding of a block from
+    elsewhere; parts that also lie outside of the block are not watched. Compiled code is not checked.
     """
     places: dict[int, int] = {}
     for _, module in model.named_modules(remove_duplicate=False):
@@ -89,7 +89,7 @@ def demand_proof(model: nn.Module, blocks: dict[str, nn.Module], caller: str) ->
 
 
 def drop_proof(block: nn.Module) -> None:
-    """Take the hooks of ``demand_proof`` off a block, if there are any."""
+    """Remove the hooks of ``demand_proof`` from a block, if it has any."""
     proof = block.__dict__.pop(_PROOF, None)
     if proof is not None:
         proof.end()
@@ -98,7 +98,7 @@ def drop_proof(block: nn.Module) -> None:
 def checkpoint_seen(
     recompute: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """``recompute(function, ...)``, seen by the hooks of the parts that run meanwhile."""
+    """``recompute(function, ...)``, counted as a running checkpoint while ``function`` runs."""
     return recompute(functools.partial(_run_inside, function), *args, **kwargs)
 
 
@@ -113,6 +113,7 @@ def _run_inside(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _before_part(proof: _Proof, name: str, part: nn.Module, args: Any) -> None:
+    """Hook before a part's forward: ends the proof inside of a checkpoint, and raises outside."""
     if torch.compiler.is_compiling() or not (part.training and torch.is_grad_enabled()):
         return
     if _RUNNING.count:

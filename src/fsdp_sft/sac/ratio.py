@@ -1,4 +1,4 @@
-"""Which blocks a ratio picks, in exact arithmetic."""
+"""The blocks that a ratio selects, in exact arithmetic."""
 
 import math
 import re
@@ -13,20 +13,20 @@ _RATIO_TEXT = re.compile(r"\d+(\.\d+)?(\s*/\s*\d+(\.\d+)?)?", re.ASCII)
 
 
 def parse_ratio(ratio: Ratio) -> Fraction:
-    """The exact ratio behind a number or a text such as ``"1/3"``.
+    """The exact ratio that a number or a text such as ``"1/3"`` stands for.
 
     Args:
-        ratio: A float is taken as the nearest fraction with a denominator up to 1000, because 0.7 as it is
-            stored is a little less than 7/10 and would pick 31 of 45 blocks instead of 32.
+        ratio: Number or text. A float stands for the nearest fraction with a denominator up to 1000: stored
+            in binary, 0.7 is a little less than 7/10 and would select 31 of 45 blocks instead of 32.
 
     Raises:
-        TypeError: If it is no number or text.
+        TypeError: If it is neither a number nor a text.
         ValueError: If it cannot be read or lies outside [0, 1].
     """
     if isinstance(ratio, bool) or not isinstance(ratio, (int, float, str, Fraction)):
         raise TypeError(f"ratio must be a number in [0, 1] or a text such as '1/3', got {ratio!r}")
     if isinstance(ratio, str):
-        # A pattern, not Fraction() alone: that also reads '1_0', '1e5' and unbounded powers of ten.
+        # Fraction() alone would also read '1_0' and '1e5', and compute powers of ten without bound.
         text = ratio.strip()
         if len(text) > 32 or _RATIO_TEXT.fullmatch(text) is None:
             raise ValueError(f"ratio must be a number in [0, 1] or a text such as '1/3', got {ratio[:40]!r}")
@@ -49,12 +49,12 @@ def parse_ratio(ratio: Ratio) -> Fraction:
 
 
 def select_block_indices(num_blocks: int, ratio: Ratio, *, placement: Placement = "even") -> list[int]:
-    """Which of ``num_blocks`` blocks a ratio checkpoints.
+    """Indices of the blocks that a ratio selects for checkpointing.
 
-    ``"even"``: block ``i`` is taken when ``floor((i + 1) * r + 1/2) > floor(i * r + 1/2)``, in exact
-    arithmetic, which spreads them and takes ``floor(num_blocks * r + 1/2)`` in all. ``"prefix"``: that many
-    from the front, which lowers the peak further, since the blocks whose activations are held longest are
-    the first.
+    ``"even"`` selects block ``i`` if ``floor((i + 1) * r + 1/2) > floor(i * r + 1/2)``, in exact arithmetic.
+    That spreads the selected blocks evenly and selects ``floor(num_blocks * r + 1/2)`` of them. ``"prefix"``
+    selects as many from the front. It lowers the peak further, because the first blocks' activations are held
+    longest.
 
     Args:
         num_blocks: Number of blocks in the model.
@@ -65,8 +65,14 @@ def select_block_indices(num_blocks: int, ratio: Ratio, *, placement: Placement 
         Indices from 0, ascending.
 
     Raises:
-        TypeError: If ``ratio`` is no number or text.
+        TypeError: If ``ratio`` is neither a number nor a text.
         ValueError: If an argument is out of range.
+
+    Example:
+        >>> fs.select_block_indices(9, "1/3")
+        [1, 4, 7]
+        >>> fs.select_block_indices(9, "1/3", placement="prefix")
+        [0, 1, 2]
     """
     if isinstance(num_blocks, bool) or not isinstance(num_blocks, int) or num_blocks < 0:
         raise ValueError(f"num_blocks must be a non-negative integer, got {num_blocks!r}")

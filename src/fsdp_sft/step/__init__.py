@@ -1,7 +1,8 @@
 """One optimizer step, and evaluation: what belongs between a data loader and an optimizer under FSDP2.
 
-``loader`` makes windows of a loader's batches and ``window`` has ranks agree on one; ``train`` is the step,
-``gradients`` says which collectives its backwards run and clips; ``evaluation`` is the loss without a step.
+``loader`` groups a loader's batches into windows, and ``window`` makes the ranks agree on one. ``train`` is
+the step. ``gradients`` chooses the collectives of its backwards, and clips. ``evaluation`` computes the loss
+without a step.
 """
 
 from fsdp_sft.step.evaluation import EvalResult as EvalResult

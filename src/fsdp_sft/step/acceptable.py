@@ -1,4 +1,4 @@
-"""Whether the model can take a batch, looked at on the host before the first forward."""
+"""Checks on the host, before the first forward, that the model can take a batch."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 
 
 def check_of(model: nn.Module, *, own_loss: bool) -> Callable[[Any], None]:
-    """What raises for a batch that the model cannot take.
+    """A function that raises for a batch that the model cannot take.
 
-    With an ``own_loss`` labels are the caller's, and so are positions where attention is not transformers'.
+    With an ``own_loss`` labels are not checked, because they mean what the caller wants; nor are positions,
+    unless the attention is transformers'.
     """
     vocabulary = vocabulary_of(model)
     knows_packs = not own_loss or attention_of(unwrapped(model)) != "its own"
@@ -37,10 +38,11 @@ def check_of(model: nn.Module, *, own_loss: bool) -> Callable[[Any], None]:
 
 
 def refuse_noise_on_same_rows(model: nn.Module, mesh: "DeviceMesh | None") -> None:
-    """See that ranks which compute the same rows draw no random numbers, which would not be the same.
+    """Refuse a model that draws random numbers on ranks that compute the same rows: they would differ.
 
     Raises:
-        UnsupportedModelError: If they do.
+        UnsupportedModelError: If ranks share rows (tensor parallelism) and the model has dropout or other
+            noise.
     """
     if copies_of_rows(mesh) > 1 and draws_random_numbers(model):
         raise UnsupportedModelError(

@@ -44,14 +44,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EvalResult:
-    """Exact evaluation over all ranks; the same on every rank.
+    """Result of an evaluation over all targets of all ranks; the same on every rank.
 
     Attributes:
-        loss: Mean over all targets, each by its weight.
+        loss: Mean over all targets, weighted by ``loss_weights`` where batches have them.
         perplexity: ``exp(loss)``; inf where that overflows.
-        num_targets: How many targets that was.
-        router_loss: What a mixture's router adds to it, its coefficient included, each batch by its tokens; 0
-            where nothing is added.
+        num_targets: Number of targets.
+        router_loss: Loss of a mixture's router, its coefficient included, as the mean over batches weighted
+            by their tokens; 0 if no router's loss is added.
     """
 
     loss: float
@@ -75,31 +75,40 @@ def evaluate(
 ) -> EvalResult:
     """Mean loss over all targets of all ranks, without gradients, in ``eval()`` mode.
 
-    Ranks may have different numbers of batches, none included: one that has run out takes part in the
-    others' forwards with a batch of the same keys, its own last one or another rank's, whose targets do not
-    count. The model's mode is restored and its parameters are sharded again afterwards.
+    Ranks may have different numbers of batches, even none. A rank that has run out takes part in the others'
+    forwards with a batch of the same keys, its own last one or one that another rank sends it; the targets of
+    that batch do not count. Afterwards the model is in the mode it was in, and its parameters are sharded.
 
     Args:
-        model: A decoder-only language model, sharded or not; any model with ``loss_fn``.
-        batches: This rank's batches, as for ``loss_sum``; moved to the model's device.
+        model: Decoder-only language model, sharded or not; with ``loss_fn``, any model.
+        batches: This rank's batches, of the form that ``loss_sum`` takes; they are moved to the model's
+            device.
         mesh: Ranks that share the evaluation; None takes the mesh of the model's parameters, or a single
-            process if it has none.
-        loss_impl: As ``impl`` of ``loss_sum``.
-        loss_fn: As for ``train_step``. What it returns for a batch that stands in is not looked at.
-        count_fn: As for ``train_step``.
-        verify: As for ``train_step``.
-        router_loss: As for ``train_step``.
-        label_smoothing: As for ``train_step``; 0 says how well the model predicts, however it is trained.
-        z_loss: Likewise.
+            process if the model is not sharded.
+        loss_impl: Implementation of the loss; see ``impl`` of ``loss_sum``.
+        loss_fn: Loss of your own; see ``train_step``. Its result for a batch that does not count is ignored.
+        count_fn: Function that counts the targets of a batch; see ``train_step``.
+        verify: Whether packs are verified; see ``train_step``.
+        router_loss: Loss of a mixture's router; see ``train_step``.
+        label_smoothing: Label smoothing; see ``loss_sum``. 0 gives the plain cross entropy, whatever the
+            model is trained with.
+        z_loss: Factor of the z-loss; see ``loss_sum``.
+
+    Returns:
+        The same ``EvalResult`` on every rank.
 
     Raises:
-        NonFiniteGradientError: If the last ``train_step(..., sync="late")`` was not taken.
-        PackingError: As for ``train_step``.
+        NonFiniteGradientError: If the last ``train_step(..., sync="late")`` was left out.
+        PackingError: If the model does not keep the rows of a pack apart, or a pack has an attention mask.
         BatchError: If ranks have batches of different keys at the same time, or differ in an option.
-        VocabularyError: If a batch has an id, or a label, that the model has no row for.
+        VocabularyError: If a batch has an id or a label that the model has no row for.
         ValueError: If no rank has a target.
 
     Collective: all ranks of the mesh.
+
+    Example:
+        >>> fs.evaluate(model, loader)
+        EvalResult(loss=..., perplexity=..., num_targets=..., router_loss=0.0)
     """
     objective = Objective(loss_impl, loss_fn, router_loss, Terms(label_smoothing, z_loss))
     objective.check(count_fn)
@@ -121,7 +130,8 @@ def evaluate(
     if not are_equal(compared, mesh.size() if mesh is not None else 1):
         refuse_different_options(options, mesh)
     if any_stale:
-        forget_choice(model, loss_impl)  # on all ranks, although one alone may have seen why
+        # One rank alone may have seen that the choice is out of date, but choosing anew is collective.
+        forget_choice(model, loss_impl)
     model.eval()
     try:
         with torch.no_grad(), checked_later(checks):
@@ -142,7 +152,7 @@ def evaluate(
         for module, training in modes.items():
             module.training = training
         reshard(model)
-    own_loss, own_added = LateValues([total, added]).read()  # the host waits here and nowhere else
+    own_loss, own_added = LateValues([total, added]).read()  # the only place where the host waits
     changed = None if math.isfinite(own_loss) else checks.problem()
     values = [own_loss, targets, target_weight, own_added, tokens, changed is not None]
     loss_total, all_targets, all_weight, router_total, all_tokens, failed = sum_over_mesh(values, mesh)

@@ -1,4 +1,4 @@
-"""An optimizer looked at once, after its first step: state that no checkpoint could hold, lost updates."""
+"""Checks of an optimizer after its first step: state that no checkpoint could hold, and lost updates."""
 
 import warnings
 import weakref
@@ -12,15 +12,15 @@ from fsdp_sft.dcp_io.optimizer_content import check_storable
 from fsdp_sft.errors import UnstorableStateError
 
 _seen: "weakref.WeakSet[Any]" = weakref.WeakSet()
-_told: "weakref.WeakSet[Any]" = weakref.WeakSet()  # one without state is never in the other
+_told: "weakref.WeakSet[Any]" = weakref.WeakSet()  # an optimizer without state would never enter _seen
 
 
 def state_problem(optimizer: Any) -> UnstorableStateError | None:
-    """Why a checkpoint could not hold the state that the first step has made; None later, and if it could.
+    """Why no checkpoint could hold the state that the first step has made; None if one could, or later.
 
-    Only tensor subclasses that do not say what is inside them are a problem: they could not even be copied.
-    Of other state that ``save_checkpoint`` would refuse there is one warning, and one of bfloat16 parameters
-    that torch's optimizers round to the nearest.
+    Only tensor subclasses that do not expose their inner tensors are a problem, because they could not even
+    be copied. Other state that ``save_checkpoint`` would refuse causes a warning, and so do bfloat16
+    parameters that one of torch's optimizers rounds to the nearest; each is given once.
     """
     together = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     optimizers = [one for one in together if one not in _seen]
@@ -36,6 +36,7 @@ def state_problem(optimizer: Any) -> UnstorableStateError | None:
 
 
 def _look_at(optimizer: torch.optim.Optimizer) -> None:
+    """Raise for a tensor of the state that cannot be taken apart into plain tensors."""
     for state in optimizer.state.values():
         for name, value in state.items() if isinstance(state, dict) else ():
             if isinstance(value, torch.Tensor):
@@ -43,6 +44,7 @@ def _look_at(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _warn_about(optimizer: torch.optim.Optimizer, together: list[torch.optim.Optimizer]) -> None:
+    """Warn if ``save_checkpoint`` would refuse the optimizer."""
     try:
         check_storable(optimizer, together)
     except UnstorableStateError as error:
@@ -51,7 +53,10 @@ def _warn_about(optimizer: torch.optim.Optimizer, together: list[torch.optim.Opt
 
 
 def _warn_of_lost_updates(optimizer: torch.optim.Optimizer) -> None:
-    """Others' optimizers may round otherwise, which nothing tells; torch's do not."""
+    """Warn if one of torch's optimizers trains bfloat16 parameters, whose small updates it rounds away.
+
+    Optimizers of other libraries may round stochastically, which cannot be seen from outside.
+    """
     if optimizer in _told:
         return
     _told.add(optimizer)

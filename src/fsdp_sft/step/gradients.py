@@ -1,4 +1,4 @@
-"""Which gradient collectives a backward runs, and the norm of what they leave."""
+"""The gradient collectives that a backward runs, and the norm of the reduced gradients."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -18,25 +18,31 @@ SyncMode = Literal["all", "reduce_scatter", "none"]
 
 @contextmanager
 def gradient_sync(model: nn.Module, mode: SyncMode) -> Iterator[None]:
-    """Choose which gradient collectives the backwards inside run.
+    """Context manager that chooses the gradient collectives of the backwards inside it.
 
     Args:
-        model: A sharded model, or one inside DistributedDataParallel; for an ordinary one there is nothing to
-            choose.
+        model: Sharded model, or one inside DistributedDataParallel; nothing changes for any other model.
         mode: ``"all"`` reduce-scatters and, under HSDP, all-reduces. ``"reduce_scatter"`` leaves out the
-            all-reduce between replicas. ``"none"`` keeps unsharded gradients on each rank; they are added
-            to by later backwards and reduced by the first one under ``"all"``. DistributedDataParallel has
-            an all-reduce only, which runs under ``"all"``, and always for a static graph; the forward has
-            to be inside too.
+            all-reduce between replicas. ``"none"`` runs no collective: each rank keeps unsharded gradients,
+            to which later backwards add, until the first backward under ``"all"`` reduces them.
+            DistributedDataParallel has one all-reduce only. It runs under ``"all"``, and for a static graph
+            in every mode; the forward must be inside the context too.
 
     Raises:
-        ValueError: For another mode.
+        ValueError: If ``mode`` is none of these.
+
+    Example:
+        >>> targets = fs.count_targets(window)
+        >>> for index, batch in enumerate(window):
+        ...     with fs.gradient_sync(model, "all" if index == len(window) - 1 else "none"):
+        ...         fs.causal_lm_loss(model, batch, num_targets=targets, mesh=mesh).backward()
     """
     if mode not in ("all", "reduce_scatter", "none"):
         raise ValueError(f"mode must be 'all', 'reduce_scatter' or 'none', got {mode!r}")
     replicated = replicated_by(model)
     if replicated is not None:
-        # A static graph that begins with a backward without its all-reduce ends in an assertion of torch's.
+        # DistributedDataParallel(static_graph=True) fails an assertion in torch if the first backward runs
+        # under no_sync.
         defers = mode != "all" and not replicated.static_graph
         with replicated.no_sync() if defers else nullcontext():
             yield
@@ -57,10 +63,10 @@ def gradient_sync(model: nn.Module, mode: SyncMode) -> Iterator[None]:
 
 
 def clip_gradients(model: nn.Module, max_grad_norm: float | None) -> torch.Tensor:
-    """Clip the gradients in place and return their 2-norm over all ranks, a 0-dim tensor where they are.
+    """Clip the gradients in place; return their 2-norm over all ranks, a 0-dim tensor on their device.
 
-    They may lie on several meshes, as tensor and expert parallelism leave them, or on none: those of each
-    kind have a norm, and the norm of these is that of all.
+    Under tensor and expert parallelism gradients lie on several meshes, and some on none. The norm of each
+    kind is computed by itself; the norm of these norms is that of the whole gradient.
     """
     kinds: dict[Any, list[nn.Parameter]] = {}
     for parameter in model.parameters():
@@ -77,14 +83,14 @@ def clip_gradients(model: nn.Module, max_grad_norm: float | None) -> torch.Tenso
 
 
 def _norm(parameters: list[nn.Parameter]) -> torch.Tensor:
-    """The norm of gradients that lie alike."""
+    """The norm of gradients that have one mesh and the same placements."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     first = gradients[0]
     if not isinstance(first, DTensor) or len(cuts := _axes_that_cut(first)) < 2:
         norm = torch.nn.utils.get_total_norm(gradients)
         # The norm of shards is a partial result until it is reduced.
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
-    # DTensor would do the same, and warn that it reduces along one axis after the other.
+    # full_tensor() would compute the same, and warn that it reduces along one axis after the other.
     squared = torch.nn.utils.get_total_norm([local_of(gradient) for gradient in gradients]).square()
     for axis in cuts:
         dist.all_reduce(squared, group=first.device_mesh.get_group(axis))
@@ -92,4 +98,5 @@ def _norm(parameters: list[nn.Parameter]) -> torch.Tensor:
 
 
 def _axes_that_cut(tensor: DTensor) -> list[int]:
+    """The mesh axes along which a DTensor is not replicated."""
     return [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]

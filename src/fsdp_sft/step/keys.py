@@ -1,7 +1,8 @@
-"""What a batch consists of, and whether that is the same on all ranks.
+"""The keys of a batch, and the check that they are the same on all ranks.
 
-A forward runs the modules that its arguments ask for. Where one rank has an image and another has none, one
-gathers the parameters of a vision tower and the other never does: the job hangs, or gloo aborts it.
+A forward runs the modules that its arguments need. If one rank's batch has an image and another's has none,
+the first gathers the parameters of the vision tower and the second never does, so the job hangs, or gloo
+aborts it.
 """
 
 import hashlib
@@ -16,16 +17,16 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 Keys = tuple[str, ...]
-# Sums of squares over 8,192 ranks stay below 2**53, where float64 is exact.
+# Squares of 20-bit words summed over 8,192 ranks stay below 2**53, up to which float64 is exact.
 _WORD_BITS = 20
 
 
 def keys_of(batch: Any) -> Keys:
-    """Names of what a batch brings: its keys, sorted, without those whose value is None.
+    """The sorted keys of a batch, without those whose value is None.
 
-    Labels are called ``labels`` whether they are shifted or not, which the loss sees to; their weights, which
-    the rows of one rank may have and those of another not, do not count. A batch that is no
-    mapping (for a ``loss_fn``) has one name, which says what it is.
+    ``shift_labels`` count as ``labels``, because the loss handles both. ``loss_weights`` do not count: some
+    ranks may have them and others not. A batch that is not a mapping (for a ``loss_fn``) has one key, which
+    names its type.
     """
     if isinstance(batch, Mapping):
         named = (
@@ -39,31 +40,31 @@ def keys_of(batch: Any) -> Keys:
 
 
 def may_be_packs(keys: Keys) -> bool:
-    """Whether batches of these keys can be packs: positions, and no mask."""
+    """Whether batches with these keys can be packs: they have positions and no mask."""
     return "position_ids" in keys and "attention_mask" not in keys
 
 
 def digest(keys: Any) -> list[int]:
-    """Three numbers below 2**20 that differ where ``keys`` do."""
+    """Three numbers below 2**20, equal for equal ``keys`` and (nearly always) different for others."""
     words = int.from_bytes(hashlib.blake2b(repr(keys).encode(), digest_size=8).digest(), "big")
     return [words >> shift & ((1 << _WORD_BITS) - 1) for shift in (0, _WORD_BITS, 2 * _WORD_BITS)]
 
 
 def to_compare(numbers: list[int]) -> list[float]:
-    """What ranks sum up so that ``are_equal`` can tell whether they all have the same numbers."""
+    """Each number and its square; ``are_equal`` tells from their sums over ranks if all have the same."""
     return [float(term) for number in numbers for term in (number, number * number)]
 
 
 def are_equal(sums: list[float], ranks: int) -> bool:
-    """Whether ``ranks`` ranks summed up the ``to_compare`` of the same numbers: their variance is 0."""
+    """Whether all ranks had the same numbers, given the sums of ``to_compare``: their variance is then 0."""
     whole = [int(value) for value in sums]
     return all(ranks * squares == total**2 for total, squares in zip(whole[::2], whole[1::2], strict=True))
 
 
 def refuse_different_options(own: dict[str, Any], mesh: "DeviceMesh | None") -> None:
-    """Raise, on all ranks, the error that names the options of a call which ranks have given otherwise.
+    """Raise the error that names the options in which the ranks' calls differ.
 
-    Collective: all ranks of the mesh, which all know that they differ.
+    Collective: all ranks of the mesh; all must know that their options differ.
     """
     texts = {name: repr(value) for name, value in own.items()}
     by_rank = gather_over_mesh(texts, mesh)
@@ -77,11 +78,11 @@ def refuse_different_options(own: dict[str, Any], mesh: "DeviceMesh | None") -> 
 
 
 def refuse_different_keys(own: list[Keys], mesh: "DeviceMesh | None") -> None:
-    """Raise, on all ranks, the error that names who has which keys.
+    """Raise the error that names the keys of each rank.
 
     Args:
-        own: The keys of each of this rank's micro-batches; empty where it has none to compare.
-        mesh: The ranks, which all know that they differ.
+        own: Keys of each of this rank's micro-batches; empty if it has none to compare.
+        mesh: Ranks, all of which must know that their keys differ.
 
     Collective: all ranks of the mesh.
     """

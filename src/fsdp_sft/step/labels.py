@@ -1,6 +1,6 @@
-"""The first windows looked at: mistakes in labels and rows that a falling loss would not show.
+"""Checks of the first windows for mistakes in labels and rows that a falling loss would not show.
 
-An error is raised for what can be nothing but a mistake. What may be meant is one warning.
+A certain mistake raises an error. What may be intended causes one warning.
 """
 
 import hashlib
@@ -22,10 +22,10 @@ from fsdp_sft.loss import is_shifted
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_WINDOWS = 3  # that are looked at
-_FEWEST = 16  # targets that a verdict needs
-_VARIED = 8  # different ones among them
-_SHARE = 0.99
+_WINDOWS = 3  # windows of a model that are checked
+_FEWEST = 16  # fewest targets for which a mistake is reported
+_VARIED = 8  # fewest different ids among them
+_SHARE = 0.99  # share of the targets that must show the mistake
 _OFF = "; check_labels=False if that is meant"
 
 _logger = logging.getLogger("fsdp_sft.step")
@@ -34,17 +34,19 @@ _looked_at: "weakref.WeakKeyDictionary[nn.Module, _Looked]" = weakref.WeakKeyDic
 
 @dataclass
 class _Looked:
+    """Number of windows of a model that have been checked, and whether it was warned of its labels."""
+
     windows: int = 0
     warned: bool = False
 
 
 @dataclass(frozen=True)
 class Differences:
-    """Labels held against the ids at their places.
+    """Labels compared with the ids at their places.
 
     Attributes:
-        compared: Labels that are not -100.
-        different: Those of them that are not the id.
+        compared: Number of labels that are not -100.
+        different: Number of those that differ from the id at their place.
     """
 
     compared: int = 0
@@ -52,19 +54,19 @@ class Differences:
 
 
 def is_to_be_looked_at(model: nn.Module) -> bool:
-    """Whether the next window of ``model`` is one of the first."""
+    """Whether the next window of ``model`` is one of the first, which are checked."""
     return _looked_at.setdefault(model, _Looked()).windows < _WINDOWS
 
 
 def look_at(micro_batches: list[Any]) -> Differences:
     """Refuse a window of this rank whose labels show a recognised mistake.
 
-    Recognised are labels that have been shifted already, ``shift_labels`` that have not been, and labels
-    that are the attention mask. No verdict comes from fewer than 16 targets, from targets that are all alike,
-    or from places where an id and the next are the same.
+    Three mistakes are recognised: labels that have been shifted already, ``shift_labels`` that have not been
+    shifted, and labels that are the attention mask. A shift is reported only from 16 targets on, if enough
+    of them are different ids; places where an id equals the next one do not count, as they show nothing.
 
     Raises:
-        BatchError: For such a mistake.
+        BatchError: If there is such a mistake.
     """
     batches = [
         b for b in micro_batches if isinstance(b, Mapping) and isinstance(b.get("input_ids"), torch.Tensor)
@@ -85,13 +87,13 @@ def look_at(micro_batches: list[Any]) -> Differences:
 def say_what_was_seen(
     model: nn.Module, micro_batches: list[Any], everywhere: Differences, mesh: "DeviceMesh | None"
 ) -> None:
-    """Warn of what may be a mistake: labels that are not their ids, and ranks with the same rows.
+    """Warn of what may be a mistake: labels that differ from their ids, and ranks with the same rows.
 
     Args:
-        model: Whose window it is; its first has its rows compared between ranks.
-        micro_batches: Of this rank.
-        everywhere: The sum over the ranks of what ``look_at`` returned.
-        mesh: The ranks.
+        model: Model that is trained; in its first window the rows of all ranks are compared.
+        micro_batches: This rank's micro-batches.
+        everywhere: Sum over the ranks of what ``look_at`` returned.
+        mesh: Ranks that share the window.
 
     Collective: all ranks of the mesh.
     """
@@ -112,7 +114,7 @@ def say_what_was_seen(
 
 
 def _compare_rows(micro_batches: list[Any], mesh: "DeviceMesh", first: bool) -> None:
-    """Ranks should have rows of their own, but those of one context-parallel group the same ones."""
+    """Warn of ranks that have the same rows, and of context-parallel groups whose ranks have not."""
     names: Any = mesh.mesh_dim_names or ()
     place: Any = mesh.get_coordinate() or ()
     data_place = tuple(
@@ -124,7 +126,7 @@ def _compare_rows(micro_batches: list[Any], mesh: "DeviceMesh", first: bool) -> 
     rows: dict[tuple[int, ...], set[bytes]] = {}
     for rank, (at, rows_of_rank) in seen:
         rows.setdefault(at, set()).add(rows_of_rank)
-        if rows_of_rank:  # a rank for which no row was left has none to share
+        if rows_of_rank:  # windows without a target have no digest and are not compared
             places.setdefault(rows_of_rank, set()).add(at)
             ranks.setdefault(rows_of_rank, []).append(str(rank))
     for rows_of_rank, at_places in places.items():
@@ -144,7 +146,7 @@ def _compare_rows(micro_batches: list[Any], mesh: "DeviceMesh", first: bool) -> 
 
 
 def _digest_of_rows(micro_batches: list[Any]) -> bytes:
-    """Eight bytes that differ where ids or labels do; none for a window without a target."""
+    """Digest of the ids and labels, eight bytes; empty for a window without a target."""
     digest = hashlib.blake2b(digest_size=8)
     targets = False
     for batch in micro_batches:
@@ -158,7 +160,7 @@ def _digest_of_rows(micro_batches: list[Any]) -> bytes:
 
 
 def _refuse_shift(batches: list[Any], name: str) -> None:
-    """Labels that are the next ids, or shifted labels that are their own."""
+    """Refuse ``labels`` that equal the next ids, or ``shift_labels`` that equal the ids at their places."""
     right = wrong = 0
     values: list[torch.Tensor] = []
     for batch in batches:
@@ -186,7 +188,7 @@ def _refuse_shift(batches: list[Any], name: str) -> None:
 
 
 def _refuse_mask(batch: Mapping[str, Any]) -> None:
-    """Labels that are the attention mask, whatever stands in its place then."""
+    """Refuse labels that are the attention mask, also if the mask is something else instead."""
     name = "shift_labels" if is_shifted(batch) else "labels"
     labels, mask = batch[name], batch.get("attention_mask")
     if not isinstance(mask, torch.Tensor) or mask.shape != labels.shape or labels.numel() < _FEWEST:

@@ -31,33 +31,38 @@ def windows(
 ) -> Iterator[list[Any]]:
     """Group a loader's batches into the windows of optimizer steps, the same number on all ranks.
 
-    Before each window ranks agree on how many micro-batches every one of them has: the smallest number
-    counts, so a rank that runs out early ends the pass for all instead of hanging it. The last window may
-    be short. If reading the data fails on one rank, all raise its error. A sampler or data set with
-    ``mark_consumed`` (``ResumableSampler``, ``PackedSampler``, ``PackedStream``) is told the rows or packs of
-    each window before the window is handed out. What a checkpoint left of an epoch may be nothing.
+    Before each window the ranks agree on its number of micro-batches, which is the smallest number that any
+    rank still has. A rank that runs out early therefore ends the pass for all, and does not hang the others.
+    The last window may be short. If reading the data fails on one rank, all ranks raise its error. A sampler
+    or data set with ``mark_consumed`` (``ResumableSampler``, ``PackedSampler``, ``PackedStream``) is told the
+    rows or packs of each window before the window is yielded. After a checkpoint at the end of an epoch, the
+    rest of that epoch may have no window.
 
     Args:
-        loader: A DataLoader, or any iterable of batches. Of ranks along ``cp`` the first reads its loader and
-            sends the others what it has read, in host memory; theirs is not iterated (its sampler is told
-            what was consumed), and may be None.
-        grad_accum_steps: Micro-batches per window.
-        mesh: From ``build_mesh``; needed where it has ``cp``.
-        count_fn: What ``train_step`` gets. None looks at the labels of batches that have such as ``loss_sum``
-            takes, and has nothing to say against an epoch of others.
-        vocab_size: Number of ids that the model has rows for. None takes the collator's, if the loader's has
-            one; without, ``train_step`` and ``evaluate``, which know the model, look at the ids.
+        loader: DataLoader, or any iterable of batches. Of the ranks along ``cp`` the first reads its loader
+            and sends its batches to the others, in host memory. The others' loaders are not iterated (their
+            samplers are told what was consumed) and may be None.
+        grad_accum_steps: Number of micro-batches in a window.
+        mesh: Mesh from ``build_mesh``; needed if it has an axis ``cp``.
+        count_fn: The ``count_fn`` that ``train_step`` gets. None counts labels. Batches whose labels are not
+            of the kind that ``loss_sum`` takes are then assumed to have targets.
+        vocab_size: Number of ids that the model has rows for. None takes that of the loader's collator, if
+            it has one; if not, ids are checked by ``train_step`` and ``evaluate``, which know the model.
 
     Yields:
         Lists of 1 to ``grad_accum_steps`` batches.
 
     Raises:
-        VocabularyError: If a batch has an id beyond ``vocab_size``; on all ranks.
-        ValueError: If ``grad_accum_steps`` is not positive; without a mesh, if this process has one with
-            ``cp``; without a loader, on a rank that has to read.
-        BatchError: If a whole epoch had no target on any rank.
+        VocabularyError: On all ranks, if a batch has an id beyond ``vocab_size``.
+        ValueError: If ``grad_accum_steps`` is not positive, if ``mesh`` is missing although this process has
+            made one with ``cp``, or if ``loader`` is None on a rank that has to read.
+        BatchError: If no rank had a target in a whole epoch.
 
-    Collective: all ranks, in step.
+    Collective: all ranks; each must ask for the same windows.
+
+    Example:
+        >>> [len(window) for window in fs.windows(loader, grad_accum_steps=3)]
+        [3, 1]
     """
     if isinstance(grad_accum_steps, bool) or not isinstance(grad_accum_steps, int) or grad_accum_steps < 1:
         raise ValueError(f"grad_accum_steps must be a positive integer, got {grad_accum_steps!r}")
@@ -82,12 +87,14 @@ def _windows(
     vocabulary: Vocabulary,
     mesh: "DeviceMesh | None",
 ) -> Iterator[list[Any]]:
+    """``windows`` with checked arguments."""
     group = host_group(mesh, CP) if cp_size(mesh) > 1 and mesh is not None else None
     reads = cp_rank(mesh) == 0
     sampler = _resumable(loader)
     mark_consumed = getattr(sampler, "mark_consumed", None)
     end_epoch = getattr(sampler, "end_epoch", None)
-    # After a checkpoint at an epoch's last window nothing may be left of that epoch: a loader drops its tail.
+    # A pass that resumes in the middle of an epoch may have no batch left, because a loader can drop the
+    # epoch's tail. That is no reason to say that the data set has no target.
     in_mid_epoch = bool(getattr(sampler, "position", 0) or getattr(sampler, "is_passed_over", False))
     batches: Iterator[Any] | None = None
     targets_seen = False
@@ -106,7 +113,7 @@ def _windows(
                 vocabulary.check_ids(batch)
             counted_ones = window if count_fn is not None else looked_at
             targets_seen = targets_seen or any(_may_have_targets(batch, count_fn) for batch in counted_ones)
-            if group is not None:  # what may fail, while the others can be told
+            if group is not None:  # both may fail, and from here an error still reaches all ranks
                 to_send = [pickle.dumps(to_device(batch, torch.device("cpu"))) for batch in window]
                 if mark_consumed is not None and window:
                     _num_consumed(loader, sampler, window)
@@ -139,7 +146,7 @@ def _windows(
 def _from_first(
     window: list[bytes], consumed: int | None, group: dist.ProcessGroup
 ) -> tuple[list[Any], int | None]:
-    """What the first rank of a group has read and pickled, on all of them.
+    """The window and the number of consumed rows of the group's first rank, on all its ranks.
 
     Collective: all ranks of the group.
     """
@@ -150,26 +157,27 @@ def _from_first(
 
 
 def _may_have_targets(batch: Any, count_fn: CountFn | None) -> bool:
+    """Whether a batch has targets, or has labels that only a ``loss_fn`` could count."""
     if count_fn is not None:
         return counted(batch, count_fn) > 0
     try:
         return num_targets(batch) > 0
     except BatchError:
-        return True  # for a loss_fn, or for train_step to refuse
+        return True  # a loss_fn may know what to do with it; if there is none, train_step refuses it
 
 
 def _resumable(loader: Any) -> Any:
-    """What keeps the position: a sampler, a sampler of batches, a stream, or the loader itself."""
+    """The object that keeps the position: a sampler, a batch sampler, a stream, or the loader itself."""
     sources = [getattr(loader, name, None) for name in ("sampler", "batch_sampler", "dataset")]
     sources.append(getattr(sources[1], "sampler", None))
     return next((source for source in [*sources, loader] if hasattr(source, "mark_consumed")), None)
 
 
 def _num_consumed(loader: Any, sampler: Any, window: list[Any]) -> int:
-    """How many rows or packs the loader took for a window, in whatever the sampler counts.
+    """Number of rows or packs that the loader took for a window, in the unit that the sampler counts in.
 
-    Not the rows of the batches: a collator may have packed rows into one, or left some out, and a data set
-    may give batches that are complete.
+    That can differ from the number of rows in the batches: a collator may have packed several into one or
+    left some out, and a data set may return complete batches.
     """
     each = _taken_for_a_batch(loader, sampler)
     if each is None:
@@ -179,12 +187,12 @@ def _num_consumed(loader: Any, sampler: Any, window: list[Any]) -> int:
 
 
 def _taken_for_a_batch(loader: Any, sampler: Any) -> int | None:
-    """Rows or packs that a loader takes from what keeps the position; None where that cannot be told."""
+    """Rows or packs that a loader takes for each batch from what keeps the position; None if unknown."""
     batches = getattr(loader, "batch_sampler", None)
     if sampler is batches:
         return 1  # a pack is a batch
     if isinstance(loader, DataLoader) and batches is None:
-        return 1  # batch_size=None: what the data set gives for an index is a batch
+        return 1  # batch_size=None: the data set returns a whole batch for each index
     size = getattr(batches, "batch_size", None)
     counted_by_size = sampler in (getattr(batches, "sampler", None), getattr(loader, "dataset", None))
     return size if counted_by_size and isinstance(size, int) else None

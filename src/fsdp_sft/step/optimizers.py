@@ -1,4 +1,4 @@
-"""The optimizers and schedulers of a step: one or several, looked at before anything is computed."""
+"""The optimizers and schedulers of a step, one or several, checked before anything is computed."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -28,10 +28,10 @@ def checked_optimizers(model: nn.Module, optimizer: Optimizers) -> list[torch.op
     """The optimizers as a list.
 
     Raises:
-        TypeError: If one of them is no optimizer.
-        ValueError: If there is none.
-        OptimizerError: If one needs a closure, if they are over tensors that sharding has replaced, if two of
-            them have a parameter, or if none of several has one that is trained.
+        TypeError: If one of them is not an optimizer.
+        ValueError: If the list is empty.
+        OptimizerError: If one needs a closure, if they hold tensors that sharding has replaced, if two of
+            them hold the same parameter, or if none of several holds one that is trained.
     """
     optimizers = as_list(optimizer)
     for one in optimizers:
@@ -51,8 +51,8 @@ def checked_schedulers(scheduler: Any, optimizers: list[torch.optim.Optimizer]) 
     """The schedulers as a list, which may be empty.
 
     Raises:
-        OptimizerError: If one needs more than ``step()``, as ``ReduceLROnPlateau`` does, is there twice, or
-            is of another optimizer.
+        OptimizerError: If one needs more than ``step()``, as ``ReduceLROnPlateau`` does, if one is in the
+            list twice, or if it belongs to another optimizer.
     """
     if scheduler is None:
         return []
@@ -81,9 +81,9 @@ def checked_schedulers(scheduler: Any, optimizers: list[torch.optim.Optimizer]) 
 def prepare_scaler(
     optimizers: list[torch.optim.Optimizer], scaler: torch.amp.GradScaler | None
 ) -> torch.amp.GradScaler | None:
-    """The scaler, ready for these optimizers' gradients; None for one that is not enabled."""
+    """The scaler, ready for these optimizers' gradients; None if it is not enabled."""
     if scaler is None or not scaler.is_enabled():
-        return None  # it would let gradients that are not finite through
+        return None  # a disabled scaler skips no step, so gradients that are not finite have to raise
     parameters = (p for o in optimizers for group in o.param_groups for p in group["params"])
     if any(parameter.device.type == "cpu" for parameter in parameters):
         keep_scale_on_host(scaler)
@@ -91,7 +91,7 @@ def prepare_scaler(
 
 
 def seeds_of(optimizers: list[torch.optim.Optimizer]) -> list[int]:
-    """Those that optimizers round by: with others on another rank, replicas would drift apart."""
+    """Seeds of the optimizers' rounding; if they differed between ranks, replicas would drift apart."""
     seeds = [group.get("seed") for optimizer in optimizers for group in optimizer.param_groups]
     return [seed for seed in seeds if isinstance(seed, int)]
 
@@ -99,9 +99,10 @@ def seeds_of(optimizers: list[torch.optim.Optimizer]) -> list[int]:
 def unscale(
     optimizers: list[torch.optim.Optimizer], scaler: torch.amp.GradScaler | None
 ) -> list[torch.Tensor]:
-    """Divide the gradients by the scale; 0-dim tensors of which one is not 0 if there was an inf.
+    """Divide the gradients by the scale; return 0-dim tensors that are not 0 where there was an inf.
 
-    All optimizers are left out then; the scaler would leave out only the one whose gradients have an inf.
+    If any of them is not 0, the step must be skipped for all optimizers. The scaler by itself would skip only
+    the optimizer whose gradients have the inf.
     """
     if scaler is None:
         return []
@@ -113,7 +114,7 @@ def unscale(
 def step_all(
     optimizers: list[torch.optim.Optimizer], scaler: torch.amp.GradScaler | None, *, skipped: bool
 ) -> None:
-    """Step the optimizers unless they are to be ``skipped``, and let the scaler know."""
+    """Step the optimizers, unless the step is ``skipped``, and update the scaler."""
     for optimizer in () if skipped else optimizers:
         if scaler is not None:
             scaler.step(optimizer)
@@ -126,11 +127,11 @@ def step_all(
 def check_left_out_on_device(
     optimizers: list[torch.optim.Optimizer], scaler: torch.amp.GradScaler | None
 ) -> None:
-    """Refuse what cannot leave a step out before the host knows that it should.
+    """Refuse what cannot leave a step out on the device, before the host has read the gradient's norm.
 
     Raises:
         ValueError: If there is a scaler.
-        OptimizerError: Naming an optimizer whose step cannot be left out on the device.
+        OptimizerError: If an optimizer cannot leave its step out on the device; the message names it.
     """
     if scaler is not None:
         raise ValueError(
@@ -147,10 +148,11 @@ def check_left_out_on_device(
 
 
 def step_if_finite(optimizers: list[torch.optim.Optimizer], norm: torch.Tensor) -> list[Callable[[], None]]:
-    """Step the optimizers, unless the norm on the device is not finite, which the host does not wait for.
+    """Step the optimizers if ``norm`` is finite; the device decides, and the host does not wait.
 
     Returns:
-        What takes back the state that optimizers have made for a first step, if it was left out.
+        Functions that remove the state which optimizers have made for their first step, to be called if the
+        step turns out to have been left out.
     """
     left_out = (~torch.isfinite(norm)).to(torch.float32)
     undo: list[Callable[[], None]] = []
@@ -163,6 +165,7 @@ def step_if_finite(optimizers: list[torch.optim.Optimizer], norm: torch.Tensor) 
 
 
 def _forget_state_after(optimizer: torch.optim.Optimizer, count: int) -> None:
+    """Remove an optimizer's state except for the first ``count`` parameters that it was made for."""
     for parameter in list(optimizer.state)[count:]:
         del optimizer.state[parameter]
 
@@ -174,22 +177,23 @@ def _needed(function: Any) -> list[str]:
     except (TypeError, ValueError):  # written in C
         return []
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    # A scheduler puts a function of its own around an optimizer's step, whose signature has self.
+    # A scheduler wraps an optimizer's step in a function of its own, whose signature includes self.
     needed = [p.name for p in parameters if p.default is p.empty and p.kind not in kinds]
     return [name for name in needed if name != "self"]
 
 
 def _stepped(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """All tensors of an optimizer's groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _refuse_replaced(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
-    """Refuse what is over tensors that the model does not have: it would step, and train nothing.
+    """Refuse optimizers of tensors that the model does not have: they would step and train nothing.
 
-    An optimizer made before the model was sharded has none of its parameters; one made while they were
-    gathered, as a forward without a backward leaves the root's, lacks those.
+    An optimizer made before the model was sharded holds none of the model's parameters. One made while some
+    were gathered lacks those; a forward without a backward leaves the root's parameters gathered.
     """
-    reshard(model)  # gathered parameters are other tensors
+    reshard(model)  # a gathered parameter is another tensor than its shard
     trained = {id(p): name for p, name in parameter_names(model).items() if p.requires_grad}
     stepped = {id(parameter) for optimizer in optimizers for parameter in _stepped(optimizer)}
     left_out = [name for identity, name in trained.items() if identity not in stepped]
@@ -204,6 +208,7 @@ def _refuse_replaced(model: nn.Module, optimizers: list[torch.optim.Optimizer]) 
 
 
 def _refuse_shared_or_left_out(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+    """Refuse several optimizers unless each trained parameter is in exactly one of them."""
     names = {id(parameter): name for parameter, name in parameter_names(model).items()}
     found: dict[int, int] = {}
     for number, optimizer in enumerate(optimizers):

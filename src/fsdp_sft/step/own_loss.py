@@ -1,4 +1,4 @@
-"""A loss of the caller's own: what it may be, and what it must return."""
+"""The loss of a batch: the one that is computed here, or a function of the caller's, which is checked."""
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -21,13 +21,13 @@ LossFn = Callable[[nn.Module, Any], torch.Tensor]
 
 @dataclass(frozen=True)
 class Objective:
-    """How the loss of a batch is computed.
+    """How the loss of a batch is computed; the fields are arguments of ``train_step``.
 
     Attributes:
-        impl: As ``loss_impl`` of ``train_step``.
-        loss_fn: Likewise.
-        router_loss: Likewise.
-        terms: Its ``label_smoothing`` and ``z_loss``.
+        impl: Implementation of the loss, the argument ``loss_impl``.
+        loss_fn: The caller's loss; None for that of ``loss_sum``.
+        router_loss: Treatment of a router's loss.
+        terms: ``label_smoothing`` and ``z_loss``.
     """
 
     impl: LossImpl = "auto"
@@ -36,12 +36,12 @@ class Objective:
     terms: Terms = PLAIN
 
     def options(self) -> dict[str, Any]:
-        """What of it has to be the same on every rank; of a function only that there is one."""
+        """The options that have to be the same on every rank; of a function, only whether there is one."""
         own = {"loss_impl": self.impl, "router_loss": self.router_loss, "loss_fn": self.loss_fn is not None}
         return own | {name: float(value) for name, value in vars(self.terms).items()}
 
     def check(self, count_fn: Any) -> None:
-        """Refuse what is no function, and options of a loss that is not computed."""
+        """Refuse what is not a function, and options of ``loss_sum`` beside a ``loss_fn``."""
         check_router_loss(self.router_loss)
         for name, function in (("loss_fn", self.loss_fn), ("count_fn", count_fn)):
             if function is not None and not callable(function):
@@ -60,7 +60,7 @@ class Objective:
     def of(
         self, model: nn.Module, batch: Any, mesh: "DeviceMesh | None" = None, *, is_counted: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The loss summed over a batch's targets, and the router's loss beside it, if that is added."""
+        """(the loss summed over a batch's targets, the router's loss or None if it is not added)."""
         if self.loss_fn is None:
             return loss_parts(model, batch, self.impl, self.router_loss, self.terms, mesh, is_counted)
         counter = counter_of(model)
@@ -69,13 +69,13 @@ class Objective:
 
 
 def _mask_of(batch: Any) -> torch.Tensor | None:
-    """Which tokens of a batch for a loss of the caller's own count; None where that is not known."""
+    """Mask of the tokens that are not padding, in a batch for the caller's loss; None if unknown."""
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     return mask != 0 if isinstance(mask, torch.Tensor) and mask.ndim == 2 else None
 
 
 def refuse_own_loss(group: SequenceGroup | None, loss_fn: Any, count_fn: Any) -> None:
-    """Refuse functions of the caller's under context parallelism, where ranks compute parts of rows."""
+    """Refuse a ``loss_fn`` or ``count_fn`` under context parallelism, where ranks compute parts of rows."""
     given = [name for name, value in (("loss_fn", loss_fn), ("count_fn", count_fn)) if value is not None]
     if group is not None and given:
         raise ValueError(
@@ -85,7 +85,7 @@ def refuse_own_loss(group: SequenceGroup | None, loss_fn: Any, count_fn: Any) ->
 
 
 def _summed(loss_fn: LossFn, model: nn.Module, batch: Any) -> torch.Tensor:
-    """What ``loss_fn`` returns, if it is a loss: a scalar, with gradients where they are enabled."""
+    """The result of ``loss_fn``, checked: a scalar that has gradients where they are enabled."""
     with without_caches(model):
         loss = loss_fn(model, batch)
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.is_floating_point():

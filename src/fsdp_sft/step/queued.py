@@ -1,4 +1,4 @@
-"""A step from the moment that its work is queued to the moment that the host knows what came of it."""
+"""A step between the moment that its work is queued on the device and the moment that the host reads it."""
 
 import math
 from collections.abc import Callable
@@ -21,23 +21,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step did; the same on every rank.
+    """Result of one optimizer step; the same on every rank.
 
     Attributes:
-        loss: Mean over the window's targets on all ranks, each by its weight; nan for a window without any.
-        grad_norm: 2-norm of the whole gradient before clipping; nan where there was none.
-        num_targets: Targets of the window on all ranks.
-        num_tokens: Tokens of the window on all ranks, without padding: what ``attention_mask`` calls so, and
-            what a pack is filled up with.
+        loss: Mean over the window's targets on all ranks, weighted by ``loss_weights`` where batches have
+            them; nan for a window without targets.
+        grad_norm: 2-norm of the whole gradient before clipping; nan if there was no gradient.
+        num_targets: Number of targets of the window on all ranks.
+        num_tokens: Number of tokens of the window on all ranks, without padding. Padding is what
+            ``attention_mask`` marks as such, and the filler at the end of a pack.
         skipped: Whether the optimizer did not step.
-        skip_reason: ``"no targets"``, ``"no weight"`` where all of them weigh 0, ``"inf gradients"``, or
-            ``"no step before"`` of the first with ``sync="late"``; None if it did step.
-        router_loss: What a mixture's router adds to ``loss``, its coefficient included: the sum of both is
-            what was minimised. 0 where nothing is added.
-        expert_load: How many tokens each expert of a mixture was given; None unless ``watch_experts`` was
-            called.
-        target_weight: Sum of the targets' ``loss_weights`` on all ranks, which ``loss`` is the mean by;
-            without any as many as there are targets.
+        skip_reason: Reason for a skipped step: ``"no targets"``, ``"no weight"`` (all targets have weight
+            0), ``"inf gradients"``, or ``"no step before"`` (the first step with ``sync="late"``). None if
+            the optimizer did step.
+        router_loss: Loss of a mixture's router, its coefficient included. The step minimises the sum of
+            ``loss`` and this; 0 if no router's loss is added.
+        expert_load: Number of tokens that each expert of a mixture was given; None unless ``watch_experts``
+            was called.
+        target_weight: Sum of the targets' ``loss_weights`` on all ranks, by which ``loss`` was divided;
+            without weights the number of targets.
     """
 
     loss: float
@@ -52,27 +54,27 @@ class StepResult:
 
 
 def without_step(reason: str, num_tokens: int = 0) -> StepResult:
-    """The result where there was nothing to step with."""
+    """The result of a window that the step was skipped for."""
     return StepResult(math.nan, math.nan, 0, num_tokens, True, reason)
 
 
 @dataclass(eq=False)
 class QueuedStep:
-    """A step whose forwards and backwards have been queued.
+    """A step whose forwards and backwards have been queued on the device.
 
     Attributes:
-        values: On their way to the host: the gradient's norm, this rank's loss and router's loss, and what
-            a scaler has found.
-        targets: Of the window on all ranks.
-        tokens: Likewise.
-        weight: What the targets weigh together, likewise.
-        mesh: The ranks that share it.
-        checks: Of its forwards.
-        problem: Why no checkpoint could hold the optimizer's state.
-        undo: Takes back what an optimizer did that has left the step out on the device.
-        is_late: Whether optimizers had to leave it out by themselves.
-        expert_load: What experts were given, on its way to the host; None if nobody looks.
-        copies: How many ranks have computed each row.
+        values: Numbers that are being copied to the host: the gradient's norm, this rank's summed loss and
+            router's loss, and the infs that a scaler has found.
+        targets: Number of targets of the window on all ranks.
+        tokens: Number of tokens of the window on all ranks, without padding.
+        weight: Sum of the targets' weights on all ranks.
+        mesh: Ranks that share the window.
+        checks: Checks of the step's forwards that wait for the device.
+        problem: Error that says why no checkpoint could hold the optimizer's state; None if one could.
+        undo: Functions that remove the state which optimizers made for a first step that they left out.
+        is_late: Whether the optimizers decided on the device if the step is left out.
+        expert_load: Tokens that experts were given, being copied to the host; None if they are not counted.
+        copies: Number of ranks that have computed each row.
     """
 
     values: LateValues
@@ -94,21 +96,22 @@ class QueuedStep:
 
     @property
     def is_finite(self) -> bool:
-        """Whether the gradient's norm is; the host waits for the device."""
+        """Whether the gradient's norm is finite; the host waits for the device."""
         return math.isfinite(self.values.read()[0])
 
     def check(self) -> None:
-        """Raise if the gradient was not finite, on all ranks, as its norm is that of all.
+        """Raise if the gradient was not finite. All ranks do, because they have the same norm.
 
         Raises:
-            NonFiniteGradientError: It is said without the mean loss, for which ranks would have to meet.
+            NonFiniteGradientError: If the norm is not finite. The message lacks the mean loss, which would
+                take a collective.
         """
         if not self.is_finite and not self.has_infs:
             self._take_back()
             raise self._not_finite()
 
     def result(self) -> StepResult:
-        """What came of it.
+        """The result of the step; the host waits for the device.
 
         Raises:
             NonFiniteGradientError: If the gradient was not finite.
@@ -136,10 +139,12 @@ class QueuedStep:
         return StepResult(loss, norm, self.targets, self.tokens, skipped, reason, added, self.weight, load)
 
     def _take_back(self) -> None:
+        """Remove the state that optimizers made for a first step that they left out."""
         while self.undo:
             self.undo.pop()()
 
     def _not_finite(self, loss: float | None = None) -> NonFiniteGradientError:
+        """The error for a norm that is not finite, with the mean loss where that is known."""
         norm = self.values.read()[0]
         at = "" if loss is None else f" at a loss of {loss:.4g}"
         state = "parameters and optimizer are unchanged"
@@ -154,30 +159,40 @@ class QueuedStep:
 
 @dataclass(frozen=True)
 class NothingQueued:
-    """In the place of a step, where the window had nothing to step with."""
+    """Placeholder for a step that was skipped, so that ``late_result`` returns its result in its turn."""
 
     found: StepResult
 
     def check(self) -> None:
-        """There is nothing that could be wrong."""
+        """Do nothing: without a gradient there is none that could be not finite."""
 
     def result(self) -> StepResult:
-        """What came of it."""
+        """The result of the skipped step."""
         return self.found
 
 
 def late_result(model: nn.Module) -> StepResult | None:
-    """What the last ``train_step(..., sync="late")`` did, which no later one has returned yet.
+    """The result of the last ``train_step(..., sync="late")``, which no later call has returned.
 
-    Call it once after the loop; the host waits for the device. None if there is nothing left to say.
+    Call it once after the loop; the host waits for the device.
 
     Args:
-        model: As ``train_step`` got it.
+        model: The model that ``train_step`` was given.
+
+    Returns:
+        The result; None if the last one has been returned already.
 
     Raises:
-        NonFiniteGradientError: As ``train_step`` raises it.
+        NonFiniteGradientError: If the gradient of that step was not finite; the step was left out.
 
     Collective: all ranks that shared the step.
+
+    Example:
+        >>> fused = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        >>> [fs.train_step(model, window, fused, sync="late").skip_reason for _ in range(2)]
+        ['no step before', None]
+        >>> fs.late_result(model).skipped
+        False
     """
     step = taken(model)
     assert step is None or isinstance(step, (QueuedStep, NothingQueued))

@@ -1,4 +1,4 @@
-"""Ranks with unequal numbers of batches going through them together."""
+"""Iteration over batches in which ranks have unequal numbers of them and stay together."""
 
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -22,16 +22,24 @@ def in_step(
     check: Check | None = None,
     group: SequenceGroup | None = None,
 ) -> Iterator[tuple[Any, Any, int | None]]:
-    """This rank's batches, what it computes of them on the host, and its targets; then stand-ins and None.
+    """Yield this rank's batches and then stand-ins, until every rank has run out.
 
-    That goes on until every rank has run out.
+    A stand-in is a batch with the keys of those that other ranks have in that round: the last such batch of
+    this rank, or else one that another rank sends. Each round costs one small all-reduce.
 
-    A stand-in has the keys of the batches that the others have at that moment: the last such batch of this
-    rank, or else of another one. ``check`` raises for a batch that cannot be used. One small all-reduce a
-    round. Of the rows that a ``group`` shares each of its ranks gets its part.
+    Args:
+        batches: This rank's batches.
+        mesh: Ranks that go through their batches together.
+        count_fn: Function that counts the targets of a batch; None counts its labels.
+        check: Function that raises for a batch that the model cannot take.
+        group: Ranks that share rows; each computes its part of them.
+
+    Yields:
+        (the batch as the loader gave it; the same on the host, or this rank's part of it; its number of
+        targets, None for a stand-in).
 
     Raises:
-        BatchError: On all ranks, if those that have a batch have different keys, or those of a group
+        BatchError: On all ranks, if those that have a batch have different keys, or ranks of a group have
             different rows.
 
     Collective: all ranks of the mesh.
@@ -72,7 +80,8 @@ def in_step(
         if batch is not None:
             stand_ins.pop(keys, None)
             stand_ins[keys] = (batch, seen)
-        # All ranks see from the sums whether each that has run out has a stand-in of the right keys.
+        # The sums tell every rank whether all that have run out have a stand-in with the right keys. If not,
+        # one batch is sent to all.
         everyone = [one + other for one, other in zip(sums[: len(terms)], sums[len(terms) : -2], strict=True)]
         if not are_equal(everyone, ranks):
             sent = first_over_mesh(batch, mesh)

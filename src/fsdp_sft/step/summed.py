@@ -1,4 +1,4 @@
-"""Whether a loss of the caller's own is a sum, as the step needs it, or a mean that it would divide again."""
+"""Check that a caller's own loss is a sum over targets: the step would divide a mean a second time."""
 
 import functools
 import logging
@@ -19,11 +19,12 @@ from fsdp_sft.step.window import CountFn, counted, num_rows, to_device
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-# What twice the targets make of a loss: 2 of a sum, 1 of a mean. A loss of something else may lie between.
+# Factor by which a loss grows when every target is there twice: 2 for a sum, 1 for a mean. The bounds leave
+# room for losses that have other terms beside.
 _SUM, _MEAN = (1.8, 2.2), (0.95, 1.05)
 
 _logger = logging.getLogger("fsdp_sft.step")
-# By model, the functions that were let through.
+# The functions that have passed the check, or could not be checked, by model.
 _taken: "weakref.WeakKeyDictionary[nn.Module, set[Any]]" = weakref.WeakKeyDictionary()
 
 
@@ -34,23 +35,23 @@ def refuse_mean(
     count_fn: CountFn | None,
     mesh: "DeviceMesh | None",
 ) -> None:
-    """Compute the loss of one row, and of that row twice, in a model's first step with each ``loss_fn``.
+    """Refuse a ``loss_fn`` that returns a mean; each function is checked in its first step with a model.
 
-    Where targets double and the loss stays, it is a mean over them, and the step would divide it by them once
-    more. What cannot be told (a batch that is not made of rows, a loss that is neither) is let through and
-    logged.
+    The loss of one row is compared with the loss of a batch that has that row twice. If the targets double
+    and the loss stays the same, it is a mean over targets, and the step would divide it once more. A case
+    that cannot be decided (a batch that is not made of rows, a loss that is neither) passes and is logged.
 
     Args:
-        model: Left as it was.
-        micro_batches: This rank's.
-        objective: With ``loss_fn``.
-        count_fn: As for ``train_step``.
-        mesh: The ranks that share the window.
+        model: Model, which is left as it was.
+        micro_batches: This rank's micro-batches.
+        objective: The caller's loss; without a ``loss_fn`` nothing is checked.
+        count_fn: Function that counts the targets of a batch; None counts its labels.
+        mesh: Ranks that share the window.
 
     Raises:
-        ModelLossError: On all ranks, if ``loss_fn`` returns a mean on any and a sum on none.
+        ModelLossError: On all ranks, if ``loss_fn`` returns a mean on any rank and a sum on none.
 
-    Collective: all ranks of the mesh, by two forwards of two rows at most.
+    Collective: all ranks of the mesh; two forwards of at most two rows.
     """
     if objective.loss_fn is None:
         return
@@ -80,7 +81,7 @@ def refuse_mean(
 
 
 def _code_of(function: Any) -> Any:
-    """What stays the same of a function that is made anew for each step, as a lambda in a loop is."""
+    """The code of a function, which stays the same if a loop makes a new lambda for each step."""
     while isinstance(function, functools.partial):
         function = function.func
     return getattr(function, "__code__", type(function))
@@ -91,9 +92,9 @@ def _within(value: float, bounds: tuple[float, float]) -> bool:
 
 
 def _row_and_twins(batches: list[Any], count_fn: CountFn | None) -> tuple[Any, Any] | None:
-    """A batch of one row that has targets, where there is one, and a batch of that row twice.
+    """A batch of one row, with targets if any row has them, and a batch of that row twice.
 
-    None where batches are not made of rows, or where two of them do not count twice.
+    None if the batches are not made of rows, or if the row twice does not count as twice the targets.
     """
     try:
         for batch in batches:
@@ -103,14 +104,15 @@ def _row_and_twins(batches: list[Any], count_fn: CountFn | None) -> tuple[Any, A
                 if targets:
                     return (one, two) if counted(two, count_fn) == 2 * targets else None
         first = batches[0]
-        return repeated(first, 0, 1), repeated(first, 0, 2)  # for the sake of the other ranks
-    except Exception as error:  # a count of the caller's own may need what a row alone has not
+        # No row here has a target; the other ranks still need this one in their forwards.
+        return repeated(first, 0, 1), repeated(first, 0, 2)
+    except Exception as error:  # the caller's count_fn may need more than a single row has
         _logger.debug("no batch of one row could be made: %s: %s", type(error).__name__, error)
         return None
 
 
 def _growth(model: nn.Module, objective: Objective, batches: tuple[Any, Any] | None) -> float:
-    """By how much the loss grows from the first batch to the second; nan if it cannot be computed."""
+    """Loss of the second batch divided by that of the first; nan if it cannot be computed."""
     device = compute_device(model)
     losses = []
     with evaluating(model):
@@ -118,14 +120,14 @@ def _growth(model: nn.Module, objective: Objective, batches: tuple[Any, Any] | N
             try:
                 loss = guarded(model, lambda own=batch: objective.of(model, to_device(own, device))[0])
                 losses.append(float(loss))
-            except NotFusedError as error:  # the same two forwards on every rank, whatever comes of them
+            except NotFusedError as error:  # go on: every rank must run both forwards, also after an error
                 _logger.debug("%s", error)
                 losses.append(math.nan)
     return losses[1] / losses[0] if losses and losses[0] else math.nan
 
 
 def repeated(batch: Any, row: int, times: int) -> Any:
-    """A batch of one row of another, that many times: every tensor that has as many rows is cut."""
+    """A batch that repeats one row of ``batch``; everything that has an entry for each row is cut alike."""
     rows = num_rows(batch)
 
     def cut(value: Any) -> Any:

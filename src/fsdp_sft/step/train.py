@@ -76,82 +76,95 @@ def train_step(
 ) -> StepResult:
     """Forward, backward and optimizer step over one window; gradients are zeroed afterwards.
 
-    Every target of the window, over ranks and micro-batches, weighs the same, or by the ``loss_weights`` of
-    its batch, floating point ``(B, S)`` and aligned with the labels: the loss is then ``sum(weight * loss) /
-    sum(weight)``. A window without a target on any rank, or whose targets weigh nothing, changes nothing and
-    does not advance the scheduler.
+    Every target of the window, over all ranks and micro-batches, has the same weight in the loss. Batches may
+    bring weights of their own: ``loss_weights``, floating point ``(B, S)``, aligned with the labels. The loss
+    is then ``sum(weight * loss) / sum(weight)``. If no rank has a target, or the weights of all targets are
+    0, the step is skipped: nothing changes and the scheduler does not advance.
 
     Args:
-        model: A decoder-only language model in ``train()`` mode, sharded or not; any model with ``loss_fn``.
-        micro_batches: The window: batches with ``input_ids`` and ``labels``, int64 ``(B, S)``; the same
-            number on every rank. They are moved to the model's device.
-        optimizer: Over the model's (sharded) parameters: one, or a list, such as ``torch.optim.Muon`` for the
-            matrices and AdamW for the rest. Several must have every parameter that is trained, each once.
+        model: Decoder-only language model in ``train()`` mode, sharded or not; with ``loss_fn``, any model.
+        micro_batches: The window: a list of batches with ``input_ids`` and ``labels``, int64 ``(B, S)``. Its
+            length must be the same on every rank. Batches are moved to the model's device.
+        optimizer: Optimizer of the model's (sharded) parameters, or a list of optimizers, such as
+            ``torch.optim.Muon`` for the matrices and AdamW for the rest. Those of a list must between them
+            hold every trained parameter exactly once.
         mesh: Ranks that share the window; None takes the mesh of the model's parameters, or a single
-            process if it has none.
-        max_grad_norm: Clip the gradient's 2-norm to this; None only measures it.
-        scheduler: One or a list, each stepped once if the optimizers were. One that needs a metric
-            (``ReduceLROnPlateau``) is yours to step.
-        scaler: ``torch.amp.GradScaler`` for float16 compute; an inf on any rank skips the step of every
-            optimizer on all.
-        grad_sync: ``"each"`` reduces gradients after every micro-batch (least memory), ``"last"`` only
-            after the last (least communication; holds unsharded gradients), ``"reduce_scatter"`` shards
-            them each time but, under HSDP, defers the all-reduce between replicas to the last.
-        loss_impl: As ``impl`` of ``loss_sum``.
-        loss_fn: ``loss_fn(model, batch)`` returns the loss of one batch, on the model's device, **summed**
-            over its targets: a scalar tensor, connected to the parameters even where there is no target.
-            None is ``loss_sum``. For encoder-decoders, classifiers, models that are not transformers',
-            another ignored label, losses of one's own. Before the model's first step it is asked for the loss
-            of one row and of that row twice, which tells a sum from a mean. While it runs, ``use_cache`` is
-            off in the model's configs: transformers tells the rows of a pack apart only without a cache.
-        count_fn: ``count_fn(batch)`` returns the number of targets of one batch as the loader gave it, before
-            the first forward. None counts the labels, after the shift, that are not -100. With both given a
-            batch may be anything; tensors in dicts, lists and tuples are moved to the device.
-        verify: ``"first"`` verifies with the first pack that the model keeps its rows apart, as
-            ``verify_packing`` does, unless that has been called; ``"off"`` does not look.
-        router_loss: As for ``loss_sum``, but a micro-batch's router loss weighs by its tokens, without
-            padding, over those of the window. ``"global_micro_batch"`` looks at the micro-batches of the same
-            position on all ranks of ``mesh`` together; the same argument on every rank.
-        check_labels: Whether the model's first three windows are looked at, unless ``loss_fn`` or
-            ``count_fn`` gives labels a meaning of their own. Labels that have been shifted already, or that
-            are the attention mask, are an error; one warning each is given for labels that differ from the
-            id at their place, and, in the first window, for ranks with the same rows. Of a ``loss_fn``:
-            whether it is asked if it returns a sum.
-        sync: When the host learns what came of the step. ``"step"``: it waits for the device once, between
-            the backwards and the optimizer. ``"late"``: not at all, for models so small that the device would
-            wait for the host then. What is returned is the result of the step **before**, whole (at first
-            one that was skipped for ``"no step before"``); ``late_result`` returns the last. Where the
-            gradient is not finite the optimizers leave the step out on the device, and the next call raises,
-            or ``evaluate``, or whatever saves or exports the model. It needs ``fused=True`` of torch's Adam
-            or AdamW (or SGD or Adagrad, whose fused forms torch does not shard), and no ``scaler``.
-        label_smoothing: As for ``loss_sum``.
-        z_loss: As for ``loss_sum``.
+            process if the model is not sharded.
+        max_grad_norm: Largest 2-norm of the gradient, to which it is clipped; None only measures the norm.
+        scheduler: Learning rate scheduler or list of schedulers, each stepped once if the optimizers were.
+            Step one that needs a metric (``ReduceLROnPlateau``) yourself.
+        scaler: ``torch.amp.GradScaler`` for float16 compute. If any rank finds an inf, all ranks skip the
+            step of every optimizer.
+        grad_sync: When gradients are reduced. ``"each"``: after every micro-batch, which needs the least
+            memory. ``"last"``: after the last only, which needs the least communication but holds unsharded
+            gradients. ``"reduce_scatter"``: shards them after every micro-batch and, under HSDP, defers the
+            all-reduce between replicas to the last.
+        loss_impl: Implementation of the loss; see ``impl`` of ``loss_sum``.
+        loss_fn: Function ``loss_fn(model, batch)`` that returns the loss of one batch, **summed** over its
+            targets: a scalar tensor on the model's device, connected to the parameters even for a batch
+            without targets. None is ``loss_sum``. Use it for encoder-decoders, classifiers, models that are
+            not transformers', another ignored label, or a loss of your own. Before the model's first step it
+            is called with one row and with that row twice, to tell a sum from a mean. While it runs,
+            ``use_cache`` is off in the model's configs, because transformers keeps the rows of a pack apart
+            only without a cache.
+        count_fn: Function ``count_fn(batch)`` that returns the number of targets of a batch as the loader
+            gave it; it is called before the first forward. None counts the labels that are not -100 after
+            the shift. With both functions given, a batch may be any object; tensors in dicts, lists and
+            tuples are moved to the device.
+        verify: ``"first"`` checks with the first pack that the model keeps its rows apart, as
+            ``verify_packing`` does, unless that has been called before. ``"off"`` does not check.
+        router_loss: Loss of a mixture's router; see ``loss_sum``. Here each micro-batch's router loss is
+            weighted by its share of the window's tokens, without padding. ``"global_micro_batch"`` takes the
+            micro-batches at the same place of the window on all ranks of ``mesh`` together; every rank must
+            pass the same argument.
+        check_labels: Whether to check the labels of the model's first three windows; labels that ``loss_fn``
+            or ``count_fn`` interprets are not checked. Labels that have been shifted already, or that are
+            the attention mask, raise an error. Labels that differ from the id at their place, and ranks that
+            have the same rows in the first window, cause one warning each. With ``loss_fn``, whether to check
+            that it returns a sum.
+        sync: When the host reads the numbers of the step. ``"step"`` waits for the device once, between the
+            backwards and the optimizer. ``"late"`` does not wait at all, which pays for models so small that
+            the device would otherwise wait for the host. It returns the whole result of the step **before**
+            (the first call one with ``skip_reason`` ``"no step before"``); ``late_result`` returns the last.
+            If the gradient is not finite, the optimizers leave the step out on the device, and the next
+            ``train_step``, ``evaluate``, save or export raises. ``"late"`` needs ``fused=True`` in torch's
+            Adam or AdamW (or in SGD or Adagrad, whose fused forms do not work on sharded parameters), and
+            no ``scaler``.
+        label_smoothing: Label smoothing; see ``loss_sum``.
+        z_loss: Factor of the z-loss; see ``loss_sum``.
 
     Returns:
         The same ``StepResult`` on every rank.
 
     Raises:
-        BatchError: If labels show a recognised mistake, or the numbers of micro-batches, the keys of a
-            micro-batch or the options of this call differ between ranks.
-        UnsupportedModelError: If torch would divide the gradients of experts twice, or ranks that compute the
-            same rows (tensor parallelism) would draw different random numbers.
-        VocabularyError: If a batch has an id, or a label, that the model has no row for.
-        ValueError: If a rank's batches are not usable; like ``BatchError`` raised on all ranks, before the
-            forward. If ``loss_fn`` and ``loss_impl`` are both given.
-        ModelLossError: If the model's own loss is not the cross entropy, as ``loss_sum`` says, or
-            ``loss_fn`` returns a mean.
-        OptimizerError: If an optimizer was made before the model was sharded, two share a parameter or leave
-            one out, or one of them or a scheduler needs more than ``step()``.
-        TypeError: If an optimizer or a scheduler is none, or ``loss_fn`` or ``count_fn`` is not a function or
-            does not return what it should.
+        BatchError: If labels show a recognised mistake, or ranks differ in the number of micro-batches, the
+            keys of a micro-batch or the options of this call.
+        UnsupportedModelError: If torch would divide the gradients of experts twice, or if ranks that compute
+            the same rows (tensor parallelism) would draw different random numbers.
+        VocabularyError: If a batch has an id or a label that the model has no row for.
+        ValueError: If a rank's batches cannot be used (all ranks raise it, before the forward), or if
+            ``loss_fn`` and ``loss_impl`` are both given.
+        ModelLossError: If the model's own loss is not the cross entropy (see ``loss_sum``), or ``loss_fn``
+            returns a mean.
+        OptimizerError: If an optimizer was made before the model was sharded, if two optimizers share a
+            parameter or leave one out, or if an optimizer or a scheduler needs more than ``step()``.
+        TypeError: If an argument is not the optimizer, scheduler or function that it should be, or
+            ``count_fn`` or ``loss_fn`` returns another type than it should.
         PackingError: If the model does not keep the rows of a pack apart, or a pack has an attention mask.
-        UnstorableStateError: After its first step, if the optimizer keeps state in tensors that do not say
-            what is inside them: no checkpoint could hold it.
+        UnstorableStateError: After the first step, if the optimizer keeps state in tensor subclasses that do
+            not expose their inner tensors, so that no checkpoint could hold it.
         NonFiniteGradientError: If the gradient norm is not finite and no scaler handles it. Parameters and
             optimizer are as before the step; gradients are zeroed. With ``sync="late"`` it is raised one call
-            later: parameters and optimizer are as before the step that it speaks of, the scheduler one ahead.
+            later: parameters and optimizer are as before the failed step, and the scheduler is one step
+            ahead of them.
 
     Collective: all ranks of the mesh.
+
+    Example:
+        >>> for window in fs.windows(loader, grad_accum_steps=2):
+        ...     result = fs.train_step(model, window, optimizer, max_grad_norm=1.0)
+        >>> result.skipped, result.num_targets > 0
+        (False, True)
     """
     if grad_sync not in ("each", "last", "reduce_scatter"):
         raise ValueError(f"grad_sync must be 'each', 'last' or 'reduce_scatter', got {grad_sync!r}")
@@ -196,7 +209,8 @@ def train_step(
             **objective.options(),
         },
     )
-    if window.stale:  # choosing is collective, and what asks for it may be seen on one rank alone
+    # One rank alone may see that the choice of the loss is out of date, but choosing anew is collective.
+    if window.stale:
         forget_choice(model, loss_impl)
     if look:
         say_what_was_seen(model, list(window.on_host), window.differences, mesh)
@@ -227,7 +241,8 @@ def train_step(
             moved = on_device(batch, seen, device, own_loss=loss_fn is not None)
             summed, router = objective.of(model, moved, mesh)
             if router is not None:
-                # In targets, so that what scales the loss scales it too.
+                # The router's loss of a micro-batch is a mean. Times its share of the window's tokens and
+                # the window's weight it is in the unit of the summed loss, so that one scale fits both.
                 router = router * (tokens_of(seen, needs_ids=False) / max(tokens, 1) * weight)
                 added = added + router.detach()
             total = total + summed.detach()
@@ -245,15 +260,15 @@ def train_step(
     step = QueuedStep(values, targets, tokens, weight, mesh, checks, expert_load=load, copies=copies)
     try:
         if sync == "late":
-            before = late_result(model)  # raises before this step is taken, if that one was not
+            before = late_result(model)  # raises, before this step is taken, if the one before was left out
             step.is_late, step.undo = True, step_if_finite(optimizers, norm)
             keep(model, step)
-        else:  # the host waits for the device here and nowhere else
+        else:  # reading the norm is the only place where the host waits for the device
             step_all(optimizers, scaler, skipped=step.has_infs or not step.is_finite)
     finally:
         for one in optimizers:
             one.zero_grad(set_to_none=True)
-        model.zero_grad(set_to_none=True)  # also what the optimizers were not given
+        model.zero_grad(set_to_none=True)  # also gradients of parameters that no optimizer holds
     step.problem = state_problem(optimizers)
     result = (before or without_step("no step before")) if sync == "late" else step.result()
     for each in schedulers if sync == "late" or not result.skipped else ():

@@ -1,4 +1,4 @@
-"""What a window's micro-batches are, agreed on before the first forward."""
+"""The facts about a window's micro-batches that ranks agree on before the first forward."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -47,17 +47,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Window:
-    """What all ranks know of a window before its first forward.
+    """Facts about a window that all ranks know before its first forward.
 
     Attributes:
-        targets: On all ranks.
-        tokens: Likewise, without padding.
-        weight: Of the targets together; without ``loss_weights`` as many as there are.
-        keys: Of each micro-batch; the same on every rank.
-        differences: Between labels and ids on all ranks; 0 of 0 if nobody looked.
-        stale: Whether any rank has to choose its loss anew.
-        on_host: This rank's micro-batches, with what is looked at in host memory.
-        parts: What of them this rank computes: under context parallelism its part of the rows, else all.
+        targets: Number of targets on all ranks.
+        tokens: Number of tokens on all ranks, without padding.
+        weight: Sum of the targets' ``loss_weights`` on all ranks; without weights the number of targets.
+        keys: Keys of each micro-batch, the same on every rank.
+        differences: Labels that differ from the ids at their places, on all ranks; zeros if not compared.
+        stale: Whether any rank has to choose the implementation of its loss anew.
+        on_host: This rank's micro-batches, the tensors that are checked in host memory.
+        parts: What this rank computes of each: its part of the rows under context parallelism, else all.
     """
 
     targets: int
@@ -83,19 +83,19 @@ def agree_on_window(
     group: SequenceGroup | None = None,
     options: dict[str, Any] | None = None,
 ) -> Window:
-    """Look at the window and agree on it, or raise the same error on all ranks; one small all-reduce.
+    """Check the window and agree on it, or raise the same error on all ranks; one small all-reduce.
 
     Args:
-        micro_batches: This rank's.
-        mesh: The ranks that share the window.
-        count_fn: Counts a batch's targets; None counts its labels.
-        needs_ids: Whether a batch without ``input_ids`` is an error, and not one of 0 known tokens.
-        check: Called with each batch; raises for one that the model cannot take.
+        micro_batches: This rank's micro-batches.
+        mesh: Ranks that share the window.
+        count_fn: Function that counts a batch's targets; None counts its labels.
+        needs_ids: Whether a batch without ``input_ids`` is an error; if not, it counts as 0 tokens.
+        check: Function that raises for a batch that the model cannot take.
         look: Whether to look for mistakes in labels.
-        stale: Whether this rank has to choose its loss anew.
-        own_loss: Whether the loss is the caller's own, for which only targets count.
-        group: Ranks that share the rows, each of which counts its part of them.
-        options: Of the step, which have to be the same on every rank.
+        stale: Whether this rank has to choose the implementation of its loss anew.
+        own_loss: Whether the loss is the caller's own, which ignores ``loss_weights``.
+        group: Ranks that share the rows; each counts the targets and tokens of its part.
+        options: Options of the step that have to be the same on every rank.
 
     Collective: all ranks of the mesh.
     """
@@ -162,20 +162,21 @@ def agree_on_window(
 
 
 def weight_of_loss(batch: Any, count: int, *, own_loss: bool) -> float:
-    """What a batch's loss is divided by: the number of its targets, or the sum of their weights."""
+    """Divisor of a batch's loss: the number of its targets, or the sum of their ``loss_weights``."""
     weighted = not own_loss and isinstance(batch, Mapping) and batch.get(WEIGHTS_KEY) is not None
     return weight_of(batch) if weighted else float(count)
 
 
 def raise_on_mesh(error: Exception | None, phase: str, mesh: "DeviceMesh | None") -> None:
-    """Raise the first error on all ranks of the mesh, which all know that one of them failed."""
+    """Raise the first error on all ranks of the mesh; all of them must know that one has failed."""
     if mesh is not None and is_distributed() and mesh.size() == world_size():
         raise_first(error, phase)
-    # Ranks outside the mesh are not here to exchange a verdict with.
+    # raise_first needs every rank of the job, and ranks outside the mesh do not make this call.
     raise error or RemoteRankError(f"another rank of the mesh failed while {phase}")
 
 
 def _checked_window(micro_batches: Any) -> list[Any]:
+    """The window as a list; raises for a single batch and for an empty window."""
     if isinstance(micro_batches, Mapping) or not isinstance(micro_batches, (list, tuple)):
         raise BatchError(
             f"train_step takes the window as a list of batches, got {type(micro_batches).__name__}; "
@@ -187,7 +188,7 @@ def _checked_window(micro_batches: Any) -> list[Any]:
 
 
 def counted(batch: Any, count_fn: CountFn | None) -> int:
-    """Targets of a batch, as ``count_fn`` or its labels say."""
+    """Number of targets of a batch, by ``count_fn`` or by its labels."""
     if count_fn is None:
         return num_targets(batch)
     count: Any = count_fn(batch)
@@ -201,9 +202,10 @@ def counted(batch: Any, count_fn: CountFn | None) -> int:
 
 
 def on_host(batches: Sequence[Any]) -> list[Any]:
-    """The batches with what is looked at before a forward in host memory; the host waits once, or not at all.
+    """The batches with the tensors that are checked before a forward in host memory.
 
-    What is elsewhere already, as where a loader moves its batches to the device, is copied.
+    Tensors that a loader has moved to a device are copied back; the host waits once for all of them, and not
+    at all if there are none.
     """
     places = [
         (index, name)
@@ -219,7 +221,7 @@ def on_host(batches: Sequence[Any]) -> list[Any]:
 
 
 def on_device(batch: Any, seen: Any, device: torch.device, *, own_loss: bool) -> Any:
-    """What a forward takes of a batch: on ``device``, with what was seen of it on the host."""
+    """The batch on ``device``, as a forward takes it, with what was found out about it on the host."""
     if isinstance(seen, BatchPart):
         return part_on_device(seen, device)
     moved = to_device(batch, device)
@@ -227,7 +229,7 @@ def on_device(batch: Any, seen: Any, device: torch.device, *, own_loss: bool) ->
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """The batch with its tensors on ``device``, also those in dicts, lists and tuples within it."""
+    """The batch with its tensors on ``device``, those in nested dicts, lists and tuples included."""
     if isinstance(batch, torch.Tensor):
         return travelling(batch, device)
     if isinstance(batch, Mapping):
@@ -240,7 +242,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def num_rows(batch: Any) -> int:
-    """Rows of a batch: the length of its ids, or else of the first tensor in it."""
+    """Number of rows of a batch: the length of its ``input_ids``, or else of its first tensor."""
     if isinstance(batch, torch.Tensor):
         return len(batch)
     if isinstance(batch, Mapping):
