@@ -1,4 +1,4 @@
-"""Which ids a model has rows for, and batches with others refused: a GPU would end the process instead."""
+"""Which token ids a model has rows for. Batches with others are refused; a GPU would end the process."""
 
 import re
 from collections.abc import Callable, Collection, Mapping
@@ -11,7 +11,8 @@ from torch import nn
 from fsdp_sft._wrappers import unwrapped
 from fsdp_sft.errors import VocabularyError
 
-# Ids that a model of several modalities puts something else in the place of, before it looks them up.
+# Names in a config of ids that stand for images and the like, and that a multimodal model replaces before it
+# looks up embeddings.
 _PLACEHOLDER = re.compile(r"(image|video|audio|vision|speech)\w*token\w*(id|index)$|^(boi|eoi)_token")
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
@@ -21,10 +22,11 @@ class Vocabulary:
     """The ids that a model can take.
 
     Attributes:
-        owner: Whose they are, for messages.
-        embedding: Rows of the embedding; None where it is not known.
-        head: Rows of the head, which the labels choose from; None where it is not known.
-        config: transformers' config, whose ids of images and the like are never looked up; None for others.
+        owner: Name of the model, for messages.
+        embedding: Number of rows of the embedding; None if unknown.
+        head: Number of rows of the head, of which labels must be indices; None if unknown.
+        config: transformers' config, whose ids of images and the like are never looked up; None if the model
+            is not from transformers.
     """
 
     owner: str
@@ -33,29 +35,30 @@ class Vocabulary:
     config: Any = None
 
     def check_ids(self, batch: Any) -> None:
-        """Refuse ``input_ids`` without a row.
+        """Refuse ``input_ids`` for which the embedding has no row.
 
         Raises:
-            VocabularyError: Naming the id, its place, and what there is.
+            VocabularyError: For the first such id; the message names it, its place and the ids that exist.
         """
         ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
         if self.embedding is not None:
             _check("input_ids", ids, self.embedding, self.owner, lambda: _placeholders(self.config))
 
     def check_labels(self, batch: Any, keys: Collection[str], ignored: int) -> None:
-        """Refuse labels that are neither ``ignored`` nor one of the head's rows.
+        """Refuse labels that are neither ``ignored`` nor the index of one of the head's rows.
 
         Raises:
-            VocabularyError: Naming the label, its place, and what there is.
+            VocabularyError: For the first such label; the message names it, its place and the ids that exist.
         """
         for key in keys if self.head is not None and isinstance(batch, Mapping) else ():
             _check(key, batch.get(key), self.head or 0, self.owner, lambda: {ignored})
 
 
 def vocabulary_of(model: nn.Module) -> Vocabulary:
-    """What ids a transformers model takes; of another model nothing is known.
+    """The ids that a transformers model takes; of other models nothing is known.
 
-    Nothing is computed: adapters, which would merge their weights when asked, are looked through.
+    Nothing is computed: layers with adapters would merge their weights when asked for them, so the layers
+    inside are asked.
     """
     inner = unwrapped(model)
     return Vocabulary(
@@ -70,13 +73,14 @@ def check_row(ids: Any, vocab_size: int) -> None:
     """Refuse a row of plain integers with an id outside of a vocabulary.
 
     Raises:
-        VocabularyError: Naming the id and its place.
+        VocabularyError: For the first such id; the message names it and its place.
     """
     if len(ids) and not 0 <= min(ids) <= max(ids) < vocab_size:
         _check("input_ids", torch.tensor(list(ids), dtype=torch.int64), vocab_size, "the model", set)
 
 
 def _rows(model: Any, getter: str, kind: type[nn.Module]) -> int | None:
+    """Rows of the layer that ``getter`` returns, without adapters around it; None if it has none."""
     get = getattr(model, getter, None)
     try:
         layer = get() if callable(get) else None
@@ -90,11 +94,13 @@ def _rows(model: Any, getter: str, kind: type[nn.Module]) -> int | None:
 
 
 def _placeholders(config: Any) -> set[int]:
+    """Ids of images and the like in a config."""
     fields = config.to_dict() if hasattr(config, "to_dict") else {}
     return {value for key, value in fields.items() if isinstance(value, int) and _PLACEHOLDER.search(key)}
 
 
 def _check(name: str, ids: Any, rows: int, owner: str, allowed: Callable[[], Collection[int]]) -> None:
+    """Raise VocabularyError for the first id that is neither a row nor allowed."""
     if not isinstance(ids, torch.Tensor) or ids.dtype not in _INTEGERS or not ids.numel():
         return
     outside = (ids < 0) | (ids >= rows)
@@ -118,4 +124,5 @@ def _check(name: str, ids: Any, rows: int, owner: str, allowed: Callable[[], Col
 
 
 def _axes(ndim: int) -> list[str]:
+    """Names of a batch's dimensions, for messages."""
     return ["position"] if ndim == 1 else ["row", *["index"] * (ndim - 2), "position"]

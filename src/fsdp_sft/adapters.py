@@ -1,7 +1,7 @@
-"""LoRA through peft: adapters put into a model before it is sharded, and the base model seen without them.
+"""LoRA through peft: add adapters to a model before it is sharded, and look at the base model without them.
 
-peft is imported by ``add_adapters`` only. Everything else asks whether the caller has imported it: without
-that there is no model with adapters.
+Only ``add_adapters`` imports peft. Everything else checks whether the caller has imported it; if not, no
+model can have adapters.
 """
 
 import inspect
@@ -27,25 +27,33 @@ def add_adapters(model: nn.Module, peft_config: "PeftConfig", *, seed: int = 0) 
     """``peft.get_peft_model``, with adapters that are the same on every rank and at every world size.
 
     Call it before ``apply_sac``, ``compile_blocks`` and ``shard_model``. On a model from
-    ``build_meta_model`` the adapters get memory and the base model does not: ``load_weights`` after
-    ``shard_model`` fills that, and the copies of ``modules_to_save`` with it.
+    ``build_meta_model`` the adapters get memory and the base model does not: ``load_weights``, after
+    ``shard_model``, fills the base model and the copies of ``modules_to_save``.
 
     Args:
         model: A transformers model, materialised or on the meta device; not sharded. It is changed.
-        peft_config: Such as ``LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")``. On the meta
-            device it must be a ``LoraConfig`` whose initialisation does not look at the base weights.
-        seed: Of the initialisation. The values are those of plain ``get_peft_model`` on a float32 model
-            after ``torch.manual_seed(seed)``; the caller's random numbers are left alone.
+        peft_config: Configuration of peft, such as
+            ``LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")``. On the meta device it must be
+            a ``LoraConfig`` whose initialisation does not depend on the base weights.
+        seed: Seed of the initialisation. The values are those of plain ``get_peft_model`` on a float32 model
+            after ``torch.manual_seed(seed)``; the caller's random number generators do not change.
 
     Returns:
-        The peft model around ``model``: adapters require gradients and nothing else does, unless the
+        The peft model around ``model``. Adapters require gradients, and nothing else does unless the
         config says so.
 
     Raises:
         ImportError: If peft is not installed.
         AdapterError: If an adapter on the meta device can only be initialised from the base weights.
 
-    Memory: The adapters, on the CPU where the base model is on the meta device.
+    Memory: The adapters, on the CPU if the base model is on the meta device.
+
+    Example:
+        >>> from peft import LoraConfig
+        >>> lora = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
+        >>> adapted = fs.add_adapters(fs.build_meta_model(path), lora)
+        >>> adapted = fs.shard_model(adapted, mesh=mesh)
+        >>> report = fs.load_weights(adapted, path)
     """
     from peft import get_peft_model
 
@@ -60,28 +68,29 @@ def add_adapters(model: nn.Module, peft_config: "PeftConfig", *, seed: int = 0) 
 
 
 def forward_parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
-    """What a model's forward takes; with adapters the inner model's, to which peft's passes on the rest."""
+    """Parameters of a model's forward; with adapters those of the inner model, which peft passes on."""
     return inspect.signature(base_of(unwrapped(model)).forward).parameters
 
 
 def base_of(model: nn.Module) -> Any:
-    """The transformers model inside one of peft's, with the adapters in it; any other model as it is."""
+    """The transformers model inside a peft model, still with its adapters; any other model as it is."""
     unwrap: Any = getattr(model, "get_base_model", None)
     return unwrap() if unwrap is not None else model
 
 
 @contextmanager
 def without_adapters(model: nn.Module, *, trained: bool = False) -> Iterator[nn.Module]:
-    """The base model under its own names, as it was before adapters were put into it.
+    """The base model with its own parameter names, as it was before adapters were added.
 
     Layers with adapters are replaced by the layers that they wrap, for as long as the context lasts.
 
     Args:
-        model: Any model; one without adapters is handed out as it is.
-        trained: Take the trained copies of ``modules_to_save`` instead of the modules they were copied from.
+        model: Any model; one without adapters is returned as it is.
+        trained: Whether to take the trained copies of ``modules_to_save`` instead of the modules from which
+            they were copied.
 
     Raises:
-        AdapterError: For adapters that leave no layer to take their place.
+        AdapterError: For adapters that wrap no layer that could take their place.
     """
     if "peft" not in sys.modules:
         yield model
@@ -101,7 +110,7 @@ def without_adapters(model: nn.Module, *, trained: bool = False) -> Iterator[nn.
 
 
 def adapted_layers(model: nn.Module) -> dict[str, Any]:
-    """FQN in the base model to each layer with adapters; empty without any.
+    """The layers with adapters by their FQNs in the base model; empty if there are none.
 
     Raises:
         AdapterError: For prompt tuning and the like, which cannot become part of the base model's weights.
@@ -121,10 +130,10 @@ def adapted_layers(model: nn.Module) -> dict[str, Any]:
 
 
 def refuse_initialised_from_base(model: nn.Module) -> None:
-    """See that loading another base leaves the adapters as right as they were.
+    """Refuse adapters that depend on the base weights they were made with, before others are loaded.
 
     Raises:
-        AdapterError: For adapters whose first values were taken from the base weights (DoRA, PiSSA, ...).
+        AdapterError: For adapters that were initialised from the base weights (DoRA, PiSSA, ...).
     """
     configs: Any = getattr(model, "peft_config", None) if _tuner_layers(model) else None
     for name, config in configs.items() if isinstance(configs, Mapping) else ():
@@ -138,7 +147,7 @@ def refuse_initialised_from_base(model: nn.Module) -> None:
 
 
 def saved_copies(model: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Each parameter and buffer of the copies of ``modules_to_save``, after the one it was copied from."""
+    """(original, copy) for each parameter and buffer of the copies of ``modules_to_save``."""
     for wrapper in _saved_modules(model).values():
         original = named_tensors(wrapper.original_module)
         for copied in getattr(wrapper, "modules_to_save", {}).values():
@@ -147,7 +156,7 @@ def saved_copies(model: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor]
 
 
 def copied_modules(model: nn.Module) -> set[nn.Module]:
-    """The frozen modules that ``modules_to_save`` were copied from."""
+    """The frozen modules from which the copies of ``modules_to_save`` were made."""
     return {
         wrapper.original_module
         for wrapper in _saved_modules(model).values()
@@ -156,22 +165,24 @@ def copied_modules(model: nn.Module) -> set[nn.Module]:
 
 
 def copy_saved_modules(model: nn.Module) -> None:
-    """Fill each rank's part of the copies of ``modules_to_save`` from the modules they were copied from."""
+    """Copy the values of the original modules into the copies of ``modules_to_save``: each rank its part."""
     for source, target in saved_copies(model):
         local_of(target).copy_(local_of(source))
 
 
 @torch.no_grad()
 def merged_weights(layer: Any, full: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What peft makes of a base layer's parameters when it merges the active adapters into them.
+    """The parameters of a base layer after peft has merged the active adapters into them.
 
     Args:
-        layer: With adapters; left as it was.
-        full: All of its parameters and buffers by name, whole; those of the base layer are changed.
+        layer: Layer with adapters; left as it was.
+        full: Full tensors of all its parameters and buffers by name; those of the base layer are changed.
 
     Returns:
         The base layer's parameters by their names in it.
     """
+    # peft merges within the layer, which holds only this rank's shards: put the full tensors into the layer,
+    # let peft merge, and put the layer's own tensors back.
     slots = {name: _slot(layer, name) for name in full}
     own = {name: getattr(module, leaf) for name, (module, leaf) in slots.items()}
     merged = list(layer.merged_adapters)
@@ -188,7 +199,7 @@ def merged_weights(layer: Any, full: dict[str, torch.Tensor]) -> dict[str, torch
 
 
 def _tuner_layers(model: nn.Module) -> dict[str, Any]:
-    """FQN to the outermost layers that hold adapters, in the order in which peft made them."""
+    """The outermost layers that hold adapters by their FQNs, in the order in which peft made them."""
     if "peft" not in sys.modules:
         return {}
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -201,6 +212,7 @@ def _tuner_layers(model: nn.Module) -> dict[str, Any]:
 
 
 def _saved_modules(model: nn.Module) -> dict[str, Any]:
+    """FQN to peft's wrappers around modules that are trained as copies, or in part."""
     if "peft" not in sys.modules:
         return {}
     from peft.utils.other import AuxiliaryTrainingWrapper
@@ -209,6 +221,7 @@ def _saved_modules(model: nn.Module) -> dict[str, Any]:
 
 
 def _inside(fqn: str, wrapper: Any, trained: bool) -> nn.Module:
+    """The module that a wrapper of peft stands for."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import ModulesToSaveWrapper
 
@@ -226,17 +239,19 @@ def _inside(fqn: str, wrapper: Any, trained: bool) -> nn.Module:
 
 
 def _put(model: nn.Module, fqn: str, module: nn.Module) -> None:
+    """Put a module into the place of another."""
     parent, _, leaf = fqn.rpartition(".")
     model.get_submodule(parent).register_module(leaf, module)
 
 
 def _slot(layer: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module that holds a tensor, and the tensor's name in it."""
     parent, _, leaf = name.rpartition(".")
     return layer.get_submodule(parent), leaf
 
 
 def _initialised_from_base(peft_config: Any) -> str | None:
-    """What of a configuration has adapters take their first values from the base weights; None if nothing."""
+    """The option of a configuration that initialises adapters from the base weights; None if none does."""
     if getattr(peft_config, "use_dora", False):
         return "use_dora"
     if getattr(peft_config, "trainable_token_indices", None):
@@ -246,6 +261,7 @@ def _initialised_from_base(peft_config: Any) -> str | None:
 
 
 def _refuse_unless_initialised_alone(peft_config: Any) -> None:
+    """Raise AdapterError if adapters need base weights for their first values."""
     from peft import LoraConfig
 
     variant = _initialised_from_base(peft_config)
@@ -260,9 +276,9 @@ def _refuse_unless_initialised_alone(peft_config: Any) -> None:
 
 
 def _initialise(fqn: str, layer: Any, peft_config: Any) -> None:
-    """Give the adapters of a layer on the meta device memory and values, in the order that peft draws them.
+    """Give the adapters of a layer on the meta device memory and values, drawn in the same order as by peft.
 
-    peft makes them where the base layer is, and so without values where that has none.
+    peft makes adapters on the device of the base layer, and so without values if that is the meta device.
     """
     base = {id(p) for p in layer.get_base_layer().parameters()}
     empty = [name for name, p in layer.named_parameters() if p.is_meta and id(p) not in base]

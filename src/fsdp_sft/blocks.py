@@ -1,4 +1,4 @@
-"""Find the repeated blocks of a model: what is sharded, checkpointed and compiled one by one."""
+"""Find the repeated blocks of a model, which are sharded, checkpointed and compiled one by one."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -9,13 +9,13 @@ from torch import nn
 
 from fsdp_sft.errors import NoBlocksError
 
-# A list of modules this much smaller than the largest one is no trunk of the model (Gemma3n's three
-# projection matrices beside its 35 layers).
+# A module list with a smaller share than this of the largest list's parameters holds no blocks (Gemma3n has a
+# list of three projection matrices beside its 35 layers).
 _SMALLEST_SHARE = 0.1
 
 BlockClass = type[nn.Module] | str
 
-# On a model: the configs whose use_cache checkpointing turned off.
+# Attribute of a model that holds the configs whose use_cache activation checkpointing has turned off.
 CACHES_OFF = "_fsdp_sft_caches_that_were_on"
 
 
@@ -27,25 +27,31 @@ def find_blocks(
 ) -> dict[str, nn.Module]:
     """Find the transformer blocks of a model, encoder and decoder alike.
 
-    By default these are the elements of the model's outermost module lists: of those whose elements are, or
-    contain, a class named in transformers' ``_no_split_modules``, and of those about as large (a vision
-    tower that the attribute leaves out). A container that is never called itself is no block, so what lies
-    in it counts: ``nn.ModuleDict(wte=..., h=nn.ModuleList(...), ln_f=...)`` gives the elements of ``h``.
-    Works on models of any origin, sharded or not, materialised or meta.
+    By default these are the elements of the model's outermost module lists: of the lists whose elements are,
+    or contain, a class named in transformers' ``_no_split_modules``, and of other lists that are not much
+    smaller (a vision tower that the attribute does not name). A container that is never called itself is no
+    block, so its contents count: ``nn.ModuleDict(wte=..., h=nn.ModuleList(...), ln_f=...)`` gives the
+    elements of ``h``. It works on models of any origin, sharded or not, materialised or on the meta device.
 
     Args:
         model: Any module; ``*ForCausalLM``, encoder-decoders and classifiers are the usual ones.
-        block_cls: Take the outermost modules of this class instead: a class, a class name, or several.
-        min_params: Take modules by size instead, innermost first, as soon as the parameters that no inner
-            module has taken reach this number. Modules that share a parameter with the rest of the model
-            are never taken. Results can be nested.
+        block_cls: Class, class name, or several of them, whose outermost modules are taken instead.
+        min_params: Number of parameters by which modules are taken instead, innermost first: a module is
+            taken when it has that many parameters that belong to no module taken inside it. Modules that
+            share a parameter with the rest of the model are never taken. Results can be nested.
 
     Returns:
-        FQN to block, in the order of registration, which is forward order in transformers.
+        Blocks by FQN, in the order of registration, which is forward order in transformers.
 
     Raises:
-        NoBlocksError: If nothing matches; the message lists what the model has.
+        NoBlocksError: If nothing matches; the message lists the classes that the model has.
         ValueError: If both arguments are given, or ``min_params`` is not positive.
+
+    Example:
+        >>> list(fs.find_blocks(model))
+        ['model.layers.0', 'model.layers.1', 'model.layers.2', 'model.layers.3']
+        >>> list(fs.find_blocks(model, block_cls=torch.nn.Embedding))
+        ['model.embed_tokens']
     """
     if block_cls is not None and min_params is not None:
         raise ValueError("give block_cls or min_params, not both")
@@ -69,6 +75,7 @@ def find_blocks(
 
 
 def _class_names(block_cls: BlockClass | Iterable[BlockClass]) -> set[str]:
+    """Names of the classes that were given."""
     several = [block_cls] if isinstance(block_cls, (str, type)) else list(block_cls)
     for entry in several:
         if not isinstance(entry, (str, type)):
@@ -77,16 +84,19 @@ def _class_names(block_cls: BlockClass | Iterable[BlockClass]) -> set[str]:
 
 
 def _is_one_of(module: nn.Module, names: set[str]) -> bool:
-    # fully_shard replaces a block's class by a subclass, so the bases count too.
+    """Whether the module is of a class with one of these names."""
+    # fully_shard replaces a block's class by a subclass of it, so base classes count too.
     return any(base.__name__ in names for base in type(module).__mro__)
 
 
 def _by_class(model: nn.Module, names: set[str]) -> dict[str, nn.Module]:
+    """The outermost modules of these classes."""
     matching = {fqn: m for fqn, m in model.named_modules() if fqn and _is_one_of(m, names)}
     return {fqn: m for fqn, m in matching.items() if not _inside(fqn, matching)}
 
 
 def _by_module_list(model: nn.Module) -> dict[str, nn.Module]:
+    """The elements of the outermost module lists that hold blocks."""
     lists = dict(_outermost_lists(model))
     names = _no_split_names(model)
     named = {fqn for fqn, m in lists.items() if any(_is_one_of(inner, names) for inner in m.modules())}
@@ -99,7 +109,7 @@ def _by_module_list(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _elements(fqn: str, container: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """What is called of a list: its elements, and instead of those that are never called, theirs."""
+    """The elements of a list; those that are never called are replaced by their own elements."""
     for name, element in container.named_children():
         if not is_never_called(element):
             yield f"{fqn}.{name}", element
@@ -109,14 +119,14 @@ def _elements(fqn: str, container: nn.Module) -> Iterator[tuple[str, nn.Module]]
 
 
 def is_never_called(module: nn.Module) -> bool:
-    """Whether a module only holds others: it has no forward, as ``nn.ModuleList`` has none."""
+    """Whether a module only holds others and, like ``nn.ModuleList``, has no forward."""
     cls = type(module)
     own_call = cls.__call__ is not nn.Module.__call__ or "forward" in module.__dict__
     return cls.forward is nn.Module.forward and not own_call
 
 
 def _outermost_lists(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Containers of composite modules with parameters that lie in no other such container."""
+    """(FQN, container) of the block lists that are inside no other block list."""
     found: set[str] = set()
     for fqn, module in model.named_modules():
         if fqn and not _inside(fqn, found) and _is_block_list(module):
@@ -125,6 +135,7 @@ def _outermost_lists(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _is_block_list(module: nn.Module) -> bool:
+    """Whether the module is a list of modules, each with parameters, that may be blocks."""
     children = list(module.children())
     if not children or any(next(child.parameters(), None) is None for child in children):
         return False
@@ -132,7 +143,7 @@ def _is_block_list(module: nn.Module) -> bool:
         return False  # a namespace: its entries are parts of the model
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         return any(next(child.children(), None) is not None for child in children)
-    # An nn.Sequential is a trunk only if it repeats one composite module.
+    # An nn.Sequential is a list of blocks only if it repeats one module class that has children.
     return (
         isinstance(module, nn.Sequential)
         and len(children) > 1
@@ -142,13 +153,14 @@ def _is_block_list(module: nn.Module) -> bool:
 
 
 def _is_numbered(module: nn.ModuleDict) -> bool:
-    """Whether the entries are one kind of thing, by their names ("0", "1"; "layer_0") or by their class."""
+    """Whether the entries are of one kind, by numbered names ("0", "1"; "layer_0") or by their class."""
     names = {re.sub(r"\d+", "", name) for name in module}
     numbered = len(names) == 1 and all(re.search(r"\d", name) for name in module)
     return numbered or (len(module) > 1 and len({type(child) for child in module.values()}) == 1)
 
 
 def _no_split_names(model: nn.Module) -> set[str]:
+    """Class names in ``_no_split_modules`` of the model and of the models inside it."""
     names: set[str] = set()
     for module in model.modules():
         names.update(getattr(module, "_no_split_modules", None) or ())
@@ -156,16 +168,18 @@ def _no_split_names(model: nn.Module) -> set[str]:
 
 
 def _by_size(model: nn.Module, min_params: int) -> dict[str, nn.Module]:
+    """Modules of at least ``min_params`` parameters, innermost first."""
     shared = _shared_parameters(model)
     taken: dict[str, nn.Module] = {}
 
     def visit(fqn: str, module: nn.Module) -> int:
-        """Take what is large enough below ``module``; return how many of its parameters are left."""
+        """Take the modules in ``module`` that are large enough; return how many parameters are left."""
         own = [p for p in module.parameters(recurse=False) if id(p) not in shared]
         left = sum(p.numel() for p in own)
         for name, child in module.named_children():
             left += visit(f"{fqn}.{name}" if fqn else name, child)
-        # What is never called would never be gathered.
+        # FSDP2 gathers a module's parameters when it is called, so one that is never called cannot be a
+        # block.
         if (
             not fqn
             or is_never_called(module)
@@ -181,7 +195,7 @@ def _by_size(model: nn.Module, min_params: int) -> dict[str, nn.Module]:
 
 
 def _shared_parameters(model: nn.Module) -> set[int]:
-    """Ids of parameters that stand in more than one place."""
+    """Python ids of the parameters that occur in several places of the model."""
     seen: set[int] = set()
     shared: set[int] = set()
     for _, parameter in model.named_parameters(remove_duplicate=False):
@@ -190,14 +204,17 @@ def _shared_parameters(model: nn.Module) -> set[int]:
 
 
 def _inside(fqn: str, outer: Iterable[str]) -> bool:
+    """Whether an FQN lies below one of the others."""
     return any(fqn.startswith(f"{prefix}.") for prefix in outer)
 
 
 def _num_parameters(module: nn.Module) -> int:
+    """Number of elements in a module's parameters."""
     return sum(p.numel() for p in module.parameters())
 
 
 def _summary(model: nn.Module, most: int = 12) -> str:
+    """The most frequent classes of a model and their numbers, for messages."""
     counts: dict[str, int] = {}
     for module in model.modules():
         counts[type(module).__name__] = counts.get(type(module).__name__, 0) + 1
@@ -206,12 +223,12 @@ def _summary(model: nn.Module, most: int = 12) -> str:
 
 
 def configs_without_caches(model: nn.Module) -> list[Any]:
-    """Configs of a model, or of one inside it, whose ``use_cache`` is off only while it is checkpointed."""
+    """Configs in a model whose ``use_cache`` is off only because of activation checkpointing."""
     return [config for module in model.modules() for config in module.__dict__.get(CACHES_OFF, ())]
 
 
 def configs_of(model: nn.Module) -> Iterator[Any]:
-    """Every config that a module of the model reads, the nested ones of composite models too."""
+    """Every config of the model's modules, with the nested ones of composite models."""
     seen: set[int] = set()
     waiting = [
         config for module in model.modules() if (config := getattr(module, "config", None)) is not None
@@ -229,10 +246,10 @@ def configs_of(model: nn.Module) -> Iterator[Any]:
 
 @contextmanager
 def without_caches(model: nn.Module) -> Iterator[None]:
-    """``use_cache`` off in all configs of the model for as long as the context lasts.
+    """Turn off ``use_cache`` in all configs of the model for as long as the context lasts.
 
-    A forward that fills a cache does not tell the rows of a pack apart: transformers looks for packs only
-    where there is none.
+    A forward that fills a cache does not keep the rows of a pack apart: transformers looks for packs only if
+    there is no cache.
     """
     on = [config for config in configs_of(model) if getattr(config, "use_cache", False)]
     for config in on:

@@ -1,4 +1,4 @@
-"""Which rank am I, on which device, in which mesh: the same answer under every launcher."""
+"""Rank, device and mesh of this process, found in the same way under every launcher."""
 
 import logging
 import os
@@ -33,28 +33,33 @@ if TYPE_CHECKING:
 DP_REPLICATE = "dp_replicate"
 DP_SHARD = "dp_shard"
 
-# The mesh that a model was sharded on, if it has cp: that of its parameters cannot show it.
+# The mesh on which a model was sharded, if it has cp: the mesh of its parameters does not show that axis.
 _sharded_on: "weakref.WeakKeyDictionary[torch.nn.Module, DeviceMesh]" = weakref.WeakKeyDictionary()
 
 _logger = logging.getLogger("fsdp_sft")
-# The variable by which a vendor shows a process some of a node's devices; on ROCm CUDA's works too.
+# The environment variable that restricts which of a node's devices a process sees; ROCm heeds CUDA's as well.
 _VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
 
 
 @dataclass(frozen=True)
 class DistributedContext:
-    """Where this process stands in the job.
+    """The place of this process in the job.
 
     Attributes:
         rank: Index of this process in the job, from 0.
         local_rank: Index of this process on its node, from 0.
         world_size: Number of processes in the job.
         local_world_size: Number of processes on this node.
-        device: Device this process computes on; an accelerator's has been made the current one.
-        backend: What the default process group uses, such as ``"cpu:gloo,cuda:nccl"``.
-        launcher: ``"torchrun"`` (or whoever else sets its variables), ``"slurm"``, ``"submitit"`` for its
-            local executor, ``"single"``, or ``"existing"`` for a process group that the caller had made.
-        details: What else the launcher says: its job, restarts, where the ranks meet.
+        device: Device on which this process computes; an accelerator has been made the current one.
+        backend: Backend of the default process group, such as ``"cpu:gloo,cuda:nccl"``.
+        launcher: ``"torchrun"`` (or another that sets the same variables), ``"slurm"``, ``"submitit"`` for
+            its local executor, ``"single"``, or ``"existing"`` for a process group that the caller has made.
+        details: Further facts from the launcher: its job, restarts, and the address at which ranks meet.
+
+    Example:
+        >>> context = fs.init_distributed()
+        >>> context.rank, context.world_size, context.is_main
+        (0, 1, True)
     """
 
     rank: int
@@ -85,28 +90,36 @@ def init_distributed(
     backend: str | None = None,
     timeout: timedelta = timedelta(minutes=30),
 ) -> DistributedContext:
-    """Join the job's process group, whoever launched it, and choose this process's device.
+    """Join the job's process group, under any launcher, and choose this process's device.
 
-    In this order: a process group that exists already is used as it is; torchrun's variables; those of
-    submitit's local executor; those of a Slurm step (a plain ``python`` inside ``salloc`` or a batch script
-    is not one, and is told so); otherwise a single process. A gloo group for control messages is made beside
-    the default group. What was found is logged under ``fsdp_sft`` at the level INFO before the ranks meet.
+    The place of this process comes from the first of these that exists: a process group that the caller has
+    made, which is used as it is; torchrun's variables; those of submitit's local executor; those of a Slurm
+    step (a plain ``python`` inside ``salloc`` or a batch script is not one, and a message says so); otherwise
+    it is a single process. A gloo group for control messages is made beside the default group. What was found
+    is logged under ``fsdp_sft`` at the level INFO before the ranks meet.
 
     Args:
-        device_type: ``"cuda"``, ``"cpu"`` or another accelerator's name; None takes the accelerator if there
-            is one.
-        backend: Backend of the default group; None takes torch's own for the device beside gloo, such as
+        device_type: ``"cuda"``, ``"cpu"`` or the name of another accelerator; None takes the accelerator if
+            there is one.
+        backend: Backend of the default group. None takes torch's default for the device beside gloo, such as
             ``"cpu:gloo,cuda:nccl"`` (gloo serves CPU tensors, which CPU offload and checkpoints need), and
             ``"gloo"`` on the CPU.
-        timeout: After which a collective that some rank does not enter fails.
+        timeout: Time after which a collective fails if some rank does not enter it.
 
     Raises:
         ValueError: If the launcher's variables are incomplete or contradict each other, or the device does
             not exist; the message names the variable.
-        OSError: If this process may not open as many files as the job needs; the soft limit is raised to it.
+        OSError: If this process may not open as many files as the job needs; the soft limit is raised as far
+            as that.
 
-    Collective: all ranks. gloo connects two ranks when they first have something to tell each other
-    (``TORCH_GLOO_LAZY_INIT``, which stays as it is if it is set).
+    Collective: all ranks. gloo connects two ranks when they first communicate (``TORCH_GLOO_LAZY_INIT``,
+    which is not changed if it is set).
+
+    Example:
+        >>> context = fs.init_distributed()
+        >>> mesh = fs.build_mesh()
+        >>> print(context)
+        rank 0 of 1 (local 0 of 1) on ..., launcher: ...
     """
     if device_type is None:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -137,28 +150,33 @@ def init_distributed(
 def build_mesh(
     *, dp_replicate: int = 1, dp_shard: int | None = None, cp: int = 1, device_type: str | None = None
 ) -> "DeviceMesh":
-    """Arrange all ranks for data parallelism, and for context parallelism if asked.
+    """Arrange all ranks in a mesh for data parallelism and, if ``cp`` is given, context parallelism.
 
-    Rows are dealt to ``dp_replicate x dp_shard`` groups of ``cp`` neighbouring ranks, each of which works on
-    its part of the same rows (``use_context_parallel``). Parameters are sharded over ``dp_shard x cp``
-    together, as ``shard_model`` sees to.
+    Rows are distributed to ``dp_replicate x dp_shard`` groups of ``cp`` neighbouring ranks, each of which
+    works on its part of the same rows (``use_context_parallel``). ``shard_model`` shards parameters over
+    ``dp_shard`` and ``cp`` together.
 
     Args:
         dp_replicate: Number of replicas. 1 gives a 1-D mesh ``("dp_shard",)``: FSDP. More gives a 2-D mesh
             ``("dp_replicate", "dp_shard")``: HSDP, with neighbouring ranks in one shard group, so that with
             ``dp_shard`` equal to the GPUs of a node only the gradient all-reduce crosses nodes.
-        dp_shard: Ranks that a replica's parameters are split over, divided by ``cp``; None takes all that
-            ``dp_replicate`` and ``cp`` leave. 1 with ``dp_replicate`` equal to the world size is plain data
-            parallelism (DDP).
-        cp: Ranks that share the tokens of a row. More than 1 adds a last axis ``"cp"``, and the axis
-            ``"dp_shard"`` is there also where it is 1.
+        dp_shard: Number of ranks over which a replica's parameters are sharded, divided by ``cp``. None takes
+            all ranks that ``dp_replicate`` and ``cp`` leave. 1 with ``dp_replicate`` equal to the world size
+            is plain data parallelism (DDP).
+        cp: Number of ranks that share the tokens of a row. More than 1 adds a last axis ``"cp"``, and then
+            the axis ``"dp_shard"`` exists even if its size is 1.
         device_type: Device type of the mesh; None takes the accelerator if there is one, else ``"cpu"``.
 
     Raises:
-        ValueError: If the numbers do not multiply to the number of ranks.
+        ValueError: If the product of the three numbers is not the number of ranks.
         RuntimeError: Without a process group.
 
     Collective: all ranks.
+
+    Example:
+        >>> mesh = fs.build_mesh()
+        >>> mesh.mesh_dim_names, mesh.size()
+        (('dp_shard',), 1)
     """
     if not dist.is_initialized():
         raise RuntimeError("build_mesh needs a process group: call fsdp_sft.init_distributed() first")
@@ -203,13 +221,13 @@ def build_mesh(
 
 
 def remember_mesh(model: torch.nn.Module, mesh: "DeviceMesh") -> None:
-    """Note the mesh that ``model`` was sharded on, where that of its parameters does not show it."""
+    """Note the mesh on which ``model`` was sharded, if the mesh of its parameters does not show it."""
     if parameter_mesh(mesh) is not mesh:
         _sharded_on[model] = mesh
 
 
 def whole_mesh_of(model: torch.nn.Module) -> "DeviceMesh | None":
-    """The mesh that a model was sharded on, with ``cp`` if it has that axis; else that of its parameters."""
+    """The mesh on which a model was sharded, with ``cp`` if it has that axis; else that of its parameters."""
     mesh = _sharded_on.get(unwrapped(model))
     return mesh if mesh is not None else mesh_of(model)
 
@@ -220,16 +238,17 @@ def mesh_of(model: torch.nn.Module) -> "DeviceMesh | None":
     For a model inside DistributedDataParallel it is a mesh of one axis, over the ranks of its process group.
 
     Raises:
-        WrappedModelError: If the model is wrapped by something whose ranks cannot be told.
-        UnsupportedModelError: If the model is cut into stages of a pipeline.
+        WrappedModelError: If the model is in a wrapper whose ranks cannot be determined.
+        UnsupportedModelError: If the model is split into stages of a pipeline.
     """
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
     def of_parameters() -> "DeviceMesh | None":
         meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
-        # Experts that ranks share out lie on a mesh of their own, which does not say who has which rows. Of
-        # the others the widest does: what tensor parallelism leaves whole is on a part of it.
+        # With expert parallelism, experts are on a mesh of their own, which does not show how rows are
+        # distributed. Of the other parameters' meshes the largest does: parameters that tensor parallelism
+        # does not split are on a part of it.
         dense = [mesh for mesh in meshes if EP not in (mesh.mesh_dim_names or ())]
         return max(dense or meshes, key=lambda mesh: mesh.size(), default=None)
 
@@ -254,6 +273,7 @@ def mesh_of(model: torch.nn.Module) -> "DeviceMesh | None":
 
 
 def _mesh_over(group: dist.ProcessGroup, model: torch.nn.Module) -> "DeviceMesh":
+    """A mesh of one axis over a process group."""
     from torch.distributed.device_mesh import DeviceMesh
 
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -261,13 +281,13 @@ def _mesh_over(group: dist.ProcessGroup, model: torch.nn.Module) -> "DeviceMesh"
 
 
 def reshard(model: torch.nn.Module) -> None:
-    """Make every FSDP2 parameter of ``model`` its shard again; nothing to do for an ordinary model.
+    """Shard all FSDP2 parameters of ``model`` that are gathered; does nothing to an ordinary model.
 
-    After a forward without a backward the root's parameters stay gathered (torch's default), so whatever
+    After a forward without a backward the root's parameters stay gathered (torch's default), so all code that
     reads or writes parameters calls this first.
 
     Raises:
-        WrappedModelError: If the model is wrapped by something whose parameters cannot be seen.
+        WrappedModelError: If the model is in a wrapper that hides its parameters.
     """
     from torch.distributed.fsdp import FSDPModule
 
@@ -278,7 +298,7 @@ def reshard(model: torch.nn.Module) -> None:
 
 
 def compute_device(model: torch.nn.Module) -> torch.device:
-    """The device that ``model`` computes on, which with CPU offload is not where its shards are."""
+    """The device on which ``model`` computes, which with CPU offload is not the device of its shards."""
     mesh = mesh_of(model)
     if mesh is not None:
         if mesh.device_type == "cpu":
@@ -289,7 +309,7 @@ def compute_device(model: torch.nn.Module) -> torch.device:
 
 
 def sum_over_mesh(values: list[float], mesh: "DeviceMesh | None") -> list[float]:
-    """Element-wise float64 sum over the ranks of ``mesh``; ``values`` itself without one.
+    """Element-wise float64 sum over the ranks of ``mesh``; a copy of ``values`` without a mesh.
 
     Collective: all ranks of the mesh.
     """
@@ -298,7 +318,7 @@ def sum_over_mesh(values: list[float], mesh: "DeviceMesh | None") -> list[float]
     if mesh.size() == world_size():
         return all_reduce_sum(values)
     groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
-    # On the host where they can: values of a device would have to be waited for.
+    # On the CPU if the groups have a backend for it: the host would have to wait for values on a device.
     on_host = all("cpu" in dist.get_backend_config(group) for group in groups)
     total = torch.tensor(values, dtype=torch.float64, device="cpu" if on_host else mesh.device_type)
     for group in groups:
@@ -307,9 +327,9 @@ def sum_over_mesh(values: list[float], mesh: "DeviceMesh | None") -> list[float]
 
 
 def gather_over_mesh(value: Any, mesh: "DeviceMesh | None") -> list[tuple[int, Any]]:
-    """What each rank of ``mesh`` has, as pairs of its rank in the job and the value; in order of rank.
+    """(rank in the job, its value) for each rank of ``mesh``, in order of rank.
 
-    Objects are pickled: for what is small and rare.
+    Objects are pickled, so this is meant for small values and rare calls.
 
     Collective: all ranks of the mesh.
     """
@@ -323,7 +343,7 @@ def gather_over_mesh(value: Any, mesh: "DeviceMesh | None") -> list[tuple[int, A
 
 
 def first_over_mesh(value: Any, mesh: "DeviceMesh | None") -> Any:
-    """The value of a rank of ``mesh`` that has one, on all of them; None where none has.
+    """The value of some rank of ``mesh`` that has one, returned on all of them; None if no rank has one.
 
     Collective: all ranks of the mesh.
     """
@@ -338,14 +358,14 @@ def first_over_mesh(value: Any, mesh: "DeviceMesh | None") -> Any:
 
 
 def device_groups_of(mesh: "DeviceMesh | None") -> tuple[dist.ProcessGroup, ...]:
-    """Groups for tensors on the device which, taken one after the other, connect all ranks of ``mesh``."""
+    """Groups for device tensors: collectives over one after the other reach all ranks of ``mesh``."""
     if mesh is None or mesh.size() == 1:
         return ()
     return tuple(mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1)
 
 
 def _groups_of(mesh: "DeviceMesh | None") -> list[dist.ProcessGroup]:
-    """Process groups which, taken one after the other, connect all ranks of ``mesh``."""
+    """Process groups: collectives over one after the other reach all ranks of ``mesh``."""
     if mesh is None or mesh.size() == 1:
         return []
     if mesh.size() == world_size():
@@ -354,7 +374,7 @@ def _groups_of(mesh: "DeviceMesh | None") -> list[dist.ProcessGroup]:
 
 
 def ranks_on_host() -> int:
-    """Processes of this job on this host; all of them where the launcher does not say."""
+    """Number of processes of this job on this host; that of all processes if the launcher does not tell."""
     try:
         launch = detect_launch()
     except ValueError:
@@ -363,6 +383,7 @@ def ranks_on_host() -> int:
 
 
 def _existing_launch() -> Launch:
+    """This process's place in the process group that the caller has made."""
     world_size = dist.get_world_size()
     local_rank = env_int("LOCAL_RANK") if "LOCAL_RANK" in os.environ else None
     if local_rank is None and is_slurm_step() and "SLURM_LOCALID" in os.environ:
@@ -370,13 +391,14 @@ def _existing_launch() -> Launch:
     rank = dist.get_rank()
     local_world_size = env_int("LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in os.environ else world_size
     if local_rank is None:
-        # Without a launcher's word, ranks fill the node's devices in order.
+        # The launcher does not say, so assume that ranks are assigned to the node's devices in order.
         devices = torch.accelerator.device_count() if torch.accelerator.is_available() else world_size
         local_rank = rank % max(devices, 1)
     return Launch("existing", rank, local_rank, world_size, local_world_size, None)
 
 
 def _say_what_was_found(launch: Launch, device: torch.device) -> None:
+    """Log rank, device and launcher."""
     details = f" ({launch.details})" if launch.details else ""
     _logger.info(
         "rank %d of %d on %s, %s, launcher: %s%s",
@@ -387,7 +409,10 @@ def _say_what_was_found(launch: Launch, device: torch.device) -> None:
 
 
 def _check_devices(device: torch.device) -> None:
-    """Refuse two ranks on one GPU, which NCCL (it alone) would only refuse in its first collective."""
+    """Refuse two ranks on one GPU, which NCCL would refuse only in its first collective.
+
+    Other backends can share a GPU, so only NCCL is checked.
+    """
     if device.type != "cuda" or "nccl" not in _backend_name():
         return
     uuid = str(torch.cuda.get_device_properties(device).uuid)
@@ -400,7 +425,7 @@ def _check_devices(device: torch.device) -> None:
 
 
 def _shared_device(devices: list[tuple[str, str]]) -> list[int] | None:
-    """The first ranks that have the same (host, device)."""
+    """The first ranks that have the same (host, device); None if no two have."""
     ranks: dict[tuple[str, str], list[int]] = {}
     for rank, device in enumerate(devices):
         ranks.setdefault(device, []).append(rank)
@@ -408,12 +433,13 @@ def _shared_device(devices: list[tuple[str, str]]) -> list[int] | None:
 
 
 def _visible(device_type: str) -> str:
-    """What the environment says about which devices of a type this process may see, for messages."""
+    """The environment variable that says which devices this process may see, and its value, for messages."""
     name = _VISIBLE.get(device_type)
     return "" if name is None else f" ({name}={os.environ.get(name, 'unset')})"
 
 
 def _select_device(device_type: str, launch: Launch) -> torch.device:
+    """The device of this process, made the current one if it is an accelerator's."""
     if device_type == "cpu":
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -424,7 +450,7 @@ def _select_device(device_type: str, launch: Launch) -> torch.device:
             f"check the driver and {_VISIBLE.get(device_type, 'which devices it may see')}"
         )
     count = torch.accelerator.device_count()
-    # A launcher that binds one GPU to each task makes it device 0 in every one of them.
+    # If the launcher shows each process a single GPU, that GPU has the index 0 in every process.
     index = 0 if count == 1 else launch.local_rank
     if index >= count:
         raise ValueError(
@@ -437,20 +463,24 @@ def _select_device(device_type: str, launch: Launch) -> torch.device:
 
 
 def _default_backend(device_type: str) -> str:
+    """Backend for a device type: gloo for the CPU, and torch's own for an accelerator beside it."""
     if device_type == "cpu":
         return "gloo"
     return f"cpu:gloo,{device_type}:{dist.get_default_backend_for_device(device_type)}"
 
 
 def _backend_name() -> str:
-    by_device = dist.get_backend_config()  # "cpu:gloo,cuda:gloo" where one backend serves all
+    """Backend of the default process group, in one word if one backend serves all devices."""
+    by_device = dist.get_backend_config()  # "cpu:gloo,cuda:gloo" if one backend serves all devices
     backends = {entry.partition(":")[2] for entry in by_device.split(",")}
     return backends.pop() if len(backends) == 1 else by_device
 
 
 def _beside(cp: int) -> str:
+    """What a message about the ranks adds where there is ``cp``."""
     return f" that cp={cp} leaves" if cp > 1 else ""
 
 
 def _divisors(number: int) -> list[int]:
+    """All divisors of a number."""
     return [d for d in range(1, number + 1) if number % d == 0]

@@ -1,40 +1,41 @@
 """Every error type of this library.
 
-Each is also the built-in that callers would expect, so ``except ValueError`` and ``except OSError`` go on
-working; ``except FsdpSftError`` takes them all. Arguments of a wrong type or out of range are plain
-``TypeError`` and ``ValueError``.
+Each is also a subclass of the built-in exception that callers would expect, so ``except ValueError`` and
+``except OSError`` work; ``except FsdpSftError`` catches all of them. Arguments of a wrong type or out of
+range raise plain ``TypeError`` and ``ValueError``.
 
     FsdpSftError
       CheckpointError (RuntimeError)      reading or writing files of a model failed
         CheckpointCorruptError              damaged: use another copy
-        CheckpointMismatchError             sound, but of another model or optimizer
-        CheckpointExistsError (FileExistsError)
-        CheckpointNotFoundError (FileNotFoundError)
-        UnstorableStateError (TypeError, ValueError)  state that no checkpoint could give back
+        CheckpointMismatchError             intact, but of another model or optimizer
+        CheckpointExistsError (FileExistsError)  a checkpoint of that step exists
+        CheckpointInUseError                another job saves below the same root
+        CheckpointNotFoundError (FileNotFoundError)  no checkpoint at that place
+        UnstorableStateError (TypeError, ValueError)  state that a checkpoint could not restore
         CheckpointFormatError (ValueError)  a Hugging Face checkpoint that cannot be loaded
-          MissingKeysError
-          UnexpectedKeysError
-          NonFiniteWeightsError
+          MissingKeysError                  parameters without values in the checkpoint
+          UnexpectedKeysError               tensors in the checkpoint for which the model has no place
+          NonFiniteWeightsError             NaN or infinity in a parameter
         UnfilledTensorsError                part of a model would be left without a value
-      AdapterError (ValueError)           adapters that cannot be put in, loaded under or merged here
-      ExportExistsError (FileExistsError) no room for an export where it is to go
+      AdapterError (ValueError)           adapters that cannot be added, merged, or kept when a base is loaded
+      ExportExistsError (FileExistsError) something exists where an export is to go
       VocabularyError (ValueError, IndexError)  ids without a row, or rows that cannot be added
       SafetensorsError (ValueError)       not the safetensors format
-      ChatTemplateError (ValueError)      what is trained of a chat cannot be told
-        DroppedTextError                  the template leaves out what an answer says
-      TooLongError (ValueError)           a row over max_length that may not be cut
-      UnsupportedModelError (ValueError)  a model that this function cannot work with
+      ChatTemplateError (ValueError)      the trained part of a chat cannot be determined
+        DroppedTextError                  the template does not print a text of an answer
+      TooLongError (ValueError)           a row over max_length that may not be truncated
+      UnsupportedModelError (ValueError)  a model with which this function cannot work
       PackingError (ValueError)           packed rows would see each other
       BatchError (ValueError)             batches that cannot be trained on, or not by these ranks together
-      ModelLossError (ValueError)         a model's own loss is another than is computed here
+      ModelLossError (ValueError)         a model's own loss is not the loss that is computed here
       NotFusedError (ValueError)          the loss needs the logits
-      WrappedModelError (TypeError)       a wrapper around the model whose ranks or gradients cannot be seen
-      OptimizerError (TypeError, ValueError)  optimizers or schedulers that a step cannot be taken with
-      NonFiniteGradientError (FloatingPointError)
+      WrappedModelError (TypeError)       a wrapper around the model that hides its ranks or gradients
+      OptimizerError (TypeError, ValueError)  optimizers or schedulers with which no step can be taken
+      NonFiniteGradientError (FloatingPointError)  NaN or infinity in the gradient norm
       NoBlocksError (ValueError)          no transformer blocks found
       NotRecomputedError (RuntimeError)   a block chosen for checkpointing runs outside of its checkpoint
       HostMemoryError (MemoryError)       the host has no room for what would be offloaded to it
-      NoPlanError (ValueError)            no plan fits
+      NoPlanError (ValueError)            no plan fits into the memory
       LostRankError (RuntimeError)        another rank has died or does not answer
       RemoteRankError (RuntimeError)      another rank failed with an error that cannot be sent
 """
@@ -43,7 +44,15 @@ from collections.abc import Iterable
 
 
 class FsdpSftError(Exception):
-    """The base of every error type of this library."""
+    """The base of every error type of this library.
+
+    Example:
+        >>> try:
+        ...     fs.encode_chat(rows[0], tokenizer, max_length=4, truncation="error")
+        ... except fs.FsdpSftError as error:
+        ...     print(type(error).__name__)
+        TooLongError
+    """
 
 
 class CheckpointError(FsdpSftError, RuntimeError):
@@ -51,15 +60,15 @@ class CheckpointError(FsdpSftError, RuntimeError):
 
 
 class CheckpointCorruptError(CheckpointError):
-    """Files are damaged, cut short, missing or not of the expected format: use another copy."""
+    """Files are damaged, truncated, missing or not of the expected format: use another copy."""
 
 
 class CheckpointMismatchError(CheckpointError):
-    """The files are sound, but of another model or optimizer than the one to load into."""
+    """The files are intact, but belong to another model or optimizer than the one to load into."""
 
 
 class CheckpointExistsError(CheckpointError, FileExistsError):
-    """A sound checkpoint of that step is there already; it is never overwritten."""
+    """An intact checkpoint of that step exists already; it is never overwritten."""
 
 
 class CheckpointInUseError(CheckpointError):
@@ -71,7 +80,7 @@ class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
 
 
 class UnstorableStateError(CheckpointError, TypeError, ValueError):
-    """A model or an optimizer has state that a checkpoint cannot hold, or could not give back."""
+    """A model or an optimizer has state that a checkpoint cannot hold, or could not restore."""
 
 
 class CheckpointFormatError(CheckpointError, ValueError):
@@ -79,11 +88,11 @@ class CheckpointFormatError(CheckpointError, ValueError):
 
 
 class MissingKeysError(CheckpointFormatError):
-    """The model has parameters or buffers that the checkpoint has no values for."""
+    """The model has parameters or buffers for which the checkpoint has no values."""
 
 
 class UnexpectedKeysError(CheckpointFormatError):
-    """The checkpoint has tensors that the model has no place for."""
+    """The checkpoint has tensors for which the model has no place."""
 
 
 class NonFiniteWeightsError(CheckpointFormatError):
@@ -91,51 +100,51 @@ class NonFiniteWeightsError(CheckpointFormatError):
 
 
 class UnfilledTensorsError(CheckpointError):
-    """Nothing says what some parameters or buffers should hold; they would keep what was in memory."""
+    """Nothing defines the values of some parameters or buffers, which would keep what was in memory."""
 
 
 class AdapterError(FsdpSftError, ValueError):
-    """Adapters that cannot be put into a model, loaded under, or told apart from it here."""
+    """Adapters cannot be added to a model, merged or told apart from it, or would not fit a new base."""
 
 
 class ExportExistsError(FsdpSftError, FileExistsError):
-    """An export cannot be made where it is to go, because something is there."""
+    """An export cannot be written, because something exists at its place."""
 
 
 class VocabularyError(FsdpSftError, ValueError, IndexError):
-    """Ids of a batch that the model has no row for, or a vocabulary that cannot be given more rows."""
+    """A batch has ids for which the model has no row, or a vocabulary cannot be given more rows."""
 
 
 class SafetensorsError(FsdpSftError, ValueError):
-    """A file is not sound safetensors, or a tensor cannot be stored as such."""
+    """A file is not a valid safetensors file, or a tensor cannot be stored in one."""
 
 
 class ChatTemplateError(FsdpSftError, ValueError):
-    """The trained part of a conversation cannot be told for sure with this chat template."""
+    """The trained part of a conversation cannot be determined with certainty with this chat template."""
 
 
 class TooLongError(FsdpSftError, ValueError):
-    """A row has more than ``max_length`` tokens and may not be cut."""
+    """A row has more than ``max_length`` tokens and may not be truncated."""
 
 
 class DroppedTextError(ChatTemplateError):
-    """The chat template leaves out a text of an answer that is to be trained."""
+    """The chat template does not print a text of an answer that is to be trained."""
 
 
 class UnsupportedModelError(FsdpSftError, ValueError):
-    """The model lacks what a function needs of it; the message says what, and what to do instead."""
+    """The model lacks something that a function needs; the message says what, and what to do instead."""
 
 
 class PackingError(FsdpSftError, ValueError):
-    """The model does not keep packed rows apart, or it cannot be told whether it does."""
+    """The model does not keep packed rows apart, or it cannot be determined whether it does."""
 
 
 class BatchError(FsdpSftError, ValueError):
-    """Batches are not what a step needs, or not of one kind on all ranks; nothing has been computed."""
+    """Batches lack what a step needs, or differ in kind between ranks; nothing has been computed."""
 
 
 class ModelLossError(FsdpSftError, ValueError):
-    """A model's own loss is not the cross entropy, or a ``loss_fn`` no sum; the message says what it is."""
+    """A model's own loss is not the cross entropy, or a ``loss_fn`` is no sum; the message says which."""
 
 
 class NotFusedError(FsdpSftError, ValueError):
@@ -143,7 +152,7 @@ class NotFusedError(FsdpSftError, ValueError):
 
 
 class WrappedModelError(FsdpSftError, TypeError):
-    """The model is wrapped by something whose ranks or gradients cannot be seen; the message names it."""
+    """The model is in a wrapper that hides its ranks or gradients; the message names the wrapper."""
 
 
 class OptimizerError(FsdpSftError, TypeError, ValueError):
@@ -163,11 +172,11 @@ class NotRecomputedError(FsdpSftError, RuntimeError):
 
 
 class HostMemoryError(FsdpSftError, MemoryError):
-    """The host has no room for activations that are to wait there; nothing was taken of it."""
+    """The host has too little memory for activations that are to be offloaded; it has not been allocated."""
 
 
 class NoPlanError(FsdpSftError, ValueError):
-    """Nothing fits; the message says what would."""
+    """No plan fits into the memory; the message says what would."""
 
 
 class LostRankError(FsdpSftError, RuntimeError):
@@ -179,7 +188,7 @@ class RemoteRankError(FsdpSftError, RuntimeError):
 
 
 def abridged(items: Iterable[str], separator: str = ", ", most: int = 8) -> str:
-    """The first few items for a message, and how many more there are; a set is put in order."""
+    """The first few items, for a message, and the number of the others; a set is sorted."""
     listed = sorted(items) if isinstance(items, (set, frozenset)) else list(items)
     more = f" and {len(listed) - most} more" if len(listed) > most else ""
     return separator.join(listed[:most]) + more

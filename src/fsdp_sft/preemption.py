@@ -1,4 +1,4 @@
-"""Signals that end a job early, turned into one decision of all ranks at a step boundary."""
+"""Turn signals that end a job early into one decision of all ranks between two steps."""
 
 import multiprocessing
 import os
@@ -13,36 +13,29 @@ from typing import Any, TypeVar
 from fsdp_sft._agree import all_reduce_max
 
 _T = TypeVar("_T")
-_guarded: list[signal.Signals] = []  # what the active guards of this process note
+_guarded: list[signal.Signals] = []  # signals that the active guards of this process note
 
 REQUEUE_EXIT_CODE = 85
-"""To exit with after saving, so that a job script knows to requeue; no shell or scheduler uses it itself."""
+"""Exit code for a job that has saved and is to be requeued; no shell or scheduler uses it itself."""
 
 
 class PreemptionGuard:
-    """Notes SIGTERM and SIGUSR1 while a loop runs; ``should_stop`` tells all ranks of it at the same step.
+    """Notes SIGTERM and SIGUSR1 while a loop runs; ``should_stop`` tells all ranks of them at the same step.
 
     A scheduler may signal one process or all, at different moments. A rank that stopped by itself would leave
-    the others in their next collective, so ranks ask each other between two steps::
+    the others waiting in their next collective, so ranks ask each other between two steps.
 
-        with fs.PreemptionGuard() as guard:
-            for step, window in enumerate(fs.windows(loader, 8), start=1):
-                fs.train_step(model, window, optimizer)
-                if guard.should_stop():
-                    fs.save_checkpoint("ckpt", step, model=model, optimizer=optimizer)
-                    raise SystemExit(fs.REQUEUE_EXIT_CODE)
+    A DataLoader's worker processes must survive such a signal, which a scheduler sends to them as well:
+    ``windows`` and ``evaluate`` ensure that for the workers that they start inside the block. A loop without
+    them iterates over ``keep_workers_alive(loader)``.
 
-    A DataLoader's worker processes must outlive such a signal, which a scheduler sends to them too:
-    ``windows`` and ``evaluate`` see to that for the workers they start inside the block. A loop without them
-    iterates over ``keep_workers_alive(loader)``.
-
-    The handlers that were there before come back when the block ends; a signal that came in is not passed on
-    to them. A guard inside another one tells the outer one. SIGKILL cannot be caught: schedulers send it some
-    time after SIGTERM, torchrun after 30 s.
+    When the block ends, the previous signal handlers are restored; a signal that was noted is not passed on
+    to them. A guard inside another one passes on what it has noted to the outer one. SIGKILL cannot be
+    caught: schedulers send it some time after SIGTERM, torchrun after 30 s.
 
     Args:
-        signals: What to note. torchrun forwards SIGTERM and SIGINT to its workers by itself, and SIGUSR1 only
-            with ``--signals-to-handle=SIGTERM,SIGINT,SIGUSR1``.
+        signals: Signals to note. torchrun forwards SIGTERM and SIGINT to its workers by default, and SIGUSR1
+            only with ``--signals-to-handle=SIGTERM,SIGINT,SIGUSR1``.
 
     Attributes:
         signal: The signal that made ``should_stop`` True, here or in a guard inside this one, the same on all
@@ -50,7 +43,15 @@ class PreemptionGuard:
 
     Raises:
         ValueError: For no signals, or one that cannot be caught.
-        RuntimeError: On entering outside the main thread, which alone may set handlers, or twice.
+        RuntimeError: On entering a guard twice, or outside the main thread, which alone may set handlers.
+
+    Example:
+        >>> with fs.PreemptionGuard() as guard:
+        ...     for step, one in enumerate(fs.windows(loader, 2), start=1):
+        ...         result = fs.train_step(model, one, optimizer)
+        ...         if guard.should_stop():
+        ...             fs.save_checkpoint("ckpt", step, model=model, optimizer=optimizer)
+        ...             raise SystemExit(fs.REQUEUE_EXIT_CODE)
     """
 
     def __init__(self, *, signals: Iterable[int] = (signal.SIGTERM, signal.SIGUSR1)) -> None:
@@ -81,11 +82,11 @@ class PreemptionGuard:
             outer = getattr(handler, "__self__", None)
             if isinstance(outer, PreemptionGuard):
                 outer._noted = outer._noted or self._noted
-                outer.signal = outer.signal or self.signal  # which all ranks know already
+                outer.signal = outer.signal or self.signal  # all ranks have agreed on it already
         self._before.clear()
 
     def should_stop(self) -> bool:
-        """Whether any rank has been signalled by now; once True, always True.
+        """Whether any rank has received a signal by now; once True, always True.
 
         Collective: all ranks, between two steps. One small all-reduce on the host.
         """
@@ -95,29 +96,37 @@ class PreemptionGuard:
         return self.signal is not None
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        """The signal handler: it only notes the signal."""
         self._noted = number
 
 
 def keep_workers_alive(loader: Iterable[_T]) -> Iterator[_T]:
-    """``iter(loader)``, whose worker processes outlive the signals of the active guards.
+    """``iter(loader)``, whose worker processes survive the signals of the active guards.
 
-    Slurm signals every process of a job. A worker dies of SIGTERM, torch raises in the main process because
-    one did, and there is no time left to save. Here workers start with those signals blocked, and end only
-    with one that the main process sends. Nothing changes without an active ``PreemptionGuard``, without
+    Slurm signals every process of a job. A worker would die of SIGTERM, torch would raise in the main process
+    because a worker has died, and nothing would be saved. Here workers start with those signals blocked, and
+    end only on a signal from the main process. Nothing changes without an active ``PreemptionGuard``, without
     workers, or on macOS, where a process cannot learn who sent a signal.
 
     Args:
-        loader: A ``DataLoader``, whose ``worker_init_fn`` is called as ever, or any other iterable.
+        loader: A ``DataLoader``, whose ``worker_init_fn`` is called as usual, or any other iterable.
+
+    Example:
+        >>> with fs.PreemptionGuard() as guard:
+        ...     for batch in fs.keep_workers_alive(loader):
+        ...         result = fs.train_step(model, [batch], optimizer)
     """
     guarded = set(_guarded) if hasattr(signal, "sigwaitinfo") else set()
     if not getattr(loader, "num_workers", 0) or not hasattr(loader, "worker_init_fn") or not guarded:
         return iter(loader)
     context = getattr(loader, "multiprocessing_context", None) or multiprocessing.get_context()
     if context.get_start_method() != "fork":
-        resource_tracker.ensure_running()  # which unblocks SIGTERM when it starts
+        # Starting the tracker unblocks SIGTERM in this process, so it is started before the signals are
+        # blocked.
+        resource_tracker.ensure_running()
     inner = loader.worker_init_fn
     loader.worker_init_fn = _Outlive(tuple(guarded), inner)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, guarded)  # every thread of a worker inherits that
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, guarded)  # every thread of a worker inherits the mask
     try:
         return iter(loader)
     finally:
@@ -127,7 +136,12 @@ def keep_workers_alive(loader: Iterable[_T]) -> Iterator[_T]:
 
 @dataclass(frozen=True)
 class _Outlive:
-    """A ``worker_init_fn``; a class, since workers that are spawned get it pickled."""
+    """A ``worker_init_fn``; a class, since spawned workers get it pickled.
+
+    Attributes:
+        signals: Signals that are blocked in the worker.
+        then: The loader's own ``worker_init_fn``.
+    """
 
     signals: tuple[signal.Signals, ...]
     then: Callable[[int], Any] | None
@@ -138,6 +152,7 @@ class _Outlive:
             self.then(worker_id)
 
     def _end_with_main(self) -> None:
+        """Wait for the guarded signals, and end this worker at the first that the main process sends."""
         main = multiprocessing.parent_process()
         while main is not None and signal.sigwaitinfo(self.signals).si_pid != main.pid:
             pass

@@ -1,4 +1,4 @@
-"""A distributed order of rows that resumes exactly where training stopped, at any number of ranks."""
+"""A distributed order of rows that resumes exactly where training stopped, with any number of ranks."""
 
 import warnings
 from abc import ABC, abstractmethod
@@ -18,11 +18,11 @@ T = TypeVar("T")
 
 
 def place_of(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
-    """(number of ranks that share the rows, this rank); None takes the process group's.
+    """(number of ranks that share the rows, this rank); None takes that of the process group.
 
     Raises:
-        ValueError: If the rank is none of them, or this process has a mesh with ``cp``: not every rank then
-            has rows of its own.
+        ValueError: If the rank is out of range; or if it has to be taken from the process group although this
+            process has a mesh with ``cp``, with which not every rank has rows of its own.
     """
     if (num_replicas is None or rank is None) and has_context_parallelism():
         raise ValueError(
@@ -39,10 +39,10 @@ def place_of(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
 def place_in(
     mesh: "DeviceMesh | None", num_replicas: int | None, rank: int | None
 ) -> tuple[int | None, int | None]:
-    """``num_replicas`` and ``rank`` as they were given, or those of this rank in a mesh.
+    """``num_replicas`` and ``rank`` as they were given, or as the mesh has them for this rank.
 
     Raises:
-        ValueError: If both are given, or this rank is not in the mesh.
+        ValueError: If a mesh is given together with one of them, or this rank is not in the mesh.
     """
     if mesh is None:
         return num_replicas, rank
@@ -53,24 +53,24 @@ def place_in(
 
 
 class PlacedSampler(Sampler[T], ABC):
-    """What samplers of rows and of packs have in common: a place among the ranks, epochs, and a conscience.
+    """What samplers of rows and of packs have in common: rank, epochs, and a warning about lost positions.
 
-    The place is looked up when it is needed: a sampler made before ``init_distributed`` has the place that
-    the process group gives it.
+    The rank is looked up each time it is needed, so a sampler that was made before ``init_distributed`` gets
+    the rank of the process group.
 
     Args:
         num_replicas: Number of ranks that share the rows; None takes the process group's, or 1.
         rank: This rank; None takes the process group's, or 0.
-        mesh: Says both: its ranks share the rows, those along ``cp`` get the same.
+        mesh: Mesh whose ranks share the rows, in place of both; those along ``cp`` get the same rows.
     """
 
     epoch: int
 
     def __init__(self, num_replicas: int | None, rank: int | None, mesh: "DeviceMesh | None" = None) -> None:
         self._given_place = place_in(mesh, num_replicas, rank)
-        place_of(*self._given_place)  # refuses what cannot be
+        place_of(*self._given_place)  # raises for a rank that is out of range
         self._restored_epoch = 0
-        self._drawn = 0  # since something was last marked as consumed
+        self._drawn = 0  # rows or packs that were drawn since some were last marked as consumed
         self.is_passed_over = False
 
     @property
@@ -80,15 +80,16 @@ class PlacedSampler(Sampler[T], ABC):
 
     @property
     def rank(self) -> int:
-        """This rank among them."""
+        """Index of this rank among those that share the rows."""
         return place_of(*self._given_place)[1]
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the start of an epoch; the current one is not restarted, so a resumed loop may call it.
+        """Go to the start of an epoch; the current one is not restarted, so a resumed loop may call this.
 
-        An epoch before the one that ``load_state_dict`` has restored was trained before the checkpoint:
-        it is passed over, with a warning, and has no rows. So ``for epoch in range(num_epochs)`` goes on
-        where it was, whether it counts from 0 again or from ``sampler.epoch``.
+        An epoch before the one that ``load_state_dict`` has restored was trained before the checkpoint was
+        saved: it is passed over, with a warning, and has no rows. So ``for epoch in range(num_epochs)``
+            continues
+        at the right place, whether it counts from 0 again or from ``sampler.epoch``.
         """
         self.is_passed_over = epoch < self._restored_epoch
         if self.is_passed_over:
@@ -102,20 +103,20 @@ class PlacedSampler(Sampler[T], ABC):
 
     @abstractmethod
     def _go_to(self, epoch: int) -> None:
-        """To the start of an epoch."""
+        """Go to the start of an epoch."""
 
     def _restored(self, epoch: int) -> None:
         """Note that a state has been loaded."""
         self._restored_epoch, self._drawn, self.is_passed_over = epoch, 0, False
 
     def _counted(self, drawn: Iterable[T]) -> Iterator[T]:
-        """``drawn``, counted."""
+        """Pass on ``drawn`` and count it."""
         for one in drawn:
             self._drawn += 1
             yield one
 
     def _warn_if_uncounted(self) -> None:
-        """A position that nobody moves would be saved, and every resume would begin the epoch again."""
+        """Warn if rows were drawn and never marked as consumed: every resume would begin the epoch again."""
         if self._drawn:
             warnings.warn(
                 f"{self._drawn} draws of {type(self).__name__} were not marked as consumed, so its state is "
@@ -126,26 +127,35 @@ class PlacedSampler(Sampler[T], ABC):
 
 
 class ResumableSampler(PlacedSampler[int]):
-    """Like torch's ``DistributedSampler``, with a position that belongs in the checkpoint.
+    """Like torch's ``DistributedSampler``, but with a position to be saved in checkpoints.
 
     The position counts the rows that training has consumed on all ranks, not those that a DataLoader's
     workers have fetched ahead. ``windows`` reports them; a loop without it calls ``mark_consumed`` itself.
-    Row ``k`` of the epoch's order goes to rank ``k % num_replicas``, so the position means the same at
+    Row ``k`` of the epoch's order goes to rank ``k % num_replicas``, so the position means the same with
     another number of ranks. When an epoch has been consumed, the next one begins by itself. With
-    ``batch_size=None``, where the data set gives whole batches, a row is what it gives for one index.
+    ``batch_size=None``, where each index of the data set gives a whole batch, such a batch counts as one row.
 
     Args:
         data: The data set, or its number of rows.
-        shuffle: Whether each epoch has an order of its own; otherwise rows come in theirs.
-        seed: Of the order, together with the epoch; the same on all ranks.
-        drop_last: Whether an epoch ends at the last row that gives every rank one. Otherwise the first rows
-            of the order fill the last round, so that all ranks yield the same number.
+        shuffle: Whether each epoch has a random order of its own; otherwise rows come in the data's order.
+        seed: Seed of the order, together with the epoch; the same on all ranks.
+        drop_last: Whether rows that are left over when every rank has equally many are dropped. Otherwise the
+            first rows of the order are repeated at the end, so that all ranks yield the same number.
         num_replicas: Number of ranks that share the rows; None takes the mesh's or the process group's, or 1.
         rank: This rank; None takes the mesh's or the process group's, or 0.
-        mesh: From ``build_mesh``, in place of both. Needed with ``cp``, along which ranks get the same rows.
+        mesh: Mesh from ``build_mesh``, in place of ``num_replicas`` and ``rank``. Needed with ``cp``, since
+            ranks along ``cp`` get the same rows.
 
     Raises:
-        ValueError: If the data is empty, or smaller than the ranks with ``drop_last``.
+        ValueError: If the data is empty or, with ``drop_last``, has fewer rows than there are ranks.
+
+    Example:
+        >>> sampler = fs.ResumableSampler(rows, num_replicas=2, rank=0)
+        >>> sampler.mark_consumed(3)
+        >>> resumed = fs.ResumableSampler(rows, num_replicas=4, rank=0)
+        >>> resumed.load_state_dict(sampler.state_dict())
+        >>> resumed.position, len(resumed)
+        (6, 1)
     """
 
     def __init__(
@@ -169,12 +179,12 @@ class ResumableSampler(PlacedSampler[int]):
     def __iter__(self) -> Iterator[int]:
         if self.is_passed_over:
             return iter(())
-        self._check_rows()  # with the ranks that there are now
+        self._check_rows()  # again, since the number of ranks may have changed
         order = self._order()
         return self._counted(order[self.position + self.rank :: self.num_replicas])
 
     def __len__(self) -> int:
-        """Rows that this rank has left in the current epoch."""
+        """Number of rows that this rank has left in the current epoch."""
         return 0 if self.is_passed_over else (self._end() - self.position) // self.num_replicas
 
     def _go_to(self, epoch: int) -> None:
@@ -193,7 +203,7 @@ class ResumableSampler(PlacedSampler[int]):
             self.epoch, self.position = self.epoch + 1, 0
 
     def state_dict(self) -> dict[str, int]:
-        """The same on every rank: epoch, position, and what the order depends on."""
+        """Epoch, position, and what the order depends on; the same on every rank."""
         self._warn_if_uncounted()
         return self._state()
 
@@ -207,10 +217,10 @@ class ResumableSampler(PlacedSampler[int]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved position, at this or another number of ranks.
+        """Continue from a saved position, with the same or another number of ranks.
 
         Raises:
-            ValueError: If the state is of other data or another order: the rows seen would not be the same.
+            ValueError: If the state belongs to other data or another order, so that other rows would be left.
         """
         own = self._state()
         missing = [key for key in own if key not in state]
@@ -231,6 +241,7 @@ class ResumableSampler(PlacedSampler[int]):
             self._restored(self.epoch)
 
     def _check_rows(self) -> None:
+        """Raise ValueError if there are fewer rows than needed."""
         if self.num_rows < (self.num_replicas if self.drop_last else 1):
             raise ValueError(
                 f"{self.num_rows} rows cannot give each of {self.num_replicas} ranks one; "
@@ -238,13 +249,14 @@ class ResumableSampler(PlacedSampler[int]):
             )
 
     def _order(self) -> list[int]:
+        """The rows of the epoch up to its end, the first ones again where they fill up the last round."""
         order, end = self._rows(), self._end()
         while len(order) < end:
             order += order[: end - len(order)]
         return order[:end]
 
     def _rows(self) -> list[int]:
-        """The rows of the epoch."""
+        """Indices of the rows of the epoch, in order."""
         if not self.shuffle:
             return list(range(self.num_rows))
         generator = torch.Generator().manual_seed(self.seed + 1_000_003 * self.epoch)
@@ -252,7 +264,7 @@ class ResumableSampler(PlacedSampler[int]):
         return rows
 
     def _end(self) -> int:
-        """Where the epoch ends, so that the rows left from the position divide by the ranks."""
+        """Position at which the epoch ends: the rows until then divide by the number of ranks."""
         left = self.num_rows - self.position
         rounds = left // self.num_replicas if self.drop_last else -(-left // self.num_replicas)
         return self.position + max(rounds, 0) * self.num_replicas

@@ -110,7 +110,7 @@ MISTAKES = [
     Mistake(
         "the rest of a stream is read in the order of epoch 0",
         "packing/stream.py",
-        "    _set_epoch(rest, epoch)  # that of datasets.IterableDataset begins at epoch 0\n",
+        "    _set_epoch(rest, epoch)  # what datasets.IterableDataset.skip returns begins at epoch 0\n",
         "",
         ("tests/packing/test_stream.py",),
     ),

@@ -1,4 +1,4 @@
-"""Chat rows to input_ids and labels: what is trained, padding, truncation, and a way to look at it.
+"""From chat rows to input_ids and labels: which tokens are trained, truncation, padding, and pictures of it.
 
 Labels are aligned with input_ids, as in Hugging Face; the shift by one happens once, in the loss.
 """

@@ -1,4 +1,4 @@
-"""Rows to padded batches."""
+"""From rows to padded batches."""
 
 from __future__ import annotations
 
@@ -31,24 +31,33 @@ if TYPE_CHECKING:
 class SFTCollator:
     """Turns rows into a padded batch; for the `collate_fn` of a DataLoader.
 
-    Padding is told by length and never by token id, since the end-of-sequence token is often the padding
-    token. Every row stays a row, also one without a target: see `filter_rows`.
+    Padding is masked by the length of the row and never by token id, since the end-of-sequence token is often
+    the padding token. Every row is kept, even one without a target; `filter_rows` removes those beforehand.
 
     Args:
         tokenizer: A fast tokenizer with a padding token.
-        max_length: Most tokens of a row.
+        max_length: Most tokens of a row; longer ones are truncated.
         padding: "longest" pads to the longest row of the batch, "max_length" to max_length.
         padding_side: "right" or "left".
         pad_to_multiple_of: Rounds the padded length up to a multiple, beyond max_length if need be.
-        on_dropped: "error", "count" (here the same as "ignore") or "ignore"; None does as `filter_rows` was
-            last told in this process for this tokenizer, and raises if it was not called, so that no epoch
-            ends on a row that has been let pass.
-        vocab_size: Number of ids that the model has rows for, such as `model.config.vocab_size`; a row with
-            another id raises. None leaves that to `train_step`.
-        **options: As for `encode_chat`.
+        on_dropped: What to do if the template does not print a text of a trained message: "error" raises,
+            "count" and "ignore" are the same here and keep the row. None does what the last `filter_rows` of
+            this process was told for this tokenizer, so that a row which it kept cannot end an epoch; without
+            such a call it is "error".
+        vocab_size: Number of ids that the model has embeddings for, such as `model.config.vocab_size`; a row
+            with any other id raises. None leaves that check to `train_step`.
+        **options: Further options of `encode_chat`.
 
     Raises:
         ValueError: For an option that is not allowed, or a tokenizer without a padding token.
+
+    Example:
+        >>> collate = fs.SFTCollator(tokenizer, max_length=64, pad_to_multiple_of=8)
+        >>> batch = collate(rows[:2])
+        >>> sorted(batch)
+        ['attention_mask', 'input_ids', 'labels']
+        >>> batch["labels"].shape[1] % 8
+        0
     """
 
     def __init__(
@@ -88,18 +97,18 @@ class SFTCollator:
         )
 
     def __call__(self, rows: Sequence[Mapping[str, Any] | EncodedChat]) -> dict[str, torch.Tensor]:
-        """Encode what is not encoded yet, and pad.
+        """Encode the rows that are not encoded yet, and pad.
 
         Args:
-            rows: Chat rows, rows with input_ids and labels, or `EncodedChat`s, B of them.
+            rows: B chat rows, rows with input_ids and labels, or `EncodedChat`s.
 
         Returns:
-            `input_ids`, `attention_mask` and `labels`, each int64 (B, S). Where a row has weights other than
-            0 and 1 also `loss_weights`, float32 (B, S), which are 1 for other rows.
+            `input_ids`, `attention_mask` and `labels`, each int64 (B, S). If a row has weights other than
+            0 and 1, also `loss_weights`, float32 (B, S), which is 1 for the other rows.
 
         Raises:
-            VocabularyError: For an id beyond `vocab_size`.
-            ValueError: Without rows, and as `encode_chat` does.
+            VocabularyError: For an id outside of `vocab_size`.
+            ValueError: Without rows, and for a row that `encode_chat` refuses.
         """
         if not rows:
             raise ValueError("a batch needs at least one row, got none; check the sampler's batch size")
@@ -134,7 +143,8 @@ class SFTCollator:
     def _pad(
         self, rows: Sequence[Sequence[float]], length: int, filler: float, code: str = "q"
     ) -> torch.Tensor:
-        # One buffer: torch.tensor(lists) looks at every item by itself and takes several times as long.
+        # Filled through one buffer: torch.tensor(lists) converts item by item and takes several times as
+        # long.
         flat: array[Any] = array(code)
         for row in rows:
             padding = array(code, [filler]) * (length - len(row))

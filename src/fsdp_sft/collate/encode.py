@@ -1,4 +1,4 @@
-"""One chat row to input_ids and labels: which tokens are trained, and truncation."""
+"""From a chat row to input_ids and labels: which tokens are trained, and truncation."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ NOTES = {
     "model with new_vocab_size=",
     "answer_cut_off": "max_length leaves nothing of an answer",
 }
-"""What is said of a row that is kept all the same, by its name in `FilterCounts`."""
+"""Remarks on rows that are kept nevertheless, by their names in `FilterCounts`."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,14 @@ class EncodedChat:
     Attributes:
         input_ids: Token ids of the whole conversation, (S,).
         labels: The same ids where trained and -100 elsewhere, (S,), not shifted.
-        loss_weights: The factor of each label's loss, (S,), where messages have weights other than 0 and 1;
-            else None.
-        notes: What else there is to say of it: names of `NOTES`.
+        loss_weights: Factor of each label's loss, (S,), if messages have weights other than 0 and 1; else
+            None.
+        notes: Remarks on the row: names of `fsdp_sft.collate.NOTES`.
+
+    Example:
+        >>> chat = fs.EncodedChat(input_ids=[5, 6, 7], labels=[-100, 6, 7])
+        >>> chat.num_targets
+        2
     """
 
     input_ids: list[int]
@@ -64,16 +69,16 @@ class EncodedChat:
 
     @property
     def num_targets(self) -> int:
-        """Trained positions after the shift; the first token has nothing before it to be told from."""
+        """Trained positions after the shift; the first token has none before it to be predicted from."""
         if not self.labels:
             return 0
-        # A generator over the labels would take as long as the template.
+        # list.count, since a generator over the labels would take as long as rendering the template.
         first = int(self.labels[0] != IGNORE_INDEX)
         return len(self.labels) - self.labels.count(IGNORE_INDEX) - first
 
 
 class EncodeKeywords(TypedDict, total=False):
-    """Options of `encode_chat` that others hand on to it."""
+    """Options of `encode_chat` that the collator and the filter pass on to it."""
 
     train_on: TrainOn
     train_eot: bool
@@ -86,7 +91,11 @@ class EncodeKeywords(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class EncodeOptions:
-    """What `encode_chat` takes beside the row, checked once: ValueError for the first that is wrong."""
+    """The options of `encode_chat`, checked once.
+
+    Raises:
+        ValueError: For the first option that is wrong.
+    """
 
     train_on: TrainOn = "assistant"
     train_eot: bool = True
@@ -126,13 +135,13 @@ class EncodeOptions:
 
 
 def check_choice(name: str, value: Any, allowed: tuple[str, ...], hint: str = "") -> None:
-    """Raise ValueError unless the option is one of the allowed ones."""
+    """Raise ValueError unless `value` is one of the allowed ones."""
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}{hint}")
 
 
 def check_count(name: str, value: Any) -> None:
-    """Raise ValueError unless the option is a positive integer."""
+    """Raise ValueError unless `value` is a positive integer."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
 
@@ -151,48 +160,58 @@ def encode_chat(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     on_dropped: Literal["error", "count", "ignore"] = "error",
 ) -> EncodedChat:
-    """Tokenise a chat row and label what the model is to learn.
+    """Tokenise a chat row and label the tokens that the model is to learn.
 
     The conversation is rendered with the chat template and tokenised once, without adding special tokens
     (the template writes its own). An assistant turn is trained from the end of the generation prompt through
-    the token on which generation stops, if the template writes one; where that is no token of the tokenizer,
-    its text is trained, with a warning. A token that reaches over the start is not trained.
+    the token on which generation stops, if the template writes one. If the tokenizer has no such token, the
+    text that ends the turn is trained instead, with a warning. A token that contains characters from both
+    sides of the turn's start is not trained.
 
     Args:
         row: `messages`, `conversations` (ShareGPT), `instruction`/`output` (Alpaca), `prompt`/`completion`
             (two texts, or two lists of messages of which the first is not trained), or
             `input_ids`/`labels`, which pass through with truncation only. `tools` may be a list or JSON.
-            Nulls with which an Arrow table fills up calls and tools are left out, others stay.
+            Nulls with which an Arrow table fills up calls and tools are removed, others stay.
             `chat_template_kwargs` are the row's own variables for the template.
             `train`, `weight` or `loss_weight` of 0 switches a message off; 1 leaves it to `train_on`; any
             other number above 0 is the factor of the loss of its tokens. A part of a content that is text or
-            reasoning may have one too, which multiplies that of its message.
+            reasoning may have a weight too, which multiplies that of its message.
         tokenizer: A fast tokenizer.
-        train_on: "assistant": every assistant turn, tool calls included and tool results not; "last": the
+        train_on: "assistant": every assistant turn, with its tool calls but not their results; "last": the
             last assistant turn; "all": every token; or a set of roles, of which all but the assistant's are
-            trained without white space in front.
+            trained without the white space in front of their texts.
         train_eot: Whether the end-of-turn token is trained.
         train_reasoning: Whether reasoning is trained, with the tags around it. What a template prints where
             there is no reasoning, such as an empty think block, is trained either way.
         max_length: Most tokens to keep; None keeps all.
         truncation: "right" drops the end, "left" the beginning, "error" raises.
-        chat_template: Takes the place of the tokenizer's template.
+        chat_template: Template to use instead of the tokenizer's.
         row_format: "messages", "sharegpt", "alpaca", "prompt_completion" or "tokenized"; None detects it, in
             the order tokenized, messages, sharegpt, alpaca, prompt_completion.
-        chat_template_kwargs: Variables for the template, such as ``{"enable_thinking": False}``; those of the
-            row go before them.
+        chat_template_kwargs: Variables for the template, such as ``{"enable_thinking": False}``; the row's
+            own take precedence.
         on_dropped: What to do if the template does not print a text of a trained message: content, reasoning,
-            an argument of a call. "error" raises, "count" leaves a note, "ignore" nothing. Reasoning before
-            the last question, which templates leave out by design, is noted at most.
+            an argument of a call. "error" raises, "count" leaves a note, "ignore" does nothing. Reasoning
+            before the last question, which templates leave out by design, never raises.
 
     Returns:
         Ids and labels of equal length. Without a trained turn all labels are -100.
 
     Raises:
         DroppedTextError: For a text that is not printed.
-        ChatTemplateError: If the trained tokens cannot be told for sure, or the template refuses the row.
+        ChatTemplateError: If the trained tokens cannot be determined with certainty, or the template refuses
+            the row.
         TooLongError: For a row over max_length with truncation="error".
         ValueError: For a malformed row or option, a missing template or a slow tokenizer.
+
+    Example:
+        >>> chat = fs.encode_chat(rows[0], tokenizer)
+        >>> len(chat.labels) == len(chat.input_ids), chat.labels[0]
+        (True, -100)
+        >>> whole = fs.encode_chat(rows[0], tokenizer, train_on="all")
+        >>> whole.num_targets > chat.num_targets
+        True
     """
     options = EncodeOptions(
         train_on=train_on,
@@ -218,7 +237,7 @@ def encode_row(
 def encode_rows(
     rows: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, options: EncodeOptions
 ) -> list[EncodedChat]:
-    """`encode_row` of several rows, tokenised in one call, which uses all cores the tokenizer may use."""
+    """`encode_row` of several rows, tokenised in one call, so that the tokenizer can use several cores."""
     encoded: dict[int, EncodedChat] = {}
     rendered: dict[int, _Rendering] = {}
     templates: dict[Any, ChatTemplate] = {}
@@ -237,16 +256,16 @@ def encode_rows(
 
 @dataclass(slots=True)
 class _Rendering:
-    """The text of a conversation, and the turns that labels depend on.
+    """The text of a conversation, and the turns on which labels depend. Spans are [start, end) of the text.
 
     Attributes:
-        text: As the template prints it.
-        turns: Those that are trained; or, with `all_else`, those that do not weigh 1.
-        all_else: Whether everything but `turns` is trained.
-        weights: Of each message.
-        weighed: First and last character of each part with a weight of its own, and the weight.
+        text: The conversation as the template prints it.
+        turns: Turns that are trained; with `all_else`, turns whose weight is not 1.
+        all_else: Whether everything but `turns` is trained with weight 1, as with train_on="all".
+        weights: Weight of each message.
+        weighed: Span of each part with a weight of its own, and the weight.
         notes: Names of `NOTES`.
-        answers: First and last character of each trained answer.
+        answers: Span of each trained answer.
     """
 
     text: str
@@ -264,6 +283,7 @@ def _render(
     options: EncodeOptions,
     templates: dict[Any, ChatTemplate],
 ) -> _Rendering:
+    """Render a chat row and find the turns on which its labels depend."""
     conversation = read_row(row, options.row_format)
     template = _template(conversation, tokenizer, options, templates)
     all_else = options.train_on == "all"
@@ -278,7 +298,8 @@ def _render(
     except ChatTemplateError:
         if not all_else or wanted:
             raise
-        # Where each text stands need not be known if all is trained; what is missing shows without it.
+        # If every token is trained, the places of the texts are not needed; a text that is missing from the
+        # rendering is found by searching for it.
         found = find_turns(template, conversation, [], printed=[])
         found = replace(found, dropped=tuple(_not_in_the_text(conversation, trained, found.text)))
     _check_text(found.text)
@@ -294,6 +315,7 @@ def _template(
     options: EncodeOptions,
     templates: dict[Any, ChatTemplate],
 ) -> ChatTemplate:
+    """The chat template for a conversation, made once for all rows that need the same one."""
     if not getattr(tokenizer, "is_fast", False):  # MistralCommonBackend has no such attribute
         raise ValueError(
             f"{describe_tokenizer(tokenizer)} gives no character offsets, which labels need; load the fast "
@@ -301,7 +323,7 @@ def _template(
             "transformers.integrations.mistral.convert_tekken_tokenizer"
         )
     kwargs = {**(options.chat_template_kwargs or {}), **conversation.template_kwargs}
-    # Some tokenizers have a second template for tools.
+    # Whether there are tools is part of the key, since some tokenizers have a second template for them.
     variables = json.dumps(kwargs, default=repr) if kwargs else ""
     key = (conversation.tools is not None, conversation.thinks_in_parts, variables)
     if key not in templates:
@@ -316,6 +338,7 @@ def _template(
 
 
 def _check_text(text: str) -> None:
+    """Refuse a text with half of a surrogate pair, which cannot be tokenised."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -326,6 +349,7 @@ def _check_text(text: str) -> None:
 
 
 def _not_in_the_text(conversation: Conversation, trained: list[int], text: str) -> Iterator[Dropped]:
+    """Contents of trained messages that do not occur in the text, neither as they are nor as JSON."""
     for index in trained:
         content = str(conversation.messages[index]["content"]).strip()
         if content not in text and json.dumps(content, ensure_ascii=False)[1:-1] not in text:
@@ -335,6 +359,7 @@ def _not_in_the_text(conversation: Conversation, trained: list[int], text: str) 
 def _notes(
     found: Found, template: ChatTemplate, conversation: Conversation, options: EncodeOptions
 ) -> Iterator[str]:
+    """Remarks on a row, or the error for a text that the template drops."""
     if options.on_dropped != "ignore":
         if any(item.is_past for item in found.dropped):
             yield "dropped_past_reasoning"
@@ -374,19 +399,27 @@ def _dropped_error(lost: Dropped, template: ChatTemplate) -> DroppedTextError:
 
 
 def turns_of_roles(conversation: Conversation, options: EncodeOptions) -> list[int]:
-    """Indices of the messages whose role is trained."""
+    """Indices of the messages whose role is trained, whatever their weights."""
     roles = options.train_on if isinstance(options.train_on, frozenset) else {"assistant"}
     indices = [i for i, message in enumerate(conversation.messages) if message["role"] in roles]
     return indices[-1:] if options.train_on == "last" else indices
 
 
 def selected_turns(conversation: Conversation, options: EncodeOptions) -> list[int]:
-    """Of those, the ones that no weight switches off."""
+    """Indices of the messages whose role is trained and whose weight is not 0."""
     return [index for index in turns_of_roles(conversation, options) if conversation.weights[index]]
 
 
 def _labels(tokens: Tokens, rendering: _Rendering, train_eot: bool) -> tuple[list[int], list[float] | None]:
-    """The id of each trained token, -100 elsewhere; weights. A token lies in a turn if it starts there."""
+    """Labels and loss weights of a rendered conversation.
+
+    Returns:
+        (the id of each trained token and -100 elsewhere, (S,); weights, (S,), or None if all are 0 or 1).
+    """
+    # From characters to tokens: a token belongs to the turn in which its first character lies. So a turn is
+    # the tokens from the first that starts at turn.start or later up to the first that starts at turn.end or
+    # later. A token that begins before the turn and reaches into it is not trained: the model would have to
+    # predict a part of the prompt with it.
     ids, all_else = tokens.ids, rendering.all_else
     labels = list(ids) if all_else else [IGNORE_INDEX] * len(ids)
     of_turns = (rendering.weights[turn.message] for turn in rendering.turns)
@@ -395,7 +428,8 @@ def _labels(tokens: Tokens, rendering: _Rendering, train_eot: bool) -> tuple[lis
     for turn in rendering.turns:
         first, stop = tokens.first_from(turn.start), tokens.first_from(turn.end)
         if not all_else and not train_eot and turn.stop_start < turn.end:
-            # A token that strips the white space around it may start before the end-of-turn token does.
+            # An end-of-turn token with lstrip=True takes in the white space in front of it, and so starts
+            # before its own text does: stop at the first token that ends beyond stop_start.
             stop = min(stop, tokens.first_beyond(turn.stop_start))
         if first >= stop:
             continue
@@ -414,7 +448,7 @@ def _labels(tokens: Tokens, rendering: _Rendering, train_eot: bool) -> tuple[lis
 
 
 def _loses_an_answer(tokens: Tokens, rendering: _Rendering, options: EncodeOptions) -> bool:
-    """Whether an answer lies wholly in what `truncate` will cut off."""
+    """Whether some answer lies entirely in the tokens that `truncate` will cut off."""
     limit, length = options.max_length, len(tokens.ids)
     if limit is None or length <= limit:
         return False
@@ -424,7 +458,11 @@ def _loses_an_answer(tokens: Tokens, rendering: _Rendering, options: EncodeOptio
 
 
 def truncate(chat: EncodedChat, options: EncodeOptions) -> EncodedChat:
-    """Cut a chat to `max_length`, or refuse it, as the options say."""
+    """Cut a chat to `max_length`, or refuse it, as the options say.
+
+    Raises:
+        TooLongError: For a chat over max_length with truncation="error".
+    """
     limit, length = options.max_length, len(chat.input_ids)
     if limit is None or length <= limit:
         return chat

@@ -1,4 +1,4 @@
-"""The rows that must not reach the sampler, counted by reason."""
+"""Leave out the rows that must not reach the sampler, and count them by reason."""
 
 from __future__ import annotations
 
@@ -46,13 +46,22 @@ REFUSALS = {
 
 
 class FilterCounts(dict[str, int]):
-    """How many rows were kept, and how many not, by reason: a dict of those that occur.
+    """Numbers of rows by outcome: a dict of "kept" and of the reasons and notes that occur.
 
-    "kept" and `REFUSALS` add up to the number of rows; `NOTES` are of rows among the kept ones.
+    The counts of "kept" and of the reasons in `fsdp_sft.collate.REFUSALS` add up to the number of rows. The
+    notes in `fsdp_sft.collate.NOTES` are about rows that were kept, and are counted besides.
 
     Attributes:
-        indices: Of the rows, by reason, but for "kept".
-        examples: By reason, of the first 20: "row 7: what is wrong with it".
+        indices: Indices of the rows with each reason or note, by its name.
+        examples: Descriptions of the first 20 of them, such as "row 7: what is wrong with it", by the same
+            name.
+
+    Example:
+        >>> kept, counts = fs.filter_rows([*rows, {"messages": []}], tokenizer, on_error="count")
+        >>> dict(counts)
+        {'kept': 8, 'malformed': 1}
+        >>> list(counts.indices["malformed"])
+        [8]
     """
 
     def __init__(self) -> None:
@@ -67,7 +76,7 @@ class FilterCounts(dict[str, int]):
         indices: Mapping[str, Iterable[int]],
         examples: Mapping[str, list[str]],
     ) -> FilterCounts:
-        """Those of an earlier run."""
+        """The counts of an earlier run."""
         made = cls()
         made.update(counts)
         made.indices = {reason: array("q", values) for reason, values in indices.items()}
@@ -75,7 +84,7 @@ class FilterCounts(dict[str, int]):
         return made
 
     def join(self, others: FilterCounts, first: int) -> None:
-        """Add those of further rows, of which the first is row ``first``."""
+        """Add the counts of further rows, of which the first has the index ``first``."""
         for reason, number in others.items():
             self[reason] = self.get(reason, 0) + number
         for reason, indices in others.indices.items():
@@ -100,7 +109,7 @@ class FilterCounts(dict[str, int]):
 
 def let_pass(tokenizer: PreTrainedTokenizerBase) -> str:
     """``on_dropped`` of the last `filter_rows` with this tokenizer; "error" if there was none."""
-    with suppress(TypeError):  # a stand-in of the caller's that cannot be kept
+    with suppress(TypeError):  # a tokenizer of the caller's own that cannot be weakly referenced or hashed
         return _LET_PASS.get(tokenizer, "error")
     return "error"
 
@@ -117,26 +126,30 @@ def filter_rows(
     on_dropped: Literal["error", "count", "ignore"] = "error",
     **options: Unpack[EncodeKeywords],
 ) -> tuple[list[Row], FilterCounts]:
-    """Drop the rows that would train nothing, before the sampler deals them out.
+    """Leave out the rows that would train nothing, before the sampler distributes rows to ranks.
 
     Args:
         rows: Rows as `encode_chat` takes them, and `EncodedChat`s.
         tokenizer: A fast tokenizer.
         max_length: Most tokens to keep; None keeps all.
         on_error: What to do with a row that `encode_chat` would refuse: "raise", or drop and "count" it.
-        on_dropped: What to do with a row of which the template leaves out a text of an answer: "error" takes
-            it for such a row, "count" keeps and counts it, "ignore" keeps it.
-        **options: As for `encode_chat`; give what the collator gets.
+        on_dropped: What to do with a row of whose answers the template does not print every text: "error"
+            treats it as a refused row, "count" keeps and counts it, "ignore" keeps it.
+        **options: Further options of `encode_chat`; give the same to the collator.
 
     Returns:
-        (the rows with a target after truncation and shift, counts by reason). The counts have "kept", and
-        those that occur of `fsdp_sft.collate.REFUSALS`, of rows that are not kept, and of
-        `fsdp_sft.collate.NOTES`, of rows that are.
+        (the rows that have a target after truncation and shift, as they were given; a `FilterCounts`).
 
     Raises:
         ValueError: For a malformed row, with its index, or if no row is left, with the counts.
-        ChatTemplateError: For one that the template refuses.
-        DroppedTextError: For one of which it leaves out a text.
+        ChatTemplateError: For a row that the template refuses.
+        DroppedTextError: For a row with a text that the template does not print.
+
+    Example:
+        >>> silent = {"messages": [{"role": "user", "content": "Hello?"}]}
+        >>> kept, counts = fs.filter_rows([*rows, silent], tokenizer, max_length=64)
+        >>> dict(counts)
+        {'kept': 8, 'no_assistant_turn': 1}
     """
     wanted = EncodeOptions(max_length=max_length, on_dropped=on_dropped, **options)
     check_choice("on_error", on_error, ("raise", "count"))
@@ -166,9 +179,19 @@ def judge_row(
     on_error: str,
     encoded: EncodedChat | None = None,
 ) -> tuple[str, EncodedChat | None]:
-    """(why the row is not kept, or "kept"; the row encoded and truncated), counted.
+    """Decide whether a row is kept, and count it.
 
-    ``encoded`` is what `encode_rows` has made of it, if it has been called already.
+    Args:
+        row: The row.
+        index: Index of the row, for counts and errors.
+        tokenizer: A fast tokenizer.
+        options: Options of `encode_chat`.
+        counts: Counts so far, to which this row is added.
+        on_error: "raise" or "count", as for `filter_rows`.
+        encoded: The row as `encode_rows` returned it, if it has been encoded already.
+
+    Returns:
+        ("kept" or the reason why the row is not kept; the encoded and truncated row, or None if refused).
     """
     if encoded is None and isinstance(row, EncodedChat):
         encoded = row
@@ -176,7 +199,8 @@ def judge_row(
         whole = encode_row(row, tokenizer, options) if encoded is None else encoded
         chat = truncate(whole, options)
     except Exception as unexpected:
-        # What a row can hold is without end; what it breaks is told with its index all the same.
+        # A row may hold anything, so any exception is possible; whatever it is, it is reported with the
+        # index.
         error = unexpected
         if not isinstance(error, ValueError):
             error = ValueError(f"the row cannot be read: {type(unexpected).__name__}: {unexpected}")
@@ -194,6 +218,7 @@ def judge_row(
 
 
 def _reason_of(error: ValueError) -> str:
+    """Name in `REFUSALS` for an error that refuses a row."""
     if isinstance(error, DroppedTextError):
         return "dropped_text"
     if isinstance(error, ChatTemplateError):
@@ -202,6 +227,7 @@ def _reason_of(error: ValueError) -> str:
 
 
 def _why_empty(row: Any, whole: EncodedChat, options: EncodeOptions) -> str:
+    """Name in `REFUSALS` of the reason why an encoded row has no target."""
     if whole.num_targets:
         return "truncated_away"
     if isinstance(row, EncodedChat) or is_encoded(row, options.row_format):

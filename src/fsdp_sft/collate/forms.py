@@ -1,4 +1,4 @@
-"""Other forms of the same messages, for templates that refuse the usual one."""
+"""Alternative forms of the same messages, for templates that refuse the usual one."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from fsdp_sft.collate.rows import Message
 
 
 def other_forms(messages: list[Message]) -> Iterator[list[Message]]:
-    """Yield what a template may want instead, the smallest change first; nothing without tool calls.
+    """Yield alternative forms of the messages, the smallest change first; none without tool calls.
 
-    - Arguments of tool calls as JSON, for templates that join them to a string.
+    - Arguments of tool calls as a JSON string, for templates that concatenate them with other strings.
     - Ids of nine characters for tool calls, and for each result the id and the name of its call, which the
-      templates of Mistral's models insist on and most data sets lack.
+      templates of Mistral's models require and most data sets lack.
+    - Both.
     """
     if not any("tool_calls" in message for message in messages):
         return
@@ -38,7 +39,10 @@ def _with_json_arguments(messages: list[Message]) -> list[Message]:
 
 
 def _with_call_ids(messages: list[Message]) -> list[Message]:
-    """Number the calls; a result belongs to the call with its id, or to the first one still unanswered."""
+    """Give each call an id, and each result the id and name of its call.
+
+    A result belongs to the call with the same id in the row, or else to the first call without a result.
+    """
     changed: list[Message] = []
     waiting: list[tuple[Any, str, str]] = []  # (id in the row, id for the template, name)
     count = 0

@@ -1,7 +1,12 @@
-"""Where the texts of a conversation stand in its rendering, and which of them are not there.
+"""Where the texts of a conversation stand in its rendering, and which of them are not printed.
 
-A conversation is rendered with sentinels for its texts, and the texts are put back. Only where that gives the
-true rendering, character for character, is it known which text stands where.
+A conversation is rendered with sentinels in place of its texts, and then the texts are put back. Only if that
+gives the true rendering, character for character, is it known which text stands where. `spans` opens with a
+worked example.
+
+A *leaf* is a text that gets one sentinel: a content, reasoning, or a string or number in the arguments of a
+tool call. A content with think tags in it has a leaf for each text between the tags. A *place* is the
+position of a leaf in the rendering.
 """
 
 from __future__ import annotations
@@ -24,8 +29,9 @@ from fsdp_sft.collate.template import (
 )
 from fsdp_sft.errors import ChatTemplateError
 
+# By message index and key of a text ("content", ...): (characters, weight) of each part of that text.
 PartWeights = Mapping[int, dict[str, list[tuple[int, float]]]]
-# Templates of reasoning models look for these in the content and cut it there.
+# Templates of reasoning models search the content for these tags and cut it there.
 THINK = re.compile(r"(</?think>)")
 
 
@@ -36,7 +42,7 @@ class Dropped:
     Attributes:
         message: Index of the message.
         text: The text.
-        part: What it is: "reasoning", "tool call" or "content".
+        part: Kind of the text: "reasoning", "tool call" or "content".
         is_past: Whether it is reasoning before the last question, which templates leave out by design.
     """
 
@@ -48,7 +54,15 @@ class Dropped:
 
 @dataclass(slots=True)
 class _Leaf:
-    """A text of a message, in the forms in which a template may print it."""
+    """A text of a message that gets one sentinel.
+
+    Attributes:
+        message: Index of the message.
+        texts: The text as the row has it, and further forms in which a template may print it.
+        in_call: Whether it belongs to a tool call.
+        is_reasoning: Whether it is reasoning.
+        is_name: Whether it is the name of a function, which is a leaf where the call's arguments hold none.
+    """
 
     message: int
     texts: tuple[str, ...]
@@ -58,11 +72,11 @@ class _Leaf:
 
     @property
     def part(self) -> str:
-        """What of the message it is."""
+        """Kind of the text, as in `Dropped.part`."""
         return "reasoning" if self.is_reasoning else "tool call" if self.in_call else "content"
 
     def spellings(self) -> Iterator[str]:
-        """The texts, and the first as it stands inside of JSON and of Python's repr."""
+        """The texts, and the first one as JSON and as Python's repr print it, without the quotes."""
         yield from self.texts
         yield json.dumps(self.texts[0], ensure_ascii=False)[1:-1]
         yield repr(self.texts[0])[1:-1]
@@ -74,9 +88,9 @@ class _WeighedPart:
 
     Attributes:
         leaves: Numbers of its leaves.
-        head: What of it stands before the first of them: white space, a think tag.
-        tail: What stands behind the last.
-        weight: Its weight.
+        head: White space and think tags of the part before its first leaf.
+        tail: White space and think tags of the part behind its last leaf.
+        weight: Weight of the part.
     """
 
     leaves: range
@@ -87,7 +101,15 @@ class _WeighedPart:
 
 @dataclass(slots=True)
 class Place:
-    """Where a leaf stands in the real rendering."""
+    """Position of a leaf in the true rendering: characters [start, end).
+
+    Attributes:
+        leaf: Number of the leaf.
+        message: Index of the leaf's message.
+        start: First character.
+        end: The character after the last one.
+        is_reasoning: Whether the leaf is reasoning.
+    """
 
     leaf: int
     message: int
@@ -97,13 +119,19 @@ class Place:
 
 
 class Extent(NamedTuple):
-    """Where a message is printed, in characters of the text.
+    """Position of a message in the rendering, in characters of the text.
+
+    The template's own text (headers, end-of-turn tokens) between `floor` and `ceiling` may belong to this
+    message; everything outside belongs to others::
+
+        leaf of another message | literal | first leaf ... last leaf | literal | leaf of another message
+                              floor     own[0]                   own[1]     ceiling
 
     Attributes:
-        message: Its index.
-        floor: End of the leaf before it.
-        own: Start of its first leaf and end of its last; None if nothing of it is printed.
-        ceiling: Start of the leaf after it.
+        message: Index of the message.
+        floor: End of the leaf before the message's first one.
+        own: Start of its first leaf and end of its last one; None if nothing of it is printed.
+        ceiling: Start of the leaf after the message's last one.
     """
 
     message: int
@@ -112,11 +140,31 @@ class Extent(NamedTuple):
     ceiling: int
 
 
+class _Stretch(NamedTuple):
+    """Consecutive places of one message.
+
+    Attributes:
+        message: Index of the message.
+        start: Start of the first place.
+        end: End of the last place.
+    """
+
+    message: int
+    start: int
+    end: int
+
+
 @dataclass(slots=True)
 class Layout:
-    """All leaves of a conversation, and those that are printed in the order of the text.
+    """The leaves of a conversation and the places of those that are printed.
 
-    `numeric` says whether numbers have sentinels in `marked`.
+    Attributes:
+        leaves: All leaves; a leaf's number is its index.
+        places: Places of the printed leaves, in the order of the text.
+        length: Characters of the rendering.
+        marked: The messages with sentinels in place of their texts.
+        numeric: Whether numbers, too, have sentinels in `marked`.
+        pieces: Parts of texts that have a weight of their own.
     """
 
     leaves: list[_Leaf]
@@ -127,11 +175,13 @@ class Layout:
     pieces: list[_WeighedPart] = field(default_factory=list)
 
     def weighed(self, text: str) -> Iterator[tuple[int, int, float]]:
-        """First and last character of each piece that has a weight of its own, and the weight."""
+        """Start, end and weight of each printed part that has a weight of its own."""
         for piece in self.pieces:
             mine = [number for number, place in enumerate(self.places) if place.leaf in piece.leaves]
             if not mine:
                 continue
+            # A part whose leaves follow each other is one span. Where the template prints something else
+            # between them, each leaf is a span of its own.
             runs = [mine] if mine[-1] - mine[0] + 1 == len(mine) else [[number] for number in mine]
             for run in runs:
                 start, end = self.places[run[0]].start, self.places[run[-1]].end
@@ -140,7 +190,11 @@ class Layout:
                 yield start, end, piece.weight
 
     def check(self, template: ChatTemplate, wanted: set[int]) -> None:
-        """Refuse a layout in which a wanted message is missing, doubled or torn apart."""
+        """Refuse a layout in which a wanted message is missing, printed twice, or interrupted by another.
+
+        Raises:
+            ChatTemplateError: If one is.
+        """
         absent = self.absent(wanted)
         printed: set[int] = set()
         begun: set[int] = set()
@@ -158,12 +212,17 @@ class Layout:
             raise template.error(f"it does not print message {min(absent)}")
 
     def absent(self, messages: set[int]) -> set[int]:
-        """Those that have texts, of which none is printed."""
+        """Those of `messages` that have texts, none of which is printed."""
         printed = {place.message for place in self.places}
         return (messages & {leaf.message for leaf in self.leaves}) - printed
 
     def dropped(self, wanted: set[int], last_question: int) -> Iterator[Dropped]:
-        """Texts of wanted messages that are not printed."""
+        """Texts of the wanted messages that are not printed.
+
+        Args:
+            wanted: Indices of messages.
+            last_question: Index of the last user message.
+        """
         printed = {place.leaf for place in self.places}
         for number, leaf in enumerate(self.leaves):
             if leaf.message in wanted and number not in printed:
@@ -171,21 +230,25 @@ class Layout:
                 yield Dropped(leaf.message, leaf.texts[0], leaf.part, is_past)
 
     def extents(self, wanted: set[int]) -> Iterator[Extent]:
-        """Where each wanted message is printed: first those that are not, then in the order of the text."""
+        """The extent of each wanted message: first of those that are not printed, then in text order."""
         printed = {place.message for place in self.places}
         for index in sorted(wanted - printed):
             floor = max((p.end for p in self.places if p.message < index), default=0)
             ceiling = min((p.start for p in self.places if p.message > index), default=self.length)
             yield Extent(index, floor, None, ceiling)
-        runs: list[tuple[int, int, int]] = []  # (message, start, end)
+        # Join neighbouring places of one message into stretches. A message that the template prints in two
+        # separate pieces gets two of them, which `check` has refused for wanted messages.
+        found: list[_Stretch] = []
         for place in self.places:
-            start = runs.pop()[1] if runs and runs[-1][0] == place.message else place.start
-            runs.append((place.message, start, place.end))
-        ends = [0, *(end for _, _, end in runs)]
-        starts = [*(start for _, start, _ in runs), self.length]
-        for number, (index, start, end) in enumerate(runs):
-            if index in wanted:
-                yield Extent(index, ends[number], (start, end), starts[number + 1])
+            start = found.pop().start if found and found[-1].message == place.message else place.start
+            found.append(_Stretch(place.message, start, place.end))
+        # The literal before a stretch reaches back to the end of the previous one, or to the start of the
+        # text; the literal behind it reaches to the start of the next one, or to the end of the text.
+        ends = [0, *(one.end for one in found)]
+        starts = [*(one.start for one in found), self.length]
+        for number, one in enumerate(found):
+            if one.message in wanted:
+                yield Extent(one.message, ends[number], (one.start, one.end), starts[number + 1])
 
 
 def lay_out(
@@ -196,7 +259,23 @@ def lay_out(
     text: str,
     part_weights: PartWeights,
 ) -> Layout:
-    """The first layout that holds: all roles marked or the assistant's, blank answers marked or not."""
+    """Find the places of a conversation's texts in its rendering.
+
+    Some templates look at a content before they print it, so that a sentinel changes what stands around it.
+    Several ways of placing sentinels are therefore tried, and the first that reproduces the rendering is
+    taken: in the messages of all roles or of the assistant alone; in blank answers, in numbers, or not.
+
+    Args:
+        template: The chat template.
+        messages: Messages in the form that the template accepts.
+        tools: Tool schemas.
+        wanted: Indices of messages whose places are needed.
+        text: The true rendering.
+        part_weights: Weights of parts of texts.
+
+    Raises:
+        ChatTemplateError: If none reproduces the rendering.
+    """
     everyone = frozenset(message["role"] for message in messages)
     roles_wanted = {messages[index]["role"] for index in wanted}
     for roles in dict.fromkeys([everyone, everyone & {"assistant"}]):
@@ -214,7 +293,7 @@ def lay_out(
 
 
 def _mimics(messages: list[Message], facts: TemplateFacts) -> bool:
-    """Tell whether someone but the assistant wrote a header or a stop token."""
+    """Whether a message of another role than the assistant's contains a header or a stop token."""
     marks = [mark for mark in (*facts.headers, facts.before_answer, *facts.stop_tokens) if mark.strip()]
     others = [str(message["content"]) for message in messages if message["role"] != "assistant"]
     return any(mark.strip() in content for content in others for mark in marks)
@@ -231,6 +310,18 @@ def _lay_out_once(
     blanks: bool,
     numbers: bool,
 ) -> Layout | None:
+    """The layout with sentinels in the messages of these roles; None if it does not hold.
+
+    Args:
+        template: The chat template.
+        messages: Messages in the form that the template accepts.
+        tools: Tool schemas.
+        roles: Roles whose messages get sentinels.
+        text: The true rendering.
+        part_weights: Weights of parts of texts.
+        blanks: Whether answers of nothing but white space get a sentinel.
+        numbers: Whether numbers in the arguments of calls get sentinels.
+    """
     numbers = numbers and any("tool_calls" in message for message in messages)
     if numbers and NUMERIC_SENTINEL.search(text):
         return None
@@ -244,7 +335,7 @@ def _lay_out_once(
     ]
     try:
         places = _align(template.skeleton(marked, tools), text, leaves, numeric=numbers)
-        if places is None:  # a template may print the date, which has changed since
+        if places is None:  # a template may print the date, and the remembered skeleton may be of yesterday
             places = _align(template.skeleton(marked, tools, renew=True), text, leaves, numeric=numbers)
     except ChatTemplateError:
         return None
@@ -252,7 +343,12 @@ def _lay_out_once(
 
 
 def _align(marked: str, text: str, leaves: Sequence[_Leaf], *, numeric: bool) -> list[Place] | None:
-    """Put the leaves back for their sentinels; None unless that gives `text` exactly."""
+    """The place of each leaf in `text`, found by putting leaves back for their sentinels.
+
+    None unless the result is `text`, character for character.
+    """
+    # A literal is what the template itself prints between two sentinels. Literals and leaves alternate, so
+    # `position` walks through `text`: past a literal, then past the leaf in one of its spellings, and so on.
     (literal, *literals), numbers = split_at_sentinels(marked, numeric=numeric)
     if not text.startswith(literal):
         return None
@@ -266,7 +362,8 @@ def _align(marked: str, text: str, leaves: Sequence[_Leaf], *, numeric: bool) ->
                 break
         else:
             return None
-        # The name of a call stands again in front of the call's result; there it is not the assistant's.
+        # Some templates print a call's name a second time, in front of the call's result, where it is not
+        # written by the assistant: only the first place counts.
         if number not in named:
             places.append(Place(number, leaf.message, position, end, leaf.is_reasoning))
         if leaf.is_name:
@@ -277,13 +374,13 @@ def _align(marked: str, text: str, leaves: Sequence[_Leaf], *, numeric: bool) ->
 
 @dataclass(slots=True)
 class _Marker:
-    """Copies a message with its texts replaced by sentinels, and notes them as leaves.
+    """Copies a message with sentinels in place of its texts, and notes the texts as leaves.
 
     Attributes:
         message: Index of the message.
-        leaves: Those of the conversation; new ones are added.
-        pieces: Likewise.
-        weights: Of the parts of its texts, by key: (characters, weight).
+        leaves: Leaves of the conversation so far; those of this message are appended.
+        pieces: Parts with a weight of their own so far; those of this message are appended.
+        weights: (characters, weight) of each part of its texts, by the text's key.
         numbers: Whether numbers in the arguments of calls get sentinels as well.
     """
 
@@ -294,7 +391,12 @@ class _Marker:
     numbers: bool
 
     def mark(self, message: Message, *, blanks: bool) -> Message:
-        """`blanks` says whether an answer of nothing but white space gets a sentinel too."""
+        """The message with sentinels in place of its texts.
+
+        Args:
+            message: The message, which is left as it is.
+            blanks: Whether an answer of nothing but white space gets a sentinel too.
+        """
         known, marked = len(self.leaves), dict(message)
         for key in (*REASONING_KEYS, "content"):
             if key in marked:
@@ -306,13 +408,14 @@ class _Marker:
             marked["tool_calls"] = [self._mark_call(call) for call in marked["tool_calls"]]
         if blanks and len(self.leaves) == known and message["role"] == "assistant":
             content, add = message["content"], self._adder()
-            # White space cannot stay around a sentinel, so it is replaced, in every way it may be stripped.
+            # A template that strips the content would treat white space beside a sentinel differently from
+            # white space alone. So the sentinel takes its place, and each way of stripping it is a spelling.
             stripped = (content, content.lstrip("\n"), content.rstrip("\n"), content.strip("\n"), "")
             marked["content"] = mark_text(content, add) if content.strip() else add(*dict.fromkeys(stripped))
         return marked
 
     def _mark_parts(self, key: str, text: str, pattern: re.Pattern[str] | None) -> Iterator[str]:
-        """The text's parts, each with leaves of its own if weights differ."""
+        """The text with sentinels, in one piece or, if its parts have weights, part by part."""
         add = self._adder(is_reasoning=key != "content")
         if key not in self.weights:
             yield mark_text(text, add, pattern)
@@ -328,6 +431,8 @@ class _Marker:
             yield marked
 
     def _adder(self, **kind: bool) -> Callable[..., str]:
+        """A function that notes a leaf of this kind, given its spellings, and returns its sentinel."""
+
         def add(*texts: str) -> str:
             self.leaves.append(_Leaf(self.message, texts, **{"in_call": False, **kind}))
             return sentinel(len(self.leaves) - 1)
@@ -335,6 +440,7 @@ class _Marker:
         return add
 
     def _mark_call(self, call: dict[str, Any]) -> dict[str, Any]:
+        """The call with sentinels in its arguments, or for its name if the arguments hold no text."""
         known = len(self.leaves)
         function = dict(call["function"])
         function["arguments"] = self._mark_argument(function["arguments"])
@@ -356,8 +462,11 @@ class _Marker:
 
 
 def mark_text(text: str, add: Callable[..., str], pattern: re.Pattern[str] | None = None) -> str:
-    """The text with what `add` returns for each of its parts between matches of `pattern`."""
-    # White space at the edges stays, so that a template that strips it does so in both renderings.
+    """Replace each part of a text between matches of `pattern` by what `add` returns for it.
+
+    The matches themselves stay, and so does white space at the edges of a part: a template that strips it
+    then does so in both renderings.
+    """
     parts = []
     for part in pattern.split(text) if pattern else [text]:
         core = part.strip()
@@ -370,14 +479,15 @@ def mark_text(text: str, add: Callable[..., str], pattern: re.Pattern[str] | Non
 
 
 def _note_reasoning(marked: str, leaves: list[_Leaf]) -> None:
-    """Note which leaves stand inside of think tags; the opening one may be in the prompt."""
+    """Note which leaves of a content stand inside of think tags."""
+    # A content that closes a think block which it has not opened begins inside of it: the prompt opened it.
     end = marked.find("</think>")
     inside = end >= 0 and not 0 <= marked.find("<think>") < end
     position = 0
     for part in THINK.split(marked):
         position += len(part)
         if THINK.fullmatch(part):
-            # One that nothing closes is quoted.
+            # An opening tag that nothing closes is quoted text.
             inside = part == "<think>" and "</think>" in marked[position:]
         else:
             for number in split_at_sentinels(part, numeric=False)[1]:

@@ -1,9 +1,12 @@
-"""Nulls that a row means, and nulls with which an Arrow table fills up what a row does not have.
+"""Tell nulls that a row means from nulls with which an Arrow table fills up keys that the row does not have.
 
-A column of structs gives each of them the keys of all the others. One row shows where it comes from: structs
-in one list that have different keys cannot come from such a table, and a null where nobody writes one (a
-message's ``tool_calls``, a tool's ``type``) says that it does. A null that could be either stands in a row
-that shows neither, and is kept.
+A column of structs in an Arrow table gives every struct the keys of all the others; keys that a struct did
+not have become null. Whether a row comes from such a table shows in the row itself:
+
+- Structs in one list that have different keys cannot come from a table.
+- A null where nobody writes one (a message's ``tool_calls``, a tool's ``type``) can only come from a table.
+
+In a row that shows neither, nulls are kept.
 """
 
 from __future__ import annotations
@@ -17,10 +20,10 @@ _NULL_IN_A_SCHEMA = ("default", "const")
 
 
 def without_fillers(row: dict[str, Any]) -> dict[str, Any]:
-    """The row without nulls of the second kind in arguments of calls and in tools.
+    """The row without the nulls that a table has filled in, in the arguments of calls and in tools.
 
     Args:
-        row: A chat row of plain Python data; it is left as it is.
+        row: A chat row of plain Python data, which is left as it is.
     """
     lists = [row[key] for key in _MESSAGE_LISTS if isinstance(row.get(key), list)]
     calls = [call for items in lists for call in _calls(items)]
@@ -49,12 +52,13 @@ def _calls(messages: list[Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _function(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The object with the name and the arguments or parameters, in either format of a call or tool."""
     inner = call.get("function")
     return inner if isinstance(inner, dict) else call
 
 
 def _parameters(tools: list[Any]) -> Iterator[tuple[str, Any]]:
-    """(name of a tool, names of its parameters) where the schema has them."""
+    """(name of a tool, set of the names of its parameters) for each tool whose schema lists them."""
     for tool in _dicts(tools):
         inner = _function(tool)
         schema = inner.get("parameters")
@@ -64,23 +68,25 @@ def _parameters(tools: list[Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _comes_from_a_table(lists: list[list[Any]], calls: list[Mapping[str, Any]], tools: list[Any]) -> bool:
+    """Whether the row shows that it comes from an Arrow table, by the rules at the top of this module."""
     functions = [_function(call) for call in calls]
     arguments = _dicts(function.get("arguments") for function in functions)
     groups = [*map(_dicts, lists), calls, functions, arguments, _dicts(tools)]
     if any(len({frozenset(item) for item in group}) > 1 for group in groups):
         return False
     messages = [item for items in lists for item in _dicts(items)]
-    # OpenAI's own form of a call has the content null.
+    # In OpenAI's format a message that calls a tool has content: null, so that null shows nothing.
     hints = [{k: v for k, v in message.items() if k != "content"} for message in messages]
     if any(value is None for item in [*hints, *calls, *functions] for value in item.values()):
         return True
     names = {function.get("name") for function in functions}
     if len(names) > 1 and any(value is None for item in arguments for value in item.values()):
-        return True  # two functions with the same keys
+        return True  # arguments of different functions have the same keys, which a table has given them
     return any(_has_impossible_null(tool) for tool in tools)
 
 
 def _has_impossible_null(schema: Any) -> bool:
+    """Whether a tool's JSON schema has a null where JSON Schema allows none."""
     if isinstance(schema, dict):
         return any(
             key not in _NULL_IN_A_SCHEMA if value is None else _has_impossible_null(value)
@@ -103,7 +109,8 @@ def _clean_call(call: Any, from_table: bool, known: dict[str, Any]) -> Any:
     if from_table:
         arguments = _stripped(arguments)
     elif function.get("name") in known:
-        # The row may have lost its other marks on the way, but no tool is called with what it does not have.
+        # The row does not show that it comes from a table. But a null for a parameter that the tool's schema
+        # does not have can only have been filled in.
         names = known[function["name"]]
         arguments = {key: value for key, value in arguments.items() if value is not None or key in names}
     changed = {**function, "arguments": arguments}
@@ -111,6 +118,7 @@ def _clean_call(call: Any, from_table: bool, known: dict[str, Any]) -> Any:
 
 
 def _stripped(value: Any) -> Any:
+    """The value without keys that are null, at any depth."""
     if isinstance(value, dict):
         return {key: _stripped(item) for key, item in value.items() if item is not None}
     return [_stripped(item) for item in value] if isinstance(value, list) else value

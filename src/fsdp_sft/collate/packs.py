@@ -1,4 +1,4 @@
-"""What of a batch says that it is a pack: rows joined into one, told apart by positions that begin anew."""
+"""Recognise packs: several rows joined into one sequence, in which position_ids begin anew with each row."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,10 +12,10 @@ from fsdp_sft.errors import PackingError
 
 @dataclass(frozen=True)
 class PackSize:
-    """Of a pack, or the largest of several.
+    """Size of a pack, or the largest sizes of several packs.
 
     Attributes:
-        width: Tokens of the pack; 0 where there is none.
+        width: Tokens of the pack; 0 if there is none.
         longest: Tokens of its longest row.
     """
 
@@ -28,6 +28,8 @@ def pack_size(batch: Any) -> PackSize:
     positions = _positions(batch)
     if positions is None or positions.shape[-1] < 2 or not bool((positions.diff() != 1).any()):
         return PackSize()
+    # A row starts wherever the position is not the previous one plus 1. cummax carries the index of the
+    # latest start forward, so index - row_start is each token's place in its row.
     starts = torch.nn.functional.pad(positions.diff() != 1, (1, 0), value=True)
     index = torch.arange(positions.shape[-1], device=positions.device)
     row_start = torch.where(starts, index, 0).cummax(-1).values
@@ -35,12 +37,12 @@ def pack_size(batch: Any) -> PackSize:
 
 
 def refuse_masked_pack(batch: Any) -> None:
-    """Raise for a pack that also has an attention mask of one value a token.
+    """Raise for a pack that also has an attention mask with one value for each token.
 
-    transformers keeps rows apart by their positions only where it is given no mask.
+    transformers keeps rows apart by their positions only if it is given no mask.
 
     Raises:
-        PackingError: If positions begin anew among the tokens that the mask lets through.
+        PackingError: If positions begin anew among the tokens that the mask does not hide.
     """
     positions = _positions(batch)
     mask = batch.get("attention_mask") if positions is not None else None
@@ -56,16 +58,17 @@ def refuse_masked_pack(batch: Any) -> None:
 
 
 def filler_of(batch: Any, targets: torch.Tensor) -> torch.Tensor | None:
-    """Which tokens only fill a pack up: its last row, if that is one id throughout and has no target.
+    """The tokens that only fill up a pack: its last row, if that row repeats one id and has no target.
 
-    That is how ``PackedCollator`` pads, and what no text is. Computed where the batch is.
+    ``PackedCollator`` pads in this way, and no real row looks like it. Computed on the device of the batch.
 
     Args:
-        batch: With ``input_ids``.
-        targets: The target of each position ``(B, S)``.
+        batch: A batch with ``input_ids``.
+        targets: Target of each position, ``(B, S)``.
 
     Returns:
-        Bool ``(B, S)``; None for a batch that is no pack: without positions, or with a mask.
+        Whether each token is a filler, bool ``(B, S)``; None for a batch that is no pack, because it has no
+        positions or has a mask.
     """
     positions, ids = _positions(batch), batch.get("input_ids")
     if positions is None or batch.get("attention_mask") is not None or not isinstance(ids, torch.Tensor):
@@ -81,12 +84,12 @@ def filler_of(batch: Any, targets: torch.Tensor) -> torch.Tensor | None:
 
 
 def _positions(batch: Any) -> torch.Tensor | None:
-    """``(B, S)``: positions in the text."""
+    """Positions in the text, ``(B, S)``; None if the batch has none."""
     positions = batch.get("position_ids") if isinstance(batch, Mapping) else None
     if not isinstance(positions, torch.Tensor):
         return None
     if positions.ndim == 3 and positions.shape[0] == 4:
-        positions = positions[0]  # those of the text, before three of M-RoPE
+        positions = positions[0]  # M-RoPE: the positions in the text, followed by three kinds of others
     if positions.ndim == 1:
         positions = positions[None]
     return positions if positions.ndim == 2 else None

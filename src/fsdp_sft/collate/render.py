@@ -1,4 +1,4 @@
-"""Which tokens are trained, for a person to see."""
+"""Show a person which tokens are trained, in a terminal or as a page of HTML."""
 
 from __future__ import annotations
 
@@ -58,13 +58,19 @@ def render_labels(
         tokenizer: Decodes the ids.
         input_ids: Ids of one row, (S,).
         labels: Labels of the row, aligned with the ids, (S,).
-        color: Trained text green and underlined and the rest dim; False puts trained text in ⟦ and ⟧.
+        color: Whether to print trained text green and underlined and the rest dim; False puts trained text
+            between ⟦ and ⟧ instead.
 
     Returns:
         The whole text, special tokens included.
 
     Raises:
         ValueError: If a label is neither -100 nor the id at its position.
+
+    Example:
+        >>> chat = fs.encode_chat(rows[0], tokenizer)
+        >>> print(fs.render_labels(tokenizer, chat.input_ids, chat.labels, color=False))
+        <...⟦...⟧...
     """
     styles = {True: ("\x1b[32;4m", "\x1b[0m"), False: ("\x1b[2m", "\x1b[0m")}
     pieces = []
@@ -86,9 +92,9 @@ def render_labels_html(
 
     Args:
         tokenizer: Decodes the ids.
-        input_ids: (B, S), or B rows of any lengths.
-        labels: Of the same shape, aligned with the ids.
-        attention_mask: Of the same shape; where it is 0 nothing is shown. None shows padding too.
+        input_ids: Token ids, (B, S), or B rows of any lengths.
+        labels: Labels aligned with the ids, in the same shape.
+        attention_mask: Mask in the same shape; tokens where it is 0 are not shown. None shows padding too.
         title: Heading of the page.
 
     Returns:
@@ -96,6 +102,11 @@ def render_labels_html(
 
     Raises:
         ValueError: If the shapes differ, or a label is neither -100 nor the id at its position.
+
+    Example:
+        >>> page = fs.render_labels_html(tokenizer, batch["input_ids"], batch["labels"])
+        >>> Path("labels.html").write_text(page, encoding="utf-8") > 0
+        True
     """
     masks: Sequence[Ids] | torch.Tensor = (
         [[1] * len(row) for row in input_ids] if attention_mask is None else attention_mask
@@ -148,11 +159,12 @@ def _checked(input_ids: Ids, labels: Ids) -> tuple[list[int], list[int]]:
 
 
 def _runs(tokenizer: PreTrainedTokenizerBase, ids: list[int], marks: list[int]) -> Iterator[tuple[str, bool]]:
-    """(text, whether it is trained) of each stretch of the row."""
+    """(text, whether it is trained) of each run of tokens that are all trained or all not."""
     shown, position = "", 0
     for trained, run in groupby(marks, key=lambda mark: mark != IGNORE_INDEX):
         position += len(list(run))
-        # Decoding from the beginning keeps spaces, and characters whose bytes lie on both sides of an edge.
+        # Decode from the beginning of the row each time and show what has been added: decoding a run by
+        # itself would lose a space at its start, and break a character whose bytes lie in two runs.
         text = str(tokenizer.decode(ids[:position], clean_up_tokenization_spaces=False))
         text = text if position == len(ids) else text.rstrip("\ufffd")
         yield text[common_length(shown, text) :], trained

@@ -1,4 +1,4 @@
-"""From the row shapes that data sets use to one list of chat messages.
+"""From the row formats that data sets use to one list of chat messages.
 
 Everything here works on plain Python data; no tokenizer and no template is involved.
 """
@@ -27,9 +27,10 @@ SHAREGPT_ROLES = {
 }
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 _FLAG_KEYS = ("train", "loss_weight", "weight")
-_MOST = 3.4e38  # of a weight: it becomes a float32
-_IN_PARTS = "reasoning given as a part of type thinking"  # a mark on a message while it is read
-_WEIGHED = "characters and weights of a content's parts"  # likewise
+_MOST = 3.4e38  # largest weight: weights become float32
+# Keys under which a message carries notes while its row is read; read_row takes them out again.
+_IN_PARTS = "reasoning given as a part of type thinking"
+_WEIGHED = "characters and weights of a content's parts"
 FORMATS = {
     "tokenized": "input_ids",
     "messages": "messages",
@@ -37,7 +38,7 @@ FORMATS = {
     "alpaca": "instruction",
     "prompt_completion": "prompt",
 }
-"""Each row format and the key that tells it."""
+"""Each row format and the key by which it is recognised."""
 _SHAPES = (
     '"messages" (role/content), "conversations" (from/value), "instruction" + "output" (Alpaca), '
     '"prompt" + "completion", or "input_ids" + "labels"'
@@ -48,16 +49,18 @@ Message = dict[str, Any]
 
 @dataclass(slots=True)
 class Conversation:
-    """One row in the form chat templates take.
+    """One row in the form that chat templates take.
 
     Attributes:
         messages: Messages with `role`, `content` (always a str) and, where given, `tool_calls`,
             `reasoning_content` and other template fields.
-        weights: One per message, the factor of its loss; 0 where the row switched the message off.
-        part_weights: Of messages by index: the parts of a text by its key, each as (characters, weight).
+        weights: Factor of each message's loss; 0 where the row switched the message off.
+        part_weights: Weights of parts of texts: by message index and key of the text, (characters, weight) of
+            each part.
         tools: Tool schemas for the template, or None.
         template_kwargs: Further variables for the template.
-        thinks_in_parts: Whether reasoning was given as a part of type "thinking", as Mistral's models want.
+        thinks_in_parts: Whether reasoning was given as a part of type "thinking", as Mistral's models want
+            it.
     """
 
     messages: list[Message]
@@ -69,7 +72,7 @@ class Conversation:
 
 
 def is_encoded(row: Any, row_format: str | None = None) -> bool:
-    """Tell whether `row` is already tokenised; a row of another format may hold anything else besides."""
+    """Whether `row` is tokenised already; not if `row_format` names another format, whatever keys it has."""
     return row_format in (None, "tokenized") and isinstance(row, Mapping) and "input_ids" in row
 
 
@@ -77,7 +80,7 @@ def read_encoded(row: Mapping[str, Any]) -> tuple[list[int], list[int], list[flo
     """Return (input_ids, labels, loss_weights or None) of a tokenised row.
 
     Raises:
-        ValueError: Without `labels`, with unequal lengths, or empty; for a weight that is negative or not
+        ValueError: If `labels` are missing, lengths differ, the row is empty, or a weight is negative or not
             finite.
     """
     if row.get("labels") is None:
@@ -92,10 +95,10 @@ def read_encoded(row: Mapping[str, Any]) -> tuple[list[int], list[int], list[flo
 
 
 def check_encoded(ids: Sequence[int], labels: Sequence[int], weights: Sequence[float] | None) -> None:
-    """Refuse ids, labels and weights that cannot be a row.
+    """Refuse ids, labels and weights that do not make a row.
 
     Raises:
-        ValueError: For unequal lengths, or empty ones.
+        ValueError: If their lengths differ or are 0.
     """
     if weights is not None and len(weights) != len(ids):
         raise ValueError(f"loss_weights has {len(weights)} entries, input_ids {len(ids)}: give one a token")
@@ -107,14 +110,14 @@ def check_encoded(ids: Sequence[int], labels: Sequence[int], weights: Sequence[f
 
 
 def read_row(row: Any, row_format: str | None = None) -> Conversation:
-    """Convert a chat row of any shape.
+    """Convert a chat row of any format.
 
     Args:
         row: A dict.
         row_format: One of `FORMATS`; None detects it.
 
     Raises:
-        ValueError: For an unknown shape, an empty row, an unknown role, content that is not text, or a
+        ValueError: For an unknown format, an empty row, an unknown role, content that is not text, or a
             weight that is negative or not finite.
     """
     if not isinstance(row, Mapping):
@@ -138,10 +141,10 @@ def read_row(row: Any, row_format: str | None = None) -> Conversation:
 
 
 def check_template_kwargs(given: Any) -> dict[str, Any]:
-    """Variables for a chat template, as a row or a caller gives them; those that are None are left out.
+    """The variables for a chat template that a row or a caller gives, without those that are None.
 
     Raises:
-        ValueError: If it is no dict with str keys, or has a name that the template gets from elsewhere.
+        ValueError: If `given` is no dict with str keys, or has a name that the template gets from elsewhere.
     """
     if given is None:
         return {}
@@ -160,10 +163,11 @@ _PLAIN = {str, int, float, bool, type(None)}
 
 
 def _plain(value: Any) -> Any:
-    """Python's own lists, dicts and numbers for numpy's."""
+    """The value with Python's own lists, dicts and numbers in place of those of numpy and others."""
     if type(value) in _PLAIN:
         return value
-    # Most items are asked here, which saves them a call; Mapping comes last, as an ABC answers slowly.
+    # Most items are plain, so testing them here saves a call each. Mapping is tested last, because isinstance
+    # with an abstract base class is slow.
     if isinstance(value, list | tuple):
         return [item if type(item) in _PLAIN else _plain(item) for item in value]
     if isinstance(value, dict | Mapping):
@@ -177,7 +181,8 @@ def _plain(value: Any) -> Any:
 def _int_list(values: Any, key: str) -> list[int]:
     if hasattr(values, "tolist"):
         values = values.tolist()
-    # A set of types: a loop over the items would take as long as the rest of a collator.
+    # Types are collected in a set, since a Python loop over the items would take as long as the rest of a
+    # collator.
     if not isinstance(values, Sequence) or not set(map(type, values)) <= {int}:
         raise ValueError(f'"{key}" must be a flat list of integers, got {_short(values)}')
     return list(values)
@@ -195,11 +200,13 @@ def _weight_list(values: Any) -> list[float]:
 
 
 def _short(value: Any, limit: int = 60) -> str:
+    """Type and shortened repr of a value, for error messages."""
     text = repr(value)
     return f"{type(value).__name__} {text if len(text) <= limit else text[:limit] + '...'}"
 
 
 def _text(value: Any, where: str) -> str:
+    """The value if it is a str; otherwise ValueError with its place."""
     if not isinstance(value, str):
         raise ValueError(f"{where} must be a string, got {_short(value)}")
     return value
@@ -218,9 +225,10 @@ def _as_list(value: Any, where: str) -> list[Any]:
 
 
 def _read_message(item: Any, where: str) -> Message:
+    """One message in the form that templates take; its weights are still in it."""
     if not isinstance(item, dict):
         raise ValueError(f"{where} must be a dict with role and content, got {_short(item)}")
-    # Arrow tables give every message the keys of all the others, filled with None.
+    # Rows of an Arrow table have every key of all messages in each message, filled up with None.
     message = {str(key): value for key, value in item.items() if value is not None}
     role = message.get("role")
     if role not in ROLES:
@@ -259,7 +267,15 @@ _ORDER = ("thinking", "reasoning", "text", "tool_call")
 
 @dataclass
 class _Parts:
-    """What a content in parts holds; `weighed` has (characters, weight) of a text's parts, by its key."""
+    """A content in parts, sorted out.
+
+    Attributes:
+        text: The parts of type "text", joined.
+        reasoning: The parts of type "reasoning" or "thinking", joined.
+        is_thinking: Whether some were of type "thinking".
+        calls: Tool calls.
+        weighed: (characters, weight) of each part, by the key of the text ("content", "reasoning_content").
+    """
 
     text: str = ""
     reasoning: str = ""
@@ -269,6 +285,7 @@ class _Parts:
 
 
 def _read_parts(parts: Sequence[Any], where: str) -> _Parts:
+    """Sort out a content that is a list of parts."""
     found, last = _Parts(), 0
     for number, part in enumerate(parts):
         kind, place = part.get("type") if isinstance(part, dict) else None, f"{where}.content[{number}]"
@@ -306,6 +323,7 @@ def _read_parts(parts: Sequence[Any], where: str) -> _Parts:
 
 
 def _refuse_weight(weight: float, place: str) -> None:
+    """Raise ValueError unless the weight is 1."""
     if weight != 1:
         raise ValueError(
             f"{place} has the weight {weight:g}: a weight is of a message, or of a part of it that is text "
@@ -321,17 +339,18 @@ def _parse_json(text: str, where: str) -> Any:
 
 
 def _read_call(call: Any, where: str) -> dict[str, Any]:
+    """One tool call in OpenAI's format, with arguments as a dict."""
     inner = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
         raise ValueError(f"{where}: a tool call needs a name and arguments, got {_short(call)}")
     arguments = inner.get("arguments")
     if arguments is None:
-        arguments = inner.get("parameters")  # as Llama's own format has it
+        arguments = inner.get("parameters")  # Llama's own format of a call
         others = sorted(set(map(str, inner)) - {"name", "arguments", "parameters", "id", "type", "index"})
         if arguments is None and any(inner[key] is not None for key in others if key in inner):
             raise ValueError(f"{where}: a tool call's arguments belong under 'arguments', got {others}")
     if isinstance(arguments, str):
-        # Templates print arguments with tojson, which would quote a string a second time.
+        # Templates print arguments with tojson, which would quote a string of JSON a second time.
         arguments = _parse_json(arguments or "{}", f"{where}: arguments")
     if arguments is not None and not isinstance(arguments, dict):
         raise ValueError(f"{where}: tool call arguments must be an object, got {_short(arguments)}")
@@ -347,6 +366,7 @@ def _read_conversations(row: Mapping[str, Any]) -> list[Message]:
 
 
 def _read_turn(item: Any, where: str) -> Message:
+    """One ShareGPT turn as a message."""
     if isinstance(item, dict) and "role" in item:
         return _read_message(item, where)
     if not isinstance(item, dict) or "from" not in item:
@@ -365,6 +385,7 @@ def _read_turn(item: Any, where: str) -> Message:
 
 
 def _with_system(row: Mapping[str, Any], messages: list[Message]) -> list[Message]:
+    """The messages after the row's own system text, if it has one and they do not begin with one."""
     system = row.get("system")
     if not system or (messages and messages[0]["role"] == "system"):
         return messages
@@ -372,6 +393,7 @@ def _with_system(row: Mapping[str, Any], messages: list[Message]) -> list[Messag
 
 
 def _read_alpaca(row: Mapping[str, Any]) -> list[Message]:
+    """Messages of an Alpaca row, with its history."""
     if row.get("output") is None:
         raise ValueError(f'an Alpaca row needs "instruction" and "output", got the keys {sorted(row)}')
     messages: list[Message] = []
@@ -385,6 +407,7 @@ def _read_alpaca(row: Mapping[str, Any]) -> list[Message]:
 
 
 def _read_prompt(row: Mapping[str, Any]) -> list[Message]:
+    """Messages of a prompt/completion row; those of the prompt are switched off."""
     if row.get("completion") is None:
         raise ValueError(f'a prompt row needs "prompt" and "completion", got the keys {sorted(row)}')
     prompt, completion = row["prompt"], row["completion"]
@@ -398,6 +421,7 @@ def _read_prompt(row: Mapping[str, Any]) -> list[Message]:
 
 
 def _pair(user: Any, assistant: Any, where: str) -> list[Message]:
+    """A user's message and the assistant's answer."""
     return [
         {"role": "user", "content": _text(user, f"{where} (user side)")},
         {"role": "assistant", "content": _text(assistant, f"{where} (assistant side)")},
@@ -418,6 +442,7 @@ _TAKEN = {
 
 
 def _pop_weight(message: Message, place: str) -> float:
+    """Take the weights out of a message and return their product."""
     total = 1.0
     for key in _FLAG_KEYS:
         value = message.pop(key, 1)
@@ -430,6 +455,7 @@ def _pop_weight(message: Message, place: str) -> float:
 
 
 def _read_tools(tools: Any) -> list[dict[str, Any]] | None:
+    """Tool schemas as a list of dicts; None if there are none."""
     if isinstance(tools, str):
         tools = _parse_json(tools, "tools") if tools.strip() else None
     if not tools:
@@ -439,7 +465,7 @@ def _read_tools(tools: Any) -> list[dict[str, Any]] | None:
         tool = _parse_json(tool, f"tools[{number}]") if isinstance(tool, str) else tool
         if not isinstance(tool, dict):
             raise ValueError(f"tools[{number}] must be a JSON schema (a dict), got {_short(tool)}")
-        # Templates read tool.function.name; data sets often carry the inner object alone.
+        # Templates read tool.function.name; many data sets have the inner object alone.
         bare = "function" not in tool and "name" in tool
         schemas.append({"type": "function", "function": dict(tool)} if bare else dict(tool))
     return schemas

@@ -1,13 +1,42 @@
 """Which characters of a rendered conversation are trained.
 
-A chat template is a program, so the place of an answer in its output cannot be read off the text: a user
-may quote the answer, a header or an end-of-turn token. The conversation is therefore rendered twice, once
-as it is and once with every content replaced by a numbered sentinel. Where putting the contents back for
-the sentinels gives the first rendering character for character, the sentinels tell where the contents are;
-where it does not, a `ChatTemplateError` is raised. A sentinel that is not printed is a text that the template
-drops. Where a turn has no known header or end-of-turn token,
-its edges are those of two more renderings: of the messages before it with a generation prompt, and of the
-messages up to it.
+A chat template is a program, so searching its output for an answer is not enough: a user may quote the
+answer, a header or an end-of-turn token. The conversation is therefore rendered twice: once as it is, and
+once with every content replaced by a numbered sentinel, which occurs nowhere else. If replacing the sentinels
+by the contents gives the first rendering, character for character, then the places of the sentinels are the
+places of the contents. If it does not, a `ChatTemplateError` is raised. A sentinel that the template does not
+print stands for a text that the template drops.
+
+An example, with a ChatML template. `↵` is a line break, and `⟨0⟩` is the sentinel of text 0 (the number
+between two private-use characters)::
+
+    messages:  user "1 + 1?", assistant "2"
+
+    as it is:        <|im_start|>user↵1 + 1?<|im_end|>↵<|im_start|>assistant↵2<|im_end|>↵
+    with sentinels:  <|im_start|>user↵⟨0⟩<|im_end|>↵<|im_start|>assistant↵⟨1⟩<|im_end|>↵
+
+The sentinels split the second rendering into three literals, which are the template's own text. With "1 + 1?"
+put back for `⟨0⟩` and "2" for `⟨1⟩` (the *leaves*) it equals the first rendering. So the lengths of literals
+and leaves, added up, give the place of each leaf::
+
+    character  0                17    23                               56         67
+               <|im_start|>user↵1 + 1?<|im_end|>↵<|im_start|>assistant↵2<|im_end|>↵
+    leaf                        ^^^^^^                                 ^
+                                0                                      1
+    trained                                                            ~~~~~~~~~~~
+
+The turn starts where the generation prompt ends: the literal in front of leaf 1 ends with the header
+`<|im_start|>assistant↵`, and the first trained character, 56, is the one behind that. The turn ends with the
+end-of-turn token, which is the first stop token in the literal behind leaf 1: the last trained character is
+66. The line break after it is not trained, because generation has stopped by then.
+
+Headers and stop tokens are properties of the template and not of the row. `ChatTemplate.facts` learns them
+once, from a probe of four messages whose contents are sentinels. A header is what the template adds for
+``add_generation_prompt=True`` and also prints in front of an answer. The end-of-turn token is, as a rule, the
+first special token that it prints after the last answer.
+
+Where the literals of a turn contain no known header or stop token, its edges come from two more renderings:
+the messages before the turn with a generation prompt, and the messages up to and including it.
 """
 
 from __future__ import annotations
@@ -31,7 +60,7 @@ from fsdp_sft.collate.template import (
 )
 from fsdp_sft.errors import ChatTemplateError
 
-# What opens and closes reasoning in the rendered text: <think>, [THINK], <|END_THINKING|>, <|end|> ...
+# Tags that open and close reasoning in the rendered text: <think>, [THINK], <|END_THINKING|>, <|end|> ...
 _OPENING = re.compile(r"(?:<[^<>]*>|\[[^\[\]]*\])\s*$")
 _CLOSING = re.compile(r"\s*(?:<[^<>]*>|\[[^\[\]]*\])\s*")
 _OPENED_THINK = re.compile(r"(?:<think[^<>]*>\s*)?(?:</think[^<>]*>\s*)?$")
@@ -39,9 +68,14 @@ _OPENED_THINK = re.compile(r"(?:<think[^<>]*>\s*)?(?:</think[^<>]*>\s*)?$")
 
 @dataclass(slots=True)
 class Turn:
-    """Trained characters of one message: [start, end), of which [stop_start, end) is the end-of-turn token.
+    """Trained characters of one message.
 
-    `stop_start == end` where the template writes no end-of-turn token after the message.
+    Attributes:
+        message: Index of the message.
+        start: First trained character.
+        stop_start: First character of the end-of-turn token; equal to `end` where the template writes none
+            after the message.
+        end: The character after the last trained one, which belongs to the end-of-turn token if there is one.
     """
 
     message: int
@@ -52,15 +86,15 @@ class Turn:
 
 @dataclass(slots=True)
 class Found:
-    """What is trained of a conversation.
+    """A rendered conversation and the characters of it that are trained. Spans are [start, end).
 
     Attributes:
         text: The rendered conversation.
-        turns: In the order of the text. A message has several where the template's own generation tags leave
-            out a part in its middle.
-        dropped: What the template leaves out of the messages that are trained.
-        answers: First and last character of what is printed of each trained message of the assistant.
-        weighed: First and last character of each part with a weight of its own, and the weight.
+        turns: Trained characters, in the order of the text. A message has several turns where the template's
+            own generation tags leave out a part in its middle.
+        dropped: Texts of the trained messages that the template does not print.
+        answers: Span of the printed texts of each trained assistant message.
+        weighed: Span of each part that has a weight of its own, and the weight.
     """
 
     text: str
@@ -83,12 +117,13 @@ def find_turns(
     Args:
         template: The chat template.
         conversation: What to render.
-        wanted: Indices of messages.
-        reasoning: Whether their reasoning belongs to them, with the tags that open and close it.
-        printed: Messages of which each text must be printed; None for those that are wanted.
+        wanted: Indices of the messages whose characters are to be found.
+        reasoning: Whether their reasoning, with the tags that open and close it, is part of their turns.
+        printed: Indices of the messages whose missing texts are reported in `Found.dropped`; None takes
+            `wanted`.
 
     Raises:
-        ChatTemplateError: If the characters cannot be told for sure.
+        ChatTemplateError: If the characters cannot be determined with certainty.
     """
     text, tags, messages = _render_any(template, conversation)
     wanted = set(wanted)
@@ -101,7 +136,8 @@ def find_turns(
     layout = lay_out(
         template, messages, conversation.tools, wanted or printed, text, conversation.part_weights
     )
-    # With weight 0 in a conversation that is trained whole: what is not printed need not be taken out.
+    # With train_on="all" the wanted messages are those to take out of training (weight 0) or to weigh. One of
+    # weight 0 that the template does not print at all has nothing to take out, and is no error.
     wanted -= layout.absent(wanted - printed)
     layout.check(template, wanted)
     owned = _tags_by_message(tags, layout.places, messages)
@@ -120,9 +156,10 @@ def find_turns(
 
 
 def _without_reasoning(turn: Turn, places: list[Place], text: str) -> Iterator[Turn]:
-    """The parts of a turn that are not reasoning, nor a tag right in front of reasoning or behind it."""
+    """The parts of a turn without its reasoning and without the tags right before and after reasoning."""
     mine = [place for place in places if turn.start <= place.start and place.end <= turn.stop_start]
     start = turn.start
+    # Walk through the turn's texts and yield what lies between one piece of reasoning and the next.
     for number, place in enumerate(mine):
         if not place.is_reasoning:
             continue
@@ -131,7 +168,7 @@ def _without_reasoning(turn: Turn, places: list[Place], text: str) -> Iterator[T
         opening = _OPENING.search(text[before : place.start])
         closing = _CLOSING.match(text[place.end : after])
         end = before + opening.start() if opening else place.start
-        if number == 0:  # all that stands before it is its header
+        if number == 0:  # nothing but the header of the reasoning stands between the turn's start and it
             end = turn.start
         if end > start:
             yield Turn(turn.message, start, end, end)
@@ -142,7 +179,11 @@ def _without_reasoning(turn: Turn, places: list[Place], text: str) -> Iterator[T
 def _render_any(
     template: ChatTemplate, conversation: Conversation
 ) -> tuple[str, list[tuple[int, int]], list[Message]]:
-    """(text, tags, messages in the form that the template takes)."""
+    """Render the messages, or the first of their `other_forms` that the template accepts.
+
+    Returns:
+        (text, spans of the template's generation tags, messages in the form that was accepted).
+    """
     messages = conversation.messages
     try:
         return *template.render(messages, tools=conversation.tools), messages
@@ -155,7 +196,16 @@ def _render_any(
 
 @dataclass(slots=True)
 class _TurnFinder:
-    """Finds where a message's own characters begin and end in the template text around its leaves."""
+    """Finds the edges of a turn in the template's text before and after the leaves of its message.
+
+    Attributes:
+        template: The chat template.
+        facts: Headers and stop tokens of the template.
+        messages: Messages of the conversation, in the form that the template accepts.
+        tags: Spans of the template's generation tags, by message.
+        layout: Places of the texts in the rendering.
+        tools: Tool schemas of the conversation.
+    """
 
     template: ChatTemplate
     facts: TemplateFacts
@@ -165,7 +215,9 @@ class _TurnFinder:
     tools: list[dict[str, Any]] | None
 
     def find(self, text: str, extent: Extent) -> list[Turn]:
-        """The turns of one message."""
+        """The turns of one message, of which `extent` says where its texts are printed."""
+        # The turn starts somewhere in text[floor:first] and ends somewhere in text[last:ceiling]: the
+        # literals before the message's first leaf and behind its last one.
         index, floor, own, ceiling = extent
         if own is None:
             return self._find_blank(text, index, floor, ceiling)
@@ -175,7 +227,8 @@ class _TurnFinder:
         if start is None:
             start = self._end_of_prompt(index, floor, text[floor:first])
         if start is None and tags and index and self.messages[index - 1]["role"] == "assistant":
-            start = max(0, tags[0][0] - floor)  # nothing is generated anew between two answers in a row
+            # Generation does not start anew between two consecutive answers, so no prompt marks the start.
+            start = max(0, tags[0][0] - floor)
         stop = self._stop(message, text[last:ceiling]) or self._end_of_ending(index, last, text[last:ceiling])
         if stop is not None and self.facts.stop_has_more:
             stop = stop[0], self._through_the_stop(index, last, text[last:ceiling], stop[1])
@@ -187,7 +240,8 @@ class _TurnFinder:
         if stop is None:
             raise self.template.error(f"no end-of-turn token comes after the tool calls of message {index}")
         begin, stop_start, end = floor + start, last + stop[0], last + stop[1]
-        # Tags say which part inside a turn is left out; a tag's end never is the end of the turn.
+        # What lies between two {% generation %} blocks of one turn is not trained. The end of the last block
+        # is never the end of the turn: the template may print the end-of-turn token behind it.
         gaps = [(left[1], right[0]) for left, right in pairwise(tags)]
         begin = max(begin, tags[0][0]) if tags else begin
         cuts = [begin, *(edge for gap in gaps for edge in gap), end]
@@ -196,7 +250,7 @@ class _TurnFinder:
         return [*turns, Turn(index, spans[-1][0], stop_start, end)]
 
     def _find_blank(self, text: str, index: int, floor: int, ceiling: int) -> list[Turn]:
-        """The turn of a message of which nothing is printed, or nothing but white space."""
+        """The turn of a message whose printed texts are empty or nothing but white space."""
         between = text[floor:ceiling]
         start = self._end_of_prompt(index, floor, between)
         ending = self._rendered_after(index + 1, floor, prompt=False)
@@ -210,18 +264,22 @@ class _TurnFinder:
         return [Turn(index, floor + start, end, end)] if end > floor + start else []
 
     def _end_of_prompt(self, index: int, floor: int, before: str) -> int | None:
-        """Where the generation prompt of exactly these messages ends in `before`; None if it is not there."""
+        """Offset in `before` at which the generation prompt for message `index` ends.
+
+        None if `before` does not begin with that prompt.
+        """
         prompt = self._rendered_after(index, floor, prompt=True)
         if prompt is None:
             return None
-        # A prompt may open a think block, or write an empty one, that this answer lacks or spells otherwise.
+        # A prompt may open a think block, or write an empty one, that this answer lacks or spells
+        # differently.
         for there in (prompt, _OPENED_THINK.sub("", prompt)):
             if before.startswith(there):
                 return len(there)
         return None
 
     def _end_of_ending(self, index: int, last: int, after: str) -> tuple[int, int] | None:
-        """Like `_stop`, by what is printed if the conversation ends with this message."""
+        """Like `_stop`, but read off a rendering of the conversation that ends with this message."""
         ending = self._rendered_after(index + 1, last, prompt=False)
         if ending is None or not after.startswith(ending):
             return None
@@ -230,15 +288,16 @@ class _TurnFinder:
         return len(ending) - len(token or ""), len(ending)
 
     def _through_the_stop(self, index: int, last: int, after: str, end: int) -> int:
-        """Where the token ends on which generation stops, if it closes this turn too; else `end`."""
+        """End of the token on which generation stops, if that token closes this turn as well; else `end`."""
         ending, stop = self._rendered_after(index + 1, last, prompt=False), self.facts.end_of_turn or ""
         at = after.find(stop, 0, common_length(ending, after)) if ending is not None else -1
         return max(end, at + len(stop)) if at >= 0 else end
 
     def _rendered_after(self, count: int, position: int, *, prompt: bool) -> str | None:
-        """What the first `count` messages print after the leaf that ends at `position` of the real text.
+        """The text that follows the last leaf when only the first `count` messages are rendered.
 
-        None if that is not the last leaf they print.
+        None if that leaf is not the one that ends at `position` of the whole conversation: the two renderings
+        then differ before the end of the shorter one.
         """
         messages = self.layout.marked[:count]
         if not messages:
@@ -254,21 +313,26 @@ class _TurnFinder:
         return pieces[-1] if ends_here else None
 
     def _start(self, message: Message, before: str) -> int | None:
-        """Offset in `before`, the template text in front of the first leaf; None if it cannot be told."""
+        """Offset of the turn's start in `before`, the literal in front of the first leaf; None if unknown."""
         if message["role"] != "assistant":
             return len(before)
         for header in self.facts.headers:
             at = before.rfind(header)
             if at >= 0:
                 return at + len(header)
-        # Without a header only the message's own edge can stand in front, and only if it is there to see.
+        # Some templates print no header: the answer follows the question's text directly. Then only the white
+        # space or think tag with which the content itself begins (`head`) may stand before the leaf.
         head = _edges(message)[0]
         if not self.facts.headers and before.endswith(self.facts.before_answer + head):
             return len(before) - len(head)
         return None if self.facts.always_headed or head or not message["content"] else len(before)
 
     def _stop(self, message: Message, after: str) -> tuple[int, int] | None:
-        """Offsets in `after` at which the end-of-turn token starts and ends; None if that cannot be told."""
+        """Start and end of the end-of-turn token in `after`, the literal behind the last leaf.
+
+        Both are equal if the template writes no such token. None if that is unknown: after a tool call, what
+        closes the call cannot be told from what closes the turn.
+        """
         found = [(after.find(stop), -len(stop)) for stop in self.facts.stop_tokens if stop in after]
         if found:
             at, length = min(found)
@@ -283,7 +347,7 @@ class _TurnFinder:
 
 
 def _edges(message: Message) -> tuple[str, str]:
-    """What stands in front of the first and behind the last sentinel of a message's content."""
+    """White space and think tags of a content before its first sentinel and behind its last one."""
     if "tool_calls" in message:
         return "", ""
     for pattern in (THINK, None):
@@ -296,7 +360,11 @@ def _edges(message: Message) -> tuple[str, str]:
 def _tags_by_message(
     tags: list[tuple[int, int]], places: list[Place], messages: list[Message]
 ) -> dict[int, list[tuple[int, int]]]:
-    """Generation tags of each assistant message; none at all if one cuts a text or holds another role's."""
+    """Spans of the template's generation tags by assistant message.
+
+    Empty if any tag is unusable: it cuts through a text, or contains texts of several messages or of another
+    role.
+    """
     owned: dict[int, list[tuple[int, int]]] = {}
     for start, end in tags:
         inside = [place for place in places if place.start < end and place.end > start]

@@ -1,4 +1,4 @@
-"""A tokenizer's chat template, and what can be learnt about it from a small probe."""
+"""A tokenizer's chat template, and what a small probe shows about it."""
 
 from __future__ import annotations
 
@@ -16,15 +16,18 @@ from fsdp_sft.errors import ChatTemplateError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Two private-use characters around a number; no tokenizer, template or strip() treats them specially.
+# A sentinel is a number between two private-use characters, which no tokenizer, template or strip() treats
+# specially.
 OPEN, CLOSE = "\U000f5b01", "\U000f5b02"
 _SENTINEL = re.compile(f"{OPEN}([0-9]+){CLOSE}")
 _ESCAPED = repr(OPEN)[1:-1]
-# For numbers, which templates print without quotes: fourteen digits, of which the middle six count.
+# The sentinel of a number, which templates print without quotes, must be a number itself: fourteen digits, of
+# which the middle six are the sentinel's number.
 NUMERIC_SENTINEL = re.compile("7351([0-9]{6})1537")
 _EITHER_SENTINEL = re.compile(f"{_SENTINEL.pattern}|{NUMERIC_SENTINEL.pattern}")
 
-# Offsets of generation tags count from the start of the block that captures its output.
+# A macro or a block set captures its output, and transformers counts the offsets of generation tags inside of
+# it from the start of that output. Such offsets are of no use.
 _CAPTURE = r"(?:macro|call|filter)\b|set\s+[\w.]+\s*-?%\}"
 _CAPTURED_TAG = re.compile(
     rf"\{{%[-+]?\s*(?:{_CAPTURE})(?:(?!\{{%[-+]?\s*end(?:macro|call|filter|set)\b).)*?\{{%[-+]?\s*generation\b",
@@ -34,20 +37,20 @@ _CAPTURED_TAG = re.compile(
 
 @dataclass(frozen=True)
 class TemplateFacts:
-    """What a probe with four messages tells about a template.
+    """What a probe with four messages shows about a template.
 
     Attributes:
-        headers: Texts that end where generation starts, the best first; empty if there is no such text.
-        always_headed: Whether a header of its own stands in front of every answer, not just a question's end.
-        before_answer: Text between the user's content and the answer.
+        headers: Texts that end where generation starts, the longest first; empty if there is no such text.
+        always_headed: Whether the generation prompt is a header of its own, and not just the end of a
+            question.
+        before_answer: Text between the last user content and the answer to it.
         after_answer: Text after the last answer.
-        after_past_answer: Text between an earlier answer and the next user's content.
-        stop_tokens: What generation stops on; texts, where the tokenizer has no such token.
-        end_of_turn: What ends an answer, as it is trained; None if the template writes nothing.
-        stop_is_token: Whether that is a token of the tokenizer.
-        stop_has_more: Whether the token on which generation stops comes after another one that closes the
-            answer.
-        in_parts: Whether contents must be lists of parts, as some templates of vision models want them.
+        after_past_answer: Text between an earlier answer and the next user content.
+        stop_tokens: Tokens on which generation stops, or texts where the tokenizer has no such token.
+        end_of_turn: Token or text that ends an answer and is trained; None if the template writes none.
+        stop_is_token: Whether `end_of_turn` is a token of the tokenizer; also True where there is none.
+        stop_has_more: Whether another token closes the answer before the one on which generation stops.
+        in_parts: Whether contents must be lists of parts, as some templates of vision models require.
     """
 
     headers: tuple[str, ...]
@@ -63,13 +66,13 @@ class TemplateFacts:
 
 
 class ChatTemplate:
-    """A tokenizer's chat template with what is known about it.
+    """A tokenizer's chat template and the facts that a probe shows about it.
 
     Args:
-        tokenizer: Supplies the template, the special tokens and the name for error messages.
+        tokenizer: The tokenizer, for its template, its special tokens and its name in error messages.
         chat_template: A template, or the name of one of the tokenizer's; None takes the tokenizer's own.
         tools: Tool schemas of the conversation; some tokenizers have a second template for them.
-        kwargs: Further variables of the template, in the probe as in the rendering.
+        kwargs: Further variables of the template, for the probe and the rendering alike.
         thinks_in_parts: Whether reasoning is given as a part of type "thinking".
 
     Raises:
@@ -100,7 +103,7 @@ class ChatTemplate:
         self._facts: TemplateFacts | None = None
         self._skeletons = _SKELETONS.setdefault(tokenizer, {}).setdefault(self._key, {})
         self._in_parts = False
-        with suppress(ChatTemplateError):  # what cannot be told is no matter until a turn is to be found
+        with suppress(ChatTemplateError):  # a probe that fails does not matter until a turn is to be found
             self._in_parts = self.facts().in_parts
 
     def render(
@@ -113,7 +116,10 @@ class ChatTemplate:
         """Render in the sandbox.
 
         Returns:
-            (text, character spans of generation tags; none where a macro or a block set holds the tags).
+            (text, character spans of the generation tags; empty if the tags are in a macro or a block set).
+
+        Raises:
+            ChatTemplateError: If the template refuses the conversation.
         """
         import jinja2
 
@@ -138,6 +144,7 @@ class ChatTemplate:
         return text, tags if self._tags_count else []
 
     def _as_parts(self, message: Message) -> Message:
+        """The message with its content, and reasoning that was given in parts, as a list of parts."""
         text, thinks = message["content"], self._thinks_in_parts and "reasoning_content" in message
         if not self._in_parts and not thinks:
             return message
@@ -151,12 +158,15 @@ class ChatTemplate:
     def skeleton(
         self, marked: list[Message], tools: list[dict[str, Any]] | None, *, renew: bool = False
     ) -> str:
-        """Render a conversation whose texts are sentinels; many conversations have the same one.
+        """Render a conversation whose texts are sentinels.
+
+        With sentinels many conversations are the same, so renderings are remembered, except for conversations
+        with tools or with further keys in a message.
 
         Args:
-            marked: The messages.
+            marked: Messages with sentinels.
             tools: Tool schemas.
-            renew: Whether to render in any case.
+            renew: Whether to render again even if the rendering is remembered.
         """
         if tools is not None or any(len(message) != 2 for message in marked):
             return self.render(marked, tools=tools)[0]
@@ -178,10 +188,12 @@ class ChatTemplate:
         return self._facts
 
     def _probe_either_form(self) -> TemplateFacts:
+        """Probe with plain texts, or else with tools or with contents as parts."""
         try:
             return self._probe(None)
         except ChatTemplateError:
-            # Templates for tools may take no conversation without them, those of vision models no plain text.
+            # A template for tools may refuse a conversation without them, and one of a vision model plain
+            # text.
             for in_parts, tools in ((False, self._tools), (True, None), (True, self._tools)):
                 self._in_parts = in_parts
                 if in_parts or tools:
@@ -191,15 +203,21 @@ class ChatTemplate:
             raise
 
     def _probe(self, tools: list[dict[str, Any]] | None) -> TemplateFacts:
+        """Render four sentinels and compare the texts around them, with and without a generation prompt."""
+
         def render(chat: list[Message], *, prompt: bool = False) -> str:
             return self.render(chat, tools=tools, add_generation_prompt=prompt)[0]
 
+        # Message n consists of sentinel n alone, so everything else in a rendering is the template's own
+        # text. asked: what follows the question when only the question is rendered; prompted: the same with a
+        # generation prompt behind it.
         roles = ("user", "assistant", "user", "assistant")
         chat: list[Message] = [{"role": role, "content": sentinel(n)} for n, role in enumerate(roles)]
         asked = self._after(0, render(chat[:1]))
         prompted = self._after(0, render(chat[:1], prompt=True))
         answered = render(chat)
-        # Templates of reasoning models write another header in front of answers of the past.
+        # Templates of reasoning models write a different header in front of past answers than of the last
+        # one.
         before_past, before_answer = (
             self._after(question, answered).partition(sentinel(question + 1))[0] for question in (0, 2)
         )
@@ -209,13 +227,15 @@ class ChatTemplate:
             _without_half_a_tag(prompted, common_length(prompted, before))
             for before in (before_answer, before_past)
         )
-        # Not len(asked): some templates close the rendering without a prompt in a way of its own.
+        # The prompt is what `prompted` has beyond `asked`. Not simply from len(asked) on: some templates end
+        # a rendering without a prompt differently.
         skip = common_length(asked, prompted)
         prompt = prompted[skip:]
         headers = [prompted, shared, shared_past]
         if prompt.strip():
             headers = [header[skip:] for header in headers]
-        # Some templates close an answer only where another message follows.
+        # The text that closes an answer: what follows the last answer or, in templates that close an answer
+        # only if another message follows, what follows a past answer, up to the header of the next question.
         before_question = self._before(0, render(chat[:1]))
         length = len(after_past_answer) - _common_end(before_question, after_past_answer)
         closing = after_answer if after_answer.strip() else after_past_answer[:length]
@@ -238,29 +258,38 @@ class ChatTemplate:
         )
 
     def _after(self, number: int, text: str) -> str:
+        """The text behind sentinel `number`, which must occur exactly once."""
         mark = sentinel(number)
         if text.count(mark) != 1:
             raise self.error("it does not print each message exactly once")
         return text[text.index(mark) + len(mark) :]
 
     def _before(self, number: int, text: str) -> str:
+        """The text in front of sentinel `number`."""
         return text.partition(sentinel(number))[0]
 
     def _stop_tokens(self, after_answer: str, after_past_answer: str) -> tuple[str | None, str | None]:
-        """(the token that closes the answer, the one on which generation stops): mostly the same."""
+        """(the token that closes the answer, the token on which generation stops): usually the same one.
+
+        Args:
+            after_answer: Text that closes the last answer.
+            after_past_answer: Text between an earlier answer and the next user content.
+        """
         found, special = [], []
         for token in self.tokenizer.added_tokens_decoder.values():
             if token.special:
                 special.append(re.escape(token.content))
             at = after_answer.find(token.content) if token.content.strip() else -1
-            # Some tokenizers add their end-of-turn token as an ordinary one; it is known by its place.
+            # Some tokenizers add their end-of-turn token as an ordinary token, not a special one. It is
+            # recognised by its place, directly behind the answer.
             if at >= 0 and (token.special or not after_answer[:at].strip()):
                 found.append((at, -len(token.content), token.content))
         if not found:
             return None, None
         at, _, first = min(found)
-        # Another token may close the answer in front of EOS: directly, or with more in between in every turn.
-        # What EOS closes after the last turn alone is the conversation.
+        # Generation stops on EOS where EOS follows the token that closes the answer: directly after it, or
+        # further on but in every turn. An EOS that comes later and only after the last turn closes the
+        # conversation and not the turn.
         eos = str(self.tokenizer.eos_token or "")
         run = re.compile(f"(?:{'|'.join(special)})*").match(after_answer, at) if special else None
         of_every_turn = after_answer[: common_length(after_answer, after_past_answer)]
@@ -268,7 +297,7 @@ class ChatTemplate:
         return first, eos if is_later else first
 
     def reasoning_keys(self) -> list[str]:
-        """The keys under which it prints a message's reasoning."""
+        """The keys of a message whose value the template prints as reasoning."""
         found = []
         for key in REASONING_KEYS:
             answer = {"role": "assistant", "content": "b", key: sentinel(0)}
@@ -278,13 +307,13 @@ class ChatTemplate:
         return found
 
     def last_special_token(self, text: str) -> str | None:
-        """The special token that ``text`` ends with; None if it ends with something else."""
+        """The special token with which ``text`` ends; None if it ends with something else."""
         added = (token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special)
         found = [token for token in added if token and text.endswith(token)]
         return max(found, key=len, default=None)
 
     def error(self, reason: str) -> ChatTemplateError:
-        """A `ChatTemplateError` that says `reason` and the way out."""
+        """A `ChatTemplateError` that states `reason` and what to do."""
         return ChatTemplateError(
             f"cannot tell which tokens the assistant writes with the chat template of "
             f"{describe_tokenizer(self.tokenizer)}: {reason}; pass a chat_template= that prints every "
@@ -298,17 +327,18 @@ _MAX_SKELETONS = 1024
 
 
 def templates_used(tokenizer: PreTrainedTokenizerBase) -> set[str]:
-    """The templates with which this process has encoded rows by this tokenizer."""
+    """Texts of the templates with which this process has encoded rows for this tokenizer."""
     return {key[0] for key in _FACTS.get(tokenizer, {})}
 
 
 @lru_cache(maxsize=64)
 def _has_captured_tag(template: str) -> bool:
+    """Whether a generation tag is inside a macro or a block set."""
     return _CAPTURED_TAG.search(template) is not None
 
 
 def describe_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Name a tokenizer in an error message."""
+    """Class and name of a tokenizer, for error messages."""
     name = tokenizer.name_or_path
     return f"{type(tokenizer).__name__} {name!r}" if name else type(tokenizer).__name__
 
@@ -319,7 +349,10 @@ def _common_end(first: str, second: str) -> int:
 
 
 def _without_half_a_tag(text: str, length: int) -> str:
-    """The first `length` characters, but for the beginning of a tag: two tags may begin alike."""
+    """The first `length` characters, without a tag that is cut in two at the end.
+
+    Two headers may have the beginning of a tag in common (``<|start_a|>`` and ``<|start_b|>``).
+    """
     for opening, closing in (("<", ">"), ("[", "]")):
         at = text.rfind(opening, 0, length)
         if at > text.rfind(closing, 0, length) and re.match(r"[<\[]\S*[>\]]", text[at:]):
@@ -334,21 +367,26 @@ def common_length(first: str, second: str) -> int:
 
 
 def sentinel(number: int) -> str:
-    """The placeholder for the text `number`."""
+    """The sentinel of the text `number`."""
     return f"{OPEN}{number}{CLOSE}"
 
 
 def numeric_sentinel(number: int) -> int:
-    """The placeholder for a number that stands as the text `number`."""
+    """The sentinel of the text `number` where that text is a number."""
     return int(f"7351{number:06d}1537")
 
 
 def split_at_sentinels(text: str, *, numeric: bool) -> tuple[list[str], list[int]]:
-    """The texts around the placeholders, one more than there are of these, and the placeholders' numbers.
+    """Split a text at its sentinels.
 
-    `numeric` says whether there may be numeric ones.
+    Args:
+        text: The text.
+        numeric: Whether to look for numeric sentinels too.
+
+    Returns:
+        (the N + 1 texts around the sentinels, the numbers of the N sentinels).
     """
-    if _ESCAPED in text:  # by Python's repr, with which some templates print nested arguments
+    if _ESCAPED in text:  # some templates print nested arguments with Python's repr, which escapes sentinels
         text = text.replace(_ESCAPED, OPEN).replace(repr(CLOSE)[1:-1], CLOSE)
     if not numeric:
         pieces = _SENTINEL.split(text)
@@ -359,5 +397,5 @@ def split_at_sentinels(text: str, *, numeric: bool) -> tuple[list[str], list[int
 
 
 def has_sentinel(text: str) -> bool:
-    """Whether a placeholder stands in the text."""
+    """Whether a sentinel occurs in the text."""
     return _SENTINEL.search(text) is not None

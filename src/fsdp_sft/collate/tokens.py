@@ -1,4 +1,8 @@
-"""Texts to token ids, and the way from a character to its token."""
+"""From texts to token ids, and from a character of the text to its token.
+
+Labels need only the second at the two edges of each turn. Two kinds of tokens can answer: those that spell
+their text byte for byte, whose lengths add up to offsets, and those whose offsets the tokenizer knows.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +27,10 @@ class Tokens(Protocol):
         """Token ids, (S,)."""
 
     def first_from(self, position: int) -> int:
-        """Index of the first token that starts at a character of the text or after it; S if none does."""
+        """Index of the first token that starts at character `position` or later; S if none does."""
 
     def first_beyond(self, position: int) -> int:
-        """Index of the first token that ends after a character of the text; S if none does."""
+        """Index of the first token that ends after character `position`; S if none does."""
 
 
 def tokenise(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[Tokens]:
@@ -34,7 +38,7 @@ def tokenise(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[Token
 
     Args:
         tokenizer: A fast tokenizer.
-        texts: What to tokenise.
+        texts: The texts.
     """
     found: list[Tokens | None] = [*_spelled(tokenizer, texts)] if texts else []
     rest = [index for index, tokens in enumerate(found) if tokens is None]
@@ -48,7 +52,13 @@ def tokenise(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[Token
 
 @dataclass(slots=True)
 class _SpelledTokens:
-    """Tokens whose bytes, one after the other, are the text's: their lengths say where each one stands."""
+    """Tokens whose bytes, one after the other, are those of the text, so that their lengths give offsets.
+
+    Attributes:
+        ids: Token ids, (S,).
+        text: The tokenised text.
+        spelled: Bytes of each token, (S,).
+    """
 
     ids: list[int]
     text: str
@@ -64,17 +74,20 @@ class _SpelledTokens:
         return bisect_right(self._byte_edges(), self._byte(position), lo=1) - 1
 
     def _byte_edges(self) -> list[int]:
-        """Where each token starts, in bytes, and where the last one ends."""
+        """Byte at which each token starts, and the byte at which the last one ends: S + 1 numbers."""
         if not self._edges:
             self._edges = list(accumulate(map(len, self.spelled), initial=0))
         return self._edges
 
     def _byte(self, position: int) -> int:
+        """Offset in bytes of the character at `position`."""
         return position if self.text.isascii() else len(self.text[:position].encode())
 
 
 def _byte_of_letter() -> dict[str, int]:
-    """The alphabet of byte-level BPE: bytes that print stand for themselves, others for letters from 256 on.
+    """The byte for each letter of byte-level BPE's alphabet.
+
+    Printable bytes are the letters with the same number; the others are the letters from 256 on, in order.
 
     Source: ``bytes_to_unicode`` of GPT-2's encoder.py, which tokenizers' ``ByteLevel`` follows.
     """
@@ -85,11 +98,16 @@ def _byte_of_letter() -> dict[str, int]:
 
 
 _BYTE_OF_LETTER = _byte_of_letter()
-_NO_TEXT = b"\xff"  # is in no text
+_NO_TEXT = b"\xff"  # occurs in no UTF-8 text, so a token with these bytes never spells the text
 
 
 class _Spelling(dict[int, bytes]):
-    """The bytes that each token of a byte-level tokenizer stands for, found as they are asked for."""
+    """The bytes for which each token of a byte-level tokenizer stands, computed on first access.
+
+    Attributes:
+        num_tried: Texts that have been tokenised.
+        num_held: Texts among them that their tokens spelled byte for byte.
+    """
 
     def __init__(self, backend: Any) -> None:
         self._token_of: Callable[[int], str] = backend.id_to_token
@@ -115,11 +133,11 @@ _SPELLINGS: weakref.WeakKeyDictionary[Any, tuple[int, _Spelling]] = weakref.Weak
 
 
 def _spelled(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[_SpelledTokens | None]:
-    """The tokens of each text that its tokens spell byte for byte; None for others.
+    """The tokens of each text, or None where they do not spell the text byte for byte.
 
-    Without offsets, which nothing needs where tokens spell the text, tokenisation takes a fifth less. They
-    do not if the tokenizer changes the text (another normal form, a space in front) or a token takes in the
-    white space beside it.
+    They do not if the tokenizer changes the text (Unicode normalisation, a space added in front) or if a
+    token takes in the white space beside it. Where they do, offsets are not needed, and tokenisation without
+    them takes a fifth less time.
     """
     backend = _compat.backend_that_encodes(tokenizer)
     if backend is None or type(backend.decoder).__name__ != "ByteLevel":
@@ -128,7 +146,7 @@ def _spelled(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[_Spel
     if spelling is None or size != len(tokenizer):
         spelling = _Spelling(backend)
         _SPELLINGS[tokenizer] = len(tokenizer), spelling
-    # A tokenizer that changes every text would do all the work twice.
+    # With a tokenizer that changes every text each text would be tokenised twice, so stop trying.
     if spelling.num_tried > 2 * spelling.num_held + 64:
         return [None] * len(texts)
     found: list[_SpelledTokens | None] = []
@@ -146,16 +164,16 @@ def _spelled(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[_Spel
 
 @dataclass(slots=True)
 class _OffsetTokens:
-    """Tokens that stand where the tokenizer says.
+    """Tokens at the offsets that the tokenizer reports.
 
-    A turn has two edges and a row thousands of tokens, so edges are searched for in the tokenizer's own
-    encoding; handing all offsets over to Python would take longer than the tokenisation.
+    A turn has two edges and a row thousands of tokens, so edges are found by bisection in the tokenizer's own
+    encoding; converting all offsets to Python objects would take longer than the tokenisation.
 
     Attributes:
         ids: Token ids, (S,).
-        text: What they stand for.
+        text: The tokenised text.
         encoding: The `tokenizers.Encoding`.
-        tokenizer: Whose tokens they are.
+        tokenizer: The tokenizer.
     """
 
     ids: list[int]
@@ -166,7 +184,8 @@ class _OffsetTokens:
     def first_from(self, position: int) -> int:
         """See `Tokens`."""
         index = bisect_left(range(len(self.ids)), position, key=self._start)
-        # Restored spaces move starts to the left, so a token found by its bare start may begin before.
+        # The bisection uses starts without the leading space (see _start_with_space). With its space a token
+        # may begin before `position`; then the next one is meant.
         while index < len(self.ids) and self._start_with_space(index) < position:
             index += 1
         return index
@@ -182,7 +201,10 @@ class _OffsetTokens:
         return int(self.encoding.token_to_chars(index)[1])
 
     def _start_with_space(self, index: int) -> int:
-        """Byte-level tokenizers with trim_offsets leave the space of "Ġword" out of its offsets."""
+        """Start of a token, with the space that its offsets may leave out.
+
+        Byte-level tokenizers with trim_offsets=True do not count the space of "Ġword" among its characters.
+        """
         start, before = self._start(index), self._end(index - 1) if index else 0
         if start <= before or not self.text[before:start].isspace():
             return start
@@ -191,6 +213,7 @@ class _OffsetTokens:
 
 
 def _with_offsets(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[_OffsetTokens]:
+    """Tokens of each text with the tokenizer's offsets."""
     if not texts:
         return []
     batch = tokenizer(

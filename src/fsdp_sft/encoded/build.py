@@ -1,4 +1,4 @@
-"""Rows to a folder of encoded rows, with any number of processes."""
+"""Encode rows into a folder, with any number of processes."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ REFUSED = {
     "refused_by_template": ChatTemplateError,
     "dropped_text": DroppedTextError,
 }
-"""Reasons for which a row cannot be encoded, other than that there is nothing in it to train."""
+"""Errors by the reasons for which a row cannot be encoded; a row without a target is none of them."""
 
-# Below this a process takes longer to start than to encode its part.
+# Rows or bytes below which a process takes longer to start than to encode its share.
 _FEWEST = {"row": 4000, "B": 8 << 20}
 
 
@@ -40,8 +40,8 @@ class Work:
 
     Attributes:
         tokenizer: The tokenizer.
-        options: Those of `encode_chat`.
-        stops_at_refusal: Whether the first row that is refused ends it.
+        options: Options of `encode_chat`.
+        stops_at_refusal: Whether encoding ends at the first row that is refused.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -50,10 +50,16 @@ class Work:
 
 
 def look_first(source: RowSource, work: Work, number: int, max_refused: float) -> None:
-    """Encode some rows from all over and raise if what is wrong with them is wrong with most.
+    """Encode a sample of the rows, and raise early if far more of them are refused than is allowed.
+
+    Args:
+        source: All rows.
+        work: How to encode them.
+        number: Rows in the sample, which is spread over all rows.
+        max_refused: Share of all rows that may be refused.
 
     Raises:
-        ValueError: Or one of its kind, if more are refused than chance makes of ``max_refused``.
+        ValueError: Or a subclass, if more rows of the sample are refused than chance would explain.
     """
     counts = FilterCounts()
     rows = source.sample(number)
@@ -77,15 +83,16 @@ def build(
     num_proc: int | None,
     tick: Callable[[int], None],
 ) -> None:
-    """Encode all rows into ``folder``, which is made, and put it on the disk.
+    """Encode all rows into a new folder, and flush it to the disk.
 
     Args:
         source: The rows.
-        work: How.
-        folder: Where; nothing is there.
-        scratch: For what is deleted in the end; nothing is there.
-        num_proc: Processes; None takes one for each core of this process, as far as there is work for them.
-        tick: Told of each part of the source's size that is done.
+        work: How to encode them.
+        folder: Folder to make; it must not exist.
+        scratch: Folder for temporary files, which is deleted in the end; it must not exist.
+        num_proc: Number of processes; None takes one for each core that this process may use, but no more
+            than there is work for.
+        tick: Function that is called with the size, in the source's unit, of each part that is done.
     """
     number = num_proc or min(len(os.sched_getaffinity(0)), max(1, source.size // _FEWEST[source.unit]))
     shares = source.shares(number)
@@ -115,7 +122,11 @@ def build(
 def encode_pieces(
     pieces: Sequence[RowRange], work: Work, folder: Path, tick: Callable[[int], None]
 ) -> tuple[FilterCounts, int]:
-    """Encode some pieces into ``folder``; (counts, rows that were read)."""
+    """Encode some of the rows into a new folder.
+
+    Returns:
+        (counts, number of rows that were read).
+    """
     counts, index = FilterCounts(), 0
     writer = RowWriter(folder)
     for rows, size in (block for piece in pieces for block in piece.read()):
@@ -132,12 +143,12 @@ def encode_pieces(
 
 
 def num_refused(counts: FilterCounts) -> int:
-    """Rows that could not be encoded."""
+    """Number of rows that could not be encoded."""
     return sum(counts.get(reason, 0) for reason in REFUSED)
 
 
 def refusal(counts: FilterCounts, says: str) -> ValueError:
-    """The error for rows that were refused, of the kind that most of them have."""
+    """The error for rows that were refused, of the type that fits most of them."""
     kind = max(REFUSED, key=lambda reason: counts.get(reason, 0))
     return REFUSED[kind](
         f"{says}; counted {dict(counts)}{first_examples(counts)}\n"
@@ -146,13 +157,14 @@ def refusal(counts: FilterCounts, says: str) -> ValueError:
 
 
 def first_examples(counts: FilterCounts) -> str:
-    """One for each reason, a line each."""
+    """The first example of each reason, a line each."""
     return "".join(f"\n  {texts[0]}" for texts in counts.examples.values())
 
 
 def _judge(
     row: Any, index: int, work: Work, counts: FilterCounts, encoded: EncodedChat | None
 ) -> EncodedChat | None:
+    """Count a row; the encoded row if it is kept, else None."""
     if isinstance(row, Unreadable):
         counts.add("malformed", index, row.error)
         return None
@@ -161,19 +173,20 @@ def _judge(
 
 
 def _add(writer: RowWriter, chat: EncodedChat, index: int, counts: FilterCounts) -> None:
+    """Write a row, or count it as malformed if the files cannot hold it."""
     try:
         writer.add(chat)
-    except (ValueError, OverflowError) as error:  # ids or labels of a tokenised row
+    except (ValueError, OverflowError) as error:  # only a tokenised row can have such ids or labels
         counts["kept"] -= 1
         counts.add("malformed", index, str(error))
 
 
 def _encoded(rows: Sequence[Any], work: Work) -> list[EncodedChat | None]:
-    """Rows encoded in one call; None for each if one of them cannot be."""
+    """Rows encoded in one call; all None if one of them cannot be encoded."""
     chats = {i: row for i, row in enumerate(rows) if not isinstance(row, EncodedChat | Unreadable)}
     try:
         made = dict(zip(chats, encode_rows(list(chats.values()), work.tokenizer, work.options), strict=True))
-    except Exception:  # which row it was, and whether the row is to blame, is found one by one
+    except Exception:  # the caller then encodes the rows one by one, which shows the row that is to blame
         made = {}
     return [made.get(i) for i in range(len(rows))]
 
@@ -181,7 +194,11 @@ def _encoded(rows: Sequence[Any], work: Work) -> list[EncodedChat | None]:
 def _in_processes(
     shares: Sequence[Sequence[RowRange]], work: Work, parts: Sequence[Path], tick: Callable[[int], None]
 ) -> list[tuple[FilterCounts, int]]:
-    """A program for each share: forks of this process could inherit a lock, spawned ones want its script."""
+    """Encode each share in a process of its own; (counts, rows that were read) of each.
+
+    The processes are programs of their own. A fork of this process could inherit a lock that a thread holds,
+    and multiprocessing's "spawn" would import the caller's script again.
+    """
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
@@ -216,6 +233,7 @@ def _in_processes(
 
 
 def _listen(process: subprocess.Popen[bytes], tick: Callable[[int], None]) -> None:
+    """Pass on the sizes that a process prints."""
     assert process.stdout is not None
     for line in process.stdout:
         tick(int(line))

@@ -1,4 +1,4 @@
-"""`encode_dataset`: who encodes, who waits, and what is there already."""
+"""`encode_dataset`: which rank encodes, which ranks wait, and what has been encoded before."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _LOOKED_AT_FIRST = 500
-_SEEN_SECONDS = 5.0  # for a network file system to show a new file
+_SEEN_SECONDS = 5.0  # time in which a network file system must show another node a new file
 
 
 def encode_dataset(
@@ -42,46 +42,49 @@ def encode_dataset(
 ) -> EncodedDataset:
     """Tokenise rows once, into files that every rank maps into memory.
 
-    Rows without a target are left out and counted, as `filter_rows` does. What has been encoded before, of
-    the same data, template, tokenizer, options and versions, is opened at once. A folder appears under its
-    name only when it is complete: of a job that was killed nothing is used, and the next one begins anew.
+    Rows without a target are left out and counted, as in `filter_rows`. An encoding of the same data,
+    template, tokenizer, options and versions that exists already is opened at once. A folder appears under
+    its name only when it is complete: a job that was killed leaves nothing that is used, and the next one
+    begins anew.
 
-    Ranks that see the same ``cache_dir`` share one encoding, which rank 0 makes while the others wait, with
-    processes of its own; on nodes that do not see it each makes its own.
+    Ranks that see the same ``cache_dir`` share one encoding, which rank 0 makes, with processes of its own,
+    while the others wait. On nodes that do not see rank 0's ``cache_dir``, the first rank of each makes one.
 
     Args:
         rows: A sequence of rows as `encode_chat` takes them, a ``datasets.Dataset``, or the path of a
-            ``.jsonl`` file or a list of such, which are read in a stream. The same on all ranks.
+            ``.jsonl`` file or a list of such paths, which are read as streams. The same on all ranks.
         tokenizer: A fast tokenizer.
         max_length: Most tokens of a row.
-        num_proc: Processes that encode; None takes one for each core, as far as there is work for them.
-        cache_dir: Where encoded data is kept; None is ``fsdp-sft/encoded`` in ``$XDG_CACHE_HOME`` or
+        num_proc: Number of processes that encode; None takes one for each core, but no more than there is
+            work for.
+        cache_dir: Folder that holds encoded data; None is ``fsdp-sft/encoded`` in ``$XDG_CACHE_HOME`` or
             ``~/.cache``.
         on_error: "count" drops and counts rows that `encode_chat` would refuse, "raise" stops at the first.
-        on_dropped: As in `filter_rows`.
-        max_refused: Share of refused rows above which it raises; what has been encoded is kept, so that a
-            second call with a larger share opens it.
-        **options: As for `encode_chat`.
+        on_dropped: What to do with a row of whose answers the template does not print every text, as in
+            `filter_rows`.
+        max_refused: Largest share of refused rows that does not raise. What has been encoded is kept, so that
+            a second call with a larger share opens it.
+        **options: Further options of `encode_chat`.
 
     Returns:
         A sequence of `EncodedChat`, with ``counts``, ``lengths`` and ``num_targets``.
 
     Raises:
         ValueError: If more rows are refused than ``max_refused`` allows, with the counts and an example of
-            each reason: within seconds, by 500 rows looked at first, or at the end. `ChatTemplateError`,
-            `DroppedTextError` and `TooLongError`, where most were refused so. Also for no rows, and for
-            ranks with different numbers of rows.
-        FileNotFoundError: For a file that is not there.
+            each reason: within seconds, from a sample of 500 rows, or at the end. If most were refused for
+            one of these reasons, it is a `ChatTemplateError`, `DroppedTextError` or `TooLongError`. Also for
+            no rows, and for ranks with different numbers of rows.
+        FileNotFoundError: If a file does not exist.
         OSError: If writing fails.
 
     Collective: all ranks; those that wait need no time-out longer than the default.
     Memory: A block of 256 rows and its tokens in each process; pages of the files belong to the system.
     Disk: 4 bytes a token, 28 bytes a row, 8 or 12 bytes a trained turn; twice that while it is made.
 
-    Example::
-
-        encoded = fs.encode_dataset("chats.jsonl", tokenizer, max_length=8192)
-        print(encoded.counts)
+    Example:
+        >>> encoded = fs.encode_dataset(rows, tokenizer, max_length=64, cache_dir="encoded")
+        >>> len(encoded), dict(encoded.counts)
+        (8, {'kept': 8})
     """
     wanted = EncodeOptions(max_length=max_length, on_dropped=on_dropped, **options)
     check_count("max_length", max_length)
@@ -128,17 +131,18 @@ def encode_dataset(
 
 
 def _make(source: RowSource, work: Work, target: Path, num_proc: int | None, max_refused: float) -> None:
+    """Encode all rows into a temporary folder, and give it its name when it is complete."""
     tqdm = import_module("tqdm").tqdm  # comes with transformers
     look_first(source, work, _LOOKED_AT_FIRST, max_refused)
     made, scratch = temporary_beside(target), temporary_beside(target)
-    is_quiet = None if this_rank() == 0 else True  # None: unless it is a terminal
+    is_quiet = None if this_rank() == 0 else True  # None lets tqdm draw if it writes to a terminal
     with tqdm(total=source.size, unit=source.unit, unit_scale=True, desc="encoding", disable=is_quiet) as bar:
         build(source, work, made, scratch, num_proc, bar.update)
     publish(made, target, aside=unsound_beside(target))
 
 
 def _maker(cache: Path) -> int:
-    """The rank that encodes for this one: 0 where its folder is seen, else the first of this host.
+    """The rank that encodes for this one: rank 0 if its folder is visible here, else the host's first rank.
 
     Collective: all ranks.
     """
@@ -154,6 +158,7 @@ def _maker(cache: Path) -> int:
 
 
 def _is_seen(probe: Path) -> bool:
+    """Whether the file that rank 0 has made appears on this host within a few seconds."""
     deadline = time.monotonic() + _SEEN_SECONDS
     while probe.name not in os.listdir(probe.parent):
         if time.monotonic() > deadline:
@@ -163,6 +168,7 @@ def _is_seen(probe: Path) -> bool:
 
 
 def _cache_folder(given: str | os.PathLike[str] | None) -> Path:
+    """The folder that was given, or the default one, as an absolute path."""
     if given is not None:
         return Path(given).absolute()
     root = os.environ.get("XDG_CACHE_HOME")

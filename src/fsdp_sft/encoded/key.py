@@ -1,4 +1,4 @@
-"""When two encodings are the same: data, template, tokenizer, options and versions."""
+"""When two encodings are the same: if data, template, tokenizer, options and versions are."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def key_of(
 
 
 def data_digest(source: RowSource, cache: Path) -> str:
-    """Of all rows; files that have not changed since are not read again."""
+    """A digest of all rows. Files that have not changed since they were last read are not read again."""
     if source.paths:
         return "-".join(_file_digest(path, cache) for path in source.paths)
     fingerprint = _compat.dataset_fingerprint(source.rows)
@@ -63,7 +63,7 @@ def data_digest(source: RowSource, cache: Path) -> str:
 
 
 def _file_digest(path: Path, cache: Path) -> str:
-    """By its contents; the digest of a file with this size and time of change is kept."""
+    """A digest of a file's contents, kept under its path, size, times of change and inode."""
     status = path.stat()
     state = [str(path), status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
     known = cache / f".digest-{hashlib.sha256(json.dumps(state).encode()).hexdigest()[:32]}"

@@ -1,4 +1,4 @@
-"""Rows from where they are: a list, a Hugging Face data set, or files of JSON lines, read in a stream."""
+"""Read rows from a sequence, a Hugging Face data set, or files of JSON lines, which are read as streams."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _BLOCK_ROWS = 256
 
 
 class Unreadable:
-    """A line of a file that is no row.
+    """A line of a file that cannot be read as a row.
 
     Attributes:
-        error: What is wrong with it.
+        error: Description of what is wrong with it.
     """
 
     def __init__(self, error: str) -> None:
@@ -29,13 +29,13 @@ class Unreadable:
 
 @dataclass(frozen=True)
 class RowRange:
-    """Some of the rows, for one process.
+    """Consecutive rows of a sequence, or lines of a file, for one process.
 
     Attributes:
-        rows: What has them; None for lines of a file.
-        path: The file.
-        start: The first row, or byte.
-        stop: The row, or byte, behind the last.
+        rows: The sequence; None for lines of a file.
+        path: The file; None for rows of a sequence.
+        start: First row, or first byte of the file.
+        stop: The row, or byte, after the last.
     """
 
     rows: Any
@@ -45,17 +45,17 @@ class RowRange:
 
     @property
     def size(self) -> int:
-        """In rows or bytes."""
+        """Size in rows or bytes."""
         return self.stop - self.start
 
     def portable(self) -> RowRange:
-        """Itself, to be pickled for another process; of a sequence only its own rows."""
+        """This range in a form to be pickled for another process, with no rows but its own."""
         if self.path is not None or _compat.is_hub_dataset(self.rows):
             return self
         return RowRange(_rows_of(self.rows, self.start, self.stop), None, 0, self.size)
 
     def read(self) -> Iterator[tuple[list[Any], int]]:
-        """Blocks of rows, and how much of the size each is."""
+        """Blocks of rows, each with its share of ``size``."""
         return self._lines() if self.path is not None else self._rows()
 
     def _rows(self) -> Iterator[tuple[list[Any], int]]:
@@ -94,10 +94,11 @@ class RowSource:
 
     @classmethod
     def of(cls, given: Any) -> RowSource:
-        """Look at what the user has.
+        """The source for what the user has given.
 
         Raises:
-            ValueError: If it is none of what can be read.
+            ValueError: If it cannot be read, or is empty.
+            FileNotFoundError: If a file does not exist.
         """
         if isinstance(given, str | os.PathLike):
             return cls(None, (_checked(Path(given)),))
@@ -115,16 +116,16 @@ class RowSource:
 
     @property
     def unit(self) -> str:
-        """Of the size."""
+        """Unit of ``size``: "B" (bytes) or "row"."""
         return "B" if self.paths else "row"
 
     @property
     def size(self) -> int:
-        """In rows, or bytes of the files."""
+        """Number of rows, or bytes of the files."""
         return sum(path.stat().st_size for path in self.paths) if self.paths else len(self.rows)
 
     def shares(self, count: int) -> list[list[RowRange]]:
-        """At most ``count`` of about the same size, in the order of the rows; none is empty."""
+        """All rows in at most ``count`` shares of about the same size, in order; none of them is empty."""
         edges = [self.size * i // count for i in range(count + 1)]
         shares: list[list[RowRange]] = [[] for _ in range(count)]
         if not self.paths:
@@ -141,7 +142,7 @@ class RowSource:
         return [share for share in filled if share]
 
     def sample(self, number: int) -> list[tuple[int, Any]]:
-        """(index, row) of rows spread over all of them; of files the index counts those that were read."""
+        """(index, row) of rows spread over all of them; in files the index counts the rows of the sample."""
         if self.paths:
             found = [
                 row for path in self.paths for row in _lines_spread_over(path, number // len(self.paths))
@@ -153,13 +154,13 @@ class RowSource:
 
 
 def row_bytes(row: Any) -> bytes:
-    """A row in a form that says when two are the same."""
+    """Bytes of a row that are equal for equal rows."""
     if isinstance(row, EncodedChat):
         row = [row.input_ids, row.labels, row.loss_weights, row.notes]
     try:
-        # In the order of the keys: templates print it.
+        # Keys are not sorted: templates print objects in the order of their keys, so the order matters.
         return json.dumps(row, default=_plain).encode()
-    except (TypeError, ValueError, RecursionError):  # a key that is no text, a row that holds itself
+    except (TypeError, ValueError, RecursionError):  # a key that is no str, or a row that contains itself
         return repr(row).encode()
 
 
@@ -168,6 +169,7 @@ def _plain(value: Any) -> Any:
 
 
 def _checked(path: Path) -> Path:
+    """The absolute path of a file of JSON lines that exists and is not empty."""
     if path.suffix != ".jsonl":
         raise ValueError(
             f"encode_dataset reads files of JSON lines (.jsonl), got {path}; load others with "
@@ -181,13 +183,17 @@ def _checked(path: Path) -> Path:
 
 
 def _rows_of(rows: Any, start: int, stop: int) -> list[Any]:
-    if _compat.is_hub_dataset(rows):  # which gives columns for a slice, and many rows far faster than one
+    """Rows [start, stop) as a list."""
+    # A Hugging Face data set returns columns for a slice, and one slice is far faster than its rows one by
+    # one.
+    if _compat.is_hub_dataset(rows):
         columns = rows[start:stop]
         return [{name: column[i] for name, column in columns.items()} for i in range(stop - start)]
     return [rows[index] for index in range(start, stop)]
 
 
 def _parsed(line: bytes) -> Any:
+    """The row in a line, or an `Unreadable`."""
     try:
         return json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -195,7 +201,7 @@ def _parsed(line: bytes) -> Any:
 
 
 def _next_line(path: Path, place: int) -> int:
-    """Where the first line begins that does not begin before ``place``."""
+    """Byte at which the first line begins that begins at byte ``place`` or later."""
     if not place:
         return 0
     with open(path, "rb") as file:
@@ -205,6 +211,7 @@ def _next_line(path: Path, place: int) -> int:
 
 
 def _lines_spread_over(path: Path, number: int) -> Iterator[Any]:
+    """The rows of about ``number`` lines at equal distances in a file."""
     size, seen = path.stat().st_size, -1
     with open(path, "rb") as file:
         for i in range(max(number, 1)):

@@ -1,12 +1,13 @@
-"""Files of encoded rows, and the sequence of rows that they are.
+"""The files of encoded rows, and the sequence of rows that reads them.
 
-A row's labels are its own ids within runs and -100 outside, so that runs are kept and not labels:
+The labels of a row equal its ids within a few runs of tokens and are -100 outside, so the files hold the
+runs' edges and not the labels:
 
-- ``ids.i32``: ids of all rows, one after the other
-- ``edges.i32``: begin and end of each run, counted within its row
-- ``weights.f32``: the weight of each run, if any is not 1
-- ``lengths.i32``, ``targets.i32``, ``runs.i32``: tokens, targets and runs of each row
-- ``id_begins.i64``, ``run_begins.i64``: where each row begins in the first two; one entry more than rows
+- ``ids.i32``: token ids of all rows, one row after the other
+- ``edges.i32``: begin and end of each run, as token indices within its row
+- ``weights.f32``: loss weight of each run; missing if all are 1
+- ``lengths.i32``, ``targets.i32``, ``runs.i32``: numbers of tokens, targets and runs of each row
+- ``id_begins.i64``, ``run_begins.i64``: index of each row's first id and first run; one entry more than rows
 - ``about.json``: counts, and the size of each file; written last
 """
 
@@ -43,10 +44,10 @@ _FLUSH_TOKENS = 1 << 20
 
 
 class RowWriter:
-    """Appends rows to the files of a folder, which is made.
+    """Appends rows to the files of a new folder.
 
     Args:
-        folder: Where; it may not be there.
+        folder: Folder to make; it must not exist.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -58,8 +59,8 @@ class RowWriter:
         """Append a row.
 
         Raises:
-            ValueError: If a label is another id than its token's, or lengths differ.
-            OverflowError: For an id that is no int32; nothing has been appended.
+            ValueError: If a label is neither -100 nor its token's id, or lengths differ.
+            OverflowError: For an id that does not fit into an int32. Nothing has been appended then.
         """
         check_encoded(chat.input_ids, chat.labels, chat.loss_weights)
         edges, weights = _runs(chat)
@@ -75,7 +76,7 @@ class RowWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Write what is buffered."""
+        """Write the buffered rows to the files."""
         for name, values in self._buffers.items():
             with open(self.folder / name, "ab") as file:
                 values.tofile(file)
@@ -83,7 +84,7 @@ class RowWriter:
 
 
 def joined(parts: Sequence[Path], target: Path, counts: FilterCounts) -> None:
-    """Make one folder of several in order, and put it on the disk; of the parts nothing is left."""
+    """Join folders, in order, into a new one and flush it to the disk; the files of the parts are deleted."""
     target.mkdir()
     for name in _COLUMNS:
         with open(target / name, "wb") as out:
@@ -109,7 +110,7 @@ def joined(parts: Sequence[Path], target: Path, counts: FilterCounts) -> None:
 
 
 def is_sound(folder: Path) -> bool:
-    """Whether all files are there, of the size they had."""
+    """Whether all files exist and have the size that ``about.json`` states."""
     try:
         sizes = json.loads((folder / _ABOUT).read_text())["sizes"]
         return all((folder / name).stat().st_size == size for name, size in sizes.items())
@@ -121,24 +122,28 @@ def is_sound(folder: Path) -> bool:
 class EncodedDataset(Sequence[EncodedChat]):
     """Encoded rows in files that are mapped into memory: what `encode_dataset` returns.
 
-    A row is an `EncodedChat`, made when it is asked for. Workers of a DataLoader, and ranks of one machine,
-    share the memory; pickled, it is the path of its folder.
+    A row is an `EncodedChat`, made when it is indexed. Workers of a DataLoader, and ranks of one machine,
+    share the memory of the files. Pickling stores nothing but the path of the folder.
 
     Args:
-        path: The folder.
+        path: Folder of an encoded data set.
 
     Attributes:
-        path: The folder.
-        counts: What was kept and what not, with indices and examples by reason; see `FilterCounts`.
+        path: Folder of the encoded data set.
+        counts: Numbers of rows that were kept and left out, with indices and examples by reason; see
+            `FilterCounts`.
         lengths: Tokens of each row, int32 (N,).
         num_targets: Targets of each row after the shift, int32 (N,).
 
-    Memory: 0 but for what is read just now; the files' pages are the system's, to be dropped when it wants.
+    Memory: Nothing but the rows in use; the files' pages belong to the system, which may drop them at any
+    time.
 
-    Example::
-
-        sampler = PackedSampler(encoded.lengths, num_targets=encoded.num_targets, max_length=8192)
-        loader = DataLoader(encoded, batch_sampler=sampler, collate_fn=PackedCollator(max_length=8192))
+    Example:
+        >>> encoded = fs.encode_dataset(rows, tokenizer, max_length=64, cache_dir="encoded")
+        >>> type(encoded[0]).__name__, encoded.lengths.shape
+        ('EncodedChat', torch.Size([8]))
+        >>> sampler = fs.PackedSampler(encoded.lengths, num_targets=encoded.num_targets, max_length=128)
+        >>> pack = fs.PackedCollator(max_length=128)([encoded[row] for row in next(iter(sampler))])
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -192,7 +197,7 @@ class EncodedDataset(Sequence[EncodedChat]):
 
 
 def _runs(chat: EncodedChat) -> tuple[list[int], list[float]]:
-    """(begin and end of each run of trained tokens of one weight, the weights)."""
+    """(begin and end of each run of trained tokens of one weight, in one list; weight of each run)."""
     ids, labels, given = chat.input_ids, chat.labels, chat.loss_weights
     edges: list[int] = []
     weights: list[float] = []
@@ -215,11 +220,12 @@ def _runs(chat: EncodedChat) -> tuple[list[int], list[float]]:
 
 
 def _end_of(values: list[int], value: int, start: int) -> int:
-    """The first place from ``start`` on with another value."""
+    """The first index from ``start`` on with another value."""
     return next((i for i in range(start, len(values)) if values[i] != value), len(values))
 
 
 def _of_one_weight(weights: list[float], start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """Begin and end of each run of equal weights in [start, stop)."""
     while start < stop:
         end = next((i for i in range(start, stop) if weights[i] != weights[start]), stop)
         yield start, end
@@ -232,18 +238,21 @@ def _mapped(path: Path) -> Any:
     with open(path, "rb") as file:
         if not os.fstat(file.fileno()).st_size:
             return memoryview(bytearray()).cast(code)  # type: ignore[call-overload]
-        # Writable, or torch warns, and private, so that who writes all the same changes no file.
+        # torch warns about buffers that are read-only, so the mapping is writable. It is private as well, so
+        # that a write changes this process's memory and not the file.
         access = mmap.PROT_READ | mmap.PROT_WRITE
         mapped = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=access)
         return memoryview(mapped).cast(code)  # type: ignore[call-overload]
 
 
 def _any_weight(folder: Path) -> bool:
+    """Whether a run has a weight other than 1."""
     values = _mapped(folder / "weights.f32")
     return bool(len(values)) and bool((torch.frombuffer(values, dtype=torch.float32) != 1).any())
 
 
 def _write_begins(sizes: Path, target: Path) -> None:
+    """Write where each row begins: the running sum of the rows' sizes, from 0 to the total."""
     total = 0
     with open(target, "wb") as file:
         array("q", [0]).tofile(file)
@@ -254,5 +263,6 @@ def _write_begins(sizes: Path, target: Path) -> None:
 
 
 def _blocks(values: Any) -> Iterable[list[int]]:
+    """The numbers in lists of bounded length."""
     for start in range(0, len(values), _FLUSH_TOKENS):
         yield values[start : start + _FLUSH_TOKENS].tolist()

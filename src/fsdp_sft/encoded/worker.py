@@ -1,4 +1,7 @@
-"""A process that encodes rows: ``python -m fsdp_sft.encoded.worker JOB``; it prints what it has done."""
+"""A process that encodes rows: ``python -m fsdp_sft.encoded.worker JOB``.
+
+It prints the size of each block that it has encoded, a line each.
+"""
 
 import pickle
 import sys
@@ -8,7 +11,7 @@ from fsdp_sft.encoded.build import encode_pieces
 
 
 def main() -> None:
-    """Do what the file of the job says, and leave the result beside it."""
+    """Encode the rows that the job's file names, and write the result beside the folder."""
     job = Path(sys.argv[1])
     pieces, work, folder = pickle.loads(job.read_bytes())  # written by the process that started this one
     result = encode_pieces(pieces, work, folder, lambda size: print(size, flush=True))

@@ -1,4 +1,4 @@
-"""Several data sets in one order: of data sets with a length, and of streams."""
+"""Mix several data sets in one order: data sets with a length, or streams."""
 
 from fsdp_sft.mixing.sampler import MixedSampler as MixedSampler
 from fsdp_sft.mixing.stream import MixedStream as MixedStream

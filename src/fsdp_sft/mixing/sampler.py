@@ -1,4 +1,4 @@
-"""Several data sets in one order, in the proportions that are asked for, with a position that resumes."""
+"""Several data sets in one order, in given proportions, with a position that resumes."""
 
 import zlib
 from array import array
@@ -19,46 +19,49 @@ if TYPE_CHECKING:
 
 
 class MixedSampler(Sampler[Any]):
-    """Deals rows of several data sets out to ranks, as indices into ``ConcatDataset(datasets)``.
+    """Distributes rows of several data sets to ranks, as indices into ``ConcatDataset(datasets)``.
 
-    Every epoch has a fixed number of rows of each data set, spread evenly over it: any stretch of an epoch
-    has the same proportions, to within a row or two. A data set of which an epoch has fewer rows than there
-    are goes on with the others in the next epoch; one of which it has more is gone through again, each time
-    in an order of its own. So after any number of epochs all rows of a data set have come equally often, or
-    once more (and the rows that fill up an epoch's last round, where it does not divide by the ranks).
+    Every epoch has a fixed number of rows of each data set, spread evenly over it: any section of an epoch
+    has the same proportions, to within a row or two. If an epoch has fewer rows of a data set than there are,
+    the next epoch continues with the remaining ones. If it has more, the data set is repeated, each time in
+    an order of its own. So after any number of epochs all rows of a data set have come equally often, or once
+    more (and the rows that fill up an epoch's last round, if it does not divide by the ranks).
 
-    With ``lengths`` and ``max_length`` it deals packs out, as ``PackedSampler`` does: for the
-    ``batch_sampler`` of a DataLoader with ``PackedCollator``. Otherwise it is for ``sampler``. Position,
-    epochs, ``windows`` and another number of ranks are as with ``ResumableSampler`` and ``PackedSampler``.
+    With ``lengths`` and ``max_length`` it distributes packs, as ``PackedSampler`` does, and is meant for the
+    ``batch_sampler`` of a DataLoader with ``PackedCollator``. Without them it is meant for ``sampler``.
+    Position, epochs, ``windows`` and another number of ranks are as with ``ResumableSampler`` and
+    ``PackedSampler``.
 
     Args:
         datasets: The data sets, or their numbers of rows.
-        weights: How many rows of each an epoch has, relative to the others; any numbers from 0 on.
-        counts: How many rows of each an epoch has.
-        temperature: From 1 on: rows in proportion to ``len(dataset) ** (1 / temperature)``. 1 keeps the
-            proportions of the data, larger ones raise the share of small data sets.
-        epoch_rows: Rows of an epoch, with ``weights`` or ``temperature``; None is as many as there are in
-            all. Without any of the four an epoch has every row once.
-        lengths: Tokens of each row of all data sets, one after the other, or a list of those for each.
+        weights: Rows of each data set in an epoch, relative to the others; any numbers from 0 on.
+        counts: Rows of each data set in an epoch.
+        temperature: A number of at least 1 that makes the rows of each data set proportional to
+            ``len(dataset) ** (1 / temperature)``. 1 keeps the proportions of the data; larger numbers raise
+            the share of small data sets.
+        epoch_rows: Rows of an epoch, with ``weights`` or ``temperature``; None takes as many as all data sets
+            have together. Without any of these four arguments an epoch has every row once.
+        lengths: Tokens of each row of all data sets, one data set after the other, or a list of these for
+            each.
         max_length: Most tokens of a pack.
-        num_targets: For packs: as for ``PackedSampler``, in the form of ``lengths``.
-        cost: For packs: as for ``PackedSampler``.
-        shuffle: Whether each time through a data set has an order of its own.
-        seed: Of the order, together with the epoch; the same on all ranks.
+        num_targets: Targets of each row, for packs, in the same form as ``lengths``; see ``PackedSampler``.
+        cost: Coefficients of a pack's cost, for packs; see ``PackedSampler``.
+        shuffle: Whether rows of a data set come in a new order each time it is gone through.
+        seed: Seed of the order, together with the epoch; the same on all ranks.
         num_replicas: Number of ranks that share the rows; None takes the mesh's or the process group's, or 1.
         rank: This rank; None takes the mesh's or the process group's, or 0.
-        mesh: The ranks that share the rows, in place of ``num_replicas`` and ``rank``.
+        mesh: Mesh from ``build_mesh`` whose ranks share the rows, in place of ``num_replicas`` and ``rank``.
 
     Raises:
-        TypeError: If a number is none.
+        TypeError: If an argument that must be a number is not one.
         ValueError: If an argument is out of range, contradicts another, or there are no rows.
 
     Memory: About 60 bytes a row of an epoch while its order is made, 8 (packs: 20) after that.
 
     Example:
-        >>> sampler = MixedSampler([900, 100], weights=[1, 1], epoch_rows=400)
-        >>> rows = list(sampler)
-        >>> len(rows), sum(row >= 900 for row in rows)
+        >>> sampler = fs.MixedSampler([900, 100], weights=[1, 1], epoch_rows=400)
+        >>> order = list(sampler)
+        >>> len(order), sum(row >= 900 for row in order)
         (400, 200)
     """
 
@@ -107,24 +110,24 @@ class MixedSampler(Sampler[Any]):
         return iter(self._order)
 
     def __len__(self) -> int:
-        """Rows, or packs, that this rank has left in the current epoch."""
+        """Number of rows, or packs, that this rank has left in the current epoch."""
         return len(self._order)
 
     @property
     def counts(self) -> list[int]:
-        """Rows of each data set in an epoch."""
+        """Number of rows of each data set in an epoch."""
         return list(self._mixture.counts)
 
     @property
     def rows_seen(self) -> list[int]:
-        """Rows of each data set that training has consumed on all ranks since its start."""
+        """Number of rows of each data set that training has consumed on all ranks since its start."""
         left = self._mixture.count(self._order.rows_left())
         own = zip(self._mixture.counts, left, strict=True)
         return [self.epoch * count + count - missing for count, missing in own]
 
     @property
     def epochs(self) -> list[float]:
-        """How often each data set has been gone through."""
+        """Number of times that each data set has been gone through, as a fraction."""
         return [
             rows / size if size else 0.0
             for rows, size in zip(self.rows_seen, self._mixture.sizes, strict=True)
@@ -137,12 +140,12 @@ class MixedSampler(Sampler[Any]):
 
     @property
     def position(self) -> int:
-        """Rows, or packs, of the current epoch that all ranks together have consumed."""
+        """Number of rows, or packs, of the current epoch that all ranks together have consumed."""
         return self._order.position
 
     @property
     def is_passed_over(self) -> bool:
-        """Whether the epoch that was set lies before the checkpoint."""
+        """Whether the epoch that was set lies before the restored checkpoint, so that it has no rows."""
         return self._order.is_passed_over
 
     @property
@@ -152,7 +155,7 @@ class MixedSampler(Sampler[Any]):
 
     @property
     def rank(self) -> int:
-        """This rank among them."""
+        """Index of this rank among those that share the rows."""
         return self._order.rank
 
     def set_epoch(self, epoch: int) -> None:
@@ -168,15 +171,15 @@ class MixedSampler(Sampler[Any]):
         self._order.end_epoch()
 
     def state_dict(self) -> dict[str, Any]:
-        """The same on every rank: the position, and what the order depends on."""
+        """The position, and what the order depends on; the same on every rank."""
         mixture = self._mixture
         return {**self._order.state_dict(), "sizes": mixture.sizes, "counts": mixture.counts}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved position, at this or another number of ranks.
+        """Continue from a saved position, with the same or another number of ranks.
 
         Raises:
-            ValueError: If the state is of other data or another order: the rows seen would not be the same.
+            ValueError: If the state belongs to other data or another order, so that other rows would be left.
         """
         for key, own in (("sizes", self._mixture.sizes), ("counts", self._mixture.counts)):
             if list(state.get(key, ())) != own:
@@ -191,10 +194,10 @@ class Mixture:
     """The rows of each epoch, in their order.
 
     Args:
-        sizes: Rows of each data set.
-        counts: Rows of each that an epoch has.
-        shuffle: Whether each time through a data set has an order of its own.
-        seed: Of the order.
+        sizes: Number of rows of each data set.
+        counts: Number of rows of each data set in an epoch.
+        shuffle: Whether rows of a data set come in a new order each time it is gone through.
+        seed: Seed of the order.
     """
 
     def __init__(self, sizes: list[int], counts: list[int], *, shuffle: bool, seed: int) -> None:
@@ -202,13 +205,14 @@ class Mixture:
         self._starts = [0, *accumulate(sizes)]
 
     def rows(self, epoch: int) -> list[int]:
-        """Indices into the data sets one after the other."""
+        """The rows of an epoch, in order, as indices into the concatenated data sets."""
         rows, places = [], []
         for number, count in enumerate(self.counts):
             if count:
                 rows.append(self._rows_of(number, epoch * count, count))
                 spread = torch.arange(count, dtype=torch.float64)
-                # Each at random within its own part of the epoch: as even as can be, and in no pattern.
+                # Divide the epoch into `count` equal parts and give each row a random place in one of them:
+                # as even as possible without a pattern.
                 spread += (
                     torch.rand(count, dtype=torch.float64, generator=self._generator("place", number, epoch))
                     if self.shuffle
@@ -220,14 +224,14 @@ class Mixture:
         return mixed
 
     def count(self, rows: Sequence[int]) -> list[int]:
-        """How many of these rows each data set has."""
+        """Number of these rows in each data set."""
         bounds = torch.tensor(self._starts[1:])
         owners = torch.bucketize(torch.tensor(rows, dtype=torch.int64), bounds, right=True)
         found: list[int] = torch.bincount(owners, minlength=len(self.sizes)).tolist()
         return found
 
     def _rows_of(self, number: int, first: int, count: int) -> torch.Tensor:
-        """``count`` rows, from the ``first`` on, of a data set that is gone through again and again."""
+        """Rows ``first`` to ``first + count`` of a data set that is gone through again and again."""
         size = self.sizes[number]
         parts = []
         for turn in range(first // size, (first + count - 1) // size + 1):
@@ -240,10 +244,13 @@ class Mixture:
         return torch.cat(parts) + self._starts[number]
 
     def _generator(self, what: str, number: int, turn: int) -> torch.Generator:
+        """A generator seeded for one purpose, data set and pass or epoch."""
         return torch.Generator().manual_seed(zlib.crc32(f"{what} {self.seed} {number} {turn}".encode()))
 
 
 class _MixedRows(ResumableSampler):
+    """Rows of a mixture, dealt out like those of ``ResumableSampler``."""
+
     def __init__(self, mixture: Mixture, num_replicas: int | None, rank: int | None) -> None:
         self._mixture = mixture
         super().__init__(
@@ -258,11 +265,13 @@ class _MixedRows(ResumableSampler):
         return self._mixture.rows(self.epoch)
 
     def rows_left(self) -> list[int]:
-        """Rows of the epoch that training has not consumed."""
+        """Indices of the rows of the epoch that training has not consumed."""
         return self._rows()[self.position :]
 
 
 class _MixedPacks(PackedSampler):
+    """Rows of a mixture, in packs that are dealt out like those of ``PackedSampler``."""
+
     def __init__(
         self,
         mixture: Mixture,
@@ -289,18 +298,18 @@ class _MixedPacks(PackedSampler):
         return self._mixture.rows(epoch)
 
     def _epoch_of_order(self) -> int:
-        return self.epoch  # also without shuffling an epoch goes on where the one before has ended
+        return self.epoch  # even without shuffling: an epoch continues where the previous one has ended
 
     def _rows_of_an_epoch(self) -> int:
         return sum(self._mixture.counts)
 
     def rows_left(self) -> list[int]:
-        """Rows of the epoch that training has not consumed."""
+        """Indices of the rows of the epoch that training has not consumed."""
         return [row for pack in self._order()[self._history[-1][1] :] for row in pack]
 
 
 def _flat(name: str, values: Any, sizes: list[int]) -> list[int]:
-    """One number for each row of all data sets."""
+    """One number for each row of all data sets, from one list or from a list for each data set."""
     nested = (
         isinstance(values, (list, tuple))
         and len(values) == len(sizes)

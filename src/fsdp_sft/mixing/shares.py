@@ -1,4 +1,4 @@
-"""How much of each data set: what is asked for, as numbers that are checked."""
+"""How many rows of each data set an epoch has, from the weights, counts or temperature that were given."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +13,12 @@ def rows_of_each(
     temperature: float | None,
     epoch_rows: int | None,
 ) -> list[int]:
-    """Rows of each data set in an epoch."""
+    """Number of rows of each data set in an epoch; the arguments are those of ``MixedSampler``.
+
+    Raises:
+        TypeError: If a weight, a count or the temperature is no number.
+        ValueError: If an argument is out of range or contradicts another.
+    """
     if not sizes or min(sizes) < 0:
         raise ValueError(f"datasets must be one or more data sets, or their numbers of rows, got {sizes}")
     given = [
@@ -56,7 +61,7 @@ def rows_of_each(
 
 
 def as_share(name: str, value: Any) -> float:
-    """A number that is finite and not negative; TypeError or ValueError otherwise."""
+    """``value`` as a float, or an error if it is no number, not finite, or negative."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be numbers, got {value!r}")
     if not 0 <= value < float("inf"):
@@ -65,7 +70,10 @@ def as_share(name: str, value: Any) -> float:
 
 
 def _apportioned(shares: list[float], total: int) -> list[int]:
-    """``total`` in parts of these proportions: each to within one, by the largest remainders."""
+    """Divide ``total`` into whole parts in these proportions, by the method of largest remainders.
+
+    Each part is the exact one, rounded down or up.
+    """
     if not any(shares):
         raise ValueError(f"one of the weights must be above 0, got {shares}")
     exact = [share * total / sum(shares) for share in shares]

@@ -1,4 +1,4 @@
-"""Several streams as one, in the proportions that are asked for, with a position that can be skipped to."""
+"""Several streams as one, in given proportions, with positions to which one can skip."""
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,32 +11,35 @@ from torch.utils.data import get_worker_info
 from fsdp_sft.mixing.shares import as_share
 from fsdp_sft.packing.stream import rows_from
 
-# floor(2^64 / golden ratio): its multiples, modulo 2^64, fall evenly over the whole range, however many.
+# floor(2^64 / golden ratio). Its multiples, modulo 2^64, are spread evenly over the whole range, however many
+# there are. Row k of the epoch has the place k * _STEP + offset; the range is divided among the streams in
+# proportion to their weights, and a row comes from the stream in whose part its place lies. So the owner of
+# any row is known without those before it.
 _STEP = 0x9E3779B97F4A7C15 - (1 << 64)
 _AT_ONCE = 1 << 20
 
 
 class MixedStream:
-    """Rows of several streams, each taken as often as its weight says.
+    """Rows of several streams, mixed in proportion to their weights.
 
-    Which stream a row is from depends on the weights, the seed, the epoch and the number of rows before it,
-    and on nothing else. Any stretch of an epoch has the proportions that were asked for, to within a few
-    rows, and a position is one number.
+    The stream from which a row comes depends only on the weights, the seed, the epoch and the number of rows
+    before it. Any section of an epoch has the given proportions, to within a few rows, and a position is a
+    single number.
 
-    It is for the ``rows`` of ``PackedStream``, which deals the packs out to ranks and keeps the position. It
-    is no ``Dataset``: a DataLoader over it would give every rank the same rows. To tokenise in the
-    background, let each stream be a DataLoader with workers and ``batch_size=None``.
+    It is meant for the ``rows`` of ``PackedStream``, which distributes the packs to ranks and keeps the
+    position. It is no ``Dataset``: a DataLoader over it would give every rank the same rows. To tokenise in
+    the background, let each stream be a DataLoader with workers and ``batch_size=None``.
 
     Args:
-        streams: Iterables of rows that can be read again; read lazily. ``set_epoch``, where a stream has it,
-            is called with another number for each time that it is read.
-        weights: Rows of each, relative to the others; 0 leaves a stream out. None takes them equally.
-        stop: "all" ends an epoch when every stream has been read to its end; until then one that has ended
-            is read again. "first" ends it when one of them ends.
-        seed: Of the order, together with the epoch; the same on all ranks.
+        streams: Iterables of rows that can be read again; they are read lazily. If a stream has
+            ``set_epoch``, it is called with a different number each time that the stream is read.
+        weights: Rows of each stream, relative to the others; 0 leaves a stream out. None weighs all equally.
+        stop: "all" ends an epoch when every stream has been read to its end; until then, a stream that ends
+            is read again from its start. "first" ends the epoch when one of them ends.
+        seed: Seed of the order, together with the epoch; the same on all ranks.
 
     Raises:
-        TypeError: If a number is none, or a stream can be read only once.
+        TypeError: If a weight is no number, or a stream can be read only once.
         ValueError: If an argument is out of range; while reading, for a stream without rows.
         RuntimeError: If it is read in one of several workers of a DataLoader, where each would give all rows.
 
@@ -44,8 +47,10 @@ class MixedStream:
     Source: Multiples of the golden ratio: D. E. Knuth, The Art of Computer Programming, volume 3, 6.4.
 
     Example:
-        >>> sorted(MixedStream([["a"] * 6, ["b"] * 2], weights=[3, 1]))
-        ['a', 'a', 'a', 'a', 'a', 'a', 'b', 'b']
+        >>> mixed = fs.MixedStream([dataset[:6], dataset[6:]], weights=[3, 1])
+        >>> mixed.counts(100)
+        [75, 25]
+        >>> stream = fs.PackedStream(mixed, max_length=128)
     """
 
     def __init__(
@@ -76,25 +81,25 @@ class MixedStream:
         self._skipped = 0
         self._used = [number for number, weight in enumerate(self.weights) if weight]
         shares = [self.weights[number] / sum(self.weights) for number in self._used]
-        # Where the parts of the range of int64 begin, but for the first.
+        # Where each stream's part of the int64 range begins, except for the first stream's.
         self._bounds = torch.tensor(
             [round(end * (1 << 64)) - (1 << 63) for end in accumulate(shares[:-1])], dtype=torch.int64
         )
 
     @property
     def order(self) -> dict[str, Any]:
-        """What the order depends on; ``PackedStream`` keeps it with its position."""
+        """What the order depends on; ``PackedStream`` saves it with its position."""
         return {"weights": self.weights, "stop": self.stop, "seed": self.seed}
 
     def set_epoch(self, epoch: int) -> None:
-        """Read this epoch the next time: its own order, and the streams' order in it."""
+        """Set the epoch that is read next; its order, and that of the streams in it, are its own."""
         self.epoch = epoch
 
     def skip(self, num_rows: int) -> "MixedStream":
         """The same rows without the first ``num_rows``.
 
-        Of each stream its share is passed over, with its own ``skip`` if it has one and its end need not be
-        looked for, and otherwise by reading.
+        In each stream its share of them is passed over: with the stream's own ``skip`` if it has one and
+        ``stop`` is "first", otherwise by reading, since only that shows where the stream ends.
         """
         if num_rows < 0:
             raise ValueError(f"num_rows must not be negative, got {num_rows}")
@@ -103,7 +108,7 @@ class MixedStream:
         return rest
 
     def counts(self, num_rows: int) -> list[int]:
-        """How many of the first ``num_rows`` rows of the epoch are from each stream."""
+        """Number of rows from each stream among the first ``num_rows`` rows of the epoch."""
         found = torch.zeros(len(self.streams), dtype=torch.int64)
         for start in range(0, num_rows, _AT_ONCE):
             owners = self._owners(start, min(_AT_ONCE, num_rows - start))
@@ -126,6 +131,7 @@ class MixedStream:
         return self._rows(readers)
 
     def _rows(self, readers: dict[int, "_Turns"]) -> Iterator[Any]:
+        """Rows from the position on, each from the stream whose turn it is."""
         start, number = self._skipped, 64
         while True:
             for owner in self._owners(start, number).tolist():
@@ -138,14 +144,22 @@ class MixedStream:
             start, number = start + number, min(2 * number, _AT_ONCE)
 
     def _owners(self, start: int, number: int) -> torch.Tensor:
-        """From which stream each of ``number`` rows is, from row ``start`` of the epoch on: int64."""
+        """Index of each row's stream, int64 ``(number,)``, for rows from ``start`` of the epoch on."""
         digest = hashlib.blake2b(f"{self.seed} {self.epoch}".encode(), digest_size=8).digest()
         places = torch.arange(start, start + number) * _STEP + int.from_bytes(digest, "big", signed=True)
         return torch.tensor(self._used)[torch.bucketize(places, self._bounds, right=True)]
 
 
 class _Turns:
-    """One of the streams, read from its start again when asked, with a look at the row that is next."""
+    """One of the streams, which can be read from its start again, with a look ahead at the next row.
+
+    Args:
+        stream: The stream.
+        number: Index of the stream, for messages.
+        epoch: The epoch of the mixture.
+        skip: Number of rows to pass over.
+        once: Whether the stream is read only once in an epoch, so that its own ``skip`` can be used.
+    """
 
     def __init__(self, stream: Iterable[Any], number: int, epoch: int, skip: int, once: bool) -> None:
         self._stream, self._number, self._epoch = stream, number, epoch
@@ -161,21 +175,21 @@ class _Turns:
             self.take()
 
     def at_end(self) -> bool:
-        """Whether this turn has no row left."""
+        """Whether this reading of the stream has no row left."""
         if not self._next:
             self._next = list(islice(self._rows, 1))
         return not self._next
 
     def was_at_end(self) -> bool:
-        """Whether it has been read to its end, now or in a turn before this one."""
+        """Whether the stream has been read to its end, in this reading or an earlier one."""
         return self._turn > 0 or self.at_end()
 
     def take(self) -> Any:
-        """The next row, which `at_end` has looked at."""
+        """The next row, which `at_end` has fetched."""
         return self._next.pop()
 
     def begin_again(self) -> None:
-        """Read it from its start."""
+        """Read the stream from its start again."""
         self._turn += 1
         self._begin(0)
         if self.at_end():

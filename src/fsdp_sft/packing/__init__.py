@@ -1,6 +1,8 @@
 """Several rows in one sequence: packing, collation, a distributed sampler, streams, and a check of the model.
 
-Rows stay apart only if the model keeps them apart; ``verify_packing`` measures whether it does.
+A *row* is one conversation, a *pack* several rows joined into one sequence, and a *round* one pack for each
+rank. Tokens of a row must not attend to other rows of their pack. Whether that is so depends on the model;
+``verify_packing`` measures it.
 """
 
 from fsdp_sft.errors import PackingError

@@ -1,14 +1,16 @@
-"""Rows to rounds of packs, one pack for each rank, that take every rank about as long.
+"""Arrange rows in rounds of packs, one pack for each rank, so that all ranks take about equally long.
 
-A round takes as long as its most expensive pack, and all other ranks wait for that one. With rows of very
-different lengths packs of equally many tokens differ: attention within one row of 32,000 tokens costs far
-more than within 40 short ones. Three ways are combined, of which each is best somewhere:
+A round takes as long as its most expensive pack, and all other ranks wait for that one. Packs with equally
+many tokens may differ in cost: attention within one row of 32,000 tokens costs far more than within 40 short
+ones. Three methods are combined, each of which is the best for some data:
 
-- *Rounds of long rows.* Some rows cost more alone than a pack does on average. The longest rows share rounds,
-  whose packs are filled up with the longest that still fit: what is expensive runs beside what is expensive.
-- *Spreading.* All other rows go, from the longest to the shortest, each into the pack that has cost least so
-  far. Packs come out equal, and use the room that the last round would have left empty.
-- *Sorting.* Where packs have to be too full for that, those of best fit decreasing are sorted by their cost.
+- *Rounds of long rows.* Some rows alone cost more than a pack does on average. The longest rows share rounds,
+  and their packs are filled up with the longest rows that still fit, so that expensive packs run side by
+  side.
+- *Spreading.* The other rows are taken from the longest to the shortest, and each goes into the pack that has
+  cost least so far. The packs come out about equal, and use the room that the last round would leave empty.
+- *Sorting.* If packs have to be too full for spreading, the packs of best fit decreasing are sorted by cost,
+  and neighbours share a round.
 """
 
 import heapq
@@ -23,17 +25,18 @@ Pack = list[int]
 def balanced_rounds(
     rows: Sequence[int], lengths: Sequence[int], capacity: int, num_ranks: int, cost: RowCost
 ) -> list[list[Pack]]:
-    """Rounds of ``num_ranks`` packs each; as many rounds as best fit decreasing needs.
+    """Rounds of ``num_ranks`` packs each, as many as best fit decreasing needs.
 
     Args:
         rows: Indices into ``lengths``, possibly repeated; rows of one length are taken in this order.
         lengths: Tokens of each row of the data set, none longer than ``capacity``.
         capacity: Most tokens of a pack.
-        num_ranks: Packs of a round.
-        cost: Of a row.
+        num_ranks: Number of packs in a round.
+        cost: Cost of a row by its length.
 
     Returns:
-        The rounds. Packs are empty where there are fewer rows than packs; the last round may be short.
+        The rounds. Some packs are empty if there are fewer rows than packs; the last round may have fewer
+        packs.
     """
     if not rows:
         return []
@@ -49,11 +52,11 @@ def balanced_rounds(
 
 
 def deal(packs: list[list[int]], weight: Callable[[int], float], num_ranks: int) -> list[list[int]]:
-    """One pack for each rank from a round that may have fewer: the largest are split until there are enough.
+    """One pack for each rank from a round that may have fewer: the largest packs are split in two.
 
     Args:
-        packs: A round; packs of rows.
-        weight: Of a row: its tokens, or its cost.
+        packs: The packs of a round, as lists of rows.
+        weight: Function of a row: its tokens, or its cost.
         num_ranks: Number of packs to return.
 
     Returns:
@@ -73,6 +76,7 @@ def deal(packs: list[list[int]], weight: Callable[[int], float], num_ranks: int)
 
 
 def _halves(pack: list[int], weight: Callable[[int], float]) -> list[list[int]]:
+    """The rows of a pack in two packs of about the same weight."""
     halves: list[list[int]] = [[], []]
     weights = [0.0, 0.0]
     for row in sorted(pack, key=weight, reverse=True):
@@ -83,7 +87,7 @@ def _halves(pack: list[int], weight: Callable[[int], float]) -> list[list[int]]:
 
 
 def _waited_for(rounds: Iterable[list[Pack]], lengths: Sequence[int], num_ranks: int, cost: RowCost) -> float:
-    """What all rounds take together."""
+    """Sum of the costs for which ranks wait: that of the most expensive pack of each round."""
 
     def of_row(row: int) -> float:
         return cost.of(lengths[row])
@@ -98,6 +102,7 @@ def _cost_of(pack: Pack, lengths: Sequence[int], cost: RowCost) -> float:
 def _sorted_rounds(
     packs: list[Pack], lengths: Sequence[int], num_ranks: int, cost: RowCost
 ) -> list[list[Pack]]:
+    """Sort packs by cost, the most expensive first, and put neighbours into one round."""
     packs = sorted(packs, key=lambda pack: -_cost_of(pack, lengths, cost))
     return [packs[start : start + num_ranks] for start in range(0, len(packs), num_ranks)]
 
@@ -110,7 +115,7 @@ def _spread_rounds(
     num_rounds: int,
     cost: RowCost,
 ) -> list[list[Pack]] | None:
-    """Rounds of long rows, and the rest spread over the others; None if it does not fit into so many."""
+    """Rounds of long rows, and the other rows spread over the other rounds; None if rows are left over."""
     left = _Rows(rows, lengths, capacity, cost)
     rounds: list[list[Pack]] = []
     while left and len(rounds) < num_rounds:
@@ -123,7 +128,7 @@ def _spread_rounds(
 
 
 def _round_of_long_rows(left: "_Rows", capacity: int, num_ranks: int, cost: RowCost) -> list[Pack]:
-    """The longest rows, one a pack, with the longest others that fit and cost no more than the first."""
+    """One round: the longest rows, one a pack, and further rows until each costs as much as the first."""
     most = cost.of(left.longest)
     packs: list[tuple[Pack, int]] = []
     for _ in range(num_ranks):
@@ -140,13 +145,13 @@ def _round_of_long_rows(left: "_Rows", capacity: int, num_ranks: int, cost: RowC
 def _spread(
     rows: list[int], lengths: Sequence[int], capacity: int, num_packs: int, cost: RowCost
 ) -> list[Pack] | None:
-    """Each row, from the longest on, into the cheapest pack that has room; None if one fits nowhere."""
+    """Put each row, longest first, into the cheapest pack that has room; None if one fits nowhere."""
     packs: list[Pack] = [[] for _ in range(num_packs)]
     tokens = [0] * num_packs
-    cheapest = [
-        (0.0, index) for index in range(num_packs)
-    ]  # a heap; without packs that were too full for a row
-    full: dict[int, list[int]] = {}  # those, by what is left of them
+    # A heap of (cost so far, pack). A pack leaves it when it is the cheapest and has no room for a row. It
+    # may still take a shorter row later, so `full` keeps it by the number of tokens that it has room for.
+    cheapest = [(0.0, index) for index in range(num_packs)]
+    full: dict[int, list[int]] = {}
     free_sizes = IntegerSet(capacity)
 
     def set_aside(index: int) -> None:
@@ -178,14 +183,16 @@ def _spread(
 
 
 class _Rows:
-    """Rows that are not in a pack yet, of which the longest below a bound is found at once."""
+    """Rows that are in no pack yet, of which the longest below a bound is found quickly."""
 
     def __init__(self, rows: Iterable[int], lengths: Sequence[int], capacity: int, cost: RowCost) -> None:
         self._by_length: dict[int, list[int]] = {}
         for row in rows:
             self._by_length.setdefault(lengths[row], []).append(row)
         self._capacity, self._cost = capacity, cost
-        self._missing = IntegerSet(capacity)  # for each length what it lacks to the capacity, and 1
+        # For each length that occurs, capacity - length + 1. IntegerSet finds the smallest number above a
+        # bound, and so with the lengths turned around, the longest row below one.
+        self._missing = IntegerSet(capacity)
         for length in self._by_length:
             self._missing.add(capacity - length + 1)
         self.cost = sum(cost.of(length) * len(same) for length, same in self._by_length.items())
@@ -199,7 +206,7 @@ class _Rows:
         return self._capacity + 1 - (self._missing.first_at_least(1) or 0)
 
     def take(self, most: int) -> tuple[int, int] | None:
-        """(row, tokens) of the longest row of at most that many tokens; None if there is none."""
+        """Remove the longest row of at most ``most`` tokens: (row, its tokens), or None if there is none."""
         missing = self._missing.first_at_least(self._capacity - most + 1) if most > 0 else None
         if missing is None:
             return None

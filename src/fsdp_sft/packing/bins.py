@@ -8,11 +8,11 @@ _WORD_BITS = 1024
 
 
 def pack_lengths(lengths: Iterable[int], capacity: int) -> list[list[int]]:
-    """Put sequences into as few packs of ``capacity`` tokens as best fit decreasing finds.
+    """Put rows into packs of ``capacity`` tokens by best fit decreasing, which needs few packs.
 
     Rows are taken from the longest to the shortest, and each goes into the fullest pack that still has room
-    for it. That needs at most 11/9 of the fewest packs possible, plus one; chat data fills 99 % and more. The
-    result depends on nothing but the arguments.
+    for it. That needs at most 11/9 of the fewest packs possible, plus one; packs of chat data are 99 % full
+    or more. The result depends on nothing but the arguments.
 
     Args:
         lengths: Tokens of each row: integers, or a tensor or array of them.
@@ -27,12 +27,19 @@ def pack_lengths(lengths: Iterable[int], capacity: int) -> list[list[int]]:
 
     Memory: About 100 bytes a row.
     Source: D. S. Johnson, Near-optimal bin packing algorithms, 1973; rows of one length are placed together.
+
+    Example:
+        >>> fs.pack_lengths([700, 300, 500, 400, 100], capacity=1000)
+        [[0, 1], [2, 3, 4]]
     """
     sizes = check_lengths(lengths, capacity)
     rows_of: dict[int, list[int]] = {}
     for row, size in enumerate(sizes):
         rows_of.setdefault(size, []).append(row)
     packs: list[list[int]] = []
+    # Packs that have room left, by the number of tokens that they have room for, and the set of those
+    # numbers: the smallest number that is at least a row's length belongs to the fullest pack that can take
+    # the row.
     with_free: dict[int, list[list[int]]] = {}
     free_sizes = IntegerSet(capacity)
     for size in sorted(rows_of, reverse=True):
@@ -48,7 +55,8 @@ def pack_lengths(lengths: Iterable[int], capacity: int) -> list[list[int]]:
                 pack = candidates.pop()
                 if not candidates:
                     free_sizes.remove(free)
-            # What is left of this pack is the best fit for the next row of the same length, while it fits.
+            # Of all packs with room for this length, this one is the fullest even after it has taken a row.
+            # So it takes further rows of the same length for as long as they fit.
             fitting = rows[taken : taken + free // size]
             taken += len(fitting)
             pack += fitting
@@ -62,7 +70,7 @@ def pack_lengths(lengths: Iterable[int], capacity: int) -> list[list[int]]:
 
 
 def check_lengths(lengths: Iterable[int], capacity: int) -> list[int]:
-    """``lengths`` as a list of ints, each of which fits into ``capacity``."""
+    """``lengths`` as a list of ints, or an error if one is not in [1, capacity]."""
     capacity = check_count("capacity", capacity)
     sizes = as_ints("lengths", lengths)
     if sizes and not 1 <= min(sizes) <= max(sizes) <= capacity:
@@ -73,7 +81,7 @@ def check_lengths(lengths: Iterable[int], capacity: int) -> list[int]:
 
 
 def check_count(name: str, value: Any) -> int:
-    """``value`` if it is a positive integer."""
+    """``value`` as an int, or an error if it is no positive integer."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{name} must be a positive integer, got {value!r}")
     if operator.index(value) < 1:
@@ -82,7 +90,7 @@ def check_count(name: str, value: Any) -> int:
 
 
 def as_ints(name: str, values: Any) -> list[int]:
-    """``values`` as a list of ints, or an error that names the first that is none."""
+    """``values`` as a list of ints, or an error that names the first that is no integer."""
     values = values.tolist() if hasattr(values, "tolist") else values
     if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
         raise TypeError(f"{name} must be a list of integers, got {values!r}")
@@ -96,9 +104,10 @@ def as_ints(name: str, values: Any) -> list[int]:
 
 
 class IntegerSet:
-    """Integers from 1 to ``largest``; the next one at or above a bound costs a few operations on words.
+    """A set of integers from 1 to ``largest`` that finds the smallest at or above a bound quickly.
 
-    Two levels of bit masks, so that a capacity of a million costs little more than one of a thousand.
+    Bit v % 1024 of word v // 1024 says whether v is in the set, and one more mask says which words are not 0.
+    With these two levels a capacity of a million costs little more than one of a thousand.
     """
 
     def __init__(self, largest: int) -> None:
@@ -106,20 +115,21 @@ class IntegerSet:
         self._used = 0
 
     def add(self, value: int) -> None:
-        """Put one in."""
+        """Add an integer."""
         word, bit = divmod(value, _WORD_BITS)
         self._words[word] |= 1 << bit
         self._used |= 1 << word
 
     def remove(self, value: int) -> None:
-        """Take one out that is in."""
+        """Remove an integer that is in the set."""
         word, bit = divmod(value, _WORD_BITS)
         self._words[word] &= ~(1 << bit)
         if not self._words[word]:
             self._used &= ~(1 << word)
 
     def first_at_least(self, bound: int) -> int | None:
-        """The smallest that is at least ``bound``; None if there is none."""
+        """The smallest member that is at least ``bound``; None if there is none."""
+        # x & -x keeps the lowest set bit of x, and its bit_length() - 1 is that bit's index.
         word, bit = divmod(bound, _WORD_BITS)
         above = self._words[word] >> bit
         if above:

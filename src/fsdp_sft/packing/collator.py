@@ -1,4 +1,4 @@
-"""Rows to one packed sequence."""
+"""Join rows into one packed sequence."""
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,23 +16,31 @@ Row = Mapping[str, Any] | EncodedChat
 
 
 class PackedCollator:
-    """Turns the rows of one pack into one sequence; for the ``collate_fn`` of a DataLoader.
+    """Joins the rows of a pack into one sequence; for the ``collate_fn`` of a DataLoader.
 
-    Rows stay apart by ``position_ids``, which start at 0 with each of them, and by there being no attention
-    mask. Whether a model keeps them apart is for ``verify_packing`` to say. The first label of every row is
-    -100: after the loss's shift it would be told from the last token of the row before. Rows may bring
-    ``shift_labels``, the target of each position, in place of ``labels``; then the pack has them too.
+    A model recognises the rows by ``position_ids``, which start at 0 in each of them, and by the absence of
+    an attention mask; ``verify_packing`` measures whether it keeps them apart. The first label of every row
+    is -100, since after the loss's shift it would be predicted from the last token of the previous row. Rows
+    may have ``shift_labels``, the target of each position, in place of ``labels``; then the pack has them as
+    well.
 
     Args:
-        max_length: Most tokens of a pack; what the sampler got.
-        padding: "longest" pads nothing but what ``pad_to_multiple_of`` asks for, "max_length" pads to
+        max_length: Most tokens of a pack; the same as for the sampler.
+        padding: "longest" pads only as far as ``pad_to_multiple_of`` requires, "max_length" pads to
             ``max_length``. Padding comes last, as a row of its own without targets.
         pad_to_multiple_of: Rounds the length up to a multiple, beyond ``max_length`` if need be.
-        pad_token_id: What padding consists of; any id of the vocabulary will do.
+        pad_token_id: Id of the padding; any id of the vocabulary will do.
 
     Raises:
         TypeError: If a number is no integer.
         ValueError: For an option that is not allowed.
+
+    Example:
+        >>> collate = fs.PackedCollator(max_length=8, padding="max_length")
+        >>> first, second = ({"input_ids": [n] * 3, "labels": [n] * 3} for n in (5, 6))
+        >>> pack = collate([first, second])
+        >>> pack["position_ids"].tolist(), pack["labels"].tolist()
+        ([[0, 1, 2, 0, 1, 2, 0, 1]], [[-100, 5, 5, -100, 6, 6, -100, -100]])
     """
 
     def __init__(
@@ -63,12 +71,13 @@ class PackedCollator:
 
         Args:
             rows: Rows with ``input_ids`` and ``labels`` (or ``shift_labels``) of one length, or
-                ``EncodedChat``s. No rows, which is what ``PackedSampler`` hands to a rank for which none is
-                left, give a batch without targets.
+                ``EncodedChat``s. No rows, which ``PackedSampler`` gives a rank when none is left, make a
+                batch without targets.
 
         Returns:
-            ``input_ids``, ``labels`` (or ``shift_labels``) and ``position_ids``, each int64 ``(1, S)``; if a
-            row has ``loss_weights`` these too, float32 ``(1, S)`` and aligned with the labels, 1 for others.
+            ``input_ids``, ``labels`` (or ``shift_labels``) and ``position_ids``, each int64 ``(1, S)``. If a
+            row has ``loss_weights``, these too, float32 ``(1, S)``, aligned with the labels and 1 in rows
+            without.
 
         Raises:
             ValueError: For a malformed row, or if the rows do not fit into ``max_length``.
@@ -84,7 +93,7 @@ class PackedCollator:
                 f"{self.max_length}; give PackedSampler the same max_length, and the lengths of these rows"
             )
         filler = self._padding(total)
-        # Arrays: torch.tensor(lists) looks at every item by itself and takes several times as long.
+        # Arrays, since torch.tensor(lists) converts item by item and takes several times as long.
         input_ids, targets = array("q"), array("q")
         is_shifted = any(part.is_shifted for part in parts)
         for part in parts:
@@ -93,6 +102,8 @@ class PackedCollator:
             targets.extend(part.labels)
             if not is_shifted:
                 targets[start] = IGNORE_INDEX
+            # A row with labels in a pack with shift_labels is shifted here: its first label goes, -100
+            # follows.
             elif not part.is_shifted:
                 targets.pop(start)
                 targets.append(IGNORE_INDEX)
@@ -108,23 +119,29 @@ class PackedCollator:
         return {name: column[None] for name, column in columns.items()}
 
     def _padding(self, length: int) -> int:
-        # Two tokens are the fewest that leave a loss anything to shift.
+        # At least two tokens, the fewest with which a loss has something to shift.
         target = self.max_length if self.padding == "max_length" else max(length, 2)
         return target + -target % self.pad_to_multiple_of - length
 
 
 def row_sizes(rows: Iterable[Row]) -> tuple[list[int], list[int]]:
-    """What ``PackedSampler`` needs to know about rows.
+    """Lengths and numbers of targets of rows, which ``PackedSampler`` needs to know.
 
     Args:
         rows: Rows with ``input_ids`` and ``labels`` (or ``shift_labels``) of one length, or ``EncodedChat``s;
-            an ``EncodedDataset`` knows its sizes.
+            or an ``EncodedDataset``, whose sizes are known already.
 
     Returns:
         (number of tokens of each row, number of targets of each row after the shift).
 
     Raises:
         ValueError: For a malformed row, with its index.
+
+    Example:
+        >>> fs.row_sizes([{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}])
+        ([3], [2])
+        >>> lengths, num_targets = fs.row_sizes(dataset)
+        >>> sampler = fs.PackedSampler(lengths, num_targets=num_targets, max_length=128)
     """
     if isinstance(rows, EncodedDataset):
         return rows.lengths.tolist(), rows.num_targets.tolist()
@@ -136,7 +153,7 @@ def row_sizes(rows: Iterable[Row]) -> tuple[list[int], list[int]]:
             raise ValueError(f"row {index}: {error}") from error
         labels = part.labels
         lengths.append(len(labels))
-        # Nothing stands before the first token that it could be told from.
+        # No token stands before the first one, from which it could be predicted.
         first = 0 if part.is_shifted or labels[0] == IGNORE_INDEX else 1
         targets.append(len(labels) - labels.count(IGNORE_INDEX) - first)
     return lengths, targets
@@ -146,10 +163,11 @@ class _OneRow(NamedTuple):
     """One row.
 
     Attributes:
-        ids: Its tokens.
-        labels: As many.
-        weights: Of the labels, or None.
-        is_shifted: Whether labels and weights are: of the target of each position.
+        ids: Token ids, ``(S,)``.
+        labels: Labels, ``(S,)``.
+        weights: Loss weights of the labels, ``(S,)``, or None.
+        is_shifted: Whether labels and weights are shifted, so that they belong to the target of each
+            position.
     """
 
     ids: list[int]
@@ -158,7 +176,7 @@ class _OneRow(NamedTuple):
     is_shifted: bool
 
     def weights_of(self, is_shifted: bool) -> list[float]:
-        """The weights, shifted if they are to be."""
+        """The weights, 1 where there are none, shifted if ``is_shifted`` and not shifted yet."""
         weights = self.weights or [1.0] * len(self.ids)
         return [*weights[1:], 0.0] if is_shifted and not self.is_shifted else weights
 

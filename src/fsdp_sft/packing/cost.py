@@ -1,4 +1,4 @@
-"""What a pack costs: its tokens, and the attention within each of its rows."""
+"""The cost of a pack: that of its tokens, and that of the attention within each of its rows."""
 
 import math
 from dataclasses import dataclass
@@ -9,17 +9,18 @@ from fsdp_sft.metrics import model_flops_per_token
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-# Beyond every window and chunk of attention, so that only layers of full attention still grow.
+# Longer than every window and chunk of attention, so that only the cost of full attention still grows with
+# it.
 _LONG = 1 << 22
 
 
 @dataclass(frozen=True)
 class RowCost:
-    """The cost of a row: ``per_token * tokens + per_square * tokens ** 2``. A pack's is the sum of its rows'.
+    """The cost of a row: ``per_token * tokens + per_square * tokens ** 2``; a pack costs the sum of its rows.
 
     Attributes:
-        per_token: Of matrix products, and of attention whose window is shorter than the row.
-        per_square: Of attention over the whole row.
+        per_token: Cost of matrix products, and of attention whose window is shorter than the row.
+        per_square: Cost of attention over the whole row.
     """
 
     per_token: float
@@ -27,7 +28,7 @@ class RowCost:
 
     @classmethod
     def check(cls, cost: Any) -> "RowCost":
-        """A cost of two numbers.
+        """The cost with these two coefficients.
 
         Raises:
             TypeError: If it is anything else.
@@ -44,14 +45,15 @@ class RowCost:
         return cls(float(cost[0]), float(cost[1]))
 
     def of(self, tokens: int) -> float:
-        """The cost of a row of that many tokens."""
+        """Cost of a row of ``tokens`` tokens."""
         return self.per_token * tokens + self.per_square * tokens * tokens
 
     def longest(self, cost: float) -> int:
-        """Tokens of the longest row that costs no more."""
+        """Tokens of the longest row that costs no more than ``cost``."""
         if cost <= 0:
             return 0
-        # The root of a quadratic in the form that does not divide by a per_square of 0.
+        # Solve per_square * n**2 + per_token * n = cost by the form of the root that does not divide by
+        # per_square, which may be 0; then correct the rounding.
         root = math.sqrt(self.per_token**2 + 4 * self.per_square * cost)
         tokens = int(2 * cost / (self.per_token + root))
         while self.of(tokens + 1) <= cost:
@@ -64,28 +66,32 @@ class RowCost:
 def attention_cost(
     config: "PreTrainedConfig", *, attention: Literal["varlen", "full"] = "varlen"
 ) -> tuple[float, float]:
-    """What ``PackedSampler(cost=)`` weighs packs by: ``(a, b)`` of ``a * tokens + b * sum(length ** 2)``.
+    """Coefficients ``(a, b)`` of a pack's cost, ``a * tokens + b * sum(length ** 2)``, for ``PackedSampler``.
 
-    Training FLOPs, counted as by ``model_flops_per_token``, but a token meets only those before it, half of
-    its row on average. Layers with a sliding window or chunks count as if every row were longer than these.
+    They are training FLOPs, counted as by ``model_flops_per_token`` except that a token attends only to those
+    before it, half of its row on average. Layers with a sliding window or chunks count as if every row were
+    longer than the window.
 
     Args:
         config: A transformers config of a decoder-only model.
-        attention: ``"varlen"``: a token meets its own row, as with ``use_varlen_attention`` or flash
-            attention. ``"full"``: it meets the whole pack, most of it masked, as with transformers' "sdpa":
-            then all packs of as many tokens cost the same, and ``b`` is 0.
+        attention: Tokens whose attention scores are computed. ``"varlen"``: those of a token's own row, as
+            with ``use_varlen_attention`` or flash attention. ``"full"``: those of the whole pack, most of
+            them masked, as with transformers' "sdpa"; then packs of equally many tokens cost the same, and
+            ``b`` is 0.
 
     Returns:
-        FLOPs of a token, and of a squared token.
+        (FLOPs per token, FLOPs per squared token).
 
     Raises:
         ValueError: For a family whose FLOPs ``model_flops_per_token`` does not count.
 
     Example:
         >>> from transformers import LlamaConfig
-        >>> a, b = attention_cost(LlamaConfig(num_hidden_layers=2, hidden_size=256, intermediate_size=688))
+        >>> config = LlamaConfig(num_hidden_layers=2, hidden_size=256, intermediate_size=688)
+        >>> a, b = fs.attention_cost(config)
         >>> b
         3072.0
+        >>> sampler = fs.PackedSampler([4096] + [64] * 99, max_length=4096, cost=(a, b))
     """
     if attention not in ("varlen", "full"):
         raise ValueError(f"attention must be 'varlen' or 'full', got {attention!r}")

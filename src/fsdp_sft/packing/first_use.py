@@ -1,4 +1,4 @@
-"""A pack on a model that nobody has verified is verified when it first comes up."""
+"""Verify that a model keeps rows of a pack apart when it gets its first pack, unless that was done before."""
 
 import logging
 from collections.abc import Sequence
@@ -27,21 +27,22 @@ _logger = logging.getLogger("fsdp_sft.packing")
 def verify_at_first_use(
     model: nn.Module, batches: Sequence[Any], mesh: "DeviceMesh | None", *, own_loss: bool = False
 ) -> None:
-    """Verify, once for a model and its attention, that it keeps rows apart, if any rank has a pack.
+    """Verify, once for each model and attention, that it keeps rows apart, if any rank has a pack.
 
-    Where rotary embeddings depend on the longest row it is done again for each longer one.
+    If rotary embeddings depend on the longest row, it is verified again for each longer one.
 
     Args:
-        model: Sharded or not; left as it was.
-        batches: This rank's, of which none, some or all are packs.
+        model: Model, sharded or not; left as it was.
+        batches: Batches of this rank, of which none, some or all are packs.
         mesh: Ranks that hold the model, all of which call this.
-        own_loss: Whether the caller has a loss of their own; a model that is not transformers' is then left
-            alone.
+        own_loss: Whether the caller has a loss of their own; a model that is not from transformers is then
+            not verified.
 
     Raises:
         PackingError: On all ranks, if rows are not kept apart.
 
-    Collective: all ranks of the mesh, where the model has not been verified for good.
+    Collective: all ranks of the mesh, unless the model has been verified and its rotary embeddings do not
+    depend on the longest row.
     """
     if own_loss and attention_of(unwrapped(model)) == "its own":
         return
@@ -73,6 +74,6 @@ def verify_at_first_use(
 
 
 def check_verify(verify: str) -> None:
-    """Refuse a ``verify`` that there is not."""
+    """Raise ValueError unless ``verify`` is one of the allowed values."""
     if verify not in ("first", "off"):
         raise ValueError(f"verify must be 'first' or 'off', got {verify!r}")

@@ -1,4 +1,4 @@
-"""Rotary embeddings of a pack beside those of its rows alone: whether they depend on the longest row."""
+"""Compare rotary embeddings of a pack with those of its rows alone: do they depend on the longest row?"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,10 +16,10 @@ def rope_depends_on_length(model: nn.Module) -> bool:
 
 
 class Rotations:
-    """What the rotary embeddings of a model returned in each forward since ``take`` was last called.
+    """A record of what a model's rotary embeddings returned in each forward since ``take`` was last called.
 
-    They are compared before rounding can hide a difference: equal frequencies give equal numbers in every
-    dtype.
+    Comparing them shows a difference that rounding would hide in the logits: equal frequencies give equal
+    numbers in every dtype.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Rotations:
 
     @contextmanager
     def recorded(self, model: nn.Module) -> Iterator[None]:
-        """Record while the block runs."""
+        """Record while the context lasts."""
         handles = [model.register_forward_pre_hook(lambda *_: self._calls.append([]))]
         rotary = [m for m in model.modules() if hasattr(m, "inv_freq") or hasattr(m, "rope_type")]
         handles += [module.register_forward_hook(self._record) for module in rotary]
@@ -38,11 +38,12 @@ class Rotations:
                 handle.remove()
 
     def take(self) -> list[list[torch.Tensor]]:
-        """For each forward what its calls returned, ``(B, S, ...)`` each; the record is empty then."""
+        """Tensors that the calls of each forward returned, each ``(B, S, ...)``; this empties the record."""
         calls, self._calls = self._calls, []
         return calls
 
     def _record(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        """Note a copy of what a rotary embedding returned."""
         parts = output if isinstance(output, (tuple, list)) else [output]
         for part in parts:
             if isinstance(part, torch.Tensor) and self._calls:
@@ -52,7 +53,13 @@ class Rotations:
 
 
 def largest_difference(pack: list[torch.Tensor], rows: list[list[torch.Tensor]], width: int) -> float:
-    """Largest difference between what one forward of a pack recorded and what one of each row did."""
+    """Largest difference between the rotations of a pack and those of its rows.
+
+    Args:
+        pack: Tensors that one forward of the pack recorded.
+        rows: Tensors that one forward of each row alone recorded.
+        width: Tokens of the pack.
+    """
     if any(len(row) != len(pack) for row in rows):
         return 0.0
     worst = 0.0

@@ -1,4 +1,4 @@
-"""Packing rows that come from a stream, within a bounded buffer."""
+"""Pack rows that come from a stream, with a bounded buffer."""
 
 import itertools
 from collections import deque
@@ -18,7 +18,12 @@ if TYPE_CHECKING:
 
 
 class _Boundary(NamedTuple):
-    """A boundary between buffers: how many rows and packs of the stream come before it."""
+    """A boundary between two buffers of the stream.
+
+    Attributes:
+        rows: Number of rows before it.
+        packs: Number of packs before it.
+    """
 
     rows: int
     packs: int
@@ -28,14 +33,14 @@ class PackedStream(IterableDataset[list[Row]]):
     """Packs a stream of rows; for a DataLoader with ``batch_size=None`` and ``PackedCollator``.
 
     ``buffer_size`` rows at a time are read and packed by best fit decreasing. Pack ``k`` of the stream goes
-    to rank ``k % num_replicas``. At the end packs are split so that every rank has as many; if rows run out,
-    ranks get an empty pack, of which ``PackedCollator`` makes a batch without targets. No row is lost or
+    to rank ``k % num_replicas``. At the end packs are split so that every rank has equally many; if rows run
+    out, ranks get an empty pack, of which ``PackedCollator`` makes a batch without targets. No row is lost or
     repeated.
 
     Every rank reads the whole stream, so rows must come in the same order everywhere. If ranks have streams
-    of their own, pass ``num_replicas=1, rank=0``; ``windows`` then ends the pass with the shortest, and the
-    state is that of one rank. Rows are packed in the consuming process, which alone knows what has been
-    consumed; to tokenise in the background, let ``rows`` be a DataLoader with workers and
+    of their own, pass ``num_replicas=1, rank=0``; ``windows`` then ends the epoch with the shortest stream,
+    and the state is that of one rank. Rows are packed in the consuming process, which alone knows what has
+    been consumed; to tokenise in the background, let ``rows`` be a DataLoader with workers and
     ``batch_size=None``.
 
     The position counts packs that training has consumed on all ranks, as in ``PackedSampler``. A resumed
@@ -45,12 +50,14 @@ class PackedStream(IterableDataset[list[Row]]):
 
     Args:
         rows: An iterable that can be read again for another epoch, of rows with ``input_ids`` and ``labels``
-            or ``EncodedChat``s; read lazily.
+            or ``EncodedChat``s; it is read lazily.
         max_length: Most tokens of a pack.
-        buffer_size: Rows that are held and packed together; more fill packs better. 1000 fill about 99 %.
+        buffer_size: Number of rows that are held and packed together. More rows fill packs better; 1000 fill
+            them to about 99 %.
         num_replicas: Number of ranks that share the packs; None takes the mesh's, the process group's, or 1.
         rank: This rank; None takes the mesh's or the process group's, or 0.
-        mesh: From ``build_mesh``, in place of both. Needed with ``cp``, along which ranks get the same packs.
+        mesh: Mesh from ``build_mesh``, in place of ``num_replicas`` and ``rank``. Needed with ``cp``, since
+            ranks along ``cp`` get the same packs.
 
     Raises:
         TypeError: If a number is no integer.
@@ -58,6 +65,14 @@ class PackedStream(IterableDataset[list[Row]]):
             long, with its index in the stream.
 
     Memory: ``buffer_size`` rows.
+
+    Example:
+        >>> stream = fs.PackedStream(dataset, max_length=128)
+        >>> sum(len(pack) for pack in stream)
+        8
+        >>> loader = torch.utils.data.DataLoader(
+        ...     stream, batch_size=None, collate_fn=fs.PackedCollator(max_length=128)
+        ... )
     """
 
     def __init__(
@@ -76,18 +91,20 @@ class PackedStream(IterableDataset[list[Row]]):
         self.max_length = check_count("max_length", max_length)
         self.buffer_size = check_count("buffer_size", buffer_size)
         self.epoch = 0
-        self._start = _Boundary(0, 0)  # a buffer that begins at or before the position
-        self._later: deque[_Boundary] = deque()  # the ones read after it, as far as this process knows
+        # The position lies in the buffer that begins at _start. Buffers that have been read beyond it,
+        # because a DataLoader fetches ahead, begin at the boundaries in _later.
+        self._start = _Boundary(0, 0)
+        self._later: deque[_Boundary] = deque()
         self.position = 0
 
     @property
     def num_replicas(self) -> int:
-        """Number of ranks that share the packs: the process group's, unless they were given."""
+        """Number of ranks that share the packs: that of the process group unless it was given."""
         return place_of(*self._given_place)[0]
 
     @property
     def rank(self) -> int:
-        """This rank among them."""
+        """Index of this rank among those that share the packs."""
         return place_of(*self._given_place)[1]
 
     def __iter__(self) -> Iterator[list[Row]]:
@@ -107,7 +124,7 @@ class PackedStream(IterableDataset[list[Row]]):
             yield packs[self.rank]
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the start of an epoch; the current one is not restarted, so a resumed loop may call it."""
+        """Go to the start of an epoch; the current one is not restarted, so a resumed loop may call this."""
         if epoch != self.epoch:
             self.epoch, self.position, self._start = epoch, 0, _Boundary(0, 0)
             self._later.clear()
@@ -125,9 +142,9 @@ class PackedStream(IterableDataset[list[Row]]):
             self._later.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """The same on every rank: epoch, packs consumed, and the rows and packs before the current buffer.
+        """Epoch, packs consumed, and the rows and packs before the current buffer; the same on every rank.
 
-        Of a ``MixedStream`` also what its order depends on.
+        If ``rows`` is a ``MixedStream``, also what its order depends on.
         """
         return {
             "epoch": self.epoch,
@@ -138,12 +155,12 @@ class PackedStream(IterableDataset[list[Row]]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved position, at this or another number of ranks.
+        """Continue from a saved position, with the same or another number of ranks.
 
-        The rows themselves are not checked: the stream must give the same ones in the same order.
+        The rows themselves are not checked: the stream must give the same rows in the same order.
 
         Raises:
-            ValueError: If the state is of other options: the packs would not be the same.
+            ValueError: If the state was saved with other options, so that the packs would differ.
         """
         missing = [key for key in self.state_dict() if key not in state]
         if missing:
@@ -161,12 +178,13 @@ class PackedStream(IterableDataset[list[Row]]):
         self._later.clear()
 
     def _source(self) -> dict[str, Any]:
+        """What packs depend on, which a restored state must have in common with this stream."""
         options = {"max_length": self.max_length, "buffer_size": self.buffer_size}
         order = getattr(self.rows, "order", None)
         return {**options, "order": order} if isinstance(order, Mapping) else options
 
     def _rounds(self) -> Iterator[list[list[Row]]]:
-        """One pack for each rank at a time, from the position on."""
+        """One pack for each rank at a time, from the position on; packs of a short last round are split."""
         self._later.clear()
         packs = itertools.islice(self._all_packs(), self.position - self._start.packs, None)
         while dealt := list(itertools.islice(packs, self.num_replicas)):
@@ -181,6 +199,7 @@ class PackedStream(IterableDataset[list[Row]]):
             yield dealt
 
     def _refuse_split_rows(self) -> None:
+        """Raise ValueError if the rows are split by rank already and would be split a second time."""
         shares = max(_compat.shares_of_stream(rows) for rows in _streams_of(self.rows))
         if shares > 1 and self.num_replicas > 1:
             raise ValueError(
@@ -190,6 +209,7 @@ class PackedStream(IterableDataset[list[Row]]):
             )
 
     def _all_packs(self) -> Iterator[list[Row]]:
+        """Read buffers from the boundary on, note where each ends, and yield their packs."""
         place = self._start
         source = rows_from(self.rows, epoch=self.epoch, skip=place.rows)
         while buffer := list(itertools.islice(source, self.buffer_size)):
@@ -205,25 +225,25 @@ class PackedStream(IterableDataset[list[Row]]):
 
 
 def _streams_of(rows: Iterable[Any]) -> Iterator[Any]:
-    """The stream itself, and what it mixes or reads through a DataLoader."""
+    """The stream itself, and the streams that it mixes or reads through a DataLoader."""
     yield rows
     for part in [*getattr(rows, "streams", ()), *([rows.dataset] if isinstance(rows, DataLoader) else ())]:
         yield from _streams_of(part)
 
 
 def rows_from(stream: Iterable[Any], *, epoch: int, skip: int) -> Iterator[Any]:
-    """The rows of an epoch without the first ``skip``, by the stream's own ``skip`` if it has one."""
+    """The rows of an epoch after the first ``skip``, by the stream's own ``skip`` if it has one."""
     _set_epoch(stream, epoch)
     own_skip = getattr(stream, "skip", None)
     if not skip or not callable(own_skip):
         return itertools.islice(iter(stream), skip, None)
     rest: Iterable[Any] = own_skip(skip)
-    _set_epoch(rest, epoch)  # that of datasets.IterableDataset begins at epoch 0
+    _set_epoch(rest, epoch)  # what datasets.IterableDataset.skip returns begins at epoch 0
     return iter(rest)
 
 
 def _set_epoch(stream: Iterable[Any], epoch: int) -> None:
-    """Tell a stream which epoch is read next, or the one that a DataLoader reads: it may shuffle by it."""
+    """Tell a stream, or the data set of a DataLoader, which epoch is read next: it may shuffle by it."""
     for one in (stream, getattr(stream, "dataset", None)):
         set_epoch = getattr(one, "set_epoch", None)
         if callable(set_epoch):

@@ -1,4 +1,4 @@
-"""Whether a model keeps packed rows apart, measured on the model at hand."""
+"""Measure, on the model at hand, whether it keeps packed rows apart."""
 
 import math
 import weakref
@@ -21,31 +21,39 @@ from fsdp_sft.packing.rotation import Rotations, largest_difference, rope_depend
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-# What leaks moves logits by 0.1 to 1.5, more than rounding does (logits_tolerance), in all but the freshest
-# models, which the second test is for: there, nothing but the neighbours' tokens changes.
+# Two tests. The first compares a row in a pack with the row alone: a leak moves logits by 0.1 to 1.5 of their
+# size, more than rounding does (logits_tolerance), except in models fresh from initialisation, in which
+# tokens hardly matter to each other. The second test, for those, changes nothing but the tokens of other
+# rows: any change beyond _LEAK_TOLERANCE, and beyond _TIMES_NOISE times what later rows change, is a leak.
 _LEAK_TOLERANCE = 1e-5
 _TIMES_NOISE = 4
-_EARLIER, _LATER = (7, 1, 9, 8), 10  # tokens of the rows before and after a long one
+_EARLIER, _LATER = (7, 1, 9, 8), 10  # tokens of the rows before and after the long row of the probe
 _SHORTEST_PROBE = 64
-# Of what equal frequencies give: nothing but zeros and their own signs may differ.
+# Equal frequencies give equal rotations, except for the sign of zeros.
 _ROTATION_TOLERANCE = 1e-6
-_SAMPLES = 16  # compared at each end of the long row, and twice as many in between
+_SAMPLES = 16  # positions compared at each end of a long row; twice as many are compared in between
 
-# By model and attention implementation: tokens of the longest probe passed.
+# Tokens of the longest probe that a model has passed, by attention implementation.
 _verified: "weakref.WeakKeyDictionary[nn.Module, dict[str, int]]" = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
 class PackingReport:
-    """What ``verify_packing`` measured; differences of logits are relative to their own size.
+    """What ``verify_packing`` measured. Differences of logits are relative to the size of the logits.
 
     Attributes:
-        error: Largest difference between a row in a pack and the row alone.
-        tolerance: Most that ``error`` may be in the dtype that the model computes in.
+        error: Largest difference between the logits of a row in a pack and of the row alone.
+        tolerance: Largest ``error`` that rounding explains in the dtype in which the model computes.
         leak: Largest change of a row's logits when the tokens of rows before it change.
-        noise: The same when those of rows after it change, which a causal model cannot see.
+        noise: Largest change of a row's logits when the tokens of rows after it change, which a causal model
+            cannot see.
         unpacked: Largest difference if rows are simply joined: what ``error`` would be without isolation.
         rotation: Largest difference of rotary embeddings between a row in a pack and the row alone.
+
+    Example:
+        >>> report = fs.verify_packing(model, max_length=64)
+        >>> report.error < report.tolerance < report.unpacked
+        True
     """
 
     error: float
@@ -63,21 +71,21 @@ class PackingReport:
 
 
 def verify_packing(model: nn.Module, *, max_length: int, mesh: "DeviceMesh | None" = None) -> PackingReport:
-    """Check that a row in a pack gives the logits that it gives alone; call it once before training.
+    """Check that a row in a pack gives the same logits as alone; call it once before training.
 
-    A pack of six random rows, a long one among them, goes through the model as in training: ``position_ids``
-    from 0 in each row, no attention mask, ``use_cache=False``. The logits are compared with those of each
-    row alone, and with those of the pack with other tokens in its first or in its last rows. Recurrent
-    models, ALiBi, and positions counted by index fail one or the other unless they heed ``position_ids``.
-    What is smaller than the rounding of the dtype the model computes in is not seen.
+    A pack of six random rows, one of them long, goes through the model as in training: ``position_ids`` from
+    0 in each row, no attention mask, ``use_cache=False``. The logits are compared with those of each row
+    alone, and with those of the pack when the tokens of its first or of its last rows are replaced. Recurrent
+    models, ALiBi, and models that count positions by index fail one of these tests unless they use
+    ``position_ids``. Leaks smaller than the rounding of the dtype in which the model computes are not seen.
 
-    The model is left as it was: mode, gradients, buffers and random number generators are untouched, dropout
-    is off, and sharded parameters are sharded again.
+    The model is left as it was: its mode, gradients, buffers and random number generators do not change, and
+    sharded parameters are sharded again. Dropout is off during the check.
 
     Args:
         model: A causal language model with its weights, sharded or not.
         max_length: Tokens of the packs that will be trained; the probe has as many (at least 64), since some
-            models count positions by index. Where rotary embeddings depend on the longest row of a batch
+            models count positions by index. If rotary embeddings depend on the longest row of a batch
             (dynamic NTK, LongRoPE), it has a row of that length.
         mesh: Ranks that hold the model; None takes the mesh of its parameters, or a single process.
 
@@ -85,11 +93,15 @@ def verify_packing(model: nn.Module, *, max_length: int, mesh: "DeviceMesh | Non
         What was measured, the same on every rank up to rounding.
 
     Raises:
-        PackingError: If rows are not kept apart, or the weights are such that it cannot be told.
+        PackingError: If rows are not kept apart, or if the weights do not allow to tell.
 
-    Collective: all ranks of the mesh; all of them raise or none.
-    Memory: A forward of ``max_length`` tokens, and logits at about 100 positions where the model has
-        ``logits_to_keep``, at all of them where not.
+    Collective: all ranks of the mesh; either all of them raise or none.
+    Memory: A forward of ``max_length`` tokens. Logits at about 100 positions if the model takes
+        ``logits_to_keep``, otherwise at all of them.
+
+    Example:
+        >>> print(fs.verify_packing(model, max_length=64))
+        packed against alone ... (at most ...; ... if simply joined), moved by ...
     """
     if isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < 1:
         raise ValueError(f"max_length must be a positive integer, got {max_length!r}")
@@ -106,13 +118,16 @@ def verified_length(model: nn.Module) -> int:
 def verify(
     model: nn.Module, max_length: int, mesh: "DeviceMesh | None", *, untold_is_error: bool
 ) -> tuple[PackingReport, bool]:
-    """``verify_packing``, and whether it could be told for sure that rows are kept apart.
+    """``verify_packing``, and whether it is certain that rows are kept apart.
 
     Args:
-        model: As there.
-        max_length: As there.
-        mesh: As there, but None is a single process.
-        untold_is_error: Raise if the weights are such that it cannot be told.
+        model: A causal language model with its weights, sharded or not.
+        max_length: Tokens of the packs.
+        mesh: Ranks that hold the model; None is a single process.
+        untold_is_error: Whether to raise if the weights do not allow to tell.
+
+    Raises:
+        PackingError: If rows are not kept apart.
 
     Collective: all ranks of the mesh.
     """
@@ -139,6 +154,7 @@ def verify(
 
 
 def _check_model(model: nn.Module) -> None:
+    """Refuse a model without weights or without ``position_ids``."""
     if any(parameter.is_meta for parameter in model.parameters()):
         raise PackingError(f"{_name(model)} is on the meta device; load its weights first")
     taken = forward_parameters(model).values()
@@ -150,6 +166,7 @@ def _check_model(model: nn.Module) -> None:
 
 
 def _run_probe(model: nn.Module, length: int) -> PackingReport:
+    """``_measure``, with a ``PackingError`` if the model cannot run the probe."""
     try:
         return _measure(model, length)
     except (PackingError, torch.OutOfMemoryError):
@@ -163,6 +180,7 @@ def _run_probe(model: nn.Module, length: int) -> PackingReport:
 
 
 def _measure(model: nn.Module, length: int) -> PackingReport:
+    """Run the forwards of the probe and compare their logits."""
     probe = _Probe(model, length)
     length = sum(probe.sizes)
     rotations = Rotations()
@@ -175,10 +193,11 @@ def _measure(model: nn.Module, length: int) -> PackingReport:
     size = (alone - alone.mean(-1, keepdim=True)).norm(dim=-1)
 
     def difference(a: torch.Tensor, b: torch.Tensor, where: slice) -> float:
-        # nan if the logits are, or if all of them are the same
+        # nan if the logits are nan, or if all of them are the same
         return float(((a - b).norm(dim=-1) / size)[where].max())
 
-    early = sum(_EARLIER)  # tokens, and logits too: short rows are compared at every token
+    # Number of tokens of the early rows, and of their logits too: short rows are compared at every token.
+    early = sum(_EARLIER)
     changed = torch.cat([probe.draw(early), probe.ids[:, early:]], 1)
     changed_later = torch.cat([probe.ids[:, :early], probe.draw(length - early)], 1)
     return PackingReport(
@@ -198,7 +217,7 @@ class _Probe:
         self.model, self.device = model, compute_device(model)
         self._generator = torch.Generator().manual_seed(0)
         self._vocabulary, most = _text_sizes(model)
-        if rope_depends_on_length(model):  # a row of that length, and no longer one
+        if rope_depends_on_length(model):  # then the longest row has exactly that length
             most = max(length, _LATER)
             length += sum(_EARLIER) + _LATER
         length = max(length, _SHORTEST_PROBE)
@@ -214,16 +233,19 @@ class _Probe:
         self._kept_in_pack = torch.cat([s + keep for s, keep in zip(starts, self._kept, strict=True)])
 
     def draw(self, number: int) -> torch.Tensor:
-        # The middle of the vocabulary: padding, images and the like have their ids at the ends.
+        """Random token ids ``(1, number)``."""
+        # Ids from the middle of the vocabulary, since those of padding, images and the like are at its ends.
         low, high = self._vocabulary // 4, max(3 * self._vocabulary // 4, 1)
         return torch.randint(low, high, (1, number), generator=self._generator)
 
     def packed(self, ids: torch.Tensor, position_ids: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits of the pack at the compared positions."""
         if position_ids is None:
             position_ids = torch.cat([torch.arange(size) for size in self.sizes])
         return self._logits(ids, self._kept_in_pack, {"position_ids": position_ids[None].to(self.device)})
 
     def alone(self) -> torch.Tensor:
+        """Logits of each row alone, at the same positions."""
         rows = self.ids.split(self.sizes, 1)
         return torch.cat([self._logits(row, keep, {}) for row, keep in zip(rows, self._kept, strict=True)])
 
@@ -240,7 +262,7 @@ class _Probe:
 
 
 def _sampled(size: int) -> torch.Tensor:
-    """Positions of a row that are compared: all of a short one, both ends and some between of a long one."""
+    """Positions at which a row is compared: all of a short row; both ends of a long row and some between."""
     if size <= 4 * _SAMPLES:
         return torch.arange(size)
     between = torch.linspace(_SAMPLES, size - _SAMPLES - 1, 2 * _SAMPLES).long()
@@ -249,7 +271,11 @@ def _sampled(size: int) -> torch.Tensor:
 
 
 def _judge(model: nn.Module, report: PackingReport, untold_is_error: bool) -> bool:
-    """Whether rows are kept apart for sure; raises if they are not."""
+    """Whether it is certain that rows are kept apart.
+
+    Raises:
+        PackingError: If they are not, or if that is uncertain and ``untold_is_error``.
+    """
     name, attention = _name(model), attention_of(unwrapped(model))
     measured = f"{name} with {attention} attention: {report}"
     if report.rotation > _ROTATION_TOLERANCE:
@@ -278,10 +304,11 @@ def _judge(model: nn.Module, report: PackingReport, untold_is_error: bool) -> bo
 
 
 def _most(report: PackingReport) -> float:
-    """Most that the error may be.
+    """Largest ``error`` that is accepted.
 
-    A router sends a token to another expert for a rounding, and that is no rounding any more. Where nothing
-    of another row reaches a row, bit for bit, 16-bit computing is given that much room.
+    In a mixture of experts a rounding can send a token to another expert, and then the logits differ by far
+    more than a rounding. If no bit of a row changes with the rows before it, a model that computes in 16 bits
+    is therefore allowed an eighth of what joined rows differ by.
     """
     if report.leak == 0 and report.tolerance >= TOLERANCES[torch.float16]:
         return max(report.tolerance, report.unpacked / 8)
@@ -289,7 +316,7 @@ def _most(report: PackingReport) -> float:
 
 
 def _text_sizes(model: nn.Module) -> tuple[int, int | None]:
-    """(number of token ids, most positions of a row if the model has a limit)."""
+    """(number of token ids; most positions of a row, or None if the model has no limit)."""
     config = text_config(model)
     vocabulary = getattr(config, "vocab_size", None)
     if not isinstance(vocabulary, int) or vocabulary < 2:
@@ -299,4 +326,5 @@ def _text_sizes(model: nn.Module) -> tuple[int, int | None]:
 
 
 def _name(model: nn.Module) -> str:
+    """Class name of the model, without wrappers."""
     return original_class(unwrapped(model)).__name__

@@ -1,4 +1,4 @@
-"""Attention row by row, as transformers' attention and mask interfaces want it."""
+"""Attention row by row, in the form that transformers' attention and mask interfaces require."""
 
 import functools
 import itertools
@@ -15,11 +15,11 @@ from fsdp_sft._compat import varlen_attn_takes_gqa
 from fsdp_sft.errors import PackingError
 from fsdp_sft.varlen.rows import RowMask, find_rows
 
-IMPLEMENTATION = "sdpa_varlen"  # what ``model.config`` calls it
-# Of the lengths that run row by row: a CPU keeps code and memory for each length that it has met.
+IMPLEMENTATION = "sdpa_varlen"  # its name in ``model.config``
+# Rows that run one by one are padded to a multiple of this: a CPU keeps code and memory for each new length.
 _MULTIPLE = 64
-_BEYOND = ("position_bias", "s_aux", "cache")  # what an attention may be given besides; not here
-_LARGEST_HEAD = 256  # of torch's flash attention
+_BEYOND = ("position_bias", "s_aux", "cache")  # arguments with which attention is left to "sdpa"
+_LARGEST_HEAD = 256  # largest head size of torch's flash attention
 _TAKES_GQA = varlen_attn_takes_gqa()
 
 
@@ -33,11 +33,15 @@ def make_mask(
     allow_is_bidirectional_skip: bool = False,
     **others: Any,
 ) -> torch.Tensor | RowMask | None:
-    """For transformers' mask interface: a ``RowMask`` if it says the same as the mask for ``"sdpa"``."""
+    """A ``RowMask`` if it means the same as the mask for ``"sdpa"``, and otherwise that mask.
+
+    A function of transformers' mask interface, which gives its arguments.
+    """
     plain = functools.partial(
         AttentionMaskInterface()["sdpa"], batch_size=batch_size, kv_length=kv_length, **others
     )
-    # transformers forbids to skip the mask where it has found several rows.
+    # transformers forbids skipping the mask where it has found several rows, so where it allows that there is
+    # but one.
     one_row = allow_is_causal_skip or allow_is_bidirectional_skip
     unknown = torch.compiler.is_compiling() or torch.device(others.get("device", "cpu")).type == "meta"
     if not (one_row or unknown or attention_mask is not None or q_length != kv_length):
@@ -64,9 +68,26 @@ def attend_by_row(
     scaling: float | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """An attention of transformers' attention interface; tensors are ``(B, heads, S, head size)``."""
+    """Attention within rows, as a function of transformers' attention interface.
+
+    Args:
+        module: The attention layer.
+        query: Queries, ``(B, heads, S, D)``.
+        key: Keys, ``(B, key heads, S, D)``.
+        value: Values, ``(B, key heads, S, value size)``.
+        attention_mask: A ``RowMask``, or a mask for ``"sdpa"``, which then computes everything.
+        dropout: Probability of dropout.
+        scaling: Factor of the attention scores.
+        **others: Further arguments of transformers' attention interface.
+
+    Returns:
+        (output ``(B, S, heads, value size)``, None in place of attention weights).
+
+    Raises:
+        PackingError: If the model caps its attention scores.
+    """
     if others.get("softcap") is not None:
-        # transformers 5.17 lets sdpa leave it out without a word, and the kernel knows of none.
+        # In transformers 5.17 "sdpa" ignores it silently, and torch's kernel has no such argument.
         raise PackingError(
             "attention row by row does not support `softcap`, by which this model caps its attention scores; "
             "set model.set_attn_implementation('eager'), which does"
@@ -90,7 +111,7 @@ def attend_by_row(
 
 
 def _row(sdpa: Callable[..., Any], rows: RowMask, length: int, row: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """Attention of one row, padded at its end, where no token of the row looks."""
+    """Attention of one row, padded at its end, to which no token of the row attends."""
     filler = -length % _MULTIPLE
     padded = [F.pad(x, (0, 0, 0, filler)) for x in row]
     mask = None
@@ -101,11 +122,12 @@ def _row(sdpa: Callable[..., Any], rows: RowMask, length: int, row: tuple[torch.
 
 
 def _joined(x: torch.Tensor) -> torch.Tensor:
-    """``(B, heads, S, D)`` to ``(1, heads, B * S, D)``."""
+    """From ``(B, heads, S, D)`` to ``(1, heads, B * S, D)``."""
     return x.transpose(0, 1).flatten(1, 2)[None]
 
 
 def _fits_flash(query: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether dtypes and head sizes are among those of torch's flash attention."""
     head = query.shape[-1]
     half = query.dtype in (torch.float16, torch.bfloat16)
     return half and value.shape[-1] <= head <= _LARGEST_HEAD and head % 8 == 0
@@ -114,9 +136,10 @@ def _fits_flash(query: torch.Tensor, value: torch.Tensor) -> bool:
 def _varlen(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: RowMask, scale: float | None
 ) -> torch.Tensor:
-    """Tensors of ``_joined`` to ``(B * S, heads, D)``."""
+    """Run torch's varlen flash attention on tensors of ``_joined``: ``(B * S, heads, value size)``."""
     size = value.shape[-1]
-    value = F.pad(value, (0, query.shape[-1] - size))  # latent attention: values may be shorter
+    # In latent attention values may be shorter than queries.
+    value = F.pad(value, (0, query.shape[-1] - size))
     groups = query.shape[1] // key.shape[1]
     options: dict[str, Any] = {}
     if groups > 1 and _TAKES_GQA:

@@ -1,4 +1,4 @@
-"""Rows of a pack, read off the mask that transformers would make of it."""
+"""The rows of a pack, read off the mask that transformers would make for it."""
 
 import itertools
 from collections.abc import Callable
@@ -9,20 +9,21 @@ import torch
 
 from fsdp_sft._streams import host_copies, travelling
 
-_SLAB = 512  # queries whose mask exists at once while rows are found
+_SLAB = 512  # number of queries whose mask exists at the same time while rows are found
 
 
 @dataclass(frozen=True, eq=False)
 class RowMask:
-    """Goes to the layers in place of a mask: causal attention within rows, none between them.
+    """A description of the rows that layers get in place of a mask: causal within rows, nothing between them.
 
-    A model that takes something of it (an index, ``dtype``, ``torch.where``) takes it of the mask.
+    A model that uses it like a tensor (an index, ``dtype``, ``torch.where``) gets the dense mask instead.
 
     Attributes:
-        bounds: Where each row begins, and where the last ends, counted over all sequences of a batch.
-        offsets: The same on the device, int32 ``(N + 1,)``.
+        bounds: Token at which each of the N rows begins, and the end of the last row: N + 1 numbers, counted
+            over all sequences of a batch.
+        offsets: ``bounds`` on the device, int32 ``(N + 1,)``.
         longest: Tokens of the longest row.
-        sliding_window: Keys that a query sees at most, itself among them; no more than ``longest``.
+        sliding_window: Most keys that a query sees, itself included; no more than ``longest``.
         width: Tokens of a sequence.
         has_flash: Whether the device has torch's varlen flash attention.
     """
@@ -51,23 +52,28 @@ class RowMask:
         return self.dense(self.bounds[-1] // self.width, self.width)
 
     def dense(self, batch_size: int, width: int) -> torch.Tensor:
-        """The mask as transformers makes it: bool ``(B, 1, S, S)``."""
+        """The dense mask as transformers makes it: bool ``(B, 1, S, S)``."""
         tokens = torch.arange(batch_size * width, dtype=torch.int32, device=self.offsets.device)
         rows = torch.bucketize(tokens, self.offsets, right=True).view(batch_size, 1, 1, width)
         return (rows.transpose(2, 3) == rows) & self.within(tokens[:width])
 
     def within(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The mask of a single row: bool ``(S, S)`` of its S positions."""
+        """The mask of a single row: bool ``(S, S)`` for its S positions ``tokens``."""
         before = tokens[:, None] - tokens
         return (before >= 0) & (before < self.sliding_window)
 
 
 def find_rows(slab: Callable[..., torch.Tensor], width: int, offset: int) -> RowMask | None:
-    """Rows of a mask, if each token sees those before it in its row, or the last few, and no others."""
-    first, exact = (
-        [],
-        [],
-    )  # of each query: the first key that it sees; whether it sees all from there to itself
+    """The rows of a mask; None if it is not causal attention within rows, possibly with a sliding window.
+
+    Args:
+        slab: Function that makes the mask of ``q_length`` queries from ``q_offset`` on.
+        width: Tokens of a sequence.
+        offset: Position of the first query.
+    """
+    # For each query: the first key that it sees (`first`), and whether it sees all keys from there to itself
+    # and no others (`exact`). A query that sees itself first begins a row.
+    first, exact = [], []
     for start in range(0, width, _SLAB):
         allowed = slab(q_length=min(_SLAB, width - start), q_offset=offset + start)[:, 0]
         keys = torch.arange(width, device=allowed.device)
@@ -78,6 +84,8 @@ def find_rows(slab: Callable[..., torch.Tensor], width: int, offset: int) -> Row
     index, starts = torch.arange(width, device=first[0].device), torch.cat(first, -1)
     begins = starts == index
     row_start = torch.where(begins, index, 0).cummax(-1).values
+    # The window is as wide as the query that sees farthest back. Then every query must see either back to the
+    # start of its row or that far.
     reach = (index - starts).amax()
     exact.append((starts == torch.maximum(row_start, index - reach)).all())
     # The host waits for the device here and nowhere else.
