@@ -261,7 +261,7 @@ def _check_fits(
             f"{name!r} has shape {tuple(tensor.shape)} in the model and {tuple(read.shape)} in the "
             f"checkpoint (from {abridged(keys)}); is this checkpoint of this model?"
         )
-    # Integers and 8-bit floats are a quantised checkpoint's: they mean nothing without the scales beside them.
+    # Integers and 8-bit floats are those of a quantised checkpoint, which has scales for them beside them.
     scaled = read.dtype.itemsize == 1 or not read.dtype.is_floating_point
     if isinstance(tensor, nn.Parameter) and tensor.is_floating_point() and scaled:
         raise CheckpointFormatError(
