@@ -37,7 +37,7 @@ def export_config(model: Any, content: ModelTensors, caching: list[Any], dtype: 
 
 
 def _has_come_apart(model: Any, content: ModelTensors) -> bool:
-    """Whether weights that the config ties are two tensors, by an adapter's training or from the beginning."""
+    """Whether weights that the config ties are two tensors: one was adapted, or they were loaded so."""
     names = content.names
     pairs = [(a, b) for a, b in tied_names(tied_meta_twin(model)).items() if a in names and b in names]
     return any(names[a] != names[b] for a, b in pairs)

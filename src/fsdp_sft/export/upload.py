@@ -55,5 +55,5 @@ def upload(folder: Path, repo_id: str, files: list[str]) -> None:
 
 
 def _as_os_error(error: Exception, doing: str) -> Exception:
-    """An error of the Hub's client as an ``OSError``, which refusals are already but broken connections not."""
+    """An error of the Hub's client as an ``OSError``. Refusals are one; broken connections need not be."""
     return error if isinstance(error, OSError) else ConnectionError(f"{doing} failed: {error!r}")
