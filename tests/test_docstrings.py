@@ -43,6 +43,13 @@ def _modules() -> dict[str, list[str]]:
     return dict(found)
 
 
+def _with_worked_examples() -> set[str]:
+    """Modules whose docstrings have examples, whether or not they define public names."""
+    root = Path(fs.__file__).parent
+    files = [path for path in root.rglob("*.py") if ">>> " in path.read_text()]
+    return {".".join(path.relative_to(root.parent).with_suffix("").parts) for path in files}
+
+
 def _given(words: set[str], folder: Path) -> dict[str, Any]:
     """What the examples use without making it; only what ``words`` ask for is made."""
     import torch
@@ -115,7 +122,7 @@ def run_examples(name: str, folder: Path) -> list[str]:
     return reports
 
 
-@pytest.mark.parametrize("module", sorted(_modules()))
+@pytest.mark.parametrize("module", sorted({*_modules(), *_with_worked_examples()}))
 def test_examples_run(module: str, tmp_path: Path) -> None:
     if not _examples(importlib.import_module(module)):
         pytest.skip("no examples")

@@ -1,9 +1,9 @@
-"""Ranks agreeing: one verdict per phase, and the first error raised everywhere.
+"""Agreement between ranks: one verdict per phase, and the first error raised on every rank.
 
 A collective that one rank never enters hangs the others until the time-out. Functions that do I/O
 therefore end each phase with a verdict: every rank says whether it succeeded, and if any did not, all of
 them raise the error that came first. Verdicts travel over a gloo group of their own, which never shares a
-communicator with training, and there along a tree (`_tree`), so that no rank talks to all.
+communicator with training, and within the group along a tree (`_tree`), so that no rank talks to all others.
 """
 
 import math
@@ -29,10 +29,11 @@ T = TypeVar("T")
 A = TypeVar("A")
 
 _CONTROL_TIMEOUT = timedelta(minutes=30)
-_POLL_SECONDS = (0.05, 2.0)  # between two questions how the work goes: at first, and later
-# Weak: destroy_process_group must end the groups; the interpreter's exit is too late for gloo's threads.
+_POLL_SECONDS = (0.05, 2.0)  # between two polls of work under way: at first, and at most
+# Name to (default group, group made for it). Weak references, because destroy_process_group must be able to
+# end the groups: when the interpreter exits it is too late for gloo's threads.
 _groups: dict[str, tuple[weakref.ref[dist.ProcessGroup], weakref.ref[dist.ProcessGroup]]] = {}
-_timeout = _CONTROL_TIMEOUT  # of the control group that was made last
+_timeout = _CONTROL_TIMEOUT  # time-out of the control group that was made last
 _this_thread = threading.local()
 
 
@@ -47,12 +48,12 @@ def this_rank() -> int:
 
 
 def world_size() -> int:
-    """Ranks in the default process group; 1 without one."""
+    """Number of ranks in the default process group; 1 without one."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def control_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
-    """The gloo group over all ranks for verdicts, counts and manifests; made on first use.
+    """The gloo group of all ranks for verdicts, counts and manifests, which is made on first use.
 
     Collective: all ranks, the first time it is called for a default process group.
     """
@@ -61,10 +62,11 @@ def control_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
 
 
 def background_group() -> dist.ProcessGroup:
-    """A second such group, for a thread that agrees while the main thread may be agreeing too.
+    """A second such group, for a thread whose agreements may overlap with the main thread's.
 
-    Its time-out is the control group's. Collective: all ranks, the first time it is called for a default
-    process group.
+    Its time-out is the control group's.
+
+    Collective: all ranks, the first time it is called for a default process group.
     """
     control_group()
     return _group("background", None)
@@ -72,7 +74,7 @@ def background_group() -> dist.ProcessGroup:
 
 @contextmanager
 def agreeing_over(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Let everything that this thread agrees on travel over ``group``; None changes nothing."""
+    """Let all agreements of this thread inside the block use ``group``; None changes nothing."""
     before = getattr(_this_thread, "group", None)
     _this_thread.group = group if group is not None else before
     try:
@@ -82,6 +84,7 @@ def agreeing_over(group: dist.ProcessGroup | None) -> Iterator[None]:
 
 
 def _group(name: str, timeout: timedelta | None) -> dist.ProcessGroup:
+    """The group of that name for the present default process group; made if there is none."""
     global _timeout
     world = dist.group.WORLD
     if world is None:
@@ -93,7 +96,8 @@ def _group(name: str, timeout: timedelta | None) -> dist.ProcessGroup:
             _timeout = timeout or _CONTROL_TIMEOUT
         with answered(), careful_gloo():
             group = dist.new_group(backend="gloo", timeout=_timeout)
-            # gloo notices the end of a rank by the connection to it, which there must be for that.
+            # A first message along the tree connects its ranks: gloo notices that a rank has ended by the
+            # connection to it, and connects two ranks only when they first talk.
             Tree(group).around(b"", operator.add)
         _groups[name] = (weakref.ref(world), weakref.ref(group))
     return group
@@ -101,10 +105,10 @@ def _group(name: str, timeout: timedelta | None) -> dist.ProcessGroup:
 
 @contextmanager
 def answered() -> Iterator[None]:
-    """Around what travels over a group of this module: ``LostRankError`` if it breaks off.
+    """Turn a failure of communication inside the block into ``LostRankError``.
 
-    gloo notices at once that a process has ended, and one that only stands still after the time-out that
-    ``init_distributed`` was given.
+    gloo notices at once that a process has ended. That a process no longer answers it notices after the
+    time-out that was given to ``init_distributed``.
     """
     try:
         yield
@@ -119,12 +123,13 @@ def answered() -> Iterator[None]:
 
 
 def _around(own: bytes, combine: Combine, decide: Callable[[bytes], bytes] | None = None) -> bytes:
+    """``Tree.around`` over this thread's control group."""
     with answered():
         return Tree(control_group()).around(own, combine, decide)
 
 
 def share(value: Any) -> Any:
-    """What rank 0 has, on every rank; ``value`` itself without a process group.
+    """Rank 0's ``value``, on every rank; ``value`` itself without a process group.
 
     Collective: all ranks.
     """
@@ -135,9 +140,9 @@ def share(value: Any) -> Any:
 
 
 def all_gather_objects(value: Any) -> list[Any]:
-    """What each rank has, in rank order; ``[value]`` without a process group.
+    """The values of all ranks, in rank order; ``[value]`` without a process group.
 
-    For what every rank needs of every other; see ``share`` and ``through_rank_0``, which cost less.
+    Use it where every rank needs the value of every other. ``share`` and ``through_rank_0`` cost less.
 
     Collective: all ranks.
     """
@@ -150,10 +155,12 @@ _LENGTH = struct.Struct("<q")
 
 
 def _frame(data: bytes) -> bytes:
+    """Data with its length in front, so that frames can be joined and taken apart again."""
     return _LENGTH.pack(len(data)) + data
 
 
 def _framed(frames: bytes) -> Iterator[bytes]:
+    """The data of each of several joined frames, in order."""
     position = 0
     while position < len(frames):
         (length,) = _LENGTH.unpack_from(frames, position)
@@ -163,15 +170,15 @@ def _framed(frames: bytes) -> Iterator[bytes]:
 
 
 def all_reduce_sum(values: list[float]) -> list[float]:
-    """Element-wise float64 sum over all ranks, the same on all; exact for integers below 2**53.
+    """Element-wise float64 sum over all ranks, bitwise the same on all; exact for integers below 2**53.
 
-    Collective: all ranks, with lists of one length.
+    Collective: all ranks, with lists of the same length.
     """
     return _reduced(values, operator.add)
 
 
 def all_reduce_min(value: int) -> int:
-    """The smallest value of any rank.
+    """The smallest of all ranks' values.
 
     Collective: all ranks.
     """
@@ -179,7 +186,7 @@ def all_reduce_min(value: int) -> int:
 
 
 def all_reduce_max(value: int) -> int:
-    """The largest value of any rank.
+    """The largest of all ranks' values.
 
     Collective: all ranks.
     """
@@ -187,6 +194,7 @@ def all_reduce_max(value: int) -> int:
 
 
 def _reduced(values: list[float], of_two: Callable[[float, float], float]) -> list[float]:
+    """Element-wise reduction over all ranks by a function of two numbers."""
     if not is_distributed():
         return list(values)
     numbers = struct.Struct(f"<{len(values)}d")
@@ -200,8 +208,14 @@ def _reduced(values: list[float], of_two: Callable[[float, float], float]) -> li
 def while_others_wait(working: bool, work: Callable[[], T], phase: str) -> T | None:
     """Run ``work`` where ``working`` is true; all ranks poll until it ends or fails.
 
-    For what may take longer than any collective's time-out: downloads, uploads, another job's work. It runs
-    in a thread, and when it fails on one rank the others need not wait for the rest of theirs.
+    Use it for work that may take longer than a collective's time-out: downloads, uploads, waiting for another
+    job. ``work`` runs in a thread. When it fails on one rank, the others raise that error without waiting for
+    their own work to end.
+
+    Args:
+        working: Whether this rank works.
+        work: What to do; must not contain collectives.
+        phase: Name of the phase, for the error's note.
 
     Returns:
         What ``work`` returned on this rank; None where it did not run.
@@ -238,10 +252,10 @@ def while_others_wait(working: bool, work: Callable[[], T], phase: str) -> T | N
 
 @contextmanager
 def agreed(phase: str) -> Iterator[None]:
-    """Run a block that may fail on some ranks, and fail on all of them if it failed on any.
+    """Run a block that may fail on some ranks, and raise on all ranks if it failed on any.
 
-    Every rank raises the error that happened first, as the same type, with a note that names the rank and
-    the phase. The block itself must not contain collectives that a failing rank would leave the others in.
+    Every rank raises the error that happened first, as the same type, with a note that names the rank and the
+    phase. The block must not contain collectives: a rank that fails before one would leave others waiting.
 
     Collective: all ranks.
     """
@@ -254,9 +268,9 @@ def agreed(phase: str) -> Iterator[None]:
 
 
 def raise_first(error: Exception | None, phase: str) -> None:
-    """Exchange one verdict and raise the earliest error of any rank on every rank.
+    """Exchange one verdict, and raise the earliest error of any rank on every rank.
 
-    Where no rank has one, that is a number to rank 0 and back.
+    If no rank has an error, only one number travels to rank 0 and back.
 
     Collective: all ranks.
     """
@@ -277,18 +291,18 @@ def raise_first(error: Exception | None, phase: str) -> None:
 def through_rank_0(phase: str, own: Callable[[], A], decide: Callable[[list[A]], T]) -> T:
     """Run ``own`` on every rank, then ``decide`` on rank 0 with what they all returned, in rank order.
 
-    One phase: what fails, on any rank or in ``decide``, is raised by all of them, as by ``agreed``.
+    The two are one phase: an error on any rank, or in ``decide``, is raised on all ranks, as by ``agreed``.
 
     Args:
-        phase: What it is, for the error's note.
-        own: Must not contain collectives that a failing rank would leave the others in.
-        decide: Is not run if ``own`` failed anywhere.
+        phase: Name of the phase, for the error's note.
+        own: What each rank does; must not contain collectives, as in ``agreed``.
+        decide: What rank 0 does with the results of ``own``; not run if ``own`` failed on any rank.
 
     Returns:
         What ``decide`` returned, on every rank.
 
     Collective: all ranks.
-    Memory: Rank 0 has what all ranks returned, the others what comes through them.
+    Memory: Rank 0 holds what all ranks returned, the others what passes through them on the way there.
     """
     error: Exception | None = None
     value: A | None = None
@@ -331,10 +345,12 @@ _Verdict = tuple[float, int, tuple[bytes | None, str]]  # when, rank, error
 
 
 def _verdict(error: Exception | None, when: float) -> _Verdict | None:
+    """This rank's error with the time at which it happened, in a form that can be sent; None for none."""
     return None if error is None else (when, dist.get_rank(), _portable(error))
 
 
 def _raise_earliest(verdicts: list[_Verdict | None], own: Exception | None, phase: str) -> None:
+    """Raise the earliest of all ranks' errors; on the rank it comes from, the original with its traceback."""
     failed = [verdict for verdict in verdicts if verdict is not None]
     if not failed:
         return
@@ -346,11 +362,13 @@ def _raise_earliest(verdicts: list[_Verdict | None], own: Exception | None, phas
 
 
 def _note_own(error: Exception | None, lost: LostRankError, phase: str) -> None:
+    """Note on the error about a lost rank that this rank had an error of its own."""
     if error is not None:
         lost.add_note(f"this rank itself had failed while {phase}: {error!r}")
 
 
 def _portable(error: Exception) -> tuple[bytes | None, str]:
+    """An error as a pickle (None if it cannot be pickled) and as text."""
     try:
         pickled = pickle.dumps(error)
         pickle.loads(pickled)
@@ -360,6 +378,7 @@ def _portable(error: Exception) -> tuple[bytes | None, str]:
 
 
 def _revive(portable: tuple[bytes | None, str], rank: int) -> Exception:
+    """Another rank's error; as ``RemoteRankError`` if its own class could not be sent."""
     pickled, text = portable
     if pickled is None:
         return RemoteRankError(f"rank {rank} raised {text}")
@@ -368,5 +387,6 @@ def _revive(portable: tuple[bytes | None, str], rank: int) -> Exception:
 
 
 def _listed(ranks: list[int], most: int = 8) -> str:
+    """Ranks in words, of which at most ``most`` are named."""
     shown = ", ".join(str(rank) for rank in ranks[:most])
     return shown if len(ranks) <= most else f"{shown} and {len(ranks) - most} more"

@@ -1,4 +1,18 @@
-"""Boxes: which part of a tensor a rank holds or a file stores, and who owns it. No I/O."""
+"""Boxes: which part of a tensor a rank holds or a file stores, and which rank owns it. No I/O.
+
+A box is a rectangular part of a tensor, given by the index of its first element and its extent. Two boxes of
+one tensor have a box in common or nothing, and that is all that loading needs: what a rank reads from a file
+is the intersection of the rank's box with the file's.
+
+>>> from fsdp_sft._boxes import Box
+>>> rank_1 = Box(offset=(2, 0), shape=(2, 4))  # rows 2 and 3 of a (4, 4) matrix
+>>> file = Box(offset=(1, 0), shape=(2, 4))  # rows 1 and 2
+>>> common = rank_1.intersect(file)
+>>> common
+Box(offset=(2, 0), shape=(1, 4))
+>>> common.relative_to(rank_1), common.relative_to(file)  # row 0 of the shard is row 1 of the file
+(Box(offset=(0, 0), shape=(1, 4)), Box(offset=(1, 0), shape=(1, 4)))
+"""
 
 import math
 from collections.abc import Sequence
@@ -12,7 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from fsdp_sft._agree import is_distributed, this_rank, world_size
 from fsdp_sft._compat import split_factor_of
 
-_MAX_CUTS = 16
+_MAX_CUTS = 16  # depth of the recursion that separates boxes
 
 
 @dataclass(frozen=True)
@@ -20,8 +34,8 @@ class Box:
     """A rectangular part of a tensor.
 
     Attributes:
-        offset: Index of its first element, per dimension.
-        shape: Its extent, per dimension.
+        offset: Index of the box's first element in the tensor, per dimension.
+        shape: Extent of the box, per dimension.
     """
 
     offset: tuple[int, ...]
@@ -33,7 +47,10 @@ class Box:
         return math.prod(self.shape)
 
     def intersect(self, other: "Box") -> "Box | None":
-        """The part that both have, or None if it is empty."""
+        """The part that both boxes have, in the coordinates of the tensor; None if it is empty."""
+        # Along each dimension the boxes are intervals: the common one begins at the larger of the two starts
+        # and ends at the smaller of the two ends. One dimension without a common interval is enough for the
+        # boxes to have nothing in common.
         low = [max(a, b) for a, b in zip(self.offset, other.offset, strict=True)]
         high = [
             min(a + n, b + m)
@@ -44,37 +61,41 @@ class Box:
         return Box(tuple(low), tuple(b - a for a, b in zip(low, high, strict=True)))
 
     def relative_to(self, outer: "Box") -> "Box":
-        """The same part, counted from the start of ``outer``."""
+        """The same part in the coordinates of ``outer``, whose first element then has index 0."""
         return Box(tuple(a - b for a, b in zip(self.offset, outer.offset, strict=True)), self.shape)
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """The index of this part in a tensor."""
+        """The index expression that takes this part out of a tensor."""
         return tuple(slice(first, first + n) for first, n in zip(self.offset, self.shape, strict=True))
 
 
 def whole(shape: Sequence[int]) -> Box:
-    """All of a tensor."""
+    """The box that is all of a tensor of that shape."""
     return Box((0,) * len(shape), tuple(shape))
 
 
 def cuts_of(placements: Sequence[Any], mesh_shape: Sequence[int], ndim: int) -> tuple[tuple[int, int], ...]:
-    """(axis of the mesh, dimension of the tensor) for each cut by ``torch.chunk``, in the order of the cuts.
+    """The cuts by ``torch.chunk`` that share out a tensor, in the order in which they are made.
 
-    That is the order of the axes, but for a strided shard: FSDP2 leaves one where expert or tensor
-    parallelism has cut the same dimension before, along an axis that comes later. Cut in this order, what
-    each rank has is one box.
+    The order is usually that of the mesh's axes. A strided shard is the exception: FSDP2 makes one where
+    expert or tensor parallelism has cut the same dimension before, along an axis that comes later in the
+    mesh. Its cut comes after that one. Cut in this order, what each rank holds is one box.
 
     Args:
-        placements: Of a DTensor.
+        placements: Placements of a DTensor.
         mesh_shape: Ranks along each axis of its mesh.
-        ndim: Dimensions of the tensor.
+        ndim: Number of dimensions of the tensor.
+
+    Returns:
+        (axis of the mesh, dimension of the tensor) for each cut.
 
     Raises:
-        TypeError: For a placement that leaves a rank with several boxes, or with no part at all.
+        TypeError: If a placement leaves a rank with several boxes, or with no part at all.
     """
     cuts: list[tuple[int, int]] = []
-    # From the last axis on, so that what a strided shard comes after is there already.
+    # From the last axis to the first, so that a strided shard finds the cuts that come before its own. Its
+    # split factor is the number of parts into which they have cut the dimension.
     for axis, placement in reversed(list(enumerate(placements))):
         if type(placement) is Replicate:
             continue
@@ -97,10 +118,16 @@ def cuts_of(placements: Sequence[Any], mesh_shape: Sequence[int], ndim: int) -> 
 def box_at(
     shape: Sequence[int], placements: Sequence[Any], mesh_shape: Sequence[int], coordinate: Sequence[int]
 ) -> Box:
-    """What the rank at ``coordinate`` has: ``torch.chunk`` along each sharded dimension.
+    """The box of the rank at ``coordinate`` of the mesh, by ``torch.chunk`` along each sharded dimension.
+
+    Args:
+        shape: Global shape of the tensor.
+        placements: Placements of the DTensor.
+        mesh_shape: Ranks along each axis of its mesh.
+        coordinate: Index of the rank along each axis.
 
     Raises:
-        TypeError: For placements that leave a rank with several boxes.
+        TypeError: If a placement leaves a rank with several boxes, or with no part at all.
     """
     box = whole(shape)
     for axis, dim in cuts_of(placements, mesh_shape, len(shape)):
@@ -109,7 +136,11 @@ def box_at(
 
 
 def chunk_of(box: Box, dim: int, parts: int, index: int) -> Box:
-    """The ``index``-th of ``torch.chunk`` of a box into ``parts``; empty where that makes fewer."""
+    """Chunk number ``index`` of a box that is cut into ``parts`` along ``dim``, as ``torch.chunk`` cuts.
+
+    All chunks have the extent rounded up but for the last ones, which may be shorter or empty: 10 rows in 4
+    parts are 3, 3, 3 and 1, and 5 rows in 4 parts are 2, 2, 1 and 0.
+    """
     extent = box.shape[dim]
     step = -(-extent // parts)
     start = min(step * index, extent)
@@ -120,10 +151,11 @@ def chunk_of(box: Box, dim: int, parts: int, index: int) -> Box:
 
 
 def box_of(tensor: torch.Tensor, rank: int | None = None) -> Box:
-    """What ``rank`` (None: this one) holds of ``tensor``; all of it unless it is a DTensor.
+    """The box of ``tensor`` that a rank holds; None is this rank. All of it unless it is a DTensor.
 
     Raises:
-        TypeError: For placements that leave a rank with several boxes.
+        TypeError: If a placement leaves a rank with several boxes, or with no part at all.
+        ValueError: If the rank is not in the tensor's mesh, or the mesh's ranks are not in order.
     """
     if not isinstance(tensor, DTensor):
         return whole(tensor.shape)
@@ -133,16 +165,16 @@ def box_of(tensor: torch.Tensor, rank: int | None = None) -> Box:
 
 
 def refuse_disordered(mesh: DeviceMesh, placements: Sequence[Any]) -> None:
-    """See that the ranks along each axis that cuts are in ascending order.
+    """Check that ranks ascend along each axis of the mesh that a tensor is cut along.
 
-    FSDP2 cuts by the rank within the process group, which is in ascending order, and not by the coordinate in
-    the mesh; where the two differ, DTensor and FSDP2 disagree on which part a rank has.
+    FSDP2 gives parts out by a rank's number within the process group, which is in ascending order, and not by
+    its coordinate in the mesh. Where the two differ, DTensor and FSDP2 disagree on which part a rank has.
 
     Raises:
-        ValueError: If they are not.
+        ValueError: If they do not ascend.
     """
     ranks = mesh.mesh
-    if type(ranks) is not torch.Tensor:  # under FakeTensorMode it has no values
+    if type(ranks) is not torch.Tensor:  # under FakeTensorMode the mesh has no values
         return
     for axis, placement in enumerate(placements):
         cuts = type(placement) is not Replicate
@@ -154,7 +186,15 @@ def refuse_disordered(mesh: DeviceMesh, placements: Sequence[Any]) -> None:
 
 
 def owner_ranks(tensor: torch.Tensor, replica: int = 0) -> list[int]:
-    """Ranks that together have one copy of ``tensor``: the ``replica``-th, counted round robin."""
+    """The ranks that together hold one copy of ``tensor``.
+
+    Args:
+        tensor: A tensor, sharded, replicated or both.
+        replica: Number of the copy; numbers beyond the last copy start again at the first.
+
+    Raises:
+        ValueError: If the tensor does not lie on all ranks.
+    """
     if not isinstance(tensor, DTensor):
         return [replica % world_size()]
     mesh = tensor.device_mesh
@@ -165,6 +205,8 @@ def owner_ranks(tensor: torch.Tensor, replica: int = 0) -> list[int]:
         )
     copies = [n for p, n in zip(tensor.placements, mesh.shape, strict=True) if isinstance(p, Replicate)]
     wanted = replica % math.prod(copies)
+    # `wanted` is a number whose digits are the coordinates along the replicated axes. Along an axis that
+    # shards, all ranks belong to the copy.
     index: list[Any] = []
     for placement, size in zip(reversed(tensor.placements), reversed(mesh.shape), strict=True):
         if isinstance(placement, Replicate):
@@ -176,7 +218,7 @@ def owner_ranks(tensor: torch.Tensor, replica: int = 0) -> list[int]:
 
 
 def replicate_dims(tensor: torch.Tensor) -> tuple[DeviceMesh, list[int]] | None:
-    """(mesh, the dimensions of it over which a tensor is replicated); None if no two ranks hold the same."""
+    """(mesh of a tensor, axes along which it is replicated); None if no two ranks hold the same."""
     if not isinstance(tensor, DTensor):
         return None
     mesh = tensor.device_mesh
@@ -185,15 +227,16 @@ def replicate_dims(tensor: torch.Tensor) -> tuple[DeviceMesh, list[int]] | None:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part, sharing memory with ``tensor``."""
+    """This rank's part of ``tensor``, which shares its memory."""
     detached = tensor.detach()
     return detached.to_local() if isinstance(detached, DTensor) else detached
 
 
 def with_local(tensor: DTensor, local: torch.Tensor) -> DTensor:
-    """A tensor cut as ``tensor`` is, of which this rank's part is ``local``. No communication.
+    """A tensor that is sharded as ``tensor`` is and has ``local`` as this rank's part. No communication.
 
-    ``from_local`` moves what is elsewhere to the mesh's device: parts that stay on the host are copied there.
+    ``DTensor.from_local`` would move a part that has to stay on the host to the mesh's device. Such a part is
+    copied into a new tensor on the host instead.
     """
     if local.device.type not in (tensor.device_mesh.device_type, "meta"):
         made: Any = torch.empty_like(tensor, dtype=local.dtype, device=local.device)
@@ -210,7 +253,7 @@ def with_local(tensor: DTensor, local: torch.Tensor) -> DTensor:
 
 
 def part_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    """The view of ``tensor`` that ``box`` names."""
+    """The part ``box`` of ``tensor``, as a view."""
     for dim, (offset, size) in enumerate(zip(box.offset, box.shape, strict=True)):
         if size != tensor.shape[dim]:
             tensor = tensor.narrow(dim, offset, size)
@@ -218,12 +261,13 @@ def part_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
 
 
 def tiling_problem(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
-    """Why ``boxes`` do not cover a tensor exactly once, or None if they do."""
+    """Why ``boxes`` do not cover a tensor of that shape exactly once; None if they do."""
     for box in boxes:
         if len(box.shape) != len(shape) or any(
             a < 0 or n < 0 or a + n > size for a, n, size in zip(box.offset, box.shape, shape, strict=True)
         ):
             return f"a part {box.shape} at {box.offset} lies outside the shape {tuple(shape)}"
+    # Boxes inside the tensor that have as many elements as it has, and do not overlap, leave no gap.
     covered = sum(box.numel for box in boxes)
     if covered != math.prod(shape):
         return f"its parts have {covered} of {math.prod(shape)} elements"
@@ -235,12 +279,14 @@ def tiling_problem(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
 def _disjoint(boxes: Sequence[Box], depth: int = 0) -> bool:
     """Whether recursive axis-aligned cuts separate every box.
 
-    Every sharding by dimensions can be cut like that. Not every tiling can; one that cannot, or takes more
-    than a few rounds, counts as overlapping, which bounds the time that a hostile manifest can take.
+    Every sharding by dimensions can be cut like that. Not every tiling can. A tiling that cannot, or that
+    takes too many rounds, counts as overlapping, which bounds the time that a hostile manifest can take.
     """
     if len(boxes) < 2:
         return True
     for dim in range(len(boxes[0].shape) if depth < _MAX_CUTS else 0):
+        # A sweep along `dim`: a cut separates a box that begins at or after the end of all boxes so far from
+        # them, and the box begins a new piece. Each piece is then cut along any dimension in the same way.
         pieces: list[list[Box]] = []
         end = -1
         for box in sorted(boxes, key=lambda box: box.offset[dim]):
@@ -254,6 +300,7 @@ def _disjoint(boxes: Sequence[Box], depth: int = 0) -> bool:
 
 
 def _coordinate(tensor: DTensor, rank: int | None) -> list[int]:
+    """The coordinate of a rank (None: this one) in the mesh of a tensor."""
     mesh = tensor.device_mesh
     if rank is None:
         found: Any = mesh.get_coordinate()

@@ -1,4 +1,4 @@
-"""One job makes a folder while others wait for it."""
+"""A claim on making a folder: one job makes it while the others wait."""
 
 import os
 import threading
@@ -8,19 +8,19 @@ from pathlib import Path
 
 from fsdp_sft._disk import sweep
 
-_BEAT_SECONDS = 5.0
-_DEAD_SECONDS = 60.0
-_LOOK_SECONDS = 0.2
+_BEAT_SECONDS = 5.0  # between two touches of the file
+_DEAD_SECONDS = 60.0  # without a touch, after which the job that made the file counts as dead
+_LOOK_SECONDS = 0.2  # between two looks of a job that waits
 
 
 class Claim:
-    """A claim on making one folder, kept alive by touching a file beside it.
+    """A claim on making one folder: a file beside it, which the job that has the claim touches regularly.
 
-    Only courtesy rests on it: should two jobs make the folder at once, the first rename wins.
+    The claim only saves work. If two jobs make the folder at once, nothing breaks: the first rename wins.
 
     Args:
-        target: The folder.
-        is_there: Whether it is there and sound.
+        target: Folder to be made.
+        is_there: Function that says whether the folder is there and sound.
     """
 
     def __init__(self, target: Path, is_there: Callable[[Path], bool]) -> None:
@@ -31,25 +31,26 @@ class Claim:
         self._last_beat: tuple[int, float] | None = None
 
     def take_or_wait(self) -> bool:
-        """True once this job is to make the folder, False once the folder is there."""
+        """Wait until this job may make the folder (True) or the folder is there (False)."""
         while True:
             if self._is_there(self.target):
                 return False
             if self._take():
-                if not self._is_there(self.target):  # it may have come between
+                if not self._is_there(self.target):  # it may have appeared between the look and the claim
                     return True
                 self.end()
                 return False
             time.sleep(_LOOK_SECONDS)
 
     def end(self) -> None:
-        """Let others have it."""
+        """Give the claim up, if this job has it."""
         if self._thread is not None:
             self._stop.set()
             self._thread.join()
             self._file.unlink(missing_ok=True)
 
     def _take(self) -> bool:
+        """Make the file, unless another job that is still alive has made it; whether it was made."""
         try:
             os.close(os.open(self._file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
         except FileExistsError:
@@ -63,6 +64,7 @@ class Claim:
         return True
 
     def _beat(self) -> None:
+        """Touch the file until the claim ends."""
         while not self._stop.wait(_BEAT_SECONDS):
             try:
                 os.utime(self._file)
@@ -70,7 +72,9 @@ class Claim:
                 return
 
     def _is_dead(self) -> bool:
-        # By this process's clock, and by whether the file changes: clocks of other machines may be off.
+        """Whether the job that made the file has not touched it for a minute."""
+        # Measured is how long this process has seen the same time stamp, by its own clock. The time stamp
+        # itself is by the clock of another machine, which may be wrong.
         try:
             beat = self._file.stat().st_mtime_ns
         except FileNotFoundError:

@@ -1,8 +1,8 @@
-"""Files and folders that are there whole or not at all.
+"""Files and folders that appear complete or not at all.
 
-Files are hashed on the way out and put on the disk (fsync), and read by position. A folder is filled under a
-temporary name beside its own and appears by one rename; what a job that was killed has left is swept away by
-the next.
+Files are hashed while they are written, forced to the disk (fsync), and read by position. A folder is filled
+under a temporary name beside its own and appears by one rename. The next job deletes what a killed one has
+left.
 """
 
 import contextlib
@@ -35,17 +35,17 @@ from fsdp_sft._safetensors import (
 )
 from fsdp_sft.errors import CheckpointCorruptError, SafetensorsError
 
-_BUFFER_BYTES = 16 << 20
-_TEMPORARY = ".tmp-"
+_BUFFER_BYTES = 16 << 20  # written or read at once
+_TEMPORARY = ".tmp-"  # what the names of unfinished folders begin with
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What the manifest knows of a file.
+    """What a manifest says of a file.
 
     Attributes:
-        size: In bytes.
-        sha256: Of all its bytes, in hexadecimal.
+        size: Size in bytes.
+        sha256: SHA-256 of all its bytes, in hexadecimal.
     """
 
     size: int
@@ -54,12 +54,12 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Deferred:
-    """A tensor that is read from somewhere when its turn to be written has come.
+    """A tensor that is read from somewhere only when it is its turn to be written.
 
     Attributes:
-        shape: Of it.
-        dtype: Of its elements.
-        read: Gives it, in CPU memory.
+        shape: Shape of the tensor.
+        dtype: Dtype of its elements.
+        read: Function that returns the tensor, in CPU memory.
     """
 
     shape: tuple[int, ...]
@@ -70,7 +70,7 @@ class Deferred:
 def write_tensors(
     path: Path, tensors: Mapping[str, torch.Tensor | Deferred], metadata: Mapping[str, str] | None = None
 ) -> FileRecord:
-    """Write a safetensors file and put it on the disk (fsync); it is hashed meanwhile in a thread.
+    """Write a safetensors file and force it to the disk (fsync). A thread hashes it meanwhile.
 
     Memory: One of the tensors in CPU memory, if it is not there already.
     """
@@ -91,20 +91,21 @@ def write_tensors(
 
 
 def write_early(fd: int, offset: int, view: memoryview) -> None:
-    """Write, and let the disk begin at once: the fsync at the end then has little left to wait for."""
+    """Write, and let the disk begin at once, so that the fsync at the end has little left to wait for."""
     for first in range(0, len(view), _BUFFER_BYTES):
         piece = view[first : first + _BUFFER_BYTES]
         write_at(fd, offset + first, piece)
         if hasattr(os, "posix_fadvise"):
-            # On Linux this starts to write dirty pages, and drops clean ones, of which there are none yet.
+            # On Linux this starts writing dirty pages to the disk. It also drops clean pages, but there are
+            # none yet in what has just been written.
             os.posix_fadvise(fd, offset + first, len(piece), os.POSIX_FADV_DONTNEED)
 
 
 class _Hasher:
-    """SHA-256 in a thread of its own; hashlib lets go of the GIL.
+    """SHA-256 in a thread of its own, in parallel with the writing, since hashlib releases the GIL.
 
-    No executor: those take no work once the interpreter waits for its threads, as it does for an asynchronous
-    save at the end of a program.
+    It is not an executor, because executors refuse work once the interpreter has begun to wait for its
+    threads. That is when the last asynchronous save of a program may still be running.
     """
 
     def __init__(self, head: bytes) -> None:
@@ -122,15 +123,15 @@ class _Hasher:
         self._thread.join()
 
     def begin(self, view: memoryview) -> None:
-        """Hash ``view``, which must stay as it is until ``wait`` returns."""
+        """Start hashing ``view``, which must not change until ``wait`` returns."""
         self._work.put(view)
 
     def wait(self) -> None:
-        """Return when what was begun is hashed."""
+        """Return when the view given to ``begin`` has been hashed."""
         self._done.acquire()
 
     def hexdigest(self) -> str:
-        """Of everything so far."""
+        """The digest of everything hashed so far."""
         return self._digest.hexdigest()
 
     def _run(self) -> None:
@@ -140,7 +141,7 @@ class _Hasher:
 
 
 def write_bytes(path: Path, data: bytes) -> FileRecord:
-    """Write a small file and put it on the disk (fsync)."""
+    """Write a small file and force it to the disk (fsync)."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
     with closing(fd):
         write_at(fd, 0, memoryview(data))
@@ -149,29 +150,33 @@ def write_bytes(path: Path, data: bytes) -> FileRecord:
 
 
 def sync_file(path: Path) -> None:
-    """Put a file that has been written on the disk."""
+    """Force a file that has been written to the disk (fsync)."""
     fd = os.open(path, os.O_RDONLY)
     with closing(fd):
         os.fsync(fd)
 
 
 def sync_folder(path: Path) -> None:
-    """Put a folder's entries on the disk, where the file system knows that for folders."""
+    """Force a folder's entries (its names) to the disk, if the file system can do that for folders.
+
+    Without it a file's contents may survive a loss of power while its name does not.
+    """
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     with closing(fd):
         try:
             os.fsync(fd)
         except OSError as error:
-            # What mounts of object stores and some network file systems answer for folders, never for files.
+            # Mounts of object stores and some network file systems cannot sync folders, and answer so. For
+            # files none of them does: there every error counts.
             if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
                 raise
 
 
 def renames_whole(folder: Path) -> bool:
-    """Whether a folder below ``folder`` keeps its files when it is renamed.
+    """Whether renaming a folder below ``folder`` is one step, which keeps its files.
 
-    Where a rename is a copy and a deletion, as on mounts of object stores, the files are others afterwards,
-    and whoever looks meanwhile sees a part of them.
+    Mounts of object stores rename a folder by copying and deleting its files. Afterwards these are other
+    files, as their inode numbers show, and meanwhile another process may see only a part of them.
     """
     before, after = (temporary_beside(folder / "rename") for _ in range(2))
     before.mkdir()
@@ -186,11 +191,11 @@ def renames_whole(folder: Path) -> bool:
 
 
 def read_bytes(path: Path, most: int) -> bytes:
-    """A regular file's bytes.
+    """All bytes of a regular file.
 
     Raises:
         CheckpointCorruptError: If it is missing, a symbolic link, or longer than ``most`` bytes.
-        OSError: If no file could be opened now, or this one must not be.
+        OSError: If this process may open no more files, or may not open this one.
     """
     try:
         fd = open_file(path)
@@ -207,10 +212,12 @@ def read_bytes(path: Path, most: int) -> bytes:
 
 
 def file_problem(folder: Path, name: str, record: FileRecord, *, hashes: bool) -> str | None:
-    """How a file below ``folder`` differs from its record, or None. The folder alone may be a link.
+    """How a file below ``folder`` differs from its record; None if it does not.
+
+    Only ``folder`` itself may be a symbolic link; the file, and a folder between the two, may not.
 
     Raises:
-        OSError: If no file could be opened now, or this one must not be.
+        OSError: If this process may open no more files, or may not open this one.
     """
     path = folder / name
     try:
@@ -236,11 +243,12 @@ def file_problem(folder: Path, name: str, record: FileRecord, *, hashes: bool) -
 class TensorReader:
     """Reads parts of tensors from the safetensors files below a folder.
 
-    What lies in memory as it lies in the file is read in place, the rest through one reused buffer. Of the
-    files that this process may open it takes a quarter at most: a step of 1,024 ranks has 2,048.
+    If the destination has the stored dtype and is contiguous in CPU memory, bytes are read straight into it;
+    otherwise they pass through one buffer, which is reused. The reader keeps at most a quarter of the files
+    open that this process may open: a step saved by 1,024 ranks can have 2,048 files.
 
     Attributes:
-        bytes_read: Of tensors, so far.
+        bytes_read: Tensor bytes read so far.
 
     Memory: 16 MiB.
     """
@@ -262,11 +270,11 @@ class TensorReader:
         self._descriptors.clear()
 
     def header(self, file: str) -> Header:
-        """The checked header of a file.
+        """The header of a file, checked and remembered.
 
         Raises:
-            CheckpointCorruptError: If it is not sound.
-            OSError: If no file could be opened now, or this one must not be.
+            CheckpointCorruptError: If the file or its header is damaged or missing.
+            OSError: If this process may open no more files, or may not open this one.
         """
         if file not in self._headers:
             try:
@@ -277,13 +285,17 @@ class TensorReader:
         return self._headers[file]
 
     def read(self, file: str, name: str, out: torch.Tensor, part: Box | None = None) -> None:
-        """Read ``part`` (None: all) of a stored tensor into ``out``, which may be on any device.
+        """Read a stored tensor, or a part of it, into ``out``.
 
-        ``out`` has the part's shape; a different dtype is cast to.
+        Args:
+            file: Name of the file below the folder.
+            name: Name of the tensor in the file.
+            out: Tensor to fill, of the part's shape, on any device; values are cast to its dtype.
+            part: Part of the stored tensor; None reads all of it.
 
         Raises:
             CheckpointCorruptError: If the bytes cannot be read.
-            OSError: If no file could be opened now, or this one must not be.
+            OSError: If this process may open no more files, or may not open this one.
         """
         entry = self.header(file).entries[name]
         try:
@@ -294,6 +306,7 @@ class TensorReader:
             raise CheckpointCorruptError(f"{self._folder / file} cannot be read: {error}") from error
 
     def _descriptor(self, file: str) -> int:
+        """The open file; if there are too many, the one that was not used for longest is closed."""
         fd = self._descriptors.pop(file, None)
         if fd is None:
             while len(self._descriptors) >= self._most_open:
@@ -303,7 +316,8 @@ class TensorReader:
         return fd
 
     def _read(self, fd: int, entry: TensorEntry, part: Box, out: torch.Tensor) -> None:
-        if part.shape[1:] == entry.shape[1:]:  # one stretch of the file
+        """Read a part as contiguous runs: whole rows at once, else row by row, each row in the same way."""
+        if part.shape[1:] == entry.shape[1:]:  # one run of bytes in the file
             row_bytes = _row_bytes(entry)
             start = entry.start + (part.offset[0] * row_bytes if part.offset else 0)
             self._read_stretch(fd, entry.dtype, start, out)
@@ -316,6 +330,7 @@ class TensorReader:
             self._read(fd, inner, Box(part.offset[1:], part.shape[1:]), out[row])
 
     def _read_stretch(self, fd: int, dtype: torch.dtype, start: int, out: torch.Tensor) -> None:
+        """Fill ``out`` from one contiguous run of the file."""
         self.bytes_read += out.numel() * dtype.itemsize
         if out.device.type == "cpu" and out.dtype == dtype and out.is_contiguous():
             read_at(fd, start, bytes_of(out))
@@ -337,7 +352,15 @@ class TensorReader:
 def read_into(
     reader: TensorReader, name: str, chunks: Iterable[tuple[str, Box]], box: Box, out: torch.Tensor
 ) -> None:
-    """Fill ``out``, which is ``box`` of a tensor, from the files that have the tensor's parts."""
+    """Fill ``out``, the box ``box`` of a tensor, from the files that store the tensor's parts.
+
+    Args:
+        reader: Reader of the files.
+        name: Name of the tensor in the files.
+        chunks: (file, box of the tensor that it stores) pairs; they must cover ``box``.
+        box: Box of the tensor that is wanted.
+        out: Tensor to fill, of the box's shape.
+    """
     for file, chunk in chunks:
         common = chunk.intersect(box)
         if common is not None and common.numel:
@@ -345,17 +368,17 @@ def read_into(
 
 
 def temporary_beside(target: Path) -> Path:
-    """A new name in the same folder, for what is to be renamed to ``target``."""
+    """A new name in the same folder for something that will be renamed to ``target`` when it is complete."""
     return target.with_name(f"{_prefix(target)}{uuid.uuid4().hex}")
 
 
 def unsound_beside(target: Path) -> Path:
-    """A new name for something at ``target`` that is to make room and to be looked at later."""
+    """A new name for what is at ``target`` and damaged: it makes room, but is kept to be looked at."""
     return target.with_name(f".unsound-{target.name}-{uuid.uuid4().hex}")
 
 
 def sweep(target: Path) -> None:
-    """Delete the folders that jobs which were killed have left on their way to ``target``."""
+    """Delete unfinished folders that killed jobs have left on their way to ``target``."""
     for stale in target.parent.glob(
         f"{glob.escape(_prefix(target))}{'[0-9a-f]' * 32}"
     ):  # not of "<target>-2"
@@ -363,23 +386,26 @@ def sweep(target: Path) -> None:
 
 
 def sweep_all(root: Path) -> None:
-    """The same for every target below ``root``; what others have named alike stays."""
+    """Delete the unfinished folders of all targets below ``root``; other files with such names stay."""
     for stale in root.glob(f"{_TEMPORARY}*-{'[0-9a-f]' * 32}"):
         if stale.is_dir() and not stale.is_symlink():
             shutil.rmtree(stale, ignore_errors=True)
 
 
 def publish(temporary: Path, target: Path, *, aside: Path | None = None) -> None:
-    """Let a finished folder appear under its name, whole or not at all.
+    """Let a finished folder appear under its name, complete or not at all.
 
     Args:
-        temporary: The folder; its files are on the disk already.
-        target: Its name, at which there may be an empty folder.
-        aside: Where to move what else is there; None raises.
+        temporary: The finished folder, whose files are on the disk already.
+        target: Name under which it is to appear; an empty folder there is replaced.
+        aside: Name to which anything else at ``target`` is moved; None raises if there is something.
 
     Raises:
-        OSError: If something is there, or the disk fails.
+        OSError: If something is at ``target`` and cannot be moved aside, or the disk fails.
     """
+    # The names inside the folder reach the disk before the folder gets its own name: after a loss of power no
+    # folder of that name may lack a file. The last fsync makes the rename durable, so that a caller who has
+    # been told that the folder is there will find it.
     sync_folder(temporary)
     if aside is not None and os.path.lexists(target):
         os.rename(target, aside)
@@ -388,6 +414,7 @@ def publish(temporary: Path, target: Path, *, aside: Path | None = None) -> None
 
 
 def _prefix(target: Path) -> str:
+    """What the temporary names of a target begin with; 32 hexadecimal digits follow."""
     return f"{_TEMPORARY}{target.name}-"
 
 
@@ -402,4 +429,5 @@ class closing(contextlib.AbstractContextManager[None]):
 
 
 def _row_bytes(entry: TensorEntry) -> int:
+    """Bytes of one row (an index of the first dimension) of a stored tensor."""
     return entry.num_bytes // entry.shape[0] if entry.shape and entry.shape[0] else entry.num_bytes

@@ -1,4 +1,4 @@
-"""Full tensors of a sharded model, one after the other on rank 0, and parts sent between ranks."""
+"""Gathering the full tensors of a sharded model on rank 0, one after the other, by sends between ranks."""
 
 from collections.abc import Callable, Iterator
 
@@ -10,10 +10,15 @@ from fsdp_sft._boxes import box_of, local_of, owner_ranks, part_of
 
 
 class Gatherer:
-    """Brings full tensors to rank 0 one after the other, over the control group.
+    """Gathers full tensors on rank 0, one after the other, over the control group.
 
-    Only rank 0 ever has more than its own part, and holds one full tensor at a time. A rank that fails
-    sends zeros from then on and reports it in ``finish``, so that nobody waits for it.
+    Only rank 0 ever has more than its own part, and holds one full tensor at a time. A rank that fails does
+    not raise at once, which would leave rank 0 waiting for its parts: it sends zeros from then on and raises
+    its error in ``finish``.
+
+    Attributes:
+        rank: This rank.
+        error: First error of this rank; None if there is none.
 
     Collective: all ranks make one, call ``gather`` for the same tensors in the same order, then ``finish``.
     """
@@ -23,7 +28,7 @@ class Gatherer:
         self.error: Exception | None = None
 
     def gather(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-        """The full tensor in CPU memory as ``dtype`` on rank 0; None on the other ranks."""
+        """On rank 0 the full tensor, in CPU memory and as ``dtype``; None on the other ranks."""
         owners = owner_ranks(tensor)
         if self.rank != 0:
             if self.rank in owners:
@@ -44,7 +49,7 @@ class Gatherer:
         return full
 
     def attempt(self, action: Callable[[], None]) -> None:
-        """Run something that may fail, unless it has failed already; the error waits for ``finish``."""
+        """Run ``action`` unless this rank has failed before; ``finish`` raises its error."""
         if self.error is None:
             try:
                 action()
@@ -87,5 +92,5 @@ def receive_into(tensor: torch.Tensor, rank: int) -> None:
 
 
 def _byte_pieces(tensor: torch.Tensor, most: int = 1 << 28) -> Iterator[torch.Tensor]:
-    # gloo knows neither every dtype nor messages of any length
+    """A contiguous tensor's bytes in pieces that gloo can send, which limits dtypes and lengths."""
     yield from tensor.reshape(-1).view(torch.uint8).split(most)

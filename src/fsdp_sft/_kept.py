@@ -1,4 +1,8 @@
-"""What plain transformers keeps in float32 in a 16-bit model, and how FSDP2 groups honour it."""
+"""Parameters that plain transformers keeps in float32 in a 16-bit model, and FSDP2 groups that honour it.
+
+FSDP2 casts a whole group of parameters to one compute dtype. Modules whose parameters have to compute in
+float32 therefore get groups of their own.
+"""
 
 import functools
 import re
@@ -18,14 +22,14 @@ _ADAPTED = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=
 
 @dataclass
 class Float32Unit:
-    """A module that computes in float32, and what below it does not.
+    """A module that computes in float32, and the parts of it that do not.
 
     Attributes:
-        module: Gets a group with float32 compute.
-        others: Modules inside of it that share a group with the usual compute dtype.
-        user: The module whose forward may use the weights of ``module``, a leaf, without calling it.
-        casts: Modules inside of it, or itself, with the names of their own parameters that are gathered with
-            the float32 ones and cast where they are used.
+        module: Module that gets a group with float32 compute.
+        others: Modules inside it that share a group with the usual compute dtype.
+        casts: Modules (inside it, or itself) with the names of their own parameters that are gathered with
+            the float32 ones and cast to the usual dtype where they are used.
+        user: Module whose forward may use the weights of ``module``, a leaf, without calling it.
     """
 
     module: nn.Module
@@ -35,10 +39,10 @@ class Float32Unit:
 
 
 def transformers_models(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Prefix and module of each outermost model of transformers in ``model``, itself included."""
+    """(prefix of its names, module) of each outermost transformers model in ``model``, itself included."""
     found: list[str] = []
     for fqn, module in model.named_modules():
-        # By name: a model from elsewhere must not import transformers.
+        # By the name of the class, so that transformers is not imported for a model of another library.
         is_one = any(base.__name__ == "PreTrainedModel" for base in type(module).__mro__)
         if is_one and not any(fqn.startswith(prefix) for prefix in found):
             found.append(f"{fqn}." if fqn else "")
@@ -46,15 +50,15 @@ def transformers_models(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def plain_dtypes(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Name to dtype of floating tensors as ``from_pretrained(dtype=dtype)`` leaves them, where it is known.
+    """Dtypes in which ``from_pretrained(dtype=dtype)`` leaves floating-point tensors, by name.
 
-    Without those whose model cannot be built a second time.
+    Tensors of a model that cannot be built a second time are left out.
     """
     dtypes: dict[str, torch.dtype] = {}
     for prefix, inner in transformers_models(model):
         try:
             twin = named_tensors(meta_twin(inner, dtype))
-        except Exception:  # a class that changes its config, or takes more than that
+        except Exception:  # a class that changes its config, or needs more than the config
             continue
         for name, tensor in named_tensors(inner).items():
             other = twin.get(_ADAPTED.sub("", clean_name(name)))
@@ -64,7 +68,11 @@ def plain_dtypes(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.dtype]
 
 
 def kept_parameters(model: nn.Module, dtype: torch.dtype, dtypes: dict[str, torch.dtype]) -> set[str]:
-    """Names of parameters that transformers keeps in float32 under ``dtype``: listed, or made so."""
+    """Names of parameters that transformers keeps in float32 in a model of ``dtype``.
+
+    The class lists some; others it makes float32 when it is built, which ``dtypes`` (from ``plain_dtypes``)
+    shows.
+    """
     float16_only, always = keep_in_float32_patterns(model)
     patterns = always | float16_only if dtype == torch.float16 else always
     return {
@@ -75,12 +83,12 @@ def kept_parameters(model: nn.Module, dtype: torch.dtype, dtypes: dict[str, torc
 
 
 def matches(parameter_name: str, patterns: Collection[str]) -> bool:
-    """Whether a name has one of transformers' patterns in it, as whole components."""
+    """Whether a name contains one of transformers' patterns as whole components."""
     return any(re.search(rf"(?:^|\.){re.escape(p)}(?:\.|$)", parameter_name) for p in patterns)
 
 
 def lower_buffers(model: nn.Module, dtype: torch.dtype, dtypes: dict[str, torch.dtype]) -> None:
-    """Give buffers that are ``dtype`` in a plain model of that dtype the same here; FSDP2 casts none."""
+    """Cast buffers to ``dtype`` that have that dtype in a plain model. FSDP2 casts parameters only."""
     for name, tensor in named_tensors(model).items():
         if isinstance(tensor, nn.Parameter) or dtypes.get(name) != dtype or tensor.dtype == dtype:
             continue
@@ -91,20 +99,27 @@ def lower_buffers(model: nn.Module, dtype: torch.dtype, dtypes: dict[str, torch.
 def float32_units(
     model: nn.Module, blocks: Collection[nn.Module], names: set[str]
 ) -> tuple[list[Float32Unit], set[str]]:
-    """Modules to group so that the parameters ``names`` compute in float32, outer before inner.
+    """Modules to group so that the parameters ``names`` compute in float32, outer modules before inner ones.
 
-    The outermost module that holds nothing else becomes a unit, so that one whose weights are used without
-    calling it (a convolution) is gathered with the module that uses them. A module that owns such parameters
-    beside others is a unit too: what it contains of the usual dtype gets a group of its own, and what it owns
-    of the usual dtype is cast at use.
+    The outermost module that holds nothing else becomes a unit. That way a module whose weights are used
+    without calling it (a convolution, for instance) is gathered with the module that uses them. A module that
+    owns both such parameters and others is a unit too: the modules of the usual dtype inside it get a group
+    of their own, and its own parameters of the usual dtype are cast where they are used.
+
+    Args:
+        model: The model, before it is sharded.
+        blocks: Its transformer blocks.
+        names: Names of the parameters that are to compute in float32.
 
     Returns:
-        (units, names that cannot be honoured).
+        (units, names of parameters that no group can keep in float32).
     """
     return _Search(model, blocks, names).run()
 
 
 class _Search:
+    """The search of ``float32_units`` through the modules of one model."""
+
     def __init__(self, model: nn.Module, blocks: Collection[nn.Module], names: set[str]) -> None:
         self.model = model
         self.blocks = {id(block) for block in blocks}
@@ -112,17 +127,18 @@ class _Search:
         for name, parameter in model.named_parameters(remove_duplicate=False):
             places.setdefault(id(parameter), []).append(name)
         self.names = places
-        # One of several names of a tied parameter does not decide for the others.
+        # A tied parameter is kept in float32 only if all of its names are to be.
         self.kept = {key for key, where in places.items() if all(name in names for name in where)}
         self.missed = {name for name in names if not any(name in places[key] for key in self.kept)}
         self.units: list[Float32Unit] = []
 
     def run(self) -> tuple[list[Float32Unit], set[str]]:
+        """Search the whole model; see ``float32_units`` for the result."""
         self.visit(self.model, None)
         return self.units, self.missed
 
     def visit(self, module: nn.Module, user: nn.Module | None) -> None:
-        """Find units; ``user`` is the innermost module around it that is called, within a block."""
+        """Find units in ``module``; ``user`` is the innermost called module around it, within a block."""
         parameters = list(module.parameters())
         if not any(id(p) in self.kept for p in parameters):
             return
@@ -143,6 +159,7 @@ class _Search:
             self.visit(child, user if not callable_inside else module if in_block else None)
 
     def fill(self, unit: Float32Unit, module: nn.Module) -> None:
+        """Note what of ``module``, which is or lies in a unit's module, has the usual dtype."""
         usual = [name for name, p in module.named_parameters(recurse=False) if id(p) not in self.kept]
         if usual:
             unit.casts.append((module, usual))
@@ -161,20 +178,23 @@ class _Search:
                     self.fill(unit, child)
 
     def can_cast(self, module: nn.Module) -> bool:
-        """Whether the module's own forward can be replaced: no checkpoint would run around it or below it."""
+        """Whether the module's forward can be replaced, or need not be.
+
+        It cannot in a block, or where it is replaced already, as activation checkpointing may have done.
+        """
         usual = any(id(p) not in self.kept for p in module.parameters(recurse=False))
         return not usual or ("forward" not in module.__dict__ and id(module) not in self.blocks)
 
 
 def cast_at_use(module: nn.Module, names: list[str], dtype: torch.dtype) -> None:
-    """Let ``module``'s forward see some of its own parameters in ``dtype``."""
+    """Let the forward of ``module`` see the parameters ``names`` of its own in ``dtype``."""
     module.__dict__["forward"] = functools.partial(_forward_with_casts, module, tuple(names), dtype)
 
 
 def _forward_with_casts(
     self: nn.Module, names: tuple[str, ...], dtype: torch.dtype, *args: Any, **kwargs: Any
 ) -> Any:
-    # An instance attribute is found before a parameter of that name.
+    # An attribute in __dict__ is found before the parameter of that name, which nn.Module.__getattr__ finds.
     for name in names:
         self.__dict__[name] = getattr(self, name).to(dtype)
     try:
@@ -190,7 +210,7 @@ def gather_with(user: nn.Module, module: Any) -> None:
     A module that is never called stays gathered until its gradients have been reduced; without gradients it
     is freed after the forward of ``user``.
     """
-    # FSDP2's own hooks are left out of compiled code too.
+    # Not compiled, like FSDP2's own hooks.
     gather: Any = torch.compiler.disable(functools.partial(_gather, module))
     free: Any = torch.compiler.disable(functools.partial(_free, module))
     user.register_forward_pre_hook(gather)

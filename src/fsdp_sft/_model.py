@@ -1,4 +1,4 @@
-"""A model seen from outside: its tensors by name, its twin without memory, and leaving it as it was."""
+"""A model seen from outside: its tensors by name, its twin without memory, forwards that leave no trace."""
 
 import copy
 import sys
@@ -18,22 +18,22 @@ from fsdp_sft._wrappers import unwrapped
 from fsdp_sft.distributed import compute_device, reshard
 from fsdp_sft.errors import CheckpointMismatchError, UnstorableStateError, abridged
 
-# torch.compile(model) and checkpoint_wrapper put these into every name below them.
+# Components that torch.compile(model) and checkpoint_wrapper add to every name below them.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
-_EXTRA_STATE = "_extra_state"  # as nn.Module names it
+_EXTRA_STATE = "_extra_state"  # nn.Module's name for what get_extra_state returns
 
 
 @dataclass(frozen=True)
 class ModelTensors:
-    """What of a model belongs in a file.
+    """Everything of a model that belongs in a file.
 
     Attributes:
-        tensors: FQN to parameter or persistent buffer; of tied ones the first name only.
-        names: Every name to the first name of its tensor, in the order of the model's state dict.
+        tensors: Parameters and persistent buffers by FQN; tied ones under their first name only.
+        names: First name of the tensor of each name, in the order of the model's state dict.
         frozen: FQNs of parameters that require no gradient.
-        made: Those of ``tensors`` that a module's own code has made for its state dict: writing into them
-            does not reach the module, ``load_state_dict`` has to take them.
-        extra: Name to what ``get_extra_state`` of a module returned; not in ``tensors``.
+        made: Names among ``tensors`` that a module's own code has made for its state dict. Writing into such
+            a tensor does not reach the module; it has to go back through ``load_state_dict``.
+        extra: Values that ``get_extra_state`` of modules returned, by name; they are not in ``tensors``.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -44,20 +44,21 @@ class ModelTensors:
 
     @property
     def ties(self) -> dict[str, str]:
-        """Every other name of a tied tensor, to its first."""
+        """First name of the tensor of every further name of a tied tensor."""
         return {name: first for name, first in self.names.items() if name != first}
 
 
 def model_tensors(model: nn.Module, *, values: bool = True) -> ModelTensors:
-    """Name every parameter, persistent buffer and extra state of ``model``, which must be resharded.
+    """Collect every parameter, persistent buffer and extra state of a model by name.
 
     Args:
-        model: It.
-        values: False if names and shapes are all that is wanted, as of a model on the meta device.
+        model: The model, resharded.
+        values: Whether the values are wanted too. False takes names and shapes alone, and so also a model
+            on the meta device.
 
     Raises:
-        ValueError: If something is still on the meta device.
-        UnstorableStateError: If a module has state that no file can hold or give back.
+        ValueError: If values are wanted and a tensor is still on the meta device.
+        UnstorableStateError: If a module has state that a file cannot hold or that could not be loaded again.
     """
     tensors: dict[str, torch.Tensor] = {}
     names: dict[str, str] = {}
@@ -92,10 +93,10 @@ def model_tensors(model: nn.Module, *, values: bool = True) -> ModelTensors:
 
 
 def with_extra_tensors(content: ModelTensors) -> ModelTensors:
-    """The same with extra state among the tensors, for files that hold nothing else.
+    """The same content with extra state among the tensors, for files that hold tensors alone.
 
     Raises:
-        UnstorableStateError: If some is no tensor.
+        UnstorableStateError: If some extra state is not a tensor.
     """
     for name, value in content.extra.items():
         if type(value) is not torch.Tensor:
@@ -113,7 +114,7 @@ def with_extra_tensors(content: ModelTensors) -> ModelTensors:
 
 
 def _made_for_the_state_dict(model: nn.Module, tensors: dict[str, torch.Tensor]) -> frozenset[str]:
-    """Names of what is no memory of the model's own parameters and buffers."""
+    """Names of tensors in a state dict that do not share memory with any parameter or buffer of the model."""
     own = named_tensors(model)
     identities = {id(tensor) for tensor in own.values()}
     foreign = {name: tensor for name, tensor in tensors.items() if id(tensor) not in identities}
@@ -124,14 +125,14 @@ def _made_for_the_state_dict(model: nn.Module, tensors: dict[str, torch.Tensor])
 
 
 def _refuse_left_out(model: nn.Module, tensors: dict[str, torch.Tensor], made: frozenset[str]) -> None:
-    """A trained parameter that a module keeps out of its state dict would not come back."""
+    """Refuse a model with a trained parameter that is not in its state dict, and so would not be restored."""
     saved = {id(tensor) for tensor in tensors.values()}
     trained = [(clean_name(n), p) for n, p in model.named_parameters() if p.requires_grad]
     left_out = [(name, parameter) for name, parameter in trained if id(parameter) not in saved]
     if not left_out:
         return
     memory = {_memory(tensor) for tensor in tensors.values()}
-    owners = {name.rpartition(".")[0] for name in made}  # these store it in another form
+    owners = {name.rpartition(".")[0] for name in made}  # modules that store their parameters in another form
     lost = [
         name
         for name, parameter in left_out
@@ -146,19 +147,20 @@ def _refuse_left_out(model: nn.Module, tensors: dict[str, torch.Tensor], made: f
 
 
 def _memory(tensor: torch.Tensor) -> int:
+    """What identifies the memory of a tensor; an empty shard has none, so it stands for itself."""
     local = local_of(tensor)
     return local.untyped_storage().data_ptr() if local.numel() else id(tensor)
 
 
 def give_back(model: nn.Module, entries: dict[str, Any]) -> None:
-    """Let the modules take what they have made for their state dict: extra state, and forms of their own.
+    """Give modules back what they had made for their state dict: extra state, and tensors in another form.
 
     Args:
         model: A resharded model whose parameters and buffers are loaded already.
-        entries: Name to value.
+        entries: Values by name.
 
     Raises:
-        CheckpointMismatchError: If a module does not take a value.
+        CheckpointMismatchError: If a module does not take a value, or does not return it when asked again.
     """
     if not entries:
         return
@@ -183,7 +185,7 @@ def give_back(model: nn.Module, entries: dict[str, Any]) -> None:
 
 
 def _same_tensor(actual: Any, expected: Any) -> bool:
-    """Whether a tensor came back; of other objects only whether they are of one type."""
+    """Whether two tensors have the same bits; for other objects, whether they have the same type."""
     if not isinstance(expected, torch.Tensor):
         return type(actual) is type(expected)
     if not isinstance(actual, torch.Tensor) or actual.shape != expected.shape:
@@ -193,19 +195,19 @@ def _same_tensor(actual: Any, expected: Any) -> bool:
 
 
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
-    """Each parameter to its first FQN."""
+    """First FQN of each parameter."""
     return {parameter: clean_name(name) for name, parameter in unwrapped(model).named_parameters()}
 
 
 def clean_name(name: str) -> str:
-    """An FQN without what wrappers put into it."""
+    """An FQN without the components that wrappers add."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
 
 
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Every parameter and buffer under each of its names, persistent or not."""
+    """Every parameter and every buffer, persistent or not, under each of its names."""
     named = dict(unwrapped(model).named_parameters(remove_duplicate=False))
     return {**named, **dict(unwrapped(model).named_buffers(remove_duplicate=False))}
 
@@ -213,9 +215,13 @@ def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 def meta_twin(model: nn.Module, dtype: torch.dtype | None = None) -> Any:
     """A second model of the same class and config: unsharded, untied, on the meta device.
 
-    It answers what a sharded model cannot: conversions are found by class name, which FSDP2 replaces, and
-    computed buffers come from running the model's own initialisation, which sharded parameters would not
-    survive. Built in ``dtype``; None is that of its config.
+    It can do what a sharded model cannot. transformers finds conversions by the name of the class, which
+    FSDP2 replaces; and computed buffers come from running the model's own initialisation, which would
+    overwrite sharded parameters.
+
+    Args:
+        model: A transformers model.
+        dtype: Dtype of the twin; None is that of the config.
     """
     config: Any = copy.deepcopy(model.config)
     if dtype is None:
@@ -224,13 +230,13 @@ def meta_twin(model: nn.Module, dtype: torch.dtype | None = None) -> Any:
 
 
 def tied_meta_twin(model: Any) -> nn.Module:
-    """Another model of the same class and config on the meta device, tied as its config asks for."""
+    """Another model of the same class and config on the meta device, with weights tied as the config says."""
     with torch.device("meta"):
         return original_class(model)(copy.deepcopy(model.config))
 
 
 def tensors_in(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
-    """Tensors in containers, and in objects such as masks that are more than a tensor; of no module."""
+    """Tensors inside containers and objects, such as masks with attributes, but not those inside modules."""
     if isinstance(value, torch.Tensor):
         yield value
     elif depth and not isinstance(value, nn.Module):
@@ -246,13 +252,13 @@ def tensors_in(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
 
 
 def text_config(model: nn.Module) -> Any:
-    """The config of what reads text: of a model with other parts an inner one; None for a model without."""
+    """The config of the part of a model that reads text; None for a model without a config."""
     config: Any = getattr(unwrapped(model), "config", None)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def rotations_by_length(model: nn.Module) -> dict[str, nn.Module]:
-    """Rotary embeddings that change with the longest row of a batch (dynamic NTK, LongRoPE), by name."""
+    """Rotary embeddings that depend on the longest row of a batch (dynamic NTK, LongRoPE), by name."""
     found = {}
     for name, module in model.named_modules():
         kinds = getattr(module, "rope_type", None)
@@ -264,10 +270,10 @@ def rotations_by_length(model: nn.Module) -> dict[str, nn.Module]:
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """Nothing is compiled inside, nor is compiled code run: for probes, whose shapes never come again.
+    """Compile nothing inside the block, and run no compiled code: probes have shapes that never come again.
 
-    ``set_stance`` counts from the moment it is called, with or without ``with``: called ahead of something
-    that raises, it would leave the process without compiled code.
+    torch's ``set_stance`` takes effect when it is called, not when its ``with`` block begins. If something
+    raised between the two, the process would be left without compiled code; hence this wrapper.
     """
     if "torch._dynamo" not in sys.modules:  # importing it takes seconds, and nothing can be compiled yet
         yield
@@ -280,10 +286,10 @@ def uncompiled() -> Iterator[None]:
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Leave a model as it was, whatever forwards are run in the block.
 
-    Kept are the mode of each module, buffers (which, and what is in them), attributes that are plain values
-    or tensors, and all random number generators of the model's devices and the host. Attributes of these
-    kinds that are new are removed: dynamic RoPE notes the longest row that it has seen, as a 0-dim tensor,
-    and computes later rows accordingly. A sharded model is resharded. Gradients are the caller's business:
+    Restored are the mode of each module, its buffers and their contents, its attributes that are plain values
+    or tensors, and the random number generators of the model's devices and of the host. New attributes of
+    these kinds are removed: dynamic RoPE, for instance, stores the longest row that it has seen as a 0-dim
+    tensor, and computes later rows accordingly. A sharded model is resharded. Gradients are not restored;
     use ``no_grad``.
     """
     modules = list(model.modules())
@@ -299,7 +305,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 
 class _Attributes:
-    """What a forward may change of one module, beside its parameters."""
+    """The attributes and buffers of one module, as they are now."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -312,6 +318,7 @@ class _Attributes:
         ]
 
     def restore(self) -> None:
+        """Make the module's attributes and buffers what they were."""
         own = vars(self._module)
         for name in [name for name, value in own.items() if _is_plain(value) and name not in self._plain]:
             del own[name]
@@ -325,6 +332,7 @@ class _Attributes:
 
 
 def _is_plain(value: Any) -> bool:
+    """Whether an attribute's value is of a kind that a forward may set."""
     return value is None or isinstance(value, (bool, int, float, complex, str, torch.Tensor))
 
 

@@ -1,7 +1,8 @@
 """The safetensors format at the level of bytes: headers, positional reads and writes.
 
-A file is an 8-byte little-endian length, that many bytes of JSON and the tensors' bytes back to back. Headers
-come from disk and are not trusted: sizes are bounded and offsets must be contiguous and inside the file.
+A file is an 8-byte little-endian length, a header of that many bytes of JSON, and then the tensors' bytes
+without gaps. Headers come from disk and are not trusted: sizes are bounded, and offsets must be contiguous
+and inside the file.
 
 Source: https://github.com/huggingface/safetensors#format
 """
@@ -21,9 +22,9 @@ import torch
 from fsdp_sft.errors import SafetensorsError
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the reference implementation
-_MAX_SIZE = (1 << 63) - 1  # of a tensor's dimension, in torch
-_MAX_IO_BYTES = 1 << 30  # Linux moves at most 2 GiB per call
-_ALIGNMENT = 8
+_MAX_SIZE = (1 << 63) - 1  # torch's limit for one dimension
+_MAX_IO_BYTES = 1 << 30  # Linux reads or writes at most 2 GiB per call
+_ALIGNMENT = 8  # of the tensors' first byte
 _METADATA = "__metadata__"
 
 DTYPES = {
@@ -52,13 +53,13 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor of a file.
+    """Where and how a file stores one tensor, in row-major order.
 
     Attributes:
-        dtype: Of the stored elements.
-        shape: Row-major.
-        start: Of its first byte, from the start of the file.
-        end: One past its last byte.
+        dtype: Dtype of the stored elements.
+        shape: Shape of the tensor.
+        start: Position of its first byte in the file.
+        end: Position one past its last byte.
     """
 
     dtype: torch.dtype
@@ -68,18 +69,18 @@ class TensorEntry:
 
     @property
     def num_bytes(self) -> int:
-        """Length of the tensor's bytes."""
+        """Number of bytes that the tensor takes."""
         return self.end - self.start
 
 
 @dataclass(frozen=True)
 class Header:
-    """What a file holds.
+    """The header of a file.
 
     Attributes:
-        entries: Name to place, in the order of the bytes.
+        entries: Tensors by name, in the order of their bytes.
         metadata: Free text by name.
-        file_bytes: Size of the whole file.
+        file_bytes: Size of the whole file, in bytes.
     """
 
     entries: dict[str, TensorEntry]
@@ -91,7 +92,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     """The format's name of a dtype, such as ``"BF16"``.
 
     Raises:
-        SafetensorsError: For a dtype that the format does not have.
+        SafetensorsError: If the format does not have that dtype.
     """
     if dtype not in DTYPE_NAMES:
         raise SafetensorsError(f"safetensors cannot store {dtype}; it knows {', '.join(DTYPES)}")
@@ -99,7 +100,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def num_bytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
-    """Bytes of a contiguous tensor."""
+    """Number of bytes of a contiguous tensor."""
     total = dtype.itemsize
     for size in shape:
         total *= size
@@ -109,13 +110,17 @@ def num_bytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
 def encode_header(
     tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, Header]:
-    """Lay out a file: widest dtypes first, then by name, which keeps every tensor aligned.
+    """Lay out a file: tensors of the widest dtypes first, then by name, which keeps all of them aligned.
+
+    Args:
+        tensors: Dtype and shape of each tensor, by name.
+        metadata: Free text by name.
 
     Returns:
-        (the bytes that the file begins with, where each tensor goes).
+        (bytes of the header and of its length, with which the file begins; the layout).
 
     Raises:
-        SafetensorsError: For a dtype or a name that cannot be stored.
+        SafetensorsError: If a dtype or a name cannot be stored, or the header would be too large.
     """
     order = sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, name))
     described: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
@@ -145,13 +150,13 @@ def create(
     tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]],
     metadata: Mapping[str, str] | None = None,
 ) -> tuple[int, Header, bytes]:
-    """Make a file of its final size with its header written, ready for writes at any place.
+    """Make a file of its final size and write its header. Tensors can then be written in any order.
 
     Returns:
-        (open file descriptor, layout, the header's bytes as written).
+        (open file descriptor, layout, bytes of the header as written).
 
     Raises:
-        FileExistsError: If there is something of that name.
+        FileExistsError: If something of that name exists.
     """
     head, header = encode_header(tensors, metadata)
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
@@ -165,7 +170,8 @@ def create(
 
 
 def open_file(path: Path) -> int:
-    """Open a regular file for reading; the last component must not be a symbolic link."""
+    """Open a regular file for reading; the last component of the path must not be a symbolic link."""
+    # O_NONBLOCK: opening a named pipe would otherwise wait for somebody to write to it.
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
@@ -177,8 +183,8 @@ def read_header(fd: int) -> Header:
     """Read and check a file's header.
 
     Raises:
-        SafetensorsError: If the file is cut short, the header is too large or not what the format says, or a
-            tensor's bytes overlap, leave a hole or lie outside the file.
+        SafetensorsError: If the file is cut short, if the header is too large or not as the format requires,
+            or if tensors overlap, leave a gap or lie outside the file.
     """
     file_bytes = os.fstat(fd).st_size
     if file_bytes < 8:
@@ -212,31 +218,31 @@ def parse_header(text: bytes, file_bytes: int) -> Header:
 
 
 def expect_parts(fd: int) -> None:
-    """Tell the system that parts of a file will be read: nothing beside them is worth fetching.
+    """Tell the system that only parts of a file will be read, so that it does not read ahead.
 
-    Without it Linux fetches what follows each part, up to several MiB: of a checkpoint whose rows are shared
-    out to four machines each one had fetched 0.7 instead of its quarter.
+    Without this Linux also fetches what follows each part, up to several MiB. When four machines shared the
+    rows of a checkpoint, each fetched 0.7 of it instead of its quarter.
     """
     _advise(fd, 0, 0, "POSIX_FADV_RANDOM")
 
 
 def expect(fd: int, offset: int, num_bytes: int) -> None:
-    """Ask the system to fetch what will be read soon."""
+    """Ask the system to fetch a range of the file that will be read soon."""
     _advise(fd, offset, num_bytes, "POSIX_FADV_WILLNEED")
 
 
 def _advise(fd: int, offset: int, num_bytes: int, advice: str) -> None:
-    """A file system need not take advice: what it says about it is nothing about the file."""
+    """Give the system advice about a file. Errors are ignored: a file system need not support advice."""
     if hasattr(os, "posix_fadvise"):
         with suppress(OSError):
             os.posix_fadvise(fd, offset, num_bytes, getattr(os, advice))
 
 
 def read_at(fd: int, offset: int, buffer: memoryview) -> None:
-    """Fill ``buffer`` from the file; the file's own position does not move.
+    """Fill ``buffer`` from the file, from byte ``offset`` on; the file's own position does not move.
 
     Raises:
-        SafetensorsError: If the file ends before.
+        SafetensorsError: If the file ends before the buffer is full.
     """
     view = buffer.cast("B")
     done = 0
@@ -248,7 +254,7 @@ def read_at(fd: int, offset: int, buffer: memoryview) -> None:
 
 
 def write_at(fd: int, offset: int, buffer: memoryview) -> None:
-    """Write all of ``buffer`` at a place in the file."""
+    """Write all of ``buffer`` to the file, from byte ``offset`` on."""
     view = buffer.cast("B")
     done = 0
     while done < len(view):
@@ -256,7 +262,7 @@ def write_at(fd: int, offset: int, buffer: memoryview) -> None:
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor; it stays valid only as long as the tensor does."""
+    """The memory of a contiguous CPU tensor, which stays valid only as long as the tensor exists."""
     if tensor.numel() == 0:
         return memoryview(b"")
     flat = tensor.detach().reshape(-1).view(torch.uint8)
@@ -264,6 +270,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def _without_duplicates(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object as a dict; a name that occurs twice is refused, of which ``json`` would keep one."""
     seen: dict[str, Any] = {}
     for name, value in pairs:
         if name in seen:
@@ -273,6 +280,7 @@ def _without_duplicates(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _parse_entry(name: str, value: Any, first: int) -> TensorEntry:
+    """One tensor of a header, checked; ``first`` is the file's first byte after the header."""
     try:
         dtype, shape, (start, end) = value["dtype"], value["shape"], value["data_offsets"]
         sizes = [*shape, start, end]
@@ -291,6 +299,7 @@ def _parse_entry(name: str, value: Any, first: int) -> TensorEntry:
 
 
 def _check_contiguous(entries: Mapping[str, TensorEntry], first: int, file_bytes: int) -> None:
+    """Check that tensors, in the order of their bytes, fill the file without overlaps or gaps."""
     end = first
     for name, entry in entries.items():
         if entry.start != end:

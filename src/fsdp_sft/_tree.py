@@ -1,9 +1,16 @@
 """Bytes from all ranks to rank 0 and back, along a binomial tree.
 
-A rank talks to its parent and its children alone: N - 1 messages up and N - 1 down, at most log2 N of them
-of any one rank. gloo's own ``all_reduce`` and ``all_gather`` go around a ring: N messages of every rank.
+A rank talks to its parent and its children alone. N - 1 messages go up and N - 1 down, and any one rank takes
+part in at most log2 N of each. gloo's own ``all_reduce`` and ``all_gather`` go around a ring, in which every
+rank sends N messages.
 
-Rank r's parent is r without its lowest set bit; its children are r + 1, r + 2, r + 4, ... below that bit.
+The parent of rank r is r without its lowest set bit. Its children are r + 1, r + 2, r + 4, ... below that
+bit. Eight ranks::
+
+    0 --+-- 1
+        +-- 2 --- 3
+        +-- 4 --+-- 5
+                +-- 6 --- 7
 """
 
 import struct
@@ -14,57 +21,60 @@ import torch.distributed as dist
 
 Combine = Callable[[bytes, bytes], bytes]
 
-_HEAD = struct.Struct("<?q")  # whether a rank is lost; bytes of what follows
-_INLINE_BYTES = 256  # of a message's first part, which has a size that both ends know
-_MOST_BYTES = 1 << 28  # gloo does not take messages of any length
+_HEAD = struct.Struct("<?q")  # whether a rank is lost; length of the payload
+_INLINE_BYTES = 256  # size of a message's first part, which both ends know; short payloads fit into it
+_MOST_BYTES = 1 << 28  # sent at once, since gloo limits the length of a message
 
 
 class Tree:
     """The tree over a gloo group of all ranks.
 
-    A rank that misses another says so to all it talks to before it raises, so that nobody waits for a rank
-    that is waiting itself.
+    A rank that cannot reach another one tells every rank that it talks to before it raises, so that none
+    waits for a rank that has given up.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         rank, size = group.rank(), group.size()
+        # `rank & -rank` is the lowest set bit. Rank 0, the root, has none: all powers of 2 are its children.
         lowest = rank & -rank if rank else 1 << (size - 1).bit_length()
         self._parent = rank - lowest if rank else None
         bits = range(lowest.bit_length() - 1)
         self._children = [rank + (1 << bit) for bit in bits if rank + (1 << bit) < size]
 
     def around(self, own: bytes, combine: Combine, decide: Callable[[bytes], bytes] | None = None) -> bytes:
-        """What rank 0 makes of what all ranks have; on every rank.
+        """All ranks' values combined, or what rank 0 makes of them; on every rank.
 
         Args:
-            own: Of this rank.
-            combine: Makes one of two, of which the first belongs to the lower ranks; associative.
-            decide: Run by rank 0 on what has come together; must not raise. None leaves it as it is.
+            own: This rank's value.
+            combine: Associative function that joins two values, of which the first is from lower ranks.
+            decide: Function that rank 0 applies to the combined value, which must not raise; None leaves the
+                value as it is.
 
         Raises:
-            RuntimeError: On every rank that can be reached, if one cannot.
+            RuntimeError: If a rank cannot be reached; on every rank that can be.
         """
         lost = None
         for child in self._children:
             lost, theirs = self._receive(child, lost)
             own = combine(own, theirs) if lost is None else b""
         if self._parent is not None:
-            # Of no matter if it fails: the answer will not come either.
+            # If sending fails, nothing has to be done here: receiving the answer fails as well.
             self._send(self._parent, own, lost)
         elif lost is None and decide is not None:
             own = decide(own)
         return self._down(own, lost)
 
     def down(self, value: bytes) -> bytes:
-        """Rank 0's value; on every rank.
+        """Rank 0's value, on every rank.
 
         Raises:
-            RuntimeError: If the rank that would have told this one cannot be reached.
+            RuntimeError: If the rank that would have sent it here cannot be reached.
         """
         return self._down(value, None)
 
     def _down(self, value: bytes, lost: str | None) -> bytes:
+        """Pass rank 0's value down the tree, or the news that a rank is lost, and then raise."""
         if self._parent is not None:
             lost, value = self._receive(self._parent, lost)
         for child in reversed(self._children):
@@ -75,7 +85,7 @@ class Tree:
         return value
 
     def _send(self, peer: int, payload: bytes, lost: str | None) -> str | None:
-        """What was lost, if that is known now."""
+        """Send a value, or the news that a rank is lost; returns which rank is known to be lost by then."""
         payload = payload if lost is None else lost.encode()
         first = bytearray(_INLINE_BYTES)
         room = _INLINE_BYTES - _HEAD.size
@@ -90,7 +100,7 @@ class Tree:
         return lost
 
     def _receive(self, peer: int, lost: str | None) -> tuple[str | None, bytes]:
-        """(what is lost, the message)."""
+        """Receive a value; (which rank is known to be lost, the value)."""
         first = bytearray(_INLINE_BYTES)
         try:
             self._pass(dist.recv, first, peer)
@@ -105,11 +115,13 @@ class Tree:
         return (payload.decode() if is_lost and lost is None else lost), payload
 
     def _pass(self, way: Callable[..., object], memory: bytearray, peer: int) -> None:
+        """Send or receive a block of memory in pieces that gloo takes."""
         end = "group_dst" if way is dist.send else "group_src"
         for piece in torch.frombuffer(memory, dtype=torch.uint8).split(_MOST_BYTES):
             way(piece, group=self._group, **{end: peer})
 
 
 def _told(peer: int, error: RuntimeError) -> str:
+    """A lost rank in words: its number and gloo's reason."""
     detail = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
     return f"rank {peer}: {detail}"

@@ -1,4 +1,4 @@
-"""A base model that is converted and cast once, so that every experiment starts by reading its shards."""
+"""A base model that is converted and cast once, so that each experiment begins by reading its own shards."""
 
 import json
 import os
@@ -68,21 +68,21 @@ def prepare_base(
     allow_pickle: bool = False,
     check_finite: bool = True,
 ) -> Path:
-    """Load a checkpoint once and keep it as it lies in memory, for ``load_prepared`` to read.
+    """Load a checkpoint once and keep it converted and cast, for ``load_prepared`` to read.
 
-    What is there already, of the same source, dtype and format, is returned at once. Any number of jobs may
-    call it at the same time: one prepares and the others wait for it; if it dies, another goes on. A folder
-    appears under its name only when it is complete.
+    If a prepared model of the same source, dtype and format is there already, its folder is returned at once.
+    Any number of jobs may call this at the same time: one prepares and the others wait for it. If that job
+    dies, another one takes its place. A folder appears under its name only when it is complete.
 
-    The name of the folder has a digest of the source: its configuration, and of each weight file the name,
-    the size, samples of the contents, and either the Hub's checksum or the time of the last change; and of
-    the versions of torch and transformers, which decide what a checkpoint becomes. A source that is changed
-    in place is prepared anew, and so is every source after an upgrade.
+    The name of the folder contains a digest. It covers the source's configuration; of each weight file the
+    name, and either the Hub's checksum or the size, the time of the last change and samples of the contents;
+    and the versions of torch and transformers, which decide what a checkpoint becomes. A source that is
+    changed in place is therefore prepared anew, and so is every source after an upgrade.
 
     Args:
         name_or_path: A folder, or a Hub id.
-        cache_dir: Where prepared models are kept, on a file system that all ranks share; made if need be.
-        mesh: From ``build_mesh``; the result can be loaded on any other.
+        cache_dir: Folder of all prepared models, on a file system that all ranks share; made if need be.
+        mesh: Device mesh from ``build_mesh``. The prepared model can be loaded on any other mesh.
         master_dtype: Dtype of the stored shards.
         revision: Branch, tag or commit of a Hub id.
         strategy: See ``load_weights``.
@@ -102,7 +102,13 @@ def prepare_base(
         OSError: If writing fails on any rank; nothing is left behind.
 
     Collective: all ranks of the mesh, which are all ranks of the job.
-    Memory: As ``load_pretrained``, and one local shard of a tensor in CPU memory.
+    Memory: The same as ``load_pretrained``, and one local shard of a tensor in CPU memory.
+
+    Example:
+        >>> folder = fs.prepare_base(path, "prepared", mesh=mesh, master_dtype=torch.bfloat16)
+        >>> fs.prepare_base(path, "prepared", mesh=mesh, master_dtype=torch.bfloat16) == folder  # at once
+        True
+        >>> model = fs.load_prepared(folder, mesh=mesh)
     """
     source = resolve_folder(
         name_or_path, revision=revision, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle
@@ -164,16 +170,17 @@ def load_prepared(
     new_vocab_size: int | None = None,
     config_overrides: Mapping[str, Any] | None = None,
 ) -> "PreTrainedModel":
-    """Build a prepared model, shard it and read its shards: the same, bit for bit, as ``load_pretrained``.
+    """Build a prepared model, shard it and read its shards. Bit for bit the result of ``load_pretrained``.
 
     Args:
-        path: What ``prepare_base`` returned.
-        mesh: From ``build_mesh``; of any size and shape.
-        master_dtype: The dtype that it was prepared in, if you want to make sure; None takes what it is.
-        verify: Compare every file's checksum, each on one rank. False looks at names, sizes and headers.
+        path: Folder that ``prepare_base`` returned.
+        mesh: Device mesh from ``build_mesh``, of any size and shape.
+        master_dtype: Dtype in which it must have been prepared; None accepts any.
+        verify: Whether to compare every file's checksum, each file on one rank. False compares names, sizes
+            and headers only.
         mp_policy: See ``shard_model``.
         sac_ratio: See ``apply_sac``.
-        sac_placement: ``"even"`` or ``"prefix"``.
+        sac_placement: ``"even"`` or ``"prefix"``; see ``apply_sac``.
         sac_save: See ``load_pretrained``.
         sac_offload: See ``load_pretrained``.
         compile: Whether to compile each block.
@@ -182,12 +189,12 @@ def load_prepared(
         reshard_after_forward: See ``shard_model``.
         offload_policy: See ``shard_model``.
         prefetch: See ``shard_model``.
-        ep_size: See ``load_pretrained``; what was prepared may be loaded with any.
-        peft_config: See ``load_pretrained``, as for all that follows.
-        adapter_seed: Of the adapters' initialisation.
-        frozen_dtype: Dtype of the stored shards that are frozen.
-        new_vocab_size: How many tokens the model is to have rows for.
-        config_overrides: Fields of the config to replace.
+        ep_size: See ``load_pretrained``. A prepared model can be loaded with any ``ep_size``.
+        peft_config: See ``load_pretrained``.
+        adapter_seed: Seed of the adapters' initialisation.
+        frozen_dtype: Dtype of the stored shards that are frozen; see ``load_pretrained``.
+        new_vocab_size: Number of tokens for which the model is to have rows; see ``load_pretrained``.
+        config_overrides: Fields of the config to replace; see ``load_pretrained``.
 
     Returns:
         The model in ``train()`` mode; ``model.load_report`` is a ``LoadReport``.
@@ -200,6 +207,12 @@ def load_prepared(
 
     Collective: all ranks of the mesh, which are all ranks of the job.
     Memory: The shards and a 16 MiB buffer.
+
+    Example:
+        >>> folder = fs.prepare_base(path, "prepared", mesh=mesh)
+        >>> model = fs.load_prepared(folder, mesh=mesh, sac_ratio="1/2")
+        >>> model.load_report.strategy
+        'prepared'
     """
     started = time.perf_counter()
     folder = Path(path).absolute()
@@ -252,6 +265,10 @@ def load_prepared(
 def _write(
     model: Any, target: Path, source: Path, name: str, master_dtype: torch.dtype, allow_pickle: bool
 ) -> None:
+    """Write a loaded model to ``target``, in the format of a checkpoint of this library.
+
+    Collective: all ranks.
+    """
     content = FolderContent(step=None, mesh=None)
     with agreed(f"preparing to write {target}"):
         about = {
@@ -267,16 +284,17 @@ def _write(
             train_state=dumps(about),
             settings=_settings(source, model) if this_rank() == 0 else {},
         )
-        if this_rank() == 0 and os.path.lexists(target):  # it was found unsound
+        if this_rank() == 0 and os.path.lexists(target):  # `_is_sound` has found it damaged
             os.rename(target, unsound_beside(target))
     try:
         write_folder(target, content)
     except Exception:
         if not share(this_rank() == 0 and _is_sound(target)):
-            raise  # else another job that had taken this one for dead has been faster
+            raise  # otherwise another job, which took this one for dead, has made the folder first
 
 
 def _plain_tensors(model: Any) -> ModelTensors:
+    """The model's tensors; a model whose modules make state of their own for a state dict is refused."""
     content = model_tensors(model)
     if content.made or content.extra:
         raise UnstorableStateError(
@@ -288,18 +306,19 @@ def _plain_tensors(model: Any) -> ModelTensors:
 
 
 def _settings(source: Path, model: Any) -> dict[str, bytes]:
-    """The files that a model is built from without its weights."""
+    """The files, by name, that a model without weights is built from."""
     names = ["config.json", "generation_config.json", *(path.name for path in sorted(source.glob("*.py")))]
     found = {name: resolved_inside(source, name).read_bytes() for name in names if (source / name).exists()}
     config = json.loads(found["config.json"])
     if set(tied_names(meta_twin(model))) - set(tied_names(model)):
-        # The checkpoint has two different tensors where its config says one; load_pretrained kept them apart.
+        # The config ties two tensors that differ in the checkpoint, so load_pretrained has kept them apart.
         config["tie_word_embeddings"] = False
         found["config.json"] = json.dumps(config, indent=2).encode()
     return found
 
 
 def _about(folder: Path, manifest: Manifest, master_dtype: torch.dtype | None) -> Any:
+    """What ``_write`` noted about a prepared model, checked."""
     about = read_train_state(folder, manifest)
     if not isinstance(about, dict) or about.get("prepared") != FORMAT_VERSION or manifest.model is None:
         raise CheckpointMismatchError(
@@ -319,12 +338,17 @@ def _about(folder: Path, manifest: Manifest, master_dtype: torch.dtype | None) -
 def _load(
     model: Any, folder: Path, manifest: Manifest, about: Mapping[str, Any], started: float
 ) -> LoadReport:
+    """Read a prepared model into the shards of ``model``, which are still on the meta device.
+
+    Collective: all ranks.
+    """
     with agreed(f"comparing the model with {folder}"):
         with without_adapters(model) as base:
             twin = meta_twin(base)
             stored = _stored(base, manifest)
             plan = LoadPlan(twin=twin, conversions=weight_conversions(twin), before=_before(base, stored))
-            match_checkpoint_keys(twin, about["source_keys"], plan.conversions)  # marks what exporting undoes
+            # This marks the conversions that the source has gone through: an export runs them backwards.
+            match_checkpoint_keys(twin, about["source_keys"], plan.conversions)
             filled = filled_in_base(base, checkpoint=stored, initialised=(), computed=plan.computed)
         accounted = account(model, filled)
     with agreed(f"reading {folder}"):
@@ -358,11 +382,11 @@ def _load(
 
 
 def _stored(base: Any, manifest: Manifest) -> dict[str, StoredTensor]:
-    """Which stored tensor goes into each of the model's, by its first name.
+    """The stored tensor for each tensor of the model, by the first of its names.
 
     Raises:
-        CheckpointMismatchError: If names, ties or shapes differ, but for what was asked for: rows for new
-            tokens, and frozen shards in a dtype of their own.
+        CheckpointMismatchError: If names, ties, shapes or dtypes differ. Two differences are allowed because
+            the caller asked for them: rows for new tokens, and frozen shards in another dtype.
     """
     before = shapes_before_new_tokens(base)
     state = {clean_name(name): tensor for name, tensor in base.state_dict(keep_vars=True).items()}
@@ -381,8 +405,10 @@ def _stored(base: Any, manifest: Manifest) -> dict[str, StoredTensor]:
 
 
 def _before(base: Any, stored: Mapping[str, StoredTensor]) -> dict[str, tuple[int, ...]]:
+    """Stored shapes of the tensors that get rows for new tokens, by name."""
     return {name: shape for name, shape in shapes_before_new_tokens(base).items() if name in stored}
 
 
 def _is_sound(target: Path) -> bool:
+    """Whether there is a complete folder at ``target``; the contents of its files are not read."""
     return target.is_dir() and not verify_folder(target, hashes=False)

@@ -1,4 +1,4 @@
-"""From a checkpoint to a sharded, loaded model in train() mode, in one call."""
+"""One call from a checkpoint to a sharded, loaded model in train() mode."""
 
 import os
 from collections.abc import Iterable, Mapping
@@ -59,14 +59,14 @@ def load_pretrained(
 
     Args:
         name_or_path: A folder, or a Hub id.
-        mesh: From ``build_mesh``.
+        mesh: Device mesh from ``build_mesh``.
         master_dtype: Dtype of the stored shards that are trained.
         mp_policy: See ``shard_model``.
         sac_ratio: Fraction of blocks whose activations are recomputed; see ``apply_sac``.
-        sac_placement: ``"even"`` or ``"prefix"``.
+        sac_placement: ``"even"`` or ``"prefix"``; see ``apply_sac``.
         sac_save: Names of submodules whose costly outputs these blocks keep, or ``"sdpa"``; see ``save`` of
             ``apply_sac``.
-        sac_offload: Whether what these blocks keep waits in host memory; see ``apply_sac``.
+        sac_offload: Whether the tensors that these blocks keep wait in host memory; see ``apply_sac``.
         compile: Whether to compile each block.
         revision: Branch, tag or commit of a Hub id.
         strategy: See ``load_weights``.
@@ -79,16 +79,17 @@ def load_pretrained(
         reshard_after_forward: See ``shard_model``.
         offload_policy: See ``shard_model``.
         prefetch: See ``shard_model``.
-        ep_size: Ranks that share out the experts of a mixture: each has some of them whole, reads no others,
-            and tokens travel to where their experts are (expert parallelism). It divides ``dp_shard`` and
-            the experts. 1 shards experts as other parameters are: they travel to where the tokens are.
-        peft_config: Of adapters to train instead of the model; see ``add_adapters``. The result is then a
-            ``PeftModel``.
-        adapter_seed: Of the adapters' initialisation.
+        ep_size: Number of ranks that share out the experts of a mixture (expert parallelism): each has some
+            of them whole and reads no others, and tokens travel to the ranks that have their experts. It must
+            divide ``dp_shard`` and the number of experts. 1 shards experts like all other parameters, which
+            are gathered on the ranks that have the tokens.
+        peft_config: Configuration of adapters to train instead of the model; see ``add_adapters``. The result
+            is then a ``PeftModel``.
+        adapter_seed: Seed of the adapters' initialisation.
         frozen_dtype: Dtype of the stored shards that are frozen; None is the policy's compute dtype with
             adapters and ``master_dtype`` without.
-        new_vocab_size: How many tokens the model is to have rows for, such as ``len(tokenizer)`` after tokens
-            were added to it; see ``build_meta_model``.
+        new_vocab_size: Number of tokens for which the model is to have rows, such as ``len(tokenizer)`` after
+            tokens were added to it; see ``build_meta_model``.
         config_overrides: Fields of the config to replace, such as ``{"attention_dropout": 0.1}``.
         check_finite: See ``load_weights``.
 
@@ -97,14 +98,21 @@ def load_pretrained(
 
     Raises:
         CheckpointFormatError: If the checkpoint is damaged, unsafe or does not fit.
-        ValueError: For an argument out of range.
-        TypeError: For a field that the config does not have.
+        ValueError: If an argument is out of range.
+        TypeError: If the config does not have a field of ``config_overrides``.
         VocabularyError: If ``new_vocab_size`` is smaller than the checkpoint's, or rows cannot be added.
         AdapterError: If the adapters can only be initialised from the base weights.
         UnsupportedModelError: If transformers has no plan by which ``ep_size`` ranks share out experts.
 
     Collective: all ranks of the mesh, which are all ranks of the job.
-    Memory: The shards and what ``load_weights`` says.
+    Memory: The shards, and the buffers of ``load_weights``.
+
+    Example:
+        >>> model = fs.load_pretrained(path, mesh=mesh, sac_ratio="1/2")
+        >>> model.training, next(model.parameters()).dtype
+        (True, torch.float32)
+        >>> model.load_report.loaded[0]
+        'model.embed_tokens.weight'
     """
     folder = resolve_folder(
         name_or_path, revision=revision, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle
@@ -167,7 +175,11 @@ def prepare_blocks(
     sac_offload: bool,
     compile: bool,  # noqa: A002
 ) -> Any:
-    """What is done to a model on the meta device before it is sharded; the model, which adapters wrap."""
+    """Prepare a model on the meta device for sharding: adapters, activation checkpointing, compilation.
+
+    Returns:
+        The model, or with adapters the ``PeftModel`` around it.
+    """
     if peft_config is not None:
         model = add_adapters(model, peft_config, seed=adapter_seed)
     for name, given in (("sac_offload", sac_offload), ("sac_save", sac_save is not None)):
@@ -183,7 +195,7 @@ def prepare_blocks(
 def frozen_dtype_of(
     frozen_dtype: torch.dtype | None, peft_config: "PeftConfig | None", mp_policy: MixedPrecisionPolicy | None
 ) -> torch.dtype | None:
-    """What frozen shards are stored in: with adapters the compute dtype, unless said otherwise."""
+    """The dtype in which frozen shards are stored: with adapters the compute dtype, unless one is given."""
     if frozen_dtype is not None or peft_config is None:
         return frozen_dtype
     return mp_policy.param_dtype if mp_policy is not None else torch.bfloat16

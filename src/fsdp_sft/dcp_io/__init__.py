@@ -1,8 +1,8 @@
 """Saving and loading: full state dicts, optimizer state, crash-safe checkpoints.
 
-Torch's distributed checkpoint (DCP) reads the steps that are written here, and ``convert_checkpoint`` those
-that it has written. What is written is safetensors and JSON, and nothing that is read can run code. A
-checkpoint is a folder with a manifest, see ``manifest``; every function calls ``reshard`` on the model first.
+A checkpoint is a folder of safetensors and JSON files with a manifest (see ``manifest``), and loading one
+cannot run code. torch's distributed checkpoint (DCP) reads the steps that are written here, and
+``convert_checkpoint`` reads those that DCP has written. Every function calls ``reshard`` on the model first.
 """
 
 import warnings

@@ -7,7 +7,7 @@ from fsdp_sft.dcp_io.command import CONVERT, INSPECT, REBUILD, add_convert, add_
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; returns 0 if all is well, 1 if a checkpoint is not, 2 for bad input."""
+    """Run the command line; returns 0 if all is well, 1 if a checkpoint is not sound, 2 for bad input."""
     parser = argparse.ArgumentParser(prog="python -m fsdp_sft.dcp_io", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     add_inspect(commands.add_parser("inspect", help=INSPECT))

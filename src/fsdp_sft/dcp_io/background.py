@@ -1,4 +1,4 @@
-"""One save at a time in a thread, whose error is raised by the next one that asks."""
+"""Saving in a thread, one save at a time. The next call that waits for the save raises its error."""
 
 import atexit
 import os
@@ -13,13 +13,13 @@ from fsdp_sft._agree import agreeing_over
 
 
 class BackgroundSave:
-    """A save that goes on in a thread.
+    """A save that runs in a thread.
 
-    The thread is not a daemon: a program that ends waits for it.
+    The thread is not a daemon, so a program that ends waits for it.
 
     Args:
-        work: The save. Its collectives go over ``group``.
-        group: A group that nothing else uses while the thread runs; None in a single process.
+        work: Function that saves. Its collectives use ``group``.
+        group: Process group that nothing else uses while the thread runs; None in a single process.
     """
 
     def __init__(self, work: Callable[[], None], group: dist.ProcessGroup | None) -> None:
@@ -28,17 +28,17 @@ class BackgroundSave:
         self._thread = threading.Thread(target=self._run, name="fsdp_sft-save")
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         global _last
         _last = self
         self._thread.start()
 
     def join(self) -> None:
-        """Return when the save has ended, well or not."""
+        """Return when the save has ended, successfully or not."""
         self._thread.join()
 
     def wait(self) -> None:
-        """Return when the save is committed; raise its error, once."""
+        """Return when the save is committed; raise its error if it has one, but only once."""
         global _last
         self.join()
         if _last is self:
@@ -49,7 +49,7 @@ class BackgroundSave:
 
     @property
     def failed(self) -> bool:
-        """Whether it has ended with an error that nobody has seen."""
+        """Whether the save has ended with an error that has not been raised yet."""
         return self._error is not None and not self._thread.is_alive()
 
     def _run(self) -> None:
@@ -59,10 +59,10 @@ class BackgroundSave:
         except BaseException as error:
             self._error = error
         finally:
-            del self._work  # it holds the model
+            del self._work  # it refers to the model, which could not be freed otherwise
 
     def report(self) -> None:
-        """Print the error."""
+        """Print the error with its traceback."""
         print("fsdp_sft: the last asynchronous save failed; the step before it stands.", file=sys.stderr)
         traceback.print_exception(self._error)
 
@@ -71,22 +71,22 @@ _last: BackgroundSave | None = None
 
 
 def wait_for_last() -> None:
-    """Return when no save is under way; raise the error of the last one if nobody has seen it."""
+    """Return when no save is running; raise the error of the last one unless it has been raised already."""
     if _last is not None:
         _last.wait()
 
 
 def join_last() -> None:
-    """Return when no save is under way; its error stays for ``wait_for_last``."""
+    """Return when no save is running; an error of the last one is kept for ``wait_for_last``."""
     if _last is not None:
         _last.join()
 
 
 @atexit.register
 def _say_so_at_exit() -> None:
-    """A program whose last save failed does not end as if nothing had happened."""
+    """Print the error of a last save that failed, and end the program with exit code 1."""
     if _last is not None and _last.failed:
         _last.report()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(1)  # an exit handler cannot change the exit code in another way
+        os._exit(1)  # the only way in which an exit handler can change the exit code

@@ -1,4 +1,4 @@
-"""Crash-safe checkpoints: a step is there completely, verified, or not at all."""
+"""Crash-safe checkpoints: a step is there complete and with checksums, or not at all."""
 
 import math
 import os
@@ -60,7 +60,7 @@ from fsdp_sft.errors import (
     CheckpointError,
 )
 
-# The memory for asynchronous saves; one is under way at a time.
+# Memory that all asynchronous saves use, since only one runs at a time.
 _snapshot = Snapshot()
 
 
@@ -69,9 +69,15 @@ class SavedCheckpoint:
     """A save that has been started.
 
     Attributes:
-        path: The step's folder.
-        blocked_seconds: How long training stood still for it on this rank, the wait for an asynchronous save
-            before it included.
+        path: Folder of the step.
+        blocked_seconds: Time for which training stood still on this rank because of the save, including the
+            wait for an earlier asynchronous one.
+
+    Example:
+        >>> saved = fs.save_checkpoint("ckpt", 1, model=model, async_=True)
+        >>> saved.path.name
+        'step-1'
+        >>> saved.wait()  # now the step is on the disk
     """
 
     path: Path
@@ -79,11 +85,11 @@ class SavedCheckpoint:
     _background: BackgroundSave | None = field(default=None, repr=False, compare=False)
 
     def wait(self) -> None:
-        """Return when the checkpoint is committed, as a synchronous one has been from the start.
+        """Return when the checkpoint is committed; at once for a synchronous save.
 
         Raises:
-            Exception: The error of an asynchronous save, the same on all ranks, unless something else has
-                raised it before.
+            Exception: If an asynchronous save has failed: its error, the same on all ranks, unless a later
+                save has raised it already.
         """
         if self._background is not None:
             self._background.wait()
@@ -91,13 +97,19 @@ class SavedCheckpoint:
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """What was loaded besides model and optimizer.
+    """What was loaded besides the model and the optimizer.
 
     Attributes:
         step: Number of the step.
-        path: Its folder.
-        train_state: As it was given to the save; None if nothing was.
-        rank_state: What this rank gave to the save; None at another world size.
+        path: Folder of the step.
+        train_state: The ``train_state`` that was passed to the save; None if there was none.
+        rank_state: The ``rank_state`` that this rank passed to the save; None at another world size.
+
+    Example:
+        >>> saved = fs.save_checkpoint("ckpt", 1, model=model, train_state={"tokens": 4096})
+        >>> loaded = fs.load_checkpoint("ckpt", model=model)
+        >>> loaded.step, loaded.train_state, loaded.rank_state
+        (1, {'tokens': 4096}, None)
     """
 
     step: int
@@ -121,54 +133,56 @@ def save_checkpoint(
 ) -> SavedCheckpoint:
     """Write ``root/step-<step>``: weights, optimizer, random number generators, and the caller's own state.
 
-    Each rank writes its shards, once over all replicas. The step appears under its name when every file is
-    on the disk with its checksum in the manifest; until then, and if anything fails on any rank, earlier
-    steps are as they were. One job at a time saves below a root.
+    Each rank writes its shards; of replicas, one does. The step appears under its name when every file is on
+    the disk with its checksum in the manifest. Until then, and if anything fails on any rank, earlier steps
+    are as they were. One job at a time saves below a root.
 
-    Schedulers, scalers and samplers go into ``train_state`` by their ``state_dict()``::
-
-        save_checkpoint("ckpt", step, model=model, optimizer=optimizer, train_state={
-            "scheduler": scheduler.state_dict(), "sampler": sampler.state_dict(),
-        })
-        loaded = load_checkpoint("ckpt", model=model, optimizer=optimizer)
-        scheduler.load_state_dict(loaded.train_state["scheduler"])
-        sampler.load_state_dict(loaded.train_state["sampler"])
+    Schedulers, scalers and samplers go into ``train_state`` by their ``state_dict()``.
 
     Args:
         root: Folder of all steps, on a file system that all ranks share; made if it is not there.
         step: Number of the step, 0 or more.
-        model: Sharded or not, in any state between two steps.
-        optimizer: Its optimizer, or a list of them, each over parameters of its own.
+        model: The model, sharded or not, at any moment between two steps.
+        optimizer: Its optimizer, or a list of optimizers, each with parameters of its own; None saves none.
         train_state: State that all ranks share: nested dicts, lists, tuples, strings, numbers, booleans and
             None. Rank 0's is written.
         rank_state: State of this rank, such as a data loader's position; may hold CPU tensors and bytes.
-        async_: Copy everything to host memory, and write it in a thread while training goes on. One such save
-            is under way at a time: the next one waits for it. An error of the thread is raised on all ranks
-            by the next save or by ``wait``; a program that ends without either prints it and exits with 1.
-            Wait before ``destroy_process_group``, which would break the save off.
-        keep_last: How many of the newest sound steps to keep, this one included; older ones are deleted, and
-            one line of the log names them. None deletes nothing.
-        metric: How good this step is, lower being better, the same on all ranks; what is not finite counts
-            as None, which is never the best.
-        keep_best: How many of the steps with the lowest metric to keep beside the newest ``keep_last``.
+        async_: Whether to copy everything to host memory and write it in a thread while training goes on.
+            Only one such save runs at a time: the next one waits for it. An error of the thread is raised on
+            all ranks by the next save or by ``wait``; a program that ends without either prints it and exits
+            with code 1. Wait before ``destroy_process_group``, which would interrupt the save.
+        keep_last: Number of the newest sound steps to keep, this one included. Older ones are deleted, and a
+            line of the log names them. None deletes nothing.
+        metric: How good this step is, lower being better, the same on all ranks. A value that is not finite
+            counts as None, which is never the best.
+        keep_best: Number of the steps with the lowest metric to keep beside the newest ``keep_last``.
 
     Returns:
-        Where it is or will be, and how long training stood still.
+        The folder where the step is or will be, and how long training stood still.
 
     Raises:
-        NonFiniteGradientError: If the last ``train_step(..., sync="late")`` was not taken.
-        CheckpointInUseError: If another job saves below ``root``, which from the first save on belongs to
-            this one until rank 0's process ends.
-        CheckpointExistsError: If that step is there and sound. One that is not sound is moved aside to
+        NonFiniteGradientError: If the last ``train_step(..., sync="late")`` was not taken, because its
+            gradient was not finite.
+        CheckpointInUseError: If another job saves below ``root``. From its first save on, a root belongs to a
+            job until the process of rank 0 ends.
+        CheckpointExistsError: If that step is there and sound. A damaged one is moved aside to
             ``.unsound-step-<step>-<id>``.
-        TypeError: If ``train_state`` or ``rank_state`` has a value that cannot be stored; names its key path.
-        UnstorableStateError: If the model or an optimizer has state that could not be given back.
+        TypeError: If ``train_state`` or ``rank_state`` has a value that cannot be stored; the message names
+            its key path.
+        UnstorableStateError: If the model or an optimizer has state that could not be loaded again.
         CheckpointError: If ranks do not share the file system or were given different steps or metrics.
         OSError: If writing fails on any rank.
 
     Collective: all ranks; all raise the same error.
-    Memory: One local shard of a tensor in CPU memory. Asynchronous: a copy of all that this rank writes, kept
-        for the next save.
+    Memory: One local shard of a tensor in CPU memory. An asynchronous save: a copy of all that this rank
+        writes, which is kept for the next save.
+
+    Example:
+        >>> scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+        >>> state = {"scheduler": scheduler.state_dict()}
+        >>> saved = fs.save_checkpoint("ckpt", 1, model=model, optimizer=optimizer, train_state=state)
+        >>> loaded = fs.load_checkpoint("ckpt", model=model, optimizer=optimizer)
+        >>> scheduler.load_state_dict(loaded.train_state["scheduler"])
     """
     started = time.perf_counter()
     root = Path(root).absolute()
@@ -205,7 +219,7 @@ def save_checkpoint(
     content, parts = copied.pop()
 
     def write() -> None:
-        # Pruned within: a rank that went on might list the root while steps go.
+        # Old steps are deleted before the other ranks go on: they might list the root meanwhile.
         write_folder(
             target,
             content,
@@ -232,35 +246,44 @@ def load_checkpoint(
     verify: bool = True,
     fallback: bool = True,
 ) -> LoadedCheckpoint:
-    """Continue from a step: exactly at the same world size and mesh, re-sharded at another.
+    """Continue from a step: exactly, at the same world size and mesh; re-sharded, at another.
 
-    Everything is checked on all ranks before the model or the optimizer is touched. Random number
-    generators are restored at the same world size.
+    Everything is checked on all ranks before the model or the optimizer is touched. Random number generators
+    are restored if the world size is the same.
 
     Args:
-        path_or_root: One step's folder, or the root of all steps, of which the newest is taken.
-        model: The model to load into; same names, shapes and dtypes as were saved.
-        optimizer: Its optimizer, or all of them as a list in any order, over the same parameters in the same
-            groups; None leaves what was saved of them.
-        verify: Compare every file's checksum, each on one rank. False looks at names, sizes and headers.
-        fallback: From a root, take the newest step that is sound, and warn about the ones that are not.
-            Otherwise the newest has to be. A step that another job deletes meanwhile (``keep_last``) counts
-            as if it had not been there.
+        path_or_root: Folder of one step, or root of all steps, of which the newest is taken.
+        model: Model to load into, with the names, shapes and dtypes that were saved.
+        optimizer: Its optimizer, or all of them as a list in any order, with the same parameters in the same
+            groups; None does not load what was saved of them.
+        verify: Whether to compare every file's checksum, each file on one rank. False compares names, sizes
+            and headers only.
+        fallback: Whether a root's newest sound step is taken, with a warning about damaged newer ones.
+            Otherwise the newest step has to be sound. A step that another job deletes meanwhile
+            (``keep_last``) counts as if it had not been there.
 
     Returns:
-        Step, folder, and the caller's own state.
+        Number and folder of the step, and the caller's own state.
 
     Raises:
         CheckpointNotFoundError: If there is no checkpoint.
-        CheckpointCorruptError: If a step, or with ``fallback`` every step, is damaged.
+        CheckpointCorruptError: If the step is damaged, or with ``fallback`` every step.
         CheckpointMismatchError: If it is of another model or optimizer; the message lists the differences. Or
-            if a module or an optimizer does not take what it was given: these are counted afterwards.
+            if a module or an optimizer has not taken everything that it was given, which is checked at the
+            end.
 
     Collective: all ranks; all raise the same error.
     Memory: A 16 MiB buffer, and the optimizer's state if it had none.
+
+    Example:
+        >>> saved = fs.save_checkpoint("ckpt", 7, model=model, optimizer=optimizer)
+        >>> fs.load_checkpoint("ckpt", model=model, optimizer=optimizer).step  # the newest of all steps
+        7
+        >>> fs.load_checkpoint("ckpt/step-7", model=model).step  # one step, without the optimizer
+        7
     """
-    join_last()  # it may be what is to be loaded
-    taken(model)  # a step whose numbers nobody has read yet: it is undone
+    join_last()  # a running save may be writing the step that is to be loaded
+    taken(model)  # a last step whose numbers the host has not read yet: loading replaces what came of it
     reshard(model)
     path = Path(path_or_root).absolute()
     for _ in range(MOST_ATTEMPTS):
@@ -276,6 +299,10 @@ def load_checkpoint(
 def _load_step(
     folder: Path, manifest: Manifest, model: nn.Module, optimizer: Optimizers | None
 ) -> LoadedCheckpoint:
+    """Load one step, in two phases: everything is compared first, and read only if all ranks could.
+
+    Collective: all ranks.
+    """
     same_ranks = manifest.world_size == world_size()
     train_state = rng = rank_state = None
     with agreed(f"checking the model against {folder}"):
@@ -296,6 +323,7 @@ def _load_step(
 
 
 def _check_numbers(step: int, keep_last: int | None, keep_best: int) -> None:
+    """Refuse numbers that are out of range."""
     if type(step) is not int or step < 0:
         raise ValueError(f"step must be an integer, 0 or more, got {step!r}")
     if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
@@ -312,6 +340,7 @@ def _content(
     train_state: Mapping[str, Any] | None,
     rank_state: Mapping[str, Any] | None,
 ) -> FolderContent:
+    """What this rank brings to a save."""
     stored = optimizer_content(model, optimizer) if optimizer is not None else None
     tensors = model_tensors(model)
     extra, extra_tensors = encode_extra(tensors)
@@ -330,6 +359,7 @@ def _content(
 
 
 def _as_json(train_state: Any) -> bytes:
+    """The bytes of ``train_state.json``."""
     try:
         return dumps(encode(train_state, "train_state"), canonical=False)
     except RecursionError:
@@ -337,7 +367,10 @@ def _as_json(train_state: Any) -> bytes:
 
 
 def _content_apart(content: FolderContent, names: list[str]) -> FolderContent:
-    """The same, with state in tensor subclasses taken apart; a collective if there is such state."""
+    """The same content, with the states ``names``, which are in tensor subclasses, taken apart.
+
+    Collective: all ranks, if there are such states.
+    """
     if content.optimizer is None or not names:
         return content
     stored = with_inner_tensors(OptimizerContent(dict(content.optimizer), content.optimizer_info), names)
@@ -346,7 +379,7 @@ def _content_apart(content: FolderContent, names: list[str]) -> FolderContent:
 
 @dataclass(frozen=True)
 class _Told:
-    """What ranks are to have been told alike, and which states are in tensor subclasses on this one."""
+    """What a rank tells rank 0 before a save: arguments to be compared, and states in tensor subclasses."""
 
     target: str
     metric: float | None
@@ -355,7 +388,7 @@ class _Told:
 
 
 def _agree_on(everyone: list[_Told]) -> list[str]:
-    """Names of the states that are in a tensor subclass on some rank."""
+    """Refuse unequal arguments; return the names of the states that are in a tensor subclass on some rank."""
     told = {f"{own.target}, metric {own.metric}" for own in everyone}
     if len(told) != 1:
         raise CheckpointError(f"ranks were told to save different things: {sorted(told)[:4]}")
@@ -364,10 +397,10 @@ def _agree_on(everyone: list[_Told]) -> list[str]:
 
 
 def read_train_state(folder: Path, manifest: Manifest) -> Any:
-    """What the caller gave to the save; None if nothing was.
+    """The ``train_state`` that was passed to the save; None if there was none.
 
     Raises:
-        CheckpointCorruptError: If it is not what was written.
+        CheckpointCorruptError: If its file is not what was written.
     """
     if TRAIN_STATE_NAME not in manifest.files:
         return None

@@ -1,4 +1,4 @@
-"""Which step is loaded: the newest sound one, in a folder that another job may be saving to and pruning."""
+"""The choice of the step to load: the newest sound one, while another job may save and delete steps."""
 
 import time
 import warnings
@@ -10,22 +10,22 @@ from fsdp_sft.dcp_io.manifest import MANIFEST_NAME, Manifest
 from fsdp_sft.dcp_io.steps import is_step_folder, step_folders
 from fsdp_sft.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
 
-MOST_ATTEMPTS = 64
-_DIFFERENT_ATTEMPTS, _PAUSE_SECONDS = 10, 0.1  # ranks list the folder at different moments
+MOST_ATTEMPTS = 64  # to read a step before another job deletes it
+_DIFFERENT_ATTEMPTS, _PAUSE_SECONDS = 10, 0.1  # to see the same steps, since ranks look at different moments
 
 
 def choose_step(path: Path, *, hashes: bool, fallback: bool) -> tuple[Path, Manifest]:
-    """The folder to load, and its manifest.
+    """The folder of the step to load, and its manifest.
 
     Args:
-        path: One step's folder, or the root of all steps.
+        path: Folder of one step, or root of all steps.
         hashes: Whether to compare checksums.
-        fallback: Whether an older step will do.
+        fallback: Whether an older step may be taken if the newest one is damaged.
 
     Raises:
-        CheckpointNotFoundError: If there is none.
-        CheckpointCorruptError: If none is sound.
-        CheckpointError: If ranks see different ones.
+        CheckpointNotFoundError: If there is no step.
+        CheckpointCorruptError: If no step that may be taken is sound.
+        CheckpointError: If ranks see different steps.
 
     Collective: all ranks; all return the same.
     """
@@ -38,7 +38,7 @@ def choose_step(path: Path, *, hashes: bool, fallback: bool) -> tuple[Path, Mani
 
 
 def deleted_meanwhile(path: Path, folder: Path) -> bool:
-    """Whether ``folder``, found below the root ``path``, is there no more: another job has pruned it.
+    """Whether ``folder``, which was found below the root ``path``, is gone: another job has pruned it.
 
     Collective: all ranks.
     """
@@ -46,7 +46,7 @@ def deleted_meanwhile(path: Path, folder: Path) -> bool:
 
 
 def _same_candidates(path: Path) -> list[Path]:
-    """Steps to try, best first; the same on all ranks."""
+    """Folders of the steps to try, newest first; the same on all ranks."""
     for attempt in range(_DIFFERENT_ATTEMPTS):
         found: list[Path] | None = through_rank_0(
             f"looking for checkpoints at {path}",
@@ -63,6 +63,7 @@ def _same_candidates(path: Path) -> list[Path]:
 
 
 def _candidates(path: Path) -> list[Path]:
+    """Folders of the steps to try, newest first, as this rank sees them."""
     if is_step_folder(path) or (path / MANIFEST_NAME).exists():
         if not path.is_dir():
             raise CheckpointNotFoundError(f"there is no checkpoint at {path}")
@@ -76,7 +77,7 @@ def _candidates(path: Path) -> list[Path]:
 
 
 def _first_sound(path: Path, candidates: list[Path], hashes: bool) -> tuple[Path, Manifest] | None:
-    """The first sound one; None if one was deleted while it was looked at, which asks for another look."""
+    """The first sound step; None if one was deleted meanwhile, so that steps have to be listed again."""
     for folder in candidates:
         manifest, problems = open_folder(folder, hashes=hashes)
         if manifest is not None and manifest.model is not None:

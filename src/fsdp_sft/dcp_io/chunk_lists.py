@@ -9,12 +9,12 @@ from fsdp_sft.dcp_io.stored import Listed, StoredTensor, checked_shape
 
 
 def parse_chunk_lists(raw: Any, prefix: str, files: Collection[str]) -> dict[str, StoredTensor]:
-    """The tensors of a section.
+    """The tensors of one section (model or optimizer), by name.
 
     Args:
-        raw: As JSON has them.
-        prefix: Of the names of the section's files.
-        files: That the manifest lists.
+        raw: Section of the manifest, as JSON.
+        prefix: Beginning of the names of the section's files.
+        files: Names of all files that the manifest lists.
 
     Raises:
         ValueError: If a tensor is not valid, or its parts do not tile it.

@@ -1,4 +1,4 @@
-"""Nested Python state as JSON and back, exactly: no pickle, nothing silently changed."""
+"""Nested Python state to JSON and back, exactly: no pickle, and no value is changed silently."""
 
 import base64
 import json
@@ -9,22 +9,23 @@ from typing import Any
 import torch
 
 MALFORMED = (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError)
-"""What reading raises where JSON holds other things than it should: 1e999 for a number is one of them."""
-# JSON has neither tuples nor keys other than strings; such values are objects with this one marked key.
+"""Errors that reading may raise where JSON holds something unexpected, such as 1e999 for a number."""
+# JSON has no tuples, and no keys but strings. Such values become JSON objects that have this key.
 _TAG = "__fsdp_sft__"
 
 
 def encode(value: Any, where: str, tensors: dict[str, torch.Tensor] | None = None) -> Any:
-    """Turn nested state into what JSON can hold.
+    """Turn nested state into values that JSON can hold.
 
     Args:
         value: Dicts (with string, integer or other plain keys), lists, tuples, strings, numbers, booleans
             and None. NaN and infinities are kept.
-        where: How to call ``value`` in an error, such as ``"train_state"``.
-        tensors: Takes up tensors under the key path they have, and allows bytes; None refuses both.
+        where: Name of ``value`` in an error, such as ``"train_state"``.
+        tensors: Dict to which tensors are added under their key paths, and with which bytes are allowed too;
+            None refuses both.
 
     Raises:
-        TypeError: For anything else; the message names the key path.
+        TypeError: If there is any other value; the message names its key path.
     """
     if value is None or type(value) in (bool, int, str):
         return value
@@ -37,7 +38,7 @@ def encode(value: Any, where: str, tensors: dict[str, torch.Tensor] | None = Non
         return {_TAG: "dtype", "name": str(value).removeprefix("torch.")}
     if type(value) is torch.Size:
         return {_TAG: "Size", "items": list(value)}
-    if isinstance(value, float):  # and numpy's float64, which is one
+    if isinstance(value, float):  # NumPy's float64 is a subclass
         return float(value)
     if tensors is not None and type(value) in (torch.Tensor, torch.nn.Parameter):
         tensors[where] = value
@@ -56,7 +57,7 @@ def decode(value: Any, tensors: Mapping[str, torch.Tensor] | None = None) -> Any
     """The inverse of ``encode``.
 
     Raises:
-        ValueError: If ``value`` is not what ``encode`` makes.
+        ValueError: If ``encode`` cannot have made ``value``.
     """
     if isinstance(value, list):
         return [decode(item, tensors) for item in value]
@@ -71,7 +72,10 @@ def decode(value: Any, tensors: Mapping[str, torch.Tensor] | None = None) -> Any
 
 
 def dumps(value: Any, *, canonical: bool = True) -> bytes:
-    """JSON, with NaN and infinities as Python writes them; canonical: equal values give equal bytes."""
+    """JSON as bytes, with NaN and infinities as Python writes them.
+
+    Canonical means that keys are sorted, so that equal values give equal bytes.
+    """
     return json.dumps(value, sort_keys=canonical, separators=(",", ":")).encode()
 
 
@@ -88,6 +92,7 @@ def loads(text: bytes, what: str) -> Any:
 
 
 def _encode_dict(value: Mapping[Any, Any], where: str, tensors: dict[str, torch.Tensor] | None) -> Any:
+    """A dict as a JSON object if all its keys are strings, else as a list of pairs."""
     plain = type(value) is not Counter and all(type(key) is str for key in value) and _TAG not in value
     encoded = [
         (encode(key, f"a key of {where}"), encode(item, f"{where}[{key!r}]", tensors))
@@ -100,6 +105,7 @@ def _encode_dict(value: Mapping[Any, Any], where: str, tensors: dict[str, torch.
 
 
 def _decode_tagged(value: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> Any:
+    """The value behind a JSON object that has the marked key."""
     kind = value[_TAG]
     if kind == "tensor":
         return tensors[value["key"]]
@@ -121,6 +127,7 @@ def _decode_tagged(value: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -
 
 
 def _dtype(name: str) -> torch.dtype:
+    """The dtype of that name; other attributes of torch are refused."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"torch has no dtype {name!r}")
@@ -128,5 +135,6 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _hashable(key: Any) -> Any:
+    """``key``; raises TypeError if a dict cannot have it."""
     hash(key)
     return key

@@ -1,4 +1,4 @@
-"""Command lines for checkpoints: look at them, mend a lost manifest, convert those of other tools."""
+"""The command lines for checkpoints: inspect, rebuild a lost manifest, convert from other tools."""
 
 import argparse
 import json
@@ -19,20 +19,20 @@ CONVERT = "from Accelerate, Trainer, torchtitan, torchtune, torch's distributed 
 
 
 def add_inspect(parser: argparse.ArgumentParser) -> None:
-    """The options of a look."""
+    """Add the options of ``inspect``."""
     parser.add_argument("path", type=Path, help="folder of one step, or of all steps")
     parser.add_argument("--verify", action="store_true", help="read every file and compare checksums")
     parser.set_defaults(run=_guarded(_inspect))
 
 
 def add_rebuild(parser: argparse.ArgumentParser) -> None:
-    """The options of mending a manifest."""
+    """Add the options of ``rebuild``."""
     parser.add_argument("path", type=Path, help="folder of one step")
     parser.set_defaults(run=_guarded(_rebuild))
 
 
 def add_convert(parser: argparse.ArgumentParser) -> None:
-    """The options of a conversion."""
+    """Add the options of ``convert``."""
     parser.add_argument("source", type=Path, help="what the other tool has written")
     parser.add_argument("target", type=Path, help="folder of all steps")
     parser.add_argument("--model", required=True, help="folder with a config.json, or a Hub id; no weights")
@@ -43,7 +43,7 @@ def add_convert(parser: argparse.ArgumentParser) -> None:
 
 
 def _guarded(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
-    """0 if all is well, 1 if a checkpoint is not, 2 for bad input."""
+    """``run`` with errors printed: it returns 1 for a damaged or unfit checkpoint and 2 for bad input."""
 
     def guarded(args: argparse.Namespace) -> int:
         try:
@@ -82,6 +82,7 @@ def _convert(args: argparse.Namespace) -> int:
 
 
 def _model(name: str) -> Any:
+    """A model without memory for the config of a folder or a Hub id."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -1,4 +1,7 @@
-"""Checkpoints of other tools as steps of ours: model, optimizer and step, without loading them anywhere."""
+"""Conversion of other tools' checkpoints into steps of this library: model, optimizer and step number.
+
+The model is never loaded: each rank reads a tensor when it is its turn to be written.
+"""
 
 import os
 from collections.abc import Mapping
@@ -23,7 +26,7 @@ from fsdp_sft.dcp_io.steps import step_folder
 from fsdp_sft.distributed import reshard
 from fsdp_sft.errors import CheckpointMismatchError, abridged
 
-_COMPUTED = (".rotary_emb.inv_freq", "freqs_cis", "rope.cache")  # buffers that some store and models compute
+_COMPUTED = (".rotary_emb.inv_freq", "freqs_cis", "rope.cache")  # buffers that some tools store needlessly
 
 
 def convert_checkpoint(
@@ -35,46 +38,50 @@ def convert_checkpoint(
     key_map: KeyMap | None = None,
     allow_pickle: bool = False,
 ) -> Path:
-    """Write a checkpoint of another tool as a step of ours, for ``load_checkpoint``.
+    """Write another tool's checkpoint as a step that ``load_checkpoint`` reads.
 
-    Read are folders of Accelerate and of transformers' Trainer (``SHARDED_STATE_DICT``, ``FULL_STATE_DICT``),
-    of torchtitan and torchtune, and of torch's distributed checkpoint with Hugging Face names. The numbers
-    are what they were: the model's, and the moments of Adam and AdamW with their options. Random number
-    generators, schedulers and loaders are left behind.
-
-    Example::
-
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-        convert_checkpoint("trainer/checkpoint-500", "ckpt", model=model)  # ckpt/step-500
+    It reads folders of Accelerate and of transformers' Trainer (``SHARDED_STATE_DICT``, ``FULL_STATE_DICT``),
+    of torchtitan and torchtune, and of torch's distributed checkpoint with Hugging Face names. The model's
+    numbers are taken over unchanged, and so are the moments of Adam and AdamW with their options. Random
+    number generators, schedulers and loaders are not.
 
     Args:
-        source: The folder.
-        target: Root of all steps of ours; made if it is not there. The step's number is the source's, else 0.
-        model: Says names, shapes, dtypes and how the files are cut: sharded or not, also on the meta device.
-            It is only looked at.
+        source: Folder of the other tool's checkpoint.
+        target: Root of all steps of this library; made if it is not there. The step has the source's number,
+            or 0 if the source has none.
+        model: Model with the names, shapes and dtypes to write, sharded in the way in which the files are to
+            be; it may be on the meta device. Its values are not used.
         format: ``"accelerate"`` and ``"full"`` (those two kinds of state dict), ``"dcp"`` (one folder of
             torch's distributed checkpoint: torchtitan, torchtune and others), or ``"auto"``.
-        key_map: For other models of torchtitan and torchtune, or other tools: the tool's name of a parameter
-            to the model's, or None to leave it out. In a mapping, names that are not there are the known
-            tool's, or stay; a function is asked for all. Rows of Llama's queries and keys are put in order
-            with it and without, where the names are torchtitan's or torchtune's.
-        allow_pickle: Read ``pytorch_model_fsdp.bin`` and ``optimizer.bin``, whole files of ``torch.save``.
-            Nothing in any file is run, with or without it.
+        key_map: Mapping from the tool's names of parameters to the model's, or a function from one to the
+            other; None as a name leaves the parameter out. It is needed for other models of torchtitan and
+            torchtune than Llama 3 and Qwen 3, and for other tools. Names that a mapping does not have are
+            translated as without it. Rows of Llama's queries and keys are reordered in any case if the names
+            are torchtitan's or torchtune's.
+        allow_pickle: Whether ``pytorch_model_fsdp.bin`` and ``optimizer.bin``, whole files of ``torch.save``,
+            may be read. No code in any file is run, whether or not it is set.
 
     Returns:
-        The step's folder.
+        Folder of the step.
 
     Raises:
-        CheckpointNotFoundError: If there is nothing of the kind.
+        CheckpointNotFoundError: If there is no such checkpoint.
         CheckpointFormatError: If a file holds objects that are not tensors or plain values.
         CheckpointCorruptError: If a file is damaged.
         CheckpointMismatchError: If names, shapes or dtypes are not the model's; the message lists them.
         CheckpointExistsError: If that step is there and sound.
-        ValueError: If names or the order of rows are not known.
+        ValueError: If the tool's names, or its order of rows, are not known for this type of model.
 
-    Collective: all ranks; all raise the same error, but for an argument that is wrong on one.
-    Memory: This rank's part of one tensor, and one part of the source's files that it lies in.
+    Collective: all ranks; all raise the same error, except for an argument that is wrong on one of them.
+    Memory: This rank's part of one tensor, and one of the parts of the source's files that it lies in.
+
+    Example:
+        >>> import torch.distributed.checkpoint as dcp
+        >>> saved = dcp.save(model.state_dict(), checkpoint_id="theirs")
+        >>> meta = fs.build_meta_model(path)
+        >>> fs.convert_checkpoint("theirs", "ckpt", model=meta).name
+        'step-0'
+        >>> loaded = fs.load_checkpoint("ckpt", model=model)
     """
     _check_arguments(format, key_map)
     root, folder = Path(target).absolute(), Path(source).absolute()
@@ -103,6 +110,7 @@ def convert_checkpoint(
 
 
 def _check_arguments(kind: str, key_map: Any) -> None:
+    """Refuse arguments of other types or values than those that are documented."""
     if kind not in FORMATS:
         raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {kind!r}")
     if key_map is None or callable(key_map):
@@ -113,6 +121,7 @@ def _check_arguments(kind: str, key_map: Any) -> None:
 
 
 def _content(foreign: ForeignCheckpoint, model: nn.Module, key_map: KeyMap | None) -> FolderContent:
+    """What is to be written, with tensors that are read from the other checkpoint when their turn comes."""
     config = getattr(model, "config", None)
     if key_map is None:
         check_known(foreign.kind, config)
@@ -142,7 +151,14 @@ def _content(foreign: ForeignCheckpoint, model: nn.Module, key_map: KeyMap | Non
 def _model(
     foreign: ForeignCheckpoint, live: ModelTensors, names: Mapping[str, str | None], ordered: Any
 ) -> dict[str, Any]:
-    """The model's first names to what is read for them."""
+    """What is read for each tensor of the model, by its first name.
+
+    Args:
+        foreign: The other tool's checkpoint.
+        live: The model.
+        names: The model's name of each tensor of the checkpoint; None leaves the tensor out.
+        ordered: Function that puts the rows of a tensor into the model's order.
+    """
     found: dict[str, list[tuple[str, ForeignTensor]]] = {first: [] for first in live.tensors}
     unknown, problems = [], []
     for theirs, ours in names.items():
@@ -174,12 +190,14 @@ def _model(
 
 
 def _is_exact(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether each number of ``source`` is one of ``target``."""
+    """Whether dtype ``target`` can hold every number of dtype ``source``."""
     both = source.is_floating_point and target.is_floating_point
     return source == target or (both and torch.promote_types(source, target) == target)
 
 
 def _reader(tensors: list[tuple[str, ForeignTensor]], dtype: torch.dtype) -> Any:
+    """A function that reads a box of a tensor, and checks that all its names have the same values."""
+
     def read(box: Box) -> torch.Tensor:
         values = tensors[0][1].read(box)
         for name, other in tensors[1:]:

@@ -1,4 +1,4 @@
-"""What modules return from ``get_extra_state``: as JSON and tensors, the same on all ranks."""
+"""Extra state, which modules return from ``get_extra_state``, as JSON and tensors, the same on all ranks."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -14,10 +14,10 @@ from fsdp_sft.errors import CheckpointError, CheckpointMismatchError, Unstorable
 
 
 def encode_extra(model: ModelTensors) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Name to JSON, and the tensors that it refers to by their key paths.
+    """Extra state as JSON by name, and the tensors to which the JSON refers by their key paths.
 
     Raises:
-        UnstorableStateError: If a value is neither; names the module.
+        UnstorableStateError: If a value can be stored in neither way; the message names the module.
     """
     tensors: dict[str, torch.Tensor] = {}
     encoded = {}
@@ -33,7 +33,7 @@ def encode_extra(model: ModelTensors) -> tuple[dict[str, Any], dict[str, torch.T
 
 
 def digests(encoded: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """What was encoded and tensors that every rank has whole, each as the SHA-256 of its bytes."""
+    """SHA-256 of each encoded value and of this rank's part of each tensor, by name."""
     found = {name: _digest(dumps(value)) for name, value in encoded.items()}
     for name, tensor in tensors.items():
         found[f"{name} as a tensor"] = _digest(bytes_of(local_of(tensor).cpu().contiguous()))
@@ -41,22 +41,22 @@ def digests(encoded: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> 
 
 
 def own_digests(model: ModelTensors) -> dict[str, str]:
-    """Of all that a model's modules have made for its state dict, this rank's part of it.
+    """Digests of everything that a model's modules have made for its state dict, as this rank has it.
 
     Raises:
-        UnstorableStateError: As ``encode_extra`` does.
+        UnstorableStateError: If extra state cannot be stored; see ``encode_extra``.
     """
     return digests(*encode_extra(model)) | digests({}, {name: model.tensors[name] for name in model.made})
 
 
 def check_alike(everyone: Sequence[Mapping[str, str]]) -> None:
-    """Refuse what differs between ranks: one of them would be stored for all.
+    """Refuse state that differs between ranks, since one rank's would be stored for all.
 
     Args:
-        everyone: Digests of each rank.
+        everyone: Digests of each rank, in rank order.
 
     Raises:
-        CheckpointError: If some differ.
+        CheckpointError: If some digests differ.
     """
     names = set().union(*everyone)
     differing = {name for name in names if len({own.get(name) for own in everyone}) > 1}
@@ -68,7 +68,7 @@ def check_alike(everyone: Sequence[Mapping[str, str]]) -> None:
 
 
 def check_extra(saved: Mapping[str, Any], live: ModelTensors) -> None:
-    """Compare the names of saved extra state with those of a model.
+    """Compare the names of saved extra state with those of a model's.
 
     Raises:
         CheckpointMismatchError: If they differ.
@@ -82,7 +82,7 @@ def check_extra(saved: Mapping[str, Any], live: ModelTensors) -> None:
 
 
 def decode_extra(saved: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """The values, for ``set_extra_state``."""
+    """The values of saved extra state, for ``set_extra_state``."""
     return {name: decode(value, tensors) for name, value in saved.items()}
 
 

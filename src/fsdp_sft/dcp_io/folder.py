@@ -1,4 +1,15 @@
-"""Writing a folder of sharded tensors so that it is there completely or not at all, and opening one."""
+"""Writing a folder of sharded tensors so that it is there complete or not at all, and opening such a folder.
+
+A save takes three steps, and if one fails on any rank, all ranks raise and the folder is deleted:
+
+1. Rank 0 makes a temporary folder beside the target (``new_folder_beside``).
+2. Every rank writes its file into it, and forces it to the disk.
+3. Rank 0 compares the sizes of all files, writes the index and the manifest, and renames the folder
+   (``_commit``). The name appears last, so whatever has the name is complete.
+
+A process that is killed at any time leaves a temporary folder, which the next save deletes, or the finished
+one. What stood under the target's name before is as it was until the rename.
+"""
 
 import functools
 import hashlib
@@ -51,21 +62,21 @@ from fsdp_sft.dcp_io.verify import file_problems
 from fsdp_sft.distributed import mesh_of
 from fsdp_sft.errors import CheckpointCorruptError, CheckpointError, SafetensorsError, abridged
 
-_VISIBLE_SECONDS = 5.0  # a network file system may show a new folder late
-_LARGE_BYTES = 1 << 20  # of a tensor that all ranks have: smaller ones lie together, in rank 0's file
+_VISIBLE_SECONDS = 5.0  # a network file system may show a new folder to other machines late
+_LARGE_BYTES = 1 << 20  # smaller tensors that all ranks have lie together, in rank 0's file
 
 Tensors = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class OwnedTensor:
-    """A tensor that one rank has and writes; all know of it.
+    """A tensor that a single rank has and writes. All ranks know its shape and dtype.
 
     Attributes:
-        shape: Of all of it.
-        dtype: Of its elements.
-        owner: The rank.
-        tensor: Its values on that rank, None elsewhere.
+        shape: Shape of the tensor.
+        dtype: Dtype of its elements.
+        owner: Rank that has it.
+        tensor: Values of the tensor on that rank; None on the others.
     """
 
     shape: tuple[int, ...]
@@ -76,13 +87,13 @@ class OwnedTensor:
 
 @dataclass(frozen=True)
 class ReadTensor:
-    """A tensor of another checkpoint: each rank reads its part when it writes it.
+    """A tensor of another checkpoint, of which each rank reads its part when it is about to write it.
 
     Attributes:
-        shape: Of all of it.
-        dtype: Of its elements.
-        like: A live tensor that lies on the ranks as this one is to.
-        read: Gives a part, in CPU memory.
+        shape: Shape of the full tensor.
+        dtype: Dtype of its elements.
+        like: Live tensor that is sharded as this one is to be.
+        read: Function that returns a box of the tensor, in CPU memory.
     """
 
     shape: tuple[int, ...]
@@ -93,20 +104,21 @@ class ReadTensor:
 
 @dataclass(frozen=True)
 class FolderContent:
-    """What a rank brings to a save; tensors are the live ones, whole or sharded.
+    """What a rank brings to a save. Tensors are the live ones, whole or sharded.
 
     Attributes:
         step: Number of the step, or None.
-        mesh: As in the manifest.
-        metric: As in the manifest.
-        model: None for an optimizer state of its own.
-        extra: As in the manifest.
-        extra_tensors: Those that ``extra`` refers to.
-        optimizer: ``<fqn>/<state name>`` to tensor, ``OwnedTensor`` or ``ReadTensor``, or None.
-        optimizer_info: As in the manifest.
-        train_state: The bytes of ``train_state.json``; rank 0's are written.
-        rank_content: This rank's own state, as tensors by name.
-        settings: Name to bytes of small files below ``settings/``; rank 0's are written.
+        mesh: Name and size of each axis of the mesh; see ``Manifest``.
+        metric: Metric of the step; see ``Manifest``.
+        model: Tensors of the model; None where an optimizer's state is saved alone.
+        extra: Extra state of modules, as JSON by name; see ``Manifest``.
+        extra_tensors: Tensors to which ``extra`` refers, by name.
+        optimizer: Optimizer state by ``<fqn>/<state name>``, each a tensor, an ``OwnedTensor`` or a
+            ``ReadTensor``; None if there is none.
+        optimizer_info: Everything about the optimizer but tensors; see ``Manifest``.
+        train_state: Bytes of ``train_state.json``; rank 0's are written.
+        rank_content: State of this rank alone, as tensors by name.
+        settings: Bytes of small files below ``settings/``, by name; rank 0's are written.
     """
 
     step: int | None
@@ -122,22 +134,22 @@ class FolderContent:
     settings: Mapping[str, bytes] = field(default_factory=dict)
 
     def with_own_copies(self) -> "FolderContent":
-        """The same, with copies of the tensors that the caller gave for this rank."""
+        """The same content with copies of ``rank_content``, which the caller may change from now on."""
         if self.rank_content is None:
             return self
         copies = {name: tensor.detach().clone() for name, tensor in self.rank_content.items()}
         copied = replace(self, rank_content=copies)
-        vars(copied)["stored"] = self.stored  # a thread would otherwise work it out again beside the training
+        vars(copied)["stored"] = self.stored  # else a thread would compute it again, and slow training down
         return copied
 
     @property
     def folders(self) -> list[str]:
-        """What to make below the folder."""
+        """Names of the folders to make inside the folder."""
         return [SHARDS, *(["settings"] if self.settings else [])]
 
     @property
     def sections(self) -> dict[str, Mapping[str, Any]]:
-        """Folder to the tensors in it."""
+        """Tensors by name, of each section: the model and the optimizer."""
         found: dict[str, Mapping[str, Any]] = {}
         if self.model is not None:
             found["model"] = {**self.model.tensors, **self.extra_tensors}
@@ -147,10 +159,10 @@ class FolderContent:
 
     @functools.cached_property
     def stored(self) -> dict[str, dict[str, StoredTensor]]:
-        """What is written of each tensor by which rank; the same on all ranks.
+        """Which rank writes which part of each tensor, by section and name; the same on all ranks.
 
         Raises:
-            CheckpointError: If two tensors would have one name in the files.
+            CheckpointError: If two tensors would have the same name in the files.
         """
         shardings = Shardings(world_size())
         found: dict[str, dict[str, StoredTensor]] = {}
@@ -164,7 +176,7 @@ class FolderContent:
         return found
 
     def manifest(self, stored: Mapping[str, dict[str, StoredTensor]]) -> Manifest:
-        """All of the manifest that is known before anything is written."""
+        """The manifest without the records of the files, which are known only when these are written."""
         return Manifest(
             step=self.step,
             world_size=world_size(),
@@ -181,17 +193,17 @@ class FolderContent:
         )
 
     def tensors_digest(self) -> str:
-        """Of names, shapes, dtypes and shardings, in which ranks must not differ."""
+        """SHA-256 of all names, shapes, dtypes and shardings, in which ranks must not differ."""
         return hashlib.sha256(dumps(encode_tensors(self.stored))).hexdigest()
 
 
 @dataclass(frozen=True)
 class Part:
-    """What this rank writes of one tensor.
+    """The part of one tensor that this rank writes.
 
     Attributes:
-        box: Where in the tensor it lies.
-        tensor: Its values: the live ones, or a copy.
+        box: Box of the full tensor that the part is.
+        tensor: Values of the part: the live ones, a copy, or what is to be read.
     """
 
     box: Box
@@ -202,6 +214,7 @@ Parts = Mapping[str, Mapping[str, Part]]  # section -> tensor -> part
 
 
 def _stored(section: str, name: str, tensor: Any, index: int, shardings: Shardings) -> StoredTensor:
+    """A tensor as the manifest describes it; ``index`` is its number within the section."""
     if isinstance(tensor, OwnedTensor):
         sharding = one_rank(tensor.owner)
     else:
@@ -211,10 +224,11 @@ def _stored(section: str, name: str, tensor: Any, index: int, shardings: Shardin
 
 
 def _copy(sharding: Sharding, tensor: Any, index: int) -> int:
-    """Which of the ranks that have the same writes it: they take turns, but for what is small.
+    """Number of the copy that is written of a tensor that several ranks have.
 
-    A rank that loads opens the files of what it takes; counts of steps, one for each parameter, would be in
-    as many files.
+    Ranks with the same part take turns, from tensor to tensor, except for small tensors that all ranks have.
+    A rank that loads opens the files of everything that it reads, and the counts of steps, one for each
+    parameter, would otherwise be spread over as many files.
     """
     size = tensor.dtype.itemsize * math.prod(tensor.shape)
     return index % sharding.copies if sharding.splits or size >= _LARGE_BYTES else 0
@@ -230,10 +244,15 @@ def describe_mesh(model: nn.Module) -> list[list[Any]] | None:
 
 
 def new_folder_beside(target: Path, content: FolderContent, digests: list[str]) -> Path:
-    """Make a temporary folder beside ``target`` for what ``content`` writes; by rank 0 alone.
+    """Make a temporary folder beside ``target`` for ``content``. Only rank 0 calls this.
+
+    Args:
+        target: Name that the folder will have when it is complete.
+        content: What is to be written.
+        digests: ``tensors_digest`` of each rank, in rank order.
 
     Raises:
-        CheckpointError: If ranks have other tensors than rank 0: ``digests``, one a rank.
+        CheckpointError: If a rank has other tensors than rank 0, or the manifest could not be read again.
         ValueError: If the manifest would be too large to be read again.
     """
     others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
@@ -250,10 +269,10 @@ def new_folder_beside(target: Path, content: FolderContent, digests: list[str]) 
 
 
 def _refuse_unreadable(content: FolderContent) -> None:
-    """Read the manifest before it is written.
+    """Parse the manifest as a load would do it, before anything is written.
 
     Raises:
-        CheckpointError: If that could not be loaded.
+        CheckpointError: If a load would refuse it.
         ValueError: If it would be too large.
     """
     encoded = encode_manifest(describe(content.manifest(content.stored)), b"")
@@ -275,16 +294,18 @@ def write_folder(
     """Write ``content`` to a temporary folder beside ``target``, and rename it when it is complete.
 
     Args:
-        target: Where to; its parent must exist for rank 0.
-        content: What to write; all ranks with the same names.
-        aside: Where rank 0 moves what is at ``target``, just before the rename.
+        target: Name of the finished folder; its parent must exist for rank 0.
+        content: What this rank brings, with the same names on all ranks.
+        aside: Name to which rank 0 moves what is at ``target``, just before the rename; None raises if there
+            is something.
         parts: ``own_parts(content)`` or a copy of it; None takes the live values.
-        temporary: What ``new_folder_beside`` has made, on all ranks; None makes one.
-        then: What rank 0 does when the folder is in its place, while the others wait.
+        temporary: Folder that ``new_folder_beside`` has made, passed on all ranks; None makes one.
+        then: What rank 0 does when the folder has its name, while the other ranks wait.
 
     Raises:
-        CheckpointError: If ranks do not share a file system, or their parts do not make up a tensor.
-        OSError: If writing fails on any rank. Nothing is left behind, ``target`` is as it was.
+        CheckpointError: If ranks do not share a file system, or a rank has another part of a tensor than its
+            mesh and placements say.
+        OSError: If writing fails on any rank. Nothing is left behind, and ``target`` is as it was.
 
     Collective: all ranks; all raise the same error.
     """
@@ -313,10 +334,14 @@ def write_folder(
 
 
 def open_folder(folder: Path, *, hashes: bool) -> tuple[Manifest | None, list[str]]:
-    """Read a folder's manifest on every rank and check its files, each on one rank.
+    """Read a folder's manifest on every rank, and check its files, each on one rank.
+
+    Args:
+        folder: The folder.
+        hashes: Whether to compare the files' checksums, for which all of them are read.
 
     Returns:
-        (manifest, or None if it is not sound; problems of any rank, the same list on all of them).
+        (manifest, or None if the folder is not sound; problems that any rank found, the same on all ranks).
 
     Collective: all ranks.
     """
@@ -328,6 +353,7 @@ def open_folder(folder: Path, *, hashes: bool) -> tuple[Manifest | None, list[st
             manifest = read_manifest(folder)
         except CheckpointCorruptError as error:
             return [str(error)], None
+        # Largest first, dealt out like cards, so that ranks have about the same number of bytes to read.
         by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name].size, name))
         own = by_size[this_rank() :: world_size()]
         return file_problems(folder, manifest, own, hashes=hashes), manifest.digest
@@ -345,10 +371,15 @@ def open_folder(folder: Path, *, hashes: bool) -> tuple[Manifest | None, list[st
 def check_files(
     manifest: Manifest, stored: Mapping[str, StoredTensor], tensors: Mapping[str, torch.Tensor | None]
 ) -> None:
-    """See that the files with this rank's parts of ``tensors``, or with all parts, are among the manifest's.
+    """Check that the manifest lists every file that this rank will read.
+
+    Args:
+        manifest: The manifest.
+        stored: Stored tensors by name.
+        tensors: Tensors that are read into, by name, of which this rank reads its part; None reads all parts.
 
     Raises:
-        CheckpointCorruptError: If one is not.
+        CheckpointCorruptError: If a file is not listed.
     """
     for name, tensor in tensors.items():
         wanted = None if tensor is None else box_of(tensor)
@@ -358,7 +389,7 @@ def check_files(
 
 
 def read_tensors(reader: TensorReader, stored: Mapping[str, StoredTensor], tensors: Tensors) -> None:
-    """Fill this rank's part of each tensor from the files."""
+    """Fill this rank's part of each of ``tensors`` from the files."""
     for name, tensor in tensors.items():
         box, source = box_of(tensor), stored[name]
         if box.numel:
@@ -366,6 +397,7 @@ def read_tensors(reader: TensorReader, stored: Mapping[str, StoredTensor], tenso
 
 
 def _wait_until_visible(folder: Path) -> None:
+    """Wait until this rank sees the folder that rank 0 has made; raise if it does not appear."""
     deadline = time.monotonic() + _VISIBLE_SECONDS
     while not folder.is_dir():
         if time.monotonic() > deadline:
@@ -377,7 +409,7 @@ def _wait_until_visible(folder: Path) -> None:
 
 
 def own_parts(content: FolderContent) -> Parts:
-    """What this rank writes, live: replicas take turns, so that each part is written once."""
+    """The live parts that this rank writes. Replicas take turns, so that each part is written once."""
     own = shard_file(this_rank())
     return {
         section: _parts_of(content.sections[section], stored, own)
@@ -386,6 +418,7 @@ def own_parts(content: FolderContent) -> Parts:
 
 
 def _parts_of(tensors: Mapping[str, Any], stored: Mapping[str, StoredTensor], file: str) -> dict[str, Part]:
+    """The parts of a section's tensors that lie in this rank's file, by name."""
     parts: dict[str, Part] = {}
     for name, entry in stored.items():
         box = entry.part_in(file)
@@ -406,6 +439,11 @@ def _parts_of(tensors: Mapping[str, Any], stored: Mapping[str, StoredTensor], fi
 
 
 def _write_own(folder: Path, content: FolderContent, parts: Parts) -> dict[str, FileRecord]:
+    """Write everything that this rank writes; records of its files by name.
+
+    The small files come first: the header of rank 0's file has their records, so that a lost manifest can be
+    made again (``rebuild``).
+    """
     rank = this_rank()
     stored = content.stored
     written: dict[str, FileRecord] = {}
@@ -444,11 +482,28 @@ def _commit(
     everything: list[dict[str, FileRecord]],
     aside: Path | None,
 ) -> None:
+    """Write index and manifest, and let the folder appear under its name. Only rank 0 calls this.
+
+    Args:
+        temporary: Folder into which all ranks have written.
+        target: Name that it gets.
+        content: What was written.
+        everything: Records of the files of each rank, in rank order.
+        aside: See ``write_folder``.
+    """
     files = {name: record for written in everything for name, record in written.items()}
+    # Whether rank 0 sees the other ranks' files, and at their full size: otherwise ranks do not share a file
+    # system, or a file system has lost what it acknowledged.
     for name, record in files.items():
         status = (temporary / name).lstat()
         if not stat.S_ISREG(status.st_mode) or status.st_size != record.size:
             raise CheckpointError(f"{name} has {status.st_size} bytes after writing {record.size}")
+    # The order is what makes a step crash-safe. Ranks have forced the contents of their files to the disk
+    # before they returned their records. Now follow: the names of these files (fsync of the folders inside);
+    # the index and the manifest, which vouch for them (write_bytes ends with an fsync); and in `publish` the
+    # names of these two, the rename, and the name of the step. After a loss of power in between there is a
+    # folder without its final name, which the next save deletes. Were the rename earlier, the step could have
+    # its name while a file is still empty, since file systems may write names before contents.
     index = encode_index(files)
     for folder in temporary.iterdir():
         if folder.is_dir():

@@ -1,4 +1,4 @@
-"""One file with the whole model, as other tools read and write it."""
+"""A single file with the full state dict of a model, which other tools can read and write."""
 
 import os
 import pickle
@@ -38,23 +38,30 @@ def save_full_state_dict(
 ) -> None:
     """Write all parameters and persistent buffers to one file, from rank 0.
 
-    The file is complete or not there: it is written under another name, put on the disk and renamed over
-    what may be there.
+    The file is complete or not there: it is written under a temporary name, forced to the disk, and renamed
+    to ``path``, where it replaces what may be there.
 
     Args:
-        model: Sharded or not.
-        path: ``.safetensors`` (tied tensors are stored once, under their first name) or ``.pt``, ``.pth``,
-            ``.bin`` (every name, as ``torch.save(model.state_dict(), path)`` writes them). Rank 0's counts.
-        dtype: To cast floating-point tensors to; None keeps what they have.
+        model: The model, sharded or not.
+        path: File to write; rank 0's argument counts. The suffix says the format: ``.safetensors`` (tied
+            tensors are stored once, under their first name), or ``.pt``, ``.pth`` or ``.bin`` (all names are
+            stored, as by ``torch.save(model.state_dict(), path)``).
+        dtype: Dtype to which floating-point tensors are cast; None keeps the dtypes that they have.
 
     Raises:
-        ValueError: For another suffix, or a model on the meta device.
-        UnstorableStateError: If a module has extra state that is no tensor.
+        ValueError: If the suffix is another one, or the model is on the meta device.
+        UnstorableStateError: If a module has extra state that is not a tensor.
         OSError: If writing fails; raised on all ranks, and what was at ``path`` stays.
 
     Collective: all ranks.
-    Memory: On rank 0 one full tensor for ``.safetensors``, the full model for the others; on other ranks
-        their own part of one tensor. All of it CPU memory.
+    Memory: On rank 0 one full tensor for ``.safetensors``, and the full model for the other formats; on other
+        ranks their own part of one tensor. All of it is CPU memory.
+
+    Example:
+        >>> fs.save_full_state_dict(model, "model.safetensors", dtype=torch.bfloat16)
+        >>> from safetensors.torch import load_file
+        >>> load_file("model.safetensors")["model.norm.weight"].dtype
+        torch.bfloat16
     """
     target = Path(path).absolute()
     settle(model)
@@ -83,24 +90,28 @@ def save_full_state_dict(
 
 
 def load_full_state_dict(model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Load one file with a whole model; every rank takes its part, cast to the dtype it has.
+    """Load a full state dict from one file. Every rank takes its part, cast to the dtype that its shard has.
 
     Names, shapes and kinds of dtype are checked on all ranks before the model is touched. Floating-point
-    tensors may have any floating-point dtype in the file. Of tied tensors one name is enough.
+    tensors may have any floating-point dtype in the file. For tied tensors one of their names is enough.
 
     Args:
-        model: Sharded or not; with memory, not on the meta device.
-        path: A file as ``save_full_state_dict`` or ``torch.save(model.state_dict(), ...)`` writes it. If
-            some rank does not see it, rank 0 reads it and sends every rank its part.
+        model: The model, sharded or not; with memory, so not on the meta device.
+        path: File that ``save_full_state_dict`` or ``torch.save(model.state_dict(), ...)`` wrote. If a rank
+            does not see it, rank 0 reads it and sends every rank its part.
 
     Raises:
-        ValueError: For another suffix, or a model on the meta device.
+        ValueError: If the suffix is another one, or the model is on the meta device.
         CheckpointNotFoundError: If rank 0 does not see the file.
-        CheckpointCorruptError: If it is cut short, or holds anything but tensors: nothing in it is run.
+        CheckpointCorruptError: If it is cut short, or holds anything but tensors. No code in it is run.
         CheckpointMismatchError: If it is of another model; the message lists the differences.
 
     Collective: all ranks; all raise the same error.
     Memory: A part of one tensor; the file is mapped (``.pt``) or read in pieces (``.safetensors``).
+
+    Example:
+        >>> fs.save_full_state_dict(model, "model.pt")
+        >>> fs.load_full_state_dict(model, "model.pt")
     """
     source_path = Path(path).absolute()
     reshard(model)
@@ -137,12 +148,16 @@ def load_full_state_dict(model: nn.Module, path: str | os.PathLike[str]) -> None
 
 
 class _Source(Protocol):
+    """An opened file: dtypes and shapes of its tensors by name, and a way to read a part of one."""
+
     described: Described
 
     def read(self, name: str, box: Box, out: torch.Tensor) -> None: ...
 
 
 class _TorchSource:
+    """A file of ``torch.save``, mapped into memory."""
+
     def __init__(self, path: Path) -> None:
         try:
             loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -174,6 +189,8 @@ class _TorchSource:
 
 
 class _SafetensorsSource:
+    """A safetensors file."""
+
     def __init__(self, path: Path) -> None:
         self._reader, self._file = TensorReader(path.parent.resolve()), path.resolve().name
         entries = self._reader.header(self._file).entries
@@ -197,6 +214,10 @@ def _check_suffix(path: Path) -> None:
 def _write_safetensors(
     path: Path, content: ModelTensors, dtypes: Mapping[str, torch.dtype], gatherer: Gatherer
 ) -> None:
+    """Write a safetensors file, one gathered tensor after the other.
+
+    Collective: all ranks.
+    """
     described = {name: (dtypes[name], tuple(tensor.shape)) for name, tensor in content.tensors.items()}
     opened: list[Any] = []
 
@@ -221,11 +242,16 @@ def _write_full(opened: list[Any], name: str, full: torch.Tensor) -> None:
 def _write_torch(
     path: Path, content: ModelTensors, dtypes: Mapping[str, torch.dtype], gatherer: Gatherer
 ) -> None:
+    """Gather all tensors on rank 0 and write them by ``torch.save``.
+
+    Collective: all ranks.
+    """
     state: dict[str, torch.Tensor] = {}
     for name, tensor in content.tensors.items():
         full = gatherer.gather(tensor, dtypes[name])
         if full is not None and gatherer.error is None:
-            # An ordinary CPU model's own memory may come back; torch.save would write all of its storage.
+            # On an ordinary CPU model this may be a view of the model's own memory, such as a row of a larger
+            # storage. torch.save writes whole storages, so a view has to be copied.
             state[name] = full.clone() if full.untyped_storage().nbytes() != full.nbytes else full
     state.update({alias: state[first] for alias, first in content.ties.items() if first in state})
 
@@ -240,12 +266,17 @@ def _write_torch(
 
 
 def _replace(temporary: Path, target: Path) -> None:
+    """Rename a finished file, whose contents are on the disk, and force its name to the disk too."""
     os.replace(temporary, target)
     sync_folder(target.parent)
 
 
 def _match(content: ModelTensors, described: Described) -> dict[str, list[str]]:
-    """First name of each of the model's tensors to the names that the file has of it."""
+    """The names that the file has of each of the model's tensors, by the tensor's first name.
+
+    Raises:
+        CheckpointMismatchError: If names, shapes or kinds of dtype differ.
+    """
     found: dict[str, list[str]] = {first: [] for first in content.tensors}
     for name, first in content.names.items():
         if name in described:
@@ -261,7 +292,7 @@ def _match(content: ModelTensors, described: Described) -> dict[str, list[str]]:
         tensor = content.tensors[first]
         for name in names:
             dtype, shape = described[name]
-            if first in content.made:  # of a form that may change, as long as the module takes it
+            if first in content.made:  # its form may change, as long as the module takes it
                 continue
             castable = dtype == tensor.dtype or (dtype.is_floating_point and tensor.is_floating_point())
             if shape != tuple(tensor.shape) or not castable:
@@ -274,7 +305,7 @@ def _match(content: ModelTensors, described: Described) -> dict[str, list[str]]:
 
 
 def _check_ties(content: ModelTensors, plan: Mapping[str, list[str]], source: _Source) -> None:
-    """Names of one tied tensor must have the same values; each rank looks at its own part."""
+    """Refuse a file with different values under the names of a tied tensor; each rank compares its part."""
     for first, names in plan.items():
         if len(names) < 2:
             continue
@@ -288,14 +319,18 @@ def _check_ties(content: ModelTensors, plan: Mapping[str, list[str]], source: _S
 
 
 def _room(live: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """Memory for a stored tensor, sharded as the live one is if it has the same shape."""
     if tuple(live.shape) == shape:
         return torch.empty_like(live.detach(), dtype=dtype)
     return torch.empty(shape, dtype=dtype, device=live.device)
 
 
 def _distribute(content: ModelTensors, names: Mapping[str, str], source: _Source | None, phase: str) -> None:
-    """Rank 0 reads every rank's part of every tensor and sends it."""
-    sender = Gatherer()  # for its rule that a rank that has failed goes on taking part
+    """Let rank 0 read every rank's part of every tensor and send it.
+
+    Collective: all ranks.
+    """
+    sender = Gatherer()  # only for `attempt` and `finish`: a rank that has failed goes on sending
     for first, tensor in content.tensors.items():
         for rank in range(world_size()):
             box = box_of(tensor, rank)

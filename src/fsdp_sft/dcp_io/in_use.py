@@ -1,9 +1,9 @@
-"""One job at a time saves below a root; a file there says which.
+"""Only one job at a time may save below a root. A file in the root says which job that is.
 
-Two jobs on one root would sweep each other's folders away while they are written, and prune each other's
-steps. The file is made by the first save and goes with the process. One that was killed leaves it behind, and
-the next job notices: at once if the process was on this machine or belonged to an earlier start of the same
-job, else by the time since it was last touched.
+Two jobs with one root would delete each other's unfinished folders, and prune each other's steps. The first
+save makes the file, and it is deleted when the process ends. A process that is killed leaves it behind. The
+next job notices that: at once if the process ran on this machine or belonged to an earlier start of the same
+job, otherwise by the time since the file was last touched.
 """
 
 import atexit
@@ -21,9 +21,9 @@ from fsdp_sft.dcp_io.codec import MALFORMED
 from fsdp_sft.errors import CheckpointInUseError
 
 FILE_NAME = ".in-use.json"
-_BEAT_SECONDS = 10.0
-_DEAD_SECONDS = 60.0
-# (its id, how often it has been started) in the environment of a job; see the manuals of sbatch and torchrun.
+_BEAT_SECONDS = 10.0  # between two touches of the file
+_DEAD_SECONDS = 60.0  # without a touch, after which the job counts as dead
+# Environment variables with a job's id and its number of restarts; see the manuals of sbatch and torchrun.
 _JOBS = {
     "Slurm job": ("SLURM_JOB_ID", "SLURM_RESTART_COUNT"),
     "torchrun's job": ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
@@ -31,7 +31,7 @@ _JOBS = {
 
 
 class _Hold:
-    """A root that this process saves below."""
+    """This process's hold on a root: the file, and a thread that touches it."""
 
     def __init__(self, root: Path) -> None:
         self.file = root / FILE_NAME
@@ -46,12 +46,12 @@ class _Hold:
 
     @property
     def is_own(self) -> bool:
-        """Whether the file still is this one's."""
+        """Whether the file is still the one that this process has made."""
         found = _read(self.file)
         return found is not None and found["token"] == self.owner["token"]
 
     def begin(self) -> None:
-        """Touch the file from now on."""
+        """Start touching the file."""
         self._thread.start()
 
     def end(self) -> None:
@@ -62,6 +62,7 @@ class _Hold:
             self.file.unlink(missing_ok=True)
 
     def _beat(self) -> None:
+        """Touch the file until the hold ends."""
         while not self._stop.wait(_BEAT_SECONDS):
             with suppress(OSError):
                 if self.is_own:
@@ -69,11 +70,11 @@ class _Hold:
 
 
 _held: dict[Path, _Hold] = {}
-_held_by = 0  # the process's number: a fork has the dict, and not the roots
+_held_by = 0  # id of the process that has the roots: a forked process inherits the dict, but not the roots
 
 
 def take(root: Path) -> None:
-    """Make ``root`` this process's to save below, until it ends; nothing to do if it is.
+    """Reserve ``root`` for the saves of this process until it ends, unless it is reserved already.
 
     Raises:
         CheckpointInUseError: If another job saves there, or has taken the root over since.
@@ -101,7 +102,7 @@ def take(root: Path) -> None:
 
 @atexit.register
 def release_all() -> None:
-    """Let other jobs have all roots of this process."""
+    """Release all roots of this process."""
     if _held_by == os.getpid():
         while _held:
             with suppress(OSError):
@@ -109,7 +110,7 @@ def release_all() -> None:
 
 
 def _job() -> list[Any]:
-    """[kind, id, starts before this one] of the job that this process belongs to; all empty for none."""
+    """[kind, id, number of earlier starts] of the job that this process belongs to; all empty for none."""
     for kind, (job_id, restarts) in _JOBS.items():
         if os.environ.get(job_id, "none") != "none":
             count = os.environ.get(restarts, "0")
@@ -118,7 +119,7 @@ def _job() -> list[Any]:
 
 
 def _create(file: Path, owner: dict[str, Any]) -> bool:
-    """Whether the file was not there; it appears with its contents or not at all."""
+    """Make the file unless it exists; whether it was made. It appears with its contents or not at all."""
     new = file.with_name(f"{file.name}-{owner['token']}")
     try:
         new.write_text(json.dumps(owner))
@@ -128,12 +129,16 @@ def _create(file: Path, owner: dict[str, Any]) -> bool:
 
 
 def _link(source: Path, target: Path) -> bool:
-    """Whether nothing was at ``target``, where ``source``'s contents are now."""
+    """Give ``target`` the contents of ``source`` unless something is there; whether that was done.
+
+    A hard link, unlike a rename, fails if the name exists, and unlike opening a new file makes the contents
+    appear together with the name.
+    """
     try:
         os.link(source, target)
     except FileExistsError:
         return False
-    except OSError:  # a file system without links; this one may be seen empty for a moment
+    except OSError:  # a file system without hard links; another job may see the file empty for a moment
         try:
             with open(target, "x") as file:
                 file.write(source.read_text())
@@ -143,7 +148,7 @@ def _link(source: Path, target: Path) -> bool:
 
 
 def _read(file: Path) -> dict[str, Any] | None:
-    """What the file says; of one that says nothing, that nothing is known; None if it is not there."""
+    """What the file says; unknown values if it cannot be read as such a file; None if it is not there."""
     try:
         found = json.loads(file.read_text())
         process, (kind, job_id, restarts) = ProcessId(*found["process"]), found["job"]
@@ -156,6 +161,7 @@ def _read(file: Path) -> dict[str, Any] | None:
 
 
 def _is_gone(root: Path, file: Path, found: dict[str, Any], own: dict[str, Any]) -> bool:
+    """Whether the process that made the file has ended, as far as that can be told."""
     state = process_state(found["process"])
     kind, job_id, restarts = found["job"]
     if state:
@@ -163,7 +169,7 @@ def _is_gone(root: Path, file: Path, found: dict[str, Any], own: dict[str, Any])
     if kind and [kind, job_id] == own["job"][:2] and restarts < own["job"][2]:
         return True  # an earlier start of this very job
     probe = root / f"{FILE_NAME}-{uuid.uuid4().hex}"
-    probe.touch()  # both times by the file system's clock
+    probe.touch()  # so that both times are by the same clock, that of the file system
     try:
         return probe.stat().st_mtime - file.stat().st_mtime > _DEAD_SECONDS
     except FileNotFoundError:
@@ -173,7 +179,12 @@ def _is_gone(root: Path, file: Path, found: dict[str, Any], own: dict[str, Any])
 
 
 def _remove(file: Path, stale: dict[str, Any] | None) -> None:
-    """Remove what was found to be stale, and nothing that has come in its place."""
+    """Remove a stale file, but not a new one that has taken its place meanwhile.
+
+    Looking and deleting are two steps, and another job may act between them. So the file is renamed, which
+    only one job can do, and looked at again under a name that only this process knows. A file that turns out
+    to be a new one is put back.
+    """
     aside = file.with_name(f"{file.name}-{uuid.uuid4().hex}")
     try:
         os.rename(file, aside)
@@ -185,6 +196,7 @@ def _remove(file: Path, stale: dict[str, Any] | None) -> None:
 
 
 def _in_use(root: Path, found: dict[str, Any], why: str) -> CheckpointInUseError:
+    """The error that names the job which saves below a root."""
     kind, job_id, _ = found["job"]
     job = f", {kind} {job_id}" if kind else ""
     return CheckpointInUseError(

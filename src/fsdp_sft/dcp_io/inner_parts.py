@@ -1,8 +1,9 @@
-"""State that was taken apart, put together: for the same shards bit by bit, for others where blocks allow.
+"""Optimizer state in tensor subclasses, put together again from the inner tensors that were stored.
 
-A subclass quantises in blocks of elements. A shard may begin and end where a block does; the class itself is
-asked, by slicing one of its tensors, which of its inner tensors go along with the elements and which are the
-same everywhere (a table of values).
+For the same shards it comes back bit by bit. For other shards it can be put together if they begin and end
+where blocks do: a subclass quantises elements in blocks, each of which has values of its own (such as a
+scale). How large the blocks of an inner tensor are, and whether it is a table of values that is the same for
+every shard, is found out by slicing a tensor of the class.
 """
 
 import math
@@ -26,7 +27,14 @@ Part = dict[str, Any]
 
 @dataclass(frozen=True)
 class _Piece:
-    """A run of elements that a stored part and the wanted shard have in common, counted in each."""
+    """A run of elements that a stored part and the wanted shard have in common.
+
+    Attributes:
+        index: Number of the part.
+        in_part: First element of the run, counted in the part.
+        in_shard: First element of the run, counted in the shard.
+        size: Number of elements.
+    """
 
     index: int
     in_part: int
@@ -35,7 +43,7 @@ class _Piece:
 
 
 def parts_problem(name: str, parameter: torch.Tensor, parts: list[Part]) -> str | None:
-    """Why a state cannot be put together for this rank's shard of a parameter, or None."""
+    """Why a state cannot be put together for this rank's shard of a parameter; None if it can."""
     box = box_of(parameter)
     try:
         if box.numel and _same(parts, box) is None:
@@ -54,14 +62,14 @@ def together(
     stored: Mapping[str, StoredTensor],
     reader: TensorReader,
 ) -> torch.Tensor:
-    """A state as it was, for this rank's shard of a parameter.
+    """Read a state and put it together for this rank's shard of a parameter.
 
     Args:
-        name: Of the state in the files.
-        parameter: The live one.
-        parts: As the manifest has them; ``parts_problem`` found none.
-        stored: By name in the files.
-        reader: Of the files.
+        name: Name of the state in the files.
+        parameter: The live parameter.
+        parts: Parts of the state from the manifest, with which ``parts_problem`` has found no problem.
+        stored: Stored tensors by name.
+        reader: Reader of the files.
 
     Raises:
         CheckpointMismatchError: If a table of values differs between parts that are to be joined.
@@ -82,12 +90,13 @@ def together(
 
 
 def _same(parts: list[Part], box: Box) -> int | None:
+    """Number of the part that is exactly a box; None if there is none."""
     boxes = [(tuple(part["offset"]), tuple(part["shape"])) for part in parts]
     return boxes.index((box.offset, box.shape)) if (box.offset, box.shape) in boxes else None
 
 
 def _class_of(part: Part) -> Any:
-    """The class of that name, if the program has imported it: a name in a file imports nothing."""
+    """The class that a part names, found among imported ones: a name in a file must not import anything."""
     if part["class"] is None:
         return None
     left: list[Any] = [torch.Tensor]
@@ -102,6 +111,7 @@ def _class_of(part: Part) -> Any:
 
 
 def _made(part: Part, inner: dict[str, torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
+    """A tensor of a part's class and of a shape, made from inner tensors."""
     kind = _class_of(part)
     if kind is None:
         return inner[PLAIN]
@@ -112,7 +122,7 @@ def _made(part: Part, inner: dict[str, torch.Tensor], shape: tuple[int, ...]) ->
 
 
 def _resized(context: Any, old: tuple[int, ...], new: tuple[int, ...]) -> Any:
-    """The context with the shape of the shard in place of the part's, where it has it."""
+    """The context of a part, in which the part's shape is replaced by the shard's wherever it occurs."""
     if isinstance(context, (tuple, list)) and tuple(context) == old and old:
         return type(context)(new)
     if type(context) in (tuple, list):
@@ -121,7 +131,10 @@ def _resized(context: Any, old: tuple[int, ...], new: tuple[int, ...]) -> Any:
 
 
 def _plan(parts: list[Part], box: Box, shape: tuple[int, ...]) -> tuple[list[_Piece], dict[str, int | None]]:
-    """Pieces that make up a shard, and elements per value of each inner tensor: None for a table."""
+    """The pieces that make up a shard, and how many elements each value of an inner tensor belongs to.
+
+    That number is None for a table of values. Raises ValueError if the parts cannot be joined to the shard.
+    """
     pieces = list(_pieces(parts, box, shape))
     first = parts[pieces[0].index]
     used = [parts[piece.index] for piece in pieces]
@@ -142,6 +155,7 @@ def _plan(parts: list[Part], box: Box, shape: tuple[int, ...]) -> tuple[list[_Pi
 
 
 def _pieces(parts: list[Part], box: Box, shape: tuple[int, ...]) -> Iterator[_Piece]:
+    """The runs of elements that the parts have in common with a shard; both must be whole rows."""
     row = math.prod(shape[1:])
     if box.shape[1:] != shape[1:] or any(tuple(part["shape"][1:]) != shape[1:] for part in parts):
         raise ValueError("it is sharded along another dimension than the first")
@@ -155,7 +169,12 @@ def _pieces(parts: list[Part], box: Box, shape: tuple[int, ...]) -> Iterator[_Pi
 
 
 def _blocks(part: Part) -> dict[str, int | None]:
-    """Elements per value of each inner tensor, None for one that is the same for every shard."""
+    """Number of elements per value of each inner tensor; None for one that is the same for every shard.
+
+    A tensor of zeros is made of the part's class and sliced. An inner tensor that becomes shorter in
+    proportion goes along with the elements; one that stays as it is must be a table. Slices of 1, 2, 4, ...
+    rows are tried until the class allows one, since a class may refuse slices that cut a block.
+    """
     if part["class"] is None:
         return {PLAIN: 1}
     rows = part["shape"][0]
@@ -166,18 +185,19 @@ def _blocks(part: Part) -> dict[str, int | None]:
         try:
             names, _ = sample[:size].__tensor_flatten__()
             sliced = {n: getattr(sample[:size], n).numel() for n in names}
-        except Exception:  # what a class raises for a slice across its blocks is its own choice
+        except Exception:  # a class may raise anything for a slice that cuts a block
             continue
         return {n: _block(part, n, count, size) for n, count in sliced.items()}
     raise ValueError("its class cannot be cut between rows")
 
 
 def _numel(part: Part, inner: str) -> int:
-    """Values of an inner tensor of a part."""
+    """Number of values in an inner tensor of a part."""
     return math.prod(part["inner"][inner][1])
 
 
 def _block(part: Part, inner: str, sliced: int, rows: int) -> int | None:
+    """Elements per value of an inner tensor of which a slice of ``rows`` rows has kept ``sliced`` values."""
     values, elements = _numel(part, inner), math.prod(part["shape"])
     if sliced == values:
         return None
@@ -195,6 +215,7 @@ def _joined(
     reader: TensorReader,
     device: torch.device,
 ) -> torch.Tensor:
+    """A shard that is none of the parts, joined from runs of their elements."""
     pieces, blocks = _plan(parts, box, shape)
     inner: dict[str, torch.Tensor] = {}
     for n, block in blocks.items():
@@ -221,6 +242,7 @@ def _joined(
 def _read(
     key: str, stored: Mapping[str, StoredTensor], reader: TensorReader, device: torch.device
 ) -> torch.Tensor:
+    """All of a stored inner tensor."""
     tensor = stored[key]
     out = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     if out.numel():

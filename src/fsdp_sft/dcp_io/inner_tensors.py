@@ -1,7 +1,8 @@
-"""Optimizer state in tensor subclasses (8-bit moments and their like), stored as the tensors inside them.
+"""Optimizer state in tensor subclasses, such as 8-bit moments, stored as the tensors inside them.
 
-The public protocol of ``__tensor_flatten__`` takes a subclass apart, and ``__tensor_unflatten__`` makes it
-again. Each rank's part is stored as it is, so that it comes back bit by bit; see ``inner_parts`` for others.
+torch's protocol for such classes takes them apart (``__tensor_flatten__``) and makes them again
+(``__tensor_unflatten__``). Each rank's part is stored as it is, so the same shards come back bit by bit;
+``inner_parts`` puts the parts together, also for other shards.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,12 +19,18 @@ from fsdp_sft.dcp_io.codec import encode
 from fsdp_sft.dcp_io.folder import OwnedTensor, Tensors
 from fsdp_sft.errors import UnstorableStateError
 
-PLAIN = "values"  # the name of what is inside a tensor that is none of a subclass
+PLAIN = "values"  # name of the one inner tensor of a part that is a plain tensor
 
 
 @dataclass(frozen=True)
 class _Part:
-    """This rank's part of a state: what the manifest says of it, and the tensors."""
+    """This rank's part of a state.
+
+    Attributes:
+        described: What the manifest says of it.
+        inner: Inner tensors by name.
+        writes: Whether this rank writes it.
+    """
 
     described: dict[str, Any]
     inner: dict[str, torch.Tensor]
@@ -31,22 +38,22 @@ class _Part:
 
 
 def names_to_take_apart(tensors: Tensors) -> list[str]:
-    """Names of what is in a subclass on this rank."""
+    """Names of the states that are in a tensor subclass on this rank."""
     return [name for name, tensor in tensors.items() if is_wrapper_subclass(tensor)]
 
 
 def apart(tensors: Tensors, names: Sequence[str]) -> tuple[dict[str, Any], dict[str, list[dict[str, Any]]]]:
-    """Take every state that is in a subclass on some rank apart.
+    """Take apart every state that is in a subclass on some rank.
 
     Args:
-        tensors: State by name, the same names on all ranks.
-        names: Those of what is in a subclass on some rank, the same on all.
+        tensors: State by name, with the same names on all ranks.
+        names: Names of the states that are in a subclass on some rank, the same on all ranks.
 
     Returns:
-        (what to write by name; name of each state that was taken apart to the parts of it).
+        (tensors to write, by name; the parts of each state that was taken apart, by name).
 
     Raises:
-        UnstorableStateError: On all ranks, if a subclass does not say what is inside it.
+        UnstorableStateError: If a subclass does not say what is inside it; raised on all ranks.
 
     Collective: all ranks.
     """
@@ -68,10 +75,11 @@ def apart(tensors: Tensors, names: Sequence[str]) -> tuple[dict[str, Any], dict[
 
 
 def take_apart(name: str, tensor: torch.Tensor) -> tuple[str | None, Any, dict[str, torch.Tensor]]:
-    """(class, context, inner tensors) of what this rank has of a state.
+    """Class, context and inner tensors of this rank's part of a state; no class for a plain tensor.
 
     Raises:
-        UnstorableStateError: If it is of a subclass that does not say what is inside it.
+        UnstorableStateError: If it is of a subclass that does not say what is inside it, or whose inner
+            tensors or context cannot be stored.
     """
     local: Any = local_tensor(tensor)
     if not is_wrapper_subclass(local):
@@ -95,6 +103,7 @@ def take_apart(name: str, tensor: torch.Tensor) -> tuple[str | None, Any, dict[s
 
 
 def _part(name: str, tensor: torch.Tensor, index: int) -> _Part:
+    """This rank's part of the state number ``index``; of replicas, which one writes it goes by the number."""
     kind, context, inner = take_apart(name, tensor)
     box = box_of(tensor)
     described = {
@@ -108,7 +117,7 @@ def _part(name: str, tensor: torch.Tensor, index: int) -> _Part:
 
 
 def inner_names(parts: Mapping[str, list[dict[str, Any]]]) -> set[str]:
-    """Names of the stored tensors that belong to states taken apart."""
+    """Names of the stored tensors that are inside the states that were taken apart."""
     return {
         f"{name}/{index}/{inner}"
         for name, entries in parts.items()

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, in words."""
+"""A description of a checkpoint in words, for the command line."""
 
 import math
 import os
@@ -12,17 +12,17 @@ from fsdp_sft.errors import CheckpointCorruptError, CheckpointNotFoundError, abr
 
 
 def inspect_checkpoint(path: str | os.PathLike[str], *, hashes: bool = False) -> tuple[str, bool]:
-    """Describe a step, or the steps below a root.
+    """Describe a step, or list the steps below a root.
 
     Args:
-        path: The folder.
-        hashes: Read every file of a step and compare checksums.
+        path: Folder of the step, or root.
+        hashes: Whether to read every file of a step and compare checksums.
 
     Returns:
-        (text, whether nothing is wrong).
+        (text, whether everything is sound).
 
     Raises:
-        CheckpointNotFoundError: If there is no such folder, or nothing in it.
+        CheckpointNotFoundError: If there is no such folder.
     """
     folder = Path(path).absolute()
     if not folder.is_dir():
@@ -38,6 +38,7 @@ def inspect_checkpoint(path: str | os.PathLike[str], *, hashes: bool = False) ->
 
 
 def _of_step(folder: Path, hashes: bool) -> tuple[str, bool]:
+    """The description of one step, and whether it is sound."""
     try:
         manifest = read_manifest(folder)
     except CheckpointCorruptError as error:
@@ -55,12 +56,14 @@ def _of_step(folder: Path, hashes: bool) -> tuple[str, bool]:
 
 
 def _advice(folder: Path) -> str:
+    """What can be done about a step without a sound manifest."""
     if any((folder / "shards").glob("*.safetensors")):
         return f"the files of the shards are there: python -m fsdp_sft.dcp_io rebuild {folder}"
     return "it has no files of shards either"
 
 
 def _facts(manifest: Manifest) -> list[tuple[str, str]]:
+    """(heading, text) of each line about a step."""
     mesh = ", ".join(f"{name}={size}" for name, size in manifest.mesh or [])
     facts = [
         ("step", str(manifest.step)),
@@ -91,6 +94,7 @@ def _versions(manifest: Manifest) -> str:
 
 
 def _bytes(manifest: Manifest) -> str:
+    """The size of all files in words."""
     size = float(sum(record.size for record in manifest.files.values()))
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:

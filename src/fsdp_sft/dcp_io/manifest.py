@@ -1,9 +1,9 @@
 """The manifest: everything about a checkpoint except the numbers, with a digest of its own.
 
-Which rank has written which part of a tensor is said once for all tensors that lie alike (``sharding``), and
-the checksums of the files are in an index beside the manifest. Neither grows with tensors times ranks: 70B
-parameters and AdamW on 1,024 ranks take 0.3 MB and 0.1 MB. Nothing in them is trusted before it has been
-checked.
+It says once, for all tensors that are sharded alike, which rank has written which part (``sharding``). The
+checksums of the files are in an index beside the manifest. So neither grows with the number of tensors times
+the number of ranks: 70B parameters and AdamW on 1,024 ranks take 0.3 MB and 0.1 MB. Nothing in them is
+trusted before it has been checked.
 """
 
 import hashlib
@@ -30,10 +30,11 @@ MANIFEST_NAME = "MANIFEST.json"
 INDEX_NAME = "INDEX.json"
 TRAIN_STATE_NAME = "train_state.json"
 FORMAT = "fsdp-sft-checkpoint"
-# 1 and 2 list every part of every tensor; 2 has several optimizers, or state that modules have made.
+# Versions 1 and 2 list every part of every tensor. Version 2 was written for several optimizers, and for
+# state that modules had made.
 VERSION = 3
 LISTING_VERSIONS = (1, 2)
-MAX_JSON_BYTES = 1 << 27  # Python makes up to 24 bytes of one
+MAX_JSON_BYTES = 1 << 27  # parsed JSON takes up to 24 times as much memory in Python
 _FILE_NAMES = re.compile(r"shards/\d{5,}\.safetensors|train_state\.json|settings/\w[\w.-]*")
 _LISTING_FILE_NAMES = re.compile(
     r"(?:model|optimizer)/\d{5,}\.safetensors|train_state\.json|rank/\d{5,}\.(?:json|safetensors)"
@@ -43,26 +44,26 @@ _LISTING_FILE_NAMES = re.compile(
 
 @dataclass(frozen=True)
 class Manifest:
-    """What one folder holds.
+    """The contents of one folder, without the numbers.
 
     Attributes:
-        step: Number of the step; None for an optimizer state of its own.
-        world_size: Ranks that wrote it.
-        mesh: Name to size of each axis of their mesh, in order; None for an ordinary model.
-        files: Name below the folder to record.
-        model: FQN to tensor; None if there is no model in it.
-        ties: Other names of tied tensors, to the one that is stored.
+        step: Number of the step; None where an optimizer's state was saved alone.
+        world_size: Number of ranks that wrote it.
+        mesh: [name, size] of each axis of their mesh, in order; None for an ordinary model.
+        files: Record of each file, by its name below the folder.
+        model: Tensors of the model by FQN; None if there is no model in the folder.
+        ties: Name of the stored tensor of each further name of a tied tensor.
         frozen: FQNs of parameters that were frozen.
-        extra: Name to what ``get_extra_state`` of a module returned, as JSON; its tensors are in ``model``.
-        optimizer: ``<fqn>/<state name>`` to tensor; None if there is no optimizer in it. Of several, each
-            with its number and a slash in front.
-        metric: What ``save_checkpoint`` was given, lower being better; None if it was nothing finite.
-        optimizer_info: The optimizer's class, parameters, groups and state other than tensors; of several, a
-            list of these under ``optimizers``.
+        extra: Extra state of modules (``get_extra_state``) as JSON, by name; its tensors are in ``model``.
+        optimizer: Tensors of the optimizer's state by ``<fqn>/<state name>``; None if there is no optimizer
+            in the folder. With several optimizers, each name begins with the optimizer's number and a slash.
+        optimizer_info: Class, parameters, groups and state other than tensors of the optimizer; with several
+            optimizers, a list of these under ``optimizers``.
+        metric: Metric that was passed to ``save_checkpoint``, lower being better; None if it was not finite.
         rank_states: Whether each rank's random number generators and own state are there.
-        versions: Of the libraries that wrote it.
-        version: Of the format.
-        digest: Of everything else, once it has been read from a file.
+        versions: Versions of the libraries that wrote it, by name.
+        version: Version of the format.
+        digest: SHA-256 of everything else, in a manifest that was read from a file.
     """
 
     step: int | None
@@ -83,12 +84,12 @@ class Manifest:
 
     @property
     def tensors(self) -> list[StoredTensor]:
-        """Of the model and of the optimizer."""
+        """All stored tensors, of the model and of the optimizer."""
         return [*(self.model or {}).values(), *(self.optimizer or {}).values()]
 
 
 def versions() -> dict[str, str]:
-    """Versions of what writes a checkpoint; of transformers only if it has been imported."""
+    """Versions of the libraries that write a checkpoint; of transformers only if it has been imported."""
     from fsdp_sft import __version__
 
     found = {"fsdp_sft": __version__, "torch": str(torch.__version__), "python": sys.version.split()[0]}
@@ -98,7 +99,11 @@ def versions() -> dict[str, str]:
 
 
 def encode_tensors(sections: Mapping[str, Mapping[str, StoredTensor] | None]) -> dict[str, Any]:
-    """Names, dtypes, shapes and shardings, as JSON: what ranks must have alike."""
+    """Names, dtypes, shapes and shardings as JSON, all of which must be equal on all ranks.
+
+    A tensor is [dtype, shape, number of its sharding], with the number of the copy that was written as a
+    fourth entry unless it is 0.
+    """
     shardings: dict[Sharding, int] = {}
     encoded: dict[str, Any] = {}
     for section, tensors in sections.items():
@@ -112,7 +117,7 @@ def encode_tensors(sections: Mapping[str, Mapping[str, StoredTensor] | None]) ->
 
 
 def describe(manifest: Manifest) -> dict[str, Any]:
-    """All of a manifest that is known before the first byte is written: all but the files and the digest."""
+    """The part of a manifest that is known before the first byte is written: all but the files and digest."""
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -131,19 +136,19 @@ def describe(manifest: Manifest) -> dict[str, Any]:
 
 
 def encode_index(files: Mapping[str, FileRecord]) -> bytes:
-    """The bytes of the index: name to size and SHA-256."""
+    """The bytes of the index: size and SHA-256 of each file, by name."""
     return checked_size(dumps({name: [r.size, r.sha256] for name, r in files.items()}), "the index of files")
 
 
 def encode_manifest(description: Mapping[str, Any], index: bytes) -> bytes:
-    """The manifest's bytes, with the digest of all the rest in them."""
+    """The bytes of the manifest, with the record of the index and a digest of everything else in them."""
     record = {"size": len(index), "sha256": hashlib.sha256(index).hexdigest()}
     body = {**description, "index": record}
     return checked_size(dumps({**body, "digest": hashlib.sha256(dumps(body)).hexdigest()}), "the manifest")
 
 
 def checked_size(text: bytes, what: str) -> bytes:
-    """``text``, if loading would take it.
+    """``text``, unless it is too long to be read again.
 
     Raises:
         ValueError: If it is longer than ``MAX_JSON_BYTES``.
@@ -157,7 +162,7 @@ def checked_size(text: bytes, what: str) -> bytes:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read and check the manifest of a folder and its index, not the files they name.
+    """Read and check the manifest of a folder and its index, but not the files that they name.
 
     Raises:
         CheckpointCorruptError: If one is missing, damaged or edited, of an unknown version, names a file
@@ -176,10 +181,11 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def checked_body(data: bytes) -> dict[str, Any]:
-    """The manifest that these bytes are, if this release reads it.
+    """The JSON of a manifest, after its format, version and digest have been checked.
 
     Raises:
-        ValueError: If it is another thing, of another version, or damaged.
+        ValueError: If the bytes are not a manifest, are of a version that this release does not read, or are
+            damaged.
     """
     raw = loads(data, MANIFEST_NAME)
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
@@ -190,13 +196,15 @@ def checked_body(data: bytes) -> dict[str, Any]:
             "load it with the release that wrote it"
         )
     body = {key: value for key, value in raw.items() if key != "digest"}
-    # The bytes too: a flipped bit can make 1e5 of 1E5, which is equal.
+    # The bytes are compared as well as the digest of their values: a flipped bit can turn 1E5 into 1e5, which
+    # is the same value.
     if raw.get("digest") != hashlib.sha256(dumps(body)).hexdigest() or dumps(raw) != data:
         raise ValueError("its digest does not match: it was damaged or edited")
     return raw
 
 
 def _read_index(folder: Path, record: Mapping[str, Any]) -> dict[str, Any]:
+    """The index beside a manifest, which must be the one of which the manifest has the checksum."""
     data = read_bytes(folder / INDEX_NAME, MAX_JSON_BYTES)
     if len(data) != record["size"] or hashlib.sha256(data).hexdigest() != record["sha256"]:
         raise ValueError(f"{INDEX_NAME} is not the one it was written with")
@@ -208,7 +216,8 @@ def parse(body: Mapping[str, Any], index: Mapping[str, Any]) -> Manifest:
     """A manifest from its JSON and the records of its files.
 
     Raises:
-        ValueError: If it is not what it should be; so do KeyError, TypeError and AttributeError.
+        ValueError: If something in it is not valid. Malformed JSON may also raise the other errors of
+            ``MALFORMED``.
     """
     lists = body["version"] in LISTING_VERSIONS
     files = {}
@@ -254,7 +263,7 @@ def parse(body: Mapping[str, Any], index: Mapping[str, Any]) -> Manifest:
 def per_optimizer(
     info: Mapping[str, Any], tensors: Mapping[str, Any]
 ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Information and state of each optimizer, the state by ``<fqn>/<state name>``."""
+    """Information and state of each optimizer, the state by ``<fqn>/<state name>`` without its number."""
     if "optimizers" not in info:
         return [(dict(info), dict(tensors))]
     parts: list[dict[str, Any]] = [{} for _ in info["optimizers"]]
@@ -265,6 +274,7 @@ def per_optimizer(
 
 
 def _check_optimizer_info(info: Any, tensors: dict[str, StoredTensor]) -> None:
+    """Refuse information about an optimizer that contradicts itself or the stored tensors."""
     parameters = info["parameters"]
     in_groups = [name for group in info["groups"] for name in group["params"]]
     inside = _check_parts(info, tensors)
@@ -277,7 +287,7 @@ def _check_optimizer_info(info: Any, tensors: dict[str, StoredTensor]) -> None:
 
 
 def _check_parts(info: Any, tensors: dict[str, StoredTensor]) -> set[str]:
-    """Names of the tensors inside others, whose parts make up their parameters."""
+    """Check the states that were taken apart; return the names of the stored tensors inside them."""
     inside: set[str] = set()
     for name, entries in info.get("parts", {}).items():
         shape = tuple(info["parameters"][name.rpartition("/")[0]][1])
@@ -297,6 +307,7 @@ def _check_parts(info: Any, tensors: dict[str, StoredTensor]) -> set[str]:
 
 
 def _parse_tensors(raw: Any, section: str, shardings: list[Sharding]) -> dict[str, StoredTensor]:
+    """The tensors of one section, checked; the inverse of ``encode_tensors``."""
     tensors: dict[str, StoredTensor] = {}
     for name, (dtype, shape, number, *more) in raw.items():
         (copy,) = more or (0,)

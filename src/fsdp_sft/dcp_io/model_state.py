@@ -1,4 +1,4 @@
-"""A model's part of a checkpoint: compared with the live one, read into it, and what came back is counted."""
+"""The model in a checkpoint: comparing it with the live model, and reading it."""
 
 from collections.abc import Mapping
 
@@ -15,10 +15,11 @@ from fsdp_sft.errors import CheckpointMismatchError, abridged
 
 
 def check_model(manifest: Manifest, live: ModelTensors) -> dict[str, StoredTensor]:
-    """Which stored tensor goes into each of the model's.
+    """The stored tensor for each tensor of the model, by the model's first name.
 
     Raises:
         CheckpointMismatchError: If names, ties, shapes or dtypes differ.
+        CheckpointCorruptError: If a file that this rank will read is not listed in the manifest.
     """
     check_extra(manifest.extra, live)
     stored = {n: t for n, t in (manifest.model or {}).items() if not _is_extra(n, manifest)}
@@ -35,7 +36,7 @@ def check_model(manifest: Manifest, live: ModelTensors) -> dict[str, StoredTenso
         sources.setdefault(first, stored[source])
     for name, tensor in sources.items():
         actual = live.tensors[name]
-        if name in live.made:  # of a form that may change, as long as the module takes it
+        if name in live.made:  # its form may change, as long as the module takes it
             continue
         if tuple(actual.shape) != tensor.shape or actual.dtype != tensor.dtype:
             own = f"{actual.dtype} {tuple(actual.shape)}"
@@ -58,10 +59,17 @@ def read_model(
     live: ModelTensors,
     sources: Mapping[str, StoredTensor],
 ) -> None:
-    """Read what ``check_model`` has passed into a model, and see that it has taken all of it.
+    """Read a checkpoint that ``check_model`` has accepted, and check that the model has taken all of it.
+
+    Args:
+        reader: Reader of the files.
+        manifest: Manifest of the checkpoint.
+        model: Model to read into.
+        live: Its tensors.
+        sources: What ``check_model`` returned.
 
     Raises:
-        CheckpointMismatchError: If a module does not take what it had made itself, or gives back another
+        CheckpointMismatchError: If a module does not take back what it had made itself, or returns another
             value when it is asked again.
     """
     made = {name: _room(live.tensors[name], sources[name]) for name in live.made}
@@ -75,17 +83,19 @@ def read_model(
 
 
 def _is_extra(name: str, manifest: Manifest) -> bool:
-    """Whether a stored tensor is part of a module's extra state: its name is that of the state and a path."""
+    """Whether a stored tensor belongs to extra state: its name is the name of that state and a key path."""
     return name.partition("[")[0] in manifest.extra
 
 
 def _room(live: torch.Tensor, stored: StoredTensor) -> torch.Tensor:
+    """Memory for a stored tensor, sharded as the live one is if it has the same shape."""
     if tuple(live.shape) == stored.shape:
         return torch.empty_like(live.detach(), dtype=stored.dtype)
     return torch.empty(stored.shape, dtype=stored.dtype, device=live.device)
 
 
 def _check_extra_taken(model: nn.Module, expected: Mapping[str, str]) -> None:
+    """Compare the extra state that modules return now with the digests of what they were given."""
     found = digests(*encode_extra(model_tensors(model)))
     lost = [name for name, digest in expected.items() if found.get(name) != digest]
     if lost:

@@ -1,4 +1,4 @@
-"""Optimizers read by parameter name, without a step, and changed in nothing."""
+"""Reading the state of optimizers by parameter name, without a step and without changing anything."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,8 +24,8 @@ class OptimizerContent:
     """An optimizer's state, ready to be written.
 
     Attributes:
-        tensors: ``<fqn>/<state name>`` to the live tensor, or to what is inside it.
-        info: Class, parameters, groups and other state, as JSON.
+        tensors: Live tensors of the state, or what is inside them, by ``<fqn>/<state name>``.
+        info: Class, parameters, groups and state other than tensors, as JSON.
     """
 
     tensors: dict[str, Any]
@@ -36,7 +36,7 @@ def as_list(optimizer: Optimizers) -> list[Optimizer]:
     """One optimizer or several, as a list.
 
     Raises:
-        TypeError: If something else is there.
+        TypeError: If an entry is not an optimizer.
         ValueError: If the list is empty.
     """
     given = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
@@ -53,7 +53,7 @@ def optimizer_content(model: nn.Module, optimizer: Optimizers) -> OptimizerConte
 
     Raises:
         ValueError: If a parameter is not the model's, or is in two optimizers.
-        UnstorableStateError: If there is state that could not be given back.
+        UnstorableStateError: If there is state that could not be loaded again.
     """
     optimizers = as_list(optimizer)
     names = parameter_names(model)
@@ -69,9 +69,9 @@ def optimizer_content(model: nn.Module, optimizer: Optimizers) -> OptimizerConte
 
 
 def with_inner_tensors(content: OptimizerContent, names: Sequence[str]) -> OptimizerContent:
-    """The same, with state in tensor subclasses taken apart: ``names``, the same on all ranks.
+    """The same content with the states ``names``, which are in tensor subclasses, taken apart.
 
-    Collective: all ranks.
+    Collective: all ranks, with the same names.
     """
     if not names:
         return content
@@ -86,11 +86,11 @@ def with_inner_tensors(content: OptimizerContent, names: Sequence[str]) -> Optim
 
 
 def check_storable(optimizer: Optimizer, together: Sequence[Optimizer] = ()) -> None:
-    """Refuse an optimizer that keeps state elsewhere than in ``optimizer.state``, by parameter.
+    """Refuse an optimizer that has state anywhere but in ``optimizer.state``, by parameter.
 
     Args:
-        optimizer: It.
-        together: All that are saved with it.
+        optimizer: Optimizer to check.
+        together: All optimizers that are saved with it.
 
     Raises:
         UnstorableStateError: If part of its state would be lost.
@@ -128,19 +128,23 @@ def check_storable(optimizer: Optimizer, together: Sequence[Optimizer] = ()) -> 
 
 
 def _inner_optimizers(optimizer: Optimizer) -> list[tuple[str, Optimizer]]:
+    """Optimizers that are attributes of an optimizer, or in lists and dicts that are, by attribute."""
     held = [(name, inner) for name, value in vars(optimizer).items() for inner in _elements(value)]
     return [(name, inner) for name, inner in held if isinstance(inner, Optimizer) and inner is not optimizer]
 
 
 def _elements(value: Any) -> list[Any]:
+    """The values in a dict or list; anything else as the only element of a list."""
     return list(value.values()) if isinstance(value, dict) else value if type(value) is list else [value]
 
 
 def _described_key(key: Any) -> str:
+    """A key of an optimizer's state in words."""
     return f"a tensor of shape {tuple(key.shape)}" if isinstance(key, torch.Tensor) else repr(key)[:80]
 
 
 def _refuse_common_parameters(each: Sequence[OptimizerContent]) -> None:
+    """Refuse optimizers that have a parameter in common."""
     seen: set[str] = set()
     for content in each:
         twice = seen & content.info["parameters"].keys()
@@ -150,6 +154,7 @@ def _refuse_common_parameters(each: Sequence[OptimizerContent]) -> None:
 
 
 def _content_of_one(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> OptimizerContent:
+    """The state, parameters and groups of one optimizer, by the names of its parameters."""
     tensors: dict[str, torch.Tensor] = {}
     values: dict[str, dict[str, Any]] = {}
     parameters: dict[str, list[Any]] = {}
@@ -172,6 +177,7 @@ def _content_of_one(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> 
 
 
 def _name_of(parameter: nn.Parameter, names: Mapping[nn.Parameter, str]) -> str:
+    """The name of an optimizer's parameter in the model; one that is not the model's is refused."""
     if parameter not in names:
         raise ValueError(
             f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not the model's; make "
@@ -181,8 +187,9 @@ def _name_of(parameter: nn.Parameter, names: Mapping[nn.Parameter, str]) -> str:
 
 
 def _checked_state(value: torch.Tensor, parameter: nn.Parameter, name: str) -> torch.Tensor:
+    """``value``, if it can be stored and sharded again: 0-dim, or shaped and sharded as its parameter."""
     if is_wrapper_subclass(value):
-        take_apart(name, value)  # refuses what says nothing of itself
+        take_apart(name, value)  # raises for a subclass that does not say what is inside it
         if isinstance(value, DTensor) != isinstance(parameter, DTensor) or value.shape != parameter.shape:
             raise UnstorableStateError(
                 f"{name} is a {type(local_tensor(value)).__name__} unlike its parameter"
@@ -206,12 +213,13 @@ def _checked_state(value: torch.Tensor, parameter: nn.Parameter, name: str) -> t
 
 
 def _encode_group(group: Mapping[str, Any], index: int, names: Mapping[nn.Parameter, str]) -> dict[str, Any]:
+    """A parameter group as JSON: names of its parameters, and its options."""
     options = {}
     for key, value in group.items():
         if key == "params":
             continue
         if isinstance(value, torch.Tensor) and value.numel() == 1:
-            value = value.item()  # a learning rate that is a tensor; exact, a float64 holds any float32
+            value = value.item()  # such as a learning rate; exact, since a float64 holds every float32
         options[key] = _encode(value, f"param_groups[{index}][{key!r}]")
     return {"params": [names[parameter] for parameter in group["params"]], "options": options}
 

@@ -1,4 +1,4 @@
-"""A saved optimizer state compared with live optimizers, read into them, and counted afterwards."""
+"""The optimizers in a checkpoint: comparing them with live ones, reading them, counting what has arrived."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,22 +19,22 @@ from fsdp_sft.dcp_io.optimizer_content import OptimizerContent, Optimizers, as_l
 from fsdp_sft.dcp_io.stored import StoredTensor
 from fsdp_sft.errors import CheckpointMismatchError, abridged
 
-# These say how a step is computed, not what: the live optimizer's choice stands.
+# Options that choose how a step is computed and not what it computes. The live optimizer's choice stays.
 _IMPLEMENTATION_OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
 Saved = tuple[dict[str, Any], dict[str, StoredTensor]]  # information, and state by name
 
 
 def check_optimizer(manifest: Manifest, model: nn.Module, optimizer: Optimizers) -> None:
-    """Compare a saved state with one optimizer or several, changing neither.
+    """Compare a saved state with one optimizer or several, changing nothing.
 
     Raises:
         CheckpointMismatchError: If it does not fit; the message lists the differences.
-        UnstorableStateError: If an optimizer could not take what was saved.
+        UnstorableStateError: If an optimizer is of a kind that cannot be saved or loaded.
     """
     if manifest.optimizer is None:
         raise CheckpointMismatchError("no optimizer was saved there; optimizer=None loads the model alone")
-    optimizer_content(model, optimizer)  # refuses what could not take it
+    optimizer_content(model, optimizer)  # raises for an optimizer that could not take the state
     problems = []
     for live, saved in _pairs(manifest, model, as_list(optimizer)):
         problems += _problems(optimizer_content(model, live), *saved)
@@ -53,17 +53,21 @@ def check_optimizer(manifest: Manifest, model: nn.Module, optimizer: Optimizers)
 def apply_optimizer(
     manifest: Manifest, model: nn.Module, optimizer: Optimizers, reader: TensorReader
 ) -> None:
-    """Read the state of a manifest that ``check_optimizer`` has passed into the optimizers.
+    """Read a state that ``check_optimizer`` has accepted into the optimizers.
 
     Raises:
-        CheckpointMismatchError: If one does not take all of it.
+        CheckpointMismatchError: If an optimizer does not take all of it.
     """
     for live, (info, stored) in _pairs(manifest, model, as_list(optimizer)):
         _apply(live, parameter_names(model), info, stored, reader)
 
 
 def _pairs(manifest: Manifest, model: nn.Module, live: list[Optimizer]) -> list[tuple[Optimizer, Saved]]:
-    """Each live optimizer with the saved one over the same parameters; else in the order of the list."""
+    """Each live optimizer with the saved one that has the same parameters.
+
+    Optimizers for which there is none are paired in the order of the list, so that the comparison can say how
+    they differ.
+    """
     saved = per_optimizer(manifest.optimizer_info, manifest.optimizer or {})
     if len(live) != len(saved):
         raise CheckpointMismatchError(
@@ -89,6 +93,7 @@ def _pairs(manifest: Manifest, model: nn.Module, live: list[Optimizer]) -> list[
 def _problems(
     live: OptimizerContent, saved: Mapping[str, Any], stored: Mapping[str, StoredTensor]
 ) -> list[str]:
+    """How a saved optimizer differs from a live one; empty if it does not."""
     problems = []
     if live.info["class"] != saved["class"]:
         problems.append(f"it is of {saved['class']}, the optimizer is {live.info['class']}")
@@ -124,6 +129,7 @@ def _apply(
     stored: Mapping[str, StoredTensor],
     reader: TensorReader,
 ) -> None:
+    """Read one saved optimizer into a live one. Tensors that its state has already are read into."""
     by_name = {fqn: parameter for parameter, fqn in names.items()}
     saved_groups = {frozenset(group["params"]): group for group in info["groups"]}
     groups = [(g, saved_groups[frozenset(names[p] for p in g["params"])]) for g in optimizer.param_groups]
@@ -156,7 +162,7 @@ def _apply(
 
 
 def _check_taken(optimizer: Optimizer, given: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
-    """Count what was stored against what the optimizer has now."""
+    """Compare the number of entries that were read with the number that the optimizer has now."""
     live = optimizer.state
     taken = sum(
         live.get(parameter, {}).get(name) is value
@@ -175,15 +181,17 @@ def _check_taken(optimizer: Optimizer, given: Mapping[nn.Parameter, Mapping[str,
 def _new_state(
     parameter: nn.Parameter, name: str, shape: tuple[int, ...], dtype: torch.dtype, options: Mapping[str, Any]
 ) -> torch.Tensor:
+    """Memory for a state that the optimizer does not have yet; sharded as its parameter if of its shape."""
     if shape == tuple(parameter.shape) and (shape or name != "step"):
         return torch.empty_like(parameter.detach(), dtype=dtype)
-    # As torch places it: the count of steps is on the host unless the step runs on the device.
+    # Where torch puts it: the count of steps is on the host, unless the step itself runs on the device.
     on_device = name != "step" or options.get("fused") or options.get("capturable")
     device = parameter.device if on_device else torch.device("cpu")
     return torch.empty((), dtype=dtype, device=device)
 
 
 def _apply_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
+    """Set the saved options of a group; an option that is a tensor is written into."""
     for key, encoded in options.items():
         if key in _IMPLEMENTATION_OPTIONS and key in group:
             continue
@@ -195,6 +203,7 @@ def _apply_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
 
 
 def _group_difference(live: Mapping[str, Any], saved: Mapping[str, Any]) -> str:
+    """How the parameter groups of a live optimizer and of a saved one differ, in words."""
     missing = sorted(set(saved["parameters"]) - set(live["parameters"]))
     added = sorted(set(live["parameters"]) - set(saved["parameters"]))
     if missing or added:

@@ -1,4 +1,4 @@
-"""An optimizer's state by parameter name: read without a step, written sharded, put back exactly."""
+"""The state of an optimizer alone, in a folder: read without a step, written sharded, restored exactly."""
 
 import os
 import shutil
@@ -27,25 +27,31 @@ from fsdp_sft.errors import (
 
 
 def save_optimizer_state(model: nn.Module, optimizer: Optimizers, path: str | os.PathLike[str]) -> None:
-    """Write an optimizer's state to a folder: one safetensors file per rank, JSON for the rest.
+    """Write an optimizer's state to a folder: one safetensors file per rank, and JSON for the rest.
 
-    The optimizer is only read: a fresh one, or one with gradients pending, stays as it is. What is saved at
-    ``path`` already is replaced once the new state is complete.
+    The optimizer is only read, so a fresh one stays fresh and gradients stay where they are. An earlier state
+    at ``path`` is replaced once the new one is complete.
 
     Args:
-        model: The model whose parameters the optimizer has.
+        model: Model whose parameters the optimizer has.
         optimizer: Any optimizer whose tensors are 0-dim or have their parameter's shape; or a list of
-            several, each over parameters of its own.
-        path: The folder; its parent is made.
+            optimizers, each with parameters of its own.
+        path: Folder to write; its parent is made if it is not there.
 
     Raises:
-        FileExistsError: If there is something else than an optimizer state at ``path``.
+        FileExistsError: If something other than an optimizer state is at ``path``.
         ValueError: If a parameter of the optimizer is not the model's.
-        UnstorableStateError: If there is state that could not be given back.
+        UnstorableStateError: If there is state that could not be loaded again.
         OSError: If writing fails on any rank; what was at ``path`` stays.
 
     Collective: all ranks.
     Memory: One local shard of a state tensor in CPU memory.
+
+    Example:
+        >>> result = fs.train_step(model, window, optimizer)
+        >>> fs.save_optimizer_state(model, optimizer, "adamw")
+        >>> sorted(file.name for file in Path("adamw").iterdir())
+        ['INDEX.json', 'MANIFEST.json', 'shards']
     """
     settle(model)
     reshard(model)
@@ -77,25 +83,33 @@ def save_optimizer_state(model: nn.Module, optimizer: Optimizers, path: str | os
 
 
 def load_optimizer_state(model: nn.Module, optimizer: Optimizers, path: str | os.PathLike[str]) -> None:
-    """Put a saved state back into an optimizer, fresh or not, at any world size and mesh.
+    """Load a saved state into an optimizer, fresh or not, at any world size and mesh.
 
-    Groups are matched by the names of their parameters; hyperparameters come from the file, except those
-    that choose an implementation (``foreach``, ``fused``, ``capturable``, ``differentiable``).
+    Groups are matched by the names of their parameters. Hyperparameters come from the file, except those that
+    choose an implementation (``foreach``, ``fused``, ``capturable``, ``differentiable``).
 
     Args:
-        model: The model whose parameters the optimizer has.
-        optimizer: Of the class that was saved, over the same parameters in the same groups; or all of several
-            as a list, in any order.
-        path: What ``save_optimizer_state`` wrote, or one step of ``save_checkpoint``.
+        model: Model whose parameters the optimizer has.
+        optimizer: Optimizer of the class that was saved, with the same parameters in the same groups; or a
+            list of all optimizers that were saved together, in any order.
+        path: Folder that ``save_optimizer_state`` wrote, or one step of ``save_checkpoint``.
 
     Raises:
         CheckpointNotFoundError: If there is nothing at ``path``.
         CheckpointCorruptError: If a file is damaged; model and optimizer are untouched.
-        CheckpointMismatchError: If the state is of another optimizer; both are untouched. Or if the optimizer
-            does not take what was read.
+        CheckpointMismatchError: If the state is of another optimizer; model and optimizer are untouched. Or
+            if the optimizer has not taken everything that was read.
 
     Collective: all ranks.
     Memory: The state, and a 16 MiB buffer.
+
+    Example:
+        >>> result = fs.train_step(model, window, optimizer)
+        >>> fs.save_optimizer_state(model, optimizer, "adamw")
+        >>> fresh = torch.optim.AdamW(model.parameters(), lr=0.1)
+        >>> fs.load_optimizer_state(model, fresh, "adamw")
+        >>> fresh.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+        True
     """
     reshard(model)
     folder = Path(path).absolute()

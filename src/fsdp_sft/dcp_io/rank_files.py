@@ -1,6 +1,7 @@
-"""What belongs to one rank: its random number generators and the caller's own state.
+"""State that belongs to one rank: its random number generators, and what the caller gave for this rank.
 
-It lies in the file of the rank's shards, under names of its own: only that rank reads it.
+It is stored in the file of the rank's shards under names that begin with ``rank.``, and only that rank reads
+it.
 """
 
 from pathlib import Path
@@ -19,10 +20,11 @@ _PREFIX = "rank."
 
 
 def rank_content(rank_state: Any) -> dict[str, torch.Tensor]:
-    """What to write for this rank: JSON as bytes, and the tensors that it refers to.
+    """What this rank writes of its own: JSON as a tensor of bytes, and the tensors to which the JSON refers.
 
     Raises:
-        TypeError: If ``rank_state`` has something that neither can hold; names the key path.
+        TypeError: If ``rank_state`` has a value that cannot be stored in either way; the message names its
+            key path.
     """
     tensors: dict[str, torch.Tensor] = {}
     content = {
@@ -34,20 +36,20 @@ def rank_content(rank_state: Any) -> dict[str, torch.Tensor]:
 
 
 def keys_of_rank(rank: int, content: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The same by the names in the file: ``rank.<number>`` for the JSON, that and a path for a tensor."""
+    """The content by its names in the file: ``rank.<number>`` is the JSON, tensors add their key paths."""
     return {_key(rank, name): tensor for name, tensor in content.items()}
 
 
 def is_of_a_rank(key: str) -> bool:
-    """Whether a name in a file is that of such content."""
+    """Whether a name in a file is one of these."""
     return key.startswith(_PREFIX)
 
 
 def read_rank_content(folder: Path, manifest: Manifest, rank: int) -> tuple[dict[str, Any], Any]:
-    """The generators' states and the caller's state, as they were given; changes nothing.
+    """The states of a rank's random number generators, and its ``rank_state``. No generator is set.
 
     Raises:
-        CheckpointCorruptError: If it is not what was written.
+        CheckpointCorruptError: If the file does not hold what was written.
     """
     if manifest.version in LISTING_VERSIONS:
         name = f"rank/{rank:05d}.json"
@@ -67,6 +69,7 @@ def read_rank_content(folder: Path, manifest: Manifest, rank: int) -> tuple[dict
 
 
 def _key(rank: int, name: str) -> str:
+    """Name in the file of an entry of a rank's content."""
     return f"{_PREFIX}{rank}{'.' if name else ''}{name}"
 
 

@@ -1,4 +1,4 @@
-"""A manifest that was lost or damaged, made again from what the files of the shards say of themselves."""
+"""Rebuilding a lost or damaged manifest from the headers of the shards' files."""
 
 import hashlib
 import os
@@ -38,21 +38,21 @@ from fsdp_sft.errors import (
 def rebuild_manifest(folder: str | os.PathLike[str]) -> bool:
     """Write the manifest and the index of a step again, from the headers of its files.
 
-    Every file is read once. What is written is, byte for byte, what the save wrote, if no file has changed.
+    Every file is read once. If no file has changed, the result is byte for byte what the save wrote. Call it
+    from one process, while no other uses the folder.
 
     Args:
-        folder: Of one step, of format version 3.
+        folder: Folder of one step, of format version 3.
 
     Returns:
-        Whether the files were compared with checksums of the save: the index was still there. Without it,
-        they are taken as they are.
+        Whether the files were compared with the checksums of the save, for which the index must still be
+        there. Without it they are taken as they are.
 
     Raises:
+        CheckpointNotFoundError: If there is no step of format version 3.
         CheckpointExistsError: If the manifest is sound.
-        CheckpointCorruptError: If a file is missing, differs from what the others say, or has other contents
-            than the index says; nothing is written.
-
-    For one process; no other may use the folder.
+        CheckpointCorruptError: If a file is missing, contradicts the other files, or has other contents than
+            the index says. Nothing is written then.
     """
     step = Path(folder).absolute()
     if not (step / SHARDS).is_dir():
@@ -83,6 +83,7 @@ def rebuild_manifest(folder: str | os.PathLike[str]) -> bool:
 
 
 def _is_sound(step: Path) -> bool:
+    """Whether a step has a sound manifest."""
     try:
         read_manifest(step)
     except CheckpointCorruptError:
@@ -91,7 +92,7 @@ def _is_sound(step: Path) -> bool:
 
 
 def _read_headers(step: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, FileRecord]]:
-    """The manifest's contents as rank 0's file has them, each file's header, and rank 0's other files."""
+    """The manifest's contents from rank 0's file, each file's header, and records of rank 0's other files."""
     names = (path.name for path in (step / SHARDS).iterdir())
     files = sorted(f"{SHARDS}/{name}" for name in names if re.fullmatch(r"\d{5,}\.safetensors", name))
     if shard_file(0) not in files:
@@ -116,6 +117,7 @@ def _read_headers(step: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str,
 
 
 def _record(path: Path) -> FileRecord:
+    """Size and SHA-256 of a file, which is read for them."""
     try:
         fd = open_file(path)
     except (OSError, SafetensorsError) as error:
@@ -127,7 +129,7 @@ def _record(path: Path) -> FileRecord:
 
 
 def _old_index(step: Path) -> dict[str, FileRecord] | None:
-    """The records of the index, if there is one that can be read."""
+    """The records of the index; None if there is none, or it cannot be read."""
     try:
         raw = loads(read_bytes(step / INDEX_NAME, MAX_JSON_BYTES), INDEX_NAME)
         return {str(name): FileRecord(int(size), str(digest)) for name, (size, digest) in raw.items()}
@@ -142,7 +144,15 @@ def _checked(
     index: Mapping[str, FileRecord],
     headers: Mapping[str, Any],
 ) -> bytes:
-    """The manifest, if a load would take it, nothing is missing, and each file has what it gives it."""
+    """The bytes of the manifest, after checking that a load would accept it and that the files fit it.
+
+    Args:
+        step: Folder of the step, for errors.
+        description: The manifest without the files.
+        encoded: Bytes of the index.
+        index: Records of the files.
+        headers: Headers of the shards' files.
+    """
     try:
         written = encode_manifest(description, encoded)
         body = checked_body(written)
@@ -158,6 +168,7 @@ def _checked(
 
 
 def _replace(path: Path, data: bytes) -> None:
+    """Write a small file under a temporary name, and rename it over the old one."""
     temporary = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
     try:
         write_bytes(temporary, data)

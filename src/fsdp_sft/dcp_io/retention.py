@@ -1,4 +1,4 @@
-"""Which checkpoints a folder has, which are sound, and which go."""
+"""Finding the checkpoints below a root, checking that they are sound, and deleting old ones."""
 
 import logging
 import os
@@ -21,11 +21,17 @@ class CheckpointInfo:
     """One step below a root.
 
     Attributes:
-        step: Its number.
-        path: Its folder.
-        sound: Whether the manifest is sound and every file is there with its size; the contents are for
-            ``verify_checkpoint``.
-        metric: What it was saved with, lower being better; None if with nothing finite.
+        step: Number of the step.
+        path: Folder of the step.
+        sound: Whether the manifest is sound and every file is there with its size. ``verify_checkpoint``
+            checks the contents too.
+        metric: Metric that it was saved with, lower being better; None if there was none, or none finite.
+
+    Example:
+        >>> saved = fs.save_checkpoint("ckpt", 1, model=model, metric=0.5)
+        >>> info = fs.find_checkpoints("ckpt")[0]
+        >>> info.step, info.sound, info.metric
+        (1, True, 0.5)
     """
 
     step: int
@@ -35,19 +41,29 @@ class CheckpointInfo:
 
 
 def find_checkpoints(root: str | os.PathLike[str]) -> list[CheckpointInfo]:
-    """The steps below ``root``, oldest first; none if there is no such folder.
+    """The steps below ``root``, in ascending order; none if there is no such folder.
 
-    Looks from this process alone, and not into the contents of files. A step that another job deletes
+    Only this process looks, and it does not read the contents of the files. A step that another job deletes
     meanwhile is left out.
 
+    Args:
+        root: Root of all steps.
+
     Raises:
-        OSError: If a step must not be read, or nothing could be opened now.
+        OSError: If this process may open no more files, or may not open those of a step.
+
+    Example:
+        >>> for step in (1, 2):
+        ...     saved = fs.save_checkpoint("ckpt", step, model=model)
+        >>> [(info.path.name, info.sound) for info in fs.find_checkpoints("ckpt")]
+        [('step-1', True), ('step-2', True)]
     """
     found = [_info(step, path) for step, path in step_folders(Path(root).absolute())]
     return [info for info in found if info.sound or info.path.exists()]
 
 
 def _info(step: int, path: Path) -> CheckpointInfo:
+    """What can be said of a step without reading the contents of its files."""
     try:
         manifest = read_manifest(path)
     except CheckpointCorruptError:
@@ -57,21 +73,38 @@ def _info(step: int, path: Path) -> CheckpointInfo:
 
 
 def verify_checkpoint(path: str | os.PathLike[str]) -> list[str]:
-    """Read one step completely and say what is wrong with it.
+    """Read one step completely and report what is wrong with it.
+
+    Args:
+        path: Folder of the step.
 
     Returns:
-        Problems, each naming its file; empty if the checkpoint is exactly what was written.
+        Problems, each of which names its file; empty if the checkpoint is exactly what was written.
+
+    Example:
+        >>> saved = fs.save_checkpoint("ckpt", 1, model=model)
+        >>> fs.verify_checkpoint("ckpt/step-1")
+        []
+        >>> (saved.path / "shards" / "00000.safetensors").unlink()
+        >>> fs.verify_checkpoint("ckpt/step-1")
+        ['step-1/shards/00000.safetensors is missing']
     """
     return verify_folder(Path(path).absolute(), hashes=True)
 
 
 def prune(root: Path, *, keep_last: int | None, keep_best: int, just_saved: int) -> None:
-    """Delete sound steps other than the newest ``keep_last`` and the best ``keep_best``.
+    """Delete sound steps except the newest ``keep_last`` and the best ``keep_best``.
 
-    The one just saved stays and counts among the newest. Of equal metrics the newer is better. Unsound ones
-    neither count nor go: someone may want to look at them. What goes is logged as a warning, which Python
-    prints unless told otherwise. Steps that cannot be looked at now, or deleted, are warned about; the
-    checkpoint that was just saved stands.
+    The step that was just saved is kept and counts as one of the newest. Of two steps with equal metrics the
+    newer one is better. Damaged steps do not count and are not deleted, since someone may want to examine
+    them. Deletions are logged as warnings, which Python prints by default. A failure to list or delete steps
+    is only a warning: the new checkpoint is valid all the same.
+
+    Args:
+        root: Root of all steps.
+        keep_last: Number of the newest steps to keep; None deletes nothing.
+        keep_best: Number of the steps with the lowest metric to keep beside them.
+        just_saved: Number of the step that was just saved.
     """
     if keep_last is None:
         return
@@ -94,9 +127,10 @@ def prune(root: Path, *, keep_last: int | None, keep_best: int, just_saved: int)
 
 
 def _delete(root: Path, path: Path) -> bool:
+    """Delete a step; False, with a warning, if that fails."""
     doomed = temporary_beside(root / f"pruned-{path.name}")
     try:
-        os.rename(path, doomed)  # so that a step is never there by half
+        os.rename(path, doomed)  # renamed first, so that no folder with a step's name is half deleted
         shutil.rmtree(doomed)
     except OSError as error:
         warnings.warn(f"could not delete the old checkpoint {path}: {error}", stacklevel=4)

@@ -1,4 +1,4 @@
-"""The folder of all steps, made ready for one more."""
+"""Preparing the root, the folder of all steps, for a new step."""
 
 import os
 import warnings
@@ -14,7 +14,9 @@ _looked_at: set[Path] = set()
 
 
 def prepare_root(root: Path, step: int) -> None:
-    """Make ``root`` this job's, sweep what killed jobs have left, and see that the step is free; by rank 0.
+    """Reserve ``root`` for this job, delete what killed jobs have left, and check that the step can be saved.
+
+    Only rank 0 calls this.
 
     Raises:
         CheckpointInUseError: If another job saves there.
@@ -41,7 +43,7 @@ def prepare_root(root: Path, step: int) -> None:
 
 
 def _say_if_copied(root: Path) -> None:
-    """Warn, at the first save below a root, where a rename is no single moment."""
+    """Warn, at the first save below a root, if its file system renames a folder by copying it."""
     if root in _looked_at:
         return
     _looked_at.add(root)

@@ -1,8 +1,9 @@
-"""What the header of a rank's file says beside its tensors: enough to place them without the manifest.
+"""Metadata in the header of a rank's file, with which its tensors can be placed without the manifest.
 
-torch's distributed checkpoint reads such a folder of files by ``DCP_SHARDING_INFO``: for every name in the
-file, where in the whole tensor the part begins. It takes the shape of the whole tensor from the parts that it
-finds, so the shapes are here too, under a name of our own; rank 0's file also has the manifest's contents.
+torch's distributed checkpoint reads a folder of such files by ``DCP_SHARDING_INFO``, which says for every
+name in the file where in the full tensor the part begins. It infers the shape of the full tensor from the
+parts that it finds. The shapes are therefore stated too, under a name of this library, and rank 0's file also
+has the manifest's contents.
 
 Source: ``torch/distributed/checkpoint/hf_storage.py``, ``HuggingFaceStorageReader.read_metadata``.
 """
@@ -17,7 +18,7 @@ from fsdp_sft.dcp_io.codec import dumps
 _OFFSETS = "DCP_SHARDING_INFO"
 _OWN = "fsdp_sft"
 _MANIFEST = "fsdp_sft_manifest"
-_MOST_MANIFEST_BYTES = 16 << 20  # of 100 MB that a header may take; above, the manifest cannot be rebuilt
+_MOST_MANIFEST_BYTES = 16 << 20  # a header may have 100 MB in all; a longer manifest cannot be rebuilt
 
 
 def header_metadata(
@@ -32,13 +33,13 @@ def header_metadata(
     """The metadata of one file.
 
     Args:
-        step: Of the checkpoint.
-        world_size: Of the job that writes it.
-        rank: Whose file it is.
-        offsets: Name in the file to where in the whole tensor the part begins.
-        shapes: Name in the file to the shape of the whole tensor.
-        description: The manifest without the files; None but for rank 0.
-        beside: Files that rank 0 has written beside this one, by name; those of other ranks are not noted.
+        step: Number of the checkpoint's step.
+        world_size: Number of ranks that write the checkpoint.
+        rank: Rank that writes the file.
+        offsets: Index in the full tensor at which each part begins, by its name in the file.
+        shapes: Shape of each full tensor, by its name in the file.
+        description: The manifest without the files on rank 0; None on other ranks.
+        beside: Records of the other files that rank 0 has written, by name; only rank 0 notes them.
     """
     whole = {key: list(shape) for key, shape in shapes.items()}
     own: dict[str, Any] = {"step": step, "world_size": world_size, "rank": rank, "shapes": whole}
@@ -56,25 +57,25 @@ def header_metadata(
 
 
 def described_in(metadata: Mapping[str, str]) -> Any:
-    """The manifest without the files, from the header of rank 0's file; None if it is not there."""
+    """The manifest without the files, from the header of rank 0's file; None if the header has none."""
     return json.loads(metadata[_MANIFEST]) if _MANIFEST in metadata else None
 
 
 def beside_in(metadata: Mapping[str, str]) -> dict[str, FileRecord]:
-    """Files that rank 0 had written beside this one, which is its own.
+    """Records of the other files that rank 0 had written, from the header of its file.
 
     Raises:
-        KeyError: If the file is not one of a checkpoint of this library; so do TypeError and ValueError.
+        KeyError: If the file is not from a checkpoint of this library. TypeError and ValueError mean it too.
     """
     found = json.loads(metadata[_OWN])["beside"]
     return {str(name): FileRecord(int(size), str(digest)) for name, (size, digest) in found.items()}
 
 
 def placed_in(metadata: Mapping[str, str]) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Name in the file to (shape of the whole tensor, where the part begins).
+    """(shape of the full tensor, index in it at which the part begins), by name in the file.
 
     Raises:
-        KeyError: If the file is not one of a checkpoint of this library; so do TypeError and ValueError.
+        KeyError: If the file is not from a checkpoint of this library. TypeError and ValueError mean it too.
     """
     shapes, offsets = json.loads(metadata[_OWN])["shapes"], json.loads(metadata[_OFFSETS])
     return {key: (tuple(shapes[key]), tuple(entry["saved_offsets"])) for key, entry in offsets.items()}
@@ -84,7 +85,7 @@ def rank_in(metadata: Mapping[str, str]) -> tuple[int, int, int | None]:
     """(rank, world size, step) of a file.
 
     Raises:
-        KeyError: If the file is not one of a checkpoint of this library.
+        KeyError: If the file is not from a checkpoint of this library. TypeError and ValueError mean it too.
     """
     own = json.loads(metadata[_OWN])
     return int(own["rank"]), int(own["world_size"]), own["step"]

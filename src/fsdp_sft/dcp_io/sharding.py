@@ -1,8 +1,22 @@
-"""Which rank has written which part of a tensor: derived from its shape, the mesh and the splits.
+"""Which rank has written which part of a tensor, derived from the tensor's shape, the mesh and the cuts.
 
-A manifest says this once for all tensors that lie alike, so its size does not grow with the ranks. What is
-said is more general than FSDP2 alone needs: splits come in the order in which they are made, so that a tensor
-cut by expert or tensor parallelism before FSDP2 (torch's strided shard) is said too.
+A manifest states a sharding once for all tensors that are sharded alike, so its size does not grow with the
+number of ranks. The parts follow from it by repeating ``torch.chunk``. A (5, 4) matrix on a (2, 2) mesh, cut
+along its rows over axis 0 of the mesh and then along its columns over axis 1::
+
+                     columns 0, 1   columns 2, 3
+    rows 0, 1, 2        rank 0         rank 1        5 rows in two chunks are 3 and 2
+    rows 3, 4           rank 2         rank 3
+
+>>> from fsdp_sft.dcp_io.sharding import Sharding
+>>> sharding = Sharding(mesh_shape=(2, 2), ranks=None, splits=((0, 0), (1, 1)))
+>>> sharding.part_of_rank((5, 4), copy=0, rank=3)
+Box(offset=(3, 2), shape=(2, 2))
+
+The cuts have an order of their own, which need not be that of the axes. FSDP2 alone does not need this. It is
+needed for a tensor that expert or tensor parallelism has cut before FSDP2 along an axis that comes later in
+the mesh (torch's strided shard): with ``splits = ((1, 0), (0, 0))`` axis 1 cuts the rows first, and axis 0
+then cuts each of the resulting chunks.
 """
 
 import math
@@ -21,13 +35,13 @@ _MOST_AXES = 8
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a tensor lies on a mesh, by ``torch.chunk`` along one dimension after the other.
+    """How a tensor is laid out on a mesh, by ``torch.chunk`` along one dimension after the other.
 
     Attributes:
-        mesh_shape: Ranks along each axis of the mesh.
-        ranks: Row-major; None for 0, 1, 2, ...
-        splits: (axis of the mesh, dimension of the tensor), in the order of the cuts. Ranks along the other
-            axes have copies.
+        mesh_shape: Number of ranks along each axis of the mesh.
+        ranks: Ranks of the mesh in row-major order; None for 0, 1, 2, ...
+        splits: (axis of the mesh, dimension of the tensor) of each cut, in the order of the cuts. Ranks along
+            the other axes have copies.
     """
 
     mesh_shape: tuple[int, ...]
@@ -36,24 +50,38 @@ class Sharding:
 
     @property
     def copies(self) -> int:
-        """How many ranks have each part."""
+        """Number of ranks that have each part."""
         cut = {axis for axis, _ in self.splits}
         return math.prod(n for axis, n in enumerate(self.mesh_shape) if axis not in cut)
 
     def parts(self, shape: Sequence[int], copy: int, wanted: Box | None = None) -> Iterator[tuple[int, Box]]:
-        """(rank, its part) of one copy, of the parts that are not empty and meet ``wanted`` (None: all)."""
+        """(rank, its part) for the parts of one copy that are not empty.
+
+        Args:
+            shape: Shape of the full tensor.
+            copy: Number of the copy.
+            wanted: Box of the tensor; only parts that have something in common with it are named. None names
+                all parts.
+        """
         place = self._place_of_copy(copy)
         everything = Box((0,) * len(shape), tuple(shape))
         if everything.numel:
             yield from self._cut(0, place, everything, wanted or everything)
 
     def part_of_rank(self, shape: Sequence[int], copy: int, rank: int) -> Box | None:
-        """What ``rank`` has written; None if nothing."""
+        """The part of a copy that ``rank`` has written; None if it has written none.
+
+        Args:
+            shape: Shape of the full tensor.
+            copy: Number of the copy that was written.
+            rank: The rank.
+        """
         place = self._coordinate(rank)
         if place is None:
             return None
         cut = {axis for axis, _ in self.splits}
         own = self._place_of_copy(copy)
+        # Along the axes that do not cut, the coordinates say which copy a rank has.
         if any(place[axis] != own[axis] for axis in range(len(place)) if axis not in cut):
             return None
         box = Box((0,) * len(shape), tuple(shape))
@@ -62,6 +90,11 @@ class Sharding:
         return box if box.numel else None
 
     def _cut(self, number: int, place: list[int], box: Box, wanted: Box) -> Iterator[tuple[int, Box]]:
+        """Make the cuts from ``number`` on in a box; (rank, part) of the results that meet ``wanted``.
+
+        ``place`` is a coordinate in the mesh, in which the cuts before have set their axes. Only chunks that
+        ``wanted`` reaches are followed, so that a rank that loads does not go through the parts of all ranks.
+        """
         if box.intersect(wanted) is None:
             return
         if number == len(self.splits):
@@ -69,16 +102,16 @@ class Sharding:
             return
         axis, dim = self.splits[number]
         parts = self.mesh_shape[axis]
-        step = -(-box.shape[dim] // parts)
-        first = max(0, wanted.offset[dim] - box.offset[dim]) // step
-        end = wanted.offset[dim] + wanted.shape[dim] - box.offset[dim]
+        step = -(-box.shape[dim] // parts)  # extent of a chunk, rounded up, as torch.chunk takes it
+        first = max(0, wanted.offset[dim] - box.offset[dim]) // step  # the chunk in which `wanted` begins
+        end = wanted.offset[dim] + wanted.shape[dim] - box.offset[dim]  # where it ends, counted in the box
         for index in range(first, min(parts, -(-min(end, box.shape[dim]) // step))):
             inner = list(place)
             inner[axis] = index
             yield from self._cut(number + 1, inner, chunk_of(box, dim, parts, index), wanted)
 
     def _place_of_copy(self, copy: int) -> list[int]:
-        """The coordinate of a copy, with zeros along the axes that cut."""
+        """The coordinate of a copy: digits of its number along the axes that do not cut, zeros elsewhere."""
         cut = {axis for axis, _ in self.splits}
         place = [0] * len(self.mesh_shape)
         for axis in reversed(range(len(self.mesh_shape))):
@@ -87,12 +120,14 @@ class Sharding:
         return place
 
     def _rank_at(self, place: Sequence[int]) -> int:
+        """The rank at a coordinate of the mesh."""
         index = 0
         for size, at in zip(self.mesh_shape, place, strict=True):
             index = index * size + at
         return index if self.ranks is None else self.ranks[index]
 
     def _coordinate(self, rank: int) -> list[int] | None:
+        """The coordinate of a rank in the mesh; None if it is not in the mesh."""
         if self.ranks is None:
             index = rank
         elif rank in self.ranks:
@@ -109,17 +144,18 @@ class Sharding:
 
 
 class Shardings:
-    """How live tensors lie; meshes are read once."""
+    """The shardings of live tensors. The ranks of each mesh are read only once."""
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
         self._ranks: dict[DeviceMesh, tuple[int, ...] | None] = {}
 
     def of(self, tensor: torch.Tensor) -> Sharding:
-        """The sharding of a tensor; one that is not sharded has a copy on every rank.
+        """The sharding of a tensor. One that is not a DTensor has a copy on every rank.
 
         Raises:
-            TypeError: For placements that leave a rank with several boxes.
+            TypeError: If a placement leaves a rank with several boxes, or with no part at all.
+            ValueError: If the tensor does not lie on all ranks, or the mesh's ranks are not in order.
         """
         if not isinstance(tensor, DTensor):
             return Sharding((self._world_size,), None, ())
@@ -139,12 +175,12 @@ class Shardings:
 
 
 def one_rank(rank: int) -> Sharding:
-    """All of a tensor on one rank."""
+    """The sharding of a tensor that a single rank has."""
     return Sharding((1,), (rank,), ())
 
 
 def encode_sharding(sharding: Sharding) -> dict[str, Any]:
-    """As JSON."""
+    """A sharding as JSON."""
     splits = [list(split) for split in sharding.splits]
     encoded: dict[str, Any] = {"mesh": list(sharding.mesh_shape), "splits": splits}
     if sharding.ranks is not None:
@@ -153,10 +189,10 @@ def encode_sharding(sharding: Sharding) -> dict[str, Any]:
 
 
 def parse_sharding(raw: Any, world_size: int) -> Sharding:
-    """The inverse.
+    """The inverse of ``encode_sharding``.
 
     Raises:
-        ValueError: If it is not valid, or says more than this release knows.
+        ValueError: If it is not valid, or has keys that this release does not know.
     """
     unknown = sorted(raw.keys() - {"mesh", "splits", "ranks"})
     if unknown:

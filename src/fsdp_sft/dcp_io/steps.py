@@ -1,4 +1,4 @@
-"""The folders of steps below a root, by their names."""
+"""The names of the folders of steps below a root."""
 
 import re
 from pathlib import Path
@@ -7,18 +7,18 @@ _NAME = re.compile(r"step-(0|[1-9]\d*)")
 
 
 def step_folder(root: Path, step: int) -> Path:
-    """Where a step goes."""
+    """The folder of a step."""
     return root / f"step-{step}"
 
 
 def step_number(folder: Path) -> int | None:
-    """The step that a folder is named for; None if it is not named for one."""
+    """Number of the step that a folder is named after; None if its name is not that of a step."""
     match = _NAME.fullmatch(folder.name)
     return None if match is None else int(match[1])
 
 
 def step_folders(root: Path) -> list[tuple[int, Path]]:
-    """(step, folder) pairs below ``root``, oldest first."""
+    """(step, folder) pairs below ``root``, in ascending order."""
     if not root.is_dir():
         return []
     found = [(step_number(path), path) for path in root.iterdir() if path.is_dir()]
@@ -26,5 +26,5 @@ def step_folders(root: Path) -> list[tuple[int, Path]]:
 
 
 def is_step_folder(path: Path) -> bool:
-    """Whether a path names one step rather than a root of several."""
+    """Whether a path is that of one step rather than a root of several."""
     return step_number(path) is not None and not step_folders(path)

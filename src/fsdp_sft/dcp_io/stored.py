@@ -1,4 +1,4 @@
-"""A tensor of a checkpoint: its shape, its dtype, and which file has which part of it."""
+"""The tensors of a checkpoint: shape, dtype, and which file has which part."""
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,11 +16,11 @@ _MOST_SIZE = (1 << 63) - 1
 
 @dataclass(frozen=True)
 class Derived:
-    """Parts that follow from a sharding, in one file a rank.
+    """Parts that follow from a sharding, in one file per rank.
 
     Attributes:
-        sharding: Which rank has what.
-        copy: Which of the ranks that have the same has written it.
+        sharding: Sharding of the tensor.
+        copy: Number of the copy that was written, of those that the sharding has.
     """
 
     sharding: Sharding
@@ -29,10 +29,10 @@ class Derived:
 
 @dataclass(frozen=True)
 class Listed:
-    """Parts that are listed one by one, as format versions 1 and 2 do.
+    """Parts that are listed one by one, as in format versions 1 and 2.
 
     Attributes:
-        chunks: (file, part of the tensor that it has) pairs; together they tile the tensor.
+        chunks: (file, box of the tensor that it has) pairs; together they tile the tensor.
     """
 
     chunks: tuple[tuple[str, Box], ...]
@@ -40,13 +40,13 @@ class Listed:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of the checkpoint.
+    """One tensor of a checkpoint.
 
     Attributes:
-        shape: Of the full tensor.
-        dtype: Of its elements.
-        key: Its name in the files.
-        place: Where its parts are.
+        shape: Shape of the full tensor.
+        dtype: Dtype of its elements.
+        key: Name of the tensor in the files.
+        place: Files of its parts, derived or listed.
     """
 
     shape: tuple[int, ...]
@@ -55,7 +55,7 @@ class StoredTensor:
     place: Derived | Listed
 
     def parts(self, wanted: Box | None = None) -> Iterator[tuple[str, Box]]:
-        """(file, part that it has) of the parts that meet ``wanted``; None wants all of the tensor."""
+        """(file, box that it has) of the parts that meet ``wanted``; None is all of the tensor."""
         wanted = wanted or whole(self.shape)
         if isinstance(self.place, Derived):
             for rank, box in self.place.sharding.parts(self.shape, self.place.copy, wanted):
@@ -67,14 +67,14 @@ class StoredTensor:
                 yield file, box
 
     def part_in(self, file: str) -> Box | None:
-        """What one file has of it; None if nothing."""
+        """The box of the tensor that one file has; None if it has none."""
         if isinstance(self.place, Derived):
             return self.place.sharding.part_of_rank(self.shape, self.place.copy, rank_of(file))
         return next((box for name, box in self.place.chunks if name == file), None)
 
 
 def checked_shape(name: str, numbers: Sequence[Any]) -> tuple[int, ...]:
-    """A shape or an offset that came from a file.
+    """A shape or an offset from a file, checked.
 
     Raises:
         ValueError: If no tensor can have it.
@@ -85,26 +85,26 @@ def checked_shape(name: str, numbers: Sequence[Any]) -> tuple[int, ...]:
 
 
 def missing_files(tensor: StoredTensor, wanted: Box | None, files: Collection[str]) -> list[str]:
-    """Files that have parts of a tensor which meet ``wanted``, and are not among ``files``."""
+    """Files that have parts of a tensor that meet ``wanted``, but are not among ``files``."""
     return [file for file, _ in tensor.parts(wanted) if file not in files]
 
 
 def shard_file(rank: int) -> str:
-    """The file that a rank writes."""
+    """Name of the file that a rank writes."""
     return f"{SHARDS}/{rank:05d}.safetensors"
 
 
 def rank_of(file: str) -> int:
-    """The inverse."""
+    """The rank that writes a file; the inverse of ``shard_file``."""
     return int(file.removeprefix(f"{SHARDS}/").removesuffix(".safetensors"))
 
 
 def file_key(section: str, name: str) -> str:
-    """A tensor's name in the files, as torch's distributed checkpoints name it: dots between all parts."""
+    """Name of a tensor in the files, with dots between all parts as in torch's distributed checkpoints."""
     return f"{section}.{name.replace('/', '.')}"
 
 
 def expected_in(file: str, tensors: Iterable[StoredTensor]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """What a file's header must say of each tensor."""
+    """Dtype and shape of each tensor that a file's header must have, by name in the file."""
     found = ((tensor, tensor.part_in(file)) for tensor in tensors)
     return {tensor.key: (tensor.dtype, box.shape) for tensor, box in found if box is not None}

@@ -1,4 +1,4 @@
-"""Whether a checkpoint's files are what its manifest says."""
+"""Comparison of a checkpoint's files with its manifest."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,14 +16,14 @@ from fsdp_sft.errors import CheckpointCorruptError
 def file_problems(
     folder: Path, manifest: Manifest, names: Sequence[str], *, hashes: bool, headers: bool = True
 ) -> list[str]:
-    """How some of a checkpoint's files differ from what the manifest says; empty if they do not.
+    """How some of a checkpoint's files differ from the manifest; empty if they do not.
 
     Args:
-        folder: Of the checkpoint.
-        manifest: Its manifest.
-        names: Of the files to look at.
-        hashes: Whether to read them and compare checksums.
-        headers: Whether to compare the tensors that their headers name.
+        folder: Folder of the checkpoint.
+        manifest: Manifest of the checkpoint.
+        names: Names of the files to compare.
+        hashes: Whether to read the files and compare checksums.
+        headers: Whether to compare the tensors that the headers name.
     """
     problems = []
     for name in names:
@@ -36,7 +36,7 @@ def file_problems(
 
 
 def verify_folder(folder: Path, *, hashes: bool) -> list[str]:
-    """All problems of a checkpoint folder, looked at by this process alone."""
+    """All problems of a checkpoint's folder, found by this process alone."""
     try:
         manifest = read_manifest(folder)
     except CheckpointCorruptError as error:
@@ -48,13 +48,15 @@ def verify_folder(folder: Path, *, hashes: bool) -> list[str]:
 
 
 def unlisted_files(manifest: Manifest) -> list[str]:
-    """Files that must have parts of some tensor, and are not in the index; tensors that lie alike are one."""
+    """Files that must have a part of some tensor but are not in the index."""
+    # Tensors of one shape and sharding have their parts in the same files: one of them stands for all.
     alike = {(tensor.shape, tensor.place): tensor for tensor in manifest.tensors}
     found = {file for tensor in alike.values() for file in missing_files(tensor, None, manifest.files)}
     return sorted(found)
 
 
 def _header_problem(folder: Path, name: str, manifest: Manifest) -> str | None:
+    """How the header of a file differs from the manifest; None if it does not."""
     try:
         with TensorReader(folder) as reader:
             header = reader.header(name)
@@ -62,7 +64,7 @@ def _header_problem(folder: Path, name: str, manifest: Manifest) -> str | None:
         return f"is not sound: {error}"
     if manifest.version not in LISTING_VERSIONS:
         return header_problem(name, header, manifest)
-    # A file has one section, and both may have the same names.
+    # In these versions a file has tensors of one section; both sections may have the same names.
     section = manifest.model if name.startswith("model/") else manifest.optimizer
     found = {key: (e.dtype, e.shape) for key, e in header.entries.items()}
     own = expected_in(name, (section or {}).values())
@@ -70,7 +72,7 @@ def _header_problem(folder: Path, name: str, manifest: Manifest) -> str | None:
 
 
 def header_problem(name: str, header: Header, manifest: Manifest) -> str | None:
-    """How a rank's file differs from what the manifest says, going by its header, or None."""
+    """How a rank's file, by its header, differs from the manifest; None if it does not."""
     try:
         about, placed = rank_in(header.metadata), placed_in(header.metadata)
     except MALFORMED as error:

@@ -1,4 +1,4 @@
-"""Hugging Face folders and adapters out of sharded models: what ``save_pretrained`` would write."""
+"""Export of sharded models and adapters to Hugging Face folders, as ``save_pretrained`` would write them."""
 
 from fsdp_sft.export.adapter import export_adapter
 from fsdp_sft.export.hf import export_hf

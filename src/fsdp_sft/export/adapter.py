@@ -1,4 +1,4 @@
-"""Export of peft adapters alone, in peft's own format."""
+"""Export of peft adapters without their base model, in peft's own format."""
 
 import os
 import shutil
@@ -34,17 +34,18 @@ def export_adapter(
     """Write the active adapter as ``PeftModel.save_pretrained`` would: weights, configuration, card.
 
     ``PeftModel.from_pretrained(base_model, out_dir)`` reads the folder, and so do engines that serve adapters
-    beside a base model. It holds the adapter and the copies of ``modules_to_save``. It appears when it is
-    complete.
+    beside a base model. The folder holds the adapter and the copies of ``modules_to_save``. It appears under
+    its name only when it is complete.
 
     Args:
         model: A peft model, sharded or not.
-        out_dir: The folder to make, as in ``export_hf``; ``check_export`` looks at it before training. Rank 0
+        out_dir: Folder to make, as in ``export_hf``. ``check_export`` looks at it before training. Rank 0
             writes.
-        dtype: Of the adapter's tensors; None keeps what they have.
-        tokenizer: Saved beside the adapter, if given, with ``generation_config.json``, as in ``export_hf``.
-        chat_template: As in ``export_hf``.
-        overwrite: If ``out_dir`` has files in it, exchange those of an earlier adapter and leave the others.
+        dtype: Dtype of the adapter's tensors in the file; None keeps the dtypes that they have.
+        tokenizer: Tokenizer to save beside the adapter, together with ``generation_config.json``; see
+            ``export_hf``.
+        chat_template: Chat template with which rows were encoded; see ``export_hf``.
+        overwrite: Whether the files of an earlier adapter in ``out_dir`` are replaced; other files stay.
 
     Returns:
         The folder: ``out_dir``, unless there was a warning.
@@ -54,7 +55,15 @@ def export_adapter(
         OSError: If writing fails; raised on all ranks.
 
     Collective: all ranks.
-    Memory: On rank 0 the adapter's tensors, whole, in CPU memory.
+    Memory: On rank 0 the adapter's full tensors, in CPU memory.
+
+    Example:
+        >>> from peft import LoraConfig
+        >>> lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+        >>> model = fs.load_pretrained(path, mesh=mesh, peft_config=lora)
+        >>> folder = fs.export_adapter(model, "adapter")
+        >>> sorted(file.name for file in folder.iterdir())
+        ['README.md', 'adapter_config.json', 'adapter_model.safetensors']
     """
     model = unwrapped(model)
     settle(model)
@@ -92,6 +101,7 @@ def export_adapter(
 
 
 def _save_chat(model: Any, folder: Path, tokenizer: Any, chat_template: str | None) -> None:
+    """Save the tokenizer, and the generation config with the token that ends an answer."""
     template = write_tokenizer(folder, tokenizer, chat_template)
     base = model.get_base_model()
     if getattr(base, "can_generate", bool)():
@@ -99,6 +109,7 @@ def _save_chat(model: Any, folder: Path, tokenizer: Any, chat_template: str | No
 
 
 def _checked(model: "PeftModel") -> tuple[ModelTensors, str]:
+    """The model's tensors and the name of its one active adapter."""
     from peft import PeftModel
 
     if not isinstance(model, PeftModel):
@@ -113,7 +124,7 @@ def _checked(model: "PeftModel") -> tuple[ModelTensors, str]:
 
 
 def _names(model: "PeftModel", content: ModelTensors, name: str) -> list[str]:
-    """Names in the model of what peft would save, in the model's order."""
+    """Names in the model of the tensors that peft would save, in the model's order."""
     from peft import get_peft_model_state_dict
 
     own = {key: content.tensors[first] for key, first in content.names.items()}
@@ -123,8 +134,9 @@ def _names(model: "PeftModel", content: ModelTensors, name: str) -> list[str]:
 
 
 def _save(model: "PeftModel", folder: Path, full: dict[str, torch.Tensor], name: str) -> None:
+    """Let peft write the adapter's full tensors, configuration and card."""
     model.save_pretrained(str(folder), selected_adapters=[name], state_dict=full, save_embedding_layers=False)
-    if name != "default":  # peft puts those one level down
+    if name != "default":  # peft puts an adapter of another name into a folder of that name
         for path in (folder / name).iterdir():
             path.rename(folder / path.name)
         (folder / name).rmdir()

@@ -1,4 +1,4 @@
-"""The model card of an export: what the Hub shows, and how to load the model."""
+"""The model card of an export, which the Hub shows: where the model comes from and how to load it."""
 
 import re
 from pathlib import Path
@@ -14,13 +14,13 @@ _AUTO_CLASSES = {
 
 
 def model_card(model: Any, name: str, architecture: str, dtype: torch.dtype) -> str:
-    """Markdown with the Hub's metadata at its head.
+    """A model card in Markdown, with the Hub's metadata at its head.
 
     Args:
         model: A transformers model.
-        name: Title; the last part of it is enough.
-        architecture: Its class.
-        dtype: Of the exported tensors.
+        name: Title of the card, by which it says to load the model.
+        architecture: Name of the model's class.
+        dtype: Dtype of the exported tensors.
     """
     from fsdp_sft import __version__
 
@@ -54,5 +54,6 @@ def model_card(model: Any, name: str, architecture: str, dtype: torch.dtype) -> 
 
 
 def _hub_id(name_or_path: str) -> str | None:
+    """The name if it can be a Hub id and is no path that exists here; otherwise None."""
     looks_like = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name_or_path or "")
     return name_or_path if looks_like and not Path(name_or_path).exists() else None

@@ -1,4 +1,4 @@
-"""That a model which was taught to chat can chat when it is read: its template, and where an answer ends."""
+"""What an exported model needs in order to chat as it was trained: chat template and end of an answer."""
 
 import copy
 import warnings
@@ -11,12 +11,18 @@ from fsdp_sft.errors import ChatTemplateError
 
 
 def write_tokenizer(folder: Path, tokenizer: Any, chat_template: str | None) -> str | None:
-    """Save a tokenizer or processor with the template that was trained; the caller's is not changed.
+    """Save a tokenizer or processor with the template that was trained. The caller's object stays as it is.
+
+    Args:
+        folder: Folder of the export.
+        tokenizer: Tokenizer or processor; None saves the template alone.
+        chat_template: Template with which rows were encoded, or the name of one of the tokenizer's; None is
+            the tokenizer's own.
 
     Returns:
-        The template that the folder has; None if it has none.
+        The template that the folder has afterwards; None if it has none.
     """
-    if not hasattr(tokenizer, "chat_template"):  # None, or one that knows of no templates
+    if not hasattr(tokenizer, "chat_template"):  # None, or a tokenizer without templates
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
         if chat_template is not None:
@@ -40,7 +46,7 @@ def write_tokenizer(folder: Path, tokenizer: Any, chat_template: str | None) -> 
 
 
 def end_of_turn(tokenizer: Any, template: str | None) -> int | None:
-    """Id of the token that ends an answer; None if the template writes none, or there is no template."""
+    """Id of the token that ends an answer; None if there is no template, or it ends answers with no token."""
     own = _tokenizer_of(tokenizer)
     if template is None or own is None or not hasattr(own, "get_chat_template"):
         return None
@@ -64,7 +70,12 @@ def end_of_turn(tokenizer: Any, template: str | None) -> int | None:
 
 
 def with_stop(known: Any, stop: int) -> Any:
-    """``known`` ids on which generation stops, an id, a list or None, with one more in front if it is new."""
+    """The ids on which generation stops, with one more in front unless it is among them.
+
+    Args:
+        known: Ids so far: one id, a list of ids, or None.
+        stop: Id to add.
+    """
     ids = [] if known is None else list(known) if isinstance(known, (list, tuple)) else [known]
     return known if stop in ids else [stop, *ids]
 
@@ -75,7 +86,7 @@ def _tokenizer_of(tokenizer: Any) -> Any:
 
 
 def _text(tokenizer: Any, chat_template: str | None) -> str | None:
-    """The template by its name or None for the default one, as transformers looks it up."""
+    """The text of a template given as text, by name, or as None for the default, as in transformers."""
     named = tokenizer.chat_template or getattr(_tokenizer_of(tokenizer), "chat_template", None)
     if isinstance(named, dict):
         return named.get(chat_template or "default", chat_template)

@@ -1,4 +1,4 @@
-"""Export to a Hugging Face folder: what ``save_pretrained`` of the unsharded model would write."""
+"""Export to a Hugging Face folder with the contents that ``save_pretrained`` of an unsharded model writes."""
 
 import os
 import re
@@ -45,14 +45,16 @@ from fsdp_sft.export.upload import make_repository, upload
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """What an export writes, made on rank 0 and the same on all ranks.
+    """What an export writes. Rank 0 makes the plan, and all ranks get the same.
+
+    A *source* is a tensor of the model under the name that it is saved under before conversion.
 
     Attributes:
-        sources: Name to save under, before conversion, to the model's first name of the tensor.
-        dtypes: Dtype in the files of each source.
-        groups: Sources that are converted together.
-        written: Dtype and shape of what the files get, in order.
-        unchanged: Sources that no conversion touches, to their names in the files.
+        sources: The model's first name of the tensor, by source.
+        dtypes: Dtype in the files, by source.
+        groups: Sources that have to be converted together.
+        written: Dtype and shape of each tensor in the files, by name and in order.
+        unchanged: Name in the files of each source that no conversion touches.
         converts: Whether the architecture has conversions.
     """
 
@@ -77,34 +79,35 @@ def export_hf(
 ) -> Path:
     """Write a folder that ``from_pretrained`` and serving engines read: weights, index, configuration, card.
 
-    Names, shapes and dtypes are those of ``save_pretrained`` on the unsharded model: tied weights once, and
-    in the format of the architecture on the Hub where transformers loads another one (such as Mixtral's
-    experts, which are one tensor in memory and many on the Hub). The folder appears when it is complete.
+    Names, shapes and dtypes are those of ``save_pretrained`` on the unsharded model. Tied weights are written
+    once. Where transformers loads an architecture in another format than the Hub has it (Mixtral's experts,
+    for instance, are one tensor in memory and many on the Hub), the Hub's format is written. The folder
+    appears under its name only when it is complete.
 
     Adapters of peft are merged into the weights that are written; the model keeps them apart.
-    ``export_adapter`` writes them alone.
+    ``export_adapter`` writes adapters alone.
 
     Args:
         model: A transformers model, sharded or not, or a peft model around one.
-        out_dir: The folder to make; it may exist if it is empty. ``check_export`` says before training
-            whether it can be made. Where it has filled meanwhile, the export is written beside it, under the
-            name with ``-2`` at its end or the next number that is free, with a warning: a trained model is
-            not lost for the name of a folder. Every rank writes its rows if all see rank 0's folder; else
-            rank 0 writes everything.
-        dtype: Of floating-point tensors, except modules that transformers always keeps in float32; None
-            keeps what they have. Also goes into the configuration.
-        max_shard_size: Of one file, in bytes or such as ``"5GB"``.
-        tokenizer: Saved beside the model, if given: a tokenizer or a processor. Where it has a chat template,
-            the token that ends an answer goes into ``generation_config.eos_token_id``, in front of those that
-            are there, so that the model stops where it was taught to.
-        chat_template: The template that rows were encoded with, if it is not the tokenizer's own: the text,
-            or the name of one of the tokenizer's. It is saved with the tokenizer; the object itself stays as
-            it is.
-        push_to_hub: A repository such as ``"name/model"``, which is made (public or not as the account's
-            default says) before the export begins, so that a token that may not write is found at once. The
-            files are uploaded when all are complete, by rank 0, and stay if that fails.
-        overwrite: If ``out_dir`` has files in it, exchange those of an earlier export (weights,
-            configuration, tokenizer) for the new ones when these are complete, and leave the others.
+        out_dir: Folder to make; it may exist if it is empty. ``check_export`` says before training whether it
+            can be made. If it has filled by the time of the export, the export is written beside it, with
+            ``-2`` or the next free number at the end of the name, and a warning says so: a trained model is
+            not lost because of a folder's name. Every rank writes its rows if all of them see rank 0's
+            folder; otherwise rank 0 writes everything.
+        dtype: Dtype of floating-point tensors in the files, except those of modules that transformers always
+            keeps in float32; None keeps the dtypes that they have. It goes into the configuration too.
+        max_shard_size: Largest size of one file, in bytes or as text such as ``"5GB"``.
+        tokenizer: Tokenizer or processor to save beside the model. If it has a chat template, the token that
+            ends an answer goes into ``generation_config.eos_token_id``, in front of those that are there, so
+            that the model stops where it was trained to stop.
+        chat_template: Template with which rows were encoded, if it is not the tokenizer's own: its text, or
+            the name of one of the tokenizer's. It is saved with the tokenizer; the tokenizer object that is
+            passed does not change.
+        push_to_hub: Repository such as ``"name/model"``. It is made (public or private as the account's
+            default says) before the export begins, so that a token without permission to write is noticed at
+            once. Rank 0 uploads the files when all are complete; if that fails, they stay in the folder.
+        overwrite: Whether the files of an earlier export in ``out_dir`` (weights, configuration, tokenizer)
+            are replaced by the new ones when these are complete; other files there stay.
 
     Returns:
         The folder: ``out_dir``, unless there was a warning.
@@ -112,14 +115,20 @@ def export_hf(
     Raises:
         TypeError: If the model is not a transformers model, or ``tokenizer`` cannot be saved.
         ValueError: If the model has adapters that cannot be merged.
-        OSError: If writing or uploading fails; raised on all ranks. Nothing is left behind of what is not
-            complete.
+        OSError: If writing or uploading fails; raised on all ranks. An incomplete export leaves nothing
+            behind.
 
     Collective: all ranks.
-    Memory: 4 Mi elements of a tensor on each rank. Of tensors that are converted, or that are not sharded
-        by rows: on rank 0 one of them, or a group that is converted together, twice, and on other ranks
-        their own part of one. All of it CPU memory. A weight with adapters is float32 at least while they are
-        merged.
+    Memory: 4 Mi elements of a tensor on each rank. For tensors that are converted, or that are not sharded by
+        rows, also: on rank 0 twice one full tensor or one group that is converted together, and on other
+        ranks their own part of one tensor. All of it is CPU memory. A weight with adapters is at least
+        float32 while they are merged.
+
+    Example:
+        >>> folder = fs.export_hf(model, "out", tokenizer=tokenizer)
+        >>> from transformers import AutoModelForCausalLM
+        >>> AutoModelForCausalLM.from_pretrained(folder).dtype
+        torch.bfloat16
     """
     if isinstance(model, nn.Module):
         model = unwrapped(model)
@@ -156,6 +165,10 @@ def _export(
     push_to_hub: str | None,
     overwrite: bool,
 ) -> tuple[Path, list[str]]:
+    """Write the folder of a model without adapters around it; (folder, names of its files).
+
+    Collective: all ranks.
+    """
     plan: ExportPlan | None = None
     temporary: Path | None = None
     files: list[str] = []
@@ -191,6 +204,7 @@ def _export(
 
 
 def _checked(model: nn.Module, dtype: torch.dtype | None, tokenizer: Any, chat_template: Any) -> ModelTensors:
+    """The model's tensors, after the types of all arguments have been checked."""
     import transformers
 
     if not isinstance(model, transformers.PreTrainedModel):
@@ -208,6 +222,7 @@ def _checked(model: nn.Module, dtype: torch.dtype | None, tokenizer: Any, chat_t
 
 
 def _without_extra_objects(content: ModelTensors) -> ModelTensors:
+    """The content with extra state that is a tensor among its tensors; other extra state is left out."""
     kept = {name: value for name, value in content.extra.items() if type(value) is torch.Tensor}
     left_out = content.extra.keys() - kept.keys()
     if left_out:
@@ -218,6 +233,7 @@ def _without_extra_objects(content: ModelTensors) -> ModelTensors:
 
 
 def _plan(model: nn.Module, content: ModelTensors, dtype: torch.dtype | None) -> ExportPlan:
+    """Plan an export by running the conversions on tensors without memory."""
     twin = _unsharded_twin(model)
     sources = _sources(twin, content)
     dtypes = _dtypes(model, content, sources, dtype)
@@ -235,7 +251,7 @@ def _plan(model: nn.Module, content: ModelTensors, dtype: torch.dtype | None) ->
 
 
 def _unsharded_twin(model: nn.Module) -> nn.Module:
-    """An ordinary model of the same architecture; without memory, if ``model`` is sharded."""
+    """``model`` if it is not sharded; otherwise an ordinary model of its architecture without memory."""
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         return model
     twin = tied_meta_twin(model)
@@ -244,6 +260,7 @@ def _unsharded_twin(model: nn.Module) -> nn.Module:
 
 
 def _sources(twin: nn.Module, content: ModelTensors) -> dict[str, str]:
+    """The model's first name of each tensor, by the name under which ``save_pretrained`` saves it."""
     ignored, tied_patterns = names_left_out_on_save(twin)
     aliases: dict[str, list[str]] = {}
     for name, first in content.names.items():
@@ -258,6 +275,7 @@ def _sources(twin: nn.Module, content: ModelTensors) -> dict[str, str]:
 def _dtypes(
     model: nn.Module, content: ModelTensors, sources: Mapping[str, str], dtype: torch.dtype | None
 ) -> dict[str, torch.dtype]:
+    """Dtype in the files of each source."""
     float16_only, always = keep_in_float32_patterns(model)
     patterns = (
         {torch.float16: always | float16_only, torch.bfloat16: always}.get(dtype, set()) if dtype else set()
@@ -274,7 +292,7 @@ def _dtypes(
 def _groups(
     twin: nn.Module, meta: dict[str, torch.Tensor], final: dict[str, torch.Tensor]
 ) -> list[list[str]]:
-    """The smallest sets of tensors that can be converted apart from the others, tried out without memory."""
+    """The smallest sets of sources that can be converted apart from the others, found by trying on meta."""
     alone: dict[str, bool] = {}  # by name without indices: blocks are alike
     outputs: dict[str, list[str]] = {}
     for name, tensor in meta.items():
@@ -283,19 +301,20 @@ def _groups(
             continue
         try:
             made = revert_weight_conversion(twin, {name: tensor})
-        except Exception:  # a conversion that needs several tensors fails in its own way with one of them
+        except Exception:  # a conversion that needs several tensors may raise anything if it is given one
             made = {}
         alone[kind] = bool(made) and all(
             key in final and final[key].shape == t.shape for key, t in made.items()
         )
         if not alone[kind]:
-            outputs[name] = list(made) or [re.sub(r"(\d+).*", r"\1", name)]  # else by block
+            # If the conversion raised, its results are unknown: all such sources of one block go together.
+            outputs[name] = list(made) or [re.sub(r"(\d+).*", r"\1", name)]
     groups = [[name] for name in meta if alone[re.sub(r"\d+", "#", name)]]
     return groups + _joined(outputs)
 
 
 def _joined(outputs: Mapping[str, list[str]]) -> list[list[str]]:
-    """Names that share an output, together."""
+    """Names grouped so that any two that contribute to the same output are in one group."""
     groups: list[tuple[set[str], list[str]]] = []
     for name, made in outputs.items():
         sharing = [group for group in groups if group[0].intersection(made)]
@@ -314,6 +333,10 @@ def _write_weights(
     max_shard_size: int | str,
     gatherer: Gatherer,
 ) -> None:
+    """Write all weight files: each rank its own rows where that is possible, the rest by rank 0.
+
+    Collective: all ranks.
+    """
     writer = HfFiles(plan.written)
     if this_rank() == 0:
         gatherer.attempt(lambda: writer.start(folder, max_shard_size, model.num_parameters()))
@@ -343,12 +366,14 @@ def _write_weights(
 
 
 def _write_converted(writer: HfFiles, twin: nn.Module | None, full: dict[str, torch.Tensor]) -> None:
+    """Convert a group of full tensors, if the architecture has conversions, and write the results."""
     made = full if twin is None else revert_weight_conversion(twin, full)
     for name, tensor in made.items():
         writer.write(name, tensor)
 
 
 def _refuse_tied(content: ModelTensors, merges: Mapping[str, Any]) -> None:
+    """Refuse to merge adapters into a weight that is tied to another one."""
     tied = {*content.ties, *content.ties.values()}
     for fqn in merges:
         if f"{fqn}.weight" in tied:

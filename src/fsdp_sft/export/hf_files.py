@@ -1,4 +1,4 @@
-"""The weight files of a Hugging Face folder and their index, filled in any order."""
+"""The weight files of a Hugging Face folder and their index. Tensors can be written in any order."""
 
 import json
 import os
@@ -14,10 +14,10 @@ Described = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 class HfFiles:
-    """Rank 0's side of an export: files of their final size.
+    """Rank 0's side of an export: files that have their final size from the start.
 
     Args:
-        written: Dtype and shape of every tensor, in order.
+        written: Dtype and shape of every tensor, by name and in order.
     """
 
     def __init__(self, written: Described) -> None:
@@ -27,7 +27,13 @@ class HfFiles:
         self._file_of: dict[str, str] = {}
 
     def start(self, folder: Path, max_shard_size: int | str, num_parameters: int) -> None:
-        """Make the files, and the index if there are several."""
+        """Make the files, and an index if there are several.
+
+        Args:
+            folder: Folder of the export.
+            max_shard_size: Largest size of one file, in bytes or as text such as ``"5GB"``.
+            num_parameters: Number of the model's parameters, which goes into the index.
+        """
         from huggingface_hub import split_state_dict_into_shards_factory
 
         split = split_state_dict_into_shards_factory(
@@ -47,16 +53,16 @@ class HfFiles:
             write_bytes(folder / "model.safetensors.index.json", text.encode())
 
     def places(self) -> Places:
-        """Where each tensor goes."""
+        """File of each tensor, and the byte of the file at which the tensor begins."""
         return {
             name: (file, self._files[file][1].entries[name].start) for name, file in self._file_of.items()
         }
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Write a whole tensor.
+        """Write a full tensor.
 
         Raises:
-            RuntimeError: If none of that name, dtype and shape is due.
+            RuntimeError: If no tensor of that name, dtype and shape is missing.
         """
         if self._written.get(name) != (tensor.dtype, tuple(tensor.shape)) or name not in self._left:
             raise RuntimeError(
@@ -69,11 +75,11 @@ class HfFiles:
         self._left.remove(name)
 
     def expect_no_more(self, name: str) -> None:
-        """The ranks write this tensor themselves."""
+        """Note that the ranks write this tensor themselves."""
         self._left.discard(name)
 
     def finish(self) -> None:
-        """Put everything on the disk.
+        """Force everything to the disk.
 
         Raises:
             RuntimeError: If a tensor was never written.

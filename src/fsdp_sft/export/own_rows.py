@@ -1,4 +1,4 @@
-"""The part of an export for which ranks need not meet: each writes its own rows into the common files."""
+"""The part of an export that needs no communication: each rank writes its own rows into the common files."""
 
 import math
 import os
@@ -18,7 +18,11 @@ Places = Mapping[str, tuple[str, int]]  # tensor -> (file, byte at which it star
 
 
 class OwnRows:
-    """Files that rank 0 has made at their final size, open on this rank.
+    """Files that rank 0 has made at their final size, opened by this rank.
+
+    Args:
+        places: File of each tensor, and the byte at which it begins.
+        files: Open file descriptors, by the name of the file.
 
     Memory: One piece of 4 Mi elements in CPU memory.
     """
@@ -28,7 +32,7 @@ class OwnRows:
         self._files = dict(files)
 
     def write(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
-        """Write this rank's rows of ``tensor`` as ``dtype``; nothing, if another rank writes them."""
+        """Write this rank's rows of ``tensor`` as ``dtype``; not if another rank with the same rows does."""
         if this_rank() not in owner_ranks(tensor):
             return
         file, start = self._places[name]
@@ -41,7 +45,7 @@ class OwnRows:
             write_early(self._files[file], start + first * dtype.itemsize, bytes_of(piece))
 
     def sync(self) -> None:
-        """Put what was written on the disk."""
+        """Force what was written to the disk."""
         for fd in self._files.values():
             os.fsync(fd)
 
@@ -52,18 +56,22 @@ class OwnRows:
 
 
 def open_own_rows(folder: Path, places: Places | None) -> OwnRows | None:
-    """The files in rank 0's ``folder`` for writing; None if some rank does not see them or there are none.
+    """Open the files in rank 0's folder for writing; None if some rank does not see them.
+
+    Args:
+        folder: Folder of the export; rank 0's counts.
+        places: File of each tensor, and the byte at which it begins, on rank 0; None if it has made no files.
 
     Collective: all ranks.
     """
-    folder, shared = share((folder, places))  # each rank would have made up a name of its own
+    folder, shared = share((folder, places))  # the folder's temporary name is random: take rank 0's
     if shared is None:
         return None
     files: dict[str, int] = {}
     try:
         for file in sorted({file for file, _ in shared.values()}):
             files[file] = os.open(folder / file, os.O_WRONLY | os.O_NOFOLLOW)
-    except OSError:  # a folder of rank 0's own machine
+    except OSError:  # for instance a folder that only rank 0's machine has
         seen = False
     else:
         seen = True
@@ -75,6 +83,6 @@ def open_own_rows(folder: Path, places: Places | None) -> OwnRows | None:
 
 
 def has_whole_rows(tensor: torch.Tensor) -> bool:
-    """Whether every part of ``tensor`` is one run of its bytes; the same on all ranks."""
+    """Whether each rank has whole rows of ``tensor``, which are one run of bytes; the same on all ranks."""
     boxes = [box_of(tensor, rank) for rank in owner_ranks(tensor)]
     return all(tuple(box.shape[1:]) == tuple(tensor.shape[1:]) for box in boxes)

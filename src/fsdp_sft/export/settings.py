@@ -1,4 +1,4 @@
-"""What an export says beside its weights: configuration, tokenizer, card."""
+"""The files of an export beside its weights: configuration, generation config, tokenizer and card."""
 
 import copy
 import warnings
@@ -15,7 +15,14 @@ from fsdp_sft.export.chat import end_of_turn, with_stop, write_tokenizer
 
 
 def export_config(model: Any, content: ModelTensors, caching: list[Any], dtype: torch.dtype | None) -> Any:
-    """A copy of the model's as it is to be loaded: with caches, and tied only if the weights still are."""
+    """The config to export: a copy of the model's, with caches, and tied only if the weights still are.
+
+    Args:
+        model: A transformers model.
+        content: Its tensors.
+        caching: Configs of the model whose ``use_cache`` is off only while blocks are checkpointed.
+        dtype: Dtype of the export; None is the model's.
+    """
     copies: dict[int, Any] = {}
     config = copy.deepcopy(model.config, copies)
     for changed in caching:
@@ -30,7 +37,7 @@ def export_config(model: Any, content: ModelTensors, caching: list[Any], dtype: 
 
 
 def _has_come_apart(model: Any, content: ModelTensors) -> bool:
-    """Whether weights that the config ties are two tensors: trained apart by an adapter, or loaded so."""
+    """Whether weights that the config ties are two tensors: one was adapted, or they were loaded so."""
     names = content.names
     pairs = [(a, b) for a, b in tied_names(tied_meta_twin(model)).items() if a in names and b in names]
     return any(names[a] != names[b] for a, b in pairs)
@@ -45,7 +52,17 @@ def write_settings(
     tokenizer: Any,
     chat_template: str | None,
 ) -> None:
-    """Write configuration, generation config, tokenizer and card into ``folder``."""
+    """Write configuration, generation config, tokenizer and card into ``folder``.
+
+    Args:
+        model: A transformers model.
+        config: Config to write, from ``export_config``.
+        folder: Folder of the export.
+        title: Title of the card.
+        dtype: Dtype of the export; None is the model's.
+        tokenizer: See ``write_tokenizer``.
+        chat_template: See ``write_tokenizer``.
+    """
     config.save_pretrained(folder)
     template = write_tokenizer(folder, tokenizer, chat_template)
     if model.can_generate():
@@ -55,7 +72,10 @@ def write_settings(
 
 
 def write_generation_config(folder: Path, model: Any, config: Any, stop: int | None) -> None:
-    """Write the model's generation config, which also stops at ``stop``; nothing if it has none."""
+    """Write the model's generation config, with ``stop`` among the tokens that end generation.
+
+    Without a generation config one is made for ``stop``; if there is no ``stop`` either, nothing is written.
+    """
     generation = copy.deepcopy(model.generation_config)
     if stop is not None:
         if generation is None:
@@ -68,7 +88,8 @@ def write_generation_config(folder: Path, model: Any, config: Any, stop: int | N
     try:
         generation.save_pretrained(folder)
     except ValueError as error:
-        # Some on the Hub contradict themselves (a temperature without sampling). transformers loads them
-        # with a warning and then refuses to save them: no reason to lose the end of a training run.
+        # Some generation configs on the Hub contradict themselves (a temperature without sampling).
+        # transformers loads them with a warning, but refuses to save them. That must not make the export at
+        # the end of a training run fail.
         warnings.warn(f"the generation config is exported as it is: {error}", stacklevel=3)
         generation.to_json_file(folder / "generation_config.json")

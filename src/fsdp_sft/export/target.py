@@ -1,4 +1,7 @@
-"""Where an export goes: looked at before training, and never a reason to lose a trained model."""
+"""The folder of an export: checked before training, and replaced by another if it is taken at the end.
+
+A trained model must not be lost because of the name of a folder.
+"""
 
 import errno
 import itertools
@@ -14,7 +17,7 @@ from fsdp_sft._disk import publish, sync_folder, temporary_beside
 from fsdp_sft.errors import ExportExistsError
 
 _TAKEN = {errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR, errno.EBUSY}
-# What an earlier export, or save_pretrained, may have left and a reader would take for part of the new one.
+# Files that an earlier export or save_pretrained may have left and that would be read as part of the new one.
 _MODEL = re.compile(
     r"(?:model|pytorch_model|adapter_model)[\w.-]*\.(?:safetensors|bin)(?:\.index\.json)?"
     r"|(?:generation_|adapter_)?config\.json"
@@ -29,26 +32,34 @@ _TOKENIZER = re.compile(
 def check_export(out_dir: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
     """Find out before training whether ``export_hf`` and ``export_adapter`` can write to a folder.
 
-    Nothing is made or changed. Call it first, with the arguments of the export at the end::
-
-        fs.check_export("out")
-        ...
-        fs.export_hf(model, "out")
+    Nothing is made or changed. Call it at the beginning of a program with the arguments that the export at
+    its end will get.
 
     Args:
-        out_dir: The folder of the export. Rank 0 looks.
-        overwrite: As the export will be told.
+        out_dir: Folder of the export. Rank 0 looks.
+        overwrite: Whether the export will be called with ``overwrite=True``.
 
     Returns:
-        The folder, absolute.
+        The folder as an absolute path.
 
     Raises:
         ExportExistsError: If something is there: a file, a mounted file system, or a folder that is not empty
-            (with ``overwrite`` a folder may be anything).
+            (which ``overwrite`` allows).
         PermissionError: If this process may not write there.
         NotADirectoryError: If a part of the path is a file.
 
     Collective: all ranks; all raise the same error.
+
+    Example:
+        >>> fs.check_export("out").name  # before training
+        'out'
+        >>> folder = fs.export_hf(model, "out")  # after it
+        >>> fs.check_export("out")
+        Traceback (most recent call last):
+        ...
+        fsdp_sft.errors.ExportExistsError: ... exists and is not an empty folder; ...
+        >>> fs.check_export("out", overwrite=True).name
+        'out'
     """
     target = export_target(out_dir)
     with agreed(f"checking that {target} can be exported to"):
@@ -59,16 +70,16 @@ def check_export(out_dir: str | os.PathLike[str], *, overwrite: bool = False) ->
 
 
 def export_target(out_dir: str | os.PathLike[str]) -> Path:
-    """The folder that an export makes: where a link points to, since a rename would replace the link."""
+    """The absolute path of an export's folder, a symbolic link resolved: a rename would replace the link."""
     target = Path(out_dir).absolute()
     return target.resolve() if target.is_symlink() else target
 
 
 def check_target(target: Path, *, overwrite: bool) -> None:
-    """Refuse what a finished folder could not be put at; changes nothing.
+    """Refuse a target under whose name a finished folder could not appear. Nothing is changed.
 
     Raises:
-        OSError: As ``check_export`` says.
+        OSError: If there is a reason; see ``check_export`` for the types.
     """
     if os.path.lexists(target) and not target.is_dir():
         raise ExportExistsError(f"{target} exists and is not a folder; choose another name, or move it away")
@@ -92,7 +103,7 @@ def check_target(target: Path, *, overwrite: bool) -> None:
 
 
 def reachable(target: Path) -> Path:
-    """``target``, or a folder below it if a file system is mounted there, with a warning."""
+    """``target``; or, if a file system is mounted there, a folder below it, with a warning."""
     if not os.path.ismount(target):
         return target
     below = target / "export"
@@ -103,18 +114,19 @@ def reachable(target: Path) -> Path:
 
 
 def put_in_place(temporary: Path, target: Path, *, overwrite: bool) -> Path:
-    """Let a finished export appear: at ``target``, or beside it if that has filled meanwhile.
+    """Let a finished export appear at ``target``, or beside it if something is there by now.
 
     Args:
         temporary: The complete folder, beside ``target``.
-        target: Where it belongs.
-        overwrite: Replace the files of an earlier export in a folder that is not empty. Its other files stay.
+        target: Folder that the export is to be.
+        overwrite: Whether the files of an earlier export in a folder that is not empty are replaced; other
+            files there stay.
 
     Returns:
-        Where it is.
+        The folder that it has become.
 
     Raises:
-        OSError: If the disk fails; what was at ``target`` is as it was.
+        OSError: If the disk fails; what was at ``target`` is unchanged then.
     """
     if overwrite and target.is_dir() and os.listdir(target):
         _replace_files(temporary, target)
@@ -138,12 +150,17 @@ def put_in_place(temporary: Path, target: Path, *, overwrite: bool) -> Path:
 
 
 def _places(target: Path) -> Iterator[Path]:
+    """``target``, then the same name with -2, -3 and so on."""
     yield target
     yield from (target.with_name(f"{target.name}-{number}") for number in itertools.count(2))
 
 
 def _replace_files(temporary: Path, target: Path) -> None:
-    """Exchange files one by one. The configuration goes first and comes last: a torn folder does not load."""
+    """Exchange the files of an earlier export for new ones, one by one; undo it if that fails.
+
+    The old ``config.json`` is moved away first and the new one comes last. A folder in which the exchange was
+    interrupted has no configuration, so that nobody loads a mixture of two models.
+    """
     new = sorted(os.listdir(temporary), key=lambda name: (name == "config.json", name))
     stale = [_MODEL if "config.json" in new else _ADAPTER]
     stale += [_TOKENIZER] if any(_TOKENIZER.fullmatch(name) for name in new) else []

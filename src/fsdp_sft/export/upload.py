@@ -1,4 +1,4 @@
-"""Uploading an export to the Hub from rank 0, while the other ranks wait without timing out."""
+"""Upload of an export to the Hub by rank 0, during which the other ranks wait without timing out."""
 
 import glob
 from pathlib import Path
@@ -7,10 +7,10 @@ from fsdp_sft._agree import this_rank, while_others_wait
 
 
 def make_repository(repo_id: str) -> None:
-    """Make a model repository unless it is there, which shows that the token may write.
+    """Make a model repository unless it exists. This shows whether the token may write.
 
     Raises:
-        ValueError: If ``repo_id`` is not one.
+        ValueError: If ``repo_id`` is not the name of a repository.
         OSError: If the Hub cannot be reached or refuses.
     """
     from huggingface_hub import HfApi
@@ -29,10 +29,10 @@ def make_repository(repo_id: str) -> None:
 
 
 def upload(folder: Path, repo_id: str, files: list[str]) -> None:
-    """Commit ``files`` of ``folder`` to a repository; others that lie there stay at home.
+    """Commit ``files`` of ``folder`` to a repository; other files in the folder are not uploaded.
 
     Raises:
-        OSError: If the upload fails, on all ranks; ``folder`` stays.
+        OSError: If the upload fails; raised on all ranks. The folder stays.
 
     Collective: all ranks; rank 0 uploads.
     """
@@ -55,5 +55,5 @@ def upload(folder: Path, repo_id: str, files: list[str]) -> None:
 
 
 def _as_os_error(error: Exception, doing: str) -> Exception:
-    """The Hub's own refusals are OSErrors; those of the connection come as whatever its client raises."""
+    """An error of the Hub's client as an ``OSError``. Refusals are one; broken connections need not be."""
     return error if isinstance(error, OSError) else ConnectionError(f"{doing} failed: {error!r}")

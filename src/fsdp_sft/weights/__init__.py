@@ -1,8 +1,9 @@
 """Stream Hugging Face safetensors checkpoints straight into float32 shards.
 
-``build_meta_model`` builds a model without memory, ``shard_model`` cuts it up, ``load_weights`` fills the
-shards: the headers of the checkpoint are read first, every parameter is traced back through transformers'
-renames and conversions to the bytes it is made of, and each rank reads only its own.
+``build_meta_model`` builds a model without memory, ``shard_model`` cuts it up, and ``load_weights`` fills the
+shards. The headers of the checkpoint are read first. Every parameter is then traced back, through
+transformers' renames and conversions, to the bytes that it is made of (``provenance``), and each rank reads
+only the bytes of its own shards.
 """
 
 from fsdp_sft.errors import CheckpointFormatError as CheckpointFormatError

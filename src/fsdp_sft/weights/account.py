@@ -1,4 +1,8 @@
-"""What fills each tensor of a model, told before anything is read: nothing keeps what was in memory."""
+"""What fills each tensor of a model, known before anything is read.
+
+Memory that is allocated and never written holds whatever was there before. So every tensor must have a source
+of its values, and one without is an error.
+"""
 
 from collections.abc import Collection, Iterable, Mapping
 from typing import Literal
@@ -15,11 +19,11 @@ Source = Literal["checkpoint", "tie", "initialised", "computed", "copy", "kept"]
 def filled_in_base(
     base: nn.Module, *, checkpoint: Iterable[str], initialised: Iterable[str], computed: Iterable[str]
 ) -> dict[int, Source]:
-    """What fills the tensors of a base model, by identity.
+    """What fills the tensors of a base model, by the identity (``id``) of each tensor.
 
     Args:
-        base: Without its adapters; see ``without_adapters``.
-        checkpoint: Names that are read.
+        base: The model without its adapters; see ``without_adapters``.
+        checkpoint: Names of the tensors that are read.
         initialised: Names that the model's own initialisation fills.
         computed: Names of the buffers that are computed from the config.
     """
@@ -33,14 +37,15 @@ def filled_in_base(
 
 
 def account(model: nn.Module, filled: Mapping[int, Source]) -> dict[str, Source]:
-    """Every parameter and buffer of a model, by name, to what its values come from.
+    """The source of the values of every parameter and buffer of a model, by name.
 
     ``"tie"`` is another name of a tensor that was named before, ``"copy"`` a copy of ``modules_to_save``,
-    and ``"kept"`` what has memory already and is not written to: adapters, and what the caller has added.
+    and ``"kept"`` a tensor that has memory already and is not written to: adapters, and what the caller has
+    added.
 
     Args:
         model: The whole model, with its adapters, not yet materialised.
-        filled: From ``filled_in_base``.
+        filled: What ``filled_in_base`` returned.
 
     Raises:
         UnfilledTensorsError: If a tensor on the meta device would be given memory and no value.
@@ -66,10 +71,10 @@ def account(model: nn.Module, filled: Mapping[int, Source]) -> dict[str, Source]
 
 
 def check_nothing_empty(model: nn.Module, sources: Collection[str]) -> None:
-    """See that a load has left nothing on the meta device, and no tensor that was not accounted for.
+    """Check that a load has left nothing on the meta device, and that every tensor is among ``sources``.
 
     Raises:
-        UnfilledTensorsError: Naming what is.
+        UnfilledTensorsError: If there are such tensors; the message names them.
     """
     tensors = named_tensors(model)
     left = [name for name, tensor in tensors.items() if tensor.is_meta or name not in sources]
@@ -78,6 +83,7 @@ def check_nothing_empty(model: nn.Module, sources: Collection[str]) -> None:
 
 
 def _advice(left: list[str]) -> str:
+    """What to do about tensors that nothing fills."""
     if any("lora_" in name for name in left):
         return (
             "Put adapters in with fsdp_sft.add_adapters(model, peft_config) in place of peft.get_peft_model: "

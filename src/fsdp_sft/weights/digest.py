@@ -1,4 +1,4 @@
-"""Which checkpoint a folder holds, told without reading it all."""
+"""A fingerprint of a checkpoint that can be taken without reading all of it."""
 
 import hashlib
 import json
@@ -25,7 +25,19 @@ def source_digest(
     allow_pickle: bool,
     check_finite: bool = True,
 ) -> str:
-    """Of everything that the prepared tensors depend on; not of where the source lies or who loads it."""
+    """The SHA-256 of everything that prepared tensors depend on.
+
+    Where the source lies, and who loads it, make no difference.
+
+    Args:
+        format_version: Version of the prepared format.
+        source: Folder of the checkpoint.
+        master_dtype: Dtype of the prepared shards.
+        missing: See ``load_weights``.
+        remote: Whether the checkpoint's own code is used, whose files then count too.
+        allow_pickle: See ``load_weights``.
+        check_finite: See ``load_weights``.
+    """
     import transformers
 
     described: list[Any] = [format_version, str(master_dtype), missing, remote, check_finite]
@@ -42,9 +54,12 @@ def source_digest(
 
 
 def _file_digest(path: Path) -> list[Any]:
-    """Without reading it all: a checkpoint of hundreds of gigabytes would take minutes at every start."""
+    """What identifies the contents of a weight file: the Hub's checksum, or size, time of change and samples.
+
+    Reading all of a checkpoint of hundreds of gigabytes would take minutes at every start.
+    """
     if _HASH_NAME.fullmatch(path.name):
-        return [path.name]  # the Hub's cache names files by their SHA-256
+        return [path.name]  # the Hub's cache names a file by the SHA-256 of its contents
     fd = open_file(path)
     try:
         status = os.fstat(fd)

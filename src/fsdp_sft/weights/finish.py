@@ -1,4 +1,4 @@
-"""Around the reading: memory for the shards before it, computed buffers and missing keys after it."""
+"""What a load does before and after reading: memory for the shards, computed buffers, missing keys, ties."""
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ from fsdp_sft.weights.read import check_all_finite
 
 
 def make_ties(model: nn.Module) -> None:
-    """Tie what the model's config says, where building it has not.
+    """Tie the weights that the model's config ties, where they are not tied yet.
 
     Raises:
         ValueError: If the model is sharded and its tied weights are two parameters, which cannot be joined.
@@ -44,7 +44,7 @@ def make_ties(model: nn.Module) -> None:
 
 
 def materialise(model: nn.Module) -> None:
-    """Give every meta tensor memory: shards where FSDP2 keeps them, the rest where the model computes."""
+    """Give every meta tensor memory: shards where FSDP2 keeps them, the rest on the device that computes."""
     device = compute_device(model)
     if device.type == "meta":
         device = torch.device("cpu")
@@ -75,9 +75,10 @@ def materialise(model: nn.Module) -> None:
 
 @torch.no_grad()
 def initialise_rest(model: nn.Module, plan: LoadPlan, *, seed: int) -> None:
-    """Compute the buffers that no checkpoint holds and fill the keys that it lacks, by the model's own code.
+    """Compute the buffers that no checkpoint holds, and initialise the keys that this one lacks.
 
-    The same on every rank: plain ``from_pretrained`` after ``torch.manual_seed(seed)`` gives the same values.
+    The model's own code does both. The values are the same on every rank, and those that plain
+    ``from_pretrained`` gives after ``torch.manual_seed(seed)``.
     """
     with unmoved(seed=seed):
         values = initialise_computed(plan.twin, set(plan.initialised))
@@ -98,7 +99,10 @@ def initialise_rest(model: nn.Module, plan: LoadPlan, *, seed: int) -> None:
 def _computed_in_16_bits(
     model: nn.Module, plan: LoadPlan, values: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Computed buffers that ``shard_model`` has made 16-bit, as a plain model of that dtype computes them."""
+    """Computed buffers that ``shard_model`` has made 16-bit, with the values of a plain model of that dtype.
+
+    Casting the float32 values could round otherwise.
+    """
     tensors = named_tensors(model)
     persistent = plan.twin.state_dict().keys()
     lower: dict[str, torch.Tensor] = {}
@@ -116,10 +120,10 @@ def _computed_in_16_bits(
 
 
 def check_shards_finite(model: nn.Module, plan: LoadPlan) -> None:
-    """Refuse NaN and infinity in shards on an accelerator; those on the host were checked as they were read.
+    """Refuse NaN and infinity in shards on an accelerator. Shards on the host were checked as they were read.
 
     Raises:
-        NonFiniteWeightsError: Naming the parameter.
+        NonFiniteWeightsError: If a parameter has such values; the message names it.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     by_device: dict[torch.device, dict[str, torch.Tensor]] = {}

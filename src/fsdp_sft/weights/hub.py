@@ -1,4 +1,4 @@
-"""A Hub id as a folder: one download for each distinct cache, the same commit on every rank."""
+"""From a Hub id to a folder: one download per distinct cache, and the same commit on every rank."""
 
 import glob
 import os
@@ -32,18 +32,19 @@ def resolve_folder(
     """The folder of a checkpoint: the given one, or a snapshot in this rank's Hub cache.
 
     For a Hub id, ranks find out which of them share a cache by looking for each other's marker files in it.
-    The lowest rank of each cache downloads, to the commit that rank 0 got, only the config and the weight
-    files that the index names; the others wait. A download that was interrupted goes on where it stopped.
+    The lowest rank of each cache downloads while the others wait: the commit that rank 0 got, and of it only
+    the config and the weight files that the index names. A download that was interrupted continues where it
+    stopped.
 
     Args:
         name_or_path: A folder, or a Hub id such as ``"Qwen/Qwen3-8B"``.
         revision: Branch, tag or commit of a Hub id.
-        variant: Such as ``"fp16"``.
+        variant: Variant of the weight files, such as ``"fp16"``.
         trust_remote_code: Whether to fetch the checkpoint's Python files too.
         allow_pickle: Whether to fetch ``pytorch_model.bin`` where there are no safetensors.
 
     Raises:
-        CheckpointFormatError: If it is neither, or the ranks do not agree whether it is a folder.
+        CheckpointFormatError: If it is neither a folder nor a Hub id, or is a folder on some ranks only.
 
     Collective: all ranks.
     """
@@ -63,6 +64,10 @@ def resolve_folder(
 
 
 def _snapshot(repo: str, revision: str | None, variant: str | None, code: bool, pickles: bool) -> Path:
+    """Download a repository once per cache; the snapshot's folder as this rank sees it.
+
+    Collective: all ranks.
+    """
     from huggingface_hub import constants
 
     leader = _cache_leaders(Path(constants.HF_HUB_CACHE))
@@ -74,7 +79,7 @@ def _snapshot(repo: str, revision: str | None, variant: str | None, code: bool, 
     commit = next(path.name for path in all_gather_objects(first) if path is not None)
 
     def fetch() -> Path:
-        # As transformers looks for them: a single file before an index, safetensors before pickles.
+        # In the order in which transformers looks: a single file before an index, safetensors before pickles.
         kinds = [(SINGLE, INDEX), (PICKLED_SINGLE, PICKLED_INDEX)][: 2 if pickles else 1]
         for single, index in kinds:
             names = [with_variant(single, variant), with_variant(index, variant)]
@@ -94,6 +99,7 @@ def _snapshot(repo: str, revision: str | None, variant: str | None, code: bool, 
 
 
 def _fetch(repo: str, revision: str | None, patterns: list[str], *, local: bool = False) -> Path:
+    """Download the files that match ``patterns``, unless they are cached; retry if the connection breaks."""
     from huggingface_hub import snapshot_download
 
     for attempt in range(_ATTEMPTS):
@@ -102,8 +108,9 @@ def _fetch(repo: str, revision: str | None, patterns: list[str], *, local: bool 
                 snapshot_download(repo, revision=revision, allow_patterns=patterns, local_files_only=local)
             )
         except Exception as error:
-            # What the Hub says (no such repository, no access) will not go away; a broken connection may, and
-            # what has arrived is kept and continued. The HTTP library behind differs between versions.
+            # A refusal by the Hub (no such repository, no access) is final. A broken connection is worth
+            # another attempt, which continues with what has arrived. The classes are known by name only,
+            # since huggingface_hub uses different HTTP libraries in different versions.
             names = {base.__name__ for base in type(error).__mro__}
             if not names & {"TransportError", "ConnectionError"} or attempt == _ATTEMPTS - 1:
                 raise
@@ -113,6 +120,9 @@ def _fetch(repo: str, revision: str | None, patterns: list[str], *, local: bool 
 
 def _cache_leaders(cache: Path) -> int:
     """The lowest rank that shares this rank's cache.
+
+    Every rank puts a file with its number into its cache, and after all have done so looks whose files are
+    there: those of the ranks that share it.
 
     Collective: all ranks.
     """
@@ -124,11 +134,11 @@ def _cache_leaders(cache: Path) -> int:
         marker.touch()
     except OSError:
         written = (
-            False  # a cache that cannot be written has nothing to download to; its rank looks for itself
+            False  # nothing can be downloaded to such a cache, so its rank waits for no other and looks alone
         )
-    all_gather_objects(written)
+    all_gather_objects(written)  # a barrier: all markers are there
     ranks = [int(path.name.rpartition("-")[2]) for path in cache.glob(f".fsdp-sft-{token}-*")]
-    all_gather_objects(None)
+    all_gather_objects(None)  # a barrier: all ranks have looked, markers may go
     if written:
         marker.unlink(missing_ok=True)
     return min(ranks, default=this_rank()) if written else this_rank()

@@ -1,4 +1,4 @@
-"""Fill the shards of a model from a checkpoint, phase by phase, all ranks in step."""
+"""Filling the shards of a model from a checkpoint, in phases that all ranks go through together."""
 
 import os
 import socket
@@ -38,15 +38,15 @@ from fsdp_sft.weights.resolve import Checkpoint, open_checkpoint
 from fsdp_sft.weights.vocabulary import fill_new_rows
 
 Strategy = Literal["auto", "slice", "exchange"]
-_MAX_WORKERS = 4
+_MAX_WORKERS = 4  # threads that read
 _MIN_BUDGET_BYTES = 1 << 16
-_BROADCAST_BYTES = 16 << 20
+_BROADCAST_BYTES = 16 << 20  # sent at once
 _WIDER = {
     torch.bfloat16: (torch.float32, torch.float64),
     torch.float16: (torch.float32, torch.float64),
     torch.float32: (torch.float64,),
 }
-"""What holds every value of a dtype; gloo sends no narrower floats than these."""
+"""Wider dtypes that hold every value of a dtype. gloo sends no narrower floats than the keys."""
 
 
 def load_weights(
@@ -66,26 +66,31 @@ def load_weights(
     """Stream a safetensors checkpoint into a model's shards, casting each piece on its way.
 
     Every parameter and buffer ends up bitwise as plain ``from_pretrained`` would have it: transformers' own
-    renames and conversions are applied, computed buffers are recomputed, ties kept. A rank reads only what
-    its shards are made of. Parameters keep their dtype, ``requires_grad`` and the model its mode.
+    renames and conversions are applied, computed buffers are recomputed, and ties are kept. A rank reads only
+    the bytes that its shards are made of. Parameters keep their dtype and ``requires_grad``, and the model
+    keeps its mode.
 
     Args:
-        model: From ``build_meta_model``, usually after ``shard_model``; on the meta device or not. Of one
-            with adapters the base model is loaded, and ``modules_to_save`` are copied from it.
+        model: Model from ``build_meta_model``, usually after ``shard_model``; on the meta device or not. With
+            adapters, its base model is loaded, and ``modules_to_save`` are copied from it.
         name_or_path: A folder, or a Hub id.
         revision: Branch, tag or commit of a Hub id.
-        variant: Such as ``"fp16"``, for files like ``model.fp16.safetensors``.
-        strategy: ``"slice"``: every rank reads its own shards. ``"exchange"``: of replicas one reads and the
-            others receive, and tensors that must be converted whole are read by one rank. ``"auto"`` chooses.
-        host_budget_bytes: For read buffers.
-        missing: What to do about keys that the checkpoint lacks: ``"error"``, or ``"initialise"`` with the
-            model's own initialisation, the same on all ranks.
+        variant: Variant of the weight files, such as ``"fp16"`` for ``model.fp16.safetensors``.
+        strategy: ``"slice"``: every rank reads its own shards. ``"exchange"``: one of several replicas reads
+            and the others receive, and one rank reads tensors that must be converted as a whole. ``"auto"``
+            chooses.
+        host_budget_bytes: Bytes that all read buffers together may take on the host.
+        missing: What to do about keys that the checkpoint lacks: ``"error"``, or ``"initialise"`` to fill
+            them with the model's own initialisation, the same on all ranks.
         unexpected: What to do about keys that the model lacks: ``"error"`` or ``"ignore"``.
-        seed: Of that initialisation.
-        allow_pickle: Whether a ``pytorch_model.bin`` will do where there are no safetensors. Its tensors are
-            read by position; nothing that the pickle wants to call is called.
-        check_finite: Whether NaN and infinity among a parameter's values are an error. False takes them, for
-            a model that is looked into or repaired after loading.
+        seed: Seed of that initialisation.
+        allow_pickle: Whether a ``pytorch_model.bin`` may be read where there are no safetensors. Its tensors
+            are read by position; nothing that the pickle wants to call is called.
+        check_finite: Whether NaN and infinity among a parameter's values are an error. False loads them, for
+            a model that is to be examined or repaired afterwards.
+
+    Returns:
+        What was read, from where, and how long it took.
 
     Raises:
         CheckpointFormatError: If the checkpoint is damaged, unsafe or does not fit the model; with the
@@ -93,14 +98,21 @@ def load_weights(
         UnfilledTensorsError: If the model has a tensor on the meta device that nothing has values for, such
             as adapters that ``peft.get_peft_model`` made there. Nothing has been read then.
         AdapterError: If the adapters were initialised from other base weights.
-        ValueError: For an argument out of range.
+        ValueError: If an argument is out of range.
 
     Collective: all ranks. An error on one is raised on all.
-    Memory: The shards. On the host a read buffer of about 1 MiB for each of at most 4 threads, for an
-        accelerator two of 8 MiB, pinned (within ``host_budget_bytes``); the largest group of tensors that
-        must be converted whole; and the keys that are initialised. On an accelerator beside the shards at
-        most two pieces of 8 MiB a thread, with replicas one of 16 MiB, and of tied tensors that must be
-        converted whole a second shard.
+    Memory: The shards. On the host a read buffer of about 1 MiB for each of at most 4 threads, or for an
+        accelerator two pinned buffers of 8 MiB (within ``host_budget_bytes``); the largest group of tensors
+        that must be converted as a whole; and the keys that are initialised. On an accelerator, beside the
+        shards, at most two pieces of 8 MiB per thread, with replicas one of 16 MiB, and for tied tensors that
+        must be converted as a whole a second shard.
+
+    Example:
+        >>> model = fs.build_meta_model(path)
+        >>> shards = fs.shard_model(model, mesh=mesh)
+        >>> report = fs.load_weights(model, path)
+        >>> report.missing, report.unexpected, report.strategy
+        ([], [], 'slice')
     """
     _check_arguments(strategy, host_budget_bytes, missing, unexpected)
     started = time.perf_counter()
@@ -163,7 +175,7 @@ def load_weights(
 
 
 def choose_strategy(model: nn.Module, plan: LoadPlan, strategy: Strategy) -> tuple[str, str]:
-    """(``"slice"`` or ``"exchange"``, why)."""
+    """The strategy (``"slice"`` or ``"exchange"``), and the reason for it in words."""
     if strategy != "auto":
         return strategy, "as asked"
     if not is_distributed():
@@ -191,7 +203,12 @@ def _check_arguments(strategy: str, host_budget_bytes: int, missing: str, unexpe
 
 
 def _agree_on_plan(digest: str, folder: str, told: dict[str, Any]) -> int:
-    """See that all ranks planned the same, as told; how many reading threads this one should have.
+    """Check that all ranks have the same plan and arguments; return how many threads this rank reads with.
+
+    Args:
+        digest: This rank's ``LoadPlan.digest``.
+        folder: Folder of the checkpoint, for the error.
+        told: Arguments of the load that must be the same on all ranks, by name.
 
     Collective: all ranks.
     """
@@ -217,7 +234,17 @@ def _agree_on_plan(digest: str, folder: str, told: dict[str, Any]) -> int:
 
 @dataclass
 class _Reads:
-    """One load's reading: what, from where, for whom."""
+    """What the phases of one load share: the model, the plan, the files and the options.
+
+    Attributes:
+        model: The model that is loaded, without its adapters.
+        plan: What to read for each tensor.
+        checkpoint: The files.
+        strategy: ``"slice"`` or ``"exchange"``.
+        host_budget_bytes: Bytes that all read buffers together may take.
+        workers: Number of threads that read.
+        check_finite: Whether NaN and infinity are errors.
+    """
 
     model: nn.Module
     plan: LoadPlan
@@ -229,7 +256,8 @@ class _Reads:
 
     def __post_init__(self) -> None:
         self.tensors = named_tensors(self.model)
-        # This rank's part of tied names that are converted, to be compared when every tensor is there.
+        # Tied weights that the checkpoint stores under both names must be equal. Where they come out of a
+        # conversion, this rank's part of the second one is kept here until both are complete.
         self.converted_duplicates: dict[str, torch.Tensor] = {
             target.name: torch.empty_like(local_of(self.tensors[target.name]))
             for target in self.plan.duplicates
@@ -238,13 +266,14 @@ class _Reads:
         self.readers = _readers(self) if self.strategy == "exchange" else {}
 
     def is_checked(self, target: Target) -> bool:
-        """Whether a target's values have to be finite."""
+        """Whether NaN and infinity among a target's values are errors."""
         return self.check_finite and target.is_parameter and self.tensors[target.name].is_floating_point()
 
     def dtype_to_send(self, target: Target) -> torch.dtype:
-        """What a target's values pass between replicas in: as stored, where that is exact and takes less.
+        """Dtype in which a target's values pass between replicas: the stored one if it is narrower and exact.
 
-        NaN keeps its bits only in the shard's own dtype.
+        Casting to the shard's dtype after sending could change the bits of a NaN, so where NaN is allowed the
+        shard's own dtype is sent.
         """
         stored = {self.checkpoint.sources[piece.key].entry.dtype for piece in target.pieces}
         own = self.tensors[target.name].dtype
@@ -253,12 +282,12 @@ class _Reads:
         return first if exact and self.is_checked(target) else own
 
     def place_of(self, target: Target) -> torch.Tensor:
-        """Where this rank's part of a converted target goes."""
+        """The memory that this rank's part of a converted target is written to."""
         aside = self.converted_duplicates.get(target.name)
         return local_of(self.tensors[target.name]) if aside is None else aside
 
     def run(self, jobs: Iterable[Job], progress: Callable[[int], None] = lambda _: None) -> int:
-        """Do jobs; bytes read."""
+        """Do jobs, and return the number of bytes read."""
         return read_jobs(
             self.checkpoint,
             jobs,
@@ -269,7 +298,7 @@ class _Reads:
 
 
 def _read_own(reads: _Reads) -> int:
-    """Read what this rank reads without help; bytes read."""
+    """Read everything that this rank reads by itself into its shards; the number of bytes read."""
     targets = [target for target in reads.plan.targets.values() if target.group is None]
     jobs = list(_jobs(reads, targets, "copy"))
     with progress_bar(sum(job.dest.numel() * job.dtype.itemsize for job in jobs)) as progress:
@@ -277,7 +306,10 @@ def _read_own(reads: _Reads) -> int:
 
 
 def _staging(reads: _Reads) -> dict[torch.dtype, torch.Tensor]:
-    """Memory for what passes between replicas in another dtype than the shards': no rank may fail later."""
+    """Buffers, by dtype, for values that pass between replicas in another dtype than the shards'.
+
+    They are allocated before the exchange, in which no rank may fail alone: the others would wait for it.
+    """
     staging: dict[torch.dtype, torch.Tensor] = {}
     for name in reads.readers:
         local = local_of(reads.tensors[name])
@@ -289,7 +321,7 @@ def _staging(reads: _Reads) -> dict[torch.dtype, torch.Tensor]:
 
 
 def _exchange(reads: _Reads, staging: dict[torch.dtype, torch.Tensor]) -> int:
-    """Receive what other ranks have read, and convert what has to be converted whole; bytes read.
+    """Broadcast shards between replicas, and convert what has to be converted whole; the bytes read for that.
 
     Collective: all ranks.
     """
@@ -313,7 +345,10 @@ def _exchange(reads: _Reads, staging: dict[torch.dtype, torch.Tensor]) -> int:
 
 
 def _readers(reads: _Reads) -> dict[str, tuple[Any, int, int]]:
-    """Which replica reads each target: (mesh, dimension, index along it), shared out evenly by bytes."""
+    """The replica that reads each target: (mesh, dimension of the mesh, index along it).
+
+    Each target goes to the replica that has the fewest elements to read so far.
+    """
     readers: dict[str, tuple[Any, int, int]] = {}
     load: dict[int, int] = {}
     for name, target in reads.plan.targets.items():
@@ -331,6 +366,7 @@ def _jobs(
     targets: Iterable[Target],
     mode: Literal["copy", "compare"],
 ) -> Iterable[Job]:
+    """What this rank reads of ``targets``: every piece of theirs, intersected with its shard."""
     for target in targets:
         tensor = reads.tensors[target.name]
         if target.name in reads.readers:
@@ -346,7 +382,10 @@ def _jobs(
 
 
 def _fill_converted(reads: _Reads) -> int:
-    """Convert the groups that cannot be cut before, and take this rank's part of the results.
+    """Run the conversions that need whole tensors, and take this rank's part of the results.
+
+    With ``"slice"`` every rank converts every group. With ``"exchange"`` each rank converts one group of a
+    batch and broadcasts the results. Returns the bytes that this rank has read.
 
     Collective: all ranks.
     """
@@ -374,13 +413,14 @@ def _fill_converted(reads: _Reads) -> int:
 
 
 def _targets_of(reads: _Reads, group: ConvertedGroup) -> list[Target]:
+    """The targets and duplicates that a group's conversion makes."""
     number = reads.plan.groups.index(group)
     every = [*reads.plan.targets.values(), *reads.plan.duplicates]
     return [target for target in every if target.group == number]
 
 
 def _convert(reads: _Reads, group: ConvertedGroup) -> tuple[int, dict[str, torch.Tensor]]:
-    """Read a group's sources whole and run the conversion on the CPU: (bytes read, results by target)."""
+    """Read a group's sources as a whole and convert them on the CPU; (bytes read, results by target)."""
     sources: dict[str, torch.Tensor] = {}
     jobs = []
     for key in group.keys:
@@ -391,6 +431,7 @@ def _convert(reads: _Reads, group: ConvertedGroup) -> tuple[int, dict[str, torch
         job = job_for(reads.checkpoint, key, piece, box, sources[key], check_finite=False, mode="copy")
         jobs += [job] if job is not None else []
     bytes_read = reads.run(jobs)
+    # Nothing but `made` may refer to the sources, so that the conversion can free each one after its use.
     made = {pattern: [sources.pop(key) for key in keys] for pattern, keys in group.sources.items()}
     jobs.clear()
     converted = run_conversion(reads.plan.twin, group.first_target, group.converter, made)
@@ -400,9 +441,9 @@ def _convert(reads: _Reads, group: ConvertedGroup) -> tuple[int, dict[str, torch
 
 
 def _compare_duplicates(reads: _Reads) -> int:
-    """See that tied names have the same values in the checkpoint; bytes read.
+    """Check that the checkpoint has the same values under all names of a tied tensor; the bytes read.
 
-    Only now: before the exchange a replica has not yet received what it did not read.
+    This comes after the exchange, because a replica receives only there what it did not read itself.
     """
     for name, values in reads.converted_duplicates.items():
         check_same(name, local_of(reads.tensors[name]), values)
@@ -411,7 +452,7 @@ def _compare_duplicates(reads: _Reads) -> int:
 
 
 def _take(reads: _Reads, target: Target, values: torch.Tensor, where: Box) -> None:
-    """Copy what of ``values``, which is the box ``where`` of a target, lies in this rank's shard."""
+    """Copy into this rank's shard what it has in common with ``values``, which are the box ``where``."""
     box = box_of(reads.tensors[target.name])
     common = where.intersect(box)
     if common is not None:

@@ -1,4 +1,4 @@
-"""A model on the meta device, built as ``from_pretrained`` builds it, ready to be sharded."""
+"""Building a checkpoint's model on the meta device as ``from_pretrained`` builds it, ready to be sharded."""
 
 import os
 import re
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from fsdp_sft.weights.resolve import Checkpoint
 
+# How tied weights are compared before loading: so many samples of so many bytes, spread over the tensor.
 _PROBES = 64
 _PROBE_BYTES = 1 << 14
 
@@ -42,31 +43,41 @@ def build_meta_model(
 ) -> "PreTrainedModel":
     """Build the model that a checkpoint's config names, with no memory behind its tensors.
 
-    The class is ``config.architectures[0]``; another one of the same kind of model can be asked for with
+    The class is ``config.architectures[0]``. Another class of the same kind of model can be asked for with
     ``architectures=["LlamaForSequenceClassification"]``. Weights are tied as the config says, unless the
-    folder's checkpoint holds two different tensors for the two names: then they stay apart, as
-    ``from_pretrained`` leaves them. Parameters that the class keeps in float32 are float32 under a 16-bit
-    ``dtype``.
+    folder's checkpoint holds two different tensors under the two names: then they stay apart, as
+    ``from_pretrained`` leaves them. Parameters that the class always keeps in float32 are float32 even if
+    ``dtype`` is a 16-bit one.
 
     Args:
         name_or_path: A folder with a ``config.json``, or a Hub id.
         revision: Branch, tag or commit of a Hub id.
-        dtype: Of the parameters, and what computed buffers are derived in.
-        attn_implementation: Such as ``"sdpa"`` or ``"flash_attention_2"``; None is transformers' choice.
+        dtype: Dtype of the parameters, in which buffers that are computed from the config are computed too.
+        attn_implementation: Attention implementation, such as ``"sdpa"`` or ``"flash_attention_2"``; None is
+            transformers' choice.
         trust_remote_code: Whether a class that the checkpoint brings along may be imported and run.
-        allow_pickle: See ``load_weights``; here, whether a ``pytorch_model.bin`` is asked about tied weights.
-        new_vocab_size: How many tokens the embedding and the head are to have rows for; None keeps the
+        allow_pickle: See ``load_weights``. Here it says whether a ``pytorch_model.bin`` may be opened to find
+            out whether tied weights differ.
+        new_vocab_size: Number of tokens for which the embedding and the head are to have rows; None keeps the
             checkpoint's number. ``load_weights`` sets each new row to the mean of the old ones, taken in
             float64 and the same on all ranks.
         **config_overrides: Fields of the config to replace.
 
     Returns:
-        The model in ``train()`` mode, on the meta device; every floating parameter requires a gradient.
+        The model in ``train()`` mode, on the meta device. Every floating-point parameter requires a gradient,
+        except those that the class freezes when it initialises weights.
 
     Raises:
-        CheckpointFormatError: If the config names no class that can be built, or is of a quantised model.
-        TypeError: For a field that the config does not have.
+        CheckpointFormatError: If the config names no class that can be built, or describes a quantised model.
+        TypeError: If the config does not have a field of ``config_overrides``.
         VocabularyError: If ``new_vocab_size`` is smaller than the checkpoint's, or rows cannot be added.
+
+    Example:
+        >>> model = fs.build_meta_model(path, attention_dropout=0.1)
+        >>> next(model.parameters()).device, model.config.attention_dropout
+        (device(type='meta'), 0.1)
+        >>> shards = fs.shard_model(model, mesh=mesh)
+        >>> report = fs.load_weights(model, path)  # only now do the shards have memory
     """
     return meta_model(
         name_or_path,
@@ -91,7 +102,7 @@ def meta_model(
     new_vocab_size: int | None,
     config_overrides: Mapping[str, Any] | None,
 ) -> "PreTrainedModel":
-    """``build_meta_model`` with the fields of the config in a mapping, so that any name can be one."""
+    """``build_meta_model`` with the fields of the config in a mapping, so that they can have any name."""
     if config_overrides is not None and not isinstance(config_overrides, Mapping):
         raise TypeError(
             f"config_overrides must be a dict of fields of the config, got {type(config_overrides).__name__}"
@@ -115,11 +126,16 @@ def meta_model(
 
 
 def _set_requires_grad(model: nn.Module) -> None:
-    """As ``from_pretrained`` leaves it: every floating parameter but those that initialisation freezes."""
+    """Let every floating-point parameter require a gradient, except those that initialisation freezes.
+
+    That is how ``from_pretrained`` leaves a model.
+    """
     frozen = not all(p.requires_grad for p in model.parameters() if p.is_floating_point())
     for parameter in model.parameters():
         parameter.requires_grad_(parameter.is_floating_point())
     if frozen:
+        # Some are frozen, but not necessarily by initialisation: a second model, in which all are thawed
+        # before it is initialised, shows which ones are.
         twin = meta_twin(model)
         for parameter in twin.parameters():
             parameter.requires_grad_(parameter.is_floating_point())
@@ -131,6 +147,7 @@ def _set_requires_grad(model: nn.Module) -> None:
 def _class_and_config(
     name: str, revision: str | None, attention: str | None, remote: bool, overrides: dict[str, Any]
 ) -> tuple[Any, Any]:
+    """The class of the model and its config, with the overrides in it."""
     import transformers
 
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": remote}
@@ -149,7 +166,7 @@ def _class_and_config(
         _check_same_kind(name, cls, config)
     if attention is not None:
         options["attn_implementation"] = attention
-    if cls.config_class is not None:  # a text model reads its own part of a multimodal config
+    if cls.config_class is not None:  # the text model of a multimodal one reads its own part of the config
         config, unused = cls.config_class.from_pretrained(
             name, return_unused_kwargs=True, **options, **overrides
         )
@@ -164,7 +181,7 @@ def _is_model_class(cls: Any) -> bool:
 
 
 def _architecture(name: str, config: Any, overrides: dict[str, Any]) -> str:
-    """The class that is asked for, else the one that the checkpoint names."""
+    """Name of the class that the overrides ask for, else of the one that the checkpoint names."""
     wanted = overrides.get("architectures", config.architectures)
     wanted = [wanted] if isinstance(wanted, str) else list(wanted or ())
     if not wanted:
@@ -179,7 +196,7 @@ def _architecture(name: str, config: Any, overrides: dict[str, Any]) -> str:
 
 
 def _check_same_kind(name: str, cls: Any, config: Any) -> None:
-    """A class reads its own kind of config, or its own part of one that has several."""
+    """Refuse a class for another type of model than the config, or any part of it, describes."""
     own = getattr(cls.config_class, "model_type", "")
     if own and own not in set(_model_types(config)):
         raise CheckpointFormatError(
@@ -189,12 +206,14 @@ def _check_same_kind(name: str, cls: Any, config: Any) -> None:
 
 
 def _model_types(config: Any) -> Iterator[str]:
+    """The model types of a config and of the configs inside it."""
     yield str(getattr(config, "model_type", ""))
     for name in getattr(config, "sub_configs", ()):
         yield from _model_types(getattr(config, name, None))
 
 
 def _auto_config(name: str, options: dict[str, Any]) -> Any:
+    """The config that the folder names, with a clear error where it needs ``trust_remote_code``."""
     import transformers
 
     try:
@@ -209,6 +228,7 @@ def _auto_config(name: str, options: dict[str, Any]) -> Any:
 
 
 def _remote_class(config: Any, architecture: str, name: str, revision: str | None) -> Any:
+    """The class of that name from the checkpoint's own code; None if the checkpoint brings none."""
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
     for reference in (getattr(config, "auto_map", None) or {}).values():
@@ -218,6 +238,7 @@ def _remote_class(config: Any, architecture: str, name: str, revision: str | Non
 
 
 def _take_generation_config(model: Any, folder: Path) -> None:
+    """Read ``generation_config.json`` into the model, if there is one."""
     if (folder / "generation_config.json").is_file() and getattr(
         model, "generation_config", None
     ) is not None:
@@ -227,6 +248,7 @@ def _take_generation_config(model: Any, folder: Path) -> None:
 
 
 def _tie(model: nn.Module, folder: Path, allow_pickle: bool) -> None:
+    """Tie weights as the config says, except where the folder's checkpoint has two different tensors."""
     ties = tied_names(model)
     if ties and folder.is_dir():
         from fsdp_sft.weights.resolve import open_checkpoint
@@ -243,7 +265,10 @@ def _tie(model: nn.Module, folder: Path, allow_pickle: bool) -> None:
 
 
 def _differ(checkpoint: "Checkpoint", target: str, source: str) -> bool:
-    """Whether a checkpoint holds two tensors that differ, by samples; loading compares every element."""
+    """Whether two tensors of a checkpoint differ, as samples of them show.
+
+    Tensors that differ elsewhere are found when the weights are loaded, which compares every element.
+    """
     from fsdp_sft._safetensors import open_file, read_at
 
     found = [checkpoint.sources.get(name) for name in (target, source)]

@@ -1,9 +1,9 @@
-"""What a ``pytorch_model.bin`` holds, and where: a header for a format that has none.
+"""The contents of a ``pytorch_model.bin`` as a header: names, dtypes, shapes and byte ranges of its tensors.
 
 Such a file is a zip archive of the tensors' storages, uncompressed, and of a pickle that says which tensor is
-a view of which storage. The pickle is read by ``torch.load(weights_only=True)``, which builds tensors and
-containers and calls nothing else, and onto the meta device, so that no storage is read. What is left are byte
-ranges, which are then read like those of a safetensors file.
+a view of which storage. ``torch.load(weights_only=True)`` reads the pickle, which builds tensors and
+containers and calls nothing else; ``map_location="meta"`` keeps it from reading any storage. What remains are
+byte ranges, which are then read like those of a safetensors file.
 """
 
 import os
@@ -26,16 +26,16 @@ _CONVERT = "convert it once: AutoModelForCausalLM.from_pretrained(...).save_pret
 
 
 def read_pickled(path: Path) -> Header:
-    """Names, dtypes, shapes and places of the tensors in a file that ``torch.save`` wrote.
+    """Names, dtypes, shapes and byte ranges of the tensors in a file that ``torch.save`` wrote.
 
     Two names may stand for the same bytes, and a tensor may be a part of a larger storage.
 
     Args:
-        path: Of a dictionary of names to tensors; the last component must not be a symbolic link.
+        path: File with a dictionary of names to tensors; the last component must not be a symbolic link.
 
     Raises:
-        CheckpointFormatError: If the file is damaged, is not such a dictionary, wants to run code, is from
-            before torch 1.6, or holds a tensor that is not one run of bytes.
+        CheckpointFormatError: If the file is damaged, is not such a dictionary, wants to run code, is older
+            than torch 1.6, or holds a tensor that is not one run of bytes.
 
     Memory: The pickle, at most 100 MB, and no tensor.
     """
@@ -54,7 +54,8 @@ def read_pickled(path: Path) -> Header:
 
 
 def _reason(error: Exception) -> str:
-    # torch's first lines are advice on how to run the pickle all the same; the reason comes below them.
+    """Why a file could not be read, in one line."""
+    # torch's first lines tell how to run the pickle all the same; the reason itself stands further down.
     lines = str(error).splitlines() or [""]
     if isinstance(error, pickle.UnpicklingError):
         detail = next((line.strip() for line in lines if "Unpickler error" in line), lines[0])
@@ -63,7 +64,7 @@ def _reason(error: Exception) -> str:
 
 
 def _records(file: IO[bytes]) -> dict[int, int]:
-    """Length by first byte of each record in the archive, all of them stored as they are."""
+    """Length of each record of the archive, by its first byte; all must be stored uncompressed."""
     if file.read(4) != _SIGNATURE:
         raise ValueError(f"it is not a zip archive, so it is damaged or from before torch 1.6; {_CONVERT}")
     with zipfile.ZipFile(file) as archive:
@@ -79,7 +80,7 @@ def _records(file: IO[bytes]) -> dict[int, int]:
 
 
 def _start(file: IO[bytes], info: zipfile.ZipInfo) -> int:
-    """First byte of a record: after its local header, whose length the directory does not tell."""
+    """First byte of a record's contents, after its local header, whose length the directory does not say."""
     file.seek(info.header_offset)
     signature, name, extra = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
     if signature != _SIGNATURE:
@@ -94,6 +95,7 @@ def _checked(name: Any) -> str:
 
 
 def _entry(name: str, tensor: Any, records: dict[int, int]) -> TensorEntry:
+    """Dtype, shape and byte range of one tensor, which must be one run of plain numbers inside a record."""
     if type(tensor) not in (torch.Tensor, nn.Parameter):
         raise ValueError(f"{name!r} is {type(tensor).__name__}, not a tensor; {_CONVERT}")
     plain = tensor.layout == torch.strided and not tensor.is_conj() and not tensor.is_neg()
@@ -107,7 +109,8 @@ def _entry(name: str, tensor: Any, records: dict[int, int]) -> TensorEntry:
         return TensorEntry(tensor.dtype, tuple(tensor.shape), 0, 0)
     first = offset_in_checkpoint(tensor)
     start = first + int(tensor.storage_offset()) * tensor.dtype.itemsize
-    # torch works the offset out from the sizes of what comes before; an archive that others wrote may differ.
+    # torch computes the offset from the sizes of the records before it. In an archive that another program
+    # wrote it may be wrong, so it must be the beginning of a record.
     if start < first or start + length > first + records.get(first, 0):
         raise ValueError(f"{name!r} lies outside of the archive's records; {_CONVERT}")
     return TensorEntry(tensor.dtype, tuple(tensor.shape), start, start + length)

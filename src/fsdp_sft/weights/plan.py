@@ -1,4 +1,4 @@
-"""What to read for each parameter and buffer, worked out from headers before any tensor is read."""
+"""The plan of a load: what to read for each parameter and buffer, worked out from the headers alone."""
 
 import hashlib
 from collections.abc import Mapping
@@ -32,21 +32,22 @@ Kind = Literal["identity", "separable", "region", "other"]
 KINDS: tuple[Kind, ...] = ("identity", "separable", "region", "other")
 
 _MIN_RUN_BYTES = 512  # reading shorter runs one by one costs more than converting the whole tensor
-_SMALL_BYTES = 1 << 20  # what is read in one go whatever its pieces look like
+_SMALL_BYTES = 1 << 20  # a piece that spans no more than this is read in one go, whatever its strides
 
 
 @dataclass(frozen=True)
 class Target:
-    """One parameter or buffer and where its elements are.
+    """One parameter or buffer, and where its elements are stored.
 
     Attributes:
-        name: In the model; for tied weights, the one that the checkpoint has.
-        shape: Global.
+        name: Name in the model; for tied weights, the one of their names that the checkpoint has.
+        shape: Global shape, before sharding.
         kind: ``"identity"``: one tensor of the checkpoint as it is. ``"separable"``: whole tensors side by
-            side (merged experts). ``"region"``: boxes of tensors. ``"other"``: converted whole, then cut.
-        pieces: Empty for ``"other"``.
-        group: Index into ``LoadPlan.groups`` for ``"other"``.
-        is_parameter: And not a buffer.
+            side (merged experts). ``"region"``: boxes of tensors. ``"other"``: tensors that have to be
+            converted as a whole, and cut afterwards.
+        pieces: Boxes of stored tensors that make up the target; empty for ``"other"``.
+        group: Index into ``LoadPlan.groups`` for ``"other"``; None for the other kinds.
+        is_parameter: Whether it is a parameter and not a buffer.
     """
 
     name: str
@@ -59,13 +60,13 @@ class Target:
 
 @dataclass(frozen=True)
 class ConvertedGroup:
-    """Tensors that one conversion turns into others and that cannot be cut before.
+    """Stored tensors that one conversion needs as a whole, since it computes with their elements.
 
     Attributes:
-        first_target: Name that the conversion goes by.
+        first_target: Name of the first tensor that the conversion makes, which identifies it.
         converter: transformers' ``WeightConverter``.
         sources: Keys in the checkpoint, in order, by source pattern.
-        dtype: That the sources are cast to before converting, as transformers does.
+        dtype: Dtype to which the sources are cast before they are converted, as transformers does.
     """
 
     first_target: str
@@ -75,25 +76,27 @@ class ConvertedGroup:
 
     @property
     def keys(self) -> list[str]:
-        """All keys in the checkpoint."""
+        """Keys of all sources in the checkpoint."""
         return [key for keys in self.sources.values() for key in keys]
 
 
 @dataclass
 class LoadPlan:
-    """Everything a load does, the same on all ranks.
+    """Everything that a load does, the same on all ranks.
 
     Attributes:
-        targets: To be written, by name.
-        duplicates: Names whose tensor is tied to a target's; the checkpoint must hold the same values.
-        groups: Conversions of whole tensors.
-        missing: Names without a value in the checkpoint, that the model's class does not expect to be there.
+        targets: Parameters and buffers to fill from the checkpoint, by name.
+        duplicates: Further names, in the checkpoint, of tensors that are tied to a target; what is stored
+            under them must have the target's values.
+        groups: Conversions that need their sources as a whole.
+        missing: Names for which the checkpoint has no values, although the model's class does not allow them
+            to be missing.
         initialised: Names that the model's own initialisation fills.
         unexpected: Names (after renaming) that the model has no place for.
-        class_bytes: Checkpoint bytes by kind of target.
-        before: Name to shape of what has rows for new tokens, as it was without them.
-        twin: See ``meta_twin``.
-        conversions: transformers' list, the used ones marked.
+        class_bytes: Bytes of the checkpoint by kind of target.
+        before: Shapes in the checkpoint of the tensors that get rows for new tokens, by name.
+        twin: Unsharded model on the meta device; see ``meta_twin``.
+        conversions: transformers' list of conversions, in which those that were used are marked.
     """
 
     targets: dict[str, Target] = field(default_factory=dict)
@@ -114,11 +117,11 @@ class LoadPlan:
 
     @property
     def short(self) -> dict[str, tuple[int, ...]]:
-        """Name to shape of the targets that the checkpoint has without the rows for new tokens."""
+        """Shapes of the targets that the checkpoint stores without the rows for new tokens, by name."""
         return {name: t.shape for name, t in self.targets.items() if t.shape == self.before.get(name)}
 
     def digest(self, checkpoint: Checkpoint) -> str:
-        """A fingerprint that two ranks share exactly if they would load the same."""
+        """A fingerprint that is equal on two ranks exactly if they would load the same."""
         hashed = hashlib.sha256(repr(checkpoint.file_bytes).encode())
         for key, tensor in sorted(checkpoint.sources.items()):
             hashed.update(repr((key, tensor.file, tensor.entry)).encode())
@@ -135,15 +138,17 @@ def make_plan(
     """Work out from the headers what each parameter and buffer of ``model`` is read from.
 
     Args:
-        model: Meta or materialised, sharded or not; only names, shapes and ties are looked at.
-        checkpoint: With its headers read.
-        missing: ``"error"`` or ``"initialise"``.
-        unexpected: ``"error"`` or ``"ignore"``.
+        model: The model, on the meta device or not, sharded or not. Only its names, shapes and ties count.
+        checkpoint: The files, with their headers read.
+        missing: ``"error"`` or ``"initialise"``; see ``load_weights``.
+        unexpected: ``"error"`` or ``"ignore"``; see ``load_weights``.
 
     Raises:
         CheckpointFormatError: If a shape does not fit or a conversion fails.
-        MissingKeysError: If keys are missing that the class does not let be missing, unless initialised.
-        UnexpectedKeysError: If keys are left over that the class does not know of, unless ignored.
+        MissingKeysError: If keys are missing that the model's class does not allow to be missing, and
+            ``missing`` is ``"error"``.
+        UnexpectedKeysError: If keys are left over that the model's class does not name as ignorable, and
+            ``unexpected`` is ``"error"``.
     """
     twin = meta_twin(model)
     tensors = named_tensors(model)
@@ -165,6 +170,7 @@ def make_plan(
 
 
 def _check_same_names(twin: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Refuse a model whose tensors are not those that its config describes."""
     for name, expected in twin.state_dict().items():
         tensor = tensors.get(name)
         if tensor is None or tensor.shape != expected.shape:
@@ -183,11 +189,13 @@ def _targets_of(
     converter: Any,
     sources: dict[str, list[str]],
 ) -> list[Target]:
+    """The targets of one conversion, or of one tensor that is only renamed (``converter`` is None)."""
     if converter is None:
         key = next(iter(sources.values()))[0]
         converted: dict[str, torch.Tensor] = {first: _traced(checkpoint, key)}
     else:
         converted = _converted(plan, checkpoint, first, converter, sources)
+    # One result that cannot be read by boxes makes the conversion run on whole tensors, for all its results.
     whole: int | None = None
     if not all(_is_direct(tensor, checkpoint) for tensor in converted.values()):
         whole = len(plan.groups)
@@ -214,9 +222,9 @@ def _traced(checkpoint: Checkpoint, key: str) -> Traced:
 def _converted(
     plan: LoadPlan, checkpoint: Checkpoint, first: str, converter: Any, sources: dict[str, list[str]]
 ) -> dict[str, torch.Tensor]:
-    """The results of a conversion without data: traced where it only moves elements, else shapes alone.
+    """The results of a conversion, without data: traced if it only moves elements, else shapes and dtypes.
 
-    Memory: Where it computes, the tensors of one conversion, before the shards have any.
+    Memory: For a conversion that computes, the tensors of that conversion. The shards have no memory yet.
     """
 
     def run(make: Any) -> dict[str, torch.Tensor]:
@@ -231,7 +239,7 @@ def _converted(
         try:
             return run(lambda key: _traced(checkpoint, key))
         except UntraceableError:
-            # Not on the meta device: code that computes may mix in tensors of its own, or look at values.
+            # Zeros, not meta tensors: code that computes may look at values or use CPU tensors of its own.
             return {name: tensor.to("meta") for name, tensor in run(zeros).items()}
     except Exception as error:
         keys = [key for values in sources.values() for key in values]
@@ -247,11 +255,13 @@ def _check_fits(
     keys: list[str],
     before: tuple[int, ...] | None,
 ) -> None:
+    """Refuse a stored tensor of another shape than the model's, or one that is quantised."""
     if tensor.shape != read.shape and tuple(read.shape) != before:
         raise CheckpointFormatError(
             f"{name!r} has shape {tuple(tensor.shape)} in the model and {tuple(read.shape)} in the "
             f"checkpoint (from {abridged(keys)}); is this checkpoint of this model?"
         )
+    # Integers and 8-bit floats are those of a quantised checkpoint, which has scales for them beside them.
     scaled = read.dtype.itemsize == 1 or not read.dtype.is_floating_point
     if isinstance(tensor, nn.Parameter) and tensor.is_floating_point() and scaled:
         raise CheckpointFormatError(
@@ -261,19 +271,20 @@ def _check_fits(
 
 
 def _is_direct(tensor: torch.Tensor, checkpoint: Checkpoint) -> bool:
-    """Whether a part of a tensor can be read without reading much else."""
+    """Whether any part of a tensor can be read without reading much else of the file."""
     return isinstance(tensor, Traced) and all(_is_readable(piece, checkpoint) for piece in tensor.pieces)
 
 
 def _is_readable(piece: Piece, checkpoint: Checkpoint) -> bool:
+    """Whether a piece is small, or consists of contiguous runs in the file that are worth one read each."""
     itemsize = checkpoint.sources[piece.key].entry.dtype.itemsize
     dims = [(size, step) for size, step in zip(piece.size, piece.stride, strict=True) if size > 1]
     span = 1 + sum((size - 1) * step for size, step in dims)
     if span * itemsize <= _SMALL_BYTES:
         return True
     if [step for _, step in dims] != sorted((step for _, step in dims), reverse=True):
-        return False  # transposed: the rows of one shard are scattered over the whole source
-    run = 1
+        return False  # transposed: each row of the shard takes elements from all over the source
+    run = 1  # elements in a row, without a gap, from the innermost dimension outwards
     for size, step in reversed(dims):
         if step != run:
             break
@@ -282,6 +293,8 @@ def _is_readable(piece: Piece, checkpoint: Checkpoint) -> bool:
 
 
 def _kind(tensor: Traced, checkpoint: Checkpoint) -> Kind:
+    """The kind of a traced target; see ``Target.kind``."""
+
     def is_whole(piece: Piece) -> bool:
         shape = checkpoint.sources[piece.key].entry.shape
         count = 1
@@ -295,6 +308,7 @@ def _kind(tensor: Traced, checkpoint: Checkpoint) -> Kind:
 
 
 def _strides_match(piece: Piece) -> bool:
+    """Whether a piece's elements lie in the source without gaps and in the order of the target."""
     expected = contiguous_strides(piece.size)
     return all(a == b for a, b, n in zip(piece.stride, expected, piece.size, strict=True) if n > 1)
 
@@ -302,6 +316,7 @@ def _strides_match(piece: Piece) -> bool:
 def _resolve_ties(
     plan: LoadPlan, model: nn.Module, tensors: Mapping[str, torch.Tensor], found: dict[str, Target]
 ) -> None:
+    """Fill each tensor from one of its names, and keep its further names for the comparison."""
     preferred = set(tied_names(model).values())
     aliases: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
@@ -316,6 +331,8 @@ def _resolve_ties(
 
 
 def _count_classes(plan: LoadPlan, checkpoint: Checkpoint) -> None:
+    """Count the bytes of the checkpoint by kind of target."""
+
     def key_bytes(key: str) -> int:
         return checkpoint.sources[key].entry.num_bytes
 
@@ -330,7 +347,9 @@ def _count_classes(plan: LoadPlan, checkpoint: Checkpoint) -> None:
 def _settle_missing(
     plan: LoadPlan, tensors: Mapping[str, torch.Tensor], found: Mapping[str, Target], policy: str
 ) -> None:
+    """Note which tensors the checkpoint does not fill; raise if that is an error."""
     absent = [name for name in plan.twin.state_dict() if name not in found]
+    # Tied names are one tensor, which is initialised once, under the first of them.
     first_names = {id(tensors[name]): name for name in reversed(absent)}
     allowed, _ = ignored_on_load(plan.twin)
     plan.missing = [name for name in absent if not matches_any(name, allowed)]
@@ -343,6 +362,7 @@ def _settle_missing(
 
 
 def _settle_unexpected(plan: LoadPlan, left_over: Mapping[str, str], policy: str) -> None:
+    """Note which keys the model has no place for; raise if that is an error."""
     _, allowed = ignored_on_load(plan.twin)
     plan.unexpected = sorted(name for name in left_over if not matches_any(name, allowed))
     if plan.unexpected and policy == "error":

@@ -1,8 +1,65 @@
-"""Where each element of a converted tensor comes from: the conversion run on tensors without data.
+"""Where each element of a converted tensor comes from, found by running the conversion without data.
 
-A ``Traced`` tensor has a shape and a list of pieces: boxes of it that are strided views of one source.
-Running transformers' own conversion code on such tensors moves the boxes about as it would the numbers, so no
-rule of ours repeats what a conversion does. Code that computes instead of moving raises ``UntraceableError``.
+transformers often lays parameters out otherwise than the checkpoint does: it stacks experts, joins
+projections, splits a fused one. A rank that needs only its shard of the result has to know which bytes of
+which stored tensors the shard is made of.
+
+A ``Traced`` tensor answers that. It has a shape, no data, and a list of pieces; each piece is a box of the
+tensor together with the strided view of one stored tensor (the source) that fills the box. transformers' own
+conversion code runs on traced tensors and moves their boxes exactly as it would move numbers, so this library
+repeats no conversion rule. Code that computes on elements instead of moving them raises ``UntraceableError``.
+
+A worked example. The checkpoint holds two matrices for each of two experts, every one of shape ``(3, 2)``.
+The model wants one tensor of shape ``(2, 6, 2)``: experts stacked along dimension 0, and the rows of *gate*
+and *up* joined along dimension 1::
+
+    conversion    gate_up = cat([stack([gate of 0, gate of 1]), stack([up of 0, up of 1])], dim=1)
+
+    row                  0       1       2       3       4       5
+                     +-----------------------+-----------------------+
+    gate_up[0]       |    experts.0.gate     |     experts.0.up      |
+                     +-----------------------+-----------------------+
+    gate_up[1]       |    experts.1.gate     |     experts.1.up      |
+                     +-----------------------+-----------------------+
+                                     |<------------->|
+                                      shard of rank 1, where three
+                                      ranks share dimension 1
+
+The traced result remembers four boxes, one for each stored matrix. ``offset`` and ``stride`` count elements
+of the source in its row-major order; a dimension in which the box has extent 1 has a stride that is never
+used (here the 0 of the stacked dimension).
+
+>>> from fsdp_sft._boxes import Box
+>>> from fsdp_sft.weights.provenance import intersect, source
+>>> names = ["experts.0.gate", "experts.1.gate", "experts.0.up", "experts.1.up"]
+>>> gate_0, gate_1, up_0, up_1 = (source(name, (3, 2), torch.bfloat16) for name in names)
+>>> gate_up = torch.cat([torch.stack([gate_0, gate_1]), torch.stack([up_0, up_1])], dim=1)
+>>> for piece in gate_up.pieces:
+...     print(piece)
+Piece(start=(0, 0, 0), size=(1, 3, 2), key='experts.0.gate', offset=0, stride=(0, 2, 1))
+Piece(start=(1, 0, 0), size=(1, 3, 2), key='experts.1.gate', offset=0, stride=(0, 2, 1))
+Piece(start=(0, 3, 0), size=(1, 3, 2), key='experts.0.up', offset=0, stride=(0, 2, 1))
+Piece(start=(1, 3, 0), size=(1, 3, 2), key='experts.1.up', offset=0, stride=(0, 2, 1))
+
+Rank 1 holds rows 2 and 3 of both experts, a box that cuts through all four pieces. What it has to read is
+each piece intersected with that box: the last row of each *gate*, which begins at element 4 of the stored
+matrix, and the first row of each *up*.
+
+>>> shard = Box(offset=(0, 2, 0), shape=(2, 2, 2))
+>>> for piece in gate_up.pieces:
+...     print(intersect(piece, shard))
+Piece(start=(0, 2, 0), size=(1, 1, 2), key='experts.0.gate', offset=4, stride=(0, 2, 1))
+Piece(start=(1, 2, 0), size=(1, 1, 2), key='experts.1.gate', offset=4, stride=(0, 2, 1))
+Piece(start=(0, 3, 0), size=(1, 1, 2), key='experts.0.up', offset=0, stride=(0, 2, 1))
+Piece(start=(1, 3, 0), size=(1, 1, 2), key='experts.1.up', offset=0, stride=(0, 2, 1))
+
+The first of these is elements 4 and 5 of ``experts.0.gate``: in bfloat16 the bytes 8 to 11 after the place at
+which the tensor begins in its file (``read.job_for`` does this sum). The opposite direction, a fused matrix
+split in three, works the same way; the second third begins at element 4 of the source:
+
+>>> queries, keys, values = source("qkv", (6, 2), torch.bfloat16).chunk(3)
+>>> keys.pieces
+[Piece(start=(0, 0), size=(2, 2), key='qkv', offset=4, stride=(2, 1))]
 """
 
 import math
@@ -15,13 +72,13 @@ import torch
 from fsdp_sft._boxes import Box
 from fsdp_sft._compat import wrapper_tensor
 
-MAX_PIECES = 1 << 16  # per tensor; a permutation finer than this is cheaper to convert whole
+MAX_PIECES = 1 << 16  # per tensor; a tensor in more pieces than this is cheaper to convert as a whole
 
 Ints = tuple[int, ...]
 
 
 class UntraceableError(RuntimeError):
-    """A conversion does something else than move elements about."""
+    """A conversion does something other than move elements."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +86,11 @@ class Piece:
     """A box of a target that is a strided view of one source tensor.
 
     Attributes:
-        start: First index of the box in the target, by dimension.
-        size: Extent of the box, by dimension.
+        start: Index of the box's first element in the target, per dimension.
+        size: Extent of the box, per dimension.
         key: Name of the source in the checkpoint.
-        offset: Element of the source (in its row-major order) that the box begins with.
-        stride: Elements of the source between neighbours in the box, by dimension.
+        offset: Number of the source's element, in row-major order, that fills the first element of the box.
+        stride: Distance in the source between neighbours in the box, in elements, per dimension.
     """
 
     start: Ints
@@ -44,7 +101,7 @@ class Piece:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """Number of elements in the box."""
         return math.prod(self.size)
 
 
@@ -58,27 +115,32 @@ def contiguous_strides(shape: Sequence[int]) -> Ints:
 
 
 def source(key: str, shape: Ints, dtype: torch.dtype) -> "Traced":
-    """A whole tensor of the checkpoint."""
+    """A whole tensor of the checkpoint, as a traced tensor of one piece."""
     return Traced(shape, dtype, [Piece((0,) * len(shape), shape, key, 0, contiguous_strides(shape))])
 
 
 def intersect(piece: Piece, box: Box) -> Piece | None:
-    """The part of a piece inside a box of the target, still in the target's coordinates; None if empty."""
+    """The part of a piece that lies inside a box of the target; None if that is empty.
+
+    ``start`` of the result still counts from the target's first element, not from the box's.
+    """
     common = Box(piece.start, piece.size).intersect(box)
     if common is None:
         return None
+    # The result begins `a - b` places further along each dimension, and each of these places is one stride of
+    # the source further on; the distances of all dimensions add up. The strides themselves stay.
     skipped = sum((a - b) * s for a, b, s in zip(common.offset, piece.start, piece.stride, strict=True))
     return Piece(common.offset, common.shape, piece.key, piece.offset + skipped, piece.stride)
 
 
 class Traced(torch.Tensor):
-    """A tensor without data that knows its pieces; always contiguous as far as torch is concerned."""
+    """A tensor without data that knows its pieces. torch always sees it as contiguous."""
 
     pieces: list[Piece]
 
     @staticmethod
     def __new__(cls, shape: Ints, dtype: torch.dtype, pieces: list[Piece]) -> "Traced":
-        """Make one; see the class."""
+        """Make a traced tensor of a shape and dtype from its pieces, which must tile it."""
         if len(pieces) > MAX_PIECES:
             raise UntraceableError(f"more than {MAX_PIECES} pieces")
         tensor: Traced = wrapper_tensor(cls, shape, dtype)
@@ -89,7 +151,7 @@ class Traced(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Move the pieces as ``func`` moves elements."""
+        """Run one operation: move the pieces as ``func`` would move the elements."""
         handler = _HANDLERS.get(func.overloadpacket)
         if handler is None or not _all_traced(args):
             raise UntraceableError(f"{func} does more than move elements")
@@ -112,13 +174,13 @@ def _same(tensor: Traced, *_: Any, **__: Any) -> Traced:
 def _slice(tensor: Traced, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Traced:
     dim %= tensor.ndim
     first, last, step = slice(start, end, step).indices(tensor.shape[dim])
-    length = max(0, -(-(last - first) // step))
+    length = max(0, -(-(last - first) // step))  # -(-a // b) is a / b rounded up
     pieces = []
     for piece in tensor.pieces:
-        skip = -(-max(0, piece.start[dim] - first) // step)  # positions of the result before this piece
-        at = first + skip * step
+        skip = -(-max(0, piece.start[dim] - first) // step)  # indices of the result before this piece
+        at = first + skip * step  # the first index of `tensor` that is taken and not before this piece
         stop = min(piece.start[dim] + piece.size[dim], last)
-        count = -(-(stop - at) // step)
+        count = -(-(stop - at) // step)  # indices taken from this piece; not positive if there are none
         if count > 0:
             offset = piece.offset + (at - piece.start[dim]) * piece.stride[dim]
             stride = piece.stride[dim] * step
@@ -163,6 +225,7 @@ def _squeeze(tensor: Traced, dim: int | Sequence[int] | None = None) -> Traced:
     else:
         dims = {d % tensor.ndim for d in ([dim] if isinstance(dim, int) else dim)}
     kept = [d for d in range(tensor.ndim) if d not in dims or tensor.shape[d] != 1]
+    # A dimension of extent 1 has index 0 alone, so leaving it out of the permutation loses nothing.
     return _permuted(tensor, kept)
 
 
@@ -214,6 +277,11 @@ def _stack(tensors: Sequence[Traced], dim: int = 0) -> Traced:
 
 
 def _view(tensor: Traced, shape: Sequence[int] | torch.dtype) -> Traced:
+    """Reshape: each piece becomes as many boxes of the new shape as it takes to hold the same elements.
+
+    A box of the old shape need not be a box of the new one. Columns 0 to 2 of a (4, 6) matrix, seen as 24
+    elements, are four runs of three elements with gaps between them, hence four pieces.
+    """
     if isinstance(shape, torch.dtype):
         raise UntraceableError(f"the bits are taken for {shape}")
     sizes = list(shape)
@@ -234,11 +302,16 @@ def _view(tensor: Traced, shape: Sequence[int] | torch.dtype) -> Traced:
 
 
 def _matching_dims(old: Ints, new: Ints) -> list[tuple[range, range]]:
-    """Runs of dimensions with equal products, which a view maps onto each other."""
+    """The shortest runs of dimensions, old and new, that have the same number of elements.
+
+    A view maps each run onto its partner without mixing it with the rest: (4, 6, 5) seen as (24, 5) is
+    [(0, 1) -> (0), (2) -> (1)]. So runs are reshaped one by one, and a dimension that the view leaves alone
+    cannot break a piece up.
+    """
     groups, i, j = [], 0, 0
     while i < len(old) or j < len(new):
         first_i, first_j = i, j
-        left = right = 1
+        left = right = 1  # elements of the two runs so far; the one that has fewer takes the next dimension
         while (i == first_i and j == first_j) or left != right:
             if i < len(old) and (left <= right or j >= len(new)):
                 left, i = left * old[i], i + 1
@@ -248,10 +321,16 @@ def _matching_dims(old: Ints, new: Ints) -> list[tuple[range, range]]:
     return groups
 
 
-_Axis = tuple[Ints, Ints, Ints]  # start, size and stride of some dimensions of a piece
+_Axis = tuple[Ints, Ints, Ints]  # start, size and stride of a piece in some of its dimensions
 
 
 def _reshaped(piece: Piece, old: Ints, new: Ints, groups: list[tuple[range, range]]) -> list[Piece]:
+    """The pieces that a piece becomes when the target's shape changes from ``old`` to ``new``.
+
+    Each run of dimensions is first merged into one dimension, in which the piece is a set of lines, and then
+    split into the new dimensions. The results of all runs are combined as a Cartesian product: their starts,
+    sizes and strides are put side by side, and their offsets in the source are added.
+    """
     partial: list[tuple[int, Ints, Ints, Ints]] = [(piece.offset, (), (), ())]
     for olds, news in groups:
         box = [(piece.start[d], piece.size[d], piece.stride[d]) for d in olds]
@@ -268,16 +347,33 @@ def _reshaped(piece: Piece, old: Ints, new: Ints, groups: list[tuple[range, rang
 
 
 def _flattened(box: list[tuple[int, int, int]], shape: list[int]) -> list[tuple[int, int, int, int]]:
-    """(offset, start, size, stride) of the lines that a box becomes when its dimensions are merged."""
-    lines = [(0, 0, 1, 0)]
+    """The lines that a box becomes when its dimensions are merged into one.
+
+    A line is (offset, start, size, stride): ``size`` elements of the merged dimension from ``start`` on. They
+    lie ``stride`` elements apart in the source, the first of them ``offset`` elements after the first of the
+    piece. Rows 0 and 1 of a (4, 6) matrix are one line, (0, 0, 12, 1). Columns 0 to 2 of these rows are two,
+    (0, 0, 3, 1) and (6, 6, 3, 1).
+
+    Args:
+        box: Start, size and stride of the box in each dimension.
+        shape: Extent of each dimension.
+
+    Raises:
+        UntraceableError: If there would be more than ``MAX_PIECES`` lines.
+    """
+    lines = [(0, 0, 1, 0)]  # a single element, to which dimensions are added from the innermost outwards
     inner = 1  # elements of the dimensions merged so far
     for (start, size, stride), extent in zip(reversed(box), reversed(shape), strict=True):
+        # Whether the box covers the merged dimensions completely: only then do its lines touch each other.
         whole = len(lines) == 1 and lines[0][1] == 0 and lines[0][2] == inner
         if size == 1:
+            # One index of this dimension: every line moves there, none is added.
             lines = [(o, start * inner + s, n, t) for o, s, n, t in lines]
         elif whole and (inner == 1 or stride == lines[0][3] * inner):
+            # The next index goes on in the source where the line ends, so the line only becomes longer.
             lines = [(0, start * inner, size * inner, stride if inner == 1 else lines[0][3])]
         else:
+            # Gaps in the target or jumps in the source: one copy of the lines for each index.
             if size * len(lines) > MAX_PIECES:
                 raise UntraceableError(f"more than {MAX_PIECES} pieces")
             lines = [
@@ -290,16 +386,22 @@ def _flattened(box: list[tuple[int, int, int]], shape: list[int]) -> list[tuple[
 
 
 def _unflattened(line: tuple[int, int, int, int], shape: list[int]) -> list[tuple[int, _Axis]]:
-    """(offset, axis) of the boxes that a line becomes when its dimension is split into ``shape``."""
+    """The boxes that a line becomes when its dimension is split into ``shape``: (offset, axis) of each.
+
+    A line may begin and end in the middle of a row of the new shape, so it has up to three parts: the rest of
+    its first row, all complete rows together, and the beginning of its last row. Each part is then split in
+    the dimensions within a row. 9 elements from index 4 on, in rows of 6, are elements 4 and 5 of row 0, all
+    of row 1, and element 0 of row 2.
+    """
     offset, start, size, stride = line
     if not shape:
         return [(offset, ((), (), ()))]
-    inner = math.prod(shape[1:])
+    inner = math.prod(shape[1:])  # elements of a row
     boxes: list[tuple[int, _Axis]] = []
     at = start
     while at < start + size:
         row, column = divmod(at, inner)
-        rows = (start + size - at) // inner if column == 0 else 0
+        rows = (start + size - at) // inner if column == 0 else 0  # complete ones from here on
         count = rows * inner if rows else min(inner - column, start + size - at)
         span = (0, 0, inner, stride) if rows else (0, column, count, stride)
         for more, (s, n, t) in _unflattened(span, shape[1:]):
@@ -311,10 +413,12 @@ def _unflattened(line: tuple[int, int, int, int], shape: list[int]) -> list[tupl
 
 
 def _with(values: Ints, position: int, value: int) -> Ints:
+    """``values`` with the one at ``position`` replaced."""
     return (*values[:position], value, *values[position + 1 :])
 
 
 def _into(values: Ints, position: int, value: int) -> Ints:
+    """``values`` with one more inserted at ``position``."""
     return (*values[:position], value, *values[position:])
 
 

@@ -1,8 +1,11 @@
 """Positional reads of boxes of stored tensors straight into shards, cast on the way, in bounded memory.
 
-Pieces of about 1 MiB are read into a buffer that is used again and again. On the host they are copied out a
-quarter at a time, so that they, and the memory that was mapped for what they become, are still in the cache
-of a core: otherwise every byte travels to memory and back twice more.
+About 1 MiB at a time is read into a buffer that is used again and again. On the host it is copied out a
+quarter at a time. The bytes, and the memory that was just mapped for the values they become, are then still
+in the core's cache; otherwise every byte would travel to memory and back twice more.
+
+A ``Job`` is a box of one stored tensor and the part of a shard that it fills. Jobs are cut into segments that
+fit the buffer, and segments that are neighbours in a file are joined into batches, each of which is one read.
 """
 
 import math
@@ -25,31 +28,31 @@ from fsdp_sft.weights.prefault import prefault
 from fsdp_sft.weights.provenance import Ints, Piece, intersect
 from fsdp_sft.weights.resolve import Checkpoint
 
-PIECE_BYTES = 1 << 20
-_COPIED_BYTES = 1 << 18
-_BATCHES_AHEAD = 8  # that the system is asked to fetch
-_DEVICE_PIECE_BYTES = 8 << 20  # a copy to an accelerator wants larger pieces than a cache does
-_MIN_RUN_BYTES = 512
-_COUNTED_ELEMENTS = 1 << 20  # of a tensor that is not finite, at once; each takes 7 bytes
-_ALIGNMENT = 8
+PIECE_BYTES = 1 << 20  # read at once for a shard on the host
+_COPIED_BYTES = 1 << 18  # copied out at once
+_BATCHES_AHEAD = 8  # distance of the batch that the system is asked to fetch from the one being read
+_DEVICE_PIECE_BYTES = 8 << 20  # copies to an accelerator are faster in larger pieces
+_MIN_RUN_BYTES = 512  # a gap is read along with its neighbours rather than reading shorter runs than this
+_COUNTED_ELEMENTS = 1 << 20  # looked at together when NaN and infinity are counted; each takes 7 bytes
+_ALIGNMENT = 8  # a stored element must begin at a multiple of its size in the buffer too
 _Mode = Literal["copy", "compare"]
 
 
 @dataclass(frozen=True)
 class Job:
-    """A strided box of one stored tensor and the memory that it goes to.
+    """A strided box of one stored tensor, and the memory that it is read into.
 
     Attributes:
-        name: Of the parameter or buffer, for messages.
-        key: Of the tensor in the checkpoint.
+        name: Name of the parameter or buffer, for messages.
+        key: Name of the stored tensor in the checkpoint.
         file: Index into the checkpoint's files.
-        start: Byte of the file that the box begins with.
-        dtype: Of the stored elements.
-        size: Of the box.
-        stride: In stored elements.
-        dest: View of that size into the shard.
+        start: Byte of the file at which the box begins.
+        dtype: Dtype of the stored elements.
+        size: Extent of the box, per dimension.
+        stride: Distance between neighbours in the file, in stored elements, per dimension.
+        dest: View of the shard, of that size.
         check_finite: Whether NaN and infinity are errors.
-        mode: ``"compare"`` wants ``dest`` to hold the same already.
+        mode: ``"copy"`` fills ``dest``; ``"compare"`` requires that it has the same values already.
     """
 
     name: str
@@ -66,13 +69,15 @@ class Job:
 
 @dataclass(slots=True)
 class _Segment:
+    """A part of a job that one read of bounded size fetches."""
+
     job: Job
     start: int  # byte of the file
-    num_bytes: int  # from the first to one past the last that is needed
+    num_bytes: int  # from the first byte that is needed to one past the last
     size: Ints
     stride: Ints
     dest_stride: Ints
-    dest_offset: int  # in the storage of the job's dest
+    dest_offset: int  # first element in the storage of the job's dest
 
     def place(self) -> torch.Tensor:
         """The view of the shard that this segment fills."""
@@ -93,7 +98,17 @@ def job_for(
     check_finite: bool,
     mode: _Mode,
 ) -> Job | None:
-    """The part of a piece that lies in a rank's box, as a job; None if there is none."""
+    """The part of a piece that lies in a rank's box, as a job; None if there is none.
+
+    Args:
+        checkpoint: The files.
+        name: Name of the parameter or buffer, for messages.
+        piece: A box of the full tensor that is filled from one stored tensor.
+        box: This rank's box of the full tensor.
+        local: This rank's shard, the memory of ``box``.
+        check_finite: See ``Job``.
+        mode: See ``Job``.
+    """
     part = intersect(piece, box)
     if part is None:
         return None
@@ -115,7 +130,7 @@ def job_for(
 
 
 def piece_bytes(device: torch.device) -> int:
-    """How much is read at a time for a shard on ``device``."""
+    """How many bytes are read at a time for a shard on ``device``."""
     return PIECE_BYTES if device.type == "cpu" else _DEVICE_PIECE_BYTES
 
 
@@ -131,20 +146,20 @@ def read_jobs(
 
     Args:
         checkpoint: The files.
-        jobs: In any order; they are done in the order of the files.
-        host_budget_bytes: For all buffers together.
-        workers: Threads; fewer if the budget does not allow a buffer for each.
+        jobs: Jobs in any order; they are done in the order of the files and of the bytes in them.
+        host_budget_bytes: Bytes that all buffers together may take.
+        workers: Number of threads; fewer are used if the budget does not allow a buffer for each.
         progress: Called with the bytes of each read, under a lock.
 
     Returns:
-        Bytes read.
+        Number of bytes read.
 
     Raises:
         CheckpointFormatError: If a file ends early or cannot be opened, or tied tensors differ.
-        OSError: If no file could be opened now, or one must not be.
+        OSError: If this process may open no more files, or may not open one of them.
         NonFiniteWeightsError: If a parameter's values are not finite.
 
-    Memory: ``workers`` buffers of about 1 MiB (two of 8 MiB, pinned, for an accelerator).
+    Memory: One buffer of about 1 MiB for each thread (for an accelerator two pinned ones of 8 MiB).
     """
     jobs = list(jobs)
     device = next((job.dest.device for job in jobs), torch.device("cpu"))
@@ -191,7 +206,7 @@ class _Reader:
         self._failed = False
 
     def work(self, device: torch.device) -> None:
-        """Do batches until there are none left or another thread has failed."""
+        """Read batches until none is left or another thread has failed."""
         stage = (
             _HostStage(self._piece_bytes)
             if device.type == "cpu"
@@ -208,6 +223,7 @@ class _Reader:
             raise
 
     def _next(self) -> tuple[int, list[_Segment]] | None:
+        """The next batch and its file descriptor, and a request for a batch further on; None at the end."""
         with self._lock:
             if self._failed or self._taken == len(self._batches):
                 return None
@@ -257,33 +273,33 @@ class _Reader:
 
 
 class _HostStage:
-    """One buffer, read into and copied out of."""
+    """One host buffer, which bytes are read into and values copied out of."""
 
     def __init__(self, size: int) -> None:
         self._buffer = torch.empty(size, dtype=torch.uint8)
         self._view = memoryview(self._buffer.numpy())  # type: ignore[arg-type]
 
     def prepare(self, place: torch.Tensor) -> None:
-        """What is copied next goes to ``place``."""
+        """Get ``place`` ready: the next copy goes there."""
         prefault(place)
 
     def memory(self, num_bytes: int) -> memoryview:
-        """Where to read to."""
+        """The memory to read into."""
         return self._view[:num_bytes]
 
     def staged(self, num_bytes: int) -> torch.Tensor:
-        """What was read."""
+        """The bytes that were read."""
         return self._buffer[:num_bytes]
 
     def used(self) -> None:
-        """The buffer may be read into again."""
+        """Let the buffer be read into again."""
 
     def finish(self) -> None:
-        """Wait for copies under way."""
+        """Wait for copies that are still under way."""
 
 
 class _DeviceStage:
-    """Two pinned buffers in turn: one is read into while the other travels to the device."""
+    """Two pinned host buffers used in turn: one is read into while the other is copied to the device."""
 
     def __init__(self, size: int, device: torch.device, caller: CallerStream) -> None:
         self._buffers = [host_buffer((size,), torch.uint8, device) for _ in range(2)]
@@ -293,53 +309,55 @@ class _DeviceStage:
         self._events: list[torch.Event | None] = [None, None]
 
     def prepare(self, place: torch.Tensor) -> None:
-        """Memory of a device is mapped when it is allocated."""
+        """Nothing to do: memory of a device is mapped when it is allocated."""
 
     def memory(self, num_bytes: int) -> memoryview:
-        """Where to read to, once the copy that used this buffer before is done."""
+        """The memory to read into, once the copy that used this buffer before is done."""
         event = self._events[self._turn]
         if event is not None:
             event.synchronize()
         return memoryview(self._buffers[self._turn].numpy())[:num_bytes]  # type: ignore[arg-type]
 
     def staged(self, num_bytes: int) -> torch.Tensor:
-        """What was read, on the device and still in the checkpoint's dtype: the cast happens there."""
+        """The bytes that were read, on the device, still in the checkpoint's dtype: the device casts them."""
         return self._buffers[self._turn][:num_bytes].to(self._device, non_blocking=True)
 
     def used(self) -> None:
-        """The other buffer is next."""
+        """Switch to the other buffer."""
         self._events[self._turn] = self._caller.record()
         self._turn = 1 - self._turn
 
     def finish(self) -> None:
-        """Wait for copies under way."""
+        """Wait for copies that are still under way."""
         for event in self._events:
             if event is not None:
                 event.synchronize()
 
 
 def _deliver(job: Job, stored: torch.Tensor, dest: torch.Tensor) -> None:
+    """Copy stored values to their place, cast to its dtype, and check them; or compare the two."""
     if job.mode == "compare":
         check_same(job.key, dest, stored.to(dest.dtype))
         return
     dest.copy_(stored)
-    # A sum of finite numbers can overflow, so only a sum that is not finite is looked at closely; on an
-    # accelerator each look would wait for the device, so shards are checked at the end there.
+    # A finite sum shows that all values are finite. The reverse is not true, since the sum may overflow, so
+    # a sum that is not finite leads to a closer look. On an accelerator each look would wait for the device,
+    # so shards there are checked once, after the load.
     if job.check_finite and dest.is_cpu and not math.isfinite(dest.sum().item()):
         check_all_finite({job.name: dest})
 
 
 def check_all_finite(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Refuse NaN and infinity in tensors of floating point, all of them on one device.
+    """Refuse NaN and infinity in floating-point tensors, all of them on one device.
 
     Raises:
-        NonFiniteWeightsError: Naming the first that has one.
+        NonFiniteWeightsError: If a tensor has such values; the message names the first one.
 
-    Memory: On the device a few bytes for each tensor, and a piece of 8 MiB where there is something to count.
-    The host waits for it once.
+    Memory: A few bytes on the device for each tensor, and 8 MiB where there is something to count. The host
+        waits for the device once.
     """
     filled = {name: values.detach() for name, values in tensors.items() if values.numel()}
-    # The smallest and the largest say it: both are NaN where any value is, and one is infinite.
+    # Minimum and maximum are enough: both are NaN if any value is, and one of them is infinite if any is.
     extremes = [torch.stack(torch.aminmax(values)).isfinite() for values in filled.values()]
     sound = torch.stack(extremes).all(1).tolist() if extremes else []
     for (name, values), is_sound in zip(filled.items(), sound, strict=True):
@@ -351,15 +369,16 @@ def check_all_finite(tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def _count_non_finite(values: torch.Tensor) -> int:
-    flat = values.reshape(-1)  # a copy of what is not contiguous: on the way to an error
+    """How many values are NaN or infinite."""
+    flat = values.reshape(-1)  # copies a tensor that is not contiguous; an error is raised anyway
     return sum(int((~torch.isfinite(piece)).sum()) for piece in flat.split(_COUNTED_ELEMENTS))
 
 
 def check_same(name: str, values: torch.Tensor, stored: torch.Tensor) -> None:
-    """Refuse a tied tensor whose second name holds other values.
+    """Refuse a checkpoint that has other values under the second name of a tied tensor.
 
     Raises:
-        CheckpointFormatError: Naming it.
+        CheckpointFormatError: If the values differ; the message names the tensor.
     """
     if not torch.equal(values, stored) and not torch.equal(values.nan_to_num(), stored.nan_to_num()):
         raise CheckpointFormatError(
@@ -370,12 +389,16 @@ def check_same(name: str, values: torch.Tensor, stored: torch.Tensor) -> None:
 
 
 def _segments(job: Job, limit: int) -> Iterator[_Segment]:
+    """A job in parts that each span at most ``limit`` bytes of the file."""
     dims = _merged(job)
     yield from _cut(job, job.start, dims, int(job.dest.storage_offset()), limit)
 
 
 def _merged(job: Job) -> list[tuple[int, int, int]]:
-    """(size, stored stride, shard stride) with neighbours merged, from the largest stored stride down."""
+    """(size, stored stride, shard stride) of each dimension, in descending order of the stored stride.
+
+    Neighbouring dimensions become one where both the file and the shard go through them without a gap.
+    """
     dims = [d for d in zip(job.size, job.stride, job.dest.stride(), strict=True) if d[0] > 1]
     dims.sort(key=lambda d: -d[1])
     merged: list[tuple[int, int, int]] = []
@@ -390,14 +413,19 @@ def _merged(job: Job) -> list[tuple[int, int, int]]:
 def _cut(
     job: Job, start: int, dims: list[tuple[int, int, int]], dest_offset: int, limit: int
 ) -> Iterator[_Segment]:
-    """Cut a box along its outermost dimension until one read fits the buffer and wastes little."""
+    """Cut a box along its outermost dimension until one read fits the buffer and wastes little.
+
+    "Wastes little" means that at least 95 % of the bytes read are needed, or that what is skipped or needed
+    is too short to be worth a read of its own.
+    """
     itemsize = job.dtype.itemsize
     (size, step, dest_step), inner = dims[0], dims[1:]
-    inner_span = 1 + sum((n - 1) * s for n, s, _ in inner)
+    inner_span = 1 + sum((n - 1) * s for n, s, _ in inner)  # from first to last element of one row
     inner_bytes = inner_span * itemsize
-    needed = 1
+    needed = 1  # elements of one row that belong to the box
     for n, _, _ in inner:
         needed *= n
+    # Whether several rows are worth one read, with the gaps between them.
     dense = needed * 20 >= step * 19 or needed * itemsize < _MIN_RUN_BYTES
     fits = (inner_bytes <= limit and needed * 20 >= inner_span * 19) or inner_bytes < _MIN_RUN_BYTES
     if fits:
@@ -419,13 +447,13 @@ def _cut(
 
 
 def _range(batch: list[_Segment]) -> tuple[int, int]:
-    """First byte of the file and number of bytes; a batch has no gaps."""
+    """First byte in the file and number of bytes of a batch, which has no gaps."""
     start = batch[0].start
     return start, batch[-1].start + batch[-1].num_bytes - start
 
 
 def _batches(segments: list[_Segment], limit: int) -> Iterator[list[_Segment]]:
-    """Neighbours in a file that one read can fetch."""
+    """Segments joined with their neighbours in the file, as far as one read of ``limit`` bytes can go."""
     batch: list[_Segment] = []
     for segment in segments:
         if batch:

@@ -1,4 +1,4 @@
-"""From a folder or a Hub id to the files of one checkpoint, on every rank the same."""
+"""The weight files of a checkpoint's folder: their names, checked, and the headers of all their tensors."""
 
 import json
 import os
@@ -20,11 +20,11 @@ _MAX_INDEX_BYTES = 1 << 28
 
 @dataclass(frozen=True)
 class Source:
-    """One tensor of a checkpoint.
+    """One stored tensor of a checkpoint.
 
     Attributes:
         file: Index into ``Checkpoint.files``.
-        entry: Its dtype, shape and place in the file.
+        entry: Dtype, shape and byte range of the tensor in the file.
     """
 
     file: int
@@ -36,10 +36,10 @@ class Checkpoint:
     """The files of a checkpoint with their headers read and checked.
 
     Attributes:
-        folder: Where they are.
-        files: Paths with every symbolic link resolved.
-        file_bytes: Their sizes when the headers were read.
-        sources: Name in the checkpoint to tensor.
+        folder: Folder of the checkpoint.
+        files: Paths of the files, with every symbolic link resolved.
+        file_bytes: Size of each file when its header was read.
+        sources: Stored tensors by their names in the checkpoint.
     """
 
     folder: Path
@@ -54,17 +54,17 @@ class Checkpoint:
 
 
 def find_manifest(folder: Path, variant: str | None = None, *, allow_pickle: bool = False) -> str:
-    """Name of the file to begin with: the only weight file, or the index of several.
+    """Name of the file that says what the checkpoint is: the only weight file, or the index of several.
 
-    As transformers does, safetensors are preferred to pickles, and a single file to an index.
+    As in transformers, safetensors are preferred to pickles, and a single file to an index.
 
     Args:
-        folder: Of the checkpoint.
-        variant: Such as ``"fp16"``, the middle of ``model.fp16.safetensors``.
-        allow_pickle: Whether ``pytorch_model.bin`` will do.
+        folder: Folder of the checkpoint.
+        variant: Variant of the weight files, such as ``"fp16"`` in ``model.fp16.safetensors``.
+        allow_pickle: Whether ``pytorch_model.bin`` is accepted.
 
     Raises:
-        CheckpointFormatError: If there is none, or only pickles and they are not allowed.
+        CheckpointFormatError: If there is no such file, or only pickles and they are not allowed.
     """
     safe = [with_variant(name, variant) for name in (SINGLE, INDEX)]
     pickled = [with_variant(name, variant) for name in (PICKLED_SINGLE, PICKLED_INDEX)]
@@ -83,22 +83,23 @@ def find_manifest(folder: Path, variant: str | None = None, *, allow_pickle: boo
 
 
 def weight_file_names(folder: Path, variant: str | None = None, *, allow_pickle: bool = False) -> list[str]:
-    """Names of the files that hold a checkpoint's tensors; nothing else in the folder is looked at.
+    """Names of the files that hold a checkpoint's tensors. Nothing else in the folder is looked at.
 
     Args:
-        folder: Of the checkpoint.
+        folder: Folder of the checkpoint.
         variant: See ``find_manifest``.
         allow_pickle: See ``find_manifest``.
 
     Raises:
-        CheckpointFormatError: As ``find_manifest``, or if the index is not one or names a file outside.
+        CheckpointFormatError: If ``find_manifest`` raises it, or the index is no index or names a file
+            outside the folder.
     """
     found = find_manifest(folder, variant, allow_pickle=allow_pickle)
     return sorted(set(read_index(folder / found).values())) if found.endswith(_INDEX_ENDING) else [found]
 
 
 def with_variant(name: str, variant: str | None) -> str:
-    """A file name with the variant before its ending, as transformers writes it."""
+    """A file name with the variant before its ending, in transformers' way."""
     if variant is None:
         return name
     if not variant or any(character in variant for character in "/\\"):
@@ -108,10 +109,10 @@ def with_variant(name: str, variant: str | None) -> str:
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """Tensor name to file name from an index file, with every name checked.
+    """The index in a file: file name by tensor name, with every file name checked.
 
     Raises:
-        CheckpointFormatError: If it is not an index, or names a file that is not beside it.
+        CheckpointFormatError: If it is no index, or names a file outside its folder.
     """
     try:
         if path.stat().st_size > _MAX_INDEX_BYTES:
@@ -132,7 +133,8 @@ def check_inside(name: str, index: Path) -> None:
     """Refuse a file name that could lead out of the checkpoint's folder.
 
     Raises:
-        CheckpointFormatError: If it is absolute, climbs, or ends otherwise than the index's own kind of file.
+        CheckpointFormatError: If the name is absolute, has a part such as ``..``, or another ending than the
+            files of the index's kind.
     """
     parts = name.replace("\\", "/").split("/")
     if name.startswith(("/", "\\")) or ":" in name or any(part in ("", ".", "..") for part in parts):
@@ -143,7 +145,7 @@ def check_inside(name: str, index: Path) -> None:
 
 
 def open_checkpoint(folder: Path, variant: str | None = None, *, allow_pickle: bool = False) -> Checkpoint:
-    """Read and check every header of a checkpoint in a folder.
+    """Read and check all headers of a checkpoint's files.
 
     Args:
         folder: A checkpoint's own folder, or a snapshot in the Hub's cache.
@@ -151,8 +153,8 @@ def open_checkpoint(folder: Path, variant: str | None = None, *, allow_pickle: b
         allow_pickle: See ``find_manifest``. Nothing that a pickle wants to call is called.
 
     Raises:
-        CheckpointFormatError: If a file is missing, damaged or outside, or the index names a tensor that its
-            file does not have.
+        CheckpointFormatError: If a file is missing, damaged or outside the folder, or the index assigns a
+            tensor to a file that does not have it.
     """
     found = find_manifest(folder, variant, allow_pickle=allow_pickle)
     weight_map = read_index(folder / found) if found.endswith(_INDEX_ENDING) else {}
@@ -174,10 +176,10 @@ def open_checkpoint(folder: Path, variant: str | None = None, *, allow_pickle: b
 
 
 def resolved_inside(folder: Path, name: str) -> Path:
-    """The regular file behind a name, which must lie in the folder or in the Hub cache that it belongs to.
+    """The file behind a name, with links resolved: in the folder, or in the Hub cache that it belongs to.
 
     Raises:
-        CheckpointFormatError: If it is missing or its links lead elsewhere.
+        CheckpointFormatError: If it is missing, or a link leads elsewhere.
     """
     path = folder / name
     try:
@@ -198,7 +200,8 @@ def resolved_inside(folder: Path, name: str) -> Path:
 
 
 def _header(path: Path, name: str) -> Header:
-    # By the name in the folder: the Hub's cache keeps files under their hashes.
+    """The header of one weight file."""
+    # `name` in the folder says which format it is: in the Hub's cache `path` is a hash without an ending.
     if name.endswith(_PICKLE_ENDING):
         return read_pickled(path)
     try:

@@ -1,4 +1,4 @@
-"""More tokens than the checkpoint has: a model built with more rows, and the values of the new ones."""
+"""Room for more tokens than the checkpoint has: a model with more rows, and the values of the new rows."""
 
 import copy
 from collections.abc import Mapping
@@ -13,8 +13,8 @@ from fsdp_sft._compat import build_like_from_pretrained
 from fsdp_sft._model import named_tensors
 from fsdp_sft.errors import VocabularyError, abridged
 
-_PIECE_ELEMENTS = 1 << 20  # of float64 at once
-_SHORT = "_fsdp_sft_shapes_before_new_tokens"
+_PIECE_ELEMENTS = 1 << 20  # widened to float64 at once
+_SHORT = "_fsdp_sft_shapes_before_new_tokens"  # attribute of a model that has rows for new tokens
 
 Shape = tuple[int, ...]
 
@@ -22,13 +22,13 @@ Shape = tuple[int, ...]
 def build_with_vocabulary(cls: Any, config: Any, dtype: torch.dtype, new_vocab_size: int) -> Any:
     """A model on the meta device whose embedding and head have rows for ``new_vocab_size`` tokens.
 
-    Which tensors have a row for each token is seen from a second model with the old size. ``config``, or the
-    part of it that speaks of text, takes the new size.
+    A second model, built with the old size, shows which tensors have a row for each token. The new size is
+    written into ``config``, or into its text config.
 
     Raises:
         ValueError: If the size is not a positive integer.
-        VocabularyError: If it is smaller than the old one, or the class has tensors that depend on it in
-            another way than by a row for each token.
+        VocabularyError: If it is smaller than the old one, or the class has tensors that depend on the size
+            in another way than by a row for each token.
     """
     if isinstance(new_vocab_size, bool) or not isinstance(new_vocab_size, int) or new_vocab_size < 1:
         raise ValueError(f"new_vocab_size must be a positive integer or None, got {new_vocab_size!r}")
@@ -44,17 +44,17 @@ def build_with_vocabulary(cls: Any, config: Any, dtype: torch.dtype, new_vocab_s
 
 
 def shapes_before_new_tokens(model: nn.Module) -> Mapping[str, Shape]:
-    """The shapes in the checkpoint of the tensors that have got rows for new tokens; empty without any."""
+    """Shapes in the checkpoint of the tensors that have rows for new tokens, by name; empty if none has."""
     return getattr(model, _SHORT, {})
 
 
 @torch.no_grad()
 def fill_new_rows(base: nn.Module, shapes: Mapping[str, Shape]) -> None:
-    """Set the rows of new tokens to the mean of the old ones, taken in float64: the same on all ranks.
+    """Set the rows of new tokens to the mean of the old ones, taken in float64 and the same on all ranks.
 
     Args:
-        base: With the old rows loaded.
-        shapes: Name to old shape.
+        base: The model, with its old rows loaded.
+        shapes: Old shapes by name.
 
     Collective: all ranks.
     """
@@ -63,6 +63,7 @@ def fill_new_rows(base: nn.Module, shapes: Mapping[str, Shape]) -> None:
         tensor = tensors[name]
         old, box, local = shape[0], box_of(tensor), local_of(tensor)
         sums = torch.zeros(shape[1:], dtype=torch.float64)
+        # This rank's share of the old rows. Of replicas only the owner adds it, so that no row counts twice.
         held = Box((0, *box.offset[1:]), (old, *box.shape[1:])).intersect(box)
         if held is not None and this_rank() in owner_ranks(tensor):
             rows = part_of(local, held.relative_to(box))
@@ -79,7 +80,7 @@ def fill_new_rows(base: nn.Module, shapes: Mapping[str, Shape]) -> None:
 
 
 def _sum_of_rows(rows: torch.Tensor) -> torch.Tensor:
-    """Their sum in float64, piece by piece: torch widens all that it sums at once."""
+    """The sum of rows in float64, a piece at a time, since torch widens everything that it sums at once."""
     total = torch.zeros(rows.shape[1:], dtype=torch.float64, device=rows.device)
     for piece in rows.split(max(1, _PIECE_ELEMENTS // max(1, rows[:1].numel()))):
         total += piece.sum(0, dtype=torch.float64)
@@ -87,6 +88,7 @@ def _sum_of_rows(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _set_vocab_size(cls: Any, config: Any, new: int) -> int:
+    """Write a new vocabulary size into a config; return the old one."""
     try:
         text = config.get_text_config()
     except ValueError as error:
@@ -110,6 +112,7 @@ def _set_vocab_size(cls: Any, config: Any, new: int) -> int:
 
 
 def _check_rows(cls: Any, model: Any, before: Mapping[str, Shape], old: int, new: int) -> None:
+    """Refuse a class in which the new size has changed anything but the number of rows."""
     after = named_tensors(model)
     strange = [
         name
@@ -136,6 +139,7 @@ def _check_rows(cls: Any, model: Any, before: Mapping[str, Shape], old: int, new
 
 
 def _is_grown(before: Shape, tensor: torch.Tensor, old: int, new: int) -> bool:
+    """Whether a tensor is a floating-point parameter that differs by the new rows alone."""
     return (
         isinstance(tensor, nn.Parameter)
         and before[:1] == (old,)

@@ -1,1 +1,1 @@
-"""Checkpoints of other tools, read without running anything that is in them."""
+"""Reading checkpoints of other tools, without running any code that is in them."""

@@ -1,4 +1,4 @@
-"""State of Adam and AdamW as another tool has it, as an optimizer's state of ours."""
+"""Conversion of another tool's state of Adam or AdamW into this library's optimizer state."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -14,14 +14,14 @@ from fsdp_sft.dcp_io.foreign.source import ForeignCheckpoint, ForeignTensor
 from fsdp_sft.errors import CheckpointMismatchError, abridged
 
 _STATES = {"step", "exp_avg", "exp_avg_sq"}
-_NEEDED = {"amsgrad", "betas", "eps", "lr", "weight_decay"}  # RAdam has the same state, and no amsgrad
+_NEEDED = {"amsgrad", "betas", "eps", "lr", "weight_decay"}  # RAdam has the same state, but no amsgrad
 _OPTIONS = _NEEDED | {
     "capturable",
     "decoupled_weight_decay",
     "differentiable",
     "foreach",
     "fused",
-    "initial_lr",  # a scheduler's
+    "initial_lr",  # set by a scheduler
     "maximize",
 }
 
@@ -31,16 +31,17 @@ Ordered = Callable[[str, ForeignTensor], ForeignTensor]
 def optimizer_of(
     foreign: ForeignCheckpoint, live: ModelTensors, ours: Callable[[str], str | None], ordered: Ordered
 ) -> tuple[dict[str, ReadTensor], dict[str, Any]]:
-    """State by name, and information, as a checkpoint of ours has them; both empty if there is none.
+    """State by name, and information, in the form of this library's checkpoints; both empty if there is none.
 
     Args:
-        foreign: What was read.
+        foreign: The other tool's checkpoint.
         live: The model.
-        ours: The model's name of a parameter, None to leave it out.
-        ordered: Puts the rows of a parameter of that name, or of its moments, into the model's order.
+        ours: Function from the tool's name of a parameter to the model's; None leaves the parameter out.
+        ordered: Function that puts the rows of a parameter of that name, or of its moments, into the model's
+            order.
 
     Raises:
-        CheckpointMismatchError: If it is not Adam's or AdamW's, or not of the model's parameters.
+        CheckpointMismatchError: If it is not the state of Adam or AdamW, or not of the model's parameters.
     """
     if not foreign.states and not foreign.groups:
         return {}, {}
@@ -75,7 +76,7 @@ def optimizer_of(
 def _names(
     foreign: ForeignCheckpoint, live: ModelTensors, ours: Callable[[str], str | None]
 ) -> dict[str, str | None]:
-    """Each parameter's name there to the model's first name of it."""
+    """The model's first name of each of the optimizer's parameters, by the name that the tool gives it."""
     in_groups = [str(name) for group in foreign.groups for name in group["params"]]
     found: dict[str, str | None] = {}
     unknown = []
@@ -106,6 +107,7 @@ def _names(
 
 
 def _check_kind(foreign: ForeignCheckpoint, names: Mapping[str, str | None]) -> None:
+    """Refuse an optimizer whose states or options are not those of torch's Adam and AdamW."""
     kept: dict[str, set[str]] = {}
     for name, state in foreign.states:
         kept.setdefault(name, set()).add(state)
@@ -128,7 +130,7 @@ def _check_kind(foreign: ForeignCheckpoint, names: Mapping[str, str | None]) -> 
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's options as JSON; a learning rate that is a tensor is a number."""
+    """The options of a group as JSON; a tensor with one element, such as a learning rate, as a number."""
     plain = {}
     for key, value in group.items():
         if isinstance(value, torch.Tensor) and value.numel() == 1:

@@ -1,7 +1,7 @@
 """A folder of torch's distributed checkpoint: ``.metadata``, a pickle, and ``.distcp`` files of tensors.
 
-The metadata is read by an unpickler that knows the few classes which it is made of and makes plain records of
-them; each tensor by ``torch.load(weights_only=True)``.
+The metadata is read by an unpickler that knows the few classes of which it consists, and makes plain records
+of them. Each tensor is read by ``torch.load(weights_only=True)``.
 
 Source: ``torch/distributed/checkpoint/filesystem.py`` and ``metadata.py``.
 """
@@ -55,7 +55,7 @@ _NOT_METADATA = (
 
 
 class _Record:
-    """What an object of such a class had in it."""
+    """The attributes of an object of one of the known classes."""
 
     def __init__(self, *_: Any) -> None:
         pass
@@ -68,7 +68,10 @@ class _Record:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes records of what it knows; callables are made anew, since a pickle can set their attributes."""
+    """An unpickler that makes records of the classes it knows, and refuses everything else.
+
+    Classes and functions are made anew each time, since a pickle can set attributes of what it is given.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _RECORDS:
@@ -86,18 +89,18 @@ class _Unpickler(pickle.Unpickler):
 
 
 class DcpFolder:
-    """One folder, with its tensors by flat name.
+    """One folder of a distributed checkpoint.
 
     Attributes:
-        tensors: Name to tensor.
-        others: Names of what is not a tensor.
+        tensors: Tensors by flat name.
+        others: Names of entries that are not tensors.
     """
 
     def __init__(self, folder: Path) -> None:
         """Read the metadata.
 
         Raises:
-            CheckpointCorruptError: If it is not such metadata, or a tensor's parts do not make it up.
+            CheckpointCorruptError: If it is not such metadata, or the parts of a tensor do not tile it.
         """
         self._folder = folder
         path = folder / METADATA_NAME
@@ -118,14 +121,15 @@ class DcpFolder:
             ) from None
 
     def value(self, key: str) -> Any:
-        """What was stored under a name that is not a tensor's: numbers, strings, tuples and the like.
+        """The entry under a name that is not a tensor's: a number, a string, a tuple or the like.
 
         Raises:
-            CheckpointFormatError: If it is an object of some class; nothing of it is run.
+            CheckpointFormatError: If it is an object of another class. None of its code is run.
         """
         return self._load(key, self._places[key, None])
 
     def _tensor(self, key: str, entry: Any) -> ForeignTensor:
+        """A tensor by its metadata, checked."""
         shape = tuple(int(n) for n in entry.size)
         boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
         problem = tiling_problem(shape, boxes)
@@ -140,6 +144,7 @@ class DcpFolder:
         return ForeignTensor(shape, dtype, partial(self._read, key, boxes, dtype))
 
     def _read(self, key: str, boxes: list[Box], dtype: torch.dtype, wanted: Box) -> torch.Tensor:
+        """A box of a tensor, from those of its parts that have something in common with the box."""
         out = torch.empty(wanted.shape, dtype=dtype)
         for box in boxes:
             common = box.intersect(wanted)
@@ -154,7 +159,7 @@ class DcpFolder:
         return out
 
     def _load(self, key: str, info: Any) -> Any:
-        """One entry of a file; a tensor, or what ``torch.save`` was given."""
+        """One entry of a file: a tensor, or another value that was passed to ``torch.save``."""
         if getattr(info, "transform_descriptors", None):
             raise CheckpointFormatError(f"{self._folder}: {key} is compressed or otherwise transformed")
         path = self._folder / PurePath(str(getattr(info, "relative_path", "(no file)"))).name
@@ -178,7 +183,7 @@ class DcpFolder:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether something is a tensor with its numbers in CPU memory, row by row."""
+    """Whether a value is an ordinary strided tensor in CPU memory."""
     return (
         type(value) in (torch.Tensor, torch.nn.Parameter)
         and value.layout == torch.strided
@@ -188,11 +193,11 @@ def is_plain(value: Any) -> bool:
 
 
 def _offset(index: Any) -> tuple[int, ...] | None:
-    """Where a part begins; None for what is not a tensor, which has no such attribute."""
+    """Index at which a part begins; None for an entry that is not a tensor, which has no such attribute."""
     offset = getattr(index, "offset", None)
     return None if offset is None else tuple(offset)
 
 
 def below(tensors: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """What has names that begin with ``prefix``, by the rest of their names."""
+    """The entries whose names begin with ``prefix``, by the rest of their names."""
     return {key.removeprefix(prefix): entry for key, entry in tensors.items() if key.startswith(prefix)}

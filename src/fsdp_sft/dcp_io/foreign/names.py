@@ -1,7 +1,8 @@
-"""The names that other tools give to the parameters of Llama 3 and Qwen 3, and rows stored in another order.
+"""The names that other tools give to the parameters of Llama 3 and Qwen 3, and their order of rows.
 
-Llama's own rotary embedding turns neighbouring rows of a head together, the Hugging Face one a row of the
-first half with one of the second: rows of queries and keys are stored accordingly.
+Llama's own rotary embedding rotates neighbouring rows of a head together (0 with 1, 2 with 3, ...). That of
+Hugging Face rotates a row of the head's first half with one of the second (of n rows, 0 with n / 2, 1 with
+n / 2 + 1, ...). The rows of the projections to queries and keys are stored accordingly.
 
 Sources: torchtitan, ``models/llama3`` and ``models/qwen3``, ``state_dict_adapter.py``; torchtune,
 ``models/convert_weights.py`` and ``models/qwen3/_convert_weights.py``; transformers,
@@ -59,7 +60,7 @@ _QUERIES_OR_KEYS = re.compile(r"\.self_attn\.[qk]_proj\.weight$")
 
 
 def kind_of(names: Iterable[str]) -> str | None:
-    """Whose names these are: that of a table, "hugging face", or None."""
+    """The tool whose names these are: one of ``TABLES``, "hugging face", or None if they are not known."""
     known = {abstract(name) for name in names}
     for kind, table in TABLES.items():
         if {"tok_embeddings.weight"} < known and known & (table.keys() - _COMMON.keys() - {"norm.weight"}):
@@ -69,14 +70,14 @@ def kind_of(names: Iterable[str]) -> str | None:
 
 
 def abstract(name: str) -> str:
-    """``layers.3.x`` as ``layers.{}.x``."""
+    """A name with its first number replaced: ``layers.3.x`` becomes ``layers.{}.x``."""
     return re.sub(r"\.\d+\.", ".{}.", name, count=1)
 
 
 def translated(name: str, kind: str, key_map: KeyMap | None) -> str | None:
-    """The model's name of a parameter that another tool calls ``name``; None if it is to be left out.
+    """The model's name of a parameter that another tool calls ``name``; None if it is left out.
 
-    A name that neither the map nor a tool's table has stays as it is.
+    A name that is neither in the map nor in the tool's table stays as it is.
     """
     if callable(key_map):
         return key_map(name)
@@ -90,7 +91,7 @@ def translated(name: str, kind: str, key_map: KeyMap | None) -> str | None:
 
 
 def check_known(kind: str, config: Any) -> None:
-    """See that the table of a tool is meant for such models.
+    """Check that the table of a tool is valid for models of a config's type.
 
     Raises:
         ValueError: If it is not.
@@ -104,7 +105,7 @@ def check_known(kind: str, config: Any) -> None:
 
 
 def in_order(name: str, tensor: ForeignTensor, kind: str, config: Any) -> ForeignTensor:
-    """A tensor with its rows as transformers has them."""
+    """A tensor with its rows in transformers' order; only Llama's queries and keys need a new one."""
     is_llama = kind in TABLES and getattr(config, "model_type", None) == "llama"
     if not is_llama or not _QUERIES_OR_KEYS.search(name):
         return tensor
@@ -113,7 +114,8 @@ def in_order(name: str, tensor: ForeignTensor, kind: str, config: Any) -> Foreig
         raise ValueError(f"{name} has {tensor.shape[0]} rows, which are no heads of {head_dim}")
 
     def read(wanted: Box) -> torch.Tensor:
-        first = wanted.offset[0] // head_dim * head_dim  # whole heads
+        # A row's place depends on its head alone, so whole heads are read and reordered, then the rows taken.
+        first = wanted.offset[0] // head_dim * head_dim
         end = -(-(wanted.offset[0] + wanted.shape[0]) // head_dim) * head_dim
         heads = tensor.read(Box((first, *wanted.offset[1:]), (end - first, *wanted.shape[1:])))
         halves: torch.Tensor = heads.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)

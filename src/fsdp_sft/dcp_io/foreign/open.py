@@ -1,4 +1,4 @@
-"""Which tool has written a checkpoint, and its parts by name."""
+"""Opening another tool's checkpoint: which tool has written it, and what it holds by name."""
 
 import json
 import pickle
@@ -32,16 +32,16 @@ _SHARDED, _OPTIMIZER, _FULL, _FULL_OPTIMIZER = (
 
 
 def open_foreign(source: Path, kind: str, *, allow_pickle: bool) -> ForeignCheckpoint:
-    """Read what a checkpoint has, not its numbers.
+    """Read the names, shapes and dtypes of a checkpoint, not its numbers.
 
     Args:
-        source: Its folder.
-        kind: One of ``FORMATS``.
-        allow_pickle: Whether one ``torch.save`` file of the whole model may be read.
+        source: Folder of the checkpoint.
+        kind: Format of the checkpoint, one of ``FORMATS``.
+        allow_pickle: Whether a ``torch.save`` file of the whole model may be read.
 
     Raises:
         CheckpointNotFoundError: If there is no such checkpoint.
-        CheckpointFormatError: If it is a pickle and may not be read, or has objects.
+        CheckpointFormatError: If it is a pickle, which may not be read, or holds objects.
         CheckpointCorruptError: If it is damaged.
     """
     places = {
@@ -72,12 +72,14 @@ def open_foreign(source: Path, kind: str, *, allow_pickle: bool) -> ForeignCheck
 
 
 def _check_groups(groups: list[Any]) -> None:
+    """Refuse groups of an optimizer that do not list their parameters."""
     for group in groups:
         if not isinstance(group, dict) or not isinstance(group.get("params"), (list, tuple)):
             raise CheckpointCorruptError("the optimizer's groups do not say their parameters")
 
 
 def _accelerate(source: Path) -> ForeignCheckpoint:
+    """A checkpoint of Accelerate or Trainer with sharded state dicts: model and optimizer in a folder each."""
     folder = DcpFolder(source / _SHARDED)
     states: dict[tuple[str, str], Any] = {}
     groups: list[dict[str, Any]] = []
@@ -92,7 +94,10 @@ def _accelerate(source: Path) -> ForeignCheckpoint:
 
 
 def _one_folder(source: Path) -> ForeignCheckpoint:
-    """Torchtitan's (the model's names at the top), torchtune's or others with ``model.`` in front of them."""
+    """One folder of torch's distributed checkpoint with everything in it.
+
+    torchtitan stores the model's names without a prefix, torchtune and others with ``model.`` in front.
+    """
     folder = DcpFolder(source)
     keys = {**folder.tensors, **dict.fromkeys(folder.others)}
     prefixes = [p for p in ("optimizer.", "optim.", "opt.") if any(k.startswith(p) for k in keys)]
@@ -112,6 +117,7 @@ def _one_folder(source: Path) -> ForeignCheckpoint:
 
 
 def _full(source: Path) -> ForeignCheckpoint:
+    """A checkpoint of Accelerate or Trainer with full state dicts: model and optimizer in a file each."""
     saved_model = _loaded(source / _FULL)
     model = {str(name): _in_memory(t) for name, t in saved_model.items() if isinstance(t, torch.Tensor)}
     others = tuple(str(name) for name, value in saved_model.items() if not isinstance(value, torch.Tensor))
@@ -126,6 +132,7 @@ def _full(source: Path) -> ForeignCheckpoint:
 
 
 def _loaded(path: Path) -> Mapping[str, Any]:
+    """The dict in a ``torch.save`` file, whose tensors are mapped and not read yet."""
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
@@ -142,6 +149,7 @@ def _loaded(path: Path) -> Mapping[str, Any]:
 
 
 def _in_memory(tensor: torch.Tensor) -> ForeignTensor:
+    """An ordinary CPU tensor as one of another checkpoint."""
     if not is_plain(tensor):
         raise TypeError(f"a tensor of another kind than a plain one ({tensor.layout}, {tensor.device})")
 
@@ -152,6 +160,7 @@ def _in_memory(tensor: torch.Tensor) -> ForeignTensor:
 
 
 def _value(folder: DcpFolder, key: str) -> Any:
+    """An entry of a folder as a Python value; a tensor as a number or nested lists."""
     if key not in folder.tensors:
         return folder.value(key)
     tensor = folder.tensors[key]
@@ -159,6 +168,7 @@ def _value(folder: DcpFolder, key: str) -> Any:
 
 
 def _tensors_only(states: Mapping[tuple[str, str], Any]) -> dict[tuple[str, str], ForeignTensor]:
+    """The states of an optimizer, all of which must be tensors."""
     others = [".".join(key) for key, stored in states.items() if not isinstance(stored, ForeignTensor)]
     if others:
         raise CheckpointFormatError(f"the optimizer's state has {others[:3]}, which are not tensors")
@@ -166,7 +176,7 @@ def _tensors_only(states: Mapping[tuple[str, str], Any]) -> dict[tuple[str, str]
 
 
 def _trainer_step(source: Path) -> int | None:
-    """Of transformers' Trainer."""
+    """The step in ``trainer_state.json`` of transformers' Trainer; None if there is no such file."""
     path = source / "trainer_state.json"
     if not path.is_file():
         return None

@@ -1,4 +1,4 @@
-"""What a checkpoint of another tool has, by the names that the other tool gives."""
+"""The contents of another tool's checkpoint, by the names that the tool gives them."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -12,12 +12,12 @@ from fsdp_sft.errors import CheckpointCorruptError
 
 @dataclass(frozen=True)
 class ForeignTensor:
-    """A tensor of another checkpoint.
+    """A tensor of another tool's checkpoint.
 
     Attributes:
-        shape: Of all of it.
-        dtype: Of its elements.
-        read: Gives a part, in CPU memory.
+        shape: Shape of the full tensor.
+        dtype: Dtype of its elements.
+        read: Function that returns a box of the tensor, in CPU memory.
     """
 
     shape: tuple[int, ...]
@@ -27,15 +27,15 @@ class ForeignTensor:
 
 @dataclass(frozen=True)
 class ForeignCheckpoint:
-    """A model, what an optimizer has of it, and how far training was.
+    """A model, its optimizer's state, and the number of steps taken.
 
     Attributes:
-        kind: Which tool's.
-        model: Name to tensor.
-        states: (name of the parameter, name of the state) to tensor.
-        groups: The optimizer's groups: ``params``, by name, and options.
-        step: Steps that had been taken; None if it does not say.
-        others: Names of the model's state that is no tensor.
+        kind: Tool or format that it is from.
+        model: Tensors of the model by name.
+        states: Tensors of the optimizer's state by (name of the parameter, name of the state).
+        groups: Parameter groups of the optimizer: ``params``, a list of names, and options.
+        step: Number of steps that had been taken; None if the checkpoint does not say.
+        others: Names of state of the model that is not a tensor.
     """
 
     kind: str
@@ -47,10 +47,10 @@ class ForeignCheckpoint:
 
 
 def step_of(value: Any, where: str) -> int:
-    """A count of steps.
+    """A stored value as a number of steps; ``where`` names it in the error.
 
     Raises:
-        CheckpointCorruptError: If it is none.
+        CheckpointCorruptError: If it is not a number of steps.
     """
     while isinstance(value, (list, tuple)) and len(value) == 1:
         (value,) = value
@@ -62,15 +62,15 @@ def step_of(value: Any, where: str) -> int:
 def split_optimizer(
     keys: Mapping[str, Any], value: Callable[[str], Any]
 ) -> tuple[dict[tuple[str, str], Any], list[dict[str, Any]]]:
-    """States and groups of an optimizer's flat names.
+    """The states and groups of an optimizer that was stored under flat names.
 
     Args:
-        keys: ``state.<parameter>.<state>``, ``param_groups.<number>.<option>`` or, with options by parameter,
-            ``param_groups.<parameter>.<option>``; each with what is stored there.
-        value: Gives an option's value.
+        keys: Stored entries by name: ``state.<parameter>.<state>``, and ``param_groups.<number>.<option>``
+            or, where each parameter has options of its own, ``param_groups.<parameter>.<option>``.
+        value: Function that returns the value of an option by its name.
 
     Returns:
-        ((parameter, state) to what is stored there, groups).
+        (stored states by (parameter, state), groups).
     """
     states: dict[tuple[str, str], Any] = {}
     numbered: dict[int, dict[str, Any]] = {}
@@ -86,7 +86,7 @@ def split_optimizer(
             named.setdefault(owner, {})[last] = value(key)
     groups = [numbered[number] for number in sorted(numbered)]
     by_options: dict[str, dict[str, Any]] = {}
-    for name, options in named.items():  # parameters with equal options are a group
+    for name, options in named.items():  # parameters with equal options become one group
         group = by_options.setdefault(repr(sorted(options.items())), {**options, "params": []})
         group["params"].append(name)
     return states, groups + list(by_options.values())
