@@ -406,7 +406,7 @@ def _group_sizes(group: Group, setup: Setup) -> _Sizes:
 
 
 def _together(dense: _Sizes, experts: _Sizes) -> _Sizes:
-    """Sizes of both groups gathered, as while the experts run: sums, or the larger where one tensor counts."""
+    """Sizes while both groups are gathered: sums, or the larger of two where a single tensor is meant."""
     largest = ("last_gradient", "largest_moved_gradient", "last_moved_gradient")
     pairs = {f.name: (getattr(dense, f.name), getattr(experts, f.name)) for f in fields(_Sizes)}
     return _Sizes(**{name: max(pair) if name in largest else sum(pair) for name, pair in pairs.items()})
