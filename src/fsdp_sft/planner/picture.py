@@ -126,7 +126,7 @@ def draw(
     """Write a picture with one stacked bar for each labelled estimate: PNG, or what the suffix names.
 
     Raises:
-        ModuleNotFoundError: If matplotlib is missing; the message names the extra that brings it.
+        ModuleNotFoundError: If matplotlib is not installed.
     """
     figure = _figure(9, 1.9 + 0.55 * len(estimates))
     axes = figure.subplots()
@@ -186,7 +186,7 @@ def draw_lengths(
         title: Title of the picture.
 
     Raises:
-        ModuleNotFoundError: If matplotlib is missing; the message names the extra that brings it.
+        ModuleNotFoundError: If matplotlib is not installed.
     """
     figure = _figure(9, 5)
     axes, usable = figure.subplots(), budget.usable_bytes / _GIB
@@ -239,7 +239,7 @@ def _figure(width: float, height: float) -> Any:
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("pictures need matplotlib: pip install 'fsdp-sft[plot]'") from error
+        raise ModuleNotFoundError("pictures need matplotlib: pip install matplotlib") from error
     return Figure(figsize=(width, height), layout="constrained", dpi=150)
 
 
