@@ -1,4 +1,4 @@
-"""Metrics that differ between ranks, made into ones that every rank knows."""
+"""Metrics that differ between ranks, reduced to values that are the same on every rank."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ Reduction = Literal["mean", "sum", "min", "max", "spread"]
 def aggregate_metrics(
     metrics: Mapping[str, float | int | None], *, reduce: Reduction = "mean"
 ) -> dict[str, float | int | None]:
-    """One value per metric over all ranks, the same on every rank, in one exchange.
+    """Reduce each metric over all ranks, in one exchange; every rank gets the same result.
 
-    What `train_step` returns is the same on all ranks already; memory, allocator retries and waiting for data
-    are not, and one slow rank slows all of them down.
+    What `train_step` returns is the same on all ranks already. Memory, allocator retries and the time spent
+    waiting for data are not, and one slow rank slows all of them down.
 
     Args:
-        metrics: Numbers of this rank; the same names on every rank. None is a rank that does not know.
-        reduce: `"mean"`, `"sum"`, `"min"` or `"max"` over the ranks that know. `"spread"` gives four metrics
-            for each: `<name>_min`, `<name>_mean`, `<name>_max` and `<name>_max_rank`, the lowest rank that
-            has the maximum.
+        metrics: Numbers of this rank; the same names on every rank. None means that this rank has no value.
+        reduce: `"mean"`, `"sum"`, `"min"` or `"max"` over the ranks that have a value. `"spread"` gives four
+            metrics for each: `<name>_min`, `<name>_mean`, `<name>_max` and `<name>_max_rank`, the lowest rank
+            that has the maximum.
 
     Returns:
-        Metrics ready for `MetricLogger.log`. None where no rank knows; NaN where any rank has NaN.
+        Metrics ready for `MetricLogger.log`. None where no rank has a value; NaN where any rank has NaN.
 
     Raises:
         ValueError: For another `reduce`, or ranks with different names; raised on all ranks.
@@ -35,7 +35,7 @@ def aggregate_metrics(
     Collective: all ranks, over the control group.
 
     Example:
-        >>> aggregate_metrics({"data_wait_share": 0.25}, reduce="spread")["data_wait_share_max_rank"]
+        >>> fs.aggregate_metrics({"data_wait_share": 0.25}, reduce="spread")["data_wait_share_max_rank"]
         0
     """
     if reduce not in ("mean", "sum", "min", "max", "spread"):

@@ -31,8 +31,8 @@ _COVERED = re.compile(
 )
 _GATE = re.compile(r"layers\.\*\.(mlp|block_sparse_moe)\.(.+\.)?(gate_proj|gate_up_proj)")
 
-# Families without a plan (granitemoeshared and nemotron have none in 5.17) whose
-# blocks follow the rule: is the MLP gated?
+# Families without a plan (granitemoeshared and nemotron have none in 5.17) whose blocks follow the rule, and
+# whether their MLP is gated.
 _GATED_WITHOUT_PLAN = {
     "bloom": False,
     "codegen": False,
@@ -44,7 +44,7 @@ _GATED_WITHOUT_PLAN = {
     "stablelm": True,
 }
 
-# Fields that, when set, announce matmuls or a sharing of weights that the rule does not know.
+# Fields of a config that, when set, stand for matmuls or shared weights that the rule does not cover.
 _UNCOVERED_FIELDS = (
     "per_layer_attributes",  # first: where it is set, reading another field may raise
     "add_cross_attention",
@@ -82,7 +82,7 @@ def model_flops_per_token(config: PreTrainedConfig, seq_length: int) -> int:
     built on it is MFU, not hardware utilisation. For packed sequences, pass the mean document length weighted
     by tokens, not the row length. Not counted: the embedding lookup, norms, activations, rotary embedding,
     softmax. Active parameters of a mixture of experts are the router, the shared experts and
-    `num_experts_per_tok` experts. Of a composite (vision-language) config, the text decoder alone is counted.
+    `num_experts_per_tok` experts. A composite (vision-language) config counts as its text decoder alone.
     Every parameter counts as trained; with frozen weights the true cost is lower.
 
     Whether the MLP is gated is read from `config.base_model_tp_plan`, or from a table for a few families
@@ -98,6 +98,19 @@ def model_flops_per_token(config: PreTrainedConfig, seq_length: int) -> int:
 
     Raises:
         ValueError: `seq_length` is below 1, or the config's family is not covered.
+
+    Example:
+        >>> from transformers import LlamaConfig
+        >>> config = LlamaConfig(
+        ...     hidden_size=4096,
+        ...     intermediate_size=14336,
+        ...     num_hidden_layers=32,
+        ...     num_attention_heads=32,
+        ...     num_key_value_heads=8,
+        ...     vocab_size=128256,
+        ... )
+        >>> fs.model_flops_per_token(config, seq_length=4096)
+        51470401536
 
     Source: Chowdhery et al. 2022 (PaLM), appendix B, https://arxiv.org/abs/2204.02311; the factor 6 a matmul
     parameter also in Hoffmann et al. 2022 (Chinchilla), appendix F, https://arxiv.org/abs/2203.15556; the
@@ -126,6 +139,12 @@ def peak_flops_per_second(device: torch.device | str | int | None = None) -> flo
     Returns:
         FLOP/s without structured sparsity, or None where it is not known: a CPU, a GPU that is not in the
         table, a MIG slice.
+
+    Example:
+        >>> fs.peak_flops_per_second("cuda:0")  # doctest: +SKIP
+        989400000000000.0
+        >>> fs.peak_flops_per_second("cpu") is None
+        True
     """
     name = device_name(resolve_device(device))
     known = None if name is None else known_device(name)
@@ -188,7 +207,7 @@ def _is_sparse(text: PreTrainedConfig, layer: int) -> bool:
 
 
 def _context(text: PreTrainedConfig, layer: int, seq_length: int) -> int:
-    """Keys that a query of this layer is counted against."""
+    """Number of keys that a query of this layer counts as attending to."""
     kinds = getattr(text, "layer_types", None)
     window = getattr(text, "sliding_window", None) if getattr(text, "use_sliding_window", True) else None
     kind = kinds[layer] if kinds else ("sliding_attention" if window else "full_attention")
@@ -207,10 +226,12 @@ def _head_dim(text: PreTrainedConfig) -> int:
 
 
 def _first_set(text: PreTrainedConfig, names: tuple[str, ...]) -> int:
+    """The first of these fields that is set and not 0; 0 if none is."""
     return next((_int(text, name) for name in names if getattr(text, name, None)), 0)
 
 
 def _int(text: PreTrainedConfig, name: str, *, default: int | None = None) -> int:
+    """A field that must be one integer for all layers."""
     value: Any = getattr(text, name, None)
     if value is None:
         value = default

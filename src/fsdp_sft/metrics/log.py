@@ -1,4 +1,4 @@
-"""Metrics checked once and handed to every sink, on one rank."""
+"""Metrics that are checked once and written to every sink, on one rank."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from fsdp_sft.metrics.sinks import JsonlSink, LineSink, MetricSink, Scalar
 class MetricLogger:
     """Writes metrics to standard output, a JSONL file and other sinks, on rank 0 alone.
 
-    Every rank calls `log`; the main one writes. Whether this rank is the main one is decided at the first
-    `log`: rank 0 of the default process group, or the only process if there is none. Not a collective; values
-    that differ between ranks go through `aggregate_metrics` first. Arguments are checked on every rank,
-    tensors are read (a device synchronisation) on the main one.
+    Every rank calls `log`; the main rank writes. Which rank that is, is decided at the first `log`: rank 0 of
+    the default process group, or the only process if there is none. This is no collective: values that differ
+    between ranks go through `aggregate_metrics` first. Arguments are checked on every rank; tensors are read
+    (a device synchronisation) on the main rank alone.
 
     A JSONL line is strict JSON, an object with `step`, `time` (Unix seconds) and the metrics in the order
     given; NaN and infinities are the strings "NaN", "Infinity", "-Infinity", which Python's `float` and
@@ -32,11 +32,18 @@ class MetricLogger:
         sinks: More places to write to: `ProgressBar`, `TensorBoardSink`, `WandbSink`, `TrackioSink`, or
             anything with `log(metrics, step)` and `close()`.
         stream: Text stream to print to in place of `sys.stdout`.
-        is_main: Overrides whether this rank writes.
-        clock: Unix seconds; for tests.
+        is_main: Whether this rank writes; None decides at the first `log`, as above.
+        clock: Function that returns Unix seconds; for tests.
 
     Raises:
         TypeError: A sink lacks `log` or `close`.
+
+    Example:
+        >>> with fs.MetricLogger(jsonl="metrics.jsonl") as logger:
+        ...     logger.log({"loss": 0.5, "lr": 1e-5}, step=1)
+        step      1 | loss    0.5000 | lr  1.00e-05
+        >>> print(Path("metrics.jsonl").read_text())
+        {"step": 1, "time": ..., "loss": 0.5, "lr": 1e-05}
     """
 
     def __init__(

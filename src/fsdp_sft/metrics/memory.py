@@ -15,7 +15,7 @@ _PROC_CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
 def memory_stats(device: torch.device | str | int | None = None) -> dict[str, int]:
-    """Memory in use by this process, of one device.
+    """Memory that this process uses on one device.
 
     Args:
         device: An accelerator (an index is one of this process's) or the CPU; None means the current
@@ -23,25 +23,29 @@ def memory_stats(device: torch.device | str | int | None = None) -> dict[str, in
 
     Returns:
         Accelerator: `peak_allocated_bytes`, `peak_reserved_bytes` (since the start or `reset_peak_memory`),
-        `allocated_bytes` (tensors now), `total_bytes` (of the device), `num_alloc_retries` (a count: how
-        often the caching allocator had to free its cache; more than a few in a run: memory is too tight).
+        `allocated_bytes` (tensors now), `total_bytes` (of the device), `num_alloc_retries` (how often the
+        caching allocator had to free its cache; more than a few in a run mean that memory is too tight).
         What torch does not count on this kind of device is absent; CUDA, ROCm and XPU have all of them.
         CPU: `peak_resident_bytes` and `resident_bytes` of the process. Where there is no /proc (macOS),
         `resident_bytes` is absent.
 
     Raises:
-        ValueError: The device is neither the CPU nor this process's accelerator, or torch counts nothing of
-            its memory.
+        ValueError: The device is neither the CPU nor this process's accelerator, or torch does not count its
+            memory.
+
+    Example:
+        >>> sorted(fs.memory_stats("cpu"))
+        ['peak_resident_bytes', 'resident_bytes']
     """
     device = resolve_device(device)
     return _cpu_memory_stats() if device.type == "cpu" else memory_of(device)
 
 
 def reset_peak_memory(device: torch.device | str | int | None = None) -> bool:
-    """Start a new peak: later `memory_stats` report the highest value from here on.
+    """Start a new peak: from here on `memory_stats` reports the highest value since this call.
 
     Args:
-        device: As in `memory_stats`.
+        device: The device, as for `memory_stats`.
 
     Returns:
         True if the peaks were reset; False where one peak is kept for the life of the process: an accelerator
@@ -49,6 +53,11 @@ def reset_peak_memory(device: torch.device | str | int | None = None) -> bool:
 
     Raises:
         ValueError: The device is neither the CPU nor this process's accelerator.
+
+    Example:
+        >>> if fs.reset_peak_memory():
+        ...     result = fs.evaluate(model, [batch])
+        ...     stats = fs.memory_stats()  # with the peak of this evaluation
     """
     device = resolve_device(device)
     if device.type != "cpu":

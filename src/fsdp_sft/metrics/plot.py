@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 _PEAK_MEMORY = ("peak_reserved_bytes", "peak_allocated_bytes", "peak_resident_bytes")
-_SMOOTH_FROM = 60  # points from which a median is drawn over the raw curve
+_SMOOTH_FROM = 60  # number of points from which on a running median is drawn over the raw curve
 _LINE, _SECOND, _BAD = "#1f5fa8", "#d1660d", "#c62828"
 
 Points = tuple[list[int], list[float]]
@@ -32,13 +32,20 @@ def plot_run(jsonl: str | Path, out: str | Path) -> Path:
     Raises:
         ImportError: matplotlib is not installed.
         ValueError: The file holds no line with a step.
+
+    Example:
+        >>> with fs.MetricLogger(jsonl="metrics.jsonl", stdout=False) as logger:
+        ...     for step in range(1, 6):
+        ...         logger.log({"loss": 1 / step, "grad_norm": 1.0}, step)
+        >>> fs.plot_run("metrics.jsonl", "run.png").name
+        'run.png'
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
         from matplotlib.layout_engine import ConstrainedLayoutEngine
     except ImportError as error:
-        raise ImportError("matplotlib is not installed: pip install 'fsdp-sft[plot]'") from error
+        raise ImportError("matplotlib is not installed: pip install matplotlib") from error
     rows = _read(Path(jsonl))
     spacing = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1, wspace=0.03, hspace=0.04)
     figure = Figure(figsize=(11, 7), layout=spacing)
@@ -55,7 +62,7 @@ def plot_run(jsonl: str | Path, out: str | Path) -> Path:
 
 
 def _read(path: Path) -> dict[int, dict[str, Any]]:
-    """Rows by step, ascending; of a name that a step has twice, the later value."""
+    """Rows by step, ascending; where a step has a metric twice, the later value counts."""
     rows: dict[int, dict[str, Any]] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         try:

@@ -35,12 +35,12 @@ class StepProfiler:
     Memory: events of the recorded steps, on the host, until the trace is written.
 
     Example:
-        Around a loop of one's own, with `step` counted from 1::
-
-            with fs.StepProfiler("traces", first_step=10, last_step=12) as profiler:
-                for step, window in enumerate(fs.windows(loader, 8), start=1):
-                    fs.train_step(model, window, optimizer)
-                    profiler.end_step(step)
+        >>> with fs.StepProfiler("traces", first_step=2, last_step=2) as profiler:
+        ...     for step, window in enumerate(fs.windows(loader, 1), start=1):
+        ...         result = fs.train_step(model, window, optimizer)
+        ...         profiler.end_step(step)
+        >>> profiler.trace.name
+        'rank-0-steps-2-2.json.gz'
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class StepProfiler:
 
     @property
     def trace(self) -> Path | None:
-        """The file this rank has written, None before that and on ranks that do not record."""
+        """The file that this rank has written; None before that, and on ranks that do not record."""
         return self._written
 
     def end_step(self, step: int) -> None:
@@ -107,7 +107,7 @@ class StepProfiler:
         due = self._done + 1 == self._first and self._profile is None and self._records()
         if not due:
             return
-        synchronize(resolve_device(None))  # kernels of the step before would lie in the trace
+        synchronize(resolve_device(None))  # else the trace would hold kernels of the step before
         self._profile = torch.profiler.profile(
             activities=torch.profiler.supported_activities(), with_stack=self._with_stack
         )

@@ -1,4 +1,4 @@
-"""A progress bar that reads what it shows from the metrics of each step."""
+"""A progress bar that shows the metrics of each step."""
 
 from __future__ import annotations
 
@@ -15,19 +15,22 @@ class ProgressBar:
     """A tqdm bar as a sink of `MetricLogger`: loss, tokens/s, MFU and memory, as far as they are logged.
 
     It looks for `loss`, `tokens_per_second`, `mfu`, `data_wait_share`, a peak of `memory_stats` and
-    `num_alloc_retries`. What is unknown or absent is not shown; the share of time waiting for data only from
-    5 %, retries of the allocator only if there are any. Rows without `loss`, such as those of an evaluation,
-    leave the bar where it is. The bar appears at the first `log`, on the main rank alone.
+    `num_alloc_retries`. What is unknown or absent is not shown. The share of time waiting for data is shown
+    from 5 %, retries of the allocator only if there are any. Rows without `loss`, such as those of an
+    evaluation, leave the bar where it is. The bar appears at the first `log`, on the main rank alone.
 
     Args:
         total_steps: Optimizer steps of the whole run, >= 1.
         initial_step: Steps done before this process started (resume), >= 0.
-        stream: Text stream; None means `sys.stderr`.
+        stream: Text stream to draw on; None means `sys.stderr`.
 
     Raises:
         ValueError: `total_steps` below 1 or `initial_step` below 0.
 
     Example:
+        >>> logger = fs.MetricLogger(stdout=False, sinks=[fs.ProgressBar(total_steps=100)])
+        >>> logger.log({"loss": 0.5}, step=1)  # draws the bar, with what `bar_text` says beside it
+        >>> logger.close()
         >>> bar_text({"loss": 0.5, "tokens_per_second": 81234.0, "mfu": None, "peak_resident_bytes": 7 << 30})
         'loss 0.5000, 81.2k tok/s, 7.0 GiB'
     """
@@ -62,7 +65,7 @@ class ProgressBar:
 
 
 def bar_text(metrics: Mapping[str, Scalar]) -> str:
-    """What stands beside the bar."""
+    """The text beside the bar."""
     parts = []
     for key, show in (
         ("loss", lambda v: f"loss {v:.4f}"),

@@ -15,16 +15,17 @@ Scalar: TypeAlias = float | int | str | bool | None
 
 @runtime_checkable
 class MetricSink(Protocol):
-    """What `MetricLogger` writes to: anything with these two methods.
+    """A place that `MetricLogger` writes to: anything with these two methods.
 
-    A sink is made on every rank and used on the main one, so it opens what it needs at its first `log`.
+    A sink is made on every rank and used on the main one alone, so it opens files and connections at its
+    first `log`.
     """
 
     def log(self, metrics: Mapping[str, Scalar], step: int) -> None:
-        """Take the metrics of one step; values are plain Python scalars, steps do not have to ascend."""
+        """Write the metrics of one step; values are plain Python scalars, and steps need not ascend."""
 
     def close(self) -> None:
-        """Write out what is left; may be called without a `log` before, and more than once."""
+        """Write out what is left; may be called before any `log`, and more than once."""
 
 
 class JsonlSink:
@@ -36,7 +37,7 @@ class JsonlSink:
 
     Args:
         path: File to append to; its parent folders are made.
-        clock: Unix seconds; for tests.
+        clock: Function that returns Unix seconds; for tests.
     """
 
     def __init__(self, path: str | Path, *, clock: Callable[[], float] = time.time) -> None:
@@ -73,7 +74,7 @@ class LineSink:
         _print_line(_format_line(metrics, step), self._stream or sys.stdout)
 
     def close(self) -> None:
-        """Leave the stream open: it is not this sink's."""
+        """Leave the stream open: it belongs to the caller."""
 
 
 def _json_value(value: Scalar) -> Scalar:
@@ -127,7 +128,7 @@ def _format_value(key: str, value: Scalar) -> str:
 
 
 def _print_line(line: str, stream: IO[str]) -> None:
-    # A plain print would cut through an active bar; whoever has a bar has imported tqdm already.
+    # A plain print would cut through a bar of tqdm's. If there is a bar, tqdm has been imported already.
     tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)
     if tqdm is None:
         print(line, file=stream)

@@ -20,9 +20,9 @@ T = TypeVar("T")
 class ThroughputMeter:
     """Tokens per second, TFLOP/s, MFU and the share of time waiting for data over the last optimizer steps.
 
-    Time is wall-clock time between calls of `update`; the device is not synchronised, since over
-    steps the host cannot run ahead of it by much. Each rank may have a meter: with the global number of
-    tokens all of them report the same, up to jitter.
+    Time is wall-clock time between calls of `update`. The device is not synchronised, since over several
+    steps the host cannot run ahead of it by much. Each rank may have a meter: given the global number of
+    tokens, all of them report the same, up to jitter.
 
     Args:
         world_size: Number of ranks that share the tokens, >= 1.
@@ -35,7 +35,8 @@ class ThroughputMeter:
         averaged_steps: Optimizer steps that are averaged over, >= 1.
         warmup_steps: First steps that are left out (compilation, allocation, first read), >= 0. With 0 the
             first step is counted from the construction of the meter.
-        clock: Seconds, monotonic; for tests.
+        clock: Function that returns seconds and never goes back; for tests.
+        window: Deprecated name of `averaged_steps`.
 
     Raises:
         ValueError: `world_size` or `averaged_steps` below 1, `warmup_steps` below 0, `flops_per_token` or
@@ -43,7 +44,7 @@ class ThroughputMeter:
 
     Example:
         >>> ticks = iter([0.0, 5.0, 7.0, 9.0])
-        >>> meter = ThroughputMeter(world_size=2, device="cpu", clock=lambda: next(ticks))
+        >>> meter = fs.ThroughputMeter(world_size=2, device="cpu", clock=lambda: next(ticks))
         >>> for _ in range(3):
         ...     meter.update(num_tokens=1000)
         >>> meter.stats()["tokens_per_second_per_gpu"]
@@ -80,7 +81,7 @@ class ThroughputMeter:
         self._flops_per_token = flops_per_token
         self._peak_flops = peak_flops_per_second(self._device) if peak_flops is None else peak_flops
         self._warmup_left = warmup_steps
-        # (tokens, seconds, of them waiting) of each step
+        # (tokens, seconds, seconds of these spent waiting for data) of each step
         self._steps: deque[tuple[int, float, float]] = deque(maxlen=averaged_steps)
         self._clock = clock
         self._pause_depth = 0
@@ -123,23 +124,26 @@ class ThroughputMeter:
         """Count the time that this rank waits for the batches of `loader`.
 
         Args:
-            loader: A DataLoader or another iterable of batches. Iterating the result iterates it; every
-                attribute, such as `sampler`, is the loader's own, so the result goes where the loader went.
+            loader: A DataLoader or another iterable of batches.
+
+        Returns:
+            An iterable of the same batches. Its attributes, such as `sampler`, are the loader's, so that it
+            can stand wherever the loader stood.
 
         Example:
-            In front of `windows`::
-
-                for window in fs.windows(meter.watch(loader), grad_accum_steps=8):
-                    ...
+            >>> meter = fs.ThroughputMeter(world_size=1)
+            >>> for window in fs.windows(meter.watch(loader), grad_accum_steps=2):
+            ...     result = fs.train_step(model, window, optimizer)
+            ...     meter.update(num_tokens=result.num_tokens)
         """
         self._watches_data = True
         return _WatchedLoader(loader, self)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave the time inside out of the step it falls into: evaluation, saving. May be nested.
+        """Leave the time inside out of the current step, for evaluation and saving. May be nested.
 
-        An accelerator is synchronised on the way in and out, so that training work still queued is
+        An accelerator is synchronised on the way in and out, so that training work that is still queued is
         counted and work queued inside is not.
         """
         self._pause_depth += 1
@@ -180,7 +184,7 @@ class ThroughputMeter:
         try:
             return next(batches)
         finally:
-            if not self._pause_depth:  # a pause is left out of the step, and so is waiting inside it
+            if not self._pause_depth:  # a pause is left out of the step, and so is the waiting inside it
                 self._waited_seconds += self._clock() - start
 
     def _now_when_idle(self) -> float:

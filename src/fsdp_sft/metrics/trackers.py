@@ -1,4 +1,4 @@
-"""Sinks of experiment trackers: TensorBoard, Weights & Biases, trackio; each an extra of its own."""
+"""Sinks for experiment trackers: TensorBoard, Weights & Biases, trackio; each needs its own package."""
 
 from __future__ import annotations
 
@@ -15,10 +15,14 @@ from fsdp_sft.metrics.sinks import Scalar
 class TensorBoardSink:
     """Scalars in a folder that `tensorboard --logdir` shows.
 
-    Text is written as text; None is left out, so that an unknown MFU makes a gap and not a zero.
+    Text is written as text. None is left out, so that an unknown MFU makes a gap in the curve and not a zero.
 
     Args:
-        folder: Where the event file goes; made at the first `log`.
+        folder: Folder of the event file; made at the first `log`.
+
+    Example:
+        >>> with fs.MetricLogger(sinks=[fs.TensorBoardSink("runs")]) as logger:
+        ...     logger.log({"loss": 0.5}, step=1)  # doctest: +SKIP
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -49,7 +53,7 @@ class TensorBoardSink:
 
 
 class _RunSink(ABC):
-    """What wandb and trackio have in common: a module with `init`, and a run with `log` and `finish`."""
+    """The common part of wandb and trackio: a module with `init`, and a run with `log` and `finish`."""
 
     _module: str
 
@@ -64,7 +68,7 @@ class _RunSink(ABC):
         self._is_own = False
 
     def log(self, metrics: Mapping[str, Scalar], step: int) -> None:
-        """Send one step; None is left out. The first call starts the run, unless one is going on.
+        """Send the metrics of one step, without those that are None; the first call starts a run if needed.
 
         Raises:
             ImportError: The tracker is not installed.
@@ -95,23 +99,28 @@ class _RunSink(ABC):
 
     @abstractmethod
     def _run_going_on(self, module: Any) -> Any:
-        """The run that the program has started itself; None if there is none."""
+        """The run that the program has started by itself; None if there is none."""
 
 
 class WandbSink(_RunSink):
     """A run of Weights & Biases, started at the first `log` and so on the main rank alone.
 
-    Where the program has called `wandb.init` itself, its run is written to and not ended, and `init` is not
-    used.
+    Where the program has called `wandb.init` itself, metrics go to that run, which is not ended here, and
+    `init` is not used.
 
-    wandb takes steps in ascending order: a point of an earlier step than the last one is dropped, with its
-    own warning. After a resume from an older checkpoint, start another run.
+    wandb takes steps in ascending order: it drops a point of an earlier step than the last one, with a
+    warning of its own. After a resume from an older checkpoint, start another run.
 
     Args:
         init: Arguments of `wandb.init`, such as `{"project": "sft", "config": {...}}`.
 
     Raises:
         TypeError: `init` is not a mapping.
+
+    Example:
+        >>> logger = fs.MetricLogger(sinks=[fs.WandbSink({"project": "sft", "config": {"lr": 1e-5}})])
+        >>> logger.log({"loss": 0.5}, step=1)  # doctest: +SKIP
+        >>> logger.close()
     """
 
     _module = "wandb"
@@ -123,14 +132,19 @@ class WandbSink(_RunSink):
 class TrackioSink(_RunSink):
     """A run of trackio, which keeps its data on this machine; started at the first `log`.
 
-    Where the program has called `trackio.init` itself, its run is written to and not ended, and `init` is not
-    used.
+    Where the program has called `trackio.init` itself, metrics go to that run, which is not ended here, and
+    `init` is not used.
 
     Args:
         init: Arguments of `trackio.init`, such as `{"project": "sft"}`.
 
     Raises:
         TypeError: `init` is not a mapping.
+
+    Example:
+        >>> logger = fs.MetricLogger(sinks=[fs.TrackioSink({"project": "sft"})])
+        >>> logger.log({"loss": 0.5}, step=1)  # doctest: +SKIP
+        >>> logger.close()
     """
 
     _module = "trackio"
@@ -142,7 +156,7 @@ class TrackioSink(_RunSink):
     def _finish(self, run: Any) -> None:
         module = import_module(self._module)
         if self._run_going_on(module) is run and hasattr(module, "finish"):
-            module.finish()  # which also forgets the run; the run's own finish does not
+            module.finish()  # the module's finish also forgets the run; the run's own does not
         else:
             run.finish()
 
@@ -151,4 +165,4 @@ def _require(module: str) -> Any:
     try:
         return import_module(module)
     except ImportError as error:
-        raise ImportError(f"{module} is not installed: pip install 'fsdp-sft[{module}]'") from error
+        raise ImportError(f"{module} is not installed: pip install {module}") from error

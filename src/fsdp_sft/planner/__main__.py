@@ -7,7 +7,11 @@ from fsdp_sft.planner.command import DESCRIPTION, EXAMPLES, add_arguments, run
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; returns 0 if something fits, 1 if nothing does, 2 for bad input."""
+    """Run the command line.
+
+    Returns:
+        The exit code: 0 if something fits, 1 if nothing does, 2 for bad input.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m fsdp_sft.planner",
         description=DESCRIPTION,

@@ -1,4 +1,4 @@
-"""What would fit where nothing does: every other way there is, in the order of what it costs."""
+"""What would fit where nothing does: the changes that would help, the cheapest first."""
 
 import itertools
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from fsdp_sft.planner.setup import Setup
 
 _MOST_GPUS = 4096
 _SHORTEST = 128  # tokens
-_RANK = 16  # of adapters
+_RANK = 16  # of the adapters that are proposed
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,10 @@ class _Way:
     """One change to a training.
 
     Attributes:
-        argument: Of ``estimate_memory``, with its value, as it is written.
-        flag: Of the command line.
+        argument: The argument of ``estimate_memory``, written with its value.
+        flag: The same as an option of the command line.
         cost: What the user pays for it, in words.
-        changes: Of the setup.
+        changes: Fields of the setup that change, with their new values.
         alone: Whether it is not worth combining with others.
     """
 
@@ -42,7 +42,7 @@ class _Way:
 def what_would_fit(
     config: Any, setup: Setup, options: dict[str, Any], budget: Budget, global_batch_size: int
 ) -> str:
-    """Several lines: what the leanest way needs, and what would fit, the cheapest first."""
+    """Say in several lines what the leanest run needs, and which changes would fit, the cheapest first."""
     smallest = replace(
         setup,
         micro_batch_size=1,
@@ -68,13 +68,15 @@ def what_would_fit(
 
 
 class _Advisor:
+    """Tries changes to a training and writes a line about each that fits."""
+
     def __init__(self, config: Any, options: dict[str, Any], budget: Budget) -> None:
         self.config = config
         self.options = options
         self.budget = budget
 
     def leanest(self, setup: Setup) -> tuple[MemoryEstimate, int]:
-        """The least memory with any number of ranks to a row, every block checkpointed or none."""
+        """The least memory with any number of ranks that share a row, every block checkpointed or none."""
         sizes = group_sizes(self.config, setup, self.options)
         found = [
             (memory, cp)
@@ -86,7 +88,7 @@ class _Advisor:
         return min(found, key=lambda pair: pair[0].peak_bytes)
 
     def ways(self, setup: Setup) -> Iterator[str]:
-        """Each change with which it fits, then pairs of those that do not suffice alone."""
+        """Lines for each change that suffices, then for pairs of changes that do not suffice alone."""
         short = list[_Way]()
         for way in _ways(setup):
             text = self._try(setup, (way,))
@@ -100,7 +102,7 @@ class _Advisor:
         yield from self._more_gpus(setup)
 
     def _try(self, setup: Setup, ways: tuple[_Way, ...]) -> str:
-        """The line of these changes together, empty if it does not fit with them."""
+        """The line for these changes together; empty if the training does not fit with them."""
         tried = replace(setup, **{name: value for way in ways for name, value in way.changes.items()})
         needed = self._needed(tried)
         if needed is None or needed > self.budget.usable_bytes:
@@ -110,13 +112,14 @@ class _Advisor:
         return f"{arguments}: {needed / GIB:.1f} GiB ({flags}): {costs}"
 
     def _needed(self, setup: Setup) -> int | None:
-        """Bytes of the leanest way; None where the model does not have it."""
+        """Bytes that the leanest run needs; None where the model cannot be run so."""
         try:
             return self.leanest(setup)[0].peak_bytes
         except (UnsupportedModelError, ValueError):
             return None
 
     def _shorter(self, setup: Setup) -> Iterator[str]:
+        """The longest rows that fit, by halving."""
         length = setup.seq_length // 2
         while length >= _SHORTEST:
             needed = self._needed(replace(setup, seq_length=length))
@@ -126,6 +129,7 @@ class _Advisor:
             length //= 2
 
     def _more_gpus(self, setup: Setup) -> Iterator[str]:
+        """The fewest GPUs of this kind that suffice, by doubling."""
         num_gpus = setup.num_gpus
         while num_gpus < _MOST_GPUS:
             num_gpus *= 2
@@ -136,7 +140,7 @@ class _Advisor:
                 return
 
     def devices(self, least: MemoryEstimate) -> Iterator[str]:
-        """How large a GPU would be enough, and which there are."""
+        """The memory of a GPU that would be large enough, with up to three such GPUs."""
         needed = self.budget.needed_for(least.peak_bytes)
         enough = sorted((gpu.memory_bytes, gpu.name) for gpu in GPUS.values() if gpu.memory_bytes >= needed)
         names = ", ".join(name for _, name in enough[:3] if name != "cpu")
@@ -144,7 +148,7 @@ class _Advisor:
 
 
 def _ways(setup: Setup) -> Iterator[_Way]:
-    """What there is to change, the cheapest first."""
+    """The changes that this setup still has room for, the cheapest first."""
     bf16, changes = torch.bfloat16, dict[str, Any]()
     if setup.loss_impl != "chunked":
         yield _Way("loss_impl='chunked'", "--loss chunked", "costs nothing", {"loss_impl": "chunked"})

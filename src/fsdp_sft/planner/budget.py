@@ -11,17 +11,17 @@ _DRIVER_SHARE = 0.005
 _CONTEXT = 512 * MIB  # kernels and stacks of one process; less with CUDA_MODULE_LOADING=LAZY, torch's default
 _NCCL_NODE = 512 * MIB  # buffers of the channels to a node's other GPUs, outside of torch's allocator
 _NCCL_NODES = 1024 * MIB
-_FRAGMENTS = 0.02  # of the memory: what the allocator has reserved and cannot use
-_OTHERS = 0.1  # of a host's memory
+_FRAGMENTS = 0.02  # share of the memory that the allocator has reserved and cannot use
+_OTHERS = 0.1  # share of a host's memory that is left to other processes
 
 
 @dataclass(frozen=True)
 class Budget:
-    """A device's memory, and what of it no tensor can have.
+    """A device's memory, and the part of it that tensors cannot have.
 
     Attributes:
-        memory_bytes: In all, as ``nvidia-smi`` reports it.
-        taken: By whom, and how many bytes.
+        memory_bytes: The whole memory, as ``nvidia-smi`` reports it.
+        taken: What takes memory beside tensors, each with its bytes.
     """
 
     memory_bytes: int
@@ -29,11 +29,11 @@ class Budget:
 
     @property
     def usable_bytes(self) -> int:
-        """For tensors: what an estimate's peak is compared with."""
+        """Bytes left for tensors: an estimate's peak is compared with this."""
         return max(0, self.memory_bytes - sum(size for _, size in self.taken))
 
     def needed_for(self, peak_bytes: int) -> int:
-        """Memory of the smallest device on which such a peak fits."""
+        """Memory in bytes of the smallest device on which such a peak fits."""
         fixed = sum(size for name, size in self.taken if name in _FIXED)
         shares = sum(size for name, size in self.taken if name not in _FIXED) / self.memory_bytes
         return math.ceil((peak_bytes + fixed) / (1 - shares))
@@ -43,16 +43,17 @@ class Budget:
         return f"{self.usable_bytes / GIB:.1f} of {self.memory_bytes / GIB:.1f} GiB usable ({taken})"
 
 
-_FIXED = ("CUDA context", "NCCL")
+_FIXED = ("CUDA context", "NCCL")  # the same on every device; all else grows with the device's memory
 
 
 def budget_of(gpu: Gpu, num_gpus: int, memory_bytes: int | None = None) -> Budget:
-    """What tensors can have of a device.
+    """The part of a device's memory that tensors can have.
 
     Args:
         gpu: The device.
-        num_gpus: Ranks: more than one have buffers of NCCL, more than one node's more of them.
-        memory_bytes: As ``nvidia-smi`` reports it, if not the usual model's.
+        num_gpus: Number of ranks. NCCL's buffers come with more than one, and are larger where the ranks take
+            more than one node.
+        memory_bytes: Memory as ``nvidia-smi`` reports it; None takes that of the usual model.
     """
     memory = gpu.memory_bytes if memory_bytes is None else int(memory_bytes)
     if gpu.name == "cpu":

@@ -1,4 +1,4 @@
-"""Compare the estimate's account of a block with a real one, on whatever device is there."""
+"""Measures what a real block keeps for its backward on the device at hand, and corrects an estimate by it."""
 
 import copy
 import gc
@@ -17,7 +17,7 @@ from fsdp_sft.planner.trace import trace
 
 _CPU_TOKENS = 512  # activations grow with the tokens, so a short sequence tells as much as a long one
 _SMALL_VOCABULARY = 1024
-_PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")
+_PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")  # lists in configs, one entry a layer
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class Calibration:
     """What real blocks kept for their backward, beside what the planner says they keep.
 
     Attributes:
-        device: Where it was measured.
-        measured_bytes: Of one block, the mean over those that were run.
-        estimated_bytes: The same from the planner, for the same device and sizes.
+        device: Name of the device that measured it.
+        measured_bytes: Bytes that one block kept, as the mean over the blocks that were run.
+        estimated_bytes: The same according to the planner, for the same device and sizes.
         seq_length: Tokens of the one sequence that was run.
         blocks: How many blocks were run.
     """
@@ -44,7 +44,7 @@ class Calibration:
         return self.measured_bytes / self.estimated_bytes
 
     def refine(self, estimate: MemoryEstimate) -> MemoryEstimate:
-        """The estimate with its kept activations scaled by ``factor``."""
+        """An estimate whose kept activations are scaled by ``factor``."""
         kept = estimate.breakdown.get(KEPT, 0)
         change = round(kept * (self.factor - 1))
         note = f"kept activations scaled by {self.factor:.3f}, measured on {self.device}"
@@ -58,14 +58,14 @@ class Calibration:
 
 
 def calibrate(config: Any, setup: Setup, *, blocks: int = 2) -> Calibration:
-    """Run one forward of a model of a few such blocks, with random weights and a small vocabulary.
+    """Run one forward of a few of the config's blocks, with random weights and a small vocabulary.
 
     Args:
-        config: As for ``estimate_memory``.
-        setup: As it is to be estimated. On a CPU the sequence is cut to 512 tokens.
-        blocks: How many blocks to run, taken from the front.
+        config: The config, as ``estimate_memory`` takes it.
+        setup: The setup to calibrate. On a CPU the sequence is cut to 512 tokens.
+        blocks: Number of blocks to run, taken from the front.
 
-    Memory: Those blocks' parameters and activations, on the accelerator if there is one.
+    Memory: those blocks' parameters and activations, on the accelerator if there is one.
     """
     device = resolve_device(None)
     on_gpu = device.type != "cpu"
@@ -102,6 +102,7 @@ def calibrate(config: Any, setup: Setup, *, blocks: int = 2) -> Calibration:
 
 
 def _shortened(config: Any, blocks: int) -> Any:
+    """A copy of the config with few blocks and a small vocabulary."""
     text = copy.deepcopy(config.get_text_config(decoder=True))
     kept = min(blocks, text.num_hidden_layers)
     for name in _PER_LAYER:
@@ -123,7 +124,10 @@ def saved_bytes_of_blocks(
     padded: bool,
     batch_size: int = 1,
 ) -> int:
-    """Bytes that a real model's blocks save for their backward, each storage once, without parameters."""
+    """Bytes that a real model's blocks save for their backward.
+
+    Each storage counts once. Parameters, and what a block is called with, do not count.
+    """
     from transformers import AutoModelForCausalLM
 
     from fsdp_sft.blocks import find_blocks
@@ -141,6 +145,7 @@ def saved_bytes_of_blocks(
         given.update(t.untyped_storage().data_ptr() for t in [hidden, *_tensors_of(kwargs)])
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
+        # Called by autograd for each tensor that an operation saves.
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
         if running and address not in parameters and address not in given:
@@ -154,7 +159,7 @@ def saved_bytes_of_blocks(
         block.register_forward_hook(lambda _, __, ___: running.clear())
     ids = torch.randint(config.vocab_size, (batch_size, seq_length), device=device)
     mask = torch.ones_like(ids)
-    mask[0, -1] = 0
+    mask[0, -1] = 0  # a mask of ones alone would be left out by transformers
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         output = model(input_ids=ids, attention_mask=mask if padded else None, use_cache=False)
     total = sum(saved.values())

@@ -1,4 +1,4 @@
-"""The planner's command line: what fits on the GPUs at hand, how fast it is, and where its memory goes."""
+"""``fsdp-sft plan``: what fits on the GPUs at hand, how fast it is, and where its memory goes."""
 
 import argparse
 import json
@@ -33,7 +33,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of a plan."""
+    """Add the options of a plan to a parser."""
     add, either = parser.add_argument, argparse.BooleanOptionalAction
     add("--model", required=True, help="folder with a config.json, or a Hub id; no weights are read")
     add("--gpus", type=int, required=True, help="number of GPUs")
@@ -78,7 +78,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answer; returns 0 if something fits, 1 if nothing does, 2 for bad input."""
+    """Print plans, or the longest rows that fit.
+
+    Returns:
+        The exit code: 0 if something fits, 1 if nothing does, 2 for bad input.
+    """
     try:
         gpu = gpu_named(args.gpu)
         report = _report_longest if args.longest else _report_plans
@@ -93,6 +97,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of ``estimate_memory`` that the command line gives; what it leaves open is searched."""
     options: dict[str, Any] = {
         "gpu": args.gpu,
         "attention_mask": not args.no_padding,
@@ -186,6 +191,7 @@ def _report_longest(args: argparse.Namespace, gpu: Gpu, budget: Budget) -> None:
 
 
 def _job(args: argparse.Namespace, gpu: Gpu, budget: Budget, estimate: MemoryEstimate) -> dict[str, Any]:
+    """What was asked, for the JSON output."""
     return {
         "model": args.model,
         "gpu": gpu.name,
@@ -202,6 +208,7 @@ def _job(args: argparse.Namespace, gpu: Gpu, budget: Budget, estimate: MemoryEst
 
 
 def _row(row: LongestRow) -> dict[str, Any]:
+    """One longest row, for the JSON output."""
     return {
         "cp": row.cp,
         "seq_length": row.seq_length,
@@ -236,6 +243,7 @@ def _headline(args: argparse.Namespace, config: Any, estimate: MemoryEstimate, b
 
 
 def _label(plan: RunPlan) -> str:
+    """A plan in a few words, for the picture."""
     text = f"{plan.micro_batch_size} x {plan.grad_accum_steps}"
     if plan.cp > 1:
         text += f", cp {plan.cp}"

@@ -1,4 +1,4 @@
-"""What one operation costs: FLOPs, and bytes through memory."""
+"""What one operation costs: FLOPs, and bytes read from and written to the device's memory."""
 
 from typing import Any
 
@@ -12,9 +12,11 @@ _ONLY_WRITE = ("copy_", "zero_", "fill_", "new_zeros", "zeros_like", "ones_like"
 
 
 def flops_of(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> float:
-    """FLOPs of one operation, a multiplication and its addition as two; 0 of what is no product."""
+    """FLOPs of one operation; a multiplication and its addition are two. 0 for whatever is no product."""
     packet = op.overloadpacket
-    if packet.__name__ == "_grouped_mm":  # rows x inner and experts x inner x columns
+    # torch's registry does not know grouped products: (rows, inner) by (experts, inner, columns), each row
+    # with the matrix of its expert.
+    if packet.__name__ == "_grouped_mm":
         rows, columns = args[0], args[1]
         return float(2 * rows.shape[0] * rows.shape[-1] * columns.shape[-1])
     count: Any = flop_registry.get(packet)
@@ -22,7 +24,7 @@ def flops_of(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 
 
 def moved_by(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> float:
-    """Bytes that one operation reads and writes; 0 of a view, or of memory that is only taken."""
+    """Bytes that one operation reads and writes; 0 for a view, or where memory is only allocated."""
     name = op.overloadpacket.__name__
     if name in _MOVE_NOTHING or op.is_view:
         return 0.0
@@ -31,7 +33,7 @@ def moved_by(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
-    """Of a tensor's different elements: what is expanded lies in memory once."""
+    """Bytes of a tensor's distinct elements: what ``expand`` repeats lies in memory once."""
     elements = 1
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         elements *= size if stride else 1

@@ -31,16 +31,17 @@ class MemoryEstimate:
     """Memory of one rank in the steady state: tensors that are alive, not what the allocator has reserved.
 
     Attributes:
-        peak_bytes: At the fullest moment of an optimizer step; compare it with
-            ``torch.cuda.max_memory_allocated()``; ``plan_run`` knows what of a device that can be.
-        peak_phase: When that is: ``"loss"`` (forward, loss, and its backward down to the last block),
+        peak_bytes: Bytes alive at the fullest moment of an optimizer step. Compare it with
+            ``torch.cuda.max_memory_allocated()``; ``plan_run`` knows how much of a device it may be.
+        peak_phase: Phase of that moment: ``"loss"`` (forward, loss, and its backward down to the last block),
             ``"backward"`` (the blocks' backward and the reduction of gradients) or ``"optimizer"``.
-        breakdown: What is alive then, in bytes by kind; the values add up to ``peak_bytes``.
-        parameters: Of the model, tied ones once.
-        active_parameters: Those that one token passes through; fewer for a mixture of experts.
-        activation_bytes: What the forward leaves behind on the device for the backward in all blocks.
-        host_bytes: Pinned host memory of each GPU in which activations wait (``sac_offload``).
-        sharding: How evenly the parameters lie on the ranks, and which of them does not.
+        breakdown: Bytes alive at that moment by kind; the values add up to ``peak_bytes``.
+        parameters: Number of parameters of the model; tied ones count once.
+        active_parameters: Number of parameters that one token passes through; fewer than ``parameters`` for a
+            mixture of experts.
+        activation_bytes: Bytes that the forward of all blocks leaves on the device for the backward.
+        host_bytes: Pinned host memory per GPU in which activations wait (``sac_offload``).
+        sharding: How evenly the ranks share the parameters, and which parameter they share least evenly.
         notes: What a reader should know about this estimate, such as a family that was never compared with a
             measurement.
     """
@@ -101,24 +102,25 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """Estimate the peak memory per GPU of training a causal language model with this library.
 
-    The model is built without memory; one block of each kind runs forward and backward on the meta device,
-    which shows what it keeps and what it needs while it runs; and one optimizer step is replayed from that in
-    the order in which FSDP2 allocates and frees. No weights, no process group and no GPU are needed.
+    Three things happen, none of which needs weights, a process group or a GPU. The model is built on the meta
+    device. One block of each kind runs forward and backward there, which shows what it keeps for the backward
+    and what it needs while it runs. From that one optimizer step is replayed, in the order in which FSDP2
+    allocates and frees.
 
     Args:
-        config: Of a decoder-only model: a transformers config, a folder or a Hub id.
-        num_gpus: Ranks in all, >= 1.
+        config: Config of a decoder-only model: a transformers config, a folder or a Hub id.
+        num_gpus: Number of all ranks, >= 1.
         micro_batch_size: Sequences per rank and forward.
         seq_length: Tokens per sequence, padding included.
         sac_ratio: Fraction of blocks that are checkpointed, as for ``apply_sac``.
         sac_placement: ``"even"`` or ``"prefix"``.
         compile: Whether the blocks are compiled (``compile_blocks``).
-        master_dtype: Of the stored shards, hence of gradients and optimizer states.
+        master_dtype: Dtype of the stored shards, hence of gradients and optimizer states.
         loss_impl: ``"chunked"``, or ``"logits"`` for logits in full.
         attention_mask: Whether batches are padded, so that attention gets a mask.
-        gpu: Whose attention kernels, and how fast: ``"h100"``, ``"4090"``, ``"mi300x"`` and others (an
-            unknown name raises with the list), ``"a100-40gb"`` with a size, or any as
-            ``"NAME=GiB,TFLOPs,GB/s"``.
+        gpu: The GPU, which decides the attention kernels and the speed: ``"h100"``, ``"4090"``, ``"mi300x"``
+            and others (an unknown name raises with the list), one with another memory size such as
+            ``"a100-40gb"``, or any GPU described as ``"NAME=GiB,TFLOPs,GB/s"``.
         grad_accum_steps: Micro-batches per optimizer step.
         dp_replicate: Replicas of the sharded model (HSDP); divides ``num_gpus``.
         cp: Ranks that share the tokens of each row (``use_context_parallel``); ``dp_replicate * cp`` divides
@@ -127,45 +129,48 @@ def estimate_memory(
         optimizer: ``"adamw"`` (as torch runs it by default: ``foreach`` on a GPU, a loop on a CPU),
             ``"adamw_foreach"``, ``"adamw_fused"``, ``"adamw_for_loop"``, ``"adamw_stochastic"``
             (``StochasticAdamW``), ``"adamw8bit"``, ``"sgd"``, ``"sgd_momentum"``.
-        grad_sync: ``"each"`` micro-batch, or only the ``"last"``, which keeps whole gradients.
-        reshard_after_forward: False keeps gathered blocks until their backward (ZeRO-2).
-        cpu_offload: Whether shards, gradients and optimizer live on the host, which is then not counted.
+        grad_sync: When gradients are reduced: after ``"each"`` micro-batch, or only after the ``"last"``,
+            until which whole gradients are kept.
+        reshard_after_forward: Whether blocks are freed between their forward and their backward; False keeps
+            them gathered (ZeRO-2).
+        cpu_offload: Whether shards, gradients and optimizer states live on the host, which is then not
+            counted.
         sac_offload: Whether what checkpointed blocks keep waits on the host: ``apply_sac(offload=True)``.
-        trainable: Regular expressions of the names of trained parameters; None trains all.
-        lora_rank: Of adapters beside linear layers; above 0 everything else is frozen, but ``trainable``.
+        trainable: Regular expressions for the names of trained parameters; None trains all.
+        lora_rank: Rank of adapters beside linear layers. Above 0 all else is frozen, except ``trainable``.
         lora_targets: Names of those layers, such as ``["q_proj", "v_proj"]``; None takes all in the blocks.
-        frozen_dtype: Of frozen shards; None is ``param_dtype`` with LoRA and ``master_dtype`` without.
-        param_dtype: Of the computation.
-        reduce_dtype: Of the gradients' reduction.
-        logits_dtype: With ``loss_impl="logits"``, what the cross entropy computes in. None is
-            ``param_dtype``: a plain loop that gives the model's logits to ``F.cross_entropy`` and holds on to
-            them. ``torch.float32`` is what ``causal_lm_loss(impl="logits")`` does, and with ``cp > 1`` the
-            only way.
-        chunk_size: As for ``linear_cross_entropy_sum``.
-        experts_impl: How experts are computed, as ``prepare_experts`` says: ``"grouped_mm"``, or ``"eager"``,
+        frozen_dtype: Dtype of frozen shards; None is ``param_dtype`` with LoRA and ``master_dtype`` without.
+        param_dtype: Dtype of the computation.
+        reduce_dtype: Dtype of the gradients' reduction.
+        logits_dtype: Dtype of the cross entropy with ``loss_impl="logits"``. None is ``param_dtype``: a plain
+            loop that gives the model's logits to ``F.cross_entropy`` and holds on to them. ``torch.float32``
+            is what ``causal_lm_loss(impl="logits")`` does; ``cp > 1`` allows nothing else.
+        chunk_size: Tokens per chunk of the chunked loss, as for ``linear_cross_entropy_sum``.
+        experts_impl: How experts are computed, as for ``prepare_experts``: ``"grouped_mm"``, or ``"eager"``,
             whose backward holds a gradient of all of a layer's experts for each of them in turn.
         ep_size: Ranks that share out the experts of a mixture (``load_pretrained(ep_size=)``);
-            ``dp_replicate * ep_size`` divides ``num_gpus``, and ``ep_size`` the number of experts. Each rank
-            is taken to get as many tokens as it sends.
+            ``dp_replicate * ep_size`` divides ``num_gpus``, and ``ep_size`` the number of experts. The
+            estimate assumes that each rank gets as many tokens as it sends.
 
     Returns:
         The estimate. Families that were never compared with a measurement carry a note.
 
     Raises:
-        ValueError: For an argument out of range, a config that is no causal language model's, or a model
-            whose forward cannot be followed without values.
+        ValueError: If an argument is out of range, the config is not that of a causal language model, or the
+            model's forward depends on values, which the meta device does not have.
         UnsupportedModelError: If ranks cannot share rows of the model, as far as that shows without weights,
             or transformers has no plan by which they share out its experts.
 
     Example:
-        >>> from transformers import LlamaConfig
-        >>> config = LlamaConfig(
-        ...     hidden_size=256, intermediate_size=640, num_hidden_layers=4, num_attention_heads=8
-        ... )
+        >>> estimate = fs.estimate_memory(config, num_gpus=8, micro_batch_size=1, seq_length=4096)
+        >>> estimate.peak_phase
+        'loss'
+        >>> sum(estimate.breakdown.values()) == estimate.peak_bytes
+        True
         >>> run = {"num_gpus": 8, "micro_batch_size": 1, "seq_length": 65536, "attention_mask": False}
-        >>> alone, shared = (estimate_memory(config, **run, cp=cp).activation_bytes for cp in (1, 8))
+        >>> alone, shared = (fs.estimate_memory(config, **run, cp=cp).activation_bytes for cp in (1, 2))
         >>> alone / shared
-        8.0
+        2.0
     """
     setup = make_setup(
         num_gpus=num_gpus,
@@ -202,7 +207,11 @@ def estimate_memory(
 
 
 def check_options(**options: Any) -> Setup:
-    """The setup that ``estimate_memory`` makes of its arguments; TypeError for one that it does not have."""
+    """The setup that ``estimate_memory`` makes of its arguments.
+
+    Raises:
+        TypeError: For an argument that ``estimate_memory`` does not have.
+    """
     signature = inspect.signature(estimate_memory)
     bound = signature.bind(None, **options)
     bound.apply_defaults()
@@ -212,7 +221,7 @@ def check_options(**options: Any) -> Setup:
 
 
 def estimate(config: "PreTrainedConfig", setup: Setup) -> MemoryEstimate:
-    """``estimate_memory`` with the arguments checked already."""
+    """The estimate for arguments that have been checked."""
     skeleton = build_skeleton(config, setup)
     if setup.cp > 1:
         check_shareable(skeleton.model, setup.cp)
@@ -229,7 +238,8 @@ def estimate(config: "PreTrainedConfig", setup: Setup) -> MemoryEstimate:
     left = [seen.blocks[skeleton.kinds[index]].output for index in sorted(checkpointed)]
     if not setup.activations_leave:
         left = []
-    activations -= sum(left[:-1])  # the last one's stay until the backward, which begins with them
+    # The input of the last checkpointed block stays on the device: the backward begins with that block.
+    activations -= sum(left[:-1])
     balance = shard_balance(skeleton.distinct_groups, setup.num_shards, setup.ep_size)
     return MemoryEstimate(
         peak_bytes=peak.total,
@@ -255,6 +265,7 @@ def _check_experts(skeleton: Skeleton, ep_size: int) -> None:
 
 
 def _kept(block: Footprint, *, checkpointed: bool) -> int:
+    """Bytes that a block leaves for the backward."""
     return block.output + block.decisions if checkpointed else block.kept
 
 

@@ -1,4 +1,4 @@
-"""Experts of which no value is known: each is given its share of the tokens."""
+"""Experts on the meta device, where no router can choose: each expert gets an equal share of the tokens."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,15 +16,16 @@ from fsdp_sft.planner.sharing import exchange_on_paper
 ExpertsImpl = Literal["grouped_mm", "eager"]
 
 
-_SETTINGS = ("forward", "num_experts", "_is_expert_parallel", "_parameters")
+_SETTINGS = ("forward", "num_experts", "_is_expert_parallel", "_parameters")  # what is changed and put back
 
 
 @contextmanager
 def computed_by(model: nn.Module, impl: ExpertsImpl, ep_size: int, ledger: Ledger) -> Iterator[None]:
-    """Let a model on the meta device compute its experts in a way of transformers', shared out or not.
+    """Within the block, a model on the meta device computes its experts by ``impl``, shared out or not.
 
-    ``"grouped_mm"`` is transformers' own; ``"eager"`` asks which experts have tokens, which no meta tensor
-    can answer, and sharing them out asks how many go where. Undone at the end of the block.
+    For ``"grouped_mm"`` that is transformers' own function. Its eager function asks which experts have
+    tokens, and its exchange between ranks asks how many tokens go where; a meta tensor can answer neither, so
+    the operations of both are repeated here with equal shares. The end of the block undoes all changes.
     """
     changed: list[Any] = list(switchable_experts(model).values())
     shared = [model.get_submodule(name) for name in experts_to_share_out(model)] if ep_size > 1 else []
@@ -43,7 +44,7 @@ def computed_by(model: nn.Module, impl: ExpertsImpl, ep_size: int, ledger: Ledge
 
 
 def _share_out(experts: Any, ep_size: int, ledger: Ledger) -> None:
-    """Leave a module one rank's experts, and let tokens travel; as ``_expert_parallel`` does it."""
+    """Leave a module one rank's experts and let tokens travel to theirs, as ``_expert_parallel`` does."""
     own = {
         name: nn.Parameter(p.new_empty(len(p) // ep_size, *p.shape[1:]), requires_grad=p.requires_grad)
         for name, p in experts._parameters.items()
@@ -63,7 +64,7 @@ def _by_travelling(
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
 ) -> torch.Tensor:
-    """The operations of transformers' exchange of tokens, where each rank gets as many as it sends."""
+    """The operations of transformers' exchange of tokens, if each rank gets as many tokens as it sends."""
     expert_ids = top_k_index.reshape(-1)
     order = torch.argsort(expert_ids)
     sent = hidden_states[order // top_k_index.shape[-1]]
@@ -86,10 +87,10 @@ def _by_travelling(
 def _one_by_one(
     experts: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """The operations of eager experts, in their order, each on as many tokens as the next one."""
+    """The operations of eager experts, in their order, with equally many tokens for each expert."""
     total = torch.zeros_like(hidden_states)
     with torch.no_grad():
-        # Held until the end, as transformers does: 8 bytes for each token, choice and expert.
+        # Held until the end, as in transformers: 8 bytes for each token, choice and expert.
         mask = F.one_hot(top_k_index, num_classes=experts.num_experts + 1).permute(2, 1, 0)
     choices, number = top_k_index.numel(), experts.num_experts
     names = ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj")

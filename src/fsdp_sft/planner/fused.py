@@ -1,8 +1,12 @@
-"""What a compiled block keeps: the cheapest set of tensors from which the rest can be computed again.
+"""What a compiled block keeps: the smallest set of tensors from which the rest can be computed again.
 
-``torch.compile`` cuts the joint graph of forward and backward where least has to be kept, and computes
-pointwise operations again from there. Matrix products and attention are never computed twice, and what they
-read in the backward has to lie in memory.
+``torch.compile`` cuts the joint graph of forward and backward where the fewest bytes have to be kept, and
+computes pointwise operations again from there. Matrix products and attention are never computed twice, and
+what they read in the backward has to lie in memory.
+
+The steps: the eager trace says which storages an eager block saves. Those that a product or attention touches
+are kept in any case. The others (``wanted``) follow from some set of storages by pointwise operations, and a
+minimum cut finds the smallest such set.
 Source: Herrmann et al.'s min-cut as in torch's partitioner,
 https://dev-discuss.pytorch.org/t/min-cut-optimal-recomputation-i-e-activation-checkpointing-with-aotautograd/467.
 """
@@ -37,7 +41,7 @@ def fused_footprint(
     block_input: int,
     block_output: int,
 ) -> dict[str, Any]:
-    """The fields of a ``Footprint``, but its output's size, of a block under ``torch.compile``.
+    """The fields of a compiled block's ``Footprint``, except the size of its output.
 
     Args:
         forward: Events of the block's eager forward.
@@ -45,7 +49,7 @@ def fused_footprint(
         sizes: Bytes by storage number.
         saved: Storages that the eager forward saves for the backward.
         block_input: Number of the input's storage.
-        block_output: Likewise of the output.
+        block_output: Number of the output's storage.
     """
     in_memory = _materialised(forward)
     inside = {number for event in forward for number in event.outputs}
@@ -68,7 +72,7 @@ def fused_footprint(
         "saved": without_input,
         "backward_peak": _peak(backward, sizes, _materialised(backward) | _left_over(backward), 0),
         "forward": passed,
-        "again": passed,  # a compiled block is one graph, which recomputation runs to its end
+        "again": passed,  # a compiled block is one graph: recomputation runs all of it
         "backward": _work(backward, sizes, kept | _materialised(backward) | _left_over(backward)),
     }
 
@@ -78,13 +82,14 @@ def _work(events: list[Event], sizes: list[int], in_memory: set[int]) -> Workloa
 
 
 def _is_fused(op: Any) -> bool:
+    """Whether the compiler fuses an operation with its neighbours, so that it can also compute it again."""
     if op in (ATTENTION, EXCHANGE, LOSS):
         return False
     return getattr(op, "overloadpacket", op).__name__ not in _NOT_FUSED
 
 
 def _materialised(events: list[Event]) -> set[int]:
-    """Storages that an operation reads or writes which no other one is fused into."""
+    """Storages in memory: those that are read or written by an operation that is fused with no other."""
     return {
         number
         for event in events
@@ -94,12 +99,13 @@ def _materialised(events: list[Event]) -> set[int]:
 
 
 def _left_over(events: list[Event]) -> set[int]:
+    """Storages that these events make and do not free."""
     made = {number for event in events for number in event.outputs}
     return made - {event.freed for event in events if event.op is None}
 
 
 def _peak(events: list[Event], sizes: list[int], counted: set[int], live: int) -> int:
-    """Most bytes alive over a stretch of events, of the storages that count."""
+    """Most bytes that the ``counted`` storages take at once during these events, on top of ``live``."""
     peak, seen = live, set()
     for event in events:
         for number in event.outputs:
@@ -115,10 +121,13 @@ def _peak(events: list[Event], sizes: list[int], counted: set[int], live: int) -
 def _cheapest_cut(
     events: list[Event], sizes: list[int], *, free: set[int], wanted: set[int], block_input: int
 ) -> set[int]:
-    """Storages of least total size from which ``wanted`` follows by fused operations alone.
+    """The storages of least total size from which ``wanted`` follows by fused operations alone.
 
-    ``free`` ones are kept in any case and cost nothing more.
+    Storages in ``free`` are kept in any case and cost nothing.
     """
+    # Each storage is an edge from its "in" to its "out" whose capacity is its size: cutting it is keeping it.
+    # Fused operations are edges that cannot be cut. What only memory can provide hangs on the source, what
+    # the backward wants on the sink, so a minimum cut is a cheapest set of storages between the two.
     network = _Network()
     produced: set[int] = set()
     for event in events:
@@ -145,12 +154,13 @@ def _cheapest_cut(
 
 
 class _Network:
-    """Maximum flow by shortest augmenting paths (Edmonds and Karp), on a few hundred nodes."""
+    """A flow network of a few hundred nodes, cut by shortest augmenting paths (Edmonds and Karp)."""
 
     def __init__(self) -> None:
         self.capacity: dict[Any, dict[Any, int]] = {}
 
     def add(self, start: Any, end: Any, capacity: int) -> None:
+        """Add an edge; of two between the same nodes the wider one counts."""
         row = self.capacity.setdefault(start, {})
         row[end] = max(row.get(end, 0), capacity)
         self.capacity.setdefault(end, {}).setdefault(start, 0)
@@ -171,6 +181,7 @@ class _Network:
                 self.capacity[b][a] += flow
 
     def _paths(self, source: Any) -> dict[Any, Any]:
+        """Each node that still can be reached, with the node before it on a shortest path."""
         came_from = {source: source}
         queue = deque([source])
         while queue:

@@ -1,4 +1,4 @@
-"""What fused kernels keep and allocate, where the meta device would run something else."""
+"""What fused kernels keep and allocate; the meta device would run something else in their place."""
 
 from typing import Any
 
@@ -13,14 +13,17 @@ from fsdp_sft.planner.ledger import ATTENTION, LOSS, Ledger
 _LOGITS_TRIPS = (
     5  # times that logits pass through memory: maximum, sum of exponentials, gradient and its cast
 )
+# Bytes of the slices in which loss/products.py works: on a CPU, of each float32 slice; elsewhere, of the
+# slice of the weight's float32 gradient.
 _SLICE_BYTES_CPU = 8 << 20
-_SLICE_BYTES = 256 << 20  # float32 bytes of the weight's gradient, as loss/products.py makes it on CUDA
+_SLICE_BYTES = 256 << 20
 
 
 class Kernels(TorchFunctionMode):
-    """Runs attention as a device's fused kernel does, memory-wise, and answers questions about values.
+    """A mode under which attention takes as much memory as a device's fused kernel does.
 
-    transformers asks whether a padding mask is all ones, which a meta tensor cannot say: ``padded`` does.
+    It also answers the one question about values that transformers asks: whether a padding mask is all ones.
+    A meta tensor cannot say so; ``padded`` does.
     """
 
     def __init__(self, gpu: Gpu, *, padded: bool, ledger: Ledger) -> None:
@@ -52,6 +55,7 @@ class Kernels(TorchFunctionMode):
             # torch's CPU kernel has no dropout; what it falls back to keeps the attention matrix.
             return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, **options)
         if attn_mask is not None and attn_mask.dtype == torch.bool:
+            # torch turns a mask of booleans into a bias of the query's dtype before it calls a kernel.
             bias = torch.zeros_like(attn_mask, dtype=query.dtype)
             attn_mask = bias.masked_fill_(attn_mask.logical_not(), float("-inf"))
         causal = bool(options.get("is_causal", False))
@@ -62,7 +66,10 @@ class Kernels(TorchFunctionMode):
 
 
 class _FusedAttention(torch.autograd.Function):
-    """Keeps query, key, value, bias, output and one float32 per row; the attention matrix never exists."""
+    """Attention that keeps query, key, value, bias, output and one float32 per query and head.
+
+    The attention matrix never exists.
+    """
 
     @staticmethod
     def forward(
@@ -79,7 +86,8 @@ class _FusedAttention(torch.autograd.Function):
         rows = query.new_empty(query.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, bias, out, rows)
         ctx.ledger = ledger
-        # Two products; a causal kernel leaves out what lies above the diagonal, one with a mask does not.
+        # Two products. A causal kernel leaves out what lies above the diagonal; a kernel with a mask does
+        # not.
         scores = query.shape[:-1].numel() * key.shape[-2] / (2 if causal else 1)
         ctx.flops = 2.0 * scores * (query.shape[-1] + value.shape[-1])
         moved = sum(float(t.nbytes) for t in (query, key, value, out))
@@ -91,13 +99,13 @@ class _FusedAttention(torch.autograd.Function):
         query, key, value, _, _, _ = ctx.saved_tensors
         result = [torch.empty_like(t) for t in (query, key, value)]
         moved = 2.0 * sum(t.nbytes for t in (grads[0], query, key, value))
-        # Five products, the scores' among them, which were not kept.
+        # Five products instead of the forward's two: the scores were not kept and are computed again.
         ctx.ledger.note(ATTENTION, (grads[0], query, key, value), result, flops=2.5 * ctx.flops, moved=moved)
         return (*result, None, None, None, None)
 
 
 def _attention_output(query: torch.Tensor, width: int, gpu: Gpu, *, masked: bool) -> torch.Tensor:
-    """An empty output in the memory order of the device's kernel."""
+    """An empty output with the strides that the device's kernel gives it; see ``Gpu.attention_output``."""
     batch, heads, length, _ = query.shape
     if gpu.attention_output == "heads":
         return query.new_empty(batch, heads, length, width)
@@ -116,7 +124,7 @@ def chunked_loss(
     gpu: Gpu,
     ledger: Ledger,
 ) -> torch.Tensor:
-    """The buffers of ``fsdp_sft.linear_cross_entropy_sum``, with the lifetimes that they have there."""
+    """Stand-in for ``fsdp_sft.linear_cross_entropy_sum``: its buffers, with the lifetimes they have there."""
     width = hidden.shape[-1]
     rows = chunk_size or default_chunk_size(width, hidden.dtype)
     result: torch.Tensor = _ChunkedLoss.apply(hidden.reshape(-1, width), weight, bias, rows, gpu, ledger)
@@ -124,6 +132,8 @@ def chunked_loss(
 
 
 class _ChunkedLoss(torch.autograd.Function):
+    """A loss whose gradients are made in the forward, in a wide dtype, and cast in the backward."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -156,6 +166,7 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         results: list[torch.Tensor | None] = []
         for index in range(3):
+            # Each wide gradient is freed once its cast exists, before the next one is cast.
             kept, ctx.kept[index] = ctx.kept[index], None
             results.append(None if kept is None else torch.empty_like(kept, dtype=ctx.dtype))
             del kept
@@ -165,26 +176,43 @@ class _ChunkedLoss(torch.autograd.Function):
 def _chunk_buffers(
     hidden: torch.Tensor, weight: torch.Tensor, rows: int, wide: torch.dtype, gpu: Gpu
 ) -> None:
-    """Allocate, and drop, what one turn of the chunk loop has at its fullest; see ``loss/products.py``."""
+    """Allocate and drop what one pass through the chunk loop holds, so that the ledger sees its peak.
+
+    No value is computed. The lists below keep tensors alive as long as ``loss/linear_cross_entropy.py`` and
+    ``loss/products.py`` do, and ``del`` stands where those free one: the peak of a chunk is the largest set
+    of buffers that is alive at once.
+
+    Args:
+        hidden: Hidden states of all rows, ``(N, H)``.
+        weight: Weight of the head, ``(V, H)``.
+        rows: Rows of a chunk.
+        wide: Dtype of the logits and of the sums.
+        gpu: The device, which decides between the ways of ``loss/products.py``.
+    """
     width, vocabulary = weight.shape[1], weight.shape[0]
-    taken = hidden.new_empty(rows, width)
+    taken = hidden.new_empty(rows, width)  # the chunk's rows of the hidden states
     if hidden.dtype == wide:
+        # _Same: the chunk's logits, in whose place their gradient is made, and the gradient of its rows.
         buffers = [hidden.new_empty(rows, vocabulary), torch.empty_like(taken)]
     elif gpu.name == "cpu":
+        # _Rounded: logits stay in 16 bits and are widened in slices, of a few rows for the cross entropy and
+        # of a part of the vocabulary for the weight's gradient.
         part = min(vocabulary, max(1, _SLICE_BYTES_CPU // (4 * width)))
         block = min(rows, max(1, _SLICE_BYTES_CPU // (4 * vocabulary)))
         buffers = [hidden.new_empty(rows, vocabulary), hidden.new_empty(block, vocabulary, dtype=wide)]
-        gradient = [torch.empty_like(taken), torch.empty_like(taken, dtype=wide)]
+        gradient = [torch.empty_like(taken), torch.empty_like(taken, dtype=wide)]  # of the rows, then wide
         del gradient
         buffers += [hidden.new_empty(part, width), hidden.new_empty(part, width, dtype=wide)]
     else:
         logits = hidden.new_empty(rows, vocabulary, dtype=wide)
+        # _Mixed. For the rows' gradient: the logits' gradient cast to 16 bits, and the product.
         buffers = [logits, hidden.new_empty(rows, vocabulary), torch.empty_like(taken, dtype=wide)]
         del buffers[1:]
+        # For the weight's gradient, one part of the vocabulary after the other: the cast, and the product.
         part = min(vocabulary, max(1, _SLICE_BYTES // (4 * width)))
         buffers += [hidden.new_empty(rows, part), hidden.new_empty(part, width, dtype=wide)]
         del buffers[1:]
-        if hidden.shape[0] > rows:  # a chunk's logits are there until the next one's are
+        if hidden.shape[0] > rows:  # a chunk's logits stay until the next chunk's logits exist
             buffers.append(torch.empty_like(logits))
         del logits
     del buffers, taken

@@ -1,4 +1,11 @@
-"""How many bytes are alive: a mode that watches every storage that operations create."""
+"""How many bytes are alive: a mode that watches every storage that operations create.
+
+A tensor is known by its storage, and a storage by a number: the order in which the ledger first met it. Views
+of one storage thus are one thing, and bytes count once. While a storage lives, Python's ``id`` of it finds
+the number. When it dies, the ``id`` is forgotten, since a later storage may be given the same one; the number
+is never given again. So a set of numbers, such as what a block has saved, can be asked about after the
+tensors are gone.
+"""
 
 import weakref
 from collections.abc import Iterable
@@ -12,10 +19,10 @@ from fsdp_sft._model import tensors_in
 from fsdp_sft.planner.cost import flops_of, moved_by
 from fsdp_sft.sac import is_decision
 
-# Names under which operations are recorded that the mode does not see as one.
+# Names of operations that the mode does not see as one, and that are therefore recorded by `note`.
 ATTENTION = "attention"  # a fused kernel
-EXCHANGE = "exchange"  # with the ranks that share rows
-LOSS = "loss"  # of chunks of logits
+EXCHANGE = "exchange"  # between ranks that share rows or experts
+LOSS = "loss"  # the chunked loss
 _GROUPED: Any = torch.ops.aten._grouped_mm.default
 
 
@@ -24,13 +31,13 @@ class Event:
     """One operation, or the end of one storage.
 
     Attributes:
-        op: The operation; None where ``freed`` says that a storage ended.
-        inputs: Storages it read, by number.
-        outputs: Storages it wrote or returned, by number; new ones and old ones.
-        freed: A storage's number.
-        flops: Of a product.
+        op: The operation; None for the end of a storage.
+        inputs: Numbers of the storages that it read.
+        outputs: Numbers of the storages that it wrote or returned, new or old.
+        freed: Number of the storage that ended; -1 for an operation.
+        flops: FLOPs, if it is a product.
         moved: Bytes that it reads and writes.
-        decided: Of its outputs, bytes of the choices that a checkpointed block keeps.
+        decided: Bytes of a router's choices among the outputs, which a checkpointed block keeps.
     """
 
     op: Any
@@ -44,15 +51,15 @@ class Event:
 
 @dataclass(eq=False)
 class Ledger(TorchDispatchMode):
-    """Live bytes of the storages that were created under it, with their peak and a record of events.
+    """A mode that counts the live bytes of storages, keeps their peak and records events.
 
-    Works on meta tensors, whose storages have a size and no memory. Storages named in ``ignore`` (and by
-    what views them) count as nothing.
+    It works on meta tensors, whose storages have a size and no memory. Storages of the tensors given to
+    ``ignore``, and thus all views of them, have size 0.
 
     Attributes:
         live: Bytes alive now.
         peak: Largest ``live`` since the last ``reset_peak``.
-        events: What happened, in order.
+        events: Operations and ends of storages, in order.
         sizes: Bytes of each storage, by number.
     """
 
@@ -60,8 +67,8 @@ class Ledger(TorchDispatchMode):
     peak: int = 0
     events: list[Event] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
-    _numbers: dict[int, int] = field(default_factory=dict)
-    _guards: dict[int, Any] = field(default_factory=dict)
+    _numbers: dict[int, int] = field(default_factory=dict)  # id of a live storage -> its number
+    _guards: dict[int, Any] = field(default_factory=dict)  # id -> weak reference that calls _end
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -79,12 +86,12 @@ class Ledger(TorchDispatchMode):
         return result
 
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count these as nothing: parameters, whose memory is accounted for elsewhere."""
+        """Give these tensors size 0: parameters, whose memory is accounted for elsewhere."""
         for tensor in tensors:
             self.number(tensor, counted=False)
 
     def number(self, tensor: torch.Tensor, *, counted: bool = True) -> int:
-        """The number of a tensor's storage; a new storage is counted from here on."""
+        """The number of a tensor's storage; one that is met for the first time counts from now on."""
         storage = tensor.untyped_storage()
         key = id(storage)
         found = self._numbers.get(key)
@@ -107,7 +114,7 @@ class Ledger(TorchDispatchMode):
         flops: float = 0.0,
         moved: float = 0.0,
     ) -> None:
-        """Record an operation that the mode does not see as one, such as a fused kernel's."""
+        """Record an operation that the mode does not see as one, such as a fused kernel."""
         read = tuple(self.number(tensor) for tensor in inputs if tensor is not None)
         written = tuple(self.number(tensor) for tensor in outputs)
         self.events.append(Event(op, read, written, flops=flops, moved=moved))
@@ -117,18 +124,19 @@ class Ledger(TorchDispatchMode):
         return number in self._numbers.values()
 
     def reset_peak(self) -> int:
-        """The peak so far, from which on a new one is taken."""
+        """Return the peak so far and start a new one from what is alive now."""
         peak, self.peak = self.peak, self.live
         return peak
 
     def _end(self, key: int, number: int) -> None:
+        """Called when a storage dies."""
         self.live -= self.sizes[number]
         del self._numbers[key], self._guards[key]
         self.events.append(Event(None, freed=number))
 
 
 def _grouped_product(left: torch.Tensor, right: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Of any dtype that devices take; torch's meta kernel, up to 2.13, takes bfloat16 alone."""
+    """A grouped product in any dtype that devices take; torch's meta kernel takes bfloat16 alone (2.13)."""
     if left.dtype not in (torch.float16, torch.float32):
         result: torch.Tensor = _GROUPED(left, right, *args, **kwargs)
         return result

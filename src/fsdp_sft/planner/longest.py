@@ -1,4 +1,4 @@
-"""How long a row fits, by the number of ranks that share it."""
+"""The longest row that fits into memory, by the number of ranks that share it."""
 
 import os
 from collections.abc import Callable
@@ -17,21 +17,21 @@ from fsdp_sft.sac import Placement, parse_ratio
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-_LONGEST = 1 << 24  # tokens: nobody has longer rows
-_FIRST = 64  # steps: the length that is tried first
-_SECANTS = 8  # tries by lines; whatever is curved more is left to bisection
+_LONGEST = 1 << 24  # tokens; longer rows are not looked for
+_FIRST = 64  # the length that is tried first, in units of multiple_of
+_SECANTS = 8  # tries by straight lines, after which bisection takes over
 
 
 @dataclass(frozen=True)
 class LongestRow:
-    """The longest row that fits with one number of ranks to share it.
+    """The longest row that fits where a given number of ranks share it.
 
     Attributes:
-        cp: Ranks that share each row.
+        cp: Number of ranks that share each row.
         seq_length: Tokens of the row.
-        sac_ratio: Fraction of checkpointed blocks, the smallest of a fixed list with which it fits.
-        sac_placement: Which blocks those are.
-        sac_offload: Whether what they keep waits on the host.
+        sac_ratio: Fraction of checkpointed blocks: the smallest of a fixed list with which the row fits.
+        sac_placement: Placement of the checkpointed blocks: ``"even"`` or ``"prefix"``.
+        sac_offload: Whether what checkpointed blocks keep waits on the host.
         estimate: Memory per GPU.
     """
 
@@ -44,12 +44,12 @@ class LongestRow:
 
     @property
     def peak_bytes(self) -> int:
-        """Predicted peak per GPU."""
+        """Predicted peak per GPU, in bytes."""
         return self.estimate.peak_bytes
 
     @property
     def largest_part(self) -> str:
-        """What takes most of the memory at the peak."""
+        """The kind of memory that is largest at the peak."""
         return max(self.estimate.breakdown, key=lambda part: self.estimate.breakdown[part])
 
 
@@ -63,23 +63,23 @@ def longest_rows(
 ) -> list[LongestRow]:
     """Find the longest row that fits into memory, for each number of ranks that could share it.
 
-    One row is in each forward, and as many blocks are checkpointed as it takes; with ``sac_offload=True``
-    what these keep waits on the host.
+    A micro-batch is one row, and as many blocks are checkpointed as that takes. With ``sac_offload=True``
+    what these blocks keep waits on the host.
 
     Args:
-        config: As for ``estimate_memory``.
-        num_gpus: Ranks.
-        gpu_memory_bytes: Of one device, as for ``plan_run``.
-        multiple_of: Tokens; lengths are multiples of it.
-        **estimate_options: Further arguments of ``estimate_memory``. With ``cp`` or ``sac_ratio`` that one
-            alone is tried. With ``attention_mask=True``, the default, attention gets a mask of S x S;
-            packs do not have one where ``use_varlen_attention`` runs.
+        config: The config, as for ``estimate_memory``.
+        num_gpus: Number of ranks.
+        gpu_memory_bytes: Memory of one device, as for ``plan_run``.
+        multiple_of: Number of tokens of which each length is a multiple.
+        **estimate_options: Further arguments of ``estimate_memory``. Where ``cp`` or ``sac_ratio`` is given,
+            only that value is tried. With ``attention_mask=True``, the default, attention gets a mask of
+            S x S; packs do not have one where ``use_varlen_attention`` runs.
 
     Returns:
-        One for each number of ranks with which ``multiple_of`` tokens fit, ascending; at least one.
+        One result for each number of ranks with which ``multiple_of`` tokens fit, ascending; at least one.
 
     Raises:
-        NoPlanError: If ``multiple_of`` tokens do not fit with any.
+        NoPlanError: If not even ``multiple_of`` tokens fit, whatever the number of ranks.
         TypeError: For an option that ``estimate_memory`` does not have, or ``seq_length``.
         ValueError: For an argument out of range.
 
@@ -88,7 +88,7 @@ def longest_rows(
         >>> config = LlamaConfig(
         ...     hidden_size=256, intermediate_size=640, num_hidden_layers=4, num_attention_heads=8
         ... )
-        >>> rows = longest_rows(config, num_gpus=8, gpu_memory_bytes=2**31, attention_mask=False)
+        >>> rows = fs.longest_rows(config, num_gpus=8, gpu_memory_bytes=2**31, attention_mask=False)
         >>> [row.cp for row in rows]
         [1, 2, 4, 8]
         >>> rows[-1].seq_length > 7 * rows[0].seq_length
@@ -120,7 +120,7 @@ def longest_rows(
 def peaks_by_length(
     config: Any, row: LongestRow, lengths: list[int], *, num_gpus: int, **estimate_options: Any
 ) -> list[int]:
-    """Bytes per GPU at the peak of rows of other lengths, with every block checkpointed if need be."""
+    """Peak bytes per GPU for rows of other lengths, each with no block or every block checkpointed."""
     options = {"micro_batch_size": 1, **estimate_options, "cp": row.cp}
     setup = check_options(num_gpus=num_gpus, seq_length=row.seq_length, **options)
     peak = _leanest_peak(config, setup, options)
@@ -128,6 +128,7 @@ def peaks_by_length(
 
 
 def _leanest_peak(config: Any, setup: Setup, options: dict[str, Any]) -> Callable[[int], int]:
+    """The function from a length to the least peak, with no block or every block checkpointed."""
     given = "sac_ratio" in options or setup.sac_blocks is not None
     ratios = (parse_ratio(setup.sac_ratio),) if given else (Fraction(0), Fraction(1))
 
@@ -141,8 +142,8 @@ def _leanest_peak(config: Any, setup: Setup, options: dict[str, Any]) -> Callabl
 def _longest(peak: Callable[[int], int], budget: int, step: int, expected: int) -> int:
     """The longest multiple of ``step`` whose peak is within the budget; 0 if there is none.
 
-    Peaks are nearly straight lines over the length (curved with a mask), so lines through what is known lead
-    to it in a few tries.
+    Over the length, peaks are nearly straight lines (curved with a mask). So the line through two known peaks
+    leads to the answer in a few tries.
     """
     low, high = 1, _LONGEST // step
     at_low = peak(step)
@@ -162,6 +163,7 @@ def _longest(peak: Callable[[int], int], budget: int, step: int, expected: int) 
 
 
 def _row(config: Any, setup: Setup, options: dict[str, Any], budget: int) -> LongestRow:
+    """The row of a setup, with as few checkpointed blocks as fit."""
     ways = least_checkpointed(config, setup, options, budget)
     chosen, memory = min(ways, key=lambda way: parse_ratio(way[0].sac_ratio))
     ratio = parse_ratio(chosen.sac_ratio)

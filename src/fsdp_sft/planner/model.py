@@ -1,4 +1,4 @@
-"""A config's model on the meta device, its blocks by kind, and what its parameters weigh on each rank."""
+"""A config's model on the meta device: its blocks by kind, and the size of its parameters on each rank."""
 
 import functools
 import json
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
     from fsdp_sft.planner.setup import Setup
 
-# Compared with measurements; see docs/explanation/how-the-estimate-was-checked.md.
+# Model types whose estimates were compared with measurements; see
+# docs/explanation/how-the-estimate-was-checked.md.
 CHECKED_FAMILIES = frozenset(
     (
         "gemma",
@@ -40,12 +41,12 @@ CHECKED_FAMILIES = frozenset(
 
 @dataclass(frozen=True)
 class Group:
-    """The parameters of one FSDP2 group: a block's, or the root's.
+    """The parameters of one FSDP2 group: those of a block, or of the root.
 
     Attributes:
-        shapes: Of each parameter, with whether it is trained.
-        names: Of each, a block's parameters by their names within it.
-        stacks: Whether each is a stack of experts that ranks can share out; empty if none is.
+        shapes: Shape of each parameter, and whether it is trained.
+        names: Name of each parameter; a block's parameters have the names that they have within it.
+        stacks: Whether each parameter is a stack of experts that ranks can share out; empty if none is.
     """
 
     shapes: tuple[tuple[tuple[int, ...], bool], ...]
@@ -53,22 +54,26 @@ class Group:
     stacks: tuple[bool, ...] = ()
 
     def parts(self, num_shards: int, ep_size: int) -> "tuple[tuple[Group, int], ...]":
-        """What a rank has to do with, and over how many ranks that is sharded: all, or its experts apart."""
+        """Parts of the group that are sharded alike, each with the number of ranks it is sharded over.
+
+        Usually that is the whole group. Where ranks share out experts, the second part is the experts that
+        are this rank's, which lie on the ranks that have the same ones.
+        """
         if ep_size == 1 or not any(self.stacks):
             return ((self, num_shards),)
         return _parts(self, num_shards, ep_size)
 
     def elements(self, *, trained: bool | None = None) -> int:
-        """Parameters, all or only the trained (or frozen) ones."""
+        """Number of elements of all parameters, or only of the trained or the frozen ones."""
         return sum(_numel(shape) for shape, flag in self.shapes if trained is None or flag is trained)
 
     def shard_elements(self, num_shards: int, *, trained: bool | None = None) -> int:
-        """Parameters in one rank's shard, with the padding of an uneven first dimension."""
+        """Number of elements in one rank's shard, with the padding of an uneven first dimension."""
         chosen = [shape for shape, flag in self.shapes if trained is None or flag is trained]
         return sum(shard_numel(shape, num_shards) for shape in chosen)
 
     def moved(self, num_shards: int, *, trained: bool | None = None) -> list[int]:
-        """Sizes of the parameters that are cut along another dimension than the first, in order."""
+        """Elements of each parameter that is not cut along its first dimension, in order."""
         return [
             _numel(shape)
             for shape, flag in self.shapes
@@ -80,7 +85,7 @@ class Group:
         return next((_numel(shape) for shape, flag in reversed(self.shapes) if flag), 0)
 
     def largest_shard(self, num_shards: int) -> int:
-        """Parameters in the largest trained shard."""
+        """Elements in one rank's shard of the largest trained parameter."""
         return max((shard_numel(shape, num_shards) for shape, flag in self.shapes if flag), default=0)
 
 
@@ -89,17 +94,17 @@ class Skeleton:
     """What the planner knows of a model.
 
     Attributes:
-        model: On the meta device, in the compute dtype, ``train()`` mode.
+        model: The model on the meta device, in the compute dtype and in ``train()`` mode.
         family: ``config.model_type``.
         blocks: The blocks, in forward order.
-        kinds: For each block, the index of the first block that is made like it.
+        kinds: Kind of each block, given as the index of the first block that is made like it.
         groups: Parameters of each block, in forward order; equal ones are the same object.
-        root: Parameters of what is left: embedding, last norm, head.
-        first_backward: Index of the first block that the backward reaches: those before it have nothing to
+        root: Parameters outside of the blocks: embedding, last norm, head.
+        first_backward: Index of the first block that the backward reaches. Blocks before it have nothing to
             train in or below them, and keep nothing.
-        parameters: Of the whole model, tied ones once.
-        active_parameters: Of them, those that one token passes through.
-        experts: Of the layers whose experts ranks can share out, how many each has; empty where none can.
+        parameters: Number of parameters of the whole model; tied ones count once.
+        active_parameters: Number of parameters that one token passes through.
+        experts: Number of experts of each layer whose experts ranks can share out; empty where none can.
     """
 
     model: Any
@@ -115,7 +120,7 @@ class Skeleton:
 
     @functools.cached_property
     def traced_tensors(self) -> tuple[torch.Tensor, ...]:
-        """Parameters and buffers of one block of each kind, and of what is outside of the blocks."""
+        """Parameters and buffers of one block of each kind, and of all that is outside of the blocks."""
         silent = {id(block) for i, block in enumerate(self.blocks) if i not in set(self.kinds)}
         found: list[torch.Tensor] = []
 
@@ -132,12 +137,12 @@ class Skeleton:
 
     @functools.cached_property
     def distinct_groups(self) -> tuple[tuple[Group, int], ...]:
-        """Each kind of group, the root's included, with how many there are."""
+        """The different groups, the root's included, each with the number of groups that are equal to it."""
         return tuple(Counter([*self.groups, self.root]).items())
 
 
 def as_config(config: "PreTrainedConfig | str | os.PathLike[str]") -> Any:
-    """A config as it is, or that of a folder or a Hub id."""
+    """The config itself, or the config of a folder or a Hub id."""
     if not isinstance(config, (str, os.PathLike)):
         if not hasattr(config, "model_type") or not hasattr(config, "to_dict"):
             raise TypeError(f"config must be a transformers config, a folder or a Hub id, got {config!r}")
@@ -148,14 +153,14 @@ def as_config(config: "PreTrainedConfig | str | os.PathLike[str]") -> Any:
 
 
 def build_skeleton(config: Any, setup: "Setup") -> Skeleton:
-    """The model of a config, built once per config and choice of trained parameters."""
+    """The skeleton of a config's model, built once per config, dtype and choice of trained parameters."""
     key = json.dumps(config.to_dict(), sort_keys=True, default=str)
     return _cached_skeleton(_Keyed(key, config), setup.param_dtype, setup.trainable, setup.lora)
 
 
 @dataclass(frozen=True)
 class _Keyed:
-    """A config that hashes by its contents."""
+    """A config that compares and hashes by its contents, so that it can be a key of a cache."""
 
     key: str
     config: Any
@@ -222,6 +227,7 @@ def _build(config: Any, dtype: torch.dtype) -> Any:
 def _group(
     parameters: Iterable[tuple[str, nn.Parameter]], inside: set[int], experts: tuple[str, ...] = ()
 ) -> Group:
+    """The group of those parameters that are in no earlier group; ``inside`` collects their ids."""
     own = [(name, p) for name, p in parameters if id(p) not in inside]
     inside.update(id(p) for _, p in own)
     stacks = tuple(name.rpartition(".")[0] in experts for name, _ in own)
@@ -233,7 +239,7 @@ def _group(
 
 
 def _within(block: str, names: Iterable[str]) -> tuple[str, ...]:
-    """Of modules, those within a block, by their names there."""
+    """The modules that lie within a block, by their names within it."""
     return tuple(name.removeprefix(f"{block}.") for name in names if name.startswith(f"{block}."))
 
 
@@ -253,6 +259,7 @@ def _parts(group: Group, num_shards: int, ep_size: int) -> tuple[tuple[Group, in
 
 
 def _first_backward(model: Any, groups: list[Group]) -> int:
+    """Index of the first block that the backward reaches; the number of blocks if it reaches none."""
     embedding = model.get_input_embeddings()
     if any(p.requires_grad for p in embedding.parameters()):
         return 0
@@ -261,12 +268,13 @@ def _first_backward(model: Any, groups: list[Group]) -> int:
 
 
 def _kinds(blocks: list[nn.Module]) -> tuple[int, ...]:
+    """For each block, the index of the first block that is made like it."""
     first: dict[Any, int] = {}
     return tuple(first.setdefault(_likeness(block), index) for index, block in enumerate(blocks))
 
 
 def _likeness(block: nn.Module) -> Any:
-    """Equal for blocks that compute alike: classes, shapes, and plain attributes such as a window."""
+    """A value that is equal for blocks that compute alike: classes, shapes, plain attributes (a window)."""
     parts: list[Any] = []
     for name, module in block.named_modules():
         plain = [
@@ -281,6 +289,7 @@ def _likeness(block: nn.Module) -> Any:
 
 
 def _choose_trained(model: nn.Module, trainable: tuple[str, ...] | None, lora: Any) -> None:
+    """Freeze all parameters but adapters and those whose names match ``trainable``."""
     if trainable is None and lora is None:
         return
     import re
@@ -312,6 +321,7 @@ class _LoraLinear(nn.Module):
 
 
 def _add_lora(blocks: dict[str, nn.Module], rank: int, targets: tuple[str, ...]) -> None:
+    """Put adapters beside the named linear layers of the blocks."""
     replaced = 0
     for block in blocks.values():
         for name, module in list(block.named_modules()):
@@ -324,7 +334,7 @@ def _add_lora(blocks: dict[str, nn.Module], rank: int, targets: tuple[str, ...])
 
 
 def _idle_expert_parameters(model: nn.Module, config: Any) -> int:
-    """Parameters of the experts that a token is not routed to."""
+    """Number of parameters of the experts that a token is not routed to."""
     text = config.get_text_config(decoder=True)
     chosen = getattr(text, "num_experts_per_tok", None)
     if not isinstance(chosen, int):

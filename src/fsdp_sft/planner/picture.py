@@ -15,7 +15,7 @@ from fsdp_sft.planner.plan import RunPlan
 _GIB = 1 << 30
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _REST = "the rest"
-# In the order in which they are stacked, related ones in shades of one colour.
+# Kinds of memory in the order in which they are stacked; related ones have shades of one colour.
 _COLOURS = {
     replay.MASTERS: "#08519c",
     replay.OPTIMIZER: "#3182bd",
@@ -34,11 +34,14 @@ _COLOURS = {
     _REST: "#bdbdbd",
 }
 _CURVES = ("#08519c", "#41ab5d", "#d94801", "#807dba", "#c51b8a", "#b8860b", "#737373")
-_SMALLEST_SHARE = 0.005  # of the peak: what is less is summed up as one bar
+_SMALLEST_SHARE = 0.005  # of the peak; smaller parts are summed up as one
 
 
 def plan_table(plans: Sequence[RunPlan]) -> str:
-    """The plans, one line each, fastest first; a column in which all are alike and as usual is left out."""
+    """The plans as a table, one line each, fastest first.
+
+    A column in which all plans have the usual value is left out.
+    """
     columns: dict[str, list[str]] = {
         "": [f"{index}." for index in range(1, len(plans) + 1)],
         "cp": [str(plan.cp) for plan in plans],
@@ -61,7 +64,7 @@ def plan_table(plans: Sequence[RunPlan]) -> str:
 
 
 def row_table(longest: Sequence[LongestRow]) -> str:
-    """The longest rows, one line for each number of GPUs that share one."""
+    """The longest rows as a table, one line for each number of GPUs that share a row."""
     rows: list[tuple[str, ...]] = [
         ("cp", "longest row", "checkpointed", "GiB per GPU", "peak in", "most of it")
     ]
@@ -93,11 +96,11 @@ def _aligned(rows: list[tuple[str, ...]]) -> str:
 
 
 def bars(estimate: MemoryEstimate, *, budget: Budget | None = None, width: int = 40) -> str:
-    """The breakdown at the peak, largest first, as lines of text.
+    """The breakdown at the peak as lines of text, largest part first.
 
     Args:
-        estimate: What to show.
-        budget: Of the device; adds what it leaves.
+        estimate: The estimate to show.
+        budget: The device's budget, with which the last line compares the sum; None leaves that out.
         width: Characters of the longest bar.
     """
     parts = _parts(estimate)
@@ -120,10 +123,10 @@ def draw(
     budget: Budget | None = None,
     title: str = "Memory per GPU at the peak",
 ) -> Path:
-    """Write a PNG (or what else the suffix names) with one stacked bar for each labelled estimate.
+    """Write a picture with one stacked bar for each labelled estimate: PNG, or what the suffix names.
 
     Raises:
-        ModuleNotFoundError: If matplotlib is missing; the message names the extra that brings it.
+        ModuleNotFoundError: If matplotlib is not installed.
     """
     figure = _figure(9, 1.9 + 0.55 * len(estimates))
     axes = figure.subplots()
@@ -159,7 +162,7 @@ def draw(
 
 
 def lengths_to_draw(rows: Sequence[LongestRow]) -> list[int]:
-    """Powers of two from a quarter of the shortest to beyond the longest of the rows."""
+    """Powers of two, from a quarter of the shortest of the rows to beyond the longest."""
     shortest, longest = rows[0].seq_length // 4, max(row.seq_length for row in rows)
     first, last = max(shortest, 1).bit_length() - 1, longest.bit_length()
     return [1 << power for power in range(first, last + 1)]
@@ -173,17 +176,17 @@ def draw_lengths(
     budget: Budget,
     title: str = "Memory per GPU at the peak, by the length of a row and the GPUs (cp) that share it",
 ) -> Path:
-    """Write a PNG (or what else the suffix names) with one curve for each number of ranks that share a row.
+    """Write a picture with a curve for each number of ranks that share a row: PNG, or what the suffix names.
 
     Args:
-        path: Where to.
-        lengths: Tokens, ascending.
-        curves: For each number of ranks its longest row, and the bytes at each length as far as known.
-        budget: Of the device.
-        title: Above it.
+        path: File to write.
+        lengths: Lengths of rows in tokens, ascending.
+        curves: Longest row for each number of ranks, with the peak bytes at the first of ``lengths``.
+        budget: The device's budget, drawn as a dashed line.
+        title: Title of the picture.
 
     Raises:
-        ModuleNotFoundError: If matplotlib is missing; the message names the extra that brings it.
+        ModuleNotFoundError: If matplotlib is not installed.
     """
     figure = _figure(9, 5)
     axes, usable = figure.subplots(), budget.usable_bytes / _GIB
@@ -221,7 +224,7 @@ def _dashed(budget: Budget) -> str:
 
 
 def _between(start: tuple[int, int], end: tuple[int, int]) -> list[tuple[float, float]]:
-    """Points of a straight line, which is none over a logarithmic axis."""
+    """Points of a straight line between two points: over a logarithmic axis the line is a curve."""
     steps = [step / 16 for step in range(17)]
     return [(start[0] + s * (end[0] - start[0]), start[1] + s * (end[1] - start[1])) for s in steps]
 
@@ -236,7 +239,7 @@ def _figure(width: float, height: float) -> Any:
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("pictures need matplotlib: pip install 'fsdp-sft[plot]'") from error
+        raise ModuleNotFoundError("pictures need matplotlib: pip install matplotlib") from error
     return Figure(figsize=(width, height), layout="constrained", dpi=150)
 
 
@@ -247,6 +250,7 @@ def _patch(colour: str, label: str) -> object:
 
 
 def _parts(estimate: MemoryEstimate) -> list[tuple[str, int]]:
+    """The parts of the peak, largest first, with the small ones summed up."""
     parts = sorted(estimate.breakdown.items(), key=lambda item: -item[1])
     large = [(name, size) for name, size in parts if size >= _SMALLEST_SHARE * estimate.peak_bytes]
     rest = estimate.peak_bytes - sum(size for _, size in large)

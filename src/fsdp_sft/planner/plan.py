@@ -1,4 +1,4 @@
-"""One way to run a training: as numbers, and as the code that runs it so."""
+"""One way to run a training: its numbers, and the code that runs it so."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,23 +20,26 @@ class RunPlan:
     """One way to run a training that fits.
 
     Attributes:
-        num_gpus: Ranks.
-        cp: Ranks that share the tokens of each row; ``num_gpus // cp`` such groups have rows of their own.
-        ep_size: Ranks that share out the experts of each layer.
+        num_gpus: Number of ranks.
+        cp: Number of ranks that share the tokens of each row; each of the ``num_gpus // cp`` groups has rows
+            of its own.
+        ep_size: Number of ranks that share out the experts of each layer.
         dp_replicate: Replicas of the sharded model (HSDP).
         micro_batch_size: Sequences per rank (or group of ``cp`` ranks) and forward.
         grad_accum_steps: Micro-batches per optimizer step.
         grad_sync: Whether gradients are reduced after ``"each"`` micro-batch, or after the ``"last"``.
-        sac_ratio: Fraction of checkpointed blocks, the smallest of a fixed list that fits.
-        sac_placement: Which blocks those are.
-        sac_offload: Whether what they keep waits on the host, of which ``estimate.host_bytes`` are taken.
+        sac_ratio: Fraction of checkpointed blocks: the smallest of a fixed list that fits.
+        sac_placement: Placement of the checkpointed blocks: ``"even"`` or ``"prefix"``.
+        sac_offload: Whether what checkpointed blocks keep waits on the host, where it takes
+            ``estimate.host_bytes``.
         reshard_after_forward: Whether blocks are freed between forward and backward.
         compile: Whether the blocks are compiled.
         estimate: Memory per GPU.
         time: Predicted seconds of an optimizer step, by part.
-        tokens_per_second: Of one GPU, predicted.
-        relative_speed: 1.0 for the fastest plan of a list.
-        reasons: Why it is as fast as it is.
+        tokens_per_second: Predicted tokens per second of one GPU.
+        relative_speed: Speed as a share of the fastest plan's, which has 1.0.
+        reasons: Sentences that say what the speed comes from.
+        setup: All arguments of the estimate.
     """
 
     num_gpus: int
@@ -60,15 +63,15 @@ class RunPlan:
 
     @property
     def peak_bytes(self) -> int:
-        """Predicted peak per GPU."""
+        """Predicted peak per GPU, in bytes."""
         return self.estimate.peak_bytes
 
     def code(self, model: str = "MODEL") -> str:
-        """What to paste into a training script: the calls of this library, with this plan's arguments."""
+        """The calls of this library with this plan's arguments, to paste into a training script."""
         return "\n".join(_code(self, model))
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan in types that JSON has; bytes, seconds, and tokens a second of one GPU."""
+        """The plan in types that JSON has: memory in bytes, times in seconds, speed of one GPU."""
         return {
             "num_gpus": self.num_gpus,
             "cp": self.cp,
@@ -96,7 +99,7 @@ class RunPlan:
 
 
 def make_plan(setup: Setup, memory: MemoryEstimate, time: StepTime, why: str) -> RunPlan:
-    """The plan of a setup; ``why`` says in words what more ranks to a row are good for."""
+    """The plan of a setup; ``why`` is the reason in words that several ranks share a row, or empty."""
     tokens = setup.grad_accum_steps * setup.micro_batch_size * setup.seq_length / setup.cp
     return RunPlan(
         num_gpus=setup.num_gpus,
@@ -182,7 +185,7 @@ def _code(plan: RunPlan, model: str) -> Iterator[str]:
 
 
 class _Verbatim:
-    """A value that is written as it is, and not as a text."""
+    """Code to write into an argument as it stands, without the quotes that a string would get."""
 
     def __init__(self, text: str | None) -> None:
         self.text = text
@@ -198,4 +201,5 @@ class _Verbatim:
 
 
 def _arguments(values: dict[str, tuple[Any, Any]]) -> str:
+    """Keyword arguments as code, without those that have the usual value; ``values`` holds both."""
     return ", ".join(f"{name}={value!r}" for name, (value, usual) in values.items() if value != usual)

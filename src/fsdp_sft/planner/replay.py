@@ -1,7 +1,49 @@
-"""One optimizer step on paper: who holds how many bytes when, in the order in which FSDP2 allocates.
+"""One optimizer step replayed on paper: which buffers are alive when, in the order in which FSDP2 allocates.
 
 Source of the order: ``torch/distributed/fsdp/_fully_shard`` (``FSDPParamGroup``, ``foreach_all_gather``,
 ``foreach_reduce``), torch 2.11 to 2.13.
+
+A worked example: a Llama of two blocks on 4 H100s, one row of 1,024 tokens on each, and AdamW. A block has
+32 MiB of bfloat16 parameters; so has the root, which is FSDP2's name for the group of all that is in no block
+(embedding, last norm, head). Shards, optimizer states and cuBLAS's workspace (176 MiB) are there all the
+time. The picture shows the rest, at the moments of one step at which it is largest. One letter is 8 MiB::
+
+    R root, gathered     B block, gathered    a all-gather buffers    k activations kept for the backward
+    g whole gradients    s reduce-scatter input    o shards of gradients    w tensors of what runs just now
+
+                             MiB
+    forward    gather root    64  RRRRaaaa
+               block 1       163  RRRRBBBBaaaawwwwwwww
+               gather 2      165  RRRRaaaaaaaaakkkkkkk
+               block 2       221  RRRRBBBBaaaakkkkkkkwwwwwwww
+    loss       head, loss    307  RRRRaaaakkkkkkkkkkkkkkkwwwwwwwwwwwwwww    <- the peak of this step
+               their backward  237  RRRRaaaakkkkkkkkkkkkkkkwwwwwww
+    backward   block 2       255  RRRRBBBBaaaakkkkkkkkkkkkkkkggwww
+               reduce 2      237  RRRRaaaakkkkkkkggggggssssssss
+               gather 1      253  RRRRBBBBaaaakkkkkkkggssssssssoo
+               block 1       245  RRRRBBBBkkkkkkkggssssssssoowww
+               reduce 1      163  RRRRggggggssssssssoo
+               embedding     163  RRRRggggssssssssoooo
+               reduce root   128  ggggssssssssoooo
+    optimizer  update         96  oooooowwwwww
+
+How to read it:
+
+- An all-gather brings a group's shards into a buffer (``a``), from which they are copied out into parameters
+  (``R``, ``B``). In the forward FSDP2 frees a block's buffer only after the buffer of the next one has been
+  allocated, so that at "gather 2" two are alive, with the 8 MiB that this rank sends.
+- The root stays gathered from the first moment to the embedding's backward. A block is freed after its
+  forward (``reshard_after_forward``) and gathered once more for its backward.
+- The backward prefetches: while the head's backward runs, block 2 is gathered (``a``); while that of block 2
+  runs, block 1 is.
+- A block's gradients (``g``, bfloat16) are copied into the input of the reduce-scatter (``s``, float32, hence
+  twice as large), and then freed. FSDP2 keeps that input until the next reduce-scatter, so ``s`` never goes
+  before the end of the backward. What a rank keeps of the result is ``o``.
+- In the backward ``k`` shrinks while ``s`` and ``o`` grow. Where blocks keep much, as here, the peak stands
+  at the loss or in the last block's backward. Where they keep little (checkpointed blocks, few tokens), it
+  stands after the first reductions, when ``s`` and ``o`` are there too.
+
+tests/planner/test_replay.py draws the picture anew and compares.
 """
 
 from collections import defaultdict
@@ -32,12 +74,12 @@ WORKSPACE = "cuBLAS workspace"
 
 @dataclass(frozen=True)
 class Peak:
-    """The fullest moment of a step.
+    """The moment of a step at which most memory is allocated.
 
     Attributes:
-        total: Bytes.
+        total: Bytes allocated then.
         phase: ``"loss"``, ``"backward"`` or ``"optimizer"``.
-        parts: What they are; they add up to ``total``.
+        parts: Those bytes by kind; the values add up to ``total``.
     """
 
     total: int
@@ -49,6 +91,9 @@ def replay(skeleton: Skeleton, trace: Trace, setup: Setup) -> Peak:
     """Find the peak of one optimizer step in the steady state, when optimizer states exist."""
     step = _Step(skeleton, trace, setup)
     accumulates = setup.grad_accum_steps > 1
+    # All micro-steps but the first and the last are alike, so few are enough. With gradients reduced once, a
+    # second one without reduction adds to the whole gradients that the first has left; with gradients reduced
+    # each time, the second finds shards of gradients that the first has left.
     if setup.grad_sync == "last" and accumulates:
         step.micro_step(reduce=False)
         if setup.grad_accum_steps > 2:
@@ -62,23 +107,47 @@ def replay(skeleton: Skeleton, trace: Trace, setup: Setup) -> Peak:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Bytes of one FSDP2 group."""
+    """Bytes of one FSDP2 group's buffers.
 
-    gathered: int  # as the compute sees it, padded
-    buffer: int  # of that, what an all-gather brings
-    ahead: int  # of the buffer, what is gathered while the block before runs: not experts of their own group
-    cast: int  # this rank's part of it, the all-gather's input
-    gradients: int  # of the trained parameters, in the compute dtype
-    reduced: int  # the same in the dtype of the reduction, padded
-    scattered: int  # this rank's part of that
-    last_gradient: int  # of the last trained parameter: foreach_reduce's loop variable outlives its loop
-    shard_gradients: int  # as the optimizer reads it
-    moved: int  # gathered parameters not cut along their first dimension: they are copied once more
-    largest_moved_gradient: int  # of such a parameter
-    last_moved_gradient: int  # the same for the last: foreach_reduce's pieces of it outlive its loop
+    Attributes:
+        gathered: Parameters in the compute dtype, whole and padded.
+        buffer: The all-gather's output; 0 on one rank, which gathers nothing.
+        ahead: Part of ``buffer`` that is gathered while the block before runs: not the experts that ranks
+            share out, which are a group of their own within the block.
+        cast: The all-gather's input: this rank's shard in the compute dtype.
+        gradients: Gradients of the trained parameters, whole, in the compute dtype.
+        reduced: The reduce-scatter's input: those gradients in the dtype of the reduction, padded.
+        scattered: The reduce-scatter's output: this rank's part of it.
+        last_gradient: Gradient of the last trained parameter, to which foreach_reduce's loop variable still
+            refers after its loop.
+        shard_gradients: This rank's gradients as the optimizer reads them, in the master dtype.
+        moved: Gathered parameters that are not cut along their first dimension; FSDP2 copies them once more.
+        largest_moved_gradient: The largest gradient of such a parameter.
+        last_moved_gradient: The gradient of the last such parameter, whose pieces outlive foreach_reduce's
+            loop too.
+    """
+
+    gathered: int
+    buffer: int
+    ahead: int
+    cast: int
+    gradients: int
+    reduced: int
+    scattered: int
+    last_gradient: int
+    shard_gradients: int
+    moved: int
+    largest_moved_gradient: int
+    last_moved_gradient: int
 
 
 class _Step:
+    """The bytes alive at the present moment of a step, by kind, and the fullest moment so far.
+
+    ``hold`` and ``free`` say what is allocated and freed. ``look`` stands at each moment at which the total
+    may be at its highest, and is told what is alive for that moment alone.
+    """
+
     def __init__(self, skeleton: Skeleton, trace: Trace, setup: Setup) -> None:
         self.setup = setup
         self.trace = trace
@@ -90,7 +159,8 @@ class _Step:
         self.sizes = [by_group[id(group)] for group in skeleton.groups]
         self.root = by_group[id(skeleton.root)]
         self.groups = skeleton.distinct_groups
-        # Blocks that are made alike get the same mask, and those with a window another one.
+        # A checkpointed block keeps the tensors that it was called with, such as the mask. Blocks of one kind
+        # share a mask; blocks with a window have another one. So each storage is counted once.
         kept = {trace.arguments[skeleton.kinds[index]] for index in self.checkpointed}
         self.arguments = sum(size for _, size in frozenset[tuple[int, int]]().union(*kept))
         self.visits = _visits(self.checkpointed) if setup.activations_leave else {}
@@ -98,11 +168,12 @@ class _Step:
         self.total = 0
         self.best, self.best_phase, self.best_parts = -1, "", dict[str, int]()
         self.reduced = 0  # bytes of the latest reduce-scatter's input, which the next one frees
-        self.accumulated = [0] * (len(self.sizes) + 1)  # whole gradients of earlier micro-steps, by group
+        self.accumulated = [0] * (len(self.sizes) + 1)  # whole gradients of earlier micro-steps, root last
         self.has_gradients = False
         self._hold_states()
 
     def _hold_states(self) -> None:
+        """Hold what is there all the time: shards, optimizer states, cuBLAS's workspace."""
         setup, on_device = self.setup, not self.setup.cpu_offload or self.setup.gpu.name == "cpu"
         masters = states = 0
         for group, count in self.groups:
@@ -118,14 +189,16 @@ class _Step:
             self.hold(OPTIMIZER, states)
 
     def hold(self, part: str, size: int) -> None:
+        """Allocate ``size`` bytes of a kind."""
         self.held[part] += size
         self.total += size
 
     def free(self, part: str, size: int) -> None:
+        """Free ``size`` bytes of a kind."""
         self.hold(part, -size)
 
     def look(self, phase: str, part: str = "", extra: int = 0) -> None:
-        """Compare this moment, with ``extra`` more bytes for ``part``, with the fullest so far."""
+        """Compare this moment, with ``extra`` more bytes of ``part``, with the fullest moment so far."""
         if self.total + extra <= self.best:
             return
         self.best, self.best_phase = self.total + extra, phase
@@ -143,6 +216,7 @@ class _Step:
         self._backward(reduce=reduce)
 
     def _forward(self) -> int:
+        """Forward of the embedding and the blocks; returns the size of the last all-gather buffer."""
         several = self.setup.num_shards > 1
         previous = self._gather(self.root, "loss")
         self.hold(INPUTS, self.trace.before)
@@ -150,6 +224,7 @@ class _Step:
             sizes = self.sizes[index]
             self._input_leaves(self.visits.get(index))
             if several:
+                # The new buffer is allocated before the previous block's is freed.
                 self.hold(ALL_GATHER, sizes.buffer)
                 self.look("loss", ALL_GATHER, sizes.cast)
                 self.free(ALL_GATHER, previous)
@@ -168,7 +243,7 @@ class _Step:
         return previous
 
     def _gather(self, sizes: _Sizes, phase: str) -> int:
-        """Gather the root; its all-gather buffer, of the size returned, lives until the first block is."""
+        """Gather the root; returns the size of its buffer, which lives until the first block is gathered."""
         self.hold(ALL_GATHER, sizes.buffer)
         self.look(phase, ALL_GATHER, sizes.cast)
         self.hold(UNSHARDED, sizes.gathered)
@@ -176,6 +251,7 @@ class _Step:
         return sizes.buffer
 
     def _loss(self, last_gather: int) -> None:
+        """Head, loss, and their backward down to the last block, which is prefetched meanwhile."""
         trace = self.trace
         self.hold(INPUTS, self.arguments)
         self.look("loss", HEAD, trace.head_peak)
@@ -190,12 +266,13 @@ class _Step:
     # --- backward -----------------------------------------------------------------------------------------
 
     def _prefetch(self, index: int) -> None:
-        """Start to gather a block that the backward comes to next."""
+        """Start to gather the block whose backward comes next."""
         if index >= self.first_backward and self.setup.reshard_after_forward and self.setup.num_shards > 1:
             self.hold(ALL_GATHER, self.sizes[index].ahead)
             self.look("backward", ALL_GATHER, self.sizes[index].cast)
 
     def _backward(self, *, reduce: bool) -> None:
+        """Backward of the blocks and of the embedding; each group's reduction follows its backward."""
         for index in reversed(range(self.first_backward, len(self.sizes))):
             self._block_backward(index)
             self._drop_activations(index)
@@ -209,12 +286,14 @@ class _Step:
         self.free(UNSHARDED, self.held[UNSHARDED])
         self._reduce(len(self.sizes), self.root, reduce=reduce)
         self.look("backward")
+        # FSDP2's callback at the end of the backward frees what it has kept of reductions.
         self.free(REDUCE_SCATTER, self.held[REDUCE_SCATTER])
         self.reduced = 0
         self.has_gradients = self.has_gradients or reduce
         self.look("backward")
 
     def _block_backward(self, index: int) -> None:
+        """Backward of one block, from its parameters' copy out of the prefetched buffer to their release."""
         sizes, footprint = self.sizes[index], self.footprints[index]
         if self.setup.reshard_after_forward:
             self.hold(UNSHARDED, sizes.gathered)
@@ -226,7 +305,7 @@ class _Step:
         if index in self.checkpointed:
             again = footprint.saved
             if self.setup.activations_leave and not footprint.saves_input:
-                again -= footprint.output  # what came back for the recomputation alone is gone after it
+                again -= footprint.output  # the input came back for the recomputation and is freed after it
             self.look("backward", WORKING, max(footprint.again_peak, again + footprint.backward_peak))
         else:
             self.look("backward", WORKING, footprint.backward_peak)
@@ -234,7 +313,11 @@ class _Step:
         self.hold(WHOLE_GRADIENTS, sizes.gradients)
 
     def _input_leaves(self, index: int | None, *, leaves: bool = True) -> None:
-        """A checkpointed block's input is on the host once the next one begins, and comes back ahead."""
+        """Move the input of checkpointed block ``index`` to the host, or back to the device.
+
+        It leaves when the next checkpointed block begins its forward, and comes back when that one begins its
+        backward; see ``sac/offload.py``. The input of a block is the output of the block before it.
+        """
         if index is None:
             return
         before = CHECKPOINTED if index - 1 in self.checkpointed else KEPT
@@ -242,6 +325,7 @@ class _Step:
         self.hold(INPUTS if index == 0 else before, -size if leaves else size)
 
     def _drop_activations(self, index: int) -> None:
+        """Free what a block kept for its backward."""
         footprint = self.footprints[index]
         if index in self.checkpointed:
             self.free(CHECKPOINTED, footprint.output + footprint.decisions)
@@ -249,9 +333,13 @@ class _Step:
             self.free(KEPT, footprint.kept)
 
     def _reduce(self, index: int, sizes: _Sizes, *, reduce: bool) -> None:
-        """What happens to a group's gradients when its backward is over."""
+        """Reduce a group's gradients when its backward is over, or add them to those of earlier micro-steps.
+
+        Allocations and frees stand in the order of ``FSDPParamGroup.post_backward`` and ``foreach_reduce``.
+        """
         if not sizes.gradients:
             return
+        # Gradients that wait for a later reduction are kept in the dtype of the reduction.
         wide = sizes.gradients * self.setup.reduce_dtype.itemsize // self.setup.param_dtype.itemsize
         if not reduce:
             if not self.accumulated[index]:
@@ -278,13 +366,13 @@ class _Step:
         if self.shards_on_device and not self.has_gradients:
             self.hold(GRADIENTS, sizes.shard_gradients)
         if self.setup.dp_replicate > 1 and (cast or self.has_gradients):
-            # FSDP2 keeps what it has all-reduced until the backward ends, even if that is not the gradient.
+            # FSDP2 keeps the all-reduced tensor until the backward ends, even where the gradient is a copy.
             self.hold(REDUCE_SCATTER, sizes.scattered)
 
     # --- optimizer ----------------------------------------------------------------------------------------
 
     def optimizer(self) -> None:
-        """The update."""
+        """Look at the update, which needs no gathered parameters."""
         setup = self.setup
         if not self.shards_on_device:
             return
@@ -299,7 +387,7 @@ class _Step:
         )
         if looped:
             working = 2 * item * largest
-        elif setup.optimizer in ("adamw", "adamw_foreach"):  # denominators of all at once
+        elif setup.optimizer in ("adamw", "adamw_foreach"):  # the denominators of all parameters at once
             working = item * sum(n * part.shard_elements(here, trained=True) for part, n, here in parts)
         elif setup.optimizer == "adamw_stochastic":
             working = working_bytes(largest, setup.master_dtype)
@@ -307,13 +395,13 @@ class _Step:
 
 
 def _visits(checkpointed: frozenset[int]) -> dict[int, int]:
-    """Of each checkpointed block but the first, the one before it."""
+    """For each checkpointed block but the first, the checkpointed block before it."""
     ordered = sorted(checkpointed)
     return dict(zip(ordered[1:], ordered, strict=False))
 
 
 def _group_sizes(group: Group, setup: Setup) -> _Sizes:
-    """Of a block, with its experts, which are a group of their own where ranks share them out."""
+    """Sizes of a block's buffers, with its experts, which are a second group where ranks share them out."""
     first, *others = (_part_sizes(*part, setup) for part in group.parts(setup.num_shards, setup.ep_size))
     for other in others:
         first = _together(first, other)
@@ -321,7 +409,7 @@ def _group_sizes(group: Group, setup: Setup) -> _Sizes:
 
 
 def _together(dense: _Sizes, experts: _Sizes) -> _Sizes:
-    """Both gathered, as while the experts run; of what is the last or the largest, the experts'."""
+    """Sizes while both groups are gathered: sums, or the larger of two where a single tensor is meant."""
     largest = ("last_gradient", "largest_moved_gradient", "last_moved_gradient")
     pairs = {f.name: (getattr(dense, f.name), getattr(experts, f.name)) for f in fields(_Sizes)}
     sizes = {name: max(pair) if name in largest else sum(pair) for name, pair in pairs.items()}

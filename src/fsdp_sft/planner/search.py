@@ -24,9 +24,10 @@ if TYPE_CHECKING:
 
 RATIOS = tuple(Fraction(n, 24) for n in (0, 3, 4, 6, 8, 9, 12, 15, 16, 18, 20, 21, 24))
 
+# Options that smallest_num_gpus sets itself and therefore drops from those it is given.
 _FOUND_HERE = ("num_gpus", "seq_length", "micro_batch_size", "grad_accum_steps")
 _LARGEST_SEARCH = 4096  # GPUs
-_WORTH_A_LOOK = 0.01  # of a step: what could save less is not tried
+_WORTH_A_LOOK = 0.01  # share of a step: what could save less is not tried
 
 
 def plan_run(
@@ -40,20 +41,24 @@ def plan_run(
 ) -> list[RunPlan]:
     """Find the ways to run a training that fit into memory, fastest first.
 
-    Tries every micro-batch size that divides a rank's share of the batch, checkpointing ratios from 0 to 1 in
-    both placements, with compiled blocks. Of each, the smallest ratio that fits is listed; where activations
-    that wait on the host (``sac_offload``) spare recomputation, that too. Where computation does not hide the
-    network, also: blocks kept after the forward, gradients reduced with the last micro-batch alone, and
-    replicas of the model (HSDP), one to a node. Ranks share out the experts of a mixture (``ep_size``) where
-    that is faster or nothing else fits, within a node. Ranks share rows (``cp``) in groups that divide the
-    query heads and the ranks: where that could be faster than not to, within a node, and beyond it only if
-    nothing else fits. A plan that is neither faster nor leaner than another is left out.
+    What is tried:
+
+    - every micro-batch size that divides a rank's share of the batch, with compiled blocks, each with the
+      smallest checkpointing ratio that fits, in both placements;
+    - activations that wait on the host (``sac_offload``), where that spares recomputation;
+    - where computation does not hide the network: blocks that stay gathered after the forward, gradients that
+      are reduced after the last micro-batch alone, and replicas of the model (HSDP), one per node;
+    - ranks within a node that share out the experts of a mixture (``ep_size``);
+    - ranks that share rows (``cp``), in groups that divide the query heads and the ranks: within a node where
+      that could be faster, beyond a node only if nothing else fits.
+
+    A plan that is neither faster nor leaner than another one is left out.
 
     Args:
-        config: As for ``estimate_memory``.
-        num_gpus: Ranks.
-        gpu_memory_bytes: Of one device, as ``nvidia-smi`` reports it; None is the usual model's. What the
-            driver, the CUDA context, NCCL and fragments take of it is left to them.
+        config: The config, as for ``estimate_memory``.
+        num_gpus: Number of ranks.
+        gpu_memory_bytes: Memory of one device as ``nvidia-smi`` reports it; None takes that of the usual
+            model. The search subtracts what the driver, the CUDA context, NCCL and fragments take.
         seq_length: Tokens per sequence.
         global_batch_size: Sequences per optimizer step over all ranks; a multiple of ``num_gpus // cp``.
         **estimate_options: Further arguments of ``estimate_memory``. Those that would be searched
@@ -67,6 +72,15 @@ def plan_run(
         NoPlanError: If nothing fits; the message says what would.
         TypeError: For an option that ``estimate_memory`` does not have.
         ValueError: For an argument out of range.
+
+    Example:
+        >>> plans = fs.plan_run(config, num_gpus=2, gpu="4090", seq_length=2048, global_batch_size=8)
+        >>> print(plans[0].code("my-model"))
+        mesh = fs.build_mesh()
+        model = fs.load_pretrained('my-model', mesh=mesh, compile=True)
+        loader = DataLoader(rows, batch_size=4, ...)
+        for window in fs.windows(loader, grad_accum_steps=1):
+            fs.train_step(model, window, optimizer)
     """
     _check_numbers(num_gpus, global_batch_size, gpu_memory_bytes)
     if "grad_accum_steps" in estimate_options:
@@ -104,13 +118,13 @@ def plan_run(
 
 
 def _sharing_could_help(plans: list[RunPlan]) -> bool:
-    """Whether the fastest plan recomputes: all that smaller parts of rows can save, for exchanges beside."""
+    """Whether the fastest plan recomputes: recomputation is all that sharing rows can save."""
     best = min(plans, key=lambda plan: plan.time.total)
     return best.grad_accum_steps * best.time.recompute > _WORTH_A_LOOK * best.time.total
 
 
 def _undominated(plans: list[RunPlan]) -> Iterator[RunPlan]:
-    """Of plans from the fastest on, those that need less memory than every faster one."""
+    """Those of the plans, sorted by speed, that need less memory than every faster one."""
     least = math.inf
     for plan in plans:
         if plan.peak_bytes < least:
@@ -125,18 +139,32 @@ def smallest_num_gpus(
     seq_length: int,
     **estimate_options: Any,
 ) -> int | None:
-    """Smallest power of two of GPUs on which one sequence per rank fits, every block checkpointed if need be.
+    """Find the smallest number of GPUs, a power of two, on which a training fits at all.
 
-    If it does not, ranks may share it (``cp``).
+    That is with one sequence per rank and every block checkpointed; if a rank cannot hold a sequence, with
+    ranks that share it (``cp``).
 
     Args:
-        config: As for ``estimate_memory``.
-        gpu_memory_bytes: Of one device, as for ``plan_run``.
+        config: The config, as for ``estimate_memory``.
+        gpu_memory_bytes: Memory of one device, as for ``plan_run``.
         seq_length: Tokens per sequence.
         **estimate_options: Further arguments of ``estimate_memory``.
 
     Returns:
         The number, or None if none up to 4096 is enough.
+
+    Example:
+        >>> from transformers import Qwen2Config
+        >>> config = Qwen2Config(
+        ...     hidden_size=3584,
+        ...     intermediate_size=18944,
+        ...     num_hidden_layers=28,
+        ...     num_attention_heads=28,
+        ...     num_key_value_heads=4,
+        ...     vocab_size=152064,
+        ... )
+        >>> fs.smallest_num_gpus(config, gpu="h100", seq_length=4096)
+        2
     """
     options = {name: value for name, value in estimate_options.items() if name not in _FOUND_HERE}
     options = {"sac_ratio": 1, "sac_placement": "prefix", **options}
@@ -153,7 +181,7 @@ def smallest_num_gpus(
 
 
 def group_sizes(config: Any, setup: Setup, options: dict[str, Any]) -> list[int]:
-    """How many ranks could share a row, ascending: as many as are asked for, or else all that can."""
+    """Numbers of ranks that could share a row, ascending; only ``cp`` if it is given."""
     if "cp" in options:
         return [setup.cp]
     divisors = _divisors(config, setup)
@@ -161,7 +189,7 @@ def group_sizes(config: Any, setup: Setup, options: dict[str, Any]) -> list[int]
 
 
 def _divisors(config: Any, setup: Setup) -> list[int]:
-    """Numbers of ranks, from 2, that divide a replica's ranks and the model's query heads."""
+    """Numbers of ranks, 2 or more, that divide a replica's ranks and the model's query heads."""
     model, found = build_skeleton(config, setup).model, []
     for ranks in range(2, setup.num_shards + 1):
         if setup.num_shards % ranks == 0:
@@ -172,6 +200,7 @@ def _divisors(config: Any, setup: Setup) -> list[int]:
 
 
 def _can_share(config: Any, setup: Setup) -> bool:
+    """Whether ranks can share rows of this model, which a trace finds out."""
     try:
         trace(build_skeleton(config, setup), setup)
     except UnsupportedModelError:
@@ -200,7 +229,7 @@ def _no_multiple(setup: Setup, global_batch_size: int) -> str:
 
 
 def _why_shared(smaller: list[int], dealt: list[int], plans: list[RunPlan]) -> str:
-    """Why more ranks share a row than the ``smaller`` numbers of them."""
+    """The reason that more ranks share a row than the ``smaller`` numbers; empty for the smallest."""
     if not smaller:
         return ""
     if plans:
@@ -211,7 +240,7 @@ def _why_shared(smaller: list[int], dealt: list[int], plans: list[RunPlan]) -> s
 
 
 class _PlanSearch:
-    """The plans of one training."""
+    """Finds the plans of one training."""
 
     def __init__(self, config: Any, options: dict[str, Any], global_batch_size: int, budget: Budget) -> None:
         self.config = config
@@ -221,18 +250,19 @@ class _PlanSearch:
         self.fastest = math.inf  # seconds of the fastest plan so far
 
     def plans_of_groups(self, setup: Setup, why: str) -> list[RunPlan]:
-        """Those that fit with one number of ranks to a row."""
+        """The plans that fit where ``setup.cp`` ranks share a row."""
         sizes = [setup.ep_size] if "ep_size" in self.options else _expert_groups(self.config, setup)
         return [plan for ep_size in sizes for plan in self._plans_of(replace(setup, ep_size=ep_size), why)]
 
     def _plans_of(self, setup: Setup, why: str) -> list[RunPlan]:
+        """The plans that fit with the setup's ``cp`` and ``ep_size``, from the smallest micro-batch up."""
         plans: list[RunPlan] = []
         share = self.global_batch_size * setup.cp // setup.num_gpus
         for micro in _micro_batch_sizes(share, self.options.get("micro_batch_size")):
             tried = replace(setup, micro_batch_size=micro, grad_accum_steps=share // micro)
             given = "cp" in self.options or "micro_batch_size" in self.options
             if setup.cp > 1 and not given and math.gcd(micro, setup.cp) > 1:
-                continue  # smaller groups have the same tokens for less memory, and exchange less
+                continue  # a smaller group with a smaller micro-batch has the same tokens and exchanges less
             found = list(self._fitting(tried, why))
             if not found:
                 break  # a larger micro-batch needs more
@@ -240,13 +270,14 @@ class _PlanSearch:
         return plans
 
     def _fitting(self, setup: Setup, why: str) -> Iterator[RunPlan]:
-        """For each placement and layout worth a look, the plan with the smallest ratio that fits."""
+        """For each placement and each promising layout, the plan with the smallest ratio that fits."""
         plain = list(least_checkpointed(self.config, setup, self.options, self.usable))
         for way, memory in plain + list(self._offloaded(setup, plain)):
             yield self._plan(way, memory, why)
         for layout in self._layouts(setup) if plain else ():
             least = min((way for way, _ in plain), key=lambda way: parse_ratio(way.sac_ratio))
-            # Whatever asks less of the network takes more memory, hence no less recomputation.
+            # A layout that needs less of the network takes more memory, so it cannot recompute less than the
+            # plain one. If it is not faster even with that little recomputation, it is not worth a search.
             hoped = replace(layout, sac_ratio=least.sac_ratio, sac_placement=least.sac_placement)
             if self._seconds(hoped) < self.fastest * (1 - _WORTH_A_LOOK):
                 for way, memory in least_checkpointed(self.config, layout, self.options, self.usable):
@@ -261,7 +292,7 @@ class _PlanSearch:
         return plan
 
     def _layouts(self, setup: Setup) -> Iterator[Setup]:
-        """Other ways to spread parameters and gradients, which ask less of the network."""
+        """Other layouts of parameters and gradients, which need less of the network."""
         replicas, ranks, node = [setup.dp_replicate], setup.num_gpus, setup.gpu.gpus_per_node
         if "dp_replicate" not in self.options and ranks > node and ranks % node == 0 == node % setup.cp:
             replicas.append(ranks // node)
@@ -281,7 +312,7 @@ class _PlanSearch:
     def _offloaded(
         self, setup: Setup, plain: list[tuple[Setup, MemoryEstimate]]
     ) -> Iterator[tuple[Setup, MemoryEstimate]]:
-        """The ways that fit with fewer checkpointed blocks if what these keep waits on the host."""
+        """The setups that need fewer checkpointed blocks if what these keep waits on the host."""
         least = min((parse_ratio(way.sac_ratio) for way, _ in plain), default=Fraction(2))
         if least == 0 or "sac_offload" in self.options or setup.gpu.name == "cpu":
             return
@@ -292,7 +323,7 @@ class _PlanSearch:
 
 
 def _expert_groups(config: Any, setup: Setup) -> list[int]:
-    """1, and the numbers of neighbours within a node that could share out a layer's experts."""
+    """1, and the numbers of ranks within a node that could share out a layer's experts."""
     experts = build_skeleton(config, setup).experts
     most = min(setup.gpu.gpus_per_node, setup.num_shards) if setup.cp == 1 and experts else 1
     fits = [n for n in range(2, most + 1) if not setup.num_shards % n and not any(e % n for e in experts)]
@@ -300,6 +331,7 @@ def _expert_groups(config: Any, setup: Setup) -> list[int]:
 
 
 def _micro_batch_sizes(share: int, fixed: int | None) -> list[int]:
+    """The sizes that divide a rank's ``share`` of the batch, ascending; only ``fixed`` if it is given."""
     sizes = [size for size in range(1, share + 1) if share % size == 0]
     if fixed is None:
         return sizes
@@ -311,7 +343,7 @@ def _micro_batch_sizes(share: int, fixed: int | None) -> list[int]:
 def least_checkpointed(
     config: Any, setup: Setup, options: dict[str, Any], budget: int
 ) -> Iterator[tuple[Setup, MemoryEstimate]]:
-    """For each placement that could be chosen, the smallest ratio that fits, if any."""
+    """For each placement that may be chosen, the setup with the smallest ratio that fits, if one does."""
     ratios = (parse_ratio(options["sac_ratio"]),) if "sac_ratio" in options else RATIOS
     if setup.sac_blocks is not None:
         ratios = (Fraction(0),)
@@ -330,9 +362,10 @@ def least_checkpointed(
 def _first_that_fits(
     config: Any, setup: Setup, ratios: tuple[Fraction, ...], budget: int
 ) -> tuple[Fraction, MemoryEstimate | None]:
-    """The first of ascending ratios that fits, by bisection, and else the last; None if that does not."""
+    """The first of ascending ratios that fits, with its estimate; (the last, None) if none does."""
     found: tuple[Fraction, MemoryEstimate | None] = (ratios[-1], None)
-    low, high, looked_at = 0, len(ratios) - 1, 0  # a run often fits as it is, or not at all
+    # The first and the last ratio are tried before the bisection: a run often fits as it is, or not at all.
+    low, high, looked_at = 0, len(ratios) - 1, 0
     while low <= high:
         memory = estimate(config, replace(setup, sac_ratio=ratios[looked_at]))
         if memory.peak_bytes <= budget:
@@ -346,5 +379,5 @@ def _first_that_fits(
 
 
 def least_by_group(config: Any, setup: Setup, sizes: list[int]) -> Iterator[MemoryEstimate]:
-    """The estimate for each number of ranks to a row."""
+    """The estimates for these numbers of ranks that share a row."""
     return (estimate(config, replace(setup, cp=cp)) for cp in sizes)

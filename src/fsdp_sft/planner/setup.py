@@ -1,4 +1,4 @@
-"""The arguments of an estimate, checked once."""
+"""The arguments of an estimate, checked once and kept together."""
 
 import functools
 from dataclasses import dataclass
@@ -61,21 +61,21 @@ class Setup:
 
     @property
     def num_shards(self) -> int:
-        """Ranks that a parameter is split over."""
+        """Number of ranks that a parameter is sharded over."""
         return self.num_gpus // self.dp_replicate
 
     @property
     def tokens_per_rank(self) -> int:
-        """Of each sequence, filler included."""
+        """Tokens of each sequence that one rank has, filler included."""
         return -(-self.seq_length // self.cp)
 
     @property
     def activations_leave(self) -> bool:
-        """Whether what checkpointed blocks keep waits on the host; on a CPU it is there already."""
+        """Whether what checkpointed blocks keep leaves the device; on a CPU it is on the host already."""
         return self.sac_offload and self.gpu.name != "cpu"
 
     def checkpointed(self, num_blocks: int) -> frozenset[int]:
-        """Which blocks are recomputed in the backward."""
+        """Indices of the blocks that are recomputed in the backward."""
         if self.sac_blocks is None:
             return _selected(num_blocks, self.sac_ratio, self.sac_placement)
         outside = [index for index in self.sac_blocks if not 0 <= index < num_blocks]
@@ -99,7 +99,7 @@ def make_setup(
     lora_targets: Any,
     **fields: Any,
 ) -> Setup:
-    """Check all arguments that can be checked without the model.
+    """Check all arguments that can be checked without the model, and put defaults in the place of None.
 
     Raises:
         ValueError: For a value out of range; the message says what is allowed.
@@ -153,6 +153,7 @@ def make_setup(
 def _logits_dtype(
     given: torch.dtype | None, *, param_dtype: torch.dtype, loss_impl: LossImpl, cp: int, **_: Any
 ) -> torch.dtype:
+    """The dtype of the cross entropy; where ranks share rows it is float32 at least."""
     if cp == 1:
         return param_dtype if given is None else given
     wide = torch.promote_types(param_dtype, torch.float32)
@@ -175,6 +176,7 @@ def _check_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
 
 
 def _patterns(name: str, value: Any) -> tuple[str, ...] | None:
+    """One string or several as a tuple."""
     if value is None:
         return None
     several = (value,) if isinstance(value, str) else tuple(value)

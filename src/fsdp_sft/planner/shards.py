@@ -1,4 +1,4 @@
-"""How evenly a model's parameters lie on the ranks, and which of them does not."""
+"""How evenly the ranks share a model's parameters, and which parameter they share least evenly."""
 
 import math
 from dataclasses import dataclass
@@ -9,16 +9,17 @@ from fsdp_sft.planner.model import Group
 
 @dataclass(frozen=True)
 class ShardBalance:
-    """What the fullest rank has room for, beside the mean over the ranks.
+    """The elements of the fullest rank in comparison with the mean over all ranks.
 
     Attributes:
-        ranks: Ranks that the parameters are sharded over.
-        largest_over_mean: Elements of the fullest rank over the mean; 1.0 is even.
-        parameter: Name of the parameter that adds most to that, the first of its kind; empty if all are even.
-        shape: Its shape.
-        dim: The dimension along which it is cut.
-        parameter_over_mean: The fullest rank's part of that parameter over the mean.
-        idle_ranks: Ranks that have none of it.
+        ranks: Number of ranks that the parameters are sharded over.
+        largest_over_mean: Elements of the fullest rank divided by the mean; 1.0 is even.
+        parameter: Name of the parameter that is most uneven, or of the first of several that are alike; empty
+            if all are even.
+        shape: Shape of that parameter.
+        dim: Dimension along which that parameter is cut.
+        parameter_over_mean: The fullest rank's part of that parameter divided by the mean.
+        idle_ranks: Number of ranks that have none of that parameter.
     """
 
     ranks: int
@@ -42,9 +43,12 @@ class ShardBalance:
 
 
 def shard_balance(groups: tuple[tuple[Group, int], ...], ranks: int, ep_size: int = 1) -> ShardBalance:
-    """The balance of a model's groups, each with how many there are of it.
+    """The balance of a model's groups.
 
-    Experts that ``ep_size`` ranks share out lie on the ranks that have the same ones.
+    Args:
+        groups: The different groups of a model, each with the number of groups that are equal to it.
+        ranks: Number of ranks that the parameters are sharded over.
+        ep_size: Number of ranks that share out experts; the ranks that have the same experts shard them.
     """
     most = total = 0
     worst: tuple[float, str, tuple[int, ...], int] = (0.0, "", (), ranks)

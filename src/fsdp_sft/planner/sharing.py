@@ -1,4 +1,4 @@
-"""One rank's part of a row on the meta device: the library's own context parallelism, with no other ranks."""
+"""One rank's part of a row on the meta device: the library's own context parallelism, without other ranks."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,21 +15,21 @@ from fsdp_sft.planner.ledger import EXCHANGE, Event, Ledger
 
 @dataclass(frozen=True)
 class PaperGroup(SequenceGroup):
-    """The first of some ranks that share rows, whose exchanges bring tensors of the right size.
+    """The first of several ranks that share rows; its exchanges return new tensors of the right size.
 
     Attributes:
-        ledger: Sees the exchanges.
+        ledger: The ledger that records the exchanges.
     """
 
     ledger: Ledger
 
     def exchange(self, rows: torch.Tensor) -> torch.Tensor:
-        """A new tensor like ``rows``, in the forward and in the backward."""
+        """Return a new tensor like ``rows``, in the forward and in the backward."""
         return exchange_on_paper(rows, self.ledger)
 
 
 def exchange_on_paper(rows: torch.Tensor, ledger: Ledger) -> torch.Tensor:
-    """As many rows from other ranks as are sent to them, and gradients the other way."""
+    """Return as many rows as are sent; in the backward, gradients travel the other way."""
     received: torch.Tensor = _Exchange.apply(rows, ledger)
     return received
 
@@ -54,7 +54,7 @@ def _exchanged(rows: torch.Tensor, ledger: Ledger) -> torch.Tensor:
 def part_of_micro_batch(
     *, batch_size: int, seq_length: int, ranks: int, padded: bool, ledger: Ledger
 ) -> tuple[WholeRows, dict[str, torch.Tensor]]:
-    """What the group knows of whole rows, and what a rank's forward gets, as ``loss/part.py`` cuts them."""
+    """The whole rows as a group knows them, and one rank's part of the batch, as ``loss/part.py`` cuts it."""
     each = -(-seq_length // ranks)
     length = each * ranks
     whole = WholeRows(
@@ -74,10 +74,10 @@ def part_of_micro_batch(
 
 @contextmanager
 def forward_of_part(model: Any, whole: WholeRows) -> Iterator[None]:
-    """Let forwards within the block be those of a part of ``whole``.
+    """Within the block, a forward of the model is that of one rank's part of ``whole``.
 
     Raises:
-        UnsupportedModelError: If the model's attention cannot be run so.
+        UnsupportedModelError: If the model's attention cannot be run on a part.
     """
     before = attention_of(model)
     try:
@@ -89,15 +89,15 @@ def forward_of_part(model: Any, whole: WholeRows) -> Iterator[None]:
 
 
 def exchanged_bytes(events: list[Event], sizes: list[int], *, who: str) -> int:
-    """Bytes that exchanges send among these events, a rank's own share of them included.
+    """Bytes that a block's exchanges send, including what a rank sends to itself.
 
     Args:
-        events: Of a block's forward.
+        events: Events of the block's forward.
         sizes: Bytes by storage number.
-        who: The block, in words.
+        who: Name of the block, for the message.
 
     Raises:
-        UnsupportedModelError: If there is none: then the block mixes positions elsewhere, if at all.
+        UnsupportedModelError: If the block exchanges nothing: if it mixes positions, then in another place.
     """
     found = sent_bytes(events, sizes)
     if not found:
@@ -109,5 +109,5 @@ def exchanged_bytes(events: list[Event], sizes: list[int], *, who: str) -> int:
 
 
 def sent_bytes(events: list[Event], sizes: list[int]) -> int:
-    """Bytes that exchanges send among these events, a rank's own share of them included."""
+    """Bytes that the exchanges among these events send, including what a rank sends to itself."""
     return sum(sizes[number] for event in events if event.op == EXCHANGE for number in event.inputs)

@@ -1,7 +1,8 @@
-"""How long an optimizer step takes: every operation at the rate of what binds it.
+"""How long an optimizer step takes: each operation takes the time of its FLOPs or of its bytes, if longer.
 
-The rates are the device's, times shares of them that training reaches. Those shares are the only numbers here
-that were fitted; docs/explanation/how-the-estimate-was-checked.md says to what, and how far off they are.
+The rates are the device's, times the shares of them that training reaches. These shares are the only numbers
+here that were fitted; docs/explanation/how-the-estimate-was-checked.md says to what, and how far off they
+are.
 """
 
 from collections.abc import Sequence
@@ -21,14 +22,14 @@ class Rates:
     """Shares of a device's rates that training reaches.
 
     Attributes:
-        products: Of the best that one large product reaches: those of a training step are smaller, and the
-            device runs warmer.
-        attention: The same of a fused attention kernel, whose scores are not products alone.
-        memory: Of the bandwidth of its memory.
-        network: Of the links' bandwidth.
-        contention: Share of the time of hidden collectives by which they slow the computation next to them:
+        products: Share of the rate of the best large matrix product. Products of a training step are smaller,
+            and the device runs warmer.
+        attention: The same for a fused attention kernel, which does more than multiply.
+        memory: Share of the bandwidth of the device's memory.
+        network: Share of the links' bandwidth.
+        contention: Share of the time of hidden collectives by which they slow the computation beside them, as
             they take multiprocessors and memory bandwidth from it.
-        operation: Seconds that an operation takes at least.
+        operation: Least seconds of any operation.
     """
 
     products: float = 0.85
@@ -40,15 +41,16 @@ class Rates:
 
 
 RATES = Rates()
-_TOUCHES = 6  # how often what is exchanged is read or written on its way: cut, joined, put in its place
-# How often an update reads or writes as many bytes as the trained masters have: one kernel reads master,
-# gradient and two states and writes three of them; lists of tensors pass through memory once an operation.
+_TOUCHES = 6  # times that exchanged tensors are read or written on their way: cut, joined, put in place
+# Bytes that an update reads and writes, in units of the trained masters' bytes. One fused kernel reads
+# master, gradient and two states and writes three of them. Lists of tensors pass through memory at each
+# operation.
 _UPDATE_TRIPS = {"adamw_fused": 7, "sgd": 3, "sgd_momentum": 5, "adamw8bit": 4, "adamw_stochastic": 40}
 _LISTED_TRIPS = 21
-# Seconds for which a device waits for the host where the sizes of an exchange of tokens are read: about ten
-# operations are to be launched anew. Not fitted: no published run says it.
+# Seconds for which a device waits for the host where the host reads the sizes of an exchange of tokens: about
+# ten operations have to be launched before the device is busy again. Not fitted: no published run shows it.
 _HOST_WAITS = 5e-5
-_NORM_TRIPS = 3  # gradients are read for their norm, and read and written to clip them
+_NORM_TRIPS = 3  # gradients are read once for their norm, and read and written to clip them
 
 
 @dataclass(frozen=True)
@@ -56,15 +58,16 @@ class StepTime:
     """Seconds of one optimizer step, by part.
 
     Attributes:
-        compute: Of one micro-step, recomputation included.
+        compute: Computation of one micro-step, recomputation included.
         recompute: The part of ``compute`` that checkpointing adds.
         memory_bound: The part of ``compute`` in which the device waits for its memory.
-        communication: Of one micro-step, gathers and reductions; it runs beside the computation.
-        exposed: What ``communication`` costs: what nothing hides of it, and what it slows down beside it.
-        exchange: Of one micro-step, between ranks that share rows or experts; nothing runs beside it.
-        offload: Of one micro-step, activations to the host and back; they run beside the computation.
-        optimizer: Of norm and update.
-        total: Of the whole step.
+        communication: Gathers and reductions of one micro-step; they run beside the computation.
+        exposed: The time that ``communication`` adds to a micro-step: the part that nothing hides, and the
+            time by which it slows the computation beside it.
+        exchange: Exchanges of one micro-step between ranks that share rows or experts; nothing hides them.
+        offload: Copies of one micro-step's activations to the host and back; they run beside the computation.
+        optimizer: Gradient norm and update.
+        total: The whole step.
     """
 
     compute: float
@@ -79,7 +82,7 @@ class StepTime:
 
     @property
     def bound(self) -> Bound:
-        """What a faster step would need more of."""
+        """The resource that limits the speed."""
         if self.offload > max(self.compute, self.communication):
             return "host link"
         if self.communication > self.compute or self.exposed + self.exchange > self.compute:
@@ -88,13 +91,14 @@ class StepTime:
 
 
 def step_time(skeleton: Skeleton, setup: Setup, rates: Rates = RATES) -> StepTime:
-    """Micro-steps, in each of which communication and computation hide each other, and the update.
+    """Predict the seconds of one optimizer step: micro-steps, and the update.
 
-    A forward and a backward take as long as the longer of computation and communication; nothing hides the
-    gather before the first block and the reduction after the last.
+    A forward and a backward each take as long as the longer of computation and communication. Nothing hides
+    the gathers before the first block runs and the reductions after the backward's last block.
     """
     seen = trace(skeleton, setup)
     passes = _passes(skeleton, seen, setup, rates)
+    # "half" is for the micro-steps before the last where gradients are reduced once: they only gather.
     whole, half = _network(skeleton, setup, rates, reduces=True), None
     if setup.grad_sync == "last" and setup.grad_accum_steps > 1:
         half = _network(skeleton, setup, rates, reduces=False)
@@ -129,6 +133,8 @@ def _beside(compute: float, network: float, offload: float, rates: Rates) -> flo
 
 @dataclass(frozen=True)
 class _Passes:
+    """Seconds that the computation of a micro-batch takes by itself."""
+
     forward: float
     backward: float
     recompute: float
@@ -136,7 +142,7 @@ class _Passes:
 
 
 def _passes(skeleton: Skeleton, seen: Trace, setup: Setup, rates: Rates) -> _Passes:
-    """Seconds of a micro-batch's forward and backward, if nothing but the device were in the way."""
+    """Seconds of a micro-batch's forward and backward if only the device itself limited them."""
     checkpointed = setup.checkpointed(len(skeleton.blocks))
     spent = {
         (kind, name): _seconds(getattr(footprint, name), setup, rates)
@@ -165,7 +171,7 @@ def _passes(skeleton: Skeleton, seen: Trace, setup: Setup, rates: Rates) -> _Pas
 
 
 def _seconds(work: Workload, setup: Setup, rates: Rates) -> tuple[float, float]:
-    """Seconds that operations take, and those of them in which they wait for memory."""
+    """Seconds that operations take, and how many of them are spent waiting for memory."""
     gpu = setup.gpu
     peak = gpu.flops_per_second * gpu.achievable * _width(setup)
     rate = {False: peak * rates.products, True: peak * rates.attention}
@@ -179,12 +185,12 @@ def _seconds(work: Workload, setup: Setup, rates: Rates) -> tuple[float, float]:
 
 
 def _width(setup: Setup) -> float:
-    """Products of float32 run at about an eighth of the rate of 16 bits, or half of that without TF32."""
+    """The rate of products as a share of that in 16 bits: about 1/8 in float32, half of that without TF32."""
     return 1.0 if setup.param_dtype.itemsize == 2 else 1 / 8
 
 
 def _copies(skeleton: Skeleton, setup: Setup) -> float:
-    """Bytes that FSDP2 copies in each micro-step, out of gathers and into reductions."""
+    """Bytes that FSDP2 copies within the device in each micro-step, out of gathers and into reductions."""
     if setup.num_shards == 1:
         return 0.0
     gathers = 2 if setup.reshard_after_forward else 1
@@ -197,7 +203,13 @@ def _copies(skeleton: Skeleton, setup: Setup) -> float:
 
 @dataclass(frozen=True)
 class _Collectives:
-    """Seconds of a micro-step's collectives: beside the forward, beside the backward, beside nothing."""
+    """Seconds of a micro-step's collectives.
+
+    Attributes:
+        forward: Collectives beside the forward.
+        backward: Collectives beside the backward.
+        alone: Collectives that run beside nothing.
+    """
 
     forward: float
     backward: float
@@ -211,7 +223,7 @@ def _network(skeleton: Skeleton, setup: Setup, rates: Rates, *, reduces: bool) -
     reduce = setup.reduce_dtype.itemsize / link if reduces else 0.0
     across_replicas = 0.0
     if setup.dp_replicate > 1 and reduces:
-        # An all-reduce of each shard: what comes in and goes out passes the one adapter of its GPU.
+        # Replicas all-reduce each shard, and all of that passes the one adapter of the rank's GPU.
         across = gpu.node_bytes_per_second if setup.num_gpus <= gpu.gpus_per_node else gpu.bytes_per_second
         again = 2 * (setup.dp_replicate - 1) / setup.dp_replicate
         across_replicas = again * setup.reduce_dtype.itemsize / shards / (across * rates.network)
@@ -234,20 +246,20 @@ def _network(skeleton: Skeleton, setup: Setup, rates: Rates, *, reduces: bool) -
 
 
 def _gathered(group: Group, setup: Setup, *, trained: bool | None = None) -> int:
-    """Elements of a group that a rank has whole while it computes."""
+    """Elements of a group that a rank holds while it computes: whole parameters, of experts its own."""
     return sum(part.elements(trained=trained) for part, _ in group.parts(setup.num_shards, setup.ep_size))
 
 
 def _received(group: Group, setup: Setup, *, trained: bool | None = None) -> float:
-    """Of them, those that come from other ranks."""
+    """The elements among them that come from other ranks."""
     parts = group.parts(setup.num_shards, setup.ep_size)
     return sum(part.elements(trained=trained) * (over - 1) / over for part, over in parts)
 
 
 def _shared_link(setup: Setup, ranks: int) -> float:
-    """Bytes a second of a gather or a reduction over so many neighbours.
+    """Bytes per second and GPU of a gather or a reduction over so many ranks.
 
-    Over several nodes the adapters of all GPUs of a node carry what the node needs once.
+    Over several nodes, a node fetches what it needs once, over the adapters of all its GPUs together.
     """
     gpu = setup.gpu
     if ranks <= gpu.gpus_per_node:
@@ -256,7 +268,7 @@ def _shared_link(setup: Setup, ranks: int) -> float:
 
 
 def _exchange(skeleton: Skeleton, seen: Trace, setup: Setup, rates: Rates) -> float:
-    """Seconds of the exchanges around attention, or experts: of forward, backward, and what is run again."""
+    """Seconds of the exchanges around attention or experts, in forward, backward and recomputation."""
     ranks = setup.cp * setup.ep_size
     if ranks == 1:
         return 0.0
@@ -269,7 +281,7 @@ def _exchange(skeleton: Skeleton, seen: Trace, setup: Setup, rates: Rates) -> fl
     link = gpu.node_bytes_per_second if ranks <= gpu.gpus_per_node else gpu.bytes_per_second
     share = (ranks - 1) / ranks
     memory = gpu.memory_bytes_per_second * rates.memory
-    # What is cut and joined around experts is among the operations that were traced.
+    # Cutting and joining around experts is among the traced operations; around attention it is not.
     touches = _TOUCHES / memory if setup.cp > 1 else 0.0
     waits = _HOST_WAITS * (len(skeleton.experts) + len(checkpointed)) if setup.ep_size > 1 else 0.0
     return exchanged * (share / (link * rates.network) + touches) + waits
@@ -291,11 +303,12 @@ def _update(skeleton: Skeleton, setup: Setup, rates: Rates) -> float:
     gpu = setup.gpu
     if not setup.cpu_offload:
         return trips * here / (gpu.memory_bytes_per_second * rates.memory)
-    # On the host the update is bound by its memory, which all GPUs of a node share; gradients and parameters
-    # travel once each.
+    # On the host the update is bound by the host's memory, which the ranks of a node share (200 GB/s for
+    # all). Gradients travel to the host once, and parameters back.
     host = 200e9 / min(gpu.gpus_per_node, setup.num_gpus)
     return trips * here / host + 2 * here / (gpu.host_bytes_per_second * rates.network)
 
 
 def _trained(skeleton: Skeleton) -> int:
+    """Number of trained parameters."""
     return sum(n * group.elements(trained=True) for group, n in skeleton.distinct_groups)

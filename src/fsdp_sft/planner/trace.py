@@ -1,7 +1,15 @@
 """One forward and backward on the meta device, in which one block of each kind takes part.
 
-Every other block passes its input on, so the trace costs a few blocks whatever the depth. It says what each
-kind of block keeps and what it needs while it runs; ``replay`` puts the whole step together from that.
+Every other block hands its input on, so a trace costs a few blocks whatever the depth of the model. It says
+what each kind of block keeps and what it needs while it runs; ``replay`` puts a whole step together from
+that.
+
+Tensors are told apart by the number that the ledger gives to their storage (see ledger.py). So "the block
+saved its input" means that autograd packed a tensor with the number of the input's storage, be it a view of
+it, and "the mask is kept by the blocks alone" means that its number is dead once the forward has ended.
+
+Bytes are read off the ledger at moments that hooks mark: before and after a block's forward, where the
+gradient of its output arrives, and where the gradient of its input has been computed.
 """
 
 import functools
@@ -32,23 +40,23 @@ _NO_WORK = Workload()
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of one block, parameters and their gathering apart.
+    """Bytes and work of one block, without its parameters and their gathering.
 
     Attributes:
-        kept: What its forward adds to the activations, its output included and its input given back where
-            nothing needs that.
-        forward_peak: Most that its forward adds while it runs.
+        kept: Bytes that the forward adds to the activations: what it saves and its output, less its input if
+            nothing needs that any more.
+        forward_peak: Most bytes that the forward adds while it runs.
         unsaved_peak: The same where nothing is saved for a backward, as in a checkpointed block.
-        again_peak: Most that its recomputation adds, which ends at the last tensor that the backward needs.
-        saved: What the backward of the block needs, given its input.
-        backward_peak: Most that its backward adds while it runs, gradients of its parameters included.
-        output: Its output.
-        saves_input: Whether its backward needs its input as it is, beyond computing the rest again.
-        decisions: What a router has chosen, which a checkpointed block keeps beside its input.
-        exchanged: What its forward sends to the ranks that share its rows or experts, and gets from them.
-        forward: What its forward computes and moves.
-        again: The same of the part that is computed once more if it is checkpointed.
-        backward: The same of its backward, without that part.
+        again_peak: Most bytes that recomputing the block adds; it ends at the last tensor that the backward needs.
+        saved: Bytes that the block's backward needs besides its input.
+        backward_peak: Most bytes that the backward adds while it runs, gradients of parameters included.
+        output: Bytes of the output.
+        saves_input: Whether the backward reads the block's input, apart from recomputation.
+        decisions: Bytes of what a router has chosen, which a checkpointed block keeps beside its input.
+        exchanged: Bytes that the forward sends to the ranks that share its rows or experts.
+        forward: Work of the forward.
+        again: Work of the part of the forward that is repeated if the block is checkpointed.
+        backward: Work of the backward, without recomputation.
     """
 
     kept: int
@@ -68,21 +76,24 @@ class Footprint:
 
 @dataclass(frozen=True)
 class Trace:
-    """Bytes of everything that computes, parameters and their gathering apart.
+    """Bytes and work of a whole forward and backward, without parameters and their gathering.
 
     Attributes:
-        blocks: Footprint by the index of the first block of its kind.
-        before: Alive when the first block begins: its input, rotary tables, mask.
-        arguments: Of ``before``, what only checkpointed blocks keep until their backward, by the index of the
-            first block of their kind: storages, and their bytes.
-        head_peak: Most that last norm and head add in the forward, over ``before`` and the blocks' ``kept``.
+        blocks: Footprint of each kind of block, by the index of the first block of that kind.
+        before: Bytes alive when the first block begins: its input, rotary tables, mask.
+        arguments: The part of ``before`` that is alive in the backward only if blocks are checkpointed, as
+            these keep their arguments: (storage, bytes), by the index of the first block of each kind.
+        head_peak: Most bytes that last norm and head add in the forward, over ``before`` and the blocks'
+            ``kept``.
         loss_peak: The same from the loss until its gradient reaches the model's output.
         head_backward_peak: The same from there until the gradient reaches the last block.
-        residue: What is left of all that during the blocks' backward, gradients of norm and head included.
-        embedding_peak: Most that the embedding's backward adds at the end.
-        head_gradients: Gradients of norm and head.
-        outputs: What the training loop holds on to until the end of the step: the logits of a plain loop.
-        rest: What is computed and moved outside of the blocks.
+        residue: Bytes that are left of all this during the blocks' backward, gradients of norm and head
+            included.
+        embedding_peak: Most bytes that the embedding's backward adds at the end.
+        head_gradients: Bytes of the gradients of norm and head.
+        outputs: Bytes that the training loop holds on to until the end of the step: the logits of a plain
+            loop.
+        rest: Work outside of the blocks.
     """
 
     blocks: dict[int, Footprint]
@@ -99,11 +110,11 @@ class Trace:
 
 
 def trace(skeleton: Skeleton, setup: Setup) -> Trace:
-    """Trace a model under a setup; equal questions are answered from memory.
+    """Trace a model under a setup; the answer to an equal question is remembered.
 
     Raises:
-        ValueError: If the model cannot run without values, so that nothing can be said about it.
-        UnsupportedModelError: If its ranks are to share rows, and cannot.
+        ValueError: If the model's forward depends on values, which meta tensors do not have.
+        UnsupportedModelError: If ranks are to share rows and the model does not allow it.
     """
     question = _Question(
         micro_batch_size=setup.micro_batch_size,
@@ -123,6 +134,8 @@ def trace(skeleton: Skeleton, setup: Setup) -> Trace:
 
 @dataclass(frozen=True)
 class _Question:
+    """The fields of a setup that a trace depends on; what is not here needs no new trace."""
+
     micro_batch_size: int
     seq_length: int
     cp: int
@@ -137,7 +150,7 @@ class _Question:
 
 
 class _Identity:
-    """A skeleton that is equal only to itself: skeletons are cached already."""
+    """A skeleton that is equal only to itself, as a cache's key: equal configs share a skeleton already."""
 
     def __init__(self, skeleton: Skeleton) -> None:
         self.skeleton = skeleton
@@ -172,7 +185,18 @@ def _trace(identity: _Identity, question: _Question) -> Trace:
 
 
 class _BlockRun:
-    """What was seen of one block."""
+    """What was seen of one block.
+
+    Attributes:
+        block: The block.
+        saved: Numbers of the storages that autograd saved in its forward.
+        live: Bytes alive at moments: before and after its forward, and where its backward begins.
+        peak: Most bytes alive in its forward (saving or not) and in its backward.
+        events: Lengths of the ledger's record at moments, which cut the block's operations out of it.
+        input: Number of its input's storage.
+        output: Number of its output's storage.
+        arguments: Numbers of the storages of its other arguments, such as mask and rotary tables.
+    """
 
     def __init__(self, block: nn.Module) -> None:
         self.block = block
@@ -226,13 +250,15 @@ class _Run:
             del output
         marks["after_forward"] = ledger.live
         for run in self.runs.values():
+            # What autograd has saved is alive by itself. A mask that is dead now would be kept by a
+            # checkpointed block alone.
             run.arguments = {n for n in run.arguments if not ledger.alive(n)}
             run.live["input_kept"] = int(ledger.alive(run.input))
         loss.backward()
         marks["embedding_peak"] = ledger.reset_peak()
 
     def _micro_batch(self) -> tuple[dict[str, Any], AbstractContextManager[None]]:
-        """What a rank's forward gets, and what it runs in."""
+        """The arguments of a rank's forward, and the context that it runs in."""
         q = self.question
         if q.cp > 1:
             whole, part = part_of_micro_batch(
@@ -249,11 +275,11 @@ class _Run:
 
     @property
     def _plain_loop(self) -> bool:
-        """Whether the model's logits go to cross entropy as they are."""
+        """Whether the model's logits go to the cross entropy as they are."""
         return self.question.cp == 1 and self.question.logits_dtype == self.model.dtype
 
     def _forward(self, inputs: dict[str, Any]) -> torch.Tensor:
-        """What the sharded model returns: logits, or the loss where that is computed in the head's place."""
+        """What the model returns: logits, or the loss where it is computed in the place of the head."""
         inputs = {**inputs, "use_cache": False}
         if self.question.loss_impl == "logits":
             output: torch.Tensor = self.model(**inputs).logits
@@ -279,7 +305,7 @@ class _Run:
         return losses[0]
 
     def _cross_entropy(self, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        # A plain loop, and rows that ranks share, have labels that are shifted, not logits.
+        # A plain loop shifts the labels and not the logits; so does a loss of rows that ranks share.
         if self._plain_loop or self.question.cp > 1:
             logits = logits.to(self.question.logits_dtype)
             return F.cross_entropy(logits.flatten(0, 1), ids.flatten(), reduction="sum")
@@ -288,6 +314,7 @@ class _Run:
 
     @contextmanager
     def _instrumented(self) -> Iterator[None]:
+        """Within the block, one block of each kind is watched by hooks and the others hand their input on."""
         taking_part = {id(run.block) for run in self.runs.values()}
         silenced = [block for block in self.skeleton.blocks if id(block) not in taking_part]
         handles = []
@@ -316,9 +343,9 @@ class _Run:
         hidden = args[0] if args else kwargs["hidden_states"]
         if not hidden.requires_grad:
             hidden.requires_grad_()
-        hidden = hidden.view_as(
-            hidden
-        )  # a tensor of its own, whose gradient is the end of this block's backward
+        # A view has a gradient of its own, and that gradient is the last thing that this block's backward
+        # computes. With the input itself, the hook would also wait for whatever else reads it.
+        hidden = hidden.view_as(hidden)
         hidden.register_hook(functools.partial(self._at_input_gradient, run))
         run.input = ledger.number(hidden)
         others = [value for value in tensors_in((args[1:], kwargs)) if value is not hidden]
@@ -332,6 +359,7 @@ class _Run:
         return args, {**kwargs, "hidden_states": hidden}
 
     def _peak_without_saving(self, module: nn.Module, args: Any, kwargs: Any) -> int:
+        """Most bytes that a trial of the forward adds when nothing is saved."""
         live = self.ledger.live
         self.ledger.reset_peak()
         with torch.no_grad():
@@ -349,6 +377,7 @@ class _Run:
         self.current = None
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        # autograd calls this for each tensor that it saves.
         if self.current is not None:
             self.current.saved.add(self.ledger.number(tensor))
             self.current.peak["again"] = self.ledger.peak  # of the last tensor that is saved
@@ -358,7 +387,7 @@ class _Run:
         self.marks["loss_peak"] = self.ledger.reset_peak()
 
     def _at_output_gradient_of(self, run: _BlockRun, grad: torch.Tensor) -> None:
-        if "block_backward" not in self.marks:
+        if "block_backward" not in self.marks:  # the last block's, with which the blocks' backward begins
             self.marks["block_backward"] = self.ledger.live
             self.marks["head_backward_peak"] = self.ledger.peak
             self.marks["head_gradients"] = sum(
@@ -398,7 +427,7 @@ class _Run:
         )
 
     def _outside(self) -> Workload:
-        """What is computed outside of the blocks, the blocks' trial without saving apart."""
+        """Work outside of the blocks; the trials without saving do not count."""
         inside = sorted(
             stretch
             for run in self.runs.values()
@@ -414,6 +443,7 @@ class _Run:
         return outside
 
     def _kept(self, run: _BlockRun) -> int:
+        """Bytes that a block's forward added, less its input if that is dead after the model's forward."""
         given_back = 0 if run.live["input_kept"] else self.ledger.sizes[run.input]
         return run.live["after"] - run.live["before"] - given_back
 
@@ -465,4 +495,5 @@ class _Run:
 
 
 def _decisions(block: nn.Module, forward: list[Event]) -> int:
+    """Bytes of the choices that a checkpointed block of this kind keeps."""
     return sum(event.decided for event in forward) if decides(block) else 0

@@ -1,4 +1,4 @@
-"""What a stretch of operations costs a device: FLOPs, and bytes through its memory."""
+"""What a sequence of operations costs a device: FLOPs, and bytes read from and written to its memory."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ class Workload:
     """Operations that run one after the other.
 
     Attributes:
-        operations: Of each that moves or computes anything FLOPs, bytes read and written, and whether it is
-            attention.
+        operations: FLOPs of each operation, bytes that it reads and writes, and whether it is attention.
+            Operations without either are left out.
     """
 
     operations: tuple[tuple[float, float, bool], ...] = ()
@@ -29,16 +29,16 @@ def work_of(events: Iterable[Event]) -> Workload:
 
 
 def fused_work(events: Iterable[Event], sizes: list[int], *, in_memory: set[int], apart: Any) -> Workload:
-    """The work of operations of which all but those that run ``apart`` are fused.
+    """The work of operations that are fused, except those that run ``apart``.
 
-    What fused ones hand to each other never reaches the memory: they read each tensor that lies there once,
-    and write it once.
+    What fused operations hand to each other never reaches the memory. They read each tensor that lies in
+    memory once, and write it once.
 
     Args:
-        events: What runs.
+        events: The events of the operations.
         sizes: Bytes by storage number.
-        in_memory: Storages that lie in memory.
-        apart: Whether an operation runs by itself.
+        in_memory: Numbers of the storages that lie in memory.
+        apart: Function from an operation to whether it is a kernel of its own.
     """
     alone: list[Event] = []
     read, written = set[int](), set[int]()
@@ -56,6 +56,6 @@ def fused_work(events: Iterable[Event], sizes: list[int], *, in_memory: set[int]
 
 
 def until(events: list[Event], wanted: set[int]) -> list[Event]:
-    """The events up to the last that makes one of the ``wanted`` storages: recomputation stops there."""
+    """The events up to the last one that makes a ``wanted`` storage: recomputation stops there."""
     last = max((i for i, event in enumerate(events) if wanted & set(event.outputs)), default=-1)
     return events[: last + 1]
