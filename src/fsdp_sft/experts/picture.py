@@ -25,7 +25,7 @@ def plot_expert_load(load: ExpertLoad, out: str | Path) -> Path:
         from matplotlib.figure import Figure
         from matplotlib.layout_engine import ConstrainedLayoutEngine
     except ImportError as error:
-        raise ImportError("matplotlib is not installed: pip install 'fsdp-sft[plot]'") from error
+        raise ImportError("matplotlib is not installed: pip install matplotlib") from error
     widest, layers = max(map(len, load.counts)), len(load.layers)
     busy = [[count * len(row) / max(sum(row), 1) for count in row] for row in load.counts]
     rows = [row + [float("nan")] * (widest - len(row)) for row in busy]

@@ -38,7 +38,7 @@ def plot_run(jsonl: str | Path, out: str | Path) -> Path:
         from matplotlib.figure import Figure
         from matplotlib.layout_engine import ConstrainedLayoutEngine
     except ImportError as error:
-        raise ImportError("matplotlib is not installed: pip install 'fsdp-sft[plot]'") from error
+        raise ImportError("matplotlib is not installed: pip install matplotlib") from error
     rows = _read(Path(jsonl))
     spacing = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1, wspace=0.03, hspace=0.04)
     figure = Figure(figsize=(11, 7), layout=spacing)
@@ -89,6 +89,7 @@ def _draw(axes: Any, points: Points, bad: list[int], *, title: str, unit: str) -
     axes.set_ylabel(unit)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
+    axes.xaxis.get_major_locator().set_params(integer=True)  # there is no step 1.25
     if not steps and not bad:
         axes.text(0.5, 0.5, "not logged", transform=axes.transAxes, ha="center", va="center", color="0.5")
         axes.set_xticks([])
