@@ -82,7 +82,7 @@ class TestTensorBoard:
 
     def test_absent(self, tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, "tensorboard", None)
-        with pytest.raises(ImportError, match=r"pip install 'fsdp-sft\[tensorboard\]'"):
+        with pytest.raises(ImportError, match="pip install tensorboard"):
             TensorBoardSink(tmp_path).log({"loss": 1.0}, 1)
 
 
@@ -125,7 +125,7 @@ class TestWandbAndTrackio:
     @pytest.mark.parametrize(("sink", "name"), [(WandbSink, "wandb"), (TrackioSink, "trackio")])
     def test_absent(self, sink, name, monkeypatch):
         monkeypatch.setitem(sys.modules, name, None)
-        with pytest.raises(ImportError, match=rf"pip install 'fsdp-sft\[{name}\]'"):
+        with pytest.raises(ImportError, match=f"pip install {name}"):
             sink({}).log({"loss": 1.0}, 1)
 
     def test_the_project_alone_is_refused(self):
@@ -487,5 +487,5 @@ class TestPlotRun:
 
 def test_without_matplotlib(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"pip install 'fsdp-sft\[plot\]'"):
+    with pytest.raises(ImportError, match="pip install matplotlib"):
         plot_run(tmp_path / "m.jsonl", tmp_path / "m.png")

@@ -96,6 +96,7 @@ def _draw(axes: Any, points: Points, bad: list[int], *, title: str, unit: str) -
     axes.set_ylabel(unit)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
+    axes.xaxis.get_major_locator().set_params(integer=True)  # there is no step 1.25
     if not steps and not bad:
         axes.text(0.5, 0.5, "not logged", transform=axes.transAxes, ha="center", va="center", color="0.5")
         axes.set_xticks([])

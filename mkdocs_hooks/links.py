@@ -1,0 +1,97 @@
+"""What the site adds to its pages: links into the reference, summaries of public names, measurements.
+
+The Markdown files stay as they are read elsewhere: a public name in code, such as `train_step`, becomes a
+link where it is first mentioned on a page, and so does the name of a file in benchmarks/results.
+"""
+
+import posixpath
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks/results"
+INDEX = "reference/index.md"
+# A fenced block, a line that is a heading or a directive, and a link: what is left alone. Then a code span.
+_PARTS = re.compile(
+    r"(?P<leave>^(?P<fence>```+).*?^(?P=fence)$|^#.*?$|^:::.*?$|\[(?:[^\[\]]|\[[^\]]*\])*\](?:\([^)]*\)|\[[^\]]*\]))"
+    r"|(?<!`)`(?P<code>[^`\n]+)`(?!`)",
+    re.MULTILINE | re.DOTALL,
+)
+_NAME = re.compile(r"(?:fs\.|fsdp_sft\.)?(\w+)(?:\(.*)?$", re.DOTALL)
+_RESULT = re.compile(r"benchmarks/results/([\w-]+\.md)$")
+_RESULT_LINK = re.compile(r"\]\((?:\.\./)+benchmarks/results/([\w-]+\.md)")
+
+
+@cache
+def targets() -> dict[str, str]:
+    """Where the reference has each public name: its identifier there."""
+    pages = (path.read_text() for path in sorted((ROOT / "docs/reference").glob("*.md")))
+    identifiers = (
+        line[4:].strip() for page in pages for line in page.splitlines() if line.startswith("::: ")
+    )
+    return {identifier.rpartition(".")[2]: identifier for identifier in identifiers}
+
+
+def public_name(code: str) -> str | None:
+    """Public name that a code span mentions: ``fs.train_step(sync="late")`` mentions ``train_step``."""
+    found = _NAME.match(code)
+    return found[1] if found and found[1] in targets() else None
+
+
+def link_names(markdown: str, uri: str) -> str:
+    """Page with its first mention of each public name, and each file of measurements, made a link.
+
+    Args:
+        markdown: Source of the page.
+        uri: Path of the page below docs, such as ``how-to/export.md``.
+    """
+    folder = posixpath.dirname(uri)
+    linked: set[str] = set()
+
+    def link(part: re.Match[str]) -> str:
+        code = part["code"]
+        if code is None:
+            return part[0]
+        if result := _RESULT.match(code):
+            return f"[`{code}`]({posixpath.relpath(f'results/{result[1]}', folder or '.')})"
+        name = public_name(code)
+        if name is None or name in linked:
+            return part[0]
+        linked.add(name)
+        return f"[`{code}`][{targets()[name]}]"
+
+    text = _RESULT_LINK.sub(
+        lambda found: f"]({posixpath.relpath(f'results/{found[1]}', folder or '.')}", markdown
+    )
+    return _PARTS.sub(link, text)
+
+
+def add_summaries(markdown: str) -> str:
+    """Index of public names with the first line of each docstring, read without importing anything."""
+    import griffe
+
+    package: Any = griffe.load("fsdp_sft", search_paths=[str(ROOT / "src")])
+
+    def add(line: re.Match[str]) -> str:
+        docstring = package[targets()[line[1]].removeprefix("fsdp_sft.")].docstring
+        return f"{line[0]}: {docstring.value.strip().splitlines()[0]}" if docstring else line[0]
+
+    return re.sub(r"^- `(\w+)`$", add, markdown, flags=re.MULTILINE)
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the files of benchmarks/results."""
+    from mkdocs.structure.files import File
+
+    for path in sorted(RESULTS.glob("*.md")):
+        files.append(File.generated(config, f"results/{path.name}", abs_src_path=str(path)))
+    return files
+
+
+def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
+    """Change the source of a page before it is rendered."""
+    if page.file.src_uri == INDEX:
+        markdown = add_summaries(markdown)
+    return link_names(markdown, page.file.src_uri)

@@ -1,0 +1,120 @@
+"""The site: its links, its index of names, what fits on a page, and the figures of its first page."""
+
+import posixpath
+import re
+from pathlib import Path
+
+import pytest
+
+import fsdp_sft as fs
+from benchmarks.comparisons import PANELS, value
+from mkdocs_hooks.links import link_names, public_name, targets
+from tests.harness.places import ROOT
+
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.glob("**/*.md"))
+# The columns that a block of code shows without scrolling in a window 1280 pixels wide.
+WIDTH = 88
+# Pages that are still wider.
+WIDER = {
+    "base-models.md",
+    "exchange-checkpoints.md",
+    "launch.md",
+    "mix-data-sets.md",
+    "train-a-mixture-of-experts.md",
+    "train-adapters.md",
+    "train-on-long-rows.md",
+}
+CODE = re.compile(r"^```.*?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FIGURE = re.compile(r"\d(?:[\d.,]*\d)?(?:e[+-]\d+)?%?")
+
+
+def _uri(page: Path) -> str:
+    return str(page.relative_to(DOCS))
+
+
+def _linked(page: Path) -> str:
+    """The source of a page as the site renders it."""
+    return link_names(page.read_text(), _uri(page))
+
+
+def _leads_to(page: Path) -> set[Path]:
+    """Pages that the text of a page links to."""
+    targets = re.findall(r"\]\(([^)#:]+\.md)(?:#[^)]*)?\)", page.read_text())
+    return {(page.parent / target).resolve() for target in targets}
+
+
+def test_the_index_has_every_public_name_once() -> None:
+    names = re.findall(r"^- `(\w+)`$", (DOCS / "reference/index.md").read_text(), re.MULTILINE)
+    assert sorted(names) == sorted({*fs.__all__} - {"__version__"})
+    assert targets().keys() == set(names)
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if p.parent.name != "reference"], ids=_uri)
+def test_a_page_that_names_a_callable_links_to_the_reference(page: Path) -> None:
+    text = page.read_text()
+    code = re.findall(r"(?<!`)`([^`\n]+)`(?!`)", CODE.sub("", text))
+    named = {public_name(span) for span in code} - {None}
+    linked = re.findall(r"\]\[(fsdp_sft\.[\w.]+)\]", _linked(page))
+    # Named in headings and inside of other links only: that is not linked.
+    assert len(linked) == len(set(linked)) <= len(named)
+    called = {name for name in re.findall(r"\bfs\.(\w+)\(", text) if name in fs.__all__}
+    assert linked or not (named or called)
+
+
+def test_public_names_become_links_once_and_code_stays() -> None:
+    text = (
+        "# `train_step`\n`fs.train_step(a)`, `train_step`, `train`\n[`windows`](x.md)\n```\n`evaluate`\n```\n"
+    )
+    linked = text.replace("`fs.train_step(a)`", "[`fs.train_step(a)`][fsdp_sft.step.train_step]")
+    assert link_names(text, "how-to/x.md") == linked
+    text = "`benchmarks/results/load.md`, [it](../../benchmarks/results/load.md#memory)"
+    linked = "[`benchmarks/results/load.md`](../results/load.md), [it](../results/load.md#memory)"
+    assert link_names(text, "how-to/x.md") == linked
+
+
+def test_every_page_is_two_clicks_from_the_first() -> None:
+    first = _leads_to(DOCS / "index.md")
+    second = {page for near in first if near.suffix == ".md" for page in _leads_to(near)}
+    assert {_uri(page) for page in PAGES} - {_uri(p) for p in (first | second) if DOCS in p.parents} <= {
+        "index.md"
+    }
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: posixpath.relpath(page, ROOT))
+def test_lines_of_code_fit_on_the_page(page: Path) -> None:
+    lines = [line for block in CODE.findall(page.read_text()) for line in block.splitlines()]
+    assert page.name in WIDER or not [line for line in lines if len(line) > WIDTH]
+
+
+def test_every_file_of_results_is_on_the_page_of_measurements() -> None:
+    results = {path for path in _leads_to(DOCS / "measurements.md") if DOCS not in path.parents}
+    assert results == set((ROOT / "benchmarks/results").glob("*.md"))
+
+
+def _comparisons(page: Path) -> list[list[str]]:
+    """Rows of the table that a first page compares with others, by cells."""
+    table = re.search(r"^\| \| fsdp-sft \|.*?(?=^$)", page.read_text(), re.MULTILINE | re.DOTALL)
+    assert table is not None
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in table[0].splitlines()[2:]]
+
+
+def test_figures_of_the_first_page_stand_in_the_files_that_it_links() -> None:
+    for what, ours, others, details in _comparisons(ROOT / "README.md"):
+        file = re.search(r"\(benchmarks/results/([\w-]+\.md)\)", details)
+        assert file is not None, what
+        figures = set(FIGURE.findall((ROOT / "benchmarks/results" / file[1]).read_text()))
+        for figure in FIGURE.findall(f"{what} {ours} {others}"):
+            assert figure in figures, f"{what}: {figure}"
+
+
+def test_readme_and_the_first_page_say_the_same() -> None:
+    site = [[cell.replace("(../", "(") for cell in row] for row in _comparisons(DOCS / "index.md")]
+    assert site == _comparisons(ROOT / "README.md")
+    blocks = [CODE.findall(page.read_text())[0] for page in (ROOT / "README.md", DOCS / "index.md")]
+    assert blocks[0] == blocks[1]
+
+
+def test_the_picture_of_comparisons_finds_its_figures() -> None:
+    for panel in PANELS:
+        assert all(value(panel.file, panel.column, bar.row) > 0 for bar in panel.bars)
