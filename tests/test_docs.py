@@ -19,7 +19,7 @@ BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # What a reader of a migration page comes from: programs of their own, which need the other library.
 BEFORE = re.compile(r'^```python title="Before[^"]*"\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 # Pages about an extra run where it is installed.
-EXTRAS = {"peft"}
+EXTRAS = {"accelerate", "peft"}
 PYTHON_FENCE = re.compile(r"^```(?:python|py)\b.*$", re.MULTILINE)
 
 # README's loops and the migration pages are fragments of a reader's own program: the names they take for
