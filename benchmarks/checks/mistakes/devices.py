@@ -166,7 +166,7 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "a late step that outlives the load of a checkpoint",
         "dcp_io/checkpoint.py",
-        "    taken(model)  # a step whose numbers nobody has read yet: it is undone\n",
+        "    taken(model)  # a last step whose numbers the host has not read yet: loading replaces what came of it\n",
         "",
         LATE,
     ),

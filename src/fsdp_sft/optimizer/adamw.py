@@ -89,7 +89,7 @@ class StochasticAdamW(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as in ``torch.optim.Optimizer``; raises for one that cannot be stepped, and drops it."""
+        """Add a group, as in ``torch.optim.Optimizer``; one that cannot be stepped raises and is dropped."""
         super().add_param_group(param_group)
         try:
             _check(self.param_groups[-1])

@@ -47,7 +47,7 @@ class Footprint:
             nothing needs that any more.
         forward_peak: Most bytes that the forward adds while it runs.
         unsaved_peak: The same where nothing is saved for a backward, as in a checkpointed block.
-        again_peak: Most bytes that recomputing the block adds; it ends at the last tensor that the backward needs.
+        again_peak: Most bytes that recomputation adds; it ends at the last tensor that the backward needs.
         saved: Bytes that the block's backward needs besides its input.
         backward_peak: Most bytes that the backward adds while it runs, gradients of parameters included.
         output: Bytes of the output.

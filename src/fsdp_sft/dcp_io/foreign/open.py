@@ -79,7 +79,7 @@ def _check_groups(groups: list[Any]) -> None:
 
 
 def _accelerate(source: Path) -> ForeignCheckpoint:
-    """A checkpoint of Accelerate or Trainer with sharded state dicts: model and optimizer in a folder each."""
+    """A checkpoint with sharded state dicts, of Accelerate or Trainer: a folder each, model and optimizer."""
     folder = DcpFolder(source / _SHARDED)
     states: dict[tuple[str, str], Any] = {}
     groups: list[dict[str, Any]] = []
