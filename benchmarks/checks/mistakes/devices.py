@@ -166,7 +166,7 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "a late step that outlives the load of a checkpoint",
         "dcp_io/checkpoint.py",
-        "    taken(model)  # a last step whose numbers the host has not read yet: loading replaces what came of it\n",
+        "    taken(model)  # a last step that the host has not read yet: loading replaces its outcome\n",
         "",
         LATE,
     ),

@@ -283,7 +283,7 @@ def load_checkpoint(
         7
     """
     join_last()  # a running save may be writing the step that is to be loaded
-    taken(model)  # a last step whose numbers the host has not read yet: loading replaces what came of it
+    taken(model)  # a last step that the host has not read yet: loading replaces its outcome
     reshard(model)
     path = Path(path_or_root).absolute()
     for _ in range(MOST_ATTEMPTS):
