@@ -298,6 +298,19 @@ def _check_heads() -> None:
         fs.use_context_parallel(model, mesh=mesh)
 
 
+def _check_without_cp() -> None:
+    fs.init_distributed()
+    model = torch.nn.Linear(2, 2)
+    fs.use_context_parallel(model, mesh=mesh_here())
+    assert model(torch.ones(1, 2)).shape == (1, 2)
+    with pytest.raises(TypeError, match="of a transformers model only, got Linear"):
+        fs.use_context_parallel(model, mesh=mesh_here(cp=2))
+
+
+def test_without_cp_any_model_is_left_alone() -> None:
+    run_distributed(_check_without_cp, 2)
+
+
 def test_heads_that_do_not_divide_are_refused() -> None:
     run_distributed(_check_heads, 3)
 

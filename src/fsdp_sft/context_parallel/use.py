@@ -63,11 +63,11 @@ def use_context_parallel(model: nn.Module, *, mesh: "DeviceMesh") -> None:
     """
     inner = unwrapped(model)
     name = original_class(inner).__name__
-    if not callable(getattr(inner, "set_attn_implementation", None)):
-        raise TypeError(f"use_context_parallel needs a transformers model, got {name}")
     group = sequence_group_in(mesh)
     if group is None:
         return
+    if not callable(getattr(inner, "set_attn_implementation", None)):
+        raise TypeError(f"ranks can share rows of a transformers model only, got {name}")
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError(f"{name} has parameters on the meta device: load its weights first")
     if whole_mesh_of(inner) is not mesh:
