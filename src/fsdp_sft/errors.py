@@ -164,7 +164,7 @@ class NonFiniteGradientError(FsdpSftError, FloatingPointError):
 
 
 class NoBlocksError(FsdpSftError, ValueError):
-    """No block of the model matches."""
+    """No module of the model matches as a transformer block."""
 
 
 class NotRecomputedError(FsdpSftError, RuntimeError):
@@ -184,7 +184,7 @@ class LostRankError(FsdpSftError, RuntimeError):
 
 
 class RemoteRankError(FsdpSftError, RuntimeError):
-    """Another rank failed with an error that could not be sent over as it was."""
+    """Another rank failed with an error that could not be pickled, so the message has its text."""
 
 
 def abridged(items: Iterable[str], separator: str = ", ", most: int = 8) -> str:

@@ -47,7 +47,7 @@ def place_in(
     if mesh is None:
         return num_replicas, rank
     if num_replicas is not None or rank is not None:
-        raise ValueError("give mesh, or num_replicas and rank: a mesh says both")
+        raise ValueError("give mesh, or num_replicas and rank: a mesh determines both")
     index, shares = data_parallel_place(mesh)
     return shares, index
 
@@ -106,7 +106,7 @@ class PlacedSampler(Sampler[T], ABC):
         """Go to the start of an epoch."""
 
     def _restored(self, epoch: int) -> None:
-        """Note that a state has been loaded."""
+        """Note that a state of this epoch has been loaded."""
         self._restored_epoch, self._drawn, self.is_passed_over = epoch, 0, False
 
     def _counted(self, drawn: Iterable[T]) -> Iterator[T]:
@@ -120,7 +120,7 @@ class PlacedSampler(Sampler[T], ABC):
         if self._drawn:
             warnings.warn(
                 f"{self._drawn} draws of {type(self).__name__} were not marked as consumed, so its state is "
-                "that of before: iterate with windows(loader) over the DataLoader itself, or call "
+                "the position before them: iterate with windows(loader) over the DataLoader itself, or call "
                 "mark_consumed",
                 stacklevel=3,
             )
@@ -191,14 +191,14 @@ class ResumableSampler(PlacedSampler[int]):
         self.epoch, self.position = epoch, 0
 
     def mark_consumed(self, num_rows: int) -> None:
-        """Advance by ``num_rows`` rows of this rank, and as many on every other."""
+        """Advance the position by ``num_rows`` rows on this rank and on every other."""
         self._drawn = 0
         self.position += num_rows * self.num_replicas
         if self.position >= self._end():
             self.end_epoch()
 
     def end_epoch(self) -> None:
-        """Go on to the next epoch, if the current one has begun."""
+        """Go to the next epoch if any of the current one has been consumed."""
         if self.position and not self.is_passed_over:
             self.epoch, self.position = self.epoch + 1, 0
 
@@ -244,7 +244,7 @@ class ResumableSampler(PlacedSampler[int]):
         """Raise ValueError if there are fewer rows than needed."""
         if self.num_rows < (self.num_replicas if self.drop_last else 1):
             raise ValueError(
-                f"{self.num_rows} rows cannot give each of {self.num_replicas} ranks one; "
+                f"{self.num_rows} rows cannot give a row to each of {self.num_replicas} ranks; "
                 "use more rows, fewer ranks, or drop_last=False"
             )
 

@@ -143,6 +143,7 @@ class SFTCollator:
     def _pad(
         self, rows: Sequence[Sequence[float]], length: int, filler: float, code: str = "q"
     ) -> torch.Tensor:
+        """Rows as one tensor ``(B, length)``, filled up with ``filler`` on the padding side."""
         # Filled through one buffer: torch.tensor(lists) converts item by item and takes several times as
         # long.
         flat: array[Any] = array(code)

@@ -119,7 +119,7 @@ class EncodeOptions:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if roles == "all" and not self.train_reasoning:
-            raise ValueError('train_reasoning=False leaves out reasoning, and train_on="all" nothing')
+            raise ValueError('train_reasoning=False contradicts train_on="all", which trains every token')
         if self.max_length is not None:
             check_count("max_length", self.max_length)
         check_choice("truncation", self.truncation, ("right", "left", "error"))
@@ -387,6 +387,7 @@ def _notes(
 
 
 def _dropped_error(lost: Dropped, template: ChatTemplate) -> DroppedTextError:
+    """The error for a text that the template does not print."""
     keys = template.reasoning_keys() if lost.part == "reasoning" else []
     shown = lost.text if len(lost.text) <= 60 else f"{lost.text[:60]}..."
     return DroppedTextError(

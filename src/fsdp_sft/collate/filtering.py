@@ -33,7 +33,7 @@ _EXAMPLES = 20
 
 REFUSALS = {
     "no_assistant_turn": "no message is the assistant's",
-    "no_turn_of_the_roles": "no message is of a role that is trained",
+    "no_turn_of_the_roles": "no message has a role that is trained",
     "switched_off": "each message that would be trained has the weight 0",
     "truncated_away": "max_length leaves no trained token",
     "no_trained_token": "such as an empty answer without an end of turn",
@@ -42,7 +42,7 @@ REFUSALS = {
     "refused_by_template": "the template does not take the conversation, or does not show what is trained",
     "dropped_text": "the template leaves out a text of an answer",
 }
-"""Why a row is not kept, by its name in `FilterCounts`."""
+"""Reasons why a row is not kept, by their names in `FilterCounts`."""
 
 
 class FilterCounts(dict[str, int]):
@@ -97,7 +97,7 @@ class FilterCounts(dict[str, int]):
                 mine.append(f"row {first + int(place)}: {rest}")
 
     def add(self, reason: str, index: int, text: str = "") -> None:
-        """Count a row."""
+        """Count a row under a reason or note; ``text`` is its example, unless that is empty."""
         self[reason] = self.get(reason, 0) + 1
         if reason == "kept":
             return

@@ -26,6 +26,8 @@ def other_forms(messages: list[Message]) -> Iterator[list[Message]]:
 
 
 def _with_json_arguments(messages: list[Message]) -> list[Message]:
+    """The messages with arguments of tool calls as JSON strings."""
+
     def changed(call: dict[str, Any]) -> dict[str, Any]:
         arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
         return {**call, "function": {**call["function"], "arguments": arguments}}

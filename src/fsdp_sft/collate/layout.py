@@ -449,6 +449,7 @@ class _Marker:
         return {**call, "function": function}
 
     def _mark_argument(self, value: Any) -> Any:
+        """The argument with a sentinel for each string and, if asked, each number in it."""
         if isinstance(value, str):
             return mark_text(value, self._adder(in_call=True))
         if isinstance(value, dict):

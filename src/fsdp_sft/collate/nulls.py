@@ -46,6 +46,7 @@ def _dicts(values: Iterable[Any]) -> list[Mapping[str, Any]]:
 
 
 def _calls(messages: list[Any]) -> Iterator[Mapping[str, Any]]:
+    """The tool calls of all messages."""
     for message in _dicts(messages):
         if isinstance(calls := message.get("tool_calls"), list):
             yield from _dicts(calls)
@@ -96,12 +97,14 @@ def _has_impossible_null(schema: Any) -> bool:
 
 
 def _clean_message(message: Any, from_table: bool, known: dict[str, Any]) -> Any:
+    """The message without filled-in nulls in the arguments of its calls."""
     if not isinstance(message, dict) or not isinstance(message.get("tool_calls"), list):
         return message
     return {**message, "tool_calls": [_clean_call(call, from_table, known) for call in message["tool_calls"]]}
 
 
 def _clean_call(call: Any, from_table: bool, known: dict[str, Any]) -> Any:
+    """The call without filled-in nulls in its arguments."""
     function = _function(call) if isinstance(call, dict) else {}
     arguments = function.get("arguments")
     if not isinstance(arguments, dict):

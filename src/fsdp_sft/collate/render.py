@@ -113,7 +113,7 @@ def render_labels_html(
     )
     if not len(input_ids) == len(labels) == len(masks):
         raise ValueError(
-            f"input_ids, labels and attention_mask must have one row each for each other's, "
+            f"input_ids, labels and attention_mask must have equally many rows, "
             f"got {len(input_ids)}, {len(labels)} and {len(masks)}"
         )
     rows, tokens, targets = [], 0, 0
@@ -141,6 +141,7 @@ def _as_list(values: Ids) -> list[int]:
 
 
 def _unpadded(values: Ids, mask: Ids) -> list[int]:
+    """The values at which the mask is not 0."""
     items, kept = _as_list(values), _as_list(mask)
     if len(items) != len(kept):
         raise ValueError(f"a row of {len(items)} ids or labels has a mask of {len(kept)}")
@@ -148,6 +149,7 @@ def _unpadded(values: Ids, mask: Ids) -> list[int]:
 
 
 def _checked(input_ids: Ids, labels: Ids) -> tuple[list[int], list[int]]:
+    """Ids and labels as lists, or ValueError if a label is neither -100 nor its id."""
     ids, marks = _as_list(input_ids), _as_list(labels)
     expected = [token if mark != IGNORE_INDEX else mark for token, mark in zip(ids, marks, strict=False)]
     if len(ids) != len(marks) or marks != expected:

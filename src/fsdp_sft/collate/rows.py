@@ -179,6 +179,7 @@ def _plain(value: Any) -> Any:
 
 
 def _int_list(values: Any, key: str) -> list[int]:
+    """The values as a list, or ValueError if they are no flat list of integers."""
     if hasattr(values, "tolist"):
         values = values.tolist()
     # Types are collected in a set, since a Python loop over the items would take as long as the rest of a
@@ -189,6 +190,7 @@ def _int_list(values: Any, key: str) -> list[int]:
 
 
 def _weight_list(values: Any) -> list[float]:
+    """The values as a list of floats, or ValueError if one is no weight."""
     if hasattr(values, "tolist"):
         values = values.tolist()
     if not isinstance(values, Sequence) or not set(map(type, values)) <= {int, float}:

@@ -255,7 +255,9 @@ class _TurnFinder:
         start = self._end_of_prompt(index, floor, between)
         ending = self._rendered_after(index + 1, floor, prompt=False)
         if start is None or ending is None or not between.startswith(ending) or len(ending) < start:
-            raise self.template.error(f"message {index} is blank, and it does not show where its turn is")
+            raise self.template.error(
+                f"message {index} is blank, and its turn cannot be located in what it prints"
+            )
         found = [(at, -len(stop)) for stop in self.facts.stop_tokens if (at := ending.find(stop, start)) >= 0]
         if found:
             at, length = min(found)

@@ -121,6 +121,7 @@ class _Spelling(dict[int, bytes]):
         return spelled
 
     def _spell(self, index: int) -> bytes:
+        """Bytes of a token; those of no text if its letters are outside of the byte alphabet."""
         if index in self._added:
             return self._added[index].encode()
         try:

@@ -67,7 +67,8 @@ def look_first(source: RowSource, work: Work, number: int, max_refused: float) -
         _judge(row, index, work, counts, None)
     share = 0.0 if work.stops_at_refusal else max_refused
     expected = share * len(rows)
-    # Four standard deviations of a binomial of the allowed share.
+    # Allow four standard deviations beyond the expected number; its variance is about that number, as a
+    # binomial with a small share has it.
     if num_refused(counts) > expected + 4 * expected**0.5:
         raise refusal(
             counts,

@@ -86,7 +86,7 @@ class RowSource:
 
     Attributes:
         rows: A sequence, or a ``datasets.Dataset``; None for files.
-        paths: Files of JSON lines.
+        paths: Files of JSON lines; empty for a sequence.
     """
 
     rows: Any
@@ -165,6 +165,7 @@ def row_bytes(row: Any) -> bytes:
 
 
 def _plain(value: Any) -> Any:
+    """A value that JSON does not know, as one that it does."""
     return value.tolist() if hasattr(value, "tolist") else repr(value)
 
 

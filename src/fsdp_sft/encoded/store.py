@@ -211,7 +211,10 @@ def _runs(chat: EncodedChat) -> tuple[list[int], list[float]]:
         except ValueError:
             end = length
         if labels[position:end] != ids[position:end]:
-            raise ValueError("labels must be the row's own ids or -100; encode others with the collators")
+            raise ValueError(
+                "labels must be -100 or the id at their position; rows with other labels can be given to the "
+                "collators, but not to encode_dataset"
+            )
         for begin, stop in [(position, end)] if given is None else _of_one_weight(given, position, end):
             edges += [begin, stop]
             weights.append(1.0 if given is None else given[begin])
@@ -233,7 +236,7 @@ def _of_one_weight(weights: list[float], start: int, stop: int) -> Iterator[tupl
 
 
 def _mapped(path: Path) -> Any:
-    """A memoryview of the file's numbers."""
+    """A memoryview of the numbers in a file, mapped into memory."""
     code = {".i32": "i", ".f32": "f", ".i64": "q"}[path.suffix]
     with open(path, "rb") as file:
         if not os.fstat(file.fileno()).st_size:

@@ -163,11 +163,11 @@ class MixedSampler(Sampler[Any]):
         self._order.set_epoch(epoch)
 
     def mark_consumed(self, num: int) -> None:
-        """Advance by ``num`` rows, or packs, of this rank, and as many on every other."""
+        """Advance the position by ``num`` rows, or packs, on this rank and on every other."""
         self._order.mark_consumed(num)
 
     def end_epoch(self) -> None:
-        """Go on to the next epoch, if the current one has begun."""
+        """Go to the next epoch if any of the current one has been consumed."""
         self._order.end_epoch()
 
     def state_dict(self) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def rows_of_each(
         )
     if len(wanted) != len(sizes) or min(wanted) < 0 or not any(wanted):
         raise ValueError(
-            f"there are {len(sizes)} data sets, and the rows of each in an epoch must be as many numbers, "
+            f"there are {len(sizes)} data sets, and an epoch must have a number of rows for each of them, "
             f"not negative and not all 0; got {wanted}"
         )
     empty = [

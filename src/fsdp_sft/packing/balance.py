@@ -96,6 +96,7 @@ def _waited_for(rounds: Iterable[list[Pack]], lengths: Sequence[int], num_ranks:
 
 
 def _cost_of(pack: Pack, lengths: Sequence[int], cost: RowCost) -> float:
+    """Cost of a pack."""
     return sum(cost.of(lengths[row]) for row in pack)
 
 

@@ -119,6 +119,7 @@ class PackedCollator:
         return {name: column[None] for name, column in columns.items()}
 
     def _padding(self, length: int) -> int:
+        """Number of tokens of padding for a pack of ``length`` tokens."""
         # At least two tokens, the fewest with which a loss has something to shift.
         target = self.max_length if self.padding == "max_length" else max(length, 2)
         return target + -target % self.pad_to_multiple_of - length
@@ -182,6 +183,7 @@ class _OneRow(NamedTuple):
 
 
 def _read(row: Row) -> _OneRow:
+    """One row in any accepted form; ValueError for a malformed one."""
     if isinstance(row, EncodedChat):
         check_encoded(row.input_ids, row.labels, row.loss_weights)
         return _OneRow(row.input_ids, row.labels, row.loss_weights, False)

@@ -124,7 +124,7 @@ class PackedSampler(PlacedSampler[list[int]]):
         self.epoch, self._history = epoch, [(self.num_replicas, 0)]
 
     def mark_consumed(self, num_packs: int) -> None:
-        """Advance by ``num_packs`` packs of this rank, and as many on every other."""
+        """Advance the position by ``num_packs`` packs on this rank and on every other."""
         self._drawn = 0
         self._follow_ranks()
         consumed = self._history[-1][1] + num_packs * self.num_replicas
@@ -133,7 +133,7 @@ class PackedSampler(PlacedSampler[list[int]]):
             self.end_epoch()
 
     def end_epoch(self) -> None:
-        """Go on to the next epoch, if the current one has begun."""
+        """Go to the next epoch if any of the current one has been consumed."""
         if self.position and not self.is_passed_over:
             self.epoch, self._history = self.epoch + 1, [(self.num_replicas, 0)]
 
@@ -272,6 +272,7 @@ class PackedSampler(PlacedSampler[list[int]]):
         return free * _LEVELS // self.max_length, sum(self._targets[row] for row in pack)
 
     def _check_rows(self) -> None:
+        """Raise ValueError without rows, or for numbers of targets that cannot be."""
         if not self._lengths:
             raise ValueError("there are no rows to pack; check what filter_rows kept")
         if len(self._targets) != len(self._lengths):

@@ -86,7 +86,7 @@ class PackedStream(IterableDataset[list[Row]]):
         mesh: "DeviceMesh | None" = None,
     ) -> None:
         self._given_place = place_in(mesh, num_replicas, rank)
-        place_of(*self._given_place)  # refuses what cannot be
+        place_of(*self._given_place)  # raises for a rank that is out of range
         self.rows = rows
         self.max_length = check_count("max_length", max_length)
         self.buffer_size = check_count("buffer_size", buffer_size)
@@ -130,13 +130,13 @@ class PackedStream(IterableDataset[list[Row]]):
             self._later.clear()
 
     def mark_consumed(self, num_packs: int) -> None:
-        """Advance by ``num_packs`` packs of this rank, and as many on every other."""
+        """Advance the position by ``num_packs`` packs on this rank and on every other."""
         self.position += num_packs * self.num_replicas
         while self._later and self._later[0].packs <= self.position:
             self._start = self._later.popleft()
 
     def end_epoch(self) -> None:
-        """Go on to the next epoch, if the current one has begun: the rows are read from the start again."""
+        """Go to the next epoch if any of the current one has been consumed; rows are read from the start."""
         if self.position:
             self.epoch, self.position, self._start = self.epoch + 1, 0, _Boundary(0, 0)
             self._later.clear()
@@ -173,7 +173,7 @@ class PackedStream(IterableDataset[list[Row]]):
                 )
         start = _Boundary(int(state["rows_before"]), int(state["packs_before"]))
         if not (0 <= start.packs <= int(state["position"]) and start.rows >= 0 and int(state["epoch"]) >= 0):
-            raise ValueError(f"stream state has a place that cannot be: {dict(state)}")
+            raise ValueError(f"stream state has a position that is not possible: {dict(state)}")
         self.epoch, self.position, self._start = int(state["epoch"]), int(state["position"]), start
         self._later.clear()
 
@@ -203,9 +203,9 @@ class PackedStream(IterableDataset[list[Row]]):
         shares = max(_compat.shares_of_stream(rows) for rows in _streams_of(self.rows))
         if shares > 1 and self.num_replicas > 1:
             raise ValueError(
-                f"the rows are a share of {shares} already (split_dataset_by_node), and each of "
-                f"{self.num_replicas} ranks would take a share of that: rows would be lost. Give "
-                "PackedStream the stream as it was, or num_replicas=1, rank=0"
+                f"the rows are one of {shares} shares already (split_dataset_by_node), and each of "
+                f"{self.num_replicas} ranks would take a share of that share: rows would be lost. Give "
+                "PackedStream the whole stream, or num_replicas=1, rank=0"
             )
 
     def _all_packs(self) -> Iterator[list[Row]]:

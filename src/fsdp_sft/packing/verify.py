@@ -110,7 +110,7 @@ def verify_packing(model: nn.Module, *, max_length: int, mesh: "DeviceMesh | Non
 
 
 def verified_length(model: nn.Module) -> int:
-    """Tokens of the longest probe that the model has passed with the attention it runs now; 0 for none."""
+    """Tokens of the longest probe that the model has passed with its present attention; 0 for none."""
     inner = unwrapped(model)
     return _verified.get(inner, {}).get(attention_of(inner), 0)
 

@@ -39,7 +39,7 @@ class RowMask:
         return self._mask()[index]
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # what Python and torch look for in any object
+        if name.startswith("_"):  # Python and torch look for such names in any object
             raise AttributeError(name)
         return getattr(self._mask(), name)
 
@@ -49,6 +49,7 @@ class RowMask:
         return function(*args, **(kwargs or {}))
 
     def _mask(self) -> torch.Tensor:
+        """The dense mask of the whole batch."""
         return self.dense(self.bounds[-1] // self.width, self.width)
 
     def dense(self, batch_size: int, width: int) -> torch.Tensor:
@@ -88,7 +89,7 @@ def find_rows(slab: Callable[..., torch.Tensor], width: int, offset: int) -> Row
     # start of its row or that far.
     reach = (index - starts).amax()
     exact.append((starts == torch.maximum(row_start, index - reach)).all())
-    # The host waits for the device here and nowhere else.
+    # The only place at which the host waits for the device.
     told, longest_reach, edges = host_copies([torch.stack(exact).all(), reach, begins.flatten()])
     if not bool(told):
         return None
@@ -99,7 +100,8 @@ def find_rows(slab: Callable[..., torch.Tensor], width: int, offset: int) -> Row
 
 
 def _has_flash(device: torch.device) -> bool:
-    # torch.nn.attention.varlen has kernels for CUDA alone, and those for compute capability 8.0 and later.
+    """Whether torch has varlen flash attention for the device."""
+    # torch.nn.attention.varlen has kernels only for CUDA with compute capability 8.0 or later.
     return (
         device.type == "cuda"
         and torch.backends.cuda.is_flash_attention_available()
