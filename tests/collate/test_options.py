@@ -107,7 +107,7 @@ def test_reasoning_that_is_not_printed_changes_nothing() -> None:
 def test_reasoning_options() -> None:
     with pytest.raises(ValueError, match="train_reasoning must be True or False"):
         encode_chat(answer("a"), CHATML, train_reasoning="no")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match='train_on="all" nothing'):
+    with pytest.raises(ValueError, match='contradicts train_on="all"'):
         SFTCollator(CHATML, max_length=9, train_on="all", train_reasoning=False)
     only = answer("<think>hm</think>")
     collator = SFTCollator(CHATML, max_length=999, train_eot=False, train_reasoning=False)
@@ -214,7 +214,7 @@ def test_the_page_shows_what_the_terminal_shows() -> None:
 
 def test_the_page_refuses_what_is_not_a_batch() -> None:
     ids = torch.ones(2, 3, dtype=torch.int64)
-    with pytest.raises(ValueError, match="one row each"):
+    with pytest.raises(ValueError, match="equally many rows"):
         render_labels_html(CHATML, ids, ids[:1])
     with pytest.raises(ValueError, match="each label must be -100"):
         render_labels_html(CHATML, ids, ids + 1)

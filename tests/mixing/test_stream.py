@@ -171,7 +171,7 @@ def test_shares_of_a_stream_are_seen_below_it():
     split = Shuffled("a", 5)
     split._distributed = type("Distributed", (), {"world_size": 2})()
     stream = fs.PackedStream(fs.MixedStream([split]), max_length=4, num_replicas=2, rank=0)
-    with pytest.raises(ValueError, match="a share of 2 already"):
+    with pytest.raises(ValueError, match="one of 2 shares already"):
         next(iter(stream))
 
 

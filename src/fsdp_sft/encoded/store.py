@@ -212,8 +212,7 @@ def _runs(chat: EncodedChat) -> tuple[list[int], list[float]]:
             end = length
         if labels[position:end] != ids[position:end]:
             raise ValueError(
-                "labels must be -100 or the id at their position; rows with other labels can be given to the "
-                "collators, but not to encode_dataset"
+                "labels must be the row's own ids or -100; give rows with other labels to a collator"
             )
         for begin, stop in [(position, end)] if given is None else _of_one_weight(given, position, end):
             edges += [begin, stop]
