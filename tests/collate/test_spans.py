@@ -11,7 +11,11 @@ from fsdp_sft.collate import (
     IGNORE_INDEX,
     ChatTemplateError,
     encode_chat,
+    spans,
 )
+from fsdp_sft.collate.rows import read_row
+from fsdp_sft.collate.spans import find_turns
+from fsdp_sft.collate.template import ChatTemplate
 from tests.harness import chat_templates as ct
 from tests.harness.chats import TOKENIZERS, assert_matches_hand_written, chat, marks, shown
 
@@ -308,3 +312,19 @@ def test_special_tokens_are_not_added_a_second_time():
     )
     assert tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id
     assert encode_chat(chat("a", "b"), tokenizer).input_ids.count(tokenizer.bos_token_id) == 1
+
+
+def test_the_worked_example_at_the_top_of_the_module_is_true():
+    found = find_turns(ChatTemplate(TOKENIZERS["chatml"]), read_row(chat("1 + 1?", "2")), [1])
+    lines = (spans.__doc__ or "").splitlines()
+    text = found.text.replace("\n", "↵")
+    (number,) = [n for n, line in enumerate(lines) if line.strip() == text]
+    column = lines[number].index(text)
+    ruler, leaves, trained = (lines[number + step] for step in (-1, 1, 3))
+    (turn,) = found.turns
+    question, answer = text.index("1 + 1?"), found.answers[0][0]
+    for place in (0, question, question + len("1 + 1?"), answer, turn.end):
+        assert ruler[column + place :].split()[0] == str(place)
+    assert leaves[column:].rstrip() == f"{'^' * 6:>{question + 6}}{'^':>{answer + 1 - question - 6}}"
+    assert trained[column:] == f"{'':>{turn.start}}{'~' * (turn.end - turn.start)}"
+    assert text[turn.start : turn.end] == "2<|im_end|>"

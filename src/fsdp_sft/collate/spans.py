@@ -75,7 +75,7 @@ class Turn:
         start: First trained character.
         stop_start: First character of the end-of-turn token; equal to `end` where the template writes none
             after the message.
-        end: The character after the last trained one, which belongs to the end-of-turn token if there is one.
+        end: The character after the last trained one; the end-of-turn token is [stop_start, end).
     """
 
     message: int
@@ -116,7 +116,7 @@ def find_turns(
 
     Args:
         template: The chat template.
-        conversation: What to render.
+        conversation: The conversation to render.
         wanted: Indices of the messages whose characters are to be found.
         reasoning: Whether their reasoning, with the tags that open and close it, is part of their turns.
         printed: Indices of the messages whose missing texts are reported in `Found.dropped`; None takes

@@ -192,8 +192,7 @@ class ChatTemplate:
         try:
             return self._probe(None)
         except ChatTemplateError:
-            # A template for tools may refuse a conversation without them, and one of a vision model plain
-            # text.
+            # A template for tools may refuse a chat without them, and a vision model's may refuse plain text.
             for in_parts, tools in ((False, self._tools), (True, None), (True, self._tools)):
                 self._in_parts = in_parts
                 if in_parts or tools:
@@ -208,16 +207,15 @@ class ChatTemplate:
         def render(chat: list[Message], *, prompt: bool = False) -> str:
             return self.render(chat, tools=tools, add_generation_prompt=prompt)[0]
 
-        # Message n consists of sentinel n alone, so everything else in a rendering is the template's own
-        # text. asked: what follows the question when only the question is rendered; prompted: the same with a
-        # generation prompt behind it.
+        # Message n consists of sentinel n alone, so the rest of a rendering is the template's own text.
+        # `asked` follows the question when only the question is rendered, `prompted` when a generation prompt
+        # is rendered with it.
         roles = ("user", "assistant", "user", "assistant")
         chat: list[Message] = [{"role": role, "content": sentinel(n)} for n, role in enumerate(roles)]
         asked = self._after(0, render(chat[:1]))
         prompted = self._after(0, render(chat[:1], prompt=True))
         answered = render(chat)
-        # Templates of reasoning models write a different header in front of past answers than of the last
-        # one.
+        # Templates of reasoning models may give past answers another header than the last one.
         before_past, before_answer = (
             self._after(question, answered).partition(sentinel(question + 1))[0] for question in (0, 2)
         )

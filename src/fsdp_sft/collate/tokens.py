@@ -105,8 +105,8 @@ class _Spelling(dict[int, bytes]):
     """The bytes for which each token of a byte-level tokenizer stands, computed on first access.
 
     Attributes:
-        num_tried: Texts that have been tokenised.
-        num_held: Texts among them that their tokens spelled byte for byte.
+        num_tried: Number of texts that have been tokenised.
+        num_held: Number of them that their tokens spelled byte for byte.
     """
 
     def __init__(self, backend: Any) -> None:

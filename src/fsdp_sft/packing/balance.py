@@ -5,8 +5,7 @@ many tokens may differ in cost: attention within one row of 32,000 tokens costs 
 ones. Three methods are combined, each of which is the best for some data:
 
 - *Rounds of long rows.* Some rows alone cost more than a pack does on average. The longest rows share rounds,
-  and their packs are filled up with the longest rows that still fit, so that expensive packs run side by
-  side.
+  and the longest rows that still fit fill up their packs, so that expensive packs run side by side.
 - *Spreading.* The other rows are taken from the longest to the shortest, and each goes into the pack that has
   cost least so far. The packs come out about equal, and use the room that the last round would leave empty.
 - *Sorting.* If packs have to be too full for spreading, the packs of best fit decreasing are sorted by cost,
@@ -35,8 +34,7 @@ def balanced_rounds(
         cost: Cost of a row by its length.
 
     Returns:
-        The rounds. Some packs are empty if there are fewer rows than packs; the last round may have fewer
-        packs.
+        The rounds. With fewer rows than packs some packs are empty; the last round may have fewer packs.
     """
     if not rows:
         return []
