@@ -178,8 +178,7 @@ def _by_size(model: nn.Module, min_params: int) -> dict[str, nn.Module]:
         left = sum(p.numel() for p in own)
         for name, child in module.named_children():
             left += visit(f"{fqn}.{name}" if fqn else name, child)
-        # FSDP2 gathers a module's parameters when it is called, so one that is never called cannot be a
-        # block.
+        # FSDP2 gathers a module's parameters when it is called: one that is never called can be no block.
         if (
             not fqn
             or is_never_called(module)

@@ -109,8 +109,7 @@ def init_distributed(
     Raises:
         ValueError: If the launcher's variables are incomplete or contradict each other, or the device does
             not exist; the message names the variable.
-        OSError: If this process may not open as many files as the job needs; the soft limit is raised as far
-            as that.
+        OSError: If this process may not open as many files as the job needs, even with a raised soft limit.
 
     Collective: all ranks. gloo connects two ranks when they first communicate (``TORCH_GLOO_LAZY_INIT``,
     which is not changed if it is set).

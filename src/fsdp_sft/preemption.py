@@ -121,8 +121,7 @@ def keep_workers_alive(loader: Iterable[_T]) -> Iterator[_T]:
         return iter(loader)
     context = getattr(loader, "multiprocessing_context", None) or multiprocessing.get_context()
     if context.get_start_method() != "fork":
-        # Starting the tracker unblocks SIGTERM in this process, so it is started before the signals are
-        # blocked.
+        # Starting the tracker unblocks SIGTERM in this process, so it must run before signals are blocked.
         resource_tracker.ensure_running()
     inner = loader.worker_init_fn
     loader.worker_init_fn = _Outlive(tuple(guarded), inner)

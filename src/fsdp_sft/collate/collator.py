@@ -144,8 +144,7 @@ class SFTCollator:
         self, rows: Sequence[Sequence[float]], length: int, filler: float, code: str = "q"
     ) -> torch.Tensor:
         """Rows as one tensor ``(B, length)``, filled up with ``filler`` on the padding side."""
-        # Filled through one buffer: torch.tensor(lists) converts item by item and takes several times as
-        # long.
+        # Through one buffer, since torch.tensor(lists) converts item by item and takes several times as long.
         flat: array[Any] = array(code)
         for row in rows:
             padding = array(code, [filler]) * (length - len(row))

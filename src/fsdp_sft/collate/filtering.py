@@ -53,8 +53,7 @@ class FilterCounts(dict[str, int]):
 
     Attributes:
         indices: Indices of the rows with each reason or note, by its name.
-        examples: Descriptions of the first 20 of them, such as "row 7: what is wrong with it", by the same
-            name.
+        examples: Descriptions of the first 20 of them by its name, such as "row 7: what is wrong with it".
 
     Example:
         >>> kept, counts = fs.filter_rows([*rows, {"messages": []}], tokenizer, on_error="count")
@@ -199,8 +198,7 @@ def judge_row(
         whole = encode_row(row, tokenizer, options) if encoded is None else encoded
         chat = truncate(whole, options)
     except Exception as unexpected:
-        # A row may hold anything, so any exception is possible; whatever it is, it is reported with the
-        # index.
+        # A row may hold anything, so any exception is possible; whichever it is, the message has the index.
         error = unexpected
         if not isinstance(error, ValueError):
             error = ValueError(f"the row cannot be read: {type(unexpected).__name__}: {unexpected}")

@@ -59,8 +59,7 @@ class Conversation:
             each part.
         tools: Tool schemas for the template, or None.
         template_kwargs: Further variables for the template.
-        thinks_in_parts: Whether reasoning was given as a part of type "thinking", as Mistral's models want
-            it.
+        thinks_in_parts: Whether reasoning was given as a part of type "thinking", as for Mistral's models.
     """
 
     messages: list[Message]
@@ -182,8 +181,7 @@ def _int_list(values: Any, key: str) -> list[int]:
     """The values as a list, or ValueError if they are no flat list of integers."""
     if hasattr(values, "tolist"):
         values = values.tolist()
-    # Types are collected in a set, since a Python loop over the items would take as long as the rest of a
-    # collator.
+    # A set of types, since a Python loop over the items would take as long as the rest of a collator.
     if not isinstance(values, Sequence) or not set(map(type, values)) <= {int}:
         raise ValueError(f'"{key}" must be a flat list of integers, got {_short(values)}')
     return list(values)

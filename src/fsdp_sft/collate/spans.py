@@ -273,8 +273,7 @@ class _TurnFinder:
         prompt = self._rendered_after(index, floor, prompt=True)
         if prompt is None:
             return None
-        # A prompt may open a think block, or write an empty one, that this answer lacks or spells
-        # differently.
+        # A prompt may open a think block, or write an empty one, that this answer lacks or writes otherwise.
         for there in (prompt, _OPENED_THINK.sub("", prompt)):
             if before.startswith(there):
                 return len(there)
@@ -364,8 +363,7 @@ def _tags_by_message(
 ) -> dict[int, list[tuple[int, int]]]:
     """Spans of the template's generation tags by assistant message.
 
-    Empty if any tag is unusable: it cuts through a text, or contains texts of several messages or of another
-    role.
+    Empty if one of the tags cuts through a text, or contains texts of several messages or of another role.
     """
     owned: dict[int, list[tuple[int, int]]] = {}
     for start, end in tags:

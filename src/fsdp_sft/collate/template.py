@@ -16,8 +16,8 @@ from fsdp_sft.errors import ChatTemplateError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# A sentinel is a number between two private-use characters, which no tokenizer, template or strip() treats
-# specially.
+# A sentinel is a number between two private-use characters, which mean nothing to tokenizers, templates and
+# strip().
 OPEN, CLOSE = "\U000f5b01", "\U000f5b02"
 _SENTINEL = re.compile(f"{OPEN}([0-9]+){CLOSE}")
 _ESCAPED = repr(OPEN)[1:-1]
@@ -41,8 +41,7 @@ class TemplateFacts:
 
     Attributes:
         headers: Texts that end where generation starts, the longest first; empty if there is no such text.
-        always_headed: Whether the generation prompt is a header of its own, and not just the end of a
-            question.
+        always_headed: Whether the generation prompt is a header of its own and not the end of a question.
         before_answer: Text between the last user content and the answer to it.
         after_answer: Text after the last answer.
         after_past_answer: Text between an earlier answer and the next user content.

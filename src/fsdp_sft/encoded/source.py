@@ -185,8 +185,7 @@ def _checked(path: Path) -> Path:
 
 def _rows_of(rows: Any, start: int, stop: int) -> list[Any]:
     """Rows [start, stop) as a list."""
-    # A Hugging Face data set returns columns for a slice, and one slice is far faster than its rows one by
-    # one.
+    # A Hugging Face data set returns columns for a slice, and a slice is far faster than single rows.
     if _compat.is_hub_dataset(rows):
         columns = rows[start:stop]
         return [{name: column[i] for name, column in columns.items()} for i in range(stop - start)]

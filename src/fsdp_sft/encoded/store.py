@@ -135,8 +135,7 @@ class EncodedDataset(Sequence[EncodedChat]):
         lengths: Tokens of each row, int32 (N,).
         num_targets: Targets of each row after the shift, int32 (N,).
 
-    Memory: Nothing but the rows in use; the files' pages belong to the system, which may drop them at any
-    time.
+    Memory: Nothing but the rows in use; the files' pages belong to the system, which may drop them.
 
     Example:
         >>> encoded = fs.encode_dataset(rows, tokenizer, max_length=64, cache_dir="encoded")

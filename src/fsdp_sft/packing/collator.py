@@ -102,8 +102,7 @@ class PackedCollator:
             targets.extend(part.labels)
             if not is_shifted:
                 targets[start] = IGNORE_INDEX
-            # A row with labels in a pack with shift_labels is shifted here: its first label goes, -100
-            # follows.
+            # A row with labels in a pack with shift_labels is shifted here: its first label goes.
             elif not part.is_shifted:
                 targets.pop(start)
                 targets.append(IGNORE_INDEX)

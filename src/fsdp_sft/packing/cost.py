@@ -9,8 +9,7 @@ from fsdp_sft.metrics import model_flops_per_token
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-# Longer than every window and chunk of attention, so that only the cost of full attention still grows with
-# it.
+# Longer than every window and chunk of attention: beyond it only full attention costs more per token.
 _LONG = 1 << 22
 
 

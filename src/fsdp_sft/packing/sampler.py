@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 # Versions of the two orders. Each goes up when the same arguments give another order than before.
 _ORDER_VERSION = 1  # of packs balanced by tokens and targets
 _COST_ORDER_VERSION = 2  # of packs balanced by a cost
-# Rounds whose packs are sorted together. More of them balance better, but make the packs of a round more
-# alike.
+# Rounds whose packs are sorted together. More balance better, but make the packs of a round more alike.
 _POOL_ROUNDS = 32
 _LEVELS = 16  # packs whose tokens differ by less than 1/16 of max_length count as equally long
 
@@ -105,8 +104,7 @@ class PackedSampler(PlacedSampler[list[int]]):
         packs, ranks = self._order(), self.num_replicas
         for start in range(self._history[-1][1], len(packs), ranks):
             dealt = deal(packs[start : start + ranks], self._weight, ranks)
-            # The packs of a round come about in order of size. Ranks take turns, so that none always gets the
-            # largest.
+            # A round's packs come about in order of size; ranks take turns, so that none gets all large ones.
             yield dealt[(self.rank + start // ranks) % ranks]
 
     def __len__(self) -> int:

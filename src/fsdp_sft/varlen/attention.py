@@ -40,8 +40,7 @@ def make_mask(
     plain = functools.partial(
         AttentionMaskInterface()["sdpa"], batch_size=batch_size, kv_length=kv_length, **others
     )
-    # transformers forbids skipping the mask where it has found several rows, so where it allows that there is
-    # but one.
+    # transformers forbids skipping the mask if it has found several rows. If it allows that, there is one.
     one_row = allow_is_causal_skip or allow_is_bidirectional_skip
     unknown = torch.compiler.is_compiling() or torch.device(others.get("device", "cpu")).type == "meta"
     if not (one_row or unknown or attention_mask is not None or q_length != kv_length):
