@@ -41,7 +41,7 @@ def check_kept(model: nn.Module, blocks: dict[str, nn.Module], names: tuple[str,
     an error too.
 
     Raises:
-        ValueError: See ``apply_sac``.
+        ValueError: If a name or the model does not allow it; ``apply_sac`` lists the reasons.
         UnsupportedModelError: If parts of a block are sharded as groups of their own.
     """
     _kept_modules(blocks or find_blocks(model), names)
