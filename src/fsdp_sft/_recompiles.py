@@ -35,6 +35,7 @@ class _LimitHandler(logging.Handler):
     """Log handler that is called when torch reaches its limit, and warns with the name of the block."""
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Warn if the record says that the limit was reached while a block is called."""
         limit = limit_that_was_hit(record)
         fqn = _block_being_called() if limit is not None else None
         if fqn is not None:

@@ -1,4 +1,4 @@
-"""Shard a model with FSDP2, block by block, with float32 masters made from each shard and not each block."""
+"""Shard a model with FSDP2 block by block; the float32 masters are made from each shard, not each block."""
 
 import re
 import warnings
@@ -58,47 +58,56 @@ def shard_model(
     offload_policy: OffloadPolicy | None = None,
     prefetch: int = 0,
 ) -> nn.Module:
-    """Shard a model in place: each block is one FSDP2 group, what is left (embedding, norm, head) the root's.
+    """Shard a model in place: each block is an FSDP2 group, and the rest (embedding, norm, head) the root's.
 
     Each shard is cast after its block has been split, so a rank casts 1/N of the bytes and never holds a
-    block in the master dtype. Tied embedding and head end up in the root's group together. What plain
-    transformers keeps in float32 under the policy's compute dtype computes in float32 here; what cannot be
-    honoured is named in a warning. Other floating buffers of transformers models take the dtype that they
-    have in a plain model of the compute dtype, and their blocks do not cast inputs, as plain models do not.
+    block in the master dtype. A tied embedding and head lie in the root's group together. Modules that plain
+    transformers keeps in float32 under the policy's compute dtype compute in float32 here; a warning names
+    those for which that is not possible. Other floating-point buffers of transformers models take the dtype
+    that they have in a plain model of the compute dtype. Blocks of such models do not cast their inputs,
+    because plain models do not either.
 
-    A parameter is cut along its first dimension, or if that would give some rank more than 1.05 times the
-    mean, along the first that the ranks divide: 8 experts lie evenly on 64 ranks. FSDP2 copies such a
-    parameter, and its gradient, once more. If the whole model is uneven because of parameters that can be cut
-    evenly along no dimension, a warning names them.
+    A parameter is sharded along its first dimension. If that would give some rank more than 1.05 times the
+    mean, it is sharded along the first dimension whose size the number of ranks divides; 8 experts thus lie
+    evenly on 64 ranks. FSDP2 copies such a parameter, and its gradient, once more. If the whole model is
+    uneven because some parameters can be sharded evenly along no dimension, a warning names them.
 
     Args:
-        model: Materialised (every rank with the same values) or on the meta device; ordinary parameters.
-        mesh: From ``build_mesh``: 1-D for FSDP, 2-D for HSDP and DDP; with ``cp``, whose ranks share the
-            parameters' shards out with those of ``dp_shard``.
-        master_dtype: Dtype of the stored trainable shards, hence of gradients and optimizer states.
-        frozen_dtype: Dtype of the stored frozen shards; None keeps the dtype they have. What peft's
-            ``modules_to_save`` were copied from has ``master_dtype``: the copies get their values from it.
+        model: Model with ordinary parameters, materialised (with the same values on every rank) or on the
+            meta device.
+        mesh: Mesh from ``build_mesh``: 1-D for FSDP, 2-D for HSDP and DDP. If it has ``cp``, parameters are
+            sharded over the ranks of ``dp_shard`` and ``cp`` together.
+        master_dtype: Dtype of the stored trainable shards, and so of gradients and optimizer states.
+        frozen_dtype: Dtype of the stored frozen shards; None keeps the dtype that they have. Modules that
+            peft's ``modules_to_save`` were copied from get ``master_dtype``, because the copies take their
+            first values from them.
         mp_policy: Compute and reduction dtypes; None is bfloat16 compute with float32 reduction.
-        blocks: FQN to block, innermost groups may be nested; None takes ``find_blocks(model)``.
-        reshard_after_forward: For the blocks. True frees a block's parameters after its forward (ZeRO-3),
-            False keeps them until its backward (ZeRO-2), a number keeps them sharded over that many ranks.
-            The root keeps torch's default: it stays gathered from forward to backward. With a number, blocks
-            are cut along first dimensions only, as FSDP2's smaller mesh needs.
-        offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and optimizer on the host. Pinned
-            memory is turned off where there is no accelerator to copy to.
-        prefetch: How many blocks ahead the forward gathers; 0 leaves it to torch (the next one is gathered
-            while the current computes). Costs that many gathered blocks.
+        blocks: Blocks by FQN, which may be nested; None takes ``find_blocks(model)``.
+        reshard_after_forward: Treatment of a block's gathered parameters after its forward. True frees them
+            (ZeRO-3), False keeps them until its backward (ZeRO-2), and a number keeps them sharded over that
+            many ranks. The root keeps torch's default: it stays gathered from forward to backward. With a
+            number, blocks are sharded along first dimensions only, as FSDP2's smaller mesh requires.
+        offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and optimizer states on the host.
+            Pinned memory is turned off if there is no accelerator to copy to.
+        prefetch: Number of blocks that the forward gathers ahead, which costs the memory of as many gathered
+            blocks; 0 leaves it to torch, which gathers the next block while the present one computes.
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: If the model is sharded already, an argument is out of range, or a block is not of this
-            model.
+        ValueError: If the model is sharded already, an argument is out of range, or a block is not part of
+            this model.
         NoBlocksError: If ``blocks`` is None and none is found.
 
     Collective: all ranks of the mesh, with the same model.
-    Memory: For a materialised model, what it holds, falling towards the shards; one block at a time more.
+    Memory: For a materialised model, its memory, which falls towards that of the shards, and that of one more
+        block at a time.
+
+    Example:
+        >>> model = fs.build_meta_model(path)
+        >>> model = fs.shard_model(model, mesh=mesh, master_dtype=torch.float32)
+        >>> report = fs.load_weights(model, path)
     """
     _refuse_sharded(model)
     given, mesh = mesh, parameter_mesh(mesh)
@@ -117,8 +126,8 @@ def shard_model(
 
     def shard(modules: nn.Module | list[nn.Module], mp: MixedPrecisionPolicy, **kwargs: bool | int) -> None:
         shared = shared_experts(modules) if isinstance(modules, nn.Module) else None
-        # What stays sharded over fewer ranks after a forward is a run of the gathered bytes: torch's code
-        # for it knows the first dimension alone.
+        # With a number for reshard_after_forward each rank keeps one run of the gathered bytes after a
+        # forward. torch's code for that supports the first dimension only.
         smaller_mesh = type(kwargs.get("reshard_after_forward")) is int
         placement = None if smaller_mesh else partial(_placement, num_shards=num_shards)
         if shared is not None:
@@ -143,9 +152,9 @@ def shard_model(
         in_float32 = all(id(p) in plan.kept for module in modules for p in module.parameters())
         shard(modules, float32_policy if in_float32 else block_policy, reshard_after_forward=False)
     blocks_inside = {id(block) for block in chosen.values()}
-    for module in reversed(list(model.modules())):  # inner before outer, as FSDP2 wants
+    for module in reversed(list(model.modules())):  # inner before outer, as fully_shard requires
         if isinstance(module, FSDPModule):
-            continue  # it may be one that shares its parameters, such as a tied head
+            continue  # sharded already, for instance because it shares parameters with another block
         unit = plan.units.get(id(module))
         if shared_experts(module) is not None:
             shard(module, block_policy, reshard_after_forward=reshard_after_forward)
@@ -178,35 +187,34 @@ def compile_blocks(
     """Compile each block in place with ``torch.compile``; parameter names do not change.
 
     Blocks of one class share their compiled code, so the model compiles in the time of one block. Call it
-    after ``apply_sac`` and before ``shard_model``. There is room for 64 variants of the code (torch: 8): of
-    checkpointing, mode, gradients and lengths. Beyond it torch goes on in eager mode, and a warning names
-    the block.
+    after ``apply_sac`` and before ``shard_model``. The code may have up to 64 variants (torch's default is
+    8), for checkpointing, mode, gradients and lengths. A block that needs more runs in eager mode, and a
+    warning names it.
 
     With ``memory_budget`` the compiler chooses what to recompute in the backward, so that blocks keep at most
-    that share of their activations. It is the other way to recompute, beside ``apply_sac``, which it
-    excludes: torch would ignore the budget, or else what ``apply_sac`` has marked. ``remove_sac`` takes the
-    compiled code off again.
+    that share of their activations. This is an alternative to ``apply_sac`` and cannot be combined with it:
+    torch would ignore the budget, or what ``apply_sac`` has marked. ``remove_sac`` removes the compiled code.
 
     Args:
         model: Any model that ``find_blocks`` reads.
         memory_budget: Share of the activations that compiled code keeps by default, in [0, 1]: a number or a
             text such as ``"1/2"``. 1 keeps what the compiler would keep anyway, 0 only the blocks' inputs.
             None leaves torch's own setting.
-        blocks: FQNs or positions, as in ``apply_sac``; None takes all blocks.
-        **compile_kwargs: Passed to ``torch.compile``, such as ``backend=`` or ``dynamic=``. With
-            ``memory_budget``: ``backend`` (``"inductor"``, ``"aot_eager"`` or a function that partitions by
-            AOTAutograd), ``dynamic`` and ``fullgraph``.
+        blocks: FQNs or positions of blocks (see ``apply_sac``); None takes all blocks.
+        **compile_kwargs: Options of ``torch.compile``, such as ``backend=`` or ``dynamic=``. With
+            ``memory_budget`` only ``backend`` (``"inductor"``, ``"aot_eager"`` or a function that partitions
+            by AOTAutograd), ``dynamic`` and ``fullgraph`` are allowed.
 
     Returns:
         FQNs of the compiled blocks, in forward order.
 
     Raises:
         NoBlocksError: If the model has no blocks.
-        TypeError: If ``memory_budget`` is no number or text, or a keyword does not go with it.
-        ValueError: If an argument is out of range, or a block is unknown; with ``memory_budget``, if the
-            backend does not look at it, a block is compiled already, or ``apply_sac`` is on.
+        TypeError: If ``memory_budget`` is neither a number nor a text, or a keyword is not allowed with it.
+        ValueError: If an argument is out of range, or a block is unknown. With ``memory_budget``, also if the
+            backend would ignore it, if a block is compiled already, or if ``apply_sac`` is on.
 
-    Memory: With ``memory_budget``, decided while the first batch is compiled, by torch's own estimates.
+    Memory: With ``memory_budget``, torch decides by its own estimates while the first batch is compiled.
 
     Example:
         >>> fs.compile_blocks(model)
@@ -225,11 +233,24 @@ def compile_blocks(
 def describe_sharding(model: nn.Module) -> str:
     """A table of the FSDP2 groups: FQN, parameters, local bytes, dtypes, placements.
 
-    Groups that are alike in all but their index share a row, named by the first and the last. Reshards the
-    model first.
+    Groups that differ in their index only share a row, which names the first and the last. The model is
+    resharded first.
+
+    Args:
+        model: Model that is sharded.
+
+    Returns:
+        The table as text, with a summary in its last line.
 
     Raises:
         ValueError: If the model is not sharded.
+
+    Example:
+        >>> print(fs.describe_sharding(model))
+        group                              x  parameters  trainable  local bytes  dtype    placements
+        (root)                             1  33,536      33,536     134,144      float32  (Shard(dim=0),)
+        model.layers.0 ... model.layers.3  4  197,120     197,120    788,480      float32  (Shard(dim=0),)
+        822,016 parameters, 3,288,064 bytes on this rank, ... mesh (dp_shard=1) on cpu
     """
     mesh = mesh_of(model)
     if mesh is None:
@@ -266,7 +287,7 @@ def describe_sharding(model: nn.Module) -> str:
 
 
 def _placement(parameter: nn.Parameter, num_shards: int) -> Shard | None:
-    """Where to cut a parameter; None leaves it to FSDP2, as for tensors that say how they are gathered."""
+    """Placement of a parameter's shards; None leaves it to FSDP2, as for tensors with their own gather."""
     if hasattr(parameter, "fsdp_pre_all_gather"):
         return None
     dim = shard_dim(tuple(local_of(parameter).shape), num_shards)
@@ -274,19 +295,21 @@ def _placement(parameter: nn.Parameter, num_shards: int) -> Shard | None:
 
 
 def _divide_by_all_ranks(module: nn.Module | list[nn.Module], shared: SharedExperts) -> None:
-    """Let FSDP2 divide the gradients of experts as those of other parameters.
+    """Let FSDP2 divide the gradients of experts by the number of all ranks, as those of other parameters.
 
-    They hold what all ranks' tokens add, and are reduced over the few ranks that have the same experts.
+    They are sums over the tokens of all ranks, but are reduced over the few ranks only that have the same
+    experts. FSDP2 would divide by the number of these.
     """
     assert isinstance(module, FSDPModule)
     module.set_gradient_divide_factor(shared.factor)
     if shared.mesh.size(shared.mesh.ndim - 1) > 1:
-        # Elsewhere torch premultiplies, which gloo does not know and NCCL loses in bfloat16 (pytorch#190747).
-        # On one rank it divides anyway, and would do it twice.
+        # torch would divide by a premultiplied sum, which gloo does not support and NCCL loses in bfloat16
+        # (pytorch#190747). On one rank it divides without this, and with it would do so twice.
         module.set_force_sum_reduction_for_comms(True)
 
 
 def _name_uneven(model: nn.Module, num_shards: int) -> None:
+    """Warn if the fullest rank has too much, with the parameters that cause it and a way out."""
     found, excess = _fullest_over_mean(model, num_shards)
     if found <= MOST_IMBALANCE:
         return
@@ -310,7 +333,7 @@ def _name_uneven(model: nn.Module, num_shards: int) -> None:
 
 
 def _groups(model: nn.Module) -> dict[str, list[nn.Parameter]]:
-    """FQN of each FSDP2 module to the parameters that it, and no inner one, manages."""
+    """The parameters of each FSDP2 module, without those of FSDP2 modules inside of it, by its FQN."""
     sharded = [fqn for fqn, module in model.named_modules() if isinstance(module, FSDPModule)]
     groups: dict[str, list[nn.Parameter]] = {fqn: [] for fqn in sharded}
     for name, parameter in model.named_parameters():
@@ -319,12 +342,12 @@ def _groups(model: nn.Module) -> dict[str, list[nn.Parameter]]:
 
 
 def _owner(name: str, groups: list[str]) -> str:
-    """The innermost of ``groups`` that the parameter ``name`` lies in; ``""`` is the root."""
+    """The innermost of ``groups`` that contains the parameter ``name``; ``""`` is the root."""
     return max((fqn for fqn in groups if not fqn or name.startswith(f"{fqn}.")), key=len, default="")
 
 
 def _fullest_over_mean(model: nn.Module, num_shards: int) -> tuple[float, dict[str, int]]:
-    """What the fullest rank has over the mean, and by how many elements each uneven parameter adds to it."""
+    """(elements of the fullest rank divided by the mean, excess elements of each uneven parameter)."""
     total = 0
     excess: dict[str, int] = {}
     for name, parameter in model.named_parameters():
@@ -337,10 +360,11 @@ def _fullest_over_mean(model: nn.Module, num_shards: int) -> tuple[float, dict[s
 
 
 def _padded_numel(parameter: DTensor, num_shards: int) -> int:
-    """Elements that all ranks of a replica together have memory for."""
+    """Number of elements that all ranks of a replica together have memory for, padding included."""
     shape, mesh, cut = list(parameter.shape), parameter.device_mesh, parameter.placements[-1]
     shared = 1
-    if EP in (mesh.mesh_dim_names or ()) and mesh.ndim > 1:  # experts are shared out first, whole ones
+    # Ranks share out whole experts first; FSDP2 then shards those of a rank.
+    if EP in (mesh.mesh_dim_names or ()) and mesh.ndim > 1:
         shared, cut = mesh.size(mesh.ndim - 1), parameter.placements[-2]
         shape[0], num_shards = shape[0] // shared, mesh.size(mesh.ndim - 2)
     dim = 0 if cut.is_replicate() else cut.dim  # type: ignore[attr-defined]
@@ -348,11 +372,13 @@ def _padded_numel(parameter: DTensor, num_shards: int) -> int:
 
 
 def _local_bytes(parameter: nn.Parameter) -> int:
+    """Bytes of a parameter on this rank."""
     local = local_of(parameter)
     return local.numel() * local.element_size()
 
 
 def _refuse_sharded(model: nn.Module) -> None:
+    """Raise for a model that is sharded or inside DistributedDataParallel; shared out experts are allowed."""
     if replicas_of(model) is not None:
         raise WrappedModelError(
             "the model is inside DistributedDataParallel already; shard the model that it was made of, on "
@@ -369,6 +395,7 @@ def _refuse_sharded(model: nn.Module) -> None:
 
 
 def _check_reshard(reshard_after_forward: bool | int, mesh: "DeviceMesh") -> None:
+    """Raise unless ``reshard_after_forward`` is a bool or divides the number of shards."""
     if isinstance(reshard_after_forward, bool):
         return
     shards = mesh.size(mesh.ndim - 1)
@@ -381,12 +408,14 @@ def _check_reshard(reshard_after_forward: bool | int, mesh: "DeviceMesh") -> Non
 
 
 def _check_dtypes(master_dtype: torch.dtype, frozen_dtype: torch.dtype | None) -> None:
+    """Raise for a dtype that is not floating-point."""
     for name, dtype in (("master_dtype", master_dtype), ("frozen_dtype", frozen_dtype)):
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ValueError(f"{name} must be a floating-point torch.dtype, got {dtype!r}")
 
 
 def _check_blocks(model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
+    """Raise for a block that is not the module of that name, or is never called."""
     modules = dict(model.named_modules())
     for fqn, block in blocks.items():
         if not fqn or modules.get(fqn) is not block:
@@ -402,6 +431,7 @@ def _check_blocks(model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
 
 
 def _offload_policy(policy: OffloadPolicy | None) -> OffloadPolicy:
+    """The policy, without pinned memory if there is no accelerator."""
     if policy is None:
         return OffloadPolicy()
     if isinstance(policy, CPUOffloadPolicy) and policy.pin_memory and not torch.accelerator.is_available():
@@ -415,7 +445,8 @@ def _cast_shards(
     frozen_dtype: torch.dtype | None,
     copied: Collection[nn.Module],
 ) -> None:
-    # A trained copy gets its first values from what it was copied from, and would start from rounded ones.
+    """Cast the shards of a group to their stored dtypes; ``copied`` are modules that peft made copies of."""
+    # peft's trained copies take their first values from these modules, and would start from rounded ones.
     exact = {id(p) for inner in module.modules() if inner in copied for p in inner.parameters()}
 
     def wanted(tensor: torch.Tensor) -> torch.dtype:
@@ -430,14 +461,20 @@ def _cast_shards(
 
 @dataclass
 class _Float32Plan:
-    """What of a model computes in float32 under a 16-bit policy, and whether FSDP2 casts inputs."""
+    """The parts of a model that compute in float32 under a 16-bit policy.
+
+    Attributes:
+        units: Groups of their own that compute in float32, by the id of their module.
+        kept: Ids of the parameters in them.
+        casts_inputs: Whether FSDP2 casts the inputs of blocks to the compute dtype.
+    """
 
     units: dict[int, Float32Unit] = field(default_factory=dict)
     kept: set[int] = field(default_factory=set)
     casts_inputs: bool = True
 
     def policies(self, policy: MixedPrecisionPolicy) -> tuple[MixedPrecisionPolicy, MixedPrecisionPolicy]:
-        """For blocks, and for what is kept in float32."""
+        """(policy of the blocks, policy of what computes in float32)."""
         blocks = policy if self.casts_inputs else replace(policy, cast_forward_inputs=False)
         return blocks, replace(
             policy, cast_forward_inputs=False, param_dtype=torch.float32, output_dtype=None
@@ -447,7 +484,10 @@ class _Float32Plan:
 def _plan_float32(
     model: nn.Module, policy: MixedPrecisionPolicy, blocks: Mapping[str, nn.Module], *, warn: bool
 ) -> _Float32Plan:
-    """By transformers' own rule for loading in a 16-bit dtype; what is not honoured is named in a warning."""
+    """Plan float32 compute by transformers' own rule for loading a model in a 16-bit dtype.
+
+    A warning names the modules for which the rule cannot be followed.
+    """
     dtype = policy.param_dtype
     if dtype not in (torch.float16, torch.bfloat16):
         return _Float32Plan()
@@ -464,22 +504,24 @@ def _plan_float32(
             "they cannot be grouped apart from other parameters)",
             stacklevel=3,
         )
-    # Such models cast for themselves, and rely on float32 passing between their blocks (OLMo's rotary
-    # embedding, T5's residual).
+    # transformers' models cast by themselves, and some need float32 tensors passed between blocks (OLMo's
+    # rotary embedding, T5's residual).
     theirs = bool(units) or next(transformers_models(model), None) is not None
     kept = {id(p) for name, p in model.named_parameters(remove_duplicate=False) if name in names - missed}
     return _Float32Plan({id(unit.module): unit for unit in units}, kept, casts_inputs=not theirs)
 
 
 def _abridged(names: set[str]) -> str:
+    """Names as a text, with those that differ in an index only written once."""
     return ", ".join(sorted({re.sub(r"\.\d+(?=\.)", ".*", name) for name in names}))
 
 
 def _tied_across_blocks(model: nn.Module, blocks: Mapping[str, nn.Module]) -> list[list[nn.Module]]:
-    """Modules that share a parameter across blocks, to be one group each time.
+    """Lists of modules that share a parameter across blocks; each list has to be one group.
 
-    torch (2.13 on) refuses a parameter that lies in two groups. Embedding and head both lie in the root's
-    and need nothing; a layer that several blocks share (Zamba's attention) needs a group of its own.
+    torch 2.13 and later refuse a parameter that lies in two groups. A layer that several blocks share
+    (Zamba's attention) therefore needs a group of its own. A tied embedding and head both lie in the root's
+    group and need none.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     places: dict[int, list[str]] = {}
@@ -499,6 +541,7 @@ def _tied_across_blocks(model: nn.Module, blocks: Mapping[str, nn.Module]) -> li
 
 
 def _set_prefetch(blocks: list[nn.Module], prefetch: int) -> None:
+    """Let each block's forward gather the next ``prefetch`` blocks."""
     if not prefetch:
         return
     sharded: list[FSDPModule] = [block for block in blocks if isinstance(block, FSDPModule)]

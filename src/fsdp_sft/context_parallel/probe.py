@@ -215,4 +215,5 @@ def _share_beyond(found: torch.Tensor, expected: torch.Tensor, tolerance: float)
 
 
 def _name(model: nn.Module) -> str:
+    """Class name of a model, as it was before it was sharded."""
     return original_class(model).__name__

@@ -197,4 +197,5 @@ def _state(model: nn.Module) -> Any:
 
 
 def _name(model: nn.Module) -> str:
+    """Class name of a model, without wrappers and as it was before it was sharded."""
     return original_class(unwrapped(model)).__name__

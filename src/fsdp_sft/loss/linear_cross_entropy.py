@@ -380,6 +380,7 @@ def _asked_of_device(labels: torch.Tensor) -> tuple[torch.Tensor, int, int]:
 def _check(
     hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, bias: torch.Tensor | None
 ) -> None:
+    """Raise for shapes, dtypes or devices that do not fit together."""
     from torch.distributed.tensor import DTensor
 
     if isinstance(weight, DTensor) or isinstance(bias, DTensor) or isinstance(hidden, DTensor):
@@ -410,6 +411,7 @@ def default_chunk_size(width: int, dtype: torch.dtype) -> int:
 
 
 def _check_weights(weights: torch.Tensor, labels: torch.Tensor) -> None:
+    """Raise for weights of another shape, and for those of counted labels that are negative or not finite."""
     if not weights.is_floating_point() or weights.shape != labels.shape:
         raise ValueError(
             f"weights must be floating point of the shape of labels {tuple(labels.shape)}, got "
@@ -421,6 +423,7 @@ def _check_weights(weights: torch.Tensor, labels: torch.Tensor) -> None:
 
 
 def _check_options(softcap: float | None, scale: float, chunk_size: int) -> None:
+    """Raise for options out of range."""
     if softcap is not None and not (math.isfinite(softcap) and softcap > 0):
         raise ValueError(f"softcap must be a positive number or None, got {softcap!r}")
     if not (math.isfinite(scale) and scale != 0):

@@ -168,4 +168,5 @@ def _active(layer: Any) -> list[str]:
 
 
 def _name(module: nn.Module) -> str:
+    """Class name of a module, as it was before it was sharded."""
     return original_class(module).__name__

@@ -70,7 +70,7 @@ class OwnLoss:
         return abs(value - reference) <= tolerance * max(abs(reference), 1e-3)
 
     def why_different(self, model: nn.Module) -> str:
-        """What the model does instead of the cross entropy, as far as that shows; empty if it is equal."""
+        """How the loss differs from the cross entropy, as far as that can be told; empty if it does not."""
         if self.near(float(self.loss), self.expected):
             return ""
         smoothing, ignored = self.used.get("label_smoothing"), self.used.get("ignore_index", IGNORE_INDEX)
@@ -119,6 +119,7 @@ class _SeesCrossEntropy(TorchFunctionMode):
         reduction: str = "mean",
         label_smoothing: float = 0.0,
     ) -> None:
+        """Record the options of a cross entropy, and raise for a negative label that it does not ignore."""
         noted = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
         self.used.update({name: value for name, value in noted.items() if value not in (IGNORE_INDEX, 0.0)})
         if not target.is_floating_point():
@@ -225,6 +226,7 @@ def _holders(model: nn.Module) -> Iterator[Any]:
 
 
 def _is_number(value: Any) -> bool:
+    """Whether ``value`` is a number and not a bool."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 

@@ -75,8 +75,10 @@ def wide(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _may_scale(name: str) -> bool:
+    """Whether a number of this name may scale logits."""
     return any(word in name for word in ("logit", "scal", "multiplier"))
 
 
 def _may_cap(name: str) -> bool:
+    """Whether a number of this name may cap logits."""
     return "cap" in name

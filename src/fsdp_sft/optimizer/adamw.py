@@ -199,6 +199,7 @@ class _Rule:
 
     @classmethod
     def of(cls, group: dict[str, Any], rate: float, step: int) -> "_Rule":
+        """The numbers for a group's options, its learning rate, and the number of a parameter's step."""
         first, second = (1 - beta**step for beta in group["betas"])
         return cls(1 - rate * group["weight_decay"], group["betas"], group["eps"], rate / first, second**0.5)
 
@@ -290,10 +291,12 @@ def _check(group: dict[str, Any]) -> None:
 
 
 def _check_number(name: str, value: Any) -> None:
+    """Raise unless an option is a finite number of at least 0."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not number or not 0 <= value < float("inf"):
         raise ValueError(f"{name} must be a number of at least 0, got {value!r}")
 
 
 def _is_decay(beta: Any) -> bool:
+    """Whether ``beta`` is a number in [0, 1)."""
     return isinstance(beta, (int, float)) and not isinstance(beta, bool) and 0 <= beta < 1

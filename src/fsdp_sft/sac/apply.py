@@ -1,4 +1,4 @@
-"""Recompute blocks in the backward: a ratio of them or a list, as a whole or but for what is kept."""
+"""Recompute blocks in the backward: a ratio or a list of them, whole or except for named submodules."""
 
 import difflib
 from collections.abc import Iterable
@@ -30,64 +30,65 @@ def apply_sac(
 ) -> list[str]:
     """Checkpoint some of the model's blocks: their activations are recomputed in the backward.
 
-    Blocks that transformers can checkpoint are switched by their own flag; any other module's ``forward``
+    A block that transformers can checkpoint is switched by its own flag; the ``forward`` of any other module
     is replaced on the instance. Parameter names do not change. Call it before or after ``compile_blocks``
     and ``shard_model``. A second call replaces the first. Only ``train()`` mode recomputes. Generation
     caches cannot be combined with recomputation, so ``use_cache`` is turned off in the model's configs
     until ``remove_sac``.
 
-    ``save`` keeps the outputs of the costly operations inside the named submodules: of a linear layer its
-    output, of a whole attention its projections and its fused kernel. Cheap operations are recomputed
-    everywhere.
+    With ``save`` the outputs of the costly operations inside the named submodules are kept and the rest is
+    recomputed. A linear layer's costly output is its own; a whole attention's are its projections and its
+    fused kernel. Cheap operations are recomputed everywhere.
 
     Args:
         model: Any model that ``find_blocks`` reads.
         ratio: Fraction of blocks in [0, 1]: a number or a text such as ``"1/3"``. It may be left out with
             ``save``, which then applies to all blocks.
-        save: Names of submodules within a block whose costly outputs are kept, by their last components:
-            ``"self_attn"``, ``"o_proj"``, ``"mlp.down_proj"``; or ``"sdpa"`` for the fused attention kernels
-            alone. None recomputes the chosen blocks as a whole.
-        blocks: Instead of a ratio: FQNs of any modules, or positions in ``find_blocks(model)`` (negative
-            ones count from the end).
-        placement: ``"even"`` spreads them, ``"prefix"`` takes the first ones.
-        preserve_rng_state: Whether the recomputation repeats the random numbers of the forward. ``"auto"``
-            does so exactly when the model has any dropout or jitter; without it dropout gives wrong
-            gradients.
-        early_stop: Whether recomputation ends at the last tensor the backward needs; None leaves torch's
-            default (yes). Turn it off where blocks communicate, as experts on several ranks do.
-        offload: Whether what the chosen blocks keep waits in host memory: it is copied out while they run and
-            back ahead of the backward, exactly, by a stream of its own. On a CPU it is there already. Blocks
-            may be compiled each by itself, and not as a whole model.
+        save: Names of submodules within a block whose costly outputs are kept, given by their last
+            components: ``"self_attn"``, ``"o_proj"``, ``"mlp.down_proj"``; or ``"sdpa"`` for the fused
+            attention kernels alone. None recomputes the chosen blocks as a whole.
+        blocks: FQNs of any modules, or positions in ``find_blocks(model)`` (negative ones count from the
+            end), instead of a ratio.
+        placement: ``"even"`` spreads the chosen blocks, ``"prefix"`` takes the first ones.
+        preserve_rng_state: Whether the recomputation repeats the random numbers of the forward, without which
+            dropout gives wrong gradients. ``"auto"`` repeats them exactly if the model has any dropout or
+            jitter.
+        early_stop: Whether recomputation ends at the last tensor that the backward needs; None leaves torch's
+            default (yes). Turn it off if blocks communicate, as experts on several ranks do.
+        offload: Whether the tensors that the chosen blocks keep wait in host memory. They are copied out
+            while blocks run and back ahead of the backward, unchanged, on a stream of their own. On a CPU
+            they are there already. Blocks may be compiled each by itself, but not the model as a whole.
 
     Returns:
         FQNs of the checkpointed blocks, in forward order.
 
     Raises:
         NoBlocksError: If the model has no blocks.
-        TypeError: If ``ratio`` is no number or text.
-        ValueError: If an argument is out of range, a block is unknown or lies in another one, transformers'
-            own checkpointing is on, or compile's memory budget is (torch would ignore it, or else ``save``);
-            with ``save``, if a name matches no submodule of the chosen blocks, a named one has no matrix to
-            multiply by, ``"sdpa"`` cannot be kept, or a part of a block is compiled by itself (torch would
-            see none of its operations).
+        TypeError: If ``ratio`` is neither a number nor a text.
+        ValueError: If an argument is out of range, if a block is unknown or lies in another one, if
+            transformers' own checkpointing is on, or if compile's memory budget is on (torch would ignore
+            it, or ``save``). With ``save``, also if a name matches no submodule of the chosen blocks, if a
+            named one has no matrix to multiply by, if ``"sdpa"`` cannot be kept, or if a part of a block is
+            compiled by itself (torch would see none of its operations).
         UnsupportedModelError: With ``save``, if parts of a block are sharded as groups of their own, as
-            modules kept in float32 are; from the first forward, where the model is sharded later.
-        NotRecomputedError: Later, from the first training forward, if a part of a chosen block runs outside
-            of its checkpoint: the model calls the parts and not the block, or the block's forward was
-            replaced since.
-        HostMemoryError: Later, from the first forward or one with longer rows, with ``offload``: the host has
-            less memory than its ranks would take together.
+            modules kept in float32 are. If the model is sharded later, its first forward raises it.
+        NotRecomputedError: In the first training forward, if a part of a chosen block runs outside of its
+            checkpoint, because the model calls the parts and not the block, or because the block's forward
+            has been replaced.
+        HostMemoryError: With ``offload``, in the first forward or one with longer rows, if the host has less
+            memory than its ranks would take together.
 
-    Memory: Per checkpointed block its inputs stay, what ``save`` keeps, and one block's activations while it
-    is recomputed; of a router also which experts it chose, ``8 * tokens * top_k`` bytes, since a
-    recomputation that chose others would give the gradient of neither. With ``offload`` the inputs of at most
-    two blocks are on the device, and all of them in pinned host memory: of each block ``2 * tokens * hidden``
-    bytes in bfloat16, rounded up to 16 MiB, kept from step to step. What ``save`` keeps waits with them.
+    Memory: Each checkpointed block keeps its inputs and what ``save`` keeps; the activations of one block at
+    a time are recomputed. A block with a router also keeps its choice of experts, ``8 * tokens * top_k``
+    bytes, because a recomputation that chose others would give a wrong gradient. With ``offload`` the inputs
+    of at most two blocks are on the device, and those of all blocks in pinned host memory: for each block
+    ``2 * tokens * hidden`` bytes in bfloat16, rounded up to 16 MiB, which are kept from step to step. What
+    ``save`` keeps waits there too.
 
     Example:
         >>> fs.apply_sac(model, "1/2")
         ['model.layers.0', 'model.layers.2']
-        >>> fs.apply_sac(model, 1, save=["sdpa", "mlp.gate_proj"])  # recomputed but for these
+        >>> fs.apply_sac(model, 1, save=["sdpa", "mlp.gate_proj"])  # recomputed except for these
         ['model.layers.0', 'model.layers.1', 'model.layers.2', 'model.layers.3']
     """
     check_offload(offload)
@@ -125,11 +126,11 @@ def apply_op_sac(
     """Deprecated name of ``apply_sac(model, save=...)``; it goes in 0.3.
 
     Args:
-        model: See ``apply_sac``, as for all that follows.
+        model: Any model that ``find_blocks`` reads; see ``apply_sac`` for all arguments.
         save: Names of submodules whose costly outputs are kept.
         blocks: FQNs or positions; None takes all blocks.
         preserve_rng_state: Whether the recomputation repeats the random numbers of the forward.
-        early_stop: Whether recomputation ends at the last tensor the backward needs.
+        early_stop: Whether recomputation ends at the last tensor that the backward needs.
         offload: Whether inputs and kept outputs wait in host memory.
 
     Returns:
@@ -150,7 +151,16 @@ def apply_op_sac(
 
 
 def remove_sac(model: nn.Module) -> None:
-    """Undo ``apply_sac`` or ``compile_blocks(memory_budget=...)``; nothing to do without them."""
+    """Undo ``apply_sac`` or ``compile_blocks(memory_budget=...)``; a model without either is left as it is.
+
+    Args:
+        model: Model that was given to one of them.
+
+    Example:
+        >>> fs.apply_sac(model, blocks=[0, -1])
+        ['model.layers.0', 'model.layers.3']
+        >>> fs.remove_sac(model)
+    """
     restore(model)
 
 
@@ -161,6 +171,7 @@ def _chosen_blocks(
     placement: Placement,
     save: str | Iterable[str] | None,
 ) -> dict[str, nn.Module]:
+    """FQN to module of the blocks that the arguments of ``apply_sac`` choose."""
     if blocks is not None and ratio is None:
         return named_blocks(model, blocks)
     if blocks is not None or (ratio is None and save is None):
@@ -173,7 +184,7 @@ def _chosen_blocks(
 def checkpoint_options(
     model: nn.Module, preserve_rng_state: bool | Literal["auto"], early_stop: bool | None
 ) -> dict[str, Any]:
-    """Keywords of ``torch.utils.checkpoint.checkpoint``; torch's reentrant form is never used.
+    """Keywords for ``torch.utils.checkpoint.checkpoint``; its reentrant form is never used.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -186,11 +197,11 @@ def checkpoint_options(
 
 
 def named_blocks(model: nn.Module, blocks: Iterable[int | str]) -> dict[str, nn.Module]:
-    """FQN to module of an explicit list, in forward order.
+    """FQN to module of blocks that are listed by FQN or position, in forward order.
 
     Raises:
         TypeError: If an entry is neither an FQN nor a position.
-        ValueError: If one is unknown, cannot be called, or lies in another one.
+        ValueError: If one is unknown, is never called, or lies in another one.
     """
     entries = [blocks] if isinstance(blocks, str) else list(blocks)
     modules = dict(model.named_modules())
@@ -205,13 +216,13 @@ def named_blocks(model: nn.Module, blocks: Iterable[int | str]) -> dict[str, nn.
 
 
 def check_offload(offload: Any) -> None:
-    """Raise ValueError unless it is True or False."""
+    """Raise ValueError unless ``offload`` is True or False."""
     if offload not in (True, False):
         raise ValueError(f"offload must be True or False, got {offload!r}")
 
 
 def refuse_memory_budget(caller: str) -> None:
-    """Raise if compile's memory budget was set by hand: torch ignores it, or else checkpointing's marks."""
+    """Raise if compile's memory budget was set by hand: torch would ignore it, or checkpointing's marks."""
     budget = compile_memory_budget()
     if budget != 1:
         raise ValueError(
@@ -221,6 +232,7 @@ def refuse_memory_budget(caller: str) -> None:
 
 
 def _fqn_of(model: nn.Module, entry: Any, modules: dict[str, nn.Module]) -> str:
+    """The FQN of a block that is given by FQN or position."""
     if isinstance(entry, bool) or not isinstance(entry, (int, str)):
         raise TypeError(f"blocks takes FQNs and positions, got {entry!r}")
     if isinstance(entry, int):

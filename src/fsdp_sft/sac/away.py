@@ -226,6 +226,7 @@ class Away:
             self._here = None
 
     def _look_for_changes(self) -> None:
+        """Note a change in place since the last copy began: every such change raises a tensor's version."""
         self.changed |= self._here is not None and self._here._version != self._version
 
     def _copy(self, tensor: torch.Tensor, *, to_host: bool) -> torch.Event:

@@ -13,7 +13,7 @@ from fsdp_sft.sac.apply import named_blocks
 from fsdp_sft.sac.attach import enter_mode, override, restore
 from fsdp_sft.sac.ratio import Ratio, parse_ratio
 
-# Backends that partition forward and backward under the budget; the others would not look at it.
+# Backends that divide the graph into forward and backward under the budget; others would ignore it.
 _PARTITIONING = ("inductor", "aot_eager", "aot_eager_decomp_partition")
 _MODE = "compile_blocks(memory_budget=...)"
 
@@ -28,15 +28,15 @@ def compile_under_budget(
     fullgraph: bool = False,
     **others: Any,
 ) -> list[str]:
-    """``compile_blocks(memory_budget=...)``; see there.
+    """Compile blocks under a memory budget: ``compile_blocks(memory_budget=...)``.
 
-    Torch would ignore the budget where checkpointing has marked operations, or else the marks, so one
-    excludes the other.
+    It cannot be combined with checkpointing, because torch would ignore the budget or the operations that
+    checkpointing has marked.
 
     Raises:
-        TypeError: If the budget is no number or text, or there are other options: torch would hand ``mode``
-            and ``options`` on to the backend that sets the budget.
-        ValueError: See ``compile_blocks``.
+        TypeError: If the budget is neither a number nor a text, or if there are other options: torch would
+            hand ``mode`` and ``options`` on to the backend that sets the budget.
+        ValueError: If ``compile_blocks`` refuses the arguments or the model.
     """
     if others:
         raise TypeError(
@@ -81,12 +81,12 @@ def compile_with_memory_budget(
     """Deprecated name of ``compile_blocks(model, memory_budget=...)``; it goes in 0.3.
 
     Args:
-        model: See ``compile_blocks``, as for all that follows.
-        budget: ``memory_budget`` there.
+        model: Any model that ``find_blocks`` reads; see ``compile_blocks`` for all arguments.
+        budget: Share of the activations that compiled code keeps, now ``memory_budget``.
         blocks: FQNs or positions; None takes all blocks.
         backend: ``"inductor"``, ``"aot_eager"`` or a function that partitions by AOTAutograd.
-        dynamic: As in ``torch.compile``.
-        fullgraph: As in ``torch.compile``.
+        dynamic: Option of ``torch.compile``.
+        fullgraph: Option of ``torch.compile``.
 
     Returns:
         FQNs of the compiled blocks, in forward order.

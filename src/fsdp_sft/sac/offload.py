@@ -134,6 +134,7 @@ class _CompiledCall:
 
 
 def _before_forward(offload: Offload, names: tuple[str, ...], model: nn.Module, args: Any) -> None:
+    """Put hooks around the calls of compiled blocks that have none."""
     for name in names:  # a block may have been compiled since the last forward
         _surround(offload, model.get_submodule(name))
 
@@ -227,9 +228,11 @@ class _Here:
 
     @property
     def changed(self) -> bool:
+        """Whether the tensor was changed in place since it was saved."""
         return self._tensor._version != self._version
 
     def get(self) -> torch.Tensor:
+        """The tensor."""
         return self._tensor
 
 
@@ -285,6 +288,7 @@ class _Shared:
         self._parameters: set[int] | None = None
 
     def has(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in memory of the arguments, parameters or buffers."""
         if self._parameters is None:
             self._parameters = _storages([*self._block.parameters(), *self._block.buffers()])
         return tensor.untyped_storage().data_ptr() in self._parameters | self._arguments

@@ -1,4 +1,4 @@
-"""Recompute blocks but for the costly operations of named submodules."""
+"""Recompute blocks except for the costly operations of named submodules, whose outputs are kept."""
 
 import functools
 import re
@@ -24,10 +24,10 @@ from fsdp_sft.sac.decisions import Contexts, decides, is_decision, with_decision
 from fsdp_sft.sac.offload import Offload, contexts_offloaded
 from fsdp_sft.sac.proof import check_before_forward
 
-SDPA = "sdpa"  # in ``save``: the fused attention kernels, which run between submodules and have no name
+SDPA = "sdpa"  # name in ``save`` of the fused attention kernels, which lie between submodules
 
-# Matrix products, convolutions and fused attention of torch; whatever a library has registered by itself
-# (grouped experts, scans) is one kernel that is costly too.
+# Costly operations of torch: matrix products, convolutions and fused attention. An operation that a library
+# has registered (grouped experts, scans) counts as costly too; see _is_costly.
 _COSTLY = re.compile(r"aten::_?\w*(mm|attention\w*|convolution\w*)")
 _ATTENTION = re.compile(r".*(attention|attn).*")
 _RECOMPUTE = CheckpointPolicy.PREFER_RECOMPUTE
@@ -35,12 +35,13 @@ _NOT_A_KERNEL = {"aten", "prim", "prims", "c10d", "_c10d_functional", "fsdp"}
 
 
 def check_kept(model: nn.Module, blocks: dict[str, nn.Module], names: tuple[str, ...]) -> None:
-    """Raise unless ``apply_sac(save=names)`` can keep what is named in these blocks.
+    """Raise unless ``apply_sac(save=names)`` can keep what ``names`` stand for in these blocks.
 
-    A ratio of 0 chooses none; a misspelt name is an error nevertheless.
+    If ``blocks`` is empty, as for a ratio of 0, names are looked up in all blocks, so that a misspelt one is
+    an error too.
 
     Raises:
-        ValueError: See ``apply_sac``.
+        ValueError: If a name or the model does not allow it; ``apply_sac`` lists the reasons.
         UnsupportedModelError: If parts of a block are sharded as groups of their own.
     """
     _kept_modules(blocks or find_blocks(model), names)
@@ -51,7 +52,7 @@ def check_kept(model: nn.Module, blocks: dict[str, nn.Module], names: tuple[str,
 
 
 def check_groups_before_forward(model: nn.Module, blocks: dict[str, nn.Module]) -> None:
-    """Look once more, when the next forward begins, whether blocks have groups of their own inside."""
+    """Refuse blocks with FSDP2 groups inside once more when the next forward begins."""
     check_before_forward(model, _refuse_inner_groups, blocks)
 
 
@@ -61,7 +62,7 @@ def checkpoint_keeping(
     options: dict[str, Any],
     leaves: Offload | None,
 ) -> Callable[..., Any]:
-    """``torch.utils.checkpoint.checkpoint`` that keeps the costly outputs of the named submodules."""
+    """A ``torch.utils.checkpoint.checkpoint`` that keeps the costly outputs of the named submodules."""
     inside = _Inside(options["preserve_rng_state"])
     for module in _kept_modules(blocks, names):
         plain = module.__dict__.get("forward")
@@ -77,7 +78,10 @@ def checkpoint_keeping(
 
 
 class _Inside:
-    """How many of the named modules the forward is in at present."""
+    """Number of named submodules that the eager forward is in now.
+
+    ``is_random`` says whether random numbers of the forward are repeated in the recomputation.
+    """
 
     def __init__(self, is_random: bool) -> None:
         self.depth = 0
@@ -85,8 +89,9 @@ class _Inside:
 
 
 def _forward_inside(self: nn.Module, inside: _Inside, plain: Any, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a named submodule, which counts that it is running."""
     forward = plain if plain is not None else functools.partial(type(self).forward, self)
-    if torch.compiler.is_compiling():  # compiled code is known by modules_being_traced
+    if torch.compiler.is_compiling():  # there modules_being_traced tells where an operation lies
         return forward(*args, **kwargs)
     inside.depth += 1
     try:
@@ -98,34 +103,40 @@ def _forward_inside(self: nn.Module, inside: _Inside, plain: Any, *args: Any, **
 def _policy(
     inside: _Inside, names: tuple[str, ...], context: Any, op: Any, *args: Any, **kwargs: Any
 ) -> CheckpointPolicy:
+    """Whether torch's selective checkpointing saves the output of an operation or recomputes it."""
     is_kept = SDPA in names and _ATTENTION.fullmatch(op.name()) is not None
     if not is_kept and _is_costly(op):
         is_kept = inside.depth > 0 or any(_ends_with(path, names) for path in modules_being_traced())
-    if is_decision(op, args):  # in eager mode values that are changed in place cannot be kept, see contexts
+    # In eager mode a decision cannot be saved, because models change its values in place; with_decisions
+    # keeps the indices there. Compiled code has no changes in place.
+    if is_decision(op, args):
         return CheckpointPolicy.MUST_SAVE if torch.compiler.is_compiling() else _RECOMPUTE
-    # A kernel that draws random numbers has to draw them again, or those after it would differ.
+    # A kernel that draws random numbers has to run again, or later ones would draw other numbers.
     if is_kept and not (inside.is_random and draws_random_numbers_now(op, args, kwargs)):
         return CheckpointPolicy.MUST_SAVE
     return _RECOMPUTE
 
 
 def _contexts_with_decisions(contexts: Callable[[], Contexts]) -> Contexts:
+    """The contexts of a selective checkpoint, which in eager mode keep decisions too."""
     made = contexts()
     return made if torch.compiler.is_compiling() else with_decisions(made)
 
 
 def _is_costly(op: Any) -> bool:
+    """Whether an operation is costly: one of torch's in ``_COSTLY``, or a library's that changes no input."""
     if op.namespace in _NOT_A_KERNEL:
         return _COSTLY.fullmatch(op.name()) is not None
     return not changes_its_inputs(op)
 
 
 def _ends_with(path: str, names: tuple[str, ...]) -> bool:
+    """Whether the last components of a module's path are one of ``names``."""
     return any(path == name or path.endswith(f".{name}") for name in names)
 
 
 def _kept_modules(blocks: dict[str, nn.Module], names: tuple[str, ...]) -> list[nn.Module]:
-    """The submodules that ``names`` mean, each once."""
+    """The submodules that ``names`` stand for, each once."""
     if not names or not all(isinstance(name, str) and name for name in names):
         raise ValueError(
             f"save takes names of submodules such as 'o_proj', got {names!r}; leave it out to keep nothing"
@@ -162,10 +173,12 @@ def _nameable(blocks: dict[str, nn.Module], most: int = 16) -> list[str]:
 
 
 def _has_matrix(module: nn.Module) -> bool:
+    """Whether a module has a parameter of two or more dimensions."""
     return any(parameter.ndim > 1 for parameter in module.parameters())
 
 
 def _check_sdpa(model: nn.Module) -> None:
+    """Raise if the model's attention has no fused kernel whose output could be kept."""
     implementation = attention_of(model)
     if implementation == "eager":
         raise ValueError(
@@ -181,11 +194,12 @@ def _check_sdpa(model: nn.Module) -> None:
 
 
 def _refuse_inner_groups(model: nn.Module, blocks: dict[str, nn.Module]) -> None:
+    """Refuse blocks with FSDP2 groups inside of them."""
     for fqn, block in blocks.items():
         inner = [name for name, module in block.named_modules() if name and isinstance(module, FSDPModule)]
         if inner:
-            # torch tells operations apart by how many of a kind there were, and a recomputation may find the
-            # group gathered already.
+            # Selective checkpointing matches operations by counting those of each kind. Gathering a group
+            # adds some, but not in a recomputation that finds it gathered already.
             raise UnsupportedModelError(
                 f"{abridged(f'{fqn}.{name}' for name in inner)} is sharded as a group of its own (a module "
                 "kept in float32, say), and save= cannot tell what gathers it from what the block computes; "
@@ -194,10 +208,11 @@ def _refuse_inner_groups(model: nn.Module, blocks: dict[str, nn.Module]) -> None
 
 
 def _refuse_compiled_parts(blocks: dict[str, nn.Module]) -> None:
+    """Refuse code that is compiled inside of a checkpoint, whose operations torch would not see."""
     for fqn, block in blocks.items():
         for name, module in block.named_modules():
-            # block.compile() is fine, for it compiles what surrounds the checkpoint; torch.compile(block) is
-            # inside of it, as a part with a compile() of its own is.
+            # block.compile() compiles the block together with its checkpoint, which works.
+            # torch.compile(block) and part.compile() compile code inside of the checkpoint.
             if is_compiled(module) and (name or hasattr(module, "_orig_mod")):
                 where = f"{fqn}.{name}" if name else fqn
                 raise ValueError(

@@ -22,6 +22,7 @@ class _Running:
         self.count = 0
 
     def add(self, number: int) -> None:
+        """Change the count by ``number``."""
         with self.lock:
             self.count += number
 
@@ -38,10 +39,12 @@ class _Proof:
         self.handles: list[Any] = []
 
     def watch(self, part: nn.Module, name: str) -> None:
+        """Put a hook on a part."""
         hook = functools.partial(_before_part, self, name)
         self.handles.append(part.register_forward_pre_hook(hook))
 
     def end(self) -> None:
+        """Remove all hooks."""
         while self.handles:
             self.handles.pop().remove()
 
@@ -63,6 +66,7 @@ def drop_check(model: nn.Module) -> None:
 
 
 def _check_once(check: Callable[..., None], names: tuple[str, ...], model: nn.Module, args: Any) -> None:
+    """Hook before the model's forward: runs the check and removes itself."""
     if torch.compiler.is_compiling():
         return
     check(model, {name: model.get_submodule(name) for name in names})
@@ -103,6 +107,7 @@ def checkpoint_seen(
 
 
 def _run_inside(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``function(*args, **kwargs)``, counted as a running checkpoint."""
     if torch.compiler.is_compiling():
         return function(*args, **kwargs)
     _RUNNING.add(1)

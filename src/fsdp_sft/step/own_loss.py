@@ -21,7 +21,7 @@ LossFn = Callable[[nn.Module, Any], torch.Tensor]
 
 @dataclass(frozen=True)
 class Objective:
-    """How the loss of a batch is computed; the fields are arguments of ``train_step``.
+    """Definition of the loss of a batch; the fields are arguments of ``train_step``.
 
     Attributes:
         impl: Implementation of the loss, the argument ``loss_impl``.

@@ -88,6 +88,7 @@ def _code_of(function: Any) -> Any:
 
 
 def _within(value: float, bounds: tuple[float, float]) -> bool:
+    """Whether a value lies within bounds; False for nan."""
     return bounds[0] <= value <= bounds[1]
 
 

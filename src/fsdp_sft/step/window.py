@@ -57,7 +57,7 @@ class Window:
         differences: Labels that differ from the ids at their places, on all ranks; zeros if not compared.
         stale: Whether any rank has to choose the implementation of its loss anew.
         on_host: This rank's micro-batches, the tensors that are checked in host memory.
-        parts: What this rank computes of each: its part of the rows under context parallelism, else all.
+        parts: This rank's part of each micro-batch under context parallelism; without, the whole ones.
     """
 
     targets: int
