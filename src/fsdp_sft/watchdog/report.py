@@ -1,4 +1,4 @@
-"""A finding in words: the ranks that stand out first, then what all the others do."""
+"""A finding in words: first the ranks that stand out, then what all other ranks do."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -14,13 +14,13 @@ _NOT_RUNNING = {
 
 
 class Report:
-    """Writes about all watched ranks at one moment.
+    """Describes all watched ranks at one moment.
 
     Args:
-        beats: The latest of each rank.
-        stamps: When each was heard of.
-        states: What is known of processes that do not run: ``"dead"`` or ``"stopped"``.
-        now: The time on the clock of ``stamps``.
+        beats: The latest beat of each rank.
+        stamps: Moments at which each rank was last heard of and moved.
+        states: State of each process that does not run: ``"dead"`` or ``"stopped"``.
+        now: Present time on the clock of ``stamps``.
         timeout: Seconds without a beat after which a rank is called silent.
     """
 
@@ -36,7 +36,8 @@ class Report:
         self.beats, self.stamps, self.states = beats, stamps, states
         self.now, self.timeout = now, timeout
         self.shapes = differing_shapes(beats)
-        # The last beat of a rank that does not run may be older than its last step.
+        # The last beat of a rank that does not run may be older than its last step, so it does not count
+        # here.
         runs = [b for r, b in beats.items() if not (b.state == RUNNING and self._is_silent(r))]
         steps = Counter(b.step for b in runs if b.step is not None)
         self.usual = steps.most_common(1)[0][0] if steps else None
@@ -47,7 +48,7 @@ class Report:
         self.spread = sorted(steps)
 
     def text(self, finding: Finding) -> str:
-        """Several lines: what was found, then a line for each rank or group of ranks that are alike."""
+        """Several lines: the finding, one for each rank that stands out, and one for each group of others."""
         odd = {rank: self.oddity(rank) for rank in self.stamps}
         lines = [self.heading(finding)]
         order = sorted((r for r in odd if odd[r]), key=lambda r: (not self._is_silent(r), r))
@@ -62,7 +63,7 @@ class Report:
         return "\n".join(lines)
 
     def heading(self, finding: Finding) -> str:
-        """What was found, in one line."""
+        """The finding in one line."""
         who = _ranks(list(finding.ranks))
         says: dict[str, Callable[[], str]] = {
             "dead": lambda: f"{who} died",
@@ -74,7 +75,7 @@ class Report:
         return says[finding.kind]()
 
     def oddity(self, rank: int) -> str:
-        """What sets a rank apart from a rank that runs and waits for others; "" if nothing does."""
+        """What distinguishes a rank from one that runs and waits for others; "" if nothing does."""
         beat = self.beats.get(rank)
         if beat is None:
             return "has not entered its watchdog"
@@ -119,7 +120,8 @@ class Report:
     def _out_of_step(self, beat: Beat) -> str:
         if beat.step is None or self.usual is None or len(self.spread) < 2:
             return ""
-        # Without a majority, whoever is not in the last step is behind the others, and they are ahead of it.
+        # Without a majority, ranks in the last step are compared with the first of the steps, and others with
+        # the last: two ranks that are a step apart are "ahead" and "behind".
         reference = self.usual if not self.is_tie else _other_end(self.spread, beat.step)
         ahead = beat.step - reference
         if ahead == 0:
@@ -127,7 +129,8 @@ class Report:
         return f"is {abs(ahead)} step{'s' * (abs(ahead) > 1)} {'ahead' if ahead > 0 else 'behind'}"
 
     def _not_waiting(self, beat: Beat) -> str:
-        # Those that wait for it may be overdue a little before it is itself.
+        # The ranks that wait for this one may become overdue a little before this one does, hence half a
+        # limit.
         late = self.now - self.stamps[beat.rank].counts > beat.limit / 2
         others = any(b.collective for r, b in self.beats.items() if r != beat.rank)
         return "hangs outside of a collective" if late and others and not beat.collective else ""
@@ -137,7 +140,7 @@ class Report:
 
 
 def ranges(ranks: list[int]) -> str:
-    """Sorted ranks in few words: ``"0-2, 5"``."""
+    """Sorted ranks in short: ``"0-2, 5"``."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:
