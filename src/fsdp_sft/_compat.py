@@ -1055,6 +1055,7 @@ def experts_to_share_out(model: nn.Module) -> dict[str, int]:
 
 
 def _stack_length(experts: nn.Module) -> int:
+    """Number of experts in a module: the length of its first own parameter; 0 without one."""
     return next((len(parameter) for parameter in experts.parameters(recurse=False)), 0)
 
 

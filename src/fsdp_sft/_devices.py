@@ -97,6 +97,7 @@ def reset_peak_of(device: torch.device) -> bool:
 
 
 def _index_of(device: torch.device) -> int:
+    """Index of one of this process's accelerators."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or accelerator.type != device.type:
         here = "no accelerator" if accelerator is None else accelerator.type
@@ -113,6 +114,7 @@ def _allocator_stats(index: int) -> dict[str, Any]:
 
 
 def _total_memory(index: int, module: Any) -> int | None:
+    """The whole memory of a device in bytes; None if torch does not know it."""
     ask: Any = getattr(torch.accelerator, "get_memory_info", None)
     try:
         if ask is not None:

@@ -48,6 +48,7 @@ def detect_launch() -> Launch:
 
 
 def _torchrun_launch() -> Launch:
+    """What torchrun's variables say, or those of a launcher that sets the same."""
     missing = [name for name in _TORCHRUN_VARIABLES if not os.environ.get(name)]
     if missing:
         present = [name for name in (*_TORCHRUN_VARIABLES, "LOCAL_RANK") if os.environ.get(name)]
@@ -109,10 +110,12 @@ def _restarts() -> int:
 
 
 def _several_agents() -> bool:
+    """Whether several torchrun agents run this job."""
     return os.environ.get("GROUP_WORLD_SIZE", "1") != "1"
 
 
 def _shares_agent_store() -> bool:
+    """Whether the workers meet over a store in torchrun's agent."""
     return (
         os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         and os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0") != "1"
@@ -120,6 +123,7 @@ def _shares_agent_store() -> bool:
 
 
 def _restart_hint() -> str:
+    """A warning if a restart over several nodes would meet old addresses in the store."""
     may_restart = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
     if not (may_restart and _several_agents() and _shares_agent_store()):
         return ""
@@ -130,6 +134,7 @@ def _restart_hint() -> str:
 
 
 def _submitit_launch() -> Launch:
+    """What the variables of submitit's local executor say."""
     missing = [name for name in _SUBMITIT_VARIABLES if name not in os.environ]
     if missing:
         raise ValueError(f"SUBMITIT_EXECUTOR=local is set but {', '.join(missing)} not")

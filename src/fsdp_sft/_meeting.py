@@ -70,6 +70,7 @@ def connect_neighbours(group: dist.ProcessGroup | None) -> None:
 
 
 def _is_store_in_rank_0(launch: Launch) -> bool:
+    """Whether the store lives in rank 0, and not in this process alone or in torchrun's agent."""
     return launch.init_method is not None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 

@@ -49,6 +49,7 @@ def process_state(process: ProcessId) -> str:
 
 @cache
 def _machine() -> str:
+    """Id of the machine's boot, and the namespace of process numbers."""
     return (
         Path("/proc/sys/kernel/random/boot_id").read_text().strip() + " " + os.readlink("/proc/self/ns/pid")
     )

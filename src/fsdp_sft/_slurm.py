@@ -175,6 +175,7 @@ def _first_host(nodes: str) -> str:
 
 
 def _port() -> int:
+    """The port at which the ranks of this step meet."""
     # The port depends on job and step, so that ranks of neighbouring jobs on shared nodes do not meet.
     job = env_int("SLURM_JOB_ID") if "SLURM_JOB_ID" in os.environ else 0
     step = env_int("SLURM_STEP_ID")

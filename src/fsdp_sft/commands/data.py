@@ -83,6 +83,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _inspect(args: argparse.Namespace) -> int:
+    """Read the rows, encode them as training would, and print what was found."""
     for name in ("max_length", "limit"):
         value = getattr(args, name)
         if value is not None and value < 1:
@@ -119,6 +120,7 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _cut(chat: EncodedChat, max_length: int | None) -> EncodedChat:
+    """The chat as the collator would cut it."""
     if max_length is None or len(chat.input_ids) <= max_length:
         return chat
     return EncodedChat(input_ids=chat.input_ids[:max_length], labels=chat.labels[:max_length])
@@ -150,6 +152,7 @@ def _read(path: Path) -> Iterator[Any]:
 def _report(
     rows: int, counts: Any, whole: list[EncodedChat], chats: list[EncodedChat], max_length: int | None
 ) -> DataReport:
+    """The numbers of the report."""
     lengths = sorted(len(chat.input_ids) for chat in chats)
     tokens = sum(lengths)
     packs = pack_lengths(lengths, max_length) if max_length else []
@@ -171,6 +174,7 @@ def _report(
 
 
 def _text(args: argparse.Namespace, report: DataReport, chats: list[EncodedChat]) -> Iterator[str]:
+    """The report as lines of text."""
     kept = report.counts["kept"]
     yield f"{args.path}: {report.rows:,} rows, {kept:,} of them would be trained"
     for reason, texts in report.examples.items():

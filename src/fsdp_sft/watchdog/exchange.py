@@ -127,6 +127,7 @@ class Exchange:
         self._thread.join(seconds)
 
     def _run(self) -> None:
+        """The thread: exchange once per interval, and post news in between."""
         due = 0.0
         while not (self._closing and self.answered >= self._closed_at):
             self._wake.wait(max(due - time.monotonic(), 0.0))
@@ -148,6 +149,7 @@ class Exchange:
             time.sleep(_SHORTEST_PAUSE)
 
     def _post(self, full: bool) -> None:
+        """Post this rank's pulse, and its beat if that has something new or the exchange is ``full``."""
         if self._store is None:
             self._store = self._given.clone()
             self._store.set_timeout(self._timeout)
@@ -168,6 +170,7 @@ class Exchange:
         self._store.set(self._key("pulse", self._rank), pulse)
 
     def _fetch(self) -> None:
+        """Fetch pulses, new beats, the verdict, and what has been asked about ranks that failed or left."""
         self._find_new()
         ranks = sorted(self._present)
         pulses = dict(zip(ranks, map(_PULSE.unpack, self._values("pulse", ranks)), strict=True))
@@ -203,6 +206,7 @@ class Exchange:
             self._decided.set()
 
     def _find_new(self) -> None:
+        """Find watched ranks that have posted their first beat."""
         # One question finds out whether all missing ranks are there. They are asked for one by one only if
         # they are few, or at every fourth look: at the start of a large job most are missing.
         self._looks += 1

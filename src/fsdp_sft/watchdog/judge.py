@@ -113,6 +113,7 @@ class Judge:
         return next((finding for finding in found if finding.ranks), None)
 
     def _take_in(self, beats: Mapping[int, Beat], now: float, states: Mapping[int, str]) -> None:
+        """Note when each rank was heard of and when it moved, and from when its limit counts."""
         for rank, beat in beats.items():
             stamps, known = self.stamps[rank], self._known.get(rank)
             if known is None or known.number != beat.number:

@@ -104,20 +104,24 @@ class Report:
         return f"{step}, phase {beat.phase}{shape}{waits}{f', at {beat.where}' if beat.where else ''}"
 
     def _is_silent(self, rank: int) -> bool:
+        """Whether a rank does not run or has not been heard of for the time-out."""
         unheard = self.now - self.stamps[rank].heard > self.timeout
         return rank in self.states or rank not in self.beats or unheard
 
     def _at(self, rank: int) -> str:
+        """Step, phase and place of a rank that stands out, and for how long."""
         if rank not in self.beats:
             return ""
         age = self.now - self.stamps[rank].moved
         return f": {self.doing(rank)}, for {age:.0f} s"
 
     def _whose(self, rank: int) -> str:
+        """Host and process of a rank."""
         beat = self.beats.get(rank)
         return f" (host {beat.host}, process {beat.process.pid})" if beat else ""
 
     def _out_of_step(self, beat: Beat) -> str:
+        """Words for how many steps a rank is ahead of the others or behind them; "" if it is neither."""
         if beat.step is None or self.usual is None or len(self.spread) < 2:
             return ""
         # Without a majority, ranks in the last step are compared with the first of the steps, and others with
@@ -129,6 +133,7 @@ class Report:
         return f"is {abs(ahead)} step{'s' * (abs(ahead) > 1)} {'ahead' if ahead > 0 else 'behind'}"
 
     def _not_waiting(self, beat: Beat) -> str:
+        """Words for a rank that is overdue outside of a collective while others wait in one; or ""."""
         # The ranks that wait for this one may become overdue a little before this one does, hence half a
         # limit.
         late = self.now - self.stamps[beat.rank].counts > beat.limit / 2
@@ -136,6 +141,7 @@ class Report:
         return "hangs outside of a collective" if late and others and not beat.collective else ""
 
     def _limit(self, finding: Finding) -> float:
+        """Limit of the finding's ranks, in seconds."""
         return min(self.beats[rank].limit for rank in finding.ranks)
 
 

@@ -193,6 +193,7 @@ class Watchdog:
             yield
 
     def _moved(self) -> None:
+        """Count progress, and publish step, phase and limit."""
         phase, limit = self._phases[-1]
         # One assignment, so that other threads see either the old state or the new one.
         self._state = {"progress": next(self._progress), "step": self._step, "phase": phase, "limit": limit}
@@ -200,6 +201,7 @@ class Watchdog:
             self._exchange.poke()
 
     def _beat(self) -> Beat:
+        """This rank's beat at this moment."""
         where, collective = place_of_main_thread()
         return Beat(
             rank=self._rank,
@@ -246,6 +248,7 @@ class Watchdog:
         )
 
     def _watch(self) -> None:
+        """The thread: look at the ranks once per interval, until the loop has ended or there is a verdict."""
         ticked = time.monotonic()
         while not self._left.wait(self.interval):
             now = time.monotonic()
@@ -286,6 +289,7 @@ class Watchdog:
         return {**told, **self._saw}
 
     def _text(self, finding: Finding, beats: dict[int, Beat], states: dict[int, str], now: float) -> str:
+        """The report about a finding, with a word on the store if that does not answer."""
         assert self._judge is not None
         report = Report(beats, self._judge.stamps, states, now=now, timeout=self.timeout)
         text = report.text(finding)
@@ -300,6 +304,7 @@ class Watchdog:
         return text
 
     def _end(self, verdict: str) -> None:
+        """Write the report and the stack of the main thread, and end the process."""
         own = f"rank {self._rank} of {self._world_size} on {self._host}"
         frames = sys._current_frames().get(threading.main_thread().ident or 0)
         stack = "".join(traceback.format_stack(frames)) if frames is not None else ""
@@ -315,6 +320,7 @@ class Watchdog:
         os._exit(STALL_EXIT_CODE)
 
     def _wait_for_the_others(self) -> None:
+        """Wait at the end of the block until all ranks have left the loop."""
         if self._exchange is None:
             return
         self._exchange.leave()
