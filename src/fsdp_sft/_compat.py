@@ -1,4 +1,9 @@
-"""Every private name of torch and transformers that the library touches, each with its reason."""
+"""Every private name of torch, transformers and datasets that the library touches, each with its reason.
+
+A private name may change in any release. So each function here says which name it uses and why no public name
+would do, and tests on the lowest and the newest versions (``make test-floor``, ``make test-latest``) find out
+when that changes.
+"""
 
 import functools
 import inspect
@@ -12,24 +17,24 @@ from typing import Any
 import torch
 from torch import nn
 
-# The documented base class of modes that see every operation; only its module's name has an underscore.
+# The documented base class of modes that see every operation; only the name of its module is private.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 
 def apply_to_tensors(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Replace every parameter and buffer below ``module`` by ``function`` of it.
 
-    ``nn.Module._apply`` is what ``.to()`` runs on; there is no public form that takes a function. FSDP2
-    overrides it to take up the new shards, which makes it the supported way to change a shard's dtype.
+    ``nn.Module._apply`` is what ``.to()`` calls, and no public method takes a function. FSDP2 overrides it to
+    take over the new shards, which makes it the supported way to change the dtype of shards.
     """
     module._apply(function)
 
 
 def keep_in_float32_patterns(model: nn.Module) -> tuple[set[str], set[str]]:
-    """Name patterns that transformers keeps in float32: under float16 only, and under bfloat16 too.
+    """Patterns of names that transformers keeps in float32: (under float16 only, under bfloat16 as well).
 
-    ``_keep_in_fp32_modules`` and ``_keep_in_fp32_modules_strict`` are class attributes with no public
-    reader; see ``PreTrainedModel`` in transformers' ``modeling_utils.py``.
+    ``_keep_in_fp32_modules`` and ``_keep_in_fp32_modules_strict`` are class attributes that no public
+    function reads; see ``PreTrainedModel`` in transformers' ``modeling_utils.py``.
     """
 
     def collected(attribute: str) -> set[str]:
@@ -44,21 +49,23 @@ def keep_in_float32_patterns(model: nn.Module) -> tuple[set[str], set[str]]:
 
 @contextmanager
 def careful_gloo() -> Iterator[None]:
-    """Around the making of gloo groups: ranks connect when they first talk, and one thread does the work.
+    """Within the block, gloo groups are made whose ranks connect when they first talk, with one thread each.
 
-    Without it each rank of each group connects to every other at once. Only this variable of the
-    environment says so: ``lazy_init`` of a device alone changes nothing (torch 2.13).
+    Connections: otherwise each rank of each group connects to every other rank at once. Only the environment
+    variable ``TORCH_GLOO_LAZY_INIT`` changes that; ``lazy_init`` of a device alone has no effect (torch
+    2.13).
 
-    Of gloo's two threads each assigns the name of what it has done to one string without a lock
-    (``lastCompletedWorkName`` in ``ProcessGroupGloo::runLoop``): a name too long to lie in the string itself,
-    such as that of DTensor's all-gather, is then freed twice now and then, and the process dies somewhere
-    else. The number of threads is an option of the class, which ``new_group`` does not hand on.
+    One thread: each of gloo's two threads assigns the name of the work it has done to the same string,
+    without a lock (``lastCompletedWorkName`` in ``ProcessGroupGloo::runLoop``). A name that is too long to be
+    stored inside the string object, such as that of DTensor's all-gather, is then sometimes freed twice, and
+    the process dies later at another place. The number of threads is an option of the private class
+    ``ProcessGroupGloo._Options``, and ``new_group`` does not pass options on.
     """
     import torch.distributed.distributed_c10d as c10d
 
-    original = getattr(c10d, "ProcessGroupGloo", None)  # a build of torch may have none
+    original = getattr(c10d, "ProcessGroupGloo", None)  # None in a build of torch without gloo
     is_chosen = _LAZY_GLOO in os.environ
-    if original is not None and original.__name__ != "OneThread":  # as within another such block
+    if original is not None and original.__name__ != "OneThread":  # it is OneThread inside another such block
         c10d.ProcessGroupGloo = _one_thread(original)  # type: ignore[misc]
     if not is_chosen:
         os.environ[_LAZY_GLOO] = "1"
@@ -102,17 +109,17 @@ def render_chat(
 ) -> tuple[str, list[tuple[int, int]]]:
     """Render one conversation in transformers' sandbox.
 
-    ``render_jinja_template`` is what ``apply_chat_template`` calls, but only the former hands out the
-    character spans of ``{% generation %}`` blocks.
+    ``apply_chat_template`` calls ``render_jinja_template``; only the latter returns the character spans of
+    ``{% generation %}`` blocks.
 
     Returns:
         (text, character spans of the generation blocks; empty for a template without them).
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    # Asking for spans of a template without the tag logs a warning.
+    # A template without the tag is not asked for spans, since transformers would log a warning.
     tagged = _has_generation_tag(template)
-    render: Any = render_jinja_template  # its annotation says that a str comes back; a pair does, up to 5.23
+    render: Any = render_jinja_template  # annotated as returning a str; returns a pair, at least up to 5.23
     texts, spans = render(
         [messages],
         tools=tools,
@@ -130,11 +137,12 @@ def _has_generation_tag(template: str) -> bool:
 
 
 def backend_that_encodes(tokenizer: Any) -> Any | None:
-    """The ``tokenizers.Tokenizer`` whose ``encode_batch_fast`` gives the ids that calling ``tokenizer`` does.
+    """The ``tokenizers.Tokenizer`` whose ``encode_batch_fast`` gives the same ids as calling ``tokenizer``.
 
-    None if the class has a way of its own, or if the backend must first be told not to pad, cut or split,
-    which a call does. Only the backend tokenises without offsets, and whether a class encodes by itself
-    shows in the private ``_encode_plus`` alone.
+    None if the tokenizer's class encodes in its own way, or if the backend is set up to pad, to truncate or
+    to split special tokens differently, which a call would change first. Only the backend tokenises without
+    offsets. Whether a class encodes in its own way shows only in whether it overrides ``__call__`` or the
+    private ``_encode_plus``.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -160,12 +168,16 @@ def revert_weight_conversion(
 ) -> dict[str, torch.Tensor]:
     """Names and tensors as a checkpoint on the Hub has them, from those that the model has.
 
-    ``save_pretrained`` does this between gathering and writing, and offers no way to do it for a part of
-    the model. Returns ``state_dict`` itself if the architecture has no conversions.
+    ``save_pretrained`` does this between gathering and writing, and offers no public way to do it for a part
+    of the model.
 
     Args:
-        model: An unsharded model: conversions are looked up by its class, which FSDP2 replaces.
-        state_dict: Model names to tensors, which may be on the meta device.
+        model: Unsharded model; transformers looks conversions up by its class, which FSDP2 replaces.
+        state_dict: Tensors by their names in the model; they may be on the meta device.
+
+    Returns:
+        Tensors by their names in the checkpoint; ``state_dict`` itself if the architecture has no
+        conversions.
     """
     from transformers.core_model_loading import revert_weight_conversion as revert
 
@@ -174,9 +186,9 @@ def revert_weight_conversion(
 
 
 def copy_weight_conversions(source: nn.Module, target: nn.Module) -> None:
-    """Let ``target`` be saved in the format that ``source`` was loaded from.
+    """Have ``target`` saved in the format that ``source`` was loaded from.
 
-    ``from_pretrained`` leaves what it converted in ``_weight_conversions``, which only saving reads.
+    ``from_pretrained`` keeps the conversions it used in ``_weight_conversions``, and only saving reads them.
     """
     conversions = getattr(source, "_weight_conversions", None)
     if conversions is not None:
@@ -186,8 +198,8 @@ def copy_weight_conversions(source: nn.Module, target: nn.Module) -> None:
 def names_left_out_on_save(model: nn.Module) -> tuple[set[str], set[str]]:
     """(names that ``save_pretrained`` never writes, patterns of tied names that it leaves out).
 
-    ``_keys_to_ignore_on_save`` and ``_tied_weights_keys`` are class attributes with no public reader; see
-    ``remove_tied_weights_from_state_dict`` in transformers' ``modeling_utils.py``.
+    ``_keys_to_ignore_on_save`` and ``_tied_weights_keys`` are class attributes that no public function reads;
+    see ``remove_tied_weights_from_state_dict`` in transformers' ``modeling_utils.py``.
     """
     ignored: Any = getattr(model, "_keys_to_ignore_on_save", None) or ()
     tied: set[str] = set()
@@ -201,10 +213,10 @@ def names_left_out_on_save(model: nn.Module) -> tuple[set[str], set[str]]:
 
 
 def original_class(model: nn.Module) -> type[nn.Module]:
-    """The class that a model had before ``fully_shard`` replaced it by a subclass of its own making.
+    """The class that a model had before ``fully_shard`` put a subclass, made on the spot, in its place.
 
-    transformers looks conversions up by class name and tells its own code by ``__module__``; FSDP2's
-    dynamic class answers neither as the original does.
+    transformers looks conversions up by the name of the class, and recognises its own code by ``__module__``;
+    FSDP2's class has another name and another module.
     """
     from torch.distributed.fsdp import FSDPModule
 
@@ -214,11 +226,12 @@ def original_class(model: nn.Module) -> type[nn.Module]:
 
 
 def build_like_from_pretrained(cls: Any, config: Any, dtype: torch.dtype) -> Any:
-    """A model on the meta device with untied weights: what ``from_pretrained`` builds before it reads.
+    """A model on the meta device with untied weights, as ``from_pretrained`` builds it before it reads.
 
-    ``get_init_context`` is the classmethod that decides the context of the build, ``patch_output_recorders``
-    and ``_get_dtype_plan`` the two steps after it. Parameters that the class keeps in float32 under
-    ``dtype`` are float32. ``config`` is changed: it takes ``dtype``, and the model refers to it.
+    No public function stops there. ``get_init_context`` is the classmethod that makes the context of the
+    build; ``patch_output_recorders`` and ``_get_dtype_plan`` are the two steps after it. Parameters that the
+    class keeps in float32 under ``dtype`` are float32. ``config`` is changed: it gets ``dtype``, and the
+    model refers to it.
     """
     from transformers.monkey_patching import patch_output_recorders
     from transformers.utils.generic import ContextManagers
@@ -241,36 +254,36 @@ def build_like_from_pretrained(cls: Any, config: Any, dtype: torch.dtype) -> Any
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Target name to source name of each tie that the model's config asks for.
+    """The ties that the model's config asks for, from target name to source name.
 
-    ``all_tied_weights_keys`` is what transformers itself ties by; models from elsewhere lack it.
+    ``all_tied_weights_keys`` is what transformers itself ties by; models from elsewhere do not have it.
     """
     return dict(getattr(model, "all_tied_weights_keys", None) or {})
 
 
 def drop_tie(model: nn.Module, target: str) -> None:
-    """Forget one tie, as ``tie_weights`` does when a checkpoint holds two different tensors for it."""
+    """Forget one tie, as ``tie_weights`` does if a checkpoint has two different tensors for it."""
     model.all_tied_weights_keys.pop(target, None)  # type: ignore[operator,union-attr]
 
 
 def tie_by_names(model: nn.Module) -> None:
-    """Tie what ``tied_names`` lists, without asking the config again (``tie_weights`` alone would)."""
+    """Tie what ``tied_names`` lists; without the argument ``tie_weights`` would ask the config anew."""
     model.tie_weights(recompute_mapping=False)  # type: ignore[operator]
 
 
 def match_checkpoint_keys(
     twin: nn.Module, keys: list[str], conversions: list[Any]
 ) -> tuple[dict[str, tuple[Any, dict[str, list[str]]]], dict[str, str]]:
-    """Which checkpoint keys make which targets: the first half of transformers' loading, without tensors.
+    """Match checkpoint keys with tensors of the model: the first half of transformers' loading.
 
-    The private loop is ``convert_and_load_state_dict_in_model``; it cannot be called for its matching
-    alone. Order matters: keys are visited in transformers' natural order, which is the order in which
-    experts are stacked.
+    transformers does this in the loop of ``convert_and_load_state_dict_in_model``, which cannot be called for
+    the matching alone. The order matters: keys are visited in transformers' natural order, which is the order
+    in which experts are stacked.
 
     Args:
-        twin: The model, unsharded, on the meta device and untied.
+        twin: Unsharded copy of the model on the meta device, untied.
         keys: Names in the checkpoint.
-        conversions: From ``weight_conversions``; those that match are marked as used.
+        conversions: The list of ``weight_conversions``; conversions that match are marked as used.
 
     Returns:
         ({first target: (WeightConverter or None for a renaming, {source pattern: keys})},
@@ -305,10 +318,11 @@ def match_checkpoint_keys(
 
 
 def weight_conversions(twin: nn.Module) -> list[Any]:
-    """Transformers' renames and conversions for a model's class and its sub-models (a fresh copy).
+    """The renamings and conversions that transformers has for a model's class and its sub-models; a new list.
 
-    The first call makes the table of all architectures, 1,044 entries that compile a pattern each: a quarter
-    of a second, and a model needs some ten of them. They are compiled when they are used.
+    ``get_model_conversion_mapping`` is what loading calls; there is no public form. Its first call makes a
+    table of all architectures, whose 1,044 entries compile a pattern each. That takes a quarter of a second,
+    and a model needs about ten of the patterns; here they are compiled when they are used.
     """
     from transformers import core_model_loading
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -319,9 +333,9 @@ def weight_conversions(twin: nn.Module) -> list[Any]:
 
 @contextmanager
 def _patterns_compiled_at_use(module: Any) -> Iterator[None]:
-    """While it lasts, ``re.compile`` in a module makes patterns that are compiled when first asked."""
+    """Within the block, ``re.compile`` in a module returns patterns that are compiled at their first use."""
     known = getattr(module, "re", None)
-    if known is not re:  # it has no such name any more, or another thread is in here
+    if known is not re:  # the module no longer has this name, or another thread is in here already
         yield
         return
     module.re = _LazyRe()
@@ -332,6 +346,8 @@ def _patterns_compiled_at_use(module: Any) -> Iterator[None]:
 
 
 class _LazyRe:
+    """The module ``re`` with another ``compile``."""
+
     def __getattr__(self, name: str) -> Any:
         return getattr(re, name)
 
@@ -341,6 +357,8 @@ class _LazyRe:
 
 
 class _LazyPattern:
+    """A pattern that is compiled when an attribute of it is first asked for."""
+
     def __init__(self, pattern: str, flags: int) -> None:
         self._made_of = (pattern, flags)
 
@@ -358,7 +376,13 @@ class _LazyPattern:
 def run_conversion(
     twin: nn.Module, first_target: str, converter: Any, tensors: dict[str, list[torch.Tensor]]
 ) -> dict[str, torch.Tensor]:
-    """Run one ``WeightConverter`` over tensors (by source pattern) as loading does; see its ``convert``.
+    """Run one ``WeightConverter`` of transformers over tensors, as loading does; see its ``convert``.
+
+    Args:
+        twin: Unsharded copy of the model.
+        first_target: Name of the first tensor that the conversion makes.
+        converter: The converter, which is copied.
+        tensors: Tensors of the checkpoint by the source pattern that they match.
 
     Returns:
         Target name to converted tensor.
@@ -373,14 +397,15 @@ def run_conversion(
 
 
 def keep_used_conversions(model: nn.Module, conversions: list[Any]) -> None:
-    """Leave what matched where ``save_pretrained`` looks for it, as ``from_pretrained`` does."""
+    """Keep the conversions that matched in ``_weight_conversions``, where ``save_pretrained`` reads them."""
     model._weight_conversions = [entry for entry in conversions if entry.was_used()]  # type: ignore[assignment]
 
 
 def ignored_on_load(twin: nn.Module) -> tuple[list[str], list[str]]:
     """(patterns of keys that may be missing, patterns of keys that may be unexpected).
 
-    The class attributes have no public reader; the two extra patterns are those of
+    ``_keys_to_ignore_on_load_missing`` and ``_keys_to_ignore_on_load_unexpected`` are class attributes that
+    no public function reads. The two patterns that are added are those of transformers'
     ``_adjust_missing_and_unexpected_keys``, for buffers that older versions saved.
     """
     buffers = [name for name, _ in twin.named_buffers()]
@@ -393,13 +418,14 @@ def ignored_on_load(twin: nn.Module) -> tuple[list[str], list[str]]:
 
 
 def initialise_computed(twin: nn.Module, missing: set[str]) -> dict[str, torch.Tensor]:
-    """Run the model's own initialisation for its computed buffers and the missing keys, on the CPU.
+    """Run the model's own initialisation on the CPU for its computed buffers and the missing keys.
 
-    transformers marks what has been loaded by ``_is_hf_initialized`` and lets ``initialize_weights`` fill
-    the rest; the same marks on the meta tensors of a twin keep it from the rest here.
+    transformers marks tensors that have been loaded by the attribute ``_is_hf_initialized``, and
+    ``initialize_weights`` fills all others. Here the marks on the meta tensors of a twin protect all tensors
+    but the wanted ones.
 
     Returns:
-        Values of all non-persistent buffers and of ``missing``.
+        Values of all non-persistent buffers and of ``missing``, by name.
     """
     ties = set(tied_names(twin))
     computed = {name for name, _ in twin.named_non_persistent_buffers()}  # type: ignore[operator]
@@ -421,12 +447,19 @@ def initialise_computed(twin: nn.Module, missing: set[str]) -> dict[str, torch.T
 
 
 def wrapper_tensor(cls: type[torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Any:
-    """A tensor subclass's instance without storage (documented for dispatch, yet underscored)."""
+    """An instance of a tensor subclass, without storage.
+
+    ``_make_wrapper_subclass`` is how torch's documentation of ``__torch_dispatch__`` makes one.
+    """
     return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=torch.device("cpu"))
 
 
 def keeps_shards_on_host(model: nn.Module) -> bool:
-    """Whether a sharded model was given ``CPUOffloadPolicy``: FSDP2 remembers it where nobody can ask."""
+    """Whether a model was sharded with ``CPUOffloadPolicy``.
+
+    FSDP2 keeps the policy in its groups of parameters (``_fsdp_param_group``), which no public function
+    shows.
+    """
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
     for module in model.modules():
@@ -441,9 +474,9 @@ def keeps_shards_on_host(model: nn.Module) -> bool:
 
 
 def offset_in_checkpoint(tensor: torch.Tensor) -> int:
-    """First byte, in its file, of the storage of a tensor that ``torch.load(map_location="meta")`` gave.
+    """Offset in its file, in bytes, of the storage of a tensor that ``torch.load(map_location="meta")`` made.
 
-    ``torch.load`` leaves it on storages that it did not read, under a private name, so that others can.
+    ``torch.load`` notes it on storages whose bytes it has not read, as ``_checkpoint_offset``.
 
     Raises:
         ValueError: If the tensor has no storage in the file.
@@ -458,9 +491,9 @@ def offset_in_checkpoint(tensor: torch.Tensor) -> int:
 
 
 def compute_dtypes(model: nn.Module) -> set[torch.dtype]:
-    """Floating dtypes of a model's parameters, and those that FSDP2 casts them to for the forward.
+    """The floating dtypes of a model's parameters, and those that FSDP2 casts them to for the forward.
 
-    ``fully_shard`` keeps its ``mp_policy`` in a state that has no public reader.
+    ``fully_shard`` keeps its ``mp_policy`` in a state (``_get_fsdp_state``) that no public function shows.
     """
     from torch.distributed.fsdp import FSDPModule
 
@@ -473,10 +506,11 @@ def compute_dtypes(model: nn.Module) -> set[torch.dtype]:
 
 
 def native_mesh(model: nn.Module) -> Any | None:
-    """The mesh on which transformers has sharded a model while loading it, of the axes that have ranks.
+    """The mesh on which transformers has sharded a model while loading it; None for other models.
 
-    A model without such a mesh, None. ``from_pretrained(distributed_config=...)`` keeps it in the model; the
-    meshes of parameters do not show ranks along which nothing but experts is cut.
+    Only axes of more than one rank are returned. ``from_pretrained(distributed_config=...)`` keeps the mesh
+    in the private ``_mesh_manager``. The meshes of the model's parameters would not do: they do not show an
+    axis along which only experts are cut.
     """
     manager: Any = getattr(model, "_mesh_manager", None)
     if manager is None:
@@ -487,54 +521,58 @@ def native_mesh(model: nn.Module) -> Any | None:
 
 
 def reduction_dtype(module: nn.Module, gradient: torch.dtype) -> torch.dtype:
-    """The dtype in which FSDP2 reduces gradients of a module that it has been told to shard.
+    """The dtype in which FSDP2 reduces the gradients of a module that was given to ``fully_shard``.
 
-    As ``compute_dtypes``: the policy has no public reader.
+    The policy is read as in ``compute_dtypes``.
 
     Args:
-        module: A group of FSDP2's.
-        gradient: Dtype of its stored shards, if the policy says nothing.
+        module: Module that is a group of FSDP2's.
+        gradient: Dtype of the group's stored shards, which counts if the policy says nothing.
     """
     policy: Any = module._get_fsdp_state()._mp_policy  # type: ignore[operator]
     return policy.reduce_dtype or policy.param_dtype or gradient
 
 
 def attention_of(model: nn.Module) -> str:
-    """Which attention implementation a transformers model runs: its config has it under a private name."""
+    """Name of the attention that a transformers model runs: its config's ``_attn_implementation``."""
     return str(getattr(getattr(model, "config", None), "_attn_implementation", None) or "its own")
 
 
 def varlen_attn_takes_gqa() -> bool:
-    """Whether torch's varlen attention has ``enable_gqa``; torch 2.11 wants keys and values repeated."""
+    """Whether torch's ``varlen_attn`` has the argument ``enable_gqa``.
+
+    In torch 2.11 it has not, and keys and values must be repeated for each group of query heads.
+    """
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def is_hub_dataset(rows: Any) -> bool:
-    """Whether it is a ``datasets.Dataset``; that library may not be installed."""
+    """Whether ``rows`` is a ``datasets.Dataset``, told by its attributes: datasets may not be installed."""
     return hasattr(rows, "_fingerprint") and hasattr(rows, "column_names") and hasattr(rows, "__len__")
 
 
 def dataset_fingerprint(rows: Any) -> str | None:
-    """What ``datasets`` knows a ``Dataset`` by: of its files and of all that was done to it; else None.
+    """The fingerprint of a ``datasets.Dataset``; None for other rows.
 
-    There is no public form.
+    ``datasets`` computes it from the data set's files and all that was done to it, and keeps it in
+    ``_fingerprint`` alone.
     """
     return str(rows._fingerprint) if is_hub_dataset(rows) else None
 
 
 def versions_of_tokenizers() -> list[str]:
-    """Versions of what turns a conversation into ids."""
+    """Versions of the libraries that turn a conversation into ids: transformers and tokenizers."""
     from importlib.metadata import version
 
     return [version("transformers"), version("tokenizers")]
 
 
 def shares_of_stream(rows: Any) -> int:
-    """Into how many shares a Hugging Face stream was split, of which it is one; 1 for anything else.
+    """Number of shares into which a stream of ``datasets`` was split, if ``rows`` is one share; otherwise 1.
 
-    ``datasets.distributed.split_dataset_by_node`` leaves no public mark.
+    ``datasets.distributed.split_dataset_by_node`` marks a share by the private ``_distributed`` alone.
     """
     return int(getattr(getattr(rows, "_distributed", None), "world_size", None) or 1)
 
@@ -545,21 +583,21 @@ def shares_of_stream(rows: Any) -> int:
 def is_compiled(module: nn.Module) -> bool:
     """Whether ``torch.compile`` or ``module.compile()`` was called on this very module.
 
-    ``Module.compile`` leaves the compiled call in ``_compiled_call_impl``, ``torch.compile`` the module in
-    the ``_orig_mod`` of a wrapper; neither has a public reader.
+    ``Module.compile`` keeps the compiled call in ``_compiled_call_impl``. ``torch.compile`` returns a wrapper
+    that keeps the module in ``_orig_mod``. No public function asks for either.
     """
     return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
 
 
 def compiled_call_of(module: nn.Module) -> Callable[..., Any] | None:
-    """What ``module.compile()`` has put in the place of the module's call; None without."""
+    """The function that ``module.compile()`` runs in place of the module's call; None without ``compile``."""
     return module.__dict__.get("_compiled_call_impl")
 
 
 def set_compiled_call(module: nn.Module, call: Callable[..., Any]) -> None:
-    """Put something around what ``compiled_call_of`` gave: hooks of autograd's for what it saves.
+    """Replace the function that ``compiled_call_of`` returns, to set autograd's saved-tensor hooks around it.
 
-    Hooks of a module's own would be traced with it, and torch has no others around a compiled call.
+    Hooks registered on the module would be traced with it, and torch has no hooks around a compiled call.
     """
     module.__dict__["_compiled_call_impl"] = call
 
@@ -567,13 +605,13 @@ def set_compiled_call(module: nn.Module, call: Callable[..., Any]) -> None:
 def foreign_hooks(module: nn.Module, *, pre: bool) -> list[Any]:
     """Hooks on a module's call that may look at or change what it returns.
 
-    FSDP2's do not, nor those that count what checkpointing has done, nor torch's observers of every module.
-
-    Hooks are kept in attributes without a public reader.
+    Left out are hooks that do neither: FSDP2's, those by which this library counts checkpointed forwards, and
+    torch's own hooks on all modules. Modules keep their hooks in private attributes that no public function
+    reads.
 
     Args:
-        module: Looked at by itself, without what is below it.
-        pre: Take those before the forward too, which may change what it is called with.
+        module: The module; modules inside it are not looked at.
+        pre: Whether to include hooks before the forward, which may change its arguments.
     """
     from torch.nn.modules import module as hooks_of_all
 
@@ -582,23 +620,25 @@ def foreign_hooks(module: nn.Module, *, pre: bool) -> list[Any]:
     kinds = [kind for kind in kinds if kind != "forward_pre"]
     of_all = [hook for kind in kinds for hook in getattr(hooks_of_all, f"_global_{kind}_hooks").values()]
     foreign = [hook for hook in own if not _defined_in(hook, "torch.distributed.fsdp.", "fsdp_sft.sac.")]
-    # CommDebugMode and the counters of FLOPs and modules, which change nothing.
+    # torch's hooks on all modules are those of CommDebugMode and of its counters, which change nothing.
     return foreign + [hook for hook in of_all if not _defined_in(hook, "torch.")]
 
 
 def _defined_in(hook: Any, *packages: str) -> bool:
+    """Whether the function of a hook was defined in one of the packages."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     return str(getattr(hook, "__module__", "")).startswith(packages)
 
 
-LIMIT_LOGGER = "torch._dynamo.convert_frame"
+LIMIT_LOGGER = "torch._dynamo.convert_frame"  # the logger of the message that limit_that_was_hit reads
 
 
 def recompile_options(variants: int) -> dict[str, Any]:
-    """Keywords of ``torch.compile`` that let one piece of code be compiled in so many variants.
+    """Keywords of ``torch.compile`` that allow ``variants`` compiled variants of one piece of code.
 
-    torch 2.13 has ``recompile_limit``; before it the limit is one of the process, which is raised.
+    torch 2.13 has ``recompile_limit``. Before it the limit is a setting of the whole process in
+    ``torch._dynamo.config``, which is raised here.
     """
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
         return {"recompile_limit": variants}
@@ -609,9 +649,9 @@ def recompile_options(variants: int) -> dict[str, Any]:
 
 
 def limit_that_was_hit(record: Any) -> str | None:
-    """The limit by which Dynamo has stopped compiling a piece of code, if a log record says so.
+    """Name of the limit at which Dynamo has stopped compiling a piece of code, if a log record says so.
 
-    The log is the only place where torch says it; what runs afterwards is plain Python.
+    torch says it in its log alone; from then on that code runs as plain Python.
     """
     hit = str(record.msg).startswith("torch._dynamo hit config.")
     return str(record.args[0]) if hit and record.args else None
@@ -623,23 +663,23 @@ def limit_that_was_hit(record: Any) -> str | None:
 def checkpointing_flag(recompute: Callable[..., Any]) -> dict[str, Any]:
     """Attributes that make a ``GradientCheckpointingLayer`` of transformers recompute its forward.
 
-    The layer reads the function from a private attribute; ``gradient_checkpointing_enable``, which sets it,
-    takes all blocks or none.
+    The layer reads the function from ``_gradient_checkpointing_func``. The public method that sets it,
+    ``gradient_checkpointing_enable``, sets it for all blocks.
     """
     return {"gradient_checkpointing": True, "_gradient_checkpointing_func": recompute}
 
 
 def checkpoints_its_forward(block: nn.Module) -> bool:
-    """Whether a block is transformers' layer with a flag, and recomputes its ``forward``.
+    """Whether a block is a ``GradientCheckpointingLayer`` that recomputes its ``forward``.
 
-    Up to some version before 5.23 the layer recomputed its ``__call__`` instead, and with it the hooks and,
-    of a compiled block, the compiled code, which then runs inside of the checkpoint.
+    Before some version that is not later than 5.23 the layer recomputed its ``__call__`` instead. Hooks, and
+    the compiled code of a compiled block, then run inside of the checkpoint.
     """
     return is_checkpointing_layer(block) and type(block).__call__ is nn.Module.__call__
 
 
 def is_checkpointing_layer(block: nn.Module) -> bool:
-    """Whether a block is a ``GradientCheckpointingLayer``, by name: transformers may not be imported."""
+    """Whether a block is a ``GradientCheckpointingLayer``, by its name: transformers may not be imported."""
     return any(
         base.__name__ == "GradientCheckpointingLayer" and base.__module__.startswith("transformers.")
         for base in type(block).__mro__
@@ -649,8 +689,8 @@ def is_checkpointing_layer(block: nn.Module) -> bool:
 def compile_memory_budget() -> float:
     """The share of activations that compiled code may keep, as set for the whole process.
 
-    ``torch._functorch.config`` has no public form; ``torch.autograd.graph.region_activation_memory_budget``
-    (a prototype, torch 2.13) cannot be asked.
+    It is set in ``torch._functorch.config``, for which there is no public name. The prototype
+    ``torch.autograd.graph.region_activation_memory_budget`` (torch 2.13) cannot be asked for its value.
     """
     from torch._functorch import config
 
@@ -660,8 +700,8 @@ def compile_memory_budget() -> float:
 def backend_with_memory_budget(backend: Any, budget: float) -> Callable[..., Any]:
     """A ``torch.compile`` backend that partitions forward and backward under ``budget``.
 
-    ``lookup_backend`` is how ``torch.compile`` itself turns a name into a function. The budget is read while
-    a graph is compiled, so it is set for that long only and other models of the process keep theirs.
+    ``torch.compile`` itself turns a backend's name into a function by ``lookup_backend``. The budget is read
+    while a graph is compiled. So it is set for that time only, and other models of the process keep theirs.
     """
     from functools import partial
 
@@ -680,9 +720,10 @@ def _compile_with_memory_budget(
 
 
 def modules_being_traced() -> list[str]:
-    """Names of the modules around the operation that is being compiled, outermost first; empty in eager.
+    """Names of the modules around the operation that is being compiled, outermost first; empty in eager mode.
 
-    ``torch.fx.traceback`` carries what Dynamo saw into AOTAutograd's tracing; the key has no public reader.
+    Dynamo's record of them reaches AOTAutograd's tracing in ``torch.fx.traceback``, under the undocumented
+    key ``nn_module_stack``.
     """
     import re
 
@@ -695,7 +736,10 @@ def modules_being_traced() -> list[str]:
 
 
 class KeptValue:
-    """One value that selective checkpointing keeps from the forward for the recomputation."""
+    """One value that selective checkpointing keeps from the forward for the recomputation.
+
+    torch keeps it in the private class ``_VersionWrapper``, with the version that a tensor had then.
+    """
 
     def __init__(self, wrapper: Any) -> None:
         self._wrapper = wrapper
@@ -706,21 +750,22 @@ class KeptValue:
 
     @property
     def changed(self) -> bool:
-        """Whether it has been changed in place since, for which torch raises when it is used."""
+        """Whether the tensor has been changed in place since; torch raises when such a value is used."""
         return isinstance(self.value, torch.Tensor) and self._wrapper.version != self.value._version
 
     def replace(self, value: Any, *, changed: bool = False) -> None:
-        """Keep another object in its place; a tensor counts as unchanged from here on, or as ``changed``."""
+        """Keep another object in its place; a tensor counts as unchanged from now on unless ``changed``."""
         self._wrapper.val = value
         self._wrapper.version = value._version if isinstance(value, torch.Tensor) and not changed else None
         if changed:
-            self._wrapper.version = -1
+            self._wrapper.version = -1  # no tensor has this version
 
 
 def kept_in(mode: Any) -> list[KeptValue]:
-    """What a mode of ``create_selective_checkpoint_contexts`` keeps at present.
+    """The values that a mode of ``create_selective_checkpoint_contexts`` keeps at present.
 
-    torch holds on to the tensors themselves, past the hooks of autograd, and has no way to say where.
+    torch keeps these tensors in the mode's ``storage``. They do not pass autograd's saved-tensor hooks, and
+    there is no public way to have them kept elsewhere.
     """
     from torch.utils._pytree import tree_leaves
     from torch.utils.checkpoint import _VersionWrapper
@@ -732,15 +777,15 @@ def kept_in(mode: Any) -> list[KeptValue]:
 
 
 def changes_its_inputs(op: Any) -> bool:
-    """Whether an operator writes to its arguments: its schema has no public reader."""
+    """Whether an operator writes to its arguments, which only its private ``_schema`` says."""
     return bool(getattr(getattr(op, "_schema", None), "is_mutable", False))
 
 
 def draws_random_numbers_now(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an operator draws random numbers with these arguments.
+    """Whether an operator draws random numbers when it is called with these arguments.
 
-    Attention kernels carry the tag whether or not they drop anything; which argument says so is in the
-    schema, which has no public reader.
+    Attention kernels have the tag ``nondeterministic_seeded`` even where they drop nothing. Only the private
+    ``_schema`` says which of their arguments is ``dropout_p``.
     """
     if torch.Tag.nondeterministic_seeded not in getattr(op, "tags", ()):
         return False
@@ -754,9 +799,10 @@ def draws_random_numbers_now(op: Any, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def composable_api_of(module: nn.Module) -> str | None:
-    """Which of torch's composable APIs beside ``fully_shard`` was applied to a module; None for none.
+    """Name of a composable API of torch that was applied to a module, other than ``fully_shard``; or None.
 
-    ``replicate`` leaves the module's class as it was; the registry of its contract has no public reader.
+    ``replicate`` does not change the module's class, so only the registry of applied APIs shows it, which is
+    read by the private ``_get_registry``.
     """
     from torch.distributed._composable.contract import _get_registry
 
@@ -765,10 +811,10 @@ def composable_api_of(module: nn.Module) -> str | None:
 
 
 def schedulers_within(scheduler: Any) -> list[Any]:
-    """A scheduler and those that it steps: of ``SequentialLR`` and ``ChainedScheduler``, or of a wrapper.
+    """A scheduler and the schedulers that it steps.
 
-    The former keep them in ``_schedulers``, which has no public reader; accelerate's wrapper has
-    ``scheduler``.
+    ``SequentialLR`` and ``ChainedScheduler`` keep theirs in the private ``_schedulers``; accelerate's wrapper
+    has ``scheduler``.
     """
     inner = [*(getattr(scheduler, "_schedulers", None) or ())]
     wrapped = getattr(scheduler, "scheduler", None)
@@ -777,9 +823,10 @@ def schedulers_within(scheduler: Any) -> list[Any]:
 
 
 def found_infs(scaler: torch.amp.GradScaler, optimizers: list[torch.optim.Optimizer]) -> list[torch.Tensor]:
-    """What ``unscale_`` found of each optimizer and device: not 0 where a gradient has an inf or nan.
+    """The flags that ``unscale_`` set for each optimizer and device: not 0 if a gradient has an inf or a nan.
 
-    ``GradScaler`` decides for each optimizer by itself, from a record without a public reader.
+    ``GradScaler`` decides for each optimizer separately, from ``_per_optimizer_states``, which no public
+    function shows.
     """
     records: Any = scaler._per_optimizer_states
     found = [records[id(optimizer)]["found_inf_per_device"] for optimizer in optimizers]
@@ -787,33 +834,33 @@ def found_infs(scaler: torch.amp.GradScaler, optimizers: list[torch.optim.Optimi
 
 
 def keep_scale_on_host(scaler: torch.amp.GradScaler) -> None:
-    """Have the scale of a ``GradScaler`` where the gradients of parameters kept on the host are.
+    """Keep the scale of a ``GradScaler`` on the host, where the gradients of offloaded parameters are.
 
     ``unscale_`` copies the scale to a gradient's device without waiting. From an accelerator to the host that
-    is a copy into pinned memory, which the CPU reads before it has arrived: the gradients become NaN, or are
-    divided by what was there before. The scale is made where the first scaled tensor is, and cannot be moved
-    by a public function.
+    is a copy into pinned memory, which the CPU reads before the scale has arrived: the gradients become NaN,
+    or are divided by what was there before. The scale is made on the device of the first scaled tensor, and
+    no public function moves it (``_scale``, ``_growth_tracker``).
     """
     scale, tracker = scaler._scale, scaler._growth_tracker
     if scale is None:
-        scaler.scale(torch.zeros(()))
+        scaler.scale(torch.zeros(()))  # makes the scale, on the CPU
     elif scale.device.type != "cpu":
         scaler._scale, scaler._growth_tracker = scale.cpu(), None if tracker is None else tracker.cpu()
 
 
 def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step can be left out on the device, as ``GradScaler`` asks fused optimizers to.
+    """Whether an optimizer can leave out a step on the device, as ``GradScaler`` asks fused optimizers to.
 
-    ``_step_supports_amp_scaling`` is what the scaler looks at; a group may have another implementation.
+    The scaler looks at the private ``_step_supports_amp_scaling``; besides, every group must be fused.
     """
     fused = all(group.get("fused") for group in optimizer.param_groups)
     return fused and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def step_unless(optimizer: torch.optim.Optimizer, left_out: torch.Tensor) -> None:
-    """Step a fused optimizer unless ``left_out``, float32 on the device, is 1 when the device comes to it.
+    """Step a fused optimizer unless ``left_out``, float32 on the device, is 1 when the device runs the step.
 
-    The attribute ``found_inf`` is how ``GradScaler.step`` tells it; there is no argument for it.
+    ``GradScaler.step`` sets the attribute ``found_inf`` for this; ``step`` has no argument for it.
     """
     stepped: Any = optimizer
     stepped.found_inf, stepped.grad_scale = left_out, None
@@ -827,10 +874,11 @@ def step_unless(optimizer: torch.optim.Optimizer, left_out: torch.Tensor) -> Non
 
 
 def forget_meshes() -> None:
-    """Empty DTensor's caches of what operations do to placements, in a process with a new process group.
+    """Empty DTensor's cache of what operations do to placements, for a process with a new process group.
 
-    Two meshes of one shape are equal, so an operation on the new one would be answered with the old one,
-    whose groups are gone: wrong shards, or "could not resolve the process group". torch has no public way.
+    Two meshes of one shape are equal. So an operation on the new mesh would be answered from the cache with
+    the old mesh, whose groups are gone: shards come out wrong, or torch "could not resolve the process
+    group". Only the private ``_clear_sharding_prop_cache`` empties the cache.
     """
     from torch.distributed.tensor import debug
 
@@ -842,16 +890,17 @@ def forget_meshes() -> None:
 def split_axis(mesh: Any, axis: str, sizes: dict[str, int]) -> Any:
     """``mesh`` with several axes in the place of one, over the same ranks in the same order.
 
-    torch can make one axis of several in public, and then warns wherever it is used beside another one.
+    The opposite is public: one axis made of several. But torch then warns wherever that axis is used beside
+    another one, hence the private ``_unflatten``.
     """
     return mesh._unflatten(axis, tuple(sizes.values()), tuple(sizes))
 
 
 def split_factor_of(placement: Any) -> int | None:
-    """Into how many parts a strided shard's dimension was cut before; None for another placement.
+    """Number of parts into which a strided shard's dimension was already cut; None for other placements.
 
-    FSDP2 places a parameter so that expert or tensor parallelism has cut along the same dimension. The class
-    has no public name.
+    FSDP2 gives this placement to a parameter that expert or tensor parallelism has cut along the same
+    dimension. Its class ``_StridedShard`` has no public name.
     """
     from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -859,9 +908,10 @@ def split_factor_of(placement: Any) -> int | None:
 
 
 def exchange_rows(rows: torch.Tensor, group: str) -> torch.Tensor:
-    """Send row i of ``rows`` to rank i of a process group, and get row i of the result from there.
+    """Send row i of ``rows`` to rank i of a process group, and return what arrives from rank i as row i.
 
-    Differentiable, and an operation that compiled code can hold, unlike ``torch.distributed.nn``'s.
+    ``all_to_all_single_autograd`` is differentiable, and an operation that compiled code can hold, which the
+    public exchange of ``torch.distributed.nn`` is not.
     """
     from torch.distributed._functional_collectives import all_to_all_single_autograd
 
@@ -873,16 +923,17 @@ def exchange_rows(rows: torch.Tensor, group: str) -> torch.Tensor:
 
 
 def keep_rows_apart(mask_function: Any, position_ids: torch.Tensor, rows: torch.Tensor) -> Any:
-    """A mask function of transformers, for rows in a pack: what it says of each row by itself.
+    """A mask function of transformers restricted to the rows of a pack: each row sees itself alone.
+
+    transformers does this where it sees positions that begin anew, but only for masks that it makes itself.
+    ``packed_sequence_compatibility_function`` and ``packed_sequence_mask_function`` are its own functions for
+    that. transformers 5.17 counts queries and keys from the start of the pack even there, which matters for
+    chunked windows; with 5.17 this does the same.
 
     Args:
-        mask_function: Of (sequence, head, query, key).
-        position_ids: ``(B, S)``.
-        rows: Of each token ``(B, S)`` which row of the pack it is in.
-
-    As transformers does where it sees positions that begin anew, for masks of its own making alone.
-    transformers 5.17 counts queries and keys from the start of the pack also there, by which chunked windows
-    go; so this does with it.
+        mask_function: Function of (sequence, head, query, key).
+        position_ids: Positions, ``(B, S)``.
+        rows: Number of the row that each token belongs to, ``(B, S)``.
     """
     from transformers import masking_utils
 
@@ -893,9 +944,10 @@ def keep_rows_apart(mask_function: Any, position_ids: torch.Tensor, rows: torch.
 
 
 def eager_attention_of(module: nn.Module) -> Any | None:
-    """The plain attention that a model's own file has for ``attn_implementation="eager"``, if it has one.
+    """The function that a model's own file has for ``attn_implementation="eager"``; None if it has none.
 
-    transformers names it to its attention interface at each call, and nowhere else.
+    Model files hand ``eager_attention_forward`` to transformers' attention interface at each call; no table
+    lists these functions.
     """
     for cls in type(module).__mro__:
         found = getattr(sys.modules.get(cls.__module__), "eager_attention_forward", None)
@@ -913,18 +965,19 @@ _BALANCE_TAKES = ["gate_logits", "num_experts", "top_k", "attention_mask"]
 def intercept_balance_loss(
     model: nn.Module, intercepted: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> bool:
-    """Put a function in the place of that by which a model's file computes its router's loss, for good.
+    """Replace the function by which a model's file computes its router's loss, for the life of the process.
 
-    A forward computes it over its own tokens, without a place to say which other ranks have more of them, or
-    that some are filler of a pack. Each file of transformers has the function by the same name, and looks it
-    up at each call.
+    A forward computes that loss over its own tokens. No argument can tell it that other ranks have more
+    tokens, or that some tokens only fill up a pack. Each model file of transformers has the function under
+    the same name, and looks it up at each call.
 
     Args:
-        model: Inside of wrappers and adapters.
-        intercepted: From the function to the one in its place; called once a file.
+        model: Model without wrappers and adapters around it.
+        intercepted: Function that gets the file's function and returns the one to put in its place; called
+            once per file.
 
     Returns:
-        Whether the forward calls a function of that name and of those arguments.
+        Whether the forward calls a function with that name and those arguments.
     """
     forward = inspect.unwrap(original_class(model).forward)
     known = getattr(forward, "__globals__", {})
@@ -945,7 +998,8 @@ def intercept_balance_loss(
 def default_store() -> Any:
     """The store over which the default process group was made, with the group's prefix.
 
-    ``init_process_group`` keeps it; a store of one's own would need a port that only the launcher knows.
+    ``init_process_group`` keeps it where only ``_get_default_store`` finds it. A store of our own would need
+    a port, which only the launcher knows.
     """
     from torch.distributed.distributed_c10d import _get_default_store
 
@@ -956,10 +1010,10 @@ def default_store() -> Any:
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The very object that a DTensor wraps; ``tensor`` itself if it is none.
+    """The very object that a DTensor wraps; ``tensor`` itself if it is no DTensor.
 
-    The public ``to_local`` answers with a view, which subclasses of other libraries do not implement, or
-    which loses what they hold.
+    The public ``to_local`` returns a view. Tensor subclasses of other libraries may not implement views, or
+    lose what they hold in one.
     """
     from torch.distributed.tensor import DTensor
 
@@ -967,10 +1021,10 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_wrapper_subclass(tensor: torch.Tensor) -> bool:
-    """Whether a tensor, or what a DTensor wraps, has no memory of its own: its values are in other tensors.
+    """Whether a tensor, or what a DTensor wraps, keeps its values in other tensors and has no memory itself.
 
-    Made by ``_make_wrapper_subclass``, which leaves no public mark. Most follow the public protocol of
-    ``__tensor_flatten__``, whose test is private.
+    Such tensors are made by ``_make_wrapper_subclass``, which leaves no public mark. Most follow the public
+    protocol of ``__tensor_flatten__``, but the test for it, ``is_traceable_wrapper_subclass``, is private.
     """
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -986,11 +1040,11 @@ def is_wrapper_subclass(tensor: torch.Tensor) -> bool:
 
 
 def experts_to_share_out(model: nn.Module) -> dict[str, int]:
-    """FQNs of the modules whose experts transformers can share out over ranks, to how many each has.
+    """The modules whose experts transformers can share out over ranks: FQN to number of experts.
 
-    0 stands for one that has no parameters of its own, such as peft's around experts with adapters. A plan is
-    expanded to a model's layers by ``_expand_parallel_plan`` alone. Empty where transformers has no plan for
-    the model, or is older than 5.20.
+    The number is 0 for a module without parameters of its own, such as peft's around experts with adapters.
+    The result is empty if transformers has no plan for the model, or is older than 5.20. Only the private
+    ``_expand_parallel_plan`` expands a plan to a model's layers.
     """
     plan: dict[str, str] = getattr(model, "ep_plan", None) or {}
     if not hasattr(model, "_expand_parallel_plan"):
@@ -1001,19 +1055,20 @@ def experts_to_share_out(model: nn.Module) -> dict[str, int]:
 
 
 def _stack_length(experts: nn.Module) -> int:
+    """Number of experts in a module: the length of its first own parameter; 0 without one."""
     return next((len(parameter) for parameter in experts.parameters(recurse=False)), 0)
 
 
 def share_out_experts(model: nn.Module, ep_mesh: Any, alone: Any) -> None:
-    """Keep of each stack of experts this rank's, and let tokens travel between the ranks of ``ep_mesh``.
+    """Leave each stack of experts only this rank's, and let tokens travel between the ranks of ``ep_mesh``.
 
-    What ``from_pretrained(distributed_config=...)`` does to a model on the meta device; in public it only
-    comes with transformers' own sharding and loading.
+    ``from_pretrained(distributed_config=...)`` does this to a model on the meta device, but publicly only
+    together with transformers' own sharding and loading; hence ``apply_expert_parallelism``.
 
     Args:
-        model: On the meta device, not sharded.
-        ep_mesh: One axis, of ranks that have all experts together.
-        alone: A mesh of this rank: transformers asks for the ranks that have the same tokens.
+        model: Model on the meta device, not sharded.
+        ep_mesh: Mesh of one axis, whose ranks together have all experts.
+        alone: Mesh of this rank alone: transformers asks which ranks have the same tokens.
     """
     from transformers.distributed.expert_parallel import apply_expert_parallelism
 
@@ -1023,17 +1078,19 @@ def share_out_experts(model: nn.Module, ep_mesh: Any, alone: Any) -> None:
 
 # --- ways to compute experts --------------------------------------------------------------------------------
 
+# Attributes that transformers' decorator of experts sets.
 _EXPERTS_KNOW = (
     "has_gate",
     "is_transposed",
     "num_experts",
-)  # set by their decorator
+)
 
 
 def switchable_experts(model: nn.Module) -> dict[str, nn.Module]:
     """Modules of experts, by FQN, that transformers can compute in more than one way.
 
-    What its decorator has wrapped bears no public mark but the attributes that its functions read.
+    Its decorator leaves no public mark on them; they are recognised by the attributes that its functions
+    read.
     """
     return {
         name: module
@@ -1043,17 +1100,18 @@ def switchable_experts(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def experts_implementation_of(experts: nn.Module) -> str:
-    """Which implementation a module of experts runs: its config has it under a private name."""
+    """Name of the implementation that a module of experts runs: its config's ``_experts_implementation``."""
     return str(getattr(experts.config, "_experts_implementation", None) or "eager")
 
 
 def experts_forward(experts: nn.Module, implementation: str) -> Any:
     """The function ``(experts, hidden_states, top_k_index, top_k_weights)`` of an implementation.
 
-    transformers looks it up in each forward, by the config that all experts of a model have in common.
+    transformers looks it up in ``ALL_EXPERTS_FUNCTIONS`` at each forward, by the name in the config that all
+    experts of a model share.
 
     Raises:
-        ValueError: If transformers knows none of that name.
+        ValueError: If transformers has no implementation of that name.
     """
     import inspect
 

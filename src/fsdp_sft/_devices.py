@@ -1,4 +1,4 @@
-"""Accelerators asked by what they can do, and not by whether they are called "cuda"."""
+"""What an accelerator can do and count, asked without regard to whether it is called "cuda"."""
 
 import functools
 from typing import Any
@@ -7,25 +7,30 @@ import torch
 
 
 def resolve_device(device: torch.device | str | int | None) -> torch.device:
-    """The device that is meant: an index is one of the accelerator's; None is its current one, or the CPU."""
+    """The device that an argument means.
+
+    Args:
+        device: A device or its name; an index, which counts the accelerator's devices; or None, which means
+            the accelerator's current device, or the CPU without an accelerator.
+    """
     if device is None or isinstance(device, int):
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         if accelerator is None and device is None:
             return torch.device("cpu")
-        # Without an accelerator torch knows an index as CUDA's, and says what it has to say against it.
+        # Without an accelerator torch takes an index for CUDA's, and raises when that device is used.
         kind = "cuda" if accelerator is None else accelerator.type
         return torch.device(kind, torch.accelerator.current_device_index() if device is None else device)
     return torch.device(device)
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until all that was queued on a device is done; the CPU never has anything queued."""
+    """Wait until all work queued on a device is done; a CPU queues nothing."""
     if device.type not in ("cpu", "meta"):
         torch.accelerator.synchronize(device)
 
 
 def device_name(device: torch.device) -> str | None:
-    """What the vendor calls a device; None where torch has no name for it, as for the CPU."""
+    """The vendor's name for a device; None where torch has no name for it, as for the CPU."""
     module: Any = None if device.type in ("cpu", "meta") else torch.get_device_module(device)
     get_name = getattr(module, "get_device_name", None)
     return None if get_name is None else str(get_name(device))
@@ -35,7 +40,7 @@ def device_name(device: torch.device) -> str | None:
 def has_mixed_products(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether a device multiplies two matrices of a 16-bit dtype into float32: ``torch.mm(..., out_dtype=)``.
 
-    Found out by trying, once for each device and dtype: torch has no question for it.
+    Torch has no function that says so, hence one trial for each device and dtype.
     """
     empty = torch.empty(16, 16, dtype=dtype, device=device)
     try:
@@ -46,7 +51,7 @@ def has_mixed_products(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def memory_of(device: torch.device) -> dict[str, int]:
-    """What torch counts of an accelerator's memory in this process, in bytes; see ``memory_stats``.
+    """This process's memory on an accelerator as torch counts it, in bytes; see ``memory_stats``.
 
     Raises:
         ValueError: If the device is not this process's accelerator, or torch counts none of its memory.
@@ -69,7 +74,7 @@ def memory_of(device: torch.device) -> dict[str, int]:
     total = _total_memory(index, module)
     if total is not None:
         found["total_bytes"] = total
-    if stats or "peak_reserved_bytes" in found:  # no retries before anything is allocated
+    if stats or "peak_reserved_bytes" in found:  # before the first allocation stats are empty, and retries 0
         found["num_alloc_retries"] = int(stats.get("num_alloc_retries", 0))
     return found
 
@@ -92,6 +97,7 @@ def reset_peak_of(device: torch.device) -> bool:
 
 
 def _index_of(device: torch.device) -> int:
+    """Index of one of this process's accelerators."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or accelerator.type != device.type:
         here = "no accelerator" if accelerator is None else accelerator.type
@@ -100,7 +106,7 @@ def _index_of(device: torch.device) -> int:
 
 
 def _allocator_stats(index: int) -> dict[str, Any]:
-    """Empty before anything is allocated, and where an allocator is none that torch.accelerator can ask."""
+    """The allocator's counters; empty before an allocation, and if torch.accelerator cannot ask for them."""
     try:
         return dict(torch.accelerator.memory_stats(index))
     except RuntimeError:
@@ -108,6 +114,7 @@ def _allocator_stats(index: int) -> dict[str, Any]:
 
 
 def _total_memory(index: int, module: Any) -> int | None:
+    """The whole memory of a device in bytes; None if torch does not know it."""
     ask: Any = getattr(torch.accelerator, "get_memory_info", None)
     try:
         if ask is not None:

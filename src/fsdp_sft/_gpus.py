@@ -1,4 +1,4 @@
-"""GPUs by name: memory, rates, links, as data sheets, ``nvidia-smi`` and published measurements have them."""
+"""GPUs by name: memory, rates and links, from data sheets, ``nvidia-smi`` and published measurements."""
 
 import functools
 import re
@@ -17,23 +17,23 @@ class Gpu:
     """One kind of device.
 
     Attributes:
-        name: As ``estimate_memory(gpu=...)`` takes it.
-        device: Regular expression that the name of the device in torch matches, whole words.
-        memory_bytes: In all, as ``nvidia-smi`` reports it for the usual model.
+        name: Name by which ``estimate_memory(gpu=...)`` takes it.
+        device: Regular expression that matches whole words of the device's name in torch.
+        memory_bytes: The whole memory, as ``nvidia-smi`` reports it for the usual model.
         flops_per_second: Dense bfloat16 peak with float32 accumulation.
-        memory_bytes_per_second: Of its own memory.
-        node_bytes_per_second: Per GPU within a node, one way.
-        bytes_per_second: Per GPU between nodes, for collectives over more GPUs than one node has.
-        host_bytes_per_second: Per GPU to the memory of its host, one way.
-        gpus_per_node: GPUs that share the fast links.
+        memory_bytes_per_second: Bandwidth of the GPU's own memory.
+        node_bytes_per_second: Bandwidth per GPU within a node, one way.
+        bytes_per_second: Bandwidth per GPU between nodes, for collectives over more GPUs than one node has.
+        host_bytes_per_second: Bandwidth per GPU to the memory of its host, one way.
+        gpus_per_node: Number of GPUs that share the fast links.
         attention_output: Memory order of the attention's output. ``"query"``: that of the query.
             ``"tokens"``: (batch, sequence, heads, head_dim) under a mask, which the output projection reads
-            as it is, and that of the query without. ``"heads"``: (batch, heads, sequence, head_dim), which
-            transformers copies once more.
-        workspace_bytes: What cuBLAS takes from torch's allocator for the rest of the run.
+            as it is, and that of the query without a mask. ``"heads"``: (batch, heads, sequence, head_dim),
+            which transformers copies once more.
+        workspace_bytes: Bytes that cuBLAS takes from torch's allocator for the rest of the run.
         achievable: Share of the peak that the best large matrix product was seen to reach.
-        other_sizes: Memory of models that are sold with another size, by that size.
-        checked: Whether estimates for it were compared with measurements on it.
+        other_sizes: Pairs of a size in which the GPU is sold too and the memory of that model in bytes.
+        checked: Whether estimates for this GPU were compared with measurements on it.
     """
 
     name: str
@@ -152,7 +152,7 @@ _EXTRA = ("link", "network", "per_node")
 
 
 def known_device(name: str) -> Gpu | None:
-    """The GPU that torch calls so; None for one that is not in the table, and for a slice of one (MIG)."""
+    """The GPU with this name in torch; None if it is not in the table, or is a slice of a GPU (MIG)."""
     if re.search(r"\bMIG\b", name):
         return None
     return next((gpu for gpu in _TABLE if re.search(rf"\b({gpu.device})\b", name)), None)
@@ -160,7 +160,7 @@ def known_device(name: str) -> Gpu | None:
 
 @functools.lru_cache(maxsize=64)
 def gpu_named(name: str) -> Gpu:
-    """A GPU by its name in the table, with another size of memory, or described.
+    """A GPU of the table, one with another size of memory, or one that the name describes.
 
     Args:
         name: ``"h100"``; ``"a100-40gb"`` or ``"h100-79.1gib"`` with a size; or ``"NAME=GiB,TFLOPs,GB/s"``:
@@ -168,7 +168,7 @@ def gpu_named(name: str) -> Gpu:
             ``link=GB/s`` within a node, ``network=GB/s`` between nodes and ``per_node=N`` may follow.
 
     Raises:
-        ValueError: For a GPU that is not known, or what cannot be read.
+        ValueError: If the GPU is not known, or the description cannot be read.
     """
     if not isinstance(name, str):
         raise ValueError(f"gpu must be a text, got {name!r}")
@@ -191,7 +191,7 @@ def _with_memory(gpu: Gpu, memory_bytes: int) -> Gpu:
 
 
 def _size(gpu: Gpu, size: str, name: str) -> int:
-    """Bytes of ``"80gb"`` as it is sold, or of ``"79.1gib"`` as it is."""
+    """Bytes of memory: ``"80gb"`` is a size as it is sold, ``"79.1gib"`` is meant literally."""
     for sold, memory in gpu.other_sizes:
         if size == sold:
             return memory
@@ -201,11 +201,13 @@ def _size(gpu: Gpu, size: str, name: str) -> int:
     if match[2] == "gib":
         return int(float(match[1]) * GIB)
     sold_bytes = float(match[1]) * GB
-    # Sold gigabytes are rounded, and rather 2**30 than 10**9 bytes: what is near is the usual model.
+    # A size as sold is rounded, and its gigabyte may be 2**30 bytes. A size near that of the usual model is
+    # therefore taken for the usual model.
     return gpu.memory_bytes if 0.99 <= gpu.memory_bytes / sold_bytes <= 1.08 else int(sold_bytes)
 
 
 def _described(text: str) -> Gpu:
+    """The GPU of a description such as ``"mine=48,362,864,per_node=4"``."""
     name, _, values = text.partition("=")
     plain = [part for part in values.split(",") if "=" not in part]
     pairs = dict(part.split("=", 1) for part in values.split(",") if "=" in part)

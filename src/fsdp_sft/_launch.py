@@ -1,4 +1,4 @@
-"""Which launcher started this process, and what it says: torchrun, submitit, Slurm, or nobody."""
+"""Which launcher started this process, and what it says: torchrun, submitit, Slurm, or none of them."""
 
 import os
 from collections.abc import Iterable, Sequence
@@ -14,14 +14,16 @@ from fsdp_sft._slurm import (
 )
 
 _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# A process's place on its node by those who set torchrun's variables without LOCAL_RANK: OpenMPI, MPICH and
-# Intel MPI, MVAPICH. Operators of Kubernetes mostly set none of these: a pod has one process.
+# Variables that hold a process's rank on its node. Some launchers set torchrun's variables without
+# LOCAL_RANK: OpenMPI, MPICH and Intel MPI, MVAPICH. Operators of Kubernetes mostly set none, since a pod has
+# one process.
 _LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "MV2_COMM_WORLD_LOCAL_RANK")
 _LOCAL_SIZES = (
     *("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE"),
 )
 _SUBMITIT_VARIABLES = ("SUBMITIT_LOCAL_NTASKS", "SUBMITIT_LOCAL_GLOBALID", "SUBMITIT_LOCAL_LOCALID")
-_FOREIGN_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # mpirun's, MPICH's mpiexec's
+# Numbers of processes that other launchers set: the second is mpirun's, the third that of MPICH's mpiexec.
+_FOREIGN_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
 def detect_launch() -> Launch:
@@ -46,6 +48,7 @@ def detect_launch() -> Launch:
 
 
 def _torchrun_launch() -> Launch:
+    """What torchrun's variables say, or those of a launcher that sets the same."""
     missing = [name for name in _TORCHRUN_VARIABLES if not os.environ.get(name)]
     if missing:
         present = [name for name in (*_TORCHRUN_VARIABLES, "LOCAL_RANK") if os.environ.get(name)]
@@ -60,7 +63,7 @@ def _torchrun_launch() -> Launch:
     local_rank, local_world_size, hint = _place_on_node(world_size)
     if not 0 <= local_rank < local_world_size:
         raise ValueError(f"LOCAL_RANK={local_rank} is not in [0, {local_world_size} processes on this node)")
-    # torch takes an address of IPv6 without the brackets of a URL alone.
+    # torch takes an IPv6 address only without the brackets that it has in a URL.
     os.environ["MASTER_ADDR"] = os.environ["MASTER_ADDR"].strip("[]")
     details = f"meeting at {os.environ['MASTER_ADDR']}:{env_port('MASTER_PORT')}"
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -71,7 +74,7 @@ def _torchrun_launch() -> Launch:
 
 
 def _place_on_node(world_size: int) -> tuple[int, int, str]:
-    """(rank on this node, processes on it, what to say of how that was found out)."""
+    """(rank on this node, number of processes on it, a hint if that is only assumed)."""
     sizes = [name for name in _LOCAL_SIZES if os.environ.get(name)]
     ranks = [name for name in _LOCAL_RANKS if os.environ.get(name)]
     if ranks:
@@ -90,11 +93,13 @@ def _place_on_node(world_size: int) -> tuple[int, int, str]:
 
 
 def restarts_to_set_apart() -> int:
-    """How often one torchrun agent has restarted its workers beside a store that outlives them.
+    """The number of restarts, if they share a store; 0 otherwise.
 
-    The store then still holds the addresses of the workers before, under the keys that torch would use again:
+    A torchrun agent may keep a store that outlives its workers. It then still holds the addresses of the
+    workers before a restart, under the keys that torch would use again:
     https://github.com/pytorch/pytorch/blob/v2.11.0/torch/distributed/elastic/rendezvous/dynamic_rendezvous.py
-    (TORCH_DISABLE_SHARE_RDZV_TCP_STORE). Agents of several nodes count differently, so there this is 0.
+    (TORCH_DISABLE_SHARE_RDZV_TCP_STORE). Keys with this number in them keep the starts apart. Agents of
+    several nodes may count differently, so with several agents this is 0.
     """
     return _restarts() if _shares_agent_store() and not _several_agents() else 0
 
@@ -105,10 +110,12 @@ def _restarts() -> int:
 
 
 def _several_agents() -> bool:
+    """Whether several torchrun agents run this job."""
     return os.environ.get("GROUP_WORLD_SIZE", "1") != "1"
 
 
 def _shares_agent_store() -> bool:
+    """Whether the workers meet over a store in torchrun's agent."""
     return (
         os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         and os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0") != "1"
@@ -116,6 +123,7 @@ def _shares_agent_store() -> bool:
 
 
 def _restart_hint() -> str:
+    """A warning if a restart over several nodes would meet old addresses in the store."""
     may_restart = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
     if not (may_restart and _several_agents() and _shares_agent_store()):
         return ""
@@ -126,6 +134,7 @@ def _restart_hint() -> str:
 
 
 def _submitit_launch() -> Launch:
+    """What the variables of submitit's local executor say."""
     missing = [name for name in _SUBMITIT_VARIABLES if name not in os.environ]
     if missing:
         raise ValueError(f"SUBMITIT_EXECUTOR=local is set but {', '.join(missing)} not")
@@ -137,7 +146,7 @@ def _submitit_launch() -> Launch:
         return Launch("submitit", 0, 0, 1, 1, None, f"job {job}")
     if os.environ.get("MASTER_PORT"):
         port = env_port("MASTER_PORT")
-    else:  # the job's id is a process id of this machine, so no other job has it
+    else:  # submitit's local job id is a process id of this machine, so no other job there has it
         port = 20000 + env_int("SUBMITIT_LOCAL_JOB_ID") % 20000
     meeting = meeting_at(os.environ.get("MASTER_ADDR") or "127.0.0.1", port)
     details = f"job {job}, meeting at {meeting}"
@@ -145,13 +154,13 @@ def _submitit_launch() -> Launch:
 
 
 def own_share(cpus: Iterable[int], neighbours: Sequence[int]) -> int:
-    """How many processors a rank has to itself.
+    """The number of processors that a rank has to itself.
 
-    Slurm and numactl bind each task to processors of its own; without them all ranks of a node see all of
-    its processors and share them.
+    Slurm and numactl bind each task to processors of its own. Without them all ranks of a node see all of its
+    processors and share them.
 
     Args:
-        cpus: Numbers of those that the rank may run on.
-        neighbours: For each rank of its node, itself included, the same as the bits of a number.
+        cpus: Numbers of the processors that the rank may run on.
+        neighbours: Processors of each rank on the node, this rank included: bit i stands for processor i.
     """
     return int(sum(1 / sum(mask >> cpu & 1 for mask in neighbours) for cpu in cpus) + 1e-6)

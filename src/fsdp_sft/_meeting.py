@@ -1,4 +1,4 @@
-"""The ranks of a job meet: room for their connections, the default process group, and who waits for whom."""
+"""How the ranks of a job meet: room for their connections, the process group, a warning if it takes long."""
 
 import itertools
 import logging
@@ -22,11 +22,11 @@ from fsdp_sft._slurm import Launch
 
 _logger = logging.getLogger("fsdp_sft")
 _LONG_SECONDS = 30.0
-_starts = itertools.count()  # of process groups over torchrun's store, by this process
+_starts = itertools.count()  # process groups that this process has made over torchrun's store
 
 
 def meet(launch: Launch, backend: str, timeout: timedelta) -> None:
-    """Make the default process group.
+    """Make the default process group, and connect the ranks that will talk to each other.
 
     Raises:
         OSError: If this process may not open as many files as the job needs.
@@ -41,7 +41,7 @@ def meet(launch: Launch, backend: str, timeout: timedelta) -> None:
 
 @contextmanager
 def _says_when_it_waits(launch: Launch) -> Iterator[None]:
-    """A warning if the ranks have not met after a while; what is said before is not shown by default."""
+    """Within the block, log a warning if it takes long; messages below a warning are not shown by default."""
     said = threading.Timer(
         _LONG_SECONDS,
         lambda: _logger.warning(
@@ -60,26 +60,31 @@ def _says_when_it_waits(launch: Launch) -> Iterator[None]:
 
 
 def connect_neighbours(group: dist.ProcessGroup | None) -> None:
-    """Let gloo connect the ranks that its rings need: only then is it noticed at once that one has ended."""
+    """Have gloo connect the ranks that its rings need.
+
+    gloo connects ranks when they first talk, and notices the end of a rank only by its connection.
+    """
     if group is not None and group.size() > 1 and "cpu" in dist.get_backend_config(group):
         with answered():
             dist.all_reduce(torch.zeros(1), group=group)
 
 
 def _is_store_in_rank_0(launch: Launch) -> bool:
+    """Whether the store lives in rank 0, and not in this process alone or in torchrun's agent."""
     return launch.init_method is not None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
 def _init_process_group(launch: Launch, backend: str, timeout: timedelta) -> None:
     if "torch.distributed.tensor" in sys.modules:
-        forget_meshes()  # of a process group that was here before
+        forget_meshes()  # a process group of this process may have ended before
     if launch.init_method is None:
         alone = dist.HashStore()  # type: ignore[attr-defined,unused-ignore]
         dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=timeout)
         return
     if launch.init_method == "env://":
         store, rank, world_size = next(rendezvous("env://", timeout=timeout))
-        # Each start anew, and each in this process, apart: a store keeps the addresses of the ranks before.
+        # A store keeps the addresses of ranks that have met over it before. So each restart of the workers,
+        # and each process group that this process makes, gets keys of its own.
         prefix = f"restart-{restarts_to_set_apart()}-{next(_starts)}"
         store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined,unused-ignore]
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)

@@ -1,4 +1,4 @@
-"""Which process this is, told apart from every other of any machine; and whether another one still runs."""
+"""The identity of a process among all processes of all machines, and whether it still runs."""
 
 import os
 from functools import cache
@@ -7,13 +7,14 @@ from typing import NamedTuple
 
 
 class ProcessId(NamedTuple):
-    """A process that no other has been or will be mistaken for.
+    """The identity of a process, which no other process ever has.
 
     Attributes:
-        pid: Its number.
-        born: When it started, in ticks since the machine did; "" without /proc.
-        machine: The machine's start and the namespace of process numbers in it; "" without /proc. Not its
-            name, nor the namespace alone: two machines may have one name, and most have one namespace number.
+        pid: Number of the process.
+        born: Time at which it started, in ticks since the machine booted; "" without /proc.
+        machine: Id of the machine's boot, and the namespace of process numbers; "" without /proc. A host name
+            would not do, since two machines may have the same one, and neither would the namespace alone,
+            which has the same number on most machines.
     """
 
     pid: int
@@ -22,7 +23,7 @@ class ProcessId(NamedTuple):
 
 
 def this_process() -> ProcessId:
-    """That of the caller."""
+    """The identity of the calling process."""
     pid = os.getpid()
     try:
         return ProcessId(pid, _stat(pid)[19], _machine())
@@ -31,7 +32,7 @@ def this_process() -> ProcessId:
 
 
 def process_state(process: ProcessId) -> str:
-    """``"dead"``, ``"stopped"`` or ``"running"`` for a process of this machine; "" for one that is not."""
+    """``"dead"``, ``"stopped"`` or ``"running"`` for a process of this machine; "" for another machine's."""
     if not process.born or process.machine != this_process().machine:
         return ""
     try:
@@ -40,18 +41,21 @@ def process_state(process: ProcessId) -> str:
         return "dead"
     except OSError:
         return ""
-    if stat[19] != process.born or stat[0] in ("Z", "X"):  # another one with the same number, or a corpse
+    # A process that started at another time has only inherited the number; Z and X are zombie and dead.
+    if stat[19] != process.born or stat[0] in ("Z", "X"):
         return "dead"
     return "stopped" if stat[0] in ("T", "t") else "running"
 
 
 @cache
 def _machine() -> str:
+    """Id of the machine's boot, and the namespace of process numbers."""
     return (
         Path("/proc/sys/kernel/random/boot_id").read_text().strip() + " " + os.readlink("/proc/self/ns/pid")
     )
 
 
 def _stat(pid: int) -> list[str]:
-    # Fields from the third on, as proc_pid_stat(5) numbers them; the second may contain blanks and brackets.
+    # Fields from the third of proc_pid_stat(5) on: the second, a name, may contain blanks and brackets. So
+    # entry 0 is the state and entry 19 the start time.
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

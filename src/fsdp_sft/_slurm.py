@@ -1,4 +1,4 @@
-"""What Slurm's variables say about a task: rank, neighbours, and where the ranks meet."""
+"""What Slurm's environment variables say about a task: its rank, its neighbours, and where the ranks meet."""
 
 import os
 import re
@@ -14,16 +14,27 @@ _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
 @dataclass(frozen=True)
 class Launch:
-    """What a launcher says about this process."""
+    """What a launcher says about this process.
+
+    Attributes:
+        launcher: Name of the launcher: ``"torchrun"``, ``"slurm"``, ``"submitit"`` or ``"single"``.
+        rank: Rank of the process in the job.
+        local_rank: Rank of the process on its node.
+        world_size: Number of processes of the job.
+        local_world_size: Number of processes on this node.
+        init_method: URL at which the ranks meet; None for a single process, whose store is inside it.
+        details: Text for the log line that says what was found.
+        hint: Text that says what the user may have meant instead; "" if nothing is suspicious.
+    """
 
     launcher: str
     rank: int
     local_rank: int
     world_size: int
     local_world_size: int
-    init_method: str | None  # None: a store inside the process
-    details: str = field(default="", compare=False)  # for the line that says what was found
-    hint: str = field(default="", compare=False)  # what the person may have meant instead
+    init_method: str | None
+    details: str = field(default="", compare=False)
+    hint: str = field(default="", compare=False)
 
 
 def env_int(name: str) -> int:
@@ -43,26 +54,28 @@ def env_port(name: str) -> int:
 
 
 def meeting_at(address: str, port: int) -> str:
-    """The URL at which ranks meet; an address of IPv6 stands in brackets there."""
+    """The URL at which ranks meet; in it an IPv6 address stands in brackets."""
     address = address.strip("[]")
     return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
 
 
 def is_slurm_step() -> bool:
     """Whether srun started this process as a task of a step."""
-    # Inside salloc or a batch script SLURM_PROCID may be set, but no srun started this process.
+    # SLURM_PROCID would not tell: inside salloc or a batch script it may be set although no srun started this
+    # process.
     step = os.environ.get("SLURM_STEP_ID", "")
     return step.isdigit() and int(step) < _FIRST_SPECIAL_STEP and not _is_shell_of_a_step()
 
 
 def _is_shell_of_a_step() -> bool:
-    """Whether a person typed this into the shell of ``srun --pty``: the step's other tasks have none."""
-    # srun leaves the variable in what is started from there, but no terminal in the tasks of another srun.
+    """Whether this was started by hand in the shell of ``srun --pty``, which one task of the step has."""
+    # srun leaves the variable to all that is started in that shell. Tasks of another srun inside it inherit
+    # the variable too, but they have no terminal.
     return "SLURM_PTY_PORT" in os.environ and sys.stdin is not None and sys.stdin.isatty()
 
 
 def unused_allocation() -> str:
-    """What to tell a single process that has a Slurm allocation for several; empty without one."""
+    """A hint for a single process inside a Slurm allocation for several tasks; empty in other cases."""
     tasks = max(
         (
             env_int(name)
@@ -83,7 +96,7 @@ def unused_allocation() -> str:
 
 
 def slurm_launch() -> Launch:
-    """This task's place in its step, and where its ranks meet.
+    """This task's place in its Slurm step, and where the step's ranks meet.
 
     Raises:
         ValueError: If a variable is missing or wrong; the message names it.
@@ -127,6 +140,7 @@ def _local_world_size() -> int:
 
 
 def _master_address() -> str:
+    """The address of rank 0's node."""
     nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_NODELIST", "")
     if not nodes:
         raise ValueError("inside a Slurm step, but SLURM_STEP_NODELIST is not set; set MASTER_ADDR")
@@ -134,7 +148,7 @@ def _master_address() -> str:
     try:
         socket.getaddrinfo(first, None)
     except OSError:
-        # Node names need not resolve (several slurmd on one host); srun's own address then serves.
+        # A node's name need not resolve (several slurmd on one host). Then srun's own address is used.
         launch = os.environ.get("SLURM_LAUNCH_NODE_IPADDR")
         if not launch:
             raise ValueError(
@@ -152,7 +166,7 @@ def _first_host(nodes: str) -> str:
     prefix, numbers, suffix = match[1], match[2], match[3]
     if numbers is None:
         return prefix
-    if "[" in suffix:  # several bracketed parts: leave it to Slurm's own expansion
+    if "[" in suffix:  # a name with several bracketed parts is left to Slurm's own expansion
         listed = subprocess.run(
             ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True, timeout=30
         )
@@ -161,7 +175,8 @@ def _first_host(nodes: str) -> str:
 
 
 def _port() -> int:
-    # One port per job and step, so that steps of neighbouring jobs on shared nodes do not meet.
+    """The port at which the ranks of this step meet."""
+    # The port depends on job and step, so that ranks of neighbouring jobs on shared nodes do not meet.
     job = env_int("SLURM_JOB_ID") if "SLURM_JOB_ID" in os.environ else 0
     step = env_int("SLURM_STEP_ID")
     return 20000 + (job * 7 + step) % 20000

@@ -1,6 +1,8 @@
 """The console script ``fsdp-sft``: plans, data and checkpoints from the shell.
 
-Each command comes from the room that knows its subject, and is imported when it is called.
+Each command lies in the package that knows its subject: ``plan`` in planner/command.py,
+``inspect-checkpoint``, ``rebuild-manifest`` and ``convert`` in dcp_io/command.py, ``inspect-data`` in
+commands/data.py.
 """
 
 import argparse
@@ -16,12 +18,18 @@ _EXAMPLES = """examples:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command; returns 0 if all is well, 1 if what was asked about is not, 2 for bad input."""
+    """Run a command.
+
+    Returns:
+        The exit code: 0 if all is well, 1 if what the command looked at is not (nothing fits, a checkpoint is
+        damaged), 2 for bad input.
+    """
     args = _parser().parse_args(arguments)
     return int(args.run(args))
 
 
 def _parser() -> argparse.ArgumentParser:
+    # Imported here and not at the top, so that importing this module stays cheap.
     from fsdp_sft.dcp_io.command import CONVERT, INSPECT, REBUILD, add_convert, add_inspect, add_rebuild
     from fsdp_sft.planner import command as planner
 

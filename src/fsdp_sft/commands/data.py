@@ -1,4 +1,4 @@
-"""``fsdp-sft inspect-data``: what of a file of chats would be trained, and what is refused."""
+"""``fsdp-sft inspect-data``: what of a file of chats would be trained, and which rows are refused."""
 
 import argparse
 import json
@@ -34,18 +34,18 @@ _QUANTILES = (("median", 0.5), ("95 %", 0.95), ("longest", 1.0))
 
 @dataclass(frozen=True)
 class DataReport:
-    """What a file would train.
+    """What training on a file would use of it.
 
     Attributes:
-        rows: Read.
-        counts: By reason, as ``filter_rows`` counts them.
-        examples: By reason, of rows that are not kept.
-        tokens: Of the kept rows, truncated.
-        trained_tokens: Of them, those with a label.
+        rows: Number of rows read.
+        counts: Number of rows by reason, as ``filter_rows`` counts them.
+        examples: Examples of rows that are not kept, by reason.
+        tokens: Tokens of the kept rows, after truncation.
+        trained_tokens: Number of those tokens that have a label.
         cut_rows: Rows that ``max_length`` has cut.
-        quantiles: Tokens of a row: median, 95 %, longest.
-        packs: Packs of ``max_length`` tokens; 0 without it.
-        pack_fill: How full those are, from 0 to 1.
+        quantiles: Tokens per row: median, 95 %, longest.
+        packs: Number of packs of ``max_length`` tokens; 0 without ``max_length``.
+        pack_fill: Share of the packs' tokens that is filled, from 0 to 1.
     """
 
     rows: int
@@ -60,7 +60,7 @@ class DataReport:
 
 
 def add_data(parser: argparse.ArgumentParser) -> None:
-    """The options of a look at data."""
+    """Add the options of ``inspect-data`` to a parser."""
     parser.description, parser.epilog = DESCRIPTION, _EXAMPLES
     add = parser.add_argument
     add("path", type=Path, help="a .jsonl or .json file of rows, in any form that encode_chat takes")
@@ -83,6 +83,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _inspect(args: argparse.Namespace) -> int:
+    """Read the rows, encode them as training would, and print what was found."""
     for name in ("max_length", "limit"):
         value = getattr(args, name)
         if value is not None and value < 1:
@@ -119,13 +120,18 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _cut(chat: EncodedChat, max_length: int | None) -> EncodedChat:
+    """The chat as the collator would cut it."""
     if max_length is None or len(chat.input_ids) <= max_length:
         return chat
     return EncodedChat(input_ids=chat.input_ids[:max_length], labels=chat.labels[:max_length])
 
 
 def _read(path: Path) -> Iterator[Any]:
-    """Rows of a file; a line that is no JSON is named."""
+    """The rows of a file.
+
+    Raises:
+        ValueError: For a line that is not JSON, which the message names, or a .json file that holds no list.
+    """
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".json":
         found = json.loads(text)
@@ -146,6 +152,7 @@ def _read(path: Path) -> Iterator[Any]:
 def _report(
     rows: int, counts: Any, whole: list[EncodedChat], chats: list[EncodedChat], max_length: int | None
 ) -> DataReport:
+    """The numbers of the report."""
     lengths = sorted(len(chat.input_ids) for chat in chats)
     tokens = sum(lengths)
     packs = pack_lengths(lengths, max_length) if max_length else []
@@ -167,6 +174,7 @@ def _report(
 
 
 def _text(args: argparse.Namespace, report: DataReport, chats: list[EncodedChat]) -> Iterator[str]:
+    """The report as lines of text."""
     kept = report.counts["kept"]
     yield f"{args.path}: {report.rows:,} rows, {kept:,} of them would be trained"
     for reason, texts in report.examples.items():
@@ -183,7 +191,7 @@ def _text(args: argparse.Namespace, report: DataReport, chats: list[EncodedChat]
 
 
 def _histogram(lengths: list[int]) -> Iterator[str]:
-    """Rows by their length, as bars."""
+    """The number of rows by length, as bars."""
     shortest, longest = min(lengths), max(lengths)
     width = max(1, -(-(longest - shortest + 1) // _BARS))
     bins = [0] * -(-(longest - shortest + 1) // width)

@@ -64,6 +64,7 @@ def aggregate_metrics(
 
 
 def _reduced(values: list[float | int], reduce: Reduction) -> float | int | None:
+    """The values reduced to one; None without values."""
     if not values:
         return None
     if any(math.isnan(value) for value in values):

@@ -112,6 +112,7 @@ class MetricLogger:
 
 
 def _check(metrics: Mapping[str, object], step: int) -> None:
+    """Refuse steps, names and values that cannot be logged."""
     if not isinstance(step, int) or isinstance(step, bool):
         raise TypeError(f"step must be an int, got {type(step).__name__}")
     if step < 0:

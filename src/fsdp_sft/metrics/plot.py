@@ -90,6 +90,7 @@ def _points(rows: dict[int, dict[str, Any]], key: str, unit: float = 1.0) -> tup
 
 
 def _draw(axes: Any, points: Points, bad: list[int], *, title: str, unit: str) -> None:
+    """Draw one metric into a panel, or say that it was not logged."""
     steps, values = points
     axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
     axes.set_xlabel("optimizer step")

@@ -104,6 +104,7 @@ class StepProfiler:
         return self._ranks is None or this_rank() in self._ranks
 
     def _start_if_next(self) -> None:
+        """Start to record if the next step is the first to be recorded."""
         due = self._done + 1 == self._first and self._profile is None and self._records()
         if not due:
             return
@@ -114,6 +115,7 @@ class StepProfiler:
         self._profile.start()
 
     def _write(self) -> None:
+        """Stop recording and write the trace."""
         synchronize(resolve_device(None))
         profile, self._profile = self._profile, None
         profile.stop()

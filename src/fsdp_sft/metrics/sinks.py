@@ -78,6 +78,7 @@ class LineSink:
 
 
 def _json_value(value: Scalar) -> Scalar:
+    """The value as strict JSON can hold it."""
     if not isinstance(value, float) or math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
@@ -95,6 +96,7 @@ def _open_for_append(path: Path) -> IO[str]:
 
 
 def _mend_last_line(path: Path, last_line: bytes, start: int) -> None:
+    """Remove a last line that was cut off, or end one that only lacks its newline."""
     with path.open("r+b") as file:
         try:
             json.loads(last_line)

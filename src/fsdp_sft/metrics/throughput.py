@@ -180,6 +180,7 @@ class ThroughputMeter:
         }
 
     def _timed_next(self, batches: Iterator[T]) -> T:
+        """The next batch; the time that it takes is counted as waiting."""
         start = self._clock()
         try:
             return next(batches)
@@ -193,6 +194,8 @@ class ThroughputMeter:
 
 
 class _WatchedLoader(Generic[T]):
+    """A loader whose batches are waited for on a meter's clock."""
+
     def __init__(self, loader: Iterable[T], meter: ThroughputMeter) -> None:
         self._loader = loader
         self._meter = meter

@@ -124,6 +124,7 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _report_plans(args: argparse.Namespace, gpu: Gpu, budget: Budget) -> None:
+    """Print the plans, the memory and the code of the fastest one."""
     if args.seq is None or args.global_batch is None:
         raise ValueError("--seq and --global-batch are needed, or --longest")
     config, options = as_config(args.model), _options(args)
@@ -166,6 +167,7 @@ def _report_plans(args: argparse.Namespace, gpu: Gpu, budget: Budget) -> None:
 
 
 def _report_longest(args: argparse.Namespace, gpu: Gpu, budget: Budget) -> None:
+    """Print the longest rows, and the memory of the longest of them."""
     config, options = as_config(args.model), _options(args)
     rows = longest_rows(config, num_gpus=args.gpus, **options)
     best = max(rows, key=lambda row: row.seq_length)
@@ -223,6 +225,7 @@ def _row(row: LongestRow) -> dict[str, Any]:
 
 
 def _notes_on_rows(args: argparse.Namespace, config: Any, longest: int) -> Iterator[str]:
+    """Remarks on rows of this length."""
     positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     if isinstance(positions, int) and positions < longest:
         yield f"the config gives the model {positions} positions"
@@ -233,6 +236,7 @@ def _notes_on_rows(args: argparse.Namespace, config: Any, longest: int) -> Itera
 
 
 def _headline(args: argparse.Namespace, config: Any, estimate: MemoryEstimate, budget: Budget) -> str:
+    """The model, its size and the job, in one line."""
     total, active = estimate.parameters, estimate.active_parameters
     size = f"{total / 1e9:.2f}B parameters" + (f" ({active / 1e9:.2f}B active)" if active != total else "")
     what = f"{args.global_batch} sequences of {args.seq} tokens a step"
@@ -260,6 +264,7 @@ def _label(plan: RunPlan) -> str:
 
 
 def _calibrated(config: Any, best: RunPlan) -> tuple[MemoryEstimate, str]:
+    """The estimate of the best plan corrected by a measurement, and a sentence about it."""
     found = calibrate(config, best.setup)
     return found.refine(best.estimate), (
         f"Calibration on {found.device}: a real block keeps {found.measured_bytes / (1 << 20):.1f} MiB of "

@@ -255,6 +255,7 @@ def estimate(config: "PreTrainedConfig", setup: Setup) -> MemoryEstimate:
 
 
 def _check_experts(skeleton: Skeleton, ep_size: int) -> None:
+    """Refuse ranks that cannot share out the experts of this model."""
     if not skeleton.experts:
         raise UnsupportedModelError(
             f"transformers has no plan by which ranks share out experts of {skeleton.family!r}: plan it with "
@@ -270,6 +271,7 @@ def _kept(block: Footprint, *, checkpointed: bool) -> int:
 
 
 def _notes(skeleton: Skeleton, setup: Setup, balance: ShardBalance) -> tuple[str, ...]:
+    """What a reader of the estimate should know."""
     notes = []
     if skeleton.family not in CHECKED_FAMILIES:
         notes.append(

@@ -106,6 +106,7 @@ def _one_by_one(
 
 
 def _linear(experts: Any, name: str, index: int, rows: torch.Tensor) -> torch.Tensor:
+    """Rows times the weight of one expert, by which bias and layout transformers gives it."""
     weight = getattr(experts, name)[index]
     bias = getattr(experts, f"{name}_bias", None)
     weight = weight.T if experts.is_transposed else weight

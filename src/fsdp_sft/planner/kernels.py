@@ -51,6 +51,7 @@ class Kernels(TorchFunctionMode):
         dropout_p: float = 0.0,
         **options: Any,
     ) -> torch.Tensor:
+        """Fused attention in the place of ``scaled_dot_product_attention``."""
         if dropout_p > 0 and self.gpu.name == "cpu":
             # torch's CPU kernel has no dropout; what it falls back to keeps the attention matrix.
             return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, **options)

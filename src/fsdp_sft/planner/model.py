@@ -179,6 +179,7 @@ def _cached_skeleton(
     trainable: tuple[str, ...] | None,
     lora: tuple[int, tuple[str, ...]] | None,
 ) -> Skeleton:
+    """The skeleton for one config, compute dtype and choice of trained parameters."""
     model = _build(keyed.config, dtype)
     blocks = find_blocks(model)
     if lora is not None:
@@ -206,6 +207,7 @@ def _cached_skeleton(
 
 
 def _build(config: Any, dtype: torch.dtype) -> Any:
+    """The model on the meta device, in ``train()`` mode and without a cache."""
     import copy
 
     from transformers import AutoModelForCausalLM
@@ -245,6 +247,7 @@ def _within(block: str, names: Iterable[str]) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=1024)
 def _parts(group: Group, num_shards: int, ep_size: int) -> tuple[tuple[Group, int], ...]:
+    """``Group.parts`` where ranks share out experts: all other parameters, and this rank's experts."""
     rows = list(zip(group.shapes, group.names, group.stacks, strict=True))
     dense = [(shape, name) for shape, name, is_stack in rows if not is_stack]
     own = [

@@ -83,6 +83,7 @@ def row_table(longest: Sequence[LongestRow]) -> str:
 
 
 def _checkpointed(way: RunPlan | LongestRow) -> str:
+    """Which blocks are checkpointed, in a few words."""
     where = ", offloaded" if way.sac_offload and way.sac_ratio else ""
     if way.sac_ratio in (0, 1):
         return f"all{where}" if way.sac_ratio else "none"
@@ -90,6 +91,7 @@ def _checkpointed(way: RunPlan | LongestRow) -> str:
 
 
 def _aligned(rows: list[tuple[str, ...]]) -> str:
+    """Rows of cells as lines with columns aligned to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     return "\n".join(lines)

@@ -124,6 +124,7 @@ def make_plan(setup: Setup, memory: MemoryEstimate, time: StepTime, why: str) ->
 
 
 def _reasons(setup: Setup, time: StepTime, why: str, host_bytes: int) -> Iterator[str]:
+    """Sentences about the plan's speed."""
     hidden = f"which costs {time.exposed:.2f} s" if time.exposed > 0.005 else "all of it hidden"
     yield (
         f"bound by {time.bound} (a micro-step: compute {time.compute:.2f} s, {time.memory_bound:.2f} s of it "
@@ -153,6 +154,7 @@ def _reasons(setup: Setup, time: StepTime, why: str, host_bytes: int) -> Iterato
 
 
 def _code(plan: RunPlan, model: str) -> Iterator[str]:
+    """Lines of code that run the plan."""
     setup = plan.setup
     mesh = {"dp_replicate": (plan.dp_replicate, 1), "cp": (plan.cp, 1)}
     yield f"mesh = fs.build_mesh({_arguments(mesh)})"

@@ -417,6 +417,7 @@ def _together(dense: _Sizes, experts: _Sizes) -> _Sizes:
 
 
 def _part_sizes(group: Group, shards: int, setup: Setup) -> _Sizes:
+    """Sizes of the buffers of parameters that are all sharded over ``shards`` ranks."""
     compute, reduce = setup.param_dtype.itemsize, setup.reduce_dtype.itemsize
     shard = group.shard_elements(shards)
     trained = group.shard_elements(shards, trained=True)
@@ -438,6 +439,7 @@ def _part_sizes(group: Group, shards: int, setup: Setup) -> _Sizes:
 
 
 def _state_bytes(optimizer: str, elements: int, master_dtype: torch.dtype) -> int:
+    """Bytes of the optimizer states of ``elements`` parameters."""
     item = master_dtype.itemsize
     if optimizer.startswith("adamw8bit"):
         # Two states of one byte, and one float32 scale each for every 256 values.

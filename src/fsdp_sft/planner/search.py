@@ -219,6 +219,7 @@ def _check_numbers(num_gpus: int, global_batch_size: int, gpu_memory_bytes: int 
 
 
 def _no_multiple(setup: Setup, global_batch_size: int) -> str:
+    """The message for a batch that cannot be dealt evenly."""
     shares = setup.num_gpus // setup.cp
     near = max(1, round(global_batch_size / shares)) * shares
     whose = f"{shares} GPUs" if setup.cp == 1 else f"{shares} groups of {setup.cp} GPUs"
@@ -284,9 +285,11 @@ class _PlanSearch:
                     yield self._plan(way, memory, why)
 
     def _seconds(self, setup: Setup) -> float:
+        """Predicted seconds of an optimizer step."""
         return step_time(build_skeleton(self.config, setup), setup).total
 
     def _plan(self, setup: Setup, memory: MemoryEstimate, why: str) -> RunPlan:
+        """The plan of a setup; the fastest one is remembered."""
         plan = make_plan(setup, memory, step_time(build_skeleton(self.config, setup), setup), why)
         self.fastest = min(self.fastest, plan.time.total)
         return plan

@@ -46,6 +46,7 @@ class _Exchange(torch.autograd.Function):
 
 
 def _exchanged(rows: torch.Tensor, ledger: Ledger) -> torch.Tensor:
+    """A new tensor like ``rows``, and a record of the exchange."""
     received = torch.empty_like(rows)
     ledger.note(EXCHANGE, (rows,), (received,))
     return received

@@ -217,6 +217,7 @@ class _Collectives:
 
 
 def _network(skeleton: Skeleton, setup: Setup, rates: Rates, *, reduces: bool) -> _Collectives:
+    """Seconds of the gathers of a micro-step, and of its reductions if it ``reduces``."""
     gpu, shards = setup.gpu, setup.num_shards
     link = _shared_link(setup, shards) * rates.network
     gather = setup.param_dtype.itemsize / link

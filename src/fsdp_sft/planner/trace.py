@@ -164,6 +164,7 @@ class _Identity:
 
 @functools.lru_cache(maxsize=128)
 def _trace(identity: _Identity, question: _Question) -> Trace:
+    """``trace`` for arguments that can be the key of a cache."""
     skeleton = identity.skeleton
     try:
         return _Run(skeleton, question).result()
@@ -223,6 +224,7 @@ class _Run:
         self.marks: dict[str, int] = {}
 
     def result(self) -> Trace:
+        """Run the step and sum up what was seen."""
         kernels = Kernels(self.question.gpu, padded=self.question.attention_mask, ledger=self.ledger)
         try:
             q = self.question
@@ -235,6 +237,7 @@ class _Run:
         return self._summary()
 
     def _step(self) -> None:
+        """Forward, loss and backward of one micro-batch, with marks at the moments that a trace reports."""
         ledger, marks = self.ledger, self.marks
         q = self.question
         inputs, forward = self._micro_batch()
@@ -305,6 +308,7 @@ class _Run:
         return losses[0]
 
     def _cross_entropy(self, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """The loss from logits in full."""
         # A plain loop shifts the labels and not the logits; so does a loss of rows that ranks share.
         if self._plain_loop or self.question.cp > 1:
             logits = logits.to(self.question.logits_dtype)
@@ -333,10 +337,12 @@ class _Run:
                 block.__dict__.pop("forward", None)
 
     def _pass_on(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward of a block that takes no part: its input, in a tuple if blocks return tuples."""
         hidden = args[0] if args else kwargs["hidden_states"]
         return (hidden,) if self.marks.get("tuples") else hidden
 
     def _before(self, run: _BlockRun, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Before a block's forward: try it without saving, and note what is alive."""
         ledger = self.ledger
         run.events["unsaved"] = len(ledger.events)
         run.peak["unsaved"] = self._peak_without_saving(module, args, kwargs)
@@ -367,6 +373,7 @@ class _Run:
         return self.ledger.reset_peak() - live
 
     def _after(self, run: _BlockRun, module: nn.Module, args: Any, output: Any) -> None:
+        """After a block's forward: note what is alive and how much it took."""
         ledger = self.ledger
         self.marks["tuples"] = int(isinstance(output, tuple))
         hidden = output[0] if isinstance(output, tuple) else output
@@ -384,9 +391,11 @@ class _Run:
         return tensor.detach()
 
     def _at_output_gradient(self, grad: torch.Tensor) -> None:
+        """The loss's backward has reached the model's output."""
         self.marks["loss_peak"] = self.ledger.reset_peak()
 
     def _at_output_gradient_of(self, run: _BlockRun, grad: torch.Tensor) -> None:
+        """The backward has reached a block's output: the block's own backward begins."""
         if "block_backward" not in self.marks:  # the last block's, with which the blocks' backward begins
             self.marks["block_backward"] = self.ledger.live
             self.marks["head_backward_peak"] = self.ledger.peak
@@ -397,6 +406,7 @@ class _Run:
         self.ledger.reset_peak()
 
     def _at_input_gradient(self, run: _BlockRun, grad: torch.Tensor) -> None:
+        """A block's backward has ended. Drop its parameters' gradients, which ``replay`` accounts for."""
         run.peak["backward"] = self.ledger.reset_peak()
         run.events["end"] = len(self.ledger.events)
         for parameter in run.block.parameters():
@@ -405,6 +415,7 @@ class _Run:
         self.marks["embedding_before"] = self.ledger.live
 
     def _summary(self) -> Trace:
+        """The trace, from the marks and from what was seen of each block."""
         marks = self.marks
         kept = {kind: self._kept(run) for kind, run in self.runs.items()}
         base = marks["before"] + sum(kept.values())
@@ -448,6 +459,7 @@ class _Run:
         return run.live["after"] - run.live["before"] - given_back
 
     def _eager(self, run: _BlockRun, kept: int) -> Footprint:
+        """The footprint of a block as it ran."""
         output = self.ledger.sizes[run.output]
         forward = self.ledger.events[run.events["before"] : run.events["after"]]
         return Footprint(
@@ -467,6 +479,7 @@ class _Run:
         )
 
     def _fused(self, run: _BlockRun, kept: int) -> Footprint:
+        """The footprint that the block would have under ``torch.compile``."""
         events = self.ledger.events
         forward = events[run.events["before"] : run.events["after"]]
         fused = fused_footprint(
@@ -486,6 +499,7 @@ class _Run:
         )
 
     def _exchanged(self, run: _BlockRun) -> int:
+        """Bytes that a block's forward exchanges; where ranks share rows, a block must exchange some."""
         forward = self.ledger.events[run.events["before"] : run.events["after"]]
         if self.question.cp == 1:
             return sent_bytes(forward, self.ledger.sizes)

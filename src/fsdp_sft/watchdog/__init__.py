@@ -1,7 +1,8 @@
-"""A rank that dies, hangs or falls out of step, named on all ranks instead of a silent time-out.
+"""Names a rank that dies, hangs or falls out of step on all ranks, where there would be a silent time-out.
 
-beat.py is what a rank says of itself, exchange.py carries beats through the c10d store, judge.py decides what
-is wrong, report.py says it, watch.py is the loop's side of it.
+A rank's heartbeat (beat.py) travels through the c10d store (exchange.py). Rules decide from the beats what is
+wrong (judge.py), a report says it in words (report.py), and a thread beside the training loop puts these
+together (watch.py).
 """
 
 from fsdp_sft.watchdog.watch import STALL_EXIT_CODE, Watchdog

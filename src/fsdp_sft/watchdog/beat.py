@@ -1,4 +1,4 @@
-"""What one rank says about itself at one moment."""
+"""The heartbeat: what one rank says about itself at one moment."""
 
 import json
 import os
@@ -16,6 +16,7 @@ RUNNING, ENDED, FAILED = "running", "ended", "failed"
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _COLLECTIVES = os.path.join("torch", "distributed", "")
 _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
+# Files of this library whose functions wait for other ranks: their names say more than torch's inside them.
 _AGREEMENT = (
     *(_PACKAGE + "_tree.py", _PACKAGE + "_agree.py"),
     _PACKAGE + os.path.join("context_parallel", "heads.py"),
@@ -27,21 +28,22 @@ class Beat:
     """One heartbeat.
 
     Attributes:
-        rank: Of whom.
+        rank: Rank that the beat is of.
         host: Host name.
-        process: Which process it is.
-        number: Counts beats: one that stays the same means that the process does not run.
-        progress: Counts calls of ``step`` and changes of phase: one that stays means that the loop hangs.
+        process: Identity of the rank's process.
+        number: Number of the beat. If it stays the same, the process does not run.
+        progress: Number of calls of ``step`` and changes of phase so far. If it stays the same, the loop
+            hangs.
         step: The last step that the loop began; None before the first.
-        phase: ``"train"``, or the innermost ``phase``.
-        limit: Seconds that ``progress`` may stay the same; infinite while paused.
+        phase: ``"train"``, or the name of the innermost ``phase``.
+        limit: Seconds for which ``progress`` may stay the same; infinite while paused.
         state: ``"running"``, ``"ended"`` or ``"failed"`` (an exception left the block).
         error: The exception of a failed rank.
-        ticket: Which rank failed first: 1, 2, ...; 0 for none.
+        ticket: Place of this rank among those that failed: 1, 2, ...; 0 if it did not.
         where: Innermost place in the caller's own code, such as ``"train.py:33 in main"``.
-        collective: Name of the function of torch.distributed, or of what ranks of this library agree by,
-            that the main thread waits in; or "".
-        shapes: (first step, shape) of the latest changes of the batch's shape; () where none was given.
+        collective: Name of the function that the main thread waits in, if that is a function of
+            torch.distributed or one by which ranks of this library agree; "" otherwise.
+        shapes: (first step, shape) for each of the latest changes of the batch's shape; () if none was given.
         saw: (rank, state) of processes of the same machine that do not run.
     """
 
@@ -62,12 +64,12 @@ class Beat:
     saw: tuple[tuple[int, str], ...] = ()
 
     def to_bytes(self) -> bytes:
-        """As it goes through the store; a few hundred bytes."""
+        """The beat as it goes through the store; a few hundred bytes."""
         return json.dumps(list(vars(self).values()), separators=(",", ":")).encode()
 
     @classmethod
     def from_bytes(cls, value: bytes) -> "Beat":
-        """What ``to_bytes`` made, with tuples where JSON has lists."""
+        """The beat that ``to_bytes`` was called on, with tuples where JSON has lists."""
         beat = cls(*(_tuples(item) for item in json.loads(value)))
         return replace(beat, process=ProcessId(*beat.process))
 
@@ -77,16 +79,18 @@ def _tuples(value: Any) -> Any:
 
 
 def place_of_main_thread() -> tuple[str, str]:
-    """(innermost place in code outside of this and other libraries, collective that it waits in or "")."""
+    """(innermost place of the main thread in the user's own code, collective that it waits in or "")."""
+    # From the innermost frame outwards: first the frames of a collective, if it is in one, then those of
+    # libraries, then the first frame that is the user's.
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     where = collective = ""
     while frame is not None:
         path = frame.f_code.co_filename
         if _COLLECTIVES in path and not where:
-            if not path.endswith("c10d_logger.py"):  # wraps each of them
+            if not path.endswith("c10d_logger.py"):  # torch wraps each collective in a function of this file
                 collective = frame.f_code.co_name
         elif collective and path in _AGREEMENT and not where:
-            collective = frame.f_code.co_name  # all_reduce_sum says more than the recv that it waits in
+            collective = frame.f_code.co_name  # "all_reduce_sum" says more than the "recv" inside it
         elif not where and not path.startswith((*_LIBRARIES, _PACKAGE, "<frozen")):
             where = _named(frame)
         frame = frame.f_back

@@ -1,8 +1,8 @@
-"""Beats through the store, from a thread of its own: a store that does not answer blocks nobody else.
+"""Heartbeats through the store, in a thread of its own: a store that does not answer blocks no other thread.
 
-A rank posts a pulse, 32 bytes that change all the time, and its beat, of which most stays for long. Who
-watches fetches pulses, and a beat when its pulse says that there is something new in it, or when a report is
-due.
+A rank posts two things: a pulse of 32 bytes, which changes all the time, and its beat, of which most stays
+the same for long. A rank that watches fetches all pulses. It fetches a beat only when the pulse says that
+there is something new in it, or when a report is due.
 """
 
 import struct
@@ -16,34 +16,34 @@ from typing import Any
 from fsdp_sft.watchdog.beat import Beat
 
 _PULSE = struct.Struct("<qqqq")  # number, progress, step, version of the rest
-_NO_STEP = -(1 << 63)
-_FEW = 32
+_NO_STEP = -(1 << 63)  # stands for None, which a pulse of integers cannot hold
+_FEW = 32  # missing ranks that are asked for one by one at each look
 _SHORTEST_PAUSE = 0.05  # seconds between two posts, however short the steps are
 _LEAVING_SECONDS = 0.2
 
 
 class Exchange:
-    """Posts the own beat and fetches others', once per interval, and posts whatever is new in between.
+    """Posts this rank's beat and fetches those of others, once per interval; posts what is new in between.
 
     Args:
-        store: Any c10d store of the job; a connection of its own is made, since calls of one client wait
-            for each other.
-        prefix: Of all keys; the same on all ranks.
-        rank: The own one.
-        watched: Ranks whose beats to fetch.
-        beat: Makes the own beat; called in the exchange's thread.
+        store: Any c10d store of the job. The exchange makes a connection of its own, since calls of one
+            client wait for each other.
+        prefix: Prefix of all keys; the same on all ranks.
+        rank: This rank.
+        watched: Ranks whose beats are fetched.
+        beat: Function that makes this rank's beat; called in the exchange's thread.
         interval: Seconds between two exchanges.
-        timeout: Seconds that the store may take.
+        timeout: Seconds that the store may take to answer.
 
     Attributes:
         beats: The latest beat of each watched rank that has begun.
-        answered: When the exchange that was last completed began, in ``time.monotonic()``.
-        verdict: What the job ends with, the same on all ranks that reach the store; "" for none yet.
-        ticket: The place of this rank among those that failed, from 1; 0 for none.
-        first_failed: The last beat of the rank whose exception came first, as far as this one has asked.
-        failed_for: How many seconds ago that was, as far as clocks agree.
-        num_left: How many ranks have left the loop, once this one has.
-        error: What the store said last, if it failed.
+        answered: Time in ``time.monotonic()`` at which the last completed exchange began.
+        verdict: The report that the job ends with, the same on all ranks that reach the store; "" so far.
+        ticket: Place of this rank among those that failed, from 1; 0 if it did not.
+        first_failed: The last beat of the rank whose exception came first; None until this rank has asked.
+        failed_for: Seconds since that exception, as far as the machines' clocks agree.
+        num_left: Number of ranks that have left the loop; counted once this rank has left it.
+        error: The store's last error message; "" if its last answer was none.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Exchange:
         self._closed_at = 0.0
         self._num_left = 0
         self._looks = 0
-        self._posted: Beat | None = None  # the last one, for what does not change all the time
+        self._posted: Beat | None = None  # the last one, to see whether its lasting part has changed
         self._version = 0
         self._versions: dict[int, int] = {}
         self._wants_details = False
@@ -87,7 +87,7 @@ class Exchange:
         self._thread.start()
 
     def poke(self) -> None:
-        """Post the own beat soon: it has something new."""
+        """Post this rank's beat soon, since there is something new in it."""
         self._wake.set()
 
     def leave(self) -> None:
@@ -96,37 +96,38 @@ class Exchange:
         self._wake.set()
 
     def propose(self, text: str, seconds: float) -> str:
-        """The job's verdict: ``text``, or what another rank said first, or ``text`` if the store is mute."""
+        """Propose a verdict; return that of the first rank to propose one, or ``text`` without a store."""
         self._proposed, self._hurry = text, True
         self._wake.set()
         self._decided.wait(seconds)
         return self.verdict or text
 
     def fail(self, seconds: float) -> None:
-        """Take the next place among the ranks that failed, and exchange now."""
+        """Take the next place among the ranks that failed, and exchange at once."""
         self._wants_ticket = self._wants_to_leave = True
         self.refresh(seconds)
 
     def refresh(self, seconds: float) -> None:
-        """Exchange now, and wait for it at most so long."""
+        """Exchange at once, and wait at most ``seconds`` for it."""
         asked, self._hurry = time.monotonic(), True
         self._wake.set()
         while self.answered < asked and time.monotonic() - asked < seconds and self._thread.is_alive():
             time.sleep(0.01)
 
     def fetch_details(self, seconds: float) -> None:
-        """Fetch all of each beat, or give up after so long: where its rank is does not show in a pulse."""
+        """Fetch all beats anew, or give up after ``seconds``: a pulse does not say where its rank is."""
         self._wants_details = True
         self.refresh(seconds)
 
     def close(self, seconds: float) -> None:
-        """Post the last beat and stop, or give up after so long."""
+        """Post the last beat and stop the thread, or give up after ``seconds``."""
         self._closed_at = time.monotonic()
         self._closing = self._wants_to_leave = True
         self._wake.set()
         self._thread.join(seconds)
 
     def _run(self) -> None:
+        """The thread: exchange once per interval, and post news in between."""
         due = 0.0
         while not (self._closing and self.answered >= self._closed_at):
             self._wake.wait(max(due - time.monotonic(), 0.0))
@@ -139,7 +140,7 @@ class Exchange:
                 if full:
                     self._fetch()
                     self.answered, self.error = asked, ""
-            except RuntimeError as error:  # torch's DistError, which all of the store's errors are
+            except RuntimeError as error:  # errors of torch's stores are DistErrors, which are RuntimeErrors
                 self.error = str(error).split("\n", 1)[0]
                 if self._closing:
                     return
@@ -148,6 +149,7 @@ class Exchange:
             time.sleep(_SHORTEST_PAUSE)
 
     def _post(self, full: bool) -> None:
+        """Post this rank's pulse, and its beat if that has something new or the exchange is ``full``."""
         if self._store is None:
             self._store = self._given.clone()
             self._store.set_timeout(self._timeout)
@@ -163,11 +165,12 @@ class Exchange:
             self._store.set(self._prefix + "first_failed", f"{self._rank} {time.time()}")
             self.first_failed = beat
         step = _NO_STEP if beat.step is None else beat.step
-        # After the beat: who sees the version finds what it stands for.
+        # The pulse goes after the beat, so that a rank that sees a new version finds that version's beat.
         pulse = _PULSE.pack(beat.number, beat.progress, step, self._version)
         self._store.set(self._key("pulse", self._rank), pulse)
 
     def _fetch(self) -> None:
+        """Fetch pulses, new beats, the verdict, and what has been asked about ranks that failed or left."""
         self._find_new()
         ranks = sorted(self._present)
         pulses = dict(zip(ranks, map(_PULSE.unpack, self._values("pulse", ranks)), strict=True))
@@ -178,19 +181,22 @@ class Exchange:
             beats[rank] = Beat.from_bytes(value)
         for rank, (number, progress, step, version) in pulses.items():
             self._versions[rank] = version
-            if number > beats[rank].number:  # else the beat was posted after the pulse
+            if number > beats[rank].number:  # otherwise the beat was posted after the pulse was fetched
                 known = None if step == _NO_STEP else step
                 beats[rank] = replace(beats[rank], number=number, progress=progress, step=known)
         self.beats = beats
         first = self._prefix + "first_failed"
-        if self._wants_ticket and self._store.check([first]):  # each time: it may have found out more since
+        # The beat of the rank that failed first is fetched each time: that rank may have found out more
+        # since.
+        if self._wants_ticket and self._store.check([first]):
             rank, when = self._store.get(first).decode().split()
             self.first_failed = Beat.from_bytes(self._store.get(self._key("beat", int(rank))))
             self.failed_for = time.time() - float(when)
         key = self._prefix + "verdict"
         if self._proposed and not self.verdict:
             self.verdict = self._store.compare_set(key, "", self._proposed).decode()
-        # After a verdict of one's own and before asking for others': who sees all leave sees that, too.
+        # This rank counts itself out after it has proposed a verdict and before it asks for one. So a rank
+        # that finds all others gone also finds any verdict that they have proposed.
         if self._wants_to_leave:
             self._num_left = int(self._store.add(self._prefix + "left", 0 if self._num_left else 1))
         if not self.verdict and self._store.check([key]):
@@ -200,7 +206,9 @@ class Exchange:
             self._decided.set()
 
     def _find_new(self) -> None:
-        # One question for all of a large job; one by one only at times, while some are still missing.
+        """Find watched ranks that have posted their first beat."""
+        # One question finds out whether all missing ranks are there. They are asked for one by one only if
+        # they are few, or at every fourth look: at the start of a large job most are missing.
         self._looks += 1
         if not self._missing:
             return
@@ -222,12 +230,15 @@ class Exchange:
 
 
 def _lasting(beat: Beat) -> Beat:
-    """What of a beat a pulse does not say, and is no matter until there is a report."""
+    """The part of a beat that must be posted when it changes.
+
+    The pulse carries number, progress and step; where the main thread is matters only for a report.
+    """
     return replace(beat, number=0, progress=0, step=None, where="", collective="")
 
 
 def address_of(store: Any) -> str:
-    """``"host:port"`` of a TCPStore below any number of prefixes; "" for another store."""
+    """``"host:port"`` of a TCPStore inside any number of PrefixStores; "" for another kind of store."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     host, port = getattr(store, "host", ""), getattr(store, "port", "")

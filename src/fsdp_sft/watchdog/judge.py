@@ -1,4 +1,17 @@
-"""What the beats of a while say about the ranks: who is silent, who is overdue, whose batch differs."""
+"""The rules by which beats become a finding: which rank is dead, silent, absent, different or overdue.
+
+One rule a method, from the surest to the least sure:
+
+- **dead**: the process is gone from its machine, and the store has since shown no last word of it.
+- **absent**: the rank has posted no beat within ``timeout``: it never entered its watchdog.
+- **silent**: its beats stopped for ``timeout``: the process is stopped, or its host is gone.
+- **shape**: its batch differs in shape from that of most ranks, all of which have begun that step.
+- **overdue**: its beats go on, but its ``progress`` has stayed the same for longer than its limit. Ranks that
+  wait for a rank with a longer limit (it saves, say) are given that time too.
+
+All moments are taken on this rank's own clock. A rank counts as silent from what the store has answered, not
+from what it has not: while the store itself is mute, no rank is judged by its silence.
+"""
 
 import math
 from collections import Counter
@@ -10,11 +23,11 @@ from fsdp_sft.watchdog.beat import RUNNING, Beat
 
 @dataclass(frozen=True)
 class Finding:
-    """What is wrong.
+    """A problem, and the ranks that have it.
 
     Attributes:
-        kind: ``"dead"``, ``"silent"``, ``"absent"``, ``"shape"``, ``"overdue"`` or ``"store"``.
-        ranks: Whom it was seen at first.
+        kind: Rule that was broken: ``"dead"``, ``"silent"``, ``"absent"``, ``"shape"`` or ``"overdue"``.
+        ranks: Ranks on which the problem was first seen.
     """
 
     kind: str
@@ -23,13 +36,14 @@ class Finding:
 
 @dataclass
 class Stamps:
-    """Moments on this rank's own clock, in seconds: other machines' clocks are not compared with it.
+    """Moments of one watched rank, in seconds on this rank's own clock; clocks of machines are not compared.
 
     Attributes:
-        heard: When the rank's beat last changed.
-        moved: When its progress last changed.
-        counts: From when its limit counts: ``moved``, or later while others were allowed to take longer.
-        dead: When its process was first missed; infinite if it was not.
+        heard: Time at which the rank's beat last changed.
+        moved: Time at which its progress last changed.
+        counts: Time from which its limit counts: ``moved``, or later if another rank was allowed to take
+            longer.
+        dead: Time at which its process was first found to be gone; infinite if it is there.
     """
 
     heard: float
@@ -42,12 +56,12 @@ class Judge:
     """Watches some ranks; ``look`` says what is wrong with them.
 
     Args:
-        rank: The own one.
-        watched: Ranks that are watched, the own one among them.
-        thorough: Whether ``watched`` are all ranks. Only who sees all can tell a rank that hangs from one
-            that waits for a rank with a longer limit; others only tell who is silent.
-        timeout: Seconds.
-        now: Seconds, of any clock that does not jump.
+        rank: This rank.
+        watched: Ranks that are watched, this rank among them.
+        thorough: Whether ``watched`` are all ranks. Only a rank that sees all can tell a rank that hangs from
+            one that waits for a rank with a longer limit. Other ranks only tell which rank is silent.
+        timeout: Seconds after which a rank counts as absent or silent.
+        now: Present time in seconds, of any clock that does not jump.
         lookouts: Ranks that watch all others.
     """
 
@@ -69,7 +83,7 @@ class Judge:
         self._known: dict[int, Beat] = {}
 
     def shift(self, seconds: float) -> None:
-        """Forget a time in which this process itself did not run: it has not seen the others then."""
+        """Leave out a time in which this process itself did not run, and so could not see the others."""
         for stamps in self.stamps.values():
             stamps.heard += seconds
             stamps.moved += seconds
@@ -78,13 +92,14 @@ class Judge:
     def look(
         self, beats: Mapping[int, Beat], *, now: float, answered: float, states: Mapping[int, str]
     ) -> Finding | None:
-        """Take in new beats and say what is wrong, the surest finding first.
+        """Take in new beats and return the surest finding, or None if nothing is wrong.
 
         Args:
-            beats: The latest of each watched rank that has begun; the own one is always up to date.
-            now: The time.
-            answered: When the question that the store answered last was asked.
-            states: What ``process_state`` says of each rank.
+            beats: The latest beat of each watched rank that has begun; this rank's own is up to date.
+            now: Present time.
+            answered: Time at which the last question that the store has answered was asked. What others have
+                posted is known up to this time and no further.
+            states: State of each rank's process, as ``process_state`` gives it.
         """
         self._take_in(beats, now, states)
         running = {r: b for r, b in beats.items() if b.state == RUNNING and r in self.stamps}
@@ -98,6 +113,7 @@ class Judge:
         return next((finding for finding in found if finding.ranks), None)
 
     def _take_in(self, beats: Mapping[int, Beat], now: float, states: Mapping[int, str]) -> None:
+        """Note when each rank was heard of and when it moved, and from when its limit counts."""
         for rank, beat in beats.items():
             stamps, known = self.stamps[rank], self._known.get(rank)
             if known is None or known.number != beat.number:
@@ -107,6 +123,8 @@ class Judge:
             dead = states.get(rank) == "dead" and beat.state == RUNNING
             stamps.dead = min(stamps.dead, now) if dead else math.inf
             self._known[rank] = beat
+        # While a rank is within a limit of its own that is longer (it saves), other ranks may wait for it:
+        # their limits begin to count when it is done.
         running = [b for b in beats.values() if b.state == RUNNING]
         allowed = [b.limit for b in running if now - self.stamps[b.rank].moved <= b.limit]
         longest = max(allowed, default=0.0)
@@ -115,26 +133,36 @@ class Judge:
                 self.stamps[beat.rank].counts = now
 
     def _dead(self, running: Mapping[int, Beat], answered: float) -> tuple[int, ...]:
-        # Its last beat may still be on its way: believe it when the store, asked after, knows no better.
+        """Ranks whose process is gone, although their last beat says that they run."""
+        # A rank that ends in order says so in its last beat, which may still be on its way. So wait for one
+        # reply of the store, asked for after the process disappeared.
         return tuple(r for r in running if r != self.rank and answered > self.stamps[r].dead)
 
     def _absent(self, beats: Mapping[int, Beat], answered: float) -> tuple[int, ...]:
+        """Ranks that have posted no beat at all within the time-out."""
         late = [r for r in self.stamps if r not in beats and answered - self.stamps[r].heard > self.timeout]
         return tuple(late)
 
     def _silent(self, running: Mapping[int, Beat], answered: float) -> tuple[int, ...]:
+        """Ranks whose beats have stopped for longer than the time-out."""
+        # Compared with `answered` and not with the present: what the store has not been asked, nobody knows.
         others = [r for r in running if r != self.rank]
         return tuple(r for r in others if answered - self.stamps[r].heard > self.timeout)
 
     def _different(self, beats: Mapping[int, Beat]) -> tuple[int, ...]:
+        """Ranks whose batch has another shape than that of most ranks in the same step."""
         differing = differing_shapes(beats) if self.thorough and len(beats) == len(self.stamps) else {}
-        # A majority is known once all are there; if one never comes, it is overdue.
+        # Which shape most ranks have is known once all of them have begun the step. A rank that never begins
+        # it becomes overdue.
         steps = [b.step if b.step is not None else -1 for b in beats.values()]
         return tuple(rank for rank, (step, _) in differing.items() if step <= min(steps))
 
     def _overdue(
         self, beats: Mapping[int, Beat], running: Mapping[int, Beat], now: float, answered: float
     ) -> tuple[int, ...]:
+        """Ranks that have made no progress for longer than their limit."""
+        # A rank without a store, or whose lookouts have all left, judges itself alone. Other ranks that do
+        # not see all ranks judge nobody: that is the lookouts' business.
         lost = now - answered > self.timeout
         unwatched = lost or (not self.thorough and self._lookouts_are_gone(beats, answered))
         if not (self.thorough or unwatched):
@@ -144,7 +172,7 @@ class Judge:
         return tuple(r for r, b in judged.items() if times[r] - self.stamps[r].counts > b.limit)
 
     def _lookouts_are_gone(self, beats: Mapping[int, Beat], answered: float) -> bool:
-        """Whether all have left, with an exception or without, and have stopped to look at the others."""
+        """Whether all lookouts have left the loop, with an exception or without, and no longer watch."""
         return bool(self.lookouts) and all(
             r in beats and beats[r].state != RUNNING and answered - self.stamps[r].heard > self.timeout
             for r in self.lookouts
@@ -152,9 +180,10 @@ class Judge:
 
 
 def differing_shapes(beats: Mapping[int, Beat]) -> dict[int, tuple[int, tuple[int, ...]]]:
-    """Rank -> (step, shape) of those that had another shape than most in the first step where any had.
+    """The ranks whose shape differs from that of most ranks, in the first step where shapes differ.
 
-    All that gave a shape for that step, if no shape has a majority.
+    Returns:
+        Rank to (step, shape). If no shape has a majority: all ranks that gave a shape for that step.
     """
     given = {r: b for r, b in beats.items() if b.shapes and b.step is not None}
     starts = sorted({start for b in given.values() for start, _ in b.shapes})
@@ -168,7 +197,7 @@ def differing_shapes(beats: Mapping[int, Beat]) -> dict[int, tuple[int, tuple[in
 
 
 def shape_at(beat: Beat, step: int) -> tuple[int, ...] | None:
-    """The shape that a rank had in ``step``; None if it is not there yet, gave none or no longer says."""
+    """The shape of a rank's batch in ``step``; None before that step, without a shape, or if forgotten."""
     if beat.step is None or beat.step < step:
         return None
     return next((shape for start, shape in reversed(beat.shapes) if start <= step), None) or None

@@ -1,4 +1,4 @@
-"""A finding in words: the ranks that stand out first, then what all the others do."""
+"""A finding in words: first the ranks that stand out, then what all other ranks do."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -14,13 +14,13 @@ _NOT_RUNNING = {
 
 
 class Report:
-    """Writes about all watched ranks at one moment.
+    """Describes all watched ranks at one moment.
 
     Args:
-        beats: The latest of each rank.
-        stamps: When each was heard of.
-        states: What is known of processes that do not run: ``"dead"`` or ``"stopped"``.
-        now: The time on the clock of ``stamps``.
+        beats: The latest beat of each rank.
+        stamps: Moments at which each rank was last heard of and moved.
+        states: State of each process that does not run: ``"dead"`` or ``"stopped"``.
+        now: Present time on the clock of ``stamps``.
         timeout: Seconds without a beat after which a rank is called silent.
     """
 
@@ -36,7 +36,8 @@ class Report:
         self.beats, self.stamps, self.states = beats, stamps, states
         self.now, self.timeout = now, timeout
         self.shapes = differing_shapes(beats)
-        # The last beat of a rank that does not run may be older than its last step.
+        # The last beat of a rank that does not run may be older than its last step, so it does not count
+        # here.
         runs = [b for r, b in beats.items() if not (b.state == RUNNING and self._is_silent(r))]
         steps = Counter(b.step for b in runs if b.step is not None)
         self.usual = steps.most_common(1)[0][0] if steps else None
@@ -47,7 +48,7 @@ class Report:
         self.spread = sorted(steps)
 
     def text(self, finding: Finding) -> str:
-        """Several lines: what was found, then a line for each rank or group of ranks that are alike."""
+        """Several lines: the finding, one for each rank that stands out, and one for each group of others."""
         odd = {rank: self.oddity(rank) for rank in self.stamps}
         lines = [self.heading(finding)]
         order = sorted((r for r in odd if odd[r]), key=lambda r: (not self._is_silent(r), r))
@@ -62,7 +63,7 @@ class Report:
         return "\n".join(lines)
 
     def heading(self, finding: Finding) -> str:
-        """What was found, in one line."""
+        """The finding in one line."""
         who = _ranks(list(finding.ranks))
         says: dict[str, Callable[[], str]] = {
             "dead": lambda: f"{who} died",
@@ -74,7 +75,7 @@ class Report:
         return says[finding.kind]()
 
     def oddity(self, rank: int) -> str:
-        """What sets a rank apart from a rank that runs and waits for others; "" if nothing does."""
+        """What distinguishes a rank from one that runs and waits for others; "" if nothing does."""
         beat = self.beats.get(rank)
         if beat is None:
             return "has not entered its watchdog"
@@ -103,23 +104,28 @@ class Report:
         return f"{step}, phase {beat.phase}{shape}{waits}{f', at {beat.where}' if beat.where else ''}"
 
     def _is_silent(self, rank: int) -> bool:
+        """Whether a rank does not run or has not been heard of for the time-out."""
         unheard = self.now - self.stamps[rank].heard > self.timeout
         return rank in self.states or rank not in self.beats or unheard
 
     def _at(self, rank: int) -> str:
+        """Step, phase and place of a rank that stands out, and for how long."""
         if rank not in self.beats:
             return ""
         age = self.now - self.stamps[rank].moved
         return f": {self.doing(rank)}, for {age:.0f} s"
 
     def _whose(self, rank: int) -> str:
+        """Host and process of a rank."""
         beat = self.beats.get(rank)
         return f" (host {beat.host}, process {beat.process.pid})" if beat else ""
 
     def _out_of_step(self, beat: Beat) -> str:
+        """Words for how many steps a rank is ahead of the others or behind them; "" if it is neither."""
         if beat.step is None or self.usual is None or len(self.spread) < 2:
             return ""
-        # Without a majority, whoever is not in the last step is behind the others, and they are ahead of it.
+        # Without a majority, ranks in the last step are compared with the first of the steps, and others with
+        # the last: two ranks that are a step apart are "ahead" and "behind".
         reference = self.usual if not self.is_tie else _other_end(self.spread, beat.step)
         ahead = beat.step - reference
         if ahead == 0:
@@ -127,17 +133,20 @@ class Report:
         return f"is {abs(ahead)} step{'s' * (abs(ahead) > 1)} {'ahead' if ahead > 0 else 'behind'}"
 
     def _not_waiting(self, beat: Beat) -> str:
-        # Those that wait for it may be overdue a little before it is itself.
+        """Words for a rank that is overdue outside of a collective while others wait in one; or ""."""
+        # The ranks that wait for this one may become overdue a little before this one does, hence half a
+        # limit.
         late = self.now - self.stamps[beat.rank].counts > beat.limit / 2
         others = any(b.collective for r, b in self.beats.items() if r != beat.rank)
         return "hangs outside of a collective" if late and others and not beat.collective else ""
 
     def _limit(self, finding: Finding) -> float:
+        """Limit of the finding's ranks, in seconds."""
         return min(self.beats[rank].limit for rank in finding.ranks)
 
 
 def ranges(ranks: list[int]) -> str:
-    """Sorted ranks in few words: ``"0-2, 5"``."""
+    """Sorted ranks in short: ``"0-2, 5"``."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:

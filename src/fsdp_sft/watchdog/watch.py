@@ -1,4 +1,4 @@
-"""The watchdog: what a loop tells it, and the thread that looks at all ranks."""
+"""The watchdog: what a loop tells it, and the thread that looks at the ranks."""
 
 import math
 import os
@@ -22,60 +22,68 @@ from fsdp_sft.watchdog.judge import Finding, Judge
 from fsdp_sft.watchdog.report import Report
 
 STALL_EXIT_CODE = 86
-"""What every rank ends with after the watchdog has reported a stall; no shell or scheduler uses it itself."""
+"""Exit code of every rank after the watchdog has reported a stall; no shell or scheduler uses it itself."""
 
-# Ranks that watch all others; the rest watch these and one neighbour. One would do; at 10,000 ranks each asks
-# the store for 320 kB a look.
+# Ranks that watch all others; all further ranks watch these and one neighbour. One lookout would do. With
+# 10,000 ranks each lookout asks the store for 320 kB at each look.
 _LOOKOUTS = 4
 _SHAPES_KEPT = 16
-_TO_FIND_OUT = 0.2  # seconds that a rank which has lost a peer takes to tell the others which
-_uses = count()  # watchdogs entered by this process, which all ranks enter in the same order
+_TO_FIND_OUT = 0.2  # seconds that a rank which has lost a peer takes to tell the others which peer
+_uses = count()  # watchdogs entered by this process; all ranks enter them in the same order
 
 
 class Watchdog:
     """Names the rank that a job hangs on, on all ranks, and ends the job.
 
-    A collective that one rank does not enter leaves the others waiting in C++ until the group's time-out,
-    where no exception reaches them. So a thread of each rank posts heartbeats to the store over which the
-    process group was made, without collectives, and looks at the others'::
+    A collective that one rank does not enter leaves the others waiting in C++ until the group's time-out, and
+    no exception reaches them there. So a thread of each rank posts heartbeats to the store over which the
+    process group was made, and looks at those of other ranks. It uses no collective.
 
-        with fs.Watchdog(timeout=300) as watchdog:
-            for step, window in enumerate(fs.windows(loader, 8), start=1):
-                watchdog.step(step)
-                fs.train_step(model, window, optimizer)
-                if step % 100 == 0:
-                    with watchdog.phase("save", timeout=1800):
-                        fs.save_checkpoint("ckpt", step, model=model, optimizer=optimizer)
+    A report is due when
 
-    A report is due when a process is gone; when one sends no heartbeat for ``timeout`` seconds (stopped, or
-    its host lost); when one makes no progress for that long (its loop hangs, or waits for a rank that is
-    behind or has left); when one never enters the block; when batches differ in a shape given to ``step``.
-    Then every rank that still runs writes the same to stderr: rank, host, process, step, phase and place
-    of each rank that stands out, what the others do, and the stack of its own main thread. It exits with
-    ``STALL_EXIT_CODE``, whatever its main thread waits in. All that takes ``timeout`` and at most four
+    - a process is gone;
+    - a process sends no heartbeat for ``timeout`` seconds (it is stopped, or its host is lost);
+    - a process makes no progress for that long (its loop hangs, or waits for a rank that is behind or has
+      left);
+    - a process never enters the block;
+    - batches differ in a shape that was given to ``step``.
+
+    Then every rank that still runs writes the same report to stderr: rank, host, process, step, phase and
+    place of each rank that stands out, what the others do, and the stack of its own main thread. It exits
+    with ``STALL_EXIT_CODE``, whatever its main thread waits in. All this takes ``timeout`` and at most four
     intervals; a process that is gone is found by ranks of its own machine within three intervals.
 
-    A rank that comes to the end of the block waits there until all have left it, as long as the others make
-    progress. One that leaves with an exception does not wait; it is reported only once another has waited for
-    it for too long, and the exception gets a note that says which rank failed or died first. If the store
-    cannot be reached (its host is rank 0 or torchrun's agent), each rank judges by its own progress, and
-    reports where the store was and what it heard last.
+    A rank that comes to the end of the block waits there until all ranks have left the loop, as long as the
+    others make progress. A rank that leaves with an exception does not wait. It is reported only once another
+    rank has waited for it for too long, and its exception gets a note that says which rank failed or died
+    first. If the store cannot be reached (it lives in rank 0 or in torchrun's agent), each rank judges by its
+    own progress alone, and reports where the store was and what it heard last.
 
     A single process only watches its own progress.
 
     Args:
-        timeout: Seconds that a step may take on any rank, with what comes between two calls of ``step``; more
-            than the longest, less than the time-out of the process group.
+        timeout: Seconds that a step may take on any rank, including what comes between two calls of ``step``:
+            more than the longest step, less than the time-out of the process group.
         interval: Seconds between two heartbeats; None takes a tenth of ``timeout``, at most 5.
 
     Raises:
-        ValueError: For a time that is not positive, or an interval of more than a third of ``timeout``.
-        RuntimeError: On entering twice.
+        ValueError: If a time is not positive, or the interval is more than a third of ``timeout``.
+        RuntimeError: If the same watchdog is entered twice.
 
-    Collective: all ranks, in the same order if there are several; they wait for each other at the end only.
+    Collective: all ranks, in the same order if there are several watchdogs; ranks wait for each other at the
+    end only.
 
-    Memory: one beat of some hundred bytes per watched rank. Up to 4 ranks watch all others, all further ones
+    Memory: one beat of a few hundred bytes per watched rank. Up to 4 ranks watch all others, all further ones
     watch these and one neighbour, so that the store serves 9,000 beats per interval to 1,000 ranks.
+
+    Example:
+        >>> with fs.Watchdog(timeout=300) as watchdog:
+        ...     for step, window in enumerate(fs.windows(loader, 2), start=1):
+        ...         watchdog.step(step)
+        ...         result = fs.train_step(model, window, optimizer)
+        ...         if step % 2 == 0:
+        ...             with watchdog.phase("save", timeout=1800):
+        ...                 saved = fs.save_checkpoint("ckpt", step, model=model, optimizer=optimizer)
     """
 
     def __init__(self, *, timeout: float = 600.0, interval: float | None = None) -> None:
@@ -96,8 +104,8 @@ class Watchdog:
         self._numbers = count(1)
         self._ending: dict[str, Any] = {"state": RUNNING}
         self._saw: dict[int, str] = {}
-        self._left = threading.Event()
-        self._found = threading.Event()  # something: the process is about to end
+        self._left = threading.Event()  # set once the main thread has left the block
+        self._found = threading.Event()  # set once there is a verdict; this process will exit
         self._exchange: Exchange | None = None
         self._judge: Judge | None = None
         self._thread: threading.Thread | None = None
@@ -121,7 +129,8 @@ class Watchdog:
     ) -> None:
         if isinstance(error, Exception):
             if self._found.is_set() and self._thread is not None:
-                # Most often only that the others are gone. Left to itself, it would change the exit code.
+                # The exception mostly says only that other ranks are gone. If it were raised, the process
+                # would end with another exit code than the watchdog's: so show it, and wait for the end.
                 _write("".join(traceback.format_exception(error)))
                 self._thread.join()
             self._ending = {"state": FAILED, "error": f"{type(error).__name__}: {_first_line(error)}"}
@@ -139,12 +148,12 @@ class Watchdog:
 
         Args:
             step: Number of the step; the same on all ranks for steps that belong together.
-            shape: Shape of the batch, where all ranks' batches must have the same one in each step (padding
-                to ``max_length``, packs, collectives of one's own over the batch): a rank that differs ends
-                the job. Leave it out where lengths may differ, which FSDP does not mind.
+            shape: Shape of the batch, if it must be the same on all ranks in each step (padding to
+                ``max_length``, packs, the caller's own collectives over the batch): a rank that differs ends
+                the job. Leave it out where lengths may differ; FSDP allows that.
 
         Raises:
-            TypeError: For a step that is not an int.
+            TypeError: If the step is not an int.
         """
         if isinstance(step, bool) or not isinstance(step, int):
             raise TypeError(f"step must be an int, got {type(step).__name__}")
@@ -156,16 +165,16 @@ class Watchdog:
 
     @contextmanager
     def phase(self, name: str, *, timeout: float | None = None) -> Iterator[None]:
-        """Name what the block does in reports, and give it a limit of its own.
+        """Give what the block does a name in reports, and a limit of its own.
 
-        While a rank is in a phase with a longer limit than others', these may wait for it as long.
+        While a rank is in a phase with a longer limit than others have, these may wait for it that long.
 
         Args:
-            name: Such as ``"save"``.
+            name: Name of the phase, such as ``"save"``.
             timeout: Seconds without progress that are allowed inside; None keeps the limit from outside.
 
         Raises:
-            ValueError: For a time that is not positive.
+            ValueError: If the time is not positive.
         """
         if timeout is not None and timeout != math.inf:
             _check_seconds("timeout", timeout)
@@ -179,18 +188,20 @@ class Watchdog:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Let the block take as long as it likes; that its process runs is watched all the same."""
+        """Let the block take any time; whether the process runs is still watched."""
         with self.phase("paused", timeout=math.inf):
             yield
 
     def _moved(self) -> None:
+        """Count progress, and publish step, phase and limit."""
         phase, limit = self._phases[-1]
-        # One assignment: the other threads see the old state or the new one.
+        # One assignment, so that other threads see either the old state or the new one.
         self._state = {"progress": next(self._progress), "step": self._step, "phase": phase, "limit": limit}
         if self._exchange is not None:
             self._exchange.poke()
 
     def _beat(self) -> Beat:
+        """This rank's beat at this moment."""
         where, collective = place_of_main_thread()
         return Beat(
             rank=self._rank,
@@ -207,6 +218,7 @@ class Watchdog:
         )
 
     def _join(self, store: Any) -> None:
+        """Choose the ranks to watch, and start to exchange beats."""
         everyone = range(self._world_size)
         lookouts = set(everyone[:_LOOKOUTS])
         neighbour = (self._rank + 1) % self._world_size
@@ -236,10 +248,12 @@ class Watchdog:
         )
 
     def _watch(self) -> None:
+        """The thread: look at the ranks once per interval, until the loop has ended or there is a verdict."""
         ticked = time.monotonic()
         while not self._left.wait(self.interval):
             now = time.monotonic()
-            # Far too late: this process was stopped itself, or starved, and has not seen the others since.
+            # Woken far too late: this process itself was stopped or got no processor, and saw nobody
+            # meanwhile.
             if now - ticked > 3 * self.interval + 1 and self._judge is not None:
                 self._judge.shift(now - ticked)
             ticked = now
@@ -251,7 +265,7 @@ class Watchdog:
                 return
 
     def _look(self) -> str:
-        """What ends the job, or ""."""
+        """The report that ends the job, or "" if nothing is wrong."""
         assert self._judge is not None
         now = time.monotonic()
         answered = self._exchange.answered if self._exchange is not None else now
@@ -268,13 +282,14 @@ class Watchdog:
         return self._exchange.propose(text, 2 * self.interval + 1) if self._exchange is not None else text
 
     def _states(self, beats: dict[int, Beat]) -> dict[int, str]:
-        """Processes that do not run, as far as this rank or another one sees."""
+        """The processes that do not run, as far as this rank or another one can see."""
         own = {r: process_state(b.process) for r, b in beats.items() if b.state == RUNNING}
         self._saw = {r: state for r, state in own.items() if state in ("dead", "stopped")}
         told = {r: state for b in beats.values() for r, state in b.saw if r not in own or not own[r]}
         return {**told, **self._saw}
 
     def _text(self, finding: Finding, beats: dict[int, Beat], states: dict[int, str], now: float) -> str:
+        """The report about a finding, with a word on the store if that does not answer."""
         assert self._judge is not None
         report = Report(beats, self._judge.stamps, states, now=now, timeout=self.timeout)
         text = report.text(finding)
@@ -289,31 +304,36 @@ class Watchdog:
         return text
 
     def _end(self, verdict: str) -> None:
+        """Write the report and the stack of the main thread, and end the process."""
         own = f"rank {self._rank} of {self._world_size} on {self._host}"
         frames = sys._current_frames().get(threading.main_thread().ident or 0)
         stack = "".join(traceback.format_stack(frames)) if frames is not None else ""
         _write(f"[watchdog, {own}] {verdict}\n{own} was here:\n{stack}[watchdog, {own}] ")
         _write(f"exits with code {STALL_EXIT_CODE}\n")
-        # The store may live in this process: let the others fetch the verdict first.
+        # The store may live in this process, so wait until the others have fetched the verdict.
         self._left.wait(2 * self.interval + 1 if self._exchange is not None else 0)
         if self._left.is_set():
-            return  # an exception has reached the main thread after all, and says more
+            return  # an exception has reached the main thread after all, and it says more than a report
         flushing = threading.Thread(target=_flush, daemon=True)
         flushing.start()
         flushing.join(1.0)  # the main thread may hold the stream's lock for ever
         os._exit(STALL_EXIT_CODE)
 
     def _wait_for_the_others(self) -> None:
+        """Wait at the end of the block until all ranks have left the loop."""
         if self._exchange is None:
             return
         self._exchange.leave()
         while self._exchange.verdict or not (
             self._exchange.num_left == self._world_size or self._exchange.error
         ):
-            time.sleep(0.02)  # with a verdict, until the other thread ends the process
+            time.sleep(0.02)  # where there is a verdict, this goes on until the other thread ends the process
 
     def _explain(self, error: Exception) -> None:
-        """Note who failed or died first: what reaches a rank is often only the loss of its peer."""
+        """Add a note to an exception that says which rank failed or died first.
+
+        What reaches a rank is often only that it has lost a peer.
+        """
         if self._exchange is None or self._judge is None:
             return
         self._exchange.fail(min(self.interval, 2.0))
@@ -323,7 +343,7 @@ class Watchdog:
             beats = {**self._exchange.beats, self._rank: self._beat()}
             told = beats if first is None else {**beats, first.rank: first}
             dead = [r for r, state in self._states(told).items() if state == "dead"]
-            # The first may itself have lost a peer, and needs a moment to find out which.
+            # The rank that failed first may itself have lost a peer, and needs a moment to find out which.
             told_all = self._exchange.failed_for > _TO_FIND_OUT
             if dead or (first is not None and first.rank != self._rank and told_all):
                 break
@@ -331,7 +351,7 @@ class Watchdog:
                 break
             self._exchange.refresh(self.interval)
         for rank in dead:
-            last = beats.get(rank)  # it may be one that another rank watches
+            last = beats.get(rank)  # None if only another rank watches it
             where = f" on {last.host} died in step {last.step}, phase {last.phase}" if last else " died"
             error.add_note(f"watchdog: rank {rank}{where}")
         if not dead and first is not None and first.rank != self._rank:
@@ -349,7 +369,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _write(text: str) -> None:
-    # Not sys.stderr: the main thread may hang while it holds that.
+    # Not through sys.stderr: the main thread may hang while it holds that stream's lock.
     try:
         os.write(2, text.encode(errors="replace"))
     except OSError:
