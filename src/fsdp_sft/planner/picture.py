@@ -1,6 +1,7 @@
 """Plans as a table, and a breakdown as bars: in a terminal, and as a PNG."""
 
 import itertools
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -133,23 +134,26 @@ def draw(
     figure = _figure(9, 1.9 + 0.55 * len(estimates))
     axes = figure.subplots()
     seen = {name for _, estimate in estimates for name, _ in _parts(estimate)}
+    usable = budget.usable_bytes / _GIB if budget is not None else math.inf
+    widest = max(estimate.peak_bytes for _, estimate in estimates) / _GIB
     if budget is not None:
-        axes.axvline(budget.usable_bytes / _GIB, color="black", linewidth=1, linestyle="--", zorder=0)
+        axes.axvline(usable, color="black", linewidth=1, linestyle="--", zorder=3)
         axes.set_title(_dashed(budget), fontsize=8, loc="right")
     for row, (_, estimate) in enumerate(estimates):
         left = 0.0
         for name, size in sorted(_parts(estimate), key=lambda part: list(_COLOURS).index(part[0])):
             axes.barh(row, size / _GIB, left=left, color=_COLOURS[name], edgecolor="white", height=0.62)
             left += size / _GIB
-        label = {"boxstyle": "square,pad=0.15", "facecolor": "white", "edgecolor": "none"}
+        inside = left < usable < left + widest / 12  # else the dashed line would run through the number
         axes.annotate(
             f"{left:.1f}",
             (left, row),
-            (5, 0),
+            (-5 if inside else 5, 0),
             textcoords="offset points",
             va="center",
+            ha="right" if inside else "left",
+            color="white" if inside else "black",
             fontsize=9,
-            bbox=label,
         )
     axes.set_yticks(range(len(estimates)), [label for label, _ in estimates])
     axes.invert_yaxis()
