@@ -151,4 +151,4 @@ def _require(module: str) -> Any:
     try:
         return import_module(module)
     except ImportError as error:
-        raise ImportError(f"{module} is not installed: pip install 'fsdp-sft[{module}]'") from error
+        raise ImportError(f"{module} is not installed: pip install {module}") from error
