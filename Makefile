@@ -27,11 +27,14 @@ $(FOR_DEMO): pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[plot]'
 	touch $(FOR_DEMO)
 
+PLAN = fsdp-sft plan --model examples/data/qwen2.5-7b --gpus 8 --gpu h100 --seq 4096 --global-batch 64 --png demo-output/plan.png
+
 # One process per GPU, at most two; without a GPU two processes on the CPU.
 demo: $(FOR_DEMO)
 	@n=$$($(BIN)/python -c 'import torch; n = torch.cuda.device_count(); print(min(n, 2) if n else 2)'); \
 	rm -rf demo-output; \
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc-per-node $$n examples/minimal_sft.py --output demo-output $(DEMO_ARGS)
+	@echo; echo 'What a real model needs, before any GPU is booked:'; echo; echo '$$ $(PLAN)'; $(BIN)/$(PLAN)
 
 # Many tests wait for ranks, signals or time-outs, so two at a time take little more than half as long.
 test: $(INSTALLED)

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.data import DataLoader
-from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, get_cosine_schedule_with_warmup
 from transformers.utils.logging import disable_progress_bar
 
@@ -79,25 +78,6 @@ def answer(folder: str | Path, rows: list[dict], device: torch.device) -> tuple[
     return sum(right) / len(right), answers
 
 
-def plot_loss(log: Path, picture: Path) -> None:
-    try:
-        import matplotlib
-    except ImportError:
-        return  # the "plot" extra is not installed
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    points = [json.loads(line) for line in log.read_text().splitlines()]
-    points = [point for point in points if "loss" in point]
-    pyplot.figure(figsize=(6, 4), layout="constrained")
-    pyplot.semilogy([p["step"] for p in points], [p["loss"] for p in points])
-    pyplot.xlabel("optimizer step")
-    pyplot.ylabel("loss (nats per target token)")
-    pyplot.grid(alpha=0.3)
-    pyplot.savefig(picture, dpi=120)
-    print(f"loss curve: {picture}")
-
-
 def train(args: argparse.Namespace, guard: fs.PreemptionGuard) -> None:
     checkpoints, export_to = args.output / "checkpoints", args.output / "export"
     if export_to.exists() and args.resume == "auto":
@@ -107,7 +87,7 @@ def train(args: argparse.Namespace, guard: fs.PreemptionGuard) -> None:
         raise SystemExit(f"{args.output} holds an earlier run: give --resume, or another --output")
     context = fs.init_distributed()
     if context.is_main:
-        print(context, flush=True)
+        print(context)
     disable_progress_bar()  # transformers' own, one for each file and rank
     torch.manual_seed(args.seed)
     if args.model is None:
@@ -132,12 +112,21 @@ def train(args: argparse.Namespace, guard: fs.PreemptionGuard) -> None:
         raise SystemExit(
             f"{args.data} leaves {len(rows)} rows to train on and {len(test_rows)} to test: {counts}"
         )
+    collate = fs.SFTCollator(tokenizer, max_length=args.max_length)
     if context.is_main:
-        print(f"rows: {counts}; first row, trained part marked:")
+        print(f"chats: {counts}. The first one; what is trained stands between ⟦ and ⟧:\n")
         first = fs.encode_chat(rows[0], tokenizer, max_length=args.max_length)
         print(fs.render_labels(tokenizer, first.input_ids, first.labels, color=False))
+        page = args.output / "labels.html"
+        page.parent.mkdir(parents=True, exist_ok=True)
+        page.write_text(fs.render_labels_html(tokenizer, **collate(rows[:8])), encoding="utf-8")
+        print(f"eight of them, as a page with the trained text in colour: {page}")
         if args.data is None:
-            print(f"answered exactly before training: {answer(args.model, test_rows, context.device)[0]:.0%}")
+            share, _ = answer(args.model, test_rows, context.device)
+            print(
+                f"answered exactly before training: {share:.0%} of {len(test_rows)} unseen questions",
+                flush=True,
+            )
 
     mesh = fs.build_mesh(dp_replicate=args.dp_replicate)
     compute = torch.bfloat16 if args.dtype == "bfloat16" else torch.float32
@@ -149,10 +138,9 @@ def train(args: argparse.Namespace, guard: fs.PreemptionGuard) -> None:
         mp_policy=MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32),
     )
     if context.is_main:
-        print(model.load_report)
+        print(model.load_report, flush=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.01)
     scheduler = get_cosine_schedule_with_warmup(optimizer, args.warmup_steps, args.steps)
-    collate = fs.SFTCollator(tokenizer, max_length=args.max_length)
     sampler = fs.ResumableSampler(rows, seed=args.seed)
     loader = DataLoader(rows, args.micro_batch_size, sampler=sampler, collate_fn=collate, drop_last=True)
     mine = test_rows[context.rank :: context.world_size]
@@ -171,17 +159,15 @@ def train(args: argparse.Namespace, guard: fs.PreemptionGuard) -> None:
         sampler.load_state_dict(loaded.train_state["sampler"])
     flops = fs.model_flops_per_token(model.config, args.max_length)
     meter = fs.ThroughputMeter(flops_per_token=flops, world_size=context.world_size, device=context.device)
-    logger = fs.MetricLogger(jsonl=args.output / "log.jsonl", stdout=False)
-    bar = tqdm(total=args.steps, initial=step, unit="step", disable=not context.is_main)
+    log, bar = args.output / "log.jsonl", fs.ProgressBar(total_steps=args.steps, initial_step=step)
+    logger = fs.MetricLogger(jsonl=log, stdout=False, sinks=[bar])
     while step < args.steps:
         for window in fs.windows(loader, args.grad_accum_steps):
             result = fs.train_step(model, window, optimizer, scheduler=scheduler)
             step += 1
             meter.update(num_tokens=result.num_tokens)
             metrics = {"loss": result.loss, "grad_norm": result.grad_norm, "lr": scheduler.get_last_lr()[0]}
-            logger.log({**metrics, **meter.stats()}, step)
-            bar.set_postfix(loss=f"{result.loss:.4f}", refresh=False)
-            bar.update()
+            logger.log({**metrics, **meter.stats(), **fs.memory_stats()}, step)
             stop = guard.should_stop()
             if stop or step % args.save_every == 0 or step == args.steps:
                 state = {"scheduler": scheduler.state_dict(), "sampler": sampler.state_dict()}
@@ -194,20 +180,22 @@ def train(args: argparse.Namespace, guard: fs.PreemptionGuard) -> None:
                 raise SystemExit(fs.REQUEUE_EXIT_CODE)
             if step == args.steps:
                 break
-    bar.close()
-
     evaluation = fs.evaluate(model, test_loader)
     logger.log({"eval_loss": evaluation.loss, "perplexity": evaluation.perplexity}, step)
+    logger.close()
     export = fs.export_hf(model, export_to, tokenizer=tokenizer)
     if context.is_main:
         print(f"evaluation: loss {evaluation.loss:.4f}, perplexity {evaluation.perplexity:.3f}")
-        print(f"exported to {export}")
-        plot_loss(args.output / "log.jsonl", args.output / "loss.png")
+        try:
+            print(f"the run as a picture: {fs.plot_run(log, args.output / 'loss.png')}")
+        except ImportError as error:
+            print(f"no picture of the run: {error}")
+        print(f"exported to {export}, a folder for from_pretrained")
         if args.data is None:
             share, answers = answer(export, test_rows, context.device)
-            for row, text in list(zip(test_rows, answers, strict=True))[:5]:
+            for row, text in list(zip(test_rows, answers, strict=True))[:3]:
                 print(f"  {row['messages'][0]['content']}  ->  {text}")
-            print(f"answered exactly after training: {share:.0%} of {len(test_rows)} unseen prompts")
+            print(f"answered exactly after training: {share:.0%} of {len(test_rows)} unseen questions")
     dist.barrier()
     dist.destroy_process_group()
 

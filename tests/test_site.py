@@ -2,12 +2,13 @@
 
 import posixpath
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 import fsdp_sft as fs
-from benchmarks.comparisons import PANELS, value
 from mkdocs_hooks.links import link_names, public_name, targets
 from tests.harness.places import ROOT
 
@@ -114,6 +115,8 @@ def test_readme_and_the_first_page_say_the_same() -> None:
     assert blocks[0] == blocks[1]
 
 
-def test_the_picture_of_comparisons_finds_its_figures() -> None:
-    for panel in PANELS:
-        assert all(value(panel.file, panel.column, bar.row) > 0 for bar in panel.bars)
+def test_the_picture_of_comparisons_finds_its_figures(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    command = [sys.executable, "-m", "benchmarks.comparisons", "--output", str(tmp_path / "drawn.png")]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    assert (tmp_path / "drawn.png").stat().st_size > 10_000

@@ -471,6 +471,23 @@ class TestPlotRun:
         assert raw[1] == values
         assert set(median[1]) == {1.0}
 
+    @pytest.mark.parametrize("steps", [1, 2, 5, 12, 300])
+    def test_ticks_are_whole_steps_and_one_step_is_seen(self, tmp_path, monkeypatch, steps):
+        figure = pytest.importorskip("matplotlib.figure")
+        figures = []
+        plain = figure.Figure.savefig
+        monkeypatch.setattr(
+            figure.Figure, "savefig", lambda self, *a, **k: (figures.append(self), plain(self, *a, **k))
+        )
+        rows = [(s, {"loss": 1 / s, "grad_norm": 1.0, "tokens_per_second": 9.0}) for s in range(1, steps + 1)]
+        write_run(tmp_path / "m.jsonl", rows)
+        plot_run(tmp_path / "m.jsonl", tmp_path / "m.png")
+        for axes in figures[0].axes[:3]:
+            ticks = axes.get_xticks()
+            assert all(tick == int(tick) for tick in ticks)
+            assert any(1 <= tick <= steps for tick in ticks)
+            assert axes.lines[0].get_marker() == ("o" if steps == 1 else "None")
+
     def test_no_steps(self, tmp_path):
         (tmp_path / "m.jsonl").write_text('{"loss": 1}\n')
         with pytest.raises(ValueError, match="no line with a step"):

@@ -38,7 +38,7 @@ mark {{ background: var(--mark); color: var(--on); border-radius: 2px; }}
 i {{ font-style: normal; opacity: .45; }}
 </style>
 <h1>{title}</h1>
-<p>{summary}. <mark>Trained text</mark> stands on green; all else is what the model reads.</p>
+<p>{summary}. <mark>Trained text</mark> is green; the model reads the rest and is not trained on it.</p>
 {rows}
 </html>
 """
@@ -123,7 +123,8 @@ def render_labels_html(
         tokens, targets = tokens + len(ids), targets + count
         text = "".join(_as_html(*run) for run in _runs(tokenizer, ids, marks))
         rows.append(_ROW.format(number=number, summary=_counts(len(ids), count), text=text))
-    summary = f"{len(rows)} rows, {_counts(tokens, targets)}"
+    number_of_rows = "1 row" if len(rows) == 1 else f"{len(rows)} rows"
+    summary = f"{number_of_rows}, {_counts(tokens, targets)}"
     return _PAGE.format(title=html.escape(title), summary=summary, rows="\n".join(rows))
 
 

@@ -1,5 +1,6 @@
 """A picture of the load of experts."""
 
+import re
 from pathlib import Path
 
 from fsdp_sft.experts.load import ExpertLoad
@@ -8,8 +9,8 @@ from fsdp_sft.experts.load import ExpertLoad
 def plot_expert_load(load: ExpertLoad, out: str | Path) -> Path:
     """Draw the load of each expert: a row per layer, a column per expert.
 
-    A colour is the expert's number of tokens divided by the mean of its layer; the scale ends at 4. Experts
-    without a token are marked.
+    A colour is the expert's number of tokens divided by the mean of its layer: white at the mean, blue below
+    it, red above; the scale ends at 4. Experts without a token are marked.
 
     Args:
         load: Load to draw, ``StepResult.expert_load``.
@@ -28,8 +29,10 @@ def plot_expert_load(load: ExpertLoad, out: str | Path) -> Path:
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.colors import TwoSlopeNorm
         from matplotlib.figure import Figure
         from matplotlib.layout_engine import ConstrainedLayoutEngine
+        from matplotlib.ticker import MaxNLocator
     except ImportError as error:
         raise ImportError("matplotlib is not installed: pip install matplotlib") from error
     widest, layers = max(map(len, load.counts)), len(load.layers)
@@ -39,19 +42,30 @@ def plot_expert_load(load: ExpertLoad, out: str | Path) -> Path:
     figure = Figure(figsize=size, layout=ConstrainedLayoutEngine())
     FigureCanvasAgg(figure)  # not by pyplot, which would choose a backend for the whole process
     axes = figure.subplots()
-    picture = axes.imshow(rows, aspect="auto", cmap="viridis", vmin=0, vmax=4, interpolation="nearest")
+    shades = TwoSlopeNorm(vcenter=1, vmin=0, vmax=4)
+    picture = axes.imshow(rows, aspect="auto", cmap="RdBu_r", norm=shades, interpolation="nearest")
     dead = [(x, y) for y, counts in enumerate(load.counts) for x, number in enumerate(counts) if not number]
     if dead:
         xs, ys = zip(*dead, strict=True)
-        axes.scatter(xs, ys, marker="x", s=14, color="#ff5252", linewidths=1)
+        axes.scatter(xs, ys, marker="x", s=14, color="white", linewidths=1)
     axes.set_xlabel("expert")
-    axes.set_ylabel("layer of experts")
-    axes.set_yticks(range(0, layers, max(1, layers // 12)))
+    axes.set_ylabel("layer")
+    ticks = range(0, layers, max(1, layers // 12))
+    axes.set_yticks(ticks, [_numbers(load.layers)[tick] for tick in ticks])
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     worst = max(load.largest_over_mean)
     title = f"Load of experts: the busiest has {worst:.1f} times its layer's mean"
-    axes.set_title(title + (f", {len(dead)} have no token (x)" if dead else ""), fontsize=10)
-    figure.colorbar(picture, ax=axes, label="tokens over the layer's mean", extend="max")
+    have = "has" if len(dead) == 1 else "have"
+    axes.set_title(title + (f", {len(dead)} {have} no token (x)" if dead else ""), fontsize=9)
+    figure.colorbar(picture, ax=axes, label="times the mean", extend="max", ticks=[0, 0.5, 1, 2, 3, 4])
     path = Path(out)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120, format="png")
     return path
+
+
+def _numbers(layers: tuple[str, ...]) -> list[str]:
+    """The layers' numbers in the model, where experts are not in all of them; else counted from 0."""
+    found = [re.findall(r"\d+", name)[:1] for name in layers]
+    numbers = [number[0] for number in found if number]
+    return numbers if len(set(numbers)) == len(layers) else [str(index) for index in range(len(layers))]

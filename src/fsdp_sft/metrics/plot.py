@@ -104,7 +104,16 @@ def _draw(axes: Any, points: Points, bad: list[int], *, title: str, unit: str) -
         axes.set_yticks([])
         return
     smooth = len(steps) >= _SMOOTH_FROM
-    axes.plot(steps, values, color=_LINE, alpha=0.3 if smooth else 1.0, linewidth=1.0 if smooth else 1.6)
+    axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
+    axes.plot(
+        steps,
+        values,
+        "o-" if len(steps) == 1 else "-",  # a line through one point shows nothing
+        color=_LINE,
+        markersize=4,
+        alpha=0.3 if smooth else 1.0,
+        linewidth=1.0 if smooth else 1.6,
+    )
     if smooth:
         axes.plot(steps, _running_median(values, len(values) // 40 + 3), color=_LINE, linewidth=1.8)
     if bad:
@@ -149,6 +158,7 @@ def _grad_norm_panel(axes: Any, rows: dict[int, dict[str, Any]]) -> None:
     positive = [value for value in points[1] if value > 0]
     if positive and max(positive) > 30 * min(positive):
         axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
 
 
 def _throughput_panel(axes: Any, rows: dict[int, dict[str, Any]]) -> None:

@@ -248,7 +248,7 @@ def _headline(args: argparse.Namespace, config: Any, estimate: MemoryEstimate, b
 
 def _label(plan: RunPlan) -> str:
     """A plan in a few words, for the picture."""
-    text = f"{plan.micro_batch_size} x {plan.grad_accum_steps}"
+    text = f"micro batch {plan.micro_batch_size} x {plan.grad_accum_steps}"
     if plan.cp > 1:
         text += f", cp {plan.cp}"
     if plan.ep_size > 1:
@@ -256,7 +256,8 @@ def _label(plan: RunPlan) -> str:
     if plan.dp_replicate > 1:
         text += f", {plan.dp_replicate} replicas"
     if plan.sac_ratio:
-        text += ", all checkpointed" if plan.sac_ratio == 1 else f", {plan.sac_ratio} {plan.sac_placement}"
+        share = "all" if plan.sac_ratio == 1 else f"{plan.sac_ratio} ({plan.sac_placement})"
+        text += f", {share} checkpointed"
         text += ", offloaded" if plan.sac_offload else ""
     if plan.grad_sync == "last" and plan.grad_accum_steps > 1:
         text += ", reduced once"

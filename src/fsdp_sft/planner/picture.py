@@ -1,7 +1,6 @@
 """Plans as a table, and a breakdown as bars: in a terminal, and as a PNG."""
 
 import itertools
-import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -128,37 +127,47 @@ def draw(
 ) -> Path:
     """Write a picture with one stacked bar for each labelled estimate: PNG, or what the suffix names.
 
+    Estimates that would give the same bar share one, under both labels.
+
     Raises:
         ModuleNotFoundError: If matplotlib is not installed.
     """
-    figure = _figure(9, 1.9 + 0.55 * len(estimates))
+    shown = _joined(estimates)
+    figure = _figure(9, 1.9 + 0.55 * len(shown))
     axes = figure.subplots()
-    seen = {name for _, estimate in estimates for name, _ in _parts(estimate)}
-    usable = budget.usable_bytes / _GIB if budget is not None else math.inf
-    widest = max(estimate.peak_bytes for _, estimate in estimates) / _GIB
+    seen = {name for estimate in shown.values() for name, _ in _parts(estimate)}
+    end = max(estimate.peak_bytes for estimate in shown.values()) / _GIB
     if budget is not None:
-        axes.axvline(usable, color="black", linewidth=1, linestyle="--", zorder=3)
-        axes.set_title(_dashed(budget), fontsize=8, loc="right")
-    for row, (_, estimate) in enumerate(estimates):
+        usable, end = budget.usable_bytes / _GIB, max(end, budget.memory_bytes / _GIB)
+        axes.axvline(usable, color="black", linewidth=1, linestyle="--", zorder=3)  # over bars that exceed it
+        axes.annotate(
+            _usable(budget),
+            (usable, 1),
+            (0, 3),
+            xycoords=axes.get_xaxis_transform(),
+            textcoords="offset points",
+            ha="right" if usable > end / 2 else "left",
+            fontsize=8,
+        )
+    for row, estimate in enumerate(shown.values()):
         left = 0.0
         for name, size in sorted(_parts(estimate), key=lambda part: list(_COLOURS).index(part[0])):
             axes.barh(row, size / _GIB, left=left, color=_COLOURS[name], edgecolor="white", height=0.62)
             left += size / _GIB
-        inside = left < usable < left + widest / 12  # else the dashed line would run through the number
+        # In a column of its own: beside its bar a number would cover the dashed line.
         axes.annotate(
             f"{left:.1f}",
-            (left, row),
-            (-5 if inside else 5, 0),
+            (1, row),
+            (6, 0),
+            xycoords=axes.get_yaxis_transform(),
             textcoords="offset points",
             va="center",
-            ha="right" if inside else "left",
-            color="white" if inside else "black",
             fontsize=9,
         )
-    axes.set_yticks(range(len(estimates)), [label for label, _ in estimates])
+    axes.set_yticks(range(len(shown)), list(shown), fontsize=9)
     axes.invert_yaxis()
     axes.set_xlabel("GiB")
-    axes.margins(x=0.08)
+    axes.set_xlim(0, end)
     axes.spines[["top", "right"]].set_visible(False)
     handles = [_patch(colour, name) for name, colour in _COLOURS.items() if name in seen]
     figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
@@ -197,7 +206,14 @@ def draw_lengths(
     figure = _figure(9, 5)
     axes, usable = figure.subplots(), budget.usable_bytes / _GIB
     axes.axhline(usable, color="black", linewidth=1, linestyle="--", zorder=0)
-    axes.set_title(_dashed(budget), fontsize=8, loc="right")
+    axes.annotate(
+        _usable(budget),
+        (0, usable),
+        (4, 3),
+        xycoords=axes.get_yaxis_transform(),
+        textcoords="offset points",
+        fontsize=8,
+    )
     for (row, peaks), colour in zip(curves, _CURVES * len(curves), strict=False):
         points = sorted([*zip(lengths, peaks, strict=False), (row.seq_length, row.peak_bytes)])
         smooth = [point for pair in itertools.pairwise(points) for point in _between(*pair)]
@@ -225,8 +241,19 @@ def draw_lengths(
     return Path(path)
 
 
-def _dashed(budget: Budget) -> str:
-    return f"dashed: usable, {budget.usable_bytes / _GIB:.1f} of {budget.memory_bytes / _GIB:.1f} GiB"
+def _usable(budget: Budget) -> str:
+    return f"usable: {budget.usable_bytes / _GIB:.1f} of {budget.memory_bytes / _GIB:.1f} GiB"
+
+
+def _joined(estimates: Sequence[tuple[str, MemoryEstimate]]) -> dict[str, MemoryEstimate]:
+    """Estimates by label; those whose bars could not be told apart go under the labels of all of them."""
+    labels: dict[tuple[tuple[str, float], ...], list[str]] = {}
+    first: dict[tuple[tuple[str, float], ...], MemoryEstimate] = {}
+    for label, estimate in estimates:
+        bar = tuple(sorted((name, round(size / _GIB, 1)) for name, size in _parts(estimate)))
+        labels.setdefault(bar, []).append(label)
+        first.setdefault(bar, estimate)
+    return {"\n".join(labels[bar]): estimate for bar, estimate in first.items()}
 
 
 def _between(start: tuple[int, int], end: tuple[int, int]) -> list[tuple[float, float]]:
