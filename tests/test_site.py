@@ -17,14 +17,7 @@ PAGES = sorted(DOCS.glob("**/*.md"))
 # The columns that a block of code shows without scrolling in a window 1280 pixels wide.
 WIDTH = 88
 # Pages that are still wider.
-WIDER = {
-    "docs/how-to/base-models.md",
-    "docs/how-to/launch.md",
-    "docs/how-to/mix-data-sets.md",
-    "docs/how-to/train-a-mixture-of-experts.md",
-    "docs/how-to/train-adapters.md",
-    "docs/how-to/train-on-long-rows.md",
-}
+WIDER = {"docs/how-to/launch.md"}
 CODE = re.compile(r"^```.*?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FIGURE = re.compile(r"\d(?:[\d.,]*\d)?(?:e[+-]\d+)?%?")
 

@@ -73,13 +73,17 @@ def kept_parameters(model: nn.Module, dtype: torch.dtype, dtypes: dict[str, torc
     The class lists some; others it makes float32 when it is built, which ``dtypes`` (from ``plain_dtypes``)
     shows.
     """
-    float16_only, always = keep_in_float32_patterns(model)
-    patterns = always | float16_only if dtype == torch.float16 else always
+    patterns = _patterns(model, dtype)
     return {
         name
         for name, _ in model.named_parameters(remove_duplicate=False)
         if dtypes.get(name) == torch.float32 or matches(name, patterns)
     }
+
+
+def _patterns(model: nn.Module, dtype: torch.dtype) -> set[str]:
+    float16_only, always = keep_in_float32_patterns(model)
+    return always | float16_only if dtype == torch.float16 else always
 
 
 def matches(parameter_name: str, patterns: Collection[str]) -> bool:
@@ -89,8 +93,13 @@ def matches(parameter_name: str, patterns: Collection[str]) -> bool:
 
 def lower_buffers(model: nn.Module, dtype: torch.dtype, dtypes: dict[str, torch.dtype]) -> None:
     """Cast buffers to ``dtype`` that have that dtype in a plain model. FSDP2 casts parameters only."""
+    patterns = _patterns(model, dtype)
     for name, tensor in named_tensors(model).items():
         if isinstance(tensor, nn.Parameter) or dtypes.get(name) != dtype or tensor.dtype == dtype:
+            continue
+        # ``dtypes`` comes from a model that was built. from_pretrained lists these for what it reads:
+        # DeepSeek-V3's e_score_correction_bias is a buffer, and float32 in a plain bfloat16 model.
+        if matches(name, patterns):
             continue
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, tensor.to(dtype))

@@ -229,6 +229,26 @@ def test_a_low_bias_is_refused() -> None:
         fs.update_router_bias(model, rate=0.001)
 
 
+def _check_bias_under_bfloat16_compute(folder: Path) -> None:
+    tf.AutoModelForCausalLM.from_config(_with_biases().config).save_pretrained(folder)
+    plain = tf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    expected = {name: buffer.dtype for name, buffer in plain.named_buffers()}
+    assert torch.float32 in {d for name, d in expected.items() if name.endswith("correction_bias")}
+    for model in (
+        fs.load_pretrained(folder, mesh=mesh_here()),
+        fs.shard_model(_with_biases(), mesh=mesh_here()),
+    ):
+        assert {name: buffer.dtype for name, buffer in model.named_buffers()} == expected
+        fs.watch_experts(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        fs.train_step(model, [_batch(0, 0, PADDED)], optimizer)
+        assert len(fs.update_router_bias(model, rate=0.001)) == 2
+
+
+def test_biases_stay_in_float32_as_in_a_plain_model(tmp_path: Path) -> None:
+    run_distributed(_check_bias_under_bfloat16_compute, 1, tmp_path)
+
+
 def test_a_loss_of_ones_own_is_watched() -> None:
     model = tiny_model("mixtral").to(device_here())
     fs.watch_experts(model)
