@@ -79,8 +79,8 @@ def convert_checkpoint(
         >>> import torch.distributed.checkpoint as dcp
         >>> saved = dcp.save(model.state_dict(), checkpoint_id="theirs")
         >>> meta = fs.build_meta_model(path)
-        >>> fs.convert_checkpoint("theirs", "ckpt", model=meta).name
-        'step-0'
+        >>> print(fs.convert_checkpoint("theirs", "ckpt", model=meta).name)
+        step-0
         >>> loaded = fs.load_checkpoint("ckpt", model=model)
     """
     _check_arguments(format, key_map)
