@@ -26,7 +26,8 @@ from fsdp_sft.dcp_io.steps import step_folder
 from fsdp_sft.distributed import reshard
 from fsdp_sft.errors import CheckpointMismatchError, abridged
 
-_COMPUTED = (".rotary_emb.inv_freq", "freqs_cis", "rope.cache")  # buffers that some tools store needlessly
+# Buffers that some tools store, and that models compute by themselves.
+_COMPUTED = (".rotary_emb.inv_freq", "freqs_cis", "rope.cache")
 
 
 def convert_checkpoint(
