@@ -200,8 +200,9 @@ def owner_ranks(tensor: torch.Tensor, replica: int = 0) -> list[int]:
     mesh = tensor.device_mesh
     if mesh.size() != world_size() and is_distributed():
         raise ValueError(
-            f"a tensor lies on {mesh} and not on all {world_size()} ranks, as where tensor parallelism "
-            "leaves it whole beside FSDP2, and who has which part is not known; load the model with tp_size=1"
+            f"a tensor lies on {mesh} and not on all {world_size()} ranks (tensor parallelism leaves such "
+            "tensors whole beside FSDP2), so which rank has which part is not known; load the model with "
+            "tp_size=1"
         )
     copies = [n for p, n in zip(tensor.placements, mesh.shape, strict=True) if isinstance(p, Replicate)]
     wanted = replica % math.prod(copies)

@@ -73,8 +73,8 @@ class Claim:
 
     def _is_dead(self) -> bool:
         """Whether the job that made the file has not touched it for a minute."""
-        # Measured is how long this process has seen the same time stamp, by its own clock. The time stamp
-        # itself is by the clock of another machine, which may be wrong.
+        # What counts is for how long this process has seen the same time stamp, by its own clock. The time
+        # stamp itself is by the clock of another machine, which may be wrong.
         try:
             beat = self._file.stat().st_mtime_ns
         except FileNotFoundError:

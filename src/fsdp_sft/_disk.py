@@ -381,7 +381,7 @@ def sweep(target: Path) -> None:
     """Delete unfinished folders that killed jobs have left on their way to ``target``."""
     for stale in target.parent.glob(
         f"{glob.escape(_prefix(target))}{'[0-9a-f]' * 32}"
-    ):  # not of "<target>-2"
+    ):  # the digits leave out what is on its way to "<target>-2"
         shutil.rmtree(stale, ignore_errors=True)
 
 

@@ -61,6 +61,7 @@ class Gatherer:
         raise_first(self.error, phase)
 
     def _send(self, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+        """Send this rank's part to rank 0; zeros of its size if this rank has failed."""
         box = box_of(tensor)
         if not box.numel:
             return

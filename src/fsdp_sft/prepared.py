@@ -326,7 +326,7 @@ def _about(folder: Path, manifest: Manifest, master_dtype: torch.dtype | None) -
             "of training is for load_checkpoint)"
         )
     if not isinstance(getattr(torch, str(about["master_dtype"]), None), torch.dtype):
-        raise CheckpointCorruptError(f"{folder} names a dtype {about['master_dtype']!r}, which torch has not")
+        raise CheckpointCorruptError(f"{folder} names {about['master_dtype']!r}, which is no dtype of torch")
     own = getattr(torch, about["master_dtype"])
     if master_dtype not in (None, own):
         raise CheckpointMismatchError(

@@ -53,6 +53,7 @@ class BackgroundSave:
         return self._error is not None and not self._thread.is_alive()
 
     def _run(self) -> None:
+        """Save, and keep an error for whoever waits for the save."""
         try:
             with agreeing_over(self._group):
                 self._work()

@@ -75,8 +75,8 @@ class SavedCheckpoint:
 
     Example:
         >>> saved = fs.save_checkpoint("ckpt", 1, model=model, async_=True)
-        >>> saved.path.name
-        'step-1'
+        >>> print(saved.path.name)
+        step-1
         >>> saved.wait()  # now the step is on the disk
     """
 

@@ -26,7 +26,8 @@ from fsdp_sft.dcp_io.steps import step_folder
 from fsdp_sft.distributed import reshard
 from fsdp_sft.errors import CheckpointMismatchError, abridged
 
-_COMPUTED = (".rotary_emb.inv_freq", "freqs_cis", "rope.cache")  # buffers that some tools store needlessly
+# Buffers that some tools store, and that models compute by themselves.
+_COMPUTED = (".rotary_emb.inv_freq", "freqs_cis", "rope.cache")
 
 
 def convert_checkpoint(
@@ -79,8 +80,8 @@ def convert_checkpoint(
         >>> import torch.distributed.checkpoint as dcp
         >>> saved = dcp.save(model.state_dict(), checkpoint_id="theirs")
         >>> meta = fs.build_meta_model(path)
-        >>> fs.convert_checkpoint("theirs", "ckpt", model=meta).name
-        'step-0'
+        >>> print(fs.convert_checkpoint("theirs", "ckpt", model=meta).name)
+        step-0
         >>> loaded = fs.load_checkpoint("ckpt", model=model)
     """
     _check_arguments(format, key_map)

@@ -502,8 +502,8 @@ def _commit(
     # before they returned their records. Now follow: the names of these files (fsync of the folders inside);
     # the index and the manifest, which vouch for them (write_bytes ends with an fsync); and in `publish` the
     # names of these two, the rename, and the name of the step. After a loss of power in between there is a
-    # folder without its final name, which the next save deletes. Were the rename earlier, the step could have
-    # its name while a file is still empty, since file systems may write names before contents.
+    # folder without its final name, which the next save deletes. If the rename came earlier, the step could
+    # have its name while a file is still empty, since file systems may write names before contents.
     index = encode_index(files)
     for folder in temporary.iterdir():
         if folder.is_dir():

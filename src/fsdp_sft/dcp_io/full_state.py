@@ -201,10 +201,12 @@ class _SafetensorsSource:
 
 
 def _open(path: Path) -> _Source:
+    """Open a file in the format that its suffix says."""
     return _SafetensorsSource(path) if path.suffix == ".safetensors" else _TorchSource(path)
 
 
 def _check_suffix(path: Path) -> None:
+    """Refuse a suffix that names none of the formats."""
     if path.suffix not in _SUFFIXES:
         raise ValueError(
             f"the suffix says the format: expected one of {', '.join(_SUFFIXES)}, got {path.name!r}"
@@ -250,8 +252,8 @@ def _write_torch(
     for name, tensor in content.tensors.items():
         full = gatherer.gather(tensor, dtypes[name])
         if full is not None and gatherer.error is None:
-            # On an ordinary CPU model this may be a view of the model's own memory, such as a row of a larger
-            # storage. torch.save writes whole storages, so a view has to be copied.
+            # On an ordinary CPU model this may be a view of the model's own memory, a part of a larger
+            # storage. torch.save writes whole storages, so such a view has to be copied.
             state[name] = full.clone() if full.untyped_storage().nbytes() != full.nbytes else full
     state.update({alias: state[first] for alias, first in content.ties.items() if first in state})
 

@@ -202,7 +202,7 @@ def _block(part: Part, inner: str, sliced: int, rows: int) -> int | None:
     if sliced == values:
         return None
     if sliced * part["shape"][0] != values * rows or elements % values:
-        raise ValueError(f"how {inner!r} goes along with its elements cannot be told")
+        raise ValueError(f"it cannot be determined which elements the values of {inner!r} belong to")
     return elements // values
 
 

@@ -240,7 +240,8 @@ def parse(body: Mapping[str, Any], index: Mapping[str, Any]) -> Manifest:
         for info, own in per_optimizer(body["optimizer_info"], optimizer):
             _check_optimizer_info(info, own)
     extra = dict(body.get("extra", {}))
-    decode(list(extra.values()), {name: torch.empty(0) for name in model or {}})  # raises if it cannot be
+    # Decoded once here, with empty tensors in place of the stored ones, to raise if that is not possible.
+    decode(list(extra.values()), {name: torch.empty(0) for name in model or {}})
     return Manifest(
         step=body["step"],
         world_size=world_size,
@@ -283,7 +284,7 @@ def _check_optimizer_info(info: Any, tensors: dict[str, StoredTensor]) -> None:
         raise ValueError("its optimizer's groups and state are not of the same parameters")
     if not isinstance(info["class"], str) or any(not isinstance(g["options"], dict) for g in info["groups"]):
         raise ValueError("its optimizer's groups are not valid")
-    decode([[group["options"] for group in info["groups"]], info["values"]])  # raises if it cannot be
+    decode([[group["options"] for group in info["groups"]], info["values"]])  # raises if that is not possible
 
 
 def _check_parts(info: Any, tensors: dict[str, StoredTensor]) -> set[str]:

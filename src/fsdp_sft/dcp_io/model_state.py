@@ -48,6 +48,7 @@ def check_model(manifest: Manifest, live: ModelTensors) -> dict[str, StoredTenso
 
 
 def _differing_names(where: str, names: Mapping[str, str], others: Mapping[str, str]) -> list[str]:
+    """A problem in words if some of ``names`` are not in ``others``; ``where`` says what has them."""
     only = [name for name in names if name not in others]
     return [f"{len(only)} tensors are only in {where} ({abridged(only, ', ', 4)})"] if only else []
 

@@ -225,6 +225,7 @@ def _encode_group(group: Mapping[str, Any], index: int, names: Mapping[nn.Parame
 
 
 def _encode(value: Any, where: str) -> Any:
+    """A value as JSON, with the error of this room if JSON cannot hold it."""
     try:
         return encode(value, where)
     except TypeError as error:

@@ -55,8 +55,8 @@ def find_checkpoints(root: str | os.PathLike[str]) -> list[CheckpointInfo]:
     Example:
         >>> for step in (1, 2):
         ...     saved = fs.save_checkpoint("ckpt", step, model=model)
-        >>> [(info.path.name, info.sound) for info in fs.find_checkpoints("ckpt")]
-        [('step-1', True), ('step-2', True)]
+        >>> [(info.step, info.sound) for info in fs.find_checkpoints("ckpt")]
+        [(1, True), (2, True)]
     """
     found = [_info(step, path) for step, path in step_folders(Path(root).absolute())]
     return [info for info in found if info.sound or info.path.exists()]
@@ -86,8 +86,8 @@ def verify_checkpoint(path: str | os.PathLike[str]) -> list[str]:
         >>> fs.verify_checkpoint("ckpt/step-1")
         []
         >>> (saved.path / "shards" / "00000.safetensors").unlink()
-        >>> fs.verify_checkpoint("ckpt/step-1")
-        ['step-1/shards/00000.safetensors is missing']
+        >>> print(*fs.verify_checkpoint("ckpt/step-1"))
+        step-1/shards/00000.safetensors is missing
     """
     return verify_folder(Path(path).absolute(), hashes=True)
 

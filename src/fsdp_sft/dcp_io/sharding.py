@@ -164,9 +164,9 @@ class Shardings:
         refuse_disordered(mesh, tensor.placements)
         if mesh.size() != self._world_size:
             raise ValueError(
-                f"a tensor lies on {mesh} and not on all {self._world_size} ranks, as where tensor "
-                "parallelism leaves it whole beside FSDP2, and who has which part is not known; load the "
-                "model with tp_size=1"
+                f"a tensor lies on {mesh} and not on all {self._world_size} ranks (tensor parallelism leaves "
+                "such tensors whole beside FSDP2), so which rank has which part is not known; load the model "
+                "with tp_size=1"
             )
         if mesh not in self._ranks:
             ranks = tuple(mesh.mesh.flatten().tolist())

@@ -191,6 +191,7 @@ def choose_strategy(model: nn.Module, plan: LoadPlan, strategy: Strategy) -> tup
 
 
 def _check_arguments(strategy: str, host_budget_bytes: int, missing: str, unexpected: str) -> None:
+    """Refuse arguments that are out of range."""
     for name, value, allowed in (
         ("strategy", strategy, ("auto", "slice", "exchange")),
         ("missing", missing, ("error", "initialise")),

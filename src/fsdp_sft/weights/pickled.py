@@ -89,6 +89,7 @@ def _start(file: IO[bytes], info: zipfile.ZipInfo) -> int:
 
 
 def _checked(name: Any) -> str:
+    """A key of the dictionary, which must be a string."""
     if not isinstance(name, str):
         raise ValueError(f"{name!r} is not the name of a tensor")
     return name

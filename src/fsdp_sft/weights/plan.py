@@ -215,6 +215,7 @@ def _targets_of(
 
 
 def _traced(checkpoint: Checkpoint, key: str) -> Traced:
+    """A stored tensor as a traced one."""
     entry = checkpoint.sources[key].entry
     return source(key, entry.shape, entry.dtype)
 
@@ -261,7 +262,7 @@ def _check_fits(
             f"{name!r} has shape {tuple(tensor.shape)} in the model and {tuple(read.shape)} in the "
             f"checkpoint (from {abridged(keys)}); is this checkpoint of this model?"
         )
-    # Integers and 8-bit floats are those of a quantised checkpoint, which has scales for them beside them.
+    # A parameter in integers or 8-bit floats is a quantised one, and needs scales that are stored beside it.
     scaled = read.dtype.itemsize == 1 or not read.dtype.is_floating_point
     if isinstance(tensor, nn.Parameter) and tensor.is_floating_point() and scaled:
         raise CheckpointFormatError(

@@ -159,12 +159,18 @@ class Traced(torch.Tensor):
 
 
 def _all_traced(args: Sequence[Any]) -> bool:
+    """Whether all tensors among the arguments, and in lists among them, are traced."""
     flat = [item for arg in args for item in (arg if isinstance(arg, (list, tuple)) else [arg])]
     return all(isinstance(item, Traced) for item in flat if isinstance(item, torch.Tensor))
 
 
 def _like(tensor: Traced, shape: Sequence[int], pieces: list[Piece]) -> Traced:
+    """A traced tensor of the dtype of another one."""
     return Traced(tuple(shape), tensor.dtype, pieces)
+
+
+# What follows is one function for each operation of torch that moves elements, with the operation's own
+# arguments. `_HANDLERS`, at the end of the file, says which function stands for which operation.
 
 
 def _same(tensor: Traced, *_: Any, **__: Any) -> Traced:
@@ -172,6 +178,7 @@ def _same(tensor: Traced, *_: Any, **__: Any) -> Traced:
 
 
 def _slice(tensor: Traced, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Traced:
+    """``tensor[start:end:step]`` along ``dim``: each piece keeps those of its indices that are taken."""
     dim %= tensor.ndim
     first, last, step = slice(start, end, step).indices(tensor.shape[dim])
     length = max(0, -(-(last - first) // step))  # -(-a // b) is a / b rounded up
@@ -230,6 +237,7 @@ def _squeeze(tensor: Traced, dim: int | Sequence[int] | None = None) -> Traced:
 
 
 def _unsqueeze(tensor: Traced, dim: int) -> Traced:
+    """A new dimension of extent 1, in which every piece has the stride 0, which is never used."""
     dim %= tensor.ndim + 1
     pieces = [
         Piece(_into(p.start, dim, 0), _into(p.size, dim, 1), p.key, p.offset, _into(p.stride, dim, 0))
@@ -239,6 +247,8 @@ def _unsqueeze(tensor: Traced, dim: int) -> Traced:
 
 
 def _permuted(tensor: Traced, order: Sequence[int]) -> Traced:
+    """The dimensions in another order; those that ``order`` does not name are dropped."""
+
     def take(values: Sequence[int]) -> Ints:
         return tuple(values[d] for d in order)
 
@@ -261,6 +271,7 @@ def _transpose(tensor: Traced, first: int, second: int) -> Traced:
 
 
 def _cat(tensors: Sequence[Traced], dim: int = 0) -> Traced:
+    """Tensors joined along ``dim``: pieces move by the extents of the tensors before their own."""
     dim %= tensors[0].ndim
     pieces, at = [], 0
     for tensor in tensors:

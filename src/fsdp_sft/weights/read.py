@@ -32,7 +32,7 @@ PIECE_BYTES = 1 << 20  # read at once for a shard on the host
 _COPIED_BYTES = 1 << 18  # copied out at once
 _BATCHES_AHEAD = 8  # distance of the batch that the system is asked to fetch from the one being read
 _DEVICE_PIECE_BYTES = 8 << 20  # copies to an accelerator are faster in larger pieces
-_MIN_RUN_BYTES = 512  # a gap is read along with its neighbours rather than reading shorter runs than this
+_MIN_RUN_BYTES = 512  # runs shorter than this are read together, with the gaps between them
 _COUNTED_ELEMENTS = 1 << 20  # looked at together when NaN and infinity are counted; each takes 7 bytes
 _ALIGNMENT = 8  # a stored element must begin at a multiple of its size in the buffer too
 _Mode = Literal["copy", "compare"]
@@ -234,6 +234,7 @@ class _Reader:
             return self._descriptor(batch), batch
 
     def _descriptor(self, batch: list[_Segment]) -> int:
+        """Descriptor of a batch's file, which is opened when it is first needed."""
         file = batch[0].job.file
         if file not in self._descriptors:
             try:
@@ -245,6 +246,7 @@ class _Reader:
         return self._descriptors[file]
 
     def _do(self, fd: int, batch: list[_Segment], stage: "_HostStage | _DeviceStage") -> None:
+        """Read a batch, and deliver its segments to their places in the shards."""
         start, num_bytes = _range(batch)
         try:
             read_at(fd, start, stage.memory(num_bytes))

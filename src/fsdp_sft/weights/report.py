@@ -72,6 +72,7 @@ class LoadReport:
 
 
 def _readable(num_bytes: int) -> str:
+    """A number of bytes in words."""
     return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.1f} MB"
 
 

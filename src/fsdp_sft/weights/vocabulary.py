@@ -93,7 +93,7 @@ def _set_vocab_size(cls: Any, config: Any, new: int) -> int:
         text = config.get_text_config()
     except ValueError as error:
         raise VocabularyError(
-            f"new_vocab_size does not know which part of the config is meant: {error}"
+            f"new_vocab_size cannot tell which part of the config describes the text model: {error}"
         ) from None
     old = getattr(text, "vocab_size", None)
     if not isinstance(old, int):

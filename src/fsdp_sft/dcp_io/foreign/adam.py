@@ -125,7 +125,8 @@ def _check_kind(foreign: ForeignCheckpoint, names: Mapping[str, str | None]) -> 
         ]
         raise CheckpointMismatchError(
             "the optimizer is not torch's Adam or AdamW, the only ones that are converted: "
-            f"{'; '.join(filter(None, details))}. Leave its files away to convert the model alone"
+            f"{'; '.join(filter(None, details))}. To convert the model alone, convert a copy of the "
+            "checkpoint without the optimizer's files"
         )
 
 

@@ -74,6 +74,7 @@ class _Unpickler(pickle.Unpickler):
     """
 
     def find_class(self, module: str, name: str) -> Any:
+        """A stand-in for each of the few names that such metadata uses; any other name is refused."""
         if (module, name) in _RECORDS:
             return type(name, (_Record,), {})
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
@@ -137,7 +138,7 @@ class DcpFolder:
             raise ValueError(f"{key}: {problem}")
         missing = [box for box in boxes if (key, box.offset) not in self._places]
         if missing:
-            raise ValueError(f"{key} has a part at {missing[0].offset} that is nowhere")
+            raise ValueError(f"{key} has a part at {missing[0].offset} that is in no file")
         dtype = entry.properties.dtype
         if not isinstance(dtype, torch.dtype) or any(type(n) is not int for box in boxes for n in box.offset):
             raise ValueError(f"{key} has no dtype or no offsets")

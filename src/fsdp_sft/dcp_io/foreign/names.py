@@ -111,7 +111,7 @@ def in_order(name: str, tensor: ForeignTensor, kind: str, config: Any) -> Foreig
         return tensor
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if tensor.shape[0] % head_dim or head_dim % 2:
-        raise ValueError(f"{name} has {tensor.shape[0]} rows, which are no heads of {head_dim}")
+        raise ValueError(f"{name} has {tensor.shape[0]} rows, not a whole number of heads of {head_dim}")
 
     def read(wanted: Box) -> torch.Tensor:
         # A row's place depends on its head alone, so whole heads are read and reordered, then the rows taken.
