@@ -58,8 +58,8 @@ class Gpu:
 # - Peaks are dense (no structured sparsity) bfloat16 with float32 accumulation. Where a data sheet prints the
 #   sparse number, half of it is taken.
 # - Links within a node are NVLink if the card has it, otherwise PCIe. Between nodes there is one adapter per
-#   GPU: 200 Gbit/s for A100 and MI250X (of which torch sees two dies), 400 for Hopper, MI300 and B200, 800 for
-#   B300, 100 for cards that are rented by the machine.
+#   GPU: 200 Gbit/s for A100 and MI250X (of which torch sees two dies), 400 for Hopper, MI300 and B200,
+#   800 for B300, 100 for cards that are rented by the machine.
 # - cuBLAS's workspaces are 32 MiB on Hopper and Blackwell and about 8 MiB on other GPUs:
 #   https://docs.pytorch.org/docs/stable/notes/cuda.html#cublas-workspaces
 # - What products achieve is measured, and collected in
