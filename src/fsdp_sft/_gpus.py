@@ -52,14 +52,19 @@ class Gpu:
     checked: bool = False
 
 
-# Peaks: dense (no structured sparsity) bfloat16 with float32 accumulation; data sheets that print the sparse
-# number are halved. Memory is what nvidia-smi (or amd-smi) prints in MiB, which is less than what the card is
-# sold with where error correction takes its part. Workspaces: torch takes 32 MiB on Hopper and Blackwell and
-# about 8 MiB elsewhere, https://docs.pytorch.org/docs/stable/notes/cuda.html#cublas-workspaces. Links: NVLink
-# where the card has it, else PCIe; between nodes one 200 (A100, MI250X) or 400 Gbit/s adapter per GPU, 100
-# for cards that are rented by the machine. What products reach: the measurements collected in
-# https://github.com/stas00/ml-engineering/blob/master/compute/accelerator/README.md
-# #maximum-achievable-matmul-flops-comparison-table; four fifths where nobody has measured.
+# Where the numbers come from, in the order of the fields:
+# - Memory is what nvidia-smi (or amd-smi) prints in MiB. That is less than the size a card is sold with if
+#   error correction takes a part of it.
+# - Peaks are dense (no structured sparsity) bfloat16 with float32 accumulation. Where a data sheet prints the
+#   sparse number, half of it is taken.
+# - Links within a node are NVLink if the card has it, otherwise PCIe. Between nodes there is one adapter per
+#   GPU: 200 Gbit/s for A100 and MI250X (of which torch sees two dies), 400 for Hopper, MI300 and B200,
+#   800 for B300, 100 for cards that are rented by the machine.
+# - cuBLAS's workspaces are 32 MiB on Hopper and Blackwell and about 8 MiB on other GPUs:
+#   https://docs.pytorch.org/docs/stable/notes/cuda.html#cublas-workspaces
+# - What products achieve is measured, and collected in
+#   https://github.com/stas00/ml-engineering/blob/master/compute/accelerator/README.md
+#   #maximum-achievable-matmul-flops-comparison-table; 0.8 stands where nobody has measured.
 _HOPPER: dict[str, Any] = {"attention_output": "heads", "workspace_bytes": 32 * MIB}
 _BLACKWELL: dict[str, Any] = {**_HOPPER, "achievable": 0.776}
 _TABLE = (
