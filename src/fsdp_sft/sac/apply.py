@@ -137,7 +137,7 @@ def apply_op_sac(
         FQNs of the checkpointed blocks, in forward order.
 
     Example:
-        >>> fs.apply_sac(model, save="o_proj")  # instead of fs.apply_op_sac(model, save="o_proj")
+        >>> fs.apply_sac(model, save="o_proj")  # instead of fs.apply_op_sac
         ['model.layers.0', ...]
     """
     return apply_sac(
