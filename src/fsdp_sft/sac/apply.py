@@ -88,7 +88,7 @@ def apply_sac(
     Example:
         >>> fs.apply_sac(model, "1/2")
         ['model.layers.0', 'model.layers.2']
-        >>> fs.apply_sac(model, 1, save=["sdpa", "mlp.gate_proj"])  # recomputed except for these
+        >>> fs.apply_sac(model, 1, save=["sdpa", "mlp.gate_proj"])  # all but these
         ['model.layers.0', 'model.layers.1', 'model.layers.2', 'model.layers.3']
     """
     check_offload(offload)
