@@ -1,5 +1,6 @@
 """The site: its links, its index of names, what fits on a page, and the figures of its first page."""
 
+import inspect
 import posixpath
 import re
 import subprocess
@@ -78,6 +79,13 @@ def test_every_page_is_two_clicks_from_the_first() -> None:
 def test_lines_of_code_fit_on_the_page(page: Path) -> None:
     lines = [line for block in CODE.findall(page.read_text()) for line in block.splitlines()]
     assert posixpath.relpath(page, ROOT) in WIDER or not [line for line in lines if len(line) > WIDTH]
+
+
+@pytest.mark.parametrize("name", fs.__all__)
+def test_examples_of_the_reference_fit_on_the_page(name: str) -> None:
+    text = inspect.getdoc(getattr(fs, name)) or ""
+    lines = re.findall(r"^ *((?:>>>|\.\.\.) .*)$", text, re.MULTILINE)
+    assert [line for line in lines if len(line) > WIDTH] == []
 
 
 def test_every_file_of_results_is_on_the_page_of_measurements() -> None:

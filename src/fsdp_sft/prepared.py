@@ -106,7 +106,8 @@ def prepare_base(
 
     Example:
         >>> folder = fs.prepare_base(path, "prepared", mesh=mesh, master_dtype=torch.bfloat16)
-        >>> fs.prepare_base(path, "prepared", mesh=mesh, master_dtype=torch.bfloat16) == folder  # at once
+        >>> again = fs.prepare_base(path, "prepared", mesh=mesh, master_dtype=torch.bfloat16)
+        >>> again == folder  # at once
         True
         >>> model = fs.load_prepared(folder, mesh=mesh)
     """

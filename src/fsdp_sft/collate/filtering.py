@@ -56,7 +56,8 @@ class FilterCounts(dict[str, int]):
         examples: Descriptions of the first 20 of them by its name, such as "row 7: what is wrong with it".
 
     Example:
-        >>> kept, counts = fs.filter_rows([*rows, {"messages": []}], tokenizer, on_error="count")
+        >>> broken = {"messages": []}
+        >>> kept, counts = fs.filter_rows([*rows, broken], tokenizer, on_error="count")
         >>> dict(counts)
         {'kept': 8, 'malformed': 1}
         >>> list(counts.indices["malformed"])

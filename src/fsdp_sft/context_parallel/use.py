@@ -58,8 +58,9 @@ def use_context_parallel(model: nn.Module, *, mesh: "DeviceMesh") -> None:
         >>> mesh = fs.build_mesh(cp=1)  # cp=8 on 8 ranks: each computes an eighth of every row
         >>> model = fs.load_pretrained(path, mesh=mesh)
         >>> fs.use_context_parallel(model, mesh=mesh)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
         >>> for window in fs.windows(loader, grad_accum_steps=2, mesh=mesh):
-        ...     result = fs.train_step(model, window, torch.optim.AdamW(model.parameters()), mesh=mesh)
+        ...     result = fs.train_step(model, window, optimizer, mesh=mesh)
     """
     inner = unwrapped(model)
     name = original_class(inner).__name__

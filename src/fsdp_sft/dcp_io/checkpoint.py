@@ -180,7 +180,9 @@ def save_checkpoint(
     Example:
         >>> scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
         >>> state = {"scheduler": scheduler.state_dict()}
-        >>> saved = fs.save_checkpoint("ckpt", 1, model=model, optimizer=optimizer, train_state=state)
+        >>> saved = fs.save_checkpoint(
+        ...     "ckpt", 1, model=model, optimizer=optimizer, train_state=state
+        ... )
         >>> loaded = fs.load_checkpoint("ckpt", model=model, optimizer=optimizer)
         >>> scheduler.load_state_dict(loaded.train_state["scheduler"])
     """
@@ -277,9 +279,10 @@ def load_checkpoint(
 
     Example:
         >>> saved = fs.save_checkpoint("ckpt", 7, model=model, optimizer=optimizer)
-        >>> fs.load_checkpoint("ckpt", model=model, optimizer=optimizer).step  # the newest of all steps
+        >>> loaded = fs.load_checkpoint("ckpt", model=model, optimizer=optimizer)
+        >>> loaded.step  # the newest of all steps
         7
-        >>> fs.load_checkpoint("ckpt/step-7", model=model).step  # one step, without the optimizer
+        >>> fs.load_checkpoint("ckpt/step-7", model=model).step  # without the optimizer
         7
     """
     join_last()  # a running save may be writing the step that is to be loaded

@@ -141,8 +141,11 @@ class EncodedDataset(Sequence[EncodedChat]):
         >>> encoded = fs.encode_dataset(rows, tokenizer, max_length=64, cache_dir="encoded")
         >>> type(encoded[0]).__name__, encoded.lengths.shape
         ('EncodedChat', torch.Size([8]))
-        >>> sampler = fs.PackedSampler(encoded.lengths, num_targets=encoded.num_targets, max_length=128)
-        >>> pack = fs.PackedCollator(max_length=128)([encoded[row] for row in next(iter(sampler))])
+        >>> sampler = fs.PackedSampler(
+        ...     encoded.lengths, num_targets=encoded.num_targets, max_length=128
+        ... )
+        >>> first = [encoded[row] for row in next(iter(sampler))]
+        >>> pack = fs.PackedCollator(max_length=128)(first)
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

@@ -32,7 +32,8 @@ def update_router_bias(model: nn.Module, *, rate: float) -> list[str]:
 
     Example:
         >>> from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
-        >>> tiny = Glm4MoeConfig(vocab_size=640, hidden_size=96, num_hidden_layers=2, n_routed_experts=8)
+        >>> sizes = {"vocab_size": 640, "hidden_size": 96, "num_hidden_layers": 2}
+        >>> tiny = Glm4MoeConfig(**sizes, n_routed_experts=8)
         >>> mixture = Glm4MoeForCausalLM(tiny)
         >>> fs.watch_experts(mixture)
         ['model.layers.1.mlp.experts']

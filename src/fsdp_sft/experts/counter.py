@@ -166,7 +166,8 @@ def watch_experts(model: nn.Module) -> list[str]:
 
     Example:
         >>> from transformers import MixtralConfig, MixtralForCausalLM
-        >>> tiny = MixtralConfig(vocab_size=640, hidden_size=32, num_hidden_layers=2, num_local_experts=4)
+        >>> sizes = {"vocab_size": 640, "hidden_size": 32, "num_hidden_layers": 2}
+        >>> tiny = MixtralConfig(**sizes, num_local_experts=4)
         >>> mixture = MixtralForCausalLM(tiny)
         >>> fs.watch_experts(mixture)
         ['model.layers.0.mlp.experts', 'model.layers.1.mlp.experts']

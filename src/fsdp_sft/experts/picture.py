@@ -23,7 +23,8 @@ def plot_expert_load(load: ExpertLoad, out: str | Path) -> Path:
         ImportError: If matplotlib is not installed.
 
     Example:
-        >>> load = fs.ExpertLoad(("layers.0.experts", "layers.1.experts"), ((6, 2, 0, 0), (2, 2, 3, 1)))
+        >>> names = ("layers.0.experts", "layers.1.experts")
+        >>> load = fs.ExpertLoad(names, ((6, 2, 0, 0), (2, 2, 3, 1)))
         >>> fs.plot_expert_load(load, "load.png").name
         'load.png'
     """

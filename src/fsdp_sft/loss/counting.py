@@ -175,7 +175,8 @@ def target_weight(
     Collective: all ranks of ``mesh`` or ``group``.
 
     Example:
-        >>> batch = {"input_ids": torch.tensor([[3, 4, 5, 6]]), "labels": torch.tensor([[-100, -100, 5, 6]])}
+        >>> ids, labels = torch.tensor([[3, 4, 5, 6]]), torch.tensor([[-100, -100, 5, 6]])
+        >>> batch = {"input_ids": ids, "labels": labels}
         >>> fs.target_weight([{**batch, "loss_weights": torch.tensor([[1.0, 1.0, 1.0, 0.5]])}])
         1.5
     """

@@ -71,7 +71,8 @@ def linear_cross_entropy_sum(
         >>> hidden, weight = torch.randn(6, 16), torch.randn(32, 16)
         >>> labels = torch.tensor([3, 7, -100, 1, 4, 9])
         >>> loss = fs.linear_cross_entropy_sum(hidden, weight, labels)
-        >>> expected = torch.nn.functional.cross_entropy(hidden @ weight.T, labels, reduction="sum")
+        >>> logits = hidden @ weight.T
+        >>> expected = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
         >>> torch.allclose(loss, expected)
         True
     """

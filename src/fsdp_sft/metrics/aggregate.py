@@ -35,7 +35,8 @@ def aggregate_metrics(
     Collective: all ranks, over the control group.
 
     Example:
-        >>> fs.aggregate_metrics({"data_wait_share": 0.25}, reduce="spread")["data_wait_share_max_rank"]
+        >>> spread = fs.aggregate_metrics({"data_wait_share": 0.25}, reduce="spread")
+        >>> spread["data_wait_share_max_rank"]
         0
     """
     if reduce not in ("mean", "sum", "min", "max", "spread"):

@@ -74,7 +74,8 @@ def model_flops_per_token(config: PreTrainedConfig, seq_length: int) -> int:
 
     Counts forward and backward as 3 forwards, a multiply-add as 2 FLOPs::
 
-        6 * (active matmul parameters + LM head) + sum over layers of 12 * heads * head_dim * context
+        6 * (active matmul parameters + LM head)
+            + sum over layers of 12 * heads * head_dim * context
 
     Convention: attention is **not** halved for causality, `context` is `seq_length` (the PaLM and nanoGPT
     convention, which `FlopCounterMode` shares). A layer with a sliding window has `context = min(seq_length,

@@ -29,9 +29,10 @@ class ProgressBar:
 
     Example:
         >>> logger = fs.MetricLogger(stdout=False, sinks=[fs.ProgressBar(total_steps=100)])
-        >>> logger.log({"loss": 0.5}, step=1)  # draws the bar, with what `bar_text` says beside it
+        >>> logger.log({"loss": 0.5}, step=1)  # draws the bar, and the text of `bar_text`
         >>> logger.close()
-        >>> bar_text({"loss": 0.5, "tokens_per_second": 81234.0, "mfu": None, "peak_resident_bytes": 7 << 30})
+        >>> metrics = {"loss": 0.5, "tokens_per_second": 81234.0, "mfu": None}
+        >>> bar_text({**metrics, "peak_resident_bytes": 7 << 30})
         'loss 0.5000, 81.2k tok/s, 7.0 GiB'
     """
 

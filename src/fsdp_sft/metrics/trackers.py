@@ -118,7 +118,8 @@ class WandbSink(_RunSink):
         TypeError: `init` is not a mapping.
 
     Example:
-        >>> logger = fs.MetricLogger(sinks=[fs.WandbSink({"project": "sft", "config": {"lr": 1e-5}})])
+        >>> sink = fs.WandbSink({"project": "sft", "config": {"lr": 1e-5}})
+        >>> logger = fs.MetricLogger(sinks=[sink])
         >>> logger.log({"loss": 0.5}, step=1)  # doctest: +SKIP
         >>> logger.close()
     """

@@ -162,13 +162,16 @@ def estimate_memory(
             or transformers has no plan by which they share out its experts.
 
     Example:
-        >>> estimate = fs.estimate_memory(config, num_gpus=8, micro_batch_size=1, seq_length=4096)
+        >>> estimate = fs.estimate_memory(
+        ...     config, num_gpus=8, micro_batch_size=1, seq_length=4096
+        ... )
         >>> estimate.peak_phase
         'loss'
         >>> sum(estimate.breakdown.values()) == estimate.peak_bytes
         True
-        >>> run = {"num_gpus": 8, "micro_batch_size": 1, "seq_length": 65536, "attention_mask": False}
-        >>> alone, shared = (fs.estimate_memory(config, **run, cp=cp).activation_bytes for cp in (1, 2))
+        >>> run = {"num_gpus": 8, "micro_batch_size": 1, "attention_mask": False}
+        >>> long = [fs.estimate_memory(config, **run, seq_length=65536, cp=cp) for cp in (1, 2)]
+        >>> alone, shared = (estimate.activation_bytes for estimate in long)
         >>> alone / shared
         2.0
     """

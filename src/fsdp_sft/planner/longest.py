@@ -86,9 +86,14 @@ def longest_rows(
     Example:
         >>> from transformers import LlamaConfig
         >>> config = LlamaConfig(
-        ...     hidden_size=256, intermediate_size=640, num_hidden_layers=4, num_attention_heads=8
+        ...     hidden_size=256,
+        ...     intermediate_size=640,
+        ...     num_hidden_layers=4,
+        ...     num_attention_heads=8,
         ... )
-        >>> rows = fs.longest_rows(config, num_gpus=8, gpu_memory_bytes=2**31, attention_mask=False)
+        >>> rows = fs.longest_rows(
+        ...     config, num_gpus=8, gpu_memory_bytes=2**31, attention_mask=False
+        ... )
         >>> [row.cp for row in rows]
         [1, 2, 4, 8]
         >>> rows[-1].seq_length > 7 * rows[0].seq_length

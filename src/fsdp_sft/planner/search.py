@@ -74,7 +74,9 @@ def plan_run(
         ValueError: For an argument out of range.
 
     Example:
-        >>> plans = fs.plan_run(config, num_gpus=2, gpu="4090", seq_length=2048, global_batch_size=8)
+        >>> plans = fs.plan_run(
+        ...     config, num_gpus=2, gpu="4090", seq_length=2048, global_batch_size=8
+        ... )
         >>> print(plans[0].code("my-model"))
         mesh = fs.build_mesh()
         model = fs.load_pretrained('my-model', mesh=mesh, compile=True)

@@ -88,7 +88,7 @@ def apply_sac(
     Example:
         >>> fs.apply_sac(model, "1/2")
         ['model.layers.0', 'model.layers.2']
-        >>> fs.apply_sac(model, 1, save=["sdpa", "mlp.gate_proj"])  # recomputed except for these
+        >>> fs.apply_sac(model, 1, save=["sdpa", "mlp.gate_proj"])  # all but these
         ['model.layers.0', 'model.layers.1', 'model.layers.2', 'model.layers.3']
     """
     check_offload(offload)
@@ -137,7 +137,7 @@ def apply_op_sac(
         FQNs of the checkpointed blocks, in forward order.
 
     Example:
-        >>> fs.apply_sac(model, save="o_proj")  # instead of fs.apply_op_sac(model, save="o_proj")
+        >>> fs.apply_sac(model, save="o_proj")  # instead of fs.apply_op_sac
         ['model.layers.0', ...]
     """
     return apply_sac(

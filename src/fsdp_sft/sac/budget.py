@@ -92,7 +92,8 @@ def compile_with_memory_budget(
         FQNs of the compiled blocks, in forward order.
 
     Example:
-        >>> fs.compile_blocks(model, memory_budget="1/2")  # instead of compile_with_memory_budget(budget=)
+        >>> # instead of fs.compile_with_memory_budget(model, budget="1/2")
+        >>> fs.compile_blocks(model, memory_budget="1/2")
         ['model.layers.0', ...]
     """
     return compile_under_budget(model, budget, blocks, backend=backend, dynamic=dynamic, fullgraph=fullgraph)

@@ -83,7 +83,9 @@ class Watchdog:
         ...         result = fs.train_step(model, window, optimizer)
         ...         if step % 2 == 0:
         ...             with watchdog.phase("save", timeout=1800):
-        ...                 saved = fs.save_checkpoint("ckpt", step, model=model, optimizer=optimizer)
+        ...                 saved = fs.save_checkpoint(
+        ...                     "ckpt", step, model=model, optimizer=optimizer
+        ...                 )
     """
 
     def __init__(self, *, timeout: float = 600.0, interval: float | None = None) -> None:
