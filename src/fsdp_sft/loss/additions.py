@@ -153,7 +153,7 @@ def _find_out(model: nn.Module, flag: bool | None, wanted: bool, router_loss: st
 
 
 def _explain(model: nn.Module, own: OwnLoss | str) -> tuple[Coefficient | None, str]:
-    """(the coefficient of the router's loss or None, what about the model's loss cannot be explained)."""
+    """(the coefficient of the router's loss or None, the part of the model's loss that is unexplained)."""
     if isinstance(own, str):
         return None, own if isinstance(own, Different) else ""
     coefficient = coefficient_of(model, own)

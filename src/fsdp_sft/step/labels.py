@@ -114,7 +114,7 @@ def say_what_was_seen(
 
 
 def _compare_rows(micro_batches: list[Any], mesh: "DeviceMesh", first: bool) -> None:
-    """Warn of ranks that have the same rows, and of context-parallel groups whose ranks have not."""
+    """Warn of ranks with the same rows, and of context-parallel groups whose ranks have different ones."""
     names: Any = mesh.mesh_dim_names or ()
     place: Any = mesh.get_coordinate() or ()
     data_place = tuple(
