@@ -18,11 +18,11 @@ WIDTH = 88
 # Pages that are still wider.
 WIDER = {
     "docs/how-to/base-models.md",
-    "docs/how-to/launch.md",
     "docs/how-to/mix-data-sets.md",
     "docs/how-to/train-a-mixture-of-experts.md",
     "docs/how-to/train-adapters.md",
     "docs/how-to/train-on-long-rows.md",
+    "docs/tutorials/one-node-to-many.md",
 }
 CODE = re.compile(r"^```.*?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FIGURE = re.compile(r"\d(?:[\d.,]*\d)?(?:e[+-]\d+)?%?")
