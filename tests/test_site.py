@@ -18,7 +18,7 @@ PAGES = sorted(DOCS.glob("**/*.md"))
 # The columns that a block of code shows without scrolling in a window 1280 pixels wide.
 WIDTH = 88
 # Pages that are still wider.
-WIDER = {"docs/how-to/launch.md"}
+WIDER = {"docs/tutorials/one-node-to-many.md"}
 CODE = re.compile(r"^```.*?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FIGURE = re.compile(r"\d(?:[\d.,]*\d)?(?:e[+-]\d+)?%?")
 
