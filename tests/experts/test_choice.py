@@ -26,7 +26,7 @@ def _wrong(experts: Any, hidden: torch.Tensor, index: torch.Tensor, weights: tor
 
 
 def _slow(*args: Any) -> torch.Tensor:
-    time.sleep(0.05)
+    time.sleep(0.5)
     result: torch.Tensor = GROUPED(*args)
     return result
 
@@ -57,11 +57,12 @@ def test_what_is_wrong_or_fails_or_is_slow_is_not_chosen(
     _stand_for(monkeypatch, forward)
     model = _mixture()
     with caplog.at_level(logging.INFO, logger="fsdp_sft.experts"):
-        assert fs.prepare_experts(model, tokens=64) == "eager"
-    assert model.config._experts_implementation == "eager"
+        chosen = fs.prepare_experts(model, tokens=64)
+    assert chosen in ("eager", "batched_mm")  # which of these is faster depends on the machine
+    assert model.config._experts_implementation == chosen
     (line,) = caplog.messages
     assert told in line
-    assert line.startswith("experts of MixtralForCausalLM: eager in torch.bfloat16")
+    assert line.startswith(f"experts of MixtralForCausalLM: {chosen} in torch.bfloat16")
 
 
 def test_by_name_too_only_what_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +144,9 @@ def _check_sharded() -> None:
     try:
         if dist.get_rank() == 1:
             ALL_EXPERTS_FUNCTIONS._global_mapping["grouped_mm"] = _failing
-        assert fs.prepare_experts(model, tokens=32) == "eager"  # on the other rank too
+        chosen = [None, None]
+        dist.all_gather_object(chosen, fs.prepare_experts(model, tokens=32))
+        assert chosen[0] == chosen[1] != "grouped_mm"  # on the other rank too
         with pytest.raises(fs.UnsupportedModelError, match=r"no kernel|1 other ranks"):
             fs.prepare_experts(model, impl="grouped_mm", tokens=32)
     finally:
