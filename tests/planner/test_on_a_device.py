@@ -19,9 +19,10 @@ from tests.simulated.ranks import run_simulated
 CASES = 20
 LARGEST_ERROR = 0.01
 # Ranks that share out experts gather and reduce them as groups of their own, in the middle of a block; the
-# estimate has them gathered and reduced with the block. That is one or two times a layer's experts of a rank:
-# much in a model this small, a thousandth in one of billions of parameters.
-LARGEST_ERROR_OF_EXPERTS = 0.02
+# estimate has them gathered and reduced with the block. Eager experts add gradients of a whole stack to each
+# other: autograd does that in place where nothing else holds the sum, but never on meta tensors, so the estimate
+# has one stack too many. Both are much in a model this small, and a hundredth or less in one of billions.
+LARGEST_ERROR_OF_EXPERTS = 0.025
 _OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw_foreach": {"foreach": True},
     "adamw_fused": {"fused": True},
@@ -204,7 +205,7 @@ def test_the_estimate_is_what_a_device_has_in_use(draw: Any) -> None:
 
 
 def _bound(draw: Any) -> float:
-    return LARGEST_ERROR_OF_EXPERTS if draw is shared_out_case else LARGEST_ERROR
+    return LARGEST_ERROR_OF_EXPERTS if draw in (experts_case, shared_out_case) else LARGEST_ERROR
 
 
 @pytest.mark.slow
