@@ -20,7 +20,7 @@ CASES = 20
 LARGEST_ERROR = 0.01
 # Ranks that share out experts gather and reduce them as groups of their own, in the middle of a block; the
 # estimate has them gathered and reduced with the block. Eager experts add gradients of a whole stack to each
-# other: autograd does that in place where nothing else holds the sum, but never on meta tensors, so the estimate
+# other: autograd does that in place where nothing else holds the sum, but never on meta tensors: the estimate
 # has one stack too many. Both are much in a model this small, and a hundredth or less in one of billions.
 LARGEST_ERROR_OF_EXPERTS = 0.025
 _OPTIMIZERS: dict[str, dict[str, Any]] = {
