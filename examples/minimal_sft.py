@@ -139,11 +139,8 @@ def train(args: argparse.Namespace, guard: fs.PreemptionGuard) -> None:
         mp_policy=MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32),
     )
     if context.is_main:
-        report = model.load_report
-        print(
-            f"loaded {report.job_bytes_read / 1e6:.1f} MB into the shards of all ranks in {report.seconds:.2f} s",
-            flush=True,
-        )
+        megabytes, seconds = model.load_report.job_bytes_read / 1e6, model.load_report.seconds
+        print(f"loaded {megabytes:.1f} MB into the shards of all ranks in {seconds:.2f} s", flush=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.01)
     scheduler = get_cosine_schedule_with_warmup(optimizer, args.warmup_steps, args.steps)
     sampler = fs.ResumableSampler(rows, seed=args.seed)
