@@ -114,7 +114,8 @@ def train(args: argparse.Namespace, guard: fs.PreemptionGuard) -> None:
         )
     collate = fs.SFTCollator(tokenizer, max_length=args.max_length)
     if context.is_main:
-        print(f"chats: {counts}. The first one; what is trained stands between ⟦ and ⟧:\n")
+        kept = ", ".join(f"{number} {reason}" for reason, number in counts.items())
+        print(f"chats: {kept}. The first one; what is trained stands between ⟦ and ⟧:\n")
         first = fs.encode_chat(rows[0], tokenizer, max_length=args.max_length)
         print(fs.render_labels(tokenizer, first.input_ids, first.labels, color=False))
         page = args.output / "labels.html"
@@ -138,7 +139,8 @@ def train(args: argparse.Namespace, guard: fs.PreemptionGuard) -> None:
         mp_policy=MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32),
     )
     if context.is_main:
-        print(model.load_report, flush=True)
+        megabytes, seconds = model.load_report.job_bytes_read / 1e6, model.load_report.seconds
+        print(f"loaded {megabytes:.1f} MB into the shards of all ranks in {seconds:.2f} s", flush=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.01)
     scheduler = get_cosine_schedule_with_warmup(optimizer, args.warmup_steps, args.steps)
     sampler = fs.ResumableSampler(rows, seed=args.seed)

@@ -53,7 +53,7 @@ def plot_expert_load(load: ExpertLoad, out: str | Path) -> Path:
     axes.set_ylabel("layer")
     ticks = range(0, layers, max(1, layers // 12))
     axes.set_yticks(ticks, [_numbers(load.layers)[tick] for tick in ticks])
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     worst = max(load.largest_over_mean)
     title = f"Load of experts: the busiest has {worst:.1f} times its layer's mean"
     have = "has" if len(dead) == 1 else "have"
@@ -66,7 +66,7 @@ def plot_expert_load(load: ExpertLoad, out: str | Path) -> Path:
 
 
 def _numbers(layers: tuple[str, ...]) -> list[str]:
-    """The layers' numbers in the model, where experts are not in all of them; else counted from 0."""
+    """Labels of the layers: their numbers in the model where names have them, or counted from 0."""
     found = [re.findall(r"\d+", name)[:1] for name in layers]
     numbers = [number[0] for number in found if number]
     return numbers if len(set(numbers)) == len(layers) else [str(index) for index in range(len(layers))]
