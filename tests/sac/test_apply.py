@@ -270,6 +270,23 @@ def test_the_cache_is_off_while_blocks_are_checkpointed() -> None:
     assert model.config.use_cache
 
 
+@pytest.mark.parametrize("ratio", [1, "1/3"])
+def test_generation_in_training_mode_is_refused(ratio: Any) -> None:
+    """transformers takes the cache from checkpointed blocks, and their text would be wrong."""
+    model, prompt = tiny_model("llama"), torch.arange(3, 9).view(1, 6)
+    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    expected = model.eval().generate(prompt, **options)
+    fs.apply_sac(model, ratio)
+    assert torch.equal(model.generate(prompt, **options), expected)
+    model.train()
+    with pytest.raises(fs.UnsupportedModelError, match=r"call model.eval\(\) before"):
+        model.generate(prompt, **options)
+    assert torch.equal(model.generate(prompt, use_cache=False, **options), expected)
+    model(prompt, labels=prompt, use_cache=True).loss.backward()
+    fs.remove_sac(model)
+    assert torch.equal(model.generate(prompt, **options), expected)
+
+
 def test_caches_of_composite_models_are_off_too() -> None:
     import transformers
 

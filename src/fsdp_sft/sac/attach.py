@@ -9,11 +9,13 @@ from torch import nn
 
 from fsdp_sft._compat import checkpointing_flag, checkpoints_its_forward, is_checkpointing_layer
 from fsdp_sft.blocks import CACHES_OFF, configs_of
+from fsdp_sft.errors import UnsupportedModelError
 from fsdp_sft.sac.offload import Offload, drop_offload, offload_compiled, run_offloaded
 from fsdp_sft.sac.proof import checkpoint_seen, demand_proof, drop_check, drop_proof
 
 _STATE = "_fsdp_sft_sac"  # attribute of a module: the instance attributes that were replaced
 _MODE = "_fsdp_sft_sac_mode"  # attribute of the model: name of the function that replaced them
+_CACHE_CHECK = "_fsdp_sft_sac_cache_check"  # attribute of the model: handle of the hook that refuses caches
 _ABSENT = "absent"
 
 
@@ -66,6 +68,9 @@ def restore(model: nn.Module) -> None:
                 module.__dict__[name] = value
     for config in model.__dict__.pop(CACHES_OFF, ()):
         config.use_cache = True
+    handle = model.__dict__.pop(_CACHE_CHECK, None)
+    if handle is not None:
+        handle.remove()
     model.__dict__.pop(_MODE, None)
 
 
@@ -92,6 +97,21 @@ def disable_caches(model: nn.Module) -> None:
     for config in on:
         config.use_cache = False
     model.__dict__[CACHES_OFF] = on
+    model.__dict__[_CACHE_CHECK] = model.register_forward_pre_hook(_refuse_generation, with_kwargs=True)
+
+
+def _refuse_generation(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    """Hook before the model's forward: in train() mode checkpointed blocks drop a cache, and others keep it.
+
+    Where gradients are wanted, the cache of a training forward is empty and nothing is lost with it.
+    """
+    if torch.compiler.is_compiling() or torch.is_grad_enabled():
+        return
+    if model.training and kwargs.get("past_key_values") is not None:
+        raise UnsupportedModelError(
+            "the model is in train() mode, in which its checkpointed blocks drop the cache of generate, and "
+            "its text would be wrong: call model.eval() before, and model.train() after"
+        )
 
 
 def _refuse_foreign_checkpointing(model: nn.Module, mode: str) -> None:
