@@ -17,8 +17,6 @@ DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("**/*.md"))
 # The columns that a block of code shows without scrolling in a window 1280 pixels wide.
 WIDTH = 88
-# Pages that are still wider.
-WIDER = {"docs/tutorials/one-node-to-many.md"}
 CODE = re.compile(r"^```.*?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FIGURE = re.compile(r"\d(?:[\d.,]*\d)?(?:e[+-]\d+)?%?")
 
@@ -78,7 +76,7 @@ def test_every_page_is_two_clicks_from_the_first() -> None:
 @pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: posixpath.relpath(page, ROOT))
 def test_lines_of_code_fit_on_the_page(page: Path) -> None:
     lines = [line for block in CODE.findall(page.read_text()) for line in block.splitlines()]
-    assert posixpath.relpath(page, ROOT) in WIDER or not [line for line in lines if len(line) > WIDTH]
+    assert not [line for line in lines if len(line) > WIDTH]
 
 
 @pytest.mark.parametrize("name", fs.__all__)
