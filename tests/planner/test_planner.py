@@ -240,6 +240,15 @@ def test_the_breakdown_adds_up_and_reads_well() -> None:
     assert found.parameters == found.active_parameters == 14_770_033_664
 
 
+@pytest.mark.parametrize("seq_length", [1024, 65536])
+@pytest.mark.parametrize("ratio", [0, 1])
+def test_no_part_is_less_than_nothing(seq_length: int, ratio: int) -> None:
+    """Long rows under a mask peak in the backward, when much of what was there before is gone."""
+    found = estimate_memory(LLAMA_8B, num_gpus=8, micro_batch_size=1, seq_length=seq_length, sac_ratio=ratio)
+    assert sum(found.breakdown.values()) == found.peak_bytes
+    assert min(found.breakdown.values()) > 0
+
+
 def test_states_are_counted_from_the_parameters() -> None:
     def part(name: str, **options: Any) -> int:
         return estimate_memory(

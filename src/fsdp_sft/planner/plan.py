@@ -137,6 +137,11 @@ def _reasons(setup: Setup, time: StepTime, why: str, host_bytes: int) -> Iterato
             f"what checkpointed blocks keep waits in {host_bytes / _GIB:.1f} GiB of host memory per GPU: "
             f"copies take {time.offload:.2f} s of a micro-step, beside the compute"
         )
+    elif setup.cpu_offload:
+        yield (
+            f"shards live on the host: copies take {time.offload:.2f} s of a micro-step, beside the compute, "
+            f"and the update {time.optimizer:.2f} s"
+        )
     if setup.cp > 1:
         because = f", since {why}" if why else ""
         yield f"{setup.cp} GPUs share each row{because}: exchanges take {time.exchange:.2f} s of a micro-step"

@@ -261,7 +261,9 @@ class _Step:
         self._prefetch(len(self.sizes) - 1)
         self.look("loss", HEAD, trace.head_backward_peak)
         self.hold(WHOLE_GRADIENTS, trace.head_gradients)
-        self.hold(HEAD, trace.residue - trace.head_gradients)
+        left = trace.residue - trace.head_gradients
+        self.hold(HEAD, max(left, 0))
+        self.hold(INPUTS, min(left, 0))  # what only the forward needed of the masks
 
     # --- backward -----------------------------------------------------------------------------------------
 

@@ -171,7 +171,7 @@ def smallest_num_gpus(
     options = {name: value for name, value in estimate_options.items() if name not in _FOUND_HERE}
     options = {"sac_ratio": 1, "sac_placement": "prefix", **options}
     known = as_config(config)
-    num_gpus = options.get("dp_replicate", 1) * options.get("cp", 1)
+    num_gpus = options.get("dp_replicate", 1) * options.get("cp", 1) * options.get("ep_size", 1)
     while num_gpus <= _LARGEST_SEARCH:
         setup = check_options(num_gpus=num_gpus, micro_batch_size=1, seq_length=seq_length, **options)
         usable = budget_of(setup.gpu, num_gpus, gpu_memory_bytes).usable_bytes

@@ -65,7 +65,8 @@ class StepTime:
         exposed: The time that ``communication`` adds to a micro-step: the part that nothing hides, and the
             time by which it slows the computation beside it.
         exchange: Exchanges of one micro-step between ranks that share rows or experts; nothing hides them.
-        offload: Copies of one micro-step's activations to the host and back; they run beside the computation.
+        offload: Copies of one micro-step between device and host, beside the computation: activations that
+            wait there, and with ``cpu_offload`` shards and gradients.
         optimizer: Gradient norm and update.
         total: The whole step.
     """
@@ -289,12 +290,23 @@ def _exchange(skeleton: Skeleton, seen: Trace, setup: Setup, rates: Rates) -> fl
 
 
 def _offload(skeleton: Skeleton, seen: Trace, setup: Setup, rates: Rates) -> float:
-    """Seconds to copy what checkpointed blocks keep to the host and back."""
-    if not setup.activations_leave:
-        return 0.0
-    checkpointed = setup.checkpointed(len(skeleton.blocks))
-    moved = sum(seen.blocks[skeleton.kinds[index]].output for index in checkpointed)
-    return 2 * moved / (setup.gpu.host_bytes_per_second * rates.network)
+    """Seconds of a micro-step's copies between device and host.
+
+    What checkpointed blocks keep goes to the host and comes back. Shards that live on the host are copied to
+    the device for each gather, in the dtype in which they are stored, and the gradients' shards go back.
+    """
+    moved = 0
+    if setup.activations_leave:
+        checkpointed = setup.checkpointed(len(skeleton.blocks))
+        moved += 2 * sum(seen.blocks[skeleton.kinds[index]].output for index in checkpointed)
+    if setup.cpu_offload:
+        gathers = 2 if setup.reshard_after_forward else 1
+        for group, number in skeleton.distinct_groups:
+            for part, over in group.parts(setup.num_shards, setup.ep_size):
+                trained, frozen = (part.shard_elements(over, trained=flag) for flag in (True, False))
+                stored = trained * setup.master_dtype.itemsize
+                moved += number * (gathers * (stored + frozen * setup.frozen_dtype.itemsize) + stored)
+    return moved / (setup.gpu.host_bytes_per_second * rates.network)
 
 
 def _update(skeleton: Skeleton, setup: Setup, rates: Rates) -> float:
@@ -304,10 +316,8 @@ def _update(skeleton: Skeleton, setup: Setup, rates: Rates) -> float:
     gpu = setup.gpu
     if not setup.cpu_offload:
         return trips * here / (gpu.memory_bytes_per_second * rates.memory)
-    # On the host the update is bound by the host's memory, which the ranks of a node share (200 GB/s for
-    # all). Gradients travel to the host once, and parameters back.
-    host = 200e9 / min(gpu.gpus_per_node, setup.num_gpus)
-    return trips * here / host + 2 * here / (gpu.host_bytes_per_second * rates.network)
+    # On the host the update is bound by the host's memory: 200 GB/s, which the ranks of a node share.
+    return trips * here * min(gpu.gpus_per_node, setup.num_gpus) / 200e9
 
 
 def _trained(skeleton: Skeleton) -> int:
