@@ -184,3 +184,12 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
         if not target.startswith(("http://", "https://", "mailto:")):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_files_that_architecture_names_are_there() -> None:
+    """Paths with a folder, from the repository's root or from ``src/fsdp_sft``; patterns are left out."""
+    text = (ROOT / "ARCHITECTURE.md").read_text() + (ROOT / "CONTRIBUTING.md").read_text()
+    named = set(re.findall(r"`([\w.-]+/[\w./-]+\.(?:py|md|json|sbatch))`", text))
+    assert len(named) > 60
+    absent = [name for name in named if not any((at / name).exists() for at in (ROOT, ROOT / "src/fsdp_sft"))]
+    assert not absent, absent
