@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import MixtralConfig
 
 import fsdp_sft as fs
 from fsdp_sft import NoPlanError, estimate_memory, plan_run, smallest_num_gpus
@@ -14,6 +15,11 @@ from fsdp_sft.planner import search
 from fsdp_sft.planner.__main__ import main
 from fsdp_sft.planner.trace import _trace
 from tests.planner.families import LLAMA_8B, QWEN_14B, QWEN_72B, SHAPES, TINY, qwen
+
+MIXTURE = MixtralConfig(
+    vocab_size=256, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, num_local_experts=8,
+)  # fmt: skip
 
 GIB = 1 << 30
 
@@ -243,3 +249,19 @@ def test_plans_offload_what_spares_recomputation() -> None:
     }
     assert rows[True].seq_length > 1.5 * rows[False].seq_length
     assert rows[True].estimate.host_bytes > 0
+
+
+def test_ranks_that_share_out_experts_share_no_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = {"gpu": "4090", "ep_size": 2, "attention_mask": False}
+    with pytest.raises(ValueError, match="no multiple of 2 GPUs"):
+        plan_run(MIXTURE, num_gpus=2, seq_length=128, global_batch_size=1, **job)
+    with pytest.raises(NoPlanError):  # 4 GPUs to a row would fit
+        plan_run(MIXTURE, num_gpus=4, seq_length=2**24, global_batch_size=4, **job)
+    assert [row.cp for row in fs.longest_rows(MIXTURE, num_gpus=4, **job)] == [1]
+    assert smallest_num_gpus(MIXTURE, seq_length=128, **job) == 2
+    MIXTURE.save_pretrained(tmp_path)
+    options = ["--model", str(tmp_path), "--gpus", "2", "--gpu", "4090", "--seq", "128"]
+    assert main([*options, "--global-batch", "4", "--ep", "2"]) == 0
+    assert "that hold this training at all: 2" in capsys.readouterr().out

@@ -191,7 +191,12 @@ def group_sizes(config: Any, setup: Setup, options: dict[str, Any]) -> list[int]
 
 
 def _divisors(config: Any, setup: Setup) -> list[int]:
-    """Numbers of ranks, 2 or more, that divide a replica's ranks and the model's query heads."""
+    """Numbers of ranks, 2 or more, that divide a replica's ranks and the model's query heads.
+
+    There are none where ranks share out experts: these ranks cannot share rows.
+    """
+    if setup.ep_size > 1:
+        return []
     model, found = build_skeleton(config, setup).model, []
     for ranks in range(2, setup.num_shards + 1):
         if setup.num_shards % ranks == 0:
