@@ -201,7 +201,7 @@ def _size(gpu: Gpu, size: str, name: str) -> int:
         if size == sold:
             return memory
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(gb|gib)", size)
-    if match is None or float(match[1]) <= 0:
+    if match is None or float(match[1]) * GB < 1:
         raise ValueError(f"cannot read the memory in {name!r}; write it as h100-80gb or h100-79.1gib")
     if match[2] == "gib":
         return int(float(match[1]) * GIB)
@@ -223,6 +223,8 @@ def _described(text: str) -> Gpu:
         extra, memory, peak, bandwidth = {}, 0.0, 0.0, 0.0
     if (
         not name
+        or memory * GIB < 1
+        or not extra.get("per_node", 1.0).is_integer()
         or set(extra) - set(_EXTRA)
         or min(memory, peak, bandwidth, *extra.values()) <= 0
         or not all(value < float("inf") for value in (memory, peak, bandwidth, *extra.values()))
