@@ -263,6 +263,52 @@ def test_a_loss_of_ones_own_is_watched() -> None:
     assert sum(result.expert_load.counts[0]) == 2 * 12
 
 
+def test_what_a_copy_computes_beside_the_model_is_not_counted() -> None:
+    model = tiny_model("mixtral").to(device_here())
+    fs.watch_experts(model)
+    teacher = copy.deepcopy(model).eval()
+    batch = {name: value.to(device_here()) for name, value in _batch(0, 0, PADDED).items()}
+
+    def distilled(student: Any, given: Any) -> torch.Tensor:
+        inputs = {name: given[name] for name in ("input_ids", "attention_mask")}
+        with torch.no_grad():
+            wanted = teacher(**inputs).logits
+        return (student(**inputs).logits - wanted).square().mean(-1).sum() + fs.loss_sum(student, given)[0] * 0
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    load = fs.train_step(model, [batch], optimizer, loss_fn=distilled, check_labels=False).expert_load
+    assert sum(load.counts[0]) == 2 * 2 * 12  # the student's two forwards
+
+
+def test_a_mask_of_other_tokens_is_refused() -> None:
+    model = tiny_model("mixtral").to(device_here())
+    fs.watch_experts(model)
+    batch = {name: value.to(device_here()) for name, value in _batch(0, 0, PADDED).items()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with pytest.raises(fs.ModelLossError, match="saw 16 tokens, and the batch's attention_mask has 18"):
+        fs.train_step(
+            model,
+            [batch],
+            optimizer,
+            loss_fn=lambda m, b: m(input_ids=b["input_ids"][:, :-1]).logits.square().sum(),
+            check_labels=False,
+        )
+
+
+def test_a_window_without_targets_moves_no_bias() -> None:
+    model = _with_biases().to(device_here())
+    fs.watch_experts(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    batch = _batch(0, 0, PADDED)
+    empty = {**batch, "labels": torch.full_like(batch["labels"], -100)}
+    for window, moved in (([empty], 0), ([batch], 2), ([empty], 0), ([batch], 2)):
+        fs.train_step(model, window, optimizer)
+        before = copy.deepcopy(model.state_dict())
+        assert len(fs.update_router_bias(model, rate=0.01)) == moved
+        after = model.state_dict()
+        assert sum(not torch.equal(after[name], value) for name, value in before.items()) == moved
+
+
 @pytest.mark.slow
 def test_mixtures_of_transformers_can_be_watched() -> None:
     watched, others = 0, set()

@@ -21,7 +21,7 @@ def update_router_bias(model: nn.Module, *, rate: float) -> list[str]:
         rate: Size of the step, above 0.
 
     Returns:
-        Names of the biases that were moved.
+        Names of the biases that were moved; none if the last window had no targets, and so no forward.
 
     Raises:
         ValueError: If the model has no such bias, or has one of 16 bits, in which such steps are lost; if no
@@ -44,6 +44,8 @@ def update_router_bias(model: nn.Module, *, rate: float) -> list[str]:
     if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not rate > 0:
         raise ValueError(f"rate must be a number above 0, got {rate!r}")
     counter = counter_of(model)
+    if counter is not None and counter.is_empty:
+        return []
     if counter is None or not counter.last:
         raise ValueError("no load of experts is known: call watch_experts(model), then train_step")
     biases = biases_of(unwrapped(model), counter.experts)

@@ -22,7 +22,7 @@ from fsdp_sft._meshes import copies_of_rows
 from fsdp_sft._streams import LateTensor
 from fsdp_sft._wrappers import unwrapped
 from fsdp_sft.distributed import device_groups_of, mesh_of
-from fsdp_sft.errors import UnsupportedModelError, abridged
+from fsdp_sft.errors import ModelLossError, UnsupportedModelError, abridged
 from fsdp_sft.experts.biases import biases_of
 from fsdp_sft.experts.load import ExpertLoad
 
@@ -54,6 +54,12 @@ class _Layer:
             self.counts = torch.zeros(self.num_experts + 1, dtype=torch.int64, device=chosen.device)
         self.was_seen = True
         rows = chosen.reshape(-1, chosen.shape[-1])
+        if self.counted is not None and self.counted.numel() != len(rows):
+            raise ModelLossError(
+                f"{self.name} saw {len(rows)} tokens, and the batch's attention_mask has "
+                f"{self.counted.numel()}: which of them are padding is not known. Let loss_fn run what the mask "
+                "is of, or give the mask in the batch another name, and all tokens count"
+            )
         each = torch.ones_like(rows[:, :1]) if self.counted is None else self.counted.reshape(-1, 1)
         self.counts.scatter_add_(0, rows.reshape(-1).long(), each.to(torch.int64).expand_as(rows).reshape(-1))
 
@@ -65,12 +71,13 @@ class ExpertCounter:
         layers: Layers of the model that have experts.
         last: Tokens of each expert in the last window on all ranks, for each layer int64 ``(experts,)`` on
             the device.
+        is_empty: Whether the last window had no forward, so that no expert was given anything.
     """
 
     def __init__(self, model: nn.Module, layers: list[_Layer]) -> None:
         self.model, self.layers = weakref.ref(model), layers
         self.last: list[torch.Tensor] = []
-        self._is_open = self._has_warned = False
+        self.is_empty = self._is_open = self._has_warned = False
 
     def __reduce__(self) -> Any:
         """Pickled and copied as None, because a copy of the model is not watched."""
@@ -83,7 +90,7 @@ class ExpertCounter:
 
     def start(self) -> None:
         """Begin a window, with all counts at 0."""
-        self._is_open = True
+        self._is_open, self.is_empty = True, False
         for layer in self.layers:
             layer.was_seen = False
             if layer.counts is not None:
@@ -237,7 +244,8 @@ def _before_experts(
     """Hook before experts: passes the router's choices through ``count_choices``."""
     if not torch.compiler.is_compiling():
         layer = _layers.get(handle)
-        if layer is None or not layer.is_counting:
+        # A copy of the model has the hook too, with the handle of the layer that it was copied from.
+        if layer is None or not layer.is_counting or layer.module() is not module:
             return None
     if name in kwargs:
         return args, {**kwargs, name: count_choices(kwargs[name], handle)}

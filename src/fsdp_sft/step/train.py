@@ -215,7 +215,10 @@ def train_step(
     if look:
         say_what_was_seen(model, list(window.on_host), window.differences, mesh)
     targets, tokens, weight = window.targets, window.tokens, window.weight
+    counter = counter_of(model)
     if weight == 0:
+        if counter is not None:
+            counter.is_empty = True
         nothing = without_step("no weight" if targets else "no targets", tokens)
         if sync == "step":
             return nothing
@@ -231,7 +234,6 @@ def train_step(
     deferred: SyncMode = {"each": "all", "last": "none", "reduce_scatter": "reduce_scatter"}[grad_sync]  # type: ignore[assignment]
     total = added = torch.zeros((), dtype=torch.float64, device=device)
     checks = HeadChecks()
-    counter = counter_of(model)
     if counter is not None:
         counter.start()
     for index, batch in enumerate(micro_batches):
