@@ -371,6 +371,9 @@ def _check_refused(mixtral: str, without: str, dense: str) -> None:
         fs.load_pretrained(mixtral, mesh=mesh, ep_size=2, peft_config=lora)
     with pytest.raises(fs.UnsupportedModelError, match="group of its own"):
         fs.apply_sac(fs.load_pretrained(mixtral, mesh=mesh, ep_size=2), save="self_attn")
+    with pytest.raises(fs.UnsupportedModelError, match="that ranks share out by ep_size") as early:
+        fs.load_pretrained(mixtral, mesh=mesh, ep_size=2, sac_ratio=1, sac_save="self_attn")
+    assert "load_weights" not in [entry.name for entry in early.traceback]
 
 
 def test_what_cannot_be_shared_out_is_refused_by_name(mixtral: str, tmp_path: Path) -> None:

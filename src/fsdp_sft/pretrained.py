@@ -10,7 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from fsdp_sft._agree import agreed
 from fsdp_sft._expert_parallel import check_shareable_experts, share_out
 from fsdp_sft.adapters import add_adapters, base_of
-from fsdp_sft.sac import Placement, Ratio, apply_sac
+from fsdp_sft.sac import Placement, Ratio, apply_sac, parse_ratio
 from fsdp_sft.shard import compile_blocks, shard_model
 from fsdp_sft.weights import load_weights
 from fsdp_sft.weights.hub import resolve_folder
@@ -102,7 +102,8 @@ def load_pretrained(
         TypeError: If the config does not have a field of ``config_overrides``.
         VocabularyError: If ``new_vocab_size`` is smaller than the checkpoint's, or rows cannot be added.
         AdapterError: If the adapters can only be initialised from the base weights.
-        UnsupportedModelError: If transformers has no plan by which ``ep_size`` ranks share out experts.
+        UnsupportedModelError: If transformers has no plan by which ``ep_size`` ranks share out experts; with
+            ``sac_save``, if a part of a block is sharded as a group of its own, as shared out experts are.
 
     Collective: all ranks of the mesh, which are all ranks of the job.
     Memory: The shards, and the buffers of ``load_weights``.
@@ -183,7 +184,7 @@ def prepare_blocks(
     if peft_config is not None:
         model = add_adapters(model, peft_config, seed=adapter_seed)
     for name, given in (("sac_offload", sac_offload), ("sac_save", sac_save is not None)):
-        if given and not sac_ratio:
+        if given and not parse_ratio(sac_ratio):
             raise ValueError(f"{name} is for blocks that are recomputed, and sac_ratio is {sac_ratio!r}")
     if sac_ratio:
         apply_sac(model, sac_ratio, placement=sac_placement, save=sac_save, offload=sac_offload)

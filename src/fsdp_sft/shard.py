@@ -40,7 +40,7 @@ from fsdp_sft.adapters import copied_modules
 from fsdp_sft.blocks import find_blocks, is_never_called
 from fsdp_sft.distributed import mesh_of, remember_mesh, reshard
 from fsdp_sft.errors import WrappedModelError
-from fsdp_sft.sac import Ratio, compile_under_budget, named_blocks
+from fsdp_sft.sac import Ratio, check_now, compile_under_budget, named_blocks
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -174,6 +174,7 @@ def shard_model(
     if mesh.get_rank() == 0:
         _name_uneven(model, num_shards)
     remember_mesh(model, given)
+    check_now(model)  # after apply_sac(save=): before weights are loaded, and not in the first forward
     return model
 
 

@@ -273,7 +273,8 @@ def test_what_a_copy_computes_beside_the_model_is_not_counted() -> None:
         inputs = {name: given[name] for name in ("input_ids", "attention_mask")}
         with torch.no_grad():
             wanted = teacher(**inputs).logits
-        return (student(**inputs).logits - wanted).square().mean(-1).sum() + fs.loss_sum(student, given)[0] * 0
+        apart = (student(**inputs).logits - wanted).square().mean(-1).sum()
+        return apart + fs.loss_sum(student, given)[0] * 0
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     load = fs.train_step(model, [batch], optimizer, loss_fn=distilled, check_labels=False).expert_load

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import MixtralConfig
 
 import fsdp_sft as fs
@@ -265,3 +266,38 @@ def test_ranks_that_share_out_experts_share_no_rows(
     options = ["--model", str(tmp_path), "--gpus", "2", "--gpu", "4090", "--seq", "128"]
     assert main([*options, "--global-batch", "4", "--ep", "2"]) == 0
     assert "that hold this training at all: 2" in capsys.readouterr().out
+
+
+def test_the_code_of_a_plan_has_all_that_its_estimate_rests_on() -> None:
+    job: dict[str, Any] = {"num_gpus": 2, "seq_length": 64, "global_batch_size": 4, "gpu": "h100"}
+
+    def code(**options: Any) -> str:
+        return fs.plan_run(TINY, **job, **options)[0].code()
+
+    assert "mp_policy" not in code()
+    assert "frozen_dtype" not in code()
+    assert "optimizer = torch.optim.AdamW(model.parameters(), lr=...)" in code()
+    assert "MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)" in code(
+        param_dtype=torch.float16
+    )
+    assert "frozen_dtype=torch.float32" in code(lora_rank=4, frozen_dtype=torch.float32)
+    assert "fs.apply_sac(model, blocks=[0, 1])" in code(sac_blocks=[1, 0])
+    assert "fs.StochasticAdamW" in code(optimizer="adamw_stochastic", master_dtype=torch.bfloat16)
+    assert "those that match ['mlp']" in code(trainable="mlp")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"optimizer": "adamw_stochastic", "master_dtype": torch.float16}, "got master_dtype=torch.float16"),
+        ({"lora_targets": ["q_proj"]}, "give lora_rank too"),
+        ({"frozen_dtype": torch.int8}, "frozen_dtype must be one of"),
+        ({"logits_dtype": torch.int64}, "logits_dtype must be one of"),
+        ({"trainable": "("}, "takes regular expressions"),
+        ({"sac_blocks": ["a"]}, "each of sac_blocks must be an integer"),
+        ({"sac_blocks": [0], "sac_ratio": "1/2"}, "give sac_ratio or sac_blocks"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fs.estimate_memory(TINY, num_gpus=2, micro_batch_size=1, seq_length=64, **options)

@@ -57,8 +57,8 @@ class _Layer:
         if self.counted is not None and self.counted.numel() != len(rows):
             raise ModelLossError(
                 f"{self.name} saw {len(rows)} tokens, and the batch's attention_mask has "
-                f"{self.counted.numel()}: which of them are padding is not known. Let loss_fn run what the mask "
-                "is of, or give the mask in the batch another name, and all tokens count"
+                f"{self.counted.numel()}: which of them are padding is not known. Let loss_fn run what the "
+                "mask is of, or give the mask in the batch another name, and all tokens count"
             )
         each = torch.ones_like(rows[:, :1]) if self.counted is None else self.counted.reshape(-1, 1)
         self.counts.scatter_add_(0, rows.reshape(-1).long(), each.to(torch.int64).expand_as(rows).reshape(-1))

@@ -137,7 +137,8 @@ def _find_out(model: nn.Module, flag: bool | None, wanted: bool, router_loss: st
     own = ask(model, flag)
     coefficient, reason = _explain(model, own)
     if wanted and coefficient is None and not reason and router_loss is not None:
-        reason = f"router_loss={router_loss!r}: its forward returns no router's loss (aux_loss)"
+        why = own if isinstance(own, str) and own else "its forward returns no router's loss (aux_loss)"
+        reason = f"router_loss={router_loss!r}: {why}"
     mesh = mesh_of(model)
     balanced = isinstance(own, OwnLoss) and own.is_balanced
     failed, differ = sum_over_mesh([bool(reason), not balanced], mesh)

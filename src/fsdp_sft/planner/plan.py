@@ -158,6 +158,26 @@ def _reasons(setup: Setup, time: StepTime, why: str, host_bytes: int) -> Iterato
         yield "blocks stay gathered: one all-gather less"
 
 
+_OPTIMIZERS = {
+    "adamw": "torch.optim.AdamW(model.parameters(), lr=...)",
+    "adamw_foreach": "torch.optim.AdamW(model.parameters(), lr=..., foreach=True)",
+    "adamw_fused": "torch.optim.AdamW(model.parameters(), lr=..., fused=True)",
+    "adamw_for_loop": "torch.optim.AdamW(model.parameters(), lr=..., foreach=False)",
+    "adamw_stochastic": "fs.StochasticAdamW(model.parameters(), lr=...)",
+    "adamw8bit": "torchao.optim.AdamW8bit(model.parameters(), lr=...)",
+    "sgd": "torch.optim.SGD(model.parameters(), lr=...)",
+    "sgd_momentum": "torch.optim.SGD(model.parameters(), lr=..., momentum=...)",
+}
+
+
+def _mp_policy(setup: Setup) -> "_Verbatim":
+    """The argument for dtypes other than those of ``shard_model``: bfloat16, reduced in float32."""
+    if (setup.param_dtype, setup.reduce_dtype) == (torch.bfloat16, torch.float32):
+        return _Verbatim(None)
+    dtypes = f"param_dtype={setup.param_dtype}, reduce_dtype={setup.reduce_dtype}"
+    return _Verbatim(f"torch.distributed.fsdp.MixedPrecisionPolicy({dtypes})")
+
+
 def _code(plan: RunPlan, model: str) -> Iterator[str]:
     """Lines of code that run the plan."""
     setup = plan.setup
@@ -172,6 +192,7 @@ def _code(plan: RunPlan, model: str) -> Iterator[str]:
         "compile": (plan.compile, False),
         "reshard_after_forward": (plan.reshard_after_forward, True),
         "master_dtype": (setup.master_dtype, torch.float32),
+        "mp_policy": (_mp_policy(setup), _Verbatim(None)),
         "offload_policy": (_Verbatim(offload), _Verbatim(None)),
     }
     if setup.lora is not None:
@@ -179,12 +200,21 @@ def _code(plan: RunPlan, model: str) -> Iterator[str]:
         chosen = "all-linear" if "all-linear" in targets else list(targets)
         peft = f"peft.LoraConfig(r={rank}, target_modules={chosen!r}, task_type='CAUSAL_LM')"
         load["peft_config"] = (_Verbatim(peft), _Verbatim(None))
+    usual = setup.param_dtype if setup.lora is not None else setup.master_dtype
+    load["frozen_dtype"] = (setup.frozen_dtype, usual)
     given = _arguments(load)
     yield f"model = fs.load_pretrained({model!r}, mesh=mesh{', ' if given else ''}{given})"
+    if setup.sac_blocks is not None:
+        yield f"fs.apply_sac(model, blocks={list(setup.sac_blocks)}{', offload=True' * setup.sac_offload})"
+    if setup.trainable is not None:
+        yield f"# Before load_pretrained: freeze all parameters but those that match {list(setup.trainable)}"
+    if setup.chunk_size is not None and setup.loss_impl == "chunked":
+        yield f"# Estimated for chunk_size={setup.chunk_size}, where train_step chooses its own"
     if plan.cp > 1:
         yield "fs.use_context_parallel(model, mesh=mesh)"
     if setup.experts_impl != "grouped_mm":
         yield f"fs.prepare_experts(model, impl={setup.experts_impl!r})"
+    yield f"optimizer = {_OPTIMIZERS[setup.optimizer]}"
     yield f"loader = DataLoader(rows, batch_size={plan.micro_batch_size}, ...)"
     yield f"for window in fs.windows(loader, grad_accum_steps={plan.grad_accum_steps}):"
     step = _arguments({"grad_sync": (plan.grad_sync, "each"), "loss_impl": (setup.loss_impl, "chunked")})

@@ -169,7 +169,8 @@ def smallest_num_gpus(
         2
     """
     options = {name: value for name, value in estimate_options.items() if name not in _FOUND_HERE}
-    options = {"sac_ratio": 1, "sac_placement": "prefix", **options}
+    if options.get("sac_blocks") is None:
+        options = {"sac_ratio": 1, "sac_placement": "prefix", **options}
     known = as_config(config)
     num_gpus = options.get("dp_replicate", 1) * options.get("cp", 1) * options.get("ep_size", 1)
     while num_gpus <= _LARGEST_SEARCH:

@@ -1,6 +1,7 @@
 """The arguments of an estimate, checked once and kept together."""
 
 import functools
+import re
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -8,7 +9,7 @@ import torch
 
 from fsdp_sft._gpus import Gpu, gpu_named
 from fsdp_sft.planner.experts import ExpertsImpl
-from fsdp_sft.sac import Placement, Ratio, select_block_indices
+from fsdp_sft.sac import Placement, Ratio, parse_ratio, select_block_indices
 
 LossImpl = Literal["chunked", "logits"]
 Optimizer = Literal[
@@ -137,6 +138,22 @@ def make_setup(
         _check_choice(name, fields[name], (True, False))
     for name in ("master_dtype", "param_dtype", "reduce_dtype"):
         _check_choice(name, fields[name], _FLOATING)
+    if fields["frozen_dtype"] is not None:
+        _check_choice("frozen_dtype", fields["frozen_dtype"], _FLOATING)
+    if logits_dtype is not None:
+        _check_choice("logits_dtype", logits_dtype, _FLOATING)
+    if fields["optimizer"] == "adamw_stochastic" and fields["master_dtype"] == torch.float16:
+        raise ValueError(
+            "StochasticAdamW rounds to bfloat16 or keeps float32, got master_dtype=torch.float16"
+        )
+    if lora_targets is not None and not lora_rank:
+        raise ValueError(f"lora_targets={lora_targets!r} is for adapters: give lora_rank too")
+    if sac_blocks is not None:
+        if parse_ratio(fields["sac_ratio"]):
+            raise ValueError("give sac_ratio or sac_blocks, and not both: each says which blocks recompute")
+        sac_blocks = tuple(sac_blocks)
+        for index in sac_blocks:
+            _check_integer("each of sac_blocks", index, 0)
     if fields["frozen_dtype"] is None:
         fields["frozen_dtype"] = fields["param_dtype"] if lora_rank else fields["master_dtype"]
     select_block_indices(1, fields["sac_ratio"], placement=fields["sac_placement"])
@@ -182,4 +199,9 @@ def _patterns(name: str, value: Any) -> tuple[str, ...] | None:
     several = (value,) if isinstance(value, str) else tuple(value)
     if not several or not all(isinstance(entry, str) for entry in several):
         raise ValueError(f"{name} takes texts, got {value!r}")
+    for entry in several:
+        try:
+            re.compile(entry)
+        except re.error as error:
+            raise ValueError(f"{name} takes regular expressions, and {entry!r} is none: {error}") from error
     return several

@@ -10,6 +10,7 @@ from fsdp_sft.sac.budget import compile_with_memory_budget as compile_with_memor
 from fsdp_sft.sac.decisions import decides as decides
 from fsdp_sft.sac.decisions import is_decision as is_decision
 from fsdp_sft.sac.noise import draws_random_numbers as draws_random_numbers
+from fsdp_sft.sac.proof import check_now as check_now
 from fsdp_sft.sac.ratio import Placement as Placement
 from fsdp_sft.sac.ratio import Ratio as Ratio
 from fsdp_sft.sac.ratio import parse_ratio as parse_ratio

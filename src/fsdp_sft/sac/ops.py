@@ -201,9 +201,10 @@ def _refuse_inner_groups(model: nn.Module, blocks: dict[str, nn.Module]) -> None
             # Selective checkpointing matches operations by counting those of each kind. Gathering a group
             # adds some, but not in a recomputation that finds it gathered already.
             raise UnsupportedModelError(
-                f"{abridged(f'{fqn}.{name}' for name in inner)} is sharded as a group of its own (a module "
-                "kept in float32, say), and save= cannot tell what gathers it from what the block computes; "
-                "call apply_sac without save=, or leave these blocks out with blocks="
+                f"{abridged(f'{fqn}.{name}' for name in inner)} is sharded as a group of its own (experts "
+                "that ranks share out by ep_size, or a module kept in float32), and save= cannot tell what "
+                "gathers it from what the block computes; call apply_sac without save= (load_pretrained "
+                "without sac_save=), or leave these blocks out with blocks="
             )
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from fsdp_sft.errors import NotRecomputedError
 
 _PROOF = "_fsdp_sft_sac_proof"  # attribute of a block: its _Proof
-_CHECK = "_fsdp_sft_sac_check"  # attribute of the model: handle of check_before_forward's hook
+_CHECK = "_fsdp_sft_sac_check"  # attribute of the model: hook of check_before_forward, and its handle
 
 
 class _Running:
@@ -55,12 +55,19 @@ def check_before_forward(
     """Call ``check(model, blocks)`` once, when the model's next forward begins."""
     drop_check(model)
     hook = functools.partial(_check_once, check, tuple(blocks))
-    model.__dict__[_CHECK] = model.register_forward_pre_hook(hook)
+    model.__dict__[_CHECK] = hook, model.register_forward_pre_hook(hook)
+
+
+def check_now(model: nn.Module) -> None:
+    """Run the check of ``check_before_forward`` if it has not run yet: the model has been sharded."""
+    hook, _ = model.__dict__.get(_CHECK, (None, None))
+    if hook is not None:
+        hook(model, ())
 
 
 def drop_check(model: nn.Module) -> None:
     """Undo ``check_before_forward`` if its check has not run yet."""
-    handle = model.__dict__.pop(_CHECK, None)
+    _, handle = model.__dict__.pop(_CHECK, (None, None))
     if handle is not None:
         handle.remove()
 
