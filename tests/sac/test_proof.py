@@ -162,7 +162,7 @@ def test_parts_that_run_where_they_may_are_no_error() -> None:
     adapted = peft.get_peft_model(
         llama, peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["mlp"], task_type="CAUSAL_LM")
     )
-    adapted.generate(torch.ones(1, 3, dtype=torch.long), max_new_tokens=2)
+    adapted.generate(torch.ones(1, 3, dtype=torch.long), max_new_tokens=2, use_cache=False)
     adapted.train()
     calls = []
     llama.model.layers[0].self_attn.o_proj.register_forward_pre_hook(lambda *_: calls.append(0))
