@@ -13,6 +13,7 @@ import torch
 
 from fsdp_sft._devices import resolve_device, synchronize
 from fsdp_sft.metrics.flops import peak_flops_per_second
+from fsdp_sft.preemption import keep_workers_alive
 
 T = TypeVar("T")
 
@@ -201,7 +202,12 @@ class _WatchedLoader(Generic[T]):
         self._meter = meter
 
     def __iter__(self) -> Iterator[T]:
-        batches = iter(self._loader)
+        # Workers start here and not with the first batch, because `windows` protects them from signals while
+        # it asks for the iterator. That protection has to reach the loader itself.
+        return self._timed(keep_workers_alive(self._loader))
+
+    def _timed(self, batches: Iterator[T]) -> Iterator[T]:
+        """The batches; the time that each takes is counted."""
         while True:
             try:
                 batch = self._meter._timed_next(batches)
