@@ -163,8 +163,9 @@ def train(args: argparse.Namespace, guard: fs.PreemptionGuard) -> None:
     meter = fs.ThroughputMeter(flops_per_token=flops, world_size=context.world_size, device=context.device)
     log, bar = args.output / "log.jsonl", fs.ProgressBar(total_steps=args.steps, initial_step=step)
     logger = fs.MetricLogger(jsonl=log, stdout=False, sinks=[bar])
+    batches = meter.watch(loader)
     while step < args.steps:
-        for window in fs.windows(loader, args.grad_accum_steps):
+        for window in fs.windows(batches, args.grad_accum_steps):
             result = fs.train_step(model, window, optimizer, scheduler=scheduler)
             step += 1
             meter.update(num_tokens=result.num_tokens)

@@ -125,6 +125,8 @@ WITH_WORKERS = """
     if __name__ == "__main__":
         options = dict(num_workers=2, collate_fn=collate, worker_init_fn=kept, persistent_workers=True)
         loader = DataLoader(range(10_000), 2, multiprocessing_context=sys.argv[3], **options)
+        if sys.argv[2] == "watched":
+            loader = fs.ThroughputMeter(world_size=1).watch(loader)
         with fs.PreemptionGuard() as guard:
             for step, window in enumerate(fs.windows(loader, 1), 1):
                 if step == 3:  # as a scheduler does: every process of the job, in mid-step
@@ -137,11 +139,14 @@ WITH_WORKERS = """
 """
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-def test_a_loaders_workers_outlive_the_signal(tmp_path: Path, method: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "loader"),
+    [("fork", "plain"), ("spawn", "plain"), ("forkserver", "plain"), ("fork", "watched")],
+)
+def test_a_loaders_workers_outlive_the_signal(tmp_path: Path, method: str, loader: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(WITH_WORKERS))
-    command = [sys.executable, str(script), str(tmp_path), "x", method]
+    command = [sys.executable, str(script), str(tmp_path), loader, method]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "now\n"

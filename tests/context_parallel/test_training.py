@@ -35,8 +35,8 @@ def _start(
     model = model.to(device_here())
     if "sac" in options:
         fs.apply_sac(model, options.pop("sac"))
-    if options.pop("compiled", False):
-        fs.compile_blocks(model, **({} if device_here().type == "cpu" else {"backend": "aot_eager"}))
+    if "backend" in options:
+        fs.compile_blocks(model, backend=options.pop("backend"))
     options.setdefault("mp_policy", MixedPrecisionPolicy())
     fs.shard_model(model, mesh=mesh, master_dtype=dtype, **options)
     fs.use_context_parallel(model, mesh=mesh)
@@ -345,14 +345,14 @@ def test_training_goes_on_at_another_cp(tmp_path: Path) -> None:
     assert resumed == pytest.approx(saved[2:], rel=1e-10)
 
 
-def _check_default_path(folder: str) -> None:
+def _check_default_path(folder: str, backend: str) -> None:
     """bfloat16, a third recomputed, compiled blocks, ragged packs, evaluate, save, load, continue."""
     fs.init_distributed(device_type=device_here().type)
     mesh = mesh_here(cp=2)
     options = {
         "dtype": torch.float32,
         "sac": "1/3",
-        "compiled": True,
+        "backend": backend,
         "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
     }
     model, oracle = _start(mesh, **options)
@@ -376,8 +376,9 @@ def _check_default_path(folder: str) -> None:
     assert (again.loss, again.grad_norm) == (after.loss, after.grad_norm)
 
 
-def test_the_default_path(tmp_path: Path) -> None:
-    run_distributed(_check_default_path, 2, str(tmp_path), timeout=240)
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_the_default_path(tmp_path: Path, backend: str) -> None:
+    run_distributed(_check_default_path, 2, str(tmp_path), backend, timeout=240)
 
 
 def _check_features(folder: str, feature: str) -> None:

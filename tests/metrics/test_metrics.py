@@ -264,9 +264,12 @@ class TestThroughputMeter:
             "tokens_per_second": 1000.0,
             "tokens_per_second_per_gpu": 250.0,
             "step_seconds": 2.0,
+            "last_step_seconds": 2.0,
             "tflops_per_gpu": None,
             "mfu": None,
             "data_wait_share": None,
+            "rank_wait_share": None,
+            "paused_share": 0.0,
         }
 
     def test_without_warmup_the_first_step_counts(self, clock):

@@ -6,6 +6,7 @@ import json
 import math
 import struct
 import sys
+import time
 import types
 import warnings
 import zlib
@@ -13,6 +14,7 @@ import zlib
 import pytest
 import torch
 
+import fsdp_sft as fs
 from fsdp_sft.metrics import (
     MetricLogger,
     MetricSink,
@@ -183,8 +185,10 @@ class TestProgressBar:
         assert last.endswith("loss 1.0000]")
 
     def test_what_should_worry(self):
-        row = {"loss": 1.0, "data_wait_share": 0.34, "num_alloc_retries": 3}
-        assert self.shown([(1, row)], total_steps=2).endswith("data wait 34%, 3 allocator retries]")
+        row = {"loss": 1.0, "data_wait_share": 0.34, "rank_wait_share": 0.2, "num_alloc_retries": 3}
+        assert self.shown([(1, row)], total_steps=2).endswith(
+            "data wait 34%, rank wait 20%, 3 allocator retries]"
+        )
 
     def test_resume_and_evaluation(self):
         rows = [(101, {"loss": 1.0}), (101, {"eval_loss": 0.5})]
@@ -259,6 +263,26 @@ class TestWaitingForData:
         assert meter.stats()["data_wait_share"] == 0.0
         assert meter.stats()["step_seconds"] == 2.0
 
+    def test_pauses_have_a_share_of_their_own(self):
+        clock = Clock()
+        meter = ThroughputMeter(world_size=1, device="cpu", clock=clock)
+        for paused in (50.0, 1.0, 0.0):
+            with meter.paused():
+                clock.now += paused
+            clock.now += 2.0
+            meter.update(num_tokens=8)
+        assert meter.stats()["paused_share"] == 1 / (2 + 2 + 1)
+        assert meter.stats()["step_seconds"] == 2.0
+
+    def test_the_last_step(self):
+        clock = Clock()
+        meter = ThroughputMeter(world_size=1, device="cpu", clock=clock)
+        for seconds in (50.0, 1.0, 3.0):
+            clock.now += seconds
+            meter.update(num_tokens=8)
+        assert meter.stats()["last_step_seconds"] == 3.0
+        assert meter.stats()["step_seconds"] == 2.0
+
     def test_an_error_of_the_loader_comes_through(self):
         def broken():
             yield 1
@@ -268,6 +292,31 @@ class TestWaitingForData:
         assert next(watched) == 1
         with pytest.raises(OSError, match="disk"):
             next(watched)
+
+
+def wait_shares():
+    """On two ranks: the shares of a rank whose loader is slow, and of one that waits for it."""
+    loader = [{"input_ids": torch.ones(1, 4, dtype=torch.long)}] * 4
+
+    def slow():
+        for batch in loader:
+            time.sleep(0.2)
+            yield batch
+
+    meter = ThroughputMeter(world_size=2, device="cpu")
+    batches = meter.watch(slow() if torch.distributed.get_rank() else loader)
+    for window in fs.windows(batches, 1, count_fn=lambda batch: 1):
+        meter.update(num_tokens=len(window))
+    stats = meter.stats()
+    return stats["data_wait_share"], stats["rank_wait_share"]
+
+
+def test_waiting_for_another_ranks_data_is_seen():
+    (data, ranks), (slow_data, slow_ranks) = run_distributed(wait_shares, 2)
+    assert data < 0.2
+    assert ranks > 0.8
+    assert slow_data > 0.8
+    assert slow_ranks < 0.2
 
 
 def aggregate_on_rank():

@@ -18,7 +18,8 @@ class StepProfiler:
     The trace begins when the step before `first_step` has ended, so it holds the loading of data too, and is
     written when `last_step` has ended: `<folder>/rank-<R>-steps-<first>-<last>.json.gz`, for
     https://ui.perfetto.dev or chrome://tracing. Outside these steps nothing is recorded and nothing costs
-    time. Take steps after the first few, which allocate and compile.
+    time. Take steps after the first few, which allocate and compile. `end_step` writes the trace, which takes
+    seconds: call it under `ThroughputMeter.paused`.
 
     Args:
         folder: Where traces go; made when one is written.
@@ -27,7 +28,8 @@ class StepProfiler:
             has about 10 MB per step.
         ranks: Ranks that record; None means all.
         initial_step: Steps done before this process started (resume), >= 0.
-        with_stack: Also record Python's call stacks; slower.
+        with_stack: Also record Python's call stacks; writing the trace may then take a minute even for a
+            small model.
 
     Raises:
         ValueError: The steps are not in order.

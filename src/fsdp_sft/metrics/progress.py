@@ -14,10 +14,11 @@ _PEAK_MEMORY = ("peak_reserved_bytes", "peak_allocated_bytes", "peak_resident_by
 class ProgressBar:
     """A tqdm bar as a sink of `MetricLogger`: loss, tokens/s, MFU and memory, as far as they are logged.
 
-    It looks for `loss`, `tokens_per_second`, `mfu`, `data_wait_share`, a peak of `memory_stats` and
-    `num_alloc_retries`. What is unknown or absent is not shown. The share of time waiting for data is shown
-    from 5 %, retries of the allocator only if there are any. Rows without `loss`, such as those of an
-    evaluation, leave the bar where it is. The bar appears at the first `log`, on the main rank alone.
+    It looks for `loss`, `tokens_per_second`, `mfu`, `data_wait_share`, `rank_wait_share`, a peak of
+    `memory_stats` and `num_alloc_retries`. What is unknown or absent is not shown. The shares of time waiting
+    for data and for other ranks are shown from 5 %, retries of the allocator only if there are any. Rows
+    without `loss`, such as those of an evaluation, leave the bar where it is. The bar appears at the first
+    `log`, on the main rank alone.
 
     Args:
         total_steps: Optimizer steps of the whole run, >= 1.
@@ -73,6 +74,7 @@ def bar_text(metrics: Mapping[str, Scalar]) -> str:
         ("tokens_per_second", lambda v: f"{_short(v)} tok/s"),
         ("mfu", lambda v: f"MFU {v:.1%}"),
         ("data_wait_share", lambda v: f"data wait {v:.0%}" if v >= 0.05 else ""),
+        ("rank_wait_share", lambda v: f"rank wait {v:.0%}" if v >= 0.05 else ""),
     ):
         value = metrics.get(key)
         if isinstance(value, (int, float)):

@@ -1,4 +1,4 @@
-"""Tokens per second, FLOP/s, MFU and the share of time waiting for data over the last steps."""
+"""Tokens per second, FLOP/s, MFU and the shares of time spent waiting and pausing over the last steps."""
 
 from __future__ import annotations
 
@@ -6,19 +6,38 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any, Generic, TypeVar
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
 from fsdp_sft._devices import resolve_device, synchronize
 from fsdp_sft.metrics.flops import peak_flops_per_second
+from fsdp_sft.preemption import keep_workers_alive
 
 T = TypeVar("T")
 
 
+class _Step(NamedTuple):
+    """What was counted of one optimizer step.
+
+    Attributes:
+        tokens: Tokens of all ranks.
+        seconds: Seconds without pauses.
+        data: Seconds of these in which this rank waited for its loader.
+        ranks: Seconds of these in which `windows` waited for the other ranks.
+        paused: Seconds of the pauses, which come on top.
+    """
+
+    tokens: int
+    seconds: float
+    data: float
+    ranks: float
+    paused: float
+
+
 class ThroughputMeter:
-    """Tokens per second, TFLOP/s, MFU and the share of time waiting for data over the last optimizer steps.
+    """Tokens per second, TFLOP/s, MFU and the shares of time spent waiting over the last optimizer steps.
 
     Time is wall-clock time between calls of `update`. The device is not synchronised, since over several
     steps the host cannot run ahead of it by much. Each rank may have a meter: given the global number of
@@ -81,13 +100,14 @@ class ThroughputMeter:
         self._flops_per_token = flops_per_token
         self._peak_flops = peak_flops_per_second(self._device) if peak_flops is None else peak_flops
         self._warmup_left = warmup_steps
-        # (tokens, seconds, seconds of these spent waiting for data) of each step
-        self._steps: deque[tuple[int, float, float]] = deque(maxlen=averaged_steps)
+        self._steps: deque[_Step] = deque(maxlen=averaged_steps)
         self._clock = clock
         self._pause_depth = 0
         self._paused_seconds = 0.0
-        self._waited_seconds = 0.0
+        self._data_seconds = 0.0
+        self._rank_seconds = 0.0
         self._watches_data = False
+        self._watches_ranks = False
         self._last = clock()
 
     def update(self, *, num_tokens: int) -> None:
@@ -112,16 +132,16 @@ class ThroughputMeter:
                 "update() was called inside paused(); leave the pause before the next training step"
             )
         now = self._clock()
-        seconds = now - self._last - self._paused_seconds
-        waited = self._waited_seconds
-        self._last, self._paused_seconds, self._waited_seconds = now, 0.0, 0.0
+        seconds, paused = now - self._last - self._paused_seconds, self._paused_seconds
+        step = _Step(num_tokens, seconds, self._data_seconds, self._rank_seconds, paused)
+        self._last, self._paused_seconds, self._data_seconds, self._rank_seconds = now, 0.0, 0.0, 0.0
         if self._warmup_left:
             self._warmup_left -= 1
         else:
-            self._steps.append((num_tokens, seconds, waited))
+            self._steps.append(step)
 
     def watch(self, loader: Iterable[T]) -> Iterable[T]:
-        """Count the time that this rank waits for the batches of `loader`.
+        """Count the time that this rank waits for the batches of `loader`, and in `windows` for other ranks.
 
         Args:
             loader: A DataLoader or another iterable of batches.
@@ -159,34 +179,54 @@ class ThroughputMeter:
         """Means over the steps that are averaged, ready for `MetricLogger.log`.
 
         Returns:
-            `tokens_per_second` (all ranks), `tokens_per_second_per_gpu`, `step_seconds`, `tflops_per_gpu`
-            (1e12 FLOP/s), `mfu` (fraction of the peak, 0 to 1) and `data_wait_share` (of this rank's time, 0
-            to 1). None where it is not known: all before the first measured step; the FLOP rates without
-            `flops_per_token`; `mfu` without a known peak; `data_wait_share` unless a loader is watched.
+            `tokens_per_second` (all ranks), `tokens_per_second_per_gpu`, `step_seconds`, `last_step_seconds`
+            (of the last step alone), `tflops_per_gpu` (1e12 FLOP/s), `mfu` (fraction of the peak, 0 to 1),
+            `data_wait_share` and `rank_wait_share` (fractions of this rank's step time, 0 to 1: in the
+            loader, and in `windows` until the other ranks had their batches) and `paused_share` (fraction of
+            this rank's whole time that was inside `paused()`). None where it is not known: all before the
+            first measured step; the FLOP rates without `flops_per_token`; `mfu` without a known peak;
+            `data_wait_share` unless a loader is watched; `rank_wait_share` unless `windows` reads from it.
         """
-        seconds = sum(seconds for _, seconds, _ in self._steps)
+        seconds = sum(step.seconds for step in self._steps)
+        data = sum(step.data for step in self._steps)
+        ranks = sum(step.ranks for step in self._steps)
+        paused = sum(step.paused for step in self._steps)
         measured = seconds > 0
-        waited = sum(waited for _, _, waited in self._steps)
-        tokens_per_second = sum(tokens for tokens, _, _ in self._steps) / seconds if measured else None
+        tokens_per_second = sum(step.tokens for step in self._steps) / seconds if measured else None
         per_gpu = None if tokens_per_second is None else tokens_per_second / self._world_size
         flops = None if per_gpu is None or self._flops_per_token is None else per_gpu * self._flops_per_token
         return {
             "tokens_per_second": tokens_per_second,
             "tokens_per_second_per_gpu": per_gpu,
             "step_seconds": seconds / len(self._steps) if measured else None,
+            "last_step_seconds": self._steps[-1].seconds if measured else None,
             "tflops_per_gpu": None if flops is None else flops / 1e12,
             "mfu": None if flops is None or self._peak_flops is None else flops / self._peak_flops,
-            "data_wait_share": waited / seconds if measured and self._watches_data else None,
+            "data_wait_share": data / seconds if measured and self._watches_data else None,
+            "rank_wait_share": ranks / seconds if measured and self._watches_ranks else None,
+            "paused_share": paused / (seconds + paused) if measured else None,
         }
 
-    def _timed_next(self, batches: Iterator[T]) -> T:
-        """The next batch; the time that it takes is counted as waiting."""
+    @contextmanager
+    def _waiting_for_data(self) -> Iterator[None]:
+        """Count the time inside as waiting for the loader."""
         start = self._clock()
         try:
-            return next(batches)
+            yield
         finally:
             if not self._pause_depth:  # a pause is left out of the step, and so is the waiting inside it
-                self._waited_seconds += self._clock() - start
+                self._data_seconds += self._clock() - start
+
+    @contextmanager
+    def _waiting_for_ranks(self) -> Iterator[None]:
+        """Count the time inside as waiting for other ranks."""
+        self._watches_ranks = True
+        start = self._clock()
+        try:
+            yield
+        finally:
+            if not self._pause_depth:
+                self._rank_seconds += self._clock() - start
 
     def _now_when_idle(self) -> float:
         synchronize(self._device)
@@ -201,13 +241,25 @@ class _WatchedLoader(Generic[T]):
         self._meter = meter
 
     def __iter__(self) -> Iterator[T]:
-        batches = iter(self._loader)
+        # Workers start here and not with the first batch, because `windows` protects them from signals while
+        # it asks for the iterator. That protection has to reach the loader itself.
+        with self._meter._waiting_for_data():
+            batches = keep_workers_alive(self._loader)
+        return self._timed(batches)
+
+    def _timed(self, batches: Iterator[T]) -> Iterator[T]:
+        """The batches; the time that each takes is counted."""
         while True:
             try:
-                batch = self._meter._timed_next(batches)
+                with self._meter._waiting_for_data():
+                    batch = next(batches)
             except StopIteration:
                 return
             yield batch
+
+    def waiting_for_ranks(self) -> AbstractContextManager[None]:
+        """Context in which `windows` waits for other ranks, so that the meter counts the time."""
+        return self._meter._waiting_for_ranks()
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]

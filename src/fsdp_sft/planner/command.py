@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gpu",
         required=True,
         help=f"{', '.join(GPUS)}, with a size if unusual (a100-40gb, h100-79.1gib), or NAME=GiB,TFLOPs,GB/s "
-        "of its memory, after which link=GB/s, network=GB/s, per_node=N may follow",
+        "of its memory, after which link=GB/s, network=GB/s, per_node=N may follow; cpu is for memory only",
     )
     add("--seq", type=int, help="tokens per sequence")
     add("--global-batch", type=int, help="sequences per optimizer step, over all GPUs")
@@ -74,7 +74,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--plans", type=int, default=8, help="how many plans to print")
     add("--json", action="store_true", help="print plans (or rows) as JSON, and nothing else")
     add("--png", metavar="FILE", help="draw the plans' memory, or that of rows by length")
-    add("--calibrate", action="store_true", help="run two real blocks and correct the estimate by them")
+    add(
+        "--calibrate",
+        action="store_true",
+        help="correct the memory (not the seconds) by running two real blocks",
+    )
 
 
 def run(args: argparse.Namespace) -> int:

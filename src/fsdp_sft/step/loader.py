@@ -3,6 +3,7 @@
 import itertools
 import pickle
 from collections.abc import Iterable, Iterator, Sized
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,7 +34,8 @@ def windows(
 
     Before each window the ranks agree on its number of micro-batches, which is the smallest number that any
     rank still has. A rank that runs out early therefore ends the pass for all, and does not hang the others.
-    The last window may be short. If reading the data fails on one rank, all ranks raise its error. A sampler
+    The last window may be short. The wait for the others is counted if ``ThroughputMeter.watch`` watches the
+    loader. If reading the data fails on one rank, all ranks raise its error. A sampler
     or data set with ``mark_consumed`` (``ResumableSampler``, ``PackedSampler``, ``PackedStream``) is told the
     rows or packs of each window before the window is yielded. After a checkpoint at the end of an epoch, the
     rest of that epoch may have no window.
@@ -93,6 +95,7 @@ def _windows(
     sampler = _resumable(loader)
     mark_consumed = getattr(sampler, "mark_consumed", None)
     end_epoch = getattr(sampler, "end_epoch", None)
+    waiting = getattr(loader, "waiting_for_ranks", nullcontext)  # a watched loader has it
     # A pass that resumes in the middle of an epoch may have no batch left, because a loader can drop the
     # epoch's tail. That is no reason to say that the data set has no target.
     in_mid_epoch = bool(getattr(sampler, "position", 0) or getattr(sampler, "is_passed_over", False))
@@ -120,7 +123,8 @@ def _windows(
         except Exception as caught:
             error = caught
         own_length = len(window) if reads else grad_accum_steps
-        length = all_reduce_min(own_length if error is None else -1)
+        with waiting():
+            length = all_reduce_min(own_length if error is None else -1)
         if length == -1:
             raise_first(error, "reading the next window")
         if length == 0:

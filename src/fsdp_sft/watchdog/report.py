@@ -97,8 +97,8 @@ class Report:
         """Step, phase and place of a rank."""
         beat = self.beats[rank]
         if beat.state != RUNNING:
-            return "before its first step" if beat.step is None else f"after step {beat.step}"
-        step = "before its first step" if beat.step is None else f"in step {beat.step}"
+            return "before the first step" if beat.step is None else f"after step {beat.step}"
+        step = "before the first step" if beat.step is None else f"in step {beat.step}"
         shape = f", batch {beat.shapes[-1][1]}" if self.shapes and beat.shapes else ""
         waits = f", waiting in {beat.collective}" if beat.collective else ""
         return f"{step}, phase {beat.phase}{shape}{waits}{f', at {beat.where}' if beat.where else ''}"
