@@ -100,9 +100,18 @@ def test_a_last_answer_without_an_end_is_counted() -> None:
         own = tokenizer(template, "<|user|>", "<|assistant|>", "<|end|>")
         assert past in shown(ROW, own)
         assert shown(ROW, own).endswith("⟦two⟧")
-        _, counts = filter_rows([ROW], own)
+        with pytest.warns(UserWarning, match="1 of 1 rows are counted as no_end_of_turn: .* chat_template="):
+            _, counts = filter_rows([ROW], own)
         assert counts == {"kept": 1, "no_end_of_turn": 1}
         assert "pass a chat_template= that writes the token there" in counts.examples["no_end_of_turn"][0]
+
+
+def test_half_of_the_rows_may_be_without_an_end() -> None:
+    own = tokenizer(turns("'<|' + message.role + '|>\n'", "<|end|>", ""), "<|end|>")
+    ended = chat("q", "one", "r", ("user", "s"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert filter_rows([ROW, ended], own)[1] == {"kept": 2, "no_end_of_turn": 1}
 
 
 @pytest.mark.parametrize("train_on", ["assistant", "last", "all"])
