@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 from fsdp_sft._wrappers import unwrapped
-from fsdp_sft.errors import VocabularyError
+from fsdp_sft.errors import VocabularyError, abridged
 
 # Names in a config of ids that stand for images and the like, and that a multimodal model replaces before it
 # looks up embeddings.
 _PLACEHOLDER = re.compile(r"(image|video|audio|vision|speech)\w*token\w*(id|index)$|^(boi|eoi)_token")
+_MEDIA = re.compile(r"image|img|video|audio|vision|speech", re.IGNORECASE)  # in the name of a token
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
@@ -77,6 +78,40 @@ def check_row(ids: Any, vocab_size: int) -> None:
     """
     if len(ids) and not 0 <= min(ids) <= max(ids) < vocab_size:
         _check("input_ids", torch.tensor(list(ids), dtype=torch.int64), vocab_size, "the model", set)
+
+
+def check_tokenizer(model: nn.Module, tokenizer: Any) -> None:
+    """Refuse a tokenizer that knows tokens for which a model has no row.
+
+    Tokens that stand for images and the like may be without one: a multimodal model replaces them before it
+    looks up embeddings, and its tokenizer may go with a model of text alone (Gemma 3 1B).
+
+    Args:
+        model: The model; of one that is not from transformers nothing is known.
+        tokenizer: A tokenizer, or None; of one without ``get_vocab`` nothing is known.
+
+    Raises:
+        VocabularyError: If there is such a token; the message names the first ones.
+    """
+    known = vocabulary_of(model)
+    rows = min((number for number in (known.embedding, known.head) if number is not None), default=None)
+    get_vocab = getattr(tokenizer, "get_vocab", None)
+    if rows is None or not callable(get_vocab):
+        return
+    exempt = _placeholders(known.config)
+    extra = sorted(
+        (index, token)
+        for token, index in get_vocab().items()
+        if index >= rows and index not in exempt and not _MEDIA.search(token)
+    )
+    if extra:
+        shown = abridged([f"{token!r} is {index}" for index, token in extra], ", ", 4)
+        raise VocabularyError(
+            f"the tokenizer has {len(extra)} tokens for which {known.owner} has no row ({shown}; the rows "
+            f"are for the ids 0 to {rows - 1}), so the exported model could not read or write them: give the "
+            "tokenizer that rows were encoded with, or load the model with new_vocab_size=len(tokenizer) and "
+            "train it; without tokenizer= the model is exported alone"
+        )
 
 
 def _rows(model: Any, getter: str, kind: type[nn.Module]) -> int | None:

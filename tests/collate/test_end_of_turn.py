@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from fsdp_sft.collate import encode_chat, filter_rows
+from fsdp_sft.collate.template import ChatTemplate
 from tests.harness import chat_templates as ct
 from tests.harness.chats import chat, shown
 
@@ -99,9 +100,55 @@ def test_a_last_answer_without_an_end_is_counted() -> None:
         own = tokenizer(template, "<|user|>", "<|assistant|>", "<|end|>")
         assert past in shown(ROW, own)
         assert shown(ROW, own).endswith("⟦two⟧")
-        _, counts = filter_rows([ROW], own)
+        with pytest.warns(UserWarning, match="1 of 1 rows are counted as no_end_of_turn: .* chat_template="):
+            _, counts = filter_rows([ROW], own)
         assert counts == {"kept": 1, "no_end_of_turn": 1}
         assert "pass a chat_template= that writes the token there" in counts.examples["no_end_of_turn"][0]
+
+
+def test_half_of_the_rows_may_be_without_an_end() -> None:
+    own = tokenizer(turns("'<|' + message.role + '|>\n'", "<|end|>", ""), "<|end|>")
+    ended = chat("q", "one", "r", ("user", "s"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert filter_rows([ROW, ended], own)[1] == {"kept": 2, "no_end_of_turn": 1}
+
+
+@pytest.mark.parametrize("train_on", ["assistant", "last", "all"])
+def test_a_generation_prompt_that_rows_do_not_have_is_noted(train_on: str) -> None:
+    header = "'<|' + message.role + '|>'"
+    tokens = ("<|user|>", "<|assistant|>", "<|end|>", "<think>")
+    written = turns(header, "<|end|>")
+
+    def counted(template: str) -> dict[str, int]:
+        own = tokenizer(template, *tokens)
+        return filter_rows([ROW], own, train_on=train_on)[1]  # type: ignore[arg-type]
+
+    differing = written.replace("{{ '<|' + 'assistant' + '|>' }}", "{{ '<|assistant|>\n' }}")
+    assert differing != written
+    with pytest.warns(UserWarning, match=r"'<\|assistant\|>\\n' when it asks .* prints '<\|assistant\|>' in"):
+        assert counted(differing) == {"kept": 1, "prompt_differs": 1}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert counted(written) == {"kept": 1}
+        for opened in ("<think>\n", "\n<think>\n\n</think>\n\n", "<|channel>thought\n", "[THINK]"):
+            thinks = written.replace("'assistant' + '|>' }}", f"'assistant' + '|>' + {opened!r} }}}}")
+            assert thinks != written
+            assert counted(thinks) == {"kept": 1}
+
+
+@pytest.mark.parametrize("name", ct.FAMILIES)
+def test_no_family_has_a_generation_prompt_of_its_own(name: str) -> None:
+    assert not ChatTemplate(ct.byte_tokenizer(name)).facts().prompt_differs
+
+
+def test_a_question_without_an_answer_has_no_prompt_to_differ() -> None:
+    template = turns("'<|' + message.role + '|>'", "<|end|>").replace("'assistant' + '|>' }}", "'a|>' }}")
+    own = tokenizer(template, "<|user|>", "<|assistant|>", "<|end|>")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _, counts = filter_rows([chat("q")], own, train_on={"user"})
+    assert "prompt_differs" not in counts
 
 
 def test_a_tag_of_the_answer_that_begins_like_one_of_the_prompt_is_trained() -> None:

@@ -135,6 +135,31 @@ def test_what_differs_is_encoded_anew(change: str, tmp_path: Path) -> None:
     assert first != second
 
 
+@pytest.mark.parametrize("num_proc", [1, 2])
+def test_what_is_opened_warns_as_when_it_was_encoded(num_proc: int, tmp_path: Path) -> None:
+    tokenizer = ct.byte_tokenizer("chatml")
+    turn = "{% for message in messages %}{{ '<|' + message.role + '|>' + message.content + END }}{% endfor %}"
+    prompt = "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
+    asked = [chat(f"question {i}", f"answer {i}") for i in range(20)]
+    for end, note, words in (
+        ("''", "no_end_of_turn", "counted as no_end_of_turn"),
+        ("'<stop>'", "end_of_turn_is_text", "is no token of"),
+    ):
+        tokenizer.chat_template = turn.replace("END", end) + prompt
+        heard = []
+        for _ in range(2):
+            with pytest.warns(UserWarning, match="generation") as caught:
+                encoded = fs.encode_dataset(
+                    asked, tokenizer, max_length=400, num_proc=num_proc, cache_dir=tmp_path
+                )
+            heard.append(" ".join(str(warning.message) for warning in caught))
+        assert encoded.counts == {"kept": 20, note: 20, "prompt_differs": 20}
+        assert words in heard[0]
+        assert "(add_generation_prompt=True)" in heard[0]
+        assert f"counted as {note}" in heard[1]
+        assert "counted as prompt_differs" in heard[1]
+
+
 def test_the_order_of_keys_is_printed_and_so_counts(tmp_path: Path) -> None:
     def row(arguments: dict[str, int]) -> dict[str, Any]:
         call = {"function": {"name": "f", "arguments": arguments}}

@@ -135,3 +135,19 @@ def _export_adapters(folder: str) -> None:
 def test_adapters_on_two_ranks(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     run_distributed(_export_adapters, 2, str(tmp_path))
+
+
+def test_a_tokenizer_with_more_tokens_than_rows_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    model, tokenizer = _model(), byte_tokenizer("chatml")
+    rows = model.get_input_embeddings().weight.shape[0]
+    spare = rows - len(tokenizer)
+    tokenizer.add_tokens([f"<spare{number}>" for number in range(spare)])
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image_soft_token>"]})
+    fs.export_hf(model, tmp_path / "fits", tokenizer=tokenizer)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|stop|>"]})
+    tokenizer.chat_template = CHATML.replace("<|im_end|>", "<|stop|>")
+    words = rf"1 tokens .* has no row \('<\|stop\|>' is {rows + 1}; .* 0 to {rows - 1}\).*new_vocab_size="
+    with pytest.raises(fs.VocabularyError, match=words):
+        fs.export_hf(model, tmp_path / "out", tokenizer=tokenizer)
+    assert [path.name for path in tmp_path.iterdir()] == ["fits"]
+    fs.export_hf(model, tmp_path / "out")

@@ -40,6 +40,8 @@ NOTES = {
     "stop; pass a chat_template= that writes the token there on which generation is to stop",
     "end_of_turn_is_text": "what ends an answer is no token of this tokenizer; add it as one, and load the "
     "model with new_vocab_size=",
+    "prompt_differs": "the generation prompt is not the text that rows have in front of an answer, so the "
+    "model is asked otherwise than it was trained; pass a chat_template= that prints the same for both",
     "answer_cut_off": "max_length leaves nothing of an answer",
 }
 """Remarks on rows that are kept nevertheless, by their names in `FilterCounts`."""
@@ -303,7 +305,7 @@ def _render(
         found = find_turns(template, conversation, [], printed=[])
         found = replace(found, dropped=tuple(_not_in_the_text(conversation, trained, found.text)))
     _check_text(found.text)
-    notes = tuple(_notes(found, template, conversation, options))
+    notes = tuple(_notes(found, template, conversation, options, trained))
     return _Rendering(
         found.text, found.turns, all_else, conversation.weights, found.weighed, notes, found.answers
     )
@@ -357,7 +359,11 @@ def _not_in_the_text(conversation: Conversation, trained: list[int], text: str) 
 
 
 def _notes(
-    found: Found, template: ChatTemplate, conversation: Conversation, options: EncodeOptions
+    found: Found,
+    template: ChatTemplate,
+    conversation: Conversation,
+    options: EncodeOptions,
+    trained: Sequence[int],
 ) -> Iterator[str]:
     """Remarks on a row, or the error for a text that the template drops."""
     if options.on_dropped != "ignore":
@@ -368,6 +374,18 @@ def _notes(
             if options.on_dropped == "error":
                 raise _dropped_error(lost, template)
             yield "dropped"
+    with suppress(ChatTemplateError):
+        facts = template.facts()
+        if facts.prompt_differs and any(conversation.messages[i]["role"] == "assistant" for i in trained):
+            yield "prompt_differs"
+            warnings.warn(
+                f"the chat template of {describe_tokenizer(template.tokenizer)} ends a question with "
+                f"{facts.prompt!r} when it asks for an answer (add_generation_prompt=True), and prints "
+                f"{facts.before_answer!r} in front of the answers that are trained: the model will be asked "
+                "otherwise than it was trained; pass a chat_template= that prints the same for both, unless "
+                "they differ on purpose (a prompt that opens reasoning does not count)",
+                stacklevel=2,
+            )
     if options.train_on == "all" or not found.turns or not options.train_eot:
         return
     last = found.turns[-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from array import array
 from collections.abc import Iterable, Mapping
@@ -107,6 +108,23 @@ class FilterCounts(dict[str, int]):
             examples.append(f"row {index}: {text or REFUSALS.get(reason) or NOTES[reason]}")
 
 
+def warn_of_notes(counts: FilterCounts, names: Iterable[str], stacklevel: int) -> None:
+    """Warn of each of the notes `names` that was counted; of `no_end_of_turn` for over half of the kept rows.
+
+    Args:
+        counts: The counts.
+        names: Names of `NOTES`.
+        stacklevel: As for `warnings.warn`, counted from the caller of this function.
+    """
+    for name in names:
+        # Some templates end answers only where a question follows, so a few rows without an end do no harm.
+        if counts.get(name, 0) > (counts["kept"] / 2 if name == "no_end_of_turn" else 0):
+            warnings.warn(
+                f"{counts[name]} of {counts['kept']} rows are counted as {name}: {NOTES[name]}",
+                stacklevel=stacklevel + 1,
+            )
+
+
 def let_pass(tokenizer: PreTrainedTokenizerBase) -> str:
     """``on_dropped`` of the last `filter_rows` with this tokenizer; "error" if there was none."""
     with suppress(TypeError):  # a tokenizer of the caller's own that cannot be weakly referenced or hashed
@@ -138,7 +156,8 @@ def filter_rows(
         **options: Further options of `encode_chat`; give the same to the collator.
 
     Returns:
-        (the rows that have a target after truncation and shift, as they were given; a `FilterCounts`).
+        (the rows that have a target after truncation and shift, as they were given; a `FilterCounts`). If
+        nothing teaches the model to stop in more than half of the rows, a warning says so.
 
     Raises:
         ValueError: For a malformed row, with its index, or if no row is left, with the counts.
@@ -167,6 +186,7 @@ def filter_rows(
         )
     with suppress(TypeError):
         _LET_PASS[tokenizer] = on_dropped
+    warn_of_notes(counts, ["no_end_of_turn"], stacklevel=2)
     return kept, counts
 
 

@@ -35,6 +35,13 @@ _CAPTURED_TAG = re.compile(
 )
 
 
+# What a generation prompt opens for reasoning, and may close again: <think>, [THINK], <|START_THINKING|>,
+# <|channel|>analysis<|message|>, "<|channel>thought" ... It begins with a tag, or white space before one.
+_OPENED_REASONING = re.compile(
+    r"\s*[<\[][^<>\[\]]*(?:think|thought|reason|channel)[^<>\[\]]*[>\]].*", re.DOTALL | re.IGNORECASE
+)
+
+
 @dataclass(frozen=True)
 class TemplateFacts:
     """What a probe with four messages shows about a template.
@@ -50,6 +57,9 @@ class TemplateFacts:
         stop_is_token: Whether `end_of_turn` is a token of the tokenizer; also True where there is none.
         stop_has_more: Whether another token closes the answer before the one on which generation stops.
         in_parts: Whether contents must be lists of parts, as some templates of vision models require.
+        prompt: Text between the question and where generation starts, with a generation prompt.
+        prompt_differs: Whether `prompt` is not what rows have in front of an answer, apart from an opening of
+            reasoning.
     """
 
     headers: tuple[str, ...]
@@ -62,6 +72,8 @@ class TemplateFacts:
     stop_is_token: bool = True
     stop_has_more: bool = False
     in_parts: bool = False
+    prompt: str = ""
+    prompt_differs: bool = False
 
 
 class ChatTemplate:
@@ -252,6 +264,8 @@ class ChatTemplate:
             end_of_turn=end_of_turn,
             stop_is_token=is_token,
             stop_has_more=first != end_of_turn,
+            prompt=prompted,
+            prompt_differs=not _is_begun_by(before_answer, prompted),
         )
 
     def _after(self, number: int, text: str) -> str:
@@ -343,6 +357,17 @@ def describe_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
 def _common_end(first: str, second: str) -> int:
     """Length of the longest common suffix."""
     return common_length(first[::-1], second[::-1])
+
+
+def _is_begun_by(before_answer: str, prompt: str) -> bool:
+    """Whether the text in front of an answer begins with the generation prompt, but for reasoning it opens.
+
+    Templates of reasoning models open a think block in the prompt (or write an empty one), which an answer
+    without reasoning lacks or writes otherwise.
+    """
+    shared = _without_half_a_tag(prompt, common_length(prompt, before_answer))
+    extra = prompt[len(shared) :]
+    return not extra or _OPENED_REASONING.fullmatch(extra) is not None
 
 
 def _without_half_a_tag(text: str, length: int) -> str:

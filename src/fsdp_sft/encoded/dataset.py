@@ -16,6 +16,7 @@ from fsdp_sft._agree import agreed, all_gather_objects, share, this_rank, while_
 from fsdp_sft._claim import Claim
 from fsdp_sft._disk import publish, temporary_beside, unsound_beside
 from fsdp_sft.collate.encode import NOTES, EncodeKeywords, EncodeOptions, check_choice, check_count
+from fsdp_sft.collate.filtering import warn_of_notes
 from fsdp_sft.encoded.build import Work, build, look_first, num_refused, refusal
 from fsdp_sft.encoded.key import key_of
 from fsdp_sft.encoded.source import RowSource
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _LOOKED_AT_FIRST = 500
+# Of the last two a warning is given where rows are encoded; it is repeated where they are only opened.
+_WARNED_OF = ("no_end_of_turn", "end_of_turn_is_text", "prompt_differs")
 _SEEN_SECONDS = 5.0  # time in which a network file system must show another node a new file
 
 
@@ -43,9 +46,9 @@ def encode_dataset(
     """Tokenise rows once, into files that every rank maps into memory.
 
     Rows without a target are left out and counted, as in `filter_rows`. An encoding of the same data,
-    template, tokenizer, options and versions that exists already is opened at once. A folder appears under
-    its name only when it is complete: a job that was killed leaves nothing that is used, and the next one
-    begins anew.
+    template, tokenizer, options and versions that exists already is opened at once, and the warnings about
+    its rows are repeated. A folder appears under its name only when it is complete: a job that was killed
+    leaves nothing that is used, and the next one begins anew.
 
     Ranks that see the same ``cache_dir`` share one encoding, which rank 0 makes, with processes of its own,
     while the others wait. On nodes that do not see rank 0's ``cache_dir``, the first rank of each makes one.
@@ -104,13 +107,16 @@ def encode_dataset(
             f"ranks have different numbers of {source.unit}s to encode: {sorted(set(sizes))[:4]}"
         )
     maker = _maker(cache)
+    is_new = False  # whether this rank has encoded the rows itself
 
     def make() -> Path:
+        nonlocal is_new
         target = cache / key_of(source, tokenizer, wanted, on_error, cache)[:40]
         claim = Claim(target, is_sound)
         if claim.take_or_wait():
             try:
                 _make(source, work, target, num_proc, max_refused)
+                is_new = True
             finally:
                 claim.end()
         return target
@@ -127,6 +133,8 @@ def encode_dataset(
                 f"{num_refused(counts)} of {number} rows were refused, more than max_refused={max_refused:g} "
                 f"allows; what was encoded is kept in {target}",
             )
+    if this_rank() == 0:
+        warn_of_notes(counts, _WARNED_OF[:1] if is_new else _WARNED_OF, stacklevel=2)
     return encoded
 
 
