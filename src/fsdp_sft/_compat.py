@@ -887,13 +887,25 @@ def forget_meshes() -> None:
         clear()
 
 
+def being_compiled() -> bool:
+    """Whether code runs in order to be compiled, by Dynamo or in AOTAutograd's trace.
+
+    torch's public ``is_compiling`` is False on torch 2.11 where AOTAutograd traces a checkpoint, which then
+    accepts the contexts of compiled code only. torch.utils.checkpoint asks for the private proxy mode.
+    """
+    if torch.compiler.is_compiling():
+        return True
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+
+
 def split_axis(mesh: Any, axis: str, sizes: dict[str, int]) -> Any:
     """``mesh`` with several axes in the place of one, over the same ranks in the same order.
 
     The opposite is public: one axis made of several. But torch then warns wherever that axis is used beside
-    another one, hence the private ``_unflatten``.
+    another one, hence the private ``_unflatten``. It gets the axis by its place: torch 2.11 refuses the names
+    of axes that the mesh has.
     """
-    return mesh._unflatten(axis, tuple(sizes.values()), tuple(sizes))
+    return mesh._unflatten(mesh.mesh_dim_names.index(axis), tuple(sizes.values()), tuple(sizes))
 
 
 def split_factor_of(placement: Any) -> int | None:

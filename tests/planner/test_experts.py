@@ -7,6 +7,7 @@ import torch
 import transformers as tf
 
 import fsdp_sft as fs
+from tests.harness.native import needs_native_sharding
 
 TOKENS = 512
 OPTIONS: dict[str, Any] = {
@@ -113,6 +114,7 @@ def test_a_plan_says_how_experts_are_computed() -> None:
 
 
 def test_ranks_that_share_out_experts_gather_fewer_of_them() -> None:
+    needs_native_sharding()
     options = {**OPTIONS, "num_gpus": 4, "sac_ratio": 1}
     alone, shared = (fs.estimate_memory(_config(), **options, ep_size=n) for n in (1, 4))
     assert shared.breakdown["parameters (shards)"] == alone.breakdown["parameters (shards)"]
@@ -124,6 +126,7 @@ def test_ranks_that_share_out_experts_gather_fewer_of_them() -> None:
 
 
 def test_experts_that_ranks_cannot_share_out_are_named() -> None:
+    needs_native_sharding()
     options = {**OPTIONS, "num_gpus": 6}
     with pytest.raises(ValueError, match="ep_size=3 does not divide the 16 experts"):
         fs.estimate_memory(_config(), **options, ep_size=3)

@@ -13,6 +13,7 @@ import fsdp_sft as fs
 from fsdp_sft._expert_parallel import share_out
 from fsdp_sft._gpus import gpu_named
 from fsdp_sft.planner.estimate import check_options, estimate
+from tests.harness.native import needs_native_sharding
 from tests.planner.families import FAMILIES, family_config
 from tests.simulated.ranks import run_simulated
 
@@ -176,6 +177,8 @@ def _peak(config: Any, options: dict[str, Any]) -> tuple[int, list[int]]:
 
 def _compare(seed: int, draw: Callable[[int], tuple[Any, dict[str, Any]]]) -> tuple[float, str]:
     config, options = draw(seed)
+    if "ep_size" in options:
+        needs_native_sharding()
     found = run_simulated(_peak, options["num_gpus"], config, options, devices=4, timeout=600)
     assert [touched for _, touched in found] == [[index] for index in range(len(found))]
     setup = check_options(gpu="cpu", logits_dtype=torch.float32, **options)

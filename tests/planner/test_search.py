@@ -15,6 +15,7 @@ from fsdp_sft import NoPlanError, estimate_memory, plan_run, smallest_num_gpus
 from fsdp_sft.planner import search
 from fsdp_sft.planner.__main__ import main
 from fsdp_sft.planner.trace import _trace
+from tests.harness.native import needs_native_sharding
 from tests.planner.families import LLAMA_8B, QWEN_14B, QWEN_72B, SHAPES, TINY, qwen
 
 MIXTURE = MixtralConfig(
@@ -255,6 +256,7 @@ def test_plans_offload_what_spares_recomputation() -> None:
 def test_ranks_that_share_out_experts_share_no_rows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    needs_native_sharding()
     job = {"gpu": "4090", "ep_size": 2, "attention_mask": False}
     with pytest.raises(ValueError, match="no multiple of 2 GPUs"):
         plan_run(MIXTURE, num_gpus=2, seq_length=128, global_batch_size=1, **job)

@@ -14,6 +14,7 @@ from fsdp_sft.planner.estimate import check_options
 from fsdp_sft.planner.model import build_skeleton
 from fsdp_sft.planner.speed import StepTime, step_time
 from fsdp_sft.planner.trace import trace
+from tests.harness.native import needs_native_sharding
 from tests.planner.families import LLAMA_8B, QWEN_14B
 
 JOB: dict[str, Any] = {"num_gpus": 8, "micro_batch_size": 2, "seq_length": 4096, "attention_mask": False}
@@ -149,6 +150,7 @@ def test_shards_on_the_host_travel_with_every_gather() -> None:
 
 
 def test_ranks_that_share_out_experts_are_the_fewest() -> None:
+    needs_native_sharding()
     config = tf.Qwen3MoeConfig(
         num_hidden_layers=2, hidden_size=128, moe_intermediate_size=64, num_experts=8, head_dim=64
     )

@@ -18,6 +18,7 @@ import fsdp_sft as fs
 from fsdp_sft.step.gradients import clip_gradients
 from tests.harness.device import device_here, device_type
 from tests.harness.models import full, largest_error, oracle_gradients, ragged_batches, tiny_model
+from tests.harness.native import needs_native_sharding
 from tests.harness.ranks import run_distributed
 
 
@@ -127,6 +128,6 @@ def _check_expert_parallel(folder: str, options: dict[str, int]) -> None:
     "options", [{"tp_size": 2}, {"tp_size": 2, "ep_size": 2}, {"fsdp_size": 2, "tp_size": 1}]
 )
 def test_models_that_transformers_shards_have_one_norm(options: dict[str, int], tmp_path: Path) -> None:
-    pytest.importorskip("transformers.distributed", reason="transformers 5.20 or later")
+    needs_native_sharding()
     tiny_model("mixtral").save_pretrained(tmp_path)
     run_distributed(_check_expert_parallel, 2, str(tmp_path), options)

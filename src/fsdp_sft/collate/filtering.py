@@ -114,7 +114,7 @@ def warn_of_notes(counts: FilterCounts, names: Iterable[str], stacklevel: int) -
     Args:
         counts: The counts.
         names: Names of `NOTES`.
-        stacklevel: As for `warnings.warn`, counted from the caller of this function.
+        stacklevel: Number of frames, like that of `warnings.warn`, counted from the caller of this function.
     """
     for name in names:
         # Some templates end answers only where a question follows, so a few rows without an end do no harm.

@@ -31,7 +31,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from fsdp_sft._compat import TorchDispatchMode
+from fsdp_sft._compat import TorchDispatchMode, being_compiled
 
 _aten = torch.ops.aten
 # Operations that decide: those that return (values, indices), and those that return indices alone.
@@ -94,7 +94,7 @@ def with_decisions(contexts: Contexts) -> Contexts:
 
 def _contexts() -> Contexts:
     """The contexts of a checkpoint that keeps decisions and nothing else."""
-    if torch.compiler.is_compiling():
+    if being_compiled():
         return create_selective_checkpoint_contexts(_policy)  # type: ignore[no-any-return]
     return with_decisions((nullcontext(), nullcontext()))
 

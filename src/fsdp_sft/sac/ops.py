@@ -12,6 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from fsdp_sft._compat import (
     attention_of,
+    being_compiled,
     changes_its_inputs,
     draws_random_numbers_now,
     is_compiled,
@@ -110,7 +111,7 @@ def _policy(
     # In eager mode a decision cannot be saved, because models change its values in place; with_decisions
     # keeps the indices there. Compiled code has no changes in place.
     if is_decision(op, args):
-        return CheckpointPolicy.MUST_SAVE if torch.compiler.is_compiling() else _RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE if being_compiled() else _RECOMPUTE
     # A kernel that draws random numbers has to run again, or later ones would draw other numbers.
     if is_kept and not (inside.is_random and draws_random_numbers_now(op, args, kwargs)):
         return CheckpointPolicy.MUST_SAVE
@@ -120,7 +121,7 @@ def _policy(
 def _contexts_with_decisions(contexts: Callable[[], Contexts]) -> Contexts:
     """The contexts of a selective checkpoint, which in eager mode keep decisions too."""
     made = contexts()
-    return made if torch.compiler.is_compiling() else with_decisions(made)
+    return made if being_compiled() else with_decisions(made)
 
 
 def _is_costly(op: Any) -> bool:
