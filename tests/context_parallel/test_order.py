@@ -50,9 +50,12 @@ def _begun(backend: str) -> list[list[str]]:
 )
 def test_ranks_begin_their_collectives_in_one_order(backend: str, ranks: int) -> None:
     found = run_distributed(_begun, ranks, backend, timeout=240 if ranks == 2 else 800)
-    # Two around each attention, forward and backward, and again where half of the layers are recomputed.
-    exchanges = MICRO_BATCHES * 2 * (2 * LAYERS + LAYERS // 2)
+    # Two around each attention, forward and backward, and again where half of the layers are recomputed; torch
+    # 2.11 keeps what exchanges bring in compiled code.
+    exchanges = {MICRO_BATCHES * 2 * (2 * LAYERS + again) for again in (0, LAYERS // 2)}
     for step in range(STEPS):
-        assert [of_rank[step].count(EXCHANGE) for of_rank in found] == [exchanges] * ranks
+        counted = {of_rank[step].count(EXCHANGE) for of_rank in found}
+        assert len(counted) == 1
+        assert counted <= exchanges
         assert set(found[0][step]) == BEGUN
         assert all(of_rank[step] == found[0][step] for of_rank in found), f"step {step}"

@@ -16,10 +16,8 @@ class AllFloat64(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         wide = args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64
-        if wide and func is torch.Tensor.float:
-            return args[0]
-        if func is torch.Tensor.float and args[0].dtype == torch.int64:
-            return args[0].double()  # positions, which are multiplied by frequencies
+        if func is torch.Tensor.float:
+            return args[0].double()  # positions and frequencies too, which are multiplied by each other
         if wide:
             args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
             kwargs = {name: torch.float64 if v is torch.float32 else v for name, v in kwargs.items()}

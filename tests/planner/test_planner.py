@@ -456,8 +456,11 @@ def test_checkpointed_blocks_keep_the_masks_that_they_get() -> None:
         {number for number, size in seen.arguments[kind] if size >= 256**2} for kind in (0, 1)
     )
     assert first != second
-    kept = [
-        replay(skeleton, seen, dataclasses.replace(setup, sac_blocks=blocks)).parts[INPUTS]
+    alone, alike, both = (
+        replay(skeleton, seen, dataclasses.replace(setup, sac_blocks=blocks))
         for blocks in ((0,), (0, 2), (0, 1))
-    ]
-    assert kept[0] == kept[1] <= kept[2] - 256**2
+    )
+    assert alone.phase == both.phase
+    assert alone.parts[INPUTS] <= both.parts[INPUTS] - 256**2
+    if alike.phase == alone.phase:  # what is held of the masks differs between phases
+        assert alike.parts[INPUTS] == alone.parts[INPUTS]
