@@ -202,10 +202,10 @@ def encode_chat(
 
     Raises:
         DroppedTextError: For a text that is not printed.
-        ChatTemplateError: If the trained tokens cannot be determined with certainty, or the template refuses
-            the row.
+        ChatTemplateError: If there is no template, it does not parse or refuses the row, or the trained
+            tokens cannot be determined with certainty.
         TooLongError: For a row over max_length with truncation="error".
-        ValueError: For a malformed row or option, a missing template or a slow tokenizer.
+        ValueError: For a malformed row or option, or a slow tokenizer.
 
     Example:
         >>> chat = fs.encode_chat(rows[0], tokenizer)
