@@ -39,7 +39,7 @@ NOTES = {
     "no_end_of_turn": "the template writes nothing after the last answer, so nothing teaches the model to "
     "stop; pass a chat_template= that writes the token there on which generation is to stop",
     "end_of_turn_is_text": "what ends an answer is no token of this tokenizer; add it as one, and load the "
-    "model with new_vocab_size=",
+    "model with new_vocab_size=len(tokenizer)",
     "prompt_differs": "the generation prompt is not the text that rows have in front of an answer, so the "
     "model is asked otherwise than it was trained; pass a chat_template= that prints the same for both",
     "answer_cut_off": "max_length leaves nothing of an answer",
