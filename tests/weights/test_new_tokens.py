@@ -167,12 +167,25 @@ def _oracle_embedding(folder: Path) -> torch.Tensor:
     return torch.cat([old, old.double().mean(0).float().expand(NEW - VOCAB, -1)])
 
 
+@pytest.mark.parametrize("size", [1, VOCAB - 1, VOCAB])
+def test_spare_rows_stay_as_they_are(size: int, tmp_path: Path) -> None:
+    run_distributed(_spare, 1, str(save_tiny(tmp_path)), size)
+
+
+def _spare(folder: str, size: int) -> None:
+    mesh = mesh_here()
+    model = fs.load_pretrained(folder, mesh=mesh, new_vocab_size=size)
+    plain = fs.load_pretrained(folder, mesh=mesh)
+    assert model.config.vocab_size == plain.config.vocab_size == VOCAB
+    for (name, ours), (_, theirs) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+        assert torch.equal(full(ours), full(theirs)), name
+
+
 def test_what_cannot_be_resized_says_so(tmp_path: Path) -> None:
     save_tiny(tmp_path)
-    for size, words in ((VOCAB - 1, "leave new_vocab_size out"), (0, "positive"), (True, "positive")):
-        with pytest.raises(ValueError, match=words):
+    for size in (0, True):
+        with pytest.raises(ValueError, match="positive"):
             fs.build_meta_model(tmp_path, new_vocab_size=size)
-    assert fs.build_meta_model(tmp_path, new_vocab_size=VOCAB).config.vocab_size == VOCAB
     with pytest.raises(fs.VocabularyError, match=r"BartForConditionalGeneration.*final_logits_bias"):
         fs.build_meta_model(_bart(tmp_path / "bart"), new_vocab_size=NEW)
 
