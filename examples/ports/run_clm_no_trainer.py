@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.data import DataLoader
-from transformers import AutoConfig, AutoTokenizer, default_data_collator, get_scheduler
+from transformers import AutoTokenizer, default_data_collator, get_scheduler
 from transformers.trainer_pt_utils import get_parameter_names
 
 import fsdp_sft as fs
@@ -85,15 +85,12 @@ def train(args: argparse.Namespace) -> list[fs.StepResult]:
     export_to, checkpoints = args.output_dir / "export", args.output_dir / "checkpoints"
     fs.check_export(export_to)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    # Where the tokenizer has more tokens than the model, the model gets rows for them.
-    text_config = AutoConfig.from_pretrained(args.model).get_text_config()
-    rows_missing = len(tokenizer) > text_config.vocab_size
     compute = torch.bfloat16 if args.mixed_precision == "bf16" else torch.float32
     model = fs.load_pretrained(
         args.model,
         mesh=fs.build_mesh(),
         mp_policy=MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32),
-        new_vocab_size=len(tokenizer) if rows_missing else None,
+        new_vocab_size=len(tokenizer),  # rows for tokens that the model has none for, if there are any
     )
 
     train_rows, eval_rows = (

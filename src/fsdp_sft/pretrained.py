@@ -89,7 +89,8 @@ def load_pretrained(
         frozen_dtype: Dtype of the stored shards that are frozen; None is the policy's compute dtype with
             adapters and ``master_dtype`` without.
         new_vocab_size: Number of tokens for which the model is to have rows, such as ``len(tokenizer)`` after
-            tokens were added to it; see ``build_meta_model``.
+            tokens were added to it; a number for which it has rows already changes nothing. See
+            ``build_meta_model``.
         config_overrides: Fields of the config to replace, such as ``{"attention_dropout": 0.1}``.
         check_finite: See ``load_weights``.
 
@@ -100,7 +101,7 @@ def load_pretrained(
         CheckpointFormatError: If the checkpoint is damaged, unsafe or does not fit.
         ValueError: If an argument is out of range.
         TypeError: If the config does not have a field of ``config_overrides``.
-        VocabularyError: If ``new_vocab_size`` is smaller than the checkpoint's, or rows cannot be added.
+        VocabularyError: If rows cannot be added for ``new_vocab_size`` tokens.
         AdapterError: If the adapters can only be initialised from the base weights.
         UnsupportedModelError: If transformers has no plan by which ``ep_size`` ranks share out experts; with
             ``sac_save``, if a part of a block is sharded as a group of its own, as shared out experts are.

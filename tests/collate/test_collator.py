@@ -250,6 +250,32 @@ def test_filters_and_data_sets_check_their_options_before_any_row_is_read(option
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        (None, "has no chat template; .* tutorial .Teach a base model to chat"),
+        ("{% for message in messages %}\n{{ message.content", "does not parse: line 2: .* tutorial .Teach"),
+    ],
+)
+def test_a_template_that_takes_no_row_is_one_error_and_no_row_is_to_blame(template, says, tmp_path):
+    own = ct.byte_tokenizer("chatml")
+    own.chat_template = template
+    rows = [chat("q", "a")] * 20
+    for calls in (
+        lambda: filter_rows(rows, own, on_error="count"),
+        lambda: filter_rows(rows, own),
+        lambda: encode_dataset(rows, own, max_length=99, cache_dir=tmp_path),
+        lambda: SFTCollator(own, max_length=99)(rows),
+    ):
+        with pytest.raises(ChatTemplateError, match=f"^(the chat template of )?TokenizersBackend.* {says}"):
+            calls()
+    encoded = encode_chat(rows[0], TOKENIZERS["chatml"])
+    ids = {"input_ids": encoded.input_ids, "labels": encoded.labels}
+    assert filter_rows([ids], own)[1] == {"kept": 1}
+    assert len(encode_dataset([ids], own, max_length=99, cache_dir=tmp_path)) == 1
+    assert filter_rows(rows, own, chat_template=ct.CHATML)[1] == {"kept": 20}
+
+
 def test_tokenizers_that_cannot_be_used_are_refused():
     bare = ct.byte_tokenizer("chatml")
     bare.chat_template = None

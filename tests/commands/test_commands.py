@@ -11,6 +11,7 @@ import pytest
 from transformers import LlamaConfig
 
 from fsdp_sft.commands import main
+from tests.harness.chat_templates import CHATML, byte_tokenizer
 from tests.harness.chats import TOKENIZERS
 
 
@@ -88,6 +89,25 @@ def test_data(model: Path, rows: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert 0 < found["trained_tokens"] < found["tokens"]
     assert found["packs"] >= 1
     assert 0 < found["pack_fill"] <= 1
+
+
+def test_data_for_a_base_model(
+    model: Path, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "base").mkdir()
+    bare = byte_tokenizer("chatml")
+    bare.chat_template = None
+    bare.save_pretrained(tmp_path / "base")
+    given = ["inspect-data", str(rows), "--tokenizer", str(tmp_path / "base")]
+    assert main(given) == 2
+    assert "has no chat template" in capsys.readouterr().err
+    template = tmp_path / "chatml.jinja"
+    template.write_text(CHATML)
+    assert main([*given, "--chat-template", str(template)]) == 0
+    text = capsys.readouterr().out
+    assert main(["inspect-data", str(rows), "--tokenizer", str(model)]) == 0
+    assert text == capsys.readouterr().out
+    assert main([*given, "--chat-template", str(tmp_path / "none.jinja")]) == 2
 
 
 @pytest.mark.parametrize(

@@ -167,12 +167,47 @@ def _oracle_embedding(folder: Path) -> torch.Tensor:
     return torch.cat([old, old.double().mean(0).float().expand(NEW - VOCAB, -1)])
 
 
+@pytest.mark.parametrize("size", [1, VOCAB - 1, VOCAB])
+def test_spare_rows_stay_as_they_are(size: int, tmp_path: Path) -> None:
+    run_distributed(_spare, 1, str(save_tiny(tmp_path)), size)
+
+
+def _spare(folder: str, size: int) -> None:
+    mesh = mesh_here()
+    model = fs.load_pretrained(folder, mesh=mesh, new_vocab_size=size)
+    plain = fs.load_pretrained(folder, mesh=mesh)
+    assert model.config.vocab_size == plain.config.vocab_size == VOCAB
+    for (name, ours), (_, theirs) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+        assert torch.equal(full(ours), full(theirs)), name
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_checkpoint_with_other_rows_says_how_to_load_the_model(tied: bool, tmp_path: Path) -> None:
+    save_tiny(tmp_path / "base", tie_word_embeddings=tied)
+    save_tiny(tmp_path / "wide", tie_word_embeddings=tied, intermediate_size=96)
+    run_distributed(_other_rows, 1, str(tmp_path))
+
+
+def _other_rows(folder: str) -> None:
+    mesh = mesh_here()
+    grown = fs.load_pretrained(f"{folder}/base", mesh=mesh, new_vocab_size=NEW)
+    fs.save_checkpoint(f"{folder}/steps", 1, model=grown)
+    plain = fs.load_pretrained(f"{folder}/base", mesh=mesh)
+    with pytest.raises(fs.CheckpointMismatchError, match=f"; load the model with new_vocab_size={NEW}"):
+        fs.load_checkpoint(f"{folder}/steps", model=plain)
+    again = fs.load_pretrained(f"{folder}/base", mesh=mesh, new_vocab_size=NEW)
+    assert fs.load_checkpoint(f"{folder}/steps", model=again).step == 1
+    wide = fs.load_pretrained(f"{folder}/wide", mesh=mesh)
+    with pytest.raises(fs.CheckpointMismatchError) as caught:
+        fs.load_checkpoint(f"{folder}/steps", model=wide)
+    assert "new_vocab_size" not in str(caught.value)
+
+
 def test_what_cannot_be_resized_says_so(tmp_path: Path) -> None:
     save_tiny(tmp_path)
-    for size, words in ((VOCAB - 1, "leave new_vocab_size out"), (0, "positive"), (True, "positive")):
-        with pytest.raises(ValueError, match=words):
+    for size in (0, True):
+        with pytest.raises(ValueError, match="positive"):
             fs.build_meta_model(tmp_path, new_vocab_size=size)
-    assert fs.build_meta_model(tmp_path, new_vocab_size=VOCAB).config.vocab_size == VOCAB
     with pytest.raises(fs.VocabularyError, match=r"BartForConditionalGeneration.*final_logits_bias"):
         fs.build_meta_model(_bart(tmp_path / "bart"), new_vocab_size=NEW)
 

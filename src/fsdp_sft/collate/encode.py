@@ -39,7 +39,7 @@ NOTES = {
     "no_end_of_turn": "the template writes nothing after the last answer, so nothing teaches the model to "
     "stop; pass a chat_template= that writes the token there on which generation is to stop",
     "end_of_turn_is_text": "what ends an answer is no token of this tokenizer; add it as one, and load the "
-    "model with new_vocab_size=",
+    "model with new_vocab_size=len(tokenizer)",
     "prompt_differs": "the generation prompt is not the text that rows have in front of an answer, so the "
     "model is asked otherwise than it was trained; pass a chat_template= that prints the same for both",
     "answer_cut_off": "max_length leaves nothing of an answer",
@@ -202,10 +202,10 @@ def encode_chat(
 
     Raises:
         DroppedTextError: For a text that is not printed.
-        ChatTemplateError: If the trained tokens cannot be determined with certainty, or the template refuses
-            the row.
+        ChatTemplateError: If there is no template, it does not parse or refuses the row, or the trained
+            tokens cannot be determined with certainty.
         TooLongError: For a row over max_length with truncation="error".
-        ValueError: For a malformed row or option, a missing template or a slow tokenizer.
+        ValueError: For a malformed row or option, or a slow tokenizer.
 
     Example:
         >>> chat = fs.encode_chat(rows[0], tokenizer)

@@ -23,6 +23,7 @@ from fsdp_sft.collate.encode import (
     turns_of_roles,
 )
 from fsdp_sft.collate.rows import is_encoded, read_row
+from fsdp_sft.collate.template import check_template
 from fsdp_sft.errors import ChatTemplateError, DroppedTextError, FsdpSftError, TooLongError
 
 if TYPE_CHECKING:
@@ -161,7 +162,8 @@ def filter_rows(
 
     Raises:
         ValueError: For a malformed row, with its index, or if no row is left, with the counts.
-        ChatTemplateError: For a row that the template refuses.
+        ChatTemplateError: For a row that the template refuses. Also, whatever `on_error` is, if there is no
+            template or it does not parse.
         DroppedTextError: For a row with a text that the template does not print.
 
     Example:
@@ -174,7 +176,9 @@ def filter_rows(
     check_choice("on_error", on_error, ("raise", "count"))
     kept: list[Row] = []
     counts = FilterCounts()
+    is_checked = False
     for index, row in enumerate(rows):
+        is_checked = is_checked or check_template_for(row, tokenizer, wanted)
         reason, chat = judge_row(row, index, tokenizer, wanted, counts, on_error)
         if reason == "kept" and chat is not None:
             kept.append(row)
@@ -188,6 +192,19 @@ def filter_rows(
         _LET_PASS[tokenizer] = on_dropped
     warn_of_notes(counts, ["no_end_of_turn"], stacklevel=2)
     return kept, counts
+
+
+def check_template_for(row: Any, tokenizer: PreTrainedTokenizerBase, options: EncodeOptions) -> bool:
+    """Whether a row needs a chat template, which is checked then: without one no row would be encoded.
+
+    Raises:
+        ChatTemplateError: If there is no template, or it does not parse.
+    """
+    if isinstance(row, Mapping) and not is_encoded(row, options.row_format):
+        if getattr(tokenizer, "is_fast", False):  # a row says what is wrong with other tokenizers
+            check_template(tokenizer, options.chat_template)
+        return True
+    return False
 
 
 def judge_row(

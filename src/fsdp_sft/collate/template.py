@@ -87,7 +87,7 @@ class ChatTemplate:
         thinks_in_parts: Whether reasoning is given as a part of type "thinking".
 
     Raises:
-        ValueError: If there is no template.
+        ChatTemplateError: If there is no template, or it does not parse.
     """
 
     def __init__(
@@ -99,11 +99,7 @@ class ChatTemplate:
         *,
         thinks_in_parts: bool = False,
     ) -> None:
-        if chat_template is None and not tokenizer.chat_template:
-            raise ValueError(
-                f"{describe_tokenizer(tokenizer)} has no chat template; pass chat_template=, or set "
-                "tokenizer.chat_template to the one of the model's instruct version"
-            )
+        check_template(tokenizer, chat_template)
         self.tokenizer = tokenizer
         self.text: str = tokenizer.get_chat_template(chat_template, tools=tools)
         self._tags_count = not _has_captured_tag(self.text)
@@ -335,6 +331,47 @@ class ChatTemplate:
 _FACTS: weakref.WeakKeyDictionary[Any, dict[Any, TemplateFacts]] = weakref.WeakKeyDictionary()
 _SKELETONS: weakref.WeakKeyDictionary[Any, dict[Any, dict[Any, str]]] = weakref.WeakKeyDictionary()
 _MAX_SKELETONS = 1024
+
+
+def check_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -> None:
+    """Refuse a tokenizer without a chat template, or a template that does not parse.
+
+    Args:
+        tokenizer: The tokenizer.
+        chat_template: A template, or the name of one of the tokenizer's; None takes the tokenizer's own.
+
+    Raises:
+        ChatTemplateError: If no conversation could be rendered.
+    """
+    own = tokenizer.chat_template
+    named = own if isinstance(own, dict) else {"default": own or ""}
+    if chat_template is None and not any(named.values()):
+        raise ChatTemplateError(
+            f"{describe_tokenizer(tokenizer)} has no chat template; pass chat_template=, or set "
+            "tokenizer.chat_template to the one of the model's instruct version (the tutorial "
+            '"Teach a base model to chat" shows how)'
+        )
+    # Which of its own templates a tokenizer takes depends on whether a row has tools.
+    texts = [named.get(chat_template, chat_template)] if chat_template else list(named.values())
+    for problem in filter(None, map(_syntax_error, texts)):
+        raise ChatTemplateError(
+            f"the chat template of {describe_tokenizer(tokenizer)} does not parse: {problem}; repair it, or "
+            'pass another chat_template= (the tutorial "Teach a base model to chat" has one)'
+        )
+
+
+@lru_cache(maxsize=64)
+def _syntax_error(template: str) -> str | None:
+    """What is wrong with the syntax of a template; None if it parses."""
+    import jinja2
+
+    try:
+        _compat.render_chat(template, [], variables={})
+    except jinja2.TemplateSyntaxError as error:
+        return f"line {error.lineno}: {error.message}"
+    except Exception:  # it parses, and wants a conversation
+        return None
+    return None
 
 
 def templates_used(tokenizer: PreTrainedTokenizerBase) -> set[str]:

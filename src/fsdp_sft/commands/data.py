@@ -27,6 +27,7 @@ DESCRIPTION = (
 _EXAMPLES = """examples:
   fsdp-sft inspect-data chats.jsonl --tokenizer Qwen/Qwen3-8B --max-length 4096
   fsdp-sft inspect-data chats.jsonl --tokenizer ./model --train-on last --html rows.html
+  fsdp-sft inspect-data chats.jsonl --tokenizer ./base --chat-template chatml.jinja
   fsdp-sft inspect-data chats.jsonl --tokenizer ./model --json > report.json"""
 _BARS, _WIDTH = 12, 40
 _QUANTILES = (("median", 0.5), ("95 %", 0.95), ("longest", 1.0))
@@ -65,6 +66,12 @@ def add_data(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("path", type=Path, help="a .jsonl or .json file of rows, in any form that encode_chat takes")
     add("--tokenizer", required=True, help="Hugging Face folder or Hub id")
+    add(
+        "--chat-template",
+        type=Path,
+        metavar="FILE",
+        help="a Jinja file to use instead of the tokenizer's template, as a base model needs",
+    )
     add("--max-length", type=int, help="tokens of a row, and of a pack; default: rows as they are")
     add("--train-on", default="assistant", choices=("assistant", "last", "all"), help="default: assistant")
     add("--limit", type=int, default=10_000, help="rows to look at, from the first on; default: 10000")
@@ -94,7 +101,8 @@ def _inspect(args: argparse.Namespace) -> int:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
-    options: dict[str, Any] = {"train_on": args.train_on}
+    template = None if args.chat_template is None else args.chat_template.read_text(encoding="utf-8")
+    options: dict[str, Any] = {"train_on": args.train_on, "chat_template": template}
     kept, counts = filter_rows(
         rows, tokenizer, max_length=args.max_length, on_error="count", on_dropped="count", **options
     )

@@ -1,5 +1,6 @@
 """The model in a checkpoint: comparing it with the live model, and reading it."""
 
+import re
 from collections.abc import Mapping
 
 import torch
@@ -12,6 +13,9 @@ from fsdp_sft.dcp_io.folder import check_files, read_tensors
 from fsdp_sft.dcp_io.manifest import Manifest
 from fsdp_sft.dcp_io.stored import StoredTensor
 from fsdp_sft.errors import CheckpointMismatchError, abridged
+
+# Names of modules that have a row for each token of the vocabulary.
+_VOCABULARY = re.compile(r"(?:^|\.)(?:\w*embed\w*|wte|lm_head|output)(?:\.|$)")
 
 
 def check_model(manifest: Manifest, live: ModelTensors) -> dict[str, StoredTensor]:
@@ -42,9 +46,31 @@ def check_model(manifest: Manifest, live: ModelTensors) -> dict[str, StoredTenso
             own = f"{actual.dtype} {tuple(actual.shape)}"
             problems.append(f"{name} was {tensor.dtype} {tensor.shape} and is {own}")
     if problems:
-        raise CheckpointMismatchError("the checkpoint is of another model: " + abridged(problems, "; "))
+        rows = _other_vocabulary(sources, live, len(problems))
+        advice = f"; load the model with new_vocab_size={rows}" if rows is not None else ""
+        raise CheckpointMismatchError(
+            "the checkpoint is of another model: " + abridged(problems, "; ") + advice
+        )
     check_files(manifest, sources, {name: live.tensors[name] for name in sources if name not in live.made})
     return sources
+
+
+def _other_vocabulary(
+    sources: Mapping[str, StoredTensor], live: ModelTensors, num_problems: int
+) -> int | None:
+    """Rows of the stored embedding and head, if their number is all that differs; else None."""
+    pairs = [(name, tuple(live.tensors[name].shape), stored) for name, stored in sources.items()]
+    other = [pair for pair in pairs if pair[0] not in live.made and pair[1] != pair[2].shape]
+    rows = {(shape[:1], stored.shape[:1]) for _, shape, stored in other}
+    is_all = len(rows) == 1 and len(other) == num_problems
+    if not is_all or not all(
+        _VOCABULARY.search(name)
+        and shape[1:] == stored.shape[1:]
+        and live.tensors[name].dtype == stored.dtype
+        for name, shape, stored in other
+    ):
+        return None
+    return other[0][2].shape[0]
 
 
 def _differing_names(where: str, names: Mapping[str, str], others: Mapping[str, str]) -> list[str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdp_sft.collate.encode import EncodedChat, EncodeOptions, encode_rows
-from fsdp_sft.collate.filtering import FilterCounts, judge_row
+from fsdp_sft.collate.filtering import FilterCounts, check_template_for, judge_row
 from fsdp_sft.encoded.source import RowRange, RowSource, Unreadable
 from fsdp_sft.encoded.store import RowWriter, joined
 from fsdp_sft.errors import ChatTemplateError, DroppedTextError, TooLongError
@@ -59,10 +59,12 @@ def look_first(source: RowSource, work: Work, number: int, max_refused: float) -
         max_refused: Share of all rows that may be refused.
 
     Raises:
+        ChatTemplateError: If there is no chat template for rows that need one, or it does not parse.
         ValueError: Or a subclass, if more rows of the sample are refused than chance would explain.
     """
     counts = FilterCounts()
     rows = source.sample(number)
+    any(check_template_for(row, work.tokenizer, work.options) for _, row in rows)
     for index, row in rows:
         _judge(row, index, work, counts, None)
     share = 0.0 if work.stops_at_refusal else max_refused

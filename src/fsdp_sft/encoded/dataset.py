@@ -77,6 +77,7 @@ def encode_dataset(
             each reason: within seconds, from a sample of 500 rows, or at the end. If most were refused for
             one of these reasons, it is a `ChatTemplateError`, `DroppedTextError` or `TooLongError`. Also for
             no rows, and for ranks with different numbers of rows.
+        ChatTemplateError: If there is no chat template, or it does not parse.
         FileNotFoundError: If a file does not exist.
         OSError: If writing fails.
 

@@ -58,9 +58,10 @@ def build_meta_model(
         trust_remote_code: Whether a class that the checkpoint brings along may be imported and run.
         allow_pickle: See ``load_weights``. Here it says whether a ``pytorch_model.bin`` may be opened to find
             out whether tied weights differ.
-        new_vocab_size: Number of tokens for which the embedding and the head are to have rows; None keeps the
-            checkpoint's number. ``load_weights`` sets each new row to the mean of the old ones, taken in
-            float64 and the same on all ranks.
+        new_vocab_size: Number of tokens for which the embedding and the head are to have rows. Rows are added
+            and never taken away: None, and a number for which the checkpoint has rows already, keep the
+            checkpoint's, spare rows included. ``load_weights`` sets each new row to the mean of the old ones,
+            taken in float64 and the same on all ranks.
         **config_overrides: Fields of the config to replace.
 
     Returns:
@@ -70,7 +71,7 @@ def build_meta_model(
     Raises:
         CheckpointFormatError: If the config names no class that can be built, or describes a quantised model.
         TypeError: If the config does not have a field of ``config_overrides``.
-        VocabularyError: If ``new_vocab_size`` is smaller than the checkpoint's, or rows cannot be added.
+        VocabularyError: If rows cannot be added for ``new_vocab_size`` tokens.
 
     Example:
         >>> model = fs.build_meta_model(path, attention_dropout=0.1)

@@ -23,19 +23,20 @@ def build_with_vocabulary(cls: Any, config: Any, dtype: torch.dtype, new_vocab_s
     """A model on the meta device whose embedding and head have rows for ``new_vocab_size`` tokens.
 
     A second model, built with the old size, shows which tensors have a row for each token. The new size is
-    written into ``config``, or into its text config.
+    written into ``config``, or into its text config. A size that is not above the old one changes nothing:
+    many checkpoints have spare rows, and rows are never taken away.
 
     Raises:
         ValueError: If the size is not a positive integer.
-        VocabularyError: If it is smaller than the old one, or the class has tensors that depend on the size
-            in another way than by a row for each token.
+        VocabularyError: If the class has tensors that depend on the size in another way than by a row for
+            each token.
     """
     if isinstance(new_vocab_size, bool) or not isinstance(new_vocab_size, int) or new_vocab_size < 1:
         raise ValueError(f"new_vocab_size must be a positive integer or None, got {new_vocab_size!r}")
     before = build_like_from_pretrained(cls, copy.deepcopy(config), dtype)
-    old = _set_vocab_size(cls, config, new_vocab_size)
+    old = _set_vocab_size(config, new_vocab_size)
     model = build_like_from_pretrained(cls, config, dtype)
-    if old != new_vocab_size:
+    if old < new_vocab_size:
         shapes = {name: tuple(tensor.shape) for name, tensor in named_tensors(before).items()}
         _check_rows(cls, model, shapes, old, new_vocab_size)
         new_shapes = {name: tuple(tensor.shape) for name, tensor in named_tensors(model).items()}
@@ -87,8 +88,8 @@ def _sum_of_rows(rows: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def _set_vocab_size(cls: Any, config: Any, new: int) -> int:
-    """Write a new vocabulary size into a config; return the old one."""
+def _set_vocab_size(config: Any, new: int) -> int:
+    """Write a larger vocabulary size into a config; return the old one."""
     try:
         text = config.get_text_config()
     except ValueError as error:
@@ -100,11 +101,8 @@ def _set_vocab_size(cls: Any, config: Any, new: int) -> int:
         raise VocabularyError(
             f"new_vocab_size needs a config with a vocab_size, {type(text).__name__} has none"
         )
-    if new < old:
-        raise VocabularyError(
-            f"new_vocab_size is {new}, but the embedding of {cls.__name__} has {old} rows already: they are "
-            "enough for that many tokens, so leave new_vocab_size out; rows are added and never taken away"
-        )
+    if new <= old:
+        return old
     for part in {id(part): part for part in (text, config)}.values():
         if getattr(part, "vocab_size", None) == old:
             part.vocab_size = new
