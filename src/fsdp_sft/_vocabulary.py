@@ -1,5 +1,6 @@
 """Which token ids a model has rows for. Batches with others are refused; a GPU would end the process."""
 
+import logging
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_sft._agree import this_rank
 from fsdp_sft._wrappers import unwrapped
 from fsdp_sft.errors import VocabularyError, abridged
 
@@ -15,6 +17,7 @@ from fsdp_sft.errors import VocabularyError, abridged
 # looks up embeddings.
 _PLACEHOLDER = re.compile(r"(image|video|audio|vision|speech)\w*token\w*(id|index)$|^(boi|eoi)_token")
 _MEDIA = re.compile(r"image|img|video|audio|vision|speech", re.IGNORECASE)  # in the name of a token
+_logger = logging.getLogger("fsdp_sft")
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
@@ -80,18 +83,21 @@ def check_row(ids: Any, vocab_size: int) -> None:
         _check("input_ids", torch.tensor(list(ids), dtype=torch.int64), vocab_size, "the model", set)
 
 
-def check_tokenizer(model: nn.Module, tokenizer: Any) -> None:
-    """Refuse a tokenizer that knows tokens for which a model has no row.
+def check_tokenizer(model: nn.Module, tokenizer: Any, chat_template: str | None = None) -> None:
+    """Refuse a tokenizer that uses tokens for which a model has no row, and warn of others that it knows.
 
-    Tokens that stand for images and the like may be without one: a multimodal model replaces them before it
-    looks up embeddings, and its tokenizer may go with a model of text alone (Gemma 3 1B).
+    A tokenizer may know more than its model has, such as a default that transformers adds when it loads one.
+    Only what ends a text or stands in the chat template is sure to be used. Tokens that stand for images and
+    the like may be without a row: a multimodal model replaces them before it looks up embeddings, and its
+    tokenizer may go with a model of text alone (Gemma 3 1B).
 
     Args:
         model: The model; of one that is not from transformers nothing is known.
         tokenizer: A tokenizer, or None; of one without ``get_vocab`` nothing is known.
+        chat_template: The chat template if it is not the tokenizer's own.
 
     Raises:
-        VocabularyError: If there is such a token; the message names the first ones.
+        VocabularyError: If a token without a row is used; the message names the first ones.
     """
     known = vocabulary_of(model)
     rows = min((number for number in (known.embedding, known.head) if number is not None), default=None)
@@ -104,14 +110,21 @@ def check_tokenizer(model: nn.Module, tokenizer: Any) -> None:
         for token, index in get_vocab().items()
         if index >= rows and index not in exempt and not _MEDIA.search(token)
     )
-    if extra:
-        shown = abridged([f"{token!r} is {index}" for index, token in extra], ", ", 4)
+    template = str(chat_template or getattr(tokenizer, "chat_template", None) or "")
+    end = getattr(tokenizer, "eos_token_id", None)
+    used = [(index, token) for index, token in extra if index == end or token in template]
+    if not extra:
+        return
+    shown = abridged([f"{token!r} is {index}" for index, token in used or extra], ", ", 4)
+    text = f"no row ({shown}; the rows are for the ids 0 to {rows - 1})"
+    if used:
         raise VocabularyError(
-            f"the tokenizer has {len(extra)} tokens for which {known.owner} has no row ({shown}; the rows "
-            f"are for the ids 0 to {rows - 1}), so the exported model could not read or write them: give the "
-            "tokenizer that rows were encoded with, or load the model with new_vocab_size=len(tokenizer) and "
-            "train it; without tokenizer= the model is exported alone"
+            f"the tokenizer uses {len(used)} tokens for which {known.owner} has {text}, so the exported "
+            "model could not read or write them: give the tokenizer that rows were encoded with, or load the model "
+            "with new_vocab_size=len(tokenizer) and train it; without tokenizer= the model is exported alone"
         )
+    if this_rank() == 0:
+        _logger.warning("the tokenizer knows %d tokens for which %s has %s", len(extra), known.owner, text)
 
 
 def _rows(model: Any, getter: str, kind: type[nn.Module]) -> int | None:

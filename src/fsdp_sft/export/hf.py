@@ -221,7 +221,8 @@ def _checked(model: nn.Module, dtype: torch.dtype | None, tokenizer: Any, chat_t
         raise TypeError(f"tokenizer must have save_pretrained, got {type(tokenizer).__name__}")
     if chat_template is not None and not isinstance(chat_template, str):
         raise TypeError(f"chat_template must be a string, got {type(chat_template).__name__}")
-    check_tokenizer(model, getattr(tokenizer, "tokenizer", tokenizer))  # a processor has one inside
+    # A processor has a tokenizer inside.
+    check_tokenizer(model, getattr(tokenizer, "tokenizer", tokenizer), chat_template)
     return _without_extra_objects(model_tensors(model))
 
 
