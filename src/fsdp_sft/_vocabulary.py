@@ -120,8 +120,8 @@ def check_tokenizer(model: nn.Module, tokenizer: Any, chat_template: str | None 
     if used:
         raise VocabularyError(
             f"the tokenizer uses {len(used)} tokens for which {known.owner} has {text}, so the exported "
-            "model could not read or write them: give the tokenizer that rows were encoded with, or load the model "
-            "with new_vocab_size=len(tokenizer) and train it; without tokenizer= the model is exported alone"
+            "model could not read or write them: give the tokenizer that rows were encoded with, or load the "
+            "model with new_vocab_size=len(tokenizer) and train it; without tokenizer= it is exported alone"
         )
     if this_rank() == 0:
         _logger.warning("the tokenizer knows %d tokens for which %s has %s", len(extra), known.owner, text)

@@ -43,7 +43,7 @@ def test_a_plan_as_json_can_be_read_and_pasted(model: Path, capsys: pytest.Captu
     found = json.loads(capsys.readouterr().out)
     assert found["plans"][0]["micro_batch_size"] * found["plans"][0]["grad_accum_steps"] == 4
     assert found["usable_bytes"] == found["memory_bytes"] - sum(found["taken_bytes"].values())
-    compile(found["code"].replace("...", "**{}"), "plan", "exec")
+    compile(found["code"].replace(", ...)", ")"), "plan", "exec")
     assert f"fs.load_pretrained('{model}'" in found["code"]
     assert main(["plan", "--model", str(model), "--gpus", "8", "--gpu", "l4", "--longest", "--json"]) == 0
     assert [row["cp"] for row in json.loads(capsys.readouterr().out)["rows"]] == [1, 2, 4]

@@ -50,8 +50,8 @@ def _begun(backend: str) -> list[list[str]]:
 )
 def test_ranks_begin_their_collectives_in_one_order(backend: str, ranks: int) -> None:
     found = run_distributed(_begun, ranks, backend, timeout=240 if ranks == 2 else 800)
-    # Two around each attention, forward and backward, and again where half of the layers are recomputed, except
-    # that torch 2.11 keeps what exchanges bring in compiled code.
+    # Two around each attention, forward and backward, and again where half of the layers are recomputed.
+    # torch 2.11 keeps what exchanges bring in compiled code, and recomputes none.
     exchanges = {MICRO_BATCHES * 2 * (2 * LAYERS + again) for again in (0, LAYERS // 2)}
     for step in range(STEPS):
         counted = {of_rank[step].count(EXCHANGE) for of_rank in found}

@@ -18,7 +18,7 @@ from fsdp_sft.preemption import keep_workers_alive
 T = TypeVar("T")
 
 
-class _Step(NamedTuple):
+class _TimedStep(NamedTuple):
     """What was counted of one optimizer step.
 
     Attributes:
@@ -100,7 +100,7 @@ class ThroughputMeter:
         self._flops_per_token = flops_per_token
         self._peak_flops = peak_flops_per_second(self._device) if peak_flops is None else peak_flops
         self._warmup_left = warmup_steps
-        self._steps: deque[_Step] = deque(maxlen=averaged_steps)
+        self._steps: deque[_TimedStep] = deque(maxlen=averaged_steps)
         self._clock = clock
         self._pause_depth = 0
         self._paused_seconds = 0.0
@@ -133,7 +133,7 @@ class ThroughputMeter:
             )
         now = self._clock()
         seconds, paused = now - self._last - self._paused_seconds, self._paused_seconds
-        step = _Step(num_tokens, seconds, self._data_seconds, self._rank_seconds, paused)
+        step = _TimedStep(num_tokens, seconds, self._data_seconds, self._rank_seconds, paused)
         self._last, self._paused_seconds, self._data_seconds, self._rank_seconds = now, 0.0, 0.0, 0.0
         if self._warmup_left:
             self._warmup_left -= 1
