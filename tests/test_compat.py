@@ -349,6 +349,7 @@ def test_every_private_name_is_watched() -> None:
     watched |= {"intercept_balance_loss"}  # by loss/test_balance.py
     watched |= {"careful_gloo"}  # by test_distributed.py
     watched |= {"_patterns_compiled_at_use"}  # below
+    watched |= {"being_compiled"}  # below
     watched |= {"backend_that_encodes"}  # by collate/test_tokens.py
     watched |= {"found_infs", "takes_found_inf", "step_unless"}
     functions = {
@@ -373,3 +374,19 @@ def test_varlen_attention_takes_grouped_heads_in_all_but_the_floor() -> None:
         assert not _compat.varlen_attn_takes_gqa()
     if version >= (2, 13):
         assert _compat.varlen_attn_takes_gqa(), "with a floor that has it, repeating can go"
+
+
+def test_a_traced_checkpoint_is_known_by_a_private_mode_alone() -> None:
+    """``being_compiled`` can go with torch 2.11, whose ``is_compiling`` is false in a traced checkpoint."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.utils import checkpoint
+
+    seen = []
+
+    def traced(x: torch.Tensor) -> torch.Tensor:
+        seen.append((_compat.being_compiled(), checkpoint._is_compiling(None, (), {})))
+        return x + 1
+
+    assert not _compat.being_compiled()
+    make_fx(traced)(torch.ones(2))
+    assert seen == [(True, True)]

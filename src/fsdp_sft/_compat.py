@@ -81,8 +81,10 @@ def careful_gloo() -> Iterator[None]:
 @functools.cache
 def _one_thread(original: Any) -> Any:
     class OneThread(original):  # type: ignore[misc]
-        def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
+        def __init__(self, store: Any, rank: int, size: int, timeout: Any, **others: Any) -> None:
             options = original._Options()
+            for name, value in others.items():  # torch 2.15 gives enable_reconfigure, which is an option too
+                setattr(options, name, value)
             interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
             options._devices = [original.create_device(interface=name) for name in interfaces] or [
                 original.create_default_device()
