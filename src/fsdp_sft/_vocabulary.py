@@ -83,26 +83,24 @@ def check_row(ids: Any, vocab_size: int) -> None:
         _check("input_ids", torch.tensor(list(ids), dtype=torch.int64), vocab_size, "the model", set)
 
 
-def check_tokenizer(model: nn.Module, tokenizer: Any, chat_template: str | None = None) -> None:
-    """Refuse a tokenizer that uses tokens for which a model has no row, and warn of others that it knows.
+def warn_of_tokenizer(model: nn.Module, tokenizer: Any, chat_template: str | None = None) -> None:
+    """Warn of a tokenizer that knows tokens for which a model has no row, first of those that are used.
 
-    A tokenizer may know more than its model has, such as a default that transformers adds when it loads one.
-    Only what ends a text or stands in the chat template is sure to be used. Tokens that stand for images and
-    the like may be without a row: a multimodal model replaces them before it looks up embeddings, and its
+    What ends a text or stands in the chat template is sure to be used. Others may never be, such as a default
+    that transformers adds when it loads a tokenizer. It is a warning, because an export comes after the
+    training: what was trained is written, and the tokenizer can be exchanged. Tokens that stand for images
+    and the like may be without a row: a multimodal model replaces them before it looks up embeddings, and its
     tokenizer may go with a model of text alone (Gemma 3 1B).
 
     Args:
         model: The model; of one that is not from transformers nothing is known.
         tokenizer: A tokenizer, or None; of one without ``get_vocab`` nothing is known.
         chat_template: The chat template if it is not the tokenizer's own.
-
-    Raises:
-        VocabularyError: If a token without a row is used; the message names the first ones.
     """
     known = vocabulary_of(model)
     rows = min((number for number in (known.embedding, known.head) if number is not None), default=None)
     get_vocab = getattr(tokenizer, "get_vocab", None)
-    if rows is None or not callable(get_vocab):
+    if rows is None or not callable(get_vocab) or this_rank():
         return
     exempt = _placeholders(known.config)
     extra = sorted(
@@ -110,21 +108,21 @@ def check_tokenizer(model: nn.Module, tokenizer: Any, chat_template: str | None 
         for token, index in get_vocab().items()
         if index >= rows and index not in exempt and not _MEDIA.search(token)
     )
+    if not extra:
+        return
     template = str(chat_template or getattr(tokenizer, "chat_template", None) or "")
     end = getattr(tokenizer, "eos_token_id", None)
     used = [(index, token) for index, token in extra if index == end or token in template]
-    if not extra:
-        return
     shown = abridged([f"{token!r} is {index}" for index, token in used or extra], ", ", 4)
-    text = f"no row ({shown}; the rows are for the ids 0 to {rows - 1})"
+    text = f"{len(used or extra)} tokens for which {known.owner} has no row ({shown}; rows: 0 to {rows - 1})"
     if used:
-        raise VocabularyError(
-            f"the tokenizer uses {len(used)} tokens for which {known.owner} has {text}, so the exported "
-            "model could not read or write them: give the tokenizer that rows were encoded with, or load the "
-            "model with new_vocab_size=len(tokenizer) and train it; without tokenizer= it is exported alone"
+        _logger.warning(
+            "the tokenizer uses %s: the exported model can neither read nor write them. Export the tokenizer "
+            "that rows were encoded with, or load the model with new_vocab_size=len(tokenizer) and train it",
+            text,
         )
-    if this_rank() == 0:
-        _logger.warning("the tokenizer knows %d tokens for which %s has %s", len(extra), known.owner, text)
+    else:
+        _logger.warning("the tokenizer knows %s", text)
 
 
 def _rows(model: Any, getter: str, kind: type[nn.Module]) -> int | None:

@@ -31,7 +31,7 @@ from fsdp_sft._model import (
     tied_meta_twin,
     with_extra_tensors,
 )
-from fsdp_sft._vocabulary import check_tokenizer
+from fsdp_sft._vocabulary import warn_of_tokenizer
 from fsdp_sft._wrappers import unwrapped
 from fsdp_sft.adapters import adapted_layers, merged_weights, without_adapters
 from fsdp_sft.blocks import configs_without_caches
@@ -116,8 +116,6 @@ def export_hf(
     Raises:
         TypeError: If the model is not a transformers model, or ``tokenizer`` cannot be saved.
         ValueError: If the model has adapters that cannot be merged.
-        VocabularyError: If the tokenizer has tokens for which the model has no row, before anything is
-            written; tokens that stand for images and the like are let pass.
         OSError: If writing or uploading fails; raised on all ranks. An incomplete export leaves nothing
             behind.
 
@@ -222,7 +220,7 @@ def _checked(model: nn.Module, dtype: torch.dtype | None, tokenizer: Any, chat_t
     if chat_template is not None and not isinstance(chat_template, str):
         raise TypeError(f"chat_template must be a string, got {type(chat_template).__name__}")
     # A processor has a tokenizer inside.
-    check_tokenizer(model, getattr(tokenizer, "tokenizer", tokenizer), chat_template)
+    warn_of_tokenizer(model, getattr(tokenizer, "tokenizer", tokenizer), chat_template)
     return _without_extra_objects(model_tensors(model))
 
 
