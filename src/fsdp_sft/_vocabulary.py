@@ -84,7 +84,7 @@ def check_row(ids: Any, vocab_size: int) -> None:
 
 
 def warn_of_tokenizer(model: nn.Module, tokenizer: Any, chat_template: str | None = None) -> None:
-    """Warn of a tokenizer that knows tokens for which a model has no row, first of those that are used.
+    """Warn of a tokenizer that uses tokens for which a model has no row; log those that it only knows.
 
     What ends a text or stands in the chat template is sure to be used. Others may never be, such as a default
     that transformers adds when it loads a tokenizer. It is a warning, because an export comes after the
@@ -122,7 +122,7 @@ def warn_of_tokenizer(model: nn.Module, tokenizer: Any, chat_template: str | Non
             text,
         )
     else:
-        _logger.warning("the tokenizer knows %s", text)
+        _logger.info("the tokenizer knows %s", text)
 
 
 def _rows(model: Any, getter: str, kind: type[nn.Module]) -> int | None:

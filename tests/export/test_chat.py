@@ -141,6 +141,7 @@ def test_adapters_on_two_ranks(tmp_path: Path) -> None:
 def test_a_tokenizer_with_more_tokens_than_rows_is_warned_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO", logger="fsdp_sft")
     model, tokenizer = _model(), byte_tokenizer("chatml")
     rows = model.get_input_embeddings().weight.shape[0]
     spare = rows - len(tokenizer)
