@@ -80,6 +80,7 @@ def plan_run(
         >>> print(plans[0].code("my-model"))
         mesh = fs.build_mesh()
         model = fs.load_pretrained('my-model', mesh=mesh, compile=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=...)
         loader = DataLoader(rows, batch_size=4, ...)
         for window in fs.windows(loader, grad_accum_steps=1):
             fs.train_step(model, window, optimizer)
