@@ -203,4 +203,11 @@ MISTAKES: list[Mistake] = [
         "",
         ("tests/context_parallel/test_training.py::test_what_cannot_be_shared_is_refused",),
     ),
+    Mistake(
+        "an axis of a mesh cut in the wrong order",
+        "_compat.py",
+        "tuple(sizes.values()), tuple(sizes))",
+        "tuple(sizes.values())[::-1], tuple(sizes)[::-1])",
+        ("tests/context_parallel/test_exact.py",),
+    ),
 ]

@@ -59,4 +59,25 @@ MISTAKES = [
         "values.abs()",
         ("tests/optimizer/test_stochastic.py::test_what_is_not_finite_stays_so_and_what_is_finite_too",),
     ),
+    Mistake(
+        "shards on the host do not travel",
+        "planner/speed.py",
+        "    if setup.cpu_offload:\n        gathers",
+        "    if setup.activations_leave:\n        gathers",
+        ("tests/planner/test_speed.py::test_shards_on_the_host_travel_with_every_gather",),
+    ),
+    Mistake(
+        "parts of a breakdown below nothing",
+        "planner/replay.py",
+        "self.hold(HEAD, max(left, 0))",
+        "self.hold(HEAD, left)",
+        ("tests/planner/test_planner.py::test_no_part_is_less_than_nothing",),
+    ),
+    Mistake(
+        "the fewest GPUs share out no experts",
+        "planner/search.py",
+        ' * options.get("ep_size", 1)\n    while',
+        "\n    while",
+        ("tests/planner/test_speed.py::test_ranks_that_share_out_experts_are_the_fewest",),
+    ),
 ]
