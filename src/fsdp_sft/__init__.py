@@ -212,8 +212,8 @@ if TYPE_CHECKING:
     from fsdp_sft.sac import select_block_indices as select_block_indices
     from fsdp_sft.sampler import ResumableSampler as ResumableSampler
     from fsdp_sft.shard import compile_blocks as compile_blocks
-    from fsdp_sft.shard import describe_sharding as describe_sharding
     from fsdp_sft.shard import shard_model as shard_model
+    from fsdp_sft.shares import describe_sharding as describe_sharding
     from fsdp_sft.step import EvalResult as EvalResult
     from fsdp_sft.step import StepResult as StepResult
     from fsdp_sft.step import evaluate as evaluate
@@ -318,7 +318,7 @@ _OWNERS = {
     "compile_blocks": "shard",
     "compile_with_memory_budget": "sac",
     "count_targets": "loss",
-    "describe_sharding": "shard",
+    "describe_sharding": "shares",
     "encode_chat": "collate",
     "estimate_memory": "planner",
     "evaluate": "step",

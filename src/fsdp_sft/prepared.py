@@ -20,7 +20,8 @@ from fsdp_sft._model import ModelTensors, clean_name, meta_twin, model_tensors, 
 from fsdp_sft.adapters import base_of, copy_saved_modules, without_adapters
 from fsdp_sft.dcp_io.checkpoint import read_train_state
 from fsdp_sft.dcp_io.codec import dumps
-from fsdp_sft.dcp_io.folder import FolderContent, describe_mesh, open_folder, read_tensors, write_folder
+from fsdp_sft.dcp_io.content import FolderContent, describe_mesh
+from fsdp_sft.dcp_io.folder import open_folder, read_tensors, write_folder
 from fsdp_sft.dcp_io.manifest import MANIFEST_NAME, Manifest
 from fsdp_sft.dcp_io.model_state import check_model
 from fsdp_sft.dcp_io.stored import SHARDS, StoredTensor

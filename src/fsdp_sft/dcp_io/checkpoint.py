@@ -25,15 +25,9 @@ from fsdp_sft._random import set_generator_states
 from fsdp_sft.dcp_io.background import BackgroundSave, join_last, wait_for_last
 from fsdp_sft.dcp_io.choice import MOST_ATTEMPTS, choose_step, deleted_meanwhile
 from fsdp_sft.dcp_io.codec import decode, dumps, encode, loads
+from fsdp_sft.dcp_io.content import FolderContent, Parts, describe_mesh, own_parts
 from fsdp_sft.dcp_io.extra_state import check_alike, encode_extra, own_digests
-from fsdp_sft.dcp_io.folder import (
-    FolderContent,
-    Parts,
-    describe_mesh,
-    new_folder_beside,
-    own_parts,
-    write_folder,
-)
+from fsdp_sft.dcp_io.folder import new_folder_beside, write_folder
 from fsdp_sft.dcp_io.inner_tensors import names_to_take_apart
 from fsdp_sft.dcp_io.manifest import (
     MAX_JSON_BYTES,

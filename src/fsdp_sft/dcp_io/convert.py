@@ -16,7 +16,8 @@ from fsdp_sft._agree import agreed, through_rank_0
 from fsdp_sft._boxes import Box
 from fsdp_sft._disk import unsound_beside
 from fsdp_sft._model import ModelTensors, clean_name, model_tensors
-from fsdp_sft.dcp_io.folder import FolderContent, ReadTensor, describe_mesh, new_folder_beside, write_folder
+from fsdp_sft.dcp_io.content import FolderContent, ReadTensor, describe_mesh
+from fsdp_sft.dcp_io.folder import new_folder_beside, write_folder
 from fsdp_sft.dcp_io.foreign.adam import optimizer_of
 from fsdp_sft.dcp_io.foreign.names import KeyMap, check_known, in_order, translated
 from fsdp_sft.dcp_io.foreign.open import FORMATS, open_foreign

@@ -16,7 +16,7 @@ from fsdp_sft._boxes import box_of, owner_ranks
 from fsdp_sft._compat import is_wrapper_subclass, local_tensor
 from fsdp_sft._safetensors import DTYPES, dtype_name
 from fsdp_sft.dcp_io.codec import encode
-from fsdp_sft.dcp_io.folder import OwnedTensor, Tensors
+from fsdp_sft.dcp_io.content import OwnedTensor, Tensors
 from fsdp_sft.errors import UnstorableStateError
 
 PLAIN = "values"  # name of the one inner tensor of a part that is a plain tensor

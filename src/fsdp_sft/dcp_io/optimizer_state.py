@@ -9,7 +9,8 @@ from torch import nn
 from fsdp_sft._agree import agreed, this_rank, through_rank_0
 from fsdp_sft._disk import TensorReader, temporary_beside
 from fsdp_sft._late import settle
-from fsdp_sft.dcp_io.folder import FolderContent, describe_mesh, open_folder, write_folder
+from fsdp_sft.dcp_io.content import FolderContent, describe_mesh
+from fsdp_sft.dcp_io.folder import open_folder, write_folder
 from fsdp_sft.dcp_io.inner_tensors import names_to_take_apart
 from fsdp_sft.dcp_io.manifest import MANIFEST_NAME
 from fsdp_sft.dcp_io.optimizer_content import (

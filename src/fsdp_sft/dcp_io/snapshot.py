@@ -4,7 +4,7 @@ import torch
 
 from fsdp_sft._disk import Deferred
 from fsdp_sft._streams import host_buffer
-from fsdp_sft.dcp_io.folder import Part, Parts
+from fsdp_sft.dcp_io.content import Part, Parts
 
 
 class Snapshot:

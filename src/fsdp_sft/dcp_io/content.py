@@ -1,0 +1,232 @@
+"""What a rank brings to a save: the tensors with their places in the files, and everything beside them."""
+
+import functools
+import hashlib
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_sft._agree import this_rank, world_size
+from fsdp_sft._boxes import Box, local_of
+from fsdp_sft._disk import Deferred
+from fsdp_sft._model import ModelTensors
+from fsdp_sft.dcp_io.codec import dumps
+from fsdp_sft.dcp_io.manifest import Manifest, encode_tensors, versions
+from fsdp_sft.dcp_io.sharding import Sharding, Shardings, one_rank
+from fsdp_sft.dcp_io.stored import SHARDS, Derived, StoredTensor, file_key, shard_file
+from fsdp_sft.distributed import mesh_of
+from fsdp_sft.errors import CheckpointError
+
+_LARGE_BYTES = 1 << 20  # smaller tensors that all ranks have lie together, in rank 0's file
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class OwnedTensor:
+    """A tensor that a single rank has and writes. All ranks know its shape and dtype.
+
+    Attributes:
+        shape: Shape of the tensor.
+        dtype: Dtype of its elements.
+        owner: Rank that has it.
+        tensor: Values of the tensor on that rank; None on the others.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    owner: int
+    tensor: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class ReadTensor:
+    """A tensor of another checkpoint, of which each rank reads its part when it is about to write it.
+
+    Attributes:
+        shape: Shape of the full tensor.
+        dtype: Dtype of its elements.
+        like: Live tensor that is sharded as this one is to be.
+        read: Function that returns a box of the tensor, in CPU memory.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    like: torch.Tensor
+    read: Callable[[Box], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class FolderContent:
+    """What a rank brings to a save. Tensors are the live ones, whole or sharded.
+
+    Attributes:
+        step: Number of the step, or None.
+        mesh: Name and size of each axis of the mesh; see ``Manifest``.
+        metric: Metric of the step; see ``Manifest``.
+        model: Tensors of the model; None where an optimizer's state is saved alone.
+        extra: Extra state of modules, as JSON by name; see ``Manifest``.
+        extra_tensors: Tensors to which ``extra`` refers, by name.
+        optimizer: Optimizer state by ``<fqn>/<state name>``, each a tensor, an ``OwnedTensor`` or a
+            ``ReadTensor``; None if there is none.
+        optimizer_info: Everything about the optimizer but tensors; see ``Manifest``.
+        train_state: Bytes of ``train_state.json``; rank 0's are written.
+        rank_content: State of this rank alone, as tensors by name.
+        settings: Bytes of small files below ``settings/``, by name; rank 0's are written.
+    """
+
+    step: int | None
+    mesh: list[list[Any]] | None
+    metric: float | None = None
+    model: ModelTensors | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+    extra_tensors: Tensors = field(default_factory=dict)
+    optimizer: Mapping[str, Any] | None = None
+    optimizer_info: dict[str, Any] = field(default_factory=dict)
+    train_state: bytes | None = None
+    rank_content: dict[str, torch.Tensor] | None = None
+    settings: Mapping[str, bytes] = field(default_factory=dict)
+
+    def with_own_copies(self) -> "FolderContent":
+        """The same content with copies of ``rank_content``, which the caller may change from now on."""
+        if self.rank_content is None:
+            return self
+        copies = {name: tensor.detach().clone() for name, tensor in self.rank_content.items()}
+        copied = replace(self, rank_content=copies)
+        vars(copied)["stored"] = self.stored  # else a thread would compute it again, and slow training down
+        return copied
+
+    @property
+    def folders(self) -> list[str]:
+        """Names of the folders to make inside the folder."""
+        return [SHARDS, *(["settings"] if self.settings else [])]
+
+    @property
+    def sections(self) -> dict[str, Mapping[str, Any]]:
+        """Tensors by name, of each section: the model and the optimizer."""
+        found: dict[str, Mapping[str, Any]] = {}
+        if self.model is not None:
+            found["model"] = {**self.model.tensors, **self.extra_tensors}
+        if self.optimizer is not None:
+            found["optimizer"] = self.optimizer
+        return found
+
+    @functools.cached_property
+    def stored(self) -> dict[str, dict[str, StoredTensor]]:
+        """Which rank writes which part of each tensor, by section and name; the same on all ranks.
+
+        Raises:
+            CheckpointError: If two tensors would have the same name in the files.
+        """
+        shardings = Shardings(world_size())
+        found: dict[str, dict[str, StoredTensor]] = {}
+        for section, tensors in self.sections.items():
+            found[section] = {
+                name: _stored(section, name, tensors[name], index, shardings)
+                for index, name in enumerate(sorted(tensors))
+            }
+            if len({tensor.key for tensor in found[section].values()}) != len(tensors):
+                raise CheckpointError(f"two tensors of the {section} would have one name in the files")
+        return found
+
+    def manifest(self, stored: Mapping[str, dict[str, StoredTensor]]) -> Manifest:
+        """The manifest without the records of the files, which are known only when these are written."""
+        return Manifest(
+            step=self.step,
+            world_size=world_size(),
+            mesh=self.mesh,
+            metric=self.metric,
+            model=stored.get("model"),
+            ties=self.model.ties if self.model is not None else {},
+            frozen=self.model.frozen if self.model is not None else [],
+            extra=self.extra,
+            optimizer=stored.get("optimizer"),
+            optimizer_info=self.optimizer_info,
+            rank_states=self.rank_content is not None,
+            versions=versions(),
+        )
+
+    def tensors_digest(self) -> str:
+        """SHA-256 of all names, shapes, dtypes and shardings, in which ranks must not differ."""
+        return hashlib.sha256(dumps(encode_tensors(self.stored))).hexdigest()
+
+
+@dataclass(frozen=True)
+class Part:
+    """The part of one tensor that this rank writes.
+
+    Attributes:
+        box: Box of the full tensor that the part is.
+        tensor: Values of the part: the live ones, a copy, or what is to be read.
+    """
+
+    box: Box
+    tensor: torch.Tensor | Deferred
+
+
+Parts = Mapping[str, Mapping[str, Part]]  # section -> tensor -> part
+
+
+def _stored(section: str, name: str, tensor: Any, index: int, shardings: Shardings) -> StoredTensor:
+    """A tensor as the manifest describes it; ``index`` is its number within the section."""
+    if isinstance(tensor, OwnedTensor):
+        sharding = one_rank(tensor.owner)
+    else:
+        sharding = shardings.of(tensor.like if isinstance(tensor, ReadTensor) else tensor)
+    place = Derived(sharding, _copy(sharding, tensor, index))
+    return StoredTensor(tuple(tensor.shape), tensor.dtype, file_key(section, name), place)
+
+
+def _copy(sharding: Sharding, tensor: Any, index: int) -> int:
+    """Number of the copy that is written of a tensor that several ranks have.
+
+    Ranks with the same part take turns, from tensor to tensor, except for small tensors that all ranks have.
+    A rank that loads opens the files of everything that it reads, and the counts of steps, one for each
+    parameter, would otherwise be spread over as many files.
+    """
+    size = tensor.dtype.itemsize * math.prod(tensor.shape)
+    return index % sharding.copies if sharding.splits or size >= _LARGE_BYTES else 0
+
+
+def describe_mesh(model: nn.Module) -> list[list[Any]] | None:
+    """Name and size of each axis of a model's mesh."""
+    mesh = mesh_of(model)
+    if mesh is None:
+        return None
+    names = mesh.mesh_dim_names or tuple(str(dim) for dim in range(mesh.ndim))
+    return [[name, size] for name, size in zip(names, mesh.shape, strict=True)]
+
+
+def own_parts(content: FolderContent) -> Parts:
+    """The live parts that this rank writes. Replicas take turns, so that each part is written once."""
+    own = shard_file(this_rank())
+    return {
+        section: _parts_of(content.sections[section], stored, own)
+        for section, stored in content.stored.items()
+    }
+
+
+def _parts_of(tensors: Mapping[str, Any], stored: Mapping[str, StoredTensor], file: str) -> dict[str, Part]:
+    """The parts of a section's tensors that lie in this rank's file, by name."""
+    parts: dict[str, Part] = {}
+    for name, entry in stored.items():
+        box = entry.part_in(file)
+        if box is None:
+            continue
+        live = tensors[name]
+        if isinstance(live, ReadTensor):
+            parts[name] = Part(box, Deferred(box.shape, live.dtype, partial(live.read, box)))
+            continue
+        local = live.tensor if isinstance(live, OwnedTensor) else local_of(live)
+        if local is None or tuple(local.shape) != box.shape:
+            found = None if local is None else tuple(local.shape)
+            raise CheckpointError(
+                f"rank {this_rank()} has {found} of {name}; its mesh and placements give it {box.shape}"
+            )
+        parts[name] = Part(box, local)
+    return parts
