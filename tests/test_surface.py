@@ -48,6 +48,7 @@ STOREYS = [
         "sac",
         "sampler",
         "shard",
+        "shares",
         "varlen",
         "watchdog",
     }
@@ -65,6 +66,7 @@ WITHIN = {
     ("adapters", "_model"),
     ("_kept", "_model"),
     ("shard", "sac"),
+    ("shard", "shares"),
 }
 TESTS = Path(__file__).parent
 BENCHMARKS = TESTS.parent / "benchmarks"
