@@ -115,9 +115,11 @@ def _assert_all(folder: Path, names: list[str], failed: dict[str, str], world_si
 
 @quiet()
 def test_a_selection_trains_as_plain_transformers_does(tmp_path: Path) -> None:
-    for name in ALWAYS:
+    names = [name for name in ALWAYS if hasattr(transformers, name)]  # transformers 5.17 lacks two
+    assert len(names) >= 4
+    for name in names:
         tiny_architecture(name).to(torch.bfloat16).save_pretrained(tmp_path / name)
-    _assert_all(tmp_path, ALWAYS, {}, 1)
+    _assert_all(tmp_path, names, {}, 1)
 
 
 @pytest.mark.slow

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from itertools import combinations
 from typing import Any
 
+from tests.harness.native import has_native_sharding
+
 AXES: dict[str, tuple[str, ...]] = {
     "architecture": (
         *("dense", "tied", "moe", "moe with router loss", "sliding window", "soft cap", "learned positions"),
@@ -113,7 +115,8 @@ def settled(draw: Draw) -> dict[str, str]:
     if own["adapters"] == "none" or own["start"] in ("load_pretrained", "load_prepared"):
         plainest("adapted by")
     of_experts = own["architecture"] in ("moe", "moe with router loss") and own["adapters"] == "none"
-    if not of_experts or own["start"] not in ("load_pretrained", "load_prepared"):
+    loaded = own["start"] in ("load_pretrained", "load_prepared")
+    if not of_experts or not loaded or not has_native_sharding():
         plainest("expert ranks")
     if own["expert ranks"] != "1" and own["mesh"] not in ("fsdp 2", "hsdp 2x2"):
         own["mesh"] = "fsdp 2"  # others do not divide, which is an argument that cannot be

@@ -148,7 +148,10 @@ def _orders() -> dict[str, Any]:
 
 
 def _offload_of(model: Any) -> Offload:
-    found: Any = model.model.layers[0]._gradient_checkpointing_func.args[0]
+    own = model.model.layers[0].__dict__
+    # Where transformers' layer recomputes its forward, it holds the function; otherwise the block does.
+    recompute: Any = own.get("_gradient_checkpointing_func") or own["_fsdp_sft_recompute"][0]
+    found = recompute.args[0]
     assert isinstance(found, Offload)
     return found
 

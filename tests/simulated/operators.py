@@ -25,7 +25,14 @@ def register() -> None:
         return out
 
     named = rng_prims.get_device
-    rng_prims.get_device = lambda args, kwargs: {"sim": "hpu"}.get(own := named(args, kwargs), own)
+
+    def device_of(args: Any, kwargs: Any) -> Any:
+        # Of tensors on a device that it does not know, torch 2.11 says None.
+        on_it = any(isinstance(value, torch.Tensor) and value.device.type == "sim" for value in args)
+        own = named(args, kwargs)
+        return "hpu" if own == "sim" or (own is None and on_it) else own
+
+    rng_prims.get_device = device_of
     for operator, own in ((rng_prims.run_and_save_rng_state, save), (rng_prims.run_with_rng_state, restore)):
         operator.py_impl(torch._C.DispatchKey.PrivateUse1)(own)
         select = operator.py_kernels[torch._C.DispatchKey.BackendSelect]

@@ -131,7 +131,9 @@ def _forward_with_checkpointing(self: nn.Module, *args: Any, **kwargs: Any) -> A
     if self.training and torch.is_grad_enabled():
         if is_checkpointing_layer(self):
             _leave_out_caches(self, kwargs)
-        return recompute(forward, *args, **kwargs)
+        # Bound to the function, as transformers does it: Dynamo of torch 2.11 looks at the arguments of
+        # torch's checkpoint, and gives the call to a RowMask among them, which it then traces without end.
+        return recompute(functools.partial(forward, **kwargs), *args)
     return forward(*args, **kwargs)
 
 

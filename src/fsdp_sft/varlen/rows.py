@@ -12,7 +12,7 @@ from fsdp_sft._streams import host_copies, travelling
 _SLAB = 512  # number of queries whose mask exists at the same time while rows are found
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)  # not frozen: Dynamo of torch 2.11 compiles anew for other bounds of a frozen one
 class RowMask:
     """A description of the rows that layers get in place of a mask: causal within rows, nothing between them.
 
