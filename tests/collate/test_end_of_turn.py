@@ -4,9 +4,12 @@ import warnings
 from typing import Any
 
 import pytest
+import tokenizers
+import transformers as tf
 
 from fsdp_sft.collate import encode_chat, filter_rows
 from fsdp_sft.collate.template import ChatTemplate
+from fsdp_sft.errors import ChatTemplateError
 from tests.harness import chat_templates as ct
 from tests.harness.chats import chat, shown
 
@@ -233,3 +236,124 @@ def test_labels_end_where_they_did_for_templates_with_one_stop() -> None:
         _, expected = ct.expected_marks(family.write(ROW["messages"]))
         encoded = encode_chat(ROW, made)
         assert [label != -100 for label in encoded.labels] == expected, name
+
+
+# --- what is in front of an answer ------------------------------------------------------------------------
+
+
+def joining(*pairs: str) -> Any:
+    """A byte-level BPE tokenizer of single bytes and these pairs of them, in its own alphabet."""
+    alphabet = [*sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()), *pairs, "</s>"]
+    vocabulary = {token: number for number, token in enumerate(alphabet)}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [(pair[0], pair[1]) for pair in pairs]))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    return tf.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>")
+
+
+def test_a_header_that_ends_with_a_space_is_noted() -> None:
+    """One token holds the space and the first letter, and the prompt alone ends with another token."""
+    row = chat("Who?", "The one", "Who?", "The other")
+    own = joining("ĠT", "ĠI", "Ġa")
+    for header, merges in (("message.role + ': '", True), ("message.role + ':\n'", False)):
+        own.chat_template = turns(header, "</s>\n")
+        for train_on in ("assistant", "last"):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                _, counts = filter_rows([row], own, train_on=train_on)  # type: ignore[arg-type]
+            assert counts == ({"kept": 1, "start_in_a_token": 1} if merges else {"kept": 1})
+            heard = [str(one.message) for one in caught]
+            assert any("one token holds the end of that" in text for text in heard) is merges
+            expected = "⟦he one</s>⟧" if merges else "⟦The one</s>⟧"
+            assert expected in shown(row, own)
+
+
+def test_a_single_answer_that_begins_with_white_space_is_counted_only() -> None:
+    own = joining("ĊĊ")
+    own.chat_template = turns("message.role + '\n'", "</s>\n")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _, counts = filter_rows([chat("q", "\nHello"), ROW, ROW], own)
+    assert counts == {"kept": 3, "start_in_a_token": 1}
+
+
+def test_a_template_without_a_generation_prompt_is_noted() -> None:
+    template = turns("'<|' + message.role + '|>\n'", "<|end|>").partition("{% if add_gen")[0]
+    closed = template.replace("else ''", "else '<|end|>'")
+    assert closed != template
+    for text, answer in (
+        (template, "<|assistant|>\n⟦two<|end|>⟧"),
+        # Generation starts where the question has ended, so the header is the model's.
+        (closed, "⟦<|assistant|>\ntwo<|end|>⟧"),
+    ):
+        own = tokenizer(text, "<|user|>", "<|assistant|>", "<|end|>")
+        with pytest.warns(
+            UserWarning, match="writes nothing for add_generation_prompt=True, and prints '.*ass"
+        ):
+            _, counts = filter_rows([ROW], own)
+        assert counts == {"kept": 1, "no_generation_prompt": 1}
+        assert shown(ROW, own).endswith(answer)
+
+
+@pytest.mark.parametrize("first", [0, 3])
+def test_headers_that_number_the_turns(first: int) -> None:
+    number = f"(loop.index + {first}) ~ '\n'"
+    template = turns(f"'<|' + message.role + '|> ' ~ {number}", "<|end|>").replace(
+        f"'<|' + 'assistant' + '|> ' ~ {number}", f"'<|assistant|> ' ~ (messages|length + 1 + {first}) ~ '\n'"
+    )
+    own = tokenizer(template, "<|user|>", "<|assistant|>", "<|end|>")
+    row = chat("q", "4 and 6", "r", "2", "s", "8\nsix")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _, counts = filter_rows([row], own)
+    assert counts == {"kept": 1}
+    assert shown(row, own) == "".join(
+        f"<|user|> {first + n}\n{question}<|assistant|> {first + n + 1}\n⟦{answer}<|end|>⟧"
+        for n, question, answer in ((1, "q", "4 and 6"), (3, "r", "2"), (5, "s", "8\nsix"))
+    )
+
+
+def test_numbers_that_only_rows_have_are_refused() -> None:
+    """The prompt has another number than the row, so no rendering shows where the answer begins."""
+    template = turns("'<|' + message.role + '|> ' ~ loop.index ~ '\n'", "<|end|>").replace(
+        "'<|' + 'assistant' + '|> ' ~ loop.index ~ '\n'", "'<|assistant|> ' ~ (messages|length + 2) ~ '\n'"
+    )
+    own = tokenizer(template, "<|user|>", "<|assistant|>", "<|end|>")
+    with pytest.raises(ChatTemplateError, match="does not come after the generation prompt"):
+        encode_chat(ROW, own)
+
+
+def test_a_prompt_that_opens_reasoning_as_rows_with_reasoning_do() -> None:
+    template = (
+        "{% for message in messages %}{{ '<|' + message.role + '|>' }}{% if message.reasoning_content %}"
+        "{{ '{{plan}}' + message.reasoning_content + '{{/plan}}' }}{% endif %}{{ message.content }}"
+        "{% if message.role == 'assistant' %}{{ '<|end|>' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant|>{{plan}}' }}{% endif %}"
+    )
+    own = tokenizer(template, "<|user|>", "<|assistant|>", "<|end|>")
+    row = chat("q", "one")
+    row["messages"][1]["reasoning_content"] = "why"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert filter_rows([row], own)[1] == {"kept": 1}
+    assert shown(row, own) == "<|user|>q<|assistant|>{{plan}}⟦why{{/plan}}one<|end|>⟧"
+
+
+# --- an end that only past answers have -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("end", ["</s>", "[[over]]", "@END@"])
+@pytest.mark.parametrize("system", ["</x>", "[[x]]", "@XND@", "same"])
+def test_the_end_of_the_default_system_message_may_look_alike(end: str, system: str) -> None:
+    closed = end if system == "same" else system
+    template = (
+        f"{{{{ '<s>system\nBe brief.{closed}\n' }}}}"
+        "{% for message in messages %}{{ '<s>' + message.role + '\n' + message.content }}"
+        f"{{% if not loop.last %}}{{{{ '{end}\n' }}}}{{% endif %}}{{% endfor %}}"
+        f"{{% if add_generation_prompt %}}{{{{ '{end}\n<s>assistant\n' }}}}{{% endif %}}"
+    )
+    own = tokenizer(template, "<s>", end, eos=end)
+    with pytest.warns(UserWarning, match="counted as no_end_of_turn"):
+        _, counts = filter_rows([ROW], own)
+    assert counts == {"kept": 1, "no_end_of_turn": 1}
+    assert f"⟦one{end}⟧\n<s>user" in shown(ROW, own)

@@ -21,7 +21,7 @@ from fsdp_sft.collate.rows import (
 )
 from fsdp_sft.collate.spans import Found, Turn, find_turns
 from fsdp_sft.collate.template import ChatTemplate, describe_tokenizer
-from fsdp_sft.collate.tokens import Tokens, tokenise
+from fsdp_sft.collate.tokens import Tokens, starts_in_a_token, tokenise
 from fsdp_sft.errors import ChatTemplateError, DroppedTextError, TooLongError
 
 if TYPE_CHECKING:
@@ -42,6 +42,10 @@ NOTES = {
     "model with new_vocab_size=len(tokenizer)",
     "prompt_differs": "the generation prompt is not the text that rows have in front of an answer, so the "
     "model is asked otherwise than it was trained; pass a chat_template= that prints the same for both",
+    "no_generation_prompt": "the template writes nothing for add_generation_prompt=True, so a model that is "
+    "asked has to write the header of its answer itself; pass a chat_template= that writes the header there",
+    "start_in_a_token": "one token holds the end of the generation prompt and the beginning "
+    "of an answer, and is not trained; pass a chat_template= whose prompt does not end with a space",
     "answer_cut_off": "max_length leaves nothing of an answer",
 }
 """Remarks on rows that are kept nevertheless, by their names in `FilterCounts`."""
@@ -251,7 +255,11 @@ def encode_rows(
     tokenised = tokenise(tokenizer, [rendering.text for rendering in rendered.values()])
     for (index, rendering), tokens in zip(rendered.items(), tokenised, strict=True):
         labels, weights = _labels(tokens, rendering, options.train_eot)
-        notes = rendering.notes + ("answer_cut_off",) * _loses_an_answer(tokens, rendering, options)
+        found = {
+            "start_in_a_token": any(starts_in_a_token(tokens, start) for start in rendering.starts),
+            "answer_cut_off": _loses_an_answer(tokens, rendering, options),
+        }
+        notes = (*rendering.notes, *(name for name, holds in found.items() if holds))
         encoded[index] = EncodedChat(tokens.ids, labels, weights, notes)
     return [encoded[index] for index in range(len(rows))]
 
@@ -268,6 +276,7 @@ class _Rendering:
         weighed: Span of each part with a weight of its own, and the weight.
         notes: Names of `NOTES`.
         answers: Span of each trained answer.
+        starts: First character of each turn of the assistant that is trained.
     """
 
     text: str
@@ -277,6 +286,7 @@ class _Rendering:
     weighed: tuple[tuple[int, int, float], ...]
     notes: tuple[str, ...]
     answers: tuple[tuple[int, int], ...]
+    starts: tuple[int, ...]
 
 
 def _render(
@@ -306,8 +316,19 @@ def _render(
         found = replace(found, dropped=tuple(_not_in_the_text(conversation, trained, found.text)))
     _check_text(found.text)
     notes = tuple(_notes(found, template, conversation, options, trained))
+    starts: dict[int, int] = {}
+    for turn in found.turns:  # a message has several turns where a template leaves out a part of it
+        if conversation.weights[turn.message] and conversation.messages[turn.message]["role"] == "assistant":
+            starts.setdefault(turn.message, turn.start)
     return _Rendering(
-        found.text, found.turns, all_else, conversation.weights, found.weighed, notes, found.answers
+        text=found.text,
+        turns=found.turns,
+        all_else=all_else,
+        weights=conversation.weights,
+        weighed=found.weighed,
+        notes=notes,
+        answers=found.answers,
+        starts=tuple(starts.values()),
     )
 
 
@@ -376,7 +397,24 @@ def _notes(
             yield "dropped"
     with suppress(ChatTemplateError):
         facts = template.facts()
-        if facts.prompt_differs and any(conversation.messages[i]["role"] == "assistant" for i in trained):
+        speaks = any(conversation.messages[i]["role"] == "assistant" for i in trained)
+        if facts.prompt_merges and speaks:
+            warnings.warn(
+                f"the chat template of {describe_tokenizer(template.tokenizer)} ends a question with "
+                f"{facts.prompt!r}, and one token holds the end of that and the beginning of most answers: "
+                "it is not trained, and a generation prompt has other tokens than the rows; pass a "
+                "chat_template= that ends the prompt with a line break or a token, and not with a space",
+                stacklevel=2,
+            )
+        if facts.no_generation_prompt and speaks:
+            yield "no_generation_prompt"
+            warnings.warn(
+                f"the chat template of {describe_tokenizer(template.tokenizer)} writes nothing for "
+                f"add_generation_prompt=True, and prints {facts.before_answer!r} in front of answers: a "
+                "model that is asked has to write this header itself; pass a chat_template= that does it",
+                stacklevel=2,
+            )
+        if facts.prompt_differs and speaks:
             yield "prompt_differs"
             warnings.warn(
                 f"the chat template of {describe_tokenizer(template.tokenizer)} ends a question with "

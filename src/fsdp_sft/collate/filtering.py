@@ -110,7 +110,7 @@ class FilterCounts(dict[str, int]):
 
 
 def warn_of_notes(counts: FilterCounts, names: Iterable[str], stacklevel: int) -> None:
-    """Warn of each of the notes `names` that was counted; of `no_end_of_turn` for over half of the kept rows.
+    """Warn of each of the notes `names` that was counted; of some for over half of the kept rows only.
 
     Args:
         counts: The counts.
@@ -118,8 +118,10 @@ def warn_of_notes(counts: FilterCounts, names: Iterable[str], stacklevel: int) -
         stacklevel: Number of frames, like that of `warnings.warn`, counted from the caller of this function.
     """
     for name in names:
-        # Some templates end answers only where a question follows, so a few rows without an end do no harm.
-        if counts.get(name, 0) > (counts["kept"] / 2 if name == "no_end_of_turn" else 0):
+        # Some templates end answers only where a question follows, and some answers begin with white space
+        # that any tokenizer joins with that of a prompt: a few such rows do no harm.
+        is_common = name in ("no_end_of_turn", "start_in_a_token")
+        if counts.get(name, 0) > (counts["kept"] / 2 if is_common else 0):
             warnings.warn(
                 f"{counts[name]} of {counts['kept']} rows are counted as {name}: {NOTES[name]}",
                 stacklevel=stacklevel + 1,

@@ -223,7 +223,8 @@ class _TurnFinder:
             return self._find_blank(text, index, floor, ceiling)
         first, last = own
         message, tags = self.messages[index], self.tags.get(index, [])
-        start = self._start(message, text[floor:first])
+        is_numbered = self.facts.prompt_varies and message["role"] == "assistant"
+        start = None if is_numbered else self._start(message, text[floor:first])
         if start is None:
             start = self._end_of_prompt(index, floor, text[floor:first])
         if start is None and tags and index and self.messages[index - 1]["role"] == "assistant":

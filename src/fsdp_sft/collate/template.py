@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import weakref
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp_sft import _compat
 from fsdp_sft.collate.rows import REASONING_KEYS, Message
+from fsdp_sft.collate.tokens import starts_in_a_token, tokenise
 from fsdp_sft.errors import ChatTemplateError
 
 if TYPE_CHECKING:
@@ -41,6 +43,9 @@ _OPENED_REASONING = re.compile(
     r"\s*[<\[][^<>\[\]]*(?:think|thought|reason|channel)[^<>\[\]]*[>\]].*", re.DOTALL | re.IGNORECASE
 )
 
+# With which most answers begin. A tokenizer that joins " " and "The" joins it with most other words.
+_FIRST_WORDS = ("The", "I", "Yes", "a")
+
 
 @dataclass(frozen=True)
 class TemplateFacts:
@@ -57,9 +62,14 @@ class TemplateFacts:
         stop_is_token: Whether `end_of_turn` is a token of the tokenizer; also True where there is none.
         stop_has_more: Whether another token closes the answer before the one on which generation stops.
         in_parts: Whether contents must be lists of parts, as some templates of vision models require.
-        prompt: Text between the question and where generation starts, with a generation prompt.
+        prompt: Text between the last question of several and where generation starts.
+        prompt_varies: Whether that text is another one after the first question (some templates number their
+            turns), so that `headers` say nothing about other turns.
         prompt_differs: Whether `prompt` is not what rows have in front of an answer, apart from an opening of
             reasoning.
+        no_generation_prompt: Whether the template adds nothing for a generation prompt, though rows have a
+            header in front of an answer.
+        prompt_merges: Whether the tokenizer joins the end of `prompt` with the first letter of an answer.
     """
 
     headers: tuple[str, ...]
@@ -73,7 +83,10 @@ class TemplateFacts:
     stop_has_more: bool = False
     in_parts: bool = False
     prompt: str = ""
+    prompt_varies: bool = False
     prompt_differs: bool = False
+    no_generation_prompt: bool = False
+    prompt_merges: bool = False
 
 
 class ChatTemplate:
@@ -216,11 +229,12 @@ class ChatTemplate:
 
         # Message n consists of sentinel n alone, so the rest of a rendering is the template's own text.
         # `asked` follows the question when only the question is rendered, `prompted` when a generation prompt
-        # is rendered with it.
+        # is rendered with it; `prompted_later` follows the second question.
         roles = ("user", "assistant", "user", "assistant")
         chat: list[Message] = [{"role": role, "content": sentinel(n)} for n, role in enumerate(roles)]
         asked = self._after(0, render(chat[:1]))
         prompted = self._after(0, render(chat[:1], prompt=True))
+        prompted_later = self._after(2, render(chat[:3], prompt=True))
         answered = render(chat)
         # Templates of reasoning models may give past answers another header than the last one.
         before_past, before_answer = (
@@ -242,16 +256,18 @@ class ChatTemplate:
         # The text that closes an answer: what follows the last answer or, in templates that close an answer
         # only if another message follows, what follows a past answer, up to the header of the next question.
         before_question = self._before(0, render(chat[:1]))
-        length = len(after_past_answer) - _common_end(before_question, after_past_answer)
-        closing = after_answer if after_answer.strip() else after_past_answer[:length]
+        closing = after_answer
+        if not closing.strip():
+            closing = self._without_next_header(after_past_answer, before_question)
         first, end_of_turn = self._stop_tokens(closing, after_past_answer)
         text = closing.strip()
         is_token = end_of_turn is not None or not text
         if end_of_turn is None and text and after_past_answer.startswith(closing.rstrip()):
             first = end_of_turn = text
         stops = [self.tokenizer.eos_token, first, end_of_turn]
+        headers = [header for header in sorted(headers, key=len, reverse=True) if header.strip()]
         return TemplateFacts(
-            headers=tuple(header for header in sorted(headers, key=len, reverse=True) if header.strip()),
+            headers=tuple(headers),
             always_headed=bool(prompt.strip()),
             before_answer=before_answer,
             after_answer=after_answer,
@@ -260,9 +276,52 @@ class ChatTemplate:
             end_of_turn=end_of_turn,
             stop_is_token=is_token,
             stop_has_more=first != end_of_turn,
-            prompt=prompted,
-            prompt_differs=not _is_begun_by(before_answer, prompted),
+            prompt=prompted_later,
+            prompt_varies=not (
+                _is_begun_by(prompted, prompted_later) or _is_begun_by(prompted_later, prompted)
+            ),
+            prompt_differs=not _is_begun_by(before_answer, prompted_later)
+            and not any(
+                _is_begun_by(before, prompted_later) for before in self._before_reasoning(chat, tools)
+            ),
+            no_generation_prompt=not prompt.strip() and _is_a_header(before_answer[len(shared) :]),
+            prompt_merges=self._is_joined(headers, before_answer),
         )
+
+    def _before_reasoning(self, chat: list[Message], tools: list[dict[str, Any]] | None) -> Iterator[str]:
+        """Texts between the last question and an answer with reasoning, for each key that it may have."""
+        for key in REASONING_KEYS:
+            answer = {**chat[3], key: sentinel(4)}
+            with suppress(ChatTemplateError):
+                text = self.render([*chat[:3], answer], tools=tools)[0]
+                yield re.split(f"{sentinel(3)}|{sentinel(4)}", self._after(2, text), maxsplit=1)[0]
+
+    def _without_next_header(self, after_past_answer: str, before_question: str) -> str:
+        """The part of `after_past_answer` that closes the answer: without the header of the next question.
+
+        What the first question has in front of it ends with that header, but may have more in common with
+        the closing text, such as the end of a default system message.
+
+        Args:
+            after_past_answer: Text between an earlier answer and the next user content.
+            before_question: Text in front of the first question.
+        """
+        length = len(after_past_answer) - common_length(before_question[::-1], after_past_answer[::-1])
+        added = [token.content for token in self.tokenizer.added_tokens_decoder.values()]
+        length = _through_the_tag(after_past_answer, length, [token for token in added if token])
+        eos = str(self.tokenizer.eos_token or "")
+        if eos and not after_past_answer[:length].strip() and after_past_answer.lstrip().startswith(eos):
+            return eos
+        return after_past_answer[:length]
+
+    def _is_joined(self, headers: list[str], before_answer: str) -> bool:
+        """Whether the tokenizer joins the end of the header in front of an answer with most first words."""
+        header = next((header for header in headers if header and header in before_answer), "")
+        if not header or not getattr(self.tokenizer, "is_fast", False):
+            return False
+        start = before_answer.rfind(header) + len(header)
+        texts = [before_answer + word for word in _FIRST_WORDS]
+        return any(starts_in_a_token(tokens, start) for tokens in tokenise(self.tokenizer, texts))
 
     def _after(self, number: int, text: str) -> str:
         """The text behind sentinel `number`, which must occur exactly once."""
@@ -391,9 +450,15 @@ def describe_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
     return f"{type(tokenizer).__name__} {name!r}" if name else type(tokenizer).__name__
 
 
-def _common_end(first: str, second: str) -> int:
-    """Length of the longest common suffix."""
-    return common_length(first[::-1], second[::-1])
+def _through_the_tag(text: str, length: int, tokens: Iterable[str]) -> int:
+    """`length`, or the end of the token or tag of `text` that would be cut in two there."""
+    for token in tokens:
+        at = text.find(token, max(0, length - len(token) + 1))
+        if 0 <= at < length:
+            return at + len(token)
+    opened = re.search(r"[<\[][^\s<>\[\]]*$", text[:length])
+    closed = re.match(r"[^\s<>\[\]]*[>\]]+", text[length:])
+    return length + closed.end() if opened and closed else length
 
 
 def _is_begun_by(before_answer: str, prompt: str) -> bool:
@@ -405,6 +470,11 @@ def _is_begun_by(before_answer: str, prompt: str) -> bool:
     shared = _without_half_a_tag(prompt, common_length(prompt, before_answer))
     extra = prompt[len(shared) :]
     return not extra or _OPENED_REASONING.fullmatch(extra) is not None
+
+
+def _is_a_header(text: str) -> bool:
+    """Whether the text in front of an answer is more than white space or an opening of reasoning."""
+    return bool(text.strip()) and _OPENED_REASONING.fullmatch(text) is None
 
 
 def _without_half_a_tag(text: str, length: int) -> str:

@@ -32,6 +32,18 @@ class Tokens(Protocol):
     def first_beyond(self, position: int) -> int:
         """Index of the first token that ends after character `position`; S if none does."""
 
+    def is_added(self, index: int) -> bool:
+        """Whether a token was added to the vocabulary; such a token may take in the white space beside it."""
+
+
+def starts_in_a_token(tokens: Tokens, position: int) -> bool:
+    """Whether the character at `position` lies in a token that begins before it.
+
+    Added tokens do not count: one that takes in white space does so without the text behind it, too.
+    """
+    index = tokens.first_beyond(position)
+    return index < tokens.first_from(position) and not tokens.is_added(index)
+
 
 def tokenise(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[Tokens]:
     """Tokenise texts in one call, without adding special tokens.
@@ -72,6 +84,10 @@ class _SpelledTokens:
     def first_beyond(self, position: int) -> int:
         """See `Tokens`."""
         return bisect_right(self._byte_edges(), self._byte(position), lo=1) - 1
+
+    def is_added(self, index: int) -> bool:
+        """See `Tokens`."""
+        return False  # those that take in white space do not spell the text
 
     def _byte_edges(self) -> list[int]:
         """Byte at which each token starts, and the byte at which the last one ends: S + 1 numbers."""
@@ -194,6 +210,10 @@ class _OffsetTokens:
     def first_beyond(self, position: int) -> int:
         """See `Tokens`."""
         return bisect_right(range(len(self.ids)), position, key=self._end)
+
+    def is_added(self, index: int) -> bool:
+        """See `Tokens`."""
+        return self.ids[index] in self.tokenizer.added_tokens_decoder
 
     def _start(self, index: int) -> int:
         return int(self.encoding.token_to_chars(index)[0])

@@ -26,8 +26,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _LOOKED_AT_FIRST = 500
-# Of the last two a warning is given where rows are encoded; it is repeated where they are only opened.
-_WARNED_OF = ("no_end_of_turn", "end_of_turn_is_text", "prompt_differs")
+# Of all but the first a warning is given where rows are encoded; it is repeated where they are only opened.
+_WARNED_OF = (
+    *("no_end_of_turn", "end_of_turn_is_text", "prompt_differs", "no_generation_prompt"),
+    "start_in_a_token",
+)
 _SEEN_SECONDS = 5.0  # time in which a network file system must show another node a new file
 
 
