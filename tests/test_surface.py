@@ -25,6 +25,7 @@ STOREYS = [
         "_host_memory",
         "_launch",
         "_limits",
+        "_parts",
         "_placement",
         "_process",
         "_random",

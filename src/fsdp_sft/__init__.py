@@ -81,6 +81,7 @@ Watching
     ProgressBar             one line in the terminal
     ThroughputMeter         tokens per second and utilisation
     StepProfiler            torch's profiler on chosen steps
+    trace_seconds           how long each part of them took on a rank
     plot_run                loss, rate and speed as a picture
     watch_experts           how many tokens each expert is given
     plot_expert_load        that, as a picture
@@ -181,6 +182,7 @@ if TYPE_CHECKING:
     from fsdp_sft.metrics import peak_flops_per_second as peak_flops_per_second
     from fsdp_sft.metrics import plot_run as plot_run
     from fsdp_sft.metrics import reset_peak_memory as reset_peak_memory
+    from fsdp_sft.metrics import trace_seconds as trace_seconds
     from fsdp_sft.mixing import MixedSampler as MixedSampler
     from fsdp_sft.mixing import MixedStream as MixedStream
     from fsdp_sft.optimizer import StochasticAdamW as StochasticAdamW
@@ -362,6 +364,7 @@ _OWNERS = {
     "shard_model": "shard",
     "target_weight": "loss",
     "smallest_num_gpus": "planner",
+    "trace_seconds": "metrics",
     "train_step": "step",
     "use_varlen_attention": "varlen",
     "verify_checkpoint": "dcp_io",

@@ -427,6 +427,67 @@ class TestStepProfiler:
             profiler.end_step(1)
 
 
+def slow_forward(folder, slow_rank):
+    from tests.harness.device import mesh_here
+    from tests.harness.models import ragged_batches, tiny_model
+
+    rank = torch.distributed.get_rank()
+    model = fs.shard_model(tiny_model("llama"), mesh=mesh_here())
+    if rank == slow_rank:
+        model.model.layers[1].mlp.register_forward_pre_hook(lambda *_: time.sleep(0.1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    loader = ragged_batches(8, seed=rank)
+    with StepProfiler(folder, first_step=2, last_step=3, ranks=None) as profiler:
+        for step, window in enumerate(fs.windows(loader, 2), start=1):
+            fs.train_step(model, window, optimizer)
+            profiler.end_step(step)
+    spread = aggregate_metrics(fs.trace_seconds(profiler.trace), reduce="spread")
+    return fs.trace_seconds(profiler.trace), spread
+
+
+@pytest.mark.parametrize("slow_rank", [0, 1])
+def test_a_trace_shows_the_rank_that_is_slow(tmp_path, slow_rank):
+    """Its middle block is slow, so that forward and backward take the same time on both ranks."""
+    for rank, (seconds, spread) in enumerate(run_distributed(slow_forward, 2, tmp_path, slow_rank)):
+        parts = {"next_batches", "wait_for_ranks", "forward", "backward", "clip_gradients", "optimizer"}
+        assert seconds.keys() == parts | {"collectives", "computing"}
+        assert spread["computing_max_rank"] == slow_rank
+        assert spread["computing_max"] > spread["computing_min"] + 0.2  # four micro-batches, 0.1 s each
+        assert (seconds["computing"] > 0.4) is (rank == slow_rank)
+        assert seconds["forward"] > 0.4
+
+
+def test_a_trace_of_a_gpu(tmp_path):
+    """NCCL's kernels wait for the other ranks; spans of the host say only when work was queued."""
+    spans = [
+        ("user_annotation", "fsdp_sft.forward", 1000),
+        ("user_annotation", "fsdp_sft.backward", 2000),
+        ("gpu_user_annotation", "fsdp_sft.forward", 90_000),
+        ("user_annotation", "FSDP::pre_forward (model.layers.0)", 100),
+        ("kernel", "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 30_000),
+        ("kernel", "nvjet_tst_128x256_64x4_2x1_v_bz_coopA_NNT", 50_000),
+        ("gpu_memcpy", "Memcpy DtoH", 7000),
+    ]
+    events = [{"ph": "X", "cat": cat, "name": name, "dur": dur, "ts": 0} for cat, name, dur in spans]
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": [*events, {"ph": "M", "name": "process_name"}]}))
+    expected = {"forward": 0.001, "backward": 0.002, "collectives": 0.03, "computing": 0.05}
+    assert fs.trace_seconds(path) == pytest.approx(expected)
+
+
+def test_a_file_that_is_no_trace(tmp_path):
+    path = tmp_path / "trace.json"
+    for text in ("", "[]", "{}", "no JSON"):
+        path.write_text(text)
+        with pytest.raises(ValueError, match="is no trace of torch's profiler"):
+            fs.trace_seconds(path)
+    path.write_text('{"traceEvents": []}')
+    with pytest.raises(ValueError, match="no step of train_step"):
+        fs.trace_seconds(path)
+    with pytest.raises(FileNotFoundError):
+        fs.trace_seconds(tmp_path / "missing.json")
+
+
 def pixels(path):
     """Width, height and rows of RGB bytes of an 8-bit PNG, by the format's own rules."""
     data, position, body = path.read_bytes(), 8, b""

@@ -41,7 +41,7 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "every micro-batch of the router weighs the same",
         "step/train.py",
-        "router = router * (tokens_of(seen, needs_ids=False) / max(tokens, 1) * weight)",
+        "router = router * (tokens_of(seen, needs_ids=False) / max(window.tokens, 1) * weight)",
         "router = router * (weight / len(micro_batches) / (mesh.size() if mesh else 1))",
         ("tests/loss/test_own.py",),
     ),

@@ -9,6 +9,7 @@ from fsdp_sft.metrics.profiler import StepProfiler
 from fsdp_sft.metrics.progress import ProgressBar
 from fsdp_sft.metrics.sinks import MetricSink
 from fsdp_sft.metrics.throughput import ThroughputMeter
+from fsdp_sft.metrics.trace import trace_seconds
 from fsdp_sft.metrics.trackers import TensorBoardSink, TrackioSink, WandbSink
 
 __all__ = [
@@ -26,4 +27,5 @@ __all__ = [
     "peak_flops_per_second",
     "plot_run",
     "reset_peak_memory",
+    "trace_seconds",
 ]

@@ -17,7 +17,8 @@ class StepProfiler:
 
     The trace begins when the step before `first_step` has ended, so it holds the loading of data too, and is
     written when `last_step` has ended: `<folder>/rank-<R>-steps-<first>-<last>.json.gz`, for
-    https://ui.perfetto.dev or chrome://tracing. Outside these steps nothing is recorded and nothing costs
+    https://ui.perfetto.dev or chrome://tracing. ``trace_seconds`` sums
+    it up. Outside these steps nothing is recorded and nothing costs
     time. Take steps after the first few, which allocate and compile. `end_step` writes the trace, which takes
     seconds: call it under `ThroughputMeter.paused`.
 

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from fsdp_sft._agree import all_reduce_min, all_reduce_sum, raise_first
 from fsdp_sft._meshes import CP, cp_rank, cp_size, has_context_parallelism, host_group
+from fsdp_sft._parts import part
 from fsdp_sft._vocabulary import Vocabulary
 from fsdp_sft.errors import BatchError
 from fsdp_sft.loss import num_targets
@@ -110,7 +111,8 @@ def _windows(
                 if batches is None:
                     assert loader is not None  # windows has seen to it
                     batches = keep_workers_alive(loader)
-                window = list(itertools.islice(batches, grad_accum_steps))
+                with part("next_batches"):
+                    window = list(itertools.islice(batches, grad_accum_steps))
             looked_at = on_host(window)
             for batch in looked_at:
                 vocabulary.check_ids(batch)
@@ -123,7 +125,7 @@ def _windows(
         except Exception as caught:
             error = caught
         own_length = len(window) if reads else grad_accum_steps
-        with waiting():
+        with waiting(), part("wait_for_ranks"):
             length = all_reduce_min(own_length if error is None else -1)
         if length == -1:
             raise_first(error, "reading the next window")

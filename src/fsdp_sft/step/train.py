@@ -1,6 +1,7 @@
 """One optimizer step over a window of micro-batches."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 from fsdp_sft._expert_parallel import refuse_divided_twice
 from fsdp_sft._late import keep, settle, taken
 from fsdp_sft._meshes import copies_of_rows
+from fsdp_sft._parts import part
 from fsdp_sft._streams import LateValues
 from fsdp_sft.context_parallel import sequence_group_of
 from fsdp_sft.distributed import compute_device, whole_mesh_of
@@ -44,7 +46,7 @@ from fsdp_sft.step.optimizers import (
 from fsdp_sft.step.own_loss import LossFn, Objective, refuse_own_loss
 from fsdp_sft.step.queued import NothingQueued, QueuedStep, StepResult, late_result, without_step
 from fsdp_sft.step.summed import refuse_mean
-from fsdp_sft.step.window import CountFn, agree_on_window, on_device
+from fsdp_sft.step.window import CountFn, Window, agree_on_window, on_device
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -229,44 +231,31 @@ def train_step(
         verify_at_first_use(model, window.on_host, mesh, own_loss=loss_fn is not None)
     if check_labels:
         refuse_mean(model, micro_batches, objective, count_fn, mesh)
-    copies = copies_of_rows(mesh)
-    device = compute_device(model)
-    deferred: SyncMode = {"each": "all", "last": "none", "reduce_scatter": "reduce_scatter"}[grad_sync]  # type: ignore[assignment]
-    total = added = torch.zeros((), dtype=torch.float64, device=device)
-    checks = HeadChecks()
     if counter is not None:
         counter.start()
-    for index, batch in enumerate(micro_batches):
-        last = index == len(micro_batches) - 1
-        with gradient_sync(model, "all" if last else deferred), checked_later(checks):
-            seen = window.parts[index]
-            moved = on_device(batch, seen, device, own_loss=loss_fn is not None)
-            summed, router = objective.of(model, moved, mesh)
-            if router is not None:
-                # The router's loss of a micro-batch is a mean. Times its share of the window's tokens and
-                # the window's weight it is in the unit of the summed loss, so that one scale fits both.
-                router = router * (tokens_of(seen, needs_ids=False) / max(tokens, 1) * weight)
-                added = added + router.detach()
-            total = total + summed.detach()
-            summed = summed if router is None else summed + router
-            loss = (
-                scale_for_backward(summed, num_targets=weight * copies, mesh=mesh)
-                if mesh
-                else summed / weight
-            )
-            (scaler.scale(loss) if scaler is not None else loss).backward()
-    infs = unscale(optimizers, scaler)
-    norm = clip_gradients(model, max_grad_norm)
-    load = None if counter is None else counter.finish(mesh, device)
-    values = LateValues([norm, total, added, *infs])
-    step = QueuedStep(values, targets, tokens, weight, mesh, checks, expert_load=load, copies=copies)
+    sums = _forward_and_backward(model, micro_batches, window, objective, mesh, scaler, grad_sync)
+    with part("clip_gradients"):
+        infs = unscale(optimizers, scaler)
+        norm = clip_gradients(model, max_grad_norm)
+    load = None if counter is None else counter.finish(mesh, compute_device(model))
+    step = QueuedStep(
+        LateValues([norm, sums.loss, sums.router_loss, *infs]),
+        targets,
+        tokens,
+        weight,
+        mesh,
+        sums.checks,
+        expert_load=load,
+        copies=copies_of_rows(mesh),
+    )
     try:
-        if sync == "late":
-            before = late_result(model)  # raises, before this step is taken, if the one before was left out
-            step.is_late, step.undo = True, step_if_finite(optimizers, norm)
-            keep(model, step)
-        else:  # reading the norm is the only place where the host waits for the device
-            step_all(optimizers, scaler, skipped=step.has_infs or not step.is_finite)
+        with part("optimizer"):
+            if sync == "late":
+                before = late_result(model)  # raises, before this step is taken, if the last was left out
+                step.is_late, step.undo = True, step_if_finite(optimizers, norm)
+                keep(model, step)
+            else:  # reading the norm is the only place where the host waits for the device
+                step_all(optimizers, scaler, skipped=step.has_infs or not step.is_finite)
     finally:
         for one in optimizers:
             one.zero_grad(set_to_none=True)
@@ -276,3 +265,56 @@ def train_step(
     for each in schedulers if sync == "late" or not result.skipped else ():
         each.step()
     return result
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """What the micro-batches of a window add up to, on the device, so that the host waits for none of it.
+
+    Attributes:
+        loss: Summed loss of this rank's targets, float64, ().
+        router_loss: Routers' losses of this rank in the same unit, float64, ().
+        checks: Checks of the loss that are read with the norm of the gradient.
+    """
+
+    loss: torch.Tensor
+    router_loss: torch.Tensor
+    checks: HeadChecks
+
+
+def _forward_and_backward(
+    model: nn.Module,
+    micro_batches: list[Any],
+    window: Window,
+    objective: Objective,
+    mesh: "DeviceMesh | None",
+    scaler: torch.amp.GradScaler | None,
+    grad_sync: GradSync,
+) -> _Sums:
+    """Run each micro-batch forward and backward; gradients are of the window's loss per target."""
+    device, copies, weight = compute_device(model), copies_of_rows(mesh), window.weight
+    deferred: SyncMode = {"each": "all", "last": "none", "reduce_scatter": "reduce_scatter"}[grad_sync]  # type: ignore[assignment]
+    total = added = torch.zeros((), dtype=torch.float64, device=device)
+    checks = HeadChecks()
+    for index, batch in enumerate(micro_batches):
+        last = index == len(micro_batches) - 1
+        with gradient_sync(model, "all" if last else deferred), checked_later(checks):
+            with part("forward"):
+                seen = window.parts[index]
+                moved = on_device(batch, seen, device, own_loss=objective.loss_fn is not None)
+                summed, router = objective.of(model, moved, mesh)
+            if router is not None:
+                # The router's loss of a micro-batch is a mean. Times its share of the window's tokens and
+                # the window's weight it is in the unit of the summed loss, so that one scale fits both.
+                router = router * (tokens_of(seen, needs_ids=False) / max(window.tokens, 1) * weight)
+                added = added + router.detach()
+            total = total + summed.detach()
+            summed = summed if router is None else summed + router
+            loss = (
+                scale_for_backward(summed, num_targets=weight * copies, mesh=mesh)
+                if mesh
+                else summed / weight
+            )
+            with part("backward"):
+                (scaler.scale(loss) if scaler is not None else loss).backward()
+    return _Sums(total, added, checks)
