@@ -1,5 +1,6 @@
 """Adapters and frozen parts against a plain, unsharded, single process with peft and a for loop."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
-from tests.harness.device import mesh_here
+from tests.harness.device import device_here, mesh_here
 from tests.harness.hf_folders import save_tiny
 from tests.harness.models import full, largest_error, oracle_loss, ragged_batches, tiny_model
 from tests.harness.packs import drawn_rows, gradients_of_separate_rows
@@ -317,6 +318,44 @@ def test_the_exported_adapter_is_read_by_peft(trained: Any) -> None:
     stored = [t for n, t in everything(oracle).items() if "lora_" in n or "modules_to_save" in n]
     assert size < sum(t.numel() * 4 for t in stored) + 8192
     assert not list(folder.glob(".tmp-*"))
+
+
+def _answers(folder: str) -> None:
+    """A sharded model with adapters generates what the plain one does, and trains on as before."""
+    plain = fs.add_adapters(tiny_model("llama", use_cache=True), _config())
+    for parameter in plain.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(
+                parameter, std=0.3, generator=torch.Generator().manual_seed(parameter.numel())
+            )
+    model = copy.deepcopy(plain)
+    fs.apply_sac(model, "1/3")
+    fs.shard_model(model.to(device_here()), mesh=mesh_here(), mp_policy=PLAIN)
+    optimizer = _optimizer(model)
+    batches = ragged_batches(4)
+    before = fs.train_step(model, batches, optimizer).loss
+    prompt = torch.arange(5, 15).view(2, 5)
+    options: dict[str, Any] = {
+        "max_new_tokens": 6,
+        "do_sample": False,
+        "pad_token_id": 0,
+        "eos_token_id": None,
+    }
+    saved = {name: full(value) for name, value in model.state_dict().items()}
+    plain.load_state_dict({name: value.cpu() for name, value in saved.items()})
+    expected = plain.eval().generate(input_ids=prompt, **options)
+    model.eval()
+    found = model.generate(input_ids=prompt.to(device_here()), synced_gpus=True, **options)
+    assert torch.equal(found.cpu(), expected)
+    model.train()
+    assert fs.train_step(model, batches, optimizer).loss < before
+    fs.save_checkpoint(folder, 1, model=model, optimizer=optimizer)
+    fs.load_checkpoint(folder, model=model, optimizer=optimizer)
+
+
+def test_a_sharded_model_with_adapters_generates(tmp_path: Path) -> None:
+    """peft's generate calls the base model, and so goes past the root that was sharded."""
+    run_distributed(_answers, 2, str(tmp_path))
 
 
 def test_what_cannot_be_done_says_what_to_do(tmp_path: Path) -> None:

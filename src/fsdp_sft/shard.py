@@ -15,6 +15,7 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
+    register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor, Shard
 
@@ -36,7 +37,7 @@ from fsdp_sft._meshes import EP, parameter_mesh
 from fsdp_sft._placement import shard_dim
 from fsdp_sft._recompiles import compile_block
 from fsdp_sft._wrappers import replicas_of
-from fsdp_sft.adapters import copied_modules
+from fsdp_sft.adapters import base_of, copied_modules
 from fsdp_sft.blocks import find_blocks, is_never_called
 from fsdp_sft.distributed import remember_mesh
 from fsdp_sft.errors import WrappedModelError
@@ -171,6 +172,9 @@ def shard_model(
         elif id(module) in blocks_inside:
             shard(module, block_policy, reshard_after_forward=reshard_after_forward)
     shard(model, policy)
+    if base_of(model) is not model and hasattr(model, "generate"):
+        # peft's generate calls the base model, and so goes past the root, which gathers its parameters.
+        register_fsdp_forward_method(model, "generate")
     _set_prefetch(list(chosen.values()), prefetch)
     if mesh.get_rank() == 0:
         name_uneven(model, num_shards)
