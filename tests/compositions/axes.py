@@ -44,6 +44,7 @@ AXES: dict[str, tuple[str, ...]] = {
         *("sampler by cost", "stream of a mixture"),
     ),
     "evaluate": ("no", "before", "between"),
+    "answers": ("no", "between"),
     "resume": ("no", "same ranks", "other ranks", "twice"),
     "save": ("synchronous", "asynchronous"),
     "export": ("no", "float32", "bfloat16", "into a full folder"),
@@ -128,6 +129,8 @@ def settled(draw: Draw) -> dict[str, str]:
         plainest("rows")  # whose labels are not the rows' own tokens
     if own["accumulation"] == "3 reduce_scatter" and own["mesh"] != "hsdp 2x2":
         own["accumulation"] = "3 last"
+    if own["architecture"] not in TRANSFORMERS_CAUSAL or own["compile"] != "no":
+        plainest("answers")  # compiled blocks compile anew for each length of the cache
     if own["resume"] == "no":
         plainest("save")
     if own["optimizer"] != "adamw" or own["precision"].startswith("float16"):

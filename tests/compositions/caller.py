@@ -144,6 +144,8 @@ def _train(
     for step, (epoch, window) in zip(range(first, last + 1), loop, strict=False):
         if (draw["evaluate"], step) in (("before", 1), ("between", 2)):
             told.trained.evaluations.append(_evaluated(draw, model, held_out, loop))
+        if (draw["answers"], step) == ("between", 2):
+            _answer(draw, inner)
         told.epochs.append(epoch)
         told.windows.append([dict(batch) for batch in window] if loop.is_first else [])
         result = fs.train_step(
@@ -205,6 +207,25 @@ def _loss_options(draw: Draw) -> dict[str, Any]:
 def _evaluated(draw: Draw, model: nn.Module, held_out: list[Row], loop: "_Loop") -> float:
     batches = [options.collated(draw, [row]) for row in held_out]
     return fs.evaluate(model, batches[loop.rank :: loop.ranks], **_loss_options(draw)).loss
+
+
+def _answer(draw: Draw, model: Any) -> None:
+    """Generate in the middle of the training: each token is the likeliest after a forward without a cache.
+
+    What comes after it is compared with training that has generated nothing.
+    """
+    prompt = torch.arange(3, 13, device=device_here()).view(2, 5)
+    model.eval()
+    found = model.generate(
+        input_ids=prompt, max_new_tokens=4, do_sample=False, pad_token_id=0, eos_token_id=None
+    )
+    with torch.no_grad():
+        logits = model(input_ids=found, use_cache=False).logits[:, 4:-1].float()
+    model.train()
+    assert found.shape == (2, 9)
+    chosen = logits.gather(-1, found[:, 5:, None])[..., 0]
+    behind = float((logits.amax(-1) - chosen).max() / logits.abs().max())
+    assert behind <= (1e-4 if draw["precision"] == "float32" else 0.1), f"a token is {behind:.2g} behind"
 
 
 def _mesh(draw: Draw, first: int) -> Any:
