@@ -1,5 +1,6 @@
 """What ends an answer is trained, or it is said that nothing does."""
 
+import re
 import warnings
 from typing import Any
 
@@ -357,3 +358,18 @@ def test_the_end_of_the_default_system_message_may_look_alike(end: str, system: 
         _, counts = filter_rows([ROW], own)
     assert counts == {"kept": 1, "no_end_of_turn": 1}
     assert f"⟦one{end}⟧\n<s>user" in shown(ROW, own)
+
+
+@pytest.mark.parametrize("end", ["</done>", "[[over]]"])
+def test_the_end_of_past_answers_is_whole_where_it_is_text(end: str) -> None:
+    closed = "</x>" if end == "</done>" else "[[x]]"
+    template = (
+        f"{{{{ '<|user|>Be brief.{closed}\n' }}}}"
+        "{% for message in messages %}{{ '<|user|>' if message.role == 'user' else '<|assistant|>' }}"
+        f"{{{{ message.content }}}}{{% if not loop.last %}}{{{{ '{end}\n' }}}}{{% endif %}}{{% endfor %}}"
+        f"{{% if add_generation_prompt %}}{{{{ '{end}\n<|assistant|>' }}}}{{% endif %}}"
+    )
+    own = tokenizer(template, "<|user|>", "<|assistant|>", eos="<|im_end|>")
+    assert end not in own.get_vocab()
+    with pytest.warns(UserWarning, match=f"answers end with '{re.escape(end)}', which is no token"):
+        assert f"⟦one{end}⟧" in shown(ROW, own)

@@ -125,4 +125,25 @@ MISTAKES = [
         "    kwargs = dict(options.chat_template_kwargs or {})",
         ("tests/collate/test_template_kwargs.py",),
     ),
+    Mistake(
+        "the number of a later turn is trained",
+        "collate/spans.py",
+        'is_numbered = self.facts.prompt_varies and message["role"] == "assistant"',
+        "is_numbered = False",
+        ("tests/collate/test_end_of_turn.py::test_headers_that_number_the_turns",),
+    ),
+    Mistake(
+        "a header that a token shares with the answer is not noted",
+        "collate/tokens.py",
+        "return index < tokens.first_from(position) and not tokens.is_added(index)",
+        "return False",
+        ("tests/collate/test_end_of_turn.py::test_a_header_that_ends_with_a_space_is_noted",),
+    ),
+    Mistake(
+        "half of the tag that ends an answer",
+        "collate/template.py",
+        "return length + closed.end() if opened and closed else length",
+        "return length",
+        ("tests/collate/test_end_of_turn.py",),
+    ),
 ]
