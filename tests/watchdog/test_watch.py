@@ -304,6 +304,50 @@ def test_a_healthy_run_raises_no_alarm(outcomes: dict[str, list[Outcome]]) -> No
     assert not any("watchdog" in outcome.stderr for outcome in outcomes["healthy-3"])
 
 
+class _SlowExchange:
+    """An exchange whose store answers with the second question, asked after the other processes ended."""
+
+    def __init__(self, stale: dict[int, Beat], fresh: dict[int, Beat], first: Beat | None) -> None:
+        self.beats, self._fresh, self._first = stale, fresh, first
+        self.first_failed: Beat | None = None
+        self.answered, self.failed_for, self.error, self.ticket = -math.inf, 0.0, "", 2
+        self.asked = 0
+
+    def fail(self, seconds: float) -> None:
+        self.asked += 1  # and not answered
+
+    def refresh(self, seconds: float) -> None:
+        self.asked += 1
+        self.beats, self.first_failed, self.failed_for = self._fresh, self._first, 1.0
+        self.answered = time.monotonic()
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_who_failed_and_ended_has_not_died(killed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store may be slow: a rank learns that processes are gone before it learns why."""
+    here = this_process()
+    monkeypatch.setattr(
+        "fsdp_sft.watchdog.watch.process_state", lambda process: "" if process == here else "dead"
+    )
+    stale = _beats({}, {"step": 3}, {"step": 3}, {"step": 3, "saw": ((1, "dead"), (2, "dead"))})
+    ended = {"state": FAILED, "error": "KeyError: 'the data'", "step": 3}
+    fresh = {0: stale[0], **{rank: replace(stale[rank], **ended) for rank in (1, 2, 3)}}
+    if killed:
+        fresh[2] = stale[2]
+    watchdog = fs.Watchdog(timeout=3.0, interval=0.2)
+    watchdog._judge = _judge(4)
+    watchdog._exchange = exchange = _SlowExchange(stale, fresh, None if killed else fresh[1])  # type: ignore[assignment]
+    error = RuntimeError("Connection closed by peer")
+    watchdog._explain(error)
+    assert exchange.asked == 2
+    died, failed = (
+        "rank 2 on n2 died in step 3",
+        "rank 1 on n1 failed first, in step 3, phase train: KeyError",
+    )
+    assert len(error.__notes__) == 1
+    assert error.__notes__[0].startswith(f"watchdog: {died if killed else failed}")
+
+
 # --- the judgement, on a clock of its own -----------------------------------------------------------------
 
 

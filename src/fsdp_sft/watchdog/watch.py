@@ -287,7 +287,9 @@ class Watchdog:
         """The processes that do not run, as far as this rank or another one can see."""
         own = {r: process_state(b.process) for r, b in beats.items() if b.state == RUNNING}
         self._saw = {r: state for r, state in own.items() if state in ("dead", "stopped")}
-        told = {r: state for b in beats.values() for r, state in b.saw if r not in own or not own[r]}
+        # Of a rank that has ended its part others may still say that it is gone.
+        ended = {r for r, b in beats.items() if b.state != RUNNING}
+        told = {r: state for b in beats.values() for r, state in b.saw if not own.get(r) and r not in ended}
         return {**told, **self._saw}
 
     def _text(self, finding: Finding, beats: dict[int, Beat], states: dict[int, str], now: float) -> str:
@@ -340,16 +342,20 @@ class Watchdog:
             return
         self._exchange.fail(min(self.interval, 2.0))
         deadline = time.monotonic() + min(3 * self.interval, 5.0)
+        gone: dict[int, float] = {}  # ranks whose process has ended, and when this rank saw that
         while True:
             first = self._exchange.first_failed
             beats = {**self._exchange.beats, self._rank: self._beat()}
             told = beats if first is None else {**beats, first.rank: first}
-            dead = [r for r, state in self._states(told).items() if state == "dead"]
+            now = time.monotonic()
+            gone = {r: gone.get(r, now) for r, state in self._states(told).items() if state == "dead"}
+            # A rank that fails posts that before its process ends. So it has died only if the store, asked
+            # after its end, still has the beat of a rank that runs.
+            answered = math.inf if self._exchange.error or now > deadline else self._exchange.answered
+            dead = [r for r, seen in gone.items() if seen <= answered]
             # The rank that failed first may itself have lost a peer, and needs a moment to find out which.
             told_all = self._exchange.failed_for > _TO_FIND_OUT
-            if dead or (first is not None and first.rank != self._rank and told_all):
-                break
-            if time.monotonic() > deadline:
+            if dead or (first is not None and first.rank != self._rank and told_all) or now > deadline:
                 break
             self._exchange.refresh(self.interval)
         for rank in dead:
