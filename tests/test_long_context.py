@@ -48,12 +48,29 @@ def _cut_back_to(output: Path, step: int) -> None:
     (output / "log.jsonl").unlink()
 
 
-def test_two_ranks_share_rows_and_one_goes_on_alone(tmp_path: Path) -> None:
-    alone, shared = tmp_path / "alone", tmp_path / "shared"
+def test_two_ranks_share_rows(tmp_path: Path) -> None:
+    """The example's end, which ``test_two_ranks_share_rows_and_one_goes_on_alone`` compares with one rank."""
+    text = launches.run(_command(tmp_path / "shared", *_data(tmp_path), "--cp", "2"))
+    losses = _losses(tmp_path / "shared")
+    assert list(losses) == [1, 2, 3, 4]
+    assert losses[4] < losses[1]
+    assert "cp=2" in text
+    assert "peak memory of a rank in training:" in text
+    assert len(_held_out(text)) > 0
+    assert (tmp_path / "shared" / "export" / "config.json").exists()
+
+
+def _data(folder: Path) -> list[str]:
+    """Arguments of a short run on a few rows, with a tiny model."""
     texts = [row["text"][:2000] for row in script("long_context").help_topics()[:8]]
-    (tmp_path / "topics.txt").write_text("\n\n".join(texts), encoding="utf-8")
-    script("tiny_model").make_tiny_model(tmp_path / "model", texts, max_length=128)
-    run = [*SHORT, "--data", str(tmp_path / "topics.txt"), "--model", str(tmp_path / "model")]
+    (folder / "topics.txt").write_text("\n\n".join(texts), encoding="utf-8")
+    script("tiny_model").make_tiny_model(folder / "model", texts, max_length=128)
+    return [*SHORT, "--data", str(folder / "topics.txt"), "--model", str(folder / "model")]
+
+
+@pytest.mark.slow
+def test_two_ranks_share_rows_and_one_goes_on_alone(tmp_path: Path) -> None:
+    alone, shared, run = tmp_path / "alone", tmp_path / "shared", _data(tmp_path)
     expected = _alone(alone, *run)
     text = launches.run(_command(shared, *run, "--cp", "2"))
     assert _losses(shared) == pytest.approx(_losses(alone), rel=1e-5)

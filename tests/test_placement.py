@@ -102,7 +102,9 @@ def _model(*, compiled: bool = False, **options: Any) -> Any:
     return fs.shard_model(model, mesh=mesh_here(), **options)
 
 
-def _run(folder: str, evenly: bool) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+def _run(
+    folder: str, evenly: bool, compiled: bool = False
+) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     """The default path: ragged batches, evaluate, save, load, go on, export."""
     fs.init_distributed()
     if not evenly:  # the oracle: FSDP2 as it is
@@ -112,7 +114,7 @@ def _run(folder: str, evenly: bool) -> tuple[list[float], list[float], dict[str,
         own.shard_dim = _placement.shard_dim
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        model = _model(compiled=True)
+        model = _model(compiled=compiled)
     placements = {p.placements[-1].dim for p in model.parameters() if isinstance(p, DTensor)}
     assert placements == ({0, 1} if evenly else {0})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -141,6 +143,20 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 def test_training_is_that_with_first_dimensions(trained: tuple[Path, Any], tmp_path: Path) -> None:
     folder, found = trained
     expected = run_distributed(_run, 2, str(tmp_path / "first"), False, timeout=240)[0]
+    _assert_same(folder, found, expected)
+
+
+@pytest.mark.slow
+def test_compiled_training_is_that_with_first_dimensions(tmp_path: Path) -> None:
+    found, expected = (
+        run_distributed(_run, 2, str(tmp_path / str(evenly)), evenly, True, timeout=240)[0]
+        for evenly in (True, False)
+    )
+    _assert_same(tmp_path / "True", found, expected)
+
+
+def _assert_same(folder: Path, found: Any, expected: Any) -> None:
+    """Two trainings are equal, and so is what the first has exported."""
     assert found[0] == expected[0]
     assert found[1] == pytest.approx(expected[1], rel=1e-5)  # of other sums
     exported = tf.MixtralForCausalLM.from_pretrained(f"{folder}-export", dtype=torch.float32)

@@ -3,8 +3,6 @@
 import json
 import os
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +21,9 @@ import fsdp_sft as fs
 from fsdp_sft import dcp_io
 from fsdp_sft._boxes import whole
 from tests.faults.hostile import Marker
+from tests.harness import launches
 from tests.harness.device import device_here, mesh_here
+from tests.harness.forks import Program
 from tests.harness.models import full, tiny_model
 from tests.harness.ranks import run_distributed
 from tests.harness.trained import assert_same, train
@@ -327,11 +327,11 @@ def test_the_command_line(tmp_path: Path) -> None:
     run_distributed(_save_accelerate, 2, str(source), "llama", "SHARDED_STATE_DICT")
     tiny_model("llama").save_pretrained(tmp_path / "model")
 
-    def run(*words: Any) -> tuple[int, str]:
-        done = subprocess.run(
-            [sys.executable, "-m", "fsdp_sft.dcp_io", *map(str, words)], capture_output=True, text=True
-        )
-        return done.returncode, done.stdout + done.stderr
+    script = tmp_path / "command.py"  # as `python -m fsdp_sft.dcp_io`, without the seconds of its imports
+    script.write_text("import sys\nfrom fsdp_sft.dcp_io.__main__ import main\nsys.exit(main())\n")
+
+    def run(*words: Any) -> tuple[int | None, str]:
+        return Program(script, *map(str, words), environment=launches.environment()).wait()
 
     code, text = run("convert", source, target, "--model", tmp_path / "model")
     assert (code, f"{target / 'step-500'} is written" in text) == (0, True), text
