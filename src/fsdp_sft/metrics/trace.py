@@ -16,8 +16,8 @@ _HOST_WAITS = re.compile(r"FSDP::(pre_forward|pre_backward|post_backward|root_po
 def trace_seconds(trace: str | Path) -> dict[str, float]:
     """Seconds of each part of the steps that a `StepProfiler` has recorded on one rank.
 
-    Ranks wait for each other in every block, so the parts of a step take the same time on all of them, also
-    if only one is slow. That one shows by what it does meanwhile: it waits the least in collectives.
+    Ranks wait for each other in every block, so a step takes the same time on all of them, also if only one
+    is slow. That one shows by what it does meanwhile: it waits the least in collectives.
 
     Args:
         trace: A trace of `StepProfiler`, with steps of `train_step` and batches of `windows`.
