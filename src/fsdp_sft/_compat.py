@@ -21,6 +21,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 
+# --- modules ----------------------------------------------------------------------------------------------
+
+
 def apply_to_tensors(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Replace every parameter and buffer below ``module`` by ``function`` of it.
 
@@ -671,6 +674,17 @@ def checkpointing_flag(recompute: Callable[..., Any]) -> dict[str, Any]:
     return {"gradient_checkpointing": True, "_gradient_checkpointing_func": recompute}
 
 
+def being_compiled() -> bool:
+    """Whether code runs in order to be compiled, by Dynamo or in AOTAutograd's trace.
+
+    torch's public ``is_compiling`` is False on torch 2.11 where AOTAutograd traces a checkpoint, which then
+    accepts the contexts of compiled code only. torch.utils.checkpoint asks for the private proxy mode.
+    """
+    if torch.compiler.is_compiling():
+        return True
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+
+
 def checkpoints_its_forward(block: nn.Module) -> bool:
     """Whether a block is a ``GradientCheckpointingLayer`` that recomputes its ``forward``.
 
@@ -887,17 +901,6 @@ def forget_meshes() -> None:
     clear = getattr(debug, "_clear_sharding_prop_cache", None)
     if clear is not None:
         clear()
-
-
-def being_compiled() -> bool:
-    """Whether code runs in order to be compiled, by Dynamo or in AOTAutograd's trace.
-
-    torch's public ``is_compiling`` is False on torch 2.11 where AOTAutograd traces a checkpoint, which then
-    accepts the contexts of compiled code only. torch.utils.checkpoint asks for the private proxy mode.
-    """
-    if torch.compiler.is_compiling():
-        return True
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
 def split_axis(mesh: Any, axis: str, sizes: dict[str, int]) -> Any:
