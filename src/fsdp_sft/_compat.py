@@ -20,7 +20,6 @@ from torch import nn
 # The documented base class of modes that see every operation; only the name of its module is private.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
-
 # --- modules ----------------------------------------------------------------------------------------------
 
 
