@@ -188,7 +188,9 @@ def _check_sums() -> None:
         summed, targets = fs.loss_sum(model, batch, router_loss="global_micro_batch")
         assert num_tokens(empty) == 0
         assert targets > 0 or rank == 1
-        total = torch.stack([summed.detach(), torch.tensor(float(targets), dtype=torch.float64)])
+        total = torch.stack(
+            [summed.detach(), torch.tensor(float(targets), dtype=torch.float64, device=summed.device)]
+        )
         dist.all_reduce(total)
         entropy, router = _plain(plain, [_rows(0, 0)])
     found, expected = float(total[0] / total[1]), float((entropy + router).detach())

@@ -307,7 +307,7 @@ def test_a_healthy_run_raises_no_alarm(outcomes: dict[str, list[Outcome]]) -> No
 class _SlowExchange:
     """An exchange whose store answers with the second question, asked after the other processes ended."""
 
-    def __init__(self, stale: dict[int, Beat], fresh: dict[int, Beat], first: Beat | None) -> None:
+    def __init__(self, stale: dict[int, Beat], fresh: dict[int, Beat], first: Beat) -> None:
         self.beats, self._fresh, self._first = stale, fresh, first
         self.first_failed: Beat | None = None
         self.answered, self.failed_for, self.error, self.ticket = -math.inf, 0.0, "", 2
@@ -332,11 +332,13 @@ def test_who_failed_and_ended_has_not_died(killed: bool, monkeypatch: pytest.Mon
     stale = _beats({}, {"step": 3}, {"step": 3}, {"step": 3, "saw": ((1, "dead"), (2, "dead"))})
     ended = {"state": FAILED, "error": "KeyError: 'the data'", "step": 3}
     fresh = {0: stale[0], **{rank: replace(stale[rank], **ended) for rank in (1, 2, 3)}}
-    if killed:
+    if killed:  # and the others have failed because of that
         fresh[2] = stale[2]
     watchdog = fs.Watchdog(timeout=3.0, interval=0.2)
     watchdog._judge = _judge(4)
-    watchdog._exchange = exchange = _SlowExchange(stale, fresh, None if killed else fresh[1])  # type: ignore[assignment]
+    watchdog._exchange = exchange = _SlowExchange(stale, fresh, fresh[1])  # type: ignore[assignment]
+    if killed:  # known long before the store says what became of rank 2
+        exchange.first_failed, exchange.failed_for = fresh[1], 1.0
     error = RuntimeError("Connection closed by peer")
     watchdog._explain(error)
     assert exchange.asked == 2

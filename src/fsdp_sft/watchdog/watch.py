@@ -354,7 +354,7 @@ class Watchdog:
             answered = math.inf if self._exchange.error or now > deadline else self._exchange.answered
             dead = [r for r, seen in gone.items() if seen <= answered]
             # The rank that failed first may itself have lost a peer, and needs a moment to find out which.
-            told_all = self._exchange.failed_for > _TO_FIND_OUT
+            told_all = self._exchange.failed_for > _TO_FIND_OUT and not gone
             if dead or (first is not None and first.rank != self._rank and told_all) or now > deadline:
                 break
             self._exchange.refresh(self.interval)
