@@ -152,14 +152,18 @@ def draw(runs: dict[str, dict[str, Run]], picture: Path) -> None:
     for axis, (title, by_way) in zip(axes[0], runs.items(), strict=True):
         for index, (name, run) in enumerate(by_way.items()):
             smooth = torch.tensor(run.losses).unfold(0, AVERAGED, 1).mean(1)
-            # Some curves lie on the first: it is broad and pale, and the dashes of the others take turns.
-            look: dict[str, Any] = {"linestyle": (4 * index, (4, 12)), "linewidth": 2}
-            if index == 0:
-                look = {"linewidth": 5, "alpha": 0.35}
+            # Three curves lie on the first: it is broad and pale, and their dashes take turns.
+            look: dict[str, Any] = {"linestyle": (4 * index, (4, 8)), "linewidth": 2}
+            if index < 2:
+                look = {"linewidth": 5, "alpha": 0.35} if index == 0 else {"linewidth": 2}
             axis.plot(range(AVERAGED, len(run.losses) + 1), smooth, **look, label=name.replace("`", ""))
         axis.set(title=title, xlabel="optimizer step", ylabel=f"loss, mean of {AVERAGED} steps")
         axis.grid(alpha=0.3)
-    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
+    legend = figure.legend(
+        *axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8
+    )
+    for line in legend.get_lines():
+        line.set_linestyle("-")  # a sample is shorter than the pause between two dashes
     figure.savefig(picture, dpi=110)
 
 
