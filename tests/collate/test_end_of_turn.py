@@ -283,8 +283,8 @@ def test_a_template_without_a_generation_prompt_is_noted() -> None:
     closed = template.replace("else ''", "else '<|end|>'")
     assert closed != template
     for text, answer in (
-        (template, "<|assistant|>\n⟦two<|end|>⟧"),
         # Generation starts where the question has ended, so the header is the model's.
+        (template, "⟦<|assistant|>\ntwo<|end|>⟧"),
         (closed, "⟦<|assistant|>\ntwo<|end|>⟧"),
     ):
         own = tokenizer(text, "<|user|>", "<|assistant|>", "<|end|>")
@@ -338,6 +338,130 @@ def test_a_prompt_that_opens_reasoning_as_rows_with_reasoning_do() -> None:
         warnings.simplefilter("error")
         assert filter_rows([row], own)[1] == {"kept": 1}
     assert shown(row, own) == "<|user|>q<|assistant|>{{plan}}⟦why{{/plan}}one<|end|>⟧"
+
+
+HEADS = {
+    "a system message": "('[steered]\n' if messages[0].role == 'system' else '')",
+    "tools": "('[tools]\n' if tools else '')",
+    "a later turn": "('[reminder]\n' if n > 2 else '')",
+    "the first turn": "('' if n > 2 else '[hello]\n')",
+    "the message before": "('[result]\n' if before == 'tool' else '')",
+    "a count": "'>' * n",
+}
+
+
+@pytest.mark.parametrize("depends_on", HEADS)
+def test_a_prompt_may_depend_on_anything(depends_on: str) -> None:
+    """What the row has in front of an answer is exactly the prompt, so it is never trained."""
+    head = f"'<|assistant|>' + {HEADS[depends_on]}"
+    template = (
+        "{% for message in messages %}{% if message.role == 'assistant' %}{% set n = loop.index0 %}"
+        "{% set before = messages[n - 1].role %}{{ HEAD + message.content + '<|end|>' }}{% else %}"
+        "{{ '<|user|>' + message.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}"
+        "{% set n = messages|length %}{% set before = messages[-1].role %}{{ HEAD }}{% endif %}"
+    ).replace("HEAD", head)
+    own = tokenizer(template, "<|user|>", "<|assistant|>", "<|end|>")
+    row = chat("q", "one", "r", "two", ("tool", "result"), "three", "s", "four", ("user", "t"), "five")
+    row["messages"].insert(0, {"role": "system", "content": "Be brief."})
+    row["tools"] = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert filter_rows([row], own)[1] == {"kept": 1}
+    text = shown(row, own)
+    answers = [m["content"] for m in row["messages"] if m["role"] == "assistant"]
+    assert re.findall(r"⟦(.*?)⟧", text, re.DOTALL) == [f"{answer}<|end|>" for answer in answers]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "past", "expected"),
+    [
+        ("AI: ", "Assistant: ", None),
+        ("### Response:\n", "### Result:\n", "Result:\none<|end|>"),
+        ("<|a|>{plan}", "<|a|>{answer}", "{answer}one<|end|>"),
+    ],
+)
+def test_no_header_is_cut_in_a_word_or_tag(prompt: str, past: str, expected: str | None) -> None:
+    template = (
+        "{% for message in messages %}{% if message.role == 'assistant' %}"
+        f"{{{{ ({prompt!r} if loop.last else {past!r}) + message.content + '<|end|>' }}}}"
+        "{% else %}{{ '<|user|>' + message.content + '\n' }}{% endif %}{% endfor %}"
+        f"{{% if add_generation_prompt %}}{{{{ {prompt!r} }}}}{{% endif %}}"
+    )
+    own = tokenizer(template, "<|user|>", "<|end|>", "<|a|>")
+    if expected is None:
+        with pytest.raises(ChatTemplateError, match="message 1 does not come after the generation prompt"):
+            filter_rows([ROW], own)
+        return
+    _, counts = filter_rows([ROW], own)
+    assert counts == {"kept": 1, "prompt_differs": 1}
+    assert re.findall(r"⟦(.*?)⟧", shown(ROW, own), re.DOTALL) == [expected, "two<|end|>"]
+
+
+def test_generation_starts_at_the_first_of_two_headers() -> None:
+    """In Harmony's manner: an answer may have a channel of reasoning, and the prompt names no channel."""
+    template = (
+        "{% for message in messages %}{% if message.role == 'assistant' %}"
+        "{{ '<|start|>assistant<|channel|>analysis<|message|>' + (message.reasoning_content or '') }}"
+        "{{ '<|end|>' }}"
+        "{{ '<|start|>assistant<|channel|>final<|message|>' + message.content + '<|return|>' }}"
+        "{% else %}{{ '<|start|>user<|message|>' + message.content + '<|end|>' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"
+    )
+    tokens = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>")
+    own = tokenizer(template, *tokens, eos="<|return|>")
+    expected = (
+        "<|start|>assistant⟦<|channel|>analysis<|message|><|end|><|start|>assistant<|channel|>final<|message|>"
+        "one<|return|>⟧"
+    )
+    assert shown(chat("q", "one"), own).endswith(expected)
+
+
+def test_an_added_token_may_hold_the_end_of_the_prompt_too() -> None:
+    own = joining()
+    own.add_tokens(["\n\n"])
+    own.chat_template = turns("message.role + '\n'", "</s>\n")
+    _, counts = filter_rows([chat("q", "\nHello")], own)
+    assert counts == {"kept": 1, "start_in_a_token": 1}
+    taking = tokenizers.AddedToken("<|assistant|>", rstrip=True, special=True)
+    own.add_special_tokens({"additional_special_tokens": [taking]})
+    own.chat_template = turns("'<|' + message.role + '|>\n'", "</s>\n")
+    assert filter_rows([chat("q", " Hello")], own)[1] == {"kept": 1}, "it is the same token in the prompt"
+
+
+def test_a_few_first_letters_are_no_reason_to_warn() -> None:
+    own = joining(":a")
+    own.chat_template = turns("message.role + ':'", "</s>\n")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _, counts = filter_rows([chat("q", "The answer"), ROW, ROW, chat("q", "all")], own)
+    assert counts == {"kept": 4, "start_in_a_token": 1}
+
+
+def test_a_first_question_with_a_text_of_its_own_has_a_prompt() -> None:
+    template = (
+        "{% for message in messages %}{% if message.role == 'user' %}{{ '[INST]' + message.content + "
+        "('\n\nReply in French' if loop.first else '') + '[/INST]' }}{% else %}"
+        "{{ message.content + '</s>' }}{% endif %}{% endfor %}"
+    )
+    own = tokenizer(template, "[INST]", "[/INST]")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert filter_rows([ROW], own)[1] == {"kept": 1}
+    assert shown(ROW, own).count("[/INST]⟦") == 2
+
+
+def test_numbered_rounds_end_no_answer() -> None:
+    template = (
+        "{% for message in messages %}{% if message.role == 'user' %}"
+        "{{ '[Round ' ~ (loop.index0 // 2 + 1) ~ ']\n问：' + message.content + '\n' }}{% else %}"
+        "{{ '答：' + message.content + '\n' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '答：' }}{% endif %}"
+    )
+    own = tokenizer(template)
+    with pytest.warns(UserWarning, match="no_end_of_turn"):
+        _, counts = filter_rows([ROW], own)
+    assert counts == {"kept": 1, "no_end_of_turn": 1}
+    assert "Round" not in "".join(re.findall(r"⟦(.*?)⟧", shown(ROW, own), re.DOTALL))
 
 
 # --- an end that only past answers have -------------------------------------------------------------------

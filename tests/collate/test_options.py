@@ -235,4 +235,11 @@ def test_a_skeleton_that_is_out_of_date_is_rendered_anew() -> None:
     for key in known:
         known[key] = "Today is another day. " + known[key]
     assert shown(answer("b"), tokenizer) == expected.replace("⟦a", "⟦b")
-    assert not any("another day" in text for text in known.values())
+    assert not any("another day" in text for (prompt, *_), text in known.items() if not prompt)
+    # A prompt that is not in front of the answer is rendered anew as well.
+    for key in known:
+        known[key] = (
+            known[key].replace("<|im_start|>assistant\n", "<|im_start|>bot\n") if key[0] else known[key]
+        )
+    assert shown(answer("c"), tokenizer) == expected.replace("⟦a", "⟦c")
+    assert not any("bot" in text for text in known.values())

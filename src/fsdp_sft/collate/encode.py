@@ -414,6 +414,8 @@ def _notes(
                 "model that is asked has to write this header itself; pass a chat_template= that does it",
                 stacklevel=2,
             )
+        if found.prompt_differs and not facts.prompt_differs:
+            yield "prompt_differs"
         if facts.prompt_differs and speaks:
             yield "prompt_differs"
             warnings.warn(

@@ -35,6 +35,10 @@ once, from a probe of four messages whose contents are sentinels. A header is wh
 ``add_generation_prompt=True`` and also prints in front of an answer. The end-of-turn token is, as a rule, the
 first special token that it prints after the last answer.
 
+A prompt may also depend on anything else: a system message, tools, the number of the turn. So for a few
+answers of each conversation the messages before are rendered with a generation prompt. If one of these ends
+elsewhere than its header, the prompt is rendered for every answer (``_TurnFinder.check_headers``).
+
 Where the literals of a turn contain no known header or stop token, its edges come from two more renderings:
 the messages before the turn with a generation prompt, and the messages up to and including it.
 """
@@ -53,16 +57,18 @@ from fsdp_sft.collate.layout import THINK, Dropped, Extent, Layout, Place, lay_o
 from fsdp_sft.collate.rows import Conversation, Message
 from fsdp_sft.collate.template import (
     OPEN,
+    OPENED_REASONING,
     ChatTemplate,
     TemplateFacts,
     common_length,
+    shared_header,
     split_at_sentinels,
 )
 from fsdp_sft.errors import ChatTemplateError
 
 # Tags that open and close reasoning in the rendered text: <think>, [THINK], <|END_THINKING|>, <|end|> ...
-_OPENING = re.compile(r"(?:<[^<>]*>|\[[^\[\]]*\])\s*$")
-_CLOSING = re.compile(r"\s*(?:<[^<>]*>|\[[^\[\]]*\])\s*")
+_OPENING = re.compile(r"(?:<[^<>]*>|\[[^\[\]]*\]|\{[^{}]*\})\s*$")
+_CLOSING = re.compile(r"\s*(?:<[^<>]*>|\[[^\[\]]*\]|\{[^{}]*\})\s*")
 _OPENED_THINK = re.compile(r"(?:<think[^<>]*>\s*)?(?:</think[^<>]*>\s*)?$")
 
 
@@ -95,6 +101,7 @@ class Found:
         dropped: Texts of the trained messages that the template does not print.
         answers: Span of the printed texts of each trained assistant message.
         weighed: Span of each part that has a weight of its own, and the weight.
+        prompt_differs: Whether an answer to a question comes behind another text than its generation prompt.
     """
 
     text: str
@@ -102,6 +109,7 @@ class Found:
     dropped: tuple[Dropped, ...] = ()
     answers: tuple[tuple[int, int], ...] = ()
     weighed: tuple[tuple[int, int, float], ...] = ()
+    prompt_differs: bool = False
 
 
 def find_turns(
@@ -141,9 +149,10 @@ def find_turns(
     wanted -= layout.absent(wanted - printed)
     layout.check(template, wanted)
     owned = _tags_by_message(tags, layout.places, messages)
-    finder = _TurnFinder(template, facts, messages, owned, layout, conversation.tools)
+    finder = _TurnFinder(template, facts, messages, owned, layout, conversation.tools, facts.prompt_varies)
     spoken = {index for index in printed if messages[index]["role"] == "assistant"}
     extents = list(layout.extents(wanted | spoken))
+    finder.check_headers(text, [extent for extent in extents if extent.message in wanted])
     turns = [turn for extent in extents if extent.message in wanted for turn in finder.find(text, extent)]
     answers = tuple(e.own for e in extents if e.own is not None and e.message in spoken)
     last_question = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=-1)
@@ -152,7 +161,8 @@ def find_turns(
         turns = [part for turn in turns for part in _without_reasoning(turn, layout.places, text)]
         dropped = tuple(item for item in dropped if item.part != "reasoning")
     weighed = tuple(layout.weighed(text))
-    return Found(text, sorted(turns, key=lambda turn: turn.start), dropped, answers, weighed)
+    ordered = sorted(turns, key=lambda turn: turn.start)
+    return Found(text, ordered, dropped, answers, weighed, finder.prompt_differs)
 
 
 def _without_reasoning(turn: Turn, places: list[Place], text: str) -> Iterator[Turn]:
@@ -205,6 +215,8 @@ class _TurnFinder:
         tags: Spans of the template's generation tags, by message.
         layout: Places of the texts in the rendering.
         tools: Tool schemas of the conversation.
+        exact: Whether prompts are rendered for each answer, since the headers of the probe say other things.
+        prompt_differs: Whether the text in front of an answer to a question does not begin with the prompt.
     """
 
     template: ChatTemplate
@@ -213,6 +225,8 @@ class _TurnFinder:
     tags: dict[int, list[tuple[int, int]]]
     layout: Layout
     tools: list[dict[str, Any]] | None
+    exact: bool = False
+    prompt_differs: bool = False
 
     def find(self, text: str, extent: Extent) -> list[Turn]:
         """The turns of one message, of which `extent` says where its texts are printed."""
@@ -223,10 +237,7 @@ class _TurnFinder:
             return self._find_blank(text, index, floor, ceiling)
         first, last = own
         message, tags = self.messages[index], self.tags.get(index, [])
-        is_numbered = self.facts.prompt_varies and message["role"] == "assistant"
-        start = None if is_numbered else self._start(message, text[floor:first])
-        if start is None:
-            start = self._end_of_prompt(index, floor, text[floor:first])
+        start = self._where_generation_starts(message, index, floor, text[floor:first])
         if start is None and tags and index and self.messages[index - 1]["role"] == "assistant":
             # Generation does not start anew between two consecutive answers, so no prompt marks the start.
             start = max(0, tags[0][0] - floor)
@@ -253,7 +264,7 @@ class _TurnFinder:
     def _find_blank(self, text: str, index: int, floor: int, ceiling: int) -> list[Turn]:
         """The turn of a message whose printed texts are empty or nothing but white space."""
         between = text[floor:ceiling]
-        start = self._end_of_prompt(index, floor, between)
+        start, _ = self._end_of_prompt(index, floor, between)
         ending = self._rendered_after(index + 1, floor, prompt=False)
         if start is None or ending is None or not between.startswith(ending) or len(ending) < start:
             raise self.template.error(
@@ -266,19 +277,39 @@ class _TurnFinder:
         end = floor + max(start, len(ending.rstrip()))
         return [Turn(index, floor + start, end, end)] if end > floor + start else []
 
-    def _end_of_prompt(self, index: int, floor: int, before: str) -> int | None:
-        """Offset in `before` at which the generation prompt for message `index` ends.
+    def check_headers(self, text: str, extents: list[Extent]) -> None:
+        """Find out whether the headers of the probe are this conversation's prompts; see ``exact``.
 
-        None if `before` does not begin with that prompt.
+        A prompt may depend on anything: system messages, tools, the number of the turn. To render it for each
+        answer would take time that grows with the square of their number, so a few are looked at: the first
+        and the last answer, and the first behind a message of each role.
+        """
+        spoken = [e for e in extents if self.messages[e.message]["role"] == "assistant" and e.own is not None]
+        behind = {self.messages[e.message - 1]["role"] if e.message else "": e for e in reversed(spoken)}
+        for index, floor, own, _ in {e.message: e for e in [*spoken[-1:], *behind.values()]}.values():
+            before = text[floor : own[0]] if own is not None else ""
+            start, prompt = self._end_of_prompt(index, floor, before)
+            if start is not None and start != self._start(self.messages[index], before):
+                self.exact = True
+            asks = index > 0 and self.messages[index - 1]["role"] != "assistant"
+            self.prompt_differs |= asks and start is None and prompt is not None
+
+    def _where_generation_starts(self, message: Message, index: int, floor: int, before: str) -> int | None:
+        """Offset of the turn's start in `before`, the literal in front of its first leaf; None if unknown."""
+        start = None if self.exact and message["role"] == "assistant" else self._start(message, before)
+        return self._end_of_prompt(index, floor, before)[0] if start is None else start
+
+    def _end_of_prompt(self, index: int, floor: int, before: str) -> tuple[int | None, str | None]:
+        """(offset in `before` at which the generation prompt for message `index` ends; the prompt).
+
+        The offset is None if `before` does not begin with the prompt, and both if it cannot be rendered.
         """
         prompt = self._rendered_after(index, floor, prompt=True)
-        if prompt is None:
-            return None
-        # A prompt may open a think block, or write an empty one, that this answer lacks or writes otherwise.
-        for there in (prompt, _OPENED_THINK.sub("", prompt)):
-            if before.startswith(there):
-                return len(there)
-        return None
+        start = None if prompt is None else _end_of_prompt(prompt, before, self.facts)
+        if prompt is not None and start is None:  # which may have been remembered from another day
+            prompt = self._rendered_after(index, floor, prompt=True, renew=True)
+            start = None if prompt is None else _end_of_prompt(prompt, before, self.facts)
+        return start, prompt
 
     def _end_of_ending(self, index: int, last: int, after: str) -> tuple[int, int] | None:
         """Like `_stop`, but read off a rendering of the conversation that ends with this message."""
@@ -295,7 +326,7 @@ class _TurnFinder:
         at = after.find(stop, 0, common_length(ending, after)) if ending is not None else -1
         return max(end, at + len(stop)) if at >= 0 else end
 
-    def _rendered_after(self, count: int, position: int, *, prompt: bool) -> str | None:
+    def _rendered_after(self, count: int, position: int, *, prompt: bool, renew: bool = False) -> str | None:
         """The text that follows the last leaf when only the first `count` messages are rendered.
 
         None if that leaf is not the one that ends at `position` of the whole conversation: the two renderings
@@ -305,7 +336,7 @@ class _TurnFinder:
         if not messages:
             return None
         try:
-            marked, _ = self.template.render(messages, tools=self.tools, add_generation_prompt=prompt)
+            marked = self.template.skeleton(messages, self.tools, prompt=prompt, renew=renew)
         except ChatTemplateError:
             return None
         pieces, numbers = split_at_sentinels(marked, numeric=self.layout.numeric)
@@ -346,6 +377,20 @@ class _TurnFinder:
         endings = (tail + self.facts.after_answer, tail + self.facts.after_past_answer)
         kept = len(tail) if after.startswith(endings) else 0
         return kept, kept
+
+
+def _end_of_prompt(prompt: str, before: str, facts: TemplateFacts) -> int | None:
+    """Offset in `before`, the text in front of an answer, at which the generation prompt ends.
+
+    A prompt may open reasoning, or write an empty think block, that this answer lacks or writes otherwise.
+    None if `before` does not begin with the prompt in any of these ways.
+    """
+    for there in (prompt, _OPENED_THINK.sub("", prompt)):
+        if before.startswith(there):
+            return len(there)
+    shared = shared_header(prompt, before)
+    opens = OPENED_REASONING.fullmatch(prompt[len(shared) :]) is not None or facts.opens_reasoning
+    return len(shared) if opens and shared.strip() else None
 
 
 def _edges(message: Message) -> tuple[str, str]:

@@ -39,7 +39,7 @@ _CAPTURED_TAG = re.compile(
 
 # What a generation prompt opens for reasoning, and may close again: <think>, [THINK], <|START_THINKING|>,
 # <|channel|>analysis<|message|>, "<|channel>thought" ... It begins with a tag, or white space before one.
-_OPENED_REASONING = re.compile(
+OPENED_REASONING = re.compile(
     r"\s*[<\[][^<>\[\]]*(?:think|thought|reason|channel)[^<>\[\]]*[>\]].*", re.DOTALL | re.IGNORECASE
 )
 
@@ -65,6 +65,7 @@ class TemplateFacts:
         prompt: Text between the last question of several and where generation starts.
         prompt_varies: Whether that text is another one after the first question (some templates number their
             turns), so that `headers` say nothing about other turns.
+        opens_reasoning: Whether `prompt` is in front of an answer with reasoning only.
         prompt_differs: Whether `prompt` is not what rows have in front of an answer, apart from an opening of
             reasoning.
         no_generation_prompt: Whether the template adds nothing for a generation prompt, though rows have a
@@ -84,6 +85,7 @@ class TemplateFacts:
     in_parts: bool = False
     prompt: str = ""
     prompt_varies: bool = False
+    opens_reasoning: bool = False
     prompt_differs: bool = False
     no_generation_prompt: bool = False
     prompt_merges: bool = False
@@ -176,7 +178,12 @@ class ChatTemplate:
         return {**kept, "content": parts}
 
     def skeleton(
-        self, marked: list[Message], tools: list[dict[str, Any]] | None, *, renew: bool = False
+        self,
+        marked: list[Message],
+        tools: list[dict[str, Any]] | None,
+        *,
+        renew: bool = False,
+        prompt: bool = False,
     ) -> str:
         """Render a conversation whose texts are sentinels.
 
@@ -187,15 +194,16 @@ class ChatTemplate:
             marked: Messages with sentinels.
             tools: Tool schemas.
             renew: Whether to render again even if the rendering is remembered.
+            prompt: Whether to end with a generation prompt.
         """
         if tools is not None or any(len(message) != 2 for message in marked):
-            return self.render(marked, tools=tools)[0]
+            return self.render(marked, tools=tools, add_generation_prompt=prompt)[0]
         known = self._skeletons
-        key = tuple((message["role"], message["content"]) for message in marked)
+        key = (prompt, *((message["role"], message["content"]) for message in marked))
         if renew or key not in known:
             if len(known) >= _MAX_SKELETONS:
                 known.clear()
-            known[key] = self.render(marked)[0]
+            known[key] = self.render(marked, add_generation_prompt=prompt)[0]
         return known[key]
 
     def facts(self) -> TemplateFacts:
@@ -234,7 +242,9 @@ class ChatTemplate:
         chat: list[Message] = [{"role": role, "content": sentinel(n)} for n, role in enumerate(roles)]
         asked = self._after(0, render(chat[:1]))
         prompted = self._after(0, render(chat[:1], prompt=True))
-        prompted_later = self._after(2, render(chat[:3], prompt=True))
+        asked_later, prompted_later = (
+            self._after(2, render(chat[:3], prompt=flag)) for flag in (False, True)
+        )
         answered = render(chat)
         # Templates of reasoning models may give past answers another header than the last one.
         before_past, before_answer = (
@@ -242,10 +252,7 @@ class ChatTemplate:
         )
         after_answer = self._after(3, answered)
         after_past_answer = self._after(1, answered).partition(sentinel(2))[0]
-        shared, shared_past = (
-            _without_half_a_tag(prompted, common_length(prompted, before))
-            for before in (before_answer, before_past)
-        )
+        shared, shared_past = (shared_header(prompted, before) for before in (before_answer, before_past))
         # The prompt is what `prompted` has beyond `asked`. Not simply from len(asked) on: some templates end
         # a rendering without a prompt differently.
         skip = common_length(asked, prompted)
@@ -265,6 +272,9 @@ class ChatTemplate:
         if end_of_turn is None and text and after_past_answer.startswith(closing.rstrip()):
             first = end_of_turn = text
         stops = [self.tokenizer.eos_token, first, end_of_turn]
+        opens_reasoning = not before_answer.startswith(prompted_later) and any(
+            before.startswith(prompted_later) for before in self._before_reasoning(chat, tools)
+        )
         headers = [header for header in sorted(headers, key=len, reverse=True) if header.strip()]
         return TemplateFacts(
             headers=tuple(headers),
@@ -274,17 +284,16 @@ class ChatTemplate:
             after_past_answer=after_past_answer,
             stop_tokens=tuple(dict.fromkeys(str(stop) for stop in stops if stop)),
             end_of_turn=end_of_turn,
-            stop_is_token=is_token,
+            stop_is_token=is_token or end_of_turn is None,
             stop_has_more=first != end_of_turn,
             prompt=prompted_later,
             prompt_varies=not (
                 _is_begun_by(prompted, prompted_later) or _is_begun_by(prompted_later, prompted)
             ),
-            prompt_differs=not _is_begun_by(before_answer, prompted_later)
-            and not any(
-                _is_begun_by(before, prompted_later) for before in self._before_reasoning(chat, tools)
-            ),
-            no_generation_prompt=not prompt.strip() and _is_a_header(before_answer[len(shared) :]),
+            opens_reasoning=opens_reasoning,
+            prompt_differs=not (opens_reasoning or _is_begun_by(before_answer, prompted_later)),
+            no_generation_prompt=not prompted_later[common_length(asked_later, prompted_later) :].strip()
+            and _is_a_header(before_answer[common_length(prompted_later, before_answer) :]),
             prompt_merges=self._is_joined(headers, before_answer),
         )
 
@@ -306,13 +315,14 @@ class ChatTemplate:
             after_past_answer: Text between an earlier answer and the next user content.
             before_question: Text in front of the first question.
         """
-        length = len(after_past_answer) - common_length(before_question[::-1], after_past_answer[::-1])
+        # Some headers number the turns.
+        first, later = (re.sub(r"\d", "0", text)[::-1] for text in (before_question, after_past_answer))
+        length = len(after_past_answer) - common_length(first, later)
         added = [token.content for token in self.tokenizer.added_tokens_decoder.values()]
         length = _through_the_tag(after_past_answer, length, [token for token in added if token])
         eos = str(self.tokenizer.eos_token or "")
-        if eos and not after_past_answer[:length].strip() and after_past_answer.lstrip().startswith(eos):
-            return eos
-        return after_past_answer[:length]
+        more = re.match(rf"\s*{re.escape(eos)}", after_past_answer[length:]) if eos else None
+        return after_past_answer[: length + more.end() if more else length]
 
     def _is_joined(self, headers: list[str], before_answer: str) -> bool:
         """Whether the tokenizer joins the end of the header in front of an answer with most first words."""
@@ -321,7 +331,8 @@ class ChatTemplate:
             return False
         start = before_answer.rfind(header) + len(header)
         texts = [before_answer + word for word in _FIRST_WORDS]
-        return any(starts_in_a_token(tokens, start) for tokens in tokenise(self.tokenizer, texts))
+        joined = [starts_in_a_token(tokens, start) for tokens in tokenise(self.tokenizer, texts)]
+        return 2 * sum(joined) > len(joined)
 
     def _after(self, number: int, text: str) -> str:
         """The text behind sentinel `number`, which must occur exactly once."""
@@ -467,26 +478,31 @@ def _is_begun_by(before_answer: str, prompt: str) -> bool:
     Templates of reasoning models open a think block in the prompt (or write an empty one), which an answer
     without reasoning lacks or writes otherwise.
     """
-    shared = _without_half_a_tag(prompt, common_length(prompt, before_answer))
+    shared = shared_header(prompt, before_answer)
     extra = prompt[len(shared) :]
-    return not extra or _OPENED_REASONING.fullmatch(extra) is not None
+    return not extra or OPENED_REASONING.fullmatch(extra) is not None
 
 
 def _is_a_header(text: str) -> bool:
     """Whether the text in front of an answer is more than white space or an opening of reasoning."""
-    return bool(text.strip()) and _OPENED_REASONING.fullmatch(text) is None
+    return bool(text.strip()) and OPENED_REASONING.fullmatch(text) is None
 
 
-def _without_half_a_tag(text: str, length: int) -> str:
-    """The first `length` characters, without a tag that is cut in two at the end.
+def shared_header(prompt: str, before: str) -> str:
+    """The text with which both begin, without a tag or word that is cut in two at the end.
 
     Two headers may have the beginning of a tag in common (``<|start_a|>`` and ``<|start_b|>``).
     """
-    for opening, closing in (("<", ">"), ("[", "]")):
-        at = text.rfind(opening, 0, length)
-        if at > text.rfind(closing, 0, length) and re.match(r"[<\[]\S*[>\]]", text[at:]):
+    length = common_length(prompt, before)
+    for opening, closing in (("<", ">"), ("[", "]"), ("{", "}")):
+        at = prompt.rfind(opening, 0, length)
+        if at > prompt.rfind(closing, 0, length) and re.match(r"[<\[{]\S*[>\]}]", prompt[at:]):
             length = at
-    return text[:length]
+    if length < max(len(prompt), len(before)):
+        word = re.search(r"\w+$", prompt[:length])
+        if word and re.match(r"\w", prompt[length:] or before[length:]):
+            length = word.start()
+    return prompt[:length]
 
 
 def common_length(first: str, second: str) -> int:

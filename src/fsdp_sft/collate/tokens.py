@@ -32,17 +32,20 @@ class Tokens(Protocol):
     def first_beyond(self, position: int) -> int:
         """Index of the first token that ends after character `position`; S if none does."""
 
-    def is_added(self, index: int) -> bool:
-        """Whether a token was added to the vocabulary; such a token may take in the white space beside it."""
+    def only_takes_in(self, index: int, position: int) -> bool:
+        """Whether token `index` has no more than white space from `position` on, which it takes in.
+
+        Tokens that were added to the vocabulary may do that (``rstrip=True``).
+        """
 
 
 def starts_in_a_token(tokens: Tokens, position: int) -> bool:
     """Whether the character at `position` lies in a token that begins before it.
 
-    Added tokens do not count: one that takes in white space does so without the text behind it, too.
+    A token that takes in white space does not count: it is the same token without the text behind it.
     """
     index = tokens.first_beyond(position)
-    return index < tokens.first_from(position) and not tokens.is_added(index)
+    return index < tokens.first_from(position) and not tokens.only_takes_in(index, position)
 
 
 def tokenise(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[Tokens]:
@@ -85,9 +88,9 @@ class _SpelledTokens:
         """See `Tokens`."""
         return bisect_right(self._byte_edges(), self._byte(position), lo=1) - 1
 
-    def is_added(self, index: int) -> bool:
+    def only_takes_in(self, index: int, position: int) -> bool:
         """See `Tokens`."""
-        return False  # those that take in white space do not spell the text
+        return False  # such tokens do not spell the text
 
     def _byte_edges(self) -> list[int]:
         """Byte at which each token starts, and the byte at which the last one ends: S + 1 numbers."""
@@ -211,9 +214,11 @@ class _OffsetTokens:
         """See `Tokens`."""
         return bisect_right(range(len(self.ids)), position, key=self._end)
 
-    def is_added(self, index: int) -> bool:
+    def only_takes_in(self, index: int, position: int) -> bool:
         """See `Tokens`."""
-        return self.ids[index] in self.tokenizer.added_tokens_decoder
+        added = self.tokenizer.added_tokens_decoder.get(self.ids[index])
+        at = self.text.find(added.content, self._start(index)) if added is not None else -1
+        return added is not None and 0 <= at <= position - len(added.content)
 
     def _start(self, index: int) -> int:
         return int(self.encoding.token_to_chars(index)[0])
