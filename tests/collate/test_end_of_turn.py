@@ -397,6 +397,25 @@ def test_no_header_is_cut_in_a_word_or_tag(prompt: str, past: str, expected: str
     assert re.findall(r"⟦(.*?)⟧", shown(ROW, own), re.DOTALL) == [expected, "two<|end|>"]
 
 
+@pytest.mark.parametrize("when", ["messages[0].role == 'system'", "messages|length == 1", "tools"])
+def test_a_prompt_that_differs_in_some_conversations_only(when: str) -> None:
+    header = "'<|' + message.role + '|>\n'"
+    prompt = f"'<|assistant|>\n' + ('In French: ' if {when} else '')"
+    template = turns(header, "<|end|>").replace("{{ '<|' + 'assistant' + '|>\n' }}", f"{{{{ {prompt} }}}}")
+    own = tokenizer(template, "<|user|>", "<|assistant|>", "<|end|>")
+    row = chat("q", "one")
+    if "system" in when:
+        row["messages"].insert(0, {"role": "system", "content": "Be brief."})
+    if "tools" in when:
+        row["tools"] = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    with pytest.warns(
+        UserWarning, match="questions of some conversations with a generation prompt that is not"
+    ):
+        _, counts = filter_rows([row], own)
+    assert counts == {"kept": 1, "prompt_differs": 1}
+    assert shown(row, own).endswith("<|assistant|>\n⟦one<|end|>⟧")
+
+
 def test_generation_starts_at_the_first_of_two_headers() -> None:
     """In Harmony's manner: an answer may have a channel of reasoning, and the prompt names no channel."""
     template = (

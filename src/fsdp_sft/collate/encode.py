@@ -416,6 +416,12 @@ def _notes(
             )
         if found.prompt_differs and not facts.prompt_differs:
             yield "prompt_differs"
+            warnings.warn(
+                f"the chat template of {describe_tokenizer(template.tokenizer)} ends the questions of some "
+                "conversations with a generation prompt that is not in front of their answers; pass a "
+                "chat_template= that prints the same for both, unless they differ on purpose",
+                stacklevel=2,
+            )
         if facts.prompt_differs and speaks:
             yield "prompt_differs"
             warnings.warn(
