@@ -340,6 +340,32 @@ def test_a_prompt_that_opens_reasoning_as_rows_with_reasoning_do() -> None:
     assert shown(row, own) == "<|user|>q<|assistant|>{{plan}}⟦why{{/plan}}one<|end|>⟧"
 
 
+def test_a_generation_prompt_for_later_questions_only_is_noted() -> None:
+    template = turns("'<|' + message.role + '|>\n'", "<|end|>").replace("else ''", "else '<|end|>'")
+    template = template.replace("{% if add_generation_prompt %}", "{% if add_generation_prompt and MORE %}")
+    own = tokenizer(template.replace("MORE", "messages|length > 1"), "<|user|>", "<|assistant|>", "<|end|>")
+    with pytest.warns(
+        UserWarning, match="writes nothing, for some questions, for add_generation_prompt=True"
+    ):
+        _, counts = filter_rows([ROW], own)
+    assert counts == {"kept": 1, "no_generation_prompt": 1}
+    assert "⟦<|assistant|>\none<|end|>⟧" in shown(ROW, own)
+    assert shown(ROW, own).endswith("<|assistant|>\n⟦two<|end|>⟧")
+
+
+def test_a_header_that_ends_with_a_space_in_later_turns_only() -> None:
+    own = joining("Ġo", "Ġt")
+    early = "(':\n' if NUMBER < 3 else ': ')"
+    own.chat_template = (
+        turns(f"message.role + {early}", "</s>\n")
+        .replace(f"'assistant' + {early}", f"'assistant' + {early.replace('NUMBER', 'messages|length + 1')}")
+        .replace("NUMBER", "loop.index")
+    )
+    with pytest.warns(UserWarning, match="2 of 2 rows are counted as start_in_a_token"):
+        _, counts = filter_rows([ROW, ROW], own)
+    assert counts == {"kept": 2, "start_in_a_token": 2}
+
+
 HEADS = {
     "a system message": "('[steered]\n' if messages[0].role == 'system' else '')",
     "tools": "('[tools]\n' if tools else '')",

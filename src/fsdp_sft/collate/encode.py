@@ -406,10 +406,11 @@ def _notes(
                 "chat_template= that ends the prompt with a line break or a token, and not with a space",
                 stacklevel=2,
             )
-        if facts.no_generation_prompt and speaks:
+        if (facts.no_generation_prompt or found.no_prompt) and speaks:
             yield "no_generation_prompt"
+            always = "" if facts.no_generation_prompt else ", for some questions,"
             warnings.warn(
-                f"the chat template of {describe_tokenizer(template.tokenizer)} writes nothing for "
+                f"the chat template of {describe_tokenizer(template.tokenizer)} writes nothing{always} for "
                 f"add_generation_prompt=True, and prints {facts.before_answer!r} in front of answers: a "
                 "model that is asked has to write this header itself; pass a chat_template= that does it",
                 stacklevel=2,

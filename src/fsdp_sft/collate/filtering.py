@@ -159,8 +159,9 @@ def filter_rows(
         **options: Further options of `encode_chat`; give the same to the collator.
 
     Returns:
-        (the rows that have a target after truncation and shift, as they were given; a `FilterCounts`). If
-        nothing teaches the model to stop in more than half of the rows, a warning says so.
+        (the rows that have a target after truncation and shift, as they were given; a `FilterCounts`). If in
+        more than half of the rows nothing teaches the model to stop, or a token holds the beginning of an
+        answer and the end of its prompt, a warning says so.
 
     Raises:
         ValueError: For a malformed row, with its index, or if no row is left, with the counts.
@@ -192,7 +193,7 @@ def filter_rows(
         )
     with suppress(TypeError):
         _LET_PASS[tokenizer] = on_dropped
-    warn_of_notes(counts, ["no_end_of_turn"], stacklevel=2)
+    warn_of_notes(counts, ["no_end_of_turn", "start_in_a_token"], stacklevel=2)
     return kept, counts
 
 

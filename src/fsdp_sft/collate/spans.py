@@ -102,6 +102,7 @@ class Found:
         answers: Span of the printed texts of each trained assistant message.
         weighed: Span of each part that has a weight of its own, and the weight.
         prompt_differs: Whether an answer to a question comes behind another text than its generation prompt.
+        no_prompt: Whether it comes behind a header that its generation prompt lacks.
     """
 
     text: str
@@ -110,6 +111,7 @@ class Found:
     answers: tuple[tuple[int, int], ...] = ()
     weighed: tuple[tuple[int, int, float], ...] = ()
     prompt_differs: bool = False
+    no_prompt: bool = False
 
 
 def find_turns(
@@ -162,7 +164,7 @@ def find_turns(
         dropped = tuple(item for item in dropped if item.part != "reasoning")
     weighed = tuple(layout.weighed(text))
     ordered = sorted(turns, key=lambda turn: turn.start)
-    return Found(text, ordered, dropped, answers, weighed, finder.prompt_differs)
+    return Found(text, ordered, dropped, answers, weighed, finder.prompt_differs, finder.no_prompt)
 
 
 def _without_reasoning(turn: Turn, places: list[Place], text: str) -> Iterator[Turn]:
@@ -217,6 +219,7 @@ class _TurnFinder:
         tools: Tool schemas of the conversation.
         exact: Whether prompts are rendered for each answer, since the headers of the probe say other things.
         prompt_differs: Whether the text in front of an answer to a question does not begin with the prompt.
+        no_prompt: Whether that text goes on with a header after the prompt.
     """
 
     template: ChatTemplate
@@ -227,6 +230,7 @@ class _TurnFinder:
     tools: list[dict[str, Any]] | None
     exact: bool = False
     prompt_differs: bool = False
+    no_prompt: bool = False
 
     def find(self, text: str, extent: Extent) -> list[Turn]:
         """The turns of one message, of which `extent` says where its texts are printed."""
@@ -293,6 +297,9 @@ class _TurnFinder:
                 self.exact = True
             asks = index > 0 and self.messages[index - 1]["role"] != "assistant"
             self.prompt_differs |= asks and start is None and prompt is not None
+            left = "" if start is None else before[start:]
+            if asks and left.strip() and OPENED_REASONING.fullmatch(left) is None:
+                self.no_prompt |= self._rendered_after(index, floor, prompt=False) == prompt
 
     def _where_generation_starts(self, message: Message, index: int, floor: int, before: str) -> int | None:
         """Offset of the turn's start in `before`, the literal in front of its first leaf; None if unknown."""

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _LOOKED_AT_FIRST = 500
-# Of all but the first a warning is given where rows are encoded; it is repeated where they are only opened.
+# Of all but the first two a warning is given where rows are encoded; it is repeated where they are opened.
 _WARNED_OF = (
-    *("no_end_of_turn", "end_of_turn_is_text", "prompt_differs", "no_generation_prompt"),
-    "start_in_a_token",
+    *("no_end_of_turn", "start_in_a_token"),
+    *("end_of_turn_is_text", "prompt_differs", "no_generation_prompt"),
 )
 _SEEN_SECONDS = 5.0  # time in which a network file system must show another node a new file
 
@@ -138,7 +138,7 @@ def encode_dataset(
                 f"allows; what was encoded is kept in {target}",
             )
     if this_rank() == 0:
-        warn_of_notes(counts, _WARNED_OF[:1] if is_new else _WARNED_OF, stacklevel=2)
+        warn_of_notes(counts, _WARNED_OF[:2] if is_new else _WARNED_OF, stacklevel=2)
     return encoded
 
 
