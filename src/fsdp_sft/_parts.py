@@ -3,6 +3,8 @@
 from torch.profiler import record_function
 
 PREFIX = "fsdp_sft."
+DEVICE = "fsdp_sft.device"
+"""Key under which a trace has the type of the rank's device."""
 
 
 def part(name: str) -> record_function:

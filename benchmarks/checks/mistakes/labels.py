@@ -130,14 +130,14 @@ MISTAKES = [
         "collate/spans.py",
         "owned, layout, conversation.tools, facts.prompt_varies)",
         "owned, layout, conversation.tools)",
-        ("tests/collate/test_end_of_turn.py::test_numbers_that_only_rows_have_are_refused",),
+        ("tests/collate/test_prompts.py::test_numbers_that_only_rows_have_are_refused",),
     ),
     Mistake(
         "a header that a token shares with the answer is not noted",
         "collate/tokens.py",
         "return index < tokens.first_from(position) and not tokens.only_takes_in(index, position)",
         "return False",
-        ("tests/collate/test_end_of_turn.py::test_a_header_that_ends_with_a_space_is_noted",),
+        ("tests/collate/test_prompts.py::test_a_header_that_ends_with_a_space_is_noted",),
     ),
     Mistake(
         "half of the tag that ends an answer",
@@ -151,6 +151,6 @@ MISTAKES = [
         "collate/spans.py",
         "                self.exact = True\n",
         "                self.exact = False\n",
-        ("tests/collate/test_end_of_turn.py::test_a_prompt_may_depend_on_anything",),
+        ("tests/collate/test_prompts.py::test_a_prompt_may_depend_on_anything",),
     ),
 ]

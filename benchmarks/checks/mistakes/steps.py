@@ -169,6 +169,6 @@ MISTAKES: list[Mistake] = [
         "metrics/trace.py",
         'found["forward"] + found.get("backward", 0.0) - found["collectives"]',
         'found["forward"] + found.get("backward", 0.0)',
-        ("tests/metrics/test_watching.py::test_a_trace_shows_the_rank_that_is_slow",),
+        ("tests/metrics/test_traces.py::test_a_trace_shows_the_rank_that_is_slow",),
     ),
 ]

@@ -10,17 +10,9 @@ import torch
 from typing_extensions import Unpack
 
 from fsdp_sft._vocabulary import check_row
-from fsdp_sft.collate.encode import (
-    IGNORE_INDEX,
-    EncodedChat,
-    EncodeKeywords,
-    EncodeOptions,
-    check_choice,
-    check_count,
-    encode_rows,
-    truncate,
-)
+from fsdp_sft.collate.encode import IGNORE_INDEX, EncodedChat, encode_rows, truncate
 from fsdp_sft.collate.filtering import let_pass
+from fsdp_sft.collate.options import EncodeKeywords, EncodeOptions, check_choice, check_count
 from fsdp_sft.collate.rows import check_encoded
 from fsdp_sft.collate.template import describe_tokenizer
 

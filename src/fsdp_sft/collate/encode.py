@@ -3,52 +3,29 @@
 from __future__ import annotations
 
 import json
-import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal
 
 from fsdp_sft.collate.layout import Dropped
+from fsdp_sft.collate.notes import notes_of
+from fsdp_sft.collate.options import EncodeOptions, TrainOn
 from fsdp_sft.collate.rows import (
-    FORMATS,
-    ROLES,
     Conversation,
-    check_template_kwargs,
     is_encoded,
     read_encoded,
     read_row,
 )
-from fsdp_sft.collate.spans import Found, Turn, find_turns
+from fsdp_sft.collate.spans import Turn, find_turns
 from fsdp_sft.collate.template import ChatTemplate, describe_tokenizer
 from fsdp_sft.collate.tokens import Tokens, starts_in_a_token, tokenise
-from fsdp_sft.errors import ChatTemplateError, DroppedTextError, TooLongError
+from fsdp_sft.errors import ChatTemplateError, TooLongError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 IGNORE_INDEX = -100
 """The label of a position that is not trained; the default of `torch.nn.functional.cross_entropy`."""
-
-TrainOn = Literal["assistant", "last", "all"] | Iterable[str]
-ON_DROPPED = ("error", "count", "ignore")
-
-NOTES = {
-    "dropped": "the template leaves out a text of an answer, which is not trained",
-    "dropped_past_reasoning": "the template leaves out reasoning before the last question, as many do",
-    "no_end_of_turn": "the template writes nothing after the last answer, so nothing teaches the model to "
-    "stop; pass a chat_template= that writes the token there on which generation is to stop",
-    "end_of_turn_is_text": "what ends an answer is no token of this tokenizer; add it as one, and load the "
-    "model with new_vocab_size=len(tokenizer)",
-    "prompt_differs": "the generation prompt is not the text that rows have in front of an answer, so the "
-    "model is asked otherwise than it was trained; pass a chat_template= that prints the same for both",
-    "no_generation_prompt": "the template writes nothing for add_generation_prompt=True, so a model that is "
-    "asked has to write the header of its answer itself; pass a chat_template= that writes the header there",
-    "start_in_a_token": "one token holds the end of the generation prompt and the beginning "
-    "of an answer, and is not trained; pass a chat_template= whose prompt does not end with a space",
-    "answer_cut_off": "max_length leaves nothing of an answer",
-}
-"""Remarks on rows that are kept nevertheless, by their names in `FilterCounts`."""
 
 
 @dataclass(frozen=True)
@@ -81,75 +58,6 @@ class EncodedChat:
         # list.count, since a generator over the labels would take as long as rendering the template.
         first = int(self.labels[0] != IGNORE_INDEX)
         return len(self.labels) - self.labels.count(IGNORE_INDEX) - first
-
-
-class EncodeKeywords(TypedDict, total=False):
-    """Options of `encode_chat` that the collator and the filter pass on to it."""
-
-    train_on: TrainOn
-    train_eot: bool
-    train_reasoning: bool
-    truncation: str
-    chat_template: str | None
-    row_format: str | None
-    chat_template_kwargs: Mapping[str, Any] | None
-
-
-@dataclass(frozen=True)
-class EncodeOptions:
-    """The options of `encode_chat`, checked once.
-
-    Raises:
-        ValueError: For the first option that is wrong.
-    """
-
-    train_on: TrainOn = "assistant"
-    train_eot: bool = True
-    train_reasoning: bool = True
-    max_length: int | None = None
-    truncation: str = "right"
-    chat_template: str | None = None
-    row_format: str | None = None
-    chat_template_kwargs: Mapping[str, Any] | None = None
-    on_dropped: str = "error"
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.train_on, str | Iterable):
-            raise ValueError(f"train_on must be a str or a set of roles, got {self.train_on!r}")
-        roles = self.train_on if isinstance(self.train_on, str) else frozenset(self.train_on)
-        if isinstance(roles, str):
-            check_choice("train_on", roles, ("assistant", "last", "all"), hint="; give roles as a set")
-        elif not roles or roles - set(ROLES):
-            raise ValueError(f"train_on must be a set of roles out of {ROLES}, got {sorted(map(str, roles))}")
-        for name in ("train_eot", "train_reasoning"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
-        if roles == "all" and not self.train_reasoning:
-            raise ValueError('train_reasoning=False contradicts train_on="all", which trains every token')
-        if self.max_length is not None:
-            check_count("max_length", self.max_length)
-        check_choice("truncation", self.truncation, ("right", "left", "error"))
-        if self.chat_template is not None and not isinstance(self.chat_template, str):
-            raise ValueError(
-                f"chat_template must be a Jinja template as a str, got {type(self.chat_template).__name__}"
-            )
-        if self.row_format is not None:
-            check_choice("row_format", self.row_format, tuple(FORMATS))
-        check_choice("on_dropped", self.on_dropped, ON_DROPPED)
-        object.__setattr__(self, "train_on", roles)
-        object.__setattr__(self, "chat_template_kwargs", check_template_kwargs(self.chat_template_kwargs))
-
-
-def check_choice(name: str, value: Any, allowed: tuple[str, ...], hint: str = "") -> None:
-    """Raise ValueError unless `value` is one of the allowed ones."""
-    if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}{hint}")
-
-
-def check_count(name: str, value: Any) -> None:
-    """Raise ValueError unless `value` is a positive integer."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
 
 
 def encode_chat(
@@ -315,7 +223,7 @@ def _render(
         found = find_turns(template, conversation, [], printed=[])
         found = replace(found, dropped=tuple(_not_in_the_text(conversation, trained, found.text)))
     _check_text(found.text)
-    notes = tuple(_notes(found, template, conversation, options, trained))
+    notes = tuple(notes_of(found, template, conversation, options, trained))
     starts: dict[int, int] = {}
     for turn in found.turns:  # a message has several turns where a template leaves out a part of it
         if conversation.weights[turn.message] and conversation.messages[turn.message]["role"] == "assistant":
@@ -377,91 +285,6 @@ def _not_in_the_text(conversation: Conversation, trained: list[int], text: str) 
         content = str(conversation.messages[index]["content"]).strip()
         if content not in text and json.dumps(content, ensure_ascii=False)[1:-1] not in text:
             yield Dropped(index, content, "content", is_past=False)
-
-
-def _notes(
-    found: Found,
-    template: ChatTemplate,
-    conversation: Conversation,
-    options: EncodeOptions,
-    trained: Sequence[int],
-) -> Iterator[str]:
-    """Remarks on a row, or the error for a text that the template drops."""
-    if options.on_dropped != "ignore":
-        if any(item.is_past for item in found.dropped):
-            yield "dropped_past_reasoning"
-        lost = next((item for item in found.dropped if not item.is_past), None)
-        if lost is not None:
-            if options.on_dropped == "error":
-                raise _dropped_error(lost, template)
-            yield "dropped"
-    with suppress(ChatTemplateError):
-        facts = template.facts()
-        speaks = any(conversation.messages[i]["role"] == "assistant" for i in trained)
-        if facts.prompt_merges and speaks:
-            warnings.warn(
-                f"the chat template of {describe_tokenizer(template.tokenizer)} ends a question with "
-                f"{facts.prompt!r}, and one token holds the end of that and the beginning of most answers: "
-                "it is not trained, and a generation prompt has other tokens than the rows; pass a "
-                "chat_template= that ends the prompt with a line break or a token, and not with a space",
-                stacklevel=2,
-            )
-        if (facts.no_generation_prompt or found.no_prompt) and speaks:
-            yield "no_generation_prompt"
-            always = "" if facts.no_generation_prompt else ", for some questions,"
-            warnings.warn(
-                f"the chat template of {describe_tokenizer(template.tokenizer)} writes nothing{always} for "
-                f"add_generation_prompt=True, and prints {facts.before_answer!r} in front of answers: a "
-                "model that is asked has to write this header itself; pass a chat_template= that does it",
-                stacklevel=2,
-            )
-        if found.prompt_differs and not facts.prompt_differs:
-            yield "prompt_differs"
-            warnings.warn(
-                f"the chat template of {describe_tokenizer(template.tokenizer)} ends the questions of some "
-                "conversations with a generation prompt that is not in front of their answers; pass a "
-                "chat_template= that prints the same for both, unless they differ on purpose",
-                stacklevel=2,
-            )
-        if facts.prompt_differs and speaks:
-            yield "prompt_differs"
-            warnings.warn(
-                f"the chat template of {describe_tokenizer(template.tokenizer)} ends a question with "
-                f"{facts.prompt!r} when it asks for an answer (add_generation_prompt=True), and prints "
-                f"{facts.before_answer!r} in front of the answers that are trained: the model will be asked "
-                "otherwise than it was trained; pass a chat_template= that prints the same for both, unless "
-                "they differ on purpose (a prompt that opens reasoning does not count)",
-                stacklevel=2,
-            )
-    if options.train_on == "all" or not found.turns or not options.train_eot:
-        return
-    last = found.turns[-1]
-    if conversation.messages[last.message]["role"] == "assistant" and last.stop_start == last.end:
-        yield "no_end_of_turn"
-    with suppress(ChatTemplateError):
-        facts = template.facts()
-        if not facts.stop_is_token:
-            yield "end_of_turn_is_text"
-            warnings.warn(
-                f"answers end with {facts.end_of_turn!r}, which is no token of "
-                f"{describe_tokenizer(template.tokenizer)}: it is trained as text, and generation must be "
-                "told to stop on it; better, add it with tokenizer.add_special_tokens and load the model "
-                "with new_vocab_size=len(tokenizer)",
-                stacklevel=2,
-            )
-
-
-def _dropped_error(lost: Dropped, template: ChatTemplate) -> DroppedTextError:
-    """The error for a text that the template does not print."""
-    keys = template.reasoning_keys() if lost.part == "reasoning" else []
-    shown = lost.text if len(lost.text) <= 60 else f"{lost.text[:60]}..."
-    return DroppedTextError(
-        f"the chat template of {describe_tokenizer(template.tokenizer)} does not print the {lost.part} of "
-        f"message {lost.message}, {shown!r}, so it would not be trained: "
-        + (f"give reasoning as {' or '.join(map(repr, keys))}, which it prints; or " if keys else "")
-        + "pass a chat_template= that prints it, leave the row out (filter_rows with on_error='count'), or "
-        "train what is printed with on_dropped='count'"
-    )
 
 
 def turns_of_roles(conversation: Conversation, options: EncodeOptions) -> list[int]:

@@ -11,17 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from typing_extensions import Unpack
 
-from fsdp_sft.collate.encode import (
-    NOTES,
-    EncodedChat,
-    EncodeKeywords,
-    EncodeOptions,
-    check_choice,
-    encode_row,
-    selected_turns,
-    truncate,
-    turns_of_roles,
-)
+from fsdp_sft.collate.encode import EncodedChat, encode_row, selected_turns, truncate, turns_of_roles
+from fsdp_sft.collate.notes import NOTES
+from fsdp_sft.collate.options import EncodeKeywords, EncodeOptions, check_choice
 from fsdp_sft.collate.rows import is_encoded, read_row
 from fsdp_sft.collate.template import check_template
 from fsdp_sft.errors import ChatTemplateError, DroppedTextError, FsdpSftError, TooLongError

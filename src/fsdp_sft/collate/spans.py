@@ -61,6 +61,7 @@ from fsdp_sft.collate.template import (
     ChatTemplate,
     TemplateFacts,
     common_length,
+    is_a_header,
     shared_header,
     split_at_sentinels,
 )
@@ -298,7 +299,7 @@ class _TurnFinder:
             asks = index > 0 and self.messages[index - 1]["role"] != "assistant"
             self.prompt_differs |= asks and start is None and prompt is not None
             left = "" if start is None else before[start:]
-            if asks and left.strip() and OPENED_REASONING.fullmatch(left) is None:
+            if asks and is_a_header(left):
                 self.no_prompt |= self._rendered_after(index, floor, prompt=False) == prompt
 
     def _where_generation_starts(self, message: Message, index: int, floor: int, before: str) -> int | None:

@@ -293,7 +293,7 @@ class ChatTemplate:
             opens_reasoning=opens_reasoning,
             prompt_differs=not (opens_reasoning or _is_begun_by(before_answer, prompted_later)),
             no_generation_prompt=not prompted_later[common_length(asked_later, prompted_later) :].strip()
-            and _is_a_header(before_answer[common_length(prompted_later, before_answer) :]),
+            and is_a_header(before_answer[common_length(prompted_later, before_answer) :]),
             prompt_merges=self._is_joined(headers, before_answer),
         )
 
@@ -483,7 +483,7 @@ def _is_begun_by(before_answer: str, prompt: str) -> bool:
     return not extra or OPENED_REASONING.fullmatch(extra) is not None
 
 
-def _is_a_header(text: str) -> bool:
+def is_a_header(text: str) -> bool:
     """Whether the text in front of an answer is more than white space or an opening of reasoning."""
     return bool(text.strip()) and OPENED_REASONING.fullmatch(text) is None
 

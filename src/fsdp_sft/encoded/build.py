@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fsdp_sft.collate.encode import EncodedChat, EncodeOptions, encode_rows
+from fsdp_sft.collate.encode import EncodedChat, encode_rows
 from fsdp_sft.collate.filtering import FilterCounts, check_template_for, judge_row
+from fsdp_sft.collate.options import EncodeOptions
 from fsdp_sft.encoded.source import RowRange, RowSource, Unreadable
 from fsdp_sft.encoded.store import RowWriter, joined
 from fsdp_sft.errors import ChatTemplateError, DroppedTextError, TooLongError

@@ -15,8 +15,9 @@ from typing_extensions import Unpack
 from fsdp_sft._agree import agreed, all_gather_objects, share, this_rank, while_others_wait
 from fsdp_sft._claim import Claim
 from fsdp_sft._disk import publish, temporary_beside, unsound_beside
-from fsdp_sft.collate.encode import NOTES, EncodeKeywords, EncodeOptions, check_choice, check_count
 from fsdp_sft.collate.filtering import warn_of_notes
+from fsdp_sft.collate.notes import NOTES
+from fsdp_sft.collate.options import EncodeKeywords, EncodeOptions, check_choice, check_count
 from fsdp_sft.encoded.build import Work, build, look_first, num_refused, refusal
 from fsdp_sft.encoded.key import key_of
 from fsdp_sft.encoded.source import RowSource

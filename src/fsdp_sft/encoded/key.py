@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsdp_sft import _compat
-from fsdp_sft.collate.encode import EncodeOptions
+from fsdp_sft.collate.options import EncodeOptions
 from fsdp_sft.encoded.source import RowSource, row_bytes
 
 if TYPE_CHECKING:

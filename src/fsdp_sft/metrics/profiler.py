@@ -10,6 +10,7 @@ import torch
 
 from fsdp_sft._agree import this_rank
 from fsdp_sft._devices import resolve_device, synchronize
+from fsdp_sft._parts import DEVICE
 
 
 class StepProfiler:
@@ -116,6 +117,7 @@ class StepProfiler:
             activities=torch.profiler.supported_activities(), with_stack=self._with_stack
         )
         self._profile.start()
+        self._profile.add_metadata(DEVICE, resolve_device(None).type)
 
     def _write(self) -> None:
         """Stop recording and write the trace."""

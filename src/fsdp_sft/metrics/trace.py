@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from fsdp_sft._parts import PREFIX
+from fsdp_sft._parts import DEVICE, PREFIX
 
 # Where FSDP2 makes the host wait for parameters and gradients. On a device the host only queues that wait.
 _HOST_WAITS = re.compile(r"FSDP::(pre_forward|pre_backward|post_backward|root_post_backward)")
@@ -27,7 +27,7 @@ def trace_seconds(trace: str | Path) -> dict[str, float]:
         `optimizer` (of `train_step`), on the host, which on a GPU only queues the work. `collectives`: the
         time of NCCL's kernels, which includes their waiting, and on a CPU that in which FSDP2 held up the
         host. `computing`: the time of all other kernels, and on a CPU forward and backward without
-        `collectives`.
+        `collectives`. Both are left out for a device of whose kernels the trace knows nothing.
 
     Raises:
         ValueError: If the file is no trace, or has no step of `train_step`.
@@ -43,7 +43,8 @@ def trace_seconds(trace: str | Path) -> dict[str, float]:
         >>> spread["computing_max_rank"]
         0
     """
-    spans = [event for event in _events(Path(trace)) if event.get("ph") == "X"]
+    content = _content(Path(trace))
+    spans = [event for event in content["traceEvents"] if event.get("ph") == "X"]
     found: dict[str, float] = {}
     for event in spans:
         name = str(event["name"])
@@ -57,23 +58,23 @@ def trace_seconds(trace: str | Path) -> dict[str, float]:
         collective = [event for event in kernels if "nccl" in str(event["name"]).lower()]
         found["collectives"] = _seconds(collective)
         found["computing"] = _seconds(kernels) - found["collectives"]
-    else:
+    elif content.get(DEVICE, "cpu") == "cpu":
         found["collectives"] = _seconds(event for event in spans if _HOST_WAITS.match(str(event["name"])))
         found["computing"] = max(0.0, found["forward"] + found.get("backward", 0.0) - found["collectives"])
     return found
 
 
-def _events(trace: Path) -> list[dict[str, Any]]:
-    """The events of a trace, which may be compressed."""
+def _content(trace: Path) -> dict[str, Any]:
+    """A trace, which may be compressed."""
     try:
         data = trace.read_bytes()
         content = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
-        events: list[dict[str, Any]] = content["traceEvents"]
+        content["traceEvents"][:0]
     except (ValueError, EOFError, KeyError, TypeError, gzip.BadGzipFile) as error:
         raise ValueError(
             f"{trace} is no trace of torch's profiler: {type(error).__name__}: {error}"
         ) from error
-    return events
+    return dict(content)
 
 
 def _seconds(events: Iterable[dict[str, Any]]) -> float:

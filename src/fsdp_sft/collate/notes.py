@@ -1,0 +1,143 @@
+"""What is unusual about rows that are kept nevertheless: counted by name, with warnings about templates."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+
+from fsdp_sft.collate.layout import Dropped
+from fsdp_sft.collate.options import EncodeOptions
+from fsdp_sft.collate.rows import Conversation
+from fsdp_sft.collate.spans import Found
+from fsdp_sft.collate.template import ChatTemplate, TemplateFacts, describe_tokenizer
+from fsdp_sft.errors import ChatTemplateError, DroppedTextError
+
+NOTES = {
+    "dropped": "the template leaves out a text of an answer, which is not trained",
+    "dropped_past_reasoning": "the template leaves out reasoning before the last question, as many do",
+    "no_end_of_turn": "the template writes nothing after the last answer, so nothing teaches the model to "
+    "stop; pass a chat_template= that writes the token there on which generation is to stop",
+    "end_of_turn_is_text": "what ends an answer is no token of this tokenizer; add it as one, and load the "
+    "model with new_vocab_size=len(tokenizer)",
+    "prompt_differs": "the generation prompt is not the text that rows have in front of an answer, so the "
+    "model is asked otherwise than it was trained; pass a chat_template= that prints the same for both",
+    "no_generation_prompt": "the template writes nothing for add_generation_prompt=True, so a model that is "
+    "asked has to write the header of its answer itself; pass a chat_template= that writes the header there",
+    "start_in_a_token": "one token holds the end of the generation prompt and the beginning "
+    "of an answer, and is not trained; pass a chat_template= whose prompt does not end with a space",
+    "answer_cut_off": "max_length leaves nothing of an answer",
+}
+"""Remarks on rows that are kept nevertheless, by their names in `FilterCounts`."""
+
+
+def notes_of(
+    found: Found,
+    template: ChatTemplate,
+    conversation: Conversation,
+    options: EncodeOptions,
+    trained: Sequence[int],
+) -> Iterator[str]:
+    """Names of the notes on a row, with a warning for each that is about its template.
+
+    Args:
+        found: The rendered conversation and its turns.
+        template: The chat template.
+        conversation: The conversation.
+        options: Options of the encoding.
+        trained: Indices of the messages that are trained.
+
+    Raises:
+        DroppedTextError: For a text that the template drops, unless the options let that pass.
+    """
+    yield from _on_dropped(found, template, options)
+    if any(conversation.messages[index]["role"] == "assistant" for index in trained):
+        with suppress(ChatTemplateError):
+            yield from _on_prompts(found, template, template.facts())
+    if options.train_on != "all" and found.turns and options.train_eot:
+        last = found.turns[-1]
+        if conversation.messages[last.message]["role"] == "assistant" and last.stop_start == last.end:
+            yield "no_end_of_turn"
+        with suppress(ChatTemplateError):
+            yield from _on_ends(template, template.facts())
+
+
+def _on_dropped(found: Found, template: ChatTemplate, options: EncodeOptions) -> Iterator[str]:
+    """Notes on texts that the template leaves out."""
+    if options.on_dropped == "ignore":
+        return
+    if any(item.is_past for item in found.dropped):
+        yield "dropped_past_reasoning"
+    lost = next((item for item in found.dropped if not item.is_past), None)
+    if lost is not None:
+        if options.on_dropped == "error":
+            raise _dropped_error(lost, template)
+        yield "dropped"
+
+
+def _on_prompts(found: Found, template: ChatTemplate, facts: TemplateFacts) -> Iterator[str]:
+    """Notes on generation prompts that are not in front of answers as they should be."""
+    if facts.prompt_merges:  # counted by tokens, as `start_in_a_token`
+        _warn(
+            template,
+            f"ends a question with {facts.prompt!r}, and one token holds the end of that and the beginning "
+            "of most answers: it is not trained, and a generation prompt has other tokens than the rows; "
+            "pass a chat_template= that ends the prompt with a line break or a token, and not with a space",
+        )
+    if facts.no_generation_prompt or found.no_prompt:
+        yield "no_generation_prompt"
+        always = "" if facts.no_generation_prompt else ", for some questions,"
+        _warn(
+            template,
+            f"writes nothing{always} for add_generation_prompt=True, and prints {facts.before_answer!r} in "
+            "front of answers: a model that is asked has to write this header itself; pass a chat_template= "
+            "that does it",
+        )
+    if facts.prompt_differs:
+        yield "prompt_differs"
+        _warn(
+            template,
+            f"ends a question with {facts.prompt!r} when it asks for an answer (add_generation_prompt=True), "
+            f"and prints {facts.before_answer!r} in front of the answers that are trained: the model will "
+            "be asked otherwise than it was trained; pass a chat_template= that prints the same for both, "
+            "unless they differ on purpose (a prompt that opens reasoning does not count)",
+        )
+    elif found.prompt_differs:
+        yield "prompt_differs"
+        _warn(
+            template,
+            "ends the questions of some conversations with a generation prompt that is not in front of their "
+            "answers; pass a chat_template= that prints the same for both, unless they differ on purpose",
+        )
+
+
+def _on_ends(template: ChatTemplate, facts: TemplateFacts) -> Iterator[str]:
+    """The note on an end of answers that is no token."""
+    if not facts.stop_is_token:
+        yield "end_of_turn_is_text"
+        warnings.warn(
+            f"answers end with {facts.end_of_turn!r}, which is no token of "
+            f"{describe_tokenizer(template.tokenizer)}: it is trained as text, and generation must be "
+            "told to stop on it; better, add it with tokenizer.add_special_tokens and load the model "
+            "with new_vocab_size=len(tokenizer)",
+            stacklevel=3,
+        )
+
+
+def _warn(template: ChatTemplate, what: str) -> None:
+    """Warn of what a template does."""
+    text = f"the chat template of {describe_tokenizer(template.tokenizer)} {what}"
+    warnings.warn(text, stacklevel=4)
+
+
+def _dropped_error(lost: Dropped, template: ChatTemplate) -> DroppedTextError:
+    """The error for a text that the template does not print."""
+    keys = template.reasoning_keys() if lost.part == "reasoning" else []
+    shown = lost.text if len(lost.text) <= 60 else f"{lost.text[:60]}..."
+    return DroppedTextError(
+        f"the chat template of {describe_tokenizer(template.tokenizer)} does not print the {lost.part} of "
+        f"message {lost.message}, {shown!r}, so it would not be trained: "
+        + (f"give reasoning as {' or '.join(map(repr, keys))}, which it prints; or " if keys else "")
+        + "pass a chat_template= that prints it, leave the row out (filter_rows with on_error='count'), or "
+        "train what is printed with on_dropped='count'"
+    )

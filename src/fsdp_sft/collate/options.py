@@ -1,0 +1,81 @@
+"""The options by which chat rows are encoded, and their checks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypedDict
+
+from fsdp_sft.collate.rows import FORMATS, ROLES, check_template_kwargs
+
+TrainOn = Literal["assistant", "last", "all"] | Iterable[str]
+ON_DROPPED = ("error", "count", "ignore")
+
+
+class EncodeKeywords(TypedDict, total=False):
+    """Options of `encode_chat` that the collator and the filter pass on to it."""
+
+    train_on: TrainOn
+    train_eot: bool
+    train_reasoning: bool
+    truncation: str
+    chat_template: str | None
+    row_format: str | None
+    chat_template_kwargs: Mapping[str, Any] | None
+
+
+@dataclass(frozen=True)
+class EncodeOptions:
+    """The options of `encode_chat`, checked once.
+
+    Raises:
+        ValueError: For the first option that is wrong.
+    """
+
+    train_on: TrainOn = "assistant"
+    train_eot: bool = True
+    train_reasoning: bool = True
+    max_length: int | None = None
+    truncation: str = "right"
+    chat_template: str | None = None
+    row_format: str | None = None
+    chat_template_kwargs: Mapping[str, Any] | None = None
+    on_dropped: str = "error"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.train_on, str | Iterable):
+            raise ValueError(f"train_on must be a str or a set of roles, got {self.train_on!r}")
+        roles = self.train_on if isinstance(self.train_on, str) else frozenset(self.train_on)
+        if isinstance(roles, str):
+            check_choice("train_on", roles, ("assistant", "last", "all"), hint="; give roles as a set")
+        elif not roles or roles - set(ROLES):
+            raise ValueError(f"train_on must be a set of roles out of {ROLES}, got {sorted(map(str, roles))}")
+        for name in ("train_eot", "train_reasoning"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if roles == "all" and not self.train_reasoning:
+            raise ValueError('train_reasoning=False contradicts train_on="all", which trains every token')
+        if self.max_length is not None:
+            check_count("max_length", self.max_length)
+        check_choice("truncation", self.truncation, ("right", "left", "error"))
+        if self.chat_template is not None and not isinstance(self.chat_template, str):
+            raise ValueError(
+                f"chat_template must be a Jinja template as a str, got {type(self.chat_template).__name__}"
+            )
+        if self.row_format is not None:
+            check_choice("row_format", self.row_format, tuple(FORMATS))
+        check_choice("on_dropped", self.on_dropped, ON_DROPPED)
+        object.__setattr__(self, "train_on", roles)
+        object.__setattr__(self, "chat_template_kwargs", check_template_kwargs(self.chat_template_kwargs))
+
+
+def check_choice(name: str, value: Any, allowed: tuple[str, ...], hint: str = "") -> None:
+    """Raise ValueError unless `value` is one of the allowed ones."""
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}{hint}")
+
+
+def check_count(name: str, value: Any) -> None:
+    """Raise ValueError unless `value` is a positive integer."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")

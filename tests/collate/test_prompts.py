@@ -1,0 +1,320 @@
+"""Labels begin where the generation prompt ends, and it is said where that is not what rows have."""
+
+import re
+import warnings
+from typing import Any
+
+import pytest
+import tokenizers
+import transformers as tf
+
+from fsdp_sft.collate import encode_chat, filter_rows
+from fsdp_sft.collate.template import ChatTemplate
+from fsdp_sft.errors import ChatTemplateError
+from tests.collate.written import ROW, tokenizer, turns
+from tests.harness import chat_templates as ct
+from tests.harness.chats import chat, shown
+
+
+@pytest.mark.parametrize("train_on", ["assistant", "last", "all"])
+def test_a_generation_prompt_that_rows_do_not_have_is_noted(train_on: str) -> None:
+    header = "'<|' + message.role + '|>'"
+    tokens = ("<|user|>", "<|assistant|>", "<|end|>", "<think>")
+    written = turns(header, "<|end|>")
+
+    def counted(template: str) -> dict[str, int]:
+        own = tokenizer(template, *tokens)
+        return filter_rows([ROW], own, train_on=train_on)[1]  # type: ignore[arg-type]
+
+    differing = written.replace("{{ '<|' + 'assistant' + '|>' }}", "{{ '<|assistant|>\n' }}")
+    assert differing != written
+    with pytest.warns(UserWarning, match=r"'<\|assistant\|>\\n' when it asks .* prints '<\|assistant\|>' in"):
+        assert counted(differing) == {"kept": 1, "prompt_differs": 1}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert counted(written) == {"kept": 1}
+        for opened in ("<think>\n", "\n<think>\n\n</think>\n\n", "<|channel>thought\n", "[THINK]"):
+            thinks = written.replace("'assistant' + '|>' }}", f"'assistant' + '|>' + {opened!r} }}}}")
+            assert thinks != written
+            assert counted(thinks) == {"kept": 1}
+
+
+@pytest.mark.parametrize("name", ct.FAMILIES)
+def test_no_family_has_a_generation_prompt_of_its_own(name: str) -> None:
+    assert not ChatTemplate(ct.byte_tokenizer(name)).facts().prompt_differs
+
+
+def test_a_question_without_an_answer_has_no_prompt_to_differ() -> None:
+    template = turns("'<|' + message.role + '|>'", "<|end|>").replace("'assistant' + '|>' }}", "'a|>' }}")
+    own = tokenizer(template, "<|user|>", "<|assistant|>", "<|end|>")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _, counts = filter_rows([chat("q")], own, train_on={"user"})
+    assert "prompt_differs" not in counts
+
+
+def joining(*pairs: str) -> Any:
+    """A byte-level BPE tokenizer of single bytes and these pairs of them, in its own alphabet."""
+    alphabet = [*sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()), *pairs, "</s>"]
+    vocabulary = {token: number for number, token in enumerate(alphabet)}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [(pair[0], pair[1]) for pair in pairs]))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    return tf.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>")
+
+
+def test_a_header_that_ends_with_a_space_is_noted() -> None:
+    """One token holds the space and the first letter, and the prompt alone ends with another token."""
+    row = chat("Who?", "The one", "Who?", "The other")
+    own = joining("ĠT", "ĠI", "Ġa")
+    for header, merges in (("message.role + ': '", True), ("message.role + ':\n'", False)):
+        own.chat_template = turns(header, "</s>\n")
+        for train_on in ("assistant", "last"):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                _, counts = filter_rows([row], own, train_on=train_on)  # type: ignore[arg-type]
+            assert counts == ({"kept": 1, "start_in_a_token": 1} if merges else {"kept": 1})
+            heard = [str(one.message) for one in caught]
+            assert any("one token holds the end of that" in text for text in heard) is merges
+            expected = "⟦he one</s>⟧" if merges else "⟦The one</s>⟧"
+            assert expected in shown(row, own)
+
+
+def test_a_single_answer_that_begins_with_white_space_is_counted_only() -> None:
+    own = joining("ĊĊ")
+    own.chat_template = turns("message.role + '\n'", "</s>\n")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _, counts = filter_rows([chat("q", "\nHello"), ROW, ROW], own)
+    assert counts == {"kept": 3, "start_in_a_token": 1}
+
+
+def test_a_template_without_a_generation_prompt_is_noted() -> None:
+    template = turns("'<|' + message.role + '|>\n'", "<|end|>").partition("{% if add_gen")[0]
+    closed = template.replace("else ''", "else '<|end|>'")
+    assert closed != template
+    for text, answer in (
+        # Generation starts where the question has ended, so the header is the model's.
+        (template, "⟦<|assistant|>\ntwo<|end|>⟧"),
+        (closed, "⟦<|assistant|>\ntwo<|end|>⟧"),
+    ):
+        own = tokenizer(text, "<|user|>", "<|assistant|>", "<|end|>")
+        with pytest.warns(
+            UserWarning, match="writes nothing for add_generation_prompt=True, and prints '.*ass"
+        ):
+            _, counts = filter_rows([ROW], own)
+        assert counts == {"kept": 1, "no_generation_prompt": 1}
+        assert shown(ROW, own).endswith(answer)
+
+
+@pytest.mark.parametrize("first", [0, 3])
+def test_headers_that_number_the_turns(first: int) -> None:
+    number = f"(loop.index + {first}) ~ '\n'"
+    template = turns(f"'<|' + message.role + '|> ' ~ {number}", "<|end|>").replace(
+        f"'<|' + 'assistant' + '|> ' ~ {number}", f"'<|assistant|> ' ~ (messages|length + 1 + {first}) ~ '\n'"
+    )
+    own = tokenizer(template, "<|user|>", "<|assistant|>", "<|end|>")
+    row = chat("q", "4 and 6", "r", "2", "s", "8\nsix")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _, counts = filter_rows([row], own)
+    assert counts == {"kept": 1}
+    assert shown(row, own) == "".join(
+        f"<|user|> {first + n}\n{question}<|assistant|> {first + n + 1}\n⟦{answer}<|end|>⟧"
+        for n, question, answer in ((1, "q", "4 and 6"), (3, "r", "2"), (5, "s", "8\nsix"))
+    )
+
+
+def test_numbers_that_only_rows_have_are_refused() -> None:
+    """The prompt has another number than the row, so no rendering shows where the answer begins."""
+    template = turns("'<|' + message.role + '|> ' ~ loop.index ~ '\n'", "<|end|>").replace(
+        "'<|' + 'assistant' + '|> ' ~ loop.index ~ '\n'", "'<|assistant|> ' ~ (messages|length + 2) ~ '\n'"
+    )
+    own = tokenizer(template, "<|user|>", "<|assistant|>", "<|end|>")
+    with pytest.raises(ChatTemplateError, match="does not come after the generation prompt"):
+        encode_chat(ROW, own)
+
+
+def test_a_prompt_that_opens_reasoning_as_rows_with_reasoning_do() -> None:
+    template = (
+        "{% for message in messages %}{{ '<|' + message.role + '|>' }}{% if message.reasoning_content %}"
+        "{{ '{{plan}}' + message.reasoning_content + '{{/plan}}' }}{% endif %}{{ message.content }}"
+        "{% if message.role == 'assistant' %}{{ '<|end|>' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant|>{{plan}}' }}{% endif %}"
+    )
+    own = tokenizer(template, "<|user|>", "<|assistant|>", "<|end|>")
+    row = chat("q", "one")
+    row["messages"][1]["reasoning_content"] = "why"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert filter_rows([row], own)[1] == {"kept": 1}
+    assert shown(row, own) == "<|user|>q<|assistant|>{{plan}}⟦why{{/plan}}one<|end|>⟧"
+
+
+def test_a_generation_prompt_for_later_questions_only_is_noted() -> None:
+    template = turns("'<|' + message.role + '|>\n'", "<|end|>").replace("else ''", "else '<|end|>'")
+    template = template.replace("{% if add_generation_prompt %}", "{% if add_generation_prompt and MORE %}")
+    own = tokenizer(template.replace("MORE", "messages|length > 1"), "<|user|>", "<|assistant|>", "<|end|>")
+    with pytest.warns(
+        UserWarning, match="writes nothing, for some questions, for add_generation_prompt=True"
+    ):
+        _, counts = filter_rows([ROW], own)
+    assert counts == {"kept": 1, "no_generation_prompt": 1}
+    assert "⟦<|assistant|>\none<|end|>⟧" in shown(ROW, own)
+    assert shown(ROW, own).endswith("<|assistant|>\n⟦two<|end|>⟧")
+
+
+def test_a_header_that_ends_with_a_space_in_later_turns_only() -> None:
+    own = joining("Ġo", "Ġt")
+    early = "(':\n' if NUMBER < 3 else ': ')"
+    own.chat_template = (
+        turns(f"message.role + {early}", "</s>\n")
+        .replace(f"'assistant' + {early}", f"'assistant' + {early.replace('NUMBER', 'messages|length + 1')}")
+        .replace("NUMBER", "loop.index")
+    )
+    with pytest.warns(UserWarning, match="2 of 2 rows are counted as start_in_a_token"):
+        _, counts = filter_rows([ROW, ROW], own)
+    assert counts == {"kept": 2, "start_in_a_token": 2}
+
+
+HEADS = {
+    "a system message": "('[steered]\n' if messages[0].role == 'system' else '')",
+    "tools": "('[tools]\n' if tools else '')",
+    "a later turn": "('[reminder]\n' if n > 2 else '')",
+    "the first turn": "('' if n > 2 else '[hello]\n')",
+    "the message before": "('[result]\n' if before == 'tool' else '')",
+    "a count": "'>' * n",
+}
+
+
+@pytest.mark.parametrize("depends_on", HEADS)
+def test_a_prompt_may_depend_on_anything(depends_on: str) -> None:
+    """What the row has in front of an answer is exactly the prompt, so it is never trained."""
+    head = f"'<|assistant|>' + {HEADS[depends_on]}"
+    template = (
+        "{% for message in messages %}{% if message.role == 'assistant' %}{% set n = loop.index0 %}"
+        "{% set before = messages[n - 1].role %}{{ HEAD + message.content + '<|end|>' }}{% else %}"
+        "{{ '<|user|>' + message.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}"
+        "{% set n = messages|length %}{% set before = messages[-1].role %}{{ HEAD }}{% endif %}"
+    ).replace("HEAD", head)
+    own = tokenizer(template, "<|user|>", "<|assistant|>", "<|end|>")
+    row = chat("q", "one", "r", "two", ("tool", "result"), "three", "s", "four", ("user", "t"), "five")
+    row["messages"].insert(0, {"role": "system", "content": "Be brief."})
+    row["tools"] = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert filter_rows([row], own)[1] == {"kept": 1}
+    text = shown(row, own)
+    answers = [m["content"] for m in row["messages"] if m["role"] == "assistant"]
+    assert re.findall(r"⟦(.*?)⟧", text, re.DOTALL) == [f"{answer}<|end|>" for answer in answers]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "past", "expected"),
+    [
+        ("AI: ", "Assistant: ", None),
+        ("### Response:\n", "### Result:\n", "Result:\none<|end|>"),
+        ("<|a|>{plan}", "<|a|>{answer}", "{answer}one<|end|>"),
+    ],
+)
+def test_no_header_is_cut_in_a_word_or_tag(prompt: str, past: str, expected: str | None) -> None:
+    template = (
+        "{% for message in messages %}{% if message.role == 'assistant' %}"
+        f"{{{{ ({prompt!r} if loop.last else {past!r}) + message.content + '<|end|>' }}}}"
+        "{% else %}{{ '<|user|>' + message.content + '\n' }}{% endif %}{% endfor %}"
+        f"{{% if add_generation_prompt %}}{{{{ {prompt!r} }}}}{{% endif %}}"
+    )
+    own = tokenizer(template, "<|user|>", "<|end|>", "<|a|>")
+    if expected is None:
+        with pytest.raises(ChatTemplateError, match="message 1 does not come after the generation prompt"):
+            filter_rows([ROW], own)
+        return
+    _, counts = filter_rows([ROW], own)
+    assert counts == {"kept": 1, "prompt_differs": 1}
+    assert re.findall(r"⟦(.*?)⟧", shown(ROW, own), re.DOTALL) == [expected, "two<|end|>"]
+
+
+@pytest.mark.parametrize("when", ["messages[0].role == 'system'", "messages|length == 1", "tools"])
+def test_a_prompt_that_differs_in_some_conversations_only(when: str) -> None:
+    header = "'<|' + message.role + '|>\n'"
+    prompt = f"'<|assistant|>\n' + ('In French: ' if {when} else '')"
+    template = turns(header, "<|end|>").replace("{{ '<|' + 'assistant' + '|>\n' }}", f"{{{{ {prompt} }}}}")
+    own = tokenizer(template, "<|user|>", "<|assistant|>", "<|end|>")
+    row = chat("q", "one")
+    if "system" in when:
+        row["messages"].insert(0, {"role": "system", "content": "Be brief."})
+    if "tools" in when:
+        row["tools"] = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    with pytest.warns(
+        UserWarning, match="questions of some conversations with a generation prompt that is not"
+    ):
+        _, counts = filter_rows([row], own)
+    assert counts == {"kept": 1, "prompt_differs": 1}
+    assert shown(row, own).endswith("<|assistant|>\n⟦one<|end|>⟧")
+
+
+def test_generation_starts_at_the_first_of_two_headers() -> None:
+    """In Harmony's manner: an answer may have a channel of reasoning, and the prompt names no channel."""
+    template = (
+        "{% for message in messages %}{% if message.role == 'assistant' %}"
+        "{{ '<|start|>assistant<|channel|>analysis<|message|>' + (message.reasoning_content or '') }}"
+        "{{ '<|end|>' }}"
+        "{{ '<|start|>assistant<|channel|>final<|message|>' + message.content + '<|return|>' }}"
+        "{% else %}{{ '<|start|>user<|message|>' + message.content + '<|end|>' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"
+    )
+    tokens = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>")
+    own = tokenizer(template, *tokens, eos="<|return|>")
+    expected = (
+        "<|start|>assistant⟦<|channel|>analysis<|message|><|end|><|start|>assistant<|channel|>final<|message|>"
+        "one<|return|>⟧"
+    )
+    assert shown(chat("q", "one"), own).endswith(expected)
+
+
+def test_an_added_token_may_hold_the_end_of_the_prompt_too() -> None:
+    own = joining()
+    own.add_tokens(["\n\n"])
+    own.chat_template = turns("message.role + '\n'", "</s>\n")
+    _, counts = filter_rows([chat("q", "\nHello")], own)
+    assert counts == {"kept": 1, "start_in_a_token": 1}
+    taking = tokenizers.AddedToken("<|assistant|>", rstrip=True, special=True)
+    own.add_special_tokens({"additional_special_tokens": [taking]})
+    own.chat_template = turns("'<|' + message.role + '|>\n'", "</s>\n")
+    assert filter_rows([chat("q", " Hello")], own)[1] == {"kept": 1}, "it is the same token in the prompt"
+
+
+def test_a_few_first_letters_are_no_reason_to_warn() -> None:
+    own = joining(":a")
+    own.chat_template = turns("message.role + ':'", "</s>\n")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _, counts = filter_rows([chat("q", "The answer"), ROW, ROW, chat("q", "all")], own)
+    assert counts == {"kept": 4, "start_in_a_token": 1}
+
+
+def test_a_first_question_with_a_text_of_its_own_has_a_prompt() -> None:
+    template = (
+        "{% for message in messages %}{% if message.role == 'user' %}{{ '[INST]' + message.content + "
+        "('\n\nReply in French' if loop.first else '') + '[/INST]' }}{% else %}"
+        "{{ message.content + '</s>' }}{% endif %}{% endfor %}"
+    )
+    own = tokenizer(template, "[INST]", "[/INST]")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert filter_rows([ROW], own)[1] == {"kept": 1}
+    assert shown(ROW, own).count("[/INST]⟦") == 2
+
+
+def test_numbered_rounds_end_no_answer() -> None:
+    template = (
+        "{% for message in messages %}{% if message.role == 'user' %}"
+        "{{ '[Round ' ~ (loop.index0 // 2 + 1) ~ ']\n问：' + message.content + '\n' }}{% else %}"
+        "{{ '答：' + message.content + '\n' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '答：' }}{% endif %}"
+    )
+    own = tokenizer(template)
+    with pytest.warns(UserWarning, match="no_end_of_turn"):
+        _, counts = filter_rows([ROW], own)
+    assert counts == {"kept": 1, "no_end_of_turn": 1}
+    assert "Round" not in "".join(re.findall(r"⟦(.*?)⟧", shown(ROW, own), re.DOTALL))
