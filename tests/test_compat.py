@@ -348,6 +348,11 @@ def test_every_private_name_is_watched() -> None:
     watched |= {"split_axis", "eager_attention_of"}  # by context_parallel
     watched |= {"intercept_balance_loss"}  # by loss/test_balance.py
     watched |= {"careful_gloo"}  # by test_distributed.py
+    watched |= {
+        "forget_failed_iteration",
+        "_reset_iteration",
+        "_parameter_groups",
+    }  # below, by step/test_failed.py
     watched |= {"_patterns_compiled_at_use"}  # below
     watched |= {"being_compiled"}  # below
     watched |= {"backend_that_encodes"}  # by collate/test_tokens.py
@@ -390,3 +395,14 @@ def test_a_traced_checkpoint_is_known_by_a_private_mode_alone() -> None:
     assert not _compat.being_compiled()
     make_fx(traced)(torch.ones(2))
     assert seen == [(True, True)]
+
+
+def test_fsdp_keeps_gradients_that_wait_when_an_iteration_is_reset() -> None:
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+
+    if not hasattr(FSDPModule, "reset_iter_state"):
+        assert tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
+        return
+    source = inspect.getsource(_fsdp_param_group.FSDPParamGroup._reset_iter_state)
+    assert "unsharded_accumulated_grad" not in source, "see whether the public reset_iter_state is enough now"

@@ -458,6 +458,59 @@ def wrapper_tensor(cls: type[torch.Tensor], shape: tuple[int, ...], dtype: torch
     return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=torch.device("cpu"))
 
 
+def forget_failed_iteration(model: nn.Module) -> None:
+    """Put FSDP2 back to where it is between steps, after an error in a forward or a backward.
+
+    Parameters are sharded again, and what the failed iteration has left is dropped: gathers under way,
+    gradients that no rank has seen yet, and the note that the end of a backward is still to come, which would
+    keep the next backward from ending. ``FSDPModule.reset_iter_state`` (torch 2.13) does most of it. Earlier
+    versions do not have it, and it leaves the gradients that wait unsharded in a group's private parameters.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        state: Any = module._get_fsdp_state()
+        if state._is_root:  # None before the first forward, when there is nothing to forget
+            if hasattr(module, "reset_iter_state"):
+                module.reset_iter_state()
+            else:
+                _reset_iteration(state)
+        for group in _parameter_groups(state):
+            for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter._unsharded_param.grad = None
+
+
+def _reset_iteration(root: Any) -> None:
+    """``FSDPModule.reset_iter_state`` for a version of torch without it."""
+    if root._device.type != "cpu":
+        torch.accelerator.synchronize()  # so that no event has to be waited for
+    root._comm_ctx.all_gather_state = root._comm_ctx.reduce_scatter_state = None
+    root._comm_ctx.post_forward_order.clear()
+    for state in root._state_ctx.all_states:
+        state._modules_to_run_forward.clear()
+        state._training_state = type(state._training_state).IDLE
+        for group in _parameter_groups(state):
+            if group._all_gather_result is not None and group._all_gather_result.all_gather_work is not None:
+                group._all_gather_result.all_gather_work.wait()
+            group._all_gather_result = group._post_reduce_event = group._all_reduce_state = None
+            group._reshard_after_forward_event = group._partial_reduce_output = None
+            group._post_forward_indices.clear()
+            group._training_state = state._training_state
+            group._to_sharded()
+    root._state_ctx.iter_forward_root = None
+    root._state_ctx.post_backward_final_callback_queued = False
+
+
+def _parameter_groups(state: Any) -> list[Any]:
+    """The groups of parameters of an FSDP2 state: one in earlier versions of torch, a list in later ones."""
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
+
+
 def keeps_shards_on_host(model: nn.Module) -> bool:
     """Whether a model was sharded with ``CPUOffloadPolicy``.
 
@@ -468,11 +521,8 @@ def keeps_shards_on_host(model: nn.Module) -> bool:
 
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            state: Any = module._get_fsdp_state()
-            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-            if any(
-                group is not None and isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups
-            ):
+            groups = _parameter_groups(module._get_fsdp_state())
+            if any(isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups):
                 return True
     return False
 

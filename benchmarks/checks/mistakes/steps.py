@@ -4,6 +4,20 @@ from benchmarks.checks.mistakes.mistake import Mistake
 
 MISTAKES: list[Mistake] = [
     Mistake(
+        "gradients of a failed step stay unsharded",
+        "_compat.py",
+        "parameter.unsharded_accumulated_grad = None",
+        "pass",
+        ("tests/step/test_failed.py",),
+    ),
+    Mistake(
+        "a failed step leaves FSDP2 in the middle of it",
+        "step/train.py",
+        "        forget_failed_iteration(model)",
+        "        pass",
+        ("tests/step/test_failed.py",),
+    ),
+    Mistake(
         "the keys of batches not compared between ranks",
         "step/window.py",
         "compared = to_compare([*digest(repr(options)), len(keys), *digest(keys)])",

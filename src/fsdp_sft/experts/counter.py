@@ -111,6 +111,10 @@ class ExpertCounter:
             for layer in self.layers:
                 layer.is_counting, layer.counted = False, None
 
+    def abandon(self) -> None:
+        """End a window that failed: its counts are for nobody."""
+        self._is_open = False
+
     def finish(self, mesh: "DeviceMesh | None", device: torch.device) -> "LateLoad":
         """End the window, and start to copy the counts of all ranks to the host.
 

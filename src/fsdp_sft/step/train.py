@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
+from fsdp_sft._compat import forget_failed_iteration
 from fsdp_sft._expert_parallel import refuse_divided_twice
 from fsdp_sft._late import keep, settle, taken
 from fsdp_sft._meshes import copies_of_rows
@@ -76,7 +77,7 @@ def train_step(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> StepResult:
-    """Forward, backward and optimizer step over one window; gradients are zeroed afterwards.
+    """Forward, backward and optimizer step over one window; no gradient is left afterwards, even if it fails.
 
     Every target of the window, over all ranks and micro-batches, has the same weight in the loss. Batches may
     bring weights of their own: ``loss_weights``, floating point ``(B, S)``, aligned with the labels. The loss
@@ -156,7 +157,7 @@ def train_step(
         UnstorableStateError: After the first step, if the optimizer keeps state in tensor subclasses that do
             not expose their inner tensors, so that no checkpoint could hold it.
         NonFiniteGradientError: If the gradient norm is not finite and no scaler handles it. Parameters and
-            optimizer are as before the step; gradients are zeroed. With ``sync="late"`` it is raised one call
+            optimizer are as before the step. With ``sync="late"`` it is raised one call
             later: parameters and optimizer are as before the failed step, and the scheduler is one step
             ahead of them.
 
@@ -224,31 +225,31 @@ def train_step(
         nothing = without_step("no weight" if targets else "no targets", tokens)
         if sync == "step":
             return nothing
-        before = late_result(model)
+        last = late_result(model)
         keep(model, NothingQueued(nothing))
-        return before or without_step("no step before")
-    if verify == "first" and any(map(may_be_packs, window.keys)):
-        verify_at_first_use(model, window.on_host, mesh, own_loss=loss_fn is not None)
-    if check_labels:
-        refuse_mean(model, micro_batches, objective, count_fn, mesh)
-    if counter is not None:
-        counter.start()
-    sums = _forward_and_backward(model, micro_batches, window, objective, mesh, scaler, grad_sync)
-    with part("clip_gradients"):
-        infs = unscale(optimizers, scaler)
-        norm = clip_gradients(model, max_grad_norm)
-    load = None if counter is None else counter.finish(mesh, compute_device(model))
-    step = QueuedStep(
-        LateValues([norm, sums.loss, sums.router_loss, *infs]),
-        targets,
-        tokens,
-        weight,
-        mesh,
-        sums.checks,
-        expert_load=load,
-        copies=copies_of_rows(mesh),
-    )
+        return last or without_step("no step before")
+    before: StepResult | None = None
     try:
+        if verify == "first" and any(map(may_be_packs, window.keys)):
+            verify_at_first_use(model, window.on_host, mesh, own_loss=loss_fn is not None)
+        if check_labels:
+            refuse_mean(model, micro_batches, objective, count_fn, mesh)
+        if counter is not None:
+            counter.start()
+        sums = _forward_and_backward(model, micro_batches, window, objective, mesh, scaler, grad_sync)
+        with part("clip_gradients"):
+            infs = unscale(optimizers, scaler)
+            norm = clip_gradients(model, max_grad_norm)
+        step = QueuedStep(
+            LateValues([norm, sums.loss, sums.router_loss, *infs]),
+            targets,
+            tokens,
+            weight,
+            mesh,
+            sums.checks,
+            expert_load=None if counter is None else counter.finish(mesh, compute_device(model)),
+            copies=copies_of_rows(mesh),
+        )
         with part("optimizer"):
             if sync == "late":
                 before = late_result(model)  # raises, before this step is taken, if the last was left out
@@ -256,6 +257,11 @@ def train_step(
                 keep(model, step)
             else:  # reading the norm is the only place where the host waits for the device
                 step_all(optimizers, scaler, skipped=step.has_infs or not step.is_finite)
+    except BaseException:
+        forget_failed_iteration(model)
+        if counter is not None:
+            counter.abandon()
+        raise
     finally:
         for one in optimizers:
             one.zero_grad(set_to_none=True)

@@ -1,0 +1,115 @@
+"""A step that fails leaves nothing for the next one: no gradient, nothing gathered, no count."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import fsdp_sft as fs
+from tests.harness.device import device_here, mesh_here
+from tests.harness.models import full, largest_error, oracle_gradients, ragged_batches, tiny_model
+from tests.harness.ranks import run_distributed
+
+
+class _Planned(Exception):
+    """What the tests raise."""
+
+
+@contextmanager
+def _failing_forward(model: Any, call: int) -> Iterator[None]:
+    """The middle block raises in its ``call``-th forward."""
+    calls = 0
+
+    def fail(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise _Planned
+
+    handle = model.model.layers[1].mlp.register_forward_hook(fail)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def _failing_backward(model: Any, call: int) -> Iterator[None]:
+    """The gradient of the middle block's output raises in its ``call``-th backward."""
+    calls = 0
+
+    def fail(_: torch.Tensor) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise _Planned
+
+    def watch(_: Any, __: Any, output: torch.Tensor) -> None:
+        output.register_hook(fail)
+
+    handle = model.model.layers[1].mlp.register_forward_hook(watch)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+FAILURES = {"forward": _failing_forward, "backward": _failing_backward}
+MODES = ("each", "last", "reduce_scatter")
+
+
+def _gradients_after_a_failure(
+    mesh: Any, grad_sync: Any, policy: MixedPrecisionPolicy | None = None
+) -> list[tuple[str, float]]:
+    """The error of the gradients of a step after each kind of failed one."""
+    found = []
+    for name, failing in FAILURES.items():
+        for call in (1, 2):
+            model = tiny_model("llama").to(device_here())
+            plain = copy.deepcopy(model).cpu()
+            if mesh is not None:
+                fs.shard_model(model, mesh=mesh, mp_policy=policy or MixedPrecisionPolicy())
+            rank, ranks = (mesh.get_rank(), mesh.size()) if mesh is not None else (0, 1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+            batches = ragged_batches(3 * ranks)
+            lost = ragged_batches(3 * ranks, seed=9)
+            fs.train_step(model, batches[rank::ranks], torch.optim.SGD(model.parameters(), lr=0.0))
+            with failing(model, call), pytest.raises(_Planned):
+                fs.train_step(model, lost[rank::ranks], optimizer, grad_sync=grad_sync)
+            assert all(parameter.grad is None for parameter in model.parameters())
+            before = {key: full(p).clone() for key, p in model.named_parameters()}
+            result = fs.train_step(
+                model, batches[rank::ranks], optimizer, grad_sync=grad_sync, max_grad_norm=None
+            )
+            assert not result.skipped
+            moved = {key: before[key] - full(p) for key, p in model.named_parameters()}
+            loss, expected = oracle_gradients(plain, batches)
+            assert result.loss == pytest.approx(loss, rel=1e-5)
+            found.append((f"{name} {call}", largest_error(moved, expected)))
+    return found
+
+
+@pytest.mark.parametrize("grad_sync", MODES)
+def test_the_step_after_one_that_failed_is_like_any_other(grad_sync: str) -> None:
+    for failure, error in _gradients_after_a_failure(None, grad_sync):
+        assert error < 1e-5, (failure, error)
+
+
+def _in_every_mode(replicas: int) -> list[tuple[str, float]]:
+    mesh = mesh_here(dp_replicate=replicas) if replicas > 1 else mesh_here()
+    rows = [row for grad_sync in MODES for row in _gradients_after_a_failure(mesh, grad_sync)]
+    # With another dtype to reduce in, FSDP2 keeps gradients that wait in another place.
+    wider = MixedPrecisionPolicy(param_dtype=torch.float64, reduce_dtype=torch.float32)
+    return rows + _gradients_after_a_failure(mesh, "last", wider)
+
+
+@pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (4, 2)])
+def test_the_same_on_several_ranks(ranks: int, replicas: int) -> None:
+    for rows in run_distributed(_in_every_mode, ranks, replicas):
+        assert len(rows) == (len(MODES) + 1) * 4
+        for failure, error in rows:
+            assert error < 1e-5, (failure, error)
