@@ -12,6 +12,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from fsdp_sft._agree import agreed, all_reduce_sum, share, this_rank, while_others_wait
+from fsdp_sft._boxes import local_of
 from fsdp_sft._claim import Claim
 from fsdp_sft._compat import keep_used_conversions, match_checkpoint_keys, tied_names, weight_conversions
 from fsdp_sft._disk import TensorReader, unsound_beside
@@ -43,6 +44,7 @@ from fsdp_sft.weights.hub import resolve_folder
 from fsdp_sft.weights.load import Strategy
 from fsdp_sft.weights.meta import meta_model
 from fsdp_sft.weights.plan import LoadPlan
+from fsdp_sft.weights.prefault import HostPages
 from fsdp_sft.weights.resolve import open_checkpoint, resolved_inside
 from fsdp_sft.weights.vocabulary import fill_new_rows, shapes_before_new_tokens
 
@@ -358,7 +360,10 @@ def _load(
     with without_adapters(model) as base:
         with agreed(f"reading {folder}"), TensorReader(folder) as reader:
             tensors = named_tensors(base)
-            read_tensors(reader, stored, {name: tensors[name] for name in stored})
+            pages = HostPages()
+            for name in stored:
+                pages.prefault(local_of(tensors[name]))
+                read_tensors(reader, stored, {name: tensors[name]})
             initialise_rest(base, plan, seed=0)
             keep_used_conversions(base, plan.conversions)
         fill_new_rows(base, plan.before)

@@ -16,7 +16,7 @@ from fsdp_sft._model import meta_twin, named_tensors
 from fsdp_sft._random import unmoved
 from fsdp_sft.distributed import compute_device
 from fsdp_sft.weights.plan import LoadPlan
-from fsdp_sft.weights.prefault import ask_for_large_pages
+from fsdp_sft.weights.prefault import ask_for_large_pages, maps_ahead
 from fsdp_sft.weights.read import check_all_finite
 
 
@@ -56,7 +56,7 @@ def materialise(model: nn.Module) -> None:
             parent, _, leaf = name.rpartition(".")
             if id(tensor) not in made:
                 fresh = torch.empty_like(tensor, device=device)
-                ask_for_large_pages(fresh)
+                _advise(fresh)
                 is_parameter = isinstance(tensor, nn.Parameter)
                 made[id(tensor)] = nn.Parameter(fresh, tensor.requires_grad) if is_parameter else fresh
             setattr(model.get_submodule(parent), leaf, made[id(tensor)])
@@ -66,11 +66,17 @@ def materialise(model: nn.Module) -> None:
             return tensor
         # Not DTensor.from_local, which moves shards that stay on the host to the mesh's device.
         filled = torch.empty_like(tensor, device=shard_device)
-        ask_for_large_pages(local_of(filled))
+        _advise(local_of(filled))
         return filled
 
     if any(isinstance(tensor, DTensor) and tensor.is_meta for tensor in named.values()):
         apply_to_tensors(model, fill)
+
+
+def _advise(fresh: torch.Tensor) -> None:
+    """Ask for large pages at once where nothing shows, while a shard is filled, whether they pay."""
+    if not maps_ahead():
+        ask_for_large_pages(fresh)
 
 
 @torch.no_grad()

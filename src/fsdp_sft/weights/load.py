@@ -31,6 +31,7 @@ from fsdp_sft.weights.account import account, check_nothing_empty, filled_in_bas
 from fsdp_sft.weights.finish import check_shards_finite, initialise_rest, make_ties, materialise
 from fsdp_sft.weights.hub import resolve_folder
 from fsdp_sft.weights.plan import ConvertedGroup, LoadPlan, Target, make_plan
+from fsdp_sft.weights.prefault import HostPages
 from fsdp_sft.weights.provenance import Piece, contiguous_strides
 from fsdp_sft.weights.read import Job, check_all_finite, check_same, job_for, read_jobs
 from fsdp_sft.weights.report import LoadReport, progress_bar
@@ -256,6 +257,7 @@ class _Reads:
     check_finite: bool
 
     def __post_init__(self) -> None:
+        self.pages = HostPages()
         self.tensors = named_tensors(self.model)
         # Tied weights that the checkpoint stores under both names must be equal. Where they come out of a
         # conversion, this rank's part of the second one is kept here until both are complete.
@@ -295,6 +297,7 @@ class _Reads:
             host_budget_bytes=self.host_budget_bytes,
             workers=self.workers,
             progress=progress,
+            pages=self.pages,
         )
 
 
@@ -332,6 +335,7 @@ def _exchange(reads: _Reads, staging: dict[torch.dtype, torch.Tensor]) -> int:
         if local.numel() == 0:
             continue
         if dtype == local.dtype or not local.is_contiguous():
+            reads.pages.prefault(local)
             dist.broadcast(local, group=group, group_src=reader)
             continue
         is_reader = mesh.get_local_rank(dim) == reader
@@ -341,6 +345,7 @@ def _exchange(reads: _Reads, staging: dict[torch.dtype, torch.Tensor]) -> int:
                 sent.copy_(part)
             dist.broadcast(sent, group=group, group_src=reader)
             if not is_reader:
+                reads.pages.prefault(part)
                 part.copy_(sent)
     return _fill_converted(reads)
 
@@ -458,6 +463,7 @@ def _take(reads: _Reads, target: Target, values: torch.Tensor, where: Box) -> No
     common = where.intersect(box)
     if common is not None:
         mine, theirs = part_of(reads.place_of(target), common.relative_to(box)), common.relative_to(where)
+        reads.pages.prefault(mine)
         with torch.no_grad():
             mine.copy_(part_of(values, theirs))
 

@@ -24,7 +24,7 @@ from fsdp_sft._limits import blame_no_file
 from fsdp_sft._safetensors import expect, expect_parts, open_file, read_at
 from fsdp_sft._streams import CallerStream, host_buffer
 from fsdp_sft.errors import CheckpointFormatError, NonFiniteWeightsError, SafetensorsError
-from fsdp_sft.weights.prefault import prefault
+from fsdp_sft.weights.prefault import HostPages
 from fsdp_sft.weights.provenance import Ints, Piece, intersect
 from fsdp_sft.weights.resolve import Checkpoint
 
@@ -141,6 +141,7 @@ def read_jobs(
     host_budget_bytes: int,
     workers: int = 1,
     progress: Callable[[int], None] = lambda _: None,
+    pages: HostPages | None = None,
 ) -> int:
     """Do all jobs.
 
@@ -150,6 +151,7 @@ def read_jobs(
         host_budget_bytes: Bytes that all buffers together may take.
         workers: Number of threads; fewer are used if the budget does not allow a buffer for each.
         progress: Called with the bytes of each read, under a lock.
+        pages: What maps the memory of shards on the host; None begins to time its pages anew.
 
     Returns:
         Number of bytes read.
@@ -168,7 +170,7 @@ def read_jobs(
     segments = [segment for job in jobs for segment in _segments(job, copied)]
     segments.sort(key=lambda segment: (segment.job.file, segment.start))
     caller = CallerStream.on(device)
-    reader = _Reader(checkpoint.files, size, list(_batches(segments, size)), progress, caller)
+    reader = _Reader(checkpoint.files, size, list(_batches(segments, size)), progress, caller, pages)
     buffers = 1 if device.type == "cpu" else 2
     workers = max(1, min(workers, host_budget_bytes // (size * buffers)))
     try:
@@ -193,8 +195,10 @@ class _Reader:
         batches: list[list[_Segment]],
         progress: Callable[[int], None],
         caller: CallerStream,
+        pages: HostPages | None,
     ) -> None:
         self.bytes_read = 0
+        self._pages = pages or HostPages()
         self._caller = caller
         self._files = files
         self._piece_bytes = piece_bytes
@@ -208,7 +212,7 @@ class _Reader:
     def work(self, device: torch.device) -> None:
         """Read batches until none is left or another thread has failed."""
         stage = (
-            _HostStage(self._piece_bytes)
+            _HostStage(self._piece_bytes, self._pages)
             if device.type == "cpu"
             else _DeviceStage(self._piece_bytes, device, self._caller)
         )
@@ -277,13 +281,14 @@ class _Reader:
 class _HostStage:
     """One host buffer, which bytes are read into and values copied out of."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, pages: HostPages) -> None:
+        self._pages = pages
         self._buffer = torch.empty(size, dtype=torch.uint8)
         self._view = memoryview(self._buffer.numpy())  # type: ignore[arg-type]
 
     def prepare(self, place: torch.Tensor) -> None:
         """Get ``place`` ready: the next copy goes there."""
-        prefault(place)
+        self._pages.prefault(place)
 
     def memory(self, num_bytes: int) -> memoryview:
         """The memory to read into."""
