@@ -43,7 +43,12 @@ def parse_arguments() -> argparse.Namespace:
     add("--warmup-steps", type=int, default=20)
     add("--sac-ratio", default="1/3", help="fraction of blocks that recompute their activations")
     add("--dp-replicate", type=int, default=1, help="replicas (HSDP); 1 shards over all ranks")
-    add("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="compute; masters are float32")
+    add(
+        "--dtype",
+        choices=["auto", "bfloat16", "float32"],
+        default="auto",
+        help="compute; masters are float32. auto: bfloat16, but float32 on CPUs without instructions for it",
+    )
     add("--compile", action="store_true", help="compile each block")
     add("--save-every", type=int, default=50, help="optimizer steps between checkpoints")
     add(
@@ -60,6 +65,21 @@ def parse_arguments() -> argparse.Namespace:
 def read_rows(path: Path) -> list[dict]:
     text = path.read_text(encoding="utf-8")
     return json.loads(text) if path.suffix == ".json" else [json.loads(line) for line in text.splitlines()]
+
+
+def compute_dtype(choice: str, context: fs.DistributedContext) -> torch.dtype:
+    """What --dtype means, the same on all ranks."""
+    reason = ""
+    if choice == "auto":
+        cpu = torch.cpu.get_capabilities()
+        is_fast = context.device.type != "cpu" or cpu.get("avx512_bf16") or cpu.get("bf16")  # x86, Arm
+        slowest = fs.aggregate_metrics({"fast": 1 if is_fast else 0}, reduce="min")
+        choice = "bfloat16" if slowest["fast"] else "float32"
+        if choice == "float32":
+            reason = ": bfloat16 takes several times as long on a CPU without instructions for it"
+    if context.is_main:
+        print(f"computing in {choice}{reason}")
+    return torch.bfloat16 if choice == "bfloat16" else torch.float32
 
 
 @torch.no_grad()
@@ -88,6 +108,7 @@ def train(args: argparse.Namespace, guard: fs.PreemptionGuard) -> None:
     context = fs.init_distributed()
     if context.is_main:
         print(context)
+    compute = compute_dtype(args.dtype, context)
     disable_progress_bar()  # transformers' own, one for each file and rank
     torch.manual_seed(args.seed)
     if args.model is None:
@@ -130,7 +151,6 @@ def train(args: argparse.Namespace, guard: fs.PreemptionGuard) -> None:
             )
 
     mesh = fs.build_mesh(dp_replicate=args.dp_replicate)
-    compute = torch.bfloat16 if args.dtype == "bfloat16" else torch.float32
     model = fs.load_pretrained(
         args.model,
         mesh=mesh,

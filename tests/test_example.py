@@ -8,11 +8,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from tests.harness.forks import Program
-from tests.harness.places import EXAMPLES
+from tests.harness.places import EXAMPLES, script
+from tests.harness.ranks import run_distributed
 
 BUNDLED = "chats.jsonl"
 EXAMPLE = EXAMPLES / "minimal_sft.py"
@@ -44,6 +48,49 @@ def _losses(output: Path) -> dict[int, tuple[float, float]]:
     """Loss and gradient norm by step; a step that ran again after a resumption counts as it ran last."""
     rows = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
     return {row["step"]: (row["loss"], row["grad_norm"]) for row in rows if "loss" in row}
+
+
+SLOW = "computing in float32: bfloat16 takes several times as long on a CPU without instructions for it\n"
+
+
+@pytest.mark.parametrize(
+    ("choice", "device", "capabilities", "dtype", "said"),
+    [
+        ("auto", "cpu", {"avx512_bf16": True, "amx_bf16": False}, torch.bfloat16, "computing in bfloat16\n"),
+        ("auto", "cpu", {"neon": True, "bf16": True}, torch.bfloat16, "computing in bfloat16\n"),
+        ("auto", "cpu", {"avx512_vnni": True, "avx512_bf16": False}, torch.float32, SLOW),
+        ("auto", "cpu", {"neon": True, "bf16": False}, torch.float32, SLOW),
+        ("auto", "cpu", {"architecture": "another"}, torch.float32, SLOW),
+        ("auto", "cuda", {"avx512_bf16": False}, torch.bfloat16, "computing in bfloat16\n"),
+        ("bfloat16", "cpu", {"avx512_bf16": False}, torch.bfloat16, "computing in bfloat16\n"),
+        ("float32", "cpu", {"avx512_bf16": True}, torch.float32, "computing in float32\n"),
+        ("float32", "cuda", {}, torch.float32, "computing in float32\n"),
+    ],
+)
+def test_the_precision_is_the_one_asked_for_or_the_fast_one(
+    choice: str,
+    device: str,
+    capabilities: dict[str, bool],
+    dtype: torch.dtype,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    context = SimpleNamespace(device=torch.device(device), is_main=True)
+    assert script("minimal_sft").compute_dtype(choice, context) == dtype
+    assert capsys.readouterr().out == said
+
+
+def _dtype_where_rank_1_is_slow() -> torch.dtype:
+    rank = dist.get_rank()
+    torch.cpu.get_capabilities = lambda: {"avx512_bf16": rank == 0}
+    context = SimpleNamespace(device=torch.device("cpu"), is_main=rank == 0)
+    return script("minimal_sft").compute_dtype("auto", context)
+
+
+def test_ranks_on_different_cpus_compute_in_the_same_precision() -> None:
+    assert run_distributed(_dtype_where_rank_1_is_slow, 2) == [torch.float32, torch.float32]
 
 
 def test_a_quarter_of_the_demo_learns(tmp_path: Path) -> None:
