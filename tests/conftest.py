@@ -13,6 +13,40 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """From the start: count what is started."""
+    from tests.harness import budget
+
+    budget.watch()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker hands its counts over; the process that prints the summary judges them."""
+    from tests.harness import budget, device
+
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["budget"] = budget.told()
+    elif budget.is_judged(session.config, device.asked()) and budget.exceeded(budget.counts, budget.budget()):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Of a worker of pytest-xdist."""
+    from tests.harness import budget
+
+    budget.add(getattr(node, "workeroutput", {}).get("budget", {"counts": {}, "reasons": {}}))
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """What a test starts is its room's."""
+    from tests.harness import budget
+
+    with budget.counting_for(item.nodeid):
+        yield
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A test marked ``accelerator`` runs on ranks of both kinds, unless the setting says that all do."""
     from tests.harness import device
@@ -50,10 +84,17 @@ def kind_of_device(request: pytest.FixtureRequest) -> Iterator[None]:
             request.node.user_properties.append(("simulated device", "used" if used else "not used"))
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """On simulated devices: which tests have passed without any."""
-    from tests.harness import device
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """What the tests have started; on simulated devices, which tests have passed without any."""
+    from tests.harness import budget, device
 
+    terminalreporter.section("process groups and process starts")
+    for line in budget.table():
+        terminalreporter.line(line)
+    for line in (
+        budget.exceeded(budget.counts, budget.budget()) if budget.is_judged(config, device.asked()) else ()
+    ):
+        terminalreporter.line(line, red=True)
     if device.asked() != "sim":
         return
     passed = {report.nodeid for report in terminalreporter.stats.get("passed", [])}

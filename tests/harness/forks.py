@@ -27,6 +27,13 @@ def process(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return context.Process(target=target, args=args, kwargs=kwargs)
 
 
+def end_server() -> None:
+    """End the fork server, and wait for it: what its forks have used then counts as used by this process."""
+    from multiprocessing import forkserver
+
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]  # what multiprocessing's own tests call
+
+
 class Program:
     """``python script arguments`` under way in the script's folder, without the time that imports take.
 

@@ -1,7 +1,8 @@
 """What a test has left behind in its process: patched names, environment, modes, threads, compiled code.
 
-A rank that serves test after test compares what it finds before and after each. One in which something has
-changed is not used again, so a test may patch what it likes.
+A rank that serves test after test compares what it finds before and after each, and puts back what can be put
+back by assigning it: so a test may patch what it likes. A rank in which something is still changed afterwards
+is not used again.
 """
 
 import logging
@@ -34,13 +35,22 @@ _KEPT = {
     "fsdp_sft._agree._groups",
     "fsdp_sft._agree._timeout",
     "fsdp_sft.dcp_io.checkpoint._snapshot",
-    "torch.distributed.distributed_c10d._backend",
-    "torch.distributed.distributed_c10d._default_pg_init_method",
+    "fsdp_sft.dcp_io.in_use._held_by",  # the process, once it has saved
+    "fsdp_sft.dcp_io.root._looked_at",  # folders
+    "huggingface_hub.file_download._are_symlinks_supported_in_dir",
     "transformers.modeling_utils._CAN_RECORD_REGISTRY",
 }
+_GROUPS = "torch.distributed.distributed_c10d._"  # a rank stays in its process group
+_KEPT |= {_GROUPS + name for name in ("backend", "default_pg_init_method", "group_count", "tags_to_pg")}
+_KEPT |= {_GROUPS + "pg_" + name for name in ("map", "names", "group_ranks", "backend_config", "to_tag")}
 _SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 # Set by pytest for each phase of a test, and by torch when it first compiles.
 _NOBODYS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"}
+
+
+# What tests register for a class of models; put back together, by copies.
+_REGISTRY = "transformers.conversion_mapping.USER_REGISTERED_MAPPINGS"
+_REGISTERED = "transformers.conversion_mapping._checkpoint_conversion_mapping_cache"
 
 
 def settings() -> dict[str, Any]:
@@ -61,13 +71,44 @@ def settings() -> dict[str, Any]:
     }
 
 
-def state() -> dict[str, Any]:
-    """Everything that is compared, by name."""
-    found = {**settings(), "compiled": _compiled_frames()}
-    for name, module in list(sys.modules.items()):
-        if isinstance(module, types.ModuleType) and (name in _MODULES or name.startswith(_PACKAGES)):
-            found.update(_names_of(name, module))
-    return found
+class State:
+    """Everything that is compared, and what is needed to put it back.
+
+    Attributes:
+        found: Identities and settings, by name.
+        values: The objects behind names of modules.
+        members: What containers and classes behind such names contain.
+    """
+
+    def __init__(self) -> None:
+        self.found: dict[str, Any] = {**settings(), "compiled": _compiled_frames()}
+        self.values: dict[str, Any] = {}
+        self.members: dict[str, Any] = {}
+        for name, module in list(sys.modules.items()):
+            if isinstance(module, types.ModuleType) and (name in _MODULES or name.startswith(_PACKAGES)):
+                self._add(name, module)
+
+    def renew(self) -> None:
+        """Take the settings anew, for a state in which names are known to be unchanged."""
+        self.found.update(settings())
+
+    def _add(self, name: str, module: types.ModuleType) -> None:
+        for key, value in list(vars(module).items()):
+            # By type(): to ask torch's deprecated objects for their class makes them warn.
+            kind = type(value)
+            if key.startswith("__") or issubclass(kind, (types.ModuleType, random.Random)):
+                continue
+            full = f"{name}.{key}"
+            self.values[full] = value
+            self.found[full] = sorted(value) if full == _REGISTRY else _identity(value)
+            if issubclass(kind, list):
+                self.members[full] = list(value)
+            elif full in (_REGISTRY, _REGISTERED):
+                self.members[full] = None if value is None else value.copy()
+            if issubclass(kind, type) and (value.__module__ == name or name == "socket"):
+                members = {k: v for k, v in list(vars(value).items()) if k[:2] != "__"}
+                self.members[f"{full}()"] = members
+                self.found[f"{full}()"] = {k: _member_identity(k, v) for k, v in members.items()}
 
 
 def changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
@@ -75,23 +116,69 @@ def changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     return [name for name, value in before.items() if name not in _KEPT and after.get(name) != value]
 
 
-def _names_of(name: str, module: types.ModuleType) -> dict[str, Any]:
-    found = {}
-    for key, value in list(vars(module).items()):
-        # By type(): to ask torch's deprecated objects for their class makes them warn.
-        if key.startswith("__") or issubclass(type(value), (types.ModuleType, random.Random)):
-            continue
-        found[f"{name}.{key}"] = _identity(value)
-        if issubclass(type(value), type) and (value.__module__ == name or name == "socket"):
-            found[f"{name}.{key}()"] = {k: id(v) for k, v in list(vars(value).items()) if k[:2] != "__"}
-    return found
+def put_back(before: State, changed: list[str]) -> None:
+    """Assign again what can be: settings, names of modules and classes. What is compiled is forgotten."""
+    for name in changed:
+        old = before.found[name]
+        if name == "environment":
+            for gone in os.environ.keys() - old.keys() - _NOBODYS:
+                del os.environ[gone]
+            os.environ.update(old)
+        elif name == "folder":
+            os.chdir(old)
+        elif name == "sys.path":
+            sys.path[:] = old
+        elif name == "dtype":
+            torch.set_default_dtype(old)
+        elif name == "grad":
+            torch.set_grad_enabled(old)
+        elif name == "matmul":
+            torch.set_float32_matmul_precision(old)
+        elif name == "deterministic":
+            torch.use_deterministic_algorithms(old)
+        elif name == "logging":
+            logging.disable(old)
+        elif name == "signals":
+            for number, handler in zip(_SIGNALS, old, strict=True):
+                signal.signal(number, handler)
+        elif name == "compiled":
+            torch._dynamo.reset()
+            torch._dynamo.utils.counters["frames"]["total"] = old
+        elif name == _REGISTRY:
+            for each in (_REGISTRY, _REGISTERED):
+                module, _, key = each.rpartition(".")
+                setattr(sys.modules[module], key, before.members[each])
+        elif name.endswith("()"):
+            owner = before.values[name[:-2]]
+            _put_members_back(owner, before.members[name])
+        elif name in before.values:
+            module, _, key = name.rpartition(".")
+            setattr(sys.modules[module], key, before.values[name])
+            if isinstance(before.values[name], list):
+                before.values[name][:] = before.members[name]
+
+
+def _put_members_back(owner: type, members: dict[str, Any]) -> None:
+    for key in [key for key in vars(owner) if key[:2] != "__" and key not in members]:
+        delattr(owner, key)
+    for key, value in members.items():
+        if vars(owner).get(key) is not value:
+            setattr(owner, key, value)
+
+
+def _member_identity(key: str, value: Any) -> Any:
+    # torch wraps the step of an optimizer's class when it first makes one.
+    return id(getattr(value, "__wrapped__", value) if getattr(value, "hooked", False) else value)
 
 
 def _identity(value: Any) -> Any:
-    if issubclass(type(value), dict):
+    kind = type(value)
+    if issubclass(kind, dict):
         return id(value), [(key, id(member)) for key, member in list(value.items())]
-    if issubclass(type(value), (list, set)):
+    if issubclass(kind, (list, set)):
         return id(value), len(value)
+    if kind in (int, str, bool, bytes):
+        return value
     return id(value)
 
 

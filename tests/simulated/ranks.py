@@ -34,4 +34,4 @@ def run_simulated(
     """
     simulator_or_skip()
     own = [Simulated(first_device + rank, devices, copy_delay) for rank in range(world_size)]
-    return run_task(Task(function, args, kwargs, timeout), own, fresh=True)
+    return run_task(Task(function, args, kwargs, timeout), own, fresh=False)
