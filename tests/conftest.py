@@ -55,12 +55,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("kind_of_device", ["cpu", "sim"], indirect=True)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """On simulated devices: tests without ranks are left out, and what cannot run there says why."""
+    """Tests that a faster one stands for are slow. On simulated devices, others are left out, or say why."""
     from tests.harness import device
     from tests.simulated.cannot import reason, starts_ranks
+    from tests.slow import fast_one
 
     if device.asked() != "sim":
+        for item in items:
+            if fast_one(item.nodeid) is not None:
+                item.add_marker(pytest.mark.slow)
         return
     without = [item for item in items if not starts_ranks(item)]
     config.hook.pytest_deselected(items=without)

@@ -1,0 +1,161 @@
+"""Slow tests that show what a faster one shows too, each beside that one: `make test-slow` runs them.
+
+A slow test without such a one is marked in its module. On simulated devices, all of these run.
+"""
+
+_SHARED = "tests/context_parallel/test_training.py::"
+_STEPS = f"{_SHARED}test_steps_are_those_of_one_process"
+_LAYOUTS = "tests/weights/test_load.py::test_layouts_of_older_checkpoints"
+_LAUNCH = "tests/test_distributed.py::test_a_real_launch"
+_ADDRESSES = "tests/test_distributed.py::test_slurm_addresses"
+_LOAD = "tests/weights/test_load.py::"
+_KILL = "tests/faults/test_checkpoints.py::test_a_kill_at_a_named_moment"
+_FAULTS = "tests/faults/test_checkpoints.py::"
+_SYNCS = "tests/step/test_host_syncs.py::test_the_host_waits_once_in_a_step_and_once_in_an_evaluation[step]"
+_WATCH = "tests/watchdog/test_watch.py::test_the_rank_is_named_on_all_that_live_within_the_set_time"
+
+# Beginnings of test ids, and the test that stays.
+BESIDE: dict[str, str] = {
+    # The same with more ranks, another mesh, another architecture, or a simulated device in place of the CPU.
+    "tests/test_default_path.py::test_evaluate_save_load_continue_export[sim-2]": (
+        "tests/test_default_path.py::test_evaluate_save_load_continue_export[cpu-2]"
+    ),
+    **{
+        f"tests/test_expert_parallel.py::test_a_step_is_that_of_one_process[{case}]": (
+            "tests/test_expert_parallel.py::test_a_step_is_that_of_one_process[MixtralForCausalLM-ours2]"
+        )
+        for case in (
+            *("MixtralForCausalLM-ep2", "MixtralForCausalLM-ours4", "Qwen3MoeForCausalLM-ep2"),
+            *("Qwen3MoeForCausalLM-ours2", "Qwen3MoeForCausalLM-ours4", "GptOssForCausalLM-ep2"),
+            *("GptOssForCausalLM-ours4", "DeepseekV3ForCausalLM-ours2", "DeepseekV3ForCausalLM-ours4"),
+        )
+    },
+    **{
+        f"tests/compositions/test_compositions.py::test_a_composition_is_equal[{index}]": (
+            "tests/compositions/test_compositions.py::test_a_composition_is_equal[0]"
+        )
+        for index in range(6, 14)
+    },
+    "tests/optimizer/test_adamw.py::test_train_save_and_go_on_bit_for_bit[sim-": (
+        "tests/optimizer/test_adamw.py::test_train_save_and_go_on_bit_for_bit[cpu-True]"
+    ),
+    "tests/optimizer/test_adamw.py::test_replicas_stay_the_same[sim-": (
+        "tests/optimizer/test_adamw.py::test_replicas_stay_the_same[cpu-mesh1]"
+    ),
+    "tests/test_random_state.py::test_no_generator_moves_unless_documented[simulated]": (
+        "tests/test_random_state.py::test_no_generator_moves_unless_documented[cpu]"
+    ),
+    **{
+        f"tests/context_parallel/test_exact.py::test_heads_and_meshes[{case}]": (
+            "tests/context_parallel/test_exact.py::test_heads_and_meshes[4-shape2-8-1]"
+        )
+        for case in ("3-shape0-12-4", "4-shape3-4-2", "4-shape4-4-4")
+    },
+    f"{_STEPS}[4-shape1-options1]": (f"{_STEPS}[4-shape2-options2]"),
+    f"{_SHARED}test_with_other_features[last]": f"{_STEPS}[4-shape2-options2]",
+    f"{_SHARED}test_with_other_features[two optimizers]": f"{_SHARED}test_with_other_features[lora]",
+    f"{_SHARED}test_with_other_features[operations kept]": f"{_SHARED}test_with_other_features[host shards]",
+    f"{_SHARED}test_the_default_path[aot_eager]": f"{_STEPS}[2-shape0-options0]",
+    "tests/context_parallel/test_resume.py::test_twenty_steps_move_between_meshes": (
+        f"{_SHARED}test_training_goes_on_at_another_cp"
+    ),
+    "tests/loss/test_balance.py::test_ranks_that_share_rows_are_one_process[4-": (
+        "tests/loss/test_balance.py::test_ranks_that_share_rows_are_one_process[2-shape0-micro_batch]"
+    ),
+    f"{_LOAD}test_bitwise_what_from_pretrained_loads[3-mesh_shape2]": (
+        f"{_LOAD}test_bitwise_what_from_pretrained_loads[2-mesh_shape1]"
+    ),
+    f"{_LOAD}test_bitwise_what_from_pretrained_loads[4-mesh_shape3]": (
+        f"{_LOAD}test_bitwise_what_from_pretrained_loads[4-mesh_shape4]"
+    ),
+    **{
+        f"{_LAYOUTS}[{case}]": f"{_LAYOUTS}[chunk]"
+        for case in ("chunk-columns", "concatenate-columns", "renamed")
+    },
+    "tests/sac/test_matrix.py::test_eager_gradients_are_bit_equal_when_sharded_in_both_orders[1]": (
+        "tests/sac/test_matrix.py::test_eager_gradients_are_bit_equal_when_sharded_in_both_orders[2]"
+    ),
+    # Compiled, where eager shows the same mistake.
+    "tests/sac/test_matrix.py::test_compiled_gradients_are_bit_equal[llama]": (
+        "tests/sac/test_matrix.py::test_eager_gradients_are_bit_equal_when_sharded_in_both_orders[2]"
+    ),
+    "tests/sac/test_ops.py::test_named_submodules_are_kept_and_the_rest_recomputed[aot_eager]": (
+        "tests/sac/test_ops.py::test_named_submodules_are_kept_and_the_rest_recomputed[None]"
+    ),
+    "tests/experts/test_experts.py::test_compiled_blocks_count_too": (
+        "tests/experts/test_experts.py::test_every_choice_is_counted_once"
+    ),
+    "tests/varlen/test_varlen.py::test_training_is_that_with_sdpa": (
+        "tests/varlen/test_varlen.py::test_gradients_of_a_pack_are_the_sum_over_its_rows"
+    ),
+    "tests/context_parallel/test_order.py::test_ranks_begin_their_collectives_in_one_order": (
+        f"{_STEPS}[4-shape2-options2]"
+    ),
+    # More draws of the planner's configurations.
+    **{
+        f"tests/planner/test_tracker.py::test_the_estimate_is_what_the_tracker_sees[{case}]": (
+            "tests/planner/test_tracker.py::test_the_estimate_is_what_the_tracker_sees[optimizer-0]"
+        )
+        for case in ("loss-0", "loss-1", "backward-0", "backward-1", "optimizer-1")
+    },
+    "tests/planner/test_on_a_device.py::test_the_estimate_is_what_a_device_has_in_use": (
+        "tests/planner/test_tracker.py::test_the_estimate_is_what_the_tracker_sees[optimizer-0]"
+    ),
+    **{
+        f"tests/planner/test_search.py::test_more_memory_never_gives_a_slower_plan[{index}]": (
+            "tests/planner/test_search.py::test_more_memory_never_gives_a_slower_plan[0]"
+        )
+        for index in range(3, 8)
+    },
+    # Whole loops of others, and launchers beyond torchrun.
+    "tests/test_ports.py::": "tests/test_default_path.py::test_evaluate_save_load_continue_export[cpu-2]",
+    f"{_LAUNCH}[slurm-2]": _ADDRESSES,
+    f"{_LAUNCH}[submitit-2]": _ADDRESSES,
+    "tests/test_launch.py::test_torchrun_trains_as_plain_python_does": (f"{_LAUNCH}[torchrun-2]"),
+    "tests/test_long_context.py::test_two_ranks_share_rows": (f"{_STEPS}[2-shape0-options0]"),
+    # Processes that are killed at every moment, or in every way, of which some stay.
+    **{
+        f"{_KILL}[{moment}]": f"{_KILL}[mid-manifest]"
+        for moment in ("before data", "mid-data", "after data", "mid-index", "moved aside", "mid-prune")
+    },
+    f"{_FAULTS}test_kills_at_random_moments": f"{_KILL}[before rename]",
+    f"{_FAULTS}test_two_jobs_below_one_root": (
+        "tests/dcp_io/test_in_use.py::test_the_second_job_is_told_of_the_first"
+    ),
+    "tests/faults/test_bad_input.py::test_a_rank_that_raises_inside_a_step_ends_the_job_and_is_named": (
+        f"{_WATCH}[die-2]"
+    ),
+    **{
+        f"{_WATCH}[{case}]": f"{_WATCH}[{kept}]"
+        for case, kept in (
+            *(("stop-3", "stop-2"), ("stop-host", "stop-2"), ("die-3", "die-2"), ("die-host", "die-2")),
+            *(("ahead-3", "ahead-2"), ("shape-3", "shape-2"), ("loader-3", "ahead-2")),
+        )
+    },
+    **{
+        f"tests/test_preemption.py::test_a_loaders_workers_outlive_the_signal[{case}]": (
+            "tests/test_preemption.py::test_a_loaders_workers_outlive_the_signal[fork-watched]"
+        )
+        for case in ("spawn-plain", "forkserver-plain", "fork-plain")
+    },
+    "tests/packing/test_cost.py::test_no_rank_waits_long[32768-": (
+        "tests/packing/test_cost.py::test_no_rank_waits_long[4096-8-10000-1.01]"
+    ),
+    # The code of pages: every block is looked at by ``test_every_python_block_is_run_or_marked``.
+    **{
+        f"tests/test_docs.py::test_the_blocks_of_a_page_run[docs/{pages}": (
+            "tests/test_docs.py::test_the_blocks_of_a_page_run[docs/quickstart.md]"
+        )
+        for pages in ("explanation/", "how-to/", "tutorials/", "index.md")
+    },
+    # The simulator itself: what it computes is compared by every test that uses it.
+    **{
+        f"tests/simulated/test_{module}.py::": _SYNCS
+        for module in ("as_cuda", "bits", "counters", "failures", "kernels", "operators")
+    },
+}
+
+
+def fast_one(test: str) -> str | None:
+    """The test that stays in ``make test`` in the place of a slow one; None for any other."""
+    return next((kept for start, kept in BESIDE.items() if test.startswith(start)), None)
