@@ -40,9 +40,9 @@ demo: $(FOR_DEMO)
 test: $(INSTALLED)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
-# make test-slow   the tests that take minutes
+# make test-slow   the tests that take minutes; a run that was stopped goes on by its log, slow-tests.jsonl
 test-slow: $(INSTALLED)
-	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m slow --numprocesses $(WORKERS) --dist worksteal --log-outcomes slow-tests.jsonl $(PYTEST_ARGS)
 
 # make test-faults   kills, signals and damage in number (an hour)
 test-faults: $(INSTALLED)

@@ -1,6 +1,7 @@
 """Well-known mistakes of fine-tuning code, made one at a time in a copy of the library: do the tests notice?
 
     python -m benchmarks.checks.mutations
+    python -m benchmarks.checks.mutations --log mutations.jsonl   # a run that was stopped goes on
 
 Each mistake is a change of one line in a copy of ``src``, against which the tests beside it are run. One
 that leaves them green is reported, and the exit code is its number of such mistakes. Two of them were made in
@@ -8,6 +9,7 @@ print: labels that were the attention mask, and a loss divided by the world size
 """
 
 import argparse
+import json
 import os
 import shutil
 import subprocess
@@ -63,18 +65,35 @@ def is_noticed(mistake: Mistake) -> bool:
         return done.returncode == 1
 
 
+def read_log(path: Path | None) -> dict[str, bool]:
+    """Which mistakes have been noticed, by their names, according to a log."""
+    if path is None or not path.exists():
+        return {}
+    return dict(json.loads(line) for line in path.read_text().splitlines())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", help="mistakes whose name has this in it")
     parser.add_argument("--check", action="store_true", help="only that each line and each test is there")
+    parser.add_argument(
+        "--log", type=Path, help="mistakes that it has are not made again; the others are added"
+    )
     options = parser.parse_args()
     chosen = [mistake for mistake in MISTAKES if (options.only or "") in mistake.name]
     if options.check:
         gone = [reason for mistake in chosen if (reason := cannot_be_made(mistake))]
         raise SystemExit("\n".join(gone) if gone else 0)
-    missed = sum(not is_noticed(mistake) for mistake in chosen)
+    known = read_log(options.log)
+    for mistake in chosen:
+        if mistake.name not in known:
+            known[mistake.name] = is_noticed(mistake)
+            if options.log is not None:
+                with options.log.open("a") as file:
+                    file.write(json.dumps([mistake.name, known[mistake.name]]) + "\n")
+    missed = sum(not known[mistake.name] for mistake in chosen)
     print(f"{len(chosen) - missed} of {len(chosen)} mistakes are noticed")
     raise SystemExit(missed)
 
