@@ -22,6 +22,12 @@ from tests.harness.models import tiny_model
 PRIVATE = [
     (
         "forget_meshes",
+        "torch.distributed.tensor._collective_utils",
+        "MeshTopoInfo",
+        "torch.distributed.tensor",
+    ),
+    (
+        "forget_meshes",
         "torch.distributed.tensor.debug",
         "_clear_sharding_prop_cache",
         "torch.distributed.tensor",

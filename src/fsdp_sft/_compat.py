@@ -943,13 +943,19 @@ def forget_meshes() -> None:
 
     Two meshes of one shape are equal. So an operation on the new mesh would be answered from the cache with
     the old mesh, whose groups are gone: shards come out wrong, or torch "could not resolve the process
-    group". Only the private ``_clear_sharding_prop_cache`` empties the cache.
+    group". Only the private ``_clear_sharding_prop_cache`` empties the cache. The caches of redistributions
+    and of what they cost have no public form either; they keep old groups alive, with threads and sockets.
     """
-    from torch.distributed.tensor import debug
+    from torch.distributed.tensor import _collective_utils, _redistribute, debug
 
-    clear = getattr(debug, "_clear_sharding_prop_cache", None)
-    if clear is not None:
-        clear()
+    for clear in (
+        getattr(debug, "_clear_sharding_prop_cache", None),
+        getattr(_redistribute, "clear_redistribute_planner_cache", None),
+        getattr(getattr(_redistribute, "_gen_transform_infos", None), "cache_clear", None),
+        getattr(_collective_utils.MeshTopoInfo.build_from_mesh, "cache_clear", None),
+    ):
+        if clear is not None:
+            clear()
 
 
 def split_axis(mesh: Any, axis: str, sizes: dict[str, int]) -> Any:
