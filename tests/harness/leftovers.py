@@ -24,7 +24,7 @@ _MODULES = (
     *("torch.distributed.distributed_c10d", "torch.nn.utils", "torch.optim.optimizer", "torch.utils.data"),
     *("transformers.conversion_mapping", "transformers.core_model_loading", "transformers.modeling_utils"),
     *("transformers.dynamic_module_utils", "transformers.integrations.sdpa_attention"),
-    *("transformers.masking_utils", "transformers.utils.hub"),
+    *("transformers.masking_utils", "transformers.utils.hub", "simdev"),
 )
 _PACKAGES = ("fsdp_sft.", "tests.")
 # What the library and torch keep for the next call, in every process that goes on.
@@ -109,6 +109,12 @@ class State:
                 members = {k: v for k, v in list(vars(value).items()) if k[:2] != "__"}
                 self.members[f"{full}()"] = members
                 self.found[f"{full}()"] = {k: _member_identity(k, v) for k, v in members.items()}
+
+
+def forget_remote_code() -> None:
+    """Take modules of folders' own code for not imported: another test's are in another cache of modules."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "transformers_modules"]:
+        del sys.modules[name]
 
 
 def changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:

@@ -4,7 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 from tests.harness.device import simulator_or_skip
-from tests.harness.ranks import Task, run_task
+from tests.harness.ranks import run_task
+from tests.harness.serving import Task
 from tests.simulated.device import Simulated
 
 

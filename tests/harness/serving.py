@@ -1,0 +1,166 @@
+"""What a rank does, in its own process: it serves one task after the other.
+
+Its process group lasts for as long as the same ranks are asked for, so that a further case costs no store and
+no connections; the groups that a test has made besides end with it. A rank leaves its traceback in a file
+with the time. It computes on the CPU, or on a simulated device that it keeps (see ``device``), and then fails
+if it has used any other.
+"""
+
+import faulthandler
+import gc
+import os
+import pickle
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from fsdp_sft._compat import careful_gloo, forget_meshes
+from fsdp_sft.dcp_io import in_use
+from tests.harness import device, leftovers
+from tests.harness.poison import is_poisoned, poisoned
+from tests.simulated.device import Simulated
+
+
+@dataclass(frozen=True)
+class Task:
+    """What ranks are to do.
+
+    Attributes:
+        function: To call.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        timeout: Of the process group and of the whole, in seconds.
+        poisoned: Whether fresh memory holds NaN while it runs: as where the task was made.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    timeout: float
+    poisoned: bool = field(default_factory=is_poisoned)
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a rank says of a task that it has done.
+
+    Attributes:
+        changed: What is not as it was before.
+        launches: On its simulated device.
+        cpu: Seconds of it.
+        is_in_group: Whether it is still in the process group.
+        groups: How many groups it has made.
+    """
+
+    changed: tuple[str, ...] = ("died",)
+    launches: int = 0
+    cpu: float = 0.0
+    is_in_group: bool = False
+    groups: int = -1
+
+
+def serve(connection: Connection, own: Simulated | None) -> None:
+    """Do what comes over the connection until it ends."""
+    import torch
+
+    torch.set_num_threads(1)
+    device.become(own)
+    served = _Served(own)
+    while True:
+        try:
+            task, folder, store, rank, world_size = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            return
+        connection.send(served.run(task, folder, store, rank, world_size))
+
+
+class _Served:
+    """The tasks of one rank: its process group, and its state from one task to the next."""
+
+    def __init__(self, own: Simulated | None) -> None:
+        self._own = own
+        self._store: Path | None = None
+        self._world: Any = None
+        self._state: leftovers.State | None = None
+
+    def run(self, task: Task, folder: Path, store: Path, rank: int, world_size: int) -> Done:
+        """Do one task."""
+        import torch
+        import torch.distributed as dist
+
+        own, started = self._own, time.process_time()
+        launched = 0 if own is None else own.launches()
+        os.environ.update(
+            LOCAL_RANK=str(rank if own is None else own.index), LOCAL_WORLD_SIZE=str(world_size)
+        )
+        before = self._state or leftovers.State()
+        before.renew()
+        torch.manual_seed(0)
+        faulthandler.enable(open(folder / f"fault-{rank}", "w"))  # noqa: SIM115  needed until there is another
+        try:
+            self._meet(store, rank, world_size, timedelta(seconds=task.timeout))
+            with poisoned() if task.poisoned else nullcontext():
+                result = task.function(*task.args, **task.kwargs)
+            (folder / f"result-{rank}").write_bytes(pickle.dumps(result))
+            del result
+            if own is not None:
+                own.check()
+            is_in_group = dist.is_initialized() and dist.group.WORLD is self._world
+            if dist.is_initialized():
+                dist.barrier()
+                self._end_groups(all_of_them=not is_in_group)
+            forget_meshes()
+            leftovers.forget_remote_code()
+            in_use.release_all()  # as at the end of a process
+        except BaseException:
+            (folder / f"error-{rank}").write_text(f"{time.time()}\n{traceback.format_exc()}")
+            os._exit(1)
+        gc.collect()
+        after = leftovers.State()
+        changed = leftovers.changes(before.found, after.found)
+        if changed:
+            leftovers.put_back(before, changed)
+            after = leftovers.State()
+            changed = leftovers.changes(before.found, after.found)
+        self._state = after
+        launches = 0 if own is None else own.launches() - launched
+        groups = dist.distributed_c10d._world.group_count
+        return Done(tuple(changed), launches, time.process_time() - started, is_in_group, groups)
+
+    def _meet(self, store: Path, rank: int, world_size: int, timeout: timedelta) -> None:
+        """Be in the process group that meets over a file: the present one, or a new one in its place."""
+        import torch.distributed as dist
+
+        if store == self._store and dist.group.WORLD is self._world:
+            dist.distributed_c10d._set_pg_timeout(timeout)
+            return
+        if dist.is_initialized():
+            self._end_groups(all_of_them=True)
+            forget_meshes()
+        with careful_gloo():
+            dist.init_process_group(
+                device.backend_here(),
+                init_method=f"file://{store}",
+                rank=rank,
+                world_size=world_size,
+                timeout=timeout,
+            )
+        self._store, self._world = store, dist.group.WORLD
+
+    def _end_groups(self, *, all_of_them: bool) -> None:
+        """End the groups that a task has made, or the default group as well."""
+        import torch.distributed as dist
+
+        if all_of_them:
+            dist.destroy_process_group()
+            self._store = self._world = None
+            return
+        for group in list(dist.distributed_c10d._world.pg_map):
+            if group is not self._world:
+                dist.destroy_process_group(group)
