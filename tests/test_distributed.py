@@ -344,7 +344,7 @@ def test_a_process_group_can_be_made_again() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    assert run_distributed(_again, 4, port, fresh=True) == [[4] * 5] * 4
+    assert run_distributed(_again, 4, port) == [[4] * 5] * 4
 
 
 def _count_sockets() -> tuple[int, int]:
@@ -361,7 +361,7 @@ def _sockets() -> int:
 
 
 def test_a_rank_connects_to_those_it_talks_to() -> None:
-    counts = run_distributed(_count_sockets, 8, fresh=True)
+    counts = run_distributed(_count_sockets, 8)
     # A socket that listens, and one for each edge of the tree over eight ranks, at both of its ends; two if
     # both ends began at once. With a connection between every two ranks these would be 56, seven of each.
     added = [after - before - 1 for before, after in counts]
@@ -420,7 +420,7 @@ def test_ranks_meet_over_ipv6(launcher: str) -> None:
     with socket.socket(socket.AF_INET6) as probe:
         probe.bind(("::1", 0))
         port = probe.getsockname()[1]
-    run_distributed(_meet_over_ipv6, 2, port, launcher, fresh=True)
+    run_distributed(_meet_over_ipv6, 2, port, launcher)
 
 
 def test_the_shell_of_srun_is_no_task(environment: Any, monkeypatch: pytest.MonkeyPatch) -> None:

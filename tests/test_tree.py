@@ -29,7 +29,7 @@ def _come_around() -> None:
         )
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 6])
 def test_what_all_ranks_have_comes_around_in_their_order(world_size: int) -> None:
     run_distributed(_come_around, world_size, timeout=60)
 
@@ -61,7 +61,7 @@ def _count() -> list[int]:
     return [_messages_of(action) for action in actions]
 
 
-@pytest.mark.parametrize("world_size", [2, 5, 8])
+@pytest.mark.parametrize("world_size", [2, 3, 6])
 def test_messages_grow_with_the_logarithm(world_size: int) -> None:
     by_rank = run_distributed(_count, world_size, timeout=60)
     for way, of_ranks in enumerate(zip(*by_rank, strict=True)):
@@ -81,11 +81,11 @@ def _lose(lost: int) -> None:
         _agree.all_gather_objects(None)
     assert time.monotonic() - started < 1
     time.sleep(2)  # nobody learns of it by the end of another process
-    os._exit(3)
+    dist.destroy_process_group()  # which the lost one has no part in
 
 
 @pytest.mark.parametrize("lost", [0, 3, 5])
 def test_every_rank_hears_of_the_one_that_is_lost(lost: int) -> None:
-    codes = [7 if rank == lost else 3 for rank in range(6)]
+    codes = [7 if rank == lost else None for rank in range(6)]
     with pytest.raises(RankFailedError, match=re.escape(f"exit codes {codes} without a traceback")):
         run_distributed(_lose, 6, lost, timeout=60)

@@ -7,7 +7,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -25,6 +25,7 @@ from fsdp_sft.watchdog.report import Report, ranges
 from tests.harness import forks
 from tests.harness.device import backend_here, become, device_here, for_ranks
 from tests.harness.models import tiny_model
+from tests.harness.once import once
 from tests.simulated.device import Simulated
 
 TIMEOUT, INTERVAL = 3.0, 0.2
@@ -224,18 +225,27 @@ def _start(name: str, folder: Path, port: int) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> Iterator[dict[str, list[Outcome]]]:
-    """All scenes, a few at a time, for they mostly wait, beside the longest."""
+def outcomes(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[Outcome]]:
+    """Of the scenes that are asked for."""
+    users = [item for item in request.session.items if "outcomes" in getattr(item, "fixturenames", ())]
+    wanted = {item.callspec.params["name"] for item in users}  # type: ignore[attr-defined]
+    names = [name for name in sorted(SCENES, key="healthy-3".__ne__) if name in wanted]
+    return once(tmp_path_factory, "watchdog", lambda: _play(names))
+
+
+def _play(names: Sequence[str]) -> dict[str, list[Outcome]]:
+    """A few scenes at a time, for they mostly wait."""
     results: dict[str, list[Outcome]] = {}
-    longest, *names = sorted(SCENES, key="healthy-3".__ne__)
     with tempfile.TemporaryDirectory(prefix="watchdog-") as place:
-        stores = {name: dist.TCPStore("127.0.0.1", 0, is_master=True) for name in SCENES}
-        started = {longest: _start(longest, Path(place) / longest, stores[longest].port)}
-        for batch in (names[:7], names[7:], [longest]):
+        stores = {name: dist.TCPStore("127.0.0.1", 0, is_master=True) for name in names}
+        started: dict[str, list[Any]] = {}
+        for batch in (names[:8], names[8:]):
             started |= {n: _start(n, Path(place) / n, stores[n].port) for n in batch if n not in started}
             for name in batch:
                 results[name] = _outcomes(name, Path(place) / name, started[name])
-        yield results
+    return results
 
 
 def _outcomes(name: str, folder: Path, processes: list[Any]) -> list[Outcome]:
@@ -299,9 +309,10 @@ def test_an_exception_says_who_was_first(name: str, outcomes: dict[str, list[Out
         assert "watchdog:" not in outcomes[name][victim].stderr, "the first has nothing to add"
 
 
-def test_a_healthy_run_raises_no_alarm(outcomes: dict[str, list[Outcome]]) -> None:
-    assert [outcome.exit_code for outcome in outcomes["healthy-3"]] == [0, 0, 0]
-    assert not any("watchdog" in outcome.stderr for outcome in outcomes["healthy-3"])
+@pytest.mark.parametrize("name", ["healthy-3"])
+def test_a_healthy_run_raises_no_alarm(name: str, outcomes: dict[str, list[Outcome]]) -> None:
+    assert [outcome.exit_code for outcome in outcomes[name]] == [0, 0, 0]
+    assert not any("watchdog" in outcome.stderr for outcome in outcomes[name])
 
 
 class _SlowExchange:
