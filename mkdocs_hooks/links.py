@@ -35,7 +35,7 @@ def targets() -> dict[str, str]:
 
 
 def public_name(code: str) -> str | None:
-    """Public name that a code span mentions: ``fs.train_step(sync="late")`` mentions ``train_step``."""
+    """Public name that a code span mentions: ``fs.train_step(grad_sync="last")`` mentions ``train_step``."""
     found = _NAME.match(code)
     return found[1] if found and found[1] in targets() else None
 

@@ -43,6 +43,16 @@ BESIDE: dict[str, str] = {
     "tests/optimizer/test_adamw.py::test_replicas_stay_the_same[sim-": (
         "tests/optimizer/test_adamw.py::test_replicas_stay_the_same[cpu-mesh1]"
     ),
+    **{
+        f"tests/{test}[sim]": f"tests/{test}[cpu]"
+        for test in (
+            "dcp_io/test_async.py::test_async_saves_on_two_ranks",
+            "metrics/test_traces.py::test_a_trace_shows_the_rank_that_is_slow",
+        )
+    },
+    "tests/encoded/test_encoded.py::test_rows_are_those_of_encode_chat[list-2]": (
+        "tests/encoded/test_encoded.py::test_rows_are_those_of_encode_chat[files-2]"
+    ),
     "tests/test_random_state.py::test_no_generator_moves_unless_documented[simulated]": (
         "tests/test_random_state.py::test_no_generator_moves_unless_documented[cpu]"
     ),

@@ -263,20 +263,6 @@ def test_what_an_operator_does_has_no_public_reader() -> None:
     assert not hasattr(torch._ops.OpOverload, "schema"), "torch has a public name now"
 
 
-def test_a_step_left_out_on_the_device_has_no_public_form() -> None:
-    parameter = nn.Parameter(torch.ones(3))
-    parameter.grad = torch.ones(3)
-    optimizer = torch.optim.SGD([parameter], lr=1.0, fused=True)
-    assert _compat.takes_found_inf(optimizer)
-    assert not _compat.takes_found_inf(torch.optim.SGD([parameter], lr=1.0))
-    _compat.step_unless(optimizer, torch.ones(()))
-    assert parameter.tolist() == [1.0, 1.0, 1.0]
-    _compat.step_unless(optimizer, torch.zeros(()))
-    assert parameter.tolist() == [0.0, 0.0, 0.0]
-    public = inspect.signature(torch.optim.Optimizer.step).parameters
-    assert "found_inf" not in public, "torch has a public form now"
-
-
 def test_what_a_scaler_found_has_no_public_reader() -> None:
     parameter = nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
@@ -362,7 +348,7 @@ def test_every_private_name_is_watched() -> None:
     watched |= {"_patterns_compiled_at_use"}  # below
     watched |= {"being_compiled"}  # below
     watched |= {"backend_that_encodes"}  # by collate/test_tokens.py
-    watched |= {"found_infs", "takes_found_inf", "step_unless"}
+    watched |= {"found_infs"}
     functions = {
         n for n, f in vars(_compat).items() if inspect.isfunction(f) and f.__module__ == _compat.__name__
     }

@@ -158,7 +158,6 @@ def _calls(root: Path) -> dict[str, Callable[[], Any]]:
         "train_step": lambda: fs.train_step(kept["model"].eval(), batches[:2], kept["optimizer"]),
         "StochasticAdamW": lambda: _rounded(narrow, mesh_here()),
         "evaluate": lambda: fs.evaluate(kept["model"].train(), batches),
-        "late_result": lambda: fs.late_result(kept["model"]),
         "save_checkpoint": lambda: fs.save_checkpoint(
             prefix("steps"), 1, model=kept["model"], optimizer=kept["optimizer"]
         ),

@@ -35,7 +35,7 @@ STOREYS = [
         "errors",
     },
     {"_agree", "_meshes", "_recompiles", "_rounding", "_safetensors", "_wrappers", "blocks"},
-    {"_boxes", "_late", "_meeting", "_vocabulary", "distributed", "preemption"},
+    {"_boxes", "_meeting", "_vocabulary", "distributed", "preemption"},
     {"_disk", "_expert_parallel", "_gather", "_kept", "_model", "adapters"},
     {
         "_claim",

@@ -91,7 +91,6 @@ def _with_loss_sum(model: Any, window: list[Any], optimizer: Any) -> tuple[float
 
 WAYS: dict[str, Way] = {
     "train_step": lambda m, w, o: fs.train_step(m, w, o, grad_sync="last"),
-    "train_step, sync='late'": lambda m, w, o: fs.train_step(m, w, o, grad_sync="last", sync="late"),
     "a loop by hand, plain torch": _by_hand,
     "a loop by hand, causal_lm_loss": _with_loss_sum,
     "evaluate": lambda m, w, o: fs.evaluate(m, w),
@@ -123,7 +122,7 @@ def _model() -> Any:
 
 def _count(name: str, masked: bool) -> list[object]:
     model = fs.shard_model(_model().to("sim"), mesh=fs.build_mesh()).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused="late" in name)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for _ in range(BEFORE):
         WAYS[name](model, _window(masked), optimizer)
     window = _window(masked)
@@ -161,10 +160,9 @@ def main() -> None:
         f"{torch.__version__}, a Llama of 4 blocks, gradients reduced with the last micro-batch. What of",
         "them transformers' own forward does (it reads a padding mask's values, and without one whether",
         "positions are those of packs, for which a loop with a cache does not look) is counted apart.",
-        "Collectives are those of the device and of the larger side: what is gathered, or to be reduced. The",
-        "wait of `sync='late'` is for numbers of the step before, which are there by then. A loop with",
-        "`causal_lm_loss` waits for where the targets are, and to prove the model's head, in each forward:",
-        "`train_step` knows the former from the batch on the host, and reads the latter with the norm.",
+        "Collectives are those of the device and of the larger side: what is gathered, or to be reduced. A",
+        "loop with `causal_lm_loss` waits for where the targets are, and to prove the model's head, in each",
+        "forward: `train_step` knows the former from the batch on the host, the latter from the norm.",
         "Trainer and SFTTrainer (FSDP2 through accelerate, bf16, a log line a step) are counted from the",
         "beginning of a step to that of the next; they take the simulated device for a GPU.",
         "",

@@ -50,7 +50,6 @@ Loss and step
     windows                 the micro-batches of one optimizer step
     train_step              forward, backward, clipping and step of a window
     evaluate                loss over a validation set
-    late_result             last result of ``train_step(sync="late")``
     count_targets           number of trained positions in a window, over all ranks
     causal_lm_loss          a micro-batch's loss, ready for backward
     gradient_sync           when gradients are reduced
@@ -220,7 +219,6 @@ if TYPE_CHECKING:
     from fsdp_sft.step import StepResult as StepResult
     from fsdp_sft.step import evaluate as evaluate
     from fsdp_sft.step import gradient_sync as gradient_sync
-    from fsdp_sft.step import late_result as late_result
     from fsdp_sft.step import train_step as train_step
     from fsdp_sft.step import windows as windows
     from fsdp_sft.varlen import use_varlen_attention as use_varlen_attention
@@ -324,7 +322,6 @@ _OWNERS = {
     "encode_chat": "collate",
     "estimate_memory": "planner",
     "evaluate": "step",
-    "late_result": "step",
     "check_export": "export",
     "export_adapter": "export",
     "export_hf": "export",

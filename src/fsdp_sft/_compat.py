@@ -913,28 +913,6 @@ def keep_scale_on_host(scaler: torch.amp.GradScaler) -> None:
         scaler._scale, scaler._growth_tracker = scale.cpu(), None if tracker is None else tracker.cpu()
 
 
-def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer can leave out a step on the device, as ``GradScaler`` asks fused optimizers to.
-
-    The scaler looks at the private ``_step_supports_amp_scaling``; besides, every group must be fused.
-    """
-    fused = all(group.get("fused") for group in optimizer.param_groups)
-    return fused and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-
-
-def step_unless(optimizer: torch.optim.Optimizer, left_out: torch.Tensor) -> None:
-    """Step a fused optimizer unless ``left_out``, float32 on the device, is 1 when the device runs the step.
-
-    ``GradScaler.step`` sets the attribute ``found_inf`` for this; ``step`` has no argument for it.
-    """
-    stepped: Any = optimizer
-    stepped.found_inf, stepped.grad_scale = left_out, None
-    try:
-        optimizer.step()
-    finally:
-        del stepped.found_inf, stepped.grad_scale
-
-
 # --- meshes -----------------------------------------------------------------------------------------------
 
 

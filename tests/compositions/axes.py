@@ -35,7 +35,6 @@ AXES: dict[str, tuple[str, ...]] = {
     "varlen": ("no", "yes"),
     "accumulation": ("1", "3 each", "3 last", "3 reduce_scatter"),
     "optimizer": ("sgd", "adamw", "muon and adamw", "adamw in a wrapper", "stochastic adamw"),
-    "sync": ("step", "late"),
     "scheduler": ("none", "linear", "plateau"),
     "clip": ("none", "1e-2"),
     "rows": ("in memory", "on the disk"),
@@ -133,8 +132,6 @@ def settled(draw: Draw) -> dict[str, str]:
         plainest("answers")  # compiled blocks compile anew for each length of the cache
     if own["resume"] == "no":
         plainest("save")
-    if own["optimizer"] != "adamw" or own["precision"].startswith("float16"):
-        plainest("sync")  # it is for fused optimizers, without a scaler
     if own["twist"] == "set_epoch in the loop" and not own["loader"].startswith("sampler"):
         plainest("twist")
     if own["twist"] == "chat template" and own["export"] == "no":

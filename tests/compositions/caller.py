@@ -156,13 +156,9 @@ def _train(
             scheduler=_one_or_list(stepped),
             scaler=scaler,
             grad_sync=draw["accumulation"].partition(" ")[2] or "each",
-            sync=draw["sync"],
             **_loss_options(draw),
         )
-        if draw["sync"] == "step" or step > first:
-            _note(told, result)
-        else:
-            assert result.skip_reason == "no step before", result
+        _note(told, result)
         if draw["resume"] != "no":
             if pending is not None:
                 pending.wait()
@@ -175,8 +171,6 @@ def _train(
                 train_state=state,
                 async_=draw["save"] == "asynchronous",
             )
-    if draw["sync"] == "late":
-        _note(told, fs.late_result(model))
     if pending is not None:
         pending.wait()
 

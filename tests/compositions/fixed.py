@@ -70,7 +70,6 @@ EQUAL: list[dict[str, str]] = [
     },
     {
         "sharding": "kept after the forward",
-        "sync": "late",
         "architecture": "sliding window",
         "start": "load_pretrained",
         "stored": "both names of a tie",
@@ -157,7 +156,6 @@ EQUAL: list[dict[str, str]] = [
         "twist": "extra state",
     },
     {
-        "sync": "late",
         "architecture": "float32 modules",
         "mesh": "torch DDP 2",
         "sac": "1",

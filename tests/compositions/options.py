@@ -90,7 +90,7 @@ def optimizers(draw: Draw, model: nn.Module, rounded: Any = None) -> list[torch.
         return [*made, torch.optim.AdamW(rest, **options)] if rest else made
     if kind == "stochastic adamw" and rounded is not None:
         return [rounded(named.values(), **options)]
-    adamw = torch.optim.AdamW(named.values(), **options, fused=draw["sync"] == "late" or None)
+    adamw = torch.optim.AdamW(named.values(), **options)
     return [Wrapper(adamw)] if kind == "adamw in a wrapper" else [adamw]
 
 

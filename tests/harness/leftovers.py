@@ -74,41 +74,84 @@ def settings() -> dict[str, Any]:
 class State:
     """Everything that is compared, and what is needed to put it back.
 
+    Args:
+        before: An earlier one: modules in which nothing has changed since are not looked into again.
+
     Attributes:
-        found: Identities and settings, by name.
-        values: The objects behind names of modules.
-        members: What containers and classes behind such names contain.
+        settings: What holds for the whole process, by name.
+        modules: What each module has.
     """
 
-    def __init__(self) -> None:
-        self.found: dict[str, Any] = {**settings(), "compiled": _compiled_frames()}
-        self.values: dict[str, Any] = {}
-        self.members: dict[str, Any] = {}
+    def __init__(self, before: "State | None" = None) -> None:
+        self.settings = {**settings(), "compiled": _compiled_frames()}
+        known = {} if before is None else before.modules
+        self.modules: dict[str, _Names] = {}
         for name, module in list(sys.modules.items()):
             if isinstance(module, types.ModuleType) and (name in _MODULES or name.startswith(_PACKAGES)):
-                self._add(name, module)
+                seen = known.get(name)
+                same = seen is not None and seen.mark == seen.marked(module)
+                self.modules[name] = seen if same and seen is not None else _Names(name, module)
 
     def renew(self) -> None:
         """Take the settings anew, for a state in which names are known to be unchanged."""
-        self.found.update(settings())
+        self.settings.update(settings())
 
-    def _add(self, name: str, module: types.ModuleType) -> None:
+    def changes(self, after: "State") -> list[str]:
+        """Names of what is not as it was; what is new counts as an import."""
+        found = changes(self.settings, after.settings)
+        for name, names in self.modules.items():
+            later = after.modules.get(name)
+            if later is not names:
+                found += changes(names.found, {} if later is None else later.found)
+        return found
+
+
+class _Names:
+    """The names of a module.
+
+    Attributes:
+        found: Their identities.
+        values: The objects behind them.
+        members: What containers and classes among these contain.
+        mark: Of all that, made in no time.
+    """
+
+    def __init__(self, name: str, module: types.ModuleType) -> None:
+        self.found: dict[str, Any] = {}
+        self.values: dict[str, Any] = {}
+        self.members: dict[str, Any] = {}
+        self._containers: list[Any] = []
         for key, value in list(vars(module).items()):
-            # By type(): to ask torch's deprecated objects for their class makes them warn.
-            kind = type(value)
-            if key.startswith("__") or issubclass(kind, (types.ModuleType, random.Random)):
-                continue
-            full = f"{name}.{key}"
-            self.values[full] = value
-            self.found[full] = sorted(value) if full == _REGISTRY else _identity(value)
-            if issubclass(kind, list):
-                self.members[full] = list(value)
-            elif full in (_REGISTRY, _REGISTERED):
-                self.members[full] = None if value is None else value.copy()
-            if issubclass(kind, type) and (value.__module__ == name or name == "socket"):
-                members = {k: v for k, v in list(vars(value).items()) if k[:2] != "__"}
-                self.members[f"{full}()"] = members
-                self.found[f"{full}()"] = {k: _member_identity(k, v) for k, v in members.items()}
+            self._add(name, key, value)
+        self.mark = self.marked(module)
+
+    def marked(self, module: types.ModuleType) -> Any:
+        """The mark that the module has now."""
+        inner = [
+            tuple(map(id, vars(c).values())) if isinstance(c, type) else len(c) for c in self._containers
+        ]
+        dicts = [tuple(map(id, c.values())) for c in self._containers if issubclass(type(c), dict)]
+        return tuple(map(id, vars(module).values())), inner, dicts
+
+    def _add(self, name: str, key: str, value: Any) -> None:
+        # By type(): to ask torch's deprecated objects for their class makes them warn.
+        kind = type(value)
+        if key.startswith("__") or issubclass(kind, (types.ModuleType, random.Random)):
+            return
+        full = f"{name}.{key}"
+        self.values[full] = value
+        self.found[full] = sorted(value) if full == _REGISTRY else _identity(value)
+        if issubclass(kind, (dict, list, set)):
+            self._containers.append(value)
+        if issubclass(kind, list):
+            self.members[full] = list(value)
+        elif full in (_REGISTRY, _REGISTERED):
+            self.members[full] = None if value is None else value.copy()
+        if issubclass(kind, type) and (value.__module__ == name or name == "socket"):
+            self._containers.append(value)
+            members = {k: v for k, v in list(vars(value).items()) if k[:2] != "__"}
+            self.members[f"{full}()"] = members
+            self.found[f"{full}()"] = {k: _member_identity(k, v) for k, v in members.items()}
 
 
 def forget_remote_code() -> None:
@@ -125,43 +168,48 @@ def changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 def put_back(before: State, changed: list[str]) -> None:
     """Assign again what can be: settings, names of modules and classes. What is compiled is forgotten."""
     for name in changed:
-        old = before.found[name]
-        if name == "environment":
-            for gone in os.environ.keys() - old.keys() - _NOBODYS:
-                del os.environ[gone]
-            os.environ.update(old)
-        elif name == "folder":
-            os.chdir(old)
-        elif name == "sys.path":
-            sys.path[:] = old
-        elif name == "dtype":
-            torch.set_default_dtype(old)
-        elif name == "grad":
-            torch.set_grad_enabled(old)
-        elif name == "matmul":
-            torch.set_float32_matmul_precision(old)
-        elif name == "deterministic":
-            torch.use_deterministic_algorithms(old)
-        elif name == "logging":
-            logging.disable(old)
-        elif name == "signals":
-            for number, handler in zip(_SIGNALS, old, strict=True):
-                signal.signal(number, handler)
-        elif name == "compiled":
-            torch._dynamo.reset()
-            torch._dynamo.utils.counters["frames"]["total"] = old
-        elif name == _REGISTRY:
+        if name in before.settings:
+            _put_setting_back(name, before.settings[name])
+            continue
+        module, _, key = name.removesuffix("()").rpartition(".")
+        names = before.modules[module]
+        old = names.values[f"{module}.{key}"]
+        if name == _REGISTRY:
             for each in (_REGISTRY, _REGISTERED):
-                module, _, key = each.rpartition(".")
-                setattr(sys.modules[module], key, before.members[each])
+                setattr(sys.modules[module], each.rpartition(".")[2], names.members[each])
         elif name.endswith("()"):
-            owner = before.values[name[:-2]]
-            _put_members_back(owner, before.members[name])
-        elif name in before.values:
-            module, _, key = name.rpartition(".")
-            setattr(sys.modules[module], key, before.values[name])
-            if isinstance(before.values[name], list):
-                before.values[name][:] = before.members[name]
+            _put_members_back(old, names.members[name])
+        else:
+            setattr(sys.modules[module], key, old)
+            if isinstance(old, list):
+                old[:] = names.members[name]
+
+
+def _put_setting_back(name: str, old: Any) -> None:
+    if name == "environment":
+        for gone in os.environ.keys() - old.keys() - _NOBODYS:
+            del os.environ[gone]
+        os.environ.update(old)
+    elif name == "folder":
+        os.chdir(old)
+    elif name == "sys.path":
+        sys.path[:] = old
+    elif name == "dtype":
+        torch.set_default_dtype(old)
+    elif name == "grad":
+        torch.set_grad_enabled(old)
+    elif name == "matmul":
+        torch.set_float32_matmul_precision(old)
+    elif name == "deterministic":
+        torch.use_deterministic_algorithms(old)
+    elif name == "logging":
+        logging.disable(old)
+    elif name == "signals":
+        for number, handler in zip(_SIGNALS, old, strict=True):
+            signal.signal(number, handler)
+    elif name == "compiled":
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters["frames"]["total"] = old
 
 
 def _put_members_back(owner: type, members: dict[str, Any]) -> None:

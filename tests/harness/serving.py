@@ -122,12 +122,12 @@ class _Served:
             (folder / f"error-{rank}").write_text(f"{time.time()}\n{traceback.format_exc()}")
             os._exit(1)
         gc.collect()
-        after = leftovers.State()
-        changed = leftovers.changes(before.found, after.found)
+        after = leftovers.State(before)
+        changed = before.changes(after)
         if changed:
             leftovers.put_back(before, changed)
-            after = leftovers.State()
-            changed = leftovers.changes(before.found, after.found)
+            after = leftovers.State(before)
+            changed = before.changes(after)
         self._state = after
         launches = 0 if own is None else own.launches() - launched
         groups = dist.distributed_c10d._world.group_count

@@ -11,7 +11,7 @@ from tests.harness.models import tiny_model, windows_of_rank
 from tests.simulated.ranks import run_simulated
 
 SLOW = 0.002  # seconds that a copy takes
-FORMS = ("step", "chunked", "late", "device batches", "router", "scaler", "hooked head")
+FORMS = ("step", "chunked", "device batches", "router", "scaler", "hooked head")
 
 
 def _waits_of(call: Callable[[], Any]) -> list[str]:
@@ -37,9 +37,7 @@ def _steps(form: str, micro_batches: int) -> dict[str, Any]:
     model = fs.shard_model(tiny_model(family).to(context.device), mesh=fs.build_mesh())
     if form == "hooked head":
         model.lm_head.register_forward_hook(lambda *_: None)  # full logits
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=form == "late")
-    if form == "late":
-        options["sync"] = "late"
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     if form == "chunked":
         options["loss_impl"] = "chunked"
     if form == "scaler":
@@ -50,8 +48,6 @@ def _steps(form: str, micro_batches: int) -> dict[str, Any]:
     step = _waits_of(lambda: fs.train_step(model, last, optimizer, **options))
     shared: Any = {name: options[name] for name in ("router_loss", "loss_impl") if name in options}
     fs.evaluate(model, last, **shared)  # asks the model for its own loss, once
-    if form == "late":
-        fs.train_step(model, last, optimizer, **options)
     evaluation = _waits_of(lambda: fs.evaluate(model, last, **shared))
     return {"step": step, "evaluate": evaluation, "touched": torch.sim.touched()}
 
@@ -66,6 +62,5 @@ def test_the_host_waits_once_in_a_step_and_once_in_an_evaluation(form: str) -> N
         # Of batches that are on the device already, what is looked at comes to the host once a window; a
         # scaler asks for itself in step().
         assert len(found["step"]) == (2 if form in ("device batches", "scaler") else 1), found["step"]
-        # A late step is asked for before the model is evaluated.
-        more = {"device batches": micro_batches, "late": 1}
-        assert len(found["evaluate"]) == 1 + more.get(form, 0), found["evaluate"]
+        more = micro_batches if form == "device batches" else 0
+        assert len(found["evaluate"]) == 1 + more, found["evaluate"]

@@ -4,7 +4,6 @@ from benchmarks.checks.mistakes.mistake import Mistake
 
 LOAD = ("tests/weights/test_devices.py",)
 SYNCS = ("tests/step/test_host_syncs.py",)
-LATE = ("tests/step/test_late.py",)
 DEVICES = ("tests/test_devices.py",)
 OFFLOAD = ("tests/sac/test_offload.py",)
 
@@ -134,41 +133,6 @@ MISTAKES: list[Mistake] = [
         "        changed = None if self.is_finite else self.checks.problem()",
         "        changed = None",
         ("tests/step/test_judged_later.py",),
-    ),
-    Mistake(
-        "a late step taken although its gradient is not finite",
-        "step/optimizers.py",
-        "left_out = (~torch.isfinite(norm)).to(torch.float32)",
-        "left_out = torch.zeros_like(norm, dtype=torch.float32)",
-        LATE,
-    ),
-    Mistake(
-        "state of a first step that was left out is kept",
-        "step/queued.py",
-        "        while self.undo:\n            self.undo.pop()()",
-        "        self.undo.clear()",
-        LATE,
-    ),
-    Mistake(
-        "a late step saved before anyone has judged it",
-        "dcp_io/checkpoint.py",
-        "    settle(model)\n",
-        "",
-        LATE,
-    ),
-    Mistake(
-        "a late step evaluated before anyone has judged it",
-        "step/evaluation.py",
-        "    settle(model)\n",
-        "",
-        LATE,
-    ),
-    Mistake(
-        "a late step that outlives the load of a checkpoint",
-        "dcp_io/checkpoint.py",
-        "    taken(model)  # a last step that the host has not read yet: loading replaces its outcome\n",
-        "",
-        LATE,
     ),
     Mistake(
         "a search for NaN that makes a mask of the whole shard",

@@ -19,7 +19,6 @@ from fsdp_sft._agree import (
     world_size,
 )
 from fsdp_sft._disk import TensorReader, read_bytes, unsound_beside
-from fsdp_sft._late import settle, taken
 from fsdp_sft._model import model_tensors
 from fsdp_sft._random import set_generator_states
 from fsdp_sft.dcp_io.background import BackgroundSave, join_last, wait_for_last
@@ -155,8 +154,6 @@ def save_checkpoint(
         The folder where the step is or will be, and how long training stood still.
 
     Raises:
-        NonFiniteGradientError: If the last ``train_step(..., sync="late")`` was not taken, because its
-            gradient was not finite.
         CheckpointInUseError: If another job saves below ``root``. From its first save on, a root belongs to a
             job until the process of rank 0 ends.
         CheckpointExistsError: If that step is there and sound. A damaged one is moved aside to
@@ -190,7 +187,6 @@ def save_checkpoint(
 
     def prepare() -> _Told:
         wait_for_last()
-        settle(model)
         reshard(model)
         _check_numbers(step, keep_last, keep_best)
         content = _content(step, metric, model, optimizer, train_state, rank_state)
@@ -280,7 +276,6 @@ def load_checkpoint(
         7
     """
     join_last()  # a running save may be writing the step that is to be loaded
-    taken(model)  # a last step that the host has not read yet: loading replaces its outcome
     reshard(model)
     path = Path(path_or_root).absolute()
     for _ in range(MOST_ATTEMPTS):

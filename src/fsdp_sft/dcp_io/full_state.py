@@ -15,7 +15,6 @@ from fsdp_sft._agree import agreed, all_gather_objects, share, this_rank, world_
 from fsdp_sft._boxes import Box, box_of, local_of, part_of
 from fsdp_sft._disk import TensorReader, closing, sync_folder, temporary_beside
 from fsdp_sft._gather import Gatherer, receive_into, send
-from fsdp_sft._late import settle
 from fsdp_sft._limits import blame_no_file
 from fsdp_sft._model import ModelTensors, give_back, model_tensors, with_extra_tensors
 from fsdp_sft._safetensors import bytes_of, create, write_at
@@ -64,7 +63,6 @@ def save_full_state_dict(
         torch.bfloat16
     """
     target = Path(path).absolute()
-    settle(model)
     reshard(model)
     temporary = temporary_beside(target)
     with agreed(f"preparing to save {target}"):

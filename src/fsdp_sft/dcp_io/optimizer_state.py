@@ -8,7 +8,6 @@ from torch import nn
 
 from fsdp_sft._agree import agreed, this_rank, through_rank_0
 from fsdp_sft._disk import TensorReader, temporary_beside
-from fsdp_sft._late import settle
 from fsdp_sft.dcp_io.content import FolderContent, describe_mesh
 from fsdp_sft.dcp_io.folder import open_folder, write_folder
 from fsdp_sft.dcp_io.inner_tensors import names_to_take_apart
@@ -54,7 +53,6 @@ def save_optimizer_state(model: nn.Module, optimizer: Optimizers, path: str | os
         >>> sorted(file.name for file in Path("adamw").iterdir())
         ['INDEX.json', 'MANIFEST.json', 'shards']
     """
-    settle(model)
     reshard(model)
     target = Path(path).absolute()
     aside = temporary_beside(target)

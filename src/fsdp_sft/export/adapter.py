@@ -10,7 +10,6 @@ import torch
 from fsdp_sft._agree import agreed, share, this_rank
 from fsdp_sft._disk import sweep, temporary_beside
 from fsdp_sft._gather import Gatherer
-from fsdp_sft._late import settle
 from fsdp_sft._model import ModelTensors, model_tensors
 from fsdp_sft._wrappers import unwrapped
 from fsdp_sft.distributed import reshard
@@ -66,7 +65,6 @@ def export_adapter(
         ['README.md', 'adapter_config.json', 'adapter_model.safetensors']
     """
     model = unwrapped(model)
-    settle(model)
     reshard(model)
     target = export_target(out_dir)
     temporary: Path | None = None

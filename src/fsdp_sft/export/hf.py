@@ -23,7 +23,6 @@ from fsdp_sft._compat import (
 )
 from fsdp_sft._disk import sweep, temporary_beside
 from fsdp_sft._gather import Gatherer
-from fsdp_sft._late import settle
 from fsdp_sft._model import (
     ModelTensors,
     clean_name,
@@ -133,7 +132,6 @@ def export_hf(
     """
     if isinstance(model, nn.Module):
         model = unwrapped(model)
-        settle(model)
     reshard(model)
     target = export_target(out_dir)
     merges = {} if not isinstance(model, nn.Module) else adapted_layers(model)

@@ -11,6 +11,5 @@ from fsdp_sft.step.gradients import SyncMode as SyncMode
 from fsdp_sft.step.gradients import gradient_sync as gradient_sync
 from fsdp_sft.step.loader import windows as windows
 from fsdp_sft.step.queued import StepResult as StepResult
-from fsdp_sft.step.queued import late_result as late_result
 from fsdp_sft.step.train import GradSync as GradSync
 from fsdp_sft.step.train import train_step as train_step

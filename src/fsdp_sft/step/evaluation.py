@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fsdp_sft._late import settle
 from fsdp_sft._meshes import copies_of_rows
 from fsdp_sft._streams import LateValues
 from fsdp_sft.context_parallel import sequence_group_of
@@ -98,7 +97,6 @@ def evaluate(
         The same ``EvalResult`` on every rank.
 
     Raises:
-        NonFiniteGradientError: If the last ``train_step(..., sync="late")`` was left out.
         PackingError: If the model does not keep the rows of a pack apart, or a pack has an attention mask.
         BatchError: If ranks have batches of different keys at the same time, or differ in an option.
         VocabularyError: If a batch has an id or a label that the model has no row for.
@@ -113,7 +111,6 @@ def evaluate(
     objective = Objective(loss_impl, loss_fn, router_loss, Terms(label_smoothing, z_loss))
     objective.check(count_fn)
     check_verify(verify)
-    settle(model)
     mesh = mesh if mesh is not None else whole_mesh_of(model)
     group = sequence_group_of(model, mesh)
     refuse_own_loss(group, loss_fn, count_fn)

@@ -1,8 +1,7 @@
 """The optimizers and schedulers of a step, one or several, checked before anything is computed."""
 
 import inspect
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,8 +11,6 @@ from fsdp_sft._compat import (
     found_infs,
     keep_scale_on_host,
     schedulers_within,
-    step_unless,
-    takes_found_inf,
 )
 from fsdp_sft._model import parameter_names
 from fsdp_sft.dcp_io.optimizer_content import Optimizers, as_list
@@ -122,52 +119,6 @@ def step_all(
             optimizer.step()
     if scaler is not None:
         scaler.update()
-
-
-def check_left_out_on_device(
-    optimizers: list[torch.optim.Optimizer], scaler: torch.amp.GradScaler | None
-) -> None:
-    """Refuse what cannot leave a step out on the device, before the host has read the gradient's norm.
-
-    Raises:
-        ValueError: If there is a scaler.
-        OptimizerError: If an optimizer cannot leave its step out on the device; the message names it.
-    """
-    if scaler is not None:
-        raise ValueError(
-            "sync='late' and a GradScaler: the scaler waits for the device in each step; use sync='step', or "
-            "bfloat16, which needs no scaler"
-        )
-    for one in optimizers:
-        if not takes_found_inf(one):
-            raise OptimizerError(
-                f"sync='late' needs optimizers that leave a step out on the device, and {type(one).__name__} "
-                "here does not: give it fused=True in all groups (torch's Adam, AdamW, SGD and Adagrad take "
-                "that), or use sync='step'"
-            )
-
-
-def step_if_finite(optimizers: list[torch.optim.Optimizer], norm: torch.Tensor) -> list[Callable[[], None]]:
-    """Step the optimizers if ``norm`` is finite; the device decides, and the host does not wait.
-
-    Returns:
-        Functions that remove the state which optimizers have made for their first step, to be called if the
-        step turns out to have been left out.
-    """
-    left_out = (~torch.isfinite(norm)).to(torch.float32)
-    undo: list[Callable[[], None]] = []
-    for optimizer in optimizers:
-        before = len(optimizer.state)
-        step_unless(optimizer, left_out)
-        if len(optimizer.state) > before:
-            undo.append(partial(_forget_state_after, optimizer, before))
-    return undo
-
-
-def _forget_state_after(optimizer: torch.optim.Optimizer, count: int) -> None:
-    """Remove an optimizer's state except for the first ``count`` parameters that it was made for."""
-    for parameter in list(optimizer.state)[count:]:
-        del optimizer.state[parameter]
 
 
 def _needed(function: Any) -> list[str]:

@@ -1,13 +1,9 @@
 """A step between the moment that its work is queued on the device and the moment that the host reads it."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from torch import nn
-
-from fsdp_sft._late import taken
 from fsdp_sft._streams import LateValues
 from fsdp_sft.distributed import sum_over_mesh
 from fsdp_sft.errors import NonFiniteGradientError
@@ -32,8 +28,7 @@ class StepResult:
             ``attention_mask`` marks as such, and the filler at the end of a pack.
         skipped: Whether the optimizer did not step.
         skip_reason: Reason for a skipped step: ``"no targets"``, ``"no weight"`` (all targets have weight
-            0), ``"inf gradients"``, or ``"no step before"`` (the first step with ``sync="late"``). None if
-            the optimizer did step.
+            0) or ``"inf gradients"``. None if the optimizer did step.
         router_loss: Loss of a mixture's router, its coefficient included. The step minimises the sum of
             ``loss`` and this; 0 if no router's loss is added.
         expert_load: Number of tokens that each expert of a mixture was given; None unless ``watch_experts``
@@ -71,8 +66,6 @@ class QueuedStep:
         mesh: Ranks that share the window.
         checks: Checks of the step's forwards that wait for the device.
         problem: Error that says why no checkpoint could hold the optimizer's state; None if one could.
-        undo: Functions that remove the state which optimizers made for a first step that they left out.
-        is_late: Whether the optimizers decided on the device if the step is left out.
         expert_load: Tokens that experts were given, being copied to the host; None if they are not counted.
         copies: Number of ranks that have computed each row.
     """
@@ -84,8 +77,6 @@ class QueuedStep:
     mesh: "DeviceMesh | None"
     checks: HeadChecks
     problem: Exception | None = None
-    undo: list[Callable[[], None]] = field(default_factory=list)
-    is_late: bool = False
     expert_load: LateLoad | None = None
     copies: int = 1
 
@@ -98,17 +89,6 @@ class QueuedStep:
     def is_finite(self) -> bool:
         """Whether the gradient's norm is finite; the host waits for the device."""
         return math.isfinite(self.values.read()[0])
-
-    def check(self) -> None:
-        """Raise if the gradient was not finite. All ranks do, because they have the same norm.
-
-        Raises:
-            NonFiniteGradientError: If the norm is not finite. The message lacks the mean loss, which would
-                take a collective.
-        """
-        if not self.is_finite and not self.has_infs:
-            self._take_back()
-            raise self._not_finite()
 
     def result(self) -> StepResult:
         """The result of the step; the host waits for the device.
@@ -124,8 +104,6 @@ class QueuedStep:
         changed = None if self.is_finite else self.checks.problem()
         own = [loss, added, self.problem is not None, changed is not None]
         loss, added, has_problem, has_changed = sum_over_mesh(own, self.mesh)
-        if not self.is_finite and not self.has_infs:
-            self._take_back()
         if has_problem:
             raise_on_mesh(self.problem, "looking at the optimizer's state after its first step", self.mesh)
         if has_changed:
@@ -138,62 +116,9 @@ class QueuedStep:
         load = None if self.expert_load is None else self.expert_load.read()
         return StepResult(loss, norm, self.targets, self.tokens, skipped, reason, added, self.weight, load)
 
-    def _take_back(self) -> None:
-        """Remove the state that optimizers made for a first step that they left out."""
-        while self.undo:
-            self.undo.pop()()
-
-    def _not_finite(self, loss: float | None = None) -> NonFiniteGradientError:
-        """The error for a norm that is not finite, with the mean loss where that is known."""
-        norm = self.values.read()[0]
-        at = "" if loss is None else f" at a loss of {loss:.4g}"
-        state = "parameters and optimizer are unchanged"
-        if self.is_late:
-            at += " in the step before this one"
-            state += " since before that step, and the scheduler is one step ahead of them"
+    def _not_finite(self, loss: float) -> NonFiniteGradientError:
         return NonFiniteGradientError(
-            f"the gradient norm is {norm}{at}; {state}. Look at the last batches, lower the learning rate, "
-            "or start from the last checkpoint"
+            f"the gradient norm is {self.values.read()[0]} at a loss of {loss:.4g}; parameters and optimizer "
+            "are unchanged. Look at the last batches, lower the learning rate, or start from the last "
+            "checkpoint"
         )
-
-
-@dataclass(frozen=True)
-class NothingQueued:
-    """Placeholder for a step that was skipped, so that ``late_result`` returns its result in its turn."""
-
-    found: StepResult
-
-    def check(self) -> None:
-        """Do nothing: without a gradient there is none that could be not finite."""
-
-    def result(self) -> StepResult:
-        """The result of the skipped step."""
-        return self.found
-
-
-def late_result(model: nn.Module) -> StepResult | None:
-    """The result of the last ``train_step(..., sync="late")``, which no later call has returned.
-
-    Call it once after the loop; the host waits for the device.
-
-    Args:
-        model: The model that ``train_step`` was given.
-
-    Returns:
-        The result; None if the last one has been returned already.
-
-    Raises:
-        NonFiniteGradientError: If the gradient of that step was not finite; the step was left out.
-
-    Collective: all ranks that shared the step.
-
-    Example:
-        >>> fused = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-        >>> [fs.train_step(model, window, fused, sync="late").skip_reason for _ in range(2)]
-        ['no step before', None]
-        >>> fs.late_result(model).skipped
-        False
-    """
-    step = taken(model)
-    assert step is None or isinstance(step, (QueuedStep, NothingQueued))
-    return None if step is None else step.result()

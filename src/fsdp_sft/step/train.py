@@ -9,7 +9,6 @@ from torch import nn
 
 from fsdp_sft._compat import forget_failed_iteration
 from fsdp_sft._expert_parallel import refuse_divided_twice
-from fsdp_sft._late import keep, settle, taken
 from fsdp_sft._meshes import copies_of_rows
 from fsdp_sft._parts import part
 from fsdp_sft._streams import LateValues
@@ -35,17 +34,15 @@ from fsdp_sft.step.keys import may_be_packs
 from fsdp_sft.step.labels import is_to_be_looked_at, say_what_was_seen
 from fsdp_sft.step.optimizers import (
     Optimizers,
-    check_left_out_on_device,
     checked_optimizers,
     checked_schedulers,
     prepare_scaler,
     seeds_of,
     step_all,
-    step_if_finite,
     unscale,
 )
 from fsdp_sft.step.own_loss import LossFn, Objective, refuse_own_loss
-from fsdp_sft.step.queued import NothingQueued, QueuedStep, StepResult, late_result, without_step
+from fsdp_sft.step.queued import QueuedStep, StepResult, without_step
 from fsdp_sft.step.summed import refuse_mean
 from fsdp_sft.step.window import CountFn, Window, agree_on_window, on_device
 
@@ -54,7 +51,6 @@ if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
 
 GradSync = Literal["each", "last", "reduce_scatter"]
-Sync = Literal["step", "late"]
 
 
 def train_step(
@@ -73,7 +69,6 @@ def train_step(
     verify: Verify = "first",
     router_loss: RouterLoss | None = None,
     check_labels: bool = True,
-    sync: Sync = "step",
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> StepResult:
@@ -125,14 +120,6 @@ def train_step(
             the attention mask, raise an error. Labels that differ from the id at their place, and ranks that
             have the same rows in the first window, cause one warning each. With ``loss_fn``, whether to check
             that it returns a sum.
-        sync: When the host reads the numbers of the step. ``"step"`` waits for the device once, between the
-            backwards and the optimizer. ``"late"`` does not wait at all, which pays for models so small that
-            the device would otherwise wait for the host. It returns the whole result of the step **before**
-            (the first call one with ``skip_reason`` ``"no step before"``); ``late_result`` returns the last.
-            If the gradient is not finite, the optimizers leave the step out on the device, and the next
-            ``train_step``, ``evaluate``, save or export raises. ``"late"`` needs ``fused=True`` in torch's
-            Adam or AdamW (or in SGD or Adagrad, whose fused forms do not work on sharded parameters), and
-            no ``scaler``.
         label_smoothing: Label smoothing; see ``loss_sum``.
         z_loss: Factor of the z-loss; see ``loss_sum``.
 
@@ -157,9 +144,7 @@ def train_step(
         UnstorableStateError: After the first step, if the optimizer keeps state in tensor subclasses that do
             not expose their inner tensors, so that no checkpoint could hold it.
         NonFiniteGradientError: If the gradient norm is not finite and no scaler handles it. Parameters and
-            optimizer are as before the step. With ``sync="late"`` it is raised one call
-            later: parameters and optimizer are as before the failed step, and the scheduler is one step
-            ahead of them.
+            optimizer are as before the step.
 
     Collective: all ranks of the mesh.
 
@@ -174,16 +159,9 @@ def train_step(
     objective = Objective(loss_impl, loss_fn, router_loss, Terms(label_smoothing, z_loss))
     objective.check(count_fn)
     check_verify(verify)
-    if sync not in ("step", "late"):
-        raise ValueError(f"sync must be 'step' or 'late', got {sync!r}")
     optimizers = checked_optimizers(model, optimizer)
     schedulers = checked_schedulers(scheduler, optimizers)
     scaler = prepare_scaler(optimizers, scaler)
-    if sync == "late":
-        check_left_out_on_device(optimizers, scaler)
-    else:
-        settle(model)
-        taken(model)
     mesh = mesh if mesh is not None else whole_mesh_of(model)
     refuse_divided_twice(model)
     refuse_noise_on_same_rows(model, mesh)
@@ -207,7 +185,6 @@ def train_step(
             "grad_sync": grad_sync,
             "verify": verify,
             "check_labels": check_labels,
-            "sync": sync,
             "seeds": seeds_of(optimizers),
             **objective.options(),
         },
@@ -222,13 +199,7 @@ def train_step(
     if weight == 0:
         if counter is not None:
             counter.is_empty = True
-        nothing = without_step("no weight" if targets else "no targets", tokens)
-        if sync == "step":
-            return nothing
-        last = late_result(model)
-        keep(model, NothingQueued(nothing))
-        return last or without_step("no step before")
-    before: StepResult | None = None
+        return without_step("no weight" if targets else "no targets", tokens)
     try:
         if verify == "first" and any(map(may_be_packs, window.keys)):
             verify_at_first_use(model, window.on_host, mesh, own_loss=loss_fn is not None)
@@ -250,13 +221,8 @@ def train_step(
             expert_load=None if counter is None else counter.finish(mesh, compute_device(model)),
             copies=copies_of_rows(mesh),
         )
-        with part("optimizer"):
-            if sync == "late":
-                before = late_result(model)  # raises, before this step is taken, if the last was left out
-                step.is_late, step.undo = True, step_if_finite(optimizers, norm)
-                keep(model, step)
-            else:  # reading the norm is the only place where the host waits for the device
-                step_all(optimizers, scaler, skipped=step.has_infs or not step.is_finite)
+        with part("optimizer"):  # reading the norm is the only place where the host waits for the device
+            step_all(optimizers, scaler, skipped=step.has_infs or not step.is_finite)
     except BaseException:
         forget_failed_iteration(model)
         if counter is not None:
@@ -267,8 +233,8 @@ def train_step(
             one.zero_grad(set_to_none=True)
         model.zero_grad(set_to_none=True)  # also gradients of parameters that no optimizer holds
     step.problem = state_problem(optimizers)
-    result = (before or without_step("no step before")) if sync == "late" else step.result()
-    for each in schedulers if sync == "late" or not result.skipped else ():
+    result = step.result()
+    for each in () if result.skipped else schedulers:
         each.step()
     return result
 
