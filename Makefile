@@ -1,5 +1,5 @@
 # make demo   a tiny model is trained, saved, exported and asked questions, on 2 processes
-# make test   the suite (about a quarter of an hour on 2 cores)
+# make test   the suite (about eight minutes on 2 cores)
 PYTHON ?= python3
 VENV ?= .venv
 CONSTRAINTS ?= constraints.txt

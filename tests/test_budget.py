@@ -9,16 +9,23 @@ from tests import slow
 from tests.harness import budget
 from tests.harness.places import ROOT
 
-ALLOWED = {"step": {"tasks": 3, "started": 2}}
+ALLOWED = {
+    "step": {"tasks": 3, "started": 2},
+    "default": {"tasks": 1, "started": 0},
+    "all": {"tasks": 4, "started": 2},
+}
 
 
 @pytest.mark.parametrize(
     ("used", "named"),
     [
         ({"tasks": 3, "purpose": 1, "replaced": 1, "cases": 900, "pool": 4}, []),
-        ({"tasks": 4}, ["tests/step has 4 tasks and a budget of 3"]),
-        ({"purpose": 3}, ["tests/step has 3 started and a budget of 2"]),
-        ({"purpose": 1, "replaced": 2}, ["tests/step has 3 started and a budget of 2"]),
+        ({"tasks": 4}, ["step has 4 tasks and a budget of 3"]),
+        ({"purpose": 3}, ["step has 3 started and a budget of 2", "all has 3 started and a budget of 2"]),
+        (
+            {"purpose": 1, "replaced": 2},
+            ["step has 3 started and a budget of 2", "all has 3 started and a budget of 2"],
+        ),
     ],
 )
 def test_a_room_that_uses_more_than_it_has_is_named(used: dict[str, int], named: list[str]) -> None:
@@ -26,19 +33,27 @@ def test_a_room_that_uses_more_than_it_has_is_named(used: dict[str, int], named:
     assert [line.partition(":")[0] for line in found] == named
 
 
-def test_a_room_without_a_budget_may_start_nothing() -> None:
-    assert budget.exceeded({"new": Counter(cpu=9)}, ALLOWED) == []
-    assert len(budget.exceeded({"new": Counter(tasks=1, purpose=1)}, ALLOWED)) == 2
+def test_a_room_without_a_line_has_the_default() -> None:
+    assert budget.exceeded({"new": Counter(cpu=9, tasks=1)}, ALLOWED) == []
+    (line,) = budget.exceeded({"new": Counter(tasks=1, purpose=1)}, ALLOWED)
+    assert line.startswith("new has 1 started and a budget of 0")
+
+
+def test_rooms_that_keep_theirs_may_be_too_many() -> None:
+    used = {name: Counter(tasks=1) for name in "abcde"}
+    assert [line.partition(":")[0] for line in budget.exceeded(used, ALLOWED)] == [
+        "all has 5 tasks and a budget of 4"
+    ]
 
 
 def test_every_room_of_the_budget_is_there() -> None:
     for room, numbers in budget.budget().items():
-        assert (ROOT / "tests" / room).exists(), room
+        assert room in ("default", "all") or (ROOT / "tests" / room).exists(), room
         assert numbers.keys() == {"tasks", "started"}, room
 
 
 def test_rooms_are_folders_and_modules_of_tests() -> None:
-    assert budget.room_of("tests/step/test_late.py::test_it[a/b::c]") == "step"
+    assert budget.room_of("tests/step/test_keys.py::test_it[a/b::c]") == "step"
     assert budget.room_of("tests/test_step.py::test_it") == "test_step.py"
 
 

@@ -331,7 +331,13 @@ def test_every_private_name_is_watched() -> None:
     watched |= {"copy_weight_conversions", "keep_used_conversions", "initialise_computed", "tied_names"}
     watched |= {"run_conversion", "drop_tie", "tie_by_names", "original_class", "keeps_shards_on_host"}
     # Of wrappers, hooks, scalers, schedulers and tensor subclasses: covered by tests of what asks for them.
-    watched |= {"composable_api_of", "foreign_hooks", "_defined_in", "schedulers_within"}
+    watched |= {
+        "composable_api_of",
+        "foreign_hooks",
+        "hooks_on_all_modules",
+        "_defined_in",
+        "schedulers_within",
+    }
     watched |= {"is_wrapper_subclass", "local_tensor"}
     # Of a package that tests do without: see packing/test_stream.py and encoded/test_encoded.py.
     watched |= {"shares_of_stream", "is_hub_dataset", "dataset_fingerprint"}

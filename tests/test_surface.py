@@ -35,6 +35,8 @@ STOREYS = [
         "errors",
     },
     {"_agree", "_meshes", "_recompiles", "_rounding", "_safetensors", "_wrappers", "blocks"},
+    {"_forward"},
+    {"_record"},
     {"_boxes", "_meeting", "_vocabulary", "distributed", "preemption"},
     {"_disk", "_expert_parallel", "_gather", "_kept", "_model", "adapters"},
     {

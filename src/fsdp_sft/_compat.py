@@ -667,15 +667,23 @@ def foreign_hooks(module: nn.Module, *, pre: bool) -> list[Any]:
         module: The module; modules inside it are not looked at.
         pre: Whether to include hooks before the forward, which may change its arguments.
     """
+    kinds = ["forward", "backward", "backward_pre", *(["forward_pre"] if pre else [])]
+    own = [hook for kind in kinds for hook in getattr(module, f"_{kind}_hooks").values()]
+    foreign = [hook for hook in own if not _defined_in(hook, "torch.distributed.fsdp.", "fsdp_sft.sac.")]
+    return foreign + hooks_on_all_modules(pre=False)
+
+
+def hooks_on_all_modules(*, pre: bool) -> list[Any]:
+    """Hooks on the calls of all modules but torch's own: CommDebugMode's and its counters' change nothing.
+
+    Args:
+        pre: Whether to include hooks before the forward.
+    """
     from torch.nn.modules import module as hooks_of_all
 
     kinds = ["forward", "backward", "backward_pre", *(["forward_pre"] if pre else [])]
-    own = [hook for kind in kinds for hook in getattr(module, f"_{kind}_hooks").values()]
-    kinds = [kind for kind in kinds if kind != "forward_pre"]
     of_all = [hook for kind in kinds for hook in getattr(hooks_of_all, f"_global_{kind}_hooks").values()]
-    foreign = [hook for hook in own if not _defined_in(hook, "torch.distributed.fsdp.", "fsdp_sft.sac.")]
-    # torch's hooks on all modules are those of CommDebugMode and of its counters, which change nothing.
-    return foreign + [hook for hook in of_all if not _defined_in(hook, "torch.")]
+    return [hook for hook in of_all if not _defined_in(hook, "torch.")]
 
 
 def _defined_in(hook: Any, *packages: str) -> bool:

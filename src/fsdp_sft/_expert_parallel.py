@@ -1,7 +1,6 @@
 """Expert parallelism: each rank holds some of the experts whole, and tokens travel to the rank of theirs."""
 
 import math
-import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,6 +18,7 @@ from fsdp_sft._compat import (
     split_axis,
 )
 from fsdp_sft._meshes import CP, EP
+from fsdp_sft._record import findings, record_of
 from fsdp_sft._wrappers import unwrapped
 from fsdp_sft.distributed import DP_REPLICATE, DP_SHARD, mesh_of, reshard
 from fsdp_sft.errors import UnsupportedModelError
@@ -35,8 +35,12 @@ _EXPERT_MESHES = "_fsdp_sft_expert_meshes"  # attribute of a mesh: its expert me
 # Dtypes in which FSDP2 expects no overflow of a gradient reduction, and so divides once only.
 _DIVIDED_ONCE = (torch.float32, torch.bfloat16)
 
-_shared_out: "weakref.WeakKeyDictionary[nn.Module, SharedExperts]" = weakref.WeakKeyDictionary()
-_looked_at: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+
+@dataclass
+class _Divided:
+    """Whether it was looked for gradients that would be divided twice."""
+
+    done: bool = False
 
 
 @dataclass(frozen=True)
@@ -118,12 +122,12 @@ def share_out(model: nn.Module, mesh: "DeviceMesh", ep_size: int) -> None:
     axes = (DP_REPLICATE, EXPERTS_SHARD) if DP_REPLICATE in (mesh.mesh_dim_names or ()) else (EXPERTS_SHARD,)
     shared = SharedExperts(parts[axes], float(mesh.size()), ep_size)
     for name in experts_to_share_out(model):
-        _shared_out[model.get_submodule(name)] = shared
+        record_of(model.get_submodule(name)).keep(shared)
 
 
 def shared_experts(module: nn.Module) -> SharedExperts | None:
     """Placement of a module's experts if ranks share them out; None for any other module."""
-    return _shared_out.get(module)
+    return record_of(module).kept(SharedExperts)
 
 
 def refuse_divided_twice(model: nn.Module) -> None:
@@ -137,7 +141,8 @@ def refuse_divided_twice(model: nn.Module) -> None:
         UnsupportedModelError: If a gradient would be divided twice.
     """
     inner = unwrapped(model)
-    if inner in _looked_at:
+    looked = findings(model, _Divided)
+    if looked.done:
         return
     reshard(model)  # a gathered parameter does not show the axes that it is sharded along
     for name, module in inner.named_modules():
@@ -156,7 +161,7 @@ def refuse_divided_twice(model: nn.Module) -> None:
                     "as those of several. Take reduce_dtype=torch.float32 (or bfloat16), or an ep_size below "
                     "the number of ranks"
                 )
-    _looked_at.add(inner)
+    looked.done = True
 
 
 def _is_whole_on_its_rank(parameter: nn.Parameter) -> bool:

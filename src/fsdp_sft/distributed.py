@@ -3,7 +3,6 @@
 import logging
 import os
 import socket
-import weakref
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -23,6 +22,7 @@ from fsdp_sft._compat import careful_gloo, native_mesh, split_axis
 from fsdp_sft._launch import detect_launch
 from fsdp_sft._meeting import connect_neighbours, meet
 from fsdp_sft._meshes import CP, DP_SHARD_CP, EP, PP, parameter_mesh, shard_parameters_on
+from fsdp_sft._record import record_of
 from fsdp_sft._slurm import Launch, env_int, is_slurm_step
 from fsdp_sft._wrappers import replicas_of, replicated_by, unwrapped
 from fsdp_sft.errors import UnsupportedModelError, WrappedModelError
@@ -32,9 +32,6 @@ if TYPE_CHECKING:
 
 DP_REPLICATE = "dp_replicate"
 DP_SHARD = "dp_shard"
-
-# The mesh on which a model was sharded, if it has cp: the mesh of its parameters does not show that axis.
-_sharded_on: "weakref.WeakKeyDictionary[torch.nn.Module, DeviceMesh]" = weakref.WeakKeyDictionary()
 
 _logger = logging.getLogger("fsdp_sft")
 # The environment variable that restricts which of a node's devices a process sees; ROCm heeds CUDA's as well.
@@ -219,16 +216,23 @@ def build_mesh(
     return whole
 
 
+@dataclass(frozen=True)
+class ShardedOn:
+    """The mesh on which a model was sharded, if it has cp: the mesh of its parameters does not show that."""
+
+    mesh: "DeviceMesh"
+
+
 def remember_mesh(model: torch.nn.Module, mesh: "DeviceMesh") -> None:
     """Note the mesh on which ``model`` was sharded, if the mesh of its parameters does not show it."""
     if parameter_mesh(mesh) is not mesh:
-        _sharded_on[model] = mesh
+        record_of(model).keep(ShardedOn(mesh))
 
 
 def whole_mesh_of(model: torch.nn.Module) -> "DeviceMesh | None":
     """The mesh on which a model was sharded, with ``cp`` if it has that axis; else that of its parameters."""
-    mesh = _sharded_on.get(unwrapped(model))
-    return mesh if mesh is not None else mesh_of(model)
+    known = record_of(model).kept(ShardedOn)
+    return known.mesh if known is not None else mesh_of(model)
 
 
 def mesh_of(model: torch.nn.Module) -> "DeviceMesh | None":

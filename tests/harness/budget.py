@@ -109,7 +109,7 @@ def started(counter: Mapping[str, float]) -> float:
 
 
 def budget() -> dict[str, dict[str, int]]:
-    """What each room may use."""
+    """What each room may use, one without a line of its own (``default``), and ``all`` together."""
     return tomllib.loads(_FILE.read_text())
 
 
@@ -119,15 +119,18 @@ def is_judged(config: Any, device: str) -> bool:
 
 
 def exceeded(used: Mapping[str, Mapping[str, float]], allowed: Mapping[str, Mapping[str, int]]) -> list[str]:
-    """What rooms have used beyond their budget, in words; a room without one may start nothing."""
+    """What rooms, or all together, have used beyond their budget, in words."""
+    total: Counter[str] = Counter()
+    for counter in used.values():
+        total.update(counter)
     found = []
-    for name, counter in sorted(used.items()):
+    for name, counter in [*sorted(used.items()), ("all", total)]:
+        limits = allowed.get(name, allowed["default"])
         for what, number in (("tasks", counter.get("tasks", 0.0)), ("started", started(counter))):
-            limit = allowed.get(name, {}).get(what, 0)
-            if number > limit:
+            if number > limits[what]:
                 found.append(
-                    f"tests/{name} has {number:.0f} {what} and a budget of {limit}: share ranks and process "
-                    f"groups, or raise the number in {_FILE.name} and say there what it buys"
+                    f"{name} has {number:.0f} {what} and a budget of {limits[what]}: share ranks and process "
+                    f"groups, or raise the number in tests/{_FILE.name} and say there what it buys"
                 )
     return found
 

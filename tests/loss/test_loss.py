@@ -632,6 +632,7 @@ def test_a_plan_ends_with_what_it_was_made_for(caplog: pytest.LogCaptureFixture)
         fs.loss_sum(copy.deepcopy(model), batch)
         assert len(caplog.records) == 2, "a copy is another model"
         model.lm_head = nn.Linear(32, VOCAB + 3, bias=True)
+        model.config.vocab_size = model.vocab_size = VOCAB + 3
         total, count = fs.loss_sum(model, batch)
         assert len(caplog.records) == 3, "another head"
     assert float(total.detach()) / count == pytest.approx(

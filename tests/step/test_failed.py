@@ -19,46 +19,33 @@ class _Planned(Exception):
     """What the tests raise."""
 
 
-@contextmanager
-def _failing_forward(model: Any, call: int) -> Iterator[None]:
-    """The middle block raises in its ``call``-th forward."""
-    calls = 0
+class _Failure:
+    """The middle block raises in a forward, or the gradient of its output in a backward, once it is armed."""
 
-    def fail(*_: Any) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == call:
+    def __init__(self, model: Any, kind: str) -> None:
+        self._kind, self._left = kind, 0
+        model.model.layers[1].mlp.register_forward_hook(self._hook)
+
+    @contextmanager
+    def armed(self, call: int) -> Iterator[None]:
+        """Raise in that call within the block."""
+        self._left = call
+        yield
+        self._left = 0
+
+    def _hook(self, _: Any, __: Any, output: torch.Tensor) -> None:
+        if self._kind == "forward":
+            self._fail()
+        elif output.requires_grad:
+            output.register_hook(self._fail)
+
+    def _fail(self, *_: Any) -> None:
+        self._left -= 1
+        if self._left == 0:
             raise _Planned
 
-    handle = model.model.layers[1].mlp.register_forward_hook(fail)
-    try:
-        yield
-    finally:
-        handle.remove()
 
-
-@contextmanager
-def _failing_backward(model: Any, call: int) -> Iterator[None]:
-    """The gradient of the middle block's output raises in its ``call``-th backward."""
-    calls = 0
-
-    def fail(_: torch.Tensor) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == call:
-            raise _Planned
-
-    def watch(_: Any, __: Any, output: torch.Tensor) -> None:
-        output.register_hook(fail)
-
-    handle = model.model.layers[1].mlp.register_forward_hook(watch)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-FAILURES = {"forward": _failing_forward, "backward": _failing_backward}
+FAILURES = ("forward", "backward")
 MODES = ("each", "last", "reduce_scatter")
 
 
@@ -67,10 +54,11 @@ def _gradients_after_a_failure(
 ) -> list[tuple[str, float]]:
     """The error of the gradients of a step after each kind of failed one."""
     found = []
-    for name, failing in FAILURES.items():
+    for name in FAILURES:
         for call in (1, 2):
             model = tiny_model("llama").to(device_here())
             plain = copy.deepcopy(model).cpu()
+            failure = _Failure(model, name)
             if mesh is not None:
                 fs.shard_model(model, mesh=mesh, mp_policy=policy or MixedPrecisionPolicy())
             rank, ranks = (mesh.get_rank(), mesh.size()) if mesh is not None else (0, 1)
@@ -78,7 +66,7 @@ def _gradients_after_a_failure(
             batches = ragged_batches(3 * ranks)
             lost = ragged_batches(3 * ranks, seed=9)
             fs.train_step(model, batches[rank::ranks], torch.optim.SGD(model.parameters(), lr=0.0))
-            with failing(model, call), pytest.raises(_Planned):
+            with failure.armed(call), pytest.raises(_Planned):
                 fs.train_step(model, lost[rank::ranks], optimizer, grad_sync=grad_sync)
             assert all(parameter.grad is None for parameter in model.parameters())
             before = {key: full(p).clone() for key, p in model.named_parameters()}

@@ -8,10 +8,10 @@ HEADS = ("tests/loss/test_heads.py",)
 MISTAKES: list[Mistake] = [
     Mistake(
         "a rank chooses its loss anew although the others do not",
-        "step/train.py",
-        "    if window.stale:",
+        "step/anew.py",
+        "    if anew.forward:",
         "    if False:",
-        ("tests/loss/test_heads.py",),
+        ("tests/loss/test_heads.py", "tests/test_changes.py"),
     ),
     Mistake(
         "a cap on attention scores left out where transformers' sdpa does not refuse it",
@@ -86,7 +86,7 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "the loss without logits does not look at what the forward makes of them",
         "loss/head.py",
-        "            losses[:1] = [_checked(loss, outputs[-1], transform) for loss in losses[:1]]",
+        "            losses[:1] = [_checked(loss, outputs[-1], transform, num_logits(head)) for loss in losses[:1]]",
         "            pass",
         HEADS,
     ),

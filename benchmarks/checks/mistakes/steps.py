@@ -2,7 +2,65 @@
 
 from benchmarks.checks.mistakes.mistake import Mistake
 
+CHANGES = ("tests/test_changes.py",)
+
 MISTAKES: list[Mistake] = [
+    Mistake(
+        "what a model was checked for is not looked at again",
+        "_record.py",
+        "    return before is not None and before != forward_state(model)",
+        "    return False",
+        CHANGES,
+    ),
+    Mistake(
+        "hooks count as no part of a forward",
+        "_forward.py",
+        "                parts += own[name].values()",
+        "                pass",
+        CHANGES,
+    ),
+    Mistake(
+        "the loss that was set on a model counts as no part of its forward",
+        "_forward.py",
+        "            parts.append(function_state(own[_LOSS]))",
+        "            pass",
+        CHANGES,
+    ),
+    Mistake(
+        "a function that returns a sum vouches for one with another option",
+        "_forward.py",
+        "            return self.of(value.func), self.of(value.args), self.of(value.keywords)",
+        "            return self.of(value.func)",
+        CHANGES,
+    ),
+    Mistake(
+        "a new coefficient is taken for a new function",
+        "_forward.py",
+        "            return None\n        if id(value)",
+        "            return str(value)\n        if id(value)",
+        CHANGES,
+    ),
+    Mistake(
+        "a caller's loss is not asked for a sum before an evaluation",
+        "step/evaluation.py",
+        "                if number == 0 and anew.sum:",
+        "                if False:",
+        CHANGES,
+    ),
+    Mistake(
+        "ranks that share rows go on with a forward that was changed",
+        "step/anew.py",
+        "    compare_again(model, group)",
+        "    pass",
+        CHANGES,
+    ),
+    Mistake(
+        "only the first ids are looked at behind the head",
+        "loss/head.py",
+        "    steps = torch.arange(number, device=like.device) * 89 % 127 - 63",
+        "    steps = (torch.arange(number, device=like.device) * 89 % 127 - 63) * (torch.arange(number) < 8)",
+        CHANGES,
+    ),
     Mistake(
         "gradients of a failed step stay unsharded",
         "_compat.py",

@@ -3,6 +3,7 @@
 from fsdp_sft.context_parallel.group import SequenceGroup, WholeRows, part_of_rows, sequence_group_in
 from fsdp_sft.context_parallel.use import (
     check_shareable,
+    compare_again,
     sequence_group_of,
     share_attention,
     use_context_parallel,
@@ -12,6 +13,7 @@ __all__ = [
     "SequenceGroup",
     "WholeRows",
     "check_shareable",
+    "compare_again",
     "part_of_rows",
     "sequence_group_in",
     "sequence_group_of",

@@ -1,6 +1,6 @@
 """Set a model up for context parallelism, and find out whether it is."""
 
-import weakref
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -9,6 +9,7 @@ from fsdp_sft._agree import agreed
 from fsdp_sft._compat import attention_of, original_class
 from fsdp_sft._meshes import CP, cp_size
 from fsdp_sft._model import text_config
+from fsdp_sft._record import findings, record_of
 from fsdp_sft._wrappers import unwrapped
 from fsdp_sft.context_parallel.group import PREFIX, SequenceGroup, not_divisible, sequence_group_in
 from fsdp_sft.context_parallel.probe import verify
@@ -21,7 +22,12 @@ if TYPE_CHECKING:
 
 _WITHIN = ("sdpa", "eager", "sdpa_varlen")  # attention implementations that can be wrapped
 
-_groups: "weakref.WeakKeyDictionary[nn.Module, SequenceGroup]" = weakref.WeakKeyDictionary()
+
+@dataclass
+class _Compared:
+    """Whether a model under context parallelism was compared with itself."""
+
+    done: bool = False
 
 
 def use_context_parallel(model: nn.Module, *, mesh: "DeviceMesh") -> None:
@@ -87,7 +93,24 @@ def use_context_parallel(model: nn.Module, *, mesh: "DeviceMesh") -> None:
             set_attention: Any = inner.set_attn_implementation
             set_attention(before)
         raise
-    _groups[inner] = group
+    record_of(inner).keep(group)
+    findings(inner, _Compared).done = True
+
+
+def compare_again(model: nn.Module, group: SequenceGroup | None) -> None:
+    """Compare a model with itself again if its forward has changed since; all ranks must have seen that.
+
+    Raises:
+        UnsupportedModelError: On all ranks, if the parts of a row no longer give what the whole row does.
+
+    Collective: all ranks of the model's mesh, if there is anything to compare.
+    """
+    if group is None:
+        return
+    compared = findings(model, _Compared)
+    if not compared.done:
+        verify(model, group)
+        compared.done = True
 
 
 def check_shareable(model: nn.Module, ranks: int) -> None:
@@ -146,7 +169,7 @@ def sequence_group_of(model: nn.Module, over: "DeviceMesh | None" = None) -> Seq
         return None
     if over is not None and over.size() != mesh.size():
         raise ValueError(f"{over} is a part of the mesh that the model is sharded on; give {mesh}, or none")
-    group = _groups.get(inner)
+    group = record_of(inner).kept(SequenceGroup)
     if group is None:
         raise UnsupportedModelError(
             f"{type(inner).__name__} is sharded on a mesh with cp={cp_size(mesh)}, whose ranks share rows: "

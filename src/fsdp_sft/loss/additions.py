@@ -1,15 +1,14 @@
 """Terms that a model adds to its cross entropy: a router's loss is added here too, others are refused."""
 
 import logging
-import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from fsdp_sft._compat import original_class
+from fsdp_sft._record import findings, record_of
 from fsdp_sft._wrappers import unwrapped
 from fsdp_sft.adapters import forward_parameters
 from fsdp_sft.distributed import mesh_of, sum_over_mesh
@@ -73,14 +72,17 @@ class Additions:
 
 @dataclass
 class _Known:
-    """Findings about a model, valid while its ``state`` is the same."""
+    """Terms of a model's loss, valid while its numbers are the same."""
 
-    state: Any
-    by_flag: dict[bool | None, Additions]
+    numbers: Any = None
+    by_flag: dict[bool | None, Additions] = field(default_factory=dict)
 
 
-_known: "weakref.WeakKeyDictionary[nn.Module, _Known]" = weakref.WeakKeyDictionary()
-_warned: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+@dataclass
+class _Said:
+    """Whether it was said that a model's router loss is left out."""
+
+    left_out: bool = False
 
 
 def check_router_loss(router_loss: str | None) -> None:
@@ -123,9 +125,9 @@ def additions_to(model: nn.Module, router_loss: RouterLoss | None) -> Additions:
     # The argument is passed only if it differs from the config: dense models of a family that also has
     # experts take it too.
     flag = wanted if takes_flag and wanted != configured else None
-    known, state = _known.get(model), _state(model)
-    if known is None or known.state != state:
-        known = _known[model] = _Known(state, {})
+    known, numbers = findings(model, _Known), _numbers(model)
+    if known.numbers != numbers:
+        known.numbers, known.by_flag = numbers, {}
     if flag not in known.by_flag:
         known.by_flag[flag] = _find_out(model, flag, wanted, router_loss)
     return known.by_flag[flag]
@@ -177,9 +179,10 @@ def _configured(model: nn.Module) -> bool:
 
 def _say_what_is_left_out(model: nn.Module) -> None:
     """Warn once that a router's loss with a positive coefficient is not added."""
-    if model in _warned:
+    said = record_of(model).kept_or_new(_Said)
+    if said.left_out:
         return
-    _warned.add(model)
+    said.left_out = True
     left_out = next((c for c in router_coefficients(model) if c.read() > 0), None)
     mesh = mesh_of(model)
     if left_out is not None and (mesh is None or mesh.get_rank() == 0):
@@ -190,11 +193,10 @@ def _say_what_is_left_out(model: nn.Module) -> None:
         )
 
 
-def _state(model: nn.Module) -> Any:
-    """The state that findings depend on: sharding, and the numbers of the loss except for the router's."""
+def _numbers(model: nn.Module) -> Any:
+    """The numbers of the loss except for the router's, which are read anew for each loss."""
     numbers = numbers_of_a_loss(model)
-    fixed = tuple((n, v) for n, v in numbers.items() if "router" not in n and "aux" not in n)
-    return isinstance(unwrapped(model), FSDPModule), fixed, _configured(model)
+    return tuple((n, v) for n, v in numbers.items() if "router" not in n and "aux" not in n)
 
 
 def _name(model: nn.Module) -> str:

@@ -11,9 +11,10 @@ from torch import nn
 
 from fsdp_sft._expert_parallel import refuse_divided_twice
 from fsdp_sft._meshes import CP
+from fsdp_sft._record import refresh
 from fsdp_sft._streams import travelling
 from fsdp_sft.collate import refuse_masked_pack
-from fsdp_sft.context_parallel import WholeRows, part_of_rows, sequence_group_of
+from fsdp_sft.context_parallel import SequenceGroup, WholeRows, compare_again, part_of_rows, sequence_group_of
 from fsdp_sft.distributed import device_groups_of, whole_mesh_of
 from fsdp_sft.errors import ModelLossError
 from fsdp_sft.experts import counter_of
@@ -101,7 +102,7 @@ def loss_sum(
         >>> loss.dtype, loss.shape
         (torch.float32, torch.Size([]))
     """
-    group = sequence_group_of(model) if not torch.compiler.is_compiling() else None
+    group = None if torch.compiler.is_compiling() else _looked_at_again(model)
     batch = batch if group is None else part_of(batch, group)
     summed, router = loss_parts(model, batch, impl, router_loss, Terms(label_smoothing, z_loss))
     targets = num_targets(batch)
@@ -109,6 +110,14 @@ def loss_sum(
         groups = () if torch.compiler.is_compiling() else ranks_of_router(model, batch, router_loss)
         summed = summed + router * _weight_of_router(batch, groups, router.device)
     return summed, targets
+
+
+def _looked_at_again(model: nn.Module) -> SequenceGroup | None:
+    """The ranks that share the model's rows; what was found out about another forward is forgotten."""
+    refresh(model)
+    group = sequence_group_of(model)
+    compare_again(model, group)
+    return group
 
 
 def causal_lm_loss(
@@ -162,7 +171,7 @@ def causal_lm_loss(
         refuse_divided_twice(model)
     check_num_targets(num_targets)
     weight = _weight_of_window(batch, num_targets, target_weight)
-    group = sequence_group_of(model) if not torch.compiler.is_compiling() else None
+    group = None if torch.compiler.is_compiling() else _looked_at_again(model)
     batch = batch if group is None else part_of(batch, group)
     summed, router = loss_parts(model, batch, impl, router_loss, Terms(label_smoothing, z_loss), mesh)
     if router is not None:

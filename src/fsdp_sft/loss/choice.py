@@ -7,12 +7,9 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
-from fsdp_sft._wrappers import unwrapped
 from fsdp_sft.loss import liger
 from fsdp_sft.loss.counting import Targets
-from fsdp_sft.loss.head import fusible_head
 from fsdp_sft.loss.linear_cross_entropy import chunked_loss
 from fsdp_sft.loss.linear_head import head_product
 from fsdp_sft.loss.terms import PLAIN, Terms
@@ -21,14 +18,13 @@ from fsdp_sft.loss.transform import Transform, settings_of
 
 @dataclass(frozen=True)
 class LossChoice:
-    """The chosen implementation of one model's loss; void as soon as head, sharding or settings change.
+    """The chosen implementation of one model's loss; void as soon as its settings or its forward change.
 
     Attributes:
         impl: ``"chunked"``, ``"liger"`` or ``"logits"``.
         reason: Reason for computing the logits in full; empty for a fused loss.
         transform: Scale and soft cap that a fused loss applies to the head's output.
         head: The head that the choice was made for; None if no loss can be fused.
-        sharded: Whether the model was sharded when the choice was made.
         settings: Numbers of the model and its config that may scale or cap its logits, by name.
     """
 
@@ -36,15 +32,11 @@ class LossChoice:
     reason: str
     transform: Transform
     head: "weakref.ref[nn.Module] | None"
-    sharded: bool
     settings: tuple[tuple[str, float], ...]
 
     def holds(self, model: nn.Module) -> bool:
-        """Whether the model still has the head, sharding and settings that the choice was made for."""
-        if self.sharded != isinstance(unwrapped(model), FSDPModule) or self.settings != settings_of(model):
-            return False
-        head, _ = fusible_head(model)
-        return head is (None if self.head is None else self.head())
+        """Whether the model still has the settings that the choice was made for."""
+        return self.settings == settings_of(model)
 
     def loss_of(
         self,

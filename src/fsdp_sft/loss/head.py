@@ -21,12 +21,10 @@ from fsdp_sft._streams import LateValues
 from fsdp_sft._wrappers import replicated_by, unwrapped, with_wrappers
 from fsdp_sft.adapters import forward_parameters
 from fsdp_sft.errors import NotFusedError
-from fsdp_sft.loss.linear_head import why_not_linear
+from fsdp_sft.loss.linear_head import num_logits, why_not_linear
 from fsdp_sft.loss.transform import Transform, tolerance
 
 HeadForward = Callable[[torch.Tensor], torch.Tensor]
-
-_NUM_KNOWN = 8
 
 
 class HeadChecks:
@@ -144,7 +142,7 @@ def loss_at_head(
         outputs.append(forward(*args, **kwargs))
         try:
             added[0] = added_in(outputs[-1])
-            losses[:1] = [_checked(loss, outputs[-1], transform) for loss in losses[:1]]
+            losses[:1] = [_checked(loss, outputs[-1], transform, num_logits(head)) for loss in losses[:1]]
         except Exception as error:
             errors.append(error)
         if not losses:
@@ -188,14 +186,14 @@ def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator
 
 @contextmanager
 def _few_logits(head: nn.Module) -> Iterator[None]:
-    """Replace the head's result by a few known logits, which the rest of the model's forward computes with.
+    """Replace the head's result by known logits of one position, with which the rest of the forward computes.
 
-    Forward hooks run in the order in which they were registered. This one comes after FSDP2's, which have
-    then seen the loss.
+    They are of all ids, since a model may change those of some. Forward hooks run in the order in which they
+    were registered. This one comes after FSDP2's, which have then seen the loss.
     """
 
     def hook(_module: nn.Module, args: tuple[torch.Tensor, ...], _loss: torch.Tensor) -> torch.Tensor:
-        return _known(args[0]).expand(*args[0].shape[:-1], _NUM_KNOWN).clone()
+        return _known(args[0], num_logits(head)).expand(*args[0].shape[:-2], 1, -1).clone()
 
     handle = head.register_forward_hook(hook)
     try:
@@ -204,15 +202,16 @@ def _few_logits(head: nn.Module) -> Iterator[None]:
         handle.remove()
 
 
-def _known(like: torch.Tensor) -> torch.Tensor:
+def _known(like: torch.Tensor, number: int) -> torch.Tensor:
     """Known logits: of both signs, large enough for a soft cap to show, and exact in every dtype.
 
     They are computed on the device, because the device would have to wait for a copy from the host.
     """
-    return torch.arange(_NUM_KNOWN, dtype=like.dtype, device=like.device) * 8.5 - 32.0
+    steps = torch.arange(number, device=like.device) * 89 % 127 - 63
+    return steps.to(like.dtype) * 0.5
 
 
-def _checked(loss: torch.Tensor, output: Any, transform: Transform) -> torch.Tensor:
+def _checked(loss: torch.Tensor, output: Any, transform: Transform, number: int) -> torch.Tensor:
     """The loss, if the model has turned the known logits into what ``transform`` makes of them.
 
     Raises:
@@ -225,9 +224,9 @@ def _checked(loss: torch.Tensor, output: Any, transform: Transform) -> torch.Ten
         "all ranks, or use impl='logits'"
     )
     logits = getattr(output, "logits", None)
-    if not isinstance(logits, torch.Tensor) or logits.shape[-1] != _NUM_KNOWN:
+    if not isinstance(logits, torch.Tensor) or logits.shape[-1] != number:
         raise NotFusedError(message)
-    error = transform.error(_known(logits).expand(logits.shape), logits.detach())
+    error = transform.error(_known(logits, number).expand(logits.shape), logits.detach())
     sound = error <= tolerance(logits, logits)
     later = _later.get()
     if later is not None and logits.device.type not in ("cpu", "meta"):

@@ -2,12 +2,13 @@
 
 import logging
 import weakref
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from fsdp_sft._compat import original_class
+from fsdp_sft._record import findings, refresh
 from fsdp_sft._wrappers import unwrapped
 from fsdp_sft.distributed import compute_device, mesh_of, sum_over_mesh
 from fsdp_sft.errors import ModelLossError, NotFusedError
@@ -25,7 +26,13 @@ LossImpl = Literal["auto", "chunked", "liger", "logits"]
 
 IMPLS = ("auto", "chunked", "liger", "logits")
 _logger = logging.getLogger("fsdp_sft.loss")
-_choices: "weakref.WeakKeyDictionary[nn.Module, dict[str, LossChoice]]" = weakref.WeakKeyDictionary()
+
+
+@dataclass
+class _Choices:
+    """The choices that were made for a model's forward, by ``impl``."""
+
+    by_impl: dict[str, LossChoice] = field(default_factory=dict)
 
 
 def prepare_loss(model: nn.Module, *, impl: LossImpl = "auto") -> str:
@@ -65,9 +72,11 @@ def prepare_loss(model: nn.Module, *, impl: LossImpl = "auto") -> str:
     """
     check_impl(impl)
     refuse_encoder_decoder(model)
+    refresh(model)
     additions_to(model, None)
+    choices = findings(model, _Choices).by_impl
     choice = _decide(model, impl)
-    _choices.setdefault(model, {}).update({impl: choice, "auto": choice})
+    choices.update({impl: choice, "auto": choice})
     return choice.impl
 
 
@@ -76,7 +85,7 @@ def choice_for(model: nn.Module, impl: LossImpl) -> LossChoice:
 
     Collective: all ranks of the model's mesh, the first time.
     """
-    choices = _choices.setdefault(model, {})
+    choices = findings(model, _Choices).by_impl
     choice = choices.get(impl)
     if choice is None or not choice.holds(model):
         choice = choices[impl] = _decide(model, impl)
@@ -84,14 +93,14 @@ def choice_for(model: nn.Module, impl: LossImpl) -> LossChoice:
 
 
 def needs_choice(model: nn.Module, impl: LossImpl) -> bool:
-    """Whether this rank would choose in its next loss: there is no choice yet, or the model has changed."""
-    choice = _choices.get(model, {}).get(impl)
+    """Whether this rank would choose in its next loss: there is no choice yet, or settings have changed."""
+    choice = findings(model, _Choices).by_impl.get(impl)
     return impl != "logits" and (choice is None or not choice.holds(model))
 
 
 def forget_choice(model: nn.Module, impl: LossImpl) -> None:
     """Drop the choice, so that the next loss chooses anew; all ranks of the mesh must do it if one does."""
-    _choices.get(model, {}).pop(impl, None)
+    findings(model, _Choices).by_impl.pop(impl, None)
 
 
 def check_impl(impl: str) -> None:
@@ -150,8 +159,7 @@ def _try_fused(model: nn.Module, head: nn.Module, impl: str) -> tuple[LossChoice
     """(the choice of a fused loss, "") if the probe proves it, else (None, the reason)."""
 
     def make_choice(transform: Transform) -> LossChoice:
-        sharded = isinstance(unwrapped(model), FSDPModule)
-        return LossChoice(impl, "", transform, weakref.ref(head), sharded, settings_of(model))
+        return LossChoice(impl, "", transform, weakref.ref(head), settings_of(model))
 
     inputs: dict[str, Any] = {"use_cache": False} if takes_use_cache(model) else {}
     try:
@@ -168,6 +176,5 @@ def _logits_choice(model: nn.Module, reason: str) -> LossChoice:
         reason,
         Transform(),
         weakref.ref(head) if head is not None else None,
-        isinstance(unwrapped(model), FSDPModule),
         settings_of(model),
     )

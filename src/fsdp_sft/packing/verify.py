@@ -1,7 +1,6 @@
 """Measure, on the model at hand, whether it keeps packed rows apart."""
 
 import math
-import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +10,7 @@ from torch import nn
 from fsdp_sft._agree import raise_first, world_size
 from fsdp_sft._compat import attention_of, original_class
 from fsdp_sft._model import text_config, uncompiled, undisturbed
+from fsdp_sft._record import findings, refresh
 from fsdp_sft._rounding import TOLERANCES, logits_tolerance
 from fsdp_sft._wrappers import unwrapped
 from fsdp_sft.adapters import forward_parameters
@@ -33,8 +33,12 @@ _SHORTEST_PROBE = 64
 _ROTATION_TOLERANCE = 1e-6
 _SAMPLES = 16  # positions compared at each end of a long row; twice as many are compared in between
 
-# Tokens of the longest probe that a model has passed, by attention implementation.
-_verified: "weakref.WeakKeyDictionary[nn.Module, dict[str, int]]" = weakref.WeakKeyDictionary()
+
+@dataclass
+class _Passed:
+    """Tokens of the longest probe that a model's forward has passed."""
+
+    length: int = 0
 
 
 @dataclass(frozen=True)
@@ -105,14 +109,14 @@ def verify_packing(model: nn.Module, *, max_length: int, mesh: "DeviceMesh | Non
     """
     if isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < 1:
         raise ValueError(f"max_length must be a positive integer, got {max_length!r}")
+    refresh(model)
     report, _ = verify(model, max_length, mesh if mesh is not None else mesh_of(model), untold_is_error=True)
     return report
 
 
 def verified_length(model: nn.Module) -> int:
-    """Tokens of the longest probe that the model has passed with its present attention; 0 for none."""
-    inner = unwrapped(model)
-    return _verified.get(inner, {}).get(attention_of(inner), 0)
+    """Tokens of the longest probe that the model's forward has passed; 0 for none."""
+    return findings(model, _Passed).length
 
 
 def verify(
@@ -133,6 +137,7 @@ def verify(
     """
     report = error = None
     told = True
+    passed = findings(model, _Passed)
     try:
         _check_model(model)
         with undisturbed(model), torch.no_grad(), uncompiled():
@@ -147,9 +152,7 @@ def verify(
             raise_first(error, "verifying that packed rows are kept apart")
         raise error or PackingError("another rank of the mesh found that packed rows are not kept apart")
     assert report is not None
-    inner = unwrapped(model)
-    lengths = _verified.setdefault(inner, {})
-    lengths[attention_of(inner)] = max(max_length, lengths.get(attention_of(inner), 0))
+    passed.length = max(max_length, passed.length)
     return report, told
 
 

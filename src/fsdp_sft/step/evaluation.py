@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,12 +19,11 @@ from fsdp_sft.loss import (
     RouterLoss,
     Terms,
     checked_later,
-    forget_choice,
-    needs_choice,
     tokens_of,
 )
 from fsdp_sft.packing import Verify, check_verify, verify_at_first_use
 from fsdp_sft.step.acceptable import check_of
+from fsdp_sft.step.anew import find_out_anew, what_is_new
 from fsdp_sft.step.keys import (
     are_equal,
     digest,
@@ -35,7 +34,8 @@ from fsdp_sft.step.keys import (
 )
 from fsdp_sft.step.own_loss import LossFn, Objective, refuse_own_loss
 from fsdp_sft.step.rounds import in_step
-from fsdp_sft.step.window import CountFn, on_device, on_host, raise_on_mesh, weight_of_loss
+from fsdp_sft.step.summed import refuse_mean
+from fsdp_sft.step.window import Anew, CountFn, on_device, on_host, raise_on_mesh, weight_of_loss
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -69,6 +69,7 @@ def evaluate(
     count_fn: CountFn | None = None,
     verify: Verify = "first",
     router_loss: RouterLoss | None = None,
+    check_labels: bool = True,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> EvalResult:
@@ -89,6 +90,7 @@ def evaluate(
         count_fn: Function that counts the targets of a batch; see ``train_step``.
         verify: Whether packs are verified; see ``train_step``.
         router_loss: Loss of a mixture's router; see ``train_step``.
+        check_labels: With ``loss_fn``, whether to check that it returns a sum, as ``train_step`` does.
         label_smoothing: Label smoothing; see ``loss_sum``. 0 gives the plain cross entropy, whatever the
             model is trained with.
         z_loss: Factor of the z-loss; see ``loss_sum``.
@@ -98,6 +100,7 @@ def evaluate(
 
     Raises:
         PackingError: If the model does not keep the rows of a pack apart, or a pack has an attention mask.
+        ModelLossError: If the model's own loss is not the cross entropy, or ``loss_fn`` returns a mean.
         BatchError: If ranks have batches of different keys at the same time, or differ in an option.
         VocabularyError: If a batch has an id or a label that the model has no row for.
         ValueError: If no rank has a target.
@@ -121,18 +124,19 @@ def evaluate(
     target_weight = 0.0
     checks = HeadChecks()
     check = check_of(model, own_loss=loss_fn is not None)
-    options = {"verify": verify, **objective.options()}
-    stale = loss_fn is None and needs_choice(model, loss_impl)
-    any_stale, *compared = sum_over_mesh([stale, *to_compare(digest(repr(options)))], mesh)
+    options = {"verify": verify, "check_labels": check_labels, **objective.options()}
+    own = astuple(what_is_new(model, objective, check_sum=check_labels))
+    sums = sum_over_mesh([*own, *to_compare(digest(repr(options)))], mesh)
+    anew, compared = Anew(*map(bool, sums[: len(own)])), sums[len(own) :]
     if not are_equal(compared, mesh.size() if mesh is not None else 1):
         refuse_different_options(options, mesh)
-    if any_stale:
-        # One rank alone may have seen that the choice is out of date, but choosing anew is collective.
-        forget_choice(model, loss_impl)
+    find_out_anew(model, objective, anew, group)
     model.eval()
     try:
         with torch.no_grad(), checked_later(checks):
-            for batch, seen, count in in_step(batches, mesh, count_fn, check, group):
+            for number, (batch, seen, count) in enumerate(in_step(batches, mesh, count_fn, check, group)):
+                if number == 0 and anew.sum:
+                    refuse_mean(model, [batch], objective, count_fn, mesh)
                 if verify == "first" and may_be_packs(keys_of(batch)):
                     whole = [seen] if group is None else on_host([batch])
                     verify_at_first_use(model, whole, mesh, own_loss=loss_fn is not None)

@@ -5,7 +5,6 @@ A certain mistake raises an error. What may be intended causes one warning.
 
 import hashlib
 import logging
-import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 
 from fsdp_sft._meshes import CP, EP, TP
+from fsdp_sft._record import record_of
 from fsdp_sft.collate import IGNORE_INDEX
 from fsdp_sft.distributed import gather_over_mesh
 from fsdp_sft.errors import BatchError, abridged
@@ -29,7 +29,6 @@ _SHARE = 0.99  # share of the targets that must show the mistake
 _OFF = "; check_labels=False if that is meant"
 
 _logger = logging.getLogger("fsdp_sft.step")
-_looked_at: "weakref.WeakKeyDictionary[nn.Module, _Looked]" = weakref.WeakKeyDictionary()
 
 
 @dataclass
@@ -55,7 +54,7 @@ class Differences:
 
 def is_to_be_looked_at(model: nn.Module) -> bool:
     """Whether the next window of ``model`` is one of the first, which are checked."""
-    return _looked_at.setdefault(model, _Looked()).windows < _WINDOWS
+    return record_of(model).kept_or_new(_Looked).windows < _WINDOWS
 
 
 def look_at(micro_batches: list[Any]) -> Differences:
@@ -97,7 +96,7 @@ def say_what_was_seen(
 
     Collective: all ranks of the mesh.
     """
-    looked = _looked_at[model]
+    looked = record_of(model).kept_or_new(_Looked)
     looked.windows += 1
     first = mesh is None or mesh.get_rank() == 0
     if everywhere.different and not looked.warned:

@@ -1,19 +1,20 @@
 """Check that a caller's own loss is a sum over targets: the step would divide a mean a second time."""
 
-import functools
 import logging
 import math
-import weakref
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from fsdp_sft._forward import function_state
+from fsdp_sft._record import findings
 from fsdp_sft.distributed import compute_device, sum_over_mesh
 from fsdp_sft.errors import BatchError, ModelLossError, NotFusedError
 from fsdp_sft.loss import evaluating, guarded
-from fsdp_sft.step.own_loss import Objective
+from fsdp_sft.step.own_loss import LossFn, Objective
 from fsdp_sft.step.window import CountFn, counted, num_rows, to_device
 
 if TYPE_CHECKING:
@@ -24,8 +25,23 @@ if TYPE_CHECKING:
 _SUM, _MEAN = (1.8, 2.2), (0.95, 1.05)
 
 _logger = logging.getLogger("fsdp_sft.step")
-# The functions that have passed the check, or could not be checked, by model.
-_taken: "weakref.WeakKeyDictionary[nn.Module, set[Any]]" = weakref.WeakKeyDictionary()
+
+
+@dataclass
+class _Taken:
+    """States of the functions that have passed the check with a model, or could not be checked."""
+
+    functions: list[Any] = field(default_factory=list)
+
+
+def is_untold(model: nn.Module, loss_fn: LossFn | None) -> bool:
+    """Whether it has not been told yet if a caller's loss returns a sum."""
+    return loss_fn is not None and function_state(loss_fn) not in findings(model, _Taken).functions
+
+
+def take(model: nn.Module, loss_fn: LossFn) -> None:
+    """Take it that a loss returns a sum, as the caller says."""
+    findings(model, _Taken).functions.append(function_state(loss_fn))
 
 
 def refuse_mean(
@@ -35,7 +51,7 @@ def refuse_mean(
     count_fn: CountFn | None,
     mesh: "DeviceMesh | None",
 ) -> None:
-    """Refuse a ``loss_fn`` that returns a mean; each function is checked in its first step with a model.
+    """Refuse a ``loss_fn`` that returns a mean.
 
     The loss of one row is compared with the loss of a batch that has that row twice. If the targets double
     and the loss stays the same, it is a mean over targets, and the step would divide it once more. A case
@@ -44,7 +60,7 @@ def refuse_mean(
     Args:
         model: Model, which is left as it was.
         micro_batches: This rank's micro-batches.
-        objective: The caller's loss; without a ``loss_fn`` nothing is checked.
+        objective: The caller's loss.
         count_fn: Function that counts the targets of a batch; None counts its labels.
         mesh: Ranks that share the window.
 
@@ -53,17 +69,12 @@ def refuse_mean(
 
     Collective: all ranks of the mesh; two forwards of at most two rows.
     """
-    if objective.loss_fn is None:
-        return
-    taken = _taken.setdefault(model, set())
-    code = _code_of(objective.loss_fn)
-    if code in taken:
-        return
+    assert objective.loss_fn is not None
     ranks = mesh.size() if mesh is not None else 1
     rows = _row_and_twins(micro_batches, count_fn)
     # One rank that cannot form these batches must not leave the others alone in a forward.
     if sum_over_mesh([rows is not None], mesh)[0] < ranks:
-        taken.add(code)
+        take(model, objective.loss_fn)
         _logger.debug("whether loss_fn returns a sum was not looked at: its batches are not made of rows")
         return
     grown = _growth(model, objective, rows)
@@ -75,16 +86,9 @@ def refuse_mean(
             "(reduction='sum', or the mean times the targets), or, if every batch is meant to weigh "
             "the same, give count_fn=lambda batch: 1. check_labels=False leaves this check out"
         )
-    taken.add(code)
+    take(model, objective.loss_fn)
     if not sums:
         _logger.info("whether loss_fn returns a sum over targets could not be told (growth %.3g)", grown)
-
-
-def _code_of(function: Any) -> Any:
-    """The code of a function, which stays the same if a loop makes a new lambda for each step."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    return getattr(function, "__code__", type(function))
 
 
 def _within(value: float, bounds: tuple[float, float]) -> bool:

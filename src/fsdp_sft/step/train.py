@@ -21,13 +21,12 @@ from fsdp_sft.loss import (
     RouterLoss,
     Terms,
     checked_later,
-    forget_choice,
-    needs_choice,
     scale_for_backward,
     tokens_of,
 )
 from fsdp_sft.packing import Verify, check_verify, verify_at_first_use
 from fsdp_sft.step.acceptable import check_of, refuse_noise_on_same_rows
+from fsdp_sft.step.anew import find_out_anew, what_is_new
 from fsdp_sft.step.first import state_problem
 from fsdp_sft.step.gradients import SyncMode, clip_gradients, gradient_sync
 from fsdp_sft.step.keys import may_be_packs
@@ -169,7 +168,7 @@ def train_step(
     refuse_own_loss(group, loss_fn, count_fn)
     check = check_of(model, own_loss=loss_fn is not None)
     look = check_labels and loss_fn is None and count_fn is None and is_to_be_looked_at(model)
-    stale = loss_fn is None and needs_choice(model, loss_impl)
+    anew = what_is_new(model, objective, check_sum=check_labels)
     window = agree_on_window(
         micro_batches,
         mesh,
@@ -177,7 +176,7 @@ def train_step(
         needs_ids=loss_fn is None,
         check=check,
         look=look,
-        stale=stale,
+        anew=anew,
         own_loss=loss_fn is not None,
         group=group,
         options={
@@ -189,9 +188,7 @@ def train_step(
             **objective.options(),
         },
     )
-    # One rank alone may see that the choice of the loss is out of date, but choosing anew is collective.
-    if window.stale:
-        forget_choice(model, loss_impl)
+    find_out_anew(model, objective, window.anew, group)
     if look:
         say_what_was_seen(model, list(window.on_host), window.differences, mesh)
     targets, tokens, weight = window.targets, window.tokens, window.weight
@@ -203,7 +200,7 @@ def train_step(
     try:
         if verify == "first" and any(map(may_be_packs, window.keys)):
             verify_at_first_use(model, window.on_host, mesh, own_loss=loss_fn is not None)
-        if check_labels:
+        if window.anew.sum:
             refuse_mean(model, micro_batches, objective, count_fn, mesh)
         if counter is not None:
             counter.start()

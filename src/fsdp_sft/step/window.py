@@ -1,7 +1,7 @@
 """The facts about a window's micro-batches that ranks agree on before the first forward."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,6 +46,21 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class Anew:
+    """What one rank alone may see that has to be found out anew, which is collective.
+
+    Attributes:
+        forward: Whether the model's forward has changed since something was found out about it.
+        choice: Whether the implementation of the loss has to be chosen.
+        sum: Whether it has not been told yet if the caller's loss returns a sum.
+    """
+
+    forward: bool = False
+    choice: bool = False
+    sum: bool = False
+
+
+@dataclass(frozen=True)
 class Window:
     """Facts about a window that all ranks know before its first forward.
 
@@ -55,7 +70,7 @@ class Window:
         weight: Sum of the targets' ``loss_weights`` on all ranks; without weights the number of targets.
         keys: Keys of each micro-batch, the same on every rank.
         differences: Labels that differ from the ids at their places, on all ranks; zeros if not compared.
-        stale: Whether any rank has to choose the implementation of its loss anew.
+        anew: What any rank has to find out anew.
         on_host: This rank's micro-batches, the tensors that are checked in host memory.
         parts: This rank's part of each micro-batch under context parallelism; without, the whole ones.
     """
@@ -65,7 +80,7 @@ class Window:
     weight: float
     keys: tuple[Keys, ...]
     differences: Differences
-    stale: bool = False
+    anew: Anew = Anew()
     on_host: tuple[Any, ...] = ()
     parts: tuple[Any, ...] = ()
 
@@ -78,7 +93,7 @@ def agree_on_window(
     needs_ids: bool = True,
     check: Check | None = None,
     look: bool = False,
-    stale: bool = False,
+    anew: Anew = Anew(),
     own_loss: bool = False,
     group: SequenceGroup | None = None,
     options: dict[str, Any] | None = None,
@@ -92,7 +107,7 @@ def agree_on_window(
         needs_ids: Whether a batch without ``input_ids`` is an error; if not, it counts as 0 tokens.
         check: Function that raises for a batch that the model cannot take.
         look: Whether to look for mistakes in labels.
-        stale: Whether this rank has to choose the implementation of its loss anew.
+        anew: What this rank has to find out anew.
         own_loss: Whether the loss is the caller's own, which ignores ``loss_weights``.
         group: Ranks that share the rows; each counts the targets and tokens of its part.
         options: Options of the step that have to be the same on every rank.
@@ -129,9 +144,9 @@ def agree_on_window(
         error = caught
     ranks = mesh.size() if mesh is not None else 1
     compared = to_compare([*digest(repr(options)), len(keys), *digest(keys)])
-    own = [targets, tokens, seen.compared, seen.different, stale, error is not None]
+    own = [targets, tokens, seen.compared, seen.different, *astuple(anew), error is not None]
     all_weight, *sums = sum_over_mesh([weight, *own, *same_rows, *compared], mesh)
-    all_targets, all_tokens, looked_at, different, any_stale, failed = map(int, sums[: len(own)])
+    all_targets, all_tokens, looked_at, different, *any_anew, failed = map(int, sums[: len(own)])
     copies = copies_of_rows(mesh)
     all_weight, all_targets, all_tokens = all_weight / copies, all_targets // copies, all_tokens // copies
     rows_apart, equal = sums[len(own) : len(own) + 2], sums[len(own) + 2 :]
@@ -155,7 +170,7 @@ def agree_on_window(
         all_weight,
         tuple(keys),
         seen,
-        any_stale > 0,
+        Anew(*map(bool, any_anew)),
         tuple(micro_batches),
         tuple(parts),
     )
