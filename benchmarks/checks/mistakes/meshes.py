@@ -86,8 +86,8 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "the loss without logits does not look at what the forward makes of them",
         "loss/head.py",
-        "            losses[:1] = [_checked(loss, outputs[-1], transform, num_logits(head)) for loss in losses[:1]]",
-        "            pass",
+        "losses[:1] = [_checked(loss, outputs[-1], transform, num_logits(head)) for loss in losses[:1]]",
+        "pass",
         HEADS,
     ),
     Mistake(
