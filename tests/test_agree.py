@@ -1,11 +1,16 @@
 """One verdict per phase, and the first error raised on every rank."""
 
+import re
 import time
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
+import fsdp_sft as fs
 from fsdp_sft import _agree
+from tests.harness.device import mesh_here
+from tests.harness.models import tiny_model
 from tests.harness.ranks import run_distributed
 
 
@@ -104,3 +109,36 @@ def test_rank_0_decides_for_all() -> None:
     assert _agree.share("alone") == "alone"
     with pytest.raises(KeyError):
         _agree.through_rank_0("alone", lambda: {}["x"], sum)
+
+
+def _one_saves(root: str, first: int) -> str:
+    model = fs.shard_model(tiny_model("llama"), mesh=mesh_here())
+    _agree.control_group()
+    started = time.monotonic()
+    with pytest.raises(fs.CallMismatchError) as caught:
+        if dist.get_rank() == first:
+            fs.save_checkpoint(root, 1, model=model)
+        else:
+            list(fs.windows([{"input_ids": [3]}], 1))
+    assert time.monotonic() - started < 20
+    assert _agree.all_reduce_sum([1.0]) == [float(dist.get_world_size())], "ranks go on together"
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_ranks_in_different_calls_are_named(first: int, tmp_path: Path) -> None:
+    for told in run_distributed(_one_saves, 3, str(tmp_path), first, timeout=60):
+        assert re.search(r"is in save_checkpoint \(test_agree.py:\d+\)", told)
+        assert re.search(r"is in windows \(test_agree.py:\d+\)", told)
+        assert "all ranks have to make the same calls in the same order" in told
+
+
+def _shares_alone() -> str:
+    with pytest.raises(fs.CallMismatchError) as caught:
+        _ = _agree.share("x") if dist.get_rank() == 0 else _agree.all_reduce_sum([1.0])
+    return str(caught.value)
+
+
+def test_a_value_that_is_sent_is_not_taken_for_a_sum() -> None:
+    for told in run_distributed(_shares_alone, 2, timeout=60):
+        assert re.match("rank 0 is in share .* and rank 1 is in all_reduce_sum", told)

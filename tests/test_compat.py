@@ -337,6 +337,10 @@ def test_every_private_name_is_watched() -> None:
         "hooks_on_all_modules",
         "_defined_in",
         "schedulers_within",
+        "has_hooks",
+        "is_ours",
+        "has_grad_hooks",
+        "known_scale",
     }
     watched |= {"is_wrapper_subclass", "local_tensor"}
     # Of a package that tests do without: see packing/test_stream.py and encoded/test_encoded.py.

@@ -1,7 +1,6 @@
 """Ranks that have experts of their own: models that transformers shards, beside one process."""
 
 import copy
-import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -260,13 +259,15 @@ def _check_export(made: Path, original: Path, expected: dict[str, torch.Tensor])
 def _disturb(model: Any, *, moved: bool) -> None:
     """Let every second call of a router, the recomputation, move some experts by a unit in the last place."""
     for block in model.model.layers:
-        router, calls = block.mlp.gate, itertools.count(1)
+        router = block.mlp.gate
+        router.calls = 0
 
-        def forward(hidden: torch.Tensor, router: Any = router, calls: Any = calls) -> Any:
+        def forward(hidden: torch.Tensor, router: Any = router) -> Any:
             logits = F.linear(hidden.reshape(-1, hidden.shape[-1]), router.weight)
             up = torch.nextafter(logits, torch.full_like(logits, torch.inf)) - logits
             up[:, ::2] = 0
-            if moved and next(calls) % 2 == 0:
+            router.calls += 1
+            if moved and router.calls % 2 == 0:
                 logits = logits + up.detach()
             values, indices = logits.softmax(-1).topk(router.top_k, dim=-1)
             return logits, values / values.sum(-1, keepdim=True), indices
@@ -284,10 +285,13 @@ def _check_disturbed(folder: str) -> None:
             fs.apply_sac(model, 1)
         model.config.output_router_logits = False
         own = [b for window in batches for b in (window if not moved else rows_of_rank(window, EP2))]
-        fs.prepare_loss(model, impl="logits")
         _disturb(model, moved=moved)
         experts = model.model.layers[0].mlp.experts
         experts.register_forward_pre_hook(lambda _, args: sent.append(args[1].clone()))
+        fs.prepare_loss(model, impl="logits")
+        sent.clear()
+        for block in model.model.layers:
+            block.mlp.gate.calls = 0
         for batch in own:
             loss, _ = fs.loss_sum(model, batch, router_loss="off", impl="logits")
             (loss / 100).backward()

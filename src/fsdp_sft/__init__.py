@@ -120,6 +120,7 @@ if TYPE_CHECKING:
     from fsdp_sft.encoded import encode_dataset as encode_dataset
     from fsdp_sft.errors import AdapterError as AdapterError
     from fsdp_sft.errors import BatchError as BatchError
+    from fsdp_sft.errors import CallMismatchError as CallMismatchError
     from fsdp_sft.errors import ChatTemplateError as ChatTemplateError
     from fsdp_sft.errors import CheckpointCorruptError as CheckpointCorruptError
     from fsdp_sft.errors import CheckpointError as CheckpointError
@@ -245,6 +246,7 @@ _OWNERS = {
     "ExportExistsError": "errors",
     "FsdpSftError": "errors",
     "HostMemoryError": "errors",
+    "CallMismatchError": "errors",
     "LostRankError": "errors",
     "MissingKeysError": "errors",
     "ModelLossError": "errors",

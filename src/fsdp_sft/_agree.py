@@ -8,22 +8,25 @@ communicator with training, and within the group along a tree (`_tree`), so that
 
 import math
 import operator
+import os
 import pickle
 import struct
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from fsdp_sft._compat import careful_gloo
 from fsdp_sft._limits import says_too_many_files, too_many_files
-from fsdp_sft._tree import Combine, Tree
-from fsdp_sft.errors import LostRankError, RemoteRankError
+from fsdp_sft._tree import Call, Combine, Tree
+from fsdp_sft.errors import CallMismatchError, LostRankError, RemoteRankError
 
 T = TypeVar("T")
 A = TypeVar("A")
@@ -34,6 +37,7 @@ _POLL_SECONDS = (0.05, 2.0)  # between two polls of work under way: at first, an
 # end the groups: when the interpreter exits it is too late for gloo's threads.
 _groups: dict[str, tuple[weakref.ref[dist.ProcessGroup], weakref.ref[dist.ProcessGroup]]] = {}
 _timeout = _CONTROL_TIMEOUT  # time-out of the control group that was made last
+_BETWEEN = ("contextlib", "torch.utils._contextlib")  # modules whose frames come with `with` and decorators
 _this_thread = threading.local()
 
 
@@ -112,6 +116,8 @@ def answered() -> Iterator[None]:
     """
     try:
         yield
+    except CallMismatchError:
+        raise
     except RuntimeError as error:  # gloo's errors have no type of their own
         detail = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         if says_too_many_files(error):
@@ -122,10 +128,28 @@ def answered() -> Iterator[None]:
         ) from error
 
 
-def _around(own: bytes, combine: Combine, decide: Callable[[bytes], bytes] | None = None) -> bytes:
-    """``Tree.around`` over this thread's control group."""
+def _around(kind: str, own: bytes, combine: Combine, decide: Callable[[bytes], bytes] | None = None) -> bytes:
+    """``Tree.around`` over this thread's control group, for an exchange of that kind."""
+    group = control_group()
     with answered():
-        return Tree(control_group()).around(own, combine, decide)
+        return Tree(group, _call(kind)).around(own, combine, decide)
+
+
+def _call(kind: str) -> Call:
+    """The call of this library that an exchange is for, by its name and its place in the caller's code."""
+    frame: FrameType | None = sys._getframe(1)
+    ours: FrameType | None = None
+    while frame is not None:
+        if str(frame.f_globals.get("__name__", "")).startswith("fsdp_sft."):
+            ours = frame
+        frame = frame.f_back
+    if ours is None:
+        return Call(kind)
+    name, caller = ours.f_code.co_name, ours.f_back
+    while caller is not None and caller.f_globals.get("__name__") in _BETWEEN:
+        caller = caller.f_back
+    at = "" if caller is None else f" ({os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno})"
+    return Call(f"{name} {kind}", name.lstrip("_") + at)
 
 
 def share(value: Any) -> Any:
@@ -135,8 +159,8 @@ def share(value: Any) -> Any:
     """
     if not is_distributed():
         return value
-    with answered():
-        return pickle.loads(Tree(control_group()).down(pickle.dumps(value)))
+    own = pickle.dumps(value) if this_rank() == 0 else b""
+    return pickle.loads(_around("share", own, lambda low, high: low))
 
 
 def all_gather_objects(value: Any) -> list[Any]:
@@ -148,7 +172,8 @@ def all_gather_objects(value: Any) -> list[Any]:
     """
     if not is_distributed():
         return [value]
-    return [pickle.loads(own) for own in _framed(_around(_frame(pickle.dumps(value)), operator.add))]
+    frames = _around("gather", _frame(pickle.dumps(value)), operator.add)
+    return [pickle.loads(own) for own in _framed(frames)]
 
 
 _LENGTH = struct.Struct("<q")
@@ -202,7 +227,7 @@ def _reduced(values: list[float], of_two: Callable[[float, float], float]) -> li
     def combine(low: bytes, high: bytes) -> bytes:
         return numbers.pack(*map(of_two, numbers.unpack(low), numbers.unpack(high)))
 
-    return list(numbers.unpack(_around(numbers.pack(*values), combine)))
+    return list(numbers.unpack(_around(f"{of_two.__name__} {len(values)}", numbers.pack(*values), combine)))
 
 
 def while_others_wait(working: bool, work: Callable[[], T], phase: str) -> T | None:
@@ -332,7 +357,7 @@ def through_rank_0(phase: str, own: Callable[[], A], decide: Callable[[list[A]],
     when = time.time()
     mine = pickle.dumps((None if error is None else _verdict(error, when), None if error else value))
     try:
-        verdicts, answer = pickle.loads(_around(_frame(mine), operator.add, judge))
+        verdicts, answer = pickle.loads(_around("decide", _frame(mine), operator.add, judge))
     except LostRankError as lost:
         _note_own(error, lost, phase)
         raise

@@ -673,6 +673,16 @@ def foreign_hooks(module: nn.Module, *, pre: bool) -> list[Any]:
     return foreign + hooks_on_all_modules(pre=False)
 
 
+def has_hooks(parameter: torch.Tensor) -> bool:
+    """Whether ``register_hook`` was called on a parameter: its hooks are in a private attribute."""
+    return bool(parameter._backward_hooks)
+
+
+def has_grad_hooks(parameter: torch.Tensor) -> bool:
+    """Whether ``register_post_accumulate_grad_hook`` was called on a parameter."""
+    return bool(parameter._post_accumulate_grad_hooks)
+
+
 def hooks_on_all_modules(*, pre: bool) -> list[Any]:
     """Hooks on the calls of all modules but torch's own: CommDebugMode's and its counters' change nothing.
 
@@ -684,6 +694,11 @@ def hooks_on_all_modules(*, pre: bool) -> list[Any]:
     kinds = ["forward", "backward", "backward_pre", *(["forward_pre"] if pre else [])]
     of_all = [hook for kind in kinds for hook in getattr(hooks_of_all, f"_global_{kind}_hooks").values()]
     return [hook for hook in of_all if not _defined_in(hook, "torch.")]
+
+
+def is_ours(hook: Any) -> bool:
+    """Whether a hook is one of this library's."""
+    return _defined_in(hook, "fsdp_sft.")
 
 
 def _defined_in(hook: Any, *packages: str) -> bool:
@@ -904,6 +919,14 @@ def found_infs(scaler: torch.amp.GradScaler, optimizers: list[torch.optim.Optimi
     records: Any = scaler._per_optimizer_states
     found = [records[id(optimizer)]["found_inf_per_device"] for optimizer in optimizers]
     return [flag for by_device in found for flag in by_device.values()]
+
+
+def known_scale(scaler: torch.amp.GradScaler) -> float | None:
+    """The scale, if the host need not wait for it; ``get_scale`` always asks the device."""
+    scale: Any = scaler._scale
+    if scale is None:
+        return float(scaler._init_scale)
+    return float(scale) if scale.device.type == "cpu" else None
 
 
 def keep_scale_on_host(scaler: torch.amp.GradScaler) -> None:

@@ -14,27 +14,58 @@ bit. Eight ranks::
 """
 
 import struct
+import zlib
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
+from fsdp_sft.errors import CallMismatchError
+
 Combine = Callable[[bytes, bytes], bytes]
 
-_HEAD = struct.Struct("<?q")  # whether a rank is lost; length of the payload
-_INLINE_BYTES = 256  # size of a message's first part, which both ends know; short payloads fit into it
+_HEAD = struct.Struct("<BqI96p")  # the news; length of the payload; the call by number and by name
+_FINE, _LOST, _APART = range(3)
+_INLINE_BYTES = 512  # size of a message's first part, which both ends know; short payloads fit into it
 _MOST_BYTES = 1 << 28  # sent at once, since gloo limits the length of a message
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a rank exchanges a message for.
+
+    Attributes:
+        kind: What has to be the same on all ranks.
+        site: Where the call is, for an error.
+    """
+
+    kind: str = ""
+    site: str = ""
+
+
+@dataclass(frozen=True)
+class _News:
+    """What keeps an exchange from coming to its end: a lost rank, or ranks in different calls."""
+
+    kind: int
+    text: str
 
 
 class Tree:
     """The tree over a gloo group of all ranks.
 
-    A rank that cannot reach another one tells every rank that it talks to before it raises, so that none
-    waits for a rank that has given up.
+    A rank that cannot reach another one, or finds it in another call, tells every rank that it talks to
+    before it raises, so that none waits for a rank that has given up.
+
+    Args:
+        group: Group of all ranks.
+        call: What this rank exchanges messages for.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+    def __init__(self, group: dist.ProcessGroup, call: Call = Call()) -> None:
+        self._group, self._call = group, call
+        self._number = zlib.crc32(call.kind.encode())
         rank, size = group.rank(), group.size()
         # `rank & -rank` is the lowest set bit. Rank 0, the root, has none: all powers of 2 are its children.
         lowest = rank & -rank if rank else 1 << (size - 1).bit_length()
@@ -53,66 +84,70 @@ class Tree:
 
         Raises:
             RuntimeError: If a rank cannot be reached; on every rank that can be.
+            CallMismatchError: If ranks are in different calls; likewise.
         """
-        lost = None
+        news = None
         for child in self._children:
-            lost, theirs = self._receive(child, lost)
-            own = combine(own, theirs) if lost is None else b""
+            news, theirs = self._receive(child, news)
+            own = combine(own, theirs) if news is None else b""
         if self._parent is not None:
             # If sending fails, nothing has to be done here: receiving the answer fails as well.
-            self._send(self._parent, own, lost)
-        elif lost is None and decide is not None:
+            self._send(self._parent, own, news)
+        elif news is None and decide is not None:
             own = decide(own)
-        return self._down(own, lost)
+        return self._down(own, news)
 
-    def down(self, value: bytes) -> bytes:
-        """Rank 0's value, on every rank.
-
-        Raises:
-            RuntimeError: If the rank that would have sent it here cannot be reached.
-        """
-        return self._down(value, None)
-
-    def _down(self, value: bytes, lost: str | None) -> bytes:
-        """Pass rank 0's value down the tree, or the news that a rank is lost, and then raise."""
+    def _down(self, value: bytes, news: _News | None) -> bytes:
+        """Pass rank 0's value down the tree, or the news, and then raise."""
         if self._parent is not None:
-            lost, value = self._receive(self._parent, lost)
+            news, value = self._receive(self._parent, news)
         for child in reversed(self._children):
-            said = self._send(child, value, lost)
-            lost = lost or said
-        if lost is not None:
-            raise RuntimeError(lost)
+            said = self._send(child, value, news)
+            news = news or said
+        if news is not None:
+            raise CallMismatchError(news.text) if news.kind == _APART else RuntimeError(news.text)
         return value
 
-    def _send(self, peer: int, payload: bytes, lost: str | None) -> str | None:
-        """Send a value, or the news that a rank is lost; returns which rank is known to be lost by then."""
-        payload = payload if lost is None else lost.encode()
+    def _send(self, peer: int, payload: bytes, news: _News | None) -> _News | None:
+        """Send a value, or the news; returns the news that there is by then."""
+        payload = payload if news is None else news.text.encode()
         first = bytearray(_INLINE_BYTES)
         room = _INLINE_BYTES - _HEAD.size
-        _HEAD.pack_into(first, 0, lost is not None, len(payload))
+        kind = _FINE if news is None else news.kind
+        _HEAD.pack_into(first, 0, kind, len(payload), self._number, self._call.site.encode()[:95])
         first[_HEAD.size : _HEAD.size + len(payload)] = payload[:room]
         try:
             self._pass(dist.send, first, peer)
             if len(payload) > room:
                 self._pass(dist.send, bytearray(payload[room:]), peer)
         except RuntimeError as error:  # gloo's errors have no type of their own
-            return lost or _told(peer, error)
-        return lost
+            return news or _told(peer, error)
+        return news
 
-    def _receive(self, peer: int, lost: str | None) -> tuple[str | None, bytes]:
-        """Receive a value; (which rank is known to be lost, the value)."""
+    def _receive(self, peer: int, news: _News | None) -> tuple[_News | None, bytes]:
+        """Receive a value; (the news that there is by then, the value)."""
         first = bytearray(_INLINE_BYTES)
         try:
             self._pass(dist.recv, first, peer)
-            is_lost, length = _HEAD.unpack_from(first)
+            kind, length, number, site = _HEAD.unpack_from(first)
             payload = bytes(first[_HEAD.size : _HEAD.size + length])
             if length > len(payload):
                 rest = bytearray(length - len(payload))
                 self._pass(dist.recv, rest, peer)
                 payload += rest
         except RuntimeError as error:
-            return lost or _told(peer, error), b""
-        return (payload.decode() if is_lost and lost is None else lost), payload
+            return news or _told(peer, error), b""
+        if news is None and kind != _FINE:
+            news = _News(kind, payload.decode())
+        if news is None and number != self._number:
+            here = {self._group.rank(): self._call.site, peer: site.decode(errors="replace")}
+            said = [f"rank {rank} is in {here[rank] or 'another call'}" for rank in sorted(here)]
+            news = _News(
+                _APART,
+                f"{' and '.join(said)}: all ranks have to make the same calls in the same order. A call that "
+                "is for all of them, made by one (if rank == 0: ...), is the usual reason",
+            )
+        return news, payload
 
     def _pass(self, way: Callable[..., object], memory: bytearray, peer: int) -> None:
         """Send or receive a block of memory in pieces that gloo takes."""
@@ -121,7 +156,7 @@ class Tree:
             way(piece, group=self._group, **{end: peer})
 
 
-def _told(peer: int, error: RuntimeError) -> str:
+def _told(peer: int, error: RuntimeError) -> _News:
     """A lost rank in words: its number and gloo's reason."""
     detail = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-    return f"rank {peer}: {detail}"
+    return _News(_LOST, f"rank {peer}: {detail}")

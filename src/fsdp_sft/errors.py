@@ -37,6 +37,7 @@ range raise plain ``TypeError`` and ``ValueError``.
       HostMemoryError (MemoryError)       the host has no room for what would be offloaded to it
       NoPlanError (ValueError)            no plan fits into the memory
       LostRankError (RuntimeError)        another rank has died or does not answer
+      CallMismatchError (RuntimeError)    ranks are in different calls
       RemoteRankError (RuntimeError)      another rank failed with an error that cannot be sent
 """
 
@@ -181,6 +182,10 @@ class NoPlanError(FsdpSftError, ValueError):
 
 class LostRankError(FsdpSftError, RuntimeError):
     """Another rank has died, or has not answered within the time-out: end the job and start it again."""
+
+
+class CallMismatchError(FsdpSftError, RuntimeError):
+    """Ranks are in different calls, as where one of them alone saves; the message says in which."""
 
 
 class RemoteRankError(FsdpSftError, RuntimeError):

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_sft._boxes import local_of, refuse_disordered
-from fsdp_sft._compat import apply_to_tensors, keep_in_float32_patterns
+from fsdp_sft._compat import apply_to_tensors, has_grad_hooks, has_hooks, keep_in_float32_patterns
 from fsdp_sft._expert_parallel import SharedExperts, shared_experts
 from fsdp_sft._kept import (
     Float32Unit,
@@ -40,7 +40,7 @@ from fsdp_sft._wrappers import replicas_of
 from fsdp_sft.adapters import base_of, copied_modules
 from fsdp_sft.blocks import find_blocks, is_never_called
 from fsdp_sft.distributed import remember_mesh
-from fsdp_sft.errors import WrappedModelError
+from fsdp_sft.errors import UnsupportedModelError, WrappedModelError, abridged
 from fsdp_sft.sac import Ratio, check_now, compile_under_budget, named_blocks
 from fsdp_sft.shares import innermost, name_uneven
 
@@ -101,6 +101,7 @@ def shard_model(
         ValueError: If the model is sharded already, an argument is out of range, or a block is not part of
             this model.
         NoBlocksError: If ``blocks`` is None and none is found.
+        UnsupportedModelError: If a trained parameter has hooks, which would not run.
 
     Collective: all ranks of the mesh, with the same model.
     Memory: For a materialised model, its memory, which falls towards that of the shards, and that of one more
@@ -112,6 +113,7 @@ def shard_model(
         >>> report = fs.load_weights(model, path)
     """
     _refuse_sharded(model)
+    refuse_hooks(model)
     given, mesh = mesh, parameter_mesh(mesh)
     policy = mp_policy or MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     refuse_disordered(mesh, [Shard(0)] * mesh.ndim)
@@ -181,6 +183,29 @@ def shard_model(
     remember_mesh(model, given)
     check_now(model)  # after apply_sac(save=): before weights are loaded, and not in the first forward
     return model
+
+
+def refuse_hooks(model: nn.Module) -> None:
+    """Refuse trained parameters with hooks that do not run once the model is sharded.
+
+    Raises:
+        UnsupportedModelError: If there are any. Hooks after the accumulation run if they are registered on
+            the shards, and are lost where they were registered before.
+    """
+    is_sharded = isinstance(model, FSDPModule)
+    hooked = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+        and (has_hooks(parameter) or (not is_sharded and has_grad_hooks(parameter)))
+    ]
+    if hooked:
+        raise UnsupportedModelError(
+            f"{abridged(hooked)} have hooks that do not run: FSDP2 computes with gathered parameters and "
+            "reduces their gradients itself. A hook that parameter.register_post_accumulate_grad_hook is "
+            "given after shard_model runs: as hook(parameter), with this rank's shard of the reduced "
+            "gradient in parameter.grad"
+        )
 
 
 def compile_blocks(

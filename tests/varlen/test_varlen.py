@@ -208,8 +208,9 @@ def test_nothing_is_computed_between_rows(monkeypatch: pytest.MonkeyPatch) -> No
     shapes.clear()
     gradients(model, batch)
     assert set(shapes) == {(width, width)}
-    shapes.clear()
     fs.use_varlen_attention(model)
+    gradients(model, batch)  # another attention, another probe
+    shapes.clear()
     gradients(model, batch)
     lengths = [len(row["input_ids"]) for row in drawn_rows(10, longest=200)]
     multiple = attention._MULTIPLE

@@ -116,13 +116,14 @@ def _exchange(watchdog: fs.Watchdog, folder: Path, is_victim: bool) -> None:
         model = fs.shard_model(tiny_model("llama"), mesh=mesh).to(device_here()).train()
         fs.use_context_parallel(model, mesh=mesh)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step, act = 0, _at(3, folder, lambda: time.sleep(60))
+        if is_victim:
+            model.model.layers[1].self_attn.register_forward_pre_hook(lambda *_: act(step))
         for step in (1, 2):
             watchdog.step(step)
             fs.train_step(model, [{"input_ids": ids, "labels": ids}], optimizer)
-    if is_victim:
-        act = _at(3, folder, lambda: time.sleep(60))
-        model.model.layers[1].self_attn.register_forward_pre_hook(lambda *_: act(3))
-    watchdog.step(3)
+    step = 3
+    watchdog.step(step)
     fs.train_step(model, [{"input_ids": ids, "labels": ids}], optimizer)
 
 

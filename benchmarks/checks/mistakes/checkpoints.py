@@ -146,8 +146,8 @@ MISTAKES = [
     Mistake(
         "a rank that misses another tells nobody",
         "_tree.py",
-        "_HEAD.pack_into(first, 0, lost is not None, len(payload))",
-        "_HEAD.pack_into(first, 0, False, len(payload))",
+        "        kind = _FINE if news is None else news.kind",
+        "        kind = _FINE",
         ("tests/test_tree.py",),
     ),
     Mistake(

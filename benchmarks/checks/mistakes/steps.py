@@ -2,9 +2,73 @@
 
 from benchmarks.checks.mistakes.mistake import Mistake
 
+TRAINED = ("tests/step/test_trained.py",)
 CHANGES = ("tests/test_changes.py",)
 
 MISTAKES: list[Mistake] = [
+    Mistake(
+        "a parameter that was added after sharding is trained by each rank for itself",
+        "step/trained.py",
+        "    if whole:",
+        "    if False:",
+        TRAINED,
+    ),
+    Mistake(
+        "a tensor beside the model is stepped by each rank for itself",
+        "step/trained.py",
+        "    if beside:",
+        "    if False:",
+        TRAINED,
+    ),
+    Mistake(
+        "hooks on parameters that do not run are taken",
+        "shard.py",
+        "    if hooked:",
+        "    if False:",
+        TRAINED,
+    ),
+    Mistake(
+        "gradients that go past the reduction are taken",
+        "step/trained.py",
+        "        if watch and parameter.requires_grad and isinstance(parameter, DTensor)",
+        "        if False",
+        TRAINED,
+    ),
+    Mistake(
+        "running statistics of each rank's rows",
+        "step/trained.py",
+        "        _refuse_running_statistics(model)",
+        "        pass",
+        TRAINED,
+    ),
+    Mistake(
+        "replicas that begin apart are averaged",
+        "step/trained.py",
+        "    if sum_over_mesh([bool(apart)], mesh)[0]:",
+        "    if False:",
+        TRAINED,
+    ),
+    Mistake(
+        "ranks train different parameters",
+        "step/train.py",
+        '            "trained": trained_names(model),\n',
+        "",
+        TRAINED,
+    ),
+    Mistake(
+        "ranks step with different options",
+        "step/train.py",
+        '            "optimizers": options_of(optimizers),\n',
+        "",
+        TRAINED,
+    ),
+    Mistake(
+        "a message for another call is taken for the answer",
+        "_tree.py",
+        "        if news is None and number != self._number:",
+        "        if False:",
+        ("tests/test_agree.py",),
+    ),
     Mistake(
         "what a model was checked for is not looked at again",
         "_record.py",
@@ -15,7 +79,7 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "hooks count as no part of a forward",
         "_forward.py",
-        "                parts += own[name].values()",
+        "                parts += [hook for hook in own[name].values() if not is_ours(hook)]",
         "                pass",
         CHANGES,
     ),

@@ -1,36 +1,56 @@
 """What was found out about a model and its loss before, and whether it still holds, agreed by all ranks."""
 
+from typing import TYPE_CHECKING
+
 from torch import nn
 
-from fsdp_sft._record import forget_findings, is_changed
+from fsdp_sft._record import forget_findings, is_changed, record_of
 from fsdp_sft.context_parallel import SequenceGroup, compare_again
 from fsdp_sft.loss import forget_choice, needs_choice
 from fsdp_sft.step.own_loss import Objective
 from fsdp_sft.step.summed import is_untold, take
+from fsdp_sft.step.trained import Replicas, has_replicas, refuse_different_replicas
 from fsdp_sft.step.window import Anew
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
-def what_is_new(model: nn.Module, objective: Objective, *, check_sum: bool) -> Anew:
+
+def what_is_new(
+    model: nn.Module, objective: Objective, mesh: "DeviceMesh | None" = None, *, check_sum: bool
+) -> Anew:
     """What this rank has to find out anew before the next forward.
 
     Args:
         model: Model with its weights.
         objective: Definition of its loss.
+        mesh: Ranks that train it together; None if it is not trained.
         check_sum: Whether to check that the caller's loss returns a sum; if not, it is taken that it does.
     """
     forward = is_changed(model)
+    replicas = has_replicas(model, mesh) and not record_of(model).kept_or_new(Replicas).compared
     if objective.loss_fn is None:
-        return Anew(forward, choice=not forward and needs_choice(model, objective.impl))
+        return Anew(forward, not forward and needs_choice(model, objective.impl), replicas=replicas)
     if not check_sum:
         take(model, objective.loss_fn)
-    return Anew(forward, sum=check_sum and (forward or is_untold(model, objective.loss_fn)))
+    untold = check_sum and (forward or is_untold(model, objective.loss_fn))
+    return Anew(forward, sum=untold, replicas=replicas)
 
 
-def find_out_anew(model: nn.Module, objective: Objective, anew: Anew, group: SequenceGroup | None) -> None:
+def find_out_anew(
+    model: nn.Module,
+    objective: Objective,
+    anew: Anew,
+    group: SequenceGroup | None,
+    mesh: "DeviceMesh | None" = None,
+) -> None:
     """Forget what any rank has seen that it does not hold any more, so that all find it out together.
 
-    Collective: all ranks of the model's mesh, if it is under context parallelism.
+    Collective: all ranks of the mesh, if it is under context parallelism or there are replicas to compare.
     """
+    if anew.replicas:
+        refuse_different_replicas(model, mesh)
+        record_of(model).kept_or_new(Replicas).compared = True
     if anew.forward:
         forget_findings(model)
     elif anew.choice:

@@ -66,15 +66,23 @@ def refuse_different_options(own: dict[str, Any], mesh: "DeviceMesh | None") -> 
 
     Collective: all ranks of the mesh; all must know that their options differ.
     """
-    texts = {name: repr(value) for name, value in own.items()}
-    by_rank = gather_over_mesh(texts, mesh)
-    apart = [name for name in texts if len({given[name] for _, given in by_rank}) > 1]
-    rank, other = next((r, given) for r, given in by_rank if given != by_rank[0][1])
-    named = ", ".join(f"{name}={by_rank[0][1][name]} and {other[name]}" for name in apart)
+    by_rank = gather_over_mesh(own, mesh)
+    first, known = by_rank[0]
+    rank, other = next((r, given) for r, given in by_rank if repr(given) != repr(known))
+    apart = [name for name in own if repr(known[name]) != repr(other[name])]
+    named = ", ".join(_apart(name, known[name], other[name]) for name in apart)
     raise BatchError(
-        f"ranks call with different options ({named}, on ranks {by_rank[0][0]} and {rank}); give all of them "
-        "the same"
+        f"ranks call with different options ({named}, on ranks {first} and {rank}); give all of them the same"
     )
+
+
+def _apart(name: str, one: Any, other: Any) -> str:
+    """How an option differs on two ranks: what each has that the other has not, or both in full."""
+    if isinstance(one, tuple) and isinstance(other, tuple) and set(one) != set(other):
+        both = ((one, other), (other, one))
+        mine, theirs = (abridged([str(v) for v in a if v not in b], most=4) for a, b in both)
+        return f"{name}: {mine or 'nothing more'} and {theirs or 'nothing more'}"
+    return f"{name}={one!r} and {other!r}"
 
 
 def refuse_different_keys(own: list[Keys], mesh: "DeviceMesh | None") -> None:

@@ -87,10 +87,32 @@ def prepare_scaler(
     return scaler
 
 
-def seeds_of(optimizers: list[torch.optim.Optimizer]) -> list[int]:
-    """Seeds of the optimizers' rounding; if they differed between ranks, replicas would drift apart."""
-    seeds = [group.get("seed") for optimizer in optimizers for group in optimizer.param_groups]
-    return [seed for seed in seeds if isinstance(seed, int)]
+def trained_names(model: nn.Module) -> tuple[str, ...]:
+    """Names of the parameters that are trained, in the model's order."""
+    return tuple(name for parameter, name in parameter_names(model).items() if parameter.requires_grad)
+
+
+def options_of(optimizers: list[torch.optim.Optimizer]) -> tuple[str, ...]:
+    """The options of the optimizers' groups, which have to be the same on every rank, as text.
+
+    A rate that is a tensor on a device is left out: the host would have to wait for it.
+    """
+    return tuple(
+        f"{name}={_plain(value)} of group {number} of {type(optimizer).__name__}"
+        for optimizer in optimizers
+        for number, group in enumerate(optimizer.param_groups)
+        for name, value in group.items()
+        if name not in ("params", "initial_lr") and _plain(value) is not None
+    )
+
+
+def _plain(value: Any) -> Any:
+    """An option that can be compared; None for any other."""
+    if isinstance(value, torch.Tensor):
+        return float(value) if value.numel() == 1 and value.device.type == "cpu" else None
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_plain, value))
+    return value if isinstance(value, (bool, int, float, str)) else None
 
 
 def unscale(

@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
-from fsdp_sft._compat import forget_failed_iteration
+from fsdp_sft._compat import forget_failed_iteration, known_scale
 from fsdp_sft._expert_parallel import refuse_divided_twice
 from fsdp_sft._meshes import copies_of_rows
 from fsdp_sft._parts import part
@@ -35,14 +36,21 @@ from fsdp_sft.step.optimizers import (
     Optimizers,
     checked_optimizers,
     checked_schedulers,
+    options_of,
     prepare_scaler,
-    seeds_of,
     step_all,
+    trained_names,
     unscale,
 )
 from fsdp_sft.step.own_loss import LossFn, Objective, refuse_own_loss
 from fsdp_sft.step.queued import QueuedStep, StepResult, without_step
 from fsdp_sft.step.summed import refuse_mean
+from fsdp_sft.step.trained import (
+    gradients_past_reduction,
+    refuse_beside,
+    refuse_past_reduction,
+    refuse_unreduced,
+)
 from fsdp_sft.step.window import CountFn, Window, agree_on_window, on_device
 
 if TYPE_CHECKING:
@@ -168,13 +176,14 @@ def train_step(
     refuse_own_loss(group, loss_fn, count_fn)
     check = check_of(model, own_loss=loss_fn is not None)
     look = check_labels and loss_fn is None and count_fn is None and is_to_be_looked_at(model)
-    anew = what_is_new(model, objective, check_sum=check_labels)
+    anew = what_is_new(model, objective, mesh, check_sum=check_labels)
     window = agree_on_window(
         micro_batches,
         mesh,
         count_fn=count_fn,
         needs_ids=loss_fn is None,
         check=check,
+        check_model=partial(refuse_unreduced, model, mesh),
         look=look,
         anew=anew,
         own_loss=loss_fn is not None,
@@ -184,11 +193,13 @@ def train_step(
             "grad_sync": grad_sync,
             "verify": verify,
             "check_labels": check_labels,
-            "seeds": seeds_of(optimizers),
+            "trained": trained_names(model),
+            "optimizers": options_of(optimizers),
+            "scale": None if scaler is None else known_scale(scaler),
             **objective.options(),
         },
     )
-    find_out_anew(model, objective, window.anew, group)
+    find_out_anew(model, objective, window.anew, group, mesh)
     if look:
         say_what_was_seen(model, list(window.on_host), window.differences, mesh)
     targets, tokens, weight = window.targets, window.tokens, window.weight
@@ -204,7 +215,11 @@ def train_step(
             refuse_mean(model, micro_batches, objective, count_fn, mesh)
         if counter is not None:
             counter.start()
-        sums = _forward_and_backward(model, micro_batches, window, objective, mesh, scaler, grad_sync)
+        with gradients_past_reduction(model, watch=bool(window.anew)) as past:
+            sums = _forward_and_backward(model, micro_batches, window, objective, mesh, scaler, grad_sync)
+        if window.anew:
+            refuse_past_reduction(past, mesh)
+        refuse_beside(model, optimizers, mesh)
         with part("clip_gradients"):
             infs = unscale(optimizers, scaler)
             norm = clip_gradients(model, max_grad_norm)

@@ -53,11 +53,16 @@ class Anew:
         forward: Whether the model's forward has changed since something was found out about it.
         choice: Whether the implementation of the loss has to be chosen.
         sum: Whether it has not been told yet if the caller's loss returns a sum.
+        replicas: Whether the replicas of the model have not been compared yet.
     """
 
     forward: bool = False
     choice: bool = False
     sum: bool = False
+    replicas: bool = False
+
+    def __bool__(self) -> bool:
+        return any(astuple(self))
 
 
 @dataclass(frozen=True)
@@ -92,6 +97,7 @@ def agree_on_window(
     count_fn: CountFn | None = None,
     needs_ids: bool = True,
     check: Check | None = None,
+    check_model: Callable[[], None] | None = None,
     look: bool = False,
     anew: Anew = Anew(),
     own_loss: bool = False,
@@ -106,6 +112,7 @@ def agree_on_window(
         count_fn: Function that counts a batch's targets; None counts its labels.
         needs_ids: Whether a batch without ``input_ids`` is an error; if not, it counts as 0 tokens.
         check: Function that raises for a batch that the model cannot take.
+        check_model: Function that raises if the model cannot be trained.
         look: Whether to look for mistakes in labels.
         anew: What this rank has to find out anew.
         own_loss: Whether the loss is the caller's own, which ignores ``loss_weights``.
@@ -122,6 +129,8 @@ def agree_on_window(
     parts: list[Any] = []
     same_rows: list[float] = [0.0, 0.0]
     try:
+        if check_model is not None:
+            check_model()
         given = _checked_window(micro_batches)
         micro_batches = on_host(given)
         same_rows = to_compare_rows(micro_batches, group or same_rows_in(mesh))
@@ -151,7 +160,7 @@ def agree_on_window(
     all_weight, all_targets, all_tokens = all_weight / copies, all_targets // copies, all_tokens // copies
     rows_apart, equal = sums[len(own) : len(own) + 2], sums[len(own) + 2 :]
     if failed:
-        raise_on_mesh(error, "checking the window's micro-batches", mesh)
+        raise_on_mesh(error, "checking the window and the model", mesh)
     if not are_equal(equal[:-8], ranks):
         refuse_different_options(options or {}, mesh)
     equal = equal[-8:]  # of the number of micro-batches, and of their keys

@@ -1,0 +1,180 @@
+"""Every tensor that is trained gets its gradient from the reduction over all ranks, and from nothing else."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from fsdp_sft._boxes import local_of
+from fsdp_sft._compat import original_class
+from fsdp_sft._meshes import copies_of_rows
+from fsdp_sft._model import parameter_names
+from fsdp_sft._record import findings
+from fsdp_sft._wrappers import replicated_by, unwrapped
+from fsdp_sft.distributed import DP_REPLICATE, sum_over_mesh
+from fsdp_sft.errors import OptimizerError, UnsupportedModelError, abridged
+from fsdp_sft.shard import refuse_hooks
+from fsdp_sft.step.window import raise_on_mesh
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass
+class _Statistics:
+    """Whether it was looked for modules that keep statistics of their inputs."""
+
+    looked: bool = False
+
+
+def refuse_beside(
+    model: nn.Module, optimizers: list[torch.optim.Optimizer], mesh: "DeviceMesh | None"
+) -> None:
+    """Refuse tensors beside the model that have got a gradient and would be stepped.
+
+    Raises:
+        OptimizerError: If an optimizer holds one.
+    """
+    if mesh is None or mesh.size() == 1 or copies_of_rows(mesh) > 1:
+        return
+    ours = set(model.parameters())
+    held = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    beside = [parameter for parameter in held if parameter.grad is not None and parameter not in ours]
+    if beside:
+        raise OptimizerError(
+            f"the optimizer steps {len(beside)} tensors (the first of shape {tuple(beside[0].shape)}) that "
+            "are none of the model's parameters: no reduction over the ranks reaches them, and each rank "
+            "would train its own. Register them in the model before it is sharded"
+        )
+
+
+def refuse_unreduced(model: nn.Module, mesh: "DeviceMesh | None") -> None:
+    """Refuse trained parameters whose gradients are not reduced over the ranks, or not as they have to be.
+
+    Args:
+        model: Model, whose parameters are not gathered.
+        mesh: Ranks that share the window.
+
+    Raises:
+        UnsupportedModelError: If a parameter is trained that is not sharded, has a hook that would not run,
+            or if a module keeps running statistics of its inputs, which are those of this rank's rows.
+    """
+    if mesh is None or mesh.size() == 1 or copies_of_rows(mesh) > 1:
+        return
+    if replicated_by(model) is not None or not isinstance(unwrapped(model), FSDPModule):
+        return
+    whole = [n for p, n in parameter_names(model).items() if p.requires_grad and not isinstance(p, DTensor)]
+    if whole:
+        raise UnsupportedModelError(
+            f"{len(whole)} trained parameters are not sharded ({abridged(whole)}): no reduction over the "
+            "ranks reaches them, and each rank would train its own. Add them before shard_model, or freeze "
+            "them with requires_grad_(False)"
+        )
+    refuse_hooks(unwrapped(model))
+    statistics = findings(model, _Statistics)
+    if not statistics.looked:
+        _refuse_running_statistics(model)
+        statistics.looked = True
+
+
+def _refuse_running_statistics(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        batch_norm: Any = module if isinstance(module, nn.modules.batchnorm._BatchNorm) else None
+        if batch_norm is None or isinstance(module, nn.SyncBatchNorm):
+            continue
+        if batch_norm.training and batch_norm.track_running_stats:
+            raise UnsupportedModelError(
+                f"{name} ({original_class(module).__name__}) keeps running statistics of its rank's rows, "
+                "so that ranks would end with different models. Put it into eval() after model.train(), or "
+                "take a norm without statistics"
+            )
+
+
+@contextmanager
+def gradients_past_reduction(model: nn.Module, *, watch: bool) -> Iterator[list[str]]:
+    """Within the block, note the sharded parameters whose gradients come from autograd and not from FSDP2.
+
+    FSDP2 computes with gathered parameters and writes the reduced gradient of a shard itself. Autograd comes
+    to a shard only where something was computed with it directly, such as a penalty on the weights.
+
+    Args:
+        model: Model, whose parameters are not gathered.
+        watch: Whether to look; if not, nothing is found.
+    """
+    found: list[str] = []
+    watch = watch and isinstance(unwrapped(model), FSDPModule)
+    handles = [
+        parameter.register_hook(lambda _, name=name: found.append(name))
+        for parameter, name in parameter_names(model).items()
+        if watch and parameter.requires_grad and isinstance(parameter, DTensor)
+    ]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def refuse_past_reduction(names: list[str], mesh: "DeviceMesh | None") -> None:
+    """Raise on all ranks if any has found such gradients.
+
+    Collective: all ranks of the mesh.
+    """
+    if sum_over_mesh([bool(names)], mesh)[0]:
+        error = UnsupportedModelError(
+            f"the loss uses the shards of {abridged(dict.fromkeys(names))} directly, past FSDP2's reduction: "
+            "each rank would add that gradient once more. Compute a term of the weights in the forward of "
+            "the module that holds them, where they are gathered, or take the optimizer's weight_decay"
+        )
+        raise_on_mesh(error if names else None, "looking at where gradients come from", mesh)
+
+
+@dataclass
+class Replicas:
+    """Whether the replicas of a model were compared."""
+
+    compared: bool = False
+
+
+def has_replicas(model: nn.Module, mesh: "DeviceMesh | None") -> bool:
+    """Whether several ranks hold the same shards of a model that was sharded."""
+    names = () if mesh is None else mesh.mesh_dim_names or ()
+    is_sharded = isinstance(unwrapped(model), FSDPModule)
+    return is_sharded and mesh is not None and DP_REPLICATE in names and mesh[DP_REPLICATE].size() > 1
+
+
+def refuse_different_replicas(model: nn.Module, mesh: "DeviceMesh | None") -> None:
+    """Refuse replicas that begin with different values: their gradients are averaged, and they never meet.
+
+    The bits of each parameter's shard are added up as integers, which is the same on any hardware.
+
+    Collective: all ranks of the mesh, which read each parameter once.
+    """
+    assert mesh is not None
+    names, sums = [], []
+    for parameter, name in parameter_names(model).items():
+        names.append(name)
+        sums.append(_sum_of_bits(local_of(parameter.detach())).to(mesh.device_type))
+    own = torch.stack(sums)
+    most, least = own.clone(), own.clone()
+    group = mesh.get_group(DP_REPLICATE)
+    torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX, group=group)
+    torch.distributed.all_reduce(least, op=torch.distributed.ReduceOp.MIN, group=group)
+    apart = [name for name, differs in zip(names, (most != least).tolist(), strict=True) if differs]
+    if sum_over_mesh([bool(apart)], mesh)[0]:
+        error = UnsupportedModelError(
+            f"the replicas of {len(apart)} parameters begin with different values ({abridged(apart)}): their "
+            "gradients are averaged and they never meet. Load the weights, or seed every rank alike before "
+            "the model is made (torch.manual_seed)"
+        )
+        raise_on_mesh(error if apart else None, "comparing the replicas of the model", mesh)
+
+
+def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.contiguous().view(integers[tensor.element_size()]).sum(dtype=torch.int64)

@@ -1,0 +1,275 @@
+"""What is trained gets its gradient from the reduction over the ranks alone: right, or refused."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+import fsdp_sft as fs
+from tests.harness.device import device_here, mesh_here
+from tests.harness.models import full, largest_error, oracle_gradients, ragged_batches, tiny_model
+from tests.harness.ranks import run_distributed
+
+
+def _sharded(model: Any = None, **shape: int) -> Any:
+    model = tiny_model("llama") if model is None else model
+    return fs.shard_model(model, mesh=mesh_here(**shape), mp_policy=MixedPrecisionPolicy())
+
+
+def _mine(count: int = 2) -> list[Any]:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    return ragged_batches(count * ranks)[rank::ranks]
+
+
+def _beside() -> Any:
+    model, scale = _sharded(), nn.Parameter(torch.ones(3, device=device_here()))
+    optimizer = torch.optim.SGD([*model.parameters(), scale], lr=0.1)
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        return scale.sum() * fs.loss_sum(model, batch)[0]
+
+    return lambda: fs.train_step(model, _mine(), optimizer, loss_fn=loss)
+
+
+def _added_later() -> Any:
+    model = _sharded()
+    model.value_head = nn.Linear(32, 1, device=device_here())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return lambda: fs.train_step(model, _mine(), optimizer)
+
+
+def _hook_after() -> Any:
+    model = _sharded()
+    model.lm_head.weight.register_hook(lambda gradient: 0 * gradient)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return lambda: fs.train_step(model, _mine(), optimizer)
+
+
+def _hook_after_a_step() -> Any:
+    model = _sharded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fs.train_step(model, _mine(), optimizer)
+    fs.evaluate(model, _mine())
+    model.model.layers[0].mlp.up_proj.weight.register_hook(lambda gradient: 0 * gradient)
+    return lambda: fs.train_step(model, _mine(), optimizer)
+
+
+def _hook_before() -> Any:
+    model = tiny_model("llama")
+    model.lm_head.weight.register_hook(lambda gradient: 0 * gradient)
+    return lambda: _sharded(model)
+
+
+def _penalty() -> Any:
+    model = _sharded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        summed, targets = fs.loss_sum(model, batch)
+        weight = model.model.layers[0].mlp.up_proj.weight
+        assert isinstance(weight, DTensor), "sharded again after the block's forward"
+        return summed + 0.01 * targets * weight.full_tensor().square().sum()
+
+    return lambda: fs.train_step(model, _mine(), optimizer, loss_fn=loss)
+
+
+class _Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm, self.head = nn.Embedding(101, 8), nn.BatchNorm1d(8), nn.Linear(8, 101)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.embed(ids).transpose(1, 2)).transpose(1, 2))
+
+
+def _statistics() -> Any:
+    torch.manual_seed(0)
+    model = _Normed()
+    fs.shard_model(model, mesh=mesh_here(), blocks={"head": model.head}, mp_policy=MixedPrecisionPolicy())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = {"input_ids": torch.arange(3, 19).view(1, 16)}
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        return F.cross_entropy(model(batch["input_ids"])[0], batch["input_ids"][0], reduction="sum")
+
+    return lambda: fs.train_step(model, [batch], optimizer, loss_fn=loss, count_fn=lambda batch: 16)
+
+
+def _frozen_by_chance() -> Any:
+    model = _sharded()
+    model.model.layers[dist.get_rank()].requires_grad_(False)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    return lambda: fs.train_step(model, _mine(), optimizer)
+
+
+def _other_rate() -> Any:
+    model = _sharded()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3 * (1 + dist.get_rank()))
+    return lambda: fs.train_step(model, _mine(), optimizer)
+
+
+def _other_scale() -> Any:
+    model = _sharded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler(device_here().type, init_scale=2.0 ** (8 + dist.get_rank()))
+    return lambda: fs.train_step(model, _mine(), optimizer, scaler=scaler)
+
+
+def _other_replica() -> Any:
+    model = _sharded(tiny_model("llama", seed=dist.get_rank()), dp_replicate=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return lambda: fs.train_step(model, _mine(), optimizer)
+
+
+CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "a tensor beside the model": (
+        _beside,
+        fs.OptimizerError,
+        "steps 1 tensors .* none of the model's parameters",
+    ),
+    "added after sharding": (
+        _added_later,
+        fs.UnsupportedModelError,
+        r"2 trained parameters are not sharded \(value",
+    ),
+    "a hook after sharding": (
+        _hook_after,
+        fs.UnsupportedModelError,
+        "lm_head.weight have hooks .* do not run",
+    ),
+    "a hook after a step": (_hook_after_a_step, fs.UnsupportedModelError, "up_proj.weight have hooks"),
+    "a hook before sharding": (_hook_before, fs.UnsupportedModelError, "lm_head.weight have hooks"),
+    "a penalty on shards": (
+        _penalty,
+        fs.UnsupportedModelError,
+        "uses the shards of .*up_proj.weight directly",
+    ),
+    "running statistics": (
+        _statistics,
+        fs.UnsupportedModelError,
+        "norm .BatchNorm1d. keeps running statistics",
+    ),
+    "layers frozen by chance": (
+        _frozen_by_chance,
+        fs.BatchError,
+        r"trained: model.layers.1.*and model.layers.0",
+    ),
+    "another rate": (_other_rate, fs.BatchError, r"lr=0.001 of group 0 of AdamW and lr=0.002 of group 0"),
+    "another scale": (_other_scale, fs.BatchError, r"scale=256.0 and 512.0"),
+    "another replica": (
+        _other_replica,
+        fs.UnsupportedModelError,
+        "begin with different values .*lm_head.weight|embed",
+    ),
+}
+
+
+def _refused(case: str) -> None:
+    make, kind, words = CASES[case]
+    call = make()
+    with pytest.raises(kind) as caught:
+        call()
+    assert re.search(words, str(caught.value)), str(caught.value)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_refused_on_all_ranks(case: str) -> None:
+    run_distributed(_refused, 2, case, timeout=60)
+
+
+def _only_new_rows(model: Any) -> None:
+    """As the message on hooks advises."""
+
+    def hook(parameter: Any) -> None:
+        gradient = parameter.grad
+        rows = torch.arange(gradient.shape[0], device=gradient.device).view(-1, 1) >= 90
+        if isinstance(gradient, DTensor):
+            rows = torch.distributed.tensor.distribute_tensor(rows, gradient.device_mesh, gradient.placements)
+        parameter.grad = gradient * rows
+
+    model.lm_head.weight.register_post_accumulate_grad_hook(hook)
+
+
+def _advice_on_hooks() -> float:
+    ranks = dist.get_world_size()
+    batches = ragged_batches(2 * ranks)
+    plain = tiny_model("llama").to(device_here())
+    model = _sharded(tiny_model("llama"))
+    before = {name: full(p).clone() for name, p in model.named_parameters()}
+    _only_new_rows(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    result = fs.train_step(model, _mine(), optimizer, max_grad_norm=None)
+    _, expected = oracle_gradients(plain.cpu(), batches)
+    expected["lm_head.weight"][:90] = 0
+    moved = {name: before[name] - full(p) for name, p in model.named_parameters()}
+    norm = sum(float(g.double().square().sum()) for g in expected.values()) ** 0.5
+    assert result.grad_norm == pytest.approx(norm, rel=1e-5)
+    return largest_error(moved, expected)
+
+
+def test_the_advised_hook_gives_the_gradients_of_one_process() -> None:
+    assert max(run_distributed(_advice_on_hooks, 2)) < 1e-5
+
+
+class _Penalised(nn.Module):
+    """A linear layer whose forward adds its penalty, as the message on penalties advises."""
+
+    def __init__(self, inner: nn.Linear) -> None:
+        super().__init__()
+        self.weight = inner.weight
+        self.penalty = torch.zeros(())
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.penalty = self.weight.square().sum()
+        return F.linear(hidden, self.weight)
+
+
+def _with_penalty(model: Any, batch: Any) -> torch.Tensor:
+    labels = batch["labels"][:, 1:].flatten()
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
+    summed = F.cross_entropy(logits.flatten(0, 1), labels, reduction="sum")
+    return summed + 0.01 * (labels != -100).sum() * model.model.layers[0].mlp.up_proj.penalty
+
+
+def _penalised() -> Any:
+    model = tiny_model("llama")
+    model.model.layers[0].mlp.up_proj = _Penalised(model.model.layers[0].mlp.up_proj)
+    return model
+
+
+def _advice_on_penalties() -> float:
+    plain, model = _penalised(), _sharded(_penalised())
+    batches = ragged_batches(2 * dist.get_world_size())
+    targets = sum(int((b["labels"][:, 1:] != -100).sum()) for b in batches)
+    for batch in batches:
+        (_with_penalty(plain, batch) / targets).backward()
+    expected = {name: p.grad for name, p in plain.named_parameters()}
+    before = {name: full(p).clone() for name, p in model.named_parameters()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    fs.train_step(model, _mine(), optimizer, loss_fn=_with_penalty, max_grad_norm=None)
+    return largest_error({name: before[name] - full(p) for name, p in model.named_parameters()}, expected)
+
+
+def test_the_advised_penalty_gives_the_gradients_of_one_process() -> None:
+    assert max(run_distributed(_advice_on_penalties, 2)) < 1e-5
+
+
+def test_one_process_trains_what_it_is_given() -> None:
+    model, scale = tiny_model("llama"), nn.Parameter(torch.ones(()))
+    model.lm_head.weight.register_hook(lambda gradient: 0 * gradient)
+    optimizer = torch.optim.SGD([*model.parameters(), scale], lr=0.1)
+    before = model.lm_head.weight.detach().clone()
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        return scale * fs.loss_sum(model, batch)[0]
+
+    fs.train_step(model, ragged_batches(2), optimizer, loss_fn=loss)
+    assert scale != 1.0
+    assert torch.equal(before, model.lm_head.weight)
