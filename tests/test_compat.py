@@ -338,6 +338,7 @@ def test_every_private_name_is_watched() -> None:
         "_defined_in",
         "schedulers_within",
         "has_hooks",
+        "end_persistent_workers",
         "is_ours",
         "has_grad_hooks",
         "known_scale",

@@ -673,6 +673,16 @@ def foreign_hooks(module: nn.Module, *, pre: bool) -> list[Any]:
     return foreign + hooks_on_all_modules(pre=False)
 
 
+def end_persistent_workers(loader: "torch.utils.data.DataLoader[Any]") -> None:
+    """End the workers that a loader has kept; the next ones get its data set as it is now.
+
+    Persistent workers have a copy of the data set from when they began, in which a later ``set_epoch`` does
+    not show. A loader keeps them with its iterator, in the private ``_iterator``.
+    """
+    if loader.persistent_workers:
+        loader._iterator = None
+
+
 def has_hooks(parameter: torch.Tensor) -> bool:
     """Whether ``register_hook`` was called on a parameter: its hooks are in a private attribute."""
     return bool(parameter._backward_hooks)

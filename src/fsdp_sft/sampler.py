@@ -52,11 +52,11 @@ def place_in(
     return shares, index
 
 
-class PlacedSampler(Sampler[T], ABC):
-    """What samplers of rows and of packs have in common: rank, epochs, and a warning about lost positions.
+class Placed(ABC):
+    """What everything that keeps a position has in common: rank, epochs, a warning about lost positions.
 
-    The rank is looked up each time it is needed, so a sampler that was made before ``init_distributed`` gets
-    the rank of the process group.
+    The rank is looked up each time it is needed, so what was made before ``init_distributed`` gets the rank
+    of the process group.
 
     Args:
         num_replicas: Number of ranks that share the rows; None takes the process group's, or 1.
@@ -75,7 +75,7 @@ class PlacedSampler(Sampler[T], ABC):
 
     @property
     def num_replicas(self) -> int:
-        """Number of ranks that share the rows."""
+        """Number of ranks that share the rows: that of the process group unless it was given."""
         return place_of(*self._given_place)[0]
 
     @property
@@ -87,15 +87,14 @@ class PlacedSampler(Sampler[T], ABC):
         """Go to the start of an epoch; the current one is not restarted, so a resumed loop may call this.
 
         An epoch before the one that ``load_state_dict`` has restored was trained before the checkpoint was
-        saved: it is passed over, with a warning, and has no rows. So ``for epoch in range(num_epochs)``
-            continues
-        at the right place, whether it counts from 0 again or from ``sampler.epoch``.
+        saved: it is passed over, with a warning, and has no rows. So a loop over ``range(num_epochs)`` goes
+        on at the right place, whether it counts from 0 again or from the epoch that was restored.
         """
         self.is_passed_over = epoch < self._restored_epoch
         if self.is_passed_over:
             warnings.warn(
                 f"epoch {epoch} was trained before the checkpoint, which is in epoch {self.epoch}: it is "
-                "passed over. A new sampler begins anew",
+                "passed over. A new sampler or stream begins anew",
                 stacklevel=2,
             )
         elif epoch != self.epoch:
@@ -124,6 +123,10 @@ class PlacedSampler(Sampler[T], ABC):
                 "mark_consumed",
                 stacklevel=3,
             )
+
+
+class PlacedSampler(Placed, Sampler[T]):
+    """A sampler of rows or of packs that keeps a position."""
 
 
 class ResumableSampler(PlacedSampler[int]):

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_sft as fs
 from fsdp_sft.loss import liger
+from fsdp_sft.loss.counting import counted_tokens, num_tokens
 from tests.harness.architectures import class_names, tiny_architecture
 from tests.harness.device import device_type, mesh_here
 from tests.harness.models import (
@@ -766,3 +767,13 @@ def test_the_largest_column_is_that_of_argmax(columns: int) -> None:
     drawn = torch.randn(64, columns, generator=generator)
     for logits in (drawn, drawn.round(), drawn - 50, torch.where(drawn > 3, torch.nan, drawn)):
         assert torch.equal(_largest_column(logits), logits.argmax(-1, keepdim=True))
+
+
+def test_tokens_are_what_a_mask_of_any_numbers_does_not_mark_as_padding() -> None:
+    ids = torch.arange(3, 23).view(2, 10)
+    mask = torch.tensor([[1] * 4 + [2] * 4 + [0] * 2, [3] * 10])  # numbers of rows in a pack
+    batch = {"input_ids": ids, "labels": ids, "attention_mask": mask}
+    assert num_tokens(batch) == 18 == int(counted_tokens(batch).sum())
+    optimizer = torch.optim.SGD((model := tiny_model("llama")).parameters(), lr=0.0)
+    result = fs.train_step(model, [{**batch, "attention_mask": (mask != 0).long()}], optimizer)
+    assert result.num_tokens == 18

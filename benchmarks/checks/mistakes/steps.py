@@ -7,6 +7,20 @@ CHANGES = ("tests/test_changes.py",)
 
 MISTAKES: list[Mistake] = [
     Mistake(
+        "an epoch before the one that was restored is trained again",
+        "sampler.py",
+        "        self.is_passed_over = epoch < self._restored_epoch",
+        "        self.is_passed_over = False",
+        ("tests/test_positions.py",),
+    ),
+    Mistake(
+        "workers that a loader keeps read the first epoch's order for good",
+        "packing/stream.py",
+        "                _compat.end_persistent_workers(stream)",
+        "                pass",
+        ("tests/test_positions.py",),
+    ),
+    Mistake(
         "a parameter that was added after sharding is trained by each rank for itself",
         "step/trained.py",
         "    if whole:",

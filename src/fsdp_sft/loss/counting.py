@@ -192,7 +192,7 @@ def num_tokens(batch: Any, needs_ids: bool = True) -> int:
     fields = batch if isinstance(batch, Mapping) else {}
     mask, ids = fields.get("attention_mask"), fields.get("input_ids")
     if isinstance(mask, torch.Tensor) and mask.ndim == 2:
-        return int(mask.sum())
+        return int((mask != 0).sum())
     if isinstance(ids, torch.Tensor):
         counted = counted_tokens(batch) if _has_labels(batch) else None
         return ids.numel() if counted is None else int(counted.sum())

@@ -11,7 +11,7 @@ from fsdp_sft import _compat
 from fsdp_sft.packing.balance import deal
 from fsdp_sft.packing.bins import check_count, pack_lengths
 from fsdp_sft.packing.collator import Row, row_sizes
-from fsdp_sft.sampler import place_in, place_of
+from fsdp_sft.sampler import Placed
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -29,7 +29,7 @@ class _Boundary(NamedTuple):
     packs: int
 
 
-class PackedStream(IterableDataset[list[Row]]):
+class PackedStream(Placed, IterableDataset[list[Row]]):
     """Packs a stream of rows; for a DataLoader with ``batch_size=None`` and ``PackedCollator``.
 
     ``buffer_size`` rows at a time are read and packed by best fit decreasing. Pack ``k`` of the stream goes
@@ -85,8 +85,7 @@ class PackedStream(IterableDataset[list[Row]]):
         rank: int | None = None,
         mesh: "DeviceMesh | None" = None,
     ) -> None:
-        self._given_place = place_in(mesh, num_replicas, rank)
-        place_of(*self._given_place)  # raises for a rank that is out of range
+        super().__init__(num_replicas, rank, mesh)
         self.rows = rows
         self.max_length = check_count("max_length", max_length)
         self.buffer_size = check_count("buffer_size", buffer_size)
@@ -97,16 +96,6 @@ class PackedStream(IterableDataset[list[Row]]):
         self._later: deque[_Boundary] = deque()
         self.position = 0
 
-    @property
-    def num_replicas(self) -> int:
-        """Number of ranks that share the packs: that of the process group unless it was given."""
-        return place_of(*self._given_place)[0]
-
-    @property
-    def rank(self) -> int:
-        """Index of this rank among those that share the packs."""
-        return place_of(*self._given_place)[1]
-
     def __iter__(self) -> Iterator[list[Row]]:
         if get_worker_info() is not None:
             raise RuntimeError(
@@ -114,6 +103,8 @@ class PackedStream(IterableDataset[list[Row]]):
                 "the background PackedStream(DataLoader(rows, batch_size=None, num_workers=...), ...)"
             )
         self._refuse_split_rows()
+        if self.is_passed_over:
+            return
         rounds = self._rounds()
         first = next(rounds, None)
         if first is None and self.position:
@@ -121,31 +112,34 @@ class PackedStream(IterableDataset[list[Row]]):
             rounds = self._rounds()
             first = next(rounds, None)
         for packs in itertools.chain([first] if first is not None else [], rounds):
+            self._drawn += 1
             yield packs[self.rank]
 
-    def set_epoch(self, epoch: int) -> None:
-        """Go to the start of an epoch; the current one is not restarted, so a resumed loop may call this."""
-        if epoch != self.epoch:
-            self.epoch, self.position, self._start = epoch, 0, _Boundary(0, 0)
-            self._later.clear()
+    def _go_to(self, epoch: int) -> None:
+        self.epoch, self.position, self._start = epoch, 0, _Boundary(0, 0)
+        self._later.clear()
 
     def mark_consumed(self, num_packs: int) -> None:
         """Advance the position by ``num_packs`` packs on this rank and on every other."""
+        self._drawn = 0
         self.position += num_packs * self.num_replicas
         while self._later and self._later[0].packs <= self.position:
             self._start = self._later.popleft()
 
     def end_epoch(self) -> None:
         """Go to the next epoch if any of the current one has been consumed; rows are read from the start."""
-        if self.position:
-            self.epoch, self.position, self._start = self.epoch + 1, 0, _Boundary(0, 0)
-            self._later.clear()
+        if self.position and not self.is_passed_over:
+            self._go_to(self.epoch + 1)
 
     def state_dict(self) -> dict[str, Any]:
         """Epoch, packs consumed, and the rows and packs before the current buffer; the same on every rank.
 
         If ``rows`` is a ``MixedStream``, also what its order depends on.
         """
+        self._warn_if_uncounted()
+        return self._state()
+
+    def _state(self) -> dict[str, Any]:
         return {
             "epoch": self.epoch,
             "position": self.position,
@@ -162,7 +156,7 @@ class PackedStream(IterableDataset[list[Row]]):
         Raises:
             ValueError: If the state was saved with other options, so that the packs would differ.
         """
-        missing = [key for key in self.state_dict() if key not in state]
+        missing = [key for key in self._state() if key not in state]
         if missing:
             raise ValueError(f"stream state lacks {missing}; expected what state_dict() returned")
         for key, own in self._source().items():
@@ -176,6 +170,7 @@ class PackedStream(IterableDataset[list[Row]]):
             raise ValueError(f"stream state has a position that is not possible: {dict(state)}")
         self.epoch, self.position, self._start = int(state["epoch"]), int(state["position"]), start
         self._later.clear()
+        self._restored(self.epoch)
 
     def _source(self) -> dict[str, Any]:
         """What packs depend on, which a restored state must have in common with this stream."""
@@ -248,4 +243,6 @@ def _set_epoch(stream: Iterable[Any], epoch: int) -> None:
         set_epoch = getattr(one, "set_epoch", None)
         if callable(set_epoch):
             set_epoch(epoch)
+            if one is not stream and isinstance(stream, DataLoader):
+                _compat.end_persistent_workers(stream)
             return
