@@ -381,3 +381,38 @@ def test_what_cannot_be_done_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="export_hf"):
         fs.export_adapter(tiny_model("llama"), tmp_path / "none")
     assert not list(tmp_path.glob(".tmp-*"))
+
+
+def _merged(root: str) -> list[str]:
+    from peft import LoraConfig
+
+    config = LoraConfig(target_modules=["q_proj", "up_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    model: Any = fs.add_adapters(tiny_model("llama"), config)
+    fs.shard_model(model, mesh=mesh_here())
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    batches = ragged_batches(2)[torch.distributed.get_rank() :: 2]
+    fs.train_step(model, batches, optimizer)
+    model.merge_adapter()
+    told = []
+    for call in (
+        lambda: fs.save_checkpoint(root, 1, model=model, optimizer=optimizer),
+        lambda: fs.save_full_state_dict(model, f"{root}/full.safetensors"),
+        lambda: fs.train_step(model, batches, optimizer),
+    ):
+        with pytest.raises(fs.AdapterError) as caught:
+            call()
+        told.append(str(caught.value))
+    model.unmerge_adapter()
+    fs.train_step(model, batches, optimizer)
+    fs.save_checkpoint(root, 1, model=model, optimizer=optimizer)
+    return told
+
+
+def test_nothing_is_saved_or_trained_while_adapters_are_merged(tmp_path: Path) -> None:
+    for told in run_distributed(_merged, 2, str(tmp_path)):
+        assert [message.partition(" while adapters are merged")[0] for message in told] == [
+            "saving a checkpoint",
+            "saving the full state",
+            "training",
+        ]
+        assert all("q_proj" in message for message in told)

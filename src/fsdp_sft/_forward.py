@@ -22,6 +22,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 # What an instance may have in place of its class's forward: its own, a compiled call, another loss.
 _OWN = ("forward", "_compiled_call_impl", "loss_type")
 _LOSS = "_loss_function"  # where transformers keep a loss that was set on a model
+_MERGED = "merged_adapters"  # names of the adapters that peft has merged into a base layer
 _MOST_PARTS = 300  # of a function: what it refers to may refer to everything
 _NO_MATTER = {"use_cache", "_name_or_path", "transformers_version"}  # of a config
 
@@ -50,6 +51,8 @@ def forward_state(model: nn.Module) -> tuple[Any, ...]:
         for name in _OWN:
             if name in own:
                 parts.append(own[name])
+        if _MERGED in own:
+            parts.append((*own[_MERGED], own.get("_disable_adapters")))
         if _LOSS in own:
             parts.append(function_state(own[_LOSS]))
         if own["_modules"]:

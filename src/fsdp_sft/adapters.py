@@ -17,7 +17,7 @@ from fsdp_sft._boxes import local_of
 from fsdp_sft._model import named_tensors
 from fsdp_sft._random import unmoved
 from fsdp_sft._wrappers import unwrapped
-from fsdp_sft.errors import AdapterError
+from fsdp_sft.errors import AdapterError, abridged
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
@@ -196,6 +196,25 @@ def merged_weights(layer: Any, full: dict[str, torch.Tensor]) -> dict[str, torch
         layer.merged_adapters[:] = merged
         for name, (module, leaf) in slots.items():
             setattr(module, leaf, own[name])
+
+
+def refuse_merged(model: nn.Module, doing: str) -> None:
+    """Refuse a model whose base holds the sum of its own weights and of adapters that are there as well.
+
+    Args:
+        model: Model, with adapters or without.
+        doing: What is refused, for the message.
+
+    Raises:
+        AdapterError: If adapters are merged.
+    """
+    merged = [fqn for fqn, layer in _tuner_layers(model).items() if getattr(layer, "merged", False)]
+    if merged:
+        raise AdapterError(
+            f"{doing} while adapters are merged into their base layers ({abridged(merged)}): these hold the "
+            "sum, and the adapters would be added once more. Call model.unmerge_adapter() before; export_hf "
+            "writes a merged model by itself"
+        )
 
 
 def _tuner_layers(model: nn.Module) -> dict[str, Any]:

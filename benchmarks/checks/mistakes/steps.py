@@ -7,6 +7,13 @@ CHANGES = ("tests/test_changes.py",)
 
 MISTAKES: list[Mistake] = [
     Mistake(
+        "adapters that are merged are trained or saved once more",
+        "adapters.py",
+        "    if merged:\n        raise AdapterError(",
+        "    if False:\n        raise AdapterError(",
+        ("tests/test_adapters.py",),
+    ),
+    Mistake(
         "an epoch before the one that was restored is trained again",
         "sampler.py",
         "        self.is_passed_over = epoch < self._restored_epoch",
@@ -51,8 +58,8 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "running statistics of each rank's rows",
         "step/trained.py",
-        "        _refuse_running_statistics(model)",
-        "        pass",
+        "            _refuse_running_statistics(model)",
+        "            pass",
         TRAINED,
     ),
     Mistake(

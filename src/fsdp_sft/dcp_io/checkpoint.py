@@ -21,6 +21,7 @@ from fsdp_sft._agree import (
 from fsdp_sft._disk import TensorReader, read_bytes, unsound_beside
 from fsdp_sft._model import model_tensors
 from fsdp_sft._random import set_generator_states
+from fsdp_sft.adapters import refuse_merged
 from fsdp_sft.dcp_io.background import BackgroundSave, join_last, wait_for_last
 from fsdp_sft.dcp_io.choice import MOST_ATTEMPTS, choose_step, deleted_meanwhile
 from fsdp_sft.dcp_io.codec import decode, dumps, encode, loads
@@ -154,6 +155,7 @@ def save_checkpoint(
         The folder where the step is or will be, and how long training stood still.
 
     Raises:
+        AdapterError: If adapters are merged into the model.
         CheckpointInUseError: If another job saves below ``root``. From its first save on, a root belongs to a
             job until the process of rank 0 ends.
         CheckpointExistsError: If that step is there and sound. A damaged one is moved aside to
@@ -187,6 +189,7 @@ def save_checkpoint(
 
     def prepare() -> _Told:
         wait_for_last()
+        refuse_merged(model, "saving a checkpoint")
         reshard(model)
         _check_numbers(step, keep_last, keep_best)
         content = _content(step, metric, model, optimizer, train_state, rank_state)

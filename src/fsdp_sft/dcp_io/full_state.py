@@ -18,6 +18,7 @@ from fsdp_sft._gather import Gatherer, receive_into, send
 from fsdp_sft._limits import blame_no_file
 from fsdp_sft._model import ModelTensors, give_back, model_tensors, with_extra_tensors
 from fsdp_sft._safetensors import bytes_of, create, write_at
+from fsdp_sft.adapters import refuse_merged
 from fsdp_sft.distributed import reshard
 from fsdp_sft.errors import (
     CheckpointCorruptError,
@@ -66,6 +67,7 @@ def save_full_state_dict(
     reshard(model)
     temporary = temporary_beside(target)
     with agreed(f"preparing to save {target}"):
+        refuse_merged(model, "saving the full state")
         _check_suffix(target)
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ValueError(f"dtype must be a floating-point torch.dtype or None, got {dtype!r}")

@@ -49,7 +49,7 @@ from fsdp_sft.step.trained import (
     gradients_past_reduction,
     refuse_beside,
     refuse_past_reduction,
-    refuse_unreduced,
+    refuse_untrainable,
 )
 from fsdp_sft.step.window import CountFn, Window, agree_on_window, on_device
 
@@ -136,6 +136,7 @@ def train_step(
     Raises:
         BatchError: If labels show a recognised mistake, or ranks differ in the number of micro-batches, the
             keys of a micro-batch or the options of this call.
+        AdapterError: If adapters are merged into the model.
         UnsupportedModelError: If torch would divide the gradients of experts twice, or if ranks that compute
             the same rows (tensor parallelism) would draw different random numbers.
         VocabularyError: If a batch has an id or a label that the model has no row for.
@@ -183,7 +184,7 @@ def train_step(
         count_fn=count_fn,
         needs_ids=loss_fn is None,
         check=check,
-        check_model=partial(refuse_unreduced, model, mesh),
+        check_model=partial(refuse_untrainable, model, mesh, look=bool(anew)),
         look=look,
         anew=anew,
         own_loss=loss_fn is not None,

@@ -14,8 +14,9 @@ from fsdp_sft._boxes import local_of
 from fsdp_sft._compat import original_class
 from fsdp_sft._meshes import copies_of_rows
 from fsdp_sft._model import parameter_names
-from fsdp_sft._record import findings
+from fsdp_sft._record import record_of
 from fsdp_sft._wrappers import replicated_by, unwrapped
+from fsdp_sft.adapters import refuse_merged
 from fsdp_sft.distributed import DP_REPLICATE, sum_over_mesh
 from fsdp_sft.errors import OptimizerError, UnsupportedModelError, abridged
 from fsdp_sft.shard import refuse_hooks
@@ -26,10 +27,10 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class _Statistics:
-    """Whether it was looked for modules that keep statistics of their inputs."""
+class _ModulesLooked:
+    """Whether the modules of a model that is trained were looked at."""
 
-    looked: bool = False
+    done: bool = False
 
 
 def refuse_beside(
@@ -53,7 +54,29 @@ def refuse_beside(
         )
 
 
-def refuse_unreduced(model: nn.Module, mesh: "DeviceMesh | None") -> None:
+def refuse_untrainable(model: nn.Module, mesh: "DeviceMesh | None", *, look: bool) -> None:
+    """Refuse a model that cannot be trained as it is.
+
+    Args:
+        model: Model, whose parameters are not gathered.
+        mesh: Ranks that share the window.
+        look: Whether its modules may have changed since they were looked at.
+
+    Raises:
+        AdapterError: If adapters are merged into it.
+        UnsupportedModelError: If gradients of its parameters would not be reduced, or if a module keeps
+            running statistics of its inputs, which are those of this rank's rows.
+    """
+    looked = record_of(model).kept_or_new(_ModulesLooked)
+    if look or not looked.done:
+        refuse_merged(model, "training")
+        if mesh is not None and mesh.size() > 1 and isinstance(unwrapped(model), FSDPModule):
+            _refuse_running_statistics(model)
+        looked.done = True
+    _refuse_unreduced(model, mesh)
+
+
+def _refuse_unreduced(model: nn.Module, mesh: "DeviceMesh | None") -> None:
     """Refuse trained parameters whose gradients are not reduced over the ranks, or not as they have to be.
 
     Args:
@@ -61,8 +84,7 @@ def refuse_unreduced(model: nn.Module, mesh: "DeviceMesh | None") -> None:
         mesh: Ranks that share the window.
 
     Raises:
-        UnsupportedModelError: If a parameter is trained that is not sharded, has a hook that would not run,
-            or if a module keeps running statistics of its inputs, which are those of this rank's rows.
+        UnsupportedModelError: If a trained parameter is not sharded, or has a hook that would not run.
     """
     if mesh is None or mesh.size() == 1 or copies_of_rows(mesh) > 1:
         return
@@ -76,10 +98,6 @@ def refuse_unreduced(model: nn.Module, mesh: "DeviceMesh | None") -> None:
             "them with requires_grad_(False)"
         )
     refuse_hooks(unwrapped(model))
-    statistics = findings(model, _Statistics)
-    if not statistics.looked:
-        _refuse_running_statistics(model)
-        statistics.looked = True
 
 
 def _refuse_running_statistics(model: nn.Module) -> None:
