@@ -113,7 +113,7 @@ def shard_model(
         >>> report = fs.load_weights(model, path)
     """
     _refuse_sharded(model)
-    refuse_hooks(model)
+    refuse_hooks({p: name for name, p in model.named_parameters()}, are_shards=False)
     given, mesh = mesh, parameter_mesh(mesh)
     policy = mp_policy or MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     refuse_disordered(mesh, [Shard(0)] * mesh.ndim)
@@ -185,19 +185,22 @@ def shard_model(
     return model
 
 
-def refuse_hooks(model: nn.Module) -> None:
+def refuse_hooks(names: dict[nn.Parameter, str], *, are_shards: bool) -> None:
     """Refuse trained parameters with hooks that do not run once the model is sharded.
+
+    Args:
+        names: The parameters with their names.
+        are_shards: Whether the model is sharded already.
 
     Raises:
         UnsupportedModelError: If there are any. Hooks after the accumulation run if they are registered on
             the shards, and are lost where they were registered before.
     """
-    is_sharded = isinstance(model, FSDPModule)
     hooked = [
         name
-        for name, parameter in model.named_parameters()
+        for parameter, name in names.items()
         if parameter.requires_grad
-        and (has_hooks(parameter) or (not is_sharded and has_grad_hooks(parameter)))
+        and (has_hooks(parameter) or (not are_shards and has_grad_hooks(parameter)))
     ]
     if hooked:
         raise UnsupportedModelError(

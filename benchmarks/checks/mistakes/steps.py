@@ -51,7 +51,7 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "gradients that go past the reduction are taken",
         "step/trained.py",
-        "        if watch and parameter.requires_grad and isinstance(parameter, DTensor)",
+        "        if is_sharded and parameter.requires_grad and isinstance(parameter, DTensor)",
         "        if False",
         TRAINED,
     ),
@@ -72,8 +72,8 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "ranks train different parameters",
         "step/train.py",
-        '            "trained": trained_names(model),\n',
-        "",
+        '"trained": tuple(name for parameter, name in names.items() if parameter.requires_grad),',
+        '"trained": (),',
         TRAINED,
     ),
     Mistake(

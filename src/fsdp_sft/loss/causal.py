@@ -236,10 +236,12 @@ def ranks_of_router(
     They take tensors on the device, and sums go over one group after the other. The tuple is empty if the
     loss is computed over this rank's tokens only.
     """
+    if router_loss != "global_micro_batch" and not isinstance(batch, BatchPart):
+        return ()
     mesh = mesh if mesh is not None else whole_mesh_of(model)
     if router_loss == "global_micro_batch":
         return device_groups_of(mesh)
-    return (mesh.get_group(CP),) if isinstance(batch, BatchPart) and mesh is not None else ()
+    return () if mesh is None else (mesh.get_group(CP),)
 
 
 def _balance(

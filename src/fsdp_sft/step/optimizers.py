@@ -21,8 +21,10 @@ if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
 
 
-def checked_optimizers(model: nn.Module, optimizer: Optimizers) -> list[torch.optim.Optimizer]:
-    """The optimizers as a list.
+def checked_optimizers(
+    model: nn.Module, optimizer: Optimizers
+) -> tuple[list[torch.optim.Optimizer], dict[nn.Parameter, str]]:
+    """The optimizers as a list, and the model's parameters with their names, none of them gathered.
 
     Raises:
         TypeError: If one of them is not an optimizer.
@@ -38,10 +40,12 @@ def checked_optimizers(model: nn.Module, optimizer: Optimizers) -> list[torch.op
                 f"{type(one).__name__}.step needs {needed[0]!r}, which train_step has not; use "
                 "causal_lm_loss and step it in a loop of your own"
             )
-    _refuse_replaced(model, optimizers)
+    reshard(model)  # a gathered parameter is another tensor than its shard
+    names = parameter_names(model)
+    _refuse_replaced(names, optimizers)
     if len(optimizers) > 1:
-        _refuse_shared_or_left_out(model, optimizers)
-    return optimizers
+        _refuse_shared_or_left_out(names, optimizers)
+    return optimizers, names
 
 
 def checked_schedulers(scheduler: Any, optimizers: list[torch.optim.Optimizer]) -> "list[LRScheduler]":
@@ -85,11 +89,6 @@ def prepare_scaler(
     if any(parameter.device.type == "cpu" for parameter in parameters):
         keep_scale_on_host(scaler)
     return scaler
-
-
-def trained_names(model: nn.Module) -> tuple[str, ...]:
-    """Names of the parameters that are trained, in the model's order."""
-    return tuple(name for parameter, name in parameter_names(model).items() if parameter.requires_grad)
 
 
 def options_of(optimizers: list[torch.optim.Optimizer]) -> tuple[str, ...]:
@@ -160,17 +159,16 @@ def _stepped(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _refuse_replaced(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+def _refuse_replaced(given: dict[nn.Parameter, str], optimizers: list[torch.optim.Optimizer]) -> None:
     """Refuse optimizers of tensors that the model does not have: they would step and train nothing.
 
     An optimizer made before the model was sharded holds none of the model's parameters. One made while some
     were gathered lacks those; a forward without a backward leaves the root's parameters gathered.
     """
-    reshard(model)  # a gathered parameter is another tensor than its shard
-    trained = {id(p): name for p, name in parameter_names(model).items() if p.requires_grad}
+    trained = {id(p): name for p, name in given.items() if p.requires_grad}
     stepped = {id(parameter) for optimizer in optimizers for parameter in _stepped(optimizer)}
     left_out = [name for identity, name in trained.items() if identity not in stepped]
-    foreign = stepped - {id(parameter) for parameter in model.parameters()}
+    foreign = stepped - {id(parameter) for parameter in given}
     if foreign and left_out:
         raise OptimizerError(
             f"the optimizer has {len(foreign)} tensors that are none of the model's parameters, and lacks "
@@ -180,9 +178,11 @@ def _refuse_replaced(model: nn.Module, optimizers: list[torch.optim.Optimizer]) 
         )
 
 
-def _refuse_shared_or_left_out(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+def _refuse_shared_or_left_out(
+    given: dict[nn.Parameter, str], optimizers: list[torch.optim.Optimizer]
+) -> None:
     """Refuse several optimizers unless each trained parameter is in exactly one of them."""
-    names = {id(parameter): name for parameter, name in parameter_names(model).items()}
+    names = {id(parameter): name for parameter, name in given.items()}
     found: dict[int, int] = {}
     for number, optimizer in enumerate(optimizers):
         for identity in {id(parameter) for parameter in _stepped(optimizer)}:
@@ -192,7 +192,7 @@ def _refuse_shared_or_left_out(model: nn.Module, optimizers: list[torch.optim.Op
                     f"{names.get(identity, 'a parameter')} is in two of the optimizers ({other} and "
                     f"{number}): each would step it"
                 )
-    trained = [(id(p), name) for p, name in parameter_names(model).items() if p.requires_grad]
+    trained = [(id(p), name) for p, name in given.items() if p.requires_grad]
     missing = [name for identity, name in trained if identity not in found]
     if missing:
         raise OptimizerError(

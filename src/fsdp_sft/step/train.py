@@ -39,7 +39,6 @@ from fsdp_sft.step.optimizers import (
     options_of,
     prepare_scaler,
     step_all,
-    trained_names,
     unscale,
 )
 from fsdp_sft.step.own_loss import LossFn, Objective, refuse_own_loss
@@ -167,7 +166,7 @@ def train_step(
     objective = Objective(loss_impl, loss_fn, router_loss, Terms(label_smoothing, z_loss))
     objective.check(count_fn)
     check_verify(verify)
-    optimizers = checked_optimizers(model, optimizer)
+    optimizers, names = checked_optimizers(model, optimizer)
     schedulers = checked_schedulers(scheduler, optimizers)
     scaler = prepare_scaler(optimizers, scaler)
     mesh = mesh if mesh is not None else whole_mesh_of(model)
@@ -184,7 +183,7 @@ def train_step(
         count_fn=count_fn,
         needs_ids=loss_fn is None,
         check=check,
-        check_model=partial(refuse_untrainable, model, mesh, look=bool(anew)),
+        check_model=partial(refuse_untrainable, model, names, mesh, look=bool(anew)),
         look=look,
         anew=anew,
         own_loss=loss_fn is not None,
@@ -194,7 +193,7 @@ def train_step(
             "grad_sync": grad_sync,
             "verify": verify,
             "check_labels": check_labels,
-            "trained": trained_names(model),
+            "trained": tuple(name for parameter, name in names.items() if parameter.requires_grad),
             "optimizers": options_of(optimizers),
             "scale": None if scaler is None else known_scale(scaler),
             **objective.options(),
@@ -216,11 +215,11 @@ def train_step(
             refuse_mean(model, micro_batches, objective, count_fn, mesh)
         if counter is not None:
             counter.start()
-        with gradients_past_reduction(model, watch=bool(window.anew)) as past:
+        with gradients_past_reduction(model, names if window.anew else {}) as past:
             sums = _forward_and_backward(model, micro_batches, window, objective, mesh, scaler, grad_sync)
         if window.anew:
             refuse_past_reduction(past, mesh)
-        refuse_beside(model, optimizers, mesh)
+        refuse_beside(names, optimizers, mesh)
         with part("clip_gradients"):
             infs = unscale(optimizers, scaler)
             norm = clip_gradients(model, max_grad_norm)

@@ -34,7 +34,7 @@ class _ModulesLooked:
 
 
 def refuse_beside(
-    model: nn.Module, optimizers: list[torch.optim.Optimizer], mesh: "DeviceMesh | None"
+    names: dict[nn.Parameter, str], optimizers: list[torch.optim.Optimizer], mesh: "DeviceMesh | None"
 ) -> None:
     """Refuse tensors beside the model that have got a gradient and would be stepped.
 
@@ -43,9 +43,8 @@ def refuse_beside(
     """
     if mesh is None or mesh.size() == 1 or copies_of_rows(mesh) > 1:
         return
-    ours = set(model.parameters())
     held = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-    beside = [parameter for parameter in held if parameter.grad is not None and parameter not in ours]
+    beside = [parameter for parameter in held if parameter.grad is not None and parameter not in names]
     if beside:
         raise OptimizerError(
             f"the optimizer steps {len(beside)} tensors (the first of shape {tuple(beside[0].shape)}) that "
@@ -54,11 +53,14 @@ def refuse_beside(
         )
 
 
-def refuse_untrainable(model: nn.Module, mesh: "DeviceMesh | None", *, look: bool) -> None:
+def refuse_untrainable(
+    model: nn.Module, names: dict[nn.Parameter, str], mesh: "DeviceMesh | None", *, look: bool
+) -> None:
     """Refuse a model that cannot be trained as it is.
 
     Args:
         model: Model, whose parameters are not gathered.
+        names: Its parameters with their names.
         mesh: Ranks that share the window.
         look: Whether its modules may have changed since they were looked at.
 
@@ -73,14 +75,15 @@ def refuse_untrainable(model: nn.Module, mesh: "DeviceMesh | None", *, look: boo
         if mesh is not None and mesh.size() > 1 and isinstance(unwrapped(model), FSDPModule):
             _refuse_running_statistics(model)
         looked.done = True
-    _refuse_unreduced(model, mesh)
+    _refuse_unreduced(model, names, mesh)
 
 
-def _refuse_unreduced(model: nn.Module, mesh: "DeviceMesh | None") -> None:
+def _refuse_unreduced(model: nn.Module, names: dict[nn.Parameter, str], mesh: "DeviceMesh | None") -> None:
     """Refuse trained parameters whose gradients are not reduced over the ranks, or not as they have to be.
 
     Args:
         model: Model, whose parameters are not gathered.
+        names: Its parameters with their names.
         mesh: Ranks that share the window.
 
     Raises:
@@ -90,14 +93,14 @@ def _refuse_unreduced(model: nn.Module, mesh: "DeviceMesh | None") -> None:
         return
     if replicated_by(model) is not None or not isinstance(unwrapped(model), FSDPModule):
         return
-    whole = [n for p, n in parameter_names(model).items() if p.requires_grad and not isinstance(p, DTensor)]
+    whole = [n for p, n in names.items() if p.requires_grad and not isinstance(p, DTensor)]
     if whole:
         raise UnsupportedModelError(
             f"{len(whole)} trained parameters are not sharded ({abridged(whole)}): no reduction over the "
             "ranks reaches them, and each rank would train its own. Add them before shard_model, or freeze "
             "them with requires_grad_(False)"
         )
-    refuse_hooks(unwrapped(model))
+    refuse_hooks(names, are_shards=True)
 
 
 def _refuse_running_statistics(model: nn.Module) -> None:
@@ -114,7 +117,7 @@ def _refuse_running_statistics(model: nn.Module) -> None:
 
 
 @contextmanager
-def gradients_past_reduction(model: nn.Module, *, watch: bool) -> Iterator[list[str]]:
+def gradients_past_reduction(model: nn.Module, names: dict[nn.Parameter, str]) -> Iterator[list[str]]:
     """Within the block, note the sharded parameters whose gradients come from autograd and not from FSDP2.
 
     FSDP2 computes with gathered parameters and writes the reduced gradient of a shard itself. Autograd comes
@@ -122,14 +125,14 @@ def gradients_past_reduction(model: nn.Module, *, watch: bool) -> Iterator[list[
 
     Args:
         model: Model, whose parameters are not gathered.
-        watch: Whether to look; if not, nothing is found.
+        names: Its parameters with their names; none of them if nothing is to be looked for.
     """
     found: list[str] = []
-    watch = watch and isinstance(unwrapped(model), FSDPModule)
+    is_sharded = isinstance(unwrapped(model), FSDPModule)
     handles = [
         parameter.register_hook(lambda _, name=name: found.append(name))
-        for parameter, name in parameter_names(model).items()
-        if watch and parameter.requires_grad and isinstance(parameter, DTensor)
+        for parameter, name in names.items()
+        if is_sharded and parameter.requires_grad and isinstance(parameter, DTensor)
     ]
     try:
         yield found
