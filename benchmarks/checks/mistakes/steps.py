@@ -142,8 +142,8 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "only the first ids are looked at behind the head",
         "loss/head.py",
-        "    steps = torch.arange(number, device=like.device) * 89 % 127 - 63",
-        "    steps = (torch.arange(number, device=like.device) * 89 % 127 - 63) * (torch.arange(number) < 8)",
+        "_known(logits, number).expand(logits.shape), logits.detach())",
+        "_known(logits, 8).expand(*logits.shape[:-1], 8), logits.detach()[..., :8])",
         CHANGES,
     ),
     Mistake(
