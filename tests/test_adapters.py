@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
@@ -392,11 +393,17 @@ def _merged(root: str) -> list[str]:
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     batches = ragged_batches(2)[torch.distributed.get_rank() :: 2]
     fs.train_step(model, batches, optimizer)
+    fs.save_checkpoint(f"{root}/before", 1, model=model, optimizer=optimizer)
+    fs.save_full_state_dict(model, f"{root}/before.safetensors")
+    fs.export_hf(model, f"{root}/unmerged")
     model.merge_adapter()
+    fs.export_hf(model, f"{root}/merged")
     told = []
     for call in (
         lambda: fs.save_checkpoint(root, 1, model=model, optimizer=optimizer),
         lambda: fs.save_full_state_dict(model, f"{root}/full.safetensors"),
+        lambda: fs.load_checkpoint(f"{root}/before", model=model, optimizer=optimizer),
+        lambda: fs.load_full_state_dict(model, f"{root}/before.safetensors"),
         lambda: fs.train_step(model, batches, optimizer),
     ):
         with pytest.raises(fs.AdapterError) as caught:
@@ -408,11 +415,15 @@ def _merged(root: str) -> list[str]:
     return told
 
 
-def test_nothing_is_saved_or_trained_while_adapters_are_merged(tmp_path: Path) -> None:
+def test_nothing_is_saved_loaded_or_trained_while_adapters_are_merged(tmp_path: Path) -> None:
     for told in run_distributed(_merged, 2, str(tmp_path)):
         assert [message.partition(" while adapters are merged")[0] for message in told] == [
             "saving a checkpoint",
             "saving the full state",
+            "loading a checkpoint",
+            "loading the full state",
             "training",
         ]
         assert all("q_proj" in message for message in told)
+    exports = [load_file(tmp_path / name / "model.safetensors") for name in ("unmerged", "merged")]
+    assert largest_error(*exports) < 1e-6, "an export says the same, merged or not"

@@ -297,3 +297,21 @@ def _shared_rows() -> None:
 
 def test_a_hook_that_mixes_positions_is_refused_where_ranks_share_rows() -> None:
     run_distributed(_shared_rows, 2, timeout=60)
+
+
+def test_a_loop_that_leaves_the_check_out_keeps_nothing_for_each_step() -> None:
+    from fsdp_sft._record import findings
+    from fsdp_sft.step.summed import _Taken
+
+    model, batches = tiny_model("llama"), ragged_batches(2)
+    for _ in range(3):
+        _step(model, batches, loss_fn=_closed_over("mean"), check_labels=False)
+    assert len(findings(model, _Taken).functions) == 1
+
+
+def test_a_look_makes_no_record() -> None:
+    from fsdp_sft._record import kept_of
+
+    layer = nn.Linear(2, 2)
+    assert kept_of(layer, fs.StepResult) is None
+    assert not [name for name in vars(layer) if name.startswith("_fsdp_sft")]

@@ -308,8 +308,8 @@ def raise_first(error: Exception | None, phase: str) -> None:
         if _reduced([when], min)[0] == math.inf:
             return
         _raise_earliest(all_gather_objects(_verdict(error, when)), error, phase)
-    except LostRankError as lost:
-        _note_own(error, lost, phase)
+    except (LostRankError, CallMismatchError) as broken:
+        _note_own(error, broken, phase)
         raise
 
 
@@ -358,8 +358,8 @@ def through_rank_0(phase: str, own: Callable[[], A], decide: Callable[[list[A]],
     mine = pickle.dumps((None if error is None else _verdict(error, when), None if error else value))
     try:
         verdicts, answer = pickle.loads(_around("decide", _frame(mine), operator.add, judge))
-    except LostRankError as lost:
-        _note_own(error, lost, phase)
+    except (LostRankError, CallMismatchError) as broken:
+        _note_own(error, broken, phase)
         raise
     _raise_earliest(verdicts, error or deciding, phase)
     decided: T = answer
@@ -386,10 +386,10 @@ def _raise_earliest(verdicts: list[_Verdict | None], own: Exception | None, phas
     raise first
 
 
-def _note_own(error: Exception | None, lost: LostRankError, phase: str) -> None:
-    """Note on the error about a lost rank that this rank had an error of its own."""
+def _note_own(error: Exception | None, broken: Exception, phase: str) -> None:
+    """Note on the error about another rank that this rank had an error of its own."""
     if error is not None:
-        lost.add_note(f"this rank itself had failed while {phase}: {error!r}")
+        broken.add_note(f"this rank itself had failed while {phase}: {error!r}")
 
 
 def _portable(error: Exception) -> tuple[bytes | None, str]:

@@ -18,7 +18,7 @@ from fsdp_sft._compat import (
     split_axis,
 )
 from fsdp_sft._meshes import CP, EP
-from fsdp_sft._record import findings, record_of
+from fsdp_sft._record import findings, kept_of, record_of
 from fsdp_sft._wrappers import unwrapped
 from fsdp_sft.distributed import DP_REPLICATE, DP_SHARD, mesh_of, reshard
 from fsdp_sft.errors import UnsupportedModelError
@@ -127,7 +127,7 @@ def share_out(model: nn.Module, mesh: "DeviceMesh", ep_size: int) -> None:
 
 def shared_experts(module: nn.Module) -> SharedExperts | None:
     """Placement of a module's experts if ranks share them out; None for any other module."""
-    return record_of(module).kept(SharedExperts)
+    return kept_of(module, SharedExperts)
 
 
 def refuse_divided_twice(model: nn.Module) -> None:

@@ -60,6 +60,12 @@ def record_of(model: nn.Module) -> Record:
     return record
 
 
+def kept_of(model: nn.Module, kind: type[T]) -> T | None:
+    """What is kept of a model, of that class; None, and no record is made, if there is nothing."""
+    known = _NAME in unwrapped(model).__dict__
+    return record_of(model).kept(kind) if known else None
+
+
 def findings(model: nn.Module, kind: type[T]) -> T:
     """What was found out about the present forward, of that class; made without arguments if nothing was."""
     record = record_of(model)

@@ -212,8 +212,8 @@ def refuse_merged(model: nn.Module, doing: str) -> None:
     if merged:
         raise AdapterError(
             f"{doing} while adapters are merged into their base layers ({abridged(merged)}): these hold the "
-            "sum, and the adapters would be added once more. Call model.unmerge_adapter() before; export_hf "
-            "writes a merged model by itself"
+            "sum, in which the adapters would count twice, or be taken off what is loaded. Call "
+            "model.unmerge_adapter() before; export_hf writes a merged model by itself"
         )
 
 

@@ -22,7 +22,7 @@ from fsdp_sft._compat import careful_gloo, native_mesh, split_axis
 from fsdp_sft._launch import detect_launch
 from fsdp_sft._meeting import connect_neighbours, meet
 from fsdp_sft._meshes import CP, DP_SHARD_CP, EP, PP, parameter_mesh, shard_parameters_on
-from fsdp_sft._record import record_of
+from fsdp_sft._record import kept_of, record_of
 from fsdp_sft._slurm import Launch, env_int, is_slurm_step
 from fsdp_sft._wrappers import replicas_of, replicated_by, unwrapped
 from fsdp_sft.errors import UnsupportedModelError, WrappedModelError
@@ -231,7 +231,7 @@ def remember_mesh(model: torch.nn.Module, mesh: "DeviceMesh") -> None:
 
 def whole_mesh_of(model: torch.nn.Module) -> "DeviceMesh | None":
     """The mesh on which a model was sharded, with ``cp`` if it has that axis; else that of its parameters."""
-    known = record_of(model).kept(ShardedOn)
+    known = kept_of(model, ShardedOn)
     return known.mesh if known is not None else mesh_of(model)
 
 

@@ -65,8 +65,8 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "replicas that begin apart are averaged",
         "step/trained.py",
-        "    if sum_over_mesh([bool(apart)], mesh)[0]:",
-        "    if False:",
+        "    raise_if_any(error if apart else None,",
+        "    raise_if_any(None,",
         TRAINED,
     ),
     Mistake(

@@ -9,7 +9,7 @@ from fsdp_sft._agree import agreed
 from fsdp_sft._compat import attention_of, original_class
 from fsdp_sft._meshes import CP, cp_size
 from fsdp_sft._model import text_config
-from fsdp_sft._record import findings, record_of
+from fsdp_sft._record import findings, kept_of, record_of
 from fsdp_sft._wrappers import unwrapped
 from fsdp_sft.context_parallel.group import PREFIX, SequenceGroup, not_divisible, sequence_group_in
 from fsdp_sft.context_parallel.probe import verify
@@ -169,7 +169,7 @@ def sequence_group_of(model: nn.Module, over: "DeviceMesh | None" = None) -> Seq
         return None
     if over is not None and over.size() != mesh.size():
         raise ValueError(f"{over} is a part of the mesh that the model is sharded on; give {mesh}, or none")
-    group = record_of(inner).kept(SequenceGroup)
+    group = kept_of(inner, SequenceGroup)
     if group is None:
         raise UnsupportedModelError(
             f"{type(inner).__name__} is sharded on a mesh with cp={cp_size(mesh)}, whose ranks share rows: "

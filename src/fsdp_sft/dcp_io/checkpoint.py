@@ -261,6 +261,7 @@ def load_checkpoint(
         Number and folder of the step, and the caller's own state.
 
     Raises:
+        AdapterError: If adapters are merged into the model.
         CheckpointNotFoundError: If there is no checkpoint.
         CheckpointCorruptError: If the step is damaged, or with ``fallback`` every step.
         CheckpointMismatchError: If it is of another model or optimizer; the message lists the differences. Or
@@ -301,6 +302,7 @@ def _load_step(
     same_ranks = manifest.world_size == world_size()
     train_state = rng = rank_state = None
     with agreed(f"checking the model against {folder}"):
+        refuse_merged(model, "loading a checkpoint")
         tensors = model_tensors(model)
         sources = check_model(manifest, tensors)
         if optimizer is not None:

@@ -116,6 +116,7 @@ def load_full_state_dict(model: nn.Module, path: str | os.PathLike[str]) -> None
     source_path = Path(path).absolute()
     reshard(model)
     with agreed(f"preparing to load {source_path}"):
+        refuse_merged(model, "loading the full state")
         _check_suffix(source_path)
         content = with_extra_tensors(model_tensors(model))
     sizes = all_gather_objects(source_path.stat().st_size if source_path.is_file() else None)

@@ -41,7 +41,9 @@ def is_untold(model: nn.Module, loss_fn: LossFn | None) -> bool:
 
 def take(model: nn.Module, loss_fn: LossFn) -> None:
     """Take it that a loss returns a sum, as the caller says."""
-    findings(model, _Taken).functions.append(function_state(loss_fn))
+    taken, state = findings(model, _Taken).functions, function_state(loss_fn)
+    if state not in taken:
+        taken.append(state)
 
 
 def refuse_mean(

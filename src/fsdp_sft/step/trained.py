@@ -17,10 +17,10 @@ from fsdp_sft._model import parameter_names
 from fsdp_sft._record import record_of
 from fsdp_sft._wrappers import replicated_by, unwrapped
 from fsdp_sft.adapters import refuse_merged
-from fsdp_sft.distributed import DP_REPLICATE, sum_over_mesh
+from fsdp_sft.distributed import DP_REPLICATE
 from fsdp_sft.errors import OptimizerError, UnsupportedModelError, abridged
 from fsdp_sft.shard import refuse_hooks
-from fsdp_sft.step.window import raise_on_mesh
+from fsdp_sft.step.window import raise_if_any
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -146,13 +146,12 @@ def refuse_past_reduction(names: list[str], mesh: "DeviceMesh | None") -> None:
 
     Collective: all ranks of the mesh.
     """
-    if sum_over_mesh([bool(names)], mesh)[0]:
-        error = UnsupportedModelError(
-            f"the loss uses the shards of {abridged(dict.fromkeys(names))} directly, past FSDP2's reduction: "
-            "each rank would add that gradient once more. Compute a term of the weights in the forward of "
-            "the module that holds them, where they are gathered, or take the optimizer's weight_decay"
-        )
-        raise_on_mesh(error if names else None, "looking at where gradients come from", mesh)
+    error = UnsupportedModelError(
+        f"the loss uses the shards of {abridged(dict.fromkeys(names))} directly, past FSDP2's reduction: "
+        "each rank would add that gradient once more. Compute a term of the weights in the forward of the "
+        "module that holds them, where they are gathered, or take the optimizer's weight_decay"
+    )
+    raise_if_any(error if names else None, "looking at where gradients come from", mesh)
 
 
 @dataclass
@@ -187,13 +186,12 @@ def refuse_different_replicas(model: nn.Module, mesh: "DeviceMesh | None") -> No
     torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX, group=group)
     torch.distributed.all_reduce(least, op=torch.distributed.ReduceOp.MIN, group=group)
     apart = [name for name, differs in zip(names, (most != least).tolist(), strict=True) if differs]
-    if sum_over_mesh([bool(apart)], mesh)[0]:
-        error = UnsupportedModelError(
-            f"the replicas of {len(apart)} parameters begin with different values ({abridged(apart)}): their "
-            "gradients are averaged and they never meet. Load the weights, or seed every rank alike before "
-            "the model is made (torch.manual_seed)"
-        )
-        raise_on_mesh(error if apart else None, "comparing the replicas of the model", mesh)
+    error = UnsupportedModelError(
+        f"the replicas of {len(apart)} parameters begin with different values ({abridged(apart)}): their "
+        "gradients are averaged and they never meet. Load the weights, or seed every rank alike before the "
+        "model is made (torch.manual_seed)"
+    )
+    raise_if_any(error if apart else None, "comparing the replicas of the model", mesh)
 
 
 def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:

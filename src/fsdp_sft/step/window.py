@@ -199,6 +199,15 @@ def raise_on_mesh(error: Exception | None, phase: str, mesh: "DeviceMesh | None"
     raise error or RemoteRankError(f"another rank of the mesh failed while {phase}")
 
 
+def raise_if_any(error: Exception | None, phase: str, mesh: "DeviceMesh | None") -> None:
+    """Raise the first error on all ranks of the mesh, if any has one.
+
+    Collective: all ranks of the mesh.
+    """
+    if sum_over_mesh([error is not None], mesh)[0]:
+        raise_on_mesh(error, phase, mesh)
+
+
 def _checked_window(micro_batches: Any) -> list[Any]:
     """The window as a list; raises for a single batch and for an empty window."""
     if isinstance(micro_batches, Mapping) or not isinstance(micro_batches, (list, tuple)):
