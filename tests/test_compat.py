@@ -340,6 +340,7 @@ def test_every_private_name_is_watched() -> None:
         "has_hooks",
         "end_persistent_workers",
         "is_ours",
+        "only_records",
         "has_grad_hooks",
         "known_scale",
     }

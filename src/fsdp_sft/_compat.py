@@ -711,6 +711,11 @@ def is_ours(hook: Any) -> bool:
     return _defined_in(hook, "fsdp_sft.")
 
 
+def only_records(hook: Any) -> bool:
+    """Whether a hook is one with which transformers records outputs; a model's first forward puts them in."""
+    return _defined_in(hook, "transformers.utils.output_capturing")
+
+
 def _defined_in(hook: Any, *packages: str) -> bool:
     """Whether the function of a hook was defined in one of the packages."""
     while isinstance(hook, functools.partial):

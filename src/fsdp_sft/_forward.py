@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_sft._compat import hooks_on_all_modules, is_ours
+from fsdp_sft._compat import hooks_on_all_modules, is_ours, only_records
 from fsdp_sft._wrappers import unwrapped, with_wrappers
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -47,7 +47,7 @@ def forward_state(model: nn.Module) -> tuple[Any, ...]:
         own = module.__dict__
         for name in _HOOKS:
             if own[name]:
-                parts += [hook for hook in own[name].values() if not is_ours(hook)]
+                parts += [hook for hook in own[name].values() if not (is_ours(hook) or only_records(hook))]
         for name in _OWN:
             if name in own:
                 parts.append(own[name])

@@ -330,7 +330,6 @@ def test_nothing_to_compare_with_is_logged_and_no_obstacle(caplog: pytest.LogCap
     with caplog.at_level(logging.INFO, logger="fsdp_sft"):
         for model, message in (
             (Silent(), "its forward takes no labels"),
-            (_changed(_raising), "NotImplementedError: not with labels"),
             (_changed(lambda logits, labels: None), "returns no loss"),
         ):
             caplog.clear()
@@ -340,6 +339,98 @@ def test_nothing_to_compare_with_is_logged_and_no_obstacle(caplog: pytest.LogCap
             assert float(total / targets) == pytest.approx(float(_entropy(logits, batch["labels"])), rel=1e-6)
             assert message in caplog.text
             assert torch.equal(before, torch.get_rng_state())
+
+
+class WithoutLogits(Changed):
+    """Returns a loss or logits, as models do whose head and loss are one kernel."""
+
+    def forward(self, input_ids: Any = None, labels: Any = None, **inputs: Any) -> Any:
+        output = super().forward(input_ids=input_ids, labels=labels, **inputs)
+        if labels is not None:
+            output.logits = None
+        return output
+
+
+def test_a_loss_without_logits_is_compared_with_those_of_another_forward() -> None:
+    batch = ragged_batches(2)[0]
+    torch.manual_seed(0)
+    model = WithoutLogits(tiny_config("llama", attention_dropout=0.2)).train()
+    model.own = _entropy
+    expected, _ = fs.loss_sum(copy.deepcopy(model).eval(), batch)
+    assert float(expected) > 0
+    model.own = _further
+    with pytest.raises(fs.ModelLossError, match="adds something"):
+        fs.loss_sum(model, batch)
+
+
+@pytest.mark.parametrize("impl", ["auto", "chunked", "logits"])
+def test_a_loss_that_cannot_be_compared_is_refused_or_left_out_by_name(impl: Any) -> None:
+    model, batch = _changed(_raising), ragged_batches(2)[0]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    refused = (
+        r"cannot be compared, because .*NotImplementedError: not with labels.*prepare_loss\(model, compare"
+    )
+    for _ in range(2):
+        with pytest.raises(fs.ModelLossError, match=refused):
+            fs.train_step(model, [batch], optimizer, loss_impl=impl)
+    with pytest.raises(fs.ModelLossError, match=refused):
+        fs.prepare_loss(model, impl=impl)
+    fs.prepare_loss(model, impl=impl, compare=False)
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    for _ in range(2):
+        loss = fs.train_step(model, [batch], optimizer, loss_impl=impl).loss
+        assert loss == pytest.approx(float(_entropy(logits, batch["labels"])), rel=1e-6)
+    model.own = lambda logits, labels: _raising(logits, labels)  # a forward about which nothing was said
+    model.forward = model.forward
+    with pytest.raises(fs.ModelLossError, match="cannot be compared"):
+        fs.train_step(model, [batch], optimizer, loss_impl=impl)
+
+
+def test_what_is_left_out_by_name_has_no_routers_loss() -> None:
+    model, batch = _mixture(), ragged_batches(2)[0]
+    fs.prepare_loss(model, compare=False)
+    inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+    total, targets = fs.loss_sum(model, batch)
+    expected = _entropy(model(**inputs).logits, batch["labels"])
+    assert float(total / targets) == pytest.approx(float(expected), rel=1e-6)
+    with pytest.raises(fs.ModelLossError, match=r"router_loss='micro_batch': prepare_loss\(compare=False\)"):
+        fs.loss_sum(model, batch, router_loss="micro_batch")
+    fs.prepare_loss(model)  # and is compared again
+    with_router, _ = fs.loss_sum(model, batch)
+    assert float(with_router) > 1.01 * float(total)
+
+
+def _ada_lora() -> None:
+    """AdaLora adds a penalty of its matrices to the loss, in a way that raises for sharded ones."""
+    import peft
+
+    config = peft.AdaLoraConfig(
+        task_type="CAUSAL_LM", target_modules=["q_proj"], init_r=4, target_r=2, total_step=10
+    )
+    torch.manual_seed(0)
+    model = peft.get_peft_model(tiny_model("llama"), config)
+    plain = copy.deepcopy(model)
+    batch = ragged_batches(2)[0]
+    fs.shard_model(model, mesh=mesh_here(), mp_policy=FLOAT32)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
+    with pytest.raises(fs.ModelLossError, match=r"cannot be compared.*prepare_loss\(model, compare=False\)"):
+        fs.train_step(model, [batch], optimizer)
+    with pytest.raises(fs.ModelLossError, match="adds something to the cross entropy"):
+        fs.loss_sum(plain, batch)
+    with pytest.raises(ValueError, match="1 ranks say compare=True and 1 do not"):
+        fs.prepare_loss(model, compare=dist.get_rank() == 0)
+    fs.prepare_loss(model, compare=False)
+    inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+    expected = _entropy(
+        plain.to(device_type())(**{k: v.to(device_type()) for k, v in inputs.items()}).logits,
+        batch["labels"].to(device_type()),
+    )
+    loss = fs.train_step(model, [batch], optimizer).loss
+    assert loss == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_the_penalty_of_ada_lora_is_not_dropped_in_silence() -> None:
+    run_distributed(_ada_lora, 2)
 
 
 @pytest.mark.parametrize("impl", ["auto", "logits"])

@@ -111,6 +111,18 @@ class ExpertCounter:
             for layer in self.layers:
                 layer.is_counting, layer.counted = False, None
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Count nothing in forwards within the block, which are not of the caller's batches."""
+        before = [layer.is_counting for layer in self.layers]
+        for layer in self.layers:
+            layer.is_counting = False
+        try:
+            yield
+        finally:
+            for layer, was_counting in zip(self.layers, before, strict=True):
+                layer.is_counting = was_counting
+
     def abandon(self) -> None:
         """End a window that failed: its counts are for nobody."""
         self._is_open = False

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fsdp_sft._compat import original_class
-from fsdp_sft._record import findings, record_of
+from fsdp_sft._record import findings, record_of, refresh
 from fsdp_sft._wrappers import unwrapped
 from fsdp_sft.adapters import forward_parameters
 from fsdp_sft.distributed import mesh_of, sum_over_mesh
@@ -16,6 +16,7 @@ from fsdp_sft.errors import ModelLossError
 from fsdp_sft.loss.own import (
     Coefficient,
     Different,
+    Incomparable,
     OwnLoss,
     ask,
     coefficient_of,
@@ -76,6 +77,7 @@ class _Known:
 
     numbers: Any = None
     by_flag: dict[bool | None, Additions] = field(default_factory=dict)
+    is_compared: bool = True
 
 
 @dataclass
@@ -90,6 +92,22 @@ def check_router_loss(router_loss: str | None) -> None:
     if router_loss not in (None, *get_args(RouterLoss)):
         allowed = ", ".join(map(repr, get_args(RouterLoss)))
         raise ValueError(f"router_loss must be None or one of {allowed}, got {router_loss!r}")
+
+
+def compare_or_not(model: nn.Module, compare: bool) -> None:
+    """Say whether the model's own loss is to be compared, or the cross entropy taken whatever it is.
+
+    Raises:
+        ValueError: If ranks say different things.
+
+    Collective: all ranks of the model's mesh.
+    """
+    refresh(model)
+    mesh = mesh_of(model)
+    saying = sum_over_mesh([compare, not compare], mesh)
+    if all(saying):
+        raise ValueError(f"prepare_loss: {int(saying[0])} ranks say compare=True and {int(saying[1])} do not")
+    findings(model, _Known).is_compared = compare
 
 
 def refuse_meta(model: nn.Module) -> None:
@@ -128,6 +146,13 @@ def additions_to(model: nn.Module, router_loss: RouterLoss | None) -> Additions:
     known, numbers = findings(model, _Known), _numbers(model)
     if known.numbers != numbers:
         known.numbers, known.by_flag = numbers, {}
+    if not known.is_compared:
+        if wanted and router_loss is not None:
+            raise ModelLossError(
+                f"router_loss={router_loss!r}: prepare_loss(compare=False) took the cross entropy alone for "
+                f"the loss of {_name(model)}; leave compare out to train its router's loss too"
+            )
+        return Additions(None, {} if flag is None else {_FLAG: flag})
     if flag not in known.by_flag:
         known.by_flag[flag] = _find_out(model, flag, wanted, router_loss)
     return known.by_flag[flag]
@@ -138,6 +163,10 @@ def _find_out(model: nn.Module, flag: bool | None, wanted: bool, router_loss: st
     refuse_meta(model)
     own = ask(model, flag)
     coefficient, reason = _explain(model, own)
+    way_out = _WAY_OUT
+    if isinstance(own, Incomparable):
+        reason = f"it cannot be compared, because {own}"
+        way_out += ", or call prepare_loss(model, compare=False) to train the cross entropy alone"
     if wanted and coefficient is None and not reason and router_loss is not None:
         why = own if isinstance(own, str) and own else "its forward returns no router's loss (aux_loss)"
         reason = f"router_loss={router_loss!r}: {why}"
@@ -147,11 +176,10 @@ def _find_out(model: nn.Module, flag: bool | None, wanted: bool, router_loss: st
     if failed:
         reason = reason or "it is not on another rank of the mesh"
         raise ModelLossError(
-            f"the own loss of {_name(model)} is not what is computed here: {reason}. {_WAY_OUT}"
+            f"the own loss of {_name(model)} is not what is computed here: {reason}. {way_out}"
         )
     if isinstance(own, str) and (mesh is None or mesh.get_rank() == 0):
-        level = logging.WARNING if "raises" in own else logging.INFO
-        _logger.log(level, "loss of %s: not compared with its own, because %s", _name(model), own)
+        _logger.info("loss of %s: not compared with its own, because %s", _name(model), own)
     return Additions(coefficient if wanted else None, {} if flag is None else {_FLAG: flag}, not differ)
 
 

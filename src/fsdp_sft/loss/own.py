@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from fsdp_sft._random import unmoved
 from fsdp_sft._wrappers import unwrapped
 from fsdp_sft.adapters import forward_parameters
 from fsdp_sft.collate import IGNORE_INDEX
@@ -91,6 +92,12 @@ class Different(str):
     __slots__ = ()
 
 
+class Incomparable(str):
+    """Why a loss that the model has cannot be compared with the cross entropy."""
+
+    __slots__ = ()
+
+
 class _SeesCrossEntropy(TorchFunctionMode):
     """Records the options of calls to torch's cross entropy, and raises for a label that is out of range.
 
@@ -152,7 +159,7 @@ def ask(model: nn.Module, router: bool | None) -> OwnLoss | str:
         try:
             found = _in_mode(model, router, training)
         except NotFusedError as error:
-            found = f"its forward with labels raises ({error})"
+            found = Incomparable(f"its forward with labels raises ({error})")
         if isinstance(found, (OwnLoss, Different)):
             return found
         why = why or found
@@ -248,17 +255,21 @@ def _in_mode(model: nn.Module, router: bool | None, training: bool) -> OwnLoss |
         model.train(training)
         seen, balance = _SeesCrossEntropy(), Balance()
         try:
-            with balanced_beside(model, balance):
+            with balanced_beside(model, balance), unmoved([device]):
                 output = _forward(model, inputs, seen)
         except NotFusedError:
             if not seen.different:
                 raise
             return Different(seen.different)
-        loss, logits = getattr(output, "loss", None), getattr(output, "logits", None)
+        loss = getattr(output, "loss", None)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             return "its forward with labels returns no loss"
+        logits = getattr(output, "logits", None)
+        if not isinstance(logits, torch.Tensor):  # a loss without logits, as Liger's patches compute it
+            del inputs["labels"]
+            logits = getattr(_forward(model, inputs, seen), "logits", None)
         if not isinstance(logits, torch.Tensor) or logits.shape[:2] != ids.shape or logits.ndim != 3:
-            return "its forward with labels returns no logits to compute the cross entropy of"
+            return Incomparable("its forward returns no logits to compute the cross entropy of")
         aux = getattr(output, "aux_loss", None)
         return OwnLoss(
             loss.detach().reshape(()),

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import nn
 
 from fsdp_sft._compat import original_class
-from fsdp_sft._record import findings, refresh
+from fsdp_sft._record import findings
 from fsdp_sft._wrappers import unwrapped
 from fsdp_sft.distributed import compute_device, mesh_of, sum_over_mesh
 from fsdp_sft.errors import ModelLossError, NotFusedError
 from fsdp_sft.loss import liger
-from fsdp_sft.loss.additions import additions_to, refuse_meta
+from fsdp_sft.loss.additions import additions_to, compare_or_not, refuse_meta
 from fsdp_sft.loss.choice import LossChoice
 from fsdp_sft.loss.head import fusible_head, takes_use_cache
 from fsdp_sft.loss.probe import probe
@@ -35,7 +35,7 @@ class _Choices:
     by_impl: dict[str, LossChoice] = field(default_factory=dict)
 
 
-def prepare_loss(model: nn.Module, *, impl: LossImpl = "auto") -> str:
+def prepare_loss(model: nn.Module, *, impl: LossImpl = "auto", compare: bool = True) -> str:
     """Choose the implementation that the model's losses use under ``impl="auto"``.
 
     A fused loss (one without full logits) needs a head that is a linear layer, with or without peft's
@@ -53,14 +53,20 @@ def prepare_loss(model: nn.Module, *, impl: LossImpl = "auto") -> str:
         impl: ``"auto"`` takes the chunked loss if possible, and full logits with a logged warning if not.
             ``"chunked"`` and ``"liger"`` (its kernels, on CUDA) raise if they are not possible. ``"logits"``
             computes full logits.
+        compare: Whether to compare the model's own loss, ``model(**batch, labels=...)``, with the cross
+            entropy. False trains the cross entropy alone, whatever the model's own loss is, for as long as
+            its forward stays what it is: for a model whose own loss raises, or has terms that are not to be
+            trained.
 
     Returns:
         ``"chunked"``, ``"liger"`` or ``"logits"``. The choice and its reason are logged.
 
     Raises:
-        ModelLossError: If the model's own loss is not the cross entropy; see ``loss_sum``.
-        ValueError: If ``impl`` is none of these, if the model is an encoder-decoder or on the meta device, or
-            if its loss cannot be computed by ``impl``; the message has the reason.
+        ModelLossError: If the model's own loss is not the cross entropy, or cannot be computed to compare it;
+            see ``loss_sum``.
+        ValueError: If ``impl`` is none of these, if ranks differ in ``compare``, if the model is an
+            encoder-decoder or on the meta device, or if its loss cannot be computed by ``impl``; the message
+            has the reason.
 
     Collective: all ranks of the model's mesh, by three forwards of 2 x 8 tokens.
     Memory: With LoRA, DoRA or trained tokens on the head, a copy of its weight in each forward, and its
@@ -72,7 +78,7 @@ def prepare_loss(model: nn.Module, *, impl: LossImpl = "auto") -> str:
     """
     check_impl(impl)
     refuse_encoder_decoder(model)
-    refresh(model)
+    compare_or_not(model, compare)
     additions_to(model, None)
     choices = findings(model, _Choices).by_impl
     choice = _decide(model, impl)

@@ -7,7 +7,7 @@ holds the real logits, whose cross entropy the fused loss must reproduce.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from fsdp_sft._wrappers import unwrapped
 from fsdp_sft.collate import IGNORE_INDEX
 from fsdp_sft.distributed import compute_device
 from fsdp_sft.errors import NotFusedError
+from fsdp_sft.experts import counter_of
 from fsdp_sft.loss.choice import LossChoice
 from fsdp_sft.loss.head import checked_later, loss_at_head, replaced_forward
 from fsdp_sft.loss.linear_head import num_logits
@@ -159,7 +160,9 @@ def _end_forwards(model: nn.Module) -> None:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients and compiled code; afterwards the model is as it was."""
-    with undisturbed(model), torch.no_grad(), uncompiled(), checked_later(None):
+    """Evaluation mode without gradients, compiled code and counts; afterwards the model is as it was."""
+    counter = counter_of(model)
+    uncounted = nullcontext() if counter is None else counter.paused()
+    with undisturbed(model), torch.no_grad(), uncompiled(), checked_later(None), uncounted:
         model.eval()
         yield
