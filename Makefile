@@ -10,7 +10,7 @@ PYTEST_ARGS ?=
 WORKERS ?= 2
 DEMO_ARGS ?=
 
-.PHONY: help demo test lint format test-slow test-faults compositions test-accelerator test-gpu test-floor test-latest docs clean
+.PHONY: help demo test lint format test-slow test-faults compositions programs test-accelerator test-gpu test-floor test-latest docs clean
 help:
 	@grep -E '^# make' Makefile | cut -c3-
 
@@ -54,6 +54,10 @@ N ?= 500
 SEED ?= 0
 compositions: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.compositions --number $(N) --seed $(SEED) --workers $(WORKERS)
+
+# make programs   lists of steps in random order, N of them from SEED, each beside the same in plain PyTorch
+programs: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.programs --number $(N) --seed $(SEED) --workers $(WORKERS)
 
 # make test-accelerator   the tests of several ranks, each with a simulated device (see tests/simulated)
 ON_DEVICES = $(addprefix tests/,context_parallel dcp_io export loss packing sac step varlen watchdog weights compositions \

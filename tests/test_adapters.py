@@ -405,6 +405,7 @@ def _merged(root: str) -> list[str]:
         lambda: fs.load_checkpoint(f"{root}/before", model=model, optimizer=optimizer),
         lambda: fs.load_full_state_dict(model, f"{root}/before.safetensors"),
         lambda: fs.train_step(model, batches, optimizer),
+        lambda: (fs.evaluate(model, batches), fs.train_step(model, batches, optimizer)),
     ):
         with pytest.raises(fs.AdapterError) as caught:
             call()
@@ -422,6 +423,7 @@ def test_nothing_is_saved_loaded_or_trained_while_adapters_are_merged(tmp_path: 
             "saving the full state",
             "loading a checkpoint",
             "loading the full state",
+            "training",
             "training",
         ]
         assert all("q_proj" in message for message in told)

@@ -6,6 +6,10 @@ Each of these mistakes of ``benchmarks/checks/mistakes`` undoes a repair in a co
 first ``--number`` draws of the seed are judged until one is a fault. To save time only those draws are judged
 whose options reach the changed line; the others could at most have found it earlier. Printed is the place of
 the draw that found it among all of them.
+
+    python -m benchmarks.checks.power --programs --number 300 --seed 3
+
+does the same with the programs of ``tests/programs``, for the repairs that concern the order of calls.
 """
 
 import argparse
@@ -72,6 +76,33 @@ REACHED_BY: dict[str, Options] = {
 }
 
 
+# What programs may come by: what changes after a check, cannot be compared, differs between ranks, goes past
+# the reduction, changes within a call, is left by a failed step, moves the position, is counted.
+BY_PROGRAMS = (
+    "what a model was checked for is not looked at again",
+    "a loss that cannot be compared is taken for the cross entropy",
+    "ranks step with different options",
+    "hooks on parameters that do not run are taken",
+    "adapters that are merged are trained or saved once more",
+    "what was frozen while it was gathered is trained",
+    "gradients of a failed step stay unsharded",
+    "an epoch before the one that was restored is trained again",
+    "the tokens of a mask that numbers documents are summed up",
+)
+
+
+def found_by_a_program(mistake: Mistake, number: int, seed: int, workers: int) -> tuple[int, int]:
+    """(place of the first program that was a fault, 0 if none was; how many were judged)."""
+    with made(mistake) as environment, tempfile.TemporaryDirectory() as name:
+        log = Path(name) / "log.jsonl"
+        options = ["--number", number, "--seed", seed, "--workers", workers, "--log", log]
+        command = [sys.executable, "-m", "tests.programs", "--until-fault", *map(str, options)]
+        subprocess.run(command, cwd=ROOT, env=environment, capture_output=True)
+        entries = [json.loads(line) for line in log.read_text().splitlines()]
+    faults = [entry["seed"] - seed + 1 for entry in entries if entry["kind"] == "fault"]
+    return min(faults, default=0), len(entries)
+
+
 def found_by(mistake: Mistake, where: Options, number: int, seed: int, workers: int) -> tuple[int, int]:
     """(place of the first draw that was a fault, 0 if none was; how many draws were judged)."""
     with made(mistake) as environment, tempfile.TemporaryDirectory() as name:
@@ -92,17 +123,21 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--only", nargs="*", default=[""], help="mistakes whose name has one of these in it")
+    parser.add_argument("--programs", action="store_true", help="programs in place of compositions")
     arguments = parser.parse_args()
     by_name = {mistake.name: mistake for mistake in MISTAKES}
-    chosen = [name for name in REACHED_BY if any(part in name for part in arguments.only)]
+    names = BY_PROGRAMS if arguments.programs else tuple(REACHED_BY)
+    chosen = [name for name in names if any(part in name for part in arguments.only)]
+    budget = arguments.number, arguments.seed, arguments.workers
     found = 0
     for name in chosen:
         start = time.monotonic()
-        place, judged = found_by(
-            by_name[name], REACHED_BY[name], arguments.number, arguments.seed, arguments.workers
-        )
+        if arguments.programs:
+            place, judged = found_by_a_program(by_name[name], *budget)
+        else:
+            place, judged = found_by(by_name[name], REACHED_BY[name], *budget)
         found += place > 0
-        took = f"found by draw {place}" if place else f"not found in {arguments.number}"
+        took = f"found by number {place}" if place else f"not found in {arguments.number}"
         print(f"{name}: {took} ({judged} judged, {time.monotonic() - start:.0f} s)", flush=True)
     print(f"{found} of {len(chosen)} found")
 

@@ -484,6 +484,21 @@ def forget_failed_iteration(model: nn.Module) -> None:
                     parameter._unsharded_param.grad = None
 
 
+def keep_trained_flags(module: Any) -> None:
+    """Carry ``requires_grad`` of an FSDP2 module's gathered parameters over to their shards.
+
+    Whoever freezes a parameter meets the one that the module shows at the moment. FSDP2 copies the flag from
+    the shard when it gathers, and never back, so that a change between the two would be undone.
+    """
+    for group in _parameter_groups(module._get_fsdp_state()):
+        if group.is_sharded:
+            continue
+        for parameter in group.fsdp_params:
+            shown = parameter._sharded_post_forward_param if group.is_sharded_post_forward else None
+            shown = parameter._unsharded_param if shown is None else shown
+            parameter.sharded_param.requires_grad_(shown.requires_grad)
+
+
 def _reset_iteration(root: Any) -> None:
     """``FSDPModule.reset_iter_state`` for a version of torch without it."""
     if root._device.type != "cpu":

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_sft._compat import keep_in_float32_patterns
+from fsdp_sft._compat import keep_in_float32_patterns, keep_trained_flags
 from fsdp_sft._model import clean_name, meta_twin, named_tensors
 from fsdp_sft.blocks import is_never_called
 
@@ -232,4 +232,5 @@ def _gather(module: Any, *_: Any) -> None:
 
 def _free(module: Any, *_: Any) -> None:
     if not torch.is_grad_enabled():
+        keep_trained_flags(module)
         module.reshard()

@@ -18,7 +18,7 @@ from fsdp_sft._agree import (
     this_rank,
     world_size,
 )
-from fsdp_sft._compat import careful_gloo, native_mesh, split_axis
+from fsdp_sft._compat import careful_gloo, keep_trained_flags, native_mesh, split_axis
 from fsdp_sft._launch import detect_launch
 from fsdp_sft._meeting import connect_neighbours, meet
 from fsdp_sft._meshes import CP, DP_SHARD_CP, EP, PP, parameter_mesh, shard_parameters_on
@@ -297,6 +297,7 @@ def reshard(model: torch.nn.Module) -> None:
     replicas_of(model)
     for module in model.modules():
         if isinstance(module, FSDPModule):
+            keep_trained_flags(module)
             module.reshard()
 
 

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,14 @@ from torch.nn import functional as F
 
 import fsdp_sft as fs
 from tests.harness.device import device_here, mesh_here
-from tests.harness.models import full, largest_error, oracle_gradients, ragged_batches, tiny_model
+from tests.harness.models import (
+    full,
+    largest_error,
+    oracle_gradients,
+    oracle_loss,
+    ragged_batches,
+    tiny_model,
+)
 from tests.harness.ranks import run_distributed
 
 
@@ -80,6 +88,16 @@ def _penalty() -> Any:
     return lambda: fs.train_step(model, _mine(), optimizer, loss_fn=loss)
 
 
+def _penalty_of_shards() -> Any:
+    model = _sharded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        return fs.loss_sum(model, batch)[0] + 0.01 * sum(p.square().sum() for p in model.parameters())
+
+    return lambda: fs.train_step(model, _mine(), optimizer, loss_fn=loss)
+
+
 class _Normed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +107,7 @@ class _Normed(nn.Module):
         return self.head(self.norm(self.embed(ids).transpose(1, 2)).transpose(1, 2))
 
 
-def _statistics() -> Any:
+def _statistics(frozen_at_first: bool = False) -> Any:
     torch.manual_seed(0)
     model = _Normed()
     fs.shard_model(model, mesh=mesh_here(), blocks={"head": model.head}, mp_policy=MixedPrecisionPolicy())
@@ -99,6 +117,10 @@ def _statistics() -> Any:
     def loss(model: Any, batch: Any) -> torch.Tensor:
         return F.cross_entropy(model(batch["input_ids"])[0], batch["input_ids"][0], reduction="sum")
 
+    if frozen_at_first:
+        model.norm.eval()
+        fs.train_step(model, [batch], optimizer, loss_fn=loss, count_fn=lambda batch: 16)
+        model.train()
     return lambda: fs.train_step(model, [batch], optimizer, loss_fn=loss, count_fn=lambda batch: 16)
 
 
@@ -151,8 +173,18 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         fs.UnsupportedModelError,
         "uses the shards of .*up_proj.weight directly",
     ),
+    "a penalty that is a DTensor": (
+        _penalty_of_shards,
+        fs.UnsupportedModelError,
+        "uses the shards of parameters directly",
+    ),
     "running statistics": (
         _statistics,
+        fs.UnsupportedModelError,
+        "norm .BatchNorm1d. keeps running statistics",
+    ),
+    "running statistics again": (
+        partial(_statistics, frozen_at_first=True),
         fs.UnsupportedModelError,
         "norm .BatchNorm1d. keeps running statistics",
     ),
@@ -273,3 +305,53 @@ def test_one_process_trains_what_it_is_given() -> None:
     fs.train_step(model, ragged_batches(2), optimizer, loss_fn=loss)
     assert scale != 1.0
     assert torch.equal(before, model.lm_head.weight)
+
+
+def _frozen_while_gathered(kept: bool | int) -> None:
+    """The caller freezes a layer and a head that its own forward has left gathered, and later thaws them."""
+    model, plain = tiny_model("llama"), tiny_model("llama").to(device_here())
+    fs.shard_model(model, mesh=mesh_here(), mp_policy=MixedPrecisionPolicy(), reshard_after_forward=kept)
+    batches = [{k: v.to(device_here()) for k, v in b.items()} for b in ragged_batches(4)]
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
+    for trained in (True, False, False, True):
+        with torch.no_grad():
+            model(input_ids=batches[0]["input_ids"])
+        for each in (model, plain):
+            each.lm_head.requires_grad_(trained)
+            each.model.layers[1].requires_grad_(trained)
+        with torch.no_grad():
+            model(input_ids=batches[0]["input_ids"])
+        fs.train_step(model, batches[dist.get_rank() :: 2], optimizers[0], max_grad_norm=None)
+        oracle_loss(plain, batches).backward()
+        optimizers[1].step()
+        plain.zero_grad()
+    values = {name: full(parameter) for name, parameter in model.named_parameters()}
+    assert largest_error(values, {n: p.detach().cpu() for n, p in plain.named_parameters()}) <= 1e-5
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_what_is_frozen_while_it_is_gathered_stays_frozen(kept: bool) -> None:
+    run_distributed(_frozen_while_gathered, 2, kept)
+
+
+def _reference_without_adapters() -> None:
+    """peft freezes the adapters while they are disabled, and thaws them afterwards."""
+    import peft
+
+    config = peft.LoraConfig(target_modules=["q_proj"], r=2, init_lora_weights=False)
+    torch.manual_seed(0)
+    model = peft.get_peft_model(tiny_model("llama"), config)
+    fs.apply_sac(model, "1/3")
+    fs.shard_model(model, mesh=mesh_here(), mp_policy=MixedPrecisionPolicy(), reshard_after_forward=False)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
+    norms = []
+    for _ in range(2):
+        norms.append(fs.train_step(model, _mine(), optimizer).grad_norm)
+        with model.disable_adapter(), torch.no_grad():
+            model(input_ids=_mine()[0]["input_ids"].to(device_here()))
+    assert norms[0] > 0.1
+    assert norms[1] == pytest.approx(norms[0], rel=1e-6)
+
+
+def test_adapters_are_trained_after_a_forward_without_them() -> None:
+    run_distributed(_reference_without_adapters, 2)

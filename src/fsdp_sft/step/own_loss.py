@@ -12,6 +12,7 @@ from fsdp_sft.blocks import without_caches
 from fsdp_sft.context_parallel import SequenceGroup
 from fsdp_sft.experts import counter_of
 from fsdp_sft.loss import PLAIN, LossImpl, RouterLoss, Terms, check_router_loss, loss_parts
+from fsdp_sft.step.trained import refuse_sharded_loss
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -88,6 +89,7 @@ def _summed(loss_fn: LossFn, model: nn.Module, batch: Any) -> torch.Tensor:
     """The result of ``loss_fn``, checked: a scalar that has gradients where they are enabled."""
     with without_caches(model):
         loss = loss_fn(model, batch)
+    refuse_sharded_loss(loss)
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.is_floating_point():
         got = (
             f"a {loss.dtype} tensor of shape {tuple(loss.shape)}"

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ from fsdp_sft._boxes import local_of
 from fsdp_sft._compat import original_class
 from fsdp_sft._meshes import copies_of_rows
 from fsdp_sft._model import parameter_names
-from fsdp_sft._record import record_of
+from fsdp_sft._record import findings
 from fsdp_sft._wrappers import replicated_by, unwrapped
 from fsdp_sft.adapters import refuse_merged
 from fsdp_sft.distributed import DP_REPLICATE
@@ -27,10 +27,14 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class _ModulesLooked:
-    """Whether the modules of a model that is trained were looked at."""
+class _Looked:
+    """What the modules of a model that is trained were found to be; None if they were not looked at.
 
-    done: bool = False
+    Attributes:
+        norms: Those that may keep statistics of their inputs, by name; their modes change without a word.
+    """
+
+    norms: dict[str, nn.Module] | None = None
 
 
 def refuse_beside(
@@ -69,12 +73,12 @@ def refuse_untrainable(
         UnsupportedModelError: If gradients of its parameters would not be reduced, or if a module keeps
             running statistics of its inputs, which are those of this rank's rows.
     """
-    looked = record_of(model).kept_or_new(_ModulesLooked)
-    if look or not looked.done:
+    looked = findings(model, _Looked)
+    if look or looked.norms is None:
         refuse_merged(model, "training")
-        if mesh is not None and mesh.size() > 1 and isinstance(unwrapped(model), FSDPModule):
-            _refuse_running_statistics(model)
-        looked.done = True
+        looked.norms = {name: module for name, module in model.named_modules() if _has_statistics(module)}
+    if mesh is not None and mesh.size() > 1 and isinstance(unwrapped(model), FSDPModule):
+        _refuse_running_statistics(looked.norms)
     _refuse_unreduced(model, names, mesh)
 
 
@@ -103,12 +107,13 @@ def _refuse_unreduced(model: nn.Module, names: dict[nn.Parameter, str], mesh: "D
     refuse_hooks(names, are_shards=True)
 
 
-def _refuse_running_statistics(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        batch_norm: Any = module if isinstance(module, nn.modules.batchnorm._BatchNorm) else None
-        if batch_norm is None or isinstance(module, nn.SyncBatchNorm):
-            continue
-        if batch_norm.training and batch_norm.track_running_stats:
+def _has_statistics(module: nn.Module) -> bool:
+    return isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
+
+
+def _refuse_running_statistics(norms: dict[str, nn.Module]) -> None:
+    for name, module in norms.items():
+        if module.training and module.track_running_stats:
             raise UnsupportedModelError(
                 f"{name} ({original_class(module).__name__}) keeps running statistics of its rank's rows, "
                 "so that ranks would end with different models. Put it into eval() after model.train(), or "
@@ -146,12 +151,22 @@ def refuse_past_reduction(names: list[str], mesh: "DeviceMesh | None") -> None:
 
     Collective: all ranks of the mesh.
     """
-    error = UnsupportedModelError(
-        f"the loss uses the shards of {abridged(dict.fromkeys(names))} directly, past FSDP2's reduction: "
-        "each rank would add that gradient once more. Compute a term of the weights in the forward of the "
-        "module that holds them, where they are gathered, or take the optimizer's weight_decay"
-    )
+    error = _uses_shards(str(abridged(dict.fromkeys(names))))
     raise_if_any(error if names else None, "looking at where gradients come from", mesh)
+
+
+def refuse_sharded_loss(loss: object) -> None:
+    """Raise for a loss that is a DTensor, as a term of sharded parameters makes it."""
+    if isinstance(loss, DTensor):
+        raise _uses_shards("parameters")
+
+
+def _uses_shards(of: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"the loss uses the shards of {of} directly, past FSDP2's reduction: each rank would add that "
+        "gradient once more. Compute a term of the weights in the forward of the module that holds them, "
+        "where they are gathered, or take the optimizer's weight_decay"
+    )
 
 
 @dataclass

@@ -1,0 +1,103 @@
+"""One program: performed with the library and plainly, and how it ended."""
+
+import tempfile
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fsdp_sft as fs
+from tests.harness.ranks import run_distributed
+from tests.programs.ours import Told, run
+from tests.programs.plain import Plain
+from tests.programs.writing import Program
+
+SECONDS = 120  # a program may take; one that hangs is a fault
+TOLERANCE = 2e-5  # relative, of float32
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a program ended.
+
+    Attributes:
+        kind: ``"right"``, or ``"fault"``.
+        refused: How many of its steps were refused, as they had to be.
+        steps: How many it has.
+        reason: What is wrong.
+    """
+
+    kind: str
+    refused: int = 0
+    steps: int = 0
+    reason: str = ""
+
+
+def judge(program: Program) -> Outcome:
+    """Try one program; never raises."""
+    with tempfile.TemporaryDirectory(prefix="program-") as name:
+        try:
+            refused = _judged(program, Path(name))
+        except Exception as error:
+            text = "".join(traceback.format_exception(error))
+            return Outcome("fault", steps=len(program.steps), reason=f"{str(error)[:400]} ... {text[-1200:]}")
+    return Outcome("right", refused, len(program.steps))
+
+
+def _judged(program: Program, folder: Path) -> int:
+    results = run_distributed(run, program.ranks, program, folder, timeout=SECONDS)
+    if program.odd is not None:
+        return _all_refused(program, [told for told, _, _ in results])
+    windows = [list(of_ranks) for of_ranks in zip(*(taken for _, taken, _ in results), strict=True)]
+    plain = Plain(program, windows)
+    refused = 0
+    for index, step in enumerate(program.steps):
+        where = f"step {index}, {step}"
+        told = [told[index] for told, _, _ in results]
+        expected = plain.refusal(step)
+        names = {name for name, _ in told}
+        assert len(names) == 1, f"{where}: the ranks ended in {names}: {told}"
+        [name] = names
+        if name != "value":
+            assert name in expected.errors, f"{where} ended in {told[0]}, expected {expected}"
+            plain.refuse(step)
+            refused += 1
+            continue
+        assert not (expected.errors and expected.is_sure), f"{where} gave {told[0]}, expected {expected}"
+        value = plain.perform(step)
+        for _, own in told:
+            _compare(own, value, where)
+    for _, _, whole in results:
+        for name, parameter in plain.whole().items():
+            off = float((whole[name] - parameter).abs().max() / parameter.abs().max().clamp(min=1e-3))
+            assert off <= TOLERANCE, f"{name} is {off:.2g} off at the end"
+    return refused
+
+
+def _all_refused(program: Program, told: list[list[Told]]) -> int:
+    """Every rank ends in a typed error, once one has done what the others do not."""
+    endings = [own[-1] for own in told]
+    for name, message in endings:
+        kind: Any = getattr(fs, name, None)
+        assert kind is not None, f"{program.odd}: {endings}"
+        assert issubclass(kind, fs.FsdpSftError), f"{program.odd}: {endings}"
+        assert message
+    return 1
+
+
+def _compare(own: Any, expected: Any, where: str) -> None:
+    if isinstance(expected, float):
+        assert abs(own - expected) <= TOLERANCE * max(abs(expected), 1e-3), f"{where}: {own}, not {expected}"
+    elif isinstance(expected, (list, tuple)):
+        if expected and isinstance(expected[0], list) and isinstance(expected[0][0], float):
+            a, b = torch.tensor(own), torch.tensor(expected)
+            off = float((a - b).abs().max() / b.abs().max())
+            assert off <= TOLERANCE, f"{where}: logits are {off:.2g} off"
+            return
+        assert len(own) == len(expected), where
+        for one, other in zip(own, expected, strict=True):
+            _compare(one, other, where)
+    else:
+        assert own == expected, f"{where}: {own}, not {expected}"

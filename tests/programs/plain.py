@@ -1,0 +1,211 @@
+"""The same program in one process and plain PyTorch, and which of its steps the library has to refuse."""
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from tests.programs.rows import BATCH_ROWS, NUM_ROWS, PROMPT, collated, held_out, names_of, rows_for
+from tests.programs.user import User
+from tests.programs.writing import Program, Step
+
+# What changes the forward: what was said about the model before holds no more.
+_OF_THE_FORWARD = {
+    "hook on a block",
+    "hook on the head",
+    "wrapped head",
+    "wrapped model",
+    "another loss of the model",
+    "merged",
+}
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """What a step has to end with.
+
+    Attributes:
+        errors: Names of the errors; of several that apply the first met is raised.
+        is_sure: Whether it must be refused; otherwise it may.
+    """
+
+    errors: tuple[str, ...] = ()
+    is_sure: bool = True
+
+
+class Plain(User):
+    """The plain loop.
+
+    Args:
+        program: To be followed.
+        windows: The rows of each window that the library's side took, of all ranks.
+    """
+
+    def __init__(self, program: Program, windows: list[list[Any]]) -> None:
+        super().__init__(program)
+        self.is_sharded = program.ranks > 1
+        if program.settings["at first"] != "nothing":
+            self.toggle(program.settings["at first"])
+        self.optimizer = self.made_optimizer()
+        self.rows = {(row["input_ids"][0], row["input_ids"][1]): row for row in rows_for(program)}
+        self.held_out = held_out(program)
+        self.windows = windows
+        self.epoch = self.taken = self.restored = 0
+        self.seen: dict[tuple[int, int], Any] = {}
+        self.saves: list[Any] = []
+        self.uncompared = "no"
+
+    # -- what is refused
+
+    def refusal(self, step: Step) -> Refusal:
+        """What the library has to say of a step, as things are."""
+        name, *args = step
+        if name in ("save", "load"):
+            nothing = name == "load" and not self.saves
+            return Refusal(("AdapterError",) if "merged" in self.on and not nothing else ())
+        if name == "evaluate":
+            return self._of_loss(args[0])
+        if name not in ("train", "fail", "stray"):
+            return Refusal()
+        loss = args[0] if name == "train" else name
+        if name == "fail":
+            loss = "sum" if args[0] == "loss_fn" else "own"
+        found = list(self._of_training(loss))
+        if name == "stray" and self.is_sharded:
+            found.append("OptimizerError")
+        of_loss = self._of_loss(loss)
+        is_sure = bool(found) or of_loss.is_sure
+        found += of_loss.errors
+        if name == "fail":
+            return Refusal((*found, "PlantedError"))
+        return Refusal(tuple(found), is_sure)
+
+    def _of_training(self, loss: str) -> list[str]:
+        found = ["AdapterError"] if "merged" in self.on else []
+        are_freed = (
+            self.program.settings["shards"] == "freed"
+        )  # parameters that stay gathered are plain tensors
+        if self.is_sharded and ("hook on a weight" in self.on or (loss == "penalty" and are_freed)):
+            found.append("UnsupportedModelError")
+        return found
+
+    def _of_loss(self, loss: str) -> Refusal:
+        if loss == "mean":
+            return Refusal(("ModelLossError",))
+        if loss != "own" or not self.own_loss_differs or self.uncompared == "yes":
+            return Refusal()
+        return Refusal(("ModelLossError",), is_sure=self.uncompared == "no")
+
+    @property
+    def own_loss_differs(self) -> bool:
+        adds = self.program.settings["model"] == "adalora"
+        return adds or "wrapped model" in self.on or "another loss of the model" in self.on
+
+    # -- what it computes
+
+    def perform(self, step: Step) -> Any:
+        """Do a step that is not refused, and return what the library has to return."""
+        name, *args = step
+        return getattr(self, "_" + name.replace(" ", "_"))(*args)
+
+    def refuse(self, step: Step) -> None:
+        """What a refused step does all the same: its window was taken."""
+        if step[0] in ("train", "fail", "stray"):
+            self.coefficient += 0.25 if step[0] != "fail" or step[1] != "loss_fn" else 0
+            self._window()
+
+    def _window(self) -> list[Any]:
+        each = self.windows.pop(0)
+        place = (self.epoch, self.taken)
+        rows = sorted(row for window in each for batch in window for row in batch)
+        before = self.seen.setdefault(place, rows)
+        assert before == rows, f"at {place} other rows than when it was there before: {rows}, then {before}"
+        others = [row for at, seen in self.seen.items() if at[0] == place[0] and at != place for row in seen]
+        assert not set(rows) & set(others), f"rows twice in epoch {place[0]}: {set(rows) & set(others)}"
+        self.taken += len(rows)
+        assert len(rows) == BATCH_ROWS * self.program.ranks * int(self.program.settings["window"])
+        if self.taken == NUM_ROWS:
+            self.epoch, self.taken = self.epoch + 1, 0
+        return [
+            collated(self.program, [self.rows[name] for name in batch]) for window in each for batch in window
+        ]
+
+    def _train(self, loss: str = "own") -> Any:
+        self.coefficient += 0.25
+        window = self._window()
+        targets = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in window)
+        tokens = sum(int((batch["attention_mask"] != 0).sum()) for batch in window)
+        total = 0.0
+        for batch in window:
+            summed = self._summed(loss, batch)
+            (summed / targets).backward()
+            total += float(summed)
+        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
+        torch.nn.utils.clip_grads_with_norm_(parameters, 1.0, norm)
+        self.optimizer.step()
+        self.model.zero_grad()
+        load = None
+        if self.program.settings["model"] == "mixtral":
+            load = [2 * tokens for _ in self.layers]
+        return total / targets, float(norm), targets, tokens, load
+
+    def _summed(self, loss: str, batch: Any) -> torch.Tensor:
+        if loss != "own":
+            return self.loss_fn(loss)(self.model, batch)  # type: ignore[no-any-return]
+        inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+        logits = self.model(**inputs, use_cache=False).logits[:, :-1]
+        return F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum")
+
+    def _evaluate(self, loss: str) -> Any:
+        self.model.eval()
+        with torch.no_grad():
+            total = sum(float(self._summed(loss, batch)) for batch in self.held_out)
+        self.model.train()
+        targets = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in self.held_out)
+        return total / targets, targets
+
+    def _generate(self) -> Any:
+        return self.say(PROMPT)
+
+    def _reference(self) -> Any:
+        return self.ask(PROMPT)
+
+    def _toggle(self, name: str) -> None:
+        self.toggle(name)
+        if name in _OF_THE_FORWARD and self.uncompared == "yes":
+            self.uncompared = "perhaps"  # not if it is as it was before anybody looks
+
+    def _save(self) -> None:
+        state = self.model.state_dict(), self.optimizer.state_dict()
+        self.saves.append((copy.deepcopy(state), self.epoch, self.taken))
+
+    def _load(self, which: int) -> None:
+        if not self.saves:
+            return
+        (model, optimizer), self.epoch, self.taken = self.saves[which % len(self.saves)]
+        self.model.load_state_dict(model)
+        self.optimizer.load_state_dict(copy.deepcopy(optimizer))
+        self.restored = self.epoch
+
+    def _rate(self, rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+
+    def _stray(self) -> Any:
+        return self._train("stray")
+
+    def _leave_uncompared(self) -> None:
+        self.uncompared = "yes"
+
+    def _epoch(self) -> None:
+        if self.restored != self.epoch:
+            self.epoch, self.taken = self.restored, 0
+
+    def whole(self) -> dict[str, torch.Tensor]:
+        return {name: p.detach().clone() for name, p in self.model.named_parameters()}
+
+
+__all__ = ["Plain", "Refusal", "names_of"]
