@@ -429,3 +429,34 @@ def test_nothing_is_saved_loaded_or_trained_while_adapters_are_merged(tmp_path: 
         assert all("q_proj" in message for message in told)
     exports = [load_file(tmp_path / name / "model.safetensors") for name in ("unmerged", "merged")]
     assert largest_error(*exports) < 1e-6, "an export says the same, merged or not"
+
+
+def _lora(**options: Any) -> Any:
+    from peft import LoraConfig
+
+    config = LoraConfig(**{"target_modules": ["q_proj"], "r": 4, "lora_alpha": 8, **options})
+    return fs.add_adapters(tiny_model("llama"), config)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"lora_alpha": 16}, r"lora_alpha=8 in the step and 16 in the model, of adapter 'default'"),
+        ({"r": 8}, r"r=4 in the step and 8 in the model"),
+        ({"use_rslora": True}, r"use_rslora=None in the step and True in the model"),
+        ({"alpha_pattern": {"layers.0": 2}}, r"alpha_pattern=None in the step and \{'layers.0': 2\}"),
+    ],
+)
+def test_a_step_is_not_continued_with_other_adapters(
+    options: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    model = _lora()
+    fs.save_checkpoint(tmp_path, 1, model=model)
+    other = _lora(**options)
+    before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
+    with pytest.raises(fs.CheckpointMismatchError, match=words):
+        fs.load_checkpoint(tmp_path, model=other)
+    assert_same(before, other.state_dict())
+    again = _lora(lora_dropout=0.1)  # changes nothing of what the weights mean
+    fs.load_checkpoint(tmp_path, model=again)
+    assert_same(model.state_dict(), again.state_dict())

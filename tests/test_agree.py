@@ -32,7 +32,7 @@ def _check_first_error() -> None:
         if rank == 1:
             raise FileNotFoundError("gone from rank 1")
     assert caught.value.__notes__ == ["rank 1 failed first while looking (failed: 0, 1)"]
-    expected = _Picky if rank == 2 else _agree.RemoteRankError
+    expected = _Picky if rank == 2 else fs.RemoteRankError
     with pytest.raises(expected, match="1 and 2"), _agree.agreed("being picky"):
         if rank == 2:
             raise _Picky(1, 2)
@@ -96,7 +96,7 @@ def _decide_on_rank_0() -> None:
     def refuse(everyone: list[int]) -> None:
         raise _Picky(1, 2)
 
-    expected = _Picky if rank == 0 else _agree.RemoteRankError
+    expected = _Picky if rank == 0 else fs.RemoteRankError
     with pytest.raises(expected, match="1 and 2") as refused:
         _agree.through_rank_0("deciding", lambda: rank, refuse)
     assert refused.value.__notes__ == ["rank 0 failed first while deciding (failed: 0)"]

@@ -110,7 +110,7 @@ def _check_own_losses() -> None:
             with pytest.raises(ValueError, match="T5ForConditionalGeneration is an encoder-decoder"):
                 fs.causal_lm_loss(model, batch, num_targets=1)
         else:
-            with pytest.raises(ValueError, match="cannot be compared.*loss_fn"):
+            with pytest.raises(ValueError, match=r"cannot be compared.*loss_fn"):
                 fs.causal_lm_loss(model, ragged_batches(2)[0], num_targets=1)
 
 

@@ -19,6 +19,7 @@ SOURCE = Path(fs.__file__).parent
 # The ground of the house, then each storey: a module imports from lower storeys only.
 STOREYS = [
     {
+        "_codec",
         "_compat",
         "_devices",
         "_gpus",
@@ -33,7 +34,7 @@ STOREYS = [
         "_streams",
         "errors",
     },
-    {"_meshes", "_recompiles", "_rounding", "_safetensors", "_tree", "_wrappers", "blocks"},
+    {"_meshes", "_message", "_recompiles", "_rounding", "_safetensors", "_tree", "_wrappers", "blocks"},
     {"_agree", "_forward"},
     {"_record"},
     {"_boxes", "_meeting", "_vocabulary", "distributed", "preemption"},
@@ -73,7 +74,7 @@ WITHIN = {
 TESTS = Path(__file__).parent
 BENCHMARKS = TESTS.parent / "benchmarks"
 # Folders of tests that are no room of the library.
-NO_ROOMS = {"compositions", "faults", "harness", "simulated"}
+NO_ROOMS = {"compositions", "faults", "harness", "programs", "simulated"}
 
 EXPORT_FILES = ("export/hf_files.py", "export/own_rows.py")
 # A fact, as a pattern of the code that states it, and the files that own it.

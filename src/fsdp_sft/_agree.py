@@ -9,7 +9,6 @@ communicator with training, and within the group along a tree (`_tree`), so that
 import math
 import operator
 import os
-import pickle
 import struct
 import sys
 import threading
@@ -25,8 +24,9 @@ import torch.distributed as dist
 
 from fsdp_sft._compat import careful_gloo
 from fsdp_sft._limits import says_too_many_files, too_many_files
+from fsdp_sft._message import pack, portable, revived, unpack
 from fsdp_sft._tree import Call, Combine, Tree
-from fsdp_sft.errors import CallMismatchError, LostRankError, RemoteRankError
+from fsdp_sft.errors import CallMismatchError, LostRankError, abridged
 
 T = TypeVar("T")
 A = TypeVar("A")
@@ -159,8 +159,8 @@ def share(value: Any) -> Any:
     """
     if not is_distributed():
         return value
-    own = pickle.dumps(value) if this_rank() == 0 else b""
-    return pickle.loads(_around("share", own, lambda low, high: low))
+    own = pack(value) if this_rank() == 0 else b""
+    return unpack(_around("share", own, lambda low, high: low))
 
 
 def all_gather_objects(value: Any) -> list[Any]:
@@ -172,8 +172,8 @@ def all_gather_objects(value: Any) -> list[Any]:
     """
     if not is_distributed():
         return [value]
-    frames = _around("gather", _frame(pickle.dumps(value)), operator.add)
-    return [pickle.loads(own) for own in _framed(frames)]
+    frames = _around("gather", _frame(pack(value)), operator.add)
+    return [unpack(own) for own in _framed(frames)]
 
 
 _LENGTH = struct.Struct("<q")
@@ -331,8 +331,10 @@ def through_rank_0(phase: str, own: Callable[[], A], decide: Callable[[list[A]],
     """
     error: Exception | None = None
     value: A | None = None
+    mine = b""
     try:
         value = own()
+        mine = pack((None, value)) if is_distributed() else b""
     except Exception as caught:
         error = caught
     if not is_distributed():
@@ -343,7 +345,7 @@ def through_rank_0(phase: str, own: Callable[[], A], decide: Callable[[list[A]],
 
     def judge(frames: bytes) -> bytes:
         nonlocal deciding
-        told = [pickle.loads(frame) for frame in _framed(frames)]
+        told = [unpack(frame) for frame in _framed(frames)]
         verdicts = [verdict for verdict, _ in told if verdict is not None]
         answer = None
         if not verdicts:
@@ -352,12 +354,12 @@ def through_rank_0(phase: str, own: Callable[[], A], decide: Callable[[list[A]],
             except Exception as caught:
                 deciding = caught
                 verdicts = [_verdict(caught, time.time())]
-        return pickle.dumps((verdicts, answer))
+        return pack((verdicts, answer))
 
     when = time.time()
-    mine = pickle.dumps((None if error is None else _verdict(error, when), None if error else value))
+    mine = mine if error is None else pack((_verdict(error, when), None))
     try:
-        verdicts, answer = pickle.loads(_around("decide", _frame(mine), operator.add, judge))
+        verdicts, answer = unpack(_around("decide", _frame(mine), operator.add, judge))
     except (LostRankError, CallMismatchError) as broken:
         _note_own(error, broken, phase)
         raise
@@ -366,12 +368,53 @@ def through_rank_0(phase: str, own: Callable[[], A], decide: Callable[[list[A]],
     return decided
 
 
-_Verdict = tuple[float, int, tuple[bytes | None, str]]  # when, rank, error
+def agree_on(phase: str, **facts: Any) -> None:
+    """Refuse on all ranks if any of them has another value of a fact.
+
+    Args:
+        phase: Name of the phase, for the error.
+        facts: Plain values by their names.
+
+    Raises:
+        ValueError: If ranks differ; the message names the fact, two ranks and what each has.
+
+    Collective: all ranks.
+    """
+
+    def compare(everyone: list[dict[str, Any]]) -> None:
+        apart = difference(list(enumerate(everyone)))
+        if apart:
+            raise ValueError(f"{phase}: ranks differ in {apart}; give all of them the same")
+
+    through_rank_0(phase, lambda: facts, compare)
+
+
+def difference(by_rank: list[tuple[int, dict[str, Any]]]) -> str:
+    """In which facts ranks differ, in words that name two of them; empty if they do not."""
+    first, known = by_rank[0]
+    for rank, own in by_rank[1:]:
+        apart = [name for name in known if repr(known[name]) != repr(own[name])]
+        if apart:
+            named = ", ".join(_apart(name, known[name], own[name]) for name in apart)
+            return f"{named}, on ranks {first} and {rank}"
+    return ""
+
+
+def _apart(name: str, one: Any, other: Any) -> str:
+    """How a fact differs on two ranks: what each has that the other has not, or both in full."""
+    if isinstance(one, tuple) and isinstance(other, tuple) and set(one) != set(other):
+        both = ((one, other), (other, one))
+        mine, theirs = (abridged([str(v) for v in a if v not in b], most=4) for a, b in both)
+        return f"{name}: {mine or 'nothing more'} and {theirs or 'nothing more'}"
+    return f"{name}={one!r} and {other!r}"
+
+
+_Verdict = tuple[float, int, dict[str, Any]]  # when, rank, error
 
 
 def _verdict(error: Exception | None, when: float) -> _Verdict | None:
     """This rank's error with the time at which it happened, in a form that can be sent; None for none."""
-    return None if error is None else (when, dist.get_rank(), _portable(error))
+    return None if error is None else (when, dist.get_rank(), portable(error))
 
 
 def _raise_earliest(verdicts: list[_Verdict | None], own: Exception | None, phase: str) -> None:
@@ -379,8 +422,8 @@ def _raise_earliest(verdicts: list[_Verdict | None], own: Exception | None, phas
     failed = [verdict for verdict in verdicts if verdict is not None]
     if not failed:
         return
-    _, first_rank, portable = min(failed, key=lambda verdict: verdict[:2])
-    first = own if first_rank == dist.get_rank() and own is not None else _revive(portable, first_rank)
+    _, first_rank, told = min(failed, key=lambda verdict: verdict[:2])
+    first = own if first_rank == dist.get_rank() and own is not None else revived(told, first_rank)
     ranks = [verdict[1] for verdict in failed]
     first.add_note(f"rank {first_rank} failed first while {phase} (failed: {_listed(ranks)})")
     raise first
@@ -390,25 +433,6 @@ def _note_own(error: Exception | None, broken: Exception, phase: str) -> None:
     """Note on the error about another rank that this rank had an error of its own."""
     if error is not None:
         broken.add_note(f"this rank itself had failed while {phase}: {error!r}")
-
-
-def _portable(error: Exception) -> tuple[bytes | None, str]:
-    """An error as a pickle (None if it cannot be pickled) and as text."""
-    try:
-        pickled = pickle.dumps(error)
-        pickle.loads(pickled)
-    except Exception:  # an exception class with arguments of its own may not survive pickling
-        return None, f"{type(error).__name__}: {error}"
-    return pickled, f"{type(error).__name__}: {error}"
-
-
-def _revive(portable: tuple[bytes | None, str], rank: int) -> Exception:
-    """Another rank's error; as ``RemoteRankError`` if its own class could not be sent."""
-    pickled, text = portable
-    if pickled is None:
-        return RemoteRankError(f"rank {rank} raised {text}")
-    error = pickle.loads(pickled)
-    return error if isinstance(error, Exception) else RemoteRankError(f"rank {rank} raised {text}")
 
 
 def _listed(ranks: list[int], most: int = 8) -> str:

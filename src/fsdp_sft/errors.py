@@ -189,7 +189,7 @@ class CallMismatchError(FsdpSftError, RuntimeError):
 
 
 class RemoteRankError(FsdpSftError, RuntimeError):
-    """Another rank failed with an error that could not be pickled, so the message has its text."""
+    """Another rank failed with an error of a class that is not sent, so the message has its text."""
 
 
 def abridged(items: Iterable[str], separator: str = ", ", most: int = 8) -> str:

@@ -14,13 +14,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from fsdp_sft._agree import agreed, all_reduce_sum, share, this_rank, while_others_wait
 from fsdp_sft._boxes import local_of
 from fsdp_sft._claim import Claim
+from fsdp_sft._codec import dumps
 from fsdp_sft._compat import keep_used_conversions, match_checkpoint_keys, tied_names, weight_conversions
 from fsdp_sft._disk import TensorReader, unsound_beside
 from fsdp_sft._expert_parallel import check_shareable_experts, share_out
 from fsdp_sft._model import ModelTensors, clean_name, meta_twin, model_tensors, named_tensors
 from fsdp_sft.adapters import base_of, copy_saved_modules, without_adapters
 from fsdp_sft.dcp_io.checkpoint import read_train_state
-from fsdp_sft.dcp_io.codec import dumps
 from fsdp_sft.dcp_io.content import FolderContent, describe_mesh
 from fsdp_sft.dcp_io.folder import open_folder, read_tensors, write_folder
 from fsdp_sft.dcp_io.manifest import MANIFEST_NAME, Manifest

@@ -14,9 +14,9 @@ from torch import nn
 
 import fsdp_sft as fs
 from fsdp_sft import dcp_io
+from fsdp_sft._codec import dumps
 from fsdp_sft._disk import TensorReader
 from fsdp_sft.dcp_io import in_use
-from fsdp_sft.dcp_io.codec import dumps
 from tests.harness.ranks import run_distributed
 from tests.harness.trained import (
     assert_same,

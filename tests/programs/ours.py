@@ -51,7 +51,8 @@ class Ours(User):
         if settings["at first"] != "nothing":
             self.toggle(settings["at first"])
         if settings["sac"] != "0":
-            fs.apply_sac(self.model, settings["sac"])
+            ratio, _, offloaded = settings["sac"].partition(" ")
+            fs.apply_sac(self.model, ratio, offload=bool(offloaded))
         if settings["model"] == "mixtral":
             fs.watch_experts(self.model)
         mesh = None if program.ranks == 1 else self._mesh()

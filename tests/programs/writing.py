@@ -10,7 +10,7 @@ Step = tuple[Any, ...]
 SETTINGS: dict[str, tuple[str, ...]] = {
     "mesh": ("fsdp 2", "single", "replicas 2"),
     "model": ("llama", "tied", "lora", "mixtral", "adalora"),
-    "sac": ("0", "1/3", "1"),
+    "sac": ("0", "1/3", "1", "1 offloaded"),
     "shards": ("freed", "kept after the forward"),
     "optimizer": ("adamw", "sgd"),
     "window": ("1", "2"),

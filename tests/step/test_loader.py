@@ -1,9 +1,12 @@
 """Windows of a loader's batches, the same number on all ranks."""
 
+import warnings
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
 import fsdp_sft as fs
 from tests.harness.device import mesh_here
@@ -57,3 +60,29 @@ def _check_loader_that_does_not_start() -> None:
 
 def test_a_loader_that_does_not_start_on_one_rank_raises_on_all() -> None:
     run_distributed(_check_loader_that_does_not_start, 2, timeout=30)
+
+
+def _shuffled_alone(kind: str) -> list[str]:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rows = [{"input_ids": [index] * 2, "labels": [index] * 2} for index in range(3, 19)]
+    own = rows[rank::ranks] if kind == "parts" else rows
+    torch.manual_seed(rank)
+    options: dict[str, Any] = {
+        "collate_fn": lambda rows: {k: torch.tensor([r[k] for r in rows]) for k in rows[0]}
+    }
+    if kind == "sampler":
+        options["sampler"] = fs.ResumableSampler(own)
+    else:
+        options["shuffle"] = kind != "in order"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        list(fs.windows(DataLoader(own, 2, **options), 1))  # type: ignore[arg-type]
+    return [str(each.message) for each in caught if "shuffle the same rows" in str(each.message)]
+
+
+@pytest.mark.parametrize("kind", ["whole", "parts", "sampler", "in order"])
+def test_ranks_that_shuffle_the_same_rows_for_themselves_are_told(kind: str) -> None:
+    first, second = run_distributed(_shuffled_alone, 2, kind)
+    assert len(first) == (kind == "whole")
+    assert second == []
+    assert all("2 ranks shuffle the same rows" in text and "ResumableSampler" in text for text in first)

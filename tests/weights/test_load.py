@@ -163,7 +163,7 @@ def _check_told(folder: Path) -> None:
         "seed": (0, 1),
     }.items():
         told = {name: values[dist.get_rank() % 2]}
-        with pytest.raises(ValueError, match=rf"{name}={values[0]!r} on rank 0 and {values[1]!r} on rank 1"):
+        with pytest.raises(ValueError, match=rf"{name}={values[0]!r} and {values[1]!r}, on ranks 0 and 1"):
             load_weights(model, folder, **told)
     load_weights(model, folder)
     assert difference(model, plain(folder)) == []

@@ -13,18 +13,20 @@ from torch import nn
 from fsdp_sft._agree import (
     agreed,
     background_group,
+    difference,
     is_distributed,
     this_rank,
     through_rank_0,
     world_size,
 )
+from fsdp_sft._codec import decode, dumps, encode, loads
 from fsdp_sft._disk import TensorReader, read_bytes, unsound_beside
 from fsdp_sft._model import model_tensors
 from fsdp_sft._random import set_generator_states
 from fsdp_sft.adapters import refuse_merged
+from fsdp_sft.dcp_io.adapter_settings import adapter_settings, check_adapters
 from fsdp_sft.dcp_io.background import BackgroundSave, join_last, wait_for_last
 from fsdp_sft.dcp_io.choice import MOST_ATTEMPTS, choose_step, deleted_meanwhile
-from fsdp_sft.dcp_io.codec import decode, dumps, encode, loads
 from fsdp_sft.dcp_io.content import FolderContent, Parts, describe_mesh, own_parts
 from fsdp_sft.dcp_io.extra_state import check_alike, encode_extra, own_digests
 from fsdp_sft.dcp_io.folder import new_folder_beside, write_folder
@@ -303,6 +305,7 @@ def _load_step(
     train_state = rng = rank_state = None
     with agreed(f"checking the model against {folder}"):
         refuse_merged(model, "loading a checkpoint")
+        check_adapters(folder, manifest, model)
         tensors = model_tensors(model)
         sources = check_model(manifest, tensors)
         if optimizer is not None:
@@ -352,6 +355,7 @@ def _content(
         optimizer_info=stored.info if stored is not None else {},
         train_state=checked_size(_as_json(train_state), "train_state"),
         rank_content=rank_content(rank_state),
+        settings=adapter_settings(model),
     )
 
 
@@ -386,9 +390,9 @@ class _Told:
 
 def _agree_on(everyone: list[_Told]) -> list[str]:
     """Refuse unequal arguments; return the names of the states that are in a tensor subclass on some rank."""
-    told = {f"{own.target}, metric {own.metric}" for own in everyone}
-    if len(told) != 1:
-        raise CheckpointError(f"ranks were told to save different things: {sorted(told)[:4]}")
+    apart = difference([(r, {"target": own.target, "metric": own.metric}) for r, own in enumerate(everyone)])
+    if apart:
+        raise CheckpointError(f"ranks were told to save different things: {apart}")
     check_alike([own.digests for own in everyone])
     return sorted({name for own in everyone for name in own.in_subclasses})
 

@@ -13,9 +13,9 @@ from torch import nn
 
 from fsdp_sft._agree import this_rank, world_size
 from fsdp_sft._boxes import Box, local_of
+from fsdp_sft._codec import dumps
 from fsdp_sft._disk import Deferred
 from fsdp_sft._model import ModelTensors
-from fsdp_sft.dcp_io.codec import dumps
 from fsdp_sft.dcp_io.manifest import Manifest, encode_tensors, versions
 from fsdp_sft.dcp_io.sharding import Sharding, Shardings, one_rank
 from fsdp_sft.dcp_io.stored import SHARDS, Derived, StoredTensor, file_key, shard_file

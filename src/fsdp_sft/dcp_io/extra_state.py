@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from fsdp_sft._boxes import local_of
+from fsdp_sft._codec import decode, dumps, encode
 from fsdp_sft._model import ModelTensors
 from fsdp_sft._safetensors import bytes_of
-from fsdp_sft.dcp_io.codec import decode, dumps, encode
 from fsdp_sft.errors import CheckpointError, CheckpointMismatchError, UnstorableStateError, abridged
 
 

@@ -21,6 +21,7 @@ import torch
 
 from fsdp_sft._agree import this_rank, through_rank_0, world_size
 from fsdp_sft._boxes import box_of, local_of
+from fsdp_sft._codec import MALFORMED, loads
 from fsdp_sft._disk import (
     Deferred,
     FileRecord,
@@ -32,7 +33,6 @@ from fsdp_sft._disk import (
     write_bytes,
     write_tensors,
 )
-from fsdp_sft.dcp_io.codec import MALFORMED, loads
 from fsdp_sft.dcp_io.content import FolderContent, Parts, Tensors, own_parts
 from fsdp_sft.dcp_io.manifest import (
     INDEX_NAME,

@@ -16,8 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from fsdp_sft._codec import MALFORMED
 from fsdp_sft._process import ProcessId, process_state, this_process
-from fsdp_sft.dcp_io.codec import MALFORMED
 from fsdp_sft.errors import CheckpointInUseError
 
 FILE_NAME = ".in-use.json"

@@ -15,9 +15,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fsdp_sft._boxes import Box, box_of, whole, with_local
+from fsdp_sft._codec import decode
 from fsdp_sft._disk import TensorReader, read_into
 from fsdp_sft._safetensors import DTYPES
-from fsdp_sft.dcp_io.codec import decode
 from fsdp_sft.dcp_io.inner_tensors import PLAIN
 from fsdp_sft.dcp_io.stored import StoredTensor
 from fsdp_sft.errors import CheckpointMismatchError

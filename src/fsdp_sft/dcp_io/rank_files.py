@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from fsdp_sft._codec import MALFORMED, decode, dumps, encode, loads
 from fsdp_sft._disk import TensorReader, read_bytes
 from fsdp_sft._random import check_generator_states, generator_states
-from fsdp_sft.dcp_io.codec import MALFORMED, decode, dumps, encode, loads
 from fsdp_sft.dcp_io.manifest import LISTING_VERSIONS, MAX_JSON_BYTES, Manifest, checked_size
 from fsdp_sft.dcp_io.stored import shard_file
 from fsdp_sft.errors import CheckpointCorruptError

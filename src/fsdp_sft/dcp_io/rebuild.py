@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fsdp_sft._codec import MALFORMED, loads
 from fsdp_sft._disk import FileRecord, TensorReader, closing, read_bytes, sync_folder, write_bytes
 from fsdp_sft._limits import blame_no_file
 from fsdp_sft._safetensors import open_file
-from fsdp_sft.dcp_io.codec import MALFORMED, loads
 from fsdp_sft.dcp_io.manifest import (
     INDEX_NAME,
     MANIFEST_NAME,

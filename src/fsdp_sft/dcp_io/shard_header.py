@@ -12,8 +12,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from fsdp_sft._codec import dumps
 from fsdp_sft._disk import FileRecord
-from fsdp_sft.dcp_io.codec import dumps
 
 _OFFSETS = "DCP_SHARDING_INFO"
 _OWN = "fsdp_sft"

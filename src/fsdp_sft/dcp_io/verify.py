@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from fsdp_sft._codec import MALFORMED
 from fsdp_sft._disk import TensorReader, file_problem
 from fsdp_sft._safetensors import Header
-from fsdp_sft.dcp_io.codec import MALFORMED
 from fsdp_sft.dcp_io.manifest import LISTING_VERSIONS, Manifest, read_manifest
 from fsdp_sft.dcp_io.rank_files import is_of_a_rank
 from fsdp_sft.dcp_io.shard_header import placed_in, rank_in

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from typing_extensions import Unpack
 
-from fsdp_sft._agree import agreed, all_gather_objects, share, this_rank, while_others_wait
+from fsdp_sft._agree import agree_on, agreed, all_gather_objects, share, this_rank, while_others_wait
 from fsdp_sft._claim import Claim
 from fsdp_sft._disk import publish, temporary_beside, unsound_beside
 from fsdp_sft.collate.filtering import warn_of_notes
@@ -106,11 +106,7 @@ def encode_dataset(
     with agreed("looking at the rows to encode"):
         source = RowSource.of(rows)
         cache.mkdir(parents=True, exist_ok=True)
-    sizes = all_gather_objects(source.size)
-    if len(set(sizes)) > 1:
-        raise ValueError(
-            f"ranks have different numbers of {source.unit}s to encode: {sorted(set(sizes))[:4]}"
-        )
+    agree_on("encoding", **{f"number of {source.unit}s": source.size})
     maker = _maker(cache)
     is_new = False  # whether this rank has encoded the rows itself
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_sft._meshes import copies_of_rows
+from fsdp_sft._record import kept_of, record_of
 from fsdp_sft._streams import LateTensor
 from fsdp_sft._wrappers import unwrapped
 from fsdp_sft.distributed import device_groups_of, mesh_of
@@ -29,7 +30,6 @@ from fsdp_sft.experts.load import ExpertLoad
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_COUNTER = "_fsdp_sft_expert_counter"  # attribute of the model: its ExpertCounter
 _CHOICES = ("top_k_index", "router_indices")  # names of the argument of experts that takes the choices
 _logger = logging.getLogger("fsdp_sft.experts")
 _handles = itertools.count()
@@ -74,14 +74,10 @@ class ExpertCounter:
         is_empty: Whether the last window had no forward, so that no expert was given anything.
     """
 
-    def __init__(self, model: nn.Module, layers: list[_Layer]) -> None:
-        self.model, self.layers = weakref.ref(model), layers
+    def __init__(self, layers: list[_Layer]) -> None:
+        self.layers = layers
         self.last: list[torch.Tensor] = []
         self.is_empty = self._is_open = self._has_warned = False
-
-    def __reduce__(self) -> Any:
-        """Pickled and copied as None, because a copy of the model is not watched."""
-        return type(None), ()
 
     @property
     def experts(self) -> list[tuple[str, int]]:
@@ -215,7 +211,7 @@ def watch_experts(model: nn.Module) -> list[str]:
             f"{type(inner).__name__} has no module that takes what a router has chosen (an argument "
             f"{' or '.join(_CHOICES)}), as experts of transformers do: what it gives to whom cannot be seen"
         )
-    inner.__dict__[_COUNTER] = ExpertCounter(inner, layers)
+    record_of(model).keep(ExpertCounter(layers))
     mesh = mesh_of(model)
     frozen = biases_of(inner, [(layer.name, layer.num_experts) for layer in layers])
     if frozen and (mesh is None or mesh.get_rank() == 0):
@@ -229,9 +225,7 @@ def watch_experts(model: nn.Module) -> list[str]:
 
 def counter_of(model: nn.Module) -> ExpertCounter | None:
     """The counter of a model; None without ``watch_experts``, also for a copy of a watched model."""
-    inner = unwrapped(model)
-    counter = inner.__dict__.get(_COUNTER)
-    return counter if isinstance(counter, ExpertCounter) and counter.model() is inner else None
+    return kept_of(model, ExpertCounter)
 
 
 def _argument_of(module: nn.Module) -> tuple[str, int] | None:

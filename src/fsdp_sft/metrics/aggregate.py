@@ -41,15 +41,13 @@ def aggregate_metrics(
     """
     if reduce not in ("mean", "sum", "min", "max", "spread"):
         raise ValueError(f"reduce must be 'mean', 'sum', 'min', 'max' or 'spread', got {reduce!r}")
-    by_rank = all_gather_objects(dict(metrics))
+    by_rank = all_gather_objects({n: v if _is_number(v) else (type(v).__name__,) for n, v in metrics.items()})
     for rank, row in enumerate(by_rank):
         if list(row) != list(by_rank[0]):
             raise ValueError(f"rank {rank} has metrics {sorted(row)}, rank 0 has {sorted(by_rank[0])}")
         for name, value in row.items():
-            if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
-                raise TypeError(
-                    f"rank {rank}: metric {name!r} must be a float, int or None, got {type(value).__name__}"
-                )
+            if isinstance(value, tuple):
+                raise TypeError(f"rank {rank}: metric {name!r} must be a float, int or None, got {value[0]}")
     result: dict[str, float | int | None] = {}
     for name in by_rank[0]:
         known = {rank: row[name] for rank, row in enumerate(by_rank) if row[name] is not None}
@@ -62,6 +60,11 @@ def aggregate_metrics(
         else:
             result[name] = _reduced(list(known.values()), reduce)
     return result
+
+
+def _is_number(value: object) -> bool:
+    """Whether a value is one that a metric may have."""
+    return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
 
 
 def _reduced(values: list[float | int], reduce: Reduction) -> float | int | None:

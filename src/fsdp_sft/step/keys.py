@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from fsdp_sft._agree import difference
 from fsdp_sft.distributed import gather_over_mesh
 from fsdp_sft.errors import BatchError, abridged
 from fsdp_sft.loss import LABEL_KEYS, WEIGHTS_KEY
@@ -66,23 +67,8 @@ def refuse_different_options(own: dict[str, Any], mesh: "DeviceMesh | None") -> 
 
     Collective: all ranks of the mesh; all must know that their options differ.
     """
-    by_rank = gather_over_mesh(own, mesh)
-    first, known = by_rank[0]
-    rank, other = next((r, given) for r, given in by_rank if repr(given) != repr(known))
-    apart = [name for name in own if repr(known[name]) != repr(other[name])]
-    named = ", ".join(_apart(name, known[name], other[name]) for name in apart)
-    raise BatchError(
-        f"ranks call with different options ({named}, on ranks {first} and {rank}); give all of them the same"
-    )
-
-
-def _apart(name: str, one: Any, other: Any) -> str:
-    """How an option differs on two ranks: what each has that the other has not, or both in full."""
-    if isinstance(one, tuple) and isinstance(other, tuple) and set(one) != set(other):
-        both = ((one, other), (other, one))
-        mine, theirs = (abridged([str(v) for v in a if v not in b], most=4) for a, b in both)
-        return f"{name}: {mine or 'nothing more'} and {theirs or 'nothing more'}"
-    return f"{name}={one!r} and {other!r}"
+    apart = difference(gather_over_mesh(own, mesh))
+    raise BatchError(f"ranks call with different options ({apart}); give all of them the same")
 
 
 def refuse_different_keys(own: list[Keys], mesh: "DeviceMesh | None") -> None:

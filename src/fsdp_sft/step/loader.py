@@ -17,6 +17,7 @@ from fsdp_sft._vocabulary import Vocabulary
 from fsdp_sft.errors import BatchError
 from fsdp_sft.loss import num_targets
 from fsdp_sft.preemption import keep_workers_alive
+from fsdp_sft.step.same_data import warn_of_shared_rows
 from fsdp_sft.step.window import CountFn, counted, num_rows, on_host, to_device
 
 if TYPE_CHECKING:
@@ -102,6 +103,7 @@ def _windows(
     in_mid_epoch = bool(getattr(sampler, "position", 0) or getattr(sampler, "is_passed_over", False))
     batches: Iterator[Any] | None = None
     targets_seen = False
+    warn_of_shared_rows(loader if reads else None)
     while True:
         window: list[Any] = []
         to_send: list[bytes] = []

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class _Looked:
+class _Modules:
     """What the modules of a model that is trained were found to be; None if they were not looked at.
 
     Attributes:
@@ -73,7 +73,7 @@ def refuse_untrainable(
         UnsupportedModelError: If gradients of its parameters would not be reduced, or if a module keeps
             running statistics of its inputs, which are those of this rank's rows.
     """
-    looked = findings(model, _Looked)
+    looked = findings(model, _Modules)
     if look or looked.norms is None:
         refuse_merged(model, "training")
         looked.norms = {name: module for name, module in model.named_modules() if _has_statistics(module)}

@@ -16,6 +16,7 @@ from fsdp_sft._agree import (
     all_gather_objects,
     all_reduce_sum,
     control_group,
+    difference,
     is_distributed,
     this_rank,
     world_size,
@@ -216,14 +217,9 @@ def _agree_on_plan(digest: str, folder: str, told: dict[str, Any]) -> int:
     """
     cpus = os.sched_getaffinity(0)
     seen = all_gather_objects((digest, socket.gethostname(), sum(1 << cpu for cpu in cpus), told))
-    for name in told:
-        by_rank = [theirs[name] for *_, theirs in seen]
-        other = next((rank for rank, value in enumerate(by_rank) if value != by_rank[0]), None)
-        if other is not None:
-            raise ValueError(
-                f"ranks load with different arguments: {name}={by_rank[0]!r} on rank 0 and "
-                f"{by_rank[other]!r} on rank {other}"
-            )
+    apart = difference([(rank, theirs) for rank, (*_, theirs) in enumerate(seen)])
+    if apart:
+        raise ValueError(f"ranks load with different arguments: {apart}")
     different = [rank for rank, (other, *_) in enumerate(seen) if other != seen[0][0]]
     if different:
         raise CheckpointFormatError(
