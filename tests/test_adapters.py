@@ -460,3 +460,19 @@ def test_a_step_is_not_continued_with_other_adapters(
     again = _lora(lora_dropout=0.1)  # changes nothing of what the weights mean
     fs.load_checkpoint(tmp_path, model=again)
     assert_same(model.state_dict(), again.state_dict())
+
+
+def _exported_in_the_middle(replicas: int, folder: str) -> None:
+    model = _lora(init_lora_weights=False)
+    if replicas > 1:
+        fs.shard_model(model, mesh=mesh_here(dp_replicate=replicas, dp_shard=1))
+    before = {name: tensor.clone() for name, tensor in everything(model).items()}
+    fs.export_hf(model, f"{folder}/{replicas}", dtype=torch.float32)
+    assert_same(everything(model), before)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_an_export_of_whole_weights_on_the_host_leaves_them_as_they_were(
+    replicas: int, tmp_path: Path
+) -> None:
+    run_distributed(_exported_in_the_middle, replicas, replicas, str(tmp_path))

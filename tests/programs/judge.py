@@ -90,6 +90,11 @@ def _all_refused(program: Program, told: list[list[Told]]) -> int:
 def _compare(own: Any, expected: Any, where: str) -> None:
     if isinstance(expected, float):
         assert abs(own - expected) <= TOLERANCE * max(abs(expected), 1e-3), f"{where}: {own}, not {expected}"
+    elif isinstance(expected, dict):
+        assert set(own) == set(expected), where
+        for name, tensor in own.items():
+            off = float((tensor - expected[name]).abs().max() / expected[name].abs().max().clamp(min=1e-3))
+            assert off <= TOLERANCE, f"{where}: {name} is {off:.2g} off"
     elif isinstance(expected, (list, tuple)):
         if expected and isinstance(expected[0], list) and isinstance(expected[0][0], float):
             a, b = torch.tensor(own), torch.tensor(expected)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM
 
 import fsdp_sft as fs
 from tests.harness.device import device_here, mesh_here
@@ -45,7 +46,7 @@ class Ours(User):
 
     def __init__(self, program: Program, folder: Path) -> None:
         super().__init__(program)
-        self.folder, self.saved = folder, 0
+        self.folder, self.saved, self.exports = folder, 0, 0
         self.extra: dict[str, Any] = {}
         settings = program.settings
         if settings["at first"] != "nothing":
@@ -137,7 +138,7 @@ class Ours(User):
 
     def _save(self) -> None:
         fs.save_checkpoint(
-            self.folder,
+            self.folder / "steps",
             self.saved + 1,
             model=self.model,
             optimizer=self.optimizer,
@@ -148,7 +149,7 @@ class Ours(User):
     def _load(self, which: int) -> None:
         if not self.saved:
             return
-        saved = fs.find_checkpoints(self.folder)[which % self.saved]
+        saved = fs.find_checkpoints(self.folder / "steps")[which % self.saved]
         state = fs.load_checkpoint(saved.path, model=self.model, optimizer=self.optimizer)
         self.sampler.load_state_dict(state.train_state["sampler"])
         self._begin_again()
@@ -195,6 +196,14 @@ class Ours(User):
 
     def _leave_uncompared(self) -> None:
         fs.prepare_loss(self.model, compare=False)
+
+    def _checkpointing(self, ratio: str) -> None:
+        fs.apply_sac(self.model, ratio)
+
+    def _export(self) -> dict[str, torch.Tensor]:
+        self.exports += 1
+        folder = fs.export_hf(self.model, self.folder / f"export-{self.exports}", dtype=torch.float32)
+        return AutoModelForCausalLM.from_pretrained(folder).state_dict()  # type: ignore[no-any-return]
 
     def _epoch(self) -> None:
         """The loop over epochs from 0, as a restarted script has it, up to its first window."""

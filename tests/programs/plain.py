@@ -200,6 +200,14 @@ class Plain(User):
     def _leave_uncompared(self) -> None:
         self.uncompared = "yes"
 
+    def _checkpointing(self, ratio: str) -> None:
+        """Changes nothing of what is computed."""
+
+    def _export(self) -> dict[str, torch.Tensor]:
+        model = copy.deepcopy(self.model)
+        model = model.merge_and_unload() if hasattr(model, "merge_and_unload") else model
+        return {name: tensor.detach() for name, tensor in model.state_dict().items()}
+
     def _epoch(self) -> None:
         if self.restored != self.epoch:
             self.epoch, self.taken = self.restored, 0

@@ -86,9 +86,9 @@ def drawn(seed: int) -> Program:
         return Program(seed, settings, steps)
     trained = [index for index, step in enumerate(steps) if step[0] == "train"]
     place = generator.choice(trained)
-    return Program(
-        seed, settings, (*steps[: place + 1], ("train", "own")), (place, generator.choice(DIFFERENCES))
-    )
+    # A rank that is a step behind is met by its neighbours in another call at the latest here.
+    after = ("train", "own"), ("evaluate", "own")
+    return Program(seed, settings, (*steps[: place + 1], *after), (place, generator.choice(DIFFERENCES)))
 
 
 def _steps(generator: random.Random, settings: dict[str, str], number: int) -> Iterator[Step]:
@@ -118,5 +118,7 @@ def _step(generator: random.Random, settings: dict[str, str]) -> Step:
         ("stray",),
         ("leave uncompared",),
         ("epoch",),
+        ("checkpointing", generator.choice(("0", "1/3", "1"))),
+        ("export",),
     ]
     return generator.choice(draws)

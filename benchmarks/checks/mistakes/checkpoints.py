@@ -11,6 +11,13 @@ MISTAKES = [
         ("tests/dcp_io/test_retention.py",),
     ),
     Mistake(
+        "an export merges adapters into the model's own weights",
+        "export/hf.py",
+        "part.clone() if is_own else part",
+        "part",
+        ("tests/test_adapters.py",),
+    ),
+    Mistake(
         "an export into a folder that has filled fails",
         "export/target.py",
         "if error.errno in _TAKEN and os.path.lexists(place):",

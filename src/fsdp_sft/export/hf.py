@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from fsdp_sft._agree import agreed, share, this_rank
+from fsdp_sft._boxes import local_of
 from fsdp_sft._compat import (
     copy_weight_conversions,
     keep_in_float32_patterns,
@@ -399,7 +400,9 @@ def _gathered(
         )
         part = gatherer.gather(tensor, wide)
         if part is not None:
-            full[clean_name(key)] = part
+            # Whole on this rank and on the host, it is the model's own memory, into which peft would merge.
+            is_own = part.untyped_storage().data_ptr() == local_of(tensor).untyped_storage().data_ptr()
+            full[clean_name(key)] = part.clone() if is_own else part
     if not full:
         return None
     merged: dict[str, torch.Tensor] = {}
