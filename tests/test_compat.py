@@ -356,7 +356,8 @@ def test_every_private_name_is_watched() -> None:
         "forget_failed_iteration",
         "_reset_iteration",
         "_parameter_groups",
-        "keep_trained_flags",  # by step/test_trained.py
+        "keep_trained_flags",
+        "hooked_while_gathered",  # both by step/test_trained.py
     }  # below, by step/test_failed.py
     watched |= {"_patterns_compiled_at_use"}  # below
     watched |= {"being_compiled"}  # below

@@ -499,6 +499,23 @@ def keep_trained_flags(module: Any) -> None:
             parameter.sharded_param.requires_grad_(shown.requires_grad)
 
 
+def hooked_while_gathered(model: nn.Module) -> set[torch.Tensor]:
+    """The shards of FSDP2 whose gathered parameters have hooks, which see the gradients of one rank.
+
+    A gathered parameter is kept with its hooks, and without its memory, from one gathering to the next.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    found: set[torch.Tensor] = set()
+    for module in model.modules():
+        for group in _parameter_groups(module._get_fsdp_state()) if isinstance(module, FSDPModule) else ():
+            for parameter in group.fsdp_params:
+                gathered = getattr(parameter, "_unsharded_param", None)
+                if gathered is not None and (has_hooks(gathered) or has_grad_hooks(gathered)):
+                    found.add(parameter.sharded_param)
+    return found
+
+
 def _reset_iteration(root: Any) -> None:
     """``FSDPModule.reset_iter_state`` for a version of torch without it."""
     if root._device.type != "cpu":

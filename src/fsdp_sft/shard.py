@@ -185,12 +185,15 @@ def shard_model(
     return model
 
 
-def refuse_hooks(names: dict[nn.Parameter, str], *, are_shards: bool) -> None:
+def refuse_hooks(
+    names: dict[nn.Parameter, str], *, are_shards: bool, gathered: Collection[torch.Tensor] = ()
+) -> None:
     """Refuse trained parameters with hooks that do not run once the model is sharded.
 
     Args:
         names: The parameters with their names.
         are_shards: Whether the model is sharded already.
+        gathered: Parameters of which the gathered ones have hooks.
 
     Raises:
         UnsupportedModelError: If there are any. Hooks after the accumulation run if they are registered on
@@ -200,12 +203,12 @@ def refuse_hooks(names: dict[nn.Parameter, str], *, are_shards: bool) -> None:
         name
         for parameter, name in names.items()
         if parameter.requires_grad
-        and (has_hooks(parameter) or (not are_shards and has_grad_hooks(parameter)))
+        and (has_hooks(parameter) or (not are_shards and has_grad_hooks(parameter)) or parameter in gathered)
     ]
     if hooked:
         raise UnsupportedModelError(
-            f"{abridged(hooked)} have hooks that do not run: FSDP2 computes with gathered parameters and "
-            "reduces their gradients itself. A hook that parameter.register_post_accumulate_grad_hook is "
+            f"{abridged(hooked)} have hooks that do not run, or see the gradient of one rank: FSDP2 computes "
+            "with gathered parameters and reduces their gradients itself. A hook that parameter.register_post_accumulate_grad_hook is "
             "given after shard_model runs: as hook(parameter), with this rank's shard of the reduced "
             "gradient in parameter.grad"
         )

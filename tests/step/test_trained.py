@@ -69,6 +69,25 @@ def _hook_after_a_step() -> Any:
     return lambda: fs.train_step(model, _mine(), optimizer)
 
 
+def _hook_on_a_gathered_weight(name: str) -> Any:
+    model = _sharded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with torch.no_grad():
+        model(input_ids=_mine()[0]["input_ids"].to(device_here()))
+    assert not isinstance(model.lm_head.weight, DTensor), "torch leaves the root gathered"
+    hooks = {"register_hook": lambda gradient: 0 * gradient, "register_post_accumulate_grad_hook": print}
+    handle = getattr(model.lm_head.weight, name)(hooks[name])
+
+    def call() -> None:
+        try:
+            fs.train_step(model, _mine(), optimizer)
+        finally:
+            handle.remove()
+            fs.train_step(model, _mine(), optimizer)
+
+    return call
+
+
 def _hook_before() -> Any:
     model = tiny_model("llama")
     model.lm_head.weight.register_hook(lambda gradient: 0 * gradient)
@@ -168,6 +187,16 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "a hook after a step": (_hook_after_a_step, fs.UnsupportedModelError, "up_proj.weight have hooks"),
     "a hook before sharding": (_hook_before, fs.UnsupportedModelError, "lm_head.weight have hooks"),
+    "a hook on a gathered weight": (
+        partial(_hook_on_a_gathered_weight, "register_hook"),
+        fs.UnsupportedModelError,
+        "lm_head.weight have hooks",
+    ),
+    "a later hook on a gathered weight": (
+        partial(_hook_on_a_gathered_weight, "register_post_accumulate_grad_hook"),
+        fs.UnsupportedModelError,
+        "lm_head.weight have hooks",
+    ),
     "a penalty on shards": (
         _penalty,
         fs.UnsupportedModelError,

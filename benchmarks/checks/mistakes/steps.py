@@ -56,6 +56,13 @@ MISTAKES: list[Mistake] = [
         TRAINED,
     ),
     Mistake(
+        "hooks of gathered parameters are taken",
+        "step/trained.py",
+        "gathered=hooked_while_gathered(model)",
+        "gathered=()",
+        TRAINED,
+    ),
+    Mistake(
         "a loss that is a DTensor is taken",
         "step/trained.py",
         "    if isinstance(loss, DTensor):",

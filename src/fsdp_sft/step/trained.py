@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fsdp_sft._boxes import local_of
-from fsdp_sft._compat import original_class
+from fsdp_sft._compat import hooked_while_gathered, original_class
 from fsdp_sft._meshes import copies_of_rows
 from fsdp_sft._model import parameter_names
 from fsdp_sft._record import findings
@@ -104,7 +104,7 @@ def _refuse_unreduced(model: nn.Module, names: dict[nn.Parameter, str], mesh: "D
             "ranks reaches them, and each rank would train its own. Add them before shard_model, or freeze "
             "them with requires_grad_(False)"
         )
-    refuse_hooks(names, are_shards=True)
+    refuse_hooks(names, are_shards=True, gathered=hooked_while_gathered(model))
 
 
 def _has_statistics(module: nn.Module) -> bool:
