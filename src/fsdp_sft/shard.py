@@ -208,9 +208,9 @@ def refuse_hooks(
     if hooked:
         raise UnsupportedModelError(
             f"{abridged(hooked)} have hooks that do not run, or see the gradient of one rank: FSDP2 computes "
-            "with gathered parameters and reduces their gradients itself. A hook that parameter.register_post_accumulate_grad_hook is "
-            "given after shard_model runs: as hook(parameter), with this rank's shard of the reduced "
-            "gradient in parameter.grad"
+            "with gathered parameters and reduces their gradients itself. A hook that "
+            "parameter.register_post_accumulate_grad_hook is given after shard_model runs: as "
+            "hook(parameter), with this rank's shard of the reduced gradient in parameter.grad"
         )
 
 

@@ -37,8 +37,10 @@ def run(program: Program, folder: Path) -> tuple[list[Told], list[Any], dict[str
             told.append(ours.told(step, program.odd[1] if odd and program.odd is not None else ""))
             if program.odd is not None and index >= program.odd[0] and told[-1][0] != "value":
                 break  # from here on nothing is promised
-    whole = {name: full(p).detach().cpu().clone() for name, p in ours.model.named_parameters()}
-    return told, ours.windows, whole if program.odd is None else {}
+    whole = {}
+    if program.odd is None:  # gathering is collective
+        whole = {name: full(p).detach().cpu().clone() for name, p in ours.model.named_parameters()}
+    return told, ours.windows, whole
 
 
 class Ours(User):
