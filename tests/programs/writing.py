@@ -113,7 +113,8 @@ def _step(generator: random.Random, settings: dict[str, str]) -> Step:
         ("reference",),
         ("save",),
         ("load", generator.randrange(4)),
-        ("fail", generator.choice(WAYS_TO_FAIL), generator.randrange(LAYERS), generator.randrange(2)),
+        # Not in the first layer: frozen, it has no backward.
+        ("fail", generator.choice(WAYS_TO_FAIL), generator.randrange(1, LAYERS), generator.randrange(2)),
         ("rate", generator.choice((0.01, 0.03))),
         ("stray",),
         ("leave uncompared",),
