@@ -134,6 +134,7 @@ if TYPE_CHECKING:
     from fsdp_sft.errors import FsdpSftError as FsdpSftError
     from fsdp_sft.errors import HostMemoryError as HostMemoryError
     from fsdp_sft.errors import LostRankError as LostRankError
+    from fsdp_sft.errors import MediaError as MediaError
     from fsdp_sft.errors import MissingKeysError as MissingKeysError
     from fsdp_sft.errors import ModelLossError as ModelLossError
     from fsdp_sft.errors import NoBlocksError as NoBlocksError
@@ -265,6 +266,7 @@ _OWNERS = {
     "UnfilledTensorsError": "errors",
     "WrappedModelError": "errors",
     "UnstorableStateError": "errors",
+    "MediaError": "errors",
     "TooLongError": "errors",
     "VocabularyError": "errors",
     "ExpertLoad": "experts",

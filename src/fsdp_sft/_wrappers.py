@@ -18,6 +18,12 @@ _REFUSED = {
 _WAY_OUT = "hand over the model inside, made by shard_model (FSDP2) or DistributedDataParallel of the whole"
 
 
+def tokenizer_of(given: Any) -> Any:
+    """The tokenizer in a processor, and anything else as it is."""
+    # A tokenizer may have a tokenizer within as well (mistral-common's), but a processor encodes no text.
+    return given if hasattr(given, "encode") else getattr(given, "tokenizer", given)
+
+
 def unwrapped(model: nn.Module) -> nn.Module:
     """The model inside any DistributedDataParallel, torch.compile and Lightning Fabric wrappers."""
     return with_wrappers(model)[-1]

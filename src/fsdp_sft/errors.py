@@ -23,6 +23,7 @@ range raise plain ``TypeError`` and ``ValueError``.
       SafetensorsError (ValueError)       not the safetensors format
       ChatTemplateError (ValueError)      the trained part of a chat cannot be determined
         DroppedTextError                  the template does not print a text of an answer
+      MediaError (ValueError)             a row with an image, a video or a sound, where text is encoded
       TooLongError (ValueError)           a row over max_length that may not be truncated
       UnsupportedModelError (ValueError)  a model with which this function cannot work
       PackingError (ValueError)           packed rows would see each other
@@ -122,6 +123,10 @@ class SafetensorsError(FsdpSftError, ValueError):
 
 class ChatTemplateError(FsdpSftError, ValueError):
     """The trained part of a conversation cannot be determined with certainty with this chat template."""
+
+
+class MediaError(FsdpSftError, ValueError):
+    """A row has an image, a video or a sound, where text alone is encoded; the message names its keys."""
 
 
 class TooLongError(FsdpSftError, ValueError):

@@ -10,6 +10,7 @@ import torch
 from typing_extensions import Unpack
 
 from fsdp_sft._vocabulary import check_row
+from fsdp_sft._wrappers import tokenizer_of
 from fsdp_sft.collate.encode import IGNORE_INDEX, EncodedChat, encode_rows, truncate
 from fsdp_sft.collate.filtering import let_pass
 from fsdp_sft.collate.options import EncodeKeywords, EncodeOptions, check_choice, check_count
@@ -64,6 +65,7 @@ class SFTCollator:
         vocab_size: int | None = None,
         **options: Unpack[EncodeKeywords],
     ) -> None:
+        tokenizer = tokenizer_of(tokenizer)
         check_count("max_length", max_length)
         if vocab_size is not None:
             check_count("vocab_size", vocab_size)

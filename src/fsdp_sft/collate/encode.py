@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from fsdp_sft._wrappers import tokenizer_of
 from fsdp_sft.collate.layout import Dropped
 from fsdp_sft.collate.notes import notes_of
 from fsdp_sft.collate.options import EncodeOptions, TrainOn
@@ -117,6 +118,7 @@ def encode_chat(
         ChatTemplateError: If there is no template, it does not parse or refuses the row, or the trained
             tokens cannot be determined with certainty.
         TooLongError: For a row over max_length with truncation="error".
+        MediaError: For a row with an image, a video or a sound.
         ValueError: For a malformed row or option, or a slow tokenizer.
 
     Example:
@@ -127,6 +129,7 @@ def encode_chat(
         >>> whole.num_targets > chat.num_targets
         True
     """
+    tokenizer = tokenizer_of(tokenizer)
     options = EncodeOptions(
         train_on=train_on,
         train_eot=train_eot,

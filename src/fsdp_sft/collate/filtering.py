@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from typing_extensions import Unpack
 
+from fsdp_sft._wrappers import tokenizer_of
 from fsdp_sft.collate.encode import EncodedChat, encode_row, selected_turns, truncate, turns_of_roles
 from fsdp_sft.collate.notes import NOTES
 from fsdp_sft.collate.options import EncodeKeywords, EncodeOptions, check_choice
 from fsdp_sft.collate.rows import is_encoded, read_row
 from fsdp_sft.collate.template import check_template
-from fsdp_sft.errors import ChatTemplateError, DroppedTextError, FsdpSftError, TooLongError
+from fsdp_sft.errors import ChatTemplateError, DroppedTextError, FsdpSftError, MediaError, TooLongError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -32,6 +33,7 @@ REFUSALS = {
     "truncated_away": "max_length leaves no trained token",
     "no_trained_token": "such as an empty answer without an end of turn",
     "malformed": "not a row, or not a text",
+    "media": "it has an image, a video or a sound, and text alone is encoded",
     "too_long": 'over max_length with truncation="error"',
     "refused_by_template": "the template does not take the conversation, or does not show what is trained",
     "dropped_text": "the template leaves out a text of an answer",
@@ -167,6 +169,7 @@ def filter_rows(
         >>> dict(counts)
         {'kept': 8, 'no_assistant_turn': 1}
     """
+    tokenizer = tokenizer_of(tokenizer)
     wanted = EncodeOptions(max_length=max_length, on_dropped=on_dropped, **options)
     check_choice("on_error", on_error, ("raise", "count"))
     kept: list[Row] = []
@@ -254,6 +257,8 @@ def _reason_of(error: ValueError) -> str:
         return "dropped_text"
     if isinstance(error, ChatTemplateError):
         return "refused_by_template"
+    if isinstance(error, MediaError):
+        return "media"
     return "too_long" if isinstance(error, TooLongError) else "malformed"
 
 

@@ -11,7 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from fsdp_sft.collate.media import PARTS, refuse_media
 from fsdp_sft.collate.nulls import without_fillers
+from fsdp_sft.errors import MediaError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT_ROLES = {
@@ -87,6 +89,7 @@ def read_encoded(row: Mapping[str, Any]) -> tuple[list[int], list[int], list[flo
             f'a tokenised row needs "input_ids" and "labels", got the keys {sorted(row)}; add labels '
             "aligned with input_ids (-100 where nothing is trained), or pass the chat row itself"
         )
+    refuse_media(row)
     ids, labels = (_int_list(row[key], key) for key in ("input_ids", "labels"))
     weights = None if row.get("loss_weights") is None else _weight_list(row["loss_weights"])
     check_encoded(ids, labels, weights)
@@ -128,6 +131,7 @@ def read_row(row: Any, row_format: str | None = None) -> Conversation:
         if row_format:
             raise ValueError(f'a row of the format {row_format} needs "{keys[0]}", got {found}')
         raise ValueError(f"no known row shape in {found}; accepted shapes: {_SHAPES}")
+    refuse_media(row)
     row = without_fillers({key: _plain(value) if key in _READ else value for key, value in row.items()})
     messages = _READERS[key](row)
     if not messages:
@@ -230,6 +234,7 @@ def _read_message(item: Any, where: str) -> Message:
         raise ValueError(f"{where} must be a dict with role and content, got {_short(item)}")
     # Rows of an Arrow table have every key of all messages in each message, filled up with None.
     message = {str(key): value for key, value in item.items() if value is not None}
+    refuse_media(message, where)
     role = message.get("role")
     if role not in ROLES:
         raise ValueError(f"{where} has the role {role!r}; known roles: {', '.join(ROLES)}")
@@ -289,6 +294,8 @@ def _read_parts(parts: Sequence[Any], where: str) -> _Parts:
     found, last = _Parts(), 0
     for number, part in enumerate(parts):
         kind, place = part.get("type") if isinstance(part, dict) else None, f"{where}.content[{number}]"
+        if kind in PARTS:
+            raise MediaError(f"{place} is a part of type {kind}: only text is encoded here")
         if kind not in _ORDER:
             raise ValueError(
                 f"{place} must be a part of type text, reasoning, thinking or tool_call, got {_short(part)}"
@@ -371,6 +378,7 @@ def _read_turn(item: Any, where: str) -> Message:
         return _read_message(item, where)
     if not isinstance(item, dict) or "from" not in item:
         raise ValueError(f"{where} must be a dict with from and value, got {_short(item)}")
+    refuse_media(item, where)
     speaker = item["from"]
     if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
         raise ValueError(f"{where} has the role {speaker!r}; known roles: {', '.join(SHAREGPT_ROLES)}")

@@ -18,7 +18,7 @@ from fsdp_sft.collate.filtering import FilterCounts, check_template_for, judge_r
 from fsdp_sft.collate.options import EncodeOptions
 from fsdp_sft.encoded.source import RowRange, RowSource, Unreadable
 from fsdp_sft.encoded.store import RowWriter, joined
-from fsdp_sft.errors import ChatTemplateError, DroppedTextError, TooLongError
+from fsdp_sft.errors import ChatTemplateError, DroppedTextError, MediaError, TooLongError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -28,6 +28,7 @@ REFUSED = {
     "too_long": TooLongError,
     "refused_by_template": ChatTemplateError,
     "dropped_text": DroppedTextError,
+    "media": MediaError,
 }
 """Errors by the reasons for which a row cannot be encoded; a row without a target is none of them."""
 

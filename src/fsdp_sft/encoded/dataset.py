@@ -15,6 +15,7 @@ from typing_extensions import Unpack
 from fsdp_sft._agree import agree_on, agreed, all_gather_objects, share, this_rank, while_others_wait
 from fsdp_sft._claim import Claim
 from fsdp_sft._disk import publish, temporary_beside, unsound_beside
+from fsdp_sft._wrappers import tokenizer_of
 from fsdp_sft.collate.filtering import warn_of_notes
 from fsdp_sft.collate.notes import NOTES
 from fsdp_sft.collate.options import EncodeKeywords, EncodeOptions, check_choice, check_count
@@ -79,8 +80,8 @@ def encode_dataset(
     Raises:
         ValueError: If more rows are refused than ``max_refused`` allows, with the counts and an example of
             each reason: within seconds, from a sample of 500 rows, or at the end. If most were refused for
-            one of these reasons, it is a `ChatTemplateError`, `DroppedTextError` or `TooLongError`. Also for
-            no rows, and for ranks with different numbers of rows.
+            one of these reasons, it is a `ChatTemplateError`, `DroppedTextError`, `MediaError` or
+            `TooLongError`. Also for no rows, and for ranks with different numbers of rows.
         ChatTemplateError: If there is no chat template, or it does not parse.
         FileNotFoundError: If a file does not exist.
         OSError: If writing fails.
@@ -94,6 +95,7 @@ def encode_dataset(
         >>> len(encoded), dict(encoded.counts)
         (8, {'kept': 8})
     """
+    tokenizer = tokenizer_of(tokenizer)
     wanted = EncodeOptions(max_length=max_length, on_dropped=on_dropped, **options)
     check_count("max_length", max_length)
     check_choice("on_error", on_error, ("raise", "count"))

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_sft._disk import write_bytes
+from fsdp_sft._wrappers import tokenizer_of
 from fsdp_sft.collate.template import ChatTemplate, templates_used
 from fsdp_sft.errors import ChatTemplateError
 
@@ -34,7 +35,7 @@ def write_tokenizer(folder: Path, tokenizer: Any, chat_template: str | None) -> 
         exported = copy.copy(tokenizer)
         named = tokenizer.chat_template
         exported.chat_template = {**named, "default": template} if isinstance(named, dict) else template
-    elif (used := templates_used(_tokenizer_of(tokenizer))) and template not in used:
+    elif (used := templates_used(tokenizer_of(tokenizer))) and template not in used:
         warnings.warn(
             "rows were encoded with another chat template than the tokenizer has, and the export gets the "
             "tokenizer's: pass chat_template= as the collator got it, so that the export is asked as it was "
@@ -47,7 +48,7 @@ def write_tokenizer(folder: Path, tokenizer: Any, chat_template: str | None) -> 
 
 def end_of_turn(tokenizer: Any, template: str | None) -> int | None:
     """Id of the token that ends an answer; None if there is no template, or it ends answers with no token."""
-    own = _tokenizer_of(tokenizer)
+    own = tokenizer_of(tokenizer)
     if template is None or own is None or not hasattr(own, "get_chat_template"):
         return None
     try:
@@ -80,14 +81,9 @@ def with_stop(known: Any, stop: int) -> Any:
     return known if stop in ids else [stop, *ids]
 
 
-def _tokenizer_of(tokenizer: Any) -> Any:
-    """The tokenizer in a processor, or the tokenizer itself."""
-    return getattr(tokenizer, "tokenizer", tokenizer)
-
-
 def _text(tokenizer: Any, chat_template: str | None) -> str | None:
     """The text of a template given as text, by name, or as None for the default, as in transformers."""
-    named = tokenizer.chat_template or getattr(_tokenizer_of(tokenizer), "chat_template", None)
+    named = tokenizer.chat_template or getattr(tokenizer_of(tokenizer), "chat_template", None)
     if isinstance(named, dict):
         return named.get(chat_template or "default", chat_template)
     return chat_template or named

@@ -1,8 +1,9 @@
 """Checks on the host, before the first forward, that the model can take a batch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from fsdp_sft._compat import attention_of, original_class
@@ -10,7 +11,7 @@ from fsdp_sft._meshes import copies_of_rows
 from fsdp_sft._vocabulary import vocabulary_of
 from fsdp_sft._wrappers import unwrapped
 from fsdp_sft.collate import IGNORE_INDEX, refuse_masked_pack
-from fsdp_sft.errors import UnsupportedModelError
+from fsdp_sft.errors import BatchError, UnsupportedModelError
 from fsdp_sft.loss import LABEL_KEYS
 from fsdp_sft.sac import draws_random_numbers
 
@@ -24,17 +25,54 @@ def check_of(model: nn.Module, *, own_loss: bool) -> Callable[[Any], None]:
     With an ``own_loss`` labels are not checked, because they mean what the caller wants; nor are positions,
     unless the attention is transformers'.
     """
-    vocabulary = vocabulary_of(model)
+    vocabulary, placeholders = vocabulary_of(model), _placeholders(model)
     knows_packs = not own_loss or attention_of(unwrapped(model)) != "its own"
 
     def check(batch: Any) -> None:
         vocabulary.check_ids(batch)
+        _refuse_placeholders(batch, placeholders)
         if knows_packs:
             refuse_masked_pack(batch)
         if not own_loss:
             vocabulary.check_labels(batch, LABEL_KEYS, IGNORE_INDEX)
 
     return check
+
+
+_FEATURES = {
+    "image": ("pixel_values", "image"),
+    "video": ("pixel_values", "video"),
+    "audio": ("input_features", "audio"),
+}
+
+
+def _placeholders(model: nn.Module) -> dict[str, int]:
+    """The ids at whose places a model puts what its tower makes of an image or a sound, by what that is."""
+    config: Any = getattr(unwrapped(model), "config", None)
+    found = {}
+    for kind in _FEATURES:
+        for name in (f"{kind}_token_id", f"{kind}_token_index"):
+            value = getattr(config, name, None)
+            if isinstance(value, int):
+                found[kind] = value
+    return found
+
+
+def _refuse_placeholders(batch: Any, placeholders: dict[str, int]) -> None:
+    """Refuse ids that stand for an image, a video or a sound in a batch that has none."""
+    ids = batch.get("input_ids") if placeholders and isinstance(batch, Mapping) else None
+    if not isinstance(ids, torch.Tensor):
+        return
+    for kind, value in placeholders.items():
+        if any(part in str(key) for key in batch for part in _FEATURES[kind]):
+            continue
+        found = int((ids == value).sum())
+        if found:
+            raise BatchError(
+                f"the batch has {found} ids {value}, at which the model expects an {kind}, and no {kind}: it "
+                "would be trained on the placeholder. Add what the model's processor makes of it "
+                f"({_FEATURES[kind][0]}...), or leave such texts out"
+            )
 
 
 def refuse_noise_on_same_rows(model: nn.Module, mesh: "DeviceMesh | None") -> None:
