@@ -476,3 +476,31 @@ def test_an_export_of_whole_weights_on_the_host_leaves_them_as_they_were(
     replicas: int, tmp_path: Path
 ) -> None:
     run_distributed(_exported_in_the_middle, replicas, replicas, str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "others", "words"),
+    [
+        ("LoHaConfig", {"alpha": 8}, {"alpha": 16}, "alpha=8 in the step and 16 in the model"),
+        (
+            "FourierFTConfig",
+            {"n_frequency": 8},
+            {"n_frequency": 8, "scaling": 9.0},
+            "scaling=150.0 in the step",
+        ),
+        ("OFTConfig", {"oft_block_size": 4}, {"oft_block_size": 4, "coft": True}, "coft=None in the step"),
+    ],
+)
+def test_nor_with_another_number_of_any_adapter(
+    kind: str, options: dict[str, Any], others: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    import peft
+
+    saved, other = (
+        peft.get_peft_model(tiny_model("llama"), getattr(peft, kind)(target_modules=["q_proj"], **own))
+        for own in (options, others)
+    )
+    fs.save_checkpoint(tmp_path, 1, model=saved)
+    with pytest.raises(fs.CheckpointMismatchError, match=words):
+        fs.load_checkpoint(tmp_path, model=other)
+    fs.load_checkpoint(tmp_path, model=saved)

@@ -357,7 +357,10 @@ def test_every_private_name_is_watched() -> None:
         "_reset_iteration",
         "_parameter_groups",
         "keep_trained_flags",
-        "hooked_while_gathered",  # both by step/test_trained.py
+        "hooked_while_gathered",
+        "replaced_parameters",
+        "is_broken_off",
+        "forget_held_back",  # all by step/test_trained.py and step/test_failed.py
     }  # below, by step/test_failed.py
     watched |= {"_patterns_compiled_at_use"}  # below
     watched |= {"being_compiled"}  # below

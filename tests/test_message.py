@@ -81,6 +81,25 @@ def test_errors_of_python_arrive_as_they_were(error: Exception) -> None:
     assert (type(again), str(again), again.args) == (type(error), str(error), error.args)
 
 
+class _Mute(Exception):
+    def __str__(self) -> str:
+        raise AttributeError("no text")
+
+
+class _Odd(Exception):
+    def __reduce__(self) -> Any:
+        return (ValueError,)
+
+
+@pytest.mark.parametrize(
+    "error", [_Mute("x"), _Odd("x"), ValueError(10**5000)], ids=lambda e: type(e).__name__
+)
+def test_an_error_that_cannot_be_described_is_sent_all_the_same(error: Exception) -> None:
+    again = revived(unpack(pack(portable(error))), 2)
+    assert isinstance(again, Exception)
+    assert "rank 2 raised" in str(again)
+
+
 def test_an_error_of_another_class_arrives_as_the_nearest_that_is_known() -> None:
     near = revived(unpack(pack(portable(_OfTheCaller("k")))), 2)
     assert type(near) is KeyError

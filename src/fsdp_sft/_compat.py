@@ -499,6 +499,45 @@ def keep_trained_flags(module: Any) -> None:
             parameter.sharded_param.requires_grad_(shown.requires_grad)
 
 
+def is_broken_off(model: nn.Module) -> bool:
+    """Whether an error has left FSDP2 in the middle of a forward or backward, in which it shards nothing."""
+    from torch.distributed.fsdp import FSDPModule
+
+    states = (m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule))
+    return any(state._training_state.name != "IDLE" for state in states)
+
+
+def replaced_parameters(module: Any) -> list[tuple[nn.Module, str]]:
+    """Parameters that were put in the place of those that FSDP2 holds, and that it would put back."""
+    state = module._get_fsdp_state()
+    if state._is_root is None:  # before the first forward FSDP2 takes what it finds
+        return []
+    found = []
+    for group in _parameter_groups(state):
+        attribute = "sharded_param" if group.is_sharded else "_unsharded_param"
+        attribute = "_sharded_post_forward_param" if group.is_sharded_post_forward else attribute
+        for parameter in group.fsdp_params:
+            own, info = getattr(parameter, attribute), parameter._module_info
+            places = [(info.module, info.param_name)]
+            if info.shared_modules:
+                places += zip(info.shared_modules, info.shared_param_names, strict=True)
+            found += [place for place in places if place[0]._parameters.get(place[1]) is not own]
+    return found
+
+
+def forget_held_back(model: nn.Module) -> None:
+    """Drop gradients of a window that was given up: FSDP2 holds them back, where ``zero_grad`` sees none."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        for group in _parameter_groups(module._get_fsdp_state()) if isinstance(module, FSDPModule) else ():
+            for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                gathered = getattr(parameter, "_unsharded_param", None)
+                if gathered is not None and gathered.grad is not None:
+                    gathered.grad = None
+
+
 def hooked_while_gathered(model: nn.Module) -> set[torch.Tensor]:
     """The shards of FSDP2 whose gathered parameters have hooks, which see the gradients of one rank.
 

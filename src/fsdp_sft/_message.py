@@ -57,7 +57,17 @@ def _made(kind: str, of: Any) -> Any:
 
 
 def portable(error: Exception) -> dict[str, Any]:
-    """An error as plain values: the class of ours or of Python's that it is, what it holds, and its text."""
+    """An error as plain values: the class of ours or of Python's that it is, what it holds, and its text.
+
+    It never raises: the other ranks wait for it.
+    """
+    try:
+        return _described(error)
+    except Exception:  # its class may do anything when it is asked for its text or its attributes
+        return {"class": "Exception", "text": f"{type(error).__name__}, which cannot be described"}
+
+
+def _described(error: Exception) -> dict[str, Any]:
     kind: type = next(kind for kind in type(error).__mro__ if kind is _class_of(kind.__name__))
     made_of = error.__reduce__()[1]  # an OSError's args lack its file
     return {
@@ -95,6 +105,6 @@ def _class_of(name: str) -> type[Exception] | None:
 def _can_be_sent(value: Any) -> bool:
     try:
         pack(value)
-    except (TypeError, RecursionError):
+    except (TypeError, ValueError, RecursionError):  # ValueError: an integer of too many digits
         return False
     return True

@@ -18,14 +18,22 @@ from fsdp_sft._agree import (
     this_rank,
     world_size,
 )
-from fsdp_sft._compat import careful_gloo, keep_trained_flags, native_mesh, split_axis
+from fsdp_sft._compat import (
+    careful_gloo,
+    forget_failed_iteration,
+    is_broken_off,
+    keep_trained_flags,
+    native_mesh,
+    replaced_parameters,
+    split_axis,
+)
 from fsdp_sft._launch import detect_launch
 from fsdp_sft._meeting import connect_neighbours, meet
 from fsdp_sft._meshes import CP, DP_SHARD_CP, EP, PP, parameter_mesh, shard_parameters_on
 from fsdp_sft._record import kept_of, record_of
 from fsdp_sft._slurm import Launch, env_int, is_slurm_step
 from fsdp_sft._wrappers import replicas_of, replicated_by, unwrapped
-from fsdp_sft.errors import UnsupportedModelError, WrappedModelError
+from fsdp_sft.errors import UnsupportedModelError, WrappedModelError, abridged
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -289,16 +297,31 @@ def reshard(model: torch.nn.Module) -> None:
     After a forward without a backward the root's parameters stay gathered (torch's default), so all code that
     reads or writes parameters calls this first.
 
+    After an error in a forward or a backward, what it has left is dropped.
+
     Raises:
         WrappedModelError: If the model is in a wrapper that hides its parameters.
+        UnsupportedModelError: If parameters were replaced since the first forward.
     """
     from torch.distributed.fsdp import FSDPModule
 
     replicas_of(model)
+    if is_broken_off(model):
+        forget_failed_iteration(model)
+    replaced: list[tuple[torch.nn.Module, str]] = []
     for module in model.modules():
         if isinstance(module, FSDPModule):
+            replaced += replaced_parameters(module)
             keep_trained_flags(module)
             module.reshard()
+    if replaced:
+        fqns = {id(module): name for name, module in model.named_modules(remove_duplicate=False)}
+        names = [f"{fqns.get(id(module), '?')}.{name}" for module, name in replaced]
+        raise UnsupportedModelError(
+            f"{abridged(names)} were replaced after the first forward of the sharded model: FSDP2 computes "
+            "with the parameters that it has sharded, and puts them back. Change values in place "
+            "(parameter.copy_(...) under torch.no_grad()), or replace parameters before shard_model"
+        )
 
 
 def compute_device(model: torch.nn.Module) -> torch.device:

@@ -178,7 +178,7 @@ def test_encoded_rows_pass_through_with_truncation():
         ({"messages": [{"role": "user"}]}, "neither content nor tool_calls"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "part of type text, reasoning, thinking or",
+            "is a part of type image_url",
         ),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "must be a string, got NoneType"),
         (

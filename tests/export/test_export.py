@@ -245,3 +245,27 @@ def test_other_tensors_and_refusals(tmp_path: Path) -> None:
 def test_tensors_that_are_converted_together_are_grouped() -> None:
     outputs = {"a.0": ["x"], "b.0": ["y", "x"], "a.1": ["z"], "c": ["y"], "d": ["w"]}
     assert hf._joined(outputs) == [["a.1"], ["a.0", "b.0", "c"], ["d"]]
+
+
+def _shared_head(model: Any) -> None:
+    model.lm_head.weight = model.model.embed_tokens.weight
+
+
+def _shared_projection(model: Any) -> None:
+    model.model.layers[1].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
+
+
+def _shared_block(model: Any) -> None:
+    model.model.layers[1].mlp = model.model.layers[0].mlp
+
+
+@pytest.mark.parametrize("share", [_shared_head, _shared_projection, _shared_block])
+def test_what_is_shared_without_a_word_in_the_config_is_written_for_each(share: Any, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = tiny_model("llama").eval()
+    share(model)
+    ids = torch.arange(3, 11).view(2, 4)
+    expected = model(input_ids=ids).logits
+    again = AutoModelForCausalLM.from_pretrained(fs.export_hf(model, tmp_path / "out", dtype=torch.float32))
+    assert torch.equal(again.eval()(input_ids=ids).logits, expected)

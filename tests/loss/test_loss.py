@@ -785,3 +785,17 @@ def test_tokens_are_what_a_mask_of_any_numbers_does_not_mark_as_padding() -> Non
     optimizer = torch.optim.SGD((model := tiny_model("llama")).parameters(), lr=0.0)
     result = fs.train_step(model, [{**batch, "attention_mask": (mask != 0).long()}], optimizer)
     assert result.num_tokens == 18
+
+
+def _prepared_apart() -> None:
+    model = _shard(_model("llama"))
+    with pytest.raises(ValueError, match="ranks ask for different implementations"):
+        fs.prepare_loss(model, impl="logits" if torch.distributed.get_rank() else "auto")
+    fs.prepare_loss(model)
+    if torch.distributed.get_rank() == 0:
+        model.model.layers[0].register_forward_hook(lambda *_: None)  # as what logs is put on one rank
+    assert fs.prepare_loss(model) == "chunked"
+
+
+def test_ranks_that_prepare_a_loss_apart_do_not_wait_for_each_other() -> None:
+    run_distributed(_prepared_apart, 2, timeout=60)

@@ -2,16 +2,25 @@
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
 from tests.harness.device import device_here, mesh_here
-from tests.harness.models import full, largest_error, oracle_gradients, ragged_batches, tiny_model
+from tests.harness.models import (
+    full,
+    largest_error,
+    oracle_gradients,
+    oracle_loss,
+    ragged_batches,
+    tiny_model,
+)
 from tests.harness.ranks import run_distributed
 
 
@@ -104,3 +113,54 @@ def test_the_same_on_several_ranks(ranks: int, replicas: int, modes: tuple[str, 
         assert len(rows) == (len(modes) + ("last" in modes)) * 4
         for failure, error in rows:
             assert error < 1e-5, (failure, error)
+
+
+def _given_up(how: str) -> None:
+    """A loop of the caller's own gives a window up; the next step is like the first of all."""
+    model, plain = tiny_model("llama"), tiny_model("llama").to(device_here())
+    fs.shard_model(model, mesh=mesh_here(), mp_policy=MixedPrecisionPolicy())
+    batches = ragged_batches(4)
+    window, targets = batches[dist.get_rank() :: 2], fs.count_targets(batches[dist.get_rank() :: 2])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    raised = pytest.raises(KeyError) if how == "by an exception" else nullcontext()
+    with raised, fs.gradient_sync(model, "none"):
+        fs.causal_lm_loss(model, window[0], num_targets=targets).backward()
+        if how == "by an exception":
+            raise KeyError("the caller's")
+    model.zero_grad()
+    result = fs.train_step(model, window, optimizer, max_grad_norm=None)
+    oracle = oracle_loss(plain, [{k: v.to(device_here()) for k, v in b.items()} for b in batches])
+    oracle.backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters() if p.grad is not None])
+    assert result.grad_norm == pytest.approx(float(norm), rel=1e-5)
+
+
+@pytest.mark.parametrize("how", ["by an exception", "without one"])
+def test_a_window_that_was_given_up_leaves_nothing(how: str) -> None:
+    run_distributed(_given_up, 2, how)
+
+
+def _after_a_failed_evaluation(folder: str) -> None:
+    model = tiny_model("llama")
+    fs.shard_model(model, mesh=mesh_here(), mp_policy=MixedPrecisionPolicy())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    window = ragged_batches(4)[dist.get_rank() :: 2]
+    fails: list[str] = []
+
+    def fail(*_: object) -> None:
+        if fails:
+            raise torch.OutOfMemoryError(fails.pop())
+
+    model.model.layers[1].register_forward_hook(fail)
+    before = fs.train_step(model, window, optimizer).grad_norm
+    ids = window[0]["input_ids"].to(device_here())
+    for step, call in enumerate((lambda: fs.evaluate(model, window), lambda: model(input_ids=ids))):
+        fails.append("planted")
+        with pytest.raises(torch.OutOfMemoryError, match="planted"):
+            call()
+        fs.save_checkpoint(folder, step, model=model, optimizer=optimizer)
+        assert fs.train_step(model, window, optimizer).grad_norm == pytest.approx(before, rel=1e-6)
+
+
+def test_a_model_can_be_saved_and_trained_after_a_failed_evaluation(tmp_path: Path) -> None:
+    run_distributed(_after_a_failed_evaluation, 2, str(tmp_path))

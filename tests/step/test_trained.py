@@ -169,6 +169,40 @@ def _other_replica() -> Any:
     return lambda: fs.train_step(model, _mine(), optimizer)
 
 
+def _replaced(name: str, gathered: bool) -> Any:
+    model = _sharded(tiny_model("qwen2-tied" if name == "lm_head" else "llama"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fs.train_step(model, _mine(), optimizer)
+    if gathered:
+        with torch.no_grad():
+            model(input_ids=_mine()[0]["input_ids"].to(device_here()))
+    module = model.get_submodule(name)
+    module.weight = nn.Parameter(module.weight.detach().clone(), requires_grad=False)
+    return lambda: fs.train_step(model, _mine(), optimizer)
+
+
+def _watched_by_one() -> Any:
+    model = _sharded(tiny_model("mixtral"))
+    if dist.get_rank() == 0:
+        fs.watch_experts(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return lambda: fs.train_step(model, _mine(), optimizer)
+
+
+def _all_frozen() -> Any:
+    model = _sharded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.requires_grad_(False)
+    return lambda: fs.train_step(model, _mine(), optimizer)
+
+
+def _other_norm() -> Any:
+    model = _sharded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    norm = torch.tensor(1.0 if dist.get_rank() else 0.01)
+    return lambda: fs.train_step(model, _mine(), optimizer, max_grad_norm=norm)  # type: ignore[arg-type]
+
+
 CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a tensor beside the model": (
         _beside,
@@ -197,6 +231,24 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         fs.UnsupportedModelError,
         "lm_head.weight have hooks",
     ),
+    "a tied head that was untied": (
+        partial(_replaced, "lm_head", False),
+        fs.UnsupportedModelError,
+        "lm_head.weight were replaced",
+    ),
+    "a gathered weight that was replaced": (
+        partial(_replaced, "model.embed_tokens", True),
+        fs.UnsupportedModelError,
+        "model.embed_tokens.weight were replaced",
+    ),
+    "a weight of a block that was replaced": (
+        partial(_replaced, "model.layers.0.mlp.up_proj", False),
+        fs.UnsupportedModelError,
+        "up_proj.weight were replaced",
+    ),
+    "experts watched by one rank": (_watched_by_one, fs.BatchError, "watched=True and False"),
+    "all frozen": (_all_frozen, fs.OptimizerError, "no parameter is trained"),
+    "another norm in a tensor": (_other_norm, fs.BatchError, "max_grad_norm="),
     "a penalty on shards": (
         _penalty,
         fs.UnsupportedModelError,

@@ -11,6 +11,13 @@ MISTAKES = [
         ("tests/dcp_io/test_retention.py",),
     ),
     Mistake(
+        "what is shared in the model alone is written once",
+        "export/hf.py",
+        "together.setdefault((first, as_read.get(name)), [])",
+        "together.setdefault((first, None), [])",
+        ("tests/export/test_export.py",),
+    ),
+    Mistake(
         "an export merges adapters into the model's own weights",
         "export/hf.py",
         "part.clone() if is_own else part",

@@ -56,6 +56,27 @@ MISTAKES: list[Mistake] = [
         TRAINED,
     ),
     Mistake(
+        "gradients of a window that was given up are kept",
+        "step/train.py",
+        "        forget_held_back(model)",
+        "        pass",
+        ("tests/step/test_failed.py",),
+    ),
+    Mistake(
+        "a forward that was broken off keeps the model gathered",
+        "distributed.py",
+        "    if is_broken_off(model):",
+        "    if False:",
+        ("tests/step/test_failed.py",),
+    ),
+    Mistake(
+        "a parameter that FSDP2 will put back is taken for the model's",
+        "distributed.py",
+        "            replaced += replaced_parameters(module)",
+        "            pass",
+        TRAINED,
+    ),
+    Mistake(
         "hooks of gathered parameters are taken",
         "step/trained.py",
         "gathered=hooked_while_gathered(model)",

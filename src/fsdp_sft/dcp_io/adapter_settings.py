@@ -1,5 +1,6 @@
 """What a step says of the adapters that it holds, so that a resume with others is refused by name."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,15 @@ from fsdp_sft.dcp_io.manifest import MAX_JSON_BYTES, Manifest
 from fsdp_sft.errors import CheckpointCorruptError, CheckpointMismatchError
 
 NAME = "adapters.json"  # below settings/
-# Of peft's config, what decides on the product that a layer adds; dropout, for instance, may change.
-_OF_THE_PRODUCT = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
+# What of peft's config leaves the product that a layer adds alone: names, how it is trained, how it began,
+# and which layers have it, as the names of the tensors say. AdaLora changes its ranks by itself.
+_NOT_OF_THE_PRODUCT = re.compile(
+    r"base_model_name_or_path|revision|inference_mode|task_type|auto_mapping|peft_version|.*dropout.*|init_.*"
+    r"|.*_init|(ex|in)?clude_modules|target_.*|modules_to_save|layers_.*|.*_layers|bias|save_projection"
+    r"|trainable_.*|ensure_.*|monteclora_.*|runtime_config|loftq_.*|eva_.*|corda_.*|lora_ga_.*|megatron_.*"
+    r"|total_step|tinit|tfinal|delta[tT]|beta\d|orth_reg_weight|fan_in_fan_out"
+)
+_OF_ADALORA = ("rank_pattern", "r")
 
 
 def adapter_settings(model: nn.Module) -> dict[str, bytes]:
@@ -39,7 +47,7 @@ def check_adapters(folder: Path, manifest: Manifest, model: nn.Module) -> None:
             f"{key}={saved[name].get(key)!r} in the step and {each.get(key)!r} in the model, "
             f"of adapter {name!r}"
             for name, each in own.items()
-            for key in _OF_THE_PRODUCT
+            for key in sorted({*saved[name], *each})
             if saved[name].get(key) != each.get(key)
         ]
     except MALFORMED as error:
@@ -56,10 +64,17 @@ def _told(model: nn.Module) -> dict[str, dict[str, Any]]:
     configs: Any = getattr(unwrapped(model), "peft_config", None)
     if not isinstance(configs, dict):
         return {}
-    found: dict[str, dict[str, Any]] = {}
-    for name, config in configs.items():
-        values = {key: getattr(config, key, None) for key in _OF_THE_PRODUCT}
-        values["peft_type"] = str(getattr(values["peft_type"], "value", values["peft_type"]))
-        plain = {key: value for key, value in values.items() if isinstance(value, (str, int, float, dict))}
-        found[str(name)] = {key: value for key, value in plain.items() if value not in ({}, False)}
-    return found
+    return {str(name): _of_the_product(config) for name, config in configs.items()}
+
+
+def _of_the_product(config: Any) -> dict[str, Any]:
+    """Numbers, strings, flags and patterns of one adapter's config that its product may depend on."""
+    kind = str(getattr(config.peft_type, "value", config.peft_type))
+    plain = {
+        key: value
+        for key, value in vars(config).items()
+        if isinstance(value, (str, int, float, dict)) and not _NOT_OF_THE_PRODUCT.fullmatch(key)
+    }
+    left_out = _OF_ADALORA if kind == "ADALORA" else ()
+    told = {key: value for key, value in plain.items() if value not in ({}, False) and key not in left_out}
+    return {**told, "peft_type": kind}

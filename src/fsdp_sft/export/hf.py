@@ -237,7 +237,7 @@ def _without_extra_objects(content: ModelTensors) -> ModelTensors:
 def _plan(model: nn.Module, content: ModelTensors, dtype: torch.dtype | None) -> ExportPlan:
     """Plan an export by running the conversions on tensors without memory."""
     twin = _unsharded_twin(model)
-    sources = _sources(twin, content)
+    sources = _sources(model, twin, content)
     dtypes = _dtypes(model, content, sources, dtype)
     meta = {
         name: torch.empty(content.tensors[first].shape, dtype=dtypes[name], device="meta")
@@ -261,14 +261,25 @@ def _unsharded_twin(model: nn.Module) -> nn.Module:
     return twin
 
 
-def _sources(twin: nn.Module, content: ModelTensors) -> dict[str, str]:
-    """The model's first name of each tensor, by the name under which ``save_pretrained`` saves it."""
+def _sources(model: nn.Module, twin: nn.Module, content: ModelTensors) -> dict[str, str]:
+    """The model's first name of each tensor, by the name under which ``save_pretrained`` saves it.
+
+    Of tensors that are one in the model and not in the model that the config makes, each is written.
+    """
     ignored, tied_patterns = names_left_out_on_save(twin)
     aliases: dict[str, list[str]] = {}
     for name, first in content.names.items():
         aliases.setdefault(first, []).append(name)
+    shared = any(len(names) > 1 for names in aliases.values())
+    as_read = (
+        {n: id(t) for n, t in tied_meta_twin(model).state_dict(keep_vars=True).items()} if shared else {}
+    )
+    together: dict[tuple[str, int | None], list[str]] = {}
+    for first, names in aliases.items():
+        for name in names:
+            together.setdefault((first, as_read.get(name)), []).append(name)
     kept = set()
-    for names in aliases.values():
+    for names in together.values():
         main = [name for name in names if not any(re.search(pattern, name) for pattern in tied_patterns)]
         kept.add(main[0] if main else max(names))
     return {name: first for name, first in content.names.items() if name in kept and name not in ignored}

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fsdp_sft._compat import original_class
-from fsdp_sft._record import findings, record_of, refresh
+from fsdp_sft._record import findings, forget_findings, is_changed, record_of
 from fsdp_sft._wrappers import unwrapped
 from fsdp_sft.adapters import forward_parameters
 from fsdp_sft.distributed import mesh_of, sum_over_mesh
@@ -94,19 +94,28 @@ def check_router_loss(router_loss: str | None) -> None:
         raise ValueError(f"router_loss must be None or one of {allowed}, got {router_loss!r}")
 
 
-def compare_or_not(model: nn.Module, compare: bool) -> None:
+def compare_or_not(model: nn.Module, compare: bool, impl: int) -> None:
     """Say whether the model's own loss is to be compared, or the cross entropy taken whatever it is.
+
+    Args:
+        model: The model.
+        compare: Whether to compare.
+        impl: Number of the implementation, which has to be the same on all ranks.
 
     Raises:
         ValueError: If ranks say different things.
 
     Collective: all ranks of the model's mesh.
     """
-    refresh(model)
     mesh = mesh_of(model)
-    saying = sum_over_mesh([compare, not compare], mesh)
+    told: list[float] = [compare, not compare, is_changed(model), impl, impl * impl]
+    *saying, changed, impls, squares = sum_over_mesh(told, mesh)
     if all(saying):
         raise ValueError(f"prepare_loss: {int(saying[0])} ranks say compare=True and {int(saying[1])} do not")
+    if squares * sum(saying) != impls * impls:
+        raise ValueError("prepare_loss: ranks ask for different implementations (impl=)")
+    if changed:  # on any rank: what follows is collective
+        forget_findings(model)
     findings(model, _Known).is_compared = compare
 
 

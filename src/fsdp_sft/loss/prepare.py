@@ -64,7 +64,7 @@ def prepare_loss(model: nn.Module, *, impl: LossImpl = "auto", compare: bool = T
     Raises:
         ModelLossError: If the model's own loss is not the cross entropy, or cannot be computed to compare it;
             see ``loss_sum``.
-        ValueError: If ``impl`` is none of these, if ranks differ in ``compare``, if the model is an
+        ValueError: If ``impl`` is none of these, if ranks differ in arguments, if the model is an
             encoder-decoder or on the meta device, or if its loss cannot be computed by ``impl``; the message
             has the reason.
 
@@ -78,7 +78,7 @@ def prepare_loss(model: nn.Module, *, impl: LossImpl = "auto", compare: bool = T
     """
     check_impl(impl)
     refuse_encoder_decoder(model)
-    compare_or_not(model, compare)
+    compare_or_not(model, compare, IMPLS.index(impl))
     additions_to(model, None)
     choices = findings(model, _Choices).by_impl
     choice = _decide(model, impl)

@@ -41,7 +41,7 @@ def aggregate_metrics(
     """
     if reduce not in ("mean", "sum", "min", "max", "spread"):
         raise ValueError(f"reduce must be 'mean', 'sum', 'min', 'max' or 'spread', got {reduce!r}")
-    by_rank = all_gather_objects({n: v if _is_number(v) else (type(v).__name__,) for n, v in metrics.items()})
+    by_rank = all_gather_objects({name: _told(value) for name, value in metrics.items()})
     for rank, row in enumerate(by_rank):
         if list(row) != list(by_rank[0]):
             raise ValueError(f"rank {rank} has metrics {sorted(row)}, rank 0 has {sorted(by_rank[0])}")
@@ -62,9 +62,11 @@ def aggregate_metrics(
     return result
 
 
-def _is_number(value: object) -> bool:
-    """Whether a value is one that a metric may have."""
-    return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
+def _told(value: object) -> float | int | tuple[str] | None:
+    """A value as a message holds it; (the name of its class,) where it is none that a metric may have."""
+    if value is None or (isinstance(value, (int, float)) and not isinstance(value, bool)):
+        return value if value is None else float(value) if isinstance(value, float) else int(value)
+    return (type(value).__name__,)
 
 
 def _reduced(values: list[float | int], reduce: Reduction) -> float | int | None:

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fsdp_sft._boxes import local_of
+from fsdp_sft._compat import forget_failed_iteration
 from fsdp_sft._wrappers import replicated_by, unwrapped
 
 SyncMode = Literal["all", "reduce_scatter", "none"]
@@ -56,10 +57,31 @@ def gradient_sync(model: nn.Module, mode: SyncMode) -> Iterator[None]:
     model.set_is_last_backward(mode == "all")
     try:
         yield
+    except BaseException:
+        forget_failed_iteration(model)  # what was held back would go into the next window
+        raise
     finally:
         model.set_requires_gradient_sync(True)
         model.set_requires_all_reduce(True)
         model.set_is_last_backward(True)
+
+
+def checked_norm(given: Any) -> float | None:
+    """The largest norm as a number that ranks can compare; None clips nothing.
+
+    Raises:
+        TypeError: If it is no number.
+        ValueError: If it is not above 0.
+    """
+    if isinstance(given, torch.Tensor) and given.numel() == 1:
+        given = given.item()
+    if given is None:
+        return None
+    if isinstance(given, bool) or not isinstance(given, (int, float)):
+        raise TypeError(f"max_grad_norm must be a number or None, got {given!r}")
+    if not given > 0:
+        raise ValueError(f"max_grad_norm must be above 0, or None to clip nothing, got {given!r}")
+    return float(given)
 
 
 def clip_gradients(model: nn.Module, max_grad_norm: float | None) -> torch.Tensor:

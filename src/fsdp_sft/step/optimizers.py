@@ -43,6 +43,9 @@ def checked_optimizers(
     reshard(model)  # a gathered parameter is another tensor than its shard
     names = parameter_names(model)
     _refuse_replaced(names, optimizers)
+    stepped = (parameter for one in optimizers for parameter in _stepped(one))
+    if not any(parameter.requires_grad for parameter in (*names, *stepped)):
+        raise OptimizerError("no parameter is trained: all of them are frozen (requires_grad is False)")
     if len(optimizers) > 1:
         _refuse_shared_or_left_out(names, optimizers)
     return optimizers, names
@@ -134,6 +137,8 @@ def step_all(
 ) -> None:
     """Step the optimizers, unless the step is ``skipped``, and update the scaler."""
     for optimizer in () if skipped else optimizers:
+        if scaler is not None and not any(p.grad is not None for p in _stepped(optimizer)):
+            continue  # all that it holds is frozen: the scaler would miss what it looks for in gradients
         if scaler is not None:
             scaler.step(optimizer)
         else:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from fsdp_sft._compat import forget_failed_iteration, known_scale
+from fsdp_sft._compat import forget_failed_iteration, forget_held_back, known_scale
 from fsdp_sft._expert_parallel import refuse_divided_twice
 from fsdp_sft._meshes import copies_of_rows
 from fsdp_sft._parts import part
@@ -29,7 +29,7 @@ from fsdp_sft.packing import Verify, check_verify, verify_at_first_use
 from fsdp_sft.step.acceptable import check_of, refuse_noise_on_same_rows
 from fsdp_sft.step.anew import find_out_anew, what_is_new
 from fsdp_sft.step.first import state_problem
-from fsdp_sft.step.gradients import SyncMode, clip_gradients, gradient_sync
+from fsdp_sft.step.gradients import SyncMode, checked_norm, clip_gradients, gradient_sync
 from fsdp_sft.step.keys import may_be_packs
 from fsdp_sft.step.labels import is_to_be_looked_at, say_what_was_seen
 from fsdp_sft.step.optimizers import (
@@ -163,6 +163,7 @@ def train_step(
     """
     if grad_sync not in ("each", "last", "reduce_scatter"):
         raise ValueError(f"grad_sync must be 'each', 'last' or 'reduce_scatter', got {grad_sync!r}")
+    max_grad_norm = checked_norm(max_grad_norm)
     objective = Objective(loss_impl, loss_fn, router_loss, Terms(label_smoothing, z_loss))
     objective.check(count_fn)
     check_verify(verify)
@@ -189,13 +190,14 @@ def train_step(
         own_loss=loss_fn is not None,
         group=group,
         options={
-            "max_grad_norm": float(max_grad_norm) if isinstance(max_grad_norm, (int, float)) else None,
+            "max_grad_norm": max_grad_norm,
             "grad_sync": grad_sync,
             "verify": verify,
             "check_labels": check_labels,
             "trained": tuple(name for parameter, name in names.items() if parameter.requires_grad),
             "optimizers": options_of(optimizers),
             "scale": None if scaler is None else known_scale(scaler),
+            "watched": counter_of(model) is not None,
             **objective.options(),
         },
     )
@@ -215,6 +217,7 @@ def train_step(
             refuse_mean(model, micro_batches, objective, count_fn, mesh)
         if counter is not None:
             counter.start()
+        forget_held_back(model)
         with gradients_past_reduction(model, names if window.anew else {}) as past:
             sums = _forward_and_backward(model, micro_batches, window, objective, mesh, scaler, grad_sync)
         if window.anew:
