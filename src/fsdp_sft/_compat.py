@@ -477,11 +477,7 @@ def forget_failed_iteration(model: nn.Module) -> None:
                 module.reset_iter_state()
             else:
                 _reset_iteration(state)
-        for group in _parameter_groups(state):
-            for parameter in group.fsdp_params:
-                parameter.unsharded_accumulated_grad = None
-                if hasattr(parameter, "_unsharded_param"):
-                    parameter._unsharded_param.grad = None
+    forget_held_back(model)
 
 
 def keep_trained_flags(module: Any) -> None:
