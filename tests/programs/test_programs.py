@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 
 from tests.programs.judge import judge
+from tests.programs.plain import Plain
 from tests.programs.writing import DIFFERENCES, LOSSES, SETTINGS, TOGGLES, WAYS_TO_FAIL, drawn
 
 
@@ -25,7 +26,11 @@ def test_a_seed_names_its_program_and_everything_is_drawn() -> None:
     assert all(program.steps[-1] == ("train", "own") for program in programs if not program.odd)
 
 
-def test_what_comes_out_otherwise_is_a_fault() -> None:
+def test_what_comes_out_otherwise_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     program = drawn(0)
-    wrong = type(program)(program.seed, {**program.settings}, (("evaluate", "own"), ("no such step",)))
-    assert judge(wrong).kind == "fault"
+    short = type(program)(program.seed, {**program.settings, "model": "llama"}, (("evaluate", "own"),))
+    assert judge(short).kind == "right"
+    monkeypatch.setattr(Plain, "_evaluate", lambda plain, loss: (1.0, 3))
+    outcome = judge(short)
+    assert outcome.kind == "fault"
+    assert "step 0, ('evaluate', 'own')" in outcome.reason
