@@ -60,7 +60,7 @@ programs: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.programs --number $(N) --seed $(SEED) --workers $(WORKERS)
 
 # make test-accelerator   the tests of several ranks, each with a simulated device (see tests/simulated)
-ON_DEVICES = $(addprefix tests/,context_parallel dcp_io export loss packing sac step varlen watchdog weights compositions \
+ON_DEVICES = $(addprefix tests/,context_parallel dcp_io export loss packing programs sac step varlen watchdog weights compositions \
 	test_adapters.py test_agree.py test_default_path.py test_distributed.py test_example.py test_kept.py test_launch.py test_model.py \
 	test_parity.py test_placement.py test_preemption.py test_prepared.py test_random_state.py test_sampler.py test_shard.py \
 	test_step.py test_vocabulary.py test_wrappers.py)

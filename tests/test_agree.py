@@ -101,6 +101,13 @@ def _decide_on_rank_0() -> None:
         _agree.through_rank_0("deciding", lambda: rank, refuse)
     assert refused.value.__notes__ == ["rank 0 failed first while deciding (failed: 0)"]
     assert _agree.through_rank_0("adding", lambda: rank, sum) == 3
+    for own, decide in (
+        (lambda: object() if rank == 1 else rank, len),
+        (lambda: rank, lambda everyone: object()),
+    ):
+        with pytest.raises(TypeError, match="a message"):
+            _agree.through_rank_0("what no message holds", own, decide)
+    assert _agree.through_rank_0("adding", lambda: rank, sum) == 3
 
 
 def test_rank_0_decides_for_all() -> None:

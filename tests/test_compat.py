@@ -360,7 +360,10 @@ def test_every_private_name_is_watched() -> None:
         "hooked_while_gathered",
         "replaced_parameters",
         "is_broken_off",
-        "forget_held_back",  # all by step/test_trained.py and step/test_failed.py
+        "forget_held_back",
+        "_held_parameters",
+        "forget_unscaled",
+        "_states_within",  # all by step/test_trained.py and step/test_failed.py
     }  # below, by step/test_failed.py
     watched |= {"_patterns_compiled_at_use"}  # below
     watched |= {"being_compiled"}  # below

@@ -347,14 +347,13 @@ def through_rank_0(phase: str, own: Callable[[], A], decide: Callable[[list[A]],
         nonlocal deciding
         told = [unpack(frame) for frame in _framed(frames)]
         verdicts = [verdict for verdict, _ in told if verdict is not None]
-        answer = None
         if not verdicts:
             try:
-                answer = decide([value for _, value in told])
+                return pack(([], decide([value for _, value in told])))
             except Exception as caught:
                 deciding = caught
                 verdicts = [_verdict(caught, time.time())]
-        return pack((verdicts, answer))
+        return pack((verdicts, None))
 
     when = time.time()
     mine = mine if error is None else pack((_verdict(error, when), None))

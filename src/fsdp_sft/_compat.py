@@ -497,10 +497,7 @@ def keep_trained_flags(module: Any) -> None:
 
 def is_broken_off(model: nn.Module) -> bool:
     """Whether an error has left FSDP2 in the middle of a forward or backward, in which it shards nothing."""
-    from torch.distributed.fsdp import FSDPModule
-
-    states = (m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule))
-    return any(state._training_state.name != "IDLE" for state in states)
+    return any(state._training_state.name != "IDLE" for state in _states_within(model))
 
 
 def replaced_parameters(module: Any) -> list[tuple[nn.Module, str]]:
@@ -523,15 +520,10 @@ def replaced_parameters(module: Any) -> list[tuple[nn.Module, str]]:
 
 def forget_held_back(model: nn.Module) -> None:
     """Drop gradients of a window that was given up: FSDP2 holds them back, where ``zero_grad`` sees none."""
-    from torch.distributed.fsdp import FSDPModule
-
-    for module in model.modules():
-        for group in _parameter_groups(module._get_fsdp_state()) if isinstance(module, FSDPModule) else ():
-            for parameter in group.fsdp_params:
-                parameter.unsharded_accumulated_grad = None
-                gathered = getattr(parameter, "_unsharded_param", None)
-                if gathered is not None and gathered.grad is not None:
-                    gathered.grad = None
+    for parameter, gathered in _held_parameters(model):
+        parameter.unsharded_accumulated_grad = None
+        if gathered is not None and gathered.grad is not None:
+            gathered.grad = None
 
 
 def hooked_while_gathered(model: nn.Module) -> set[torch.Tensor]:
@@ -539,16 +531,28 @@ def hooked_while_gathered(model: nn.Module) -> set[torch.Tensor]:
 
     A gathered parameter is kept with its hooks, and without its memory, from one gathering to the next.
     """
+    return {
+        parameter.sharded_param
+        for parameter, gathered in _held_parameters(model)
+        if gathered is not None and (has_hooks(gathered) or has_grad_hooks(gathered))
+    }
+
+
+def _held_parameters(model: nn.Module) -> Iterator[tuple[Any, nn.Parameter | None]]:
+    """FSDP2's own object for each parameter, and the gathered parameter; None if it never was gathered."""
+    for state in _states_within(model):
+        for group in _parameter_groups(state):
+            for parameter in group.fsdp_params:
+                yield parameter, getattr(parameter, "_unsharded_param", None)
+
+
+def _states_within(model: nn.Module) -> Iterator[Any]:
+    """FSDP2's state of each module that it has sharded."""
     from torch.distributed.fsdp import FSDPModule
 
-    found: set[torch.Tensor] = set()
     for module in model.modules():
-        for group in _parameter_groups(module._get_fsdp_state()) if isinstance(module, FSDPModule) else ():
-            for parameter in group.fsdp_params:
-                gathered = getattr(parameter, "_unsharded_param", None)
-                if gathered is not None and (has_hooks(gathered) or has_grad_hooks(gathered)):
-                    found.add(parameter.sharded_param)
-    return found
+        if isinstance(module, FSDPModule):
+            yield module._get_fsdp_state()
 
 
 def _reset_iteration(root: Any) -> None:
@@ -1001,6 +1005,11 @@ def found_infs(scaler: torch.amp.GradScaler, optimizers: list[torch.optim.Optimi
     records: Any = scaler._per_optimizer_states
     found = [records[id(optimizer)]["found_inf_per_device"] for optimizer in optimizers]
     return [flag for by_device in found for flag in by_device.values()]
+
+
+def forget_unscaled(scaler: torch.amp.GradScaler) -> None:
+    """Let a scaler unscale again after a step that failed before its ``update``, which alone forgets it."""
+    scaler._per_optimizer_states.clear()
 
 
 def known_scale(scaler: torch.amp.GradScaler) -> float | None:

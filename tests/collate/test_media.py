@@ -87,9 +87,9 @@ def test_placeholders_without_an_image_are_refused(name: str) -> None:
     ids = torch.tensor([[3, 7, 7, 5]])
     batch = {"input_ids": ids, "labels": ids.clone()}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    kind = name.partition("_")[0]
+    what = {"image": "an image", "video": "a video", "audio": "a sound"}[name.partition("_")[0]]
     for call in (lambda: fs.train_step(model, [batch], optimizer), lambda: fs.evaluate(model, [batch])):
-        with pytest.raises(fs.BatchError, match=f"2 ids 7, at which the model expects an {kind}"):
+        with pytest.raises(fs.BatchError, match=f"2 ids 7, which stand for {what}, and no"):
             call()
     other = {"input_ids": ids - 1, "labels": ids - 1}
     assert fs.train_step(model, [other], optimizer).num_targets == 3

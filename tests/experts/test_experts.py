@@ -219,6 +219,35 @@ def test_what_cannot_be_watched_is_refused() -> None:
     assert again == load
 
 
+def test_a_load_is_applied_once_whatever_comes_after_it() -> None:
+    model = _with_biases().to(device_here())
+    fs.watch_experts(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    batch = {name: value.to(device_here()) for name, value in _batch(0, 0, PADDED).items()}
+    failing = {"mid-forward": False}
+
+    def fail(*_: object) -> None:
+        if failing["mid-forward"] and torch.is_grad_enabled():
+            raise KeyError("planted")
+
+    model.model.layers[-1].register_forward_hook(fail)
+    fs.train_step(model, [batch], optimizer)
+    assert fs.update_router_bias(model, rate=0.1)
+    moved = {name: bias.clone() for name, bias in model.named_buffers()}
+    beyond = {**batch, "input_ids": batch["input_ids"] + 10**6}
+    with pytest.raises(fs.VocabularyError):
+        fs.train_step(model, [beyond], optimizer)
+    assert fs.update_router_bias(model, rate=0.1) == []
+    failing["mid-forward"] = True
+    with pytest.raises(KeyError, match="planted"):
+        fs.train_step(model, [batch], optimizer)
+    failing["mid-forward"] = False
+    assert fs.update_router_bias(model, rate=0.1) == []
+    assert all(torch.equal(moved[name], bias) for name, bias in model.named_buffers())
+    fs.train_step(model, [batch], optimizer)
+    assert fs.update_router_bias(model, rate=0.1)
+
+
 def test_a_low_bias_is_refused() -> None:
     model = _with_biases()
     fs.watch_experts(model)

@@ -63,3 +63,35 @@ def _by_hand() -> float:
 def test_torch_still_reads_the_scale_before_it_has_arrived() -> None:
     found = run_simulated(_by_hand, 1, copy_delay=0.05)
     assert found != [3.0], "torch waits for the copy now: keep_scale_on_host can go"
+
+
+class _FailsOnce(torch.optim.SGD):
+    fails = True
+
+    def step(self, closure: Any = None) -> Any:
+        if self.fails:
+            self.fails = False
+            raise torch.OutOfMemoryError("of the optimizer")
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("what", ["an optimizer that fails", "an optimizer of frozen parameters"])
+def test_the_scaler_goes_on_after(what: str) -> None:
+    model, plain = tiny_model("llama"), tiny_model("llama")
+    batches = ragged_batches(2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    first, rest = list(model.model.layers[0].parameters()), list(model.parameters())
+    rest = [p for p in rest if not any(p is other for other in first)]
+    if what == "an optimizer that fails":
+        optimizers = [_FailsOnce(first, lr=0.0), torch.optim.SGD(rest, lr=0.0)]
+        with pytest.raises(torch.OutOfMemoryError, match="of the optimizer"):
+            fs.train_step(model, batches, optimizers, scaler=scaler)
+    else:
+        optimizers = [torch.optim.SGD(first, lr=0.0), torch.optim.SGD(rest, lr=0.0)]
+        for each in (model, plain):
+            each.model.layers[0].requires_grad_(False)
+    expected = fs.train_step(plain, batches, torch.optim.SGD(plain.parameters(), lr=0.0)).grad_norm
+    for _ in range(2):
+        result = fs.train_step(model, batches, optimizers, scaler=scaler)
+        assert not result.skipped
+        assert result.grad_norm == pytest.approx(expected, rel=1e-5)

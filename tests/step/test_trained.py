@@ -196,6 +196,13 @@ def _all_frozen() -> Any:
     return lambda: fs.train_step(model, _mine(), optimizer)
 
 
+def _frozen_on_one() -> Any:
+    model = _sharded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.requires_grad_(dist.get_rank() == 0)
+    return lambda: fs.train_step(model, _mine(), optimizer)
+
+
 def _other_norm() -> Any:
     model = _sharded()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -248,6 +255,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "experts watched by one rank": (_watched_by_one, fs.BatchError, "watched=True and False"),
     "all frozen": (_all_frozen, fs.OptimizerError, "no parameter is trained"),
+    "all frozen on one": (_frozen_on_one, fs.OptimizerError, "no parameter is trained"),
     "another norm in a tensor": (_other_norm, fs.BatchError, "max_grad_norm="),
     "a penalty on shards": (
         _penalty,

@@ -18,6 +18,13 @@ MISTAKES = [
         ("tests/export/test_export.py",),
     ),
     Mistake(
+        "a step is loaded into adapters of another factor",
+        "dcp_io/adapter_settings.py",
+        "    if apart:",
+        "    if False:",
+        ("tests/test_adapters.py",),
+    ),
+    Mistake(
         "an export merges adapters into the model's own weights",
         "export/hf.py",
         "part.clone() if is_own else part",

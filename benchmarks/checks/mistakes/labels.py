@@ -6,6 +6,13 @@ ATTENTION_MASK = '"attention_mask": self._pad([ones * len(chat.input_ids) for ch
 LABELS = '"labels": self._pad([chat.labels for chat in chats], length, IGNORE_INDEX),'
 MISTAKES = [
     Mistake(
+        "a row is trained without its image",
+        "collate/media.py",
+        "    if found:",
+        "    if False:",
+        ("tests/collate/test_media.py",),
+    ),
+    Mistake(
         "tokens that do not spell the text are taken for ones that do",
         "collate/tokens.py",
         'if b"".join(pieces) == text.encode() else None',

@@ -66,5 +66,5 @@ def update_router_bias(model: nn.Module, *, rate: float) -> list[str]:
         step = (rate * (load.mean() - load).sign()).to(bias.dtype).reshape(bias.shape)
         with torch.no_grad():
             local_of(bias).add_(part_of(step, box_of(bias)))
-    counter.is_empty = True  # it is applied once, also where the next step fails
+    counter.is_empty = True
     return [name for name, _ in biases.values()]

@@ -71,7 +71,8 @@ class ExpertCounter:
         layers: Layers of the model that have experts.
         last: Tokens of each expert in the last window on all ranks, for each layer int64 ``(experts,)`` on
             the device.
-        is_empty: Whether the last window had no forward, so that no expert was given anything.
+        is_empty: Whether there is nothing to balance by: the last window had no forward, or failed, or its
+            load has been applied.
     """
 
     def __init__(self, layers: list[_Layer]) -> None:
@@ -121,7 +122,7 @@ class ExpertCounter:
 
     def abandon(self) -> None:
         """End a window that failed: its counts are for nobody."""
-        self._is_open = False
+        self._is_open, self.is_empty = False, True
 
     def finish(self, mesh: "DeviceMesh | None", device: torch.device) -> "LateLoad":
         """End the window, and start to copy the counts of all ranks to the host.

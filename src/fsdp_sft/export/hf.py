@@ -270,10 +270,10 @@ def _sources(model: nn.Module, twin: nn.Module, content: ModelTensors) -> dict[s
     aliases: dict[str, list[str]] = {}
     for name, first in content.names.items():
         aliases.setdefault(first, []).append(name)
-    shared = any(len(names) > 1 for names in aliases.values())
-    as_read = (
-        {n: id(t) for n, t in tied_meta_twin(model).state_dict(keep_vars=True).items()} if shared else {}
-    )
+    as_read: dict[str, int] = {}
+    if any(len(names) > 1 for names in aliases.values()):
+        reader = tied_meta_twin(model) if twin is model else twin
+        as_read = {name: id(tensor) for name, tensor in reader.state_dict(keep_vars=True).items()}
     together: dict[tuple[str, int | None], list[str]] = {}
     for first, names in aliases.items():
         for name in names:

@@ -39,10 +39,11 @@ def check_of(model: nn.Module, *, own_loss: bool) -> Callable[[Any], None]:
     return check
 
 
+# By the name of an id in the config: what it stands for, and parts of the keys that bring it.
 _FEATURES = {
-    "image": ("pixel_values", "image"),
-    "video": ("pixel_values", "video"),
-    "audio": ("input_features", "audio"),
+    "image": ("an image", ("pixel_values", "image")),
+    "video": ("a video", ("pixel_values", "video")),
+    "audio": ("a sound", ("input_features", "audio")),
 }
 
 
@@ -64,14 +65,15 @@ def _refuse_placeholders(batch: Any, placeholders: dict[str, int]) -> None:
     if not isinstance(ids, torch.Tensor):
         return
     for kind, value in placeholders.items():
-        if any(part in str(key) for key in batch for part in _FEATURES[kind]):
+        what, parts = _FEATURES[kind]
+        if any(part in str(key) for key in batch for part in parts):
             continue
         found = int((ids == value).sum())
         if found:
             raise BatchError(
-                f"the batch has {found} ids {value}, at which the model expects an {kind}, and no {kind}: it "
-                "would be trained on the placeholder. Add what the model's processor makes of it "
-                f"({_FEATURES[kind][0]}...), or leave such texts out"
+                f"the batch has {found} ids {value}, which stand for {what}, and no {what.split()[1]}: the "
+                "model would be trained on the placeholder. Add what its processor makes of it "
+                f"({parts[0]}...), or leave such texts out"
             )
 
 

@@ -43,9 +43,6 @@ def checked_optimizers(
     reshard(model)  # a gathered parameter is another tensor than its shard
     names = parameter_names(model)
     _refuse_replaced(names, optimizers)
-    stepped = (parameter for one in optimizers for parameter in _stepped(one))
-    if not any(parameter.requires_grad for parameter in (*names, *stepped)):
-        raise OptimizerError("no parameter is trained: all of them are frozen (requires_grad is False)")
     if len(optimizers) > 1:
         _refuse_shared_or_left_out(names, optimizers)
     return optimizers, names
@@ -137,7 +134,7 @@ def step_all(
 ) -> None:
     """Step the optimizers, unless the step is ``skipped``, and update the scaler."""
     for optimizer in () if skipped else optimizers:
-        if scaler is not None and not any(p.grad is not None for p in _stepped(optimizer)):
+        if scaler is not None and not any(p.grad is not None for p in stepped_by(optimizer)):
             continue  # all that it holds is frozen: the scaler would miss what it looks for in gradients
         if scaler is not None:
             scaler.step(optimizer)
@@ -159,9 +156,9 @@ def _needed(function: Any) -> list[str]:
     return [name for name in needed if name != "self"]
 
 
-def _stepped(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """All tensors of an optimizer's groups."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+def stepped_by(*optimizers: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """All tensors of the optimizers' groups."""
+    return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
 
 
 def _refuse_replaced(given: dict[nn.Parameter, str], optimizers: list[torch.optim.Optimizer]) -> None:
@@ -171,7 +168,7 @@ def _refuse_replaced(given: dict[nn.Parameter, str], optimizers: list[torch.opti
     were gathered lacks those; a forward without a backward leaves the root's parameters gathered.
     """
     trained = {id(p): name for p, name in given.items() if p.requires_grad}
-    stepped = {id(parameter) for optimizer in optimizers for parameter in _stepped(optimizer)}
+    stepped = {id(parameter) for optimizer in optimizers for parameter in stepped_by(optimizer)}
     left_out = [name for identity, name in trained.items() if identity not in stepped]
     foreign = stepped - {id(parameter) for parameter in given}
     if foreign and left_out:
@@ -190,7 +187,7 @@ def _refuse_shared_or_left_out(
     names = {id(parameter): name for parameter, name in given.items()}
     found: dict[int, int] = {}
     for number, optimizer in enumerate(optimizers):
-        for identity in {id(parameter) for parameter in _stepped(optimizer)}:
+        for identity in {id(parameter) for parameter in stepped_by(optimizer)}:
             other = found.setdefault(identity, number)
             if other != number:
                 raise OptimizerError(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from fsdp_sft._compat import forget_failed_iteration, forget_held_back, known_scale
+from fsdp_sft._compat import forget_failed_iteration, forget_held_back, forget_unscaled, known_scale
 from fsdp_sft._expert_parallel import refuse_divided_twice
 from fsdp_sft._meshes import copies_of_rows
 from fsdp_sft._parts import part
@@ -184,7 +184,7 @@ def train_step(
         count_fn=count_fn,
         needs_ids=loss_fn is None,
         check=check,
-        check_model=partial(refuse_untrainable, model, names, mesh, look=bool(anew)),
+        check_model=partial(refuse_untrainable, model, names, optimizers, mesh, look=bool(anew)),
         look=look,
         anew=anew,
         own_loss=loss_fn is not None,
@@ -194,10 +194,7 @@ def train_step(
             "grad_sync": grad_sync,
             "verify": verify,
             "check_labels": check_labels,
-            "trained": tuple(name for parameter, name in names.items() if parameter.requires_grad),
-            "optimizers": options_of(optimizers),
-            "scale": None if scaler is None else known_scale(scaler),
-            "watched": counter_of(model) is not None,
+            **_of_the_state(model, names, optimizers, scaler),
             **objective.options(),
         },
     )
@@ -242,6 +239,8 @@ def train_step(
         forget_failed_iteration(model)
         if counter is not None:
             counter.abandon()
+        if scaler is not None:
+            forget_unscaled(scaler)
         raise
     finally:
         for one in optimizers:
@@ -252,6 +251,21 @@ def train_step(
     for each in () if result.skipped else schedulers:
         each.step()
     return result
+
+
+def _of_the_state(
+    model: nn.Module,
+    names: dict[nn.Parameter, str],
+    optimizers: list[torch.optim.Optimizer],
+    scaler: torch.amp.GradScaler | None,
+) -> dict[str, Any]:
+    """What is no argument of a step and has to be the same on all ranks."""
+    return {
+        "trained": tuple(name for parameter, name in names.items() if parameter.requires_grad),
+        "optimizers": options_of(optimizers),
+        "scale": None if scaler is None else known_scale(scaler),
+        "watched": counter_of(model) is not None,
+    }
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from fsdp_sft.adapters import refuse_merged
 from fsdp_sft.distributed import DP_REPLICATE
 from fsdp_sft.errors import OptimizerError, UnsupportedModelError, abridged
 from fsdp_sft.shard import refuse_hooks
+from fsdp_sft.step.optimizers import stepped_by
 from fsdp_sft.step.window import raise_if_any
 
 if TYPE_CHECKING:
@@ -47,8 +48,11 @@ def refuse_beside(
     """
     if mesh is None or mesh.size() == 1 or copies_of_rows(mesh) > 1:
         return
-    held = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-    beside = [parameter for parameter in held if parameter.grad is not None and parameter not in names]
+    beside = [
+        parameter
+        for parameter in stepped_by(*optimizers)
+        if parameter.grad is not None and parameter not in names
+    ]
     if beside:
         raise OptimizerError(
             f"the optimizer steps {len(beside)} tensors (the first of shape {tuple(beside[0].shape)}) that "
@@ -58,21 +62,32 @@ def refuse_beside(
 
 
 def refuse_untrainable(
-    model: nn.Module, names: dict[nn.Parameter, str], mesh: "DeviceMesh | None", *, look: bool
+    model: nn.Module,
+    names: dict[nn.Parameter, str],
+    optimizers: list[torch.optim.Optimizer],
+    mesh: "DeviceMesh | None",
+    *,
+    look: bool,
 ) -> None:
     """Refuse a model that cannot be trained as it is.
 
     Args:
         model: Model, whose parameters are not gathered.
         names: Its parameters with their names.
+        optimizers: Those that step them.
         mesh: Ranks that share the window.
         look: Whether its modules may have changed since they were looked at.
 
     Raises:
         AdapterError: If adapters are merged into it.
+        OptimizerError: If nothing is trained.
         UnsupportedModelError: If gradients of its parameters would not be reduced, or if a module keeps
             running statistics of its inputs, which are those of this rank's rows.
     """
+    if not any(parameter.requires_grad for parameter in (*names, *stepped_by(*optimizers))):
+        raise OptimizerError(
+            "no parameter is trained: all are frozen. Set requires_grad of those that are to be trained"
+        )
     looked = findings(model, _Modules)
     if look or looked.norms is None:
         refuse_merged(model, "training")
