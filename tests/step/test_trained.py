@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional as F
 
 import fsdp_sft as fs
@@ -179,6 +179,22 @@ def _replaced(name: str, gathered: bool) -> Any:
     module = model.get_submodule(name)
     module.weight = nn.Parameter(module.weight.detach().clone(), requires_grad=False)
     return lambda: fs.train_step(model, _mine(), optimizer)
+
+
+def _values_replaced() -> None:
+    """As the message on replaced parameters advises."""
+    model = _sharded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    fs.train_step(model, _mine(), optimizer)
+    parameter, value = model.lm_head.weight, torch.ones(101, 32, device=device_here())
+    with torch.no_grad():
+        parameter.copy_(distribute_tensor(value, parameter.device_mesh, parameter.placements))
+    fs.train_step(model, _mine(), optimizer)
+    assert torch.equal(full(model.lm_head.weight), value.cpu())
+
+
+def test_values_are_replaced_as_advised() -> None:
+    run_distributed(_values_replaced, 2)
 
 
 def _watched_by_one() -> Any:
