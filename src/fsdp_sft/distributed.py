@@ -319,8 +319,8 @@ def reshard(model: torch.nn.Module) -> None:
         names = [f"{fqns.get(id(module), '?')}.{name}" for module, name in replaced]
         raise UnsupportedModelError(
             f"{abridged(names)} were replaced after the first forward of the sharded model: FSDP2 computes "
-            "with the parameters that it has sharded, and puts them back. Replace them before shard_model, or "
-            "change their values under torch.no_grad(): parameter.copy_(distribute_tensor(value, "
+            "with the parameters that it has sharded, and puts them back. Replace them before shard_model, "
+            "or change their values under torch.no_grad(): parameter.copy_(distribute_tensor(value, "
             "parameter.device_mesh, parameter.placements)), of torch.distributed.tensor"
         )
 
