@@ -13,8 +13,8 @@ REASONS: dict[str, str] = {
         "the backward of complex numbers, which plain Llama 4 rotates with, ends such a process"
     ),
     "tests/loss/test_own.py::test_the_penalty_of_ada_lora": (
-        "peft's torch.eye(out=) of a DTensor would resize its storage: on the CPU it fails at once, here in the "
-        "queue of the device, and each later operation with it"
+        "peft's torch.eye(out=) of a DTensor would resize its storage: on the CPU it fails at once, here in "
+        "the queue of the device, and each later operation with it"
     ),
     "tests/watchdog/test_watch.py::test_the_rank_is_named_on_all_that_live_within_the_set_time[exchange-2": (
         "the host of a rank that waits goes on until it needs the device, so it is not seen in the exchange; "
