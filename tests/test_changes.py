@@ -281,6 +281,46 @@ def test_all_ranks_hear_of_a_change_on_one() -> None:
     run_distributed(_on_one_rank, 2, timeout=60)
 
 
+def _in_a_loop_of_ones_own() -> None:
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    model, batches = tiny_model("llama"), ragged_batches(2)
+    fs.shard_model(model, mesh=mesh_here(), mp_policy=MixedPrecisionPolicy())
+    before = float(fs.loss_sum(model, batches[rank])[0])
+    changes: dict[str, Any] = {
+        "its modules, hooks": lambda: model.lm_head.register_forward_hook(lambda *_: None),
+        "its numbers that scale": lambda: setattr(model.config, "logits_scaling", 7.0),
+    }
+    for words, change in changes.items():
+        if rank == 1:  # and the other rank waits for it in prepare_loss, not in a forward
+            change()
+            with pytest.raises(fs.ModelLossError, match=r"call prepare_loss\(model\) on all ranks") as caught:
+                fs.loss_sum(model, batches[rank])
+            assert words in str(caught.value)
+        fs.prepare_loss(model)
+        assert float(fs.loss_sum(model, batches[rank])[0]) == pytest.approx(before, rel=1e-5)
+
+
+def test_a_change_on_one_rank_is_refused_in_a_loop_of_ones_own() -> None:
+    run_distributed(_in_a_loop_of_ones_own, 2, timeout=60)
+
+
+def test_adapters_that_are_switched_off_for_a_while_are_no_other_forward() -> None:
+    peft = pytest.importorskip("peft")
+    from fsdp_sft._record import is_changed
+
+    model = fs.add_adapters(tiny_model("llama"), peft.LoraConfig(r=2, target_modules="all-linear"))
+    batch = ragged_batches(1)[0]
+    fs.loss_sum(model, batch)
+    with model.disable_adapter():
+        assert not is_changed(model)
+        off = float(fs.loss_sum(model, batch)[0])
+    assert off == pytest.approx(float(fs.loss_sum(tiny_model("llama"), batch)[0]), rel=1e-6)
+    model.merge_adapter()
+    assert is_changed(model)
+
+
 def _shared_rows() -> None:
     model, ids = tiny_model("llama"), torch.arange(3, 35).view(2, 16)
     batch = {"input_ids": ids, "labels": ids}

@@ -51,7 +51,7 @@ def forward_state(model: nn.Module) -> tuple[Any, ...]:
         for name in _OWN:
             if name in own:
                 parts.append(own[name])
-        if _MERGED in own:
+        if own.get(_MERGED):  # without one, peft's layers look at the flag in each forward, and so do we
             parts.append((*own[_MERGED], own.get("_disable_adapters")))
         if _LOSS in own:
             parts.append(function_state(own[_LOSS]))

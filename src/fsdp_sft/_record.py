@@ -84,9 +84,3 @@ def forget_findings(model: nn.Module) -> None:
     """Find everything out anew; what is found out by collectives, all ranks must forget together."""
     record = record_of(model)
     record._found, record._forward = {}, None
-
-
-def refresh(model: nn.Module) -> None:
-    """Forget what was found out if the model's forward has changed since."""
-    if is_changed(model):
-        forget_findings(model)

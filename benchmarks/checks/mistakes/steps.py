@@ -231,6 +231,13 @@ MISTAKES: list[Mistake] = [
         CHANGES,
     ),
     Mistake(
+        "a rank looks at a changed model alone in a loop of the caller's own",
+        "loss/prepare.py",
+        "    if mesh is not None and mesh.size() > 1:\n        what",
+        "    if False:\n        what",
+        CHANGES,
+    ),
+    Mistake(
         "only the first ids are looked at behind the head",
         "loss/head.py",
         "_known(logits, number).expand(logits.shape), logits.detach())",

@@ -11,7 +11,6 @@ from torch import nn
 
 from fsdp_sft._expert_parallel import refuse_divided_twice
 from fsdp_sft._meshes import CP
-from fsdp_sft._record import refresh
 from fsdp_sft._streams import travelling
 from fsdp_sft.collate import refuse_masked_pack
 from fsdp_sft.context_parallel import SequenceGroup, WholeRows, compare_again, part_of_rows, sequence_group_of
@@ -38,7 +37,7 @@ from fsdp_sft.loss.counting import (
 )
 from fsdp_sft.loss.head import loss_at_head, takes_use_cache
 from fsdp_sft.loss.part import BatchPart, part_of, tokens_of
-from fsdp_sft.loss.prepare import LossImpl, check_impl, choice_for, refuse_encoder_decoder
+from fsdp_sft.loss.prepare import LossImpl, check_impl, choice_for, look_again, refuse_encoder_decoder
 from fsdp_sft.loss.terms import PLAIN, Terms, summed_loss
 
 if TYPE_CHECKING:
@@ -87,8 +86,10 @@ def loss_sum(
 
     Raises:
         ModelLossError: If the model's own loss is not the cross entropy; the message says what it does. Also
-            if the router's loss is not transformers' usual one, but has to be computed over several ranks or
-            without a pack's filler, which is possible for that one only.
+            if the model's forward has changed since its loss was looked at and several ranks hold it: call
+            ``prepare_loss`` on all of them after such a change. Also if the router's loss is not
+            transformers' usual one, but has to be computed over several ranks or without a pack's filler,
+            which is possible for that one only.
         ValueError: If the model is an encoder-decoder or a classifier, if the batch has no proper labels, or
             if the model's loss cannot be computed by ``impl``.
 
@@ -102,7 +103,7 @@ def loss_sum(
         >>> loss.dtype, loss.shape
         (torch.float32, torch.Size([]))
     """
-    group = None if torch.compiler.is_compiling() else _looked_at_again(model)
+    group = None if torch.compiler.is_compiling() else _looked_at_again(model, impl)
     batch = batch if group is None else part_of(batch, group)
     summed, router = loss_parts(model, batch, impl, router_loss, Terms(label_smoothing, z_loss))
     targets = num_targets(batch)
@@ -112,9 +113,10 @@ def loss_sum(
     return summed, targets
 
 
-def _looked_at_again(model: nn.Module) -> SequenceGroup | None:
+def _looked_at_again(model: nn.Module, impl: LossImpl) -> SequenceGroup | None:
     """The ranks that share the model's rows; what was found out about another forward is forgotten."""
-    refresh(model)
+    check_impl(impl)
+    look_again(model, impl)
     group = sequence_group_of(model)
     compare_again(model, group)
     return group
@@ -171,7 +173,7 @@ def causal_lm_loss(
         refuse_divided_twice(model)
     check_num_targets(num_targets)
     weight = _weight_of_window(batch, num_targets, target_weight)
-    group = None if torch.compiler.is_compiling() else _looked_at_again(model)
+    group = None if torch.compiler.is_compiling() else _looked_at_again(model, impl)
     batch = batch if group is None else part_of(batch, group)
     summed, router = loss_parts(model, batch, impl, router_loss, Terms(label_smoothing, z_loss), mesh)
     if router is not None:

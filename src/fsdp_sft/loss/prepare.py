@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import nn
 
 from fsdp_sft._compat import original_class
-from fsdp_sft._record import findings
+from fsdp_sft._record import findings, forget_findings, is_changed
 from fsdp_sft._wrappers import unwrapped
 from fsdp_sft.distributed import compute_device, mesh_of, sum_over_mesh
 from fsdp_sft.errors import ModelLossError, NotFusedError
@@ -45,7 +45,9 @@ def prepare_loss(model: nn.Module, *, impl: LossImpl = "auto", compare: bool = T
     around it, would not see the logits, so a model with such hooks gets full logits.
 
     Without a call, the first loss under ``"auto"`` does the same. If the model is sharded afterwards, or its
-    head replaced or its scale changed, the choice is made again.
+    head replaced or its scale changed, the choice is made again: by ``train_step`` and ``evaluate``, whose
+    ranks agree on it, and in one process. ``loss_sum`` and ``causal_lm_loss`` on several ranks raise; call
+    this function on all of them after the change.
 
     Args:
         model: Decoder-only language model with its weights, sharded or not. Its mode, buffers, gradients and
@@ -82,6 +84,7 @@ def prepare_loss(model: nn.Module, *, impl: LossImpl = "auto", compare: bool = T
     additions_to(model, None)
     choices = findings(model, _Choices).by_impl
     choice = _decide(model, impl)
+    choices.clear()  # those for another impl may be of other numbers
     choices.update({impl: choice, "auto": choice})
     return choice.impl
 
@@ -102,6 +105,31 @@ def needs_choice(model: nn.Module, impl: LossImpl) -> bool:
     """Whether this rank would choose in its next loss: there is no choice yet, or settings have changed."""
     choice = findings(model, _Choices).by_impl.get(impl)
     return impl != "logits" and (choice is None or not choice.holds(model))
+
+
+def look_again(model: nn.Module, impl: LossImpl) -> None:
+    """Forget what was found out about another forward, in a loop that makes no agreement of its own.
+
+    Looking again takes collectives. Nothing tells here whether other ranks have seen a change, too, and those
+    that have not would wait in the model's forward for this one.
+
+    Raises:
+        ModelLossError: If there is a change, and several ranks hold the model.
+    """
+    changed = is_changed(model)
+    choice = None if changed else findings(model, _Choices).by_impl.get(impl)
+    if not changed and (choice is None or choice.holds(model)):
+        return
+    mesh = mesh_of(model)
+    if mesh is not None and mesh.size() > 1:
+        what = "modules, hooks, functions or flags" if changed else "numbers that scale its logits"
+        name = original_class(unwrapped(model)).__name__
+        raise ModelLossError(
+            f"the forward of {name} has changed since its loss was looked at (its {what}), and other ranks "
+            "may not have changed it: in a loop of your own, call prepare_loss(model) on all ranks after "
+            "such a change"
+        )
+    forget_findings(model)
 
 
 def forget_choice(model: nn.Module, impl: LossImpl) -> None:

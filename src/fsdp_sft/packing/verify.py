@@ -10,7 +10,7 @@ from torch import nn
 from fsdp_sft._agree import raise_first, world_size
 from fsdp_sft._compat import attention_of, original_class
 from fsdp_sft._model import text_config, uncompiled, undisturbed
-from fsdp_sft._record import findings, refresh
+from fsdp_sft._record import findings, forget_findings, is_changed
 from fsdp_sft._rounding import TOLERANCES, logits_tolerance
 from fsdp_sft._wrappers import unwrapped
 from fsdp_sft.adapters import forward_parameters
@@ -109,8 +109,10 @@ def verify_packing(model: nn.Module, *, max_length: int, mesh: "DeviceMesh | Non
     """
     if isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < 1:
         raise ValueError(f"max_length must be a positive integer, got {max_length!r}")
-    refresh(model)
-    report, _ = verify(model, max_length, mesh if mesh is not None else mesh_of(model), untold_is_error=True)
+    mesh = mesh if mesh is not None else mesh_of(model)
+    if any(sum_over_mesh([is_changed(model)], mesh)):
+        forget_findings(model)
+    report, _ = verify(model, max_length, mesh, untold_is_error=True)
     return report
 
 
