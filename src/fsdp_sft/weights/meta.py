@@ -18,6 +18,7 @@ from fsdp_sft._compat import (
 )
 from fsdp_sft._model import meta_twin
 from fsdp_sft.errors import CheckpointFormatError
+from fsdp_sft.weights.quantised import refuse_quantised
 from fsdp_sft.weights.vocabulary import build_with_vocabulary
 
 if TYPE_CHECKING:
@@ -111,10 +112,6 @@ def meta_model(
     cls, config = _class_and_config(
         str(name_or_path), revision, attn_implementation, trust_remote_code, dict(config_overrides or {})
     )
-    if getattr(config, "quantization_config", None) is not None:
-        raise CheckpointFormatError(
-            f"{name_or_path} is quantised; load it with transformers, dequantize() it, and save that"
-        )
     config.name_or_path = str(name_or_path)
     if new_vocab_size is None:
         model = build_like_from_pretrained(cls, config, dtype)
@@ -153,6 +150,7 @@ def _class_and_config(
 
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": remote}
     config = _auto_config(name, options)
+    refuse_quantised(name, config)
     architecture = _architecture(name, config, overrides)
     cls: Any = _remote_class(config, architecture, name, revision) if remote else None
     cls = cls or getattr(transformers, architecture, None)

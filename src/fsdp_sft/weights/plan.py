@@ -25,6 +25,7 @@ from fsdp_sft.weights.provenance import (
     contiguous_strides,
     source,
 )
+from fsdp_sft.weights.quantised import WITHOUT_A_WORD, is_scaled, refuse_packed
 from fsdp_sft.weights.resolve import Checkpoint
 from fsdp_sft.weights.vocabulary import shapes_before_new_tokens
 
@@ -164,7 +165,8 @@ def make_plan(
                 left_over[target.name] = first
     _resolve_ties(plan, model, tensors, found)
     _count_classes(plan, checkpoint)
-    _settle_missing(plan, tensors, found, missing)
+    _settle_missing(plan, tensors, found)
+    _refuse_missing(plan, checkpoint, left_over, missing)
     _settle_unexpected(plan, left_over, unexpected)
     return plan
 
@@ -256,18 +258,16 @@ def _check_fits(
     keys: list[str],
     before: tuple[int, ...] | None,
 ) -> None:
-    """Refuse a stored tensor of another shape than the model's, or one that is quantised."""
+    """Refuse a stored tensor that is quantised, or of another shape than the model's."""
+    if isinstance(tensor, nn.Parameter) and tensor.is_floating_point() and is_scaled(read.dtype):
+        raise CheckpointFormatError(
+            f"{name!r} is stored as {read.dtype} (from {abridged(keys)}): it is quantised, and its "
+            f"config does not say how: {WITHOUT_A_WORD}"
+        )
     if tensor.shape != read.shape and tuple(read.shape) != before:
         raise CheckpointFormatError(
             f"{name!r} has shape {tuple(tensor.shape)} in the model and {tuple(read.shape)} in the "
             f"checkpoint (from {abridged(keys)}); is this checkpoint of this model?"
-        )
-    # A parameter in integers or 8-bit floats is a quantised one, and needs scales that are stored beside it.
-    scaled = read.dtype.itemsize == 1 or not read.dtype.is_floating_point
-    if isinstance(tensor, nn.Parameter) and tensor.is_floating_point() and scaled:
-        raise CheckpointFormatError(
-            f"{name!r} is stored as {read.dtype} (from {abridged(keys)}): the checkpoint is quantised; "
-            "load it with transformers, dequantize() it, and save that"
         )
 
 
@@ -345,16 +345,22 @@ def _count_classes(plan: LoadPlan, checkpoint: Checkpoint) -> None:
     plan.class_bytes["other"] += sum(key_bytes(key) for group in plan.groups for key in group.keys)
 
 
-def _settle_missing(
-    plan: LoadPlan, tensors: Mapping[str, torch.Tensor], found: Mapping[str, Target], policy: str
-) -> None:
-    """Note which tensors the checkpoint does not fill; raise if that is an error."""
+def _settle_missing(plan: LoadPlan, tensors: Mapping[str, torch.Tensor], found: Mapping[str, Target]) -> None:
+    """Note which tensors the checkpoint does not fill."""
     absent = [name for name in plan.twin.state_dict() if name not in found]
     # Tied names are one tensor, which is initialised once, under the first of them.
     first_names = {id(tensors[name]): name for name in reversed(absent)}
     allowed, _ = ignored_on_load(plan.twin)
     plan.missing = [name for name in absent if not matches_any(name, allowed)]
     plan.initialised = [name for name in absent if first_names[id(tensors[name])] == name]
+
+
+def _refuse_missing(
+    plan: LoadPlan, checkpoint: Checkpoint, left_over: Mapping[str, str], policy: str
+) -> None:
+    """Refuse missing values, if that is an error; in any case those that are stored in a quantised form."""
+    stored = {name: checkpoint.sources.get(key) for name, key in left_over.items()}
+    refuse_packed(plan.missing, {name: kept.entry.dtype for name, kept in stored.items() if kept is not None})
     if plan.missing and policy == "error":
         raise MissingKeysError(
             f"the checkpoint has no values for {abridged(plan.missing)} of {type(plan.twin).__name__}; "
