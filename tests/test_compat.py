@@ -79,6 +79,13 @@ PRIVATE = [
         "get_model_conversion_mapping",
         "transformers",
     ),
+    (
+        "_without_quantiser",
+        "transformers.conversion_mapping",
+        "get_model_conversion_mapping",
+        "transformers",
+    ),
+    ("_without_quantiser", "transformers.core_model_loading", "PrefixChange", "transformers"),
     ("build_like_from_pretrained", "transformers.monkey_patching", "patch_output_recorders", "transformers"),
 ]
 
@@ -328,6 +335,7 @@ def test_every_private_name_is_watched() -> None:
     watched |= {"compile_memory_budget", "backend_with_memory_budget", "_compile_with_memory_budget"}
     watched |= {"modules_being_traced", "changes_its_inputs", "draws_random_numbers_now"}
     # Attributes on instances, covered by the tests of export and loading themselves.
+    watched |= {"is_dequantised", "_is_of_quantiser"}  # by export/test_readback.py
     watched |= {"copy_weight_conversions", "keep_used_conversions", "initialise_computed", "tied_names"}
     watched |= {"run_conversion", "drop_tie", "tie_by_names", "original_class", "keeps_shards_on_host"}
     # Of wrappers, hooks, scalers, schedulers and tensor subclasses: covered by tests of what asks for them.

@@ -195,8 +195,41 @@ def copy_weight_conversions(source: nn.Module, target: nn.Module) -> None:
     ``from_pretrained`` keeps the conversions it used in ``_weight_conversions``, and only saving reads them.
     """
     conversions = getattr(source, "_weight_conversions", None)
+    if conversions is not None and is_dequantised(source):
+        conversions = _without_quantiser(target, conversions)
     if conversions is not None:
         target._weight_conversions = conversions
+
+
+def is_dequantised(model: nn.Module) -> bool:
+    """Whether transformers dequantised the model while loading, so that a save would quantise it again.
+
+    The quantiser's operations stay in ``_weight_conversions``, and what they do is done backwards on saving:
+    https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/core_model_loading.py, in
+    ``revert_weight_conversion``. ``save_pretrained(save_original_format=False)`` leaves all of them out.
+    """
+    conversions = getattr(model, "_weight_conversions", None) or []
+    return any(map(_is_of_quantiser, conversions)) and not getattr(model, "is_quantized", False)
+
+
+def _is_of_quantiser(conversion: Any) -> bool:
+    return any(hasattr(operation, "hf_quantizer") for operation in getattr(conversion, "operations", ()))
+
+
+def _without_quantiser(twin: nn.Module, used: list[Any]) -> list[Any]:
+    """The conversions of the class, in place of those that a quantiser has put operations into.
+
+    Of changes of a prefix there are those that were used: only loading can tell whether the prefix was there.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange
+
+    def place(entry: Any) -> tuple[Any, ...]:
+        return tuple(entry.source_patterns), tuple(entry.target_patterns), entry.scope_prefix
+
+    prefixes = {place(entry) for entry in used if isinstance(entry, PrefixChange)}
+    own = get_model_conversion_mapping(twin, add_legacy=False)  # type: ignore[arg-type]
+    return [entry for entry in own if not isinstance(entry, PrefixChange) or place(entry) in prefixes]
 
 
 def names_left_out_on_save(model: nn.Module) -> tuple[set[str], set[str]]:

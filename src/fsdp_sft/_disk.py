@@ -149,6 +149,26 @@ def write_bytes(path: Path, data: bytes) -> FileRecord:
     return FileRecord(len(data), hashlib.sha256(data).hexdigest())
 
 
+def check_room(folder: Path, need: int, what: str) -> None:
+    """Refuse to begin what the file system has no room for.
+
+    Args:
+        folder: An existing folder of the file system.
+        need: Bytes that will be written.
+        what: What will be written, for the error.
+
+    Raises:
+        OSError: ``ENOSPC``, with the need and what is free.
+    """
+    usage = shutil.disk_usage(folder)
+    if usage.total > 0 and usage.free < need:  # a file system without a size says that it has none
+        raise OSError(
+            errno.ENOSPC,
+            f"{what} takes {need / 2**30:,.2f} GiB and {folder} has {usage.free / 2**30:,.2f} GiB free: make "
+            "room, or take another folder",
+        )
+
+
 def sync_file(path: Path) -> None:
     """Force a file that has been written to the disk (fsync)."""
     fd = os.open(path, os.O_RDONLY)

@@ -229,10 +229,15 @@ def meta_twin(model: nn.Module, dtype: torch.dtype | None = None) -> Any:
     return build_like_from_pretrained(original_class(model), config, dtype)
 
 
-def tied_meta_twin(model: Any) -> nn.Module:
-    """Another model of the same class and config on the meta device, with weights tied as the config says."""
+def tied_meta_twin(model: Any, config: Any = None) -> nn.Module:
+    """Another model of the same class on the meta device, with weights tied as the config says.
+
+    Args:
+        model: A transformers model.
+        config: Config of the twin; None is that of the model.
+    """
     with torch.device("meta"):
-        return original_class(model)(copy.deepcopy(model.config))
+        return original_class(model)(copy.deepcopy(model.config if config is None else config))
 
 
 def tensors_in(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:

@@ -35,6 +35,7 @@ from fsdp_sft._kept import (
 )
 from fsdp_sft._meshes import EP, parameter_mesh
 from fsdp_sft._placement import shard_dim
+from fsdp_sft._quantised import refuse_quantised_model
 from fsdp_sft._recompiles import compile_block
 from fsdp_sft._wrappers import replicas_of
 from fsdp_sft.adapters import base_of, copied_modules
@@ -101,7 +102,8 @@ def shard_model(
         ValueError: If the model is sharded already, an argument is out of range, or a block is not part of
             this model.
         NoBlocksError: If ``blocks`` is None and none is found.
-        UnsupportedModelError: If a trained parameter has hooks, which would not run.
+        UnsupportedModelError: If a trained parameter has hooks, which would not run, or transformers holds
+            the weights quantised.
 
     Collective: all ranks of the mesh, with the same model.
     Memory: For a materialised model, its memory, which falls towards that of the shards, and that of one more
@@ -113,6 +115,7 @@ def shard_model(
         >>> report = fs.load_weights(model, path)
     """
     _refuse_sharded(model)
+    refuse_quantised_model(model)
     refuse_hooks({p: name for name, p in model.named_parameters()}, are_shards=False)
     given, mesh = mesh, parameter_mesh(mesh)
     policy = mp_policy or MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from torch import nn
 
 import fsdp_sft as fs
-from fsdp_sft.export import hf, hf_files, own_rows, target
+from fsdp_sft.export import hf_files, own_rows, plan, target
 from tests.harness.device import device_here, mesh_here
 from tests.harness.models import full, tiny_model
 from tests.harness.ranks import run_distributed
@@ -130,7 +130,7 @@ def _other_tensors(folder: str) -> None:
     inner.register_buffer("scratch", torch.ones(2), persistent=False)
     model._keep_in_fp32_modules_strict = {"input_layernorm"}
     fs.shard_model(model, mesh=mesh_here())
-    twin = hf._unsharded_twin(model)  # conversions are looked up by class
+    twin = plan.unsharded_twin(model)  # conversions are looked up by class
     assert type(twin).__name__ == "LlamaForCausalLM"
     assert {p.device.type for p in twin.parameters()} == {"meta"}
     fs.export_hf(model, f"{folder}/out", tokenizer=_Tokenizer())
@@ -244,7 +244,7 @@ def test_other_tensors_and_refusals(tmp_path: Path) -> None:
 
 def test_tensors_that_are_converted_together_are_grouped() -> None:
     outputs = {"a.0": ["x"], "b.0": ["y", "x"], "a.1": ["z"], "c": ["y"], "d": ["w"]}
-    assert hf._joined(outputs) == [["a.1"], ["a.0", "b.0", "c"], ["d"]]
+    assert plan.joined(outputs) == [["a.1"], ["a.0", "b.0", "c"], ["d"]]
 
 
 def _shared_head(model: Any) -> None:

@@ -1,7 +1,10 @@
 """Where an export goes: told before training, and never a reason to lose a trained model."""
 
+import errno
 import hashlib
 import os
+import shutil
+import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
@@ -51,9 +54,33 @@ def test_a_busy_folder_is_found_before_training(tmp_path: Path) -> None:
 
 
 def test_a_place_that_may_not_be_written_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)  # tests may run as root
-    with pytest.raises(PermissionError, match="cannot be written to"):
+    def refused(**options: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", options["dir"])
+
+    if os.path.isdir("/proc/self"):  # where os.access says yes to root
+        with pytest.raises(PermissionError, match="/proc cannot be written to"):
+            fs.check_export("/proc/out")
+    monkeypatch.setattr(tempfile, "TemporaryFile", refused)
+    with pytest.raises(PermissionError, match=r"cannot be written to \(Read-only file system\)"):
         fs.check_export(tmp_path / "deep" / "er")
+
+
+def test_a_full_disk_is_found_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, usage = tiny_model("llama"), shutil.disk_usage(tmp_path)
+    need = sum(p.numel() * 2 for p in model.parameters())
+    for free, fits in ((need, True), (need - 1, False)):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: usage._replace(free=free))
+        fs.check_export(tmp_path / "out")
+        if fits:
+            fs.check_export(tmp_path / "out", model=model)
+            continue
+        for call in (fs.check_export, fs.export_hf):
+            with pytest.raises(
+                OSError, match=r"the export to .*out takes .* GiB and .* has .* GiB free"
+            ) as caught:
+                call(out_dir=tmp_path / "out", model=model)
+            assert caught.value.errno == errno.ENOSPC
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_that_filled_meanwhile_costs_nothing(tmp_path: Path) -> None:

@@ -4,6 +4,34 @@ from benchmarks.checks.mistakes.mistake import Mistake
 
 MISTAKES = [
     Mistake(
+        "an export is not held against what its class reads",
+        "export/readback.py",
+        "    if unread:\n",
+        "    if False:\n",
+        ("tests/export/test_readback.py",),
+    ),
+    Mistake(
+        "an export of a dequantised model quantises it again",
+        "_compat.py",
+        "    if conversions is not None and is_dequantised(source):\n",
+        "    if False:\n",
+        ("tests/export/test_readback.py",),
+    ),
+    Mistake(
+        "an export begins without room on the disk",
+        "_disk.py",
+        "    if 0 < usage.total and usage.free < need:",
+        "    if False:",
+        ("tests/export/test_target.py",),
+    ),
+    Mistake(
+        "a quantised model is sharded",
+        "_quantised.py",
+        "        if config is None or not getattr(module, \"is_quantized\", False):",
+        "        if True:",
+        ("tests/export/test_readback.py",),
+    ),
+    Mistake(
         "old steps deleted unasked",
         "dcp_io/checkpoint.py",
         "keep_last: int | None = None,",
@@ -12,7 +40,7 @@ MISTAKES = [
     ),
     Mistake(
         "what is shared in the model alone is written once",
-        "export/hf.py",
+        "export/plan.py",
         "together.setdefault((first, as_read.get(name)), [])",
         "together.setdefault((first, None), [])",
         ("tests/export/test_export.py",),

@@ -5,17 +5,17 @@ from benchmarks.checks.mistakes.mistake import Mistake
 MISTAKES: list[Mistake] = [
     Mistake(
         "values that are stored packed are initialised at random",
-        "weights/quantised.py",
+        "_quantised.py",
         "        if beside:\n",
         "        if False:\n",
-        ("tests/weights/test_quantised.py",),
+        ("tests/test_quantised.py",),
     ),
     Mistake(
         "a part of a config that says quantised is not looked at",
-        "weights/quantised.py",
+        "_quantised.py",
         "            yield from _settings_in(value)\n",
         "            pass\n",
-        ("tests/weights/test_quantised.py",),
+        ("tests/test_quantised.py",),
     ),
     Mistake(
         "large pages are taken whatever they cost",

@@ -1,70 +1,36 @@
 """Export to a Hugging Face folder with the contents that ``save_pretrained`` of an unsharded model writes."""
 
 import os
-import re
 import shutil
-import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from fsdp_sft._agree import agreed, share, this_rank
 from fsdp_sft._boxes import local_of
 from fsdp_sft._compat import (
-    copy_weight_conversions,
-    keep_in_float32_patterns,
-    names_left_out_on_save,
     revert_weight_conversion,
 )
-from fsdp_sft._disk import sweep, temporary_beside
+from fsdp_sft._disk import check_room, sweep, temporary_beside
 from fsdp_sft._gather import Gatherer
 from fsdp_sft._model import (
     ModelTensors,
     clean_name,
-    model_tensors,
-    tied_meta_twin,
-    with_extra_tensors,
 )
-from fsdp_sft._vocabulary import warn_of_tokenizer
 from fsdp_sft._wrappers import unwrapped
 from fsdp_sft.adapters import adapted_layers, merged_weights, without_adapters
 from fsdp_sft.blocks import configs_without_caches
 from fsdp_sft.distributed import reshard
-from fsdp_sft.errors import abridged
-from fsdp_sft.export.hf_files import Described, HfFiles
+from fsdp_sft.export.hf_files import HfFiles
 from fsdp_sft.export.own_rows import has_whole_rows, open_own_rows
-from fsdp_sft.export.settings import export_config, write_settings
+from fsdp_sft.export.plan import ExportPlan, exportable, plan_export, refuse_tied, unsharded_twin
+from fsdp_sft.export.settings import write_settings
 from fsdp_sft.export.target import export_target, put_in_place, reachable
 from fsdp_sft.export.upload import make_repository, upload
-
-
-@dataclass(frozen=True)
-class ExportPlan:
-    """What an export writes. Rank 0 makes the plan, and all ranks get the same.
-
-    A *source* is a tensor of the model under the name that it is saved under before conversion.
-
-    Attributes:
-        sources: The model's first name of the tensor, by source.
-        dtypes: Dtype in the files, by source.
-        groups: Sources that have to be converted together.
-        written: Dtype and shape of each tensor in the files, by name and in order.
-        unchanged: Name in the files of each source that no conversion touches.
-        converts: Whether the architecture has conversions.
-    """
-
-    sources: dict[str, str]
-    dtypes: dict[str, torch.dtype]
-    groups: list[list[str]]
-    written: Described
-    unchanged: dict[str, str]
-    converts: bool
 
 
 def export_hf(
@@ -174,18 +140,18 @@ def _export(
     files: list[str] = []
     try:
         with agreed(f"preparing to export to {target}"):
-            content = _checked(model, dtype, *chat)
-            _refuse_tied(content, merges)
+            content = exportable(model, dtype, *chat)
+            refuse_tied(content, merges)
             if this_rank() == 0:
+                plan, config = plan_export(model, content, dtype, caching)
                 if push_to_hub is not None:
                     make_repository(push_to_hub)
                 target = reachable(target)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 sweep(target)
+                check_room(target.parent, plan.num_bytes, f"the export to {target}")
                 temporary = temporary_beside(target)
                 temporary.mkdir()
-                plan = _plan(model, content, dtype)
-                config = export_config(model, content, caching, dtype)
                 write_settings(model, config, temporary, push_to_hub or target.name, dtype, *chat)
         plan, folder = share((plan, temporary))
         assert plan is not None
@@ -201,140 +167,6 @@ def _export(
             shutil.rmtree(temporary, ignore_errors=True)
     done: tuple[Path, list[str]] = share((target, files))
     return done
-
-
-def _checked(model: nn.Module, dtype: torch.dtype | None, tokenizer: Any, chat_template: Any) -> ModelTensors:
-    """The model's tensors, after the types of all arguments have been checked."""
-    import transformers
-
-    if not isinstance(model, transformers.PreTrainedModel):
-        raise TypeError(
-            f"export_hf takes a transformers model, got {type(model).__name__}; "
-            "save_full_state_dict writes any model"
-        )
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ValueError(f"dtype must be a floating-point torch.dtype or None, got {dtype!r}")
-    if tokenizer is not None and not callable(getattr(tokenizer, "save_pretrained", None)):
-        raise TypeError(f"tokenizer must have save_pretrained, got {type(tokenizer).__name__}")
-    if chat_template is not None and not isinstance(chat_template, str):
-        raise TypeError(f"chat_template must be a string, got {type(chat_template).__name__}")
-    # A processor has a tokenizer inside.
-    warn_of_tokenizer(model, getattr(tokenizer, "tokenizer", tokenizer), chat_template)
-    return _without_extra_objects(model_tensors(model))
-
-
-def _without_extra_objects(content: ModelTensors) -> ModelTensors:
-    """The content with extra state that is a tensor among its tensors; other extra state is left out."""
-    kept = {name: value for name, value in content.extra.items() if type(value) is torch.Tensor}
-    left_out = content.extra.keys() - kept.keys()
-    if left_out:
-        warnings.warn(
-            f"extra state of modules that is no tensor is not exported: {abridged(left_out)}", stacklevel=4
-        )
-    return with_extra_tensors(replace(content, extra=kept))
-
-
-def _plan(model: nn.Module, content: ModelTensors, dtype: torch.dtype | None) -> ExportPlan:
-    """Plan an export by running the conversions on tensors without memory."""
-    twin = _unsharded_twin(model)
-    sources = _sources(model, twin, content)
-    dtypes = _dtypes(model, content, sources, dtype)
-    meta = {
-        name: torch.empty(content.tensors[first].shape, dtype=dtypes[name], device="meta")
-        for name, first in sources.items()
-    }
-    final = revert_weight_conversion(twin, meta)
-    converts = final is not meta
-    groups = _groups(twin, meta, final) if converts else [[name] for name in meta]
-    written = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in final.items()}
-    names = {id(tensor): name for name, tensor in final.items()}
-    unchanged = {name: names[id(tensor)] for name, tensor in meta.items() if id(tensor) in names}
-    return ExportPlan(sources, dtypes, groups, written, unchanged, converts)
-
-
-def _unsharded_twin(model: nn.Module) -> nn.Module:
-    """``model`` if it is not sharded; otherwise an ordinary model of its architecture without memory."""
-    if not any(isinstance(module, FSDPModule) for module in model.modules()):
-        return model
-    twin = tied_meta_twin(model)
-    copy_weight_conversions(model, twin)
-    return twin
-
-
-def _sources(model: nn.Module, twin: nn.Module, content: ModelTensors) -> dict[str, str]:
-    """The model's first name of each tensor, by the name under which ``save_pretrained`` saves it.
-
-    Of tensors that are one in the model and not in the model that the config makes, each is written.
-    """
-    ignored, tied_patterns = names_left_out_on_save(twin)
-    aliases: dict[str, list[str]] = {}
-    for name, first in content.names.items():
-        aliases.setdefault(first, []).append(name)
-    as_read: dict[str, int] = {}
-    if any(len(names) > 1 for names in aliases.values()):
-        reader = tied_meta_twin(model) if twin is model else twin
-        as_read = {name: id(tensor) for name, tensor in reader.state_dict(keep_vars=True).items()}
-    together: dict[tuple[str, int | None], list[str]] = {}
-    for first, names in aliases.items():
-        for name in names:
-            together.setdefault((first, as_read.get(name)), []).append(name)
-    kept = set()
-    for names in together.values():
-        main = [name for name in names if not any(re.search(pattern, name) for pattern in tied_patterns)]
-        kept.add(main[0] if main else max(names))
-    return {name: first for name, first in content.names.items() if name in kept and name not in ignored}
-
-
-def _dtypes(
-    model: nn.Module, content: ModelTensors, sources: Mapping[str, str], dtype: torch.dtype | None
-) -> dict[str, torch.dtype]:
-    """Dtype in the files of each source."""
-    float16_only, always = keep_in_float32_patterns(model)
-    patterns = (
-        {torch.float16: always | float16_only, torch.bfloat16: always}.get(dtype, set()) if dtype else set()
-    )
-    dtypes = {}
-    for name, first in sources.items():
-        own = content.tensors[first].dtype
-        in_float32 = any(re.search(rf"(?:^|\.){re.escape(p)}(?:\.|$)", name) for p in patterns)
-        wanted = torch.float32 if in_float32 else dtype
-        dtypes[name] = wanted if wanted is not None and own.is_floating_point else own
-    return dtypes
-
-
-def _groups(
-    twin: nn.Module, meta: dict[str, torch.Tensor], final: dict[str, torch.Tensor]
-) -> list[list[str]]:
-    """The smallest sets of sources that can be converted apart from the others, found by trying on meta."""
-    alone: dict[str, bool] = {}  # by name without indices: blocks are alike
-    outputs: dict[str, list[str]] = {}
-    for name, tensor in meta.items():
-        kind = re.sub(r"\d+", "#", name)
-        if alone.get(kind):
-            continue
-        try:
-            made = revert_weight_conversion(twin, {name: tensor})
-        except Exception:  # a conversion that needs several tensors may raise anything if it is given one
-            made = {}
-        alone[kind] = bool(made) and all(
-            key in final and final[key].shape == t.shape for key, t in made.items()
-        )
-        if not alone[kind]:
-            # If the conversion raised, its results are unknown: all such sources of one block go together.
-            outputs[name] = list(made) or [re.sub(r"(\d+).*", r"\1", name)]
-    groups = [[name] for name in meta if alone[re.sub(r"\d+", "#", name)]]
-    return groups + _joined(outputs)
-
-
-def _joined(outputs: Mapping[str, list[str]]) -> list[list[str]]:
-    """Names grouped so that any two that contribute to the same output are in one group."""
-    groups: list[tuple[set[str], list[str]]] = []
-    for name, made in outputs.items():
-        sharing = [group for group in groups if group[0].intersection(made)]
-        groups = [group for group in groups if group not in sharing]
-        merged = set(made).union(*(keys for keys, _ in sharing))
-        groups.append((merged, [member for _, members in sharing for member in members] + [name]))
-    return [members for _, members in groups]
 
 
 def _write_weights(
@@ -353,7 +185,7 @@ def _write_weights(
     writer = HfFiles(plan.written)
     if this_rank() == 0:
         gatherer.attempt(lambda: writer.start(folder, max_shard_size, model.num_parameters()))
-    twin = _unsharded_twin(model) if plan.converts and this_rank() == 0 else None
+    twin = unsharded_twin(model) if plan.converts and this_rank() == 0 else None
     own = open_own_rows(folder, writer.places() if this_rank() == 0 and gatherer.error is None else None)
     for group in plan.groups:
         tensor = content.tensors[plan.sources[group[0]]]
@@ -383,17 +215,6 @@ def _write_converted(writer: HfFiles, twin: nn.Module | None, full: dict[str, to
     made = full if twin is None else revert_weight_conversion(twin, full)
     for name, tensor in made.items():
         writer.write(name, tensor)
-
-
-def _refuse_tied(content: ModelTensors, merges: Mapping[str, Any]) -> None:
-    """Refuse to merge adapters into a weight that is tied to another one."""
-    tied = {*content.ties, *content.ties.values()}
-    for fqn in merges:
-        if f"{fqn}.weight" in tied:
-            raise ValueError(
-                f"{fqn} has adapters and its weight is tied to another: merged, both would change. Write the "
-                "adapters alone with export_adapter"
-            )
 
 
 def _gathered(

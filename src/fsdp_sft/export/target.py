@@ -8,12 +8,12 @@ import itertools
 import os
 import re
 import shutil
+import tempfile
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from fsdp_sft._agree import agreed, share, this_rank
-from fsdp_sft._disk import publish, sync_folder, temporary_beside
+from fsdp_sft._disk import check_room, publish, sync_folder, temporary_beside
 from fsdp_sft.errors import ExportExistsError
 
 _TAKEN = {errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR, errno.EBUSY}
@@ -29,54 +29,14 @@ _TOKENIZER = re.compile(
 )
 
 
-def check_export(out_dir: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
-    """Find out before training whether ``export_hf`` and ``export_adapter`` can write to a folder.
-
-    Nothing is made or changed. Call it at the beginning of a program with the arguments that the export at
-    its end will get.
-
-    Args:
-        out_dir: Folder of the export. Rank 0 looks.
-        overwrite: Whether the export will be called with ``overwrite=True``.
-
-    Returns:
-        The folder as an absolute path.
-
-    Raises:
-        ExportExistsError: If something is there: a file, a mounted file system, or a folder that is not empty
-            (which ``overwrite`` allows).
-        PermissionError: If this process may not write there.
-        NotADirectoryError: If a part of the path is a file.
-
-    Collective: all ranks; all raise the same error.
-
-    Example:
-        >>> fs.check_export("out").name  # before training
-        'out'
-        >>> folder = fs.export_hf(model, "out")  # after it
-        >>> fs.check_export("out")
-        Traceback (most recent call last):
-        ...
-        fsdp_sft.errors.ExportExistsError: ... exists and is not an empty folder; ...
-        >>> fs.check_export("out", overwrite=True).name
-        'out'
-    """
-    target = export_target(out_dir)
-    with agreed(f"checking that {target} can be exported to"):
-        if this_rank() == 0:
-            check_target(target, overwrite=overwrite)
-    found: Path = share(target)
-    return found
-
-
 def export_target(out_dir: str | os.PathLike[str]) -> Path:
     """The absolute path of an export's folder, a symbolic link resolved: a rename would replace the link."""
     target = Path(out_dir).absolute()
     return target.resolve() if target.is_symlink() else target
 
 
-def check_target(target: Path, *, overwrite: bool) -> None:
-    """Refuse a target under whose name a finished folder could not appear. Nothing is changed.
+def check_target(target: Path, *, overwrite: bool, need: int = 0) -> None:
+    """Refuse a target under whose name a finished folder of ``need`` bytes could not appear.
 
     Raises:
         OSError: If there is a reason; see ``check_export`` for the types.
@@ -98,8 +58,15 @@ def check_target(target: Path, *, overwrite: bool) -> None:
     if not there.is_dir():
         raise NotADirectoryError(f"{there} is a file, so {target} cannot be made; choose another folder")
     for folder in {there, there.parent if there == target else there}:
-        if not os.access(folder, os.W_OK | os.X_OK):
-            raise PermissionError(f"{folder} cannot be written to, so {target} cannot be made")
+        try:
+            # A file is made: os.access says yes to root on a file system that takes none, such as /proc.
+            with tempfile.TemporaryFile(dir=folder) as file:
+                file.write(b"x")
+        except OSError as error:
+            raise PermissionError(
+                f"{folder} cannot be written to ({error.strerror}), so {target} cannot be made"
+            ) from error
+    check_room(there, need, f"the export to {target}")
 
 
 def reachable(target: Path) -> Path:

@@ -17,8 +17,8 @@ from fsdp_sft._compat import (
     tied_names,
 )
 from fsdp_sft._model import meta_twin
+from fsdp_sft._quantised import refuse_quantised
 from fsdp_sft.errors import CheckpointFormatError
-from fsdp_sft.weights.quantised import refuse_quantised
 from fsdp_sft.weights.vocabulary import build_with_vocabulary
 
 if TYPE_CHECKING:

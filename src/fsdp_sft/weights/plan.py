@@ -16,6 +16,7 @@ from fsdp_sft._compat import (
     weight_conversions,
 )
 from fsdp_sft._model import meta_twin, named_tensors
+from fsdp_sft._quantised import WITHOUT_A_WORD, is_scaled, refuse_packed
 from fsdp_sft.errors import CheckpointFormatError, MissingKeysError, UnexpectedKeysError, abridged
 from fsdp_sft.weights.meta import matches_any
 from fsdp_sft.weights.provenance import (
@@ -25,7 +26,6 @@ from fsdp_sft.weights.provenance import (
     contiguous_strides,
     source,
 )
-from fsdp_sft.weights.quantised import WITHOUT_A_WORD, is_scaled, refuse_packed
 from fsdp_sft.weights.resolve import Checkpoint
 from fsdp_sft.weights.vocabulary import shapes_before_new_tokens
 

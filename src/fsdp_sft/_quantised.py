@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
-from fsdp_sft.errors import CheckpointFormatError, abridged
+from fsdp_sft.errors import CheckpointFormatError, UnsupportedModelError, abridged
 
 WITHOUT_A_WORD = "take the model's checkpoint in 16 bits, or write one with the tool that quantised this one"
 
@@ -39,6 +40,25 @@ def refuse_quantised(folder: str, config: Any) -> None:
     for settings in _settings_in(config):
         method = _method_of(settings)
         raise CheckpointFormatError(f"{folder} is quantised ({method}): {_way_out(folder, config, method)}")
+
+
+def refuse_quantised_model(model: nn.Module) -> None:
+    """Refuse a model whose weights transformers holds packed, beside the scales that they need.
+
+    Raises:
+        UnsupportedModelError: If it, or a model within it, is one; the message has the format, and the way to
+            weights in 16 bits.
+    """
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if config is None or not getattr(module, "is_quantized", False):
+            continue
+        method = _method_of(next(_settings_in(config), {}))
+        folder = str(getattr(config, "name_or_path", "") or "folder")
+        raise UnsupportedModelError(
+            f"the weights of this {type(module).__name__} are quantised ({method}), and cannot be cut, "
+            f"trained or exported as they are: {_way_out(folder, config, method)}"
+        )
 
 
 def refuse_packed(missing: list[str], left_over: Mapping[str, torch.dtype]) -> None:

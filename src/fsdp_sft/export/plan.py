@@ -1,0 +1,235 @@
+"""What an export writes, worked out without moving a tensor."""
+
+import re
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from fsdp_sft._compat import (
+    copy_weight_conversions,
+    is_dequantised,
+    keep_in_float32_patterns,
+    names_left_out_on_save,
+    revert_weight_conversion,
+)
+from fsdp_sft._model import ModelTensors, model_tensors, tied_meta_twin, with_extra_tensors
+from fsdp_sft._quantised import refuse_quantised_model
+from fsdp_sft._safetensors import num_bytes
+from fsdp_sft._vocabulary import warn_of_tokenizer
+from fsdp_sft.errors import abridged
+from fsdp_sft.export.hf_files import Described
+from fsdp_sft.export.readback import refuse_unreadable
+from fsdp_sft.export.settings import export_config
+
+
+@dataclass(frozen=True)
+class ExportPlan:
+    """What an export writes. Rank 0 makes the plan, and all ranks get the same.
+
+    A *source* is a tensor of the model under the name that it is saved under before conversion.
+
+    Attributes:
+        sources: The model's first name of the tensor, by source.
+        dtypes: Dtype in the files, by source.
+        groups: Sources that have to be converted together.
+        written: Dtype and shape of each tensor in the files, by name and in order.
+        unchanged: Name in the files of each source that no conversion touches.
+        converts: Whether the architecture has conversions.
+    """
+
+    sources: dict[str, str]
+    dtypes: dict[str, torch.dtype]
+    groups: list[list[str]]
+    written: Described
+    unchanged: dict[str, str]
+    converts: bool
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors in the files."""
+        return sum(num_bytes(*described) for described in self.written.values())
+
+
+def exportable(
+    model: nn.Module, dtype: torch.dtype | None, tokenizer: Any = None, chat_template: Any = None
+) -> ModelTensors:
+    """The model's tensors, after the types of all arguments of ``export_hf`` have been checked.
+
+    Raises:
+        TypeError: If the model is no transformers model, or ``tokenizer`` cannot be saved.
+        UnsupportedModelError: If transformers holds the weights quantised.
+    """
+    import transformers
+
+    if not isinstance(model, transformers.PreTrainedModel):
+        raise TypeError(
+            f"export_hf takes a transformers model, got {type(model).__name__}; "
+            "save_full_state_dict writes any model"
+        )
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"dtype must be a floating-point torch.dtype or None, got {dtype!r}")
+    if tokenizer is not None and not callable(getattr(tokenizer, "save_pretrained", None)):
+        raise TypeError(f"tokenizer must have save_pretrained, got {type(tokenizer).__name__}")
+    if chat_template is not None and not isinstance(chat_template, str):
+        raise TypeError(f"chat_template must be a string, got {type(chat_template).__name__}")
+    refuse_quantised_model(model)
+    # A processor has a tokenizer inside.
+    warn_of_tokenizer(model, getattr(tokenizer, "tokenizer", tokenizer), chat_template)
+    return _without_extra_objects(model_tensors(model))
+
+
+def _without_extra_objects(content: ModelTensors) -> ModelTensors:
+    """The content with extra state that is a tensor among its tensors; other extra state is left out."""
+    kept = {name: value for name, value in content.extra.items() if type(value) is torch.Tensor}
+    left_out = content.extra.keys() - kept.keys()
+    if left_out:
+        warnings.warn(
+            f"extra state of modules that is no tensor is not exported: {abridged(left_out)}", stacklevel=4
+        )
+    return with_extra_tensors(replace(content, extra=kept))
+
+
+def plan_export(
+    model: nn.Module,
+    content: ModelTensors,
+    dtype: torch.dtype | None,
+    caching: list[Any] | None = None,
+) -> tuple[ExportPlan, Any]:
+    """Plan an export by running the conversions on tensors without memory; (the plan, the config to export).
+
+    Args:
+        model: A transformers model, without adapters around it.
+        content: Its tensors, from ``exportable``.
+        dtype: Dtype of floating-point tensors in the files; None keeps the dtypes that they have.
+        caching: Configs of the model whose ``use_cache`` is off only while blocks are checkpointed.
+
+    Raises:
+        UnsupportedModelError: If what would be written would not be read as it is in the model.
+    """
+    twin = unsharded_twin(model)
+    sources = _sources(model, twin, content)
+    dtypes = _dtypes(model, content, sources, dtype)
+    meta = {
+        name: torch.empty(content.tensors[first].shape, dtype=dtypes[name], device="meta")
+        for name, first in sources.items()
+    }
+    final = revert_weight_conversion(twin, meta)
+    converts = final is not meta
+    groups = _groups(twin, meta, final) if converts else [[name] for name in meta]
+    written = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in final.items()}
+    names = {id(tensor): name for name, tensor in final.items()}
+    unchanged = {name: names[id(tensor)] for name, tensor in meta.items() if id(tensor) in names}
+    plan = ExportPlan(sources, dtypes, groups, written, unchanged, converts)
+    config = export_config(model, content, caching or [], dtype)
+    refuse_unreadable(model, config, written, _buffers(content, plan))
+    return plan, config
+
+
+def _buffers(content: ModelTensors, plan: ExportPlan) -> set[str]:
+    """Names in the files of the tensors that are no parameters."""
+    return {
+        plan.unchanged[name]
+        for name, first in plan.sources.items()
+        if name in plan.unchanged and not isinstance(content.tensors[first], nn.Parameter)
+    }
+
+
+def unsharded_twin(model: nn.Module) -> nn.Module:
+    """``model`` if transformers saves it as it is; if not, a plain one of its architecture without memory."""
+    if not (is_dequantised(model) or any(isinstance(module, FSDPModule) for module in model.modules())):
+        return model
+    twin = tied_meta_twin(model)
+    copy_weight_conversions(model, twin)
+    return twin
+
+
+def _sources(model: nn.Module, twin: nn.Module, content: ModelTensors) -> dict[str, str]:
+    """The model's first name of each tensor, by the name under which ``save_pretrained`` saves it.
+
+    Of tensors that are one in the model and not in the model that the config makes, each is written.
+    """
+    ignored, tied_patterns = names_left_out_on_save(twin)
+    aliases: dict[str, list[str]] = {}
+    for name, first in content.names.items():
+        aliases.setdefault(first, []).append(name)
+    as_read: dict[str, int] = {}
+    if any(len(names) > 1 for names in aliases.values()):
+        reader = tied_meta_twin(model) if twin is model else twin
+        as_read = {name: id(tensor) for name, tensor in reader.state_dict(keep_vars=True).items()}
+    together: dict[tuple[str, int | None], list[str]] = {}
+    for first, names in aliases.items():
+        for name in names:
+            together.setdefault((first, as_read.get(name)), []).append(name)
+    kept = set()
+    for names in together.values():
+        main = [name for name in names if not any(re.search(pattern, name) for pattern in tied_patterns)]
+        kept.add(main[0] if main else max(names))
+    return {name: first for name, first in content.names.items() if name in kept and name not in ignored}
+
+
+def _dtypes(
+    model: nn.Module, content: ModelTensors, sources: Mapping[str, str], dtype: torch.dtype | None
+) -> dict[str, torch.dtype]:
+    """Dtype in the files of each source."""
+    float16_only, always = keep_in_float32_patterns(model)
+    patterns = (
+        {torch.float16: always | float16_only, torch.bfloat16: always}.get(dtype, set()) if dtype else set()
+    )
+    dtypes = {}
+    for name, first in sources.items():
+        own = content.tensors[first].dtype
+        in_float32 = any(re.search(rf"(?:^|\.){re.escape(p)}(?:\.|$)", name) for p in patterns)
+        wanted = torch.float32 if in_float32 else dtype
+        dtypes[name] = wanted if wanted is not None and own.is_floating_point else own
+    return dtypes
+
+
+def _groups(
+    twin: nn.Module, meta: dict[str, torch.Tensor], final: dict[str, torch.Tensor]
+) -> list[list[str]]:
+    """The smallest sets of sources that can be converted apart from the others, found by trying on meta."""
+    alone: dict[str, bool] = {}  # by name without indices: blocks are alike
+    outputs: dict[str, list[str]] = {}
+    for name, tensor in meta.items():
+        kind = re.sub(r"\d+", "#", name)
+        if alone.get(kind):
+            continue
+        try:
+            made = revert_weight_conversion(twin, {name: tensor})
+        except Exception:  # a conversion that needs several tensors may raise anything if it is given one
+            made = {}
+        alone[kind] = bool(made) and all(
+            key in final and final[key].shape == t.shape for key, t in made.items()
+        )
+        if not alone[kind]:
+            # If the conversion raised, its results are unknown: all such sources of one block go together.
+            outputs[name] = list(made) or [re.sub(r"(\d+).*", r"\1", name)]
+    groups = [[name] for name in meta if alone[re.sub(r"\d+", "#", name)]]
+    return groups + joined(outputs)
+
+
+def joined(outputs: Mapping[str, list[str]]) -> list[list[str]]:
+    """Names grouped so that any two that contribute to the same output are in one group."""
+    groups: list[tuple[set[str], list[str]]] = []
+    for name, made in outputs.items():
+        sharing = [group for group in groups if group[0].intersection(made)]
+        groups = [group for group in groups if group not in sharing]
+        merged = set(made).union(*(keys for keys, _ in sharing))
+        groups.append((merged, [member for _, members in sharing for member in members] + [name]))
+    return [members for _, members in groups]
+
+
+def refuse_tied(content: ModelTensors, merges: Mapping[str, Any]) -> None:
+    """Refuse to merge adapters into a weight that is tied to another one."""
+    tied = {*content.ties, *content.ties.values()}
+    for fqn in merges:
+        if f"{fqn}.weight" in tied:
+            raise ValueError(
+                f"{fqn} has adapters and its weight is tied to another: merged, both would change. Write the "
+                "adapters alone with export_adapter"
+            )

@@ -1,0 +1,151 @@
+"""An export reads back as what was trained, or is refused: before the training, if it is asked then."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import fsdp_sft as fs
+from tests.harness.hf_folders import tensors_of
+from tests.harness.models import tiny_model
+from tests.harness.quantised_folders import fp8_experts_folder, fp8_folder, mxfp4_folder
+
+DEQUANTISED = {
+    "fp8": (fp8_folder, "LlamaForCausalLM", "FineGrainedFP8Config"),
+    "experts in fp8": (fp8_experts_folder, "MixtralForCausalLM", "FineGrainedFP8Config"),
+    "mxfp4": (mxfp4_folder, "GptOssForCausalLM", "Mxfp4Config"),
+}
+
+
+@pytest.mark.parametrize("kind", DEQUANTISED)
+def test_what_transformers_dequantised_is_exported_in_16_bits(kind: str, tmp_path: Path) -> None:
+    write, cls, settings = DEQUANTISED[kind]
+    write(tmp_path / "stored")
+    config = getattr(transformers, settings)(dequantize=True)
+    model = getattr(transformers, cls).from_pretrained(
+        tmp_path / "stored", quantization_config=config, dtype=torch.bfloat16
+    )
+    fs.check_export(tmp_path / "out", model=model)
+    folder = fs.export_hf(model, tmp_path / "out")
+    assert "quantization_config" not in json.loads((folder / "config.json").read_text())
+    read, info = getattr(transformers, cls).from_pretrained(
+        folder, dtype=torch.bfloat16, output_loading_info=True
+    )
+    assert not any(info[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, read.state_dict()[name]), name
+    assert fs.build_meta_model(folder).state_dict().keys() == model.state_dict().keys()
+
+
+class _Lora(nn.Module):
+    """Layers of one's own, as many scripts write them: around the weight, or beside it."""
+
+    def __init__(self, inner: nn.Linear) -> None:
+        super().__init__()
+        self.base = inner
+        self.down = nn.Linear(inner.in_features, 2, bias=False)
+        self.up = nn.Linear(2, inner.out_features, bias=False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.base(hidden) + self.up(self.down(hidden))
+
+
+class _LoraBeside(nn.Linear):
+    def __init__(self, inner: nn.Linear) -> None:
+        super().__init__(inner.in_features, inner.out_features, bias=False)
+        self.weight = inner.weight
+        self.lora_a = nn.Parameter(torch.randn(2, inner.in_features))
+        self.lora_b = nn.Parameter(torch.randn(inner.out_features, 2))
+
+
+def _around(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.self_attn.q_proj = _Lora(layer.self_attn.q_proj)
+
+
+def _beside(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.self_attn.q_proj = _LoraBeside(layer.self_attn.q_proj)
+
+
+def _another_head(model: Any) -> None:
+    model.value_head = nn.Linear(model.config.hidden_size, 1)
+
+
+def _no_norm(model: Any) -> None:
+    model.model.norm = nn.Identity()
+
+
+def _wider(model: Any) -> None:
+    model.lm_head = nn.Linear(model.config.hidden_size, model.config.vocab_size + 3, bias=False)
+
+
+PUT_IN = {
+    _around: "no values for model.layers.0.self_attn.q_proj.weight",
+    _beside: "no place for model.layers.0.self_attn.q_proj.lora_a",
+    _another_head: "no place for value_head.bias, value_head.weight",
+    _no_norm: "no values for model.norm.weight",
+    _wider: "'lm_head.weight' has shape",
+}
+
+
+@pytest.mark.parametrize("put_in", PUT_IN)
+def test_parts_that_the_class_does_not_have_are_refused(put_in: Any, tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    put_in(model)
+    for call in (
+        lambda: fs.check_export(tmp_path / "o", model=model),
+        lambda: fs.export_hf(model, tmp_path / "o"),
+    ):
+        with pytest.raises(
+            fs.UnsupportedModelError, match=f"not be read as it was trained: .*{PUT_IN[put_in]}"
+        ):
+            call()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_buffer_that_the_class_does_not_have_is_told(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    model.model.register_buffer("seen", torch.zeros(3))
+    with pytest.warns(UserWarning, match=r"LlamaForCausalLM does not read: model\.seen"):
+        fs.export_hf(model, tmp_path / "out")
+    assert "model.seen" in tensors_of(tmp_path / "out")
+
+
+def test_adapters_of_peft_and_a_class_of_ones_own_pass(tmp_path: Path) -> None:
+    class WithValue(transformers.LlamaForCausalLM):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.value = nn.Linear(config.hidden_size, 1)
+
+    own = WithValue(tiny_model("llama").config)
+    fs.check_export(tmp_path / "own", model=own)
+    read = WithValue.from_pretrained(fs.export_hf(own, tmp_path / "own", dtype=None))
+    assert torch.equal(read.value.weight, own.value.weight)
+    peft = pytest.importorskip("peft")
+    model = fs.add_adapters(tiny_model("qwen2-tied"), peft.LoraConfig(target_modules=["q_proj", "down_proj"]))
+    fs.check_export(tmp_path / "adapted", model=model)
+    fs.export_hf(model, tmp_path / "adapted")
+    tied = fs.add_adapters(tiny_model("qwen2-tied"), peft.LoraConfig(target_modules=["lm_head"]))
+    with pytest.raises(ValueError, match="tied to another"):
+        fs.check_export(tmp_path / "tied", model=tied)
+
+
+def test_weights_that_transformers_holds_quantised_are_refused(tmp_path: Path) -> None:
+    model: Any = tiny_model("llama")
+    # What bitsandbytes and FP8 on a GPU leave; neither runs here.
+    model.is_quantized = True
+    model.config.quantization_config = {"quant_method": "bitsandbytes"}
+    calls = (
+        lambda: fs.shard_model(model, mesh=None),  # refused before the mesh is looked at
+        lambda: fs.check_export(tmp_path / "out", model=model),
+        lambda: fs.export_hf(model, tmp_path / "out"),
+        lambda: fs.shard_model(nn.Sequential(model), mesh=None),
+    )
+    for call in calls:
+        with pytest.raises(fs.UnsupportedModelError, match=r"quantised \(bitsandbytes\).*dequantize\(\)"):
+            call()

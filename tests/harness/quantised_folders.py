@@ -1,0 +1,88 @@
+"""Folders in quantised formats, written by hand, and the values that they hold."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from tests.harness.hf_folders import rewrite, tensors_of
+
+_BLOCK = 16
+_E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def _save(folder: Path, model: Any, settings: dict[str, Any], stored: dict[str, torch.Tensor]) -> None:
+    model.save_pretrained(folder)
+    rewrite(folder, stored)
+    configure(folder, quantization_config=settings)
+
+
+def configure(folder: Path, **fields: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def _spread(scale: torch.Tensor) -> torch.Tensor:
+    return scale.repeat_interleave(_BLOCK, 0).repeat_interleave(_BLOCK, 1)
+
+
+def fp8_folder(folder: Path) -> dict[str, torch.Tensor]:
+    """A folder in FP8 with a scale for each block, and its values."""
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, vocab_size=64
+    )
+    model = transformers.LlamaForCausalLM(config)
+    stored, values = {}, {}
+    for name, weight in model.state_dict().items():
+        stored[name] = values[name] = weight.bfloat16()
+        if "_proj" in name:
+            scale = torch.rand(*(size // _BLOCK for size in weight.shape)) / 10 + 0.01
+            stored[name] = (weight / _spread(scale)).to(torch.float8_e4m3fn)
+            stored[f"{name}_scale_inv"] = scale
+            values[name] = (stored[name].float() * _spread(scale)).bfloat16()
+    settings = {"quant_method": "fp8", "weight_block_size": [_BLOCK, _BLOCK], "activation_scheme": "dynamic"}
+    _save(folder, model, settings, stored)
+    return values
+
+
+def mxfp4_folder(folder: Path) -> dict[str, torch.Tensor]:
+    """A folder with the experts in MXFP4, and its values."""
+    config = transformers.GptOssConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=64,
+        num_key_value_heads=1, head_dim=16, num_local_experts=2, num_experts_per_tok=1,
+    )  # fmt: skip
+    model = transformers.GptOssForCausalLM(config)
+    stored, values = {}, {}
+    for name, weight in model.state_dict().items():
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            stored[name] = values[name] = weight.bfloat16()
+            continue
+        experts, within, out = weight.shape
+        blocks = torch.randint(0, 256, (experts, out, within // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(118, 124, (experts, out, within // 32), dtype=torch.uint8)
+        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        nibbles = torch.stack([_E2M1[(blocks & 15).long()], _E2M1[(blocks >> 4).long()]], -1).flatten(-2)
+        values[name] = (nibbles * torch.exp2(scales.float() - 127)[..., None]).flatten(-2).mT.bfloat16()
+    _save(folder, model, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, stored)
+    return values
+
+
+def fp8_experts_folder(folder: Path) -> None:
+    """A mixture in FP8: experts apart, as published; transformers merges and dequantises them together."""
+    config = transformers.MixtralConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, vocab_size=64,
+        num_key_value_heads=2, num_local_experts=2,
+    )  # fmt: skip
+    transformers.MixtralForCausalLM(config).save_pretrained(folder)
+    stored = {}
+    for name, weight in tensors_of(folder).items():
+        stored[name] = weight.bfloat16()
+        if "_proj" in name or "experts" in name:
+            scale = torch.rand(*(size // _BLOCK for size in weight.shape)) / 10 + 0.01
+            stored[name] = (weight / _spread(scale)).to(torch.float8_e4m3fn)
+            stored[f"{name}_scale_inv"] = scale
+    rewrite(folder, stored)
+    settings = {"quant_method": "fp8", "weight_block_size": [_BLOCK, _BLOCK], "activation_scheme": "dynamic"}
+    configure(folder, quantization_config=settings)

@@ -1,0 +1,75 @@
+"""Quantised checkpoints: refused by name, with a way out that gives the very values."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import fsdp_sft as fs
+from tests.harness.hf_folders import rewrite, tensors_of
+from tests.harness.quantised_folders import configure, fp8_folder, mxfp4_folder
+
+
+@pytest.mark.parametrize("write", [fp8_folder, mxfp4_folder])
+def test_the_way_out_gives_the_values(write: Any, tmp_path: Path) -> None:
+    folder, out = tmp_path / "stored", tmp_path / "out"
+    values = write(folder)
+    with pytest.raises(fs.CheckpointFormatError, match="is quantised") as caught:
+        fs.build_meta_model(folder)
+    advice = re.search(r"load that: (.*?\))(;|$)", str(caught.value))
+    assert advice is not None
+    names = {name: getattr(transformers, name) for name in re.findall(r"\b[A-Z]\w+(?=[.(])", advice[1])}
+    exec(advice[1], names | {"torch": torch, "out": out})
+    read = tensors_of(out)
+    assert read.keys() == values.keys()
+    assert all(torch.equal(read[name], values[name]) for name in values)
+    fs.build_meta_model(out)
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq", "a new one", None])
+def test_other_formats_are_named(method: str | None, tmp_path: Path) -> None:
+    fp8_folder(tmp_path)
+    configure(tmp_path, quantization_config={"quant_method": method} if method else {"bits": 4})
+    named = (
+        f"quantised \\({method or 'of a format without quant_method'}\\): take the model's checkpoint in 16"
+    )
+    with pytest.raises(fs.CheckpointFormatError, match=named):
+        fs.build_meta_model(tmp_path)
+
+
+def test_a_part_of_a_config_says_it(tmp_path: Path) -> None:
+    text = {"hidden_size": 32, "quantization_config": {"quant_method": "compressed-tensors"}}
+    transformers.Qwen2_5_VLConfig(architectures=["Qwen2_5_VLForConditionalGeneration"]).save_pretrained(
+        tmp_path
+    )
+    configure(tmp_path, text_config=json.loads((tmp_path / "config.json").read_text())["text_config"] | text)
+    with pytest.raises(fs.CheckpointFormatError, match=r"run_compressed=False"):
+        fs.build_meta_model(tmp_path)
+
+
+@pytest.mark.parametrize("write", [fp8_folder, mxfp4_folder])
+def test_without_a_word_in_the_config(write: Any, tmp_path: Path) -> None:
+    write(tmp_path)
+    configure(tmp_path, quantization_config=None)
+    with pytest.raises(
+        fs.CheckpointFormatError, match="config does not say how: take the model's checkpoint"
+    ):
+        fs.load_weights(fs.build_meta_model(tmp_path), tmp_path, missing="initialise", unexpected="ignore")
+
+
+@pytest.mark.parametrize("names", [("qweight", "qzeros", "scales"), ("weight_packed", "weight_scale")])
+def test_packed_values_are_never_initialised(names: tuple[str, ...], tmp_path: Path) -> None:
+    fp8_folder(tmp_path)
+    configure(tmp_path, quantization_config=None)
+    stored = {name: v.bfloat16() for name, v in tensors_of(tmp_path).items() if "scale" not in name}
+    module = "model.layers.0.mlp.up_proj"
+    del stored[f"{module}.weight"]
+    stored |= {f"{module}.{name}": torch.zeros(4, 4, dtype=torch.int32) for name in names[:1]}
+    stored |= {f"{module}.{name}": torch.zeros(4, 4) for name in names[1:]}
+    rewrite(tmp_path, stored)
+    with pytest.raises(fs.CheckpointFormatError, match=f"packed ones \\({module}.{names[0]}\\)"):
+        fs.load_weights(fs.build_meta_model(tmp_path), tmp_path, missing="initialise", unexpected="ignore")
