@@ -20,14 +20,14 @@ MISTAKES = [
     Mistake(
         "an export begins without room on the disk",
         "_disk.py",
-        "    if 0 < usage.total and usage.free < need:",
+        "    if usage.total > 0 and usage.free < need:",
         "    if False:",
         ("tests/export/test_target.py",),
     ),
     Mistake(
         "a quantised model is sharded",
         "_quantised.py",
-        "        if config is None or not getattr(module, \"is_quantized\", False):",
+        '        if config is None or not getattr(module, "is_quantized", False):',
         "        if True:",
         ("tests/export/test_readback.py",),
     ),
