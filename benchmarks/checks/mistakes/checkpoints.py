@@ -4,6 +4,13 @@ from benchmarks.checks.mistakes.mistake import Mistake
 
 MISTAKES = [
     Mistake(
+        "an export points to code that is not there",
+        "export/carried.py",
+        "    return entry if repository else None",
+        "    return entry",
+        ("tests/export/test_carried.py",),
+    ),
+    Mistake(
         "an export is not held against what its class reads",
         "export/readback.py",
         "    if unread:\n",

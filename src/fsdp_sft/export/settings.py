@@ -11,6 +11,7 @@ from fsdp_sft._compat import original_class, tied_names
 from fsdp_sft._disk import write_bytes
 from fsdp_sft._model import ModelTensors, tied_meta_twin
 from fsdp_sft.export.card import model_card
+from fsdp_sft.export.carried import carry_code, carry_processor
 from fsdp_sft.export.chat import end_of_turn, with_stop, write_tokenizer
 
 
@@ -52,7 +53,7 @@ def write_settings(
     tokenizer: Any,
     chat_template: str | None,
 ) -> None:
-    """Write configuration, generation config, tokenizer and card into ``folder``.
+    """Write configuration, code, generation config, tokenizer, processor and card into ``folder``.
 
     Args:
         model: A transformers model.
@@ -63,8 +64,10 @@ def write_settings(
         tokenizer: See ``write_tokenizer``.
         chat_template: See ``write_tokenizer``.
     """
+    carry_code(model, config, folder)
     config.save_pretrained(folder)
     template = write_tokenizer(folder, tokenizer, chat_template)
+    carry_processor(model.config, folder)
     if model.can_generate():
         write_generation_config(folder, model, config, end_of_turn(tokenizer, template))
     card = model_card(model, title, config.architectures[0], dtype or model.dtype)

@@ -17,7 +17,9 @@ from fsdp_sft.weights.resolve import (
     with_variant,
 )
 
-_CONFIG_FILES = ["config.json", "generation_config.json"]
+# Read by AutoProcessor, AutoImageProcessor and AutoVideoProcessor; an export takes them over.
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+_CONFIG_FILES = ["config.json", "generation_config.json", *PROCESSOR_FILES]
 _ATTEMPTS = 4
 
 
