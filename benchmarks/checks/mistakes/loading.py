@@ -11,6 +11,13 @@ MISTAKES: list[Mistake] = [
         ("tests/test_quantised.py",),
     ),
     Mistake(
+        "an adapter beside the weights is left out",
+        "weights/resolve.py",
+        "    if (folder / ADAPTER).is_file():\n",
+        "    if False:\n",
+        ("tests/weights/test_adapter_folders.py",),
+    ),
+    Mistake(
         "a part of a config that says quantised is not looked at",
         "_quantised.py",
         "            yield from _settings_in(value)\n",

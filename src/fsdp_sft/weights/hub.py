@@ -9,6 +9,7 @@ from pathlib import Path
 from fsdp_sft._agree import agreed, all_gather_objects, share, this_rank, while_others_wait
 from fsdp_sft.errors import CheckpointFormatError
 from fsdp_sft.weights.resolve import (
+    ADAPTER,
     INDEX,
     PICKLED_INDEX,
     PICKLED_SINGLE,
@@ -19,7 +20,7 @@ from fsdp_sft.weights.resolve import (
 
 # Read by AutoProcessor, AutoImageProcessor and AutoVideoProcessor; an export takes them over.
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
-_CONFIG_FILES = ["config.json", "generation_config.json", *PROCESSOR_FILES]
+_CONFIG_FILES = ["config.json", "generation_config.json", ADAPTER, *PROCESSOR_FILES]
 _ATTEMPTS = 4
 
 

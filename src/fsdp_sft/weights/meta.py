@@ -16,9 +16,11 @@ from fsdp_sft._compat import (
     tie_by_names,
     tied_names,
 )
+from fsdp_sft._limits import blame_no_file
 from fsdp_sft._model import meta_twin
 from fsdp_sft._quantised import refuse_quantised
 from fsdp_sft.errors import CheckpointFormatError
+from fsdp_sft.weights.resolve import open_checkpoint, told_of_adapter
 from fsdp_sft.weights.vocabulary import build_with_vocabulary
 
 if TYPE_CHECKING:
@@ -217,7 +219,11 @@ def _auto_config(name: str, options: dict[str, Any]) -> Any:
 
     try:
         return transformers.AutoConfig.from_pretrained(name, **options)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
+        blame_no_file(error, Path(name))
+        settings = transformers.utils.find_adapter_config_file(name, revision=options["revision"])
+        if settings is not None:
+            raise CheckpointFormatError(told_of_adapter(name, Path(settings))) from None
         if options["trust_remote_code"] or "trust_remote_code" not in str(error):
             raise
         raise CheckpointFormatError(
@@ -250,8 +256,6 @@ def _tie(model: nn.Module, folder: Path, allow_pickle: bool) -> None:
     """Tie weights as the config says, except where the folder's checkpoint has two different tensors."""
     ties = tied_names(model)
     if ties and folder.is_dir():
-        from fsdp_sft.weights.resolve import open_checkpoint
-
         try:
             checkpoint = open_checkpoint(folder, allow_pickle=allow_pickle)
         except CheckpointFormatError:

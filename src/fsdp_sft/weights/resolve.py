@@ -14,6 +14,7 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLED_SINGLE = "pytorch_model.bin"
 PICKLED_INDEX = "pytorch_model.bin.index.json"
+ADAPTER = "adapter_config.json"
 _INDEX_ENDING, _PICKLE_ENDING, _SAFE_ENDING = ".json", ".bin", ".safetensors"
 _MAX_INDEX_BYTES = 1 << 28
 
@@ -64,8 +65,11 @@ def find_manifest(folder: Path, variant: str | None = None, *, allow_pickle: boo
         allow_pickle: Whether ``pytorch_model.bin`` is accepted.
 
     Raises:
-        CheckpointFormatError: If there is no such file, or only pickles and they are not allowed.
+        CheckpointFormatError: If there is no such file, or only pickles and they are not allowed, or an
+            adapter of peft lies there too, which ``from_pretrained`` would apply.
     """
+    if (folder / ADAPTER).is_file():
+        raise CheckpointFormatError(told_of_adapter(folder, folder / ADAPTER))
     safe = [with_variant(name, variant) for name in (SINGLE, INDEX)]
     pickled = [with_variant(name, variant) for name in (PICKLED_SINGLE, PICKLED_INDEX)]
     found = next((name for name in [*safe, *pickled] if (folder / name).exists()), None)
@@ -80,6 +84,32 @@ def find_manifest(folder: Path, variant: str | None = None, *, allow_pickle: boo
         wanted = f"neither {safe[0]} nor {safe[1]}"
         raise CheckpointFormatError(f"{folder} has {wanted}; it has {abridged(present)}")
     return found
+
+
+def told_of_adapter(name: str | os.PathLike[str], settings: Path) -> str:
+    """What to do with a folder that holds an adapter of peft, which ``from_pretrained`` would apply.
+
+    Args:
+        name: The folder, or a Hub id.
+        settings: Its ``adapter_config.json``.
+    """
+    try:
+        base = json.loads(settings.read_text()).get("base_model_name_or_path")
+    except ValueError:
+        base = None
+    merge = "PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({}), {}).merge_and_unload()"
+    if any((settings.parent / file).is_file() for file in (SINGLE, INDEX, PICKLED_SINGLE, PICKLED_INDEX)):
+        return (
+            f"{name} has an adapter beside its weights, which would be left out: move {ADAPTER} and "
+            "adapter_model.safetensors into a folder of their own. Then it loads without them; or merge them "
+            f"once, {merge.format(repr(os.fspath(name)), 'that_folder')}.save_pretrained(out), and load that"
+        )
+    known = f", of {base}," if base else ""
+    merge = merge.format(repr(base) if base else "base", repr(os.fspath(name)))
+    return (
+        f"{name} holds an adapter alone{known} and no model: merge it once, {merge}.save_pretrained(out), and "
+        "load that; or load the base, and add adapters anew with add_adapters"
+    )
 
 
 def weight_file_names(folder: Path, variant: str | None = None, *, allow_pickle: bool = False) -> list[str]:
