@@ -107,8 +107,8 @@ def told_of_adapter(name: str | os.PathLike[str], settings: Path) -> str:
     known = f", of {base}," if base else ""
     merge = merge.format(repr(base) if base else "base", repr(os.fspath(name)))
     return (
-        f"{name} holds an adapter alone{known} and no model: merge it once, {merge}.save_pretrained(out), and "
-        "load that; or load the base, and add adapters anew with add_adapters"
+        f"{name} holds an adapter alone{known} and no model: merge it once, {merge}.save_pretrained(out), "
+        "and load that; or load the base, and add adapters anew with add_adapters"
     )
 
 
