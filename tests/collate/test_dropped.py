@@ -120,7 +120,8 @@ def test_all_texts_are_trained_with_all(kind: str) -> None:
     with pytest.raises(DroppedTextError):
         encode_chat(row, tokenizer(template), train_on="all")
     row["messages"][0 if kind != "call beside text" else 1]["weight"] = 0
-    assert encode_chat(row, tokenizer(template), train_on="all").notes == ()
+    left_out = () if kind == "call beside text" else ("context_dropped",)
+    assert encode_chat(row, tokenizer(template), train_on="all").notes == left_out
 
 
 def test_counting_gives_reasons_indices_and_examples() -> None:

@@ -6,6 +6,27 @@ ATTENTION_MASK = '"attention_mask": self._pad([ones * len(chat.input_ids) for ch
 LABELS = '"labels": self._pad([chat.labels for chat in chats], length, IGNORE_INDEX),'
 MISTAKES = [
     Mistake(
+        "a system message that the template leaves out is not counted",
+        "collate/notes.py",
+        '    if found.context and options.on_dropped != "ignore":',
+        "    if False:",
+        ("tests/collate/test_context.py",),
+    ),
+    Mistake(
+        "an answer that has lost its beginning is not counted",
+        "collate/encode.py",
+        "tokens.first_from(start) < lost < tokens.first_from(end)",
+        "False",
+        ("tests/collate/test_context.py",),
+    ),
+    Mistake(
+        "a row beyond a table of positions reaches the device",
+        "step/lengths.py",
+        "    if _has_a_table(model, known):",
+        "    if False:",
+        ("tests/step/test_lengths.py",),
+    ),
+    Mistake(
         "a row is trained without its image",
         "collate/media.py",
         "    if found:",

@@ -169,8 +169,10 @@ def encode_rows(
         found = {
             "start_in_a_token": any(starts_in_a_token(tokens, start) for start in rendering.starts),
             "answer_cut_off": _loses_an_answer(tokens, rendering, options),
+            "end_of_answer_alone": _loses_a_beginning(tokens, rendering, options),
+            "longer_than_model": _kept_length(tokens, options) > tokenizer.model_max_length,
         }
-        notes = (*rendering.notes, *(name for name, holds in found.items() if holds))
+        notes = tuple(dict.fromkeys((*rendering.notes, *(name for name, holds in found.items() if holds))))
         encoded[index] = EncodedChat(tokens.ids, labels, weights, notes)
     return [encoded[index] for index in range(len(rows))]
 
@@ -347,6 +349,20 @@ def _loses_an_answer(tokens: Tokens, rendering: _Rendering, options: EncodeOptio
     if options.truncation == "left":
         return any(tokens.first_from(end) <= length - limit for _, end in rendering.answers)
     return any(tokens.first_beyond(start) >= limit for start, _ in rendering.answers)
+
+
+def _loses_a_beginning(tokens: Tokens, rendering: _Rendering, options: EncodeOptions) -> bool:
+    """Whether `truncate` will cut off the beginning of an answer, and not its end."""
+    lost = len(tokens.ids) - _kept_length(tokens, options)
+    return options.truncation == "left" and any(
+        tokens.first_from(start) < lost < tokens.first_from(end) for start, end in rendering.answers
+    )
+
+
+def _kept_length(tokens: Tokens, options: EncodeOptions) -> int:
+    """Number of tokens that `truncate` will keep."""
+    length = len(tokens.ids)
+    return length if options.max_length is None else min(length, options.max_length)
 
 
 def truncate(chat: EncodedChat, options: EncodeOptions) -> EncodedChat:

@@ -13,7 +13,7 @@ from typing_extensions import Unpack
 
 from fsdp_sft._wrappers import tokenizer_of
 from fsdp_sft.collate.encode import EncodedChat, encode_row, selected_turns, truncate, turns_of_roles
-from fsdp_sft.collate.notes import NOTES
+from fsdp_sft.collate.notes import NOTES, WARNED_OF_ROWS
 from fsdp_sft.collate.options import EncodeKeywords, EncodeOptions, check_choice
 from fsdp_sft.collate.rows import is_encoded, read_row
 from fsdp_sft.collate.template import check_template
@@ -188,7 +188,7 @@ def filter_rows(
         )
     with suppress(TypeError):
         _LET_PASS[tokenizer] = on_dropped
-    warn_of_notes(counts, ["no_end_of_turn", "start_in_a_token"], stacklevel=2)
+    warn_of_notes(counts, WARNED_OF_ROWS, stacklevel=2)
     return kept, counts
 
 

@@ -26,9 +26,21 @@ NOTES = {
     "asked has to write the header of its answer itself; pass a chat_template= that writes the header there",
     "start_in_a_token": "one token holds the end of the generation prompt and the beginning "
     "of an answer, and is not trained; pass a chat_template= whose prompt does not end with a space",
+    "context_dropped": "the template leaves out a text of the system, a user or a tool, so the model is "
+    "trained without it; pass a chat_template= that prints it",
+    "end_of_answer_alone": "only the end of an answer is trained: its beginning is cut off by "
+    "truncation='left', or not within the template's generation tags",
+    "longer_than_model": "the row has more tokens than the tokenizer says that its model takes "
+    "(tokenizer.model_max_length); pass max_length=, or raise it if the model takes more",
     "answer_cut_off": "max_length leaves nothing of an answer",
 }
 """Remarks on rows that are kept nevertheless, by their names in `FilterCounts`."""
+
+WARNED_OF_ROWS = ("no_end_of_turn", "start_in_a_token", "end_of_answer_alone", "longer_than_model")
+"""Notes of which a warning says how many rows have them."""
+
+WARNED_OF_TEMPLATES = ("end_of_turn_is_text", "prompt_differs", "no_generation_prompt", "context_dropped")
+"""Notes of which a warning is given where rows are encoded, once for the template."""
 
 
 def notes_of(
@@ -51,6 +63,9 @@ def notes_of(
         DroppedTextError: For a text that the template drops, unless the options let that pass.
     """
     yield from _on_dropped(found, template, options)
+    yield from _on_context(found, template, conversation, options)
+    if found.begins_late and options.train_on != "all":
+        yield "end_of_answer_alone"
     if any(conversation.messages[index]["role"] == "assistant" for index in trained):
         with suppress(ChatTemplateError):
             yield from _on_prompts(found, template, template.facts())
@@ -73,6 +88,20 @@ def _on_dropped(found: Found, template: ChatTemplate, options: EncodeOptions) ->
         if options.on_dropped == "error":
             raise _dropped_error(lost, template)
         yield "dropped"
+
+
+def _on_context(
+    found: Found, template: ChatTemplate, conversation: Conversation, options: EncodeOptions
+) -> Iterator[str]:
+    """The note on texts in front of answers that the template leaves out."""
+    if found.context and options.on_dropped != "ignore":
+        yield "context_dropped"
+        role = conversation.messages[found.context[0].message]["role"]
+        _warn(
+            template,
+            f"does not print what some conversations have in a message of role {role!r}: the model is "
+            "trained without it; pass a chat_template= that prints it",
+        )
 
 
 def _on_prompts(found: Found, template: ChatTemplate, facts: TemplateFacts) -> Iterator[str]:

@@ -45,6 +45,7 @@ the messages before the turn with a generation prompt, and the messages up to an
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -104,6 +105,9 @@ class Found:
         weighed: Span of each part that has a weight of its own, and the weight.
         prompt_differs: Whether an answer to a question comes behind another text than its generation prompt.
         no_prompt: Whether it comes behind a header that its generation prompt lacks.
+        context: Texts that the template does not print, of messages that are not trained: of the system, a
+            user, a tool.
+        begins_late: Whether the template's generation tags leave out the beginning of an answer.
     """
 
     text: str
@@ -113,6 +117,8 @@ class Found:
     weighed: tuple[tuple[int, int, float], ...] = ()
     prompt_differs: bool = False
     no_prompt: bool = False
+    context: tuple[Dropped, ...] = ()
+    begins_late: bool = False
 
 
 def find_turns(
@@ -160,12 +166,29 @@ def find_turns(
     answers = tuple(e.own for e in extents if e.own is not None and e.message in spoken)
     last_question = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=-1)
     dropped = tuple(layout.dropped(printed, last_question))
+    others = {i for i, message in enumerate(messages) if message["role"] != "assistant"} - printed
+    context = tuple(_not_printed(layout, messages, others, text))
+    first = {turn.message: turn.start for turn in reversed(turns)}
+    begins_late = any(
+        e.own is not None and first.get(e.message, 0) > e.own[0] for e in extents if e.message in spoken
+    )
     if not reasoning:
         turns = [part for turn in turns for part in _without_reasoning(turn, layout.places, text)]
         dropped = tuple(item for item in dropped if item.part != "reasoning")
     weighed = tuple(layout.weighed(text))
     ordered = sorted(turns, key=lambda turn: turn.start)
-    return Found(text, ordered, dropped, answers, weighed, finder.prompt_differs, finder.no_prompt)
+    told = finder.prompt_differs, finder.no_prompt, context, begins_late
+    return Found(text, ordered, dropped, answers, weighed, *told)
+
+
+def _not_printed(layout: Layout, messages: list[Message], others: set[int], text: str) -> Iterator[Dropped]:
+    """Texts of the messages `others` that are not in the rendering."""
+    located = {leaf.message for leaf in layout.leaves}
+    yield from layout.dropped(others & located, last_question=-1)
+    for index in sorted(others - located):  # of a layout that marks the assistant's texts alone
+        content = str(messages[index]["content"]).strip()
+        if content not in text and json.dumps(content, ensure_ascii=False)[1:-1] not in text:
+            yield Dropped(index, content, "content", is_past=False)
 
 
 def _without_reasoning(turn: Turn, places: list[Place], text: str) -> Iterator[Turn]:

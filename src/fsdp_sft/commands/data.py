@@ -45,8 +45,8 @@ class DataReport:
         trained_tokens: Number of those tokens that have a label.
         cut_rows: Rows that ``max_length`` has cut.
         quantiles: Tokens per row: median, 95 %, longest.
-        packs: Number of packs of ``max_length`` tokens; 0 without ``max_length``.
-        pack_fill: Share of the packs' tokens that is filled, from 0 to 1.
+        packs: Number of packs of ``max_length`` tokens; None without ``max_length``.
+        pack_fill: Share of the packs' tokens that is filled, from 0 to 1; None without ``max_length``.
     """
 
     rows: int
@@ -56,8 +56,8 @@ class DataReport:
     trained_tokens: int
     cut_rows: int
     quantiles: dict[str, int]
-    packs: int
-    pack_fill: float
+    packs: int | None
+    pack_fill: float | None
 
 
 def add_data(parser: argparse.ArgumentParser) -> None:
@@ -119,8 +119,10 @@ def _inspect(args: argparse.Namespace) -> int:
         print(json.dumps(asdict(report), indent=1))
         return 0
     print("\n".join(_text(args, report, chats)))
-    for number, chat in enumerate(chats[: args.show], start=1):
-        print(f"\n--- row {number} of those kept, trained part marked ---")
+    refused = {index for reason in counts.indices if reason in REFUSALS for index in counts.indices[reason]}
+    numbers = (number for number in range(len(rows)) if number not in refused)
+    for number, chat in zip(numbers, chats[: args.show], strict=False):
+        print(f"\n--- row {number}, trained part marked ---")
         print(render_labels(tokenizer, chat.input_ids, chat.labels, color=sys.stdout.isatty()))
     if args.html is not None:
         print(f"\nPage: {args.html}")
@@ -176,8 +178,8 @@ def _report(
         quantiles={
             name: lengths[min(int(share * len(lengths)), len(lengths) - 1)] for name, share in _QUANTILES
         },
-        packs=len(packs),
-        pack_fill=tokens / (len(packs) * max_length) if packs and max_length else 0.0,
+        packs=len(packs) if max_length else None,
+        pack_fill=tokens / (len(packs) * max_length) if max_length else None,
     )
 
 
@@ -194,7 +196,7 @@ def _text(args: argparse.Namespace, report: DataReport, chats: list[EncodedChat]
     rows = ", ".join(f"{name} {tokens:,}" for name, tokens in report.quantiles.items())
     yield f"tokens of a row: {rows}" + (f"; {report.cut_rows:,} rows are cut" if report.cut_rows else "")
     yield from _histogram([len(chat.input_ids) for chat in chats])
-    if report.packs:
+    if report.packs is not None:
         yield f"packs of {args.max_length:,} tokens: {report.packs:,}, {report.pack_fill:.1%} full"
 
 

@@ -17,7 +17,7 @@ from fsdp_sft._claim import Claim
 from fsdp_sft._disk import publish, temporary_beside, unsound_beside
 from fsdp_sft._wrappers import tokenizer_of
 from fsdp_sft.collate.filtering import warn_of_notes
-from fsdp_sft.collate.notes import NOTES
+from fsdp_sft.collate.notes import NOTES, WARNED_OF_ROWS, WARNED_OF_TEMPLATES
 from fsdp_sft.collate.options import EncodeKeywords, EncodeOptions, check_choice, check_count
 from fsdp_sft.encoded.build import Work, build, look_first, num_refused, refusal
 from fsdp_sft.encoded.key import key_of
@@ -28,11 +28,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _LOOKED_AT_FIRST = 500
-# Of all but the first two a warning is given where rows are encoded; it is repeated where they are opened.
-_WARNED_OF = (
-    *("no_end_of_turn", "start_in_a_token"),
-    *("end_of_turn_is_text", "prompt_differs", "no_generation_prompt"),
-)
 _SEEN_SECONDS = 5.0  # time in which a network file system must show another node a new file
 
 
@@ -137,7 +132,8 @@ def encode_dataset(
                 f"allows; what was encoded is kept in {target}",
             )
     if this_rank() == 0:
-        warn_of_notes(counts, _WARNED_OF[:2] if is_new else _WARNED_OF, stacklevel=2)
+        repeated = () if is_new else WARNED_OF_TEMPLATES
+        warn_of_notes(counts, (*WARNED_OF_ROWS, *repeated), stacklevel=2)
     return encoded
 
 

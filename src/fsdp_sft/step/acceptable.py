@@ -14,6 +14,7 @@ from fsdp_sft.collate import IGNORE_INDEX, refuse_masked_pack
 from fsdp_sft.errors import BatchError, UnsupportedModelError
 from fsdp_sft.loss import LABEL_KEYS
 from fsdp_sft.sac import draws_random_numbers
+from fsdp_sft.step.lengths import check_length
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -31,6 +32,7 @@ def check_of(model: nn.Module, *, own_loss: bool) -> Callable[[Any], None]:
     def check(batch: Any) -> None:
         vocabulary.check_ids(batch)
         _refuse_placeholders(batch, placeholders)
+        check_length(model, batch)
         if knows_packs:
             refuse_masked_pack(batch)
         if not own_loss:

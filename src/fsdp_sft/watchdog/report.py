@@ -65,12 +65,14 @@ class Report:
     def heading(self, finding: Finding) -> str:
         """The finding in one line."""
         who = _ranks(list(finding.ranks))
+        failed = [rank for rank, beat in self.beats.items() if beat.state == FAILED]
+        after = f"{_ranks(failed)} failed, and " if failed else ""
         says: dict[str, Callable[[], str]] = {
             "dead": lambda: f"{who} died",
             "absent": lambda: f"{who} did not enter the watchdog within {self.timeout:g} s",
             "silent": lambda: f"{who} sent no heartbeat for {self.timeout:g} s",
             "shape": lambda: "batches differ in shape",
-            "overdue": lambda: f"no progress for {self._limit(finding):g} s on {who}",
+            "overdue": lambda: f"{after}no progress for {self._limit(finding):g} s on {who}",
         }
         return says[finding.kind]()
 

@@ -1,0 +1,70 @@
+"""Rows that are longer than the model has positions."""
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_sft._model import text_config
+from fsdp_sft._record import record_of
+from fsdp_sft._wrappers import unwrapped
+from fsdp_sft.errors import BatchError
+
+_OFFSET = 8  # some tables have a few rows more than positions
+
+
+@dataclass
+class _LongRows:
+    """Whether it was said of this model that a row is longer than it was made for."""
+
+    told: bool = False
+
+
+def check_length(model: nn.Module, batch: Any) -> None:
+    """Refuse a row that a table has no positions for; warn once of one that is longer than was trained.
+
+    Raises:
+        BatchError: For a row that is longer than the table.
+    """
+    known = getattr(text_config(model), "max_position_embeddings", None)
+    if not isinstance(known, int) or known < 1:
+        return
+    length, name = _longest(batch), type(unwrapped(model)).__name__.removeprefix("FSDP")
+    said = record_of(model).kept_or_new(_LongRows)
+    if length <= known or said.told:
+        return
+    if _has_a_table(model, known):
+        raise BatchError(
+            f"a row has {length:,} tokens, and {name} has {known:,} positions: pass max_length={known} or "
+            "less where rows are encoded"
+        )
+    said.told = True
+    warnings.warn(
+        f"a row has {length:,} tokens, and {name} was made for {known:,} (max_position_embeddings): "
+        "positions beyond that were never trained. Pass max_length= where rows are encoded, or load the "
+        "model with rope_parameters that extend it",
+        stacklevel=5,
+    )
+
+
+def _has_a_table(model: nn.Module, known: int) -> bool:
+    """Whether positions are rows of a table, and not computed (rotary, ALiBi), so that there are no more."""
+    return any(
+        isinstance(module, nn.Embedding)
+        and ("pos" in name or name.endswith("wpe"))
+        and 0 <= module.num_embeddings - known <= _OFFSET  # and not the patches of an image
+        for name, module in model.named_modules()
+    )
+
+
+def _longest(batch: Any) -> int:
+    """Tokens of a batch's longest row, or of the longest that its packs hold; 0 if that cannot be told."""
+    if not isinstance(batch, Mapping):
+        return 0
+    ids, positions = batch.get("input_ids"), batch.get("position_ids")
+    if isinstance(positions, torch.Tensor) and positions.ndim == 2 and positions.numel():
+        return int(positions.max()) + 1 if positions.device.type == "cpu" else 0
+    return ids.shape[-1] if isinstance(ids, torch.Tensor) and ids.ndim == 2 else 0

@@ -1,0 +1,135 @@
+"""What a template leaves out in front of an answer, and rows of which less is trained than it seems."""
+
+import json
+import warnings
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+
+import fsdp_sft as fs
+from fsdp_sft.collate import filter_rows
+from tests.harness import chat_templates as ct
+from tests.harness.chats import chat
+
+PRINTS_ALL = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
+    "{{ message.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+NO_SYSTEM = PRINTS_ALL.replace("in messages %}", "in messages if message.role != 'system' %}", 1)
+NO_TOOL = PRINTS_ALL.replace("in messages %}", "in messages if message.role != 'tool' %}", 1)
+SHORTENED = PRINTS_ALL.replace(
+    "message.content +", "(message.content if message.role != 'user' else message.content[:9]) +", 1
+)
+# The system's text within the first question, as Gemma's and Mistral's templates have it.
+FOLDED = (
+    "{% set ns = namespace(first='') %}{% for message in messages %}{% if message.role == 'system' %}"
+    "{% set ns.first = message.content + '\n\n' %}{% else %}{{ '<|im_start|>' + message.role + '\n' }}"
+    "{% if message.role == 'user' %}{{ ns.first }}{% set ns.first = '' %}{% endif %}"
+    "{{ message.content | trim + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def _tokenizer(template: str) -> Any:
+    made = ct.byte_tokenizer("chatml")
+    made.chat_template = template
+    return made
+
+
+def _row(*more: dict[str, str], system: str = "You answer in French.") -> dict[str, Any]:
+    return {
+        "messages": [
+            {"role": "system", "content": system},
+            {"role": "user", "content": "What is the capital?"},
+            *more,
+            {"role": "assistant", "content": "Paris."},
+        ]
+    }
+
+
+@pytest.mark.parametrize(
+    ("template", "row", "role"),
+    [
+        (NO_SYSTEM, _row(), "system"),
+        (NO_TOOL, _row({"role": "tool", "content": "It is Paris."}), "tool"),
+        (SHORTENED, _row(), "user"),
+    ],
+)
+def test_what_is_not_printed_in_front_of_an_answer_is_counted(
+    template: str, row: dict[str, Any], role: str
+) -> None:
+    with pytest.warns(UserWarning, match=f"does not print what .* in a message of role '{role}'"):
+        _, counts = filter_rows([row] * 20, _tokenizer(template))
+    assert counts == {"kept": 20, "context_dropped": 20}
+    assert "leaves out a text of the system" in counts.examples["context_dropped"][0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert filter_rows([row], _tokenizer(template), on_dropped="ignore")[1] == {"kept": 1}
+
+
+@pytest.mark.parametrize("template", [PRINTS_ALL, FOLDED, NO_SYSTEM])
+@pytest.mark.parametrize("system", ["You answer in French.", "", "  \n"])
+def test_what_is_printed_or_blank_is_not_counted(template: str, system: str) -> None:
+    if template == NO_SYSTEM and system.strip():
+        pytest.skip("counted, as above")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert filter_rows([_row(system=system)], _tokenizer(template))[1] == {"kept": 1}
+
+
+def test_rows_that_are_opened_again_warn_again(tmp_path: Any) -> None:
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="role 'system'|4 of 4 rows are counted as context_dropped"):
+            encoded = fs.encode_dataset(
+                [_row()] * 4, _tokenizer(NO_SYSTEM), max_length=96, cache_dir=tmp_path
+            )
+        assert encoded.counts["context_dropped"] == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "alone"),
+    [
+        ({"max_length": 20, "truncation": "left"}, True),
+        ({"max_length": 60}, False),
+        ({"max_length": 12, "truncation": "left"}, True),
+        ({"max_length": 400, "truncation": "left"}, False),
+        ({}, False),
+    ],
+)
+def test_an_answer_of_which_the_end_alone_is_trained(options: dict[str, Any], alone: bool) -> None:
+    row = chat("q", "an answer of some thirty letters")
+    told = pytest.warns(UserWarning, match="1 of 1 rows are counted as end_of_answer_alone")
+    with told if alone else nullcontext():
+        _, counts = filter_rows([row], _tokenizer(PRINTS_ALL), **options)
+    assert ("end_of_answer_alone" in counts) is alone
+
+
+def test_generation_tags_that_begin_within_an_answer_are_told() -> None:
+    late = PRINTS_ALL.replace(
+        "{{ message.content + '<|im_end|>\n' }}",
+        "{% if message.role == 'assistant' %}{% if message.reasoning_content %}"
+        "{{ '<think>' + message.reasoning_content + '</think>' }}{% endif %}"
+        "{% generation %}{{ message.content + '<|im_end|>\n' }}{% endgeneration %}{% else %}"
+        "{{ message.content + '<|im_end|>\n' }}{% endif %}",
+    )
+    row = chat("q", "an answer")
+    row["messages"][1]["reasoning_content"] = "some thought"
+    with pytest.warns(UserWarning, match="1 of 1 rows are counted as end_of_answer_alone"):
+        _, counts = filter_rows([row], _tokenizer(late))
+    assert counts == {"kept": 1, "end_of_answer_alone": 1}
+    reasons = "{% if message.reasoning_content %}"
+    whole = late.replace("{% generation %}", "").replace(reasons, "{% generation %}" + reasons)
+    assert filter_rows([row], _tokenizer(whole))[1] == {"kept": 1}
+
+
+def test_rows_longer_than_the_model_takes_are_told() -> None:
+    own = _tokenizer(PRINTS_ALL)
+    own.model_max_length = 40
+    rows = [chat("q", "a"), chat("q", "a" * 50)]
+    with pytest.warns(UserWarning, match="1 of 2 rows are counted as longer_than_model"):
+        _, counts = filter_rows(rows, own)
+    assert counts == {"kept": 2, "longer_than_model": 1}
+    assert filter_rows(rows, own, max_length=40)[1] == {"kept": 2}
+    assert json.dumps(counts)
