@@ -22,6 +22,7 @@ STOREYS = [
         "_codec",
         "_compat",
         "_devices",
+        "_dtypes",
         "_gpus",
         "_host_memory",
         "_launch",
@@ -46,7 +47,7 @@ STOREYS = [
         "blocks",
     },
     {"_agree", "_forward"},
-    {"_record"},
+    {"_interrupt", "_record"},
     {"_boxes", "_meeting", "_vocabulary", "distributed", "preemption"},
     {"_disk", "_expert_parallel", "_gather", "_kept", "_model", "adapters"},
     {
@@ -87,7 +88,6 @@ BENCHMARKS = TESTS.parent / "benchmarks"
 # Folders of tests that are no room of the library.
 NO_ROOMS = {"compositions", "faults", "harness", "programs", "simulated"}
 
-EXPORT_FILES = ("export/hf_files.py", "export/own_rows.py")
 # A fact, as a pattern of the code that states it, and the files that own it.
 OWNERS = {
     "which rank this is": (r"\bdist\.get_(rank|world_size)\(", {"_agree.py", "distributed.py"}),
@@ -99,7 +99,7 @@ OWNERS = {
     "the label that is not trained": (r"= -100\b", {"collate/encode.py"}),
     "rows of a chunk": (r"def \w*chunk_size", {"loss/linear_cross_entropy.py"}),
     "which rank a sampler serves": (r"rank must be in \[0", {"sampler.py"}),
-    "what is on the disk": (r"fsync\(", {"_disk.py", "dcp_io/full_state.py", *EXPORT_FILES}),
+    "what is on the disk": (r"os\.fsync\(", {"_safetensors.py"}),
 }
 
 

@@ -9,6 +9,7 @@ communicator with training, and within the group along a tree (`_tree`), so that
 import math
 import operator
 import os
+import re
 import struct
 import sys
 import threading
@@ -119,13 +120,20 @@ def answered() -> Iterator[None]:
     except CallMismatchError:
         raise
     except RuntimeError as error:  # gloo's errors have no type of their own
-        detail = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        detail = _said_by_gloo(error)
         if says_too_many_files(error):
             raise too_many_files(f"connecting to another rank ({detail})") from error
         raise LostRankError(
             f"another rank has died, or has not answered within {_timeout.total_seconds():g} s ({detail}); "
             "end the job and start it again: it continues from its last checkpoint"
         ) from error
+
+
+def _said_by_gloo(error: RuntimeError) -> str:
+    """What an error of gloo says, without the line of its source in front and the advice behind."""
+    text = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    text = re.sub(r"^\[[^\]]*\.(?:cc|cpp|h):\d+\] *", "", text)
+    return text.partition(". ")[0].rstrip(".")
 
 
 def _around(kind: str, own: bytes, combine: Combine, decide: Callable[[bytes], bytes] | None = None) -> bytes:

@@ -28,6 +28,7 @@ from fsdp_sft._safetensors import (
     TensorEntry,
     bytes_of,
     create,
+    force_to_disk,
     open_file,
     read_at,
     read_header,
@@ -86,7 +87,7 @@ def write_tensors(
             hasher.begin(view)
             write_early(fd, entry.start, view)
             hasher.wait()
-        os.fsync(fd)
+        force_to_disk(fd)
         return FileRecord(header.file_bytes, hasher.hexdigest())
 
 
@@ -145,7 +146,7 @@ def write_bytes(path: Path, data: bytes) -> FileRecord:
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
     with closing(fd):
         write_at(fd, 0, memoryview(data))
-        os.fsync(fd)
+        force_to_disk(fd)
     return FileRecord(len(data), hashlib.sha256(data).hexdigest())
 
 
@@ -173,7 +174,7 @@ def sync_file(path: Path) -> None:
     """Force a file that has been written to the disk (fsync)."""
     fd = os.open(path, os.O_RDONLY)
     with closing(fd):
-        os.fsync(fd)
+        force_to_disk(fd)
 
 
 def sync_folder(path: Path) -> None:
@@ -184,7 +185,7 @@ def sync_folder(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     with closing(fd):
         try:
-            os.fsync(fd)
+            force_to_disk(fd)
         except OSError as error:
             # Mounts of object stores and some network file systems cannot sync folders, and answer so. For
             # files none of them does: there every error counts.

@@ -20,7 +20,7 @@ from fsdp_sft._wrappers import unwrapped, with_wrappers
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # What an instance may have in place of its class's forward: its own, a compiled call, another loss.
-_OWN = ("forward", "_compiled_call_impl", "loss_type")
+_OWN = ("_compiled_call_impl", "loss_type")
 _LOSS = "_loss_function"  # where transformers keep a loss that was set on a model
 _MERGED = "merged_adapters"  # names of the adapters that peft has merged into a base layer
 _MOST_PARTS = 300  # of a function: what it refers to may refer to everything
@@ -48,9 +48,10 @@ def forward_state(model: nn.Module) -> tuple[Any, ...]:
         for name in _HOOKS:
             if own[name]:
                 parts += [hook for hook in own[name].values() if not (is_ours(hook) or only_records(hook))]
-        for name in _OWN:
-            if name in own:
-                parts.append(own[name])
+        parts += [own[name] for name in _OWN if name in own]
+        forward = _before_a_look(own.get("forward"))
+        if forward is not None:
+            parts.append(forward)
         if own.get(_MERGED):  # without one, peft's layers look at the flag in each forward, and so do we
             parts.append((*own[_MERGED], own.get("_disable_adapters")))
         if _LOSS in own:
@@ -60,6 +61,19 @@ def forward_state(model: nn.Module) -> tuple[Any, ...]:
     parts += hooks_on_all_modules(pre=True)
     parts += [(cls, getattr(cls, "forward", None)) for cls in classes]
     return (*parts, *_of_config(getattr(unwrapped(model), "config", None)))
+
+
+def look_with(forward: Any, before: Any) -> Any:
+    """Mark a forward of ours, for a moment in place of ``before``; None is that of the class."""
+    forward.fsdp_sft_instead_of = before
+    return forward
+
+
+def _before_a_look(forward: Any) -> Any:
+    """The forward that an instance has but for such a moment."""
+    while hasattr(forward, "fsdp_sft_instead_of"):
+        forward = forward.fsdp_sft_instead_of
+    return forward
 
 
 def function_state(function: Any) -> Any:

@@ -7,6 +7,7 @@ and inside the file.
 Source: https://github.com/huggingface/safetensors#format
 """
 
+import errno
 import json
 import os
 import stat
@@ -254,11 +255,38 @@ def read_at(fd: int, offset: int, buffer: memoryview) -> None:
 
 
 def write_at(fd: int, offset: int, buffer: memoryview) -> None:
-    """Write all of ``buffer`` to the file, from byte ``offset`` on."""
+    """Write all of ``buffer`` to the file, from byte ``offset`` on.
+
+    Raises:
+        OSError: With the file's path, which the system does not say.
+    """
     view = buffer.cast("B")
     done = 0
-    while done < len(view):
-        done += os.pwrite(fd, view[done : done + _MAX_IO_BYTES], offset + done)
+    try:
+        while done < len(view):
+            done += os.pwrite(fd, view[done : done + _MAX_IO_BYTES], offset + done)
+    except OSError as error:
+        raise _with_path(error, fd, f"writing {len(view) - done:,} bytes to") from error
+
+
+def force_to_disk(fd: int) -> None:
+    """``os.fsync``, whose errors name the file; some file systems say only here that they are full."""
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        raise _with_path(error, fd, "forcing to the disk") from error
+
+
+def _with_path(error: OSError, fd: int, doing: str) -> OSError:
+    """The same error with what was being done, and what is free on a file system that is full."""
+    try:
+        path = os.readlink(f"/proc/self/fd/{fd}")
+    except OSError:  # not on Linux
+        path = "a file"
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    usage = os.fstatvfs(fd) if full else None
+    free = "" if usage is None else f"; its file system has {usage.f_bavail * usage.f_frsize:,} bytes free"
+    return OSError(error.errno, f"{error.strerror or error}: {doing} {path}{free}")
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -55,7 +55,10 @@ def add_adapters(model: nn.Module, peft_config: "PeftConfig", *, seed: int = 0) 
         >>> adapted = fs.shard_model(adapted, mesh=mesh)
         >>> report = fs.load_weights(adapted, path)
     """
-    from peft import get_peft_model
+    try:
+        from peft import get_peft_model
+    except ImportError as error:
+        raise ImportError("adapters need peft, which is not installed: pip install peft") from error
 
     if any(p.is_meta for p in model.parameters()):
         _refuse_unless_initialised_alone(peft_config)

@@ -27,6 +27,7 @@ from fsdp_sft._compat import (
     replaced_parameters,
     split_axis,
 )
+from fsdp_sft._interrupt import say_interrupts_in_a_line
 from fsdp_sft._launch import detect_launch
 from fsdp_sft._meeting import connect_neighbours, meet
 from fsdp_sft._meshes import CP, DP_SHARD_CP, EP, PP, parameter_mesh, shard_parameters_on
@@ -101,7 +102,8 @@ def init_distributed(
     made, which is used as it is; torchrun's variables; those of submitit's local executor; those of a Slurm
     step (a plain ``python`` inside ``salloc`` or a batch script is not one, and a message says so); otherwise
     it is a single process. A gloo group for control messages is made beside the default group. What was found
-    is logged under ``fsdp_sft`` at the level INFO before the ranks meet.
+    is logged under ``fsdp_sft`` at the level INFO before the ranks meet. In a job of several ranks, Ctrl-C is
+    told in one line a rank (``sys.excepthook``).
 
     Args:
         device_type: ``"cuda"``, ``"cpu"`` or the name of another accelerator; None takes the accelerator if
@@ -137,6 +139,7 @@ def init_distributed(
         _say_what_was_found(launch, device)
         meet(launch, backend or _default_backend(device_type), timeout)
     if is_distributed():
+        say_interrupts_in_a_line()
         control_group(timeout)
         _check_devices(device)
     return DistributedContext(

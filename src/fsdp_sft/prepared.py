@@ -17,6 +17,7 @@ from fsdp_sft._claim import Claim
 from fsdp_sft._codec import dumps
 from fsdp_sft._compat import keep_used_conversions, match_checkpoint_keys, tied_names, weight_conversions
 from fsdp_sft._disk import TensorReader, unsound_beside
+from fsdp_sft._dtypes import check_dtypes
 from fsdp_sft._expert_parallel import check_shareable_experts, share_out
 from fsdp_sft._model import ModelTensors, clean_name, meta_twin, model_tensors, named_tensors
 from fsdp_sft.adapters import base_of, copy_saved_modules, without_adapters
@@ -114,6 +115,7 @@ def prepare_base(
         True
         >>> model = fs.load_prepared(folder, mesh=mesh)
     """
+    check_dtypes(master_dtype=master_dtype)
     source = resolve_folder(
         name_or_path, revision=revision, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle
     )

@@ -8,6 +8,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from fsdp_sft._agree import agreed
+from fsdp_sft._dtypes import check_dtypes
 from fsdp_sft._expert_parallel import check_shareable_experts, share_out
 from fsdp_sft.adapters import add_adapters, base_of
 from fsdp_sft.sac import Placement, Ratio, apply_sac, parse_ratio
@@ -116,6 +117,7 @@ def load_pretrained(
         >>> model.load_report.loaded[0]
         'model.embed_tokens.weight'
     """
+    check_dtypes(master_dtype=master_dtype, frozen_dtype=frozen_dtype)
     folder = resolve_folder(
         name_or_path, revision=revision, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle
     )

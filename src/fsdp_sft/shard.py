@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_sft._boxes import local_of, refuse_disordered
 from fsdp_sft._compat import apply_to_tensors, has_grad_hooks, has_hooks, keep_in_float32_patterns
+from fsdp_sft._dtypes import check_dtypes
 from fsdp_sft._expert_parallel import SharedExperts, shared_experts
 from fsdp_sft._kept import (
     Float32Unit,
@@ -114,6 +115,7 @@ def shard_model(
         >>> model = fs.shard_model(model, mesh=mesh, master_dtype=torch.float32)
         >>> report = fs.load_weights(model, path)
     """
+    check_dtypes(master_dtype=master_dtype, frozen_dtype=frozen_dtype)
     _refuse_sharded(model)
     refuse_quantised_model(model)
     refuse_hooks({p: name for name, p in model.named_parameters()}, are_shards=False)
@@ -121,7 +123,6 @@ def shard_model(
     policy = mp_policy or MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     refuse_disordered(mesh, [Shard(0)] * mesh.ndim)
     _check_reshard(reshard_after_forward, mesh)
-    _check_dtypes(master_dtype, frozen_dtype)
     chosen = dict(find_blocks(model) if blocks is None else blocks)
     _check_blocks(model, chosen)
     if isinstance(prefetch, bool) or prefetch < 0:
@@ -320,13 +321,6 @@ def _check_reshard(reshard_after_forward: bool | int, mesh: "DeviceMesh") -> Non
             "reshard_after_forward must be True, False or a divisor of the shard group between 1 and its "
             f"size ({allowed or 'none'} for {shards} ranks), got {reshard_after_forward!r}"
         )
-
-
-def _check_dtypes(master_dtype: torch.dtype, frozen_dtype: torch.dtype | None) -> None:
-    """Raise for a dtype that is not floating-point."""
-    for name, dtype in (("master_dtype", master_dtype), ("frozen_dtype", frozen_dtype)):
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise ValueError(f"{name} must be a floating-point torch.dtype, got {dtype!r}")
 
 
 def _check_blocks(model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:

@@ -4,6 +4,27 @@ from benchmarks.checks.mistakes.mistake import Mistake
 
 MISTAKES = [
     Mistake(
+        "a resume on fewer ranks does not say that the batch is smaller",
+        "dcp_io/global_batch.py",
+        "    if now == saved.readers:\n",
+        "    if True:\n",
+        ("tests/test_mistakes.py",),
+    ),
+    Mistake(
+        "a schedule that is stepped twice is trained with",
+        "step/schedules.py",
+        "and one.last_epoch == at + 1:",
+        "and False:",
+        ("tests/test_mistakes.py",),
+    ),
+    Mistake(
+        "a step begins without room on the disk",
+        "dcp_io/folder.py",
+        '    check_room(target.parent, content.num_bytes, f"saving {target}")\n',
+        "",
+        ("tests/test_mistakes.py",),
+    ),
+    Mistake(
         "an export points to code that is not there",
         "export/carried.py",
         "    return entry if repository else None",

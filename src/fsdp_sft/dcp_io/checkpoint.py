@@ -3,8 +3,10 @@
 import math
 import os
 import time
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ from fsdp_sft.dcp_io.choice import MOST_ATTEMPTS, choose_step, deleted_meanwhile
 from fsdp_sft.dcp_io.content import FolderContent, Parts, describe_mesh, own_parts
 from fsdp_sft.dcp_io.extra_state import check_alike, encode_extra, own_digests
 from fsdp_sft.dcp_io.folder import new_folder_beside, write_folder
+from fsdp_sft.dcp_io.global_batch import batch_settings, change_of_batch
 from fsdp_sft.dcp_io.inner_tensors import names_to_take_apart
 from fsdp_sft.dcp_io.manifest import (
     MAX_JSON_BYTES,
@@ -100,6 +103,7 @@ class LoadedCheckpoint:
         path: Folder of the step.
         train_state: The ``train_state`` that was passed to the save; None if there was none.
         rank_state: The ``rank_state`` that this rank passed to the save; None at another world size.
+        world_size: Number of ranks that saved the step.
 
     Example:
         >>> saved = fs.save_checkpoint("ckpt", 1, model=model, train_state={"tokens": 4096})
@@ -112,6 +116,20 @@ class LoadedCheckpoint:
     path: Path
     train_state: Any
     rank_state: Any
+    world_size: int
+    _manifest: Manifest = field(repr=False, compare=False)
+
+    @cached_property
+    def rank_states(self) -> tuple[Any, ...]:
+        """The ``rank_state`` of every rank that saved, in their order; read when it is first asked for.
+
+        Raises:
+            CheckpointError: If the step can no longer be read.
+        """
+        if not self._manifest.rank_states:
+            return (None,) * self.world_size
+        ranks = range(self.world_size)
+        return tuple(read_rank_content(self.path, self._manifest, rank)[1] for rank in ranks)
 
 
 def save_checkpoint(
@@ -143,6 +161,7 @@ def save_checkpoint(
         train_state: State that all ranks share: nested dicts, lists, tuples, strings, numbers, booleans and
             None. Rank 0's is written.
         rank_state: State of this rank, such as a data loader's position; may hold CPU tensors and bytes.
+            Another number of ranks gets it by ``LoadedCheckpoint.rank_states``.
         async_: Whether to copy everything to host memory and write it in a thread while training goes on.
             Only one such save runs at a time: the next one waits for it. An error of the thread is raised on
             all ranks by the next save or by ``wait``; a program that ends without either prints it and exits
@@ -246,7 +265,8 @@ def load_checkpoint(
     """Continue from a step: exactly, at the same world size and mesh; re-sharded, at another.
 
     Everything is checked on all ranks before the model or the optimizer is touched. Random number generators
-    are restored if the world size is the same.
+    are restored if the world size is the same. If the number of ranks that have rows of their own is another
+    one, a warning says how many rows the step of the optimizer had and has now.
 
     Args:
         path_or_root: Folder of one step, or root of all steps, of which the newest is taken.
@@ -287,7 +307,9 @@ def load_checkpoint(
     for _ in range(MOST_ATTEMPTS):
         folder, manifest = choose_step(path, hashes=verify, fallback=fallback)
         try:
-            return _load_step(folder, manifest, model, optimizer)
+            loaded = _load_step(folder, manifest, model, optimizer)
+            _tell_of_other_ranks(loaded, model)
+            return loaded
         except CheckpointCorruptError:
             if not deleted_meanwhile(path, folder):
                 raise
@@ -319,7 +341,28 @@ def _load_step(
             apply_optimizer(manifest, model, optimizer, reader)
         if rng is not None:
             set_generator_states(rng)
-    return LoadedCheckpoint(int(manifest.step or 0), folder, train_state, rank_state)
+    return LoadedCheckpoint(
+        int(manifest.step or 0), folder, train_state, rank_state, manifest.world_size, manifest
+    )
+
+
+def _tell_of_other_ranks(loaded: LoadedCheckpoint, model: nn.Module) -> None:
+    """Warn, on rank 0, of what is not as it was since the step was saved by another number of ranks.
+
+    Collective: all ranks.
+    """
+    with agreed(f"comparing this job with that of {loaded.path}"):
+        if this_rank() != 0:
+            return
+        told = [change_of_batch(loaded.path, loaded._manifest, model)]
+        others = loaded.world_size != world_size() and loaded._manifest.rank_states
+        if others and read_rank_content(loaded.path, loaded._manifest, 0)[1] is not None:
+            told.append(
+                "the rank_state of its ranks is handed out to none; LoadedCheckpoint.rank_states has them"
+            )
+        if any(told):
+            ranks = f"the step was saved by {loaded.world_size} ranks and is loaded by {world_size()}"
+            warnings.warn("; ".join([ranks, *filter(None, told)]), stacklevel=4)
 
 
 def _check_numbers(step: int, keep_last: int | None, keep_best: int) -> None:
@@ -355,7 +398,7 @@ def _content(
         optimizer_info=stored.info if stored is not None else {},
         train_state=checked_size(_as_json(train_state), "train_state"),
         rank_content=rank_content(rank_state),
-        settings=adapter_settings(model),
+        settings=adapter_settings(model) | batch_settings(model),
     )
 
 

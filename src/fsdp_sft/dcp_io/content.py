@@ -16,6 +16,7 @@ from fsdp_sft._boxes import Box, local_of
 from fsdp_sft._codec import dumps
 from fsdp_sft._disk import Deferred
 from fsdp_sft._model import ModelTensors
+from fsdp_sft._safetensors import num_bytes
 from fsdp_sft.dcp_io.manifest import Manifest, encode_tensors, versions
 from fsdp_sft.dcp_io.sharding import Sharding, Shardings, one_rank
 from fsdp_sft.dcp_io.stored import SHARDS, Derived, StoredTensor, file_key, shard_file
@@ -133,6 +134,11 @@ class FolderContent:
             if len({tensor.key for tensor in found[section].values()}) != len(tensors):
                 raise CheckpointError(f"two tensors of the {section} would have one name in the files")
         return found
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors, each of which is stored once, without what belongs to a rank."""
+        return sum(num_bytes(t.dtype, t.shape) for section in self.stored.values() for t in section.values())
 
     def manifest(self, stored: Mapping[str, dict[str, StoredTensor]]) -> Manifest:
         """The manifest without the records of the files, which are known only when these are written."""

@@ -26,6 +26,7 @@ from fsdp_sft._disk import (
     Deferred,
     FileRecord,
     TensorReader,
+    check_room,
     publish,
     read_into,
     sync_folder,
@@ -65,6 +66,7 @@ def new_folder_beside(target: Path, content: FolderContent, digests: list[str]) 
     Raises:
         CheckpointError: If a rank has other tensors than rank 0, or the manifest could not be read again.
         ValueError: If the manifest would be too large to be read again.
+        OSError: If the file system has less room than the tensors take.
     """
     others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if others:
@@ -73,6 +75,7 @@ def new_folder_beside(target: Path, content: FolderContent, digests: list[str]) 
             "or placements than rank 0: all must save one model with one optimizer"
         )
     _refuse_unreadable(content)
+    check_room(target.parent, content.num_bytes, f"saving {target}")
     temporary = temporary_beside(target)
     for name in ("", *content.folders):
         (temporary / name).mkdir()

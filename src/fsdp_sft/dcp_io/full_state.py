@@ -17,7 +17,7 @@ from fsdp_sft._disk import TensorReader, closing, sync_folder, temporary_beside
 from fsdp_sft._gather import Gatherer, receive_into, send
 from fsdp_sft._limits import blame_no_file
 from fsdp_sft._model import ModelTensors, give_back, model_tensors, with_extra_tensors
-from fsdp_sft._safetensors import bytes_of, create, write_at
+from fsdp_sft._safetensors import bytes_of, create, force_to_disk, write_at
 from fsdp_sft.adapters import refuse_merged
 from fsdp_sft.distributed import reshard
 from fsdp_sft.errors import (
@@ -235,7 +235,7 @@ def _write_safetensors(
             gatherer.attempt(partial(_write_full, opened, name, full))
     if opened:
         with closing(opened[0]):
-            gatherer.attempt(lambda: os.fsync(opened[0]))
+            gatherer.attempt(lambda: force_to_disk(opened[0]))
 
 
 def _write_full(opened: list[Any], name: str, full: torch.Tensor) -> None:
@@ -262,7 +262,7 @@ def _write_torch(
         with open(path, "xb") as file:
             torch.save(state, file)
             file.flush()
-            os.fsync(file.fileno())
+            force_to_disk(file.fileno())
 
     if this_rank() == 0:
         gatherer.attempt(save)

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from fsdp_sft._disk import write_bytes
-from fsdp_sft._safetensors import Header, bytes_of, create, num_bytes, write_at
+from fsdp_sft._safetensors import Header, bytes_of, create, force_to_disk, num_bytes, write_at
 from fsdp_sft.export.own_rows import Places
 
 Described = dict[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -89,7 +89,7 @@ class HfFiles:
                 f"no tensor was converted to {sorted(self._left)[:4]}; please report the architecture"
             )
         for fd, _ in self._files.values():
-            os.fsync(fd)
+            force_to_disk(fd)
 
     def close(self) -> None:
         """Close the files."""

@@ -10,7 +10,7 @@ import torch
 from fsdp_sft._agree import all_gather_objects, share, this_rank
 from fsdp_sft._boxes import box_of, local_of, owner_ranks
 from fsdp_sft._disk import write_early
-from fsdp_sft._safetensors import bytes_of
+from fsdp_sft._safetensors import bytes_of, force_to_disk
 
 _PIECE_ELEMENTS = 4 << 20
 
@@ -47,7 +47,7 @@ class OwnRows:
     def sync(self) -> None:
         """Force what was written to the disk."""
         for fd in self._files.values():
-            os.fsync(fd)
+            force_to_disk(fd)
 
     def close(self) -> None:
         """Close the files."""

@@ -17,6 +17,7 @@ from fsdp_sft._compat import (
     names_left_out_on_save,
     revert_weight_conversion,
 )
+from fsdp_sft._dtypes import check_dtypes
 from fsdp_sft._model import ModelTensors, model_tensors, tied_meta_twin, with_extra_tensors
 from fsdp_sft._quantised import refuse_quantised_model
 from fsdp_sft._safetensors import num_bytes
@@ -71,8 +72,7 @@ def exportable(
             f"export_hf takes a transformers model, got {type(model).__name__}; "
             "save_full_state_dict writes any model"
         )
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ValueError(f"dtype must be a floating-point torch.dtype or None, got {dtype!r}")
+    check_dtypes(dtype=dtype)
     if tokenizer is not None and not callable(getattr(tokenizer, "save_pretrained", None)):
         raise TypeError(f"tokenizer must have save_pretrained, got {type(tokenizer).__name__}")
     if chat_template is not None and not isinstance(chat_template, str):

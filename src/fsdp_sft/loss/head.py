@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from fsdp_sft._compat import foreign_hooks, is_compiled
+from fsdp_sft._forward import look_with
 from fsdp_sft._streams import LateValues
 from fsdp_sft._wrappers import replicated_by, unwrapped, with_wrappers
 from fsdp_sft.adapters import forward_parameters
@@ -174,7 +175,7 @@ def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator
     own = vars(module)
     missing = object()
     before = own.get("forward", missing)
-    own["forward"] = forward
+    own["forward"] = look_with(forward, None if before is missing else before)
     try:
         yield
     finally:

@@ -30,6 +30,7 @@ def check_of(model: nn.Module, *, own_loss: bool) -> Callable[[Any], None]:
     knows_packs = not own_loss or attention_of(unwrapped(model)) != "its own"
 
     def check(batch: Any) -> None:
+        _refuse_numbers_that_are_no_ids(batch)
         vocabulary.check_ids(batch)
         _refuse_placeholders(batch, placeholders)
         check_length(model, batch)
@@ -39,6 +40,16 @@ def check_of(model: nn.Module, *, own_loss: bool) -> Callable[[Any], None]:
             vocabulary.check_labels(batch, LABEL_KEYS, IGNORE_INDEX)
 
     return check
+
+
+def _refuse_numbers_that_are_no_ids(batch: Any) -> None:
+    """Refuse ids that are not integers."""
+    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    if isinstance(ids, torch.Tensor) and (ids.is_floating_point() or ids.dtype == torch.bool):
+        raise BatchError(
+            f"input_ids are {ids.dtype}, and ids are integers: make them torch.long (vectors go into "
+            "inputs_embeds)"
+        )
 
 
 # By the name of an id in the config: what it stands for, and parts of the keys that bring it.

@@ -1,6 +1,7 @@
 """The optimizers and schedulers of a step, one or several, checked before anything is computed."""
 
 import inspect
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -8,6 +9,7 @@ import torch
 from torch import nn
 
 from fsdp_sft._compat import (
+    compute_dtypes,
     found_infs,
     keep_scale_on_host,
     schedulers_within,
@@ -89,6 +91,16 @@ def prepare_scaler(
     if any(parameter.device.type == "cpu" for parameter in parameters):
         keep_scale_on_host(scaler)
     return scaler
+
+
+def warn_of_float16(model: nn.Module, scaler: torch.amp.GradScaler | None) -> None:
+    """Warn of a model that computes in float16 without a scaler."""
+    if scaler is None and torch.float16 in compute_dtypes(model):
+        warnings.warn(
+            "the model computes in float16 without a scaler: gradients below 6e-8 become 0. Pass "
+            "scaler=torch.amp.GradScaler(), or compute in bfloat16, which needs none",
+            stacklevel=4,
+        )
 
 
 def options_of(optimizers: list[torch.optim.Optimizer]) -> tuple[str, ...]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -14,6 +13,7 @@ from fsdp_sft._meshes import copies_of_rows
 from fsdp_sft._parts import part
 from fsdp_sft._streams import LateValues
 from fsdp_sft.context_parallel import sequence_group_of
+from fsdp_sft.dcp_io.global_batch import remember_batch
 from fsdp_sft.distributed import compute_device, whole_mesh_of
 from fsdp_sft.experts import counter_of
 from fsdp_sft.loss import (
@@ -40,9 +40,11 @@ from fsdp_sft.step.optimizers import (
     prepare_scaler,
     step_all,
     unscale,
+    warn_of_float16,
 )
 from fsdp_sft.step.own_loss import LossFn, Objective, refuse_own_loss
 from fsdp_sft.step.queued import QueuedStep, StepResult, without_step
+from fsdp_sft.step.schedules import forget_stepped, refuse_stepped_twice, step_schedulers
 from fsdp_sft.step.summed import refuse_mean
 from fsdp_sft.step.trained import (
     gradients_past_reduction,
@@ -144,7 +146,8 @@ def train_step(
         ModelLossError: If the model's own loss is not the cross entropy (see ``loss_sum``), or ``loss_fn``
             returns a mean.
         OptimizerError: If an optimizer was made before the model was sharded, if two optimizers share a
-            parameter or leave one out, or if an optimizer or a scheduler needs more than ``step()``.
+            parameter or leave one out, if an optimizer or a scheduler needs more than ``step()``, or if a
+            scheduler was stepped by hand as well.
         TypeError: If an argument is not the optimizer, scheduler or function that it should be, or
             ``count_fn`` or ``loss_fn`` returns another type than it should.
         PackingError: If the model does not keep the rows of a pack apart, or a pack has an attention mask.
@@ -178,13 +181,20 @@ def train_step(
     check = check_of(model, own_loss=loss_fn is not None)
     look = check_labels and loss_fn is None and count_fn is None and is_to_be_looked_at(model)
     anew = what_is_new(model, objective, mesh, check_sum=check_labels)
+
+    def check_model() -> None:
+        refuse_untrainable(model, names, optimizers, mesh, look=bool(anew))
+        refuse_stepped_twice(model, schedulers)
+        if anew:
+            warn_of_float16(model, scaler)
+
     window = agree_on_window(
         micro_batches,
         mesh,
         count_fn=count_fn,
         needs_ids=loss_fn is None,
         check=check,
-        check_model=partial(refuse_untrainable, model, names, optimizers, mesh, look=bool(anew)),
+        check_model=check_model,
         look=look,
         anew=anew,
         own_loss=loss_fn is not None,
@@ -206,6 +216,7 @@ def train_step(
     if weight == 0:
         if counter is not None:
             counter.is_empty = True
+        forget_stepped(model)
         return without_step("no weight" if targets else "no targets", tokens)
     try:
         if verify == "first" and any(map(may_be_packs, window.keys)):
@@ -248,8 +259,11 @@ def train_step(
         model.zero_grad(set_to_none=True)  # also gradients of parameters that no optimizer holds
     step.problem = state_problem(optimizers)
     result = step.result()
-    for each in () if result.skipped else schedulers:
-        each.step()
+    if result.skipped:
+        forget_stepped(model)
+    else:
+        step_schedulers(model, schedulers)
+        remember_batch(model, micro_batches, mesh)
     return result
 
 

@@ -16,6 +16,7 @@ from fsdp_sft._compat import (
     tie_by_names,
     tied_names,
 )
+from fsdp_sft._dtypes import check_dtypes
 from fsdp_sft._limits import blame_no_file
 from fsdp_sft._model import meta_twin
 from fsdp_sft._quantised import refuse_quantised
@@ -107,6 +108,7 @@ def meta_model(
     config_overrides: Mapping[str, Any] | None,
 ) -> "PreTrainedModel":
     """``build_meta_model`` with the fields of the config in a mapping, so that they can have any name."""
+    check_dtypes(dtype=dtype)
     if config_overrides is not None and not isinstance(config_overrides, Mapping):
         raise TypeError(
             f"config_overrides must be a dict of fields of the config, got {type(config_overrides).__name__}"

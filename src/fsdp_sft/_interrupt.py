@@ -1,0 +1,36 @@
+"""Ctrl-C in one line a rank, in place of each rank's stack: of many ranks nobody reads them."""
+
+import sys
+from types import TracebackType
+
+from fsdp_sft._agree import this_rank
+
+_OURS = "fsdp_sft."
+
+
+def say_interrupts_in_a_line() -> None:
+    """Let a ``KeyboardInterrupt`` that ends the process be told in one line, and other errors as before."""
+    before = sys.excepthook
+    if getattr(before, "__module__", "") == __name__:
+        return
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if issubclass(kind, KeyboardInterrupt):
+            print(f"rank {this_rank()}: interrupted{_place(trace)}", file=sys.stderr, flush=True)
+        else:
+            before(kind, error, trace)
+
+    sys.excepthook = hook
+
+
+def _place(trace: TracebackType | None) -> str:
+    """The line of the caller's program, and the innermost function of this library in it."""
+    program = ours = ""
+    while trace is not None:
+        code, name = trace.tb_frame.f_code, str(trace.tb_frame.f_globals.get("__name__", ""))
+        if name == "__main__":
+            program = f" at {code.co_filename}:{trace.tb_lineno}"
+        if name.startswith(_OURS):
+            ours = f" in fsdp_sft's {code.co_name.lstrip('_')}"
+        trace = trace.tb_next
+    return f"{program}{ours}"

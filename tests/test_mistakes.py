@@ -1,0 +1,214 @@
+"""Mistakes that cost a run: told by name, with what to do, before anything is lost."""
+
+import errno
+import os
+import shutil
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, SequentialLR
+
+import fsdp_sft as fs
+from fsdp_sft import _agree, _interrupt
+from tests.harness.device import mesh_here
+from tests.harness.models import ragged_batches, tiny_model
+from tests.harness.ranks import run_distributed
+
+
+def _save(root: str, own_state: bool) -> None:
+    rank = dist.get_rank()
+    model = fs.shard_model(tiny_model("llama"), mesh=mesh_here())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    window = ragged_batches(3)
+    for length in (3, 3, 1):  # the last window of an epoch is short
+        fs.train_step(model, window[:length], optimizer)
+    state = {"rank": rank, "position": torch.tensor(7 * rank)} if own_state else None
+    fs.save_checkpoint(root, 3, model=model, optimizer=optimizer, rank_state=state)
+
+
+@pytest.mark.parametrize("own_state", [True, False])
+def test_a_resume_on_other_ranks_says_what_becomes_of_the_batch(own_state: bool, tmp_path: Path) -> None:
+    run_distributed(_save, 2, str(tmp_path), own_state)
+    model = tiny_model("llama", seed=5)
+    rows = r"12 rows \(6 on each of 2, in 3 micro-batches\), and has 6 on 1 with the same loader: "
+    words = f"saved by 2 ranks and is loaded by 1; .*{rows}grad_accum_steps=6 keeps it"
+    with pytest.warns(UserWarning, match=words) as told:
+        loaded = fs.load_checkpoint(tmp_path, model=model)
+    assert len(told) == 1
+    assert ("rank_states has them" in str(told[0].message)) is own_state
+    assert (loaded.world_size, loaded.rank_state) == (2, None)
+    if own_state:
+        assert [state["rank"] for state in loaded.rank_states] == [0, 1]
+        assert [int(state["position"]) for state in loaded.rank_states] == [0, 7]
+    else:
+        assert loaded.rank_states == (None, None)
+
+
+def test_a_resume_on_as_many_ranks_says_nothing(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    fs.train_step(model, ragged_batches(2), optimizer)
+    fs.save_checkpoint(tmp_path, 1, model=model, optimizer=optimizer, rank_state={"a": 1})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loaded = fs.load_checkpoint(tmp_path, model=model, optimizer=optimizer)
+    assert (loaded.world_size, loaded.rank_state, loaded.rank_states) == (1, {"a": 1}, ({"a": 1},))
+
+
+def _in_sequence(optimizer: Any) -> Any:
+    parts = [LambdaLR(optimizer, lambda step: 0.1), CosineAnnealingLR(optimizer, 9)]
+    return SequentialLR(optimizer, parts, milestones=[2])
+
+
+@pytest.mark.parametrize("make", [lambda o: LambdaLR(o, lambda step: 1.0), _in_sequence])
+def test_a_schedule_that_is_stepped_twice(make: Any) -> None:
+    model, batches = tiny_model("llama"), ragged_batches(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    schedule = make(optimizer)
+    for _ in range(2):
+        fs.train_step(model, batches, optimizer, scheduler=schedule)
+    schedule.step()
+    with pytest.raises(fs.OptimizerError, match=r"stepped once since the last train_step"):
+        fs.train_step(model, batches, optimizer, scheduler=schedule)
+    fs.train_step(model, batches, optimizer)  # either piece of advice
+    schedule.step()
+    fs.train_step(model, batches, optimizer, scheduler=schedule)
+
+
+def test_a_schedule_that_the_caller_may_step() -> None:
+    model, batches = tiny_model("llama"), ragged_batches(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    schedule = LambdaLR(optimizer, lambda step: 1.0)
+    fs.train_step(model, batches, optimizer, scheduler=schedule)
+    saved = schedule.state_dict()
+    fs.train_step(model, batches, optimizer, scheduler=schedule)
+    schedule.load_state_dict(saved)  # a step of the past
+    fs.train_step(model, batches, optimizer, scheduler=schedule)
+    silent = [{**batches[0], "labels": torch.full_like(batches[0]["labels"], -100)}]
+    assert fs.train_step(model, silent, optimizer, scheduler=schedule).skipped
+    schedule.step()
+    fs.train_step(model, batches, optimizer, scheduler=schedule)
+
+
+def test_float16_without_a_scaler() -> None:
+    model, batches = tiny_model("llama").half(), ragged_batches(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with pytest.warns(UserWarning, match=r"float16 without a scaler: .*torch\.amp\.GradScaler"):
+        fs.train_step(model, batches, optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fs.train_step(model, batches, optimizer)
+
+
+@pytest.mark.parametrize("call", ["train_step", "evaluate"])
+def test_ids_that_are_no_integers(call: str) -> None:
+    model, batches = tiny_model("llama"), ragged_batches(1)
+    batches[0]["input_ids"] = batches[0]["input_ids"].float()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    calls = {
+        "train_step": lambda: fs.train_step(model, batches, optimizer),
+        "evaluate": lambda: fs.evaluate(model, batches),
+    }
+    with pytest.raises(
+        fs.BatchError, match=r"input_ids are torch.float32, and ids are integers: make them torch.long"
+    ):
+        calls[call]()
+
+
+def test_dtypes_by_their_names(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    model.save_pretrained(tmp_path)
+    calls: dict[str, Any] = {
+        "dtype": lambda: fs.build_meta_model(tmp_path, dtype="float32"),
+        "master_dtype": lambda: fs.load_pretrained(tmp_path, mesh=None, master_dtype="bfloat16"),
+        "frozen_dtype": lambda: fs.shard_model(model, mesh=None, frozen_dtype="torch.float16"),
+    }
+    meant = {"dtype": "float32", "master_dtype": "bfloat16", "frozen_dtype": "float16"}
+    for name, call in calls.items():
+        with pytest.raises(
+            ValueError, match=rf"^{name} must be a floating-point torch.dtype such as torch.{meant[name]}"
+        ):
+            call()
+    with pytest.raises(ValueError, match=r"such as torch\.bfloat16, got 'half a byte'"):
+        fs.export_hf(model, tmp_path / "out", dtype="half a byte")
+    with pytest.raises(ValueError, match=r"got torch\.int8"):
+        fs.prepare_base(tmp_path, tmp_path / "p", mesh=None, master_dtype=torch.int8)
+
+
+def test_adapters_without_peft(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ImportError, match="adapters need peft, which is not installed: pip install peft"):
+        fs.add_adapters(tiny_model("llama"), None)
+
+
+def test_a_disk_that_has_no_room_for_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    fs.save_checkpoint(tmp_path, 1, model=model)
+    need = sum(p.numel() * p.element_size() for p in model.parameters())
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=need - 1))
+    with pytest.raises(
+        OSError, match=r"saving .*step-2 takes 0\.\d+ GiB and .* has 0\.\d+ GiB free: make room"
+    ) as error:
+        fs.save_checkpoint(tmp_path, 2, model=model)
+    assert error.value.errno == errno.ENOSPC
+    assert [path.name for path in tmp_path.glob("*step*")] == ["step-1"]
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=2 * need))
+    fs.save_checkpoint(tmp_path, 2, model=model)
+
+
+@pytest.mark.parametrize("call", ["save", "export", "full"])
+def test_a_disk_that_fills_up_meanwhile(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    model = tiny_model("llama")
+    monkeypatch.setattr(os, "pwrite", full)
+    calls = {
+        "save": lambda: fs.save_checkpoint(tmp_path, 2, model=model),
+        "export": lambda: fs.export_hf(model, tmp_path / "out"),
+        "full": lambda: fs.save_full_state_dict(model, tmp_path / "model.safetensors"),
+    }
+    said = rf"No space left on device: writing [\d,]+ bytes to {tmp_path}/.*; its file system has [\d,]+"
+    with pytest.raises(OSError, match=said) as error:
+        calls[call]()
+    assert error.value.errno == errno.ENOSPC
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer "
+            "[10.0.0.7]:3742. This is typically caused by a remote worker crashing. Check the logs",
+            "Connection closed by peer [10.0.0.7]:3742",
+        ),
+        ("Timed out waiting 1800000ms for recv operation to complete\nmore", None),
+        ("", "RuntimeError"),
+    ],
+)
+def test_what_gloo_says_of_a_lost_rank_is_one_sentence(text: str, said: str | None) -> None:
+    said = said or "Timed out waiting 1800000ms for recv operation to complete"
+    with pytest.raises(fs.LostRankError) as error, _agree.answered():
+        raise RuntimeError(text)
+    assert f"({said}); end the job and start it again" in str(error.value)
+
+
+def test_ctrl_c_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr(sys, "excepthook", lambda *error: told.append(error))
+    for _ in range(2):
+        _interrupt.say_interrupts_in_a_line()
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+    assert capsys.readouterr().err == "rank 0: interrupted\n"
+    failed = ValueError("other")
+    sys.excepthook(ValueError, failed, None)
+    assert told == [(ValueError, failed, None)]
