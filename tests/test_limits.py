@@ -162,7 +162,7 @@ def test_gloo_without_descriptors_is_no_lost_rank() -> None:
     error = RuntimeError("[pair.cc:1] socket: Too many open files")
     with (
         pytest.raises(
-            OSError, match=r"connecting to another rank \(\[pair.cc:1\] .*\): this process may have"
+            OSError, match=r"connecting to another rank \(.*\): this process may have"
         ),
         _agree.answered(),
     ):
