@@ -161,9 +161,7 @@ def test_few_files_of_a_checkpoint_are_open_at_a_time(
 def test_gloo_without_descriptors_is_no_lost_rank() -> None:
     error = RuntimeError("[pair.cc:1] socket: Too many open files")
     with (
-        pytest.raises(
-            OSError, match=r"connecting to another rank \(.*\): this process may have"
-        ),
+        pytest.raises(OSError, match=r"connecting to another rank \(.*\): this process may have"),
         _agree.answered(),
     ):
         raise error
