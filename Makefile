@@ -42,7 +42,7 @@ test: $(INSTALLED)
 
 # make test-slow   the tests that take minutes; a run that was stopped goes on by its log, slow-tests.jsonl
 test-slow: $(INSTALLED)
-	$(BIN)/python -m pytest -m slow --numprocesses $(WORKERS) --dist worksteal --log-outcomes slow-tests.jsonl $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m slow --numprocesses $(WORKERS) --dist worksteal --log-outcomes=slow-tests.jsonl $(PYTEST_ARGS)
 
 # make test-faults   kills, signals and damage in number (an hour)
 test-faults: $(INSTALLED)
