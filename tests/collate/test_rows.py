@@ -217,3 +217,52 @@ def test_encoded_rows_pass_through_with_truncation():
 def test_malformed_rows_say_what_is_wrong(row, message):
     with pytest.raises(ValueError, match=message):
         encode_chat(row, TOKENIZERS["chatml"])
+
+
+@pytest.mark.parametrize("key", ["train", "loss", "training", "trainable"])
+@pytest.mark.parametrize("shape", ["messages", "conversations"])
+def test_an_answer_that_another_tool_would_not_train(key: str, shape: str) -> None:
+    if shape == "messages":
+        turns = chat("q", "first", "r", "second")["messages"]
+    else:
+        said = [("human", "q"), ("gpt", "first"), ("human", "r"), ("gpt", "second")]
+        turns = [{"from": who, "value": text} for who, text in said]
+    turns[1][key], turns[3][key] = False, True
+    read = shown({shape: turns})
+    assert "⟦second" in read
+    assert "⟦first" not in read
+    turns[1][key] = None
+    assert "⟦first" in shown({shape: turns})
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        (
+            chat("q", "a") | {"kto_tag": False},
+            r'"kto_tag" is False, which marks an answer that is not wanted',
+        ),
+        ({"prompt": "q", "completion": "a", "label": False}, r'"label" is False'),
+        (
+            {"messages": [*chat("q")["messages"], {"role": "assistant", "content": "a", "loss": 0.5}]},
+            "loss says",
+        ),
+        (
+            {
+                "messages": [
+                    *chat("q")["messages"],
+                    {"role": "assistant", "content": "a", "training_detail": [{"begin_offset": 0}]},
+                ]
+            },
+            "training_detail is not read; give the content in parts",
+        ),
+    ],
+)
+def test_marks_of_other_tools_that_would_be_lost(row: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        encode_chat(row, TOKENIZERS["chatml"])
+
+
+@pytest.mark.parametrize("label", [True, None, 1, 0, "good"])
+def test_other_labels_pass(label: object) -> None:
+    assert "⟦a" in shown(chat("q", "a") | {"label": label})

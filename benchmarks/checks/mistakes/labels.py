@@ -6,6 +6,20 @@ ATTENTION_MASK = '"attention_mask": self._pad([ones * len(chat.input_ids) for ch
 LABELS = '"labels": self._pad([chat.labels for chat in chats], length, IGNORE_INDEX),'
 MISTAKES = [
     Mistake(
+        "an answer that another tool would leave out is trained",
+        "collate/rows.py",
+        "        total *= value is not False\n",
+        "",
+        ("tests/collate/test_rows.py",),
+    ),
+    Mistake(
+        "an answer that is marked as unwanted is trained",
+        "collate/rows.py",
+        "    if marked is not None:\n",
+        "    if False:\n",
+        ("tests/collate/test_rows.py",),
+    ),
+    Mistake(
         "a system message that the template leaves out is not counted",
         "collate/notes.py",
         '    if found.context and options.on_dropped != "ignore":',

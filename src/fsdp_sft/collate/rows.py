@@ -28,7 +28,10 @@ SHAREGPT_ROLES = {
     "system": "system",
 }
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
-_FLAG_KEYS = ("train", "loss_weight", "weight")
+_FLAG_KEYS = ("train", "loss_weight", "weight", "loss_scale")
+_YES_OR_NO = ("loss", "training", "trainable")  # ms-swift's, axolotl's; numbers there are no weights
+_BY_CHARACTERS = ("train_detail", "training_detail")  # axolotl's
+_OF_THE_ROW = ("label", "kto_tag")  # TRL's, LLaMA-Factory's: whether the answer is one to learn
 _MOST = 3.4e38  # largest weight: weights become float32
 # Keys under which a message carries notes while its row is read; read_row takes them out again.
 _IN_PARTS = "reasoning given as a part of type thinking"
@@ -132,6 +135,7 @@ def read_row(row: Any, row_format: str | None = None) -> Conversation:
             raise ValueError(f'a row of the format {row_format} needs "{keys[0]}", got {found}')
         raise ValueError(f"no known row shape in {found}; accepted shapes: {_SHAPES}")
     refuse_media(row)
+    _refuse_undesired(row)
     row = without_fillers({key: _plain(value) if key in _READ else value for key, value in row.items()})
     messages = _READERS[key](row)
     if not messages:
@@ -449,9 +453,32 @@ _TAKEN = {
 }
 
 
+def _refuse_undesired(row: Mapping[str, Any]) -> None:
+    """Refuse a row that is marked as an answer not to be learnt."""
+    marked = next((key for key in _OF_THE_ROW if row.get(key) is False), None)
+    if marked is not None:
+        raise ValueError(
+            f'"{marked}" is False, which marks an answer that is not wanted, and it would be trained: leave '
+            "such rows out, or the column, if it means something else"
+        )
+
+
 def _pop_weight(message: Message, place: str) -> float:
     """Take the weights out of a message and return their product."""
     total = 1.0
+    for key in _YES_OR_NO:
+        value = message.pop(key, None)
+        if not isinstance(value, bool | None):
+            raise ValueError(
+                f"{place}: {key} says whether it is trained and must be True or False, got {value!r}"
+            )
+        total *= value is not False
+    given = next((key for key in _BY_CHARACTERS if message.pop(key, None)), None)
+    if given is not None:
+        raise ValueError(
+            f"{place}: {given} is not read; give the content in parts, each with a weight: "
+            '[{"type": "text", "text": ..., "weight": 0}, ...]'
+        )
     for key in _FLAG_KEYS:
         value = message.pop(key, 1)
         if not isinstance(value, int | float) or not 0 <= value <= _MOST:
