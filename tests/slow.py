@@ -155,9 +155,6 @@ BESIDE: dict[str, str] = {
     f"{_FAULTS}test_two_jobs_below_one_root": (
         "tests/dcp_io/test_in_use.py::test_the_second_job_is_told_of_the_first"
     ),
-    "tests/faults/test_bad_input.py::test_a_rank_that_raises_inside_a_step_ends_the_job_and_is_named": (
-        f"{_WATCH}[die-2]"
-    ),
     **{
         f"{_WATCH}[{case}]": f"{_WATCH}[{kept}]"
         for case, kept in (

@@ -132,7 +132,7 @@ def answered() -> Iterator[None]:
 def _said_by_gloo(error: RuntimeError) -> str:
     """What an error of gloo says, without the line of its source in front and the advice behind."""
     text = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    text = re.sub(r"^\[[^\]]*\.(?:cc|cpp|h):\d+\] *", "", text)
+    text = re.sub(r"\[[^\]]*\.(?:cc|cpp|h):\d+\] *", "", text)
     return text.partition(". ")[0].rstrip(".")
 
 

@@ -231,6 +231,13 @@ MISTAKES: list[Mistake] = [
         CHANGES,
     ),
     Mistake(
+        "a look that fails on the one rank whose forward has changed goes on",
+        "loss/probe.py",
+        "        if findings(model, Looked).changed_alone:\n",
+        "        if False:\n",
+        ("tests/faults/test_bad_input.py",),
+    ),
+    Mistake(
         "a rank looks at a changed model alone in a loop of the caller's own",
         "loss/prepare.py",
         "    if mesh is not None and mesh.size() > 1:\n        what",

@@ -39,6 +39,7 @@ from fsdp_sft.loss.prepare import LossImpl as LossImpl
 from fsdp_sft.loss.prepare import forget_choice as forget_choice
 from fsdp_sft.loss.prepare import needs_choice as needs_choice
 from fsdp_sft.loss.prepare import prepare_loss as prepare_loss
+from fsdp_sft.loss.probe import Looked as Looked
 from fsdp_sft.loss.probe import evaluating as evaluating
 from fsdp_sft.loss.probe import guarded as guarded
 from fsdp_sft.loss.same_rows import refuse_different_rows as refuse_different_rows

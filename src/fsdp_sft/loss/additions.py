@@ -23,6 +23,7 @@ from fsdp_sft.loss.own import (
     numbers_of_a_loss,
     router_coefficients,
 )
+from fsdp_sft.loss.probe import Looked
 
 RouterLoss = Literal["micro_batch", "global_micro_batch", "off"]
 
@@ -116,6 +117,7 @@ def compare_or_not(model: nn.Module, compare: bool, impl: int) -> None:
         raise ValueError("prepare_loss: ranks ask for different implementations (impl=)")
     if changed:  # on any rank: what follows is collective
         forget_findings(model)
+        findings(model, Looked).changed_alone = changed < (1 if mesh is None else mesh.size())
     findings(model, _Known).is_compared = compare
 
 

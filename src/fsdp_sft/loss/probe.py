@@ -8,6 +8,7 @@ holds the real logits, whose cross entropy the fused loss must reproduce.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fsdp_sft._model import uncompiled, undisturbed
+from fsdp_sft._record import findings
 from fsdp_sft._wrappers import unwrapped
 from fsdp_sft.collate import IGNORE_INDEX
 from fsdp_sft.distributed import compute_device
@@ -118,10 +120,23 @@ def _transform(model: nn.Module, raw: torch.Tensor, logits: torch.Tensor) -> Tra
     return best
 
 
+@dataclass
+class Looked:
+    """How the present forward came to be looked at.
+
+    Attributes:
+        changed_alone: Whether it has changed on some ranks and not on all.
+    """
+
+    changed_alone: bool = False
+
+
 def guarded(model: nn.Module, call: Any) -> Any:
     """``call()``; an error inside the model's forward is raised after FSDP2's hooks have ended the forward.
 
-    An exception that left the root's forward would leave FSDP2's state in the middle of it.
+    An exception that left the root's forward would leave FSDP2's state in the middle of it. Where the forward
+    has changed on some ranks alone, an error ends the look as it would end training: the others, which have
+    no error, wait in the forward, and only the end of this one ends that.
     """
     inner = unwrapped(model)
     errors: list[Exception] = []
@@ -145,6 +160,8 @@ def guarded(model: nn.Module, call: Any) -> Any:
             errors.append(error)
     if errors:
         _end_forwards(model)
+        if findings(model, Looked).changed_alone:
+            raise errors[0]
         first = str(errors[0]).strip().split("\n")[0]
         raise NotFusedError(f"the probe failed: {type(errors[0]).__name__}: {first}") from errors[0]
     return result

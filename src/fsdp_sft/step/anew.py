@@ -4,9 +4,9 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from fsdp_sft._record import forget_findings, is_changed, record_of
+from fsdp_sft._record import findings, forget_findings, is_changed, record_of
 from fsdp_sft.context_parallel import SequenceGroup, compare_again
-from fsdp_sft.loss import forget_choice, needs_choice
+from fsdp_sft.loss import Looked, forget_choice, needs_choice
 from fsdp_sft.step.own_loss import Objective
 from fsdp_sft.step.summed import is_untold, take
 from fsdp_sft.step.trained import Replicas, has_replicas, refuse_different_replicas
@@ -53,6 +53,7 @@ def find_out_anew(
         record_of(model).kept_or_new(Replicas).compared = True
     if anew.forward:
         forget_findings(model)
+        findings(model, Looked).changed_alone = anew.forward < (1 if mesh is None else mesh.size())
     elif anew.choice:
         forget_choice(model, objective.impl)
     compare_again(model, group)

@@ -127,10 +127,10 @@ def evaluate(
     options = {"verify": verify, "check_labels": check_labels, **objective.options()}
     own = astuple(what_is_new(model, objective, check_sum=check_labels))
     sums = sum_over_mesh([*own, *to_compare(digest(repr(options)))], mesh)
-    anew, compared = Anew(*map(bool, sums[: len(own)])), sums[len(own) :]
+    anew, compared = Anew(*map(int, sums[: len(own)])), sums[len(own) :]
     if not are_equal(compared, mesh.size() if mesh is not None else 1):
         refuse_different_options(options, mesh)
-    find_out_anew(model, objective, anew, group)
+    find_out_anew(model, objective, anew, group, mesh)
     model.eval()
     try:
         with torch.no_grad(), checked_later(checks):

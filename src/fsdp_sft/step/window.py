@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Anew:
-    """What one rank alone may see that has to be found out anew, which is collective.
+    """What a rank may see that has to be found out anew, by collectives; once agreed, how many ranks see it.
 
     Attributes:
         forward: Whether the model's forward has changed since something was found out about it.
@@ -56,10 +56,10 @@ class Anew:
         replicas: Whether the replicas of the model have not been compared yet.
     """
 
-    forward: bool = False
-    choice: bool = False
-    sum: bool = False
-    replicas: bool = False
+    forward: int = False
+    choice: int = False
+    sum: int = False
+    replicas: int = False
 
     def __bool__(self) -> bool:
         return any(astuple(self))
@@ -179,7 +179,7 @@ def agree_on_window(
         all_weight,
         tuple(keys),
         seen,
-        Anew(*map(bool, any_anew)),
+        Anew(*any_anew),
         tuple(micro_batches),
         tuple(parts),
     )
