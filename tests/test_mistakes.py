@@ -209,6 +209,19 @@ def test_ctrl_c_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     except KeyboardInterrupt as error:
         sys.excepthook(type(error), error, error.__traceback__)
     assert capsys.readouterr().err == "rank 0: interrupted\n"
+
+    def interrupted(step: int) -> float:
+        raise KeyboardInterrupt
+
+    model = tiny_model("llama")
+    with pytest.raises(KeyboardInterrupt) as stopped:
+        LambdaLR(torch.optim.SGD(model.parameters(), lr=0.0), interrupted)
+    sys.excepthook(KeyboardInterrupt, stopped.value, stopped.tb)
+    assert capsys.readouterr().err == "rank 0: interrupted\n"  # neither in a program nor in this library
+    with pytest.raises(KeyboardInterrupt) as stopped:
+        fs.evaluate(model, ragged_batches(1), loss_fn=lambda *_: interrupted(0))
+    sys.excepthook(KeyboardInterrupt, stopped.value, stopped.tb)
+    assert capsys.readouterr().err == "rank 0: interrupted in evaluate\n"
     failed = ValueError("other")
     sys.excepthook(ValueError, failed, None)
     assert told == [(ValueError, failed, None)]

@@ -24,13 +24,13 @@ def say_interrupts_in_a_line() -> None:
 
 
 def _place(trace: TracebackType | None) -> str:
-    """The line of the caller's program, and the innermost function of this library in it."""
+    """The line of the caller's program, and the function of this library that it was in."""
     program = ours = ""
     while trace is not None:
         code, name = trace.tb_frame.f_code, str(trace.tb_frame.f_globals.get("__name__", ""))
         if name == "__main__":
             program = f" at {code.co_filename}:{trace.tb_lineno}"
-        if name.startswith(_OURS):
-            ours = f" in fsdp_sft's {code.co_name.lstrip('_')}"
+        if name.startswith(_OURS) and not ours:
+            ours = f" in {code.co_name}"
         trace = trace.tb_next
     return f"{program}{ours}"
