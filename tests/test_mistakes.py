@@ -225,3 +225,62 @@ def test_ctrl_c_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     failed = ValueError("other")
     sys.excepthook(ValueError, failed, None)
     assert told == [(ValueError, failed, None)]
+
+
+def test_arguments_of_another_kind(tmp_path: Path) -> None:
+    model: Any = tiny_model("llama")
+    calls: dict[str, Any] = {
+        "tokenizer must be a tokenizer, .* got a str": lambda: fs.SFTCollator("some/model", max_length=8),
+        "tokenizer must be a tokenizer, .* got a list": lambda: fs.filter_rows(object(), [{}]),
+        "mesh must be a DeviceMesh, .* got 2": lambda: fs.shard_model(model, mesh=2),
+        "mp_policy must be a .*, got torch.bfloat16": lambda: fs.shard_model(
+            model, mesh=None, mp_policy=torch.bfloat16
+        ),
+        "root must be a path, got 10": lambda: fs.save_checkpoint(10, tmp_path, model=model),
+        "model must be the module itself, got OrderedDict": lambda: fs.save_checkpoint(
+            tmp_path, 1, model=model.state_dict()
+        ),
+        "metric must be a number, such as evaluate.*got EvalResult": lambda: fs.save_checkpoint(
+            tmp_path, 1, model=model, metric=fs.evaluate(model, ragged_batches(1))
+        ),
+        "data must be the rows, or their number, got str": lambda: fs.ResumableSampler("rows.jsonl"),
+        "data must be the rows, or their number, got generator": lambda: fs.ResumableSampler(r for r in ()),
+    }
+    for words, call in calls.items():
+        with pytest.raises(TypeError, match=words):
+            call()
+
+
+def test_an_optimizer_of_which_nothing_is_trained() -> None:
+    model: Any = tiny_model("llama")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.requires_grad_(False)
+    model.more = torch.nn.Parameter(torch.ones(2))
+    with pytest.raises(fs.OptimizerError, match="no parameter of the optimizer is trained"):
+        fs.train_step(model, ragged_batches(1), optimizer)
+
+
+def test_a_guard_that_is_not_entered() -> None:
+    with pytest.raises(RuntimeError, match="notes signals within its block"):
+        fs.PreemptionGuard().should_stop()
+
+
+def test_a_checkpoint_in_the_place_of_a_model(tmp_path: Path) -> None:
+    step = fs.save_checkpoint(tmp_path, 1, model=tiny_model("llama")).path
+    for path in (tmp_path, step):
+        with pytest.raises(fs.CheckpointFormatError, match="is what save_checkpoint writes"):
+            fs.build_meta_model(path)
+
+
+def _a_loss_that_raises() -> None:
+    model = fs.shard_model(tiny_model("llama"), mesh=mesh_here())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(Exception, match="input_id") as error:
+        fs.train_step(
+            model, ragged_batches(1), optimizer, loss_fn=lambda model, batch: model(batch["input_id"])
+        )
+    assert "all_gather_state" not in str(error.value)
+
+
+def test_a_loss_that_raises_before_the_first_forward_says_so() -> None:
+    run_distributed(_a_loss_that_raises, 2)

@@ -34,8 +34,11 @@ def parameter_mesh(mesh: "DeviceMesh") -> "DeviceMesh":
     """The mesh that parameters are sharded on: ``mesh``, its ``dp_shard`` and ``cp`` flattened to one axis.
 
     Raises:
+        TypeError: If ``mesh`` is none.
         ValueError: If ``mesh`` has an axis ``cp`` and is not from ``build_mesh``.
     """
+    if not hasattr(mesh, "mesh_dim_names"):
+        raise TypeError(f"mesh must be a DeviceMesh, as build_mesh() makes one, got {mesh!r}")
     if CP not in (mesh.mesh_dim_names or ()):
         return mesh
     found: DeviceMesh | None = getattr(mesh, _PARAMETER_MESH, None)

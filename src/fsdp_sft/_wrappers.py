@@ -1,5 +1,6 @@
 """Wrappers that other libraries put around a model: those that are looked through, and those refused."""
 
+import os
 from typing import Any
 
 import torch.distributed as dist
@@ -19,7 +20,16 @@ _WAY_OUT = "hand over the model inside, made by shard_model (FSDP2) or Distribut
 
 
 def tokenizer_of(given: Any) -> Any:
-    """The tokenizer in a processor, and anything else as it is."""
+    """The tokenizer in a processor, and anything else as it is.
+
+    Raises:
+        TypeError: For a name of one, or for rows in its place.
+    """
+    if isinstance(given, (str, os.PathLike, list, tuple, dict)):
+        raise TypeError(
+            f"tokenizer must be a tokenizer, as AutoTokenizer.from_pretrained returns one, got a "
+            f"{type(given).__name__}"
+        )
     # A tokenizer may have a tokenizer within as well (mistral-common's), but a processor encodes no text.
     return given if hasattr(given, "encode") else getattr(given, "tokenizer", given)
 

@@ -63,6 +63,7 @@ class PreemptionGuard:
                 raise ValueError(f"{number.name} cannot be caught; schedulers send SIGTERM or SIGUSR1 first")
         self._before: dict[signal.Signals, Any] = {}
         self._noted = 0
+        self._entered = False
         self.signal: signal.Signals | None = None
 
     def __enter__(self) -> "PreemptionGuard":
@@ -70,6 +71,7 @@ class PreemptionGuard:
             raise RuntimeError("a PreemptionGuard sets signal handlers, which only the main thread may")
         if self._before:
             raise RuntimeError("this PreemptionGuard is active already; make another one")
+        self._entered = True
         for number in self._signals:
             self._before[number] = signal.signal(number, self._note)
         _guarded.extend(self._signals)
@@ -90,6 +92,10 @@ class PreemptionGuard:
 
         Collective: all ranks, between two steps. One small all-reduce on the host.
         """
+        if not self._entered:
+            raise RuntimeError(
+                "a PreemptionGuard notes signals within its block: `with PreemptionGuard() as guard:`"
+            )
         if self.signal is None:
             number = all_reduce_max(self._noted)
             self.signal = signal.Signals(number) if number else None

@@ -173,6 +173,8 @@ class ResumableSampler(PlacedSampler[int]):
         mesh: "DeviceMesh | None" = None,
     ) -> None:
         super().__init__(num_replicas, rank, mesh)
+        if isinstance(data, str) or not (isinstance(data, int) or hasattr(data, "__len__")):
+            raise TypeError(f"data must be the rows, or their number, got {type(data).__name__}")
         self.num_rows = data if isinstance(data, int) else len(data)
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
         self.epoch = 0

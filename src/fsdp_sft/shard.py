@@ -116,6 +116,11 @@ def shard_model(
         >>> report = fs.load_weights(model, path)
     """
     check_dtypes(master_dtype=master_dtype, frozen_dtype=frozen_dtype)
+    if mp_policy is not None and not isinstance(mp_policy, MixedPrecisionPolicy):
+        raise TypeError(
+            f"mp_policy must be a torch.distributed.fsdp.MixedPrecisionPolicy, got {mp_policy!r}; the dtype "
+            "of the forward is its param_dtype"
+        )
     _refuse_sharded(model)
     refuse_quantised_model(model)
     refuse_hooks({p: name for name, p in model.named_parameters()}, are_shards=False)

@@ -201,6 +201,12 @@ def save_checkpoint(
         >>> scheduler.load_state_dict(loaded.train_state["scheduler"])
     """
     started = time.perf_counter()
+    if not isinstance(root, (str, os.PathLike)):
+        raise TypeError(f"root must be a path, got {root!r}; the step comes after it")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be the module itself, got {type(model).__name__}")
+    if metric is not None and not isinstance(metric, (int, float)):
+        raise TypeError(f"metric must be a number, such as evaluate(...).loss, got {type(metric).__name__}")
     root = Path(root).absolute()
     target = step_folder(root, step)
     aside = unsound_beside(step_folder(root, step))

@@ -171,7 +171,8 @@ def _end_forwards(model: nn.Module) -> None:
     """Reset FSDP2's state after an error inside a block has broken off a forward (torch 2.13 or later)."""
     reset = getattr(model, "reset_iter_state", None)
     if reset is not None:
-        with suppress(RuntimeError):  # raised if the model is not the outermost FSDP2 module
+        # RuntimeError if it is not the outermost FSDP2 module, AttributeError before its first forward.
+        with suppress(RuntimeError, AttributeError):
             reset()
 
 

@@ -88,6 +88,11 @@ def refuse_untrainable(
         raise OptimizerError(
             "no parameter is trained: all are frozen. Set requires_grad of those that are to be trained"
         )
+    if not any(parameter.requires_grad for parameter in stepped_by(*optimizers)):
+        raise OptimizerError(
+            "no parameter of the optimizer is trained, so that a step would change nothing: make it of those "
+            "that require a gradient (adapters go in before that, and before sharding)"
+        )
     looked = findings(model, _Modules)
     if look or looked.norms is None:
         refuse_merged(model, "training")

@@ -223,6 +223,11 @@ def _auto_config(name: str, options: dict[str, Any]) -> Any:
         return transformers.AutoConfig.from_pretrained(name, **options)
     except (ValueError, OSError) as error:
         blame_no_file(error, Path(name))
+        if any(Path(name).glob("step-*")) or Path(name, "MANIFEST.json").is_file():
+            raise CheckpointFormatError(
+                f"{name} is what save_checkpoint writes, and no Hugging Face folder: build the model from "
+                "its base, and read this by load_checkpoint"
+            ) from None
         settings = transformers.utils.find_adapter_config_file(name, revision=options["revision"])
         if settings is not None:
             raise CheckpointFormatError(told_of_adapter(name, Path(settings))) from None
