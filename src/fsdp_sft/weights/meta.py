@@ -223,7 +223,7 @@ def _auto_config(name: str, options: dict[str, Any]) -> Any:
         return transformers.AutoConfig.from_pretrained(name, **options)
     except (ValueError, OSError) as error:
         blame_no_file(error, Path(name))
-        if any(Path(name).glob("step-*")) or Path(name, "MANIFEST.json").is_file():
+        if Path(name, "MANIFEST.json").is_file() or any(Path(name).glob("*/MANIFEST.json")):
             raise CheckpointFormatError(
                 f"{name} is what save_checkpoint writes, and no Hugging Face folder: build the model from "
                 "its base, and read this by load_checkpoint"
