@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from fsdp_sft._wrappers import tokenizer_of
-from fsdp_sft.collate.layout import Dropped
 from fsdp_sft.collate.notes import notes_of
 from fsdp_sft.collate.options import EncodeOptions, TrainOn
 from fsdp_sft.collate.rows import (
@@ -17,7 +16,7 @@ from fsdp_sft.collate.rows import (
     read_encoded,
     read_row,
 )
-from fsdp_sft.collate.spans import Turn, find_turns
+from fsdp_sft.collate.spans import Turn, find_turns, not_in_the_text
 from fsdp_sft.collate.template import ChatTemplate, describe_tokenizer
 from fsdp_sft.collate.tokens import Tokens, starts_in_a_token, tokenise
 from fsdp_sft.errors import ChatTemplateError, TooLongError
@@ -226,7 +225,7 @@ def _render(
         # If every token is trained, the places of the texts are not needed; a text that is missing from the
         # rendering is found by searching for it.
         found = find_turns(template, conversation, [], printed=[])
-        found = replace(found, dropped=tuple(_not_in_the_text(conversation, trained, found.text)))
+        found = replace(found, dropped=tuple(not_in_the_text(conversation.messages, trained, found.text)))
     _check_text(found.text)
     notes = tuple(notes_of(found, template, conversation, options, trained))
     starts: dict[int, int] = {}
@@ -282,14 +281,6 @@ def _check_text(text: str) -> None:
             f"the row holds half of a surrogate pair, {text[error.start]!r}, which is no character: it was "
             "cut in the middle of one, or read with a wrong encoding; drop the row or repair its text"
         ) from error
-
-
-def _not_in_the_text(conversation: Conversation, trained: list[int], text: str) -> Iterator[Dropped]:
-    """Contents of trained messages that do not occur in the text, neither as they are nor as JSON."""
-    for index in trained:
-        content = str(conversation.messages[index]["content"]).strip()
-        if content not in text and json.dumps(content, ensure_ascii=False)[1:-1] not in text:
-            yield Dropped(index, content, "content", is_past=False)
 
 
 def turns_of_roles(conversation: Conversation, options: EncodeOptions) -> list[int]:

@@ -185,7 +185,13 @@ def _not_printed(layout: Layout, messages: list[Message], others: set[int], text
     """Texts of the messages `others` that are not in the rendering."""
     located = {leaf.message for leaf in layout.leaves}
     yield from layout.dropped(others & located, last_question=-1)
-    for index in sorted(others - located):  # of a layout that marks the assistant's texts alone
+    # The rest is of a layout that marks the assistant's texts alone.
+    yield from not_in_the_text(messages, sorted(others - located), text)
+
+
+def not_in_the_text(messages: list[Message], indices: Iterable[int], text: str) -> Iterator[Dropped]:
+    """Contents of messages that do not occur in the text, neither as they are nor as JSON."""
+    for index in indices:
         content = str(messages[index]["content"]).strip()
         if content not in text and json.dumps(content, ensure_ascii=False)[1:-1] not in text:
             yield Dropped(index, content, "content", is_past=False)
