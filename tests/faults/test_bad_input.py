@@ -178,7 +178,11 @@ def test_a_rank_that_raises_inside_a_step_ends_the_job_and_is_named(tmp_path: Pa
             f"--nproc-per-node={ranks}",
             str(script),
         ],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT)]),
+            "OMP_NUM_THREADS": "1",
+        },
         capture_output=True,
         text=True,
         timeout=90,
