@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import shutil
 import sys
 import warnings
@@ -284,3 +285,142 @@ def _a_loss_that_raises() -> None:
 
 def test_a_loss_that_raises_before_the_first_forward_says_so() -> None:
     run_distributed(_a_loss_that_raises, 2)
+
+
+def _warned(call: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    return [str(each.message) for each in caught]
+
+
+def test_a_model_that_is_left_in_eval_mode() -> None:
+    noisy, plain = tiny_model("gpt2", resid_pdrop=0.1), tiny_model("llama")
+    for model, words in ((noisy, "trained without its dropout: call model.train()"), (plain, None)):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        model.eval()
+        told = [text for _ in range(2) for text in _warned(_step(model, optimizer))]
+        assert [words in text for text in told] == [True] * (words is not None)
+        model.train()
+        assert _warned(_step(model, optimizer)) == []
+
+
+def _step(model: Any, optimizer: Any, **options: Any) -> Any:
+    return lambda: fs.train_step(model, ragged_batches(1), optimizer, **options)
+
+
+def test_an_optimizer_of_a_part() -> None:
+    model: Any = tiny_model("llama")
+    optimizer = torch.optim.SGD(model.lm_head.parameters(), lr=0.01)
+    (told,) = _warned(_step(model, optimizer))
+    assert re.match(r"\d+ parameters that require gradients are in no optimizer \(model.embed_tokens", told)
+    assert _warned(_step(model, optimizer)) == []
+    model = tiny_model("llama")  # either piece of advice
+    optimizer = torch.optim.SGD(model.lm_head.parameters(), lr=0.01)
+    model.requires_grad_(False)
+    model.lm_head.requires_grad_(True)
+    assert _warned(_step(model, optimizer)) == []
+
+
+def test_rates_that_have_become_0() -> None:
+    model = tiny_model("llama")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    schedule = LambdaLR(optimizer, lambda step: [0.0, 1.0, 0.5, 0.0][min(step, 3)])
+    told = [_warned(_step(model, optimizer, scheduler=schedule)) for _ in range(5)]
+    assert [len(texts) for texts in told] == [0, 0, 0, 1, 0], "a first step may have a rate of 0"
+    assert "every learning rate has become 0" in told[3][0]
+
+
+def test_a_checkpoint_without_its_optimizer(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    optimizer = torch.optim.AdamW(model.parameters())
+    fs.train_step(model, ragged_batches(1), optimizer)
+    fs.save_checkpoint(tmp_path, 1, model=model, optimizer=optimizer)
+    for given in (False, True):
+        model = tiny_model("llama", seed=3)
+        optimizer = torch.optim.AdamW(model.parameters())
+        fs.load_checkpoint(tmp_path, model=model, optimizer=optimizer if given else None)
+        fs.evaluate(model, ragged_batches(1))
+        told = [text for _ in range(2) for text in _warned(_step(model, optimizer))]
+        assert ["loaded from step 1 without the optimizer" in text for text in told] == [True] * (not given)
+
+
+def test_labels_of_padding(caplog: pytest.LogCaptureFixture) -> None:
+    ids = torch.randint(5, 60, (2, 12))
+    mask = torch.ones_like(ids)
+    mask[1, 8:] = 0
+    ids[1, 8:] = 0
+    model = tiny_model("llama")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.clone()}
+    for _ in range(2):
+        fs.train_step(model, [batch], optimizer)
+    assert len(caplog.messages) == 1
+    assert caplog.messages[0].startswith("4 of 24 labels are of padding (attention_mask 0)")
+    caplog.clear()
+    model = tiny_model("llama")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    fs.train_step(model, [{**batch, "labels": ids.masked_fill(mask == 0, -100)}], optimizer)
+    assert caplog.messages == []
+
+
+def test_a_window_of_fewer_targets_than_its_batch() -> None:
+    model, (batch,) = tiny_model("llama"), ragged_batches(1)
+    (told,) = _warned(lambda: fs.causal_lm_loss(model, batch, num_targets=len(batch["input_ids"])))
+    assert "this batch alone has" in told
+    assert "count_targets(window)" in told
+    assert _warned(lambda: fs.causal_lm_loss(model, batch, num_targets=fs.count_targets([batch]))) == []
+
+
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+def test_a_step_without_gradients(off: Any) -> None:
+    model = tiny_model("llama")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with off(), pytest.raises(RuntimeError, match=r"gradients are off here .*call train_step outside"):
+        fs.train_step(model, ragged_batches(1), optimizer)
+    fs.train_step(model, ragged_batches(1), optimizer)
+
+
+def test_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    model = tiny_model("llama")
+    assert fs.save_checkpoint("~/checkpoints", 1, model=model).path == tmp_path / "checkpoints" / "step-1"
+    assert fs.load_checkpoint("~/checkpoints", model=model).step == 1
+    fs.export_hf(model, "~/out")
+    fs.build_meta_model("~/out")
+    with fs.MetricLogger(jsonl="~/metrics.jsonl", stdout=False) as log:
+        log.log({"loss": 1.0}, 1)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name[0] != ".") == [
+        *("checkpoints", "metrics.jsonl", "out")
+    ]
+
+
+def test_the_best_without_a_metric(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_model("llama")
+    for step in (1, 2):
+        fs.save_checkpoint(tmp_path, step, model=model, keep_last=1, keep_best=1)
+    assert "keep_best=1 (no step was saved with a metric=, so none is the best): deleted" in caplog.text
+
+
+def test_metrics_of_another_kind() -> None:
+    result: Any = fs.EvalResult(1.0, 2.0, 3)
+    with pytest.raises(TypeError, match=r"must be a dict of numbers by their names.*got EvalResult"):
+        fs.MetricLogger().log(result, 1)
+    number: Any = "2"
+    with pytest.raises(TypeError, match="world_size must be an integer, got '2'"):
+        fs.ThroughputMeter(world_size=number)
+    with pytest.raises(TypeError, match="flops_per_token must be a number or None, got '2'"):
+        fs.ThroughputMeter(world_size=1, flops_per_token=number)
+
+
+def _adapters_after_sharding() -> None:
+    peft = pytest.importorskip("peft")
+    model = fs.shard_model(tiny_model("llama"), mesh=mesh_here())
+    model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    with pytest.raises(fs.UnsupportedModelError, match=r"are not sharded .*adapters by add_adapters"):
+        fs.train_step(model, ragged_batches(1), optimizer)
+
+
+def test_adapters_after_sharding() -> None:
+    run_distributed(_adapters_after_sharding, 2)

@@ -170,6 +170,11 @@ def check_room(folder: Path, need: int, what: str) -> None:
         )
 
 
+def full_path(path: str | os.PathLike[str]) -> Path:
+    """The absolute path, ``~`` standing for the home folder as in a shell."""
+    return Path(path).expanduser().absolute()
+
+
 def sync_file(path: Path) -> None:
     """Force a file that has been written to the disk (fsync)."""
     fd = os.open(path, os.O_RDONLY)

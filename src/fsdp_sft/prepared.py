@@ -16,7 +16,7 @@ from fsdp_sft._boxes import local_of
 from fsdp_sft._claim import Claim
 from fsdp_sft._codec import dumps
 from fsdp_sft._compat import keep_used_conversions, match_checkpoint_keys, tied_names, weight_conversions
-from fsdp_sft._disk import TensorReader, unsound_beside
+from fsdp_sft._disk import TensorReader, full_path, unsound_beside
 from fsdp_sft._dtypes import check_dtypes
 from fsdp_sft._expert_parallel import check_shareable_experts, share_out
 from fsdp_sft._model import ModelTensors, clean_name, meta_twin, model_tensors, named_tensors
@@ -126,7 +126,7 @@ def prepare_base(
                 FORMAT_VERSION, source, master_dtype, missing, trust_remote_code, allow_pickle, check_finite
             )
             label = re.sub(r"[^\w.-]+", "-", os.fspath(name_or_path)).strip("-.")[-80:]
-            target = Path(cache_dir).absolute() / f"{label}-{digest[:20]}"
+            target = full_path(cache_dir) / f"{label}-{digest[:20]}"
             target.parent.mkdir(parents=True, exist_ok=True)
     target = Path(share(target))
     claim = Claim(target, _is_sound)
@@ -221,7 +221,7 @@ def load_prepared(
         'prepared'
     """
     started = time.perf_counter()
-    folder = Path(path).absolute()
+    folder = full_path(path)
     with agreed(f"looking for {folder}"):
         if not (folder / MANIFEST_NAME).exists():
             raise CheckpointNotFoundError(f"there is no prepared model at {folder}; prepare_base makes one")

@@ -256,6 +256,9 @@ def test_an_answer_that_another_tool_would_not_train(key: str, shape: str) -> No
             },
             "training_detail is not read; give the content in parts",
         ),
+        ({"prompt": "q", "chosen": "a", "rejected": "b"}, "two answers .* give the one that is to be learnt"),
+        ({"chosen": chat("q", "a")["messages"], "rejected": []}, "two answers"),
+        ({"instruction": "q", "output": "a", "reflection": "r", "corrected": "c"}, '"corrected" is not read'),
     ],
 )
 def test_marks_of_other_tools_that_would_be_lost(row: dict, words: str) -> None:

@@ -31,6 +31,7 @@ REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 _FLAG_KEYS = ("train", "loss_weight", "weight", "loss_scale")
 _YES_OR_NO = ("loss", "training", "trainable")  # ms-swift's, axolotl's; numbers there are no weights
 _BY_CHARACTERS = ("train_detail", "training_detail")  # axolotl's
+_ANSWERS = ("messages", "conversations", "output", "completion")
 _OF_THE_ROW = ("label", "kto_tag")  # TRL's, LLaMA-Factory's: whether the answer is one to learn
 _MOST = 3.4e38  # largest weight: weights become float32
 # Keys under which a message carries notes while its row is read; read_row takes them out again.
@@ -127,6 +128,7 @@ def read_row(row: Any, row_format: str | None = None) -> Conversation:
     """
     if not isinstance(row, Mapping):
         raise ValueError(f"a row must be a dict, got {type(row).__name__}; accepted shapes: {_SHAPES}")
+    _refuse_undesired(row)
     keys = [FORMATS[row_format]] if row_format else list(_READERS)
     key = next((key for key in keys if row.get(key) is not None), None)
     if key is None or key not in _READERS:
@@ -135,7 +137,6 @@ def read_row(row: Any, row_format: str | None = None) -> Conversation:
             raise ValueError(f'a row of the format {row_format} needs "{keys[0]}", got {found}')
         raise ValueError(f"no known row shape in {found}; accepted shapes: {_SHAPES}")
     refuse_media(row)
-    _refuse_undesired(row)
     row = without_fillers({key: _plain(value) if key in _READ else value for key, value in row.items()})
     messages = _READERS[key](row)
     if not messages:
@@ -460,6 +461,17 @@ def _refuse_undesired(row: Mapping[str, Any]) -> None:
         raise ValueError(
             f'"{marked}" is False, which marks an answer that is not wanted, and it would be trained: leave '
             "such rows out, or the column, if it means something else"
+        )
+    both = row.get("chosen") is not None and row.get("rejected") is not None
+    if both and all(row.get(key) is None for key in _ANSWERS):
+        raise ValueError(
+            "a row of two answers (chosen, rejected) is for learning a preference: for supervised "
+            "fine-tuning give the one that is to be learnt, as messages or as prompt and completion"
+        )
+    if row.get("output") is not None and row.get("corrected") is not None:
+        raise ValueError(
+            '"corrected" is not read, and "output" would be trained in its place: give what is to be learnt '
+            "as messages"
         )
 
 

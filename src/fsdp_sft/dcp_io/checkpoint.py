@@ -22,7 +22,7 @@ from fsdp_sft._agree import (
     world_size,
 )
 from fsdp_sft._codec import decode, dumps, encode, loads
-from fsdp_sft._disk import TensorReader, read_bytes, unsound_beside
+from fsdp_sft._disk import TensorReader, full_path, read_bytes, unsound_beside
 from fsdp_sft._model import model_tensors
 from fsdp_sft._random import set_generator_states
 from fsdp_sft.adapters import refuse_merged
@@ -34,6 +34,7 @@ from fsdp_sft.dcp_io.extra_state import check_alike, encode_extra, own_digests
 from fsdp_sft.dcp_io.folder import new_folder_beside, write_folder
 from fsdp_sft.dcp_io.global_batch import batch_settings, change_of_batch
 from fsdp_sft.dcp_io.inner_tensors import names_to_take_apart
+from fsdp_sft.dcp_io.left_behind import note_optimizer
 from fsdp_sft.dcp_io.manifest import (
     MAX_JSON_BYTES,
     TRAIN_STATE_NAME,
@@ -207,7 +208,7 @@ def save_checkpoint(
         raise TypeError(f"model must be the module itself, got {type(model).__name__}")
     if metric is not None and not isinstance(metric, (int, float)):
         raise TypeError(f"metric must be a number, such as evaluate(...).loss, got {type(metric).__name__}")
-    root = Path(root).absolute()
+    root = full_path(root)
     target = step_folder(root, step)
     aside = unsound_beside(step_folder(root, step))
     if metric is not None and not math.isfinite(metric):
@@ -278,7 +279,7 @@ def load_checkpoint(
         path_or_root: Folder of one step, or root of all steps, of which the newest is taken.
         model: Model to load into, with the names, shapes and dtypes that were saved.
         optimizer: Its optimizer, or all of them as a list in any order, with the same parameters in the same
-            groups; None does not load what was saved of them.
+            groups; None does not load what was saved of them, and ``train_step`` warns if it goes on so.
         verify: Whether to compare every file's checksum, each file on one rank. False compares names, sizes
             and headers only.
         fallback: Whether a root's newest sound step is taken, with a warning about damaged newer ones.
@@ -309,7 +310,7 @@ def load_checkpoint(
     """
     join_last()  # a running save may be writing the step that is to be loaded
     reshard(model)
-    path = Path(path_or_root).absolute()
+    path = full_path(path_or_root)
     for _ in range(MOST_ATTEMPTS):
         folder, manifest = choose_step(path, hashes=verify, fallback=fallback)
         try:
@@ -345,6 +346,8 @@ def _load_step(
         read_model(reader, manifest, model, tensors, sources)
         if optimizer is not None:
             apply_optimizer(manifest, model, optimizer, reader)
+        left_behind = optimizer is None and bool(manifest.optimizer)
+        note_optimizer(model, int(manifest.step or 0), left_behind=left_behind)
         if rng is not None:
             set_generator_states(rng)
     return LoadedCheckpoint(

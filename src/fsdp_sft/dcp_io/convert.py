@@ -14,7 +14,7 @@ from torch import nn
 
 from fsdp_sft._agree import agreed, through_rank_0
 from fsdp_sft._boxes import Box
-from fsdp_sft._disk import unsound_beside
+from fsdp_sft._disk import full_path, unsound_beside
 from fsdp_sft._model import ModelTensors, clean_name, model_tensors
 from fsdp_sft.dcp_io.content import FolderContent, ReadTensor, describe_mesh
 from fsdp_sft.dcp_io.folder import new_folder_beside, write_folder
@@ -86,7 +86,7 @@ def convert_checkpoint(
         >>> loaded = fs.load_checkpoint("ckpt", model=model)
     """
     _check_arguments(format, key_map)
-    root, folder = Path(target).absolute(), Path(source).absolute()
+    root, folder = full_path(target), full_path(source)
     reshard(model)
     prepared: list[FolderContent] = []
     with agreed(f"looking at {folder}"):

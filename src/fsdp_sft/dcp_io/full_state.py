@@ -13,7 +13,7 @@ from torch import nn
 
 from fsdp_sft._agree import agreed, all_gather_objects, share, this_rank, world_size
 from fsdp_sft._boxes import Box, box_of, local_of, part_of
-from fsdp_sft._disk import TensorReader, closing, sync_folder, temporary_beside
+from fsdp_sft._disk import TensorReader, closing, full_path, sync_folder, temporary_beside
 from fsdp_sft._gather import Gatherer, receive_into, send
 from fsdp_sft._limits import blame_no_file
 from fsdp_sft._model import ModelTensors, give_back, model_tensors, with_extra_tensors
@@ -63,7 +63,7 @@ def save_full_state_dict(
         >>> load_file("model.safetensors")["model.norm.weight"].dtype
         torch.bfloat16
     """
-    target = Path(path).absolute()
+    target = full_path(path)
     reshard(model)
     temporary = temporary_beside(target)
     with agreed(f"preparing to save {target}"):
@@ -113,7 +113,7 @@ def load_full_state_dict(model: nn.Module, path: str | os.PathLike[str]) -> None
         >>> fs.save_full_state_dict(model, "model.pt")
         >>> fs.load_full_state_dict(model, "model.pt")
     """
-    source_path = Path(path).absolute()
+    source_path = full_path(path)
     reshard(model)
     with agreed(f"preparing to load {source_path}"):
         refuse_merged(model, "loading the full state")

@@ -4,6 +4,7 @@ import math
 import os
 from pathlib import Path
 
+from fsdp_sft._disk import full_path
 from fsdp_sft.dcp_io.manifest import LISTING_VERSIONS, Manifest, per_optimizer, read_manifest
 from fsdp_sft.dcp_io.retention import find_checkpoints
 from fsdp_sft.dcp_io.steps import is_step_folder
@@ -24,7 +25,7 @@ def inspect_checkpoint(path: str | os.PathLike[str], *, hashes: bool = False) ->
     Raises:
         CheckpointNotFoundError: If there is no such folder.
     """
-    folder = Path(path).absolute()
+    folder = full_path(path)
     if not folder.is_dir():
         raise CheckpointNotFoundError(f"there is no folder {folder}")
     steps = [] if is_step_folder(folder) else find_checkpoints(folder)

@@ -2,12 +2,11 @@
 
 import os
 import shutil
-from pathlib import Path
 
 from torch import nn
 
 from fsdp_sft._agree import agreed, this_rank, through_rank_0
-from fsdp_sft._disk import TensorReader, temporary_beside
+from fsdp_sft._disk import TensorReader, full_path, temporary_beside
 from fsdp_sft.dcp_io.content import FolderContent, describe_mesh
 from fsdp_sft.dcp_io.folder import open_folder, write_folder
 from fsdp_sft.dcp_io.inner_tensors import names_to_take_apart
@@ -54,7 +53,7 @@ def save_optimizer_state(model: nn.Module, optimizer: Optimizers, path: str | os
         ['INDEX.json', 'MANIFEST.json', 'shards']
     """
     reshard(model)
-    target = Path(path).absolute()
+    target = full_path(path)
     aside = temporary_beside(target)
     prepared: list[OptimizerContent] = []
 
@@ -111,7 +110,7 @@ def load_optimizer_state(model: nn.Module, optimizer: Optimizers, path: str | os
         True
     """
     reshard(model)
-    folder = Path(path).absolute()
+    folder = full_path(path)
     with agreed(f"looking for {folder}"):
         if not folder.is_dir():
             raise CheckpointNotFoundError(f"there is no optimizer state at {folder}")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_sft._codec import MALFORMED, loads
-from fsdp_sft._disk import FileRecord, TensorReader, closing, read_bytes, sync_folder, write_bytes
+from fsdp_sft._disk import FileRecord, TensorReader, closing, full_path, read_bytes, sync_folder, write_bytes
 from fsdp_sft._limits import blame_no_file
 from fsdp_sft._safetensors import open_file
 from fsdp_sft.dcp_io.manifest import (
@@ -54,7 +54,7 @@ def rebuild_manifest(folder: str | os.PathLike[str]) -> bool:
         CheckpointCorruptError: If a file is missing, contradicts the other files, or has other contents than
             the index says. Nothing is written then.
     """
-    step = Path(folder).absolute()
+    step = full_path(folder)
     if not (step / SHARDS).is_dir():
         raise CheckpointNotFoundError(f"there is no step of format version 3 at {step}: it has no {SHARDS}/")
     if _is_sound(step):

@@ -7,7 +7,7 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsdp_sft._disk import temporary_beside
+from fsdp_sft._disk import full_path, temporary_beside
 from fsdp_sft.dcp_io.manifest import read_manifest
 from fsdp_sft.dcp_io.steps import step_folders
 from fsdp_sft.dcp_io.verify import file_problems, verify_folder
@@ -58,7 +58,7 @@ def find_checkpoints(root: str | os.PathLike[str]) -> list[CheckpointInfo]:
         >>> [(info.step, info.sound) for info in fs.find_checkpoints("ckpt")]
         [(1, True), (2, True)]
     """
-    found = [_info(step, path) for step, path in step_folders(Path(root).absolute())]
+    found = [_info(step, path) for step, path in step_folders(full_path(root))]
     return [info for info in found if info.sound or info.path.exists()]
 
 
@@ -89,7 +89,7 @@ def verify_checkpoint(path: str | os.PathLike[str]) -> list[str]:
         >>> print(*fs.verify_checkpoint("ckpt/step-1"))
         step-1/shards/00000.safetensors is missing
     """
-    return verify_folder(Path(path).absolute(), hashes=True)
+    return verify_folder(full_path(path), hashes=True)
 
 
 def prune(root: Path, *, keep_last: int | None, keep_best: int, just_saved: int) -> None:
@@ -122,7 +122,10 @@ def prune(root: Path, *, keep_last: int | None, keep_best: int, just_saved: int)
     deleted = [path.name for path in surplus if _delete(root, path)]
     if deleted:
         _logger.warning(
-            "keep_last=%d, keep_best=%d: deleted %s from %s", keep_last, keep_best, ", ".join(deleted), root
+            "keep_last=%d, keep_best=%d%s: deleted %s from %s",
+            *(keep_last, keep_best),
+            " (no step was saved with a metric=, so none is the best)" if keep_best and not measured else "",
+            *(", ".join(deleted), root),
         )
 
 

@@ -14,7 +14,7 @@ from typing_extensions import Unpack
 
 from fsdp_sft._agree import agree_on, agreed, all_gather_objects, share, this_rank, while_others_wait
 from fsdp_sft._claim import Claim
-from fsdp_sft._disk import publish, temporary_beside, unsound_beside
+from fsdp_sft._disk import full_path, publish, temporary_beside, unsound_beside
 from fsdp_sft._wrappers import tokenizer_of
 from fsdp_sft.collate.filtering import warn_of_notes
 from fsdp_sft.collate.notes import NOTES, WARNED_OF_ROWS, WARNED_OF_TEMPLATES
@@ -177,6 +177,6 @@ def _is_seen(probe: Path) -> bool:
 def _cache_folder(given: str | os.PathLike[str] | None) -> Path:
     """The folder that was given, or the default one, as an absolute path."""
     if given is not None:
-        return Path(given).absolute()
+        return full_path(given)
     root = os.environ.get("XDG_CACHE_HOME")
     return (Path(root) if root else Path.home() / ".cache") / "fsdp-sft" / "encoded"

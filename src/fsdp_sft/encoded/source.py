@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_sft import _compat
+from fsdp_sft._disk import full_path
 from fsdp_sft.collate import EncodedChat
 
 _BLOCK_ROWS = 256
@@ -101,9 +102,9 @@ class RowSource:
             FileNotFoundError: If a file does not exist.
         """
         if isinstance(given, str | os.PathLike):
-            return cls(None, (_checked(Path(given)),))
+            return cls(None, (_checked(full_path(given)),))
         if isinstance(given, Sequence) and given and all(isinstance(one, str | os.PathLike) for one in given):
-            return cls(None, tuple(_checked(Path(one)) for one in given))
+            return cls(None, tuple(_checked(full_path(one)) for one in given))
         if not hasattr(given, "__len__") or not hasattr(given, "__getitem__"):
             raise ValueError(
                 "encode_dataset reads a sequence of rows, a datasets.Dataset, or .jsonl files, got "
@@ -180,7 +181,7 @@ def _checked(path: Path) -> Path:
         raise FileNotFoundError(f"there is no file {path}")
     if not path.stat().st_size:
         raise ValueError(f"{path} is empty")
-    return path.absolute()
+    return path
 
 
 def _rows_of(rows: Any, start: int, stop: int) -> list[Any]:

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from fsdp_sft._disk import check_room, publish, sync_folder, temporary_beside
+from fsdp_sft._disk import check_room, full_path, publish, sync_folder, temporary_beside
 from fsdp_sft.errors import ExportExistsError
 
 _TAKEN = {errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR, errno.EBUSY}
@@ -31,7 +31,7 @@ _TOKENIZER = re.compile(
 
 def export_target(out_dir: str | os.PathLike[str]) -> Path:
     """The absolute path of an export's folder, a symbolic link resolved: a rename would replace the link."""
-    target = Path(out_dir).absolute()
+    target = full_path(out_dir)
     return target.resolve() if target.is_symlink() else target
 
 

@@ -1,5 +1,6 @@
 """The causal-LM loss of a model on a batch: labels shifted once, a float32 sum, with or without logits."""
 
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdp_sft._agree import world_size
 from fsdp_sft._expert_parallel import refuse_divided_twice
 from fsdp_sft._meshes import CP
 from fsdp_sft._streams import travelling
@@ -173,6 +175,8 @@ def causal_lm_loss(
         refuse_divided_twice(model)
     check_num_targets(num_targets)
     weight = _weight_of_window(batch, num_targets, target_weight)
+    if target_weight is None:
+        _warn_of_few_targets(batch, num_targets, mesh)
     group = None if torch.compiler.is_compiling() else _looked_at_again(model, impl)
     batch = batch if group is None else part_of(batch, group)
     summed, router = loss_parts(model, batch, impl, router_loss, Terms(label_smoothing, z_loss), mesh)
@@ -180,6 +184,24 @@ def causal_lm_loss(
         share = _share_of_tokens(batch, num_targets, num_tokens, mesh)
         summed = summed + router * (share * weight)
     return summed / weight if mesh is None else scale_for_backward(summed, num_targets=weight, mesh=mesh)
+
+
+def _warn_of_few_targets(batch: Batch, num_targets: int, mesh: "DeviceMesh | None") -> None:
+    """Warn if a batch has more targets than its window is said to have over all ranks.
+
+    Without a mesh the ranks are the caller's, who may count on an average over them. Labels on a device are
+    not counted, since the host would have to wait for them.
+    """
+    labels = batch.get("shift_labels" if counting.is_shifted(batch) else "labels")
+    if torch.compiler.is_compiling() or not isinstance(labels, torch.Tensor) or not labels.is_cpu:
+        return
+    own = counting.num_targets(batch) if mesh is not None or world_size() == 1 else 0
+    if own > num_targets:
+        warnings.warn(
+            f"num_targets={num_targets}, and this batch alone has {own}: the loss and its gradient are too "
+            "large. Pass the targets of the whole window over all ranks, count_targets(window)",
+            stacklevel=3,
+        )
 
 
 def _weight_of_window(batch: Batch, num_targets: int, target_weight: float | None) -> float:

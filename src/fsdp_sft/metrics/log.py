@@ -113,6 +113,11 @@ class MetricLogger:
 
 def _check(metrics: Mapping[str, object], step: int) -> None:
     """Refuse steps, names and values that cannot be logged."""
+    if not isinstance(metrics, Mapping):
+        raise TypeError(
+            "metrics must be a dict of numbers by their names, such as {'loss': result.loss}, got "
+            f"{type(metrics).__name__}"
+        )
     if not isinstance(step, int) or isinstance(step, bool):
         raise TypeError(f"step must be an int, got {type(step).__name__}")
     if step < 0:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Protocol, TypeAlias, runtime_checkable
 
+from fsdp_sft._disk import full_path
+
 Scalar: TypeAlias = float | int | str | bool | None
 
 
@@ -41,7 +43,7 @@ class JsonlSink:
     """
 
     def __init__(self, path: str | Path, *, clock: Callable[[], float] = time.time) -> None:
-        self._path = Path(path)
+        self._path = full_path(path)
         self._clock = clock
         self._file: IO[str] | None = None
 

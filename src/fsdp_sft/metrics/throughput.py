@@ -90,9 +90,13 @@ class ThroughputMeter:
             ("averaged_steps", averaged_steps, 1),
             ("warmup_steps", warmup_steps, 0),
         ):
+            if not isinstance(value, int):
+                raise TypeError(f"{name} must be an integer, got {value!r}")
             if value < least:
                 raise ValueError(f"{name} must be >= {least}, got {value}")
         for name, rate in (("flops_per_token", flops_per_token), ("peak_flops", peak_flops)):
+            if rate is not None and not isinstance(rate, (int, float)):
+                raise TypeError(f"{name} must be a number or None, got {rate!r}")
             if rate is not None and rate <= 0:
                 raise ValueError(f"{name} must be positive, got {rate}; use None where it is not known")
         self._device = resolve_device(device)

@@ -12,7 +12,7 @@ from torch.utils.data import Sampler
 from fsdp_sft.mixing.shares import rows_of_each
 from fsdp_sft.packing.bins import as_ints, check_count
 from fsdp_sft.packing.sampler import PackedSampler
-from fsdp_sft.sampler import ResumableSampler, place_in
+from fsdp_sft.sampler import Placed, ResumableSampler, place_in
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -188,6 +188,9 @@ class MixedSampler(Sampler[Any]):
                     "use the same data sets and proportions, or start a new run"
                 )
         self._order.load_state_dict(state)
+
+
+Placed.register(MixedSampler)  # all that it says of its place, its inner sampler says
 
 
 class Mixture:

@@ -18,6 +18,7 @@ from fsdp_sft.collate import IGNORE_INDEX
 from fsdp_sft.distributed import gather_over_mesh
 from fsdp_sft.errors import BatchError, abridged
 from fsdp_sft.loss import is_shifted
+from fsdp_sft.step.once import first_time
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -33,10 +34,9 @@ _logger = logging.getLogger("fsdp_sft.step")
 
 @dataclass
 class _Looked:
-    """Number of windows of a model that have been checked, and whether it was warned of its labels."""
+    """Number of windows of a model that have been checked."""
 
     windows: int = 0
-    warned: bool = False
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,12 @@ class Differences:
     Attributes:
         compared: Number of labels that are not -100.
         different: Number of those that differ from the id at their place.
+        padding: Number of those at places that the attention mask calls padding.
     """
 
     compared: int = 0
     different: int = 0
+    padding: int = 0
 
 
 def is_to_be_looked_at(model: nn.Module) -> bool:
@@ -75,18 +77,21 @@ def look_at(micro_batches: list[Any]) -> Differences:
     plain = [batch for batch in batches if not is_shifted(batch)]
     _refuse_shift(plain, "labels")
     _refuse_shift([batch for batch in batches if is_shifted(batch)], "shift_labels")
-    compared = different = 0
+    compared = different = padding = 0
     for batch in plain:
         held = batch["labels"] != IGNORE_INDEX
         compared += int(held.sum())
         different += int((held & (batch["labels"] != batch["input_ids"])).sum())
-    return Differences(compared, different)
+        mask = batch.get("attention_mask")
+        if isinstance(mask, torch.Tensor) and mask.shape == held.shape:
+            padding += int((held & (mask == 0)).sum())
+    return Differences(compared, different, padding)
 
 
 def say_what_was_seen(
     model: nn.Module, micro_batches: list[Any], everywhere: Differences, mesh: "DeviceMesh | None"
 ) -> None:
-    """Warn of what may be a mistake: labels that differ from their ids, and ranks with the same rows.
+    """Warn of what may be a mistake: labels of padding or unlike their ids, and ranks with the same rows.
 
     Args:
         model: Model that is trained; in its first window the rows of all ranks are compared.
@@ -99,15 +104,19 @@ def say_what_was_seen(
     looked = record_of(model).kept_or_new(_Looked)
     looked.windows += 1
     first = mesh is None or mesh.get_rank() == 0
-    if everywhere.different and not looked.warned:
-        looked.warned = True
-        if first:
-            _logger.warning(
-                "%d of %d labels differ from the id at their place (%.1f %%): right for corrupted inputs or "
-                "placeholders, and otherwise a mistake; look at a row with render_labels",
-                *(everywhere.different, everywhere.compared),
-                100 * everywhere.different / everywhere.compared,
-            )
+    if everywhere.different and first and first_time(model, "labels"):
+        _logger.warning(
+            "%d of %d labels differ from the id at their place (%.1f %%): right for corrupted inputs or "
+            "placeholders, and otherwise a mistake; look at a row with render_labels",
+            *(everywhere.different, everywhere.compared),
+            100 * everywhere.different / everywhere.compared,
+        )
+    if everywhere.padding and first and first_time(model, "padding"):
+        _logger.warning(
+            "%d of %d labels are of padding (attention_mask 0), which the model would learn to write: set "
+            "them to -100, as SFTCollator does",
+            *(everywhere.padding, everywhere.compared),
+        )
     if looked.windows == 1 and mesh is not None and mesh.size() > 1:
         _compare_rows(micro_batches, mesh, first)
 

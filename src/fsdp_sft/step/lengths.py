@@ -2,25 +2,17 @@
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from fsdp_sft._model import text_config
-from fsdp_sft._record import record_of
 from fsdp_sft._wrappers import unwrapped
 from fsdp_sft.errors import BatchError
+from fsdp_sft.step.once import first_time
 
 _OFFSET = 8  # some tables have a few rows more than positions
-
-
-@dataclass
-class _LongRows:
-    """Whether it was said of this model that a row is longer than it was made for."""
-
-    told: bool = False
 
 
 def check_length(model: nn.Module, batch: Any) -> None:
@@ -33,15 +25,15 @@ def check_length(model: nn.Module, batch: Any) -> None:
     if not isinstance(known, int) or known < 1:
         return
     length, name = _longest(batch), type(unwrapped(model)).__name__.removeprefix("FSDP")
-    said = record_of(model).kept_or_new(_LongRows)
-    if length <= known or said.told:
+    if length <= known:
         return
     if _has_a_table(model, known):
         raise BatchError(
             f"a row has {length:,} tokens, and {name} has {known:,} positions: pass max_length={known} or "
             "less where rows are encoded"
         )
-    said.told = True
+    if not first_time(model, "length"):
+        return
     warnings.warn(
         f"a row has {length:,} tokens, and {name} was made for {known:,} (max_position_embeddings): "
         "positions beyond that were never trained. Pass max_length= where rows are encoded, or load the "

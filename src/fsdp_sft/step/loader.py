@@ -2,7 +2,8 @@
 
 import itertools
 import pickle
-from collections.abc import Iterable, Iterator, Sized
+import warnings
+from collections.abc import Generator, Iterable, Iterator, Sized
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from fsdp_sft._vocabulary import Vocabulary
 from fsdp_sft.errors import BatchError
 from fsdp_sft.loss import num_targets
 from fsdp_sft.preemption import keep_workers_alive
-from fsdp_sft.step.same_data import warn_of_shared_rows
+from fsdp_sft.step.shares import look_at_shares, note_pass
 from fsdp_sft.step.window import CountFn, counted, num_rows, on_host, to_device
 
 if TYPE_CHECKING:
@@ -60,7 +61,8 @@ def windows(
         VocabularyError: On all ranks, if a batch has an id beyond ``vocab_size``.
         ValueError: If ``grad_accum_steps`` is not positive, if ``mesh`` is missing although this process has
             made one with ``cp``, or if ``loader`` is None on a rank that has to read.
-        BatchError: If no rank had a target in a whole epoch.
+        BatchError: If no rank had a target in a whole epoch, if a sampler knows of more rows than there are,
+            if ranks share an order of rows that is not the same on all, or if a sampler was moved meanwhile.
 
     Collective: all ranks; each must ask for the same windows.
 
@@ -81,7 +83,35 @@ def windows(
         )
     if loader is None and cp_rank(mesh) == 0:
         raise ValueError("this rank reads for itself, or for its cp group, and needs a loader; got None")
-    return _windows(loader, grad_accum_steps, count_fn, Vocabulary("the model", vocab_size), mesh)
+    return _Pass(_windows(loader, grad_accum_steps, count_fn, Vocabulary("the model", vocab_size), mesh))
+
+
+class _Pass(Iterator[list[Any]]):
+    """The windows of one pass, which says so if it is gone through once more."""
+
+    def __init__(self, windows: Generator[list[Any], None, None]) -> None:
+        self._windows = windows
+        self._ended = False
+
+    def __next__(self) -> list[Any]:
+        try:
+            return next(self._windows)
+        except StopIteration:
+            self._ended = True
+            raise
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        if self._ended:
+            warnings.warn(
+                "these windows have come to their end, and give no more: call windows(loader, ...) again for "
+                "each epoch",
+                stacklevel=2,
+            )
+        return self
+
+    def close(self) -> None:
+        """End the pass here."""
+        self._windows.close()
 
 
 def _windows(
@@ -90,7 +120,7 @@ def _windows(
     count_fn: CountFn | None,
     vocabulary: Vocabulary,
     mesh: "DeviceMesh | None",
-) -> Iterator[list[Any]]:
+) -> Generator[list[Any], None, None]:
     """``windows`` with checked arguments."""
     group = host_group(mesh, CP) if cp_size(mesh) > 1 and mesh is not None else None
     reads = cp_rank(mesh) == 0
@@ -103,7 +133,8 @@ def _windows(
     in_mid_epoch = bool(getattr(sampler, "position", 0) or getattr(sampler, "is_passed_over", False))
     batches: Iterator[Any] | None = None
     targets_seen = False
-    warn_of_shared_rows(loader if reads else None)
+    stands: Any = None
+    look_at_shares(loader if reads else None)
     while True:
         window: list[Any] = []
         to_send: list[bytes] = []
@@ -115,6 +146,7 @@ def _windows(
                     batches = keep_workers_alive(loader)
                 with part("next_batches"):
                     window = list(itertools.islice(batches, grad_accum_steps))
+                _refuse_moved(sampler, stands if window else None)
             looked_at = on_host(window)
             for batch in looked_at:
                 vocabulary.check_ids(batch)
@@ -139,11 +171,14 @@ def _windows(
             window, consumed = _from_first(to_send[:length], consumed, group)
         if mark_consumed is not None and consumed is not None:
             mark_consumed(consumed)
+        stands = _stands(sampler)
         yield window
         if length < grad_accum_steps:
             break
     if end_epoch is not None:
         end_epoch()
+    if reads:
+        note_pass(loader)
     if all_reduce_sum([targets_seen or in_mid_epoch])[0] == 0:
         raise BatchError(
             "the data set has no target on any rank: every label, after the shift, is -100, or there is no "
@@ -179,6 +214,23 @@ def _resumable(loader: Any) -> Any:
     sources = [getattr(loader, name, None) for name in ("sampler", "batch_sampler", "dataset")]
     sources.append(getattr(sources[1], "sampler", None))
     return next((source for source in [*sources, loader] if hasattr(source, "mark_consumed")), None)
+
+
+def _stands(sampler: Any) -> tuple[Any, Any]:
+    """Where what keeps the position stands: its epoch, and the position in it."""
+    return getattr(sampler, "epoch", None), getattr(sampler, "position", None)
+
+
+def _refuse_moved(sampler: Any, stood: tuple[Any, Any] | None) -> None:
+    """Refuse to go on with a pass whose sampler has been moved: the rows under way are of the old place."""
+    if stood is not None and _stands(sampler) != stood:
+        name = type(sampler).__name__
+        raise BatchError(
+            f"{name} was moved in the middle of a pass, from (epoch, position) {stood} to "
+            f"{_stands(sampler)}, by load_state_dict, set_epoch or mark_consumed: the loader would go on "
+            "with the rows of the old place, and its state count others. windows() marks what is consumed; "
+            "load a state or set an epoch before the pass, or leave the loop and call windows(...) again"
+        )
 
 
 def _num_consumed(loader: Any, sampler: Any, window: list[Any]) -> int:

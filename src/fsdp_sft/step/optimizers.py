@@ -1,7 +1,6 @@
 """The optimizers and schedulers of a step, one or several, checked before anything is computed."""
 
 import inspect
-import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +8,6 @@ import torch
 from torch import nn
 
 from fsdp_sft._compat import (
-    compute_dtypes,
     found_infs,
     keep_scale_on_host,
     schedulers_within,
@@ -25,8 +23,10 @@ if TYPE_CHECKING:
 
 def checked_optimizers(
     model: nn.Module, optimizer: Optimizers
-) -> tuple[list[torch.optim.Optimizer], dict[nn.Parameter, str]]:
+) -> tuple[list[torch.optim.Optimizer], dict[nn.Parameter, str], list[str]]:
     """The optimizers as a list, and the model's parameters with their names, none of them gathered.
+
+    The last of the three are the names of the parameters that require gradients and are in no optimizer.
 
     Raises:
         TypeError: If one of them is not an optimizer.
@@ -44,10 +44,10 @@ def checked_optimizers(
             )
     reshard(model)  # a gathered parameter is another tensor than its shard
     names = parameter_names(model)
-    _refuse_replaced(names, optimizers)
+    left_out = _refuse_replaced(names, optimizers)
     if len(optimizers) > 1:
-        _refuse_shared_or_left_out(names, optimizers)
-    return optimizers, names
+        _refuse_shared_or_left_out(names, optimizers, left_out)
+    return optimizers, names, left_out
 
 
 def checked_schedulers(scheduler: Any, optimizers: list[torch.optim.Optimizer]) -> "list[LRScheduler]":
@@ -91,16 +91,6 @@ def prepare_scaler(
     if any(parameter.device.type == "cpu" for parameter in parameters):
         keep_scale_on_host(scaler)
     return scaler
-
-
-def warn_of_float16(model: nn.Module, scaler: torch.amp.GradScaler | None) -> None:
-    """Warn of a model that computes in float16 without a scaler."""
-    if scaler is None and torch.float16 in compute_dtypes(model):
-        warnings.warn(
-            "the model computes in float16 without a scaler: gradients below 6e-8 become 0. Pass "
-            "scaler=torch.amp.GradScaler(), or compute in bfloat16, which needs none",
-            stacklevel=4,
-        )
 
 
 def options_of(optimizers: list[torch.optim.Optimizer]) -> tuple[str, ...]:
@@ -173,8 +163,10 @@ def stepped_by(*optimizers: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
 
 
-def _refuse_replaced(given: dict[nn.Parameter, str], optimizers: list[torch.optim.Optimizer]) -> None:
+def _refuse_replaced(given: dict[nn.Parameter, str], optimizers: list[torch.optim.Optimizer]) -> list[str]:
     """Refuse optimizers of tensors that the model does not have: they would step and train nothing.
+
+    Returns the names of the model's trained parameters that they do not hold.
 
     An optimizer made before the model was sharded holds none of the model's parameters. One made while some
     were gathered lacks those; a forward without a backward leaves the root's parameters gathered.
@@ -190,10 +182,11 @@ def _refuse_replaced(given: dict[nn.Parameter, str], optimizers: list[torch.opti
             "replaced what it was made over, or that was gathered. Make it after shard_model or "
             "load_pretrained, before any forward"
         )
+    return left_out
 
 
 def _refuse_shared_or_left_out(
-    given: dict[nn.Parameter, str], optimizers: list[torch.optim.Optimizer]
+    given: dict[nn.Parameter, str], optimizers: list[torch.optim.Optimizer], missing: list[str]
 ) -> None:
     """Refuse several optimizers unless each trained parameter is in exactly one of them."""
     names = {id(parameter): name for parameter, name in given.items()}
@@ -206,8 +199,6 @@ def _refuse_shared_or_left_out(
                     f"{names.get(identity, 'a parameter')} is in two of the optimizers ({other} and "
                     f"{number}): each would step it"
                 )
-    trained = [(id(p), name) for p, name in given.items() if p.requires_grad]
-    missing = [name for identity, name in trained if identity not in found]
     if missing:
         raise OptimizerError(
             f"{len(missing)} parameters that require gradients are in none of the {len(optimizers)} "

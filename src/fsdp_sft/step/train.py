@@ -32,6 +32,7 @@ from fsdp_sft.step.first import state_problem
 from fsdp_sft.step.gradients import SyncMode, checked_norm, clip_gradients, gradient_sync
 from fsdp_sft.step.keys import may_be_packs
 from fsdp_sft.step.labels import is_to_be_looked_at, say_what_was_seen
+from fsdp_sft.step.meant import warn_of_what_may_be_meant
 from fsdp_sft.step.optimizers import (
     Optimizers,
     checked_optimizers,
@@ -40,7 +41,6 @@ from fsdp_sft.step.optimizers import (
     prepare_scaler,
     step_all,
     unscale,
-    warn_of_float16,
 )
 from fsdp_sft.step.own_loss import LossFn, Objective, refuse_own_loss
 from fsdp_sft.step.queued import QueuedStep, StepResult, without_step
@@ -170,7 +170,7 @@ def train_step(
     objective = Objective(loss_impl, loss_fn, router_loss, Terms(label_smoothing, z_loss))
     objective.check(count_fn)
     check_verify(verify)
-    optimizers, names = checked_optimizers(model, optimizer)
+    optimizers, names, left_out = checked_optimizers(model, optimizer)
     schedulers = checked_schedulers(scheduler, optimizers)
     scaler = prepare_scaler(optimizers, scaler)
     mesh = mesh if mesh is not None else whole_mesh_of(model)
@@ -185,8 +185,7 @@ def train_step(
     def check_model() -> None:
         refuse_untrainable(model, names, optimizers, mesh, look=bool(anew))
         refuse_stepped_twice(model, schedulers)
-        if anew:
-            warn_of_float16(model, scaler)
+        warn_of_what_may_be_meant(model, optimizers, scaler, left_out)
 
     window = agree_on_window(
         micro_batches,

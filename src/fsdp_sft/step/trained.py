@@ -81,9 +81,15 @@ def refuse_untrainable(
     Raises:
         AdapterError: If adapters are merged into it.
         OptimizerError: If nothing is trained.
+        RuntimeError: If gradients are off.
         UnsupportedModelError: If gradients of its parameters would not be reduced, or if a module keeps
             running statistics of its inputs, which are those of this rank's rows.
     """
+    if not torch.is_grad_enabled():
+        raise RuntimeError(
+            "gradients are off here (torch.no_grad, torch.inference_mode or set_grad_enabled(False)), and a "
+            "step needs them: call train_step outside of that block"
+        )
     if not any(parameter.requires_grad for parameter in (*names, *stepped_by(*optimizers))):
         raise OptimizerError(
             "no parameter is trained: all are frozen. Set requires_grad of those that are to be trained"
@@ -115,14 +121,15 @@ def _refuse_unreduced(model: nn.Module, names: dict[nn.Parameter, str], mesh: "D
     """
     if mesh is None or mesh.size() == 1 or copies_of_rows(mesh) > 1:
         return
-    if replicated_by(model) is not None or not isinstance(unwrapped(model), FSDPModule):
+    is_sharded = any(isinstance(parameter, DTensor) for parameter in names)
+    if replicated_by(model) is not None or not is_sharded:
         return
     whole = [n for p, n in names.items() if p.requires_grad and not isinstance(p, DTensor)]
     if whole:
         raise UnsupportedModelError(
             f"{len(whole)} trained parameters are not sharded ({abridged(whole)}): no reduction over the "
-            "ranks reaches them, and each rank would train its own. Add them before shard_model, or freeze "
-            "them with requires_grad_(False)"
+            "ranks reaches them, and each rank would train its own. Add them before shard_model (adapters by "
+            "add_adapters, or load_pretrained(peft_config=)), or freeze them with requires_grad_(False)"
         )
     refuse_hooks(names, are_shards=True, gathered=hooked_while_gathered(model))
 

@@ -153,9 +153,9 @@ def agree_on_window(
         error = caught
     ranks = mesh.size() if mesh is not None else 1
     compared = to_compare([*digest(repr(options)), len(keys), *digest(keys)])
-    own = [targets, tokens, seen.compared, seen.different, *astuple(anew), error is not None]
+    own = [targets, tokens, *astuple(seen), *astuple(anew), error is not None]
     all_weight, *sums = sum_over_mesh([weight, *own, *same_rows, *compared], mesh)
-    all_targets, all_tokens, looked_at, different, *any_anew, failed = map(int, sums[: len(own)])
+    all_targets, all_tokens, looked_at, different, padding, *any_anew, failed = map(int, sums[: len(own)])
     copies = copies_of_rows(mesh)
     all_weight, all_targets, all_tokens = all_weight / copies, all_targets // copies, all_tokens // copies
     rows_apart, equal = sums[len(own) : len(own) + 2], sums[len(own) + 2 :]
@@ -172,7 +172,7 @@ def agree_on_window(
     if not are_equal(equal, ranks):
         refuse_different_keys(keys, mesh)
     refuse_different_rows(rows_apart)
-    seen = Differences(looked_at, different)
+    seen = Differences(looked_at, different, padding)
     return Window(
         all_targets,
         all_tokens,

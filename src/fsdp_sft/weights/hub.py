@@ -51,7 +51,7 @@ def resolve_folder(
 
     Collective: all ranks.
     """
-    name = os.fspath(name_or_path)
+    name = os.path.expanduser(name_or_path)
     seen = all_gather_objects(Path(name).is_dir())
     if all(seen):
         return Path(name)

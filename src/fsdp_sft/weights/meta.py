@@ -113,17 +113,18 @@ def meta_model(
         raise TypeError(
             f"config_overrides must be a dict of fields of the config, got {type(config_overrides).__name__}"
         )
+    name = os.path.expanduser(name_or_path)
     cls, config = _class_and_config(
-        str(name_or_path), revision, attn_implementation, trust_remote_code, dict(config_overrides or {})
+        name, revision, attn_implementation, trust_remote_code, dict(config_overrides or {})
     )
-    config.name_or_path = str(name_or_path)
+    config.name_or_path = name
     if new_vocab_size is None:
         model = build_like_from_pretrained(cls, config, dtype)
     else:
         model = build_with_vocabulary(cls, config, dtype, new_vocab_size)
     _set_requires_grad(model)
-    _take_generation_config(model, Path(name_or_path))
-    _tie(model, Path(name_or_path), allow_pickle)
+    _take_generation_config(model, Path(name))
+    _tie(model, Path(name), allow_pickle)
     return model.train()  # type: ignore[no-any-return]
 
 

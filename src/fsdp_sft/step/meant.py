@@ -1,0 +1,82 @@
+"""What a step may be given by mistake, and may be meant: one warning each."""
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_sft._agree import this_rank
+from fsdp_sft._compat import compute_dtypes
+from fsdp_sft._record import record_of
+from fsdp_sft.dcp_io.left_behind import loaded_without_optimizer
+from fsdp_sft.errors import abridged
+from fsdp_sft.sac import draws_random_numbers
+from fsdp_sft.step.once import first_time
+
+
+@dataclass
+class _Trained:
+    """Whether a model was trained at a rate above 0."""
+
+    at_a_rate: bool = False
+
+
+def warn_of_what_may_be_meant(
+    model: nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    scaler: torch.amp.GradScaler | None,
+    left_out: list[str],
+) -> None:
+    """Warn, on rank 0, of what makes a training wrong or useless, unless it is meant.
+
+    Args:
+        model: Model that is to be trained.
+        optimizers: Those that step it.
+        scaler: Scaler of the loss; None without one.
+        left_out: Names of parameters that require gradients and are in no optimizer.
+    """
+    if this_rank() != 0:
+        return
+    if not model.training and first_time(model, "eval()") and draws_random_numbers(model):
+        _warn(
+            "the model is in eval() mode, in which it is trained without its dropout: call model.train() "
+            "after what has put it there"
+        )
+    if scaler is None and first_time(model, "float16") and torch.float16 in compute_dtypes(model):
+        _warn(
+            "the model computes in float16 without a scaler: gradients below 6e-8 become 0. Pass "
+            "scaler=torch.amp.GradScaler(), or compute in bfloat16, which needs none"
+        )
+    if left_out and first_time(model, "left out"):
+        _warn(
+            f"{len(left_out)} parameters that require gradients are in no optimizer ({abridged(left_out)}): "
+            "they stay as they are, and their gradients cost memory and count in the norm that is clipped. "
+            "Give them to the optimizer, or freeze them with requires_grad_(False)"
+        )
+    step = loaded_without_optimizer(model)
+    if step is not None and not any(one.state for one in optimizers) and first_time(model, f"step {step}"):
+        _warn(
+            f"the model was loaded from step {step} without the optimizer that was saved with it, and is "
+            "trained on with one that begins anew. To continue that run, pass load_checkpoint(..., "
+            "optimizer=optimizer)"
+        )
+    trained = record_of(model).kept_or_new(_Trained)
+    above = any(_is_above_0(group.get("lr")) for one in optimizers for group in one.param_groups)
+    if trained.at_a_rate and not above and first_time(model, "rates"):
+        _warn(
+            "every learning rate has become 0, so that steps change nothing from here on: the schedule was "
+            "made for fewer steps. Count them as the loop takes them: for each epoch the batches of the "
+            "loader divided by grad_accum_steps, rounded up"
+        )
+    trained.at_a_rate |= above
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, stacklevel=6)
+
+
+def _is_above_0(rate: Any) -> bool:
+    """Whether a rate is not 0; on a device it is not read, since the host would have to wait for it."""
+    return (isinstance(rate, torch.Tensor) and not rate.is_cpu) or rate != 0

@@ -1,0 +1,23 @@
+"""What is looked at, or said, once for each model."""
+
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from fsdp_sft._record import record_of
+
+
+@dataclass
+class _Done:
+    """What was done for a model."""
+
+    things: set[str] = field(default_factory=set)
+
+
+def first_time(model: nn.Module, thing: str) -> bool:
+    """Whether this is the first time that something is asked for with a model."""
+    done = record_of(model).kept_or_new(_Done).things
+    if thing in done:
+        return False
+    done.add(thing)
+    return True
