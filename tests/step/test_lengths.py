@@ -1,10 +1,12 @@
 """Rows that are longer than a model has positions: refused where there is a table, told elsewhere."""
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
 import fsdp_sft as fs
 from tests.harness.models import tiny_model
@@ -28,7 +30,7 @@ def test_a_row_beyond_the_table_is_refused(call: Any) -> None:
         call(model, _batch(longest + 1))
 
 
-def test_a_row_beyond_what_was_trained_is_told_once() -> None:
+def test_a_row_beyond_what_was_trained_is_told_once(tmp_path: Path) -> None:
     model = tiny_model("llama", max_position_embeddings=16)
     packed = fs.PackedCollator(max_length=48)(
         [{"input_ids": r, "labels": r} for r in ([5, 6, 7] * 4, [9, 3] * 7)]
@@ -42,7 +44,9 @@ def test_a_row_beyond_what_was_trained_is_told_once() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         _step(model, _batch(18))
-    extended = tiny_model("llama", max_position_embeddings=32)
+    model.save_pretrained(tmp_path)  # the advice
+    rope = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16, "rope_theta": 1e4}
+    extended = LlamaForCausalLM.from_pretrained(tmp_path, max_position_embeddings=32, rope_parameters=rope)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         _step(extended, _batch(32))

@@ -37,7 +37,7 @@ def check_length(model: nn.Module, batch: Any) -> None:
     warnings.warn(
         f"a row has {length:,} tokens, and {name} was made for {known:,} (max_position_embeddings): "
         "positions beyond that were never trained. Pass max_length= where rows are encoded, or load the "
-        "model with rope_parameters that extend it",
+        "model with a larger max_position_embeddings= and rope_parameters= that extend it (yarn)",
         stacklevel=5,
     )
 
