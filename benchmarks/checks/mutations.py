@@ -53,8 +53,8 @@ def cannot_be_made(mistake: Mistake) -> str:
     return f"{mistake.name}: no {missing[0]}" if missing else ""
 
 
-def is_noticed(mistake: Mistake) -> bool:
-    """Whether the tests fail; that the change was made and the library still imports is seen to first."""
+def noticed_by(mistake: Mistake) -> str:
+    """The first test that fails for a mistake; "" if none does. The library has to import with it."""
     with made(mistake) as environment:
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *mistake.tests]
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
@@ -62,11 +62,11 @@ def is_noticed(mistake: Mistake) -> bool:
             raise SystemExit(f"{mistake.name}: pytest ended with {done.returncode}\n{done.stdout[-2000:]}")
         failed = [line for line in done.stdout.splitlines() if line.startswith("FAILED")]
         print(f"{mistake.name}: {failed[0][7:100] if failed else 'NOT NOTICED'}", flush=True)
-        return done.returncode == 1
+        return failed[0].split()[1] if done.returncode == 1 else ""
 
 
-def read_log(path: Path | None) -> dict[str, bool]:
-    """Which mistakes have been noticed, by their names, according to a log."""
+def read_log(path: Path | None) -> dict[str, str]:
+    """The test that has noticed a mistake, by the mistakes' names, according to a log; "" for none."""
     if path is None or not path.exists():
         return {}
     return dict(json.loads(line) for line in path.read_text().splitlines())
@@ -89,7 +89,7 @@ def main() -> None:
     known = read_log(options.log)
     for mistake in chosen:
         if mistake.name not in known:
-            known[mistake.name] = is_noticed(mistake)
+            known[mistake.name] = noticed_by(mistake)
             if options.log is not None:
                 with options.log.open("a") as file:
                     file.write(json.dumps([mistake.name, known[mistake.name]]) + "\n")

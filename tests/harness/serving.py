@@ -22,7 +22,7 @@ from typing import Any
 
 from fsdp_sft._compat import careful_gloo, forget_meshes
 from fsdp_sft.dcp_io import in_use
-from tests.harness import device, leftovers
+from tests.harness import device, leftovers, refusals
 from tests.harness.poison import is_poisoned, poisoned
 from tests.simulated.device import Simulated
 
@@ -71,6 +71,7 @@ def serve(connection: Connection, own: Simulated | None) -> None:
 
     torch.set_num_threads(1)
     device.become(own)
+    refusals.install()
     served = _Served(own)
     while True:
         try:

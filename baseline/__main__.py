@@ -1,0 +1,64 @@
+"""``python -m baseline``; see the package."""
+
+import argparse
+import json
+from pathlib import Path
+from types import ModuleType
+
+from baseline import draws, figures, mistakes, programs, reads, refusals, signatures, size
+
+FROZEN = Path(__file__).parent / "frozen"
+PARTS: dict[str, ModuleType] = {
+    module.__name__.rpartition(".")[2]: module
+    for module in (signatures, size, reads, refusals, draws, programs, mistakes)
+}
+QUICK = ("signatures", "size", "reads")
+
+
+def main() -> int:
+    """Write or compare; the exit code is the number of differences, at most 100."""
+    parser = argparse.ArgumentParser(prog="python -m baseline", description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=["write", "compare"])
+    parser.add_argument("parts", nargs="*", help=f"of {', '.join([*PARTS, 'figures'])}; {QUICK} by default")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--log", type=Path, help="what a run has noted already (refusals, draws, mistakes)")
+    parser.add_argument("--number", type=int, default=200, help="of draws and programs")
+    parser.add_argument("--seed", type=int, default=88031, help="of draws and programs that are frozen")
+    arguments = parser.parse_args()
+    differing = 0
+    for name in arguments.parts or QUICK:
+        if name == "figures":
+            print(figures.measured())
+            continue
+        path = FROZEN / f"{name}.json"
+        frozen = json.loads(path.read_text()) if path.exists() and arguments.what == "compare" else None
+        found = PARTS[name].now(arguments, frozen)
+        if arguments.what == "write":
+            FROZEN.mkdir(exist_ok=True)
+            lines = (f"{json.dumps(key)}: {json.dumps(value)}" for key, value in sorted(found.items()))
+            path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+            print(f"{name}: {len(found)} entries in {path}")
+        elif frozen is None:
+            raise SystemExit(f"nothing is frozen of {name}: python -m baseline write {name}")
+        else:
+            lines = list(_differences(frozen, found))
+            differing += len(lines)
+            print(f"{name}: {len(frozen)} entries, {len(lines)} differ")
+            print("\n".join(lines))
+    return min(differing, 100)
+
+
+def _differences(frozen: dict[str, object], found: dict[str, object]) -> "list[str]":
+    """What differs, a line each."""
+    gone = [f"  gone: {key}" for key in sorted(frozen.keys() - found.keys())]
+    new = [f"  new: {key}" for key in sorted(found.keys() - frozen.keys())]
+    other = [
+        f"  {key}\n    was {json.dumps(frozen[key])}\n    is  {json.dumps(found[key])}"
+        for key in sorted(frozen.keys() & found.keys())
+        if json.dumps(frozen[key]) != json.dumps(found[key])
+    ]
+    return gone + new + other
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

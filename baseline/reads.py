@@ -1,0 +1,29 @@
+"""The bytes of each model class's checkpoint by how they become parameters."""
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fsdp_sft as fs
+from tests.harness.architectures import class_names, quiet, tiny_architecture
+
+
+def now(arguments: Any, frozen: Any) -> dict[str, Any]:
+    """By class: the bytes of each kind, and the number of tensors that were loaded; or why there are none."""
+    found: dict[str, Any] = {}
+    with quiet(), tempfile.TemporaryDirectory() as folder:
+        for name in class_names():
+            at = Path(folder) / name
+            try:
+                tiny_architecture(name).to(torch.bfloat16).save_pretrained(at)
+                model = fs.build_meta_model(at)
+                model.to_empty(device="cpu")
+                report = fs.load_weights(model, at)
+                found[name] = {**report.class_bytes, "loaded": len(report.loaded)}
+            except Exception as error:
+                found[name] = type(error).__name__
+            shutil.rmtree(at, ignore_errors=True)
+    return found
