@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 
 import fsdp_sft as fs
-from fsdp_sft import _agree, _meeting, _slurm
-from fsdp_sft import distributed as module
+from fsdp_sft import _agree, _meeting, _slurm, distributed as module
 from fsdp_sft._compat import careful_gloo
 from fsdp_sft._launch import detect_launch, restarts_to_set_apart
 from tests.harness.device import device_here, device_type, mesh_here

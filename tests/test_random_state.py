@@ -63,7 +63,7 @@ def _calls(root: Path) -> dict[str, Callable[[], Any]]:
     memory = {"gpu_memory_bytes": 1 << 34, "seq_length": 16}
 
     dropping = tiny_model("gpt2", resid_pdrop=0.1, attn_pdrop=0.1, embd_pdrop=0.1).train()
-    to_compile, by_row, narrow = tiny_model("llama"), tiny_model("llama"), tiny_model("llama")
+    by_row, narrow = tiny_model("llama"), tiny_model("llama")
     with quiet():
         mixture = tiny_architecture("Glm4MoeForCausalLM").eval()
 
@@ -110,11 +110,7 @@ def _calls(root: Path) -> dict[str, Callable[[], Any]]:
         "find_blocks": lambda: fs.find_blocks(kept["meta"]),
         "apply_sac": lambda: fs.apply_sac(kept["meta"], "1/3"),
         "remove_sac": lambda: fs.remove_sac(kept["meta"]),
-        "apply_op_sac": lambda: fs.apply_op_sac(fs.build_meta_model(base), save=["mlp"]),
         "compile_blocks": lambda: fs.compile_blocks(fs.build_meta_model(base), backend="eager"),
-        "compile_with_memory_budget": lambda: fs.compile_with_memory_budget(
-            to_compile, budget=0.5, backend="aot_eager"
-        ),
         "select_block_indices": lambda: fs.select_block_indices(4, "1/2"),
         "shard_model": lambda: fs.shard_model(kept["meta"], mesh=kept["mesh"]),
         "load_weights": lambda: fs.load_weights(kept["meta"], base, missing="initialise"),

@@ -336,10 +336,8 @@ class TestThroughputMeter:
         assert meter.stats()["step_seconds"] == 1.0
 
     def test_the_old_name_of_an_argument(self, clock):
-        with pytest.warns(DeprecationWarning, match="averaged_steps now"):
-            meter = ThroughputMeter(world_size=1, device="cpu", clock=clock, window=2)
-        run(meter, clock, [(10, 1.0)] * 4)
-        assert meter.stats()["step_seconds"] == 1.0
+        with pytest.raises(TypeError, match="takes no window= any more: pass averaged_steps="):
+            ThroughputMeter(world_size=1, device="cpu", clock=clock, window=2)
 
     def test_update_inside_a_pause(self, clock):
         meter = ThroughputMeter(world_size=1, device="cpu", clock=clock)

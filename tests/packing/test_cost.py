@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import fsdp_sft as fs
 from fsdp_sft.packing.balance import balanced_rounds

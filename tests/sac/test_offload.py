@@ -12,8 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
-from fsdp_sft.sac import away
-from fsdp_sft.sac import offload as offloading
+from fsdp_sft.sac import away, offload as offloading
 from fsdp_sft.sac.offload import Offload
 from tests.harness.device import mesh_here
 from tests.harness.models import full, ragged_batches, tiny_model

@@ -121,44 +121,6 @@ def test_a_ratio_chooses_the_blocks_that_keep_something() -> None:
         fs.apply_sac(model, 0, save="out_proj")
 
 
-def test_the_old_names_warn_and_do_the_same() -> None:
-    """Until 0.3."""
-    model = tiny_model("llama", num_hidden_layers=2)
-    names = fs.apply_sac(model, save=["sdpa", "o_proj"], blocks=[1])
-    products, kernels, gradients = _step(model)
-    with pytest.warns(DeprecationWarning, match=r"is apply_sac\(model, save=\.\.\.\) since 0\.2") as seen:
-        assert fs.apply_op_sac(model, save=["sdpa", "o_proj"], blocks=[1]) == names
-    assert seen[0].filename == __file__
-    again = _step(model)
-    assert again[:2] == (products, kernels)
-    assert _equal(again[2], gradients)
-    with (
-        pytest.warns(DeprecationWarning, match="goes in 0"),
-        pytest.raises(ValueError, match="names of submodules"),
-    ):
-        fs.apply_op_sac(model, save=[])
-    found = []
-    for old in (False, True):
-        torch.compiler.reset()
-        model = tiny_model("llama", num_hidden_layers=2)
-        options: dict[str, Any] = {"blocks": [0], "backend": "aot_eager", "fullgraph": True}
-        if old:
-            with pytest.warns(DeprecationWarning, match=r"is compile_blocks\(model, memory_budget=") as seen:
-                names = fs.compile_with_memory_budget(model, budget=0, **options)
-            assert seen[0].filename == __file__
-        else:
-            names = fs.compile_blocks(model, memory_budget=0, **options)
-        assert names == ["model.layers.0"]
-        found.append(_step(model, warm=True))
-    assert found[0][:2] == found[1][:2]
-    assert _equal(found[0][2], found[1][2])
-    with (
-        pytest.warns(DeprecationWarning, match="goes in 0"),
-        pytest.raises(TypeError, match="budget must be a number"),
-    ):
-        fs.compile_with_memory_budget(model, budget=None)  # type: ignore[arg-type]
-
-
 def _loaded(folder: Path) -> list[Any]:
     found = []
     mesh = mesh_here()

@@ -12,8 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 import fsdp_sft as fs
-from fsdp_sft.varlen import attention
-from fsdp_sft.varlen import rows as row_masks
+from fsdp_sft.varlen import attention, rows as row_masks
 from tests.harness.architectures import class_names, tiny_architecture
 from tests.harness.models import VOCAB, full, largest_error, ragged_batches, tiny_model
 from tests.harness.packs import drawn_rows, gradients_of_separate_rows

@@ -14,8 +14,7 @@ import torch.distributed as dist
 
 import fsdp_sft as fs
 from fsdp_sft import weights
-from fsdp_sft.weights import build_meta_model, load_weights
-from fsdp_sft.weights import read as read_module
+from fsdp_sft.weights import build_meta_model, load_weights, read as read_module
 from fsdp_sft.weights.hub import resolve_folder
 from tests.harness.device import mesh_here
 from tests.harness.hf_folders import difference, plain, rewrite, save_tiny, tensors_of

@@ -5,10 +5,6 @@ cannot run code. torch's distributed checkpoint (DCP) reads the steps that are w
 ``convert_checkpoint`` reads those that DCP has written. Every function calls ``reshard`` on the model first.
 """
 
-import warnings
-from importlib import import_module
-from typing import Any
-
 from fsdp_sft.dcp_io.checkpoint import LoadedCheckpoint, SavedCheckpoint, load_checkpoint, save_checkpoint
 from fsdp_sft.dcp_io.convert import convert_checkpoint
 from fsdp_sft.dcp_io.full_state import load_full_state_dict, save_full_state_dict
@@ -43,12 +39,3 @@ __all__ = [
     "save_optimizer_state",
     "verify_checkpoint",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name in ("export_adapter", "export_hf"):  # until 0.3
-        warnings.warn(
-            f"fsdp_sft.dcp_io.{name} is fsdp_sft.export.{name} now", DeprecationWarning, stacklevel=2
-        )
-        return getattr(import_module("fsdp_sft.export"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -11,38 +11,43 @@ optional other implementation. ``own`` compares the model's own loss with it, an
 router's loss or refuses what else a model adds.
 """
 
-from fsdp_sft.loss.additions import RouterLoss as RouterLoss
-from fsdp_sft.loss.additions import check_router_loss as check_router_loss
-from fsdp_sft.loss.causal import causal_lm_loss as causal_lm_loss
-from fsdp_sft.loss.causal import loss_parts as loss_parts
-from fsdp_sft.loss.causal import loss_sum as loss_sum
-from fsdp_sft.loss.counting import LABEL_KEYS as LABEL_KEYS
-from fsdp_sft.loss.counting import LOSS_KEYS as LOSS_KEYS
-from fsdp_sft.loss.counting import WEIGHTS_KEY as WEIGHTS_KEY
-from fsdp_sft.loss.counting import Batch as Batch
-from fsdp_sft.loss.counting import checked_batch as checked_batch
-from fsdp_sft.loss.counting import count_targets as count_targets
-from fsdp_sft.loss.counting import is_shifted as is_shifted
-from fsdp_sft.loss.counting import num_targets as num_targets
-from fsdp_sft.loss.counting import num_tokens as num_tokens
-from fsdp_sft.loss.counting import scale_for_backward as scale_for_backward
-from fsdp_sft.loss.counting import target_weight as target_weight
-from fsdp_sft.loss.counting import weight_of as weight_of
-from fsdp_sft.loss.head import HeadChecks as HeadChecks
-from fsdp_sft.loss.head import checked_later as checked_later
+from fsdp_sft.loss.additions import RouterLoss as RouterLoss, check_router_loss as check_router_loss
+from fsdp_sft.loss.causal import (
+    causal_lm_loss as causal_lm_loss,
+    loss_parts as loss_parts,
+    loss_sum as loss_sum,
+)
+from fsdp_sft.loss.counting import (
+    LABEL_KEYS as LABEL_KEYS,
+    LOSS_KEYS as LOSS_KEYS,
+    WEIGHTS_KEY as WEIGHTS_KEY,
+    Batch as Batch,
+    checked_batch as checked_batch,
+    count_targets as count_targets,
+    is_shifted as is_shifted,
+    num_targets as num_targets,
+    num_tokens as num_tokens,
+    scale_for_backward as scale_for_backward,
+    target_weight as target_weight,
+    weight_of as weight_of,
+)
+from fsdp_sft.loss.head import HeadChecks as HeadChecks, checked_later as checked_later
 from fsdp_sft.loss.linear_cross_entropy import linear_cross_entropy_sum as linear_cross_entropy_sum
-from fsdp_sft.loss.part import BatchPart as BatchPart
-from fsdp_sft.loss.part import part_of as part_of
-from fsdp_sft.loss.part import part_on_device as part_on_device
-from fsdp_sft.loss.part import tokens_of as tokens_of
-from fsdp_sft.loss.prepare import LossImpl as LossImpl
-from fsdp_sft.loss.prepare import forget_choice as forget_choice
-from fsdp_sft.loss.prepare import needs_choice as needs_choice
-from fsdp_sft.loss.prepare import prepare_loss as prepare_loss
-from fsdp_sft.loss.probe import Looked as Looked
-from fsdp_sft.loss.probe import evaluating as evaluating
-from fsdp_sft.loss.probe import guarded as guarded
-from fsdp_sft.loss.same_rows import refuse_different_rows as refuse_different_rows
-from fsdp_sft.loss.same_rows import to_compare_rows as to_compare_rows
-from fsdp_sft.loss.terms import PLAIN as PLAIN
-from fsdp_sft.loss.terms import Terms as Terms
+from fsdp_sft.loss.part import (
+    BatchPart as BatchPart,
+    part_of as part_of,
+    part_on_device as part_on_device,
+    tokens_of as tokens_of,
+)
+from fsdp_sft.loss.prepare import (
+    LossImpl as LossImpl,
+    forget_choice as forget_choice,
+    needs_choice as needs_choice,
+    prepare_loss as prepare_loss,
+)
+from fsdp_sft.loss.probe import Looked as Looked, evaluating as evaluating, guarded as guarded
+from fsdp_sft.loss.same_rows import (
+    refuse_different_rows as refuse_different_rows,
+    to_compare_rows as to_compare_rows,
+)
+from fsdp_sft.loss.terms import PLAIN as PLAIN, Terms as Terms

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -12,6 +11,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 
 from fsdp_sft._devices import resolve_device, synchronize
+from fsdp_sft._former import told_of_former
 from fsdp_sft.metrics.flops import peak_flops_per_second
 from fsdp_sft.preemption import keep_workers_alive
 
@@ -70,6 +70,7 @@ class ThroughputMeter:
         250.0
     """
 
+    @told_of_former
     def __init__(
         self,
         *,
@@ -80,11 +81,7 @@ class ThroughputMeter:
         averaged_steps: int = 20,
         warmup_steps: int = 1,
         clock: Callable[[], float] = time.perf_counter,
-        window: int | None = None,
     ) -> None:
-        if window is not None:  # until 0.3
-            warnings.warn("window is averaged_steps now", DeprecationWarning, stacklevel=2)
-            averaged_steps = window
         for name, value, least in (
             ("world_size", world_size, 1),
             ("averaged_steps", averaged_steps, 1),

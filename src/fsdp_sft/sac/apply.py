@@ -5,7 +5,6 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 from torch import nn
-from typing_extensions import deprecated
 
 from fsdp_sft._compat import compile_memory_budget
 from fsdp_sft.blocks import find_blocks, is_never_called
@@ -111,43 +110,6 @@ def apply_sac(
         check_groups_before_forward(model, chosen)  # it may be sharded after this
     disable_caches(model)
     return list(chosen)
-
-
-@deprecated("apply_op_sac(model, save=...) is apply_sac(model, save=...) since 0.2, and goes in 0.3")
-def apply_op_sac(
-    model: nn.Module,
-    *,
-    save: str | Iterable[str],
-    blocks: Iterable[int | str] | None = None,
-    preserve_rng_state: bool | Literal["auto"] = "auto",
-    early_stop: bool | None = None,
-    offload: bool = False,
-) -> list[str]:
-    """Deprecated name of ``apply_sac(model, save=...)``; it goes in 0.3.
-
-    Args:
-        model: Any model that ``find_blocks`` reads; see ``apply_sac`` for all arguments.
-        save: Names of submodules whose costly outputs are kept.
-        blocks: FQNs or positions; None takes all blocks.
-        preserve_rng_state: Whether the recomputation repeats the random numbers of the forward.
-        early_stop: Whether recomputation ends at the last tensor that the backward needs.
-        offload: Whether inputs and kept outputs wait in host memory.
-
-    Returns:
-        FQNs of the checkpointed blocks, in forward order.
-
-    Example:
-        >>> fs.apply_sac(model, save="o_proj")  # instead of fs.apply_op_sac
-        ['model.layers.0', ...]
-    """
-    return apply_sac(
-        model,
-        save=save,
-        blocks=blocks,
-        preserve_rng_state=preserve_rng_state,
-        early_stop=early_stop,
-        offload=offload,
-    )
 
 
 def remove_sac(model: nn.Module) -> None:

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
-from typing_extensions import deprecated
 
 from fsdp_sft._compat import backend_with_memory_budget, is_compiled
 from fsdp_sft._recompiles import compile_block
@@ -63,37 +62,3 @@ def compile_under_budget(
         override(block, _compiled_call_impl=None)
         compile_block(block, fqn, backend=limited, dynamic=dynamic, fullgraph=fullgraph)
     return list(chosen)
-
-
-@deprecated(
-    "compile_with_memory_budget(model, budget=...) is compile_blocks(model, memory_budget=...) since 0.2, "
-    "and goes in 0.3"
-)
-def compile_with_memory_budget(
-    model: nn.Module,
-    *,
-    budget: Ratio,
-    blocks: Iterable[int | str] | None = None,
-    backend: str | Callable[..., Any] = "inductor",
-    dynamic: bool | None = None,
-    fullgraph: bool = False,
-) -> list[str]:
-    """Deprecated name of ``compile_blocks(model, memory_budget=...)``; it goes in 0.3.
-
-    Args:
-        model: Any model that ``find_blocks`` reads; see ``compile_blocks`` for all arguments.
-        budget: Share of the activations that compiled code keeps, now ``memory_budget``.
-        blocks: FQNs or positions; None takes all blocks.
-        backend: ``"inductor"``, ``"aot_eager"`` or a function that partitions by AOTAutograd.
-        dynamic: Option of ``torch.compile``.
-        fullgraph: Option of ``torch.compile``.
-
-    Returns:
-        FQNs of the compiled blocks, in forward order.
-
-    Example:
-        >>> # instead of fs.compile_with_memory_budget(model, budget="1/2")
-        >>> fs.compile_blocks(model, memory_budget="1/2")
-        ['model.layers.0', ...]
-    """
-    return compile_under_budget(model, budget, blocks, backend=backend, dynamic=dynamic, fullgraph=fullgraph)

@@ -5,11 +5,8 @@ the step. ``gradients`` chooses the collectives of its backwards, and clips. ``e
 without a step.
 """
 
-from fsdp_sft.step.evaluation import EvalResult as EvalResult
-from fsdp_sft.step.evaluation import evaluate as evaluate
-from fsdp_sft.step.gradients import SyncMode as SyncMode
-from fsdp_sft.step.gradients import gradient_sync as gradient_sync
+from fsdp_sft.step.evaluation import EvalResult as EvalResult, evaluate as evaluate
+from fsdp_sft.step.gradients import SyncMode as SyncMode, gradient_sync as gradient_sync
 from fsdp_sft.step.loader import windows as windows
 from fsdp_sft.step.queued import StepResult as StepResult
-from fsdp_sft.step.train import GradSync as GradSync
-from fsdp_sft.step.train import train_step as train_step
+from fsdp_sft.step.train import GradSync as GradSync, train_step as train_step

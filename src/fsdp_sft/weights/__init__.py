@@ -6,12 +6,13 @@ transformers' renames and conversions, to the bytes that it is made of (``proven
 only the bytes of its own shards.
 """
 
-from fsdp_sft.errors import CheckpointFormatError as CheckpointFormatError
-from fsdp_sft.errors import MissingKeysError as MissingKeysError
-from fsdp_sft.errors import NonFiniteWeightsError as NonFiniteWeightsError
-from fsdp_sft.errors import UnexpectedKeysError as UnexpectedKeysError
-from fsdp_sft.weights.load import choose_strategy as choose_strategy
-from fsdp_sft.weights.load import load_weights as load_weights
+from fsdp_sft.errors import (
+    CheckpointFormatError as CheckpointFormatError,
+    MissingKeysError as MissingKeysError,
+    NonFiniteWeightsError as NonFiniteWeightsError,
+    UnexpectedKeysError as UnexpectedKeysError,
+)
+from fsdp_sft.weights.load import choose_strategy as choose_strategy, load_weights as load_weights
 from fsdp_sft.weights.meta import build_meta_model as build_meta_model
 from fsdp_sft.weights.report import LoadReport as LoadReport
 

@@ -1,0 +1,195 @@
+"""The public names, by the module that owns them: for type checkers, and for ``__getattr__``."""
+
+from fsdp_sft.adapters import (
+    add_adapters as add_adapters,
+)
+from fsdp_sft.blocks import (
+    find_blocks as find_blocks,
+)
+from fsdp_sft.collate import (
+    IGNORE_INDEX as IGNORE_INDEX,
+    EncodedChat as EncodedChat,
+    FilterCounts as FilterCounts,
+    SFTCollator as SFTCollator,
+    encode_chat as encode_chat,
+    filter_rows as filter_rows,
+    render_labels as render_labels,
+    render_labels_html as render_labels_html,
+)
+from fsdp_sft.context_parallel import (
+    use_context_parallel as use_context_parallel,
+)
+from fsdp_sft.dcp_io import (
+    CheckpointInfo as CheckpointInfo,
+    LoadedCheckpoint as LoadedCheckpoint,
+    SavedCheckpoint as SavedCheckpoint,
+    convert_checkpoint as convert_checkpoint,
+    find_checkpoints as find_checkpoints,
+    load_checkpoint as load_checkpoint,
+    load_full_state_dict as load_full_state_dict,
+    load_optimizer_state as load_optimizer_state,
+    save_checkpoint as save_checkpoint,
+    save_full_state_dict as save_full_state_dict,
+    save_optimizer_state as save_optimizer_state,
+    verify_checkpoint as verify_checkpoint,
+)
+from fsdp_sft.distributed import (
+    DistributedContext as DistributedContext,
+    build_mesh as build_mesh,
+    init_distributed as init_distributed,
+)
+from fsdp_sft.encoded import (
+    EncodedDataset as EncodedDataset,
+    encode_dataset as encode_dataset,
+)
+from fsdp_sft.errors import (
+    AdapterError as AdapterError,
+    BatchError as BatchError,
+    CallMismatchError as CallMismatchError,
+    ChatTemplateError as ChatTemplateError,
+    CheckpointCorruptError as CheckpointCorruptError,
+    CheckpointError as CheckpointError,
+    CheckpointExistsError as CheckpointExistsError,
+    CheckpointFormatError as CheckpointFormatError,
+    CheckpointInUseError as CheckpointInUseError,
+    CheckpointMismatchError as CheckpointMismatchError,
+    CheckpointNotFoundError as CheckpointNotFoundError,
+    DroppedTextError as DroppedTextError,
+    ExportExistsError as ExportExistsError,
+    FsdpSftError as FsdpSftError,
+    HostMemoryError as HostMemoryError,
+    LostRankError as LostRankError,
+    MediaError as MediaError,
+    MissingKeysError as MissingKeysError,
+    ModelLossError as ModelLossError,
+    NoBlocksError as NoBlocksError,
+    NonFiniteGradientError as NonFiniteGradientError,
+    NonFiniteWeightsError as NonFiniteWeightsError,
+    NoPlanError as NoPlanError,
+    NotFusedError as NotFusedError,
+    NotRecomputedError as NotRecomputedError,
+    OptimizerError as OptimizerError,
+    PackingError as PackingError,
+    RemoteRankError as RemoteRankError,
+    SafetensorsError as SafetensorsError,
+    TooLongError as TooLongError,
+    UnexpectedKeysError as UnexpectedKeysError,
+    UnfilledTensorsError as UnfilledTensorsError,
+    UnstorableStateError as UnstorableStateError,
+    UnsupportedModelError as UnsupportedModelError,
+    VocabularyError as VocabularyError,
+    WrappedModelError as WrappedModelError,
+)
+from fsdp_sft.experts import (
+    ExpertLoad as ExpertLoad,
+    plot_expert_load as plot_expert_load,
+    prepare_experts as prepare_experts,
+    update_router_bias as update_router_bias,
+    watch_experts as watch_experts,
+)
+from fsdp_sft.export import (
+    check_export as check_export,
+    export_adapter as export_adapter,
+    export_hf as export_hf,
+)
+from fsdp_sft.loss import (
+    causal_lm_loss as causal_lm_loss,
+    count_targets as count_targets,
+    linear_cross_entropy_sum as linear_cross_entropy_sum,
+    loss_sum as loss_sum,
+    prepare_loss as prepare_loss,
+    scale_for_backward as scale_for_backward,
+    target_weight as target_weight,
+)
+from fsdp_sft.metrics import (
+    MetricLogger as MetricLogger,
+    MetricSink as MetricSink,
+    ProgressBar as ProgressBar,
+    StepProfiler as StepProfiler,
+    TensorBoardSink as TensorBoardSink,
+    ThroughputMeter as ThroughputMeter,
+    TrackioSink as TrackioSink,
+    WandbSink as WandbSink,
+    aggregate_metrics as aggregate_metrics,
+    memory_stats as memory_stats,
+    model_flops_per_token as model_flops_per_token,
+    peak_flops_per_second as peak_flops_per_second,
+    plot_run as plot_run,
+    reset_peak_memory as reset_peak_memory,
+    trace_seconds as trace_seconds,
+)
+from fsdp_sft.mixing import (
+    MixedSampler as MixedSampler,
+    MixedStream as MixedStream,
+)
+from fsdp_sft.optimizer import (
+    StochasticAdamW as StochasticAdamW,
+)
+from fsdp_sft.packing import (
+    PackedCollator as PackedCollator,
+    PackedSampler as PackedSampler,
+    PackedStream as PackedStream,
+    PackingReport as PackingReport,
+    attention_cost as attention_cost,
+    pack_lengths as pack_lengths,
+    row_sizes as row_sizes,
+    verify_packing as verify_packing,
+)
+from fsdp_sft.planner import (
+    LongestRow as LongestRow,
+    MemoryEstimate as MemoryEstimate,
+    RunPlan as RunPlan,
+    estimate_memory as estimate_memory,
+    longest_rows as longest_rows,
+    plan_run as plan_run,
+    smallest_num_gpus as smallest_num_gpus,
+)
+from fsdp_sft.preemption import (
+    REQUEUE_EXIT_CODE as REQUEUE_EXIT_CODE,
+    PreemptionGuard as PreemptionGuard,
+    keep_workers_alive as keep_workers_alive,
+)
+from fsdp_sft.prepared import (
+    load_prepared as load_prepared,
+    prepare_base as prepare_base,
+)
+from fsdp_sft.pretrained import (
+    load_pretrained as load_pretrained,
+)
+from fsdp_sft.sac import (
+    apply_sac as apply_sac,
+    remove_sac as remove_sac,
+    select_block_indices as select_block_indices,
+)
+from fsdp_sft.sampler import (
+    ResumableSampler as ResumableSampler,
+)
+from fsdp_sft.shard import (
+    compile_blocks as compile_blocks,
+    shard_model as shard_model,
+)
+from fsdp_sft.shares import (
+    describe_sharding as describe_sharding,
+)
+from fsdp_sft.step import (
+    EvalResult as EvalResult,
+    StepResult as StepResult,
+    evaluate as evaluate,
+    gradient_sync as gradient_sync,
+    train_step as train_step,
+    windows as windows,
+)
+from fsdp_sft.varlen import (
+    use_varlen_attention as use_varlen_attention,
+)
+from fsdp_sft.watchdog import (
+    STALL_EXIT_CODE as STALL_EXIT_CODE,
+    Watchdog as Watchdog,
+)
+from fsdp_sft.weights import (
+    LoadReport as LoadReport,
+    build_meta_model as build_meta_model,
+    load_weights as load_weights,
+)
+
+__version__: str

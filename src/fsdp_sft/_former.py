@@ -1,0 +1,27 @@
+"""Keywords that a function had once: a TypeError says what to write in their place."""
+
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# By the function's qualified name: its former keywords, with what to do now.
+FORMER = {
+    "ThroughputMeter.__init__": {"window": "pass averaged_steps="},
+}
+
+
+def told_of_former(function: Callable[P, R]) -> Callable[P, R]:
+    """The function, which says of its former keywords what to do now; its signature stays."""
+    former = FORMER[function.__qualname__]
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        for name in kwargs.keys() & former.keys():
+            called = function.__qualname__.removesuffix(".__init__")
+            raise TypeError(f"{called} takes no {name}= any more: {former[name]}")
+        return function(*args, **kwargs)
+
+    return checked
