@@ -17,6 +17,8 @@ from fsdp_sft import dcp_io
 from fsdp_sft._codec import dumps
 from fsdp_sft._disk import TensorReader
 from fsdp_sft.dcp_io import in_use
+from tests.faults.hostile import other_index
+from tests.harness.device import mesh_here
 from tests.harness.ranks import run_distributed
 from tests.harness.trained import (
     assert_same,
@@ -347,3 +349,30 @@ def _saving(root: str) -> None:
 
 def test_saving(tmp_path: Path) -> None:
     run_distributed(_saving, 2, str(tmp_path / "root"))
+
+
+def _alike(root: str, load: bool) -> None:
+    fs.init_distributed()
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False))
+    fs.shard_model(model, mesh=mesh_here(), blocks={})
+    if not load:
+        fs.save_checkpoint(root, 1, model=model)
+        return
+    before = everything(model)
+    with pytest.raises(fs.CheckpointCorruptError, match="is of another rank"):
+        fs.load_checkpoint(f"{root}/step-1", model=model, verify=False)
+    assert_same(everything(model), before)
+
+
+def test_swapped_files_are_found_without_checksums(tmp_path: Path) -> None:
+    """Files with the same tensors in them: each says whose it is."""
+    run_distributed(_alike, 4, str(tmp_path), False)
+    step = tmp_path / "step-1"
+    names = [f"shards/{rank:05d}.safetensors" for rank in (1, 2)]
+    contents = [(step / name).read_bytes() for name in names]
+    for name, data in zip(names, contents[::-1], strict=True):
+        (step / name).write_bytes(data)
+    index = json.loads((step / "INDEX.json").read_text())
+    index[names[0]], index[names[1]] = index[names[1]], index[names[0]]  # as if they had been of one size
+    other_index(step, json.dumps(index, sort_keys=True, separators=(",", ":")).encode())
+    run_distributed(_alike, 4, str(tmp_path), True)

@@ -9,7 +9,7 @@ import torch
 
 from fsdp_sft._boxes import Box, tiling_problem
 from fsdp_sft.dcp_io.sharding import Sharding, encode_sharding, one_rank, parse_sharding
-from fsdp_sft.dcp_io.stored import Derived, StoredTensor, rank_of, shard_file
+from fsdp_sft.dcp_io.stored import StoredTensor, rank_of, shard_file
 
 
 def _drawn(seed: int) -> tuple[Sharding, tuple[int, ...], int]:
@@ -91,7 +91,7 @@ def test_whole_tensors_and_those_of_one_rank() -> None:
     assert everywhere.copies == 4
     assert list(everywhere.parts((), 3)) == [(3, Box((), ()))]
     assert list(everywhere.parts((0, 4), 1)) == []
-    stored = StoredTensor((2, 3), torch.int8, "model.x", Derived(one_rank(5)))
+    stored = StoredTensor((2, 3), torch.int8, "model.x", one_rank(5))
     assert list(stored.parts()) == [("shards/00005.safetensors", Box((0, 0), (2, 3)))]
     assert stored.part_in(shard_file(4)) is None
     assert rank_of(shard_file(123456)) == 123456

@@ -298,13 +298,6 @@ MISTAKES = [
         ("tests/dcp_io/test_convert.py",),
     ),
     Mistake(
-        "a rebuilt manifest takes files that the index knows to have changed",
-        "dcp_io/rebuild.py",
-        "if index.get(name) != record]",
-        "if name not in index]",
-        ("tests/dcp_io/test_rebuild.py",),
-    ),
-    Mistake(
         "weights of another dtype are rounded in a conversion",
         "dcp_io/convert.py",
         "return source == target or (both and torch.promote_types(source, target) == target)",

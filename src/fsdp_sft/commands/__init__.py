@@ -1,8 +1,7 @@
 """The console script ``fsdp-sft``: plans, data and checkpoints from the shell.
 
 Each command lies in the package that knows its subject: ``plan`` in planner/command.py,
-``inspect-checkpoint``, ``rebuild-manifest`` and ``convert`` in dcp_io/command.py, ``inspect-data`` in
-commands/data.py.
+``inspect-checkpoint`` and ``convert`` in dcp_io/command.py, ``inspect-data`` in commands/data.py.
 """
 
 import argparse
@@ -30,7 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     # Imported here and not at the top, so that importing this module stays cheap.
-    from fsdp_sft.dcp_io.command import CONVERT, INSPECT, REBUILD, add_convert, add_inspect, add_rebuild
+    from fsdp_sft.dcp_io.command import CONVERT, INSPECT, add_convert, add_inspect
     from fsdp_sft.planner import command as planner
 
     layout = argparse.RawDescriptionHelpFormatter
@@ -58,7 +57,6 @@ def _parser() -> argparse.ArgumentParser:
         )
     )
     add_inspect(commands.add_parser("inspect-checkpoint", help=INSPECT, description=INSPECT))
-    add_rebuild(commands.add_parser("rebuild-manifest", help=REBUILD, description=REBUILD))
     add_convert(commands.add_parser("convert", help=CONVERT, description=CONVERT))
     return parser
 

@@ -1,9 +1,9 @@
-"""``python -m fsdp_sft.dcp_io``: look at checkpoints, mend a lost manifest, convert those of other tools."""
+"""``python -m fsdp_sft.dcp_io``: look at checkpoints, convert those of other tools."""
 
 import argparse
 import sys
 
-from fsdp_sft.dcp_io.command import CONVERT, INSPECT, REBUILD, add_convert, add_inspect, add_rebuild
+from fsdp_sft.dcp_io.command import CONVERT, INSPECT, add_convert, add_inspect
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -11,7 +11,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m fsdp_sft.dcp_io", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     add_inspect(commands.add_parser("inspect", help=INSPECT))
-    add_rebuild(commands.add_parser("rebuild", help=REBUILD))
     add_convert(commands.add_parser("convert", help=CONVERT))
     args = parser.parse_args(arguments)
     return int(args.run(args))

@@ -1,4 +1,4 @@
-"""The command lines for checkpoints: inspect, rebuild a lost manifest, convert from other tools."""
+"""The command lines for checkpoints: inspect, convert from other tools."""
 
 import argparse
 import json
@@ -10,11 +10,9 @@ from typing import Any
 from fsdp_sft.dcp_io.convert import convert_checkpoint
 from fsdp_sft.dcp_io.foreign.open import FORMATS
 from fsdp_sft.dcp_io.inspect import inspect_checkpoint
-from fsdp_sft.dcp_io.rebuild import rebuild_manifest
 from fsdp_sft.errors import FsdpSftError
 
 INSPECT = "what a step or a folder of steps holds, and what is wrong"
-REBUILD = "write a lost or damaged manifest again, from the files"
 CONVERT = "from Accelerate, Trainer, torchtitan, torchtune, torch's distributed checkpoint"
 
 
@@ -23,12 +21,6 @@ def add_inspect(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", type=Path, help="folder of one step, or of all steps")
     parser.add_argument("--verify", action="store_true", help="read every file and compare checksums")
     parser.set_defaults(run=_guarded(_inspect))
-
-
-def add_rebuild(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``rebuild``."""
-    parser.add_argument("path", type=Path, help="folder of one step")
-    parser.set_defaults(run=_guarded(_rebuild))
 
 
 def add_convert(parser: argparse.ArgumentParser) -> None:
@@ -59,13 +51,6 @@ def _inspect(args: argparse.Namespace) -> int:
     text, sound = inspect_checkpoint(args.path, hashes=args.verify)
     print(text)
     return 0 if sound else 1
-
-
-def _rebuild(args: argparse.Namespace) -> int:
-    compared = rebuild_manifest(args.path)
-    how = "compared with the checksums of the save" if compared else "as they are: no checksums were left"
-    print(f"{args.path}: the manifest is there again; the files were taken {how}")
-    return 0
 
 
 def _convert(args: argparse.Namespace) -> int:

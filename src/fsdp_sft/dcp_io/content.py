@@ -19,7 +19,7 @@ from fsdp_sft._model import ModelTensors
 from fsdp_sft._safetensors import num_bytes
 from fsdp_sft.dcp_io.manifest import Manifest, encode_tensors, versions
 from fsdp_sft.dcp_io.sharding import Sharding, Shardings, one_rank
-from fsdp_sft.dcp_io.stored import SHARDS, Derived, StoredTensor, file_key, shard_file
+from fsdp_sft.dcp_io.stored import SHARDS, StoredTensor, file_key, shard_file
 from fsdp_sft.distributed import mesh_of
 from fsdp_sft.errors import CheckpointError
 
@@ -184,8 +184,8 @@ def _stored(section: str, name: str, tensor: Any, index: int, shardings: Shardin
         sharding = one_rank(tensor.owner)
     else:
         sharding = shardings.of(tensor.like if isinstance(tensor, ReadTensor) else tensor)
-    place = Derived(sharding, _copy(sharding, tensor, index))
-    return StoredTensor(tuple(tensor.shape), tensor.dtype, file_key(section, name), place)
+    key, copy = file_key(section, name), _copy(sharding, tensor, index)
+    return StoredTensor(tuple(tensor.shape), tensor.dtype, key, sharding, copy)
 
 
 def _copy(sharding: Sharding, tensor: Any, index: int) -> int:

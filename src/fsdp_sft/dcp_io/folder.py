@@ -223,11 +223,7 @@ def _wait_until_visible(folder: Path) -> None:
 
 
 def _write_own(folder: Path, content: FolderContent, parts: Parts) -> dict[str, FileRecord]:
-    """Write everything that this rank writes; records of its files by name.
-
-    The small files come first: the header of rank 0's file has their records, so that a lost manifest can be
-    made again (``rebuild``).
-    """
+    """Write everything that this rank writes; records of its files by name."""
     rank = this_rank()
     stored = content.stored
     written: dict[str, FileRecord] = {}
@@ -247,8 +243,7 @@ def _write_own(folder: Path, content: FolderContent, parts: Parts) -> dict[str, 
     for name, data in content.settings.items() if rank == 0 else ():
         written[f"settings/{name}"] = write_bytes(folder / "settings" / name, data)
     if tensors or rank == 0:
-        description = describe(content.manifest(stored)) if rank == 0 else None
-        metadata = header_metadata(content.step, world_size(), rank, offsets, shapes, description, written)
+        metadata = header_metadata(content.step, world_size(), rank, offsets, shapes)
         try:
             written[shard_file(rank)] = write_tensors(folder / shard_file(rank), tensors, metadata)
         except SafetensorsError as error:

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 from fsdp_sft._disk import full_path
-from fsdp_sft.dcp_io.manifest import LISTING_VERSIONS, Manifest, per_optimizer, read_manifest
+from fsdp_sft.dcp_io.manifest import Manifest, per_optimizer, read_manifest
 from fsdp_sft.dcp_io.retention import find_checkpoints
 from fsdp_sft.dcp_io.steps import is_step_folder
 from fsdp_sft.dcp_io.verify import file_problems, verify_folder
@@ -43,7 +43,7 @@ def _of_step(folder: Path, hashes: bool) -> tuple[str, bool]:
     try:
         manifest = read_manifest(folder)
     except CheckpointCorruptError as error:
-        return f"{error}\n{_advice(folder)}", False
+        return f"{error}\nload the step before it", False
     problems = (
         verify_folder(folder, hashes=True)
         if hashes
@@ -54,13 +54,6 @@ def _of_step(folder: Path, hashes: bool) -> tuple[str, bool]:
     lines.append(f"  {'files':<12} {len(manifest.files)}, {_bytes(manifest)}; {looked}")
     lines += [f"  PROBLEM      {problem}" for problem in problems[:20]]
     return "\n".join(lines), not problems
-
-
-def _advice(folder: Path) -> str:
-    """What can be done about a step without a sound manifest."""
-    if any((folder / "shards").glob("*.safetensors")):
-        return f"the files of the shards are there: python -m fsdp_sft.dcp_io rebuild {folder}"
-    return "it has no files of shards either"
 
 
 def _facts(manifest: Manifest) -> list[tuple[str, str]]:
@@ -85,9 +78,7 @@ def _facts(manifest: Manifest) -> list[tuple[str, str]]:
             states = sorted({name.rpartition("/")[2] for name in tensors})
             text = f"{info['class']}, {len(info['parameters'])} parameters in {len(info['groups'])} groups"
             facts.append(("optimizer", f"{text}, state {abridged(states)}"))
-    if manifest.version not in LISTING_VERSIONS:
-        facts.append(("for torch", "HuggingFaceStorageReader(<folder>/shards), names model.*, optimizer.*"))
-    return facts
+    return [*facts, ("for torch", "HuggingFaceStorageReader(<folder>/shards), names model.*, optimizer.*")]
 
 
 def _versions(manifest: Manifest) -> str:

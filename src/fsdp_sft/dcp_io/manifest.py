@@ -20,26 +20,18 @@ from fsdp_sft._boxes import Box, tiling_problem
 from fsdp_sft._codec import MALFORMED, decode, dumps, loads
 from fsdp_sft._disk import FileRecord, read_bytes
 from fsdp_sft._safetensors import DTYPES, dtype_name
-from fsdp_sft.dcp_io.chunk_lists import parse_chunk_lists
 from fsdp_sft.dcp_io.sharding import Sharding, encode_sharding, parse_sharding
 from fsdp_sft.dcp_io.steps import step_number
-from fsdp_sft.dcp_io.stored import Derived, StoredTensor, checked_shape, file_key
+from fsdp_sft.dcp_io.stored import StoredTensor, checked_shape, file_key
 from fsdp_sft.errors import CheckpointCorruptError
 
 MANIFEST_NAME = "MANIFEST.json"
 INDEX_NAME = "INDEX.json"
 TRAIN_STATE_NAME = "train_state.json"
 FORMAT = "fsdp-sft-checkpoint"
-# Versions 1 and 2 list every part of every tensor. Version 2 was written for several optimizers, and for
-# state that modules had made.
 VERSION = 3
-LISTING_VERSIONS = (1, 2)
 MAX_JSON_BYTES = 1 << 27  # parsed JSON takes up to 24 times as much memory in Python
 _FILE_NAMES = re.compile(r"shards/\d{5,}\.safetensors|train_state\.json|settings/\w[\w.-]*")
-_LISTING_FILE_NAMES = re.compile(
-    r"(?:model|optimizer)/\d{5,}\.safetensors|train_state\.json|rank/\d{5,}\.(?:json|safetensors)"
-    r"|settings/\w[\w.-]*"
-)
 
 
 @dataclass(frozen=True)
@@ -109,9 +101,8 @@ def encode_tensors(sections: Mapping[str, Mapping[str, StoredTensor] | None]) ->
     for section, tensors in sections.items():
         rows = encoded[section] = None if tensors is None else {}
         for name, tensor in sorted((tensors or {}).items()):
-            assert isinstance(tensor.place, Derived)  # versions 1 and 2 are read, not written
-            number = shardings.setdefault(tensor.place.sharding, len(shardings))
-            copy = [tensor.place.copy] if tensor.place.copy else []
+            number = shardings.setdefault(tensor.sharding, len(shardings))
+            copy = [tensor.copy] if tensor.copy else []
             rows[name] = [dtype_name(tensor.dtype), list(tensor.shape), number, *copy]  # type: ignore[index]
     return {**encoded, "shardings": [encode_sharding(sharding) for sharding in shardings]}
 
@@ -173,8 +164,7 @@ def read_manifest(folder: Path) -> Manifest:
         body = checked_body(data)
         if step_number(folder) not in (None, body["step"]):
             raise ValueError(f"it is of step {body['step']}, in a folder of another name")
-        index = body["files"] if body["version"] in LISTING_VERSIONS else _read_index(folder, body["index"])
-        return parse(body, index)
+        return parse(body, _read_index(folder, body["index"]))
     except MALFORMED as error:
         detail = f"{error}" if type(error) is ValueError else f"not what it should be ({error!r})"
         raise CheckpointCorruptError(f"{folder / MANIFEST_NAME} is not sound: {detail}") from error
@@ -190,9 +180,9 @@ def checked_body(data: bytes) -> dict[str, Any]:
     raw = loads(data, MANIFEST_NAME)
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
         raise ValueError("it is not a manifest of this library")
-    if raw.get("version") not in (*LISTING_VERSIONS, VERSION):
+    if raw.get("version") != VERSION:
         raise ValueError(
-            f"its format is version {raw.get('version')}, this release reads up to {VERSION}; "
+            f"its format is version {raw.get('version')}, and this release reads version {VERSION}; "
             "load it with the release that wrote it"
         )
     body = {key: value for key, value in raw.items() if key != "digest"}
@@ -219,22 +209,17 @@ def parse(body: Mapping[str, Any], index: Mapping[str, Any]) -> Manifest:
         ValueError: If something in it is not valid. Malformed JSON may also raise the other errors of
             ``MALFORMED``.
     """
-    lists = body["version"] in LISTING_VERSIONS
     files = {}
     for name, entry in index.items():
-        if not (_LISTING_FILE_NAMES if lists else _FILE_NAMES).fullmatch(name):
+        if not _FILE_NAMES.fullmatch(name):
             raise ValueError(f"it names a file {name!r}, which no checkpoint has")
         files[name] = FileRecord(int(entry["size"]), str(entry["sha256"]))
     world_size = int(body["world_size"])
     sections: dict[str, dict[str, StoredTensor] | None] = {}
-    shardings = [] if lists else [parse_sharding(sharding, world_size) for sharding in body["shardings"]]
+    shardings = [parse_sharding(sharding, world_size) for sharding in body["shardings"]]
     for section in ("model", "optimizer"):
-        if body[section] is None:
-            sections[section] = None
-        elif lists:
-            sections[section] = parse_chunk_lists(body[section], f"{section}/", files)
-        else:
-            sections[section] = _parse_tensors(body[section], section, shardings)
+        own = body[section]
+        sections[section] = None if own is None else _parse_tensors(own, section, shardings)
     model, optimizer = sections["model"], sections["optimizer"]
     if optimizer is not None:
         for info, own in per_optimizer(body["optimizer_info"], optimizer):
@@ -254,7 +239,7 @@ def parse(body: Mapping[str, Any], index: Mapping[str, Any]) -> Manifest:
         optimizer=optimizer,
         optimizer_info=dict(body["optimizer_info"]),
         metric=None if body["metric"] is None else float(body["metric"]),
-        rank_states=any(n.startswith("rank/") for n in files) if lists else bool(body["rank_states"]),
+        rank_states=bool(body["rank_states"]),
         versions=dict(body["versions"]),
         version=int(body["version"]),
         digest=str(body.get("digest", "")),
@@ -317,7 +302,7 @@ def _parse_tensors(raw: Any, section: str, shardings: list[Sharding]) -> dict[st
         sharding, shape = shardings[number], checked_shape(name, shape)
         if any(dim >= len(shape) for _, dim in sharding.splits) or not 0 <= copy < sharding.copies:
             raise ValueError(f"the place of {name} is not valid")
-        tensors[name] = StoredTensor(shape, DTYPES[dtype], file_key(section, name), Derived(sharding, copy))
+        tensors[name] = StoredTensor(shape, DTYPES[dtype], file_key(section, name), sharding, copy)
     if len({tensor.key for tensor in tensors.values()}) != len(tensors):
         raise ValueError(f"two tensors of the {section} have one name in the files")
     return tensors

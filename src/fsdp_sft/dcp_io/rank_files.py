@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from fsdp_sft._codec import MALFORMED, decode, dumps, encode, loads
-from fsdp_sft._disk import TensorReader, read_bytes
+from fsdp_sft._disk import TensorReader
 from fsdp_sft._random import check_generator_states, generator_states
-from fsdp_sft.dcp_io.manifest import LISTING_VERSIONS, MAX_JSON_BYTES, Manifest, checked_size
+from fsdp_sft.dcp_io.manifest import Manifest, checked_size
 from fsdp_sft.dcp_io.stored import shard_file
 from fsdp_sft.errors import CheckpointCorruptError
 
@@ -51,14 +51,9 @@ def read_rank_content(folder: Path, manifest: Manifest, rank: int) -> tuple[dict
     Raises:
         CheckpointCorruptError: If the file does not hold what was written.
     """
-    if manifest.version in LISTING_VERSIONS:
-        name = f"rank/{rank:05d}.json"
-        text = read_bytes(folder / name, MAX_JSON_BYTES)
-        tensors = _read_all(folder, f"rank/{rank:05d}.safetensors", "")
-    else:
-        name = shard_file(rank)
-        tensors = _read_all(folder, name, _key(rank, ""))
-        text = tensors.pop("", torch.empty(0, dtype=torch.uint8)).numpy().tobytes()
+    name = shard_file(rank)
+    tensors = _read_all(folder, name, _key(rank, ""))
+    text = tensors.pop("", torch.empty(0, dtype=torch.uint8)).numpy().tobytes()
     try:
         raw = loads(text, name)
         rng, rank_state = decode(raw["rng"], tensors), decode(raw["rank_state"], tensors)
@@ -78,9 +73,9 @@ def _read_all(folder: Path, file: str, prefix: str) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
     with TensorReader(folder) as reader:
         for key, entry in reader.header(file).entries.items():
-            if prefix and key != prefix and not key.startswith(f"{prefix}."):
+            if key != prefix and not key.startswith(f"{prefix}."):
                 continue
             values = torch.empty(entry.shape, dtype=entry.dtype)
             reader.read(file, key, values)
-            tensors[key.removeprefix(prefix).removeprefix("." if prefix else "")] = values
+            tensors[key.removeprefix(prefix).removeprefix(".")] = values
     return tensors

@@ -2,8 +2,7 @@
 
 torch's distributed checkpoint reads a folder of such files by ``DCP_SHARDING_INFO``, which says for every
 name in the file where in the full tensor the part begins. It infers the shape of the full tensor from the
-parts that it finds. The shapes are therefore stated too, under a name of this library, and rank 0's file also
-has the manifest's contents.
+parts that it finds. The shapes are therefore stated too, under a name of this library.
 
 Source: ``torch/distributed/checkpoint/hf_storage.py``, ``HuggingFaceStorageReader.read_metadata``.
 """
@@ -13,12 +12,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from fsdp_sft._codec import dumps
-from fsdp_sft._disk import FileRecord
 
 _OFFSETS = "DCP_SHARDING_INFO"
 _OWN = "fsdp_sft"
-_MANIFEST = "fsdp_sft_manifest"
-_MOST_MANIFEST_BYTES = 16 << 20  # a header may have 100 MB in all; a longer manifest cannot be rebuilt
 
 
 def header_metadata(
@@ -27,8 +23,6 @@ def header_metadata(
     rank: int,
     offsets: Mapping[str, tuple[int, ...]],
     shapes: Mapping[str, tuple[int, ...]],
-    description: Mapping[str, Any] | None,
-    beside: Mapping[str, FileRecord],
 ) -> dict[str, str]:
     """The metadata of one file.
 
@@ -38,37 +32,14 @@ def header_metadata(
         rank: Rank that writes the file.
         offsets: Index in the full tensor at which each part begins, by its name in the file.
         shapes: Shape of each full tensor, by its name in the file.
-        description: The manifest without the files on rank 0; None on other ranks.
-        beside: Records of the other files that rank 0 has written, by name; only rank 0 notes them.
     """
     whole = {key: list(shape) for key, shape in shapes.items()}
     own: dict[str, Any] = {"step": step, "world_size": world_size, "rank": rank, "shapes": whole}
-    if description is not None:
-        own["beside"] = {name: [record.size, record.sha256] for name, record in beside.items()}
-    metadata = {
+    return {
         "format": "pt",
         _OFFSETS: json.dumps({key: {"saved_offsets": list(offset)} for key, offset in offsets.items()}),
         _OWN: dumps(own).decode(),
     }
-    text = dumps(description).decode() if description is not None else ""
-    if 0 < len(text) <= _MOST_MANIFEST_BYTES:
-        metadata[_MANIFEST] = text
-    return metadata
-
-
-def described_in(metadata: Mapping[str, str]) -> Any:
-    """The manifest without the files, from the header of rank 0's file; None if the header has none."""
-    return json.loads(metadata[_MANIFEST]) if _MANIFEST in metadata else None
-
-
-def beside_in(metadata: Mapping[str, str]) -> dict[str, FileRecord]:
-    """Records of the other files that rank 0 had written, from the header of its file.
-
-    Raises:
-        KeyError: If the file is not from a checkpoint of this library. TypeError and ValueError mean it too.
-    """
-    found = json.loads(metadata[_OWN])["beside"]
-    return {str(name): FileRecord(int(size), str(digest)) for name, (size, digest) in found.items()}
 
 
 def placed_in(metadata: Mapping[str, str]) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:

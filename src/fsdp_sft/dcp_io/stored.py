@@ -15,62 +15,32 @@ _MOST_SIZE = (1 << 63) - 1
 
 
 @dataclass(frozen=True)
-class Derived:
-    """Parts that follow from a sharding, in one file per rank.
-
-    Attributes:
-        sharding: Sharding of the tensor.
-        copy: Number of the copy that was written, of those that the sharding has.
-    """
-
-    sharding: Sharding
-    copy: int = 0
-
-
-@dataclass(frozen=True)
-class Listed:
-    """Parts that are listed one by one, as in format versions 1 and 2.
-
-    Attributes:
-        chunks: (file, box of the tensor that it has) pairs; together they tile the tensor.
-    """
-
-    chunks: tuple[tuple[str, Box], ...]
-
-
-@dataclass(frozen=True)
 class StoredTensor:
-    """One tensor of a checkpoint.
+    """One tensor of a checkpoint; where its parts are follows from its sharding, one file for each rank.
 
     Attributes:
         shape: Shape of the full tensor.
         dtype: Dtype of its elements.
         key: Name of the tensor in the files.
-        place: Files of its parts, derived or listed.
+        sharding: Sharding of the tensor.
+        copy: Number of the copy that was written, of those that the sharding has.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     key: str
-    place: Derived | Listed
+    sharding: Sharding
+    copy: int = 0
 
     def parts(self, wanted: Box | None = None) -> Iterator[tuple[str, Box]]:
         """(file, box that it has) of the parts that meet ``wanted``; None is all of the tensor."""
         wanted = wanted or whole(self.shape)
-        if isinstance(self.place, Derived):
-            for rank, box in self.place.sharding.parts(self.shape, self.place.copy, wanted):
-                yield shard_file(rank), box
-            return
-        for file, box in self.place.chunks:
-            common = box.intersect(wanted)
-            if common is not None and common.numel:
-                yield file, box
+        for rank, box in self.sharding.parts(self.shape, self.copy, wanted):
+            yield shard_file(rank), box
 
     def part_in(self, file: str) -> Box | None:
         """The box of the tensor that one file has; None if it has none."""
-        if isinstance(self.place, Derived):
-            return self.place.sharding.part_of_rank(self.shape, self.place.copy, rank_of(file))
-        return next((box for name, box in self.place.chunks if name == file), None)
+        return self.sharding.part_of_rank(self.shape, self.copy, rank_of(file))
 
 
 def checked_shape(name: str, numbers: Sequence[Any]) -> tuple[int, ...]:

@@ -5,8 +5,7 @@ from pathlib import Path
 
 from fsdp_sft._codec import MALFORMED
 from fsdp_sft._disk import TensorReader, file_problem
-from fsdp_sft._safetensors import Header
-from fsdp_sft.dcp_io.manifest import LISTING_VERSIONS, Manifest, read_manifest
+from fsdp_sft.dcp_io.manifest import Manifest, read_manifest
 from fsdp_sft.dcp_io.rank_files import is_of_a_rank
 from fsdp_sft.dcp_io.shard_header import placed_in, rank_in
 from fsdp_sft.dcp_io.stored import SHARDS, expected_in, missing_files, rank_of
@@ -28,7 +27,7 @@ def file_problems(
     problems = []
     for name in names:
         problem = file_problem(folder, name, manifest.files[name], hashes=hashes)
-        if problem is None and headers and name.startswith((f"{SHARDS}/", "model/", "optimizer/")):
+        if problem is None and headers and name.startswith(f"{SHARDS}/"):
             problem = _header_problem(folder, name, manifest)
         if problem is not None:
             problems.append(f"{folder.name}/{name} {problem}")
@@ -50,7 +49,7 @@ def verify_folder(folder: Path, *, hashes: bool) -> list[str]:
 def unlisted_files(manifest: Manifest) -> list[str]:
     """Files that must have a part of some tensor but are not in the index."""
     # Tensors of one shape and sharding have their parts in the same files: one of them stands for all.
-    alike = {(tensor.shape, tensor.place): tensor for tensor in manifest.tensors}
+    alike = {(tensor.shape, tensor.sharding, tensor.copy): tensor for tensor in manifest.tensors}
     found = {file for tensor in alike.values() for file in missing_files(tensor, None, manifest.files)}
     return sorted(found)
 
@@ -62,17 +61,6 @@ def _header_problem(folder: Path, name: str, manifest: Manifest) -> str | None:
             header = reader.header(name)
     except CheckpointCorruptError as error:
         return f"is not sound: {error}"
-    if manifest.version not in LISTING_VERSIONS:
-        return header_problem(name, header, manifest)
-    # In these versions a file has tensors of one section; both sections may have the same names.
-    section = manifest.model if name.startswith("model/") else manifest.optimizer
-    found = {key: (e.dtype, e.shape) for key, e in header.entries.items()}
-    own = expected_in(name, (section or {}).values())
-    return None if found == own else "holds other tensors than the manifest says"
-
-
-def header_problem(name: str, header: Header, manifest: Manifest) -> str | None:
-    """How a rank's file, by its header, differs from the manifest; None if it does not."""
     try:
         about, placed = rank_in(header.metadata), placed_in(header.metadata)
     except MALFORMED as error:
