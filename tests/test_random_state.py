@@ -138,7 +138,7 @@ def _calls(root: Path) -> dict[str, Callable[[], Any]]:
         "keep_workers_alive": lambda: list(fs.keep_workers_alive(batches)),
         "count_targets": lambda: fs.count_targets(batches),
         "prepare_loss": lambda: fs.prepare_loss(kept["model"]),
-        "prepare_experts": lambda: fs.prepare_experts(mixture, tokens=16),
+        "prepare_experts": lambda: fs.prepare_experts(mixture),
         "loss_sum": lambda: keep("loss", fs.loss_sum(kept["model"].eval(), _on(kept["model"], batches[0]))),
         "causal_lm_loss": lambda: fs.causal_lm_loss(
             kept["model"], _on(kept["model"], batches[0]), num_targets=9

@@ -88,7 +88,7 @@ def _run(draw: Draw, folder: Path, rows: list[Row], held_out: list[Row], first: 
     if draw["experts"] == "watched":
         fs.watch_experts(model)
     if draw["experts"] == "one by one":
-        fs.prepare_experts(model, impl="eager", tokens=64)
+        fs.prepare_experts(model, impl="eager")
     inner = model.module if draw["mesh"] == "torch DDP 2" else model
     if draw["twist"] == "extra state":
         inner.add_module("meter", options.Meter(17 if first == 1 else 0))
