@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
+from tests.harness.composed import composed
 from tests.harness.device import device_here, mesh_here
 from tests.harness.hf_folders import save_tiny
 from tests.harness.models import full, largest_error, oracle_loss, ragged_batches, tiny_model
@@ -204,7 +205,7 @@ def _load_into_adapters(folder: str, mesh_shape: dict[str, int]) -> dict[str, to
     rng = torch.get_rng_state()
     mesh = mesh_here(**mesh_shape)
     config = _config(target_modules=["q_proj", "down_proj"], modules_to_save=["lm_head"])
-    model = fs.load_pretrained(folder, mesh=mesh, peft_config=config, adapter_seed=11)
+    model = composed(folder, mesh=mesh, peft_config=config, adapter_seed=11)
     assert torch.equal(torch.get_rng_state(), rng)
     assert model.training
     assert model.load_report.unexpected == []
@@ -233,9 +234,7 @@ def test_a_base_streamed_under_adapters_equals_from_pretrained(
 
 def _adapted(base: str, seed: int) -> Any:
     mesh = mesh_here()
-    return fs.load_pretrained(
-        base, mesh=mesh, peft_config=_config(modules_to_save=["lm_head"]), adapter_seed=seed
-    )
+    return composed(base, mesh=mesh, peft_config=_config(modules_to_save=["lm_head"]), adapter_seed=seed)
 
 
 def _save_and_export(base: str, folder: str) -> tuple[list[float], dict[str, Any]]:

@@ -15,6 +15,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
 from fsdp_sft._boxes import local_of
+from tests.harness.architectures import tiny_architecture
+from tests.harness.composed import composed
 from tests.harness.device import mesh_here
 from tests.harness.models import full, largest_error, oracle_gradients, ragged_batches
 from tests.harness.native import load_native, needs_native_sharding, rows_of_rank, save_mixture
@@ -67,7 +69,7 @@ def _load(folder: str, options: dict[str, int] | None, dtype: torch.dtype = torc
     if options is None or "ours" not in options:
         return load_native(folder, options, dtype=dtype)
     replicas = options.get("dp_replicate_size", 1)
-    return fs.load_pretrained(
+    return composed(
         folder,
         mesh=mesh_here(dp_replicate=replicas),
         master_dtype=dtype,
@@ -345,7 +347,7 @@ def _check_sixteen_bits(folder: str) -> None:
     errors = []
     for ep_size in (1, 2):
         options: dict[str, Any] = {"sac_ratio": 1, "reshard_after_forward": 2}
-        model = fs.load_pretrained(folder, mesh=mesh_here(), ep_size=ep_size, **options)
+        model = composed(folder, mesh=mesh_here(), ep_size=ep_size, **options)
         batch = batches[dist.get_rank() :: 4]
         targets = fs.count_targets(batch)
         for one in batch:
@@ -364,20 +366,22 @@ def _check_refused(mixtral: str, without: str, dense: str) -> None:
     mesh = mesh_here()
     for ep_size, said in ((3, r"use one of \[1, 2, 4\]"), (0, "1 or more"), (True, "1 or more")):
         with pytest.raises(ValueError, match=said):
-            fs.load_pretrained(mixtral, mesh=mesh, ep_size=ep_size)
+            composed(mixtral, mesh=mesh, ep_size=ep_size)
     for folder in (without, dense):
         with pytest.raises(fs.UnsupportedModelError, match="no plan by which ranks share out the experts"):
-            fs.load_pretrained(folder, mesh=mesh, ep_size=2)
+            composed(folder, mesh=mesh, ep_size=2)
     with pytest.raises(ValueError, match="without cp"):
-        fs.load_pretrained(mixtral, mesh=mesh_here(cp=2), ep_size=2)
+        composed(mixtral, mesh=mesh_here(cp=2), ep_size=2)
     lora = LoraConfig(r=2, target_parameters=["mlp.experts.down_proj"], task_type="CAUSAL_LM")
     with pytest.raises(fs.UnsupportedModelError, match="which have adapters"):
-        fs.load_pretrained(mixtral, mesh=mesh, ep_size=2, peft_config=lora)
+        composed(mixtral, mesh=mesh, ep_size=2, peft_config=lora)
     with pytest.raises(fs.UnsupportedModelError, match="group of its own"):
-        fs.apply_sac(fs.load_pretrained(mixtral, mesh=mesh, ep_size=2), save="self_attn")
+        fs.apply_sac(composed(mixtral, mesh=mesh, ep_size=2), save="self_attn")
     with pytest.raises(fs.UnsupportedModelError, match="that ranks share out by ep_size") as early:
-        fs.load_pretrained(mixtral, mesh=mesh, ep_size=2, sac_ratio=1, sac_save="self_attn")
+        composed(mixtral, mesh=mesh, ep_size=2, sac_ratio=1, sac={"save": "self_attn"})
     assert "load_weights" not in [entry.name for entry in early.traceback]
+    with pytest.raises(ValueError, match="ep_size=2 needs a model on the meta device"):
+        fs.shard_model(tiny_architecture("MixtralForCausalLM"), mesh=mesh, ep_size=2)
 
 
 def test_what_cannot_be_shared_out_is_refused_by_name(mixtral: str, tmp_path: Path) -> None:
@@ -394,7 +398,7 @@ def _check_adapters(folder: str, out: str) -> None:
     for ep_size in (1, 2):
         options = {"mp_policy": MixedPrecisionPolicy(), "peft_config": lora, "frozen_dtype": torch.float32}
         options["sac_ratio"] = 1
-        model = fs.load_pretrained(folder, mesh=mesh_here(), ep_size=ep_size, **options)
+        model = composed(folder, mesh=mesh_here(), ep_size=ep_size, **options)
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
         steps = [fs.train_step(model, batches, optimizer, router_loss="off") for _ in range(2)]
         trained = {n: full(p.detach()) for n, p in model.named_parameters() if p.requires_grad}

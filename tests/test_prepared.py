@@ -16,6 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import fsdp_sft as fs
 from fsdp_sft import _claim, dcp_io, prepared
 from fsdp_sft.weights.digest import source_digest
+from tests.harness.composed import composed
 from tests.harness.device import mesh_here
 from tests.harness.hf_folders import difference, plain, rewrite, save_tiny, state_of, tensors_of
 from tests.harness.models import tiny_model
@@ -39,7 +40,7 @@ def _prepare(root: str, families: list[str]) -> dict[str, str]:
         path = fs.prepare_base(f"{root}/{family}", f"{root}/cache", mesh=mesh)
         paths[family] = str(path)
         with pytest.MonkeyPatch.context() as patch:
-            patch.delattr(prepared, "load_pretrained")  # once is enough
+            patch.delattr(prepared, "load_weights")  # once is enough
             assert fs.prepare_base(f"{root}/{family}", f"{root}/cache", mesh=mesh) == path
     return paths
 
@@ -49,10 +50,11 @@ def _compare(root: str, paths: dict[str, str], mesh_shape: dict[str, int]) -> No
     for family, path in paths.items():
         torch.manual_seed(5)
         rng = torch.get_rng_state()
-        model = fs.load_prepared(path, mesh=mesh, master_dtype=torch.float32)
+        policy = MixedPrecisionPolicy()  # as buffers have the dtype that is computed in
+        model = fs.load_prepared(path, mesh=mesh, master_dtype=torch.float32, mp_policy=policy)
         assert torch.equal(torch.get_rng_state(), rng)
         assert difference(model, plain(Path(root, family))) == [], family
-        direct = fs.load_pretrained(f"{root}/{family}", mesh=mesh)
+        direct = fs.load_pretrained(f"{root}/{family}", mesh=mesh, mp_policy=policy)
         assert difference(model, direct) == [], family
         assert type(model).__name__ == type(direct).__name__
         assert model.config.to_dict() == direct.config.to_dict()
@@ -175,7 +177,7 @@ def test_special_models_and_refusals(tmp_path: Path) -> None:
 
 def _one_of_several_jobs(root: str, number: int, how: str) -> str:
     """A job of one rank; notes when it loads the source."""
-    load = prepared.load_pretrained
+    load = prepared.load_weights
     _claim._BEAT_SECONDS, _claim._DEAD_SECONDS = 0.1, 1.5
 
     def noted(*args: Any, **kwargs: Any) -> Any:
@@ -183,7 +185,7 @@ def _one_of_several_jobs(root: str, number: int, how: str) -> str:
         time.sleep(1.0)
         return load(*args, **kwargs)
 
-    prepared.load_pretrained = noted
+    prepared.load_weights = noted
     if how == "killed":
         write = dcp_io.folder.write_tensors
 
@@ -254,21 +256,9 @@ def test_the_digest_is_of_the_source_not_of_its_place(tmp_path: Path) -> None:
     assert state_of(plain(folder))
 
 
-# What of load_pretrained speaks of reading a checkpoint, and is settled once a model is prepared.
-READING = {
-    "revision",
-    "strategy",
-    "host_budget_bytes",
-    "missing",
-    "unexpected",
-    "allow_pickle",
-    "check_finite",
-}
-
-
 def test_all_that_does_not_speak_of_reading_can_be_said_here_too() -> None:
-    direct = set(inspect.signature(fs.load_pretrained).parameters) - READING - {"name_or_path"}
-    assert set(inspect.signature(fs.load_prepared).parameters) - {"path", "verify"} == direct
+    direct = set(inspect.signature(fs.load_pretrained).parameters) - {"name_or_path", "revision"}
+    assert direct < set(inspect.signature(fs.load_prepared).parameters)
 
 
 def _with_adapters_and_overrides(root: Path) -> None:
@@ -286,10 +276,10 @@ def _with_adapters_and_overrides(root: Path) -> None:
             "config_overrides": {"attention_dropout": 0.25, "rms_norm_eps": 1e-4},
             "frozen_dtype": torch.bfloat16,
         },
-        {"config_overrides": {"dtype": "bfloat16"}, "new_vocab_size": 110, "peft_config": lora},
+        {"new_vocab_size": 110, "peft_config": lora},
     ):
         model = fs.load_prepared(path, mesh=mesh, **options)
-        direct = fs.load_pretrained(root / "gemma3", mesh=mesh, **options)
+        direct = composed(root / "gemma3", mesh=mesh, **options)
         assert difference(model, direct) == [], options
         assert model.config.to_dict() == direct.config.to_dict()
         sources = dict(direct.load_report.sources)

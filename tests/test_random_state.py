@@ -14,6 +14,7 @@ import torch
 import fsdp_sft as fs
 from tests.harness.architectures import quiet, tiny_architecture
 from tests.harness.chats import TOKENIZERS, chat
+from tests.harness.composed import composed
 from tests.harness.device import mesh_here
 from tests.harness.hf_folders import rewrite, save_tiny, tensors_of
 from tests.harness.models import ragged_batches, tiny_config, tiny_model
@@ -78,7 +79,7 @@ def _calls(root: Path) -> dict[str, Callable[[], Any]]:
         return fs.add_adapters(fs.build_meta_model(base, new_vocab_size=120), lora)
 
     def load(**options: Any) -> Any:
-        return fs.load_pretrained(base, mesh=kept["mesh"], missing="initialise", **options)
+        return composed(base, mesh=kept["mesh"], missing="initialise", **options)
 
     def loaded() -> None:
         model = keep("model", load())
@@ -200,7 +201,7 @@ def _on(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
 
 def _shared_rows(base: Path) -> Any:
     mesh = mesh_here(cp=torch.distributed.get_world_size())
-    model = fs.load_pretrained(base, mesh=mesh, missing="initialise")
+    model = composed(base, mesh=mesh, missing="initialise")
     fs.use_context_parallel(model, mesh=mesh)
     del model, mesh
     gc.collect()  # while there is such a mesh, others want to be told who shares rows
@@ -215,7 +216,7 @@ def _lora_of(mesh: Any, base: Path) -> Any:
     import peft
 
     lora = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
-    return fs.load_pretrained(base, mesh=mesh, missing="initialise", peft_config=lora)
+    return composed(base, mesh=mesh, missing="initialise", peft_config=lora)
 
 
 def _plotted(root: Path) -> Any:

@@ -88,6 +88,11 @@ def check_shareable_experts(model: nn.Module, mesh: "DeviceMesh", ep_size: int) 
             f"ranks cannot share out the experts of {wrapped}, which have adapters: use ep_size=1, or "
             "adapters of other modules"
         )
+    if not all(p.is_meta for fqn in experts for p in model.get_submodule(fqn).parameters()):
+        raise ValueError(
+            f"ep_size={ep_size} needs a model on the meta device (build_meta_model), whose weights are "
+            "loaded afterwards (load_weights)"
+        )
     fits = [n for n in range(1, shards + 1) if not shards % n and not any(e % n for e in experts.values())]
     if ep_size not in fits:
         raise ValueError(

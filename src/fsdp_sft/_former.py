@@ -10,6 +10,22 @@ R = TypeVar("R")
 # By the function's qualified name: its former keywords, with what to do now.
 FORMER = {
     "ThroughputMeter.__init__": {"window": "pass averaged_steps="},
+    "load_pretrained": {
+        **dict.fromkeys(
+            ("sac_placement", "sac_save", "sac_offload"),
+            "call build_meta_model, apply_sac (placement=, save=, offload=), shard_model and load_weights",
+        ),
+        **dict.fromkeys(
+            ("offload_policy", "prefetch", "ep_size"),
+            "call build_meta_model, shard_model, which takes it, and load_weights",
+        ),
+        **dict.fromkeys(
+            ("strategy", "host_budget_bytes", "missing", "unexpected", "allow_pickle", "check_finite"),
+            "call build_meta_model, shard_model and load_weights, which takes it",
+        ),
+        "adapter_seed": "call build_meta_model, add_adapters (seed=), shard_model and load_weights",
+        "config_overrides": "call build_meta_model (its keywords are fields), shard_model and load_weights",
+    },
     "prepare_experts": {"tokens": "leave it out, nothing is timed"},
 }
 

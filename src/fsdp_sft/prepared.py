@@ -18,9 +18,8 @@ from fsdp_sft._codec import dumps
 from fsdp_sft._compat import keep_used_conversions, match_checkpoint_keys, tied_names, weight_conversions
 from fsdp_sft._disk import TensorReader, full_path, unsound_beside
 from fsdp_sft._dtypes import check_dtypes
-from fsdp_sft._expert_parallel import check_shareable_experts, share_out
 from fsdp_sft._model import ModelTensors, clean_name, meta_twin, model_tensors, named_tensors
-from fsdp_sft.adapters import base_of, copy_saved_modules, without_adapters
+from fsdp_sft.adapters import add_adapters, copy_saved_modules, without_adapters
 from fsdp_sft.dcp_io.checkpoint import read_train_state
 from fsdp_sft.dcp_io.content import FolderContent, describe_mesh
 from fsdp_sft.dcp_io.folder import open_folder, read_tensors, write_folder
@@ -34,10 +33,10 @@ from fsdp_sft.errors import (
     CheckpointNotFoundError,
     UnstorableStateError,
 )
-from fsdp_sft.pretrained import frozen_dtype_of, load_pretrained, prepare_blocks
-from fsdp_sft.sac import Placement, Ratio
-from fsdp_sft.shard import shard_model
-from fsdp_sft.weights import LoadReport
+from fsdp_sft.pretrained import frozen_dtype_of
+from fsdp_sft.sac import Placement, Ratio, apply_sac, parse_ratio
+from fsdp_sft.shard import compile_blocks, shard_model
+from fsdp_sft.weights import LoadReport, load_weights
 from fsdp_sft.weights.account import account, check_nothing_empty, filled_in_base
 from fsdp_sft.weights.digest import source_digest
 from fsdp_sft.weights.finish import initialise_rest, materialise
@@ -134,15 +133,24 @@ def prepare_base(
     if not share(while_others_wait(this_rank() == 0, claim.take_or_wait, waiting)):
         return target
     try:
-        model = load_pretrained(
+        with agreed("building the model"):
+            model = meta_model(
+                source,
+                dtype=master_dtype,
+                attn_implementation=None,
+                trust_remote_code=trust_remote_code,
+                allow_pickle=allow_pickle,
+                new_vocab_size=None,
+                config_overrides=None,
+            )
+        shard_model(model, mesh=mesh, master_dtype=master_dtype)
+        load_weights(
+            model,
             source,
-            mesh=mesh,
-            master_dtype=master_dtype,
             strategy=strategy,
             host_budget_bytes=host_budget_bytes,
             missing=missing,
             unexpected=unexpected,
-            trust_remote_code=trust_remote_code,
             allow_pickle=allow_pickle,
             check_finite=check_finite,
         )
@@ -242,7 +250,7 @@ def load_prepared(
             config_overrides=config_overrides,
         )
         model.config.name_or_path = model.name_or_path = about["name"]
-        model = prepare_blocks(
+        model = _prepare_blocks(
             model,
             peft_config=peft_config,
             adapter_seed=adapter_seed,
@@ -252,8 +260,6 @@ def load_prepared(
             sac_offload=sac_offload,
             compile=compile,
         )
-        check_shareable_experts(base_of(model), mesh, ep_size)
-    share_out(base_of(model), mesh, ep_size)
     shard_model(
         model,
         mesh=mesh,
@@ -263,9 +269,38 @@ def load_prepared(
         reshard_after_forward=reshard_after_forward,
         offload_policy=offload_policy,
         prefetch=prefetch,
+        ep_size=ep_size,
     )
     model.load_report = _load(model, folder, manifest, about, started)
     return model.train()  # type: ignore[no-any-return]
+
+
+def _prepare_blocks(
+    model: Any,
+    *,
+    peft_config: "PeftConfig | None",
+    adapter_seed: int,
+    sac_ratio: Ratio,
+    sac_placement: Placement,
+    sac_save: str | Iterable[str] | None,
+    sac_offload: bool,
+    compile: bool,  # noqa: A002
+) -> Any:
+    """Prepare a model on the meta device for sharding: adapters, activation checkpointing, compilation.
+
+    Returns:
+        The model, or with adapters the ``PeftModel`` around it.
+    """
+    if peft_config is not None:
+        model = add_adapters(model, peft_config, seed=adapter_seed)
+    for name, given in (("sac_offload", sac_offload), ("sac_save", sac_save is not None)):
+        if given and not parse_ratio(sac_ratio):
+            raise ValueError(f"{name} is for blocks that are recomputed, and sac_ratio is {sac_ratio!r}")
+    if sac_ratio:
+        apply_sac(model, sac_ratio, placement=sac_placement, save=sac_save, offload=sac_offload)
+    if compile:
+        compile_blocks(model)
+    return model
 
 
 def _write(

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from fsdp_sft._boxes import local_of, refuse_disordered
 from fsdp_sft._compat import apply_to_tensors, has_grad_hooks, has_hooks, keep_in_float32_patterns
 from fsdp_sft._dtypes import check_dtypes
-from fsdp_sft._expert_parallel import SharedExperts, shared_experts
+from fsdp_sft._expert_parallel import SharedExperts, check_shareable_experts, share_out, shared_experts
 from fsdp_sft._kept import (
     Float32Unit,
     cast_at_use,
@@ -61,6 +61,7 @@ def shard_model(
     reshard_after_forward: bool | int = True,
     offload_policy: OffloadPolicy | None = None,
     prefetch: int = 0,
+    ep_size: int = 1,
 ) -> nn.Module:
     """Shard a model in place: each block is an FSDP2 group, and the rest (embedding, norm, head) the root's.
 
@@ -95,6 +96,10 @@ def shard_model(
             Pinned memory is turned off if there is no accelerator to copy to.
         prefetch: Number of blocks that the forward gathers ahead, which costs the memory of as many gathered
             blocks; 0 leaves it to torch, which gathers the next block while the present one computes.
+        ep_size: Number of ranks that share out the experts of a mixture on the meta device (expert
+            parallelism): each has some of them whole and reads no others, and tokens travel to the ranks that
+            have their experts. It must divide ``dp_shard`` and the number of experts. 1 shards experts like
+            all other parameters, which are gathered on the ranks that have the tokens.
 
     Returns:
         The same model.
@@ -103,8 +108,9 @@ def shard_model(
         ValueError: If the model is sharded already, an argument is out of range, or a block is not part of
             this model.
         NoBlocksError: If ``blocks`` is None and none is found.
-        UnsupportedModelError: If a trained parameter has hooks, which would not run, or transformers holds
-            the weights quantised.
+        UnsupportedModelError: If a trained parameter has hooks, which would not run, if transformers holds
+            the weights quantised, if it has no plan by which ``ep_size`` ranks share out experts, or, after
+            ``apply_sac(save=)``, if a part of a block is sharded as a group of its own, as these experts are.
 
     Collective: all ranks of the mesh, with the same model.
     Memory: For a materialised model, its memory, which falls towards that of the shards, and that of one more
@@ -133,6 +139,8 @@ def shard_model(
     if isinstance(prefetch, bool) or prefetch < 0:
         raise ValueError(f"prefetch must be a number of blocks, 0 or more, got {prefetch!r}")
     offload = _offload_policy(offload_policy)
+    check_shareable_experts(base_of(model), given, ep_size)
+    share_out(base_of(model), given, ep_size)
 
     copied = copied_modules(model)
     num_shards = mesh.size(mesh.ndim - 1)

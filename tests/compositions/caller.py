@@ -15,11 +15,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.utils.data import DataLoader
 
 import fsdp_sft as fs
+from fsdp_sft._former import FORMER
 from tests.compositions import architectures, options
 from tests.compositions.axes import Draw
 from tests.compositions.plain import Tensors, Trained
 from tests.compositions.rows import Row
 from tests.harness.chat_templates import byte_tokenizer
+from tests.harness.composed import composed
 from tests.harness.device import device_here, device_type, mesh_here
 from tests.harness.models import full
 
@@ -251,18 +253,22 @@ def _model(draw: Draw, folder: Path, mesh: Any, *, seed: int) -> Any:
     config = options.adapter_config(draw)
     if draw["start"] in ("load_pretrained", "load_prepared"):
         common: dict[str, Any] = {"mesh": mesh, "sac_ratio": ratio, **_sharding(draw)}
-        common |= {"sac_save": keeps, "sac_offload": offload}
         common["compile"] = draw["compile"] != "no"
         shards = mesh["dp_shard"].size() if "dp_shard" in (mesh.mesh_dim_names or ()) else 1
         sharing = int(draw["expert ranks"])
-        common["ep_size"] = 1 if shards % sharing else sharing  # on other ranks, perhaps none share
+        if sharing > 1 and not shards % sharing:  # on other ranks, perhaps none share
+            common["ep_size"] = sharing
         if config is not None:
             common |= {"peft_config": config, "adapter_seed": seed}
         if draw["vocabulary"] == "grown":
             common["new_vocab_size"] = _grown_size()
         if draw["start"] == "load_pretrained":
-            return fs.load_pretrained(source, **common)
-        return fs.load_prepared(fs.prepare_base(source, folder / "prepared", mesh=mesh), **common)
+            one_call = not common.keys() & FORMER["load_pretrained"].keys() and keeps is None and not offload
+            if one_call:
+                return fs.load_pretrained(source, **common)
+            return composed(source, **common, sac={"save": keeps, "offload": offload})
+        prepared = fs.prepare_base(source, folder / "prepared", mesh=mesh)
+        return fs.load_prepared(prepared, **common, sac_save=keeps, sac_offload=offload)
     model: Any
     if draw["start"] == "meta":
         grown = {"new_vocab_size": _grown_size()} if draw["vocabulary"] == "grown" else {}

@@ -743,7 +743,7 @@ def test_every_causal_lm_is_fused_exactly_or_falls_back_with_a_reason(
 ) -> None:
     ids = torch.randint(5, 90, (2, 12), generator=torch.Generator().manual_seed(0))
     batch = {"input_ids": ids, "labels": ids}
-    fused, reasons, errors = 0, {}, {}
+    fused, refused, reasons, errors = 0, 0, {}, {}
     for name in class_names():
         try:
             model = tiny_architecture(name).eval()
@@ -751,7 +751,12 @@ def test_every_causal_lm_is_fused_exactly_or_falls_back_with_a_reason(
             reasons[name] = f"not built: {error}"
             continue
         caplog.clear()
-        if fs.prepare_loss(model) == "logits":
+        try:
+            chosen = fs.prepare_loss(model)
+        except fs.ModelLossError as error:  # its own loss is another one
+            reasons[name], refused = str(error), refused + 1
+            continue
+        if chosen == "logits":
             reasons[name] = caplog.records[-1].message
             continue
         gradients = []
@@ -764,7 +769,7 @@ def test_every_causal_lm_is_fused_exactly_or_falls_back_with_a_reason(
     print(f"\n{fused} of {len(class_names())} fused, largest gradient error {max(errors.values()):.1e}")
     print("\n".join(f"{name}: {reason[:200]}" for name, reason in reasons.items()))
     assert max(errors.values()) <= 2e-6, max(errors, key=lambda name: errors[name])
-    assert fused >= 0.9 * len(class_names())
+    assert fused >= 0.9 * (len(class_names()) - refused) > 120
 
 
 @pytest.mark.parametrize("columns", [1, 255, 256, 257, 1000, 1024])

@@ -385,7 +385,8 @@ def test_on_a_cpu_nothing_moves() -> None:
 
 
 def _loaded_with_offload_alone(folder: Any) -> None:
-    fs.load_pretrained(folder, mesh=mesh_here(), sac_offload=True)
+    prepared = fs.prepare_base(folder, folder / "prepared", mesh=mesh_here())
+    fs.load_prepared(prepared, mesh=mesh_here(), sac_offload=True)
 
 
 def test_arguments(tmp_path: Any) -> None:

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_sft as fs
+from tests.harness.composed import composed
 from tests.harness.device import mesh_here
 from tests.harness.models import full, ragged_batches, tiny_model
 from tests.harness.ranks import run_distributed
@@ -125,12 +126,14 @@ def _loaded(folder: Path) -> list[Any]:
     found = []
     mesh = mesh_here()
     prepared = fs.prepare_base(folder, folder / "prepared", mesh=mesh)
-    for load, source in ((fs.load_pretrained, folder), (fs.load_prepared, prepared)):
-        for save in (None, "self_attn"):
-            model = load(source, mesh=mesh, sac_ratio="1/2", sac_save=save)
-            found.append(_step(model)[:2])
+    for save in (None, "self_attn"):
+        model = composed(folder, mesh=mesh, sac_ratio="1/2", sac={"save": save})
+        found.append(_step(model)[:2])
+    for save in (None, "self_attn"):
+        model = fs.load_prepared(prepared, mesh=mesh, sac_ratio="1/2", sac_save=save)
+        found.append(_step(model)[:2])
     with pytest.raises(ValueError, match="sac_save is for blocks that are recomputed, and sac_ratio is 0"):
-        fs.load_pretrained(folder, mesh=mesh, sac_save="self_attn")
+        fs.load_prepared(prepared, mesh=mesh, sac_save="self_attn")
     return found
 
 

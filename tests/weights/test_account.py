@@ -8,6 +8,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
+from tests.harness.composed import composed
 from tests.harness.device import mesh_here
 from tests.harness.hf_folders import difference, plain, save_tiny
 from tests.harness.models import full, tiny_model
@@ -72,7 +73,7 @@ def test_copies_have_all_of_what_they_are_copies_of(
 
 def _check_unrounded(folder: Path) -> None:
     oracle = _oracle(folder, modules_to_save=["lm_head"])
-    model = fs.load_pretrained(
+    model = composed(
         folder,
         mesh=mesh_here(),
         peft_config=_lora(modules_to_save=["lm_head"]),

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import fsdp_sft as fs
+from tests.harness.composed import composed
 from tests.harness.device import mesh_here
 from tests.harness.hf_folders import difference, save_tiny
 from tests.harness.ranks import run_distributed
@@ -18,7 +19,7 @@ def _classifier_like_from_pretrained(folder: Path) -> None:
     import transformers
 
     overrides: dict[str, Any] = {"architectures": [CLASSIFIER], "num_labels": 3}
-    model = fs.load_pretrained(
+    model = composed(
         folder,
         mesh=mesh_here(),
         missing="initialise",
@@ -60,14 +61,14 @@ def test_a_class_that_cannot_be_built(tmp_path: Path, names: Any, kind: Any, wor
 def _overridden(folder: Path) -> None:
     mesh = mesh_here()
     fields = {"attention_dropout": 0.25, "rms_norm_eps": 1e-4}
-    model = fs.load_pretrained(folder, mesh=mesh, config_overrides=fields)
+    model = composed(folder, mesh=mesh, config_overrides=fields)
     built = fs.build_meta_model(folder, **fields)
     assert model.config.to_dict() == {**built.config.to_dict(), "_name_or_path": model.config.name_or_path}
     assert model.model.layers[0].self_attn.attention_dropout == 0.25
     with pytest.raises(TypeError, match="no_such_field"):
-        fs.load_pretrained(folder, mesh=mesh, config_overrides={"no_such_field": 1})
-    with pytest.raises(TypeError, match="config_overrides must be a dict"):
-        fs.load_pretrained(folder, mesh=mesh, config_overrides=["attention_dropout"])  # type: ignore[arg-type]
+        composed(folder, mesh=mesh, config_overrides={"no_such_field": 1})
+    with pytest.raises(TypeError, match="load_pretrained takes no config_overrides= any more"):
+        fs.load_pretrained(folder, mesh=mesh, config_overrides=fields)  # type: ignore[call-arg]
 
 
 def test_fields_of_the_config_are_replaced(tmp_path: Path) -> None:

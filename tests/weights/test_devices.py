@@ -10,6 +10,7 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 import fsdp_sft as fs
+from tests.harness.composed import composed
 from tests.harness.hf_folders import plain, rewrite, save_tiny, tensors_of
 from tests.harness.models import full
 from tests.simulated.ranks import run_simulated
@@ -35,7 +36,7 @@ def _load_to_the_host(folder: Path) -> tuple[list[str], set[str], bool]:
     """(wrong parameters, where shards are, whether a step is taken)"""
     context = fs.init_distributed()
     policy = CPUOffloadPolicy()
-    model = fs.load_pretrained(folder, mesh=fs.build_mesh(), offload_policy=policy)
+    model = composed(folder, mesh=fs.build_mesh(), offload_policy=policy)
     prepared = fs.prepare_base(folder, folder.parent / "prepared", mesh=fs.build_mesh())
     again = fs.load_prepared(prepared, mesh=fs.build_mesh(), offload_policy=policy)
     expected = dict(plain(folder).named_parameters())
@@ -159,7 +160,7 @@ def _initialise_a_missing_key(folder: Path) -> tuple[list[str], bool]:
     fs.init_distributed()
     torch.manual_seed(1234)  # the caller's, of every device
     before = _random_states()
-    model = fs.load_pretrained(folder, mesh=fs.build_mesh(), missing="initialise")
+    model = composed(folder, mesh=fs.build_mesh(), missing="initialise")
     unmoved = _random_states() == before
     return _wrong_values(model, folder), unmoved
 

@@ -16,6 +16,7 @@ import fsdp_sft as fs
 from fsdp_sft import weights
 from fsdp_sft.weights import build_meta_model, load_weights, read as read_module
 from fsdp_sft.weights.hub import resolve_folder
+from tests.harness.composed import composed
 from tests.harness.device import mesh_here
 from tests.harness.hf_folders import difference, plain, rewrite, save_tiny, tensors_of
 from tests.harness.hub_server import COMMIT, serve, use_hub
@@ -158,7 +159,7 @@ def test_values_that_are_not_finite(tmp_path: Path, value: float) -> None:
 def _check_unchecked(folder: Path) -> None:
     """On replicas, and with both names of tied weights stored, where NaN does not equal NaN."""
     mesh = mesh_here(dp_replicate=2, dp_shard=1)
-    model = fs.load_pretrained(folder, mesh=mesh, check_finite=False)
+    model = composed(folder, mesh=mesh, check_finite=False)
     # transformers takes NaN for unlike NaN and unties; here the two names stay one tensor.
     assert difference(model, plain(folder)) == ["ties or requires_grad differ: [('lm_head.weight', True)]"]
     with pytest.raises(fs.NonFiniteWeightsError, match="check_finite=False"):

@@ -14,6 +14,7 @@ from transformers import T5ForConditionalGeneration
 import fsdp_sft as fs
 from fsdp_sft.pretrained import load_pretrained
 from fsdp_sft.weights import CheckpointFormatError, build_meta_model, load_weights, provenance, read
+from tests.harness.composed import composed
 from tests.harness.device import device_here, mesh_here
 from tests.harness.forks import Program
 from tests.harness.hf_folders import difference, plain, rewrite, save_tiny, tensors_of
@@ -472,10 +473,12 @@ def test_a_loaded_model_is_saved_in_the_layout_it_came_in(tmp_path: Path) -> Non
 
 
 def _check_pretrained(folder: Path) -> None:
-    model = load_pretrained(
-        folder, mesh=_mesh(), mp_policy=FLOAT32, sac_ratio="1/3", compile=False, host_budget_bytes=1 << 20
-    )
+    model = load_pretrained(folder, mesh=_mesh(), mp_policy=FLOAT32, sac_ratio="1/3")
+    parts = composed(folder, mesh=_mesh(), mp_policy=FLOAT32, sac_ratio="1/3", host_budget_bytes=1 << 20)
     assert difference(model, plain(folder)) == []
+    assert difference(model, parts) == []
+    assert model.load_report.sources == parts.load_report.sources
+    assert fs.train_step(parts, ragged_batches(3), torch.optim.AdamW(parts.parameters(), lr=1e-3)).loss > 0
     assert model.load_report.strategy == "slice"
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     assert fs.loss_sum(model, ragged_batches(2)[0])[0].isfinite()

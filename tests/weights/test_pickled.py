@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
-from fsdp_sft.pretrained import load_pretrained
 from fsdp_sft.weights import CheckpointFormatError, build_meta_model, load_weights
 from fsdp_sft.weights.hub import resolve_folder
 from fsdp_sft.weights.pickled import read_pickled
 from fsdp_sft.weights.resolve import open_checkpoint
+from tests.harness.composed import composed
 from tests.harness.device import mesh_here
 from tests.harness.hf_folders import difference, plain, save_tiny, tensors_of
 from tests.harness.hub_server import serve, use_hub
@@ -54,7 +54,7 @@ def _check_loads(folder: Path, families: list[str]) -> None:
         report = load_weights(model, folder / family, allow_pickle=True)
         assert difference(model, oracle) == [], family
         assert report.job_bytes_read <= 1.05 * report.checkpoint_bytes
-        model = load_pretrained(folder / family, mesh=mesh, allow_pickle=True)
+        model = composed(folder / family, mesh=mesh, allow_pickle=True)
         assert difference(model, oracle) == [], family
 
 

@@ -183,31 +183,7 @@ def _code(plan: RunPlan, model: str) -> Iterator[str]:
     setup = plan.setup
     mesh = {"dp_replicate": (plan.dp_replicate, 1), "cp": (plan.cp, 1)}
     yield f"mesh = fs.build_mesh({_arguments(mesh)})"
-    offload = "torch.distributed.fsdp.CPUOffloadPolicy()" if setup.cpu_offload else None
-    load: dict[str, tuple[Any, Any]] = {
-        "ep_size": (plan.ep_size, 1),
-        "sac_ratio": (str(plan.sac_ratio), "0"),
-        "sac_placement": (plan.sac_placement if plan.sac_ratio else "even", "even"),
-        "sac_offload": (plan.sac_offload and bool(plan.sac_ratio), False),
-        "compile": (plan.compile, False),
-        "reshard_after_forward": (plan.reshard_after_forward, True),
-        "master_dtype": (setup.master_dtype, torch.float32),
-        "mp_policy": (_mp_policy(setup), _Verbatim(None)),
-        "offload_policy": (_Verbatim(offload), _Verbatim(None)),
-    }
-    if setup.lora is not None:
-        rank, targets = setup.lora
-        chosen = "all-linear" if "all-linear" in targets else list(targets)
-        peft = f"peft.LoraConfig(r={rank}, target_modules={chosen!r}, task_type='CAUSAL_LM')"
-        load["peft_config"] = (_Verbatim(peft), _Verbatim(None))
-    usual = setup.param_dtype if setup.lora is not None else setup.master_dtype
-    load["frozen_dtype"] = (setup.frozen_dtype, usual)
-    given = _arguments(load)
-    yield f"model = fs.load_pretrained({model!r}, mesh=mesh{', ' if given else ''}{given})"
-    if setup.sac_blocks is not None:
-        yield f"fs.apply_sac(model, blocks={list(setup.sac_blocks)}{', offload=True' * setup.sac_offload})"
-    if setup.trainable is not None:
-        yield f"# Before load_pretrained: freeze all parameters but those that match {list(setup.trainable)}"
+    yield from _model(plan, model)
     if setup.chunk_size is not None and setup.loss_impl == "chunked":
         yield f"# Estimated for chunk_size={setup.chunk_size}, where train_step chooses its own"
     if plan.cp > 1:
@@ -219,6 +195,61 @@ def _code(plan: RunPlan, model: str) -> Iterator[str]:
     yield f"for window in fs.windows(loader, grad_accum_steps={plan.grad_accum_steps}):"
     step = _arguments({"grad_sync": (plan.grad_sync, "each"), "loss_impl": (setup.loss_impl, "chunked")})
     yield f"    fs.train_step(model, window, optimizer{', ' if step else ''}{step})"
+
+
+def _model(plan: RunPlan, name: str) -> Iterator[str]:
+    """Lines of code that make the model: one call, or the parts where that does not take all of the plan."""
+    setup = plan.setup
+    offload = "torch.distributed.fsdp.CPUOffloadPolicy()" if setup.cpu_offload else None
+    peft: str | None = None
+    if setup.lora is not None:
+        rank, targets = setup.lora
+        chosen = "all-linear" if "all-linear" in targets else list(targets)
+        peft = f"peft.LoraConfig(r={rank}, target_modules={chosen!r}, task_type='CAUSAL_LM')"
+    kept_frozen = setup.param_dtype if peft else setup.master_dtype
+    shard: dict[str, tuple[Any, Any]] = {
+        "reshard_after_forward": (plan.reshard_after_forward, True),
+        "master_dtype": (setup.master_dtype, torch.float32),
+        "mp_policy": (_mp_policy(setup), _Verbatim(None)),
+    }
+    sac: dict[str, tuple[Any, Any]] = {
+        "blocks": (None if setup.sac_blocks is None else list(setup.sac_blocks), None),
+        "placement": (plan.sac_placement if plan.sac_ratio else "even", "even"),
+        "offload": (setup.sac_offload and bool(plan.sac_ratio or setup.sac_blocks), False),
+    }
+    parts: dict[str, tuple[Any, Any]] = {
+        "offload_policy": (_Verbatim(offload), _Verbatim(None)),
+        "ep_size": (plan.ep_size, 1),
+    }
+    if not _arguments(sac) and not _arguments(parts) and setup.trainable is None:
+        one = {
+            "sac_ratio": (str(plan.sac_ratio), "0"),
+            "compile": (plan.compile, False),
+            **shard,
+            "peft_config": (_Verbatim(peft), _Verbatim(None)),
+            "frozen_dtype": (setup.frozen_dtype, kept_frozen),
+        }
+        yield f"model = fs.load_pretrained({_call(repr(name), 'mesh=mesh', _arguments(one))})"
+        return
+    dtype = _arguments({"dtype": (setup.master_dtype, torch.float32)})
+    yield f"model = fs.build_meta_model({_call(repr(name), dtype)})"
+    if peft is not None:
+        yield f"model = fs.add_adapters(model, {peft})"
+    if setup.trainable is not None:
+        yield f"# Here: freeze all parameters but those that match {list(setup.trainable)}"
+    if plan.sac_ratio or setup.sac_blocks is not None:
+        ratio = "" if setup.sac_blocks is not None else repr(str(plan.sac_ratio))
+        yield f"fs.apply_sac({_call('model', ratio, _arguments(sac))})"
+    if plan.compile:
+        yield "fs.compile_blocks(model)"
+    frozen = {"frozen_dtype": (setup.frozen_dtype, None if peft else setup.master_dtype)}
+    yield f"fs.shard_model({_call('model', 'mesh=mesh', _arguments({**shard, **frozen, **parts}))})"
+    yield f"fs.load_weights(model, {name!r})"
+
+
+def _call(*arguments: str) -> str:
+    """Arguments as code, without empty ones."""
+    return ", ".join(filter(None, arguments))
 
 
 class _Verbatim:

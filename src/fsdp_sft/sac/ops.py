@@ -204,8 +204,8 @@ def _refuse_inner_groups(model: nn.Module, blocks: dict[str, nn.Module]) -> None
             raise UnsupportedModelError(
                 f"{abridged(f'{fqn}.{name}' for name in inner)} is sharded as a group of its own (experts "
                 "that ranks share out by ep_size, or a module kept in float32), and save= cannot tell what "
-                "gathers it from what the block computes; call apply_sac without save= (load_pretrained "
-                "without sac_save=), or leave these blocks out with blocks="
+                "gathers it from what the block computes; call apply_sac without save=, or leave "
+                "these blocks out with blocks="
             )
 
 

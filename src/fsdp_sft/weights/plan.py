@@ -364,7 +364,7 @@ def _refuse_missing(
     if plan.missing and policy == "error":
         raise MissingKeysError(
             f"the checkpoint has no values for {abridged(plan.missing)} of {type(plan.twin).__name__}; "
-            "missing='initialise' fills them with the model's own initialisation"
+            "load_weights(missing='initialise') fills them with the model's own initialisation"
         )
 
 
@@ -375,5 +375,5 @@ def _settle_unexpected(plan: LoadPlan, left_over: Mapping[str, str], policy: str
     if plan.unexpected and policy == "error":
         raise UnexpectedKeysError(
             f"{type(plan.twin).__name__} has no place for {abridged(plan.unexpected)} of the checkpoint; "
-            "unexpected='ignore' leaves them unread"
+            "load_weights(unexpected='ignore') leaves them unread"
         )

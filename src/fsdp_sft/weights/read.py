@@ -371,7 +371,7 @@ def check_all_finite(tensors: Mapping[str, torch.Tensor]) -> None:
         if not is_sound:
             raise NonFiniteWeightsError(
                 f"{name!r} has {_count_non_finite(values)} values in the checkpoint that are NaN or infinite "
-                f"in {values.dtype}; check_finite=False loads them all the same"
+                f"in {values.dtype}; load_weights(check_finite=False) takes them"
             )
 
 
@@ -390,8 +390,7 @@ def check_same(name: str, values: torch.Tensor, stored: torch.Tensor) -> None:
     if not torch.equal(values, stored) and not torch.equal(values.nan_to_num(), stored.nan_to_num()):
         raise CheckpointFormatError(
             f"the checkpoint holds different values for {name!r} and for the tensor it is tied to; to keep "
-            "the two apart pass config_overrides={'tie_word_embeddings': False} to load_pretrained, which is "
-            "tie_word_embeddings=False for build_meta_model"
+            "the two apart, build_meta_model(..., tie_word_embeddings=False)"
         )
 
 

@@ -75,8 +75,8 @@ def find_manifest(folder: Path, variant: str | None = None, *, allow_pickle: boo
     found = next((name for name in [*safe, *pickled] if (folder / name).exists()), None)
     if found in pickled and not allow_pickle:
         raise CheckpointFormatError(
-            f"{folder} holds only pickled weights ({found}), which can hold code. allow_pickle=True reads "
-            "their tensors and runs nothing; or convert them once: "
+            f"{folder} holds only pickled weights ({found}), which can hold code. allow_pickle=True of "
+            "build_meta_model and load_weights reads their tensors and runs nothing; or convert them once: "
             "AutoModelForCausalLM.from_pretrained(...).save_pretrained(folder)"
         )
     if found is None:

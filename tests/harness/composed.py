@@ -1,0 +1,54 @@
+"""The parts that ``load_pretrained`` calls, one after the other, with all that they take."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+import fsdp_sft as fs
+
+_BUILD = ("revision", "attn_implementation", "trust_remote_code", "allow_pickle", "new_vocab_size")
+_SHARD = ("mp_policy", "reshard_after_forward", "offload_policy", "prefetch", "ep_size")
+_LOAD = ("strategy", "host_budget_bytes", "missing", "unexpected", "allow_pickle", "check_finite")
+
+
+def composed(
+    path: Any,
+    *,
+    mesh: Any,
+    master_dtype: torch.dtype = torch.float32,
+    frozen_dtype: torch.dtype | None = None,
+    sac_ratio: Any = 0,
+    sac: Mapping[str, Any] | None = None,
+    compile: bool = False,  # noqa: A002
+    peft_config: Any = None,
+    adapter_seed: int = 0,
+    config_overrides: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Any:
+    """A loaded model, with the keywords of ``load_pretrained`` and those of its parts.
+
+    Args:
+        sac: Further keywords of ``apply_sac``.
+        config_overrides: Fields of the config, for ``build_meta_model``.
+        options: Keywords of ``build_meta_model``, ``shard_model`` and ``load_weights``.
+    """
+    known = {*_BUILD, *_SHARD, *_LOAD}
+    assert options.keys() <= known, options.keys() - known
+    build, shard, load = (
+        {name: options[name] for name in names if name in options} for names in (_BUILD, _SHARD, _LOAD)
+    )
+    build = {"dtype": master_dtype, **build, **(config_overrides or {})}
+    model: Any = fs.build_meta_model(path, **build)
+    if peft_config is not None:
+        model = fs.add_adapters(model, peft_config, seed=adapter_seed)
+        policy = options.get("mp_policy")
+        compute = torch.bfloat16 if policy is None else policy.param_dtype
+        frozen_dtype = compute if frozen_dtype is None else frozen_dtype
+    if sac_ratio:
+        fs.apply_sac(model, sac_ratio, **(sac or {}))
+    if compile:
+        fs.compile_blocks(model)
+    fs.shard_model(model, mesh=mesh, master_dtype=master_dtype, frozen_dtype=frozen_dtype, **shard)
+    model.load_report = fs.load_weights(model, path, **load)
+    return model.train()
