@@ -317,6 +317,7 @@ def test_type_checkers_see_the_same_names() -> None:
 def test_model_first_the_rest_by_keyword() -> None:
     two = {
         "apply_sac",
+        "estimate_memory",
         "load_full_state_dict",
         "save_full_state_dict",
         "loss_sum",

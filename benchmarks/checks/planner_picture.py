@@ -9,7 +9,7 @@ from pathlib import Path
 
 from transformers import LlamaConfig, Qwen2Config
 
-from fsdp_sft import estimate_memory, longest_rows
+from fsdp_sft import Run, estimate_memory, longest_rows
 from fsdp_sft._gpus import gpu_named
 from fsdp_sft.planner.budget import budget_of
 from fsdp_sft.planner.longest import peaks_by_length
@@ -57,7 +57,9 @@ def main() -> None:
         draw_rows(output)
         return
     base = {"num_gpus": 64, "micro_batch_size": 2, "seq_length": 4096}
-    estimates = [(label, estimate_memory(CONFIG, **{**base, **options})) for label, options in WAYS.items()]
+    estimates = [
+        (label, estimate_memory(CONFIG, Run(**{**base, **options}))) for label, options in WAYS.items()
+    ]
     for label, estimate in estimates:
         print(f"{label}: {estimate.peak_bytes / 2**30:.1f} GiB, in the {estimate.peak_phase} phase")
     title = "Qwen2.5-14B on 64 H100 of 80 GB, 2 x 4096 tokens a micro-batch: memory per GPU at the peak"

@@ -104,11 +104,11 @@ def compare(case: tuple, gpu: str) -> list[object]:
     """One row of the table: measured, estimated, error, and what the allocator reserved on top."""
     from transformers import Qwen2Config
 
-    from fsdp_sft import estimate_memory
+    from fsdp_sft import Run, estimate_memory
 
     size, micro, seq, ratio, compiled, loss, padded, steps = case
     config = Qwen2Config(**SIZES[size], max_position_embeddings=32768)
-    found = estimate_memory(config, **options_of(case, gpu))
+    found = estimate_memory(config, Run(**options_of(case, gpu)))
     yes = {True: "yes", False: "no"}
     label = [size, f"{micro} x {seq}", steps, ratio, yes[bool(compiled)], loss, yes[bool(padded)]]
     worker = [sys.executable, "-m", "benchmarks.gpu.memory", "--case", json.dumps(case)]

@@ -19,7 +19,7 @@ from transformers import CONFIG_MAPPING
 
 from benchmarks.published.evidence import FITS, SPEEDS
 from benchmarks.tables import table as table_lines
-from fsdp_sft import estimate_memory
+from fsdp_sft import Run, estimate_memory
 from fsdp_sft._gpus import gpu_named
 from fsdp_sft.planner.budget import budget_of
 from fsdp_sft.planner.estimate import check_options
@@ -175,7 +175,7 @@ def memory_rows() -> Iterator[dict[str, Any]]:
             continue  # the planner knows blocks that are checkpointed as a whole
         options = options_of(row)
         try:
-            peak = estimate_memory(config_of(row["config"]), **options).peak_bytes
+            peak = estimate_memory(config_of(row["config"]), Run(**options)).peak_bytes
         except ValueError as error:
             yield {"row": row, "error": str(error).partition(":")[0]}
             continue

@@ -138,6 +138,7 @@ from fsdp_sft.packing import (
 from fsdp_sft.planner import (
     LongestRow as LongestRow,
     MemoryEstimate as MemoryEstimate,
+    Run as Run,
     RunPlan as RunPlan,
     estimate_memory as estimate_memory,
     longest_rows as longest_rows,

@@ -10,6 +10,16 @@ R = TypeVar("R")
 # By the function's qualified name: its former keywords, with what to do now.
 FORMER = {
     "ThroughputMeter.__init__": {"window": "pass averaged_steps="},
+    "estimate_memory": dict.fromkeys(
+        (
+            *("num_gpus", "micro_batch_size", "seq_length", "sac_ratio", "sac_placement", "compile"),
+            *("master_dtype", "loss_impl", "attention_mask", "gpu", "grad_accum_steps", "dp_replicate", "cp"),
+            *("sac_blocks", "optimizer", "grad_sync", "reshard_after_forward", "cpu_offload", "sac_offload"),
+            *("trainable", "lora_rank", "lora_targets", "frozen_dtype", "param_dtype", "reduce_dtype"),
+            *("logits_dtype", "chunk_size", "experts_impl", "ep_size"),
+        ),
+        "call estimate_memory(config, Run(...)), whose field it is",
+    ),
     "load_pretrained": {
         **dict.fromkeys(
             ("sac_placement", "sac_save", "sac_offload"),

@@ -17,7 +17,7 @@ class Gpu:
     """One kind of device.
 
     Attributes:
-        name: Name by which ``estimate_memory(gpu=...)`` takes it.
+        name: Name by which ``Run(gpu=...)`` takes it.
         device: Regular expression that matches whole words of the device's name in torch.
         memory_bytes: The whole memory, as ``nvidia-smi`` reports it for the usual model.
         flops_per_second: Dense bfloat16 peak with float32 accumulation.

@@ -195,20 +195,20 @@ def load_prepared(
         mp_policy: See ``shard_model``.
         sac_ratio: See ``apply_sac``.
         sac_placement: ``"even"`` or ``"prefix"``; see ``apply_sac``.
-        sac_save: See ``load_pretrained``.
-        sac_offload: See ``load_pretrained``.
+        sac_save: Names of submodules whose costly outputs these blocks keep; see ``save`` of ``apply_sac``.
+        sac_offload: Whether the tensors that these blocks keep wait in host memory; see ``apply_sac``.
         compile: Whether to compile each block.
         attn_implementation: See ``build_meta_model``.
         trust_remote_code: See ``build_meta_model``.
         reshard_after_forward: See ``shard_model``.
         offload_policy: See ``shard_model``.
         prefetch: See ``shard_model``.
-        ep_size: See ``load_pretrained``. A prepared model can be loaded with any ``ep_size``.
+        ep_size: See ``shard_model``. A prepared model can be loaded with any ``ep_size``.
         peft_config: See ``load_pretrained``.
         adapter_seed: Seed of the adapters' initialisation.
         frozen_dtype: Dtype of the stored shards that are frozen; see ``load_pretrained``.
         new_vocab_size: Number of tokens for which the model is to have rows; see ``load_pretrained``.
-        config_overrides: Fields of the config to replace; see ``load_pretrained``.
+        config_overrides: Fields of the config to replace, such as ``{"attention_dropout": 0.1}``.
 
     Returns:
         The model in ``train()`` mode; ``model.load_report`` is a ``LoadReport``.

@@ -66,7 +66,8 @@ def test_experts_keep_what_real_ones_keep(impl: str, dtype: torch.dtype) -> None
     def kept(**more: Any) -> int:
         options = {**OPTIONS, "num_gpus": 1, "gpu": "cpu", "param_dtype": dtype, **more}
         four, two = (
-            fs.estimate_memory(_config(num_hidden_layers=n), **options).activation_bytes for n in (4, 2)
+            fs.estimate_memory(_config(num_hidden_layers=n), fs.Run(**options)).activation_bytes
+            for n in (4, 2)
         )
         return (four - two) // 2
 
@@ -80,7 +81,7 @@ def _dense(dtype: torch.dtype) -> int:
     options = {**OPTIONS, "num_gpus": 1, "gpu": "cpu", "param_dtype": dtype}
     four, two = (
         fs.estimate_memory(
-            _config(num_hidden_layers=n, mlp_only_layers=list(range(4))), **options
+            _config(num_hidden_layers=n, mlp_only_layers=list(range(4))), fs.Run(**options)
         ).activation_bytes
         for n in (4, 2)
     )
@@ -90,20 +91,20 @@ def _dense(dtype: torch.dtype) -> int:
 
 def test_checkpointed_blocks_keep_what_their_routers_chose() -> None:
     each = TOKENS * (128 * 2 + 8 * 8)  # the input in bfloat16, and eight indices of a token
-    said = fs.estimate_memory(_config(), **OPTIONS, sac_ratio=1)
+    said = fs.estimate_memory(_config(), fs.Run(**OPTIONS, sac_ratio=1))
     assert said.activation_bytes == 4 * each
     assert said.breakdown["activations of checkpointed blocks"] % each == 0
-    dense = fs.estimate_memory(_config(mlp_only_layers=[0, 1, 2, 3]), **OPTIONS, sac_ratio=1)
+    dense = fs.estimate_memory(_config(mlp_only_layers=[0, 1, 2, 3]), fs.Run(**OPTIONS, sac_ratio=1))
     assert dense.activation_bytes == 4 * TOKENS * 128 * 2
 
 
 def test_widths_that_torch_does_not_group_are_named() -> None:
     odd = _config(moe_intermediate_size=60)
     with pytest.raises(ValueError, match="plan it with experts_impl='eager'"):
-        fs.estimate_memory(odd, **OPTIONS)
-    assert fs.estimate_memory(odd, **OPTIONS, experts_impl="eager").peak_bytes > 0
+        fs.estimate_memory(odd, fs.Run(**OPTIONS))
+    assert fs.estimate_memory(odd, fs.Run(**OPTIONS, experts_impl="eager")).peak_bytes > 0
     with pytest.raises(ValueError, match="experts_impl must be one of"):
-        fs.estimate_memory(odd, **OPTIONS, experts_impl="batched_mm")  # type: ignore[arg-type]
+        fs.estimate_memory(odd, fs.Run(**OPTIONS, experts_impl="batched_mm"))  # type: ignore[arg-type]
 
 
 def test_a_plan_says_how_experts_are_computed() -> None:
@@ -116,7 +117,7 @@ def test_a_plan_says_how_experts_are_computed() -> None:
 def test_ranks_that_share_out_experts_gather_fewer_of_them() -> None:
     needs_native_sharding()
     options = {**OPTIONS, "num_gpus": 4, "sac_ratio": 1}
-    alone, shared = (fs.estimate_memory(_config(), **options, ep_size=n) for n in (1, 4))
+    alone, shared = (fs.estimate_memory(_config(), fs.Run(**options, ep_size=n)) for n in (1, 4))
     assert shared.breakdown["parameters (shards)"] == alone.breakdown["parameters (shards)"]
     gathered = "gathered parameters"
     assert shared.breakdown[gathered] < alone.breakdown[gathered]
@@ -129,10 +130,10 @@ def test_experts_that_ranks_cannot_share_out_are_named() -> None:
     needs_native_sharding()
     options = {**OPTIONS, "num_gpus": 6}
     with pytest.raises(ValueError, match="ep_size=3 does not divide the 16 experts"):
-        fs.estimate_memory(_config(), **options, ep_size=3)
+        fs.estimate_memory(_config(), fs.Run(**options, ep_size=3))
     with pytest.raises(ValueError, match="dp_replicate x ep_size must divide num_gpus"):
-        fs.estimate_memory(_config(), **options, ep_size=4)
+        fs.estimate_memory(_config(), fs.Run(**options, ep_size=4))
     with pytest.raises(ValueError, match="one of cp and ep_size has to be 1"):
-        fs.estimate_memory(_config(), **options, ep_size=2, cp=2)
+        fs.estimate_memory(_config(), fs.Run(**options, ep_size=2, cp=2))
     with pytest.raises(fs.UnsupportedModelError, match="no plan by which ranks share out experts"):
-        fs.estimate_memory(tf.LlamaConfig(num_hidden_layers=2), **options, ep_size=2)
+        fs.estimate_memory(tf.LlamaConfig(num_hidden_layers=2), fs.Run(**options, ep_size=2))

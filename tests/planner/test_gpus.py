@@ -58,7 +58,7 @@ def test_a_description() -> None:
     assert (mine.memory_bytes_per_second, mine.node_bytes_per_second) == (864e9, 100e9)
     assert (mine.bytes_per_second, mine.gpus_per_node) == (25e9, 4)
     notes = fs.estimate_memory(
-        LLAMA_8B, num_gpus=4, micro_batch_size=1, seq_length=512, gpu="mine=48,362,864"
+        LLAMA_8B, fs.Run(num_gpus=4, micro_batch_size=1, seq_length=512, gpu="mine=48,362,864")
     ).notes
     assert any("mine was never compared" in note for note in notes)
 
@@ -92,12 +92,12 @@ def test_uneven_parameters_are_named() -> None:
         num_key_value_heads=2, head_dim=24, vocab_size=1000,
     )  # fmt: skip
     job = {"micro_batch_size": 1, "seq_length": 64}
-    found = fs.estimate_memory(config, num_gpus=64, **job).sharding
+    found = fs.estimate_memory(config, fs.Run(num_gpus=64, **job)).sharding
     assert found.parameter == "mlp.experts.gate_up_proj"
     assert (found.ranks, found.shape, found.idle_ranks) == (64, (8, 592, 248), 56)
     assert found.largest_over_mean > 5
     assert "56 ranks have none of it" in str(found)
-    even = fs.estimate_memory(config, num_gpus=2, **job).sharding
+    even = fs.estimate_memory(config, fs.Run(num_gpus=2, **job)).sharding
     assert (even.largest_over_mean, even.parameter) == (1.0, "")
 
 

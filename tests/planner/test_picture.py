@@ -36,7 +36,7 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def _estimates() -> list[tuple[str, MemoryEstimate]]:
     options: dict[str, Any] = {"num_gpus": 2, "seq_length": 512, "gpu": "h100-3gib"}
     config = qwen(256, 512, 6, 4, 2, vocab_size=4096)
-    small, large = (fs.estimate_memory(config, **options, micro_batch_size=rows) for rows in (1, 4))
+    small, large = (fs.estimate_memory(config, fs.Run(**options, micro_batch_size=rows)) for rows in (1, 4))
     # As large as the line is far to the right: numbers beside the bars would lie on it.
     factor = 0.97 * BUDGET.usable_bytes / large.peak_bytes
     breakdown = {name: int(size * factor) for name, size in large.breakdown.items()}

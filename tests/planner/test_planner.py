@@ -43,13 +43,15 @@ PUBLISHED = [
 def test_published_runs(gpu: str, ratio: Any, compiled: bool, measured: float) -> None:
     found = estimate_memory(
         QWEN_14B,
-        num_gpus=64,
-        micro_batch_size=2,
-        seq_length=4096,
-        sac_ratio=ratio,
-        compile=compiled,
-        loss_impl="logits",
-        gpu=gpu,
+        fs.Run(
+            num_gpus=64,
+            micro_batch_size=2,
+            seq_length=4096,
+            sac_ratio=ratio,
+            compile=compiled,
+            loss_impl="logits",
+            gpu=gpu,
+        ),
     )
     assert abs(found.peak_bytes / GIB / measured - 1) <= 0.003
     assert found.peak_phase == "loss"
@@ -65,12 +67,14 @@ def test_placement_as_torchs_tracker_sees_it(blocks: Any, measured: float) -> No
     config = qwen(8192, 29568, 8, 64, 8)
     found = estimate_memory(
         config,
-        num_gpus=64,
-        micro_batch_size=2,
-        seq_length=4096,
-        sac_blocks=blocks,
-        loss_impl="logits",
-        gpu="cpu",
+        fs.Run(
+            num_gpus=64,
+            micro_batch_size=2,
+            seq_length=4096,
+            sac_blocks=blocks,
+            loss_impl="logits",
+            gpu="cpu",
+        ),
     )
     assert abs(found.peak_bytes / GIB / measured - 1) <= 0.005
 
@@ -180,7 +184,7 @@ def test_activations_are_what_a_real_model_saves(family: str, padded: bool) -> N
     config = _architectures()[family]
     measured = _saved_bytes(config, padded=padded)
     said = estimate_memory(
-        config, num_gpus=1, micro_batch_size=2, seq_length=256, attention_mask=padded, gpu="cpu"
+        config, fs.Run(num_gpus=1, micro_batch_size=2, seq_length=256, attention_mask=padded, gpu="cpu")
     ).activation_bytes
     print(f"{family}: measured {measured}, estimated {said}, {said / measured - 1:+.2%}")
     assert abs(said / measured - 1) <= 0.03
@@ -193,7 +197,7 @@ def test_activations_of_compiled_blocks_are_what_the_partitioner_keeps(family: s
     # The partitioner that inductor uses, without the generation of code.
     measured = _saved_bytes(config, padded=True, backend="aot_eager_decomp_partition")
     said = estimate_memory(
-        config, num_gpus=1, micro_batch_size=2, seq_length=256, gpu="cpu", compile=True
+        config, fs.Run(num_gpus=1, micro_batch_size=2, seq_length=256, gpu="cpu", compile=True)
     ).activation_bytes
     print(f"{family}: measured {measured}, estimated {said}, {said / measured - 1:+.2%}")
     assert abs(said / measured - 1) <= 0.03
@@ -207,7 +211,7 @@ def test_activations_of_a_part_are_what_a_real_model_saves(
     config = _architectures()[family]
     measured = _saved_bytes(config, padded=padded, cp=4)
     said = estimate_memory(
-        config, num_gpus=4, micro_batch_size=2, seq_length=256, attention_mask=padded, gpu="cpu", cp=4
+        config, fs.Run(num_gpus=4, micro_batch_size=2, seq_length=256, attention_mask=padded, gpu="cpu", cp=4)
     ).activation_bytes
     print(f"{family}: measured {measured}, estimated {said}, {said / measured - 1:+.2%}")
     assert abs(said / measured - 1) <= 0.03
@@ -221,7 +225,7 @@ def test_activations_of_compiled_parts_are_what_the_partitioner_keeps(
     config = _architectures()[family]
     measured = _saved_bytes(config, padded=True, backend="aot_eager_decomp_partition", cp=4)
     said = estimate_memory(
-        config, num_gpus=4, micro_batch_size=2, seq_length=256, gpu="cpu", compile=True, cp=4
+        config, fs.Run(num_gpus=4, micro_batch_size=2, seq_length=256, gpu="cpu", compile=True, cp=4)
     ).activation_bytes
     print(f"{family}: measured {measured}, estimated {said}, {said / measured - 1:+.2%}")
     assert abs(said / measured - 1) <= 0.03
@@ -231,7 +235,7 @@ def test_activations_of_compiled_parts_are_what_the_partitioner_keeps(
 
 
 def test_the_breakdown_adds_up_and_reads_well() -> None:
-    found = estimate_memory(QWEN_14B, num_gpus=64, micro_batch_size=2, seq_length=4096)
+    found = estimate_memory(QWEN_14B, fs.Run(num_gpus=64, micro_batch_size=2, seq_length=4096))
     assert sum(found.breakdown.values()) == found.peak_bytes
     assert min(found.breakdown.values()) > 0
     text = str(found)
@@ -244,7 +248,9 @@ def test_the_breakdown_adds_up_and_reads_well() -> None:
 @pytest.mark.parametrize("ratio", [0, 1])
 def test_no_part_is_less_than_nothing(seq_length: int, ratio: int) -> None:
     """Long rows under a mask peak in the backward, when much of what was there before is gone."""
-    found = estimate_memory(LLAMA_8B, num_gpus=8, micro_batch_size=1, seq_length=seq_length, sac_ratio=ratio)
+    found = estimate_memory(
+        LLAMA_8B, fs.Run(num_gpus=8, micro_batch_size=1, seq_length=seq_length, sac_ratio=ratio)
+    )
     assert sum(found.breakdown.values()) == found.peak_bytes
     assert min(found.breakdown.values()) > 0
 
@@ -252,7 +258,7 @@ def test_no_part_is_less_than_nothing(seq_length: int, ratio: int) -> None:
 def test_states_are_counted_from_the_parameters() -> None:
     def part(name: str, **options: Any) -> int:
         return estimate_memory(
-            QWEN_14B, num_gpus=8, micro_batch_size=1, seq_length=512, **options
+            QWEN_14B, fs.Run(num_gpus=8, micro_batch_size=1, seq_length=512, **options)
         ).breakdown.get(name, 0)
 
     shard = 14_770_033_664 // 8
@@ -270,7 +276,7 @@ def test_states_are_counted_from_the_parameters() -> None:
 def test_what_costs_more_and_what_costs_less() -> None:
     def peak(**options: Any) -> int:
         base = {"num_gpus": 16, "micro_batch_size": 1, "seq_length": 2048, "loss_impl": "chunked"}
-        return estimate_memory(QWEN_14B, **{**base, **options}).peak_bytes
+        return estimate_memory(QWEN_14B, fs.Run(**{**base, **options})).peak_bytes
 
     plain = peak()
     assert peak(loss_impl="logits", micro_batch_size=8) > peak(micro_batch_size=8)
@@ -290,7 +296,7 @@ def test_what_costs_more_and_what_costs_less() -> None:
 
 def test_a_checkpointed_block_keeps_its_input_alone() -> None:
     tokens, hidden = 2 * 4096, 5120
-    found = estimate_memory(QWEN_14B, num_gpus=64, micro_batch_size=2, seq_length=4096, sac_ratio=1)
+    found = estimate_memory(QWEN_14B, fs.Run(num_gpus=64, micro_batch_size=2, seq_length=4096, sac_ratio=1))
     assert found.activation_bytes == 48 * 2 * tokens * hidden
 
 
@@ -305,26 +311,28 @@ def test_mixtures_of_experts_know_their_active_parameters() -> None:
         num_local_experts=8,
         num_experts_per_tok=2,
     )
-    found = estimate_memory(config, **SMALL)
+    found = estimate_memory(config, fs.Run(**SMALL))
     assert found.parameters - found.active_parameters == 2 * 6 * 3 * 64 * 96
 
 
 def test_families_without_a_measurement_carry_a_note() -> None:
-    assert not estimate_memory(TINY, **SMALL).notes
+    assert not estimate_memory(TINY, fs.Run(**SMALL)).notes
     config = tf.StableLmConfig(
         hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, vocab_size=128
     )
-    assert "never compared" in estimate_memory(config, **SMALL).notes[0]
+    assert "never compared" in estimate_memory(config, fs.Run(**SMALL)).notes[0]
 
 
 def test_a_model_that_cannot_be_followed_is_refused() -> None:
     encoder_decoder = tf.T5Config(d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
     with pytest.raises(ValueError, match="encoder-decoder"):
-        estimate_memory(encoder_decoder, **SMALL)
+        estimate_memory(encoder_decoder, fs.Run(**SMALL))
     with pytest.raises(ValueError, match="no causal language model"):
-        estimate_memory(tf.ViTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2), **SMALL)
+        estimate_memory(
+            tf.ViTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2), fs.Run(**SMALL)
+        )
     with pytest.raises(TypeError, match="config must be"):
-        estimate_memory({"hidden_size": 3}, **SMALL)  # type: ignore[arg-type]
+        estimate_memory({"hidden_size": 3}, fs.Run(**SMALL))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -358,14 +366,14 @@ def test_a_model_that_cannot_be_followed_is_refused() -> None:
 )
 def test_bad_arguments_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        estimate_memory(TINY, **{**SMALL, **options})
+        estimate_memory(TINY, fs.Run(**{**SMALL, **options}))
 
 
 def test_the_estimate_leaves_the_model_and_the_config_alone() -> None:
     before = TINY.to_dict()
-    first = estimate_memory(TINY, **SMALL)
-    estimate_memory(TINY, **SMALL, loss_impl="logits", sac_ratio=1)
-    assert estimate_memory(TINY, **SMALL) == first
+    first = estimate_memory(TINY, fs.Run(**SMALL))
+    estimate_memory(TINY, fs.Run(**SMALL, loss_impl="logits", sac_ratio=1))
+    assert estimate_memory(TINY, fs.Run(**SMALL)) == first
     assert TINY.to_dict() == before
 
 
@@ -396,13 +404,13 @@ def test_more_gpus_never_need_more(seed: int) -> None:
     }
     # Up to where a rank's shard of the hidden size is whole rows: beyond that FSDP2 pads, and a note says so.
     counts = [n for n in (1, 2, 4, 8, 16, 32, 64, 128, 256) if config.hidden_size % n == 0]
-    peaks = [estimate_memory(config, num_gpus=n, **options).peak_bytes for n in counts]
+    peaks = [estimate_memory(config, fs.Run(num_gpus=n, **options)).peak_bytes for n in counts]
     assert peaks == sorted(peaks, reverse=True)
 
 
 def test_padding_of_shards_is_counted_and_noted() -> None:
     options = {"micro_batch_size": 1, "seq_length": 512}
-    even, padded = (estimate_memory(qwen(*SHAPES[0]), num_gpus=n, **options) for n in (128, 512))
+    even, padded = (estimate_memory(qwen(*SHAPES[0]), fs.Run(num_gpus=n, **options)) for n in (128, 512))
     assert not even.notes
     assert padded.sharding.largest_over_mean == pytest.approx(1.08, abs=0.005)
     assert padded.notes == (f"{padded.sharding}; fewer shards (dp_replicate) can need less",)
@@ -413,16 +421,16 @@ def test_what_waits_on_the_host_is_not_on_the_device() -> None:
     options = {"num_gpus": 8, "micro_batch_size": 1, "seq_length": 16384, "attention_mask": False}
     for ratio, placement in (("1/4", "even"), ("1/2", "prefix"), (1, "even")):
         chosen = {**options, "sac_ratio": ratio, "sac_placement": placement}
-        here = fs.estimate_memory(LLAMA_8B, **chosen)
-        away = fs.estimate_memory(LLAMA_8B, **chosen, sac_offload=True)
+        here = fs.estimate_memory(LLAMA_8B, fs.Run(**chosen))
+        away = fs.estimate_memory(LLAMA_8B, fs.Run(**chosen, sac_offload=True))
         blocks = 32 * Fraction(ratio)
         block = 2 * 16384 * 4096
         assert (here.host_bytes, away.host_bytes) == (0, blocks * block), "a whole number of chunks each"
         assert here.activation_bytes - away.activation_bytes == (blocks - 1) * block
         assert away.peak_bytes < here.peak_bytes
         assert away.breakdown["activations of checkpointed blocks"] >= 0
-    on_cpu = fs.estimate_memory(LLAMA_8B, **options, sac_ratio=1, gpu="cpu", sac_offload=True)
-    assert on_cpu == fs.estimate_memory(LLAMA_8B, **options, sac_ratio=1, gpu="cpu")
+    on_cpu = fs.estimate_memory(LLAMA_8B, fs.Run(**options, sac_ratio=1, gpu="cpu", sac_offload=True))
+    assert on_cpu == fs.estimate_memory(LLAMA_8B, fs.Run(**options, sac_ratio=1, gpu="cpu"))
 
 
 def test_gradients_reduced_in_the_last_micro_batch_have_shards() -> None:
@@ -436,7 +444,7 @@ def test_gradients_reduced_in_the_last_micro_batch_have_shards() -> None:
         vocab_size=512,
     )
     common: dict[str, Any] = {"num_gpus": 2, "micro_batch_size": 1, "seq_length": 16, "sac_ratio": 1}
-    last = estimate_memory(config, **common, grad_accum_steps=3, grad_sync="last")
+    last = estimate_memory(config, fs.Run(**common, grad_accum_steps=3, grad_sync="last"))
     block = sum(p.numel() for p in tf.LlamaForCausalLM(config).model.layers[0].parameters())
     # Two blocks have been reduced when the third one's whole gradient and its copy are there.
     assert last.breakdown.get("gradients (shards)", 0) % (block * 4 // 2) == 0

@@ -59,18 +59,20 @@ def test_plans_fit_and_are_sorted_by_speed() -> None:
         assert plan.micro_batch_size * plan.grad_accum_steps * (64 // plan.cp) == 512
         again = estimate_memory(
             QWEN_14B,
-            num_gpus=64,
-            micro_batch_size=plan.micro_batch_size,
-            seq_length=4096,
-            grad_accum_steps=plan.grad_accum_steps,
-            sac_ratio=plan.sac_ratio,
-            sac_placement=plan.sac_placement,
-            sac_offload=plan.sac_offload,
-            reshard_after_forward=plan.reshard_after_forward,
-            dp_replicate=plan.dp_replicate,
-            cp=plan.cp,
-            grad_sync=plan.grad_sync,
-            compile=plan.compile,
+            fs.Run(
+                num_gpus=64,
+                micro_batch_size=plan.micro_batch_size,
+                seq_length=4096,
+                grad_accum_steps=plan.grad_accum_steps,
+                sac_ratio=plan.sac_ratio,
+                sac_placement=plan.sac_placement,
+                sac_offload=plan.sac_offload,
+                reshard_after_forward=plan.reshard_after_forward,
+                dp_replicate=plan.dp_replicate,
+                cp=plan.cp,
+                grad_sync=plan.grad_sync,
+                compile=plan.compile,
+            ),
         )
         assert again.peak_bytes == plan.peak_bytes <= 0.96 * 80 * 10**9
         assert plan.reasons
@@ -302,4 +304,4 @@ def test_the_code_of_a_plan_has_all_that_its_estimate_rests_on() -> None:
 )
 def test_options_that_contradict_each_other_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        fs.estimate_memory(TINY, num_gpus=2, micro_batch_size=1, seq_length=64, **options)
+        fs.estimate_memory(TINY, fs.Run(num_gpus=2, micro_batch_size=1, seq_length=64, **options))

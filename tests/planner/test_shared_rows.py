@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import transformers as tf
 
-from fsdp_sft import NoPlanError, UnsupportedModelError, estimate_memory, longest_rows, plan_run
+from fsdp_sft import NoPlanError, Run, UnsupportedModelError, estimate_memory, longest_rows, plan_run
 from fsdp_sft._gpus import gpu_named
 from fsdp_sft.planner.budget import budget_of
 from tests.planner.families import QWEN_14B, QWEN_72B, SMALL, TINY, qwen
@@ -15,16 +15,16 @@ LONG = {"num_gpus": 16, "micro_batch_size": 1, "seq_length": 32768, "attention_m
 
 
 def test_parameters_are_sharded_over_ranks_that_share_rows() -> None:
-    alone, shared = (estimate_memory(QWEN_14B, **LONG, cp=cp).breakdown for cp in (1, 8))
+    alone, shared = (estimate_memory(QWEN_14B, Run(**LONG, cp=cp)).breakdown for cp in (1, 8))
     for part in ("parameters (shards)", "optimizer states"):
         assert alone[part] == shared[part]
-    replicas = estimate_memory(QWEN_14B, **LONG, cp=4, dp_replicate=2).breakdown
+    replicas = estimate_memory(QWEN_14B, Run(**LONG, cp=4, dp_replicate=2)).breakdown
     assert replicas["parameters (shards)"] == 2 * shared["parameters (shards)"]
 
 
 @pytest.mark.parametrize("options", [{}, {"sac_ratio": 1}, {"compile": True}, {"loss_impl": "logits"}])
 def test_more_ranks_to_a_row_never_need_more(options: dict[str, Any]) -> None:
-    found = [estimate_memory(QWEN_14B, **LONG, cp=cp, **options) for cp in (1, 2, 4, 8)]
+    found = [estimate_memory(QWEN_14B, Run(**LONG, cp=cp, **options)) for cp in (1, 2, 4, 8)]
     peaks = [estimate.peak_bytes for estimate in found]
     assert peaks == sorted(peaks, reverse=True)
     # What is exchanged is kept by nobody: a rank keeps its part of what one process would, or a little more.
@@ -38,15 +38,15 @@ def test_more_ranks_to_a_row_never_need_more(options: dict[str, Any]) -> None:
 
 def test_rows_that_ranks_do_not_divide_are_filled_up() -> None:
     options = {**LONG, "cp": 8, "attention_mask": True}
-    uneven, filled = (estimate_memory(QWEN_14B, **{**options, "seq_length": n}) for n in (4089, 4096))
+    uneven, filled = (estimate_memory(QWEN_14B, Run(**{**options, "seq_length": n})) for n in (4089, 4096))
     assert uneven.peak_bytes == filled.peak_bytes
 
 
 def test_key_heads_that_ranks_do_not_divide_are_repeated() -> None:
     few, many = (qwen(5120, 13824, 4, 40, keys) for keys in (1, 8))
     more = [
-        estimate_memory(config, **LONG, cp=8).activation_bytes
-        - estimate_memory(config, **LONG, cp=1).activation_bytes / 8
+        estimate_memory(config, Run(**LONG, cp=8)).activation_bytes
+        - estimate_memory(config, Run(**LONG, cp=1)).activation_bytes / 8
         for config in (few, many)
     ]
     assert more[0] > more[1]
@@ -56,7 +56,7 @@ def test_the_mask_is_that_of_the_whole_row() -> None:
     length = 65536
     padded, plain = (
         estimate_memory(
-            QWEN_14B, **{**LONG, "attention_mask": mask, "seq_length": length}, sac_ratio=1, cp=8
+            QWEN_14B, Run(**{**LONG, "attention_mask": mask, "seq_length": length}, sac_ratio=1, cp=8)
         ).peak_bytes
         for mask in (True, False)
     )
@@ -66,7 +66,7 @@ def test_the_mask_is_that_of_the_whole_row() -> None:
 def test_a_model_whose_ranks_cannot_share_rows_is_refused() -> None:
     config = tf.BloomConfig(hidden_size=64, n_layer=2, n_head=4, vocab_size=256)
     with pytest.raises(UnsupportedModelError, match="run another attention than eager"):
-        estimate_memory(config, **SMALL, cp=2)
+        estimate_memory(config, Run(**SMALL, cp=2))
     mixed = tf.BambaConfig(
         hidden_size=64,
         intermediate_size=96,
@@ -79,16 +79,16 @@ def test_a_model_whose_ranks_cannot_share_rows_is_refused() -> None:
         mamba_d_head=32,
     )
     with pytest.raises(UnsupportedModelError, match="cp=1"):
-        estimate_memory(mixed, **SMALL, cp=2)
+        estimate_memory(mixed, Run(**SMALL, cp=2))
     plans = plan_run(config, num_gpus=2, gpu_memory_bytes=3 * GIB, seq_length=64, global_batch_size=2)
     assert {plan.cp for plan in plans} == {1}
     assert [row.cp for row in longest_rows(config, num_gpus=2, gpu_memory_bytes=3 * GIB)] == [1]
 
 
 def test_the_model_attends_as_before_after_a_trace_of_a_part() -> None:
-    before = estimate_memory(TINY, **SMALL)
-    estimate_memory(TINY, **SMALL, cp=2)
-    assert estimate_memory(TINY, **SMALL) == before
+    before = estimate_memory(TINY, Run(**SMALL))
+    estimate_memory(TINY, Run(**SMALL, cp=2))
+    assert estimate_memory(TINY, Run(**SMALL)) == before
 
 
 def test_a_row_that_does_not_fit_alone_is_shared() -> None:
@@ -145,7 +145,7 @@ def test_the_longest_row_fits_and_the_next_does_not() -> None:
         more = {**options, "micro_batch_size": 1, "cp": row.cp, "sac_ratio": row.sac_ratio}
         this, following = (
             estimate_memory(
-                QWEN_14B, **more, seq_length=row.seq_length + step, sac_placement=row.sac_placement
+                QWEN_14B, Run(**more, seq_length=row.seq_length + step, sac_placement=row.sac_placement)
             )
             for step in (0, 1024)
         )
@@ -157,7 +157,7 @@ def test_the_longest_row_fits_and_the_next_does_not() -> None:
 def test_the_longest_row_under_a_mask_is_found_too() -> None:
     (row,) = longest_rows(QWEN_14B, num_gpus=8, gpu_memory_bytes=80 * 10**9, cp=8, multiple_of=4096)
     options = {"num_gpus": 8, "micro_batch_size": 1, "cp": 8, "sac_ratio": row.sac_ratio}
-    longer = estimate_memory(QWEN_14B, **options, seq_length=row.seq_length + 4096)
+    longer = estimate_memory(QWEN_14B, Run(**options, seq_length=row.seq_length + 4096))
     assert row.seq_length % 4096 == 0
     assert row.peak_bytes <= _usable(80 * 10**9) < longer.peak_bytes
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_sft import estimate_memory
+from fsdp_sft import Run, estimate_memory
 from fsdp_sft._placement import shard_dim
 from tests.planner.families import FAMILIES, family_config
 from tests.planner.tracker import counts_what_is_written_in_place, tracked_peak
@@ -55,7 +55,7 @@ def _compare(phase: str, seed: int) -> tuple[float, str, str]:
     peak, where = tracked_peak(config, **options)
     plain = options["loss_impl"] == "plain"
     loss = {"loss_impl": "logits"} if plain else {"logits_dtype": torch.float32}
-    found = estimate_memory(config, gpu="cpu", **{**options, **loss})
+    found = estimate_memory(config, Run(gpu="cpu", **{**options, **loss}))
     print(
         f"{phase} {seed} {config.model_type} {options}: {peak} {where}, {found.peak_bytes} {found.peak_phase}"
     )
@@ -75,7 +75,9 @@ def test_copies_of_parameters_cut_along_another_dimension_are_counted() -> None:
     config = family_config("mixtral", random.Random(3), vocab=512, hidden=512, layers=2)
     options: dict[str, Any] = {"num_gpus": 16, "micro_batch_size": 1, "seq_length": 64, "sac_ratio": "1"}
     peak, where = tracked_peak(config, attention_mask=False, **options)
-    found = estimate_memory(config, gpu="cpu", attention_mask=False, logits_dtype=torch.float32, **options)
+    found = estimate_memory(
+        config, Run(gpu="cpu", attention_mask=False, logits_dtype=torch.float32, **options)
+    )
     assert shard_dim((4, 1024, 512), 16) == 1
     assert abs(found.peak_bytes / peak - 1) <= 0.005
     assert found.peak_phase == where

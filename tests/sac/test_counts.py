@@ -116,12 +116,14 @@ def test_saved_bytes_fall_as_the_model_says() -> None:
     def estimated(ratio: Any) -> int:
         estimate = fs.estimate_memory(
             model.config,
-            num_gpus=1,
-            micro_batch_size=2,
-            seq_length=64,
-            sac_ratio=ratio,
-            attention_mask=False,
-            gpu="cpu",
+            fs.Run(
+                num_gpus=1,
+                micro_batch_size=2,
+                seq_length=64,
+                sac_ratio=ratio,
+                attention_mask=False,
+                gpu="cpu",
+            ),
         )
         return estimate.activation_bytes
 

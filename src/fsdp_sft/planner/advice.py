@@ -25,7 +25,7 @@ class _Way:
     """One change to a training.
 
     Attributes:
-        argument: The argument of ``estimate_memory``, written with its value.
+        argument: The field of ``Run``, written with its value.
         flag: The same as an option of the command line.
         cost: What the user pays for it, in words.
         changes: Fields of the setup that change, with their new values.

@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of ``estimate_memory`` that the command line gives; what it leaves open is searched."""
+    """The fields of ``Run`` that the command line gives; what it leaves open is searched."""
     options: dict[str, Any] = {
         "gpu": args.gpu,
         "attention_mask": not args.no_padding,

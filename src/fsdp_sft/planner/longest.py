@@ -71,7 +71,7 @@ def longest_rows(
         num_gpus: Number of ranks.
         gpu_memory_bytes: Memory of one device, as for ``plan_run``.
         multiple_of: Number of tokens of which each length is a multiple.
-        **estimate_options: Further arguments of ``estimate_memory``. Where ``cp`` or ``sac_ratio`` is given,
+        **estimate_options: Further fields of ``Run``. Where ``cp`` or ``sac_ratio`` is given,
             only that value is tried. With ``attention_mask=True``, the default, attention gets a mask of
             S x S; packs do not have one where ``use_varlen_attention`` runs.
 
@@ -80,7 +80,7 @@ def longest_rows(
 
     Raises:
         NoPlanError: If not even ``multiple_of`` tokens fit, whatever the number of ranks.
-        TypeError: For an option that ``estimate_memory`` does not have, or ``seq_length``.
+        TypeError: For an option that ``Run`` does not have, or ``seq_length``.
         ValueError: For an argument out of range.
 
     Example:

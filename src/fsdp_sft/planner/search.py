@@ -61,7 +61,7 @@ def plan_run(
             model. The search subtracts what the driver, the CUDA context, NCCL and fragments take.
         seq_length: Tokens per sequence.
         global_batch_size: Sequences per optimizer step over all ranks; a multiple of ``num_gpus // cp``.
-        **estimate_options: Further arguments of ``estimate_memory``. Those that would be searched
+        **estimate_options: Further fields of ``Run``. Those that would be searched
             (``cp``, ``ep_size``, ``micro_batch_size``, ``sac_ratio``, ``sac_placement``, ``sac_offload``,
             ``compile``, ``dp_replicate``, ``grad_sync``, ``reshard_after_forward``) are then fixed.
 
@@ -70,7 +70,7 @@ def plan_run(
 
     Raises:
         NoPlanError: If nothing fits; the message says what would.
-        TypeError: For an option that ``estimate_memory`` does not have.
+        TypeError: For an option that ``Run`` does not have.
         ValueError: For an argument out of range.
 
     Example:
@@ -151,7 +151,7 @@ def smallest_num_gpus(
         config: The config, as for ``estimate_memory``.
         gpu_memory_bytes: Memory of one device, as for ``plan_run``.
         seq_length: Tokens per sequence.
-        **estimate_options: Further arguments of ``estimate_memory``.
+        **estimate_options: Further fields of ``Run``.
 
     Returns:
         The number, or None if none up to 4096 is enough.

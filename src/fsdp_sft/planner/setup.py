@@ -1,35 +1,23 @@
-"""The arguments of an estimate, checked once and kept together."""
+"""A ``Run``, checked once."""
 
 import functools
 import re
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 
 from fsdp_sft._gpus import Gpu, gpu_named
 from fsdp_sft.planner.experts import ExpertsImpl
+from fsdp_sft.planner.run import GradSync, LossImpl, Optimizer, Run
 from fsdp_sft.sac import Placement, Ratio, parse_ratio, select_block_indices
-
-LossImpl = Literal["chunked", "logits"]
-Optimizer = Literal[
-    "adamw",
-    "adamw_foreach",
-    "adamw_fused",
-    "adamw_for_loop",
-    "adamw_stochastic",
-    "adamw8bit",
-    "sgd",
-    "sgd_momentum",
-]
-GradSync = Literal["each", "last"]
 
 _FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @dataclass(frozen=True)
 class Setup:
-    """One way to train; the fields are ``estimate_memory``'s arguments."""
+    """One way to train, checked; the fields are those of ``Run``."""
 
     num_gpus: int
     micro_batch_size: int
@@ -90,21 +78,17 @@ def _selected(num_blocks: int, ratio: Ratio, placement: Placement) -> frozenset[
     return frozenset(select_block_indices(num_blocks, ratio, placement=placement))
 
 
-def make_setup(
-    *,
-    gpu: str,
-    logits_dtype: torch.dtype | None,
-    sac_blocks: Any,
-    trainable: Any,
-    lora_rank: int,
-    lora_targets: Any,
-    **fields: Any,
-) -> Setup:
-    """Check all arguments that can be checked without the model, and put defaults in the place of None.
+def make_setup(run: Run) -> Setup:
+    """Check all that can be checked without the model, and put defaults in the place of None.
 
     Raises:
         ValueError: For a value out of range; the message says what is allowed.
     """
+    fields: dict[str, Any] = dict(vars(run))
+    gpu, logits_dtype, sac_blocks, trainable, lora_rank, lora_targets = (
+        fields.pop(name)
+        for name in ("gpu", "logits_dtype", "sac_blocks", "trainable", "lora_rank", "lora_targets")
+    )
     positive = ("num_gpus", "micro_batch_size", "seq_length", "grad_accum_steps", "dp_replicate", "cp")
     for name in (*positive, "ep_size"):
         _check_integer(name, fields[name], 1)
