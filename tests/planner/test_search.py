@@ -288,6 +288,16 @@ def test_the_code_of_a_plan_has_all_that_its_estimate_rests_on() -> None:
     assert "fs.apply_sac(model, blocks=[0, 1])" in code(sac_blocks=[1, 0])
     assert "fs.StochasticAdamW" in code(optimizer="adamw_stochastic", master_dtype=torch.bfloat16)
     assert "those that match ['mlp']" in code(trainable="mlp")
+    on_the_host = code(cpu_offload=True, sac_ratio="1/2", compile=True, param_dtype=torch.float16)
+    assert on_the_host.splitlines()[1:6] == [
+        "model = fs.build_meta_model('MODEL')",
+        "fs.apply_sac(model, '1/2')",
+        "fs.compile_blocks(model)",
+        "fs.shard_model(model, mesh=mesh, mp_policy=torch.distributed.fsdp.MixedPrecisionPolicy("
+        "param_dtype=torch.float16, reduce_dtype=torch.float32), "
+        "offload_policy=torch.distributed.fsdp.CPUOffloadPolicy())",
+        "fs.load_weights(model, 'MODEL')",
+    ]
 
 
 @pytest.mark.parametrize(

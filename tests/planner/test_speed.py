@@ -125,9 +125,8 @@ def test_a_plan_says_what_binds_it_and_how_to_run_it() -> None:
     plan = fs.plan_run(QWEN_14B, **job)[0]
     assert plan.reasons[0].startswith("bound by compute (a micro-step: compute ")
     code = plan.code("Qwen/Qwen2.5-14B")
-    assert "fs.build_meta_model('Qwen/Qwen2.5-14B')" in code
+    assert "fs.load_pretrained('Qwen/Qwen2.5-14B', mesh=mesh" in code
     assert f"fs.apply_sac(model, '{plan.sac_ratio}', placement='prefix'" in code
-    assert "fs.load_weights(model, 'Qwen/Qwen2.5-14B')" in code
     assert f"batch_size={plan.micro_batch_size}" in code
     assert f"grad_accum_steps={plan.grad_accum_steps}" in code
     found = plan.to_dict()

@@ -17,6 +17,7 @@ def run_simulated(
     first_device: int = 0,
     copy_delay: float = 0.0,
     timeout: float = 120,
+    fresh: bool = False,
     **kwargs: Any,
 ) -> list[Any]:
     """Run ``function(*args, **kwargs)`` on ranks with a simulated device each, and return what each returned.
@@ -31,8 +32,9 @@ def run_simulated(
         first_device: Index of rank 0's; the next rank has the next one.
         copy_delay: Seconds that each copy across the bus takes at least: makes races show.
         timeout: In seconds.
+        fresh: Whether the ranks must not have run anything before, and run nothing afterwards.
         kwargs: Its keyword arguments.
     """
     simulator_or_skip()
     own = [Simulated(first_device + rank, devices, copy_delay) for rank in range(world_size)]
-    return run_task(Task(function, args, kwargs, timeout), own, fresh=False)
+    return run_task(Task(function, args, kwargs, timeout), own, fresh=fresh)

@@ -132,7 +132,7 @@ def _fill() -> int:
 
 
 def test_a_full_device_is_out_of_memory() -> None:
-    assert run_simulated(_fill, 1) == [2 << 20]
+    assert run_simulated(_fill, 1, fresh=True) == [2 << 20]
 
 
 def _collectives() -> tuple[dict[str, tuple[int, int]], dict[str, int]]:

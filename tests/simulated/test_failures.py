@@ -96,7 +96,7 @@ def _message(run: Callable[[Any], None]) -> tuple[str, float, float]:
     ],
 )
 def test_ranks_that_differ_hang_until_the_time_out(run: Callable[[Any], None], says: str) -> None:
-    results = run_simulated(_message, 2, run)
+    results = run_simulated(_message, 2, run, fresh=True)
     message, queued, waited = results[0]
     assert "Watchdog caught collective operation timeout" in message
     assert says in message
@@ -116,7 +116,7 @@ def _after_a_failure() -> str:
 
 
 def test_a_group_that_has_failed_stays_so() -> None:
-    for message in run_simulated(_after_a_failure, 2):
+    for message in run_simulated(_after_a_failure, 2, fresh=True):
         assert "Watchdog caught collective operation timeout" in message
 
 
@@ -134,7 +134,7 @@ def _dies() -> str:
 
 def test_a_rank_that_dies_leaves_its_peers_hanging_until_the_time_out() -> None:
     with pytest.raises(RankFailedError, match=r"raised: .*Watchdog caught.*What NCCL would not say"):
-        run_simulated(_dies, 2)
+        run_simulated(_dies, 2, fresh=True)
 
 
 def _ended_by_the_watchdog() -> None:
@@ -143,7 +143,7 @@ def _ended_by_the_watchdog() -> None:
 
 def test_the_watchdog_ends_the_process() -> None:
     with pytest.raises(RankFailedError, match=r"exit codes \[-6, -6\]"):
-        run_simulated(_ended_by_the_watchdog, 2)
+        run_simulated(_ended_by_the_watchdog, 2, fresh=True)
 
 
 def _aborted() -> tuple[str, bool]:
@@ -160,6 +160,6 @@ def _aborted() -> tuple[str, bool]:
 
 
 def test_an_aborted_group_fails_at_once() -> None:
-    for message, at_once in run_simulated(_aborted, 2):
+    for message, at_once in run_simulated(_aborted, 2, fresh=True):
         assert "NCCL communicator was aborted" in message
         assert at_once

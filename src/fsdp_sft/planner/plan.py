@@ -221,15 +221,19 @@ def _model(plan: RunPlan, name: str) -> Iterator[str]:
         "offload_policy": (_Verbatim(offload), _Verbatim(None)),
         "ep_size": (plan.ep_size, 1),
     }
-    if not _arguments(sac) and not _arguments(parts) and setup.trainable is None:
+    ratio = "" if setup.sac_blocks is not None else repr(str(plan.sac_ratio))
+    apply_sac = f"fs.apply_sac({_call('model', ratio, _arguments(sac))})"
+    if not _arguments(parts) and setup.trainable is None:
         one = {
-            "sac_ratio": (str(plan.sac_ratio), "0"),
+            "sac_ratio": ("0" if _arguments(sac) else str(plan.sac_ratio), "0"),
             "compile": (plan.compile, False),
             **shard,
             "peft_config": (_Verbatim(peft), _Verbatim(None)),
             "frozen_dtype": (setup.frozen_dtype, kept_frozen),
         }
         yield f"model = fs.load_pretrained({_call(repr(name), 'mesh=mesh', _arguments(one))})"
+        if _arguments(sac):
+            yield apply_sac
         return
     dtype = _arguments({"dtype": (setup.master_dtype, torch.float32)})
     yield f"model = fs.build_meta_model({_call(repr(name), dtype)})"
@@ -238,8 +242,7 @@ def _model(plan: RunPlan, name: str) -> Iterator[str]:
     if setup.trainable is not None:
         yield f"# Here: freeze all parameters but those that match {list(setup.trainable)}"
     if plan.sac_ratio or setup.sac_blocks is not None:
-        ratio = "" if setup.sac_blocks is not None else repr(str(plan.sac_ratio))
-        yield f"fs.apply_sac({_call('model', ratio, _arguments(sac))})"
+        yield apply_sac
     if plan.compile:
         yield "fs.compile_blocks(model)"
     frozen = {"frozen_dtype": (setup.frozen_dtype, None if peft else setup.master_dtype)}
