@@ -44,7 +44,7 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "a pack on a model that nobody has verified is trained",
         "step/train.py",
-        'if verify == "first" and any(map(may_be_packs, window.keys)):',
+        'if verify == "first" and any(may_be_packs(one.keys) for one in window.micro_batches):',
         "if False:",
         PACKS,
     ),

@@ -324,8 +324,8 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "a count of the caller's own left aside",
         "step/window.py",
-        "counts = [counted(batch, count_fn) for batch in counted_ones]",
-        "counts = [counted(batch, None) for batch in micro_batches]",
+        "count = counted(one.part if count_fn is None else one.given, count_fn)",
+        "count = counted(one.part, None)",
         ("tests/step/test_own_loss.py",),
     ),
     Mistake(
@@ -359,8 +359,8 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "every micro-batch of the router weighs the same",
         "step/train.py",
-        "router = router * (tokens_of(seen, needs_ids=False) / max(window.tokens, 1) * weight)",
-        "router = router * (weight / len(micro_batches) / (mesh.size() if mesh else 1))",
+        "router = router * (tokens_of(batch.part, needs_ids=False) / max(window.tokens, 1) * weight)",
+        "router = router * (weight / len(window.micro_batches) / (mesh.size() if mesh else 1))",
         ("tests/loss/test_own.py",),
     ),
     Mistake(

@@ -209,7 +209,7 @@ def train_step(
     )
     find_out_anew(model, objective, window.anew, group, mesh)
     if look:
-        say_what_was_seen(model, list(window.on_host), window.differences, mesh)
+        say_what_was_seen(model, window.seen, window.differences, mesh)
     targets, tokens, weight = window.targets, window.tokens, window.weight
     counter = counter_of(model)
     if weight == 0:
@@ -218,15 +218,15 @@ def train_step(
         forget_stepped(model)
         return without_step("no weight" if targets else "no targets", tokens)
     try:
-        if verify == "first" and any(map(may_be_packs, window.keys)):
-            verify_at_first_use(model, window.on_host, mesh, own_loss=loss_fn is not None)
+        if verify == "first" and any(may_be_packs(one.keys) for one in window.micro_batches):
+            verify_at_first_use(model, window.seen, mesh, own_loss=loss_fn is not None)
         if window.anew.sum:
             refuse_mean(model, micro_batches, objective, count_fn, mesh)
         if counter is not None:
             counter.start()
         forget_held_back(model)
         with gradients_past_reduction(model, names if window.anew else {}) as past:
-            sums = _forward_and_backward(model, micro_batches, window, objective, mesh, scaler, grad_sync)
+            sums = _forward_and_backward(model, window, objective, mesh, scaler, grad_sync)
         if window.anew:
             refuse_past_reduction(past, mesh)
         refuse_beside(names, optimizers, mesh)
@@ -298,7 +298,6 @@ class _Sums:
 
 def _forward_and_backward(
     model: nn.Module,
-    micro_batches: list[Any],
     window: Window,
     objective: Objective,
     mesh: "DeviceMesh | None",
@@ -310,17 +309,16 @@ def _forward_and_backward(
     deferred: SyncMode = {"each": "all", "last": "none", "reduce_scatter": "reduce_scatter"}[grad_sync]  # type: ignore[assignment]
     total = added = torch.zeros((), dtype=torch.float64, device=device)
     checks = HeadChecks()
-    for index, batch in enumerate(micro_batches):
-        last = index == len(micro_batches) - 1
+    for number, batch in enumerate(window.micro_batches, start=1):
+        last = number == len(window.micro_batches)
         with gradient_sync(model, "all" if last else deferred), checked_later(checks):
             with part("forward"):
-                seen = window.parts[index]
-                moved = on_device(batch, seen, device, own_loss=objective.loss_fn is not None)
+                moved = on_device(batch.given, batch.part, device, own_loss=objective.loss_fn is not None)
                 summed, router = objective.of(model, moved, mesh)
             if router is not None:
                 # The router's loss of a micro-batch is a mean. Times its share of the window's tokens and
                 # the window's weight it is in the unit of the summed loss, so that one scale fits both.
-                router = router * (tokens_of(seen, needs_ids=False) / max(window.tokens, 1) * weight)
+                router = router * (tokens_of(batch.part, needs_ids=False) / max(window.tokens, 1) * weight)
                 added = added + router.detach()
             total = total + summed.detach()
             summed = summed if router is None else summed + router

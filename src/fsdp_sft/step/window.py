@@ -66,28 +66,46 @@ class Anew:
 
 
 @dataclass(frozen=True)
+class MicroBatch:
+    """One batch of a window on this rank.
+
+    Attributes:
+        given: The batch as the caller gave it.
+        seen: The same with the tensors that are checked in host memory.
+        part: This rank's part of ``seen`` under context parallelism; without, ``seen`` itself.
+        keys: What it has of ``input_ids``, labels, masks and others; the same on every rank.
+    """
+
+    given: Any
+    seen: Any
+    part: Any
+    keys: Keys
+
+
+@dataclass(frozen=True)
 class Window:
-    """Facts about a window that all ranks know before its first forward.
+    """What is known of a window before its first forward: by all ranks, but for its micro-batches.
 
     Attributes:
         targets: Number of targets on all ranks.
         tokens: Number of tokens on all ranks, without padding.
         weight: Sum of the targets' ``loss_weights`` on all ranks; without weights the number of targets.
-        keys: Keys of each micro-batch, the same on every rank.
+        micro_batches: Those of this rank.
         differences: Labels that differ from the ids at their places, on all ranks; zeros if not compared.
         anew: What any rank has to find out anew.
-        on_host: This rank's micro-batches, the tensors that are checked in host memory.
-        parts: This rank's part of each micro-batch under context parallelism; without, the whole ones.
     """
 
     targets: int
     tokens: int
     weight: float
-    keys: tuple[Keys, ...]
+    micro_batches: tuple[MicroBatch, ...]
     differences: Differences
     anew: Anew = Anew()
-    on_host: tuple[Any, ...] = ()
-    parts: tuple[Any, ...] = ()
+
+    @property
+    def seen(self) -> list[Any]:
+        """The batches with the tensors that are checked in host memory."""
+        return [one.seen for one in self.micro_batches]
 
 
 def agree_on_window(
@@ -124,36 +142,32 @@ def agree_on_window(
     error: Exception | None = None
     targets = tokens = 0
     weight = 0.0
-    keys: list[Keys] = []
-    seen = Differences()
-    parts: list[Any] = []
+    batches: list[MicroBatch] = []
+    found = Differences()
     same_rows: list[float] = [0.0, 0.0]
     try:
         if check_model is not None:
             check_model()
         given = _checked_window(micro_batches)
-        micro_batches = on_host(given)
-        same_rows = to_compare_rows(micro_batches, group or same_rows_in(mesh))
-        parts = [batch if group is None else part_of(batch, group) for batch in micro_batches]
-        counted_ones = given if count_fn is not None else parts
-        counts = [counted(batch, count_fn) for batch in counted_ones]
-        targets = sum(counts)
-        weight = sum(
-            weight_of_loss(batch, count, own_loss=own_loss)
-            for batch, count in zip(parts, counts, strict=True)
-        )
-        tokens = sum(tokens_of(batch, needs_ids) for batch in parts)
-        keys = [keys_of(batch) for batch in micro_batches]
+        seen = on_host(given)
+        same_rows = to_compare_rows(seen, group or same_rows_in(mesh))
+        batches = [_micro_batch(*both, group) for both in zip(given, seen, strict=True)]
+        for one in batches:
+            count = counted(one.part if count_fn is None else one.given, count_fn)
+            targets += count
+            weight += weight_of_loss(one.part, count, own_loss=own_loss)
+            tokens += tokens_of(one.part, needs_ids)
         if look:
-            seen = look_at(micro_batches)
+            found = look_at(seen)
         if check is not None:
-            for batch in micro_batches:
+            for batch in seen:
                 check(batch)
     except Exception as caught:
         error = caught
     ranks = mesh.size() if mesh is not None else 1
+    keys = [one.keys for one in batches]
     compared = to_compare([*digest(repr(options)), len(keys), *digest(keys)])
-    own = [targets, tokens, *astuple(seen), *astuple(anew), error is not None]
+    own = [targets, tokens, *astuple(found), *astuple(anew), error is not None]
     all_weight, *sums = sum_over_mesh([weight, *own, *same_rows, *compared], mesh)
     all_targets, all_tokens, looked_at, different, padding, *any_anew, failed = map(int, sums[: len(own)])
     copies = copies_of_rows(mesh)
@@ -172,17 +186,13 @@ def agree_on_window(
     if not are_equal(equal, ranks):
         refuse_different_keys(keys, mesh)
     refuse_different_rows(rows_apart)
-    seen = Differences(looked_at, different, padding)
-    return Window(
-        all_targets,
-        all_tokens,
-        all_weight,
-        tuple(keys),
-        seen,
-        Anew(*any_anew),
-        tuple(micro_batches),
-        tuple(parts),
-    )
+    found = Differences(looked_at, different, padding)
+    return Window(all_targets, all_tokens, all_weight, tuple(batches), found, Anew(*any_anew))
+
+
+def _micro_batch(given: Any, seen: Any, group: SequenceGroup | None) -> MicroBatch:
+    """A batch with what is made of it on the host."""
+    return MicroBatch(given, seen, seen if group is None else part_of(seen, group), keys_of(seen))
 
 
 def weight_of_loss(batch: Any, count: int, *, own_loss: bool) -> float:
