@@ -34,7 +34,7 @@ _KEPT = {
     "transformers.conversion_mapping._checkpoint_conversion_mapping_cache",
     "fsdp_sft._agree._groups",
     "fsdp_sft._agree._timeout",
-    "fsdp_sft.dcp_io.checkpoint._snapshot",
+    "fsdp_sft.dcp_io.saving._snapshot",
     "fsdp_sft.dcp_io.in_use._held_by",  # the process, once it has saved
     "fsdp_sft.dcp_io.root._looked_at",  # folders
     "huggingface_hub.file_download._are_symlinks_supported_in_dir",

@@ -5,63 +5,32 @@ import os
 import time
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from fsdp_sft._agree import (
-    agreed,
-    background_group,
-    difference,
-    is_distributed,
-    this_rank,
-    through_rank_0,
-    world_size,
-)
-from fsdp_sft._codec import decode, dumps, encode, loads
-from fsdp_sft._disk import TensorReader, full_path, read_bytes, unsound_beside
+from fsdp_sft._agree import agreed, background_group, is_distributed, this_rank, world_size
+from fsdp_sft._codec import decode, loads
+from fsdp_sft._disk import TensorReader, full_path, read_bytes
 from fsdp_sft._model import model_tensors
 from fsdp_sft._random import set_generator_states
 from fsdp_sft.adapters import refuse_merged
-from fsdp_sft.dcp_io.adapter_settings import adapter_settings, check_adapters
-from fsdp_sft.dcp_io.background import BackgroundSave, join_last, wait_for_last
+from fsdp_sft.dcp_io.adapter_settings import check_adapters
+from fsdp_sft.dcp_io.background import BackgroundSave, join_last
 from fsdp_sft.dcp_io.choice import MOST_ATTEMPTS, choose_step, deleted_meanwhile
-from fsdp_sft.dcp_io.content import FolderContent, Parts, describe_mesh, own_parts
-from fsdp_sft.dcp_io.extra_state import check_alike, encode_extra, own_digests
-from fsdp_sft.dcp_io.folder import new_folder_beside, write_folder
-from fsdp_sft.dcp_io.global_batch import batch_settings, change_of_batch
-from fsdp_sft.dcp_io.inner_tensors import names_to_take_apart
+from fsdp_sft.dcp_io.global_batch import change_of_batch
 from fsdp_sft.dcp_io.left_behind import note_optimizer
-from fsdp_sft.dcp_io.manifest import (
-    MAX_JSON_BYTES,
-    TRAIN_STATE_NAME,
-    Manifest,
-    checked_size,
-)
+from fsdp_sft.dcp_io.manifest import MAX_JSON_BYTES, TRAIN_STATE_NAME, Manifest
 from fsdp_sft.dcp_io.model_state import check_model, read_model
-from fsdp_sft.dcp_io.optimizer_content import (
-    OptimizerContent,
-    Optimizers,
-    optimizer_content,
-    with_inner_tensors,
-)
+from fsdp_sft.dcp_io.optimizer_content import Optimizers
 from fsdp_sft.dcp_io.optimizer_load import apply_optimizer, check_optimizer
-from fsdp_sft.dcp_io.rank_files import rank_content, read_rank_content
-from fsdp_sft.dcp_io.retention import prune
-from fsdp_sft.dcp_io.root import prepare_root
-from fsdp_sft.dcp_io.snapshot import Snapshot
-from fsdp_sft.dcp_io.steps import step_folder
+from fsdp_sft.dcp_io.rank_files import read_rank_content
+from fsdp_sft.dcp_io.saving import Save
 from fsdp_sft.distributed import reshard
-from fsdp_sft.errors import (
-    CheckpointCorruptError,
-    CheckpointError,
-)
-
-# Memory that all asynchronous saves use, since only one runs at a time.
-_snapshot = Snapshot()
+from fsdp_sft.errors import CheckpointCorruptError, CheckpointError
 
 
 @dataclass(frozen=True)
@@ -208,57 +177,27 @@ def save_checkpoint(
         raise TypeError(f"model must be the module itself, got {type(model).__name__}")
     if metric is not None and not isinstance(metric, (int, float)):
         raise TypeError(f"metric must be a number, such as evaluate(...).loss, got {type(metric).__name__}")
-    root = full_path(root)
-    target = step_folder(root, step)
-    aside = unsound_beside(step_folder(root, step))
-    if metric is not None and not math.isfinite(metric):
-        metric = None
-    prepared: list[FolderContent] = []
-
-    def prepare() -> _Told:
-        wait_for_last()
-        refuse_merged(model, "saving a checkpoint")
-        reshard(model)
-        _check_numbers(step, keep_last, keep_best)
-        content = _content(step, metric, model, optimizer, train_state, rank_state)
-        prepared.append(content)
-        digests = own_digests(content.model) if content.model is not None else {}
-        return _Told(str(target), metric, digests, names_to_take_apart(content.optimizer or {}))
-
-    in_subclasses = through_rank_0(f"preparing to save {target}", prepare, _agree_on)
-    content = _content_apart(prepared.pop(), in_subclasses)
-    copied: list[tuple[FolderContent, Parts]] = []
-
-    def copy() -> str:
-        parts = own_parts(content)
-        copied.append((content.with_own_copies(), _snapshot.take(parts)) if async_ else (content, parts))
-        return content.tensors_digest()
-
-    def make_folder(digests: list[str]) -> Path:
-        prepare_root(root, step)
-        return new_folder_beside(target, content, digests)
-
-    temporary = through_rank_0(f"copying for {target}", copy, make_folder)
-    content, parts = copied.pop()
-
-    def write() -> None:
-        # Old steps are deleted before the other ranks go on: they might list the root meanwhile.
-        write_folder(
-            target,
-            content,
-            aside=aside,
-            parts=parts,
-            temporary=temporary,
-            then=lambda: prune(root, keep_last=keep_last, keep_best=keep_best, just_saved=step),
-        )
-
+    finite = metric if metric is not None and math.isfinite(metric) else None
+    save = Save(
+        full_path(root),
+        step,
+        model=model,
+        optimizer=optimizer,
+        train_state=train_state,
+        rank_state=rank_state,
+        metric=finite,
+        keep_last=keep_last,
+        keep_best=keep_best,
+    )
+    save.prepare()
+    save.copy(in_background=async_)
     background = None
     if async_:
-        background = BackgroundSave(write, background_group() if is_distributed() else None)
+        background = BackgroundSave(save.write, background_group() if is_distributed() else None)
         background.start()
     else:
-        write()
-    return SavedCheckpoint(target, time.perf_counter() - started, background)
+        save.write()
+    return SavedCheckpoint(save.target, time.perf_counter() - started, background)
 
 
 def load_checkpoint(
@@ -372,81 +311,6 @@ def _tell_of_other_ranks(loaded: LoadedCheckpoint, model: nn.Module) -> None:
         if any(told):
             ranks = f"the step was saved by {loaded.world_size} ranks and is loaded by {world_size()}"
             warnings.warn("; ".join([ranks, *filter(None, told)]), stacklevel=4)
-
-
-def _check_numbers(step: int, keep_last: int | None, keep_best: int) -> None:
-    """Refuse numbers that are out of range."""
-    if type(step) is not int or step < 0:
-        raise ValueError(f"step must be an integer, 0 or more, got {step!r}")
-    if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
-        raise ValueError(f"keep_last must be at least 1, or None to keep every step, got {keep_last!r}")
-    if type(keep_best) is not int or keep_best < 0:
-        raise ValueError(f"keep_best must be an integer, 0 or more, got {keep_best!r}")
-
-
-def _content(
-    step: int,
-    metric: float | None,
-    model: nn.Module,
-    optimizer: Optimizers | None,
-    train_state: Mapping[str, Any] | None,
-    rank_state: Mapping[str, Any] | None,
-) -> FolderContent:
-    """What this rank brings to a save."""
-    stored = optimizer_content(model, optimizer) if optimizer is not None else None
-    tensors = model_tensors(model)
-    extra, extra_tensors = encode_extra(tensors)
-    return FolderContent(
-        step=step,
-        mesh=describe_mesh(model),
-        metric=None if metric is None else float(metric),
-        model=tensors,
-        extra=extra,
-        extra_tensors=extra_tensors,
-        optimizer=stored.tensors if stored is not None else None,
-        optimizer_info=stored.info if stored is not None else {},
-        train_state=checked_size(_as_json(train_state), "train_state"),
-        rank_content=rank_content(rank_state),
-        settings=adapter_settings(model) | batch_settings(model),
-    )
-
-
-def _as_json(train_state: Any) -> bytes:
-    """The bytes of ``train_state.json``."""
-    try:
-        return dumps(encode(train_state, "train_state"), canonical=False)
-    except RecursionError:
-        raise TypeError("train_state is nested too deeply to be stored") from None
-
-
-def _content_apart(content: FolderContent, names: list[str]) -> FolderContent:
-    """The same content, with the states ``names``, which are in tensor subclasses, taken apart.
-
-    Collective: all ranks, if there are such states.
-    """
-    if content.optimizer is None or not names:
-        return content
-    stored = with_inner_tensors(OptimizerContent(dict(content.optimizer), content.optimizer_info), names)
-    return replace(content, optimizer=stored.tensors, optimizer_info=stored.info)
-
-
-@dataclass(frozen=True)
-class _Told:
-    """What a rank tells rank 0 before a save: arguments to be compared, and states in tensor subclasses."""
-
-    target: str
-    metric: float | None
-    digests: dict[str, str]
-    in_subclasses: list[str]
-
-
-def _agree_on(everyone: list[_Told]) -> list[str]:
-    """Refuse unequal arguments; return the names of the states that are in a tensor subclass on some rank."""
-    apart = difference([(r, {"target": own.target, "metric": own.metric}) for r, own in enumerate(everyone)])
-    if apart:
-        raise CheckpointError(f"ranks were told to save different things: {apart}")
-    check_alike([own.digests for own in everyone])
-    return sorted({name for own in everyone for name in own.in_subclasses})
 
 
 def read_train_state(folder: Path, manifest: Manifest) -> Any:

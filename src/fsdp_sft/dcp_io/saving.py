@@ -1,0 +1,208 @@
+"""One save of a step, phase by phase; all ranks go through each phase together."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from fsdp_sft._agree import difference, through_rank_0
+from fsdp_sft._codec import dumps, encode
+from fsdp_sft._disk import unsound_beside
+from fsdp_sft._model import model_tensors
+from fsdp_sft.adapters import refuse_merged
+from fsdp_sft.dcp_io.adapter_settings import adapter_settings
+from fsdp_sft.dcp_io.background import wait_for_last
+from fsdp_sft.dcp_io.content import FolderContent, Parts, describe_mesh, own_parts
+from fsdp_sft.dcp_io.extra_state import check_alike, encode_extra, own_digests
+from fsdp_sft.dcp_io.folder import new_folder_beside, write_folder
+from fsdp_sft.dcp_io.global_batch import batch_settings
+from fsdp_sft.dcp_io.inner_tensors import names_to_take_apart
+from fsdp_sft.dcp_io.manifest import checked_size
+from fsdp_sft.dcp_io.optimizer_content import (
+    OptimizerContent,
+    Optimizers,
+    optimizer_content,
+    with_inner_tensors,
+)
+from fsdp_sft.dcp_io.rank_files import rank_content
+from fsdp_sft.dcp_io.retention import prune
+from fsdp_sft.dcp_io.root import prepare_root
+from fsdp_sft.dcp_io.snapshot import Snapshot
+from fsdp_sft.dcp_io.steps import step_folder
+from fsdp_sft.distributed import reshard
+from fsdp_sft.errors import CheckpointError
+
+# Memory that all asynchronous saves use, since only one runs at a time.
+_snapshot = Snapshot()
+
+
+class Save:
+    """A save: ``prepare``, ``copy``, ``write``, each of them a phase of which all ranks hear how it ended.
+
+    Args:
+        root: Folder of all steps, an absolute path.
+        step: Number of the step.
+        model: Model to save.
+        optimizer: Its optimizer, or several; None saves none.
+        train_state: State that all ranks share.
+        rank_state: State of this rank.
+        metric: How good the step is; None if that is not known.
+        keep_last: Number of the newest steps to keep; None deletes none.
+        keep_best: Number of the best ones to keep beside them.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        step: int,
+        *,
+        model: nn.Module,
+        optimizer: Optimizers | None,
+        train_state: Mapping[str, Any] | None,
+        rank_state: Mapping[str, Any] | None,
+        metric: float | None,
+        keep_last: int | None,
+        keep_best: int,
+    ) -> None:
+        self.root, self.step, self.target = root, step, step_folder(root, step)
+        self._model, self._optimizer, self._metric = model, optimizer, metric
+        self._train_state, self._rank_state = train_state, rank_state
+        self._keep_last, self._keep_best = keep_last, keep_best
+        self._content: FolderContent
+        self._parts: Parts
+        self._temporary: Path
+
+    def prepare(self) -> None:
+        """Collect what this rank brings, after an earlier save has ended; ranks compare what they were told.
+
+        Collective: all ranks.
+        """
+        apart = through_rank_0(f"preparing to save {self.target}", self._collect, _agree_on)
+        self._content = _content_apart(self._content, apart)
+
+    def _collect(self) -> "_Told":
+        wait_for_last()
+        refuse_merged(self._model, "saving a checkpoint")
+        reshard(self._model)
+        _check_numbers(self.step, self._keep_last, self._keep_best)
+        content = self._content = _content(
+            self.step, self._metric, self._model, self._optimizer, self._train_state, self._rank_state
+        )
+        digests = own_digests(content.model) if content.model is not None else {}
+        return _Told(str(self.target), self._metric, digests, names_to_take_apart(content.optimizer or {}))
+
+    def copy(self, *, in_background: bool) -> None:
+        """Take the values: copies if they are written in the background. Rank 0 makes the folder.
+
+        Collective: all ranks.
+        """
+
+        def take() -> str:
+            digest = self._content.tensors_digest()
+            self._parts = own_parts(self._content)
+            if in_background:
+                self._parts = _snapshot.take(self._parts)
+                self._content = self._content.with_own_copies()
+            return digest
+
+        def make_folder(digests: list[str]) -> Path:
+            prepare_root(self.root, self.step)
+            return new_folder_beside(self.target, self._content, digests)
+
+        self._temporary = through_rank_0(f"copying for {self.target}", take, make_folder)
+
+    def write(self) -> None:
+        """Write everything, let the step have its name, and delete old ones.
+
+        Old ones are deleted before the other ranks go on, which might list the root meanwhile.
+
+        Collective: all ranks.
+        """
+        write_folder(
+            self.target,
+            self._content,
+            aside=unsound_beside(self.target),
+            parts=self._parts,
+            temporary=self._temporary,
+            then=self._prune,
+        )
+
+    def _prune(self) -> None:
+        prune(self.root, keep_last=self._keep_last, keep_best=self._keep_best, just_saved=self.step)
+
+
+def _check_numbers(step: int, keep_last: int | None, keep_best: int) -> None:
+    """Refuse numbers that are out of range."""
+    if type(step) is not int or step < 0:
+        raise ValueError(f"step must be an integer, 0 or more, got {step!r}")
+    if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
+        raise ValueError(f"keep_last must be at least 1, or None to keep every step, got {keep_last!r}")
+    if type(keep_best) is not int or keep_best < 0:
+        raise ValueError(f"keep_best must be an integer, 0 or more, got {keep_best!r}")
+
+
+def _content(
+    step: int,
+    metric: float | None,
+    model: nn.Module,
+    optimizer: Optimizers | None,
+    train_state: Mapping[str, Any] | None,
+    rank_state: Mapping[str, Any] | None,
+) -> FolderContent:
+    """What this rank brings to a save."""
+    stored = optimizer_content(model, optimizer) if optimizer is not None else None
+    tensors = model_tensors(model)
+    extra, extra_tensors = encode_extra(tensors)
+    return FolderContent(
+        step=step,
+        mesh=describe_mesh(model),
+        metric=None if metric is None else float(metric),
+        model=tensors,
+        extra=extra,
+        extra_tensors=extra_tensors,
+        optimizer=stored.tensors if stored is not None else None,
+        optimizer_info=stored.info if stored is not None else {},
+        train_state=checked_size(_as_json(train_state), "train_state"),
+        rank_content=rank_content(rank_state),
+        settings=adapter_settings(model) | batch_settings(model),
+    )
+
+
+def _as_json(train_state: Any) -> bytes:
+    """The bytes of ``train_state.json``."""
+    try:
+        return dumps(encode(train_state, "train_state"), canonical=False)
+    except RecursionError:
+        raise TypeError("train_state is nested too deeply to be stored") from None
+
+
+def _content_apart(content: FolderContent, names: list[str]) -> FolderContent:
+    """The same content, with the states ``names``, which are in tensor subclasses, taken apart.
+
+    Collective: all ranks, if there are such states.
+    """
+    if content.optimizer is None or not names:
+        return content
+    stored = with_inner_tensors(OptimizerContent(dict(content.optimizer), content.optimizer_info), names)
+    return replace(content, optimizer=stored.tensors, optimizer_info=stored.info)
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What a rank tells rank 0 before a save: arguments to be compared, and states in tensor subclasses."""
+
+    target: str
+    metric: float | None
+    digests: dict[str, str]
+    in_subclasses: list[str]
+
+
+def _agree_on(everyone: list[_Told]) -> list[str]:
+    """Refuse unequal arguments; return the names of the states that are in a tensor subclass on some rank."""
+    apart = difference([(r, {"target": own.target, "metric": own.metric}) for r, own in enumerate(everyone)])
+    if apart:
+        raise CheckpointError(f"ranks were told to save different things: {apart}")
+    check_alike([own.digests for own in everyone])
+    return sorted({name for own in everyone for name in own.in_subclasses})
