@@ -143,60 +143,19 @@ def shard_model(
     share_out(base_of(model), given, ep_size)
 
     copied = copied_modules(model)
-    num_shards = mesh.size(mesh.ndim - 1)
-
-    def shard(modules: nn.Module | list[nn.Module], mp: MixedPrecisionPolicy, **kwargs: bool | int) -> None:
-        shared = shared_experts(modules) if isinstance(modules, nn.Module) else None
-        # With a number for reshard_after_forward each rank keeps one run of the gathered bytes after a
-        # forward. torch's code for that supports the first dimension only.
-        smaller_mesh = type(kwargs.get("reshard_after_forward")) is int
-        placement = None if smaller_mesh else partial(_placement, num_shards=num_shards)
-        if shared is not None:
-            kwargs["reshard_after_forward"] = bool(kwargs.get("reshard_after_forward", True))
-            placement = partial(_placement, num_shards=shared.mesh.size(shared.mesh.ndim - 1))
-        fully_shard(  # type: ignore[call-overload]
-            modules,
-            mesh=mesh if shared is None else shared.mesh,
-            mp_policy=mp,
-            offload_policy=offload,
-            shard_placement_fn=placement,
-            **kwargs,
-        )
-        for module in modules if isinstance(modules, list) else [modules]:
-            _cast_shards(module, master_dtype, frozen_dtype, copied)
-        if shared is not None:
-            _divide_by_all_ranks(modules, shared)
-
     plan = _plan_float32(model, policy, chosen, warn=mesh.get_rank() == 0)
-    block_policy, float32_policy = plan.policies(policy)
-    for modules in _tied_across_blocks(model, chosen):
-        in_float32 = all(id(p) in plan.kept for module in modules for p in module.parameters())
-        shard(modules, float32_policy if in_float32 else block_policy, reshard_after_forward=False)
-    blocks_inside = {id(block) for block in chosen.values()}
-    for module in reversed(list(model.modules())):  # inner before outer, as fully_shard requires
-        if isinstance(module, FSDPModule):
-            continue  # sharded already, for instance because it shares parameters with another block
-        unit = plan.units.get(id(module))
-        if shared_experts(module) is not None:
-            shard(module, block_policy, reshard_after_forward=reshard_after_forward)
-        elif unit is not None:
-            others = [other for other in unit.others if not isinstance(other, FSDPModule)]
-            if others:
-                shard(others, block_policy, reshard_after_forward=reshard_after_forward)
-            shard(module, float32_policy, reshard_after_forward=reshard_after_forward)
-            if unit.user is not None:
-                gather_with(unit.user, module)
-            for owner, names in unit.casts:
-                cast_at_use(owner, names, policy.param_dtype or torch.float32)
-        elif id(module) in blocks_inside:
-            shard(module, block_policy, reshard_after_forward=reshard_after_forward)
-    shard(model, policy)
+    for unit in _units(model, chosen, plan, policy, reshard_after_forward):
+        _shard_unit(unit, mesh, offload)
+        for module in unit.modules:
+            _cast_shards(module, master_dtype, frozen_dtype, copied)
+        if unit.float32 is not None:
+            _use_float32(unit.float32, policy)
     if base_of(model) is not model and hasattr(model, "generate"):
         # peft's generate calls the base model, and so goes past the root, which gathers its parameters.
         register_fsdp_forward_method(model, "generate")
     _set_prefetch(list(chosen.values()), prefetch)
     if mesh.get_rank() == 0:
-        name_uneven(model, num_shards)
+        name_uneven(model, mesh.size(mesh.ndim - 1))
     remember_mesh(model, given)
     check_now(model)  # after apply_sac(save=): before weights are loaded, and not in the first forward
     return model
@@ -284,6 +243,85 @@ def compile_blocks(
     return list(chosen)
 
 
+@dataclass(frozen=True)
+class _Unit:
+    """One FSDP2 group: modules whose parameters are gathered together, and how.
+
+    Attributes:
+        modules: The modules.
+        policy: Dtypes of their computation.
+        reshard: What becomes of the gathered parameters after a forward; None is torch's own default.
+        experts: Placement of the experts that the module is, if ranks share them out.
+        float32: The module's parts that do not compute in float32, if it does.
+    """
+
+    modules: list[nn.Module]
+    policy: MixedPrecisionPolicy
+    reshard: bool | int | None
+    experts: SharedExperts | None = None
+    float32: Float32Unit | None = None
+
+
+def _units(
+    model: nn.Module,
+    blocks: Mapping[str, nn.Module],
+    plan: "_Float32Plan",
+    policy: MixedPrecisionPolicy,
+    reshard: bool | int,
+) -> list[_Unit]:
+    """The groups of a model, inner before outer, as ``fully_shard`` requires; the last is the root's."""
+    of_blocks, in_float32 = plan.policies(policy)
+    units = []
+    for modules in _tied_across_blocks(model, blocks):
+        kept = all(id(p) in plan.kept for module in modules for p in module.parameters())
+        units.append(_Unit(modules, in_float32 if kept else of_blocks, False))
+    done = {id(module) for unit in units for module in unit.modules}
+    are_blocks = {id(block) for block in blocks.values()}
+    for module in reversed(list(model.modules())):
+        if module is model or id(module) in done:
+            continue
+        experts, float32 = shared_experts(module), plan.units.get(id(module))
+        if experts is not None:
+            units.append(_Unit([module], of_blocks, reshard, experts=experts))
+        elif float32 is not None:
+            others = [other for other in float32.others if id(other) not in done]
+            if others:
+                units.append(_Unit(others, of_blocks, reshard))
+                done.update(map(id, others))
+            units.append(_Unit([module], in_float32, reshard, float32=float32))
+        elif id(module) in are_blocks:
+            units.append(_Unit([module], of_blocks, reshard))
+    return [*units, _Unit([model], policy, None)]
+
+
+def _shard_unit(unit: _Unit, mesh: "DeviceMesh", offload: OffloadPolicy) -> None:
+    """Make FSDP2's group of a unit."""
+    experts, reshard = unit.experts, unit.reshard
+    if experts is not None:
+        mesh, reshard = experts.mesh, bool(reshard)
+    # With a number for reshard_after_forward each rank keeps one run of the gathered bytes after a forward.
+    # torch's code for that supports the first dimension only.
+    first_only = type(reshard) is int
+    fully_shard(  # type: ignore[call-overload]
+        unit.modules,
+        mesh=mesh,
+        mp_policy=unit.policy,
+        offload_policy=offload,
+        shard_placement_fn=None if first_only else partial(_placement, num_shards=mesh.size(mesh.ndim - 1)),
+        **({} if reshard is None else {"reshard_after_forward": reshard}),
+    )
+    if experts is not None:
+        _divide_by_all_ranks(unit.modules[0], experts)
+
+
+def _use_float32(unit: Float32Unit, policy: MixedPrecisionPolicy) -> None:
+    """Gather a module that computes in float32 where it is used, and cast what of it does not."""
+    if unit.user is not None:
+        gather_with(unit.user, unit.module)
+    for owner, names in unit.casts:
+        cast_at_use(owner, names, policy.param_dtype or torch.float32)
+
+
 def _placement(parameter: nn.Parameter, num_shards: int) -> Shard | None:
     """Placement of a parameter's shards; None leaves it to FSDP2, as for tensors with their own gather."""
     if hasattr(parameter, "fsdp_pre_all_gather"):
@@ -292,7 +330,7 @@ def _placement(parameter: nn.Parameter, num_shards: int) -> Shard | None:
     return Shard(dim) if dim else None
 
 
-def _divide_by_all_ranks(module: nn.Module | list[nn.Module], shared: SharedExperts) -> None:
+def _divide_by_all_ranks(module: nn.Module, shared: SharedExperts) -> None:
     """Let FSDP2 divide the gradients of experts by the number of all ranks, as those of other parameters.
 
     They are sums over the tokens of all ranks, but are reduced over the few ranks only that have the same

@@ -167,8 +167,8 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "a convolution that is used by its weight is not gathered",
         "shard.py",
-        "            if unit.user is not None:\n",
-        "            if False:\n",
+        "    if unit.user is not None:\n",
+        "    if False:\n",
         ("tests/test_kept.py",),
     ),
     Mistake(

@@ -114,8 +114,8 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "another dimension on the smaller mesh of reshard_after_forward",
         "shard.py",
-        'smaller_mesh = type(kwargs.get("reshard_after_forward")) is int',
-        "smaller_mesh = False",
+        "first_only = type(reshard) is int",
+        "first_only = False",
         ("tests/test_placement.py",),
     ),
     Mistake(
