@@ -154,7 +154,7 @@ def prepare_base(
             allow_pickle=allow_pickle,
             check_finite=check_finite,
         )
-        _write(model, target, source, os.fspath(name_or_path), master_dtype, allow_pickle)
+        _write(model, target, source, os.path.expanduser(name_or_path), master_dtype, allow_pickle)
     finally:
         claim.end()
     return target

@@ -93,7 +93,7 @@ def load_pretrained(
             new_vocab_size=new_vocab_size,
             config_overrides=None,
         )
-        model.config.name_or_path = model.name_or_path = os.fspath(name_or_path)
+        model.config.name_or_path = model.name_or_path = os.path.expanduser(name_or_path)
         if peft_config is not None:
             model = add_adapters(model, peft_config)
         if sac_ratio:

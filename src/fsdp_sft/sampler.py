@@ -101,6 +101,10 @@ class Placed(ABC):
             self._go_to(epoch)
 
     @abstractmethod
+    def position_state(self) -> dict[str, Any]:
+        """The state, without a word about rows that were drawn and not counted."""
+
+    @abstractmethod
     def _go_to(self, epoch: int) -> None:
         """Go to the start of an epoch."""
 
@@ -210,9 +214,10 @@ class ResumableSampler(PlacedSampler[int]):
     def state_dict(self) -> dict[str, int]:
         """Epoch, position, and what the order depends on; the same on every rank."""
         self._warn_if_uncounted()
-        return self._state()
+        return self.position_state()
 
-    def _state(self) -> dict[str, int]:
+    def position_state(self) -> dict[str, int]:
+        """The state, without a word about rows that were drawn and not counted."""
         return {
             "epoch": self.epoch,
             "position": self.position,
@@ -227,7 +232,7 @@ class ResumableSampler(PlacedSampler[int]):
         Raises:
             ValueError: If the state belongs to other data or another order, so that other rows would be left.
         """
-        own = self._state()
+        own = self.position_state()
         missing = [key for key in own if key not in state]
         if missing:
             raise ValueError(f"sampler state lacks {missing}; expected what state_dict() returned")

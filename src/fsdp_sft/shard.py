@@ -283,14 +283,17 @@ def _units(
         experts, float32 = shared_experts(module), plan.units.get(id(module))
         if experts is not None:
             units.append(_Unit([module], of_blocks, reshard, experts=experts))
+            done.add(id(module))
         elif float32 is not None:
             others = [other for other in float32.others if id(other) not in done]
             if others:
                 units.append(_Unit(others, of_blocks, reshard))
                 done.update(map(id, others))
             units.append(_Unit([module], in_float32, reshard, float32=float32))
+            done.add(id(module))
         elif id(module) in are_blocks:
             units.append(_Unit([module], of_blocks, reshard))
+            done.add(id(module))
     return [*units, _Unit([model], policy, None)]
 
 

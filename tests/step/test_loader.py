@@ -1,5 +1,6 @@
 """Windows of a loader's batches, the same number on all ranks."""
 
+import itertools
 import re
 import warnings
 from typing import Any
@@ -90,7 +91,7 @@ def _loaders(rank: int, ranks: int) -> dict[str, Any]:
     mixed: Any = ConcatDataset([rows, _rows(4)])
     told: dict[str, tuple[Any, dict[str, Any], str]] = {
         "shuffled": (rows, {"shuffle": True}, "2 ranks shuffle the same rows"),
-        "in order": (rows, {}, "2 ranks read the same rows, each for itself"),
+        "in order": (rows, {}, ""),
         "parts": (own, {"shuffle": True}, ""),
         "parts in order": (own, {}, ""),
         "sampler": (rows, {"sampler": sampler(rows)}, ""),
@@ -118,6 +119,21 @@ def _loaders(rank: int, ranks: int) -> dict[str, Any]:
             rows,
             {"batch_sampler": fs.PackedSampler([2] * 15 + [2 - rank], max_length=8)},
             "BatchError: .*rows_crc32",
+        ),
+        "of one part in two": (
+            rows[8 * rank : 8 * rank + 8],
+            {"sampler": sampler(8, num_replicas=2, rank=0)},
+            "the ranks' data sets differ",
+        ),
+        "kinds": (
+            rows,
+            {"sampler": sampler(rows) if rank else DistributedSampler(rows)},  # type: ignore[arg-type]
+            "BatchError: .*sampler='DistributedSampler' and 'ResumableSampler'",
+        ),
+        "nodes": (
+            rows[: 8 + 4 * rank],
+            {"sampler": DistributedSampler(rows[: 8 + 4 * rank], num_replicas=1, rank=0)},  # type: ignore[arg-type]
+            "",
         ),
         "fewer": (rows, {"sampler": sampler(rows[:10])}, "knows of 6 rows fewer than the loader's data set"),
         "more": (
@@ -169,12 +185,17 @@ def test_an_order_that_is_not_set_anew() -> None:
 
 
 def test_windows_that_are_gone_through_once_more() -> None:
-    windows = fs.windows(ragged_batches(2), 1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        windows = fs.windows(ragged_batches(5), 1)
         for _ in windows:
             break
-        assert len(list(windows)) == 1
+        chunks = []
+        while chunk := list(itertools.islice(windows, 3)):
+            chunks.append(len(chunk))
+        assert chunks == [3, 1]
+        windows = fs.windows(ragged_batches(2), 1)
+        assert len(list(windows)) == 2
     with pytest.warns(UserWarning, match=r"come to their end.*call windows\(loader"):
         assert list(windows) == []
 
@@ -191,6 +212,13 @@ def test_a_sampler_that_is_moved_in_the_middle_of_a_pass(how: str) -> None:
     getattr(sampler, how)(given)
     with pytest.raises(fs.BatchError, match="was moved in the middle of a pass"):
         next(windows)
+    if how != "mark_consumed":  # after the last window it may be moved
+        sampler.load_state_dict({**state, "position": 6})
+        next(windows := fs.windows(loader, 1))
+        getattr(sampler, how)(given)
+        with pytest.raises(StopIteration):
+            next(windows)
+        assert (sampler.epoch, sampler.position) == ((0, 4) if how == "load_state_dict" else (3, 0))
     if how == "load_state_dict":  # as is advised
         sampler.load_state_dict(state)
         assert len(list(fs.windows(loader, 1))) == 2

@@ -409,6 +409,11 @@ def _read_alpaca(row: Mapping[str, Any]) -> list[Message]:
     """Messages of an Alpaca row, with its history."""
     if row.get("output") is None:
         raise ValueError(f'an Alpaca row needs "instruction" and "output", got the keys {sorted(row)}')
+    if row.get("corrected") is not None:
+        raise ValueError(
+            '"corrected" is not read, and "output" would be trained in its place: give what is to be learnt '
+            "as messages"
+        )
     messages: list[Message] = []
     for number, pair in enumerate(_as_list(row.get("history") or [], "history")):
         if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
@@ -467,11 +472,6 @@ def _refuse_undesired(row: Mapping[str, Any]) -> None:
         raise ValueError(
             "a row of two answers (chosen, rejected) is for learning a preference: for supervised "
             "fine-tuning give the one that is to be learnt, as messages or as prompt and completion"
-        )
-    if row.get("output") is not None and row.get("corrected") is not None:
-        raise ValueError(
-            '"corrected" is not read, and "output" would be trained in its place: give what is to be learnt '
-            "as messages"
         )
 
 

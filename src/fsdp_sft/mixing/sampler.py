@@ -172,8 +172,14 @@ class MixedSampler(Sampler[Any]):
 
     def state_dict(self) -> dict[str, Any]:
         """The position, and what the order depends on; the same on every rank."""
-        mixture = self._mixture
-        return {**self._order.state_dict(), "sizes": mixture.sizes, "counts": mixture.counts}
+        return self._with_sizes(self._order.state_dict())
+
+    def position_state(self) -> dict[str, Any]:
+        """The state, without a word about rows that were drawn and not counted."""
+        return self._with_sizes(self._order.position_state())
+
+    def _with_sizes(self, state: dict[str, Any]) -> dict[str, Any]:
+        return {**state, "sizes": self._mixture.sizes, "counts": self._mixture.counts}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved position, with the same or another number of ranks.

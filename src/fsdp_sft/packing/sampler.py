@@ -138,9 +138,10 @@ class PackedSampler(PlacedSampler[list[int]]):
     def state_dict(self) -> dict[str, Any]:
         """Epoch, packs consumed, and what packs and order depend on; the same on every rank."""
         self._warn_if_uncounted()
-        return self._state()
+        return self.position_state()
 
-    def _state(self) -> dict[str, Any]:
+    def position_state(self) -> dict[str, Any]:
+        """The state, without a word about rows that were drawn and not counted."""
         cost = None if self._cost is None else [self._cost.per_token, self._cost.per_square]
         consumed = [list(part) for part in self._history]
         return {"epoch": self.epoch, "consumed": consumed, "cost": cost, **self._source()}
@@ -151,7 +152,9 @@ class PackedSampler(PlacedSampler[list[int]]):
         Raises:
             ValueError: If the state belongs to other data or another order, so that other rows would be left.
         """
-        missing = [key for key in self._state() if key not in state and key != "cost"]  # older states lack it
+        missing = [
+            key for key in self.position_state() if key not in state and key != "cost"
+        ]  # older states lack it
         if missing:
             raise ValueError(f"sampler state lacks {missing}; expected what state_dict() returned")
         self._follow_cost(state.get("cost"))

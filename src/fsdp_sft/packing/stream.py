@@ -137,9 +137,10 @@ class PackedStream(Placed, IterableDataset[list[Row]]):
         If ``rows`` is a ``MixedStream``, also what its order depends on.
         """
         self._warn_if_uncounted()
-        return self._state()
+        return self.position_state()
 
-    def _state(self) -> dict[str, Any]:
+    def position_state(self) -> dict[str, Any]:
+        """The state, without a word about rows that were drawn and not counted."""
         return {
             "epoch": self.epoch,
             "position": self.position,
@@ -156,7 +157,7 @@ class PackedStream(Placed, IterableDataset[list[Row]]):
         Raises:
             ValueError: If the state was saved with other options, so that the packs would differ.
         """
-        missing = [key for key in self._state() if key not in state]
+        missing = [key for key in self.position_state() if key not in state]
         if missing:
             raise ValueError(f"stream state lacks {missing}; expected what state_dict() returned")
         for key, own in self._source().items():

@@ -149,7 +149,7 @@ def as_config(config: "PreTrainedConfig | str | os.PathLike[str]") -> Any:
         return config
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(str(config))
+    return AutoConfig.from_pretrained(os.path.expanduser(config))
 
 
 def build_skeleton(config: Any, setup: "Setup") -> Skeleton:

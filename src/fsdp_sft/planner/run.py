@@ -107,3 +107,10 @@ class Run:
     chunk_size: int | None = None
     experts_impl: ExpertsImpl = "grouped_mm"
     ep_size: int = 1
+
+    def __post_init__(self) -> None:
+        """Keep what an iterator gives: a run is looked at more than once."""
+        for name in ("sac_blocks", "trainable", "lora_targets"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                object.__setattr__(self, name, tuple(value))

@@ -92,6 +92,7 @@ class _Pass(Iterator[list[Any]]):
     def __init__(self, windows: Generator[list[Any], None, None]) -> None:
         self._windows = windows
         self._ended = False
+        self._begun = 0
 
     def __next__(self) -> list[Any]:
         try:
@@ -101,7 +102,9 @@ class _Pass(Iterator[list[Any]]):
             raise
 
     def __iter__(self) -> Iterator[list[Any]]:
-        if self._ended:
+        self._begun += 1
+        # What takes some windows at a time begins again and again, and finds the end once by itself.
+        if self._ended and self._begun == 2:
             warnings.warn(
                 "these windows have come to their end, and give no more: call windows(loader, ...) again for "
                 "each epoch",
@@ -139,6 +142,7 @@ def _windows(
         window: list[Any] = []
         to_send: list[bytes] = []
         error: Exception | None = None
+        moved = stands is not None and _stands(sampler) != stands
         try:
             if reads:
                 if batches is None:
@@ -146,7 +150,8 @@ def _windows(
                     batches = keep_workers_alive(loader)
                 with part("next_batches"):
                     window = list(itertools.islice(batches, grad_accum_steps))
-                _refuse_moved(sampler, stands if window else None)
+                if moved and window:
+                    raise _moved(sampler, stands)
             looked_at = on_host(window)
             for batch in looked_at:
                 vocabulary.check_ids(batch)
@@ -175,8 +180,8 @@ def _windows(
         yield window
         if length < grad_accum_steps:
             break
-    if end_epoch is not None:
-        end_epoch()
+    if end_epoch is not None and (stands is None or _stands(sampler) == stands):
+        end_epoch()  # unless the caller has moved it, after the last window
     if reads:
         note_pass(loader)
     if all_reduce_sum([targets_seen or in_mid_epoch])[0] == 0:
@@ -221,16 +226,14 @@ def _stands(sampler: Any) -> tuple[Any, Any]:
     return getattr(sampler, "epoch", None), getattr(sampler, "position", None)
 
 
-def _refuse_moved(sampler: Any, stood: tuple[Any, Any] | None) -> None:
-    """Refuse to go on with a pass whose sampler has been moved: the rows under way are of the old place."""
-    if stood is not None and _stands(sampler) != stood:
-        name = type(sampler).__name__
-        raise BatchError(
-            f"{name} was moved in the middle of a pass, from (epoch, position) {stood} to "
-            f"{_stands(sampler)}, by load_state_dict, set_epoch or mark_consumed: the loader would go on "
-            "with the rows of the old place, and its state count others. windows() marks what is consumed; "
-            "load a state or set an epoch before the pass, or leave the loop and call windows(...) again"
-        )
+def _moved(sampler: Any, stood: Any) -> BatchError:
+    """Of a pass whose sampler has been moved: the rows under way are of the old place."""
+    return BatchError(
+        f"{type(sampler).__name__} was moved in the middle of a pass, from (epoch, position) {stood} to "
+        f"{_stands(sampler)}, by load_state_dict, set_epoch or mark_consumed: the loader would go on with "
+        "the rows of the old place, and its state count others. windows() marks what is consumed; load a "
+        "state or set an epoch before the pass, or leave the loop and call windows(...) again"
+    )
 
 
 def _num_consumed(loader: Any, sampler: Any, window: list[Any]) -> int:

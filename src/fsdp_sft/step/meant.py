@@ -66,9 +66,9 @@ def warn_of_what_may_be_meant(
     above = any(_is_above_0(group.get("lr")) for one in optimizers for group in one.param_groups)
     if trained.at_a_rate and not above and first_time(model, "rates"):
         _warn(
-            "every learning rate has become 0, so that steps change nothing from here on: the schedule was "
-            "made for fewer steps. Count them as the loop takes them: for each epoch the batches of the "
-            "loader divided by grad_accum_steps, rounded up"
+            "every learning rate has become 0, and a step changes nothing. If the schedule does not rise "
+            "again, it was made for fewer steps: count them as the loop takes them, for each epoch the "
+            "batches of the loader divided by grad_accum_steps, rounded up"
         )
     trained.at_a_rate |= above
 

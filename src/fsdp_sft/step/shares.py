@@ -4,28 +4,23 @@ import hashlib
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, cast
 
 from torch.utils.data import (
     BatchSampler,
     ConcatDataset,
     DistributedSampler,
     RandomSampler,
-    SequentialSampler,
     Subset,
 )
 
 from fsdp_sft._agree import difference, is_distributed, this_rank, through_rank_0
+from fsdp_sft._random import unmoved
 from fsdp_sft.errors import BatchError
 from fsdp_sft.sampler import Placed
 
-_SHARING = (Placed, DistributedSampler)
-_ALONE = {
-    RandomSampler: ("shuffle the same rows", "DataLoader(shuffle=True)"),
-    SequentialSampler: ("read the same rows", "a DataLoader without a sampler"),
-}
 # The epoch of the last whole pass that a sampler of torch's has ordered.
 _passes: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()
 
@@ -35,15 +30,17 @@ class _Read:
     """What a rank's loader reads, as ranks tell it to each other.
 
     Attributes:
-        alone: How it draws rows without a word to other ranks, for a message; empty if it does not.
-        order: What the order depends on that ranks share, the same on all of them; empty if they share none.
+        alone: Whether it draws rows at random without a word to other ranks.
+        order: What an order depends on that ranks share, the same on all of them; None if they share none.
+        place: This rank's place among those that share it.
         ends: A digest of the data set's length and ends; empty if it cannot be read.
         unread: Number of rows of the data set that the sampler does not know of.
         again: Whether the order is that of the last epoch, although each is to have its own.
     """
 
-    alone: tuple[str, ...] = ()
+    alone: bool = False
     order: Mapping[str, Any] | None = None
+    place: int = 0
     ends: str = ""
     unread: int = 0
     again: bool = False
@@ -52,9 +49,10 @@ class _Read:
 def look_at_shares(loader: Any) -> None:
     """Refuse ranks that do not share one order of rows, although their samplers do; warn of what is odd.
 
-    A loader that draws for itself (``DataLoader(shuffle=True)``, or one without a sampler) knows of no other
-    ranks: an epoch then has each row once for each rank. Of data sets that differ, each is rightly drawn
-    alone. Samplers that share rows need the same data, seed and position on every rank.
+    A loader that draws for itself (``DataLoader(shuffle=True)``) knows of no other ranks: an epoch then has
+    each row once for each rank, or not at all where the orders overlap. Of data sets that differ, each is
+    rightly drawn alone. Samplers that share rows need the same data, seed and position on all the ranks that
+    share them: those of the job, or of a node that has data of its own.
 
     Args:
         loader: This rank's loader; None if it reads none.
@@ -82,36 +80,40 @@ def _told(loader: Any) -> dict[str, Any] | None:
     sampler, data = _ordering(loader), getattr(loader, "dataset", None)
     if sampler is None:
         return None
-    alone = _ALONE.get(type(sampler), ())
+    alone, torchs = type(sampler) is RandomSampler, type(sampler) is DistributedSampler
     order = None if alone else _order(sampler)
     # Workers that are forked would share what a data set opens when it is first read, such as a file.
     is_safe = not getattr(loader, "num_workers", 0) or _in_memory(data)
-    reads = is_distributed() and (is_safe or type(sampler) is RandomSampler)
-    again = type(sampler) is DistributedSampler and sampler.shuffle and _passes.get(sampler) == sampler.epoch
-    return asdict(_Read(alone, order, _ends(data) if reads else "", _unread(sampler, data), again))
+    ends = _ends(data) if is_distributed() and (alone or (order is not None and is_safe)) else ""
+    again = torchs and sampler.shuffle and _passes.get(sampler) == sampler.epoch
+    place = 0 if order is None else int(sampler.rank)
+    return asdict(_Read(alone, order, place, ends, _unread(loader, sampler, data), again))
 
 
 def _judged(everyone: list[dict[str, Any] | None]) -> list[str]:
     """What rank 0 warns of, given what all ranks have told; raises for what cannot be meant."""
     told = [(rank, _Read(**own)) for rank, own in enumerate(everyone) if own is not None]
-    sharing = [(rank, dict(read.order)) for rank, read in told if read.order is not None]
-    apart = difference(sharing) if sharing else ""
+    sharing = [(rank, read) for rank, read in told if read.order is not None]
+    apart = _incomplete(sharing, lambda read: repr(read.order))
     if apart:
+        kinds = [(rank, {"sampler": read.order["sampler"]}) for rank, read in apart if read.order]
+        facts = [(rank, dict(read.order)) for rank, read in apart if read.order]
         raise BatchError(
-            f"the samplers share one order of rows out, and it is not the same on all ranks: {apart}. Rows "
-            "would be left out and others trained twice. Give every rank the whole data, the same options "
-            "and the same state; for data of which each rank has its own part, pass num_replicas=1, rank=0"
+            "the samplers share one order of rows out, and it is not the same on all ranks: "
+            f"{difference(kinds) or difference(facts)}. Rows would be left out and others trained twice. "
+            "Give every rank the whole data, the same options and the same state; for data of which each "
+            "rank has its own part, pass num_replicas=1, rank=0"
         )
-    words = []
-    for (how, kind, _), number in Counter((*r.alone, r.ends) for _, r in told if r.alone and r.ends).items():
-        if number > 1:
-            words.append(
-                f"{number} ranks {how}, each for itself ({kind}): an epoch has every row {number} times or "
-                "so. Share them with DataLoader(sampler=ResumableSampler(rows)), or give each rank another "
-                "part of the data. Ranks along tp, which have to have the same rows, get them by "
-                "num_replicas= and rank="
-            )
-    if len({read.ends for _, read in told if read.order is not None and read.ends}) > 1:
+    shuffled = Counter(read.ends for _, read in told if read.alone and read.ends)
+    words = [
+        f"{number} ranks shuffle the same rows, each for itself (DataLoader(shuffle=True)): an epoch has "
+        f"every row {number} times or so. Share them with DataLoader(sampler=ResumableSampler(rows)), or "
+        "give each rank another part of the data. Ranks along tp, which have to have the same rows, get "
+        "them by num_replicas= and rank="
+        for number in shuffled.values()
+        if number > 1
+    ]
+    if _incomplete([(rank, read) for rank, read in sharing if read.ends], lambda read: read.ends):
         words.append(
             "the ranks' data sets differ, and their samplers share out the rows of one: of each part only a "
             "share would be trained. Give every rank the whole data, or num_replicas=1, rank=0 to a sampler "
@@ -131,46 +133,57 @@ def _judged(everyone: list[dict[str, Any] | None]) -> list[str]:
     return words
 
 
+def _incomplete(sharing: list[tuple[int, _Read]], what: Callable[[_Read], str]) -> list[tuple[int, _Read]]:
+    """A rank of each of several groups that have not the same, if one of them lacks a place; else nothing."""
+    groups: dict[str, list[tuple[int, _Read]]] = {}
+    for rank, read in sharing:
+        groups.setdefault(what(read), []).append((rank, read))
+    whole = all(
+        len({read.place for _, read in group}) == (group[0][1].order or {})["num_replicas"]
+        for group in groups.values()
+    )
+    return [] if whole or len(groups) < 2 else [group[0] for group in groups.values()]
+
+
 def _ordering(loader: Any) -> Any:
     """The sampler, or the stream, that says which rows this rank reads; None if it is of no known kind."""
     batches = getattr(loader, "batch_sampler", None)
     inner = getattr(loader if batches is None else batches, "sampler", None)
     for one in (batches, inner, getattr(loader, "dataset", None), loader):
-        if isinstance(one, _SHARING):
+        # A sampler of another library may be a DistributedSampler that lacks all that torch's own has.
+        if isinstance(one, Placed) or type(one) is DistributedSampler:
             return one
-    # Batch samplers of other libraries may share out what a sequential sampler gives them.
-    return inner if type(inner) in _ALONE and type(batches) in (BatchSampler, type(None)) else None
+    # Batch samplers of other libraries may share out what a sampler at random gives them.
+    return inner if type(inner) is RandomSampler and type(batches) in (BatchSampler, type(None)) else None
 
 
 def _order(sampler: Any) -> dict[str, Any] | None:
     """What an order depends on that ranks share; None if this rank shares its rows with no other."""
     if sampler.num_replicas == 1:
         return None
-    own = {"num_replicas": sampler.num_replicas}
-    if isinstance(sampler, DistributedSampler):
-        rows = len(sampler.dataset)  # type: ignore[arg-type]
-        return {**own, "num_rows": rows, "seed": sampler.seed, "shuffle": sampler.shuffle} | {
-            "epoch": sampler.epoch
-        }
-    return own | _state_of(sampler)
+    own = {"sampler": type(sampler).__name__, "num_replicas": int(sampler.num_replicas)}
+    if isinstance(sampler, Placed):
+        return own | sampler.position_state()
+    return own | {
+        "num_rows": len(cast(Any, sampler.dataset)),
+        "seed": int(sampler.seed),
+        "shuffle": bool(sampler.shuffle),
+        "epoch": int(sampler.epoch),
+    }
 
 
-def _state_of(sampler: Any) -> dict[str, Any]:
-    """The state of one of our samplers or streams."""
-    with warnings.catch_warnings():  # of rows that were drawn and not counted it warns where it is saved
-        warnings.simplefilter("ignore")
-        return dict(sampler.state_dict())
-
-
-def _unread(sampler: Any, data: Any) -> int:
+def _unread(loader: Any, sampler: Any, data: Any) -> int:
     """Number of rows of the data that a sampler does not know of.
 
     Raises:
         BatchError: If it knows of more rows than there are.
     """
+    batches = getattr(loader, "batch_sampler", None)
+    if not (batches is None or batches is sampler or type(batches) is BatchSampler):
+        return 0  # it may be of buckets, or of whatever else
     try:
         rows, there = _rows_of(sampler), len(data)
-    except TypeError:  # a stream
+    except Exception:  # a stream, or a data set that does not say how long it is
         return 0
     if rows is None or rows <= there:
         return 0 if rows is None else there - rows
@@ -183,9 +196,12 @@ def _unread(sampler: Any, data: Any) -> int:
 def _rows_of(sampler: Any) -> int | None:
     """Number of rows that a sampler orders; None if it does not say so."""
     if not isinstance(sampler, Placed):
-        return len(getattr(sampler, "dataset", getattr(sampler, "data_source", None)))  # type: ignore[arg-type]
-    state = _state_of(sampler)
-    return sum(state["sizes"]) if "sizes" in state else state.get("num_rows")
+        data: Any = sampler.dataset if type(sampler) is DistributedSampler else sampler.data_source
+        return len(data)
+    state = sampler.position_state()
+    sizes: list[int] | None = state.get("sizes")
+    rows: int | None = state.get("num_rows") if sizes is None else sum(sizes)
+    return rows
 
 
 def _in_memory(data: Any) -> bool:
@@ -200,7 +216,10 @@ def _in_memory(data: Any) -> bool:
 def _ends(data: Any) -> str:
     """A digest of the data's length, first and last row; empty if it cannot be read, or differs each time."""
     try:
-        once, again = (repr((len(data), data[0], data[len(data) - 1])) for _ in range(2))
+        with unmoved([]):
+            once, again = (repr((len(data), data[0], data[len(data) - 1])) for _ in range(2))
     except Exception:  # the caller's data may be of any kind; the loader itself says what is wrong with it
         return ""
-    return hashlib.sha256(once.encode()).hexdigest() if once == again else ""
+    # What is told apart by its address is another object on each rank.
+    is_of_content = once == again and " at 0x" not in once
+    return hashlib.sha256(once.encode()).hexdigest() if is_of_content else ""
