@@ -149,16 +149,20 @@ def _call(kind: str) -> Call:
     frame: FrameType | None = sys._getframe(1)
     ours: FrameType | None = None
     while frame is not None:
-        if str(frame.f_globals.get("__name__", "")).startswith("fsdp_sft."):
+        if _is_ours(frame) and not frame.f_code.co_name.startswith("__"):  # not what `for` calls
             ours = frame
         frame = frame.f_back
     if ours is None:
         return Call(kind)
     name, caller = ours.f_code.co_name, ours.f_back
-    while caller is not None and caller.f_globals.get("__name__") in _BETWEEN:
+    while caller is not None and (caller.f_globals.get("__name__") in _BETWEEN or _is_ours(caller)):
         caller = caller.f_back
     at = "" if caller is None else f" ({os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno})"
     return Call(f"{name} {kind}", name.lstrip("_") + at)
+
+
+def _is_ours(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "")).startswith("fsdp_sft.")
 
 
 def share(value: Any) -> Any:

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import fsdp_sft as fs
 from fsdp_sft.optimizer import CHUNK, adamw
+from tests.harness.composed import composed
 from tests.harness.device import device_here, device_type, mesh_here
 from tests.harness.hf_folders import save_tiny
 from tests.harness.models import full, ragged_batches, tiny_model
@@ -408,7 +409,7 @@ def test_the_result_does_not_depend_on_how_a_parameter_is_cut() -> None:
 
 
 def _model(root: Path, mesh: Any, **options: Any) -> tuple[Any, Any, Any]:
-    model = fs.load_pretrained(root / "base", mesh=mesh, master_dtype=BF16, **options)
+    model = composed(root / "base", mesh=mesh, master_dtype=BF16, **options)
     optimizer = fs.StochasticAdamW(model.parameters(), lr=1e-3, seed=11)
     return model, optimizer, LambdaLR(optimizer, lambda step: 1 / (1 + step))
 

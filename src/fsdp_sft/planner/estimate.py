@@ -96,7 +96,9 @@ def estimate_memory(config: "PreTrainedConfig | str | os.PathLike[str]", run: Ru
         True
         >>> long = replace(run, seq_length=65536, attention_mask=False)
         >>> shared = replace(long, cp=2)
-        >>> alone, shared = (fs.estimate_memory(config, one).activation_bytes for one in (long, shared))
+        >>> alone, shared = (
+        ...     fs.estimate_memory(config, one).activation_bytes for one in (long, shared)
+        ... )
         >>> alone / shared
         2.0
     """
