@@ -22,7 +22,7 @@ _TESTS = str(Path(__file__).parents[1]) + os.sep
 # What a message names: what has an underscore or a dot within, or is given or called in it.
 _NAME = re.compile(r"(?<![\w/.-])[A-Za-z_]\w*(?:\.\w+)*(?==|\()|(?<![\w/.-])[A-Za-z]\w*[_.][\w.]*\w")
 _PHASE = re.compile(r"failed first while (.*) \(failed")
-_PATH = re.compile(r"/[\w./~-]+")
+_PATH = re.compile(r"/[\w./~-]+|tmp-pytest[\w.-]*")
 
 
 def install() -> None:
