@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, SequentialLR
 
 import fsdp_sft as fs
 from fsdp_sft import _agree, _interrupt
+from fsdp_sft.weights.hub import resolve_folder
 from tests.harness.device import mesh_here
 from tests.harness.models import ragged_batches, tiny_model
 from tests.harness.ranks import run_distributed
@@ -424,3 +425,13 @@ def _adapters_after_sharding() -> None:
 
 def test_adapters_after_sharding() -> None:
     run_distributed(_adapters_after_sharding, 2)
+
+
+def test_a_model_that_the_hub_does_not_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(Exception, match="") as error:
+        resolve_folder("no-such/model", revision=None, trust_remote_code=False, allow_pickle=False)
+    assert "while fetching 'no-such/model' from the Hub" in error.value.__notes__[0]

@@ -116,6 +116,10 @@ def _fetch(repo: str, revision: str | None, patterns: list[str], *, local: bool 
             # since huggingface_hub uses different HTTP libraries in different versions.
             names = {base.__name__ for base in type(error).__mro__}
             if not names & {"TransportError", "ConnectionError"} or attempt == _ATTEMPTS - 1:
+                error.add_note(
+                    f"while fetching {repo!r} from the Hub: is that its name, is there a network, and may "
+                    "this account read it (HF_TOKEN)? A folder of this machine is given by its path"
+                )
                 raise
             time.sleep(2**attempt)
     raise AssertionError
