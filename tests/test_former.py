@@ -1,5 +1,6 @@
 """Keywords that a function had once are refused with what to write in their place."""
 
+import dataclasses
 import inspect
 import operator
 from typing import Any
@@ -8,6 +9,10 @@ import pytest
 
 import fsdp_sft as fs
 from fsdp_sft._former import FORMER
+
+
+def test_what_estimate_memory_took_are_fields_of_a_run() -> None:
+    assert FORMER["estimate_memory"].keys() <= {field.name for field in dataclasses.fields(fs.Run)}
 
 
 @pytest.mark.parametrize(("name", "keyword"), [(name, k) for name, all_ in FORMER.items() for k in all_])

@@ -405,9 +405,10 @@ def difference(by_rank: list[tuple[int, dict[str, Any]]]) -> str:
     """In which facts ranks differ, in words that name two of them; empty if they do not."""
     first, known = by_rank[0]
     for rank, own in by_rank[1:]:
-        apart = [name for name in known if repr(known[name]) != repr(own[name])]
+        names = [*known, *(name for name in own if name not in known)]
+        apart = [name for name in names if repr(known.get(name)) != repr(own.get(name))]
         if apart:
-            named = ", ".join(_apart(name, known[name], own[name]) for name in apart)
+            named = ", ".join(_apart(name, known.get(name), own.get(name)) for name in apart)
             return f"{named}, on ranks {first} and {rank}"
     return ""
 

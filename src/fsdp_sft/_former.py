@@ -30,9 +30,10 @@ FORMER = {
             "call build_meta_model, shard_model, which takes it, and load_weights",
         ),
         **dict.fromkeys(
-            ("strategy", "host_budget_bytes", "missing", "unexpected", "allow_pickle", "check_finite"),
+            ("strategy", "host_budget_bytes", "missing", "unexpected", "check_finite"),
             "call build_meta_model, shard_model and load_weights, which takes it",
         ),
+        "allow_pickle": "call build_meta_model, shard_model and load_weights; the first and the last take it",
         "adapter_seed": "call build_meta_model, add_adapters (seed=), shard_model and load_weights",
         "config_overrides": "call build_meta_model (its keywords are fields), shard_model and load_weights",
     },

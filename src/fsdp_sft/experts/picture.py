@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+from fsdp_sft._disk import full_path
 from fsdp_sft.experts.load import ExpertLoad
 
 
@@ -59,7 +60,7 @@ def plot_expert_load(load: ExpertLoad, out: str | Path) -> Path:
     have = "has" if len(dead) == 1 else "have"
     axes.set_title(title + (f", {len(dead)} {have} no token (x)" if dead else ""), fontsize=9)
     figure.colorbar(picture, ax=axes, label="times the mean", extend="max", ticks=[0, 0.5, 1, 2, 3, 4])
-    path = Path(out)
+    path = full_path(out)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120, format="png")
     return path

@@ -7,6 +7,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+from fsdp_sft._disk import full_path
+
 _PEAK_MEMORY = ("peak_reserved_bytes", "peak_allocated_bytes", "peak_resident_bytes")
 _SMOOTH_FROM = 60  # number of points from which on a running median is drawn over the raw curve
 _LINE, _SECOND, _BAD = "#1f5fa8", "#d1660d", "#c62828"
@@ -46,7 +48,7 @@ def plot_run(jsonl: str | Path, out: str | Path) -> Path:
         from matplotlib.layout_engine import ConstrainedLayoutEngine
     except ImportError as error:
         raise ImportError("matplotlib is not installed: pip install matplotlib") from error
-    rows = _read(Path(jsonl))
+    rows = _read(full_path(jsonl))
     spacing = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1, wspace=0.03, hspace=0.04)
     figure = Figure(figsize=(11, 7), layout=spacing)
     FigureCanvasAgg(figure)  # no pyplot: it would choose a backend for the whole process
@@ -55,7 +57,7 @@ def plot_run(jsonl: str | Path, out: str | Path) -> Path:
     _grad_norm_panel(next(panels), rows)
     _throughput_panel(next(panels), rows)
     _memory_panel(next(panels), rows)
-    path = Path(out)
+    path = full_path(out)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120, format="png")
     return path

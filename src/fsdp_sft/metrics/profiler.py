@@ -10,6 +10,7 @@ import torch
 
 from fsdp_sft._agree import this_rank
 from fsdp_sft._devices import resolve_device, synchronize
+from fsdp_sft._disk import full_path
 from fsdp_sft._parts import DEVICE
 
 
@@ -62,7 +63,7 @@ class StepProfiler:
                 f"steps must satisfy 1 <= first_step <= last_step and initial_step >= 0, got "
                 f"first_step={first_step}, last_step={last_step}, initial_step={initial_step}"
             )
-        self._folder = Path(folder)
+        self._folder = full_path(folder)
         self._first, self._last, self._done = first_step, last_step, initial_step
         self._ranks = ranks
         self._with_stack = with_stack

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from fsdp_sft._disk import full_path
 from fsdp_sft._parts import DEVICE, PREFIX
 
 # Where FSDP2 makes the host wait for parameters and gradients. On a device the host only queues that wait.
@@ -43,7 +44,7 @@ def trace_seconds(trace: str | Path) -> dict[str, float]:
         >>> spread["computing_max_rank"]
         0
     """
-    content = _content(Path(trace))
+    content = _content(full_path(trace))
     spans = [event for event in content["traceEvents"] if event.get("ph") == "X"]
     found: dict[str, float] = {}
     for event in spans:

@@ -9,6 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from fsdp_sft._disk import full_path
 from fsdp_sft.metrics.sinks import Scalar
 
 
@@ -26,7 +27,7 @@ class TensorBoardSink:
     """
 
     def __init__(self, folder: str | Path) -> None:
-        self._folder = Path(folder)
+        self._folder = full_path(folder)
         self._writer: Any = None
 
     def log(self, metrics: Mapping[str, Scalar], step: int) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fsdp_sft._disk import full_path
 from fsdp_sft.planner import replay
 from fsdp_sft.planner.budget import Budget
 from fsdp_sft.planner.estimate import MemoryEstimate
@@ -172,8 +173,8 @@ def draw(
     handles = [_patch(colour, name) for name, colour in _COLOURS.items() if name in seen]
     figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
     figure.suptitle(title, fontsize=11)
-    figure.savefig(path)
-    return Path(path)
+    figure.savefig(full_path(path))
+    return full_path(path)
 
 
 def lengths_to_draw(rows: Sequence[LongestRow]) -> list[int]:
@@ -237,8 +238,8 @@ def draw_lengths(
     axes.set_ylabel("GiB")
     axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title, fontsize=11)
-    figure.savefig(path)
-    return Path(path)
+    figure.savefig(full_path(path))
+    return full_path(path)
 
 
 def _usable(budget: Budget) -> str:

@@ -18,7 +18,7 @@ from fsdp_sft._vocabulary import Vocabulary
 from fsdp_sft.errors import BatchError
 from fsdp_sft.loss import num_targets
 from fsdp_sft.preemption import keep_workers_alive
-from fsdp_sft.step.shares import look_at_shares, note_pass
+from fsdp_sft.step.shares import look_at_shares, note_pass, sources_of
 from fsdp_sft.step.window import CountFn, counted, num_rows, on_host, to_device
 
 if TYPE_CHECKING:
@@ -216,9 +216,7 @@ def _may_have_targets(batch: Any, count_fn: CountFn | None) -> bool:
 
 def _resumable(loader: Any) -> Any:
     """The object that keeps the position: a sampler, a batch sampler, a stream, or the loader itself."""
-    sources = [getattr(loader, name, None) for name in ("sampler", "batch_sampler", "dataset")]
-    sources.append(getattr(sources[1], "sampler", None))
-    return next((source for source in [*sources, loader] if hasattr(source, "mark_consumed")), None)
+    return next((source for source in sources_of(loader) if hasattr(source, "mark_consumed")), None)
 
 
 def _stands(sampler: Any) -> tuple[Any, Any]:

@@ -8,13 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
-from torch.utils.data import (
-    BatchSampler,
-    ConcatDataset,
-    DistributedSampler,
-    RandomSampler,
-    Subset,
-)
+from torch.utils.data import BatchSampler, ConcatDataset, DistributedSampler, RandomSampler, Subset
 
 from fsdp_sft._agree import difference, is_distributed, this_rank, through_rank_0
 from fsdp_sft._random import unmoved
@@ -68,6 +62,13 @@ def look_at_shares(loader: Any) -> None:
             warnings.warn(text, stacklevel=4)
 
 
+def sources_of(loader: Any) -> list[Any]:
+    """What may say which rows a loader reads: its samplers, its data set if it is a stream, itself."""
+    batches = getattr(loader, "batch_sampler", None)
+    inner = getattr(batches, "sampler", None)
+    return [getattr(loader, "sampler", None), batches, getattr(loader, "dataset", None), inner, loader]
+
+
 def note_pass(loader: Any) -> None:
     """Note that a pass over a loader has come to its end."""
     sampler = _ordering(loader)
@@ -96,13 +97,11 @@ def _judged(everyone: list[dict[str, Any] | None]) -> list[str]:
     sharing = [(rank, read) for rank, read in told if read.order is not None]
     apart = _incomplete(sharing, lambda read: repr(read.order))
     if apart:
-        kinds = [(rank, {"sampler": read.order["sampler"]}) for rank, read in apart if read.order]
-        facts = [(rank, dict(read.order)) for rank, read in apart if read.order]
+        facts = difference([(rank, dict(read.order or {})) for rank, read in apart])
         raise BatchError(
-            "the samplers share one order of rows out, and it is not the same on all ranks: "
-            f"{difference(kinds) or difference(facts)}. Rows would be left out and others trained twice. "
-            "Give every rank the whole data, the same options and the same state; for data of which each "
-            "rank has its own part, pass num_replicas=1, rank=0"
+            f"the samplers share one order of rows out, and it is not the same on all ranks: {facts}. Rows "
+            "would be left out and others trained twice. Give every rank the whole data, the same options "
+            "and the same state; for data of which each rank has its own part, pass num_replicas=1, rank=0"
         )
     shuffled = Counter(read.ends for _, read in told if read.alone and read.ends)
     words = [
@@ -147,14 +146,13 @@ def _incomplete(sharing: list[tuple[int, _Read]], what: Callable[[_Read], str]) 
 
 def _ordering(loader: Any) -> Any:
     """The sampler, or the stream, that says which rows this rank reads; None if it is of no known kind."""
-    batches = getattr(loader, "batch_sampler", None)
-    inner = getattr(loader if batches is None else batches, "sampler", None)
-    for one in (batches, inner, getattr(loader, "dataset", None), loader):
+    for one in sources_of(loader):
         # A sampler of another library may be a DistributedSampler that lacks all that torch's own has.
         if isinstance(one, Placed) or type(one) is DistributedSampler:
             return one
+    alone, batches = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
     # Batch samplers of other libraries may share out what a sampler at random gives them.
-    return inner if type(inner) is RandomSampler and type(batches) in (BatchSampler, type(None)) else None
+    return alone if type(alone) is RandomSampler and type(batches) in (BatchSampler, type(None)) else None
 
 
 def _order(sampler: Any) -> dict[str, Any] | None:
