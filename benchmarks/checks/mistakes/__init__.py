@@ -10,6 +10,7 @@ from benchmarks.checks.mistakes import (
     planning,
     rows,
     steps,
+    told,
 )
 from benchmarks.checks.mistakes.mistake import Mistake
 
@@ -18,6 +19,7 @@ MISTAKES = [
     *rows.MISTAKES,
     *loading.MISTAKES,
     *steps.MISTAKES,
+    *told.MISTAKES,
     *meshes.MISTAKES,
     *checkpoints.MISTAKES,
     *devices.MISTAKES,

@@ -1,0 +1,118 @@
+"""Mistakes of a caller that are told or refused, made silent again."""
+
+from benchmarks.checks.mistakes.mistake import Mistake
+
+MISTAKES = [
+    Mistake(
+        "ranks that shuffle the same rows are told nothing",
+        "step/shares.py",
+        "        if number > 1\n",
+        "        if False\n",
+        ("tests/step/test_loader.py",),
+    ),
+    Mistake(
+        "ranks go on with orders of rows that differ",
+        "step/shares.py",
+        "    if apart:\n",
+        "    if False:\n",
+        ("tests/step/test_loader.py",),
+    ),
+    Mistake(
+        "a sampler of more rows than there are is told by an index",
+        "step/shares.py",
+        "    if rows is None or rows <= there:",
+        "    if True:",
+        ("tests/step/test_loader.py",),
+    ),
+    Mistake(
+        "a pass goes on although its sampler was moved",
+        "step/loader.py",
+        "                if moved and window:",
+        "                if False:",
+        ("tests/step/test_loader.py",),
+    ),
+    Mistake(
+        "nothing is said of parameters without an optimizer",
+        "step/meant.py",
+        "    if left_out and first_time(",
+        "    if False and first_time(",
+        ("tests/test_mistakes.py",),
+    ),
+    Mistake(
+        "labels of padding are trained without a word",
+        "step/labels.py",
+        "padding += int(",
+        "padding += 0 * int(",
+        ("tests/test_mistakes.py",),
+    ),
+    Mistake(
+        "a model left in eval mode is trained without a word",
+        "step/meant.py",
+        "    if not model.training and first_time(",
+        "    if False and first_time(",
+        ("tests/test_mistakes.py",),
+    ),
+    Mistake(
+        "rates that have become 0 are stepped without a word",
+        "step/meant.py",
+        "    if trained.at_a_rate and not above and first_time(",
+        "    if False and first_time(",
+        ("tests/test_mistakes.py",),
+    ),
+    Mistake(
+        "an optimizer that was left behind begins anew without a word",
+        "dcp_io/left_behind.py",
+        "_LeftBehind(step if left_behind else None)",
+        "_LeftBehind(None)",
+        ("tests/test_mistakes.py",),
+    ),
+    Mistake(
+        "a window is said to have fewer targets than a batch of it",
+        "loss/causal.py",
+        "    if own > num_targets:",
+        "    if False:",
+        ("tests/test_mistakes.py",),
+    ),
+    Mistake(
+        "an order of the last epoch comes again without a word",
+        "step/loader.py",
+        "        note_pass(loader)",
+        "        pass",
+        ("tests/step/test_loader.py",),
+    ),
+    Mistake(
+        "windows that have ended are empty without a word",
+        "step/loader.py",
+        "        if self._ended and self._begun == 2:",
+        "        if False:",
+        ("tests/step/test_loader.py",),
+    ),
+    Mistake(
+        "a step without gradients ends in what torch says",
+        "step/trained.py",
+        "    if not torch.is_grad_enabled():",
+        "    if False:",
+        ("tests/test_mistakes.py",),
+    ),
+    Mistake(
+        "the home folder is a folder of that name",
+        "_disk.py",
+        "Path(path).expanduser().absolute()",
+        "Path(path).absolute()",
+        ("tests/test_mistakes.py",),
+    ),
+    Mistake(
+        "a keyword that left is like any other unknown one",
+        "_former.py",
+        "kwargs.keys() & former.keys()",
+        "()",
+        ("tests/test_former.py",),
+    ),
+    Mistake(
+        "placeholders of images are trained",
+        "step/acceptable.py",
+        "        if found:",
+        "        if False:",
+        ("tests/collate/test_media.py",),
+    ),
+]
