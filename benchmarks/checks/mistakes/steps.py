@@ -364,7 +364,7 @@ MISTAKES: list[Mistake] = [
         ("tests/experts/test_choice.py",),
     ),
     Mistake(
-        "gradients of experts' biases are added up in 16 bits",
+        "gradients of experts' biases are added up token by token",
         "experts/choice.py",
         "    if any(p.ndim == 2 for p in parameters) and",
         "    if False and",

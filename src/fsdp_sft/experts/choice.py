@@ -31,8 +31,9 @@ def prepare_experts(model: nn.Module, *, impl: str = "auto") -> str:
     The default is the fastest in most models, and does not suit all. ``"auto"`` leaves what transformers is
     set to, unless that is ``"grouped_mm"`` and one of these holds, in which case it takes ``"eager"``: the
     experts compute in float64, a width is not a multiple of 16 bytes in the compute dtype (torch raises for
-    both), or experts have a bias each and compute in 16 bits on a CPU, where the bias's gradient is added up
-    in that dtype (its error is 2.2 times that of eager experts in GPT-OSS).
+    both), or experts have a bias each and compute on a CPU, where the bias's gradient is added up token by
+    token in the compute dtype: with GPT-OSS's experts and 512 tokens its error is 8 times that of eager
+    experts in bfloat16, and 2.4 times in float32. On a GPU that was not measured.
 
     Call it once, after the model is made and before the first step, with the same ``impl`` on all ranks.
 
@@ -100,8 +101,8 @@ def _why_not_grouped(modules: list[Any], model: nn.Module) -> str:
     odd = [width for width in widths if width * narrow.itemsize % _ALIGNED]
     if odd:
         return f"grouped_mm takes widths of multiples of {_ALIGNED} bytes, and {odd} in {narrow} are none"
-    if any(p.ndim == 2 for p in parameters) and narrow.itemsize < 4 and compute_device(model).type == "cpu":
-        return f"grouped_mm adds up the gradients of the experts' biases in {narrow} on a CPU"
+    if any(p.ndim == 2 for p in parameters) and compute_device(model).type == "cpu":
+        return f"grouped_mm adds up the gradients of the experts' biases token by token in {narrow} on a CPU"
     return ""
 
 
