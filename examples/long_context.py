@@ -131,10 +131,10 @@ def hold_out(rows: Rows) -> tuple[Rows, Rows]:
     return train, rows[::every]
 
 
-def pack(rows: Rows, length: int, mesh: DeviceMesh, **options: Any) -> DataLoader[Any]:
-    """Rows in packs of up to ``length`` tokens; the mesh says which ranks get the same ones."""
+def pack(rows: Rows, length: int, **options: Any) -> DataLoader[Any]:
+    """Rows in packs of up to ``length`` tokens; ranks that share rows get the same ones."""
     lengths, targets = fs.row_sizes(rows)
-    sampler = fs.PackedSampler(lengths, num_targets=targets, max_length=length, mesh=mesh, **options)
+    sampler = fs.PackedSampler(lengths, num_targets=targets, max_length=length, **options)
     return DataLoader(rows, batch_sampler=sampler, collate_fn=fs.PackedCollator(max_length=length))
 
 
@@ -149,11 +149,11 @@ def second_halves(rows: Rows, *, whole: bool) -> Rows:
     return [row for row in halves if row.num_targets]
 
 
-def held_out_loss(model: Any, rows: Rows, length: int, mesh: DeviceMesh) -> dict[str, float]:
+def held_out_loss(model: Any, rows: Rows, length: int) -> dict[str, float]:
     """Loss in the second half of rows that the model sees whole, and that it sees from the middle on."""
     losses = {}
     for name, whole in (("whole", True), ("from_middle", False)):
-        loader = pack(second_halves(rows, whole=whole), length, mesh, shuffle=False)
+        loader = pack(second_halves(rows, whole=whole), length, shuffle=False)
         losses[f"held_out_{name}"] = fs.evaluate(model, loader).loss
     say(
         f"held-out loss in the second half of rows: {losses['held_out_whole']:.4f} seeing the whole row, "
@@ -240,7 +240,7 @@ def train(args: argparse.Namespace, guard: fs.PreemptionGuard) -> None:
     model = load_model(args, mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.01)
     scheduler = get_cosine_schedule_with_warmup(optimizer, args.warmup_steps, args.steps)
-    loader = pack(rows, args.seq_length, mesh, seed=args.seed)
+    loader = pack(rows, args.seq_length, seed=args.seed)
     sampler = loader.batch_sampler
 
     step = 0
@@ -256,14 +256,14 @@ def train(args: argparse.Namespace, guard: fs.PreemptionGuard) -> None:
         sampler.load_state_dict(loaded.train_state["sampler"])
         say(f"going on after step {step}")
     logger = fs.MetricLogger(jsonl=args.output / "log.jsonl", stdout=False)
-    logger.log(held_out_loss(model, held_out, args.seq_length, mesh), step)
+    logger.log(held_out_loss(model, held_out, args.seq_length), step)
     flops = fs.model_flops_per_token(model.config, args.seq_length)
     meter = fs.ThroughputMeter(flops_per_token=flops, world_size=context.world_size, device=context.device)
     batches = meter.watch(loader)
     bar = tqdm(total=args.steps, initial=step, unit="step", disable=not context.is_main)
     fs.reset_peak_memory(context.device)
     while step < args.steps:
-        for window in fs.windows(batches, args.grad_accum_steps, mesh=mesh):
+        for window in fs.windows(batches, args.grad_accum_steps):
             result = fs.train_step(model, window, optimizer, scheduler=scheduler)
             step += 1
             meter.update(num_tokens=result.num_tokens)
@@ -288,7 +288,7 @@ def train(args: argparse.Namespace, guard: fs.PreemptionGuard) -> None:
 
     peak = peak_memory(context.device)
     say(f"peak memory of a rank in training: {peak / 2**20:.0f} MiB on {context.device.type}")
-    logger.log({"peak_memory_bytes": peak, **held_out_loss(model, held_out, args.seq_length, mesh)}, step)
+    logger.log({"peak_memory_bytes": peak, **held_out_loss(model, held_out, args.seq_length)}, step)
     export = fs.export_hf(model, export_to, tokenizer=tokenizer)
     say(f"exported to {export}")
     dist.barrier()

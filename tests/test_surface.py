@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import graphlib
 import inspect
 import json
 import re
@@ -19,6 +20,7 @@ SOURCE = Path(fs.__file__).parent
 # The ground of the house, then each storey: a module imports from lower storeys only.
 STOREYS = [
     {
+        "_callers",
         "_codec",
         "_compat",
         "_devices",
@@ -37,7 +39,6 @@ STOREYS = [
         "errors",
     },
     {
-        "_meshes",
         "_message",
         "_quantised",
         "_recompiles",
@@ -48,7 +49,7 @@ STOREYS = [
         "blocks",
     },
     {"_agree", "_forward"},
-    {"_interrupt", "_record"},
+    {"_interrupt", "_meshes", "_record"},
     {"_boxes", "_meeting", "_vocabulary", "distributed", "preemption"},
     {"_disk", "_expert_parallel", "_gather", "_kept", "_model", "adapters"},
     {
@@ -148,6 +149,30 @@ def test_imports_point_one_way() -> None:
         for other in set().union(*map(_imports, paths)) - {name}:
             allowed = storey[other] < storey[name] or (name, other) in WITHIN
             assert allowed, f"{name} imports {other}, which does not lie below it"
+
+
+def _file_names() -> dict[str, Path]:
+    """The files of the package by the names under which they are imported."""
+    parts = {path: path.relative_to(SOURCE.parent).with_suffix("").parts for path in SOURCE.rglob("*.py")}
+    return {".".join(names).removesuffix(".__init__"): path for path, names in parts.items()}
+
+
+def test_no_file_imports_itself_by_way_of_others() -> None:
+    """Also in the bodies of functions, where Python would not mind."""
+    files = _file_names()
+    graph: dict[str, set[str]] = {}
+    for name, path in files.items():
+        tree = ast.parse(path.read_text())
+        blocks = (
+            n for n in ast.walk(tree) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test)
+        )
+        for_types = {id(node) for block in blocks for node in ast.walk(block)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module in files and id(node) not in for_types:
+                named = {f"{node.module}.{alias.name}" for alias in node.names}
+                graph.setdefault(name, set()).update((named & files.keys()) or {node.module})
+    assert len(graph) > 200
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
 
 
 def test_private_names_of_torch_and_transformers_stay_in_compat() -> None:

@@ -11,18 +11,17 @@ import operator
 import os
 import re
 import struct
-import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from types import FrameType
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from fsdp_sft._callers import outermost_call
 from fsdp_sft._compat import careful_gloo
 from fsdp_sft._limits import says_too_many_files, too_many_files
 from fsdp_sft._message import pack, portable, revived, unpack
@@ -38,7 +37,6 @@ _POLL_SECONDS = (0.05, 2.0)  # between two polls of work under way: at first, an
 # end the groups: when the interpreter exits it is too late for gloo's threads.
 _groups: dict[str, tuple[weakref.ref[dist.ProcessGroup], weakref.ref[dist.ProcessGroup]]] = {}
 _timeout = _CONTROL_TIMEOUT  # time-out of the control group that was made last
-_BETWEEN = ("contextlib", "torch.utils._contextlib")  # modules whose frames come with `with` and decorators
 _this_thread = threading.local()
 
 
@@ -146,23 +144,13 @@ def _around(kind: str, own: bytes, combine: Combine, decide: Callable[[bytes], b
 
 def _call(kind: str) -> Call:
     """The call of this library that an exchange is for, by its name and its place in the caller's code."""
-    frame: FrameType | None = sys._getframe(1)
-    ours: FrameType | None = None
-    while frame is not None:
-        if _is_ours(frame) and not frame.f_code.co_name.startswith("__"):  # not what `for` calls
-            ours = frame
-        frame = frame.f_back
-    if ours is None:
+    call = outermost_call()
+    if call is None:
         return Call(kind)
-    name, caller = ours.f_code.co_name, ours.f_back
-    while caller is not None and (caller.f_globals.get("__name__") in _BETWEEN or _is_ours(caller)):
-        caller = caller.f_back
+    ours, caller = call
+    name = ours.f_code.co_name
     at = "" if caller is None else f" ({os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno})"
     return Call(f"{name} {kind}", name.lstrip("_") + at)
-
-
-def _is_ours(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__", "")).startswith("fsdp_sft.")
 
 
 def share(value: Any) -> Any:

@@ -38,6 +38,10 @@ FORMER = {
         "config_overrides": "call build_meta_model (its keywords are fields), shard_model and load_weights",
     },
     "prepare_experts": {"tokens": "leave it out, nothing is timed"},
+    **{
+        function: {"mesh": "leave it out, a model knows the mesh that it was sharded on"}
+        for function in ("train_step", "evaluate", "causal_lm_loss", "verify_packing")
+    },
 }
 
 

@@ -4,8 +4,7 @@ import sys
 from types import TracebackType
 
 from fsdp_sft._agree import this_rank
-
-_OURS = "fsdp_sft."
+from fsdp_sft._callers import is_ours
 
 
 def say_interrupts_in_a_line() -> None:
@@ -27,10 +26,10 @@ def _place(trace: TracebackType | None) -> str:
     """The line of the caller's program, and the function of this library that it was in."""
     program = ours = ""
     while trace is not None:
-        code, name = trace.tb_frame.f_code, str(trace.tb_frame.f_globals.get("__name__", ""))
-        if name == "__main__":
+        code = trace.tb_frame.f_code
+        if trace.tb_frame.f_globals.get("__name__") == "__main__":
             program = f" at {code.co_filename}:{trace.tb_lineno}"
-        if name.startswith(_OURS) and not ours:
+        if not ours and is_ours(trace.tb_frame):
             ours = f" in {code.co_name}"
         trace = trace.tb_next
     return f"{program}{ours}"

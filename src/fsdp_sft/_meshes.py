@@ -1,11 +1,13 @@
-"""Meshes whose ranks share rows: which ranks share, and which mesh parameters are sharded on."""
+"""The ranks of the job as a mesh: which share rows, and which mesh parameters are sharded on."""
 
+import gc
 import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from fsdp_sft._agree import world_size
 from fsdp_sft._compat import careful_gloo
 
 if TYPE_CHECKING:
@@ -21,13 +23,58 @@ DP_SHARD_CP = "dp_shard_cp"  # dp_shard and cp flattened to one axis
 # a dictionary, because meshes of the same shape compare equal and would share one entry.
 _PARAMETER_MESH = "_fsdp_sft_parameter_mesh"
 _HOST_GROUPS = "_fsdp_sft_host_groups"
-_with_cp: "list[weakref.ref[DeviceMesh]]" = []
+# The meshes that build_mesh has made, each with the default process group that it was made in.
+_made: "list[tuple[weakref.ref[DeviceMesh], weakref.ref[dist.ProcessGroup]]]" = []
 
 
 def shard_parameters_on(mesh: "DeviceMesh", *, of: "DeviceMesh") -> None:
     """Record that parameters of ``of`` lie on ``mesh``: the same ranks, ``dp_shard`` and ``cp`` flattened."""
     setattr(of, _PARAMETER_MESH, mesh)
-    _with_cp.append(weakref.ref(of, _with_cp.remove))
+
+
+def remember_made(mesh: "DeviceMesh") -> None:
+    """Note a mesh for calls that get no model and no mesh."""
+    world = dist.group.WORLD
+    assert world is not None  # a mesh has groups
+    _made[:] = [entry for entry in _made if entry[0]() is not None]
+    _made.append((weakref.ref(mesh), weakref.ref(world)))
+
+
+def mesh_of_job(given: "DeviceMesh | None" = None) -> "DeviceMesh | None":
+    """The mesh of a call without a model: the one that is given, or the one that ``build_mesh`` has made.
+
+    Returns:
+        A mesh over all ranks of the job; None if there is none, and every rank has rows of its own.
+
+    Raises:
+        TypeError: If what is given is no mesh.
+        ValueError: If it leaves ranks of the job out; or if none is given and several of different axes are
+            in use, since a call without a model cannot know which is meant.
+    """
+    if given is not None:
+        if not hasattr(given, "mesh_dim_names"):
+            raise TypeError(f"mesh must be a DeviceMesh, as build_mesh() makes one, got {given!r}")
+        if given.size() != world_size():
+            raise ValueError(
+                f"{given} leaves out some of the {world_size()} ranks, which all train together: "
+                "give the mesh that build_mesh() returns, or start a job for these ranks alone"
+            )
+        return given
+    different = _in_use()
+    if len(different) > 1:
+        gc.collect()  # a mesh that nobody holds any more can still be in a cycle
+        different = _in_use()
+    if len(different) > 1:
+        axes = " and ".join(repr(mesh) for mesh in different)
+        raise ValueError(f"this process has made {axes}: say by mesh= for which one this call is")
+    return different[0] if different else None
+
+
+def _in_use() -> "list[DeviceMesh]":
+    """One mesh for each kind of axes, of those that are held somewhere and whose ranks are the job's."""
+    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    alive = [mesh() for mesh, made_in in _made if world is not None and made_in() is world]
+    return list({(m.mesh_dim_names, m.shape): m for m in alive if m is not None}.values())
 
 
 def parameter_mesh(mesh: "DeviceMesh") -> "DeviceMesh":
@@ -48,11 +95,6 @@ def parameter_mesh(mesh: "DeviceMesh") -> "DeviceMesh":
             "would take its axes for replicas and shards"
         )
     return found
-
-
-def has_context_parallelism() -> bool:
-    """Whether this process has made a mesh with ``cp``; ranks then no longer have rows of their own each."""
-    return any(mesh() is not None for mesh in _with_cp)
 
 
 def cp_size(mesh: "DeviceMesh | None") -> int:

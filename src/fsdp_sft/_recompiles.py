@@ -2,10 +2,10 @@
 
 import logging
 import sys
-import warnings
 
 from torch import nn
 
+from fsdp_sft._callers import warn_caller
 from fsdp_sft._compat import LIMIT_LOGGER, limit_that_was_hit, recompile_options
 
 # torch compiles a function anew for each variant: checkpointed or not, training or not, with and without
@@ -39,11 +39,10 @@ class _LimitHandler(logging.Handler):
         limit = limit_that_was_hit(record)
         fqn = _block_being_called() if limit is not None else None
         if fqn is not None:
-            warnings.warn(
+            warn_caller(
                 f"block {fqn} has as many compiled variants as torch's {limit} allows, and goes on in "
                 "eager mode for others; the cause is in torch's own warning. Rows of fewer lengths, or "
-                "compile_blocks(model, dynamic=True), need fewer variants",
-                stacklevel=2,
+                "compile_blocks(model, dynamic=True), need fewer variants"
             )
 
 

@@ -5,7 +5,7 @@ import os
 import socket
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from fsdp_sft._agree import (
     all_reduce_sum,
     control_group,
     is_distributed,
-    this_rank,
+    raise_first,
     world_size,
 )
 from fsdp_sft._compat import (
@@ -30,7 +30,7 @@ from fsdp_sft._compat import (
 from fsdp_sft._interrupt import say_interrupts_in_a_line
 from fsdp_sft._launch import detect_launch
 from fsdp_sft._meeting import connect_neighbours, meet
-from fsdp_sft._meshes import CP, DP_SHARD_CP, EP, PP, parameter_mesh, shard_parameters_on
+from fsdp_sft._meshes import CP, DP_SHARD_CP, EP, PP, remember_made, shard_parameters_on
 from fsdp_sft._record import kept_of, record_of
 from fsdp_sft._slurm import Launch, env_int, is_slurm_step
 from fsdp_sft._wrappers import replicas_of, replicated_by, unwrapped
@@ -224,32 +224,43 @@ def build_mesh(
     if cp > 1:
         connect_neighbours(whole.get_group(CP))
         shard_parameters_on(mesh, of=whole)
+    remember_made(whole)
     return whole
 
 
 @dataclass(frozen=True)
-class ShardedOn:
-    """The mesh on which a model was sharded, if it has cp: the mesh of its parameters does not show that."""
+class _ShardedOn:
+    """The mesh on which a model was sharded; that of its parameters has no ``cp``."""
 
     mesh: "DeviceMesh"
 
 
 def remember_mesh(model: torch.nn.Module, mesh: "DeviceMesh") -> None:
-    """Note the mesh on which ``model`` was sharded, if the mesh of its parameters does not show it."""
-    if parameter_mesh(mesh) is not mesh:
-        record_of(model).keep(ShardedOn(mesh))
+    """Note the mesh on which ``model`` was sharded."""
+    record_of(model).keep(_ShardedOn(mesh))
 
 
-def whole_mesh_of(model: torch.nn.Module) -> "DeviceMesh | None":
-    """The mesh on which a model was sharded, with ``cp`` if it has that axis; else that of its parameters."""
-    known = kept_of(model, ShardedOn)
-    return known.mesh if known is not None else mesh_of(model)
+def training_mesh_of(model: torch.nn.Module) -> "DeviceMesh | None":
+    """The mesh of a model that all ranks of the job train together; None for a model of this process alone.
+
+    Raises:
+        UnsupportedModelError: If some ranks of the job do not hold the model.
+    """
+    mesh = mesh_of(model)
+    if mesh is not None and mesh.size() != world_size():
+        raise UnsupportedModelError(
+            f"{type(unwrapped(model)).__name__} is on {mesh}, which leaves out some of the {world_size()} "
+            "ranks of this job: ranks agree, count and sum over the whole job. Shard it on build_mesh(), or "
+            "start a job for each model"
+        )
+    return mesh
 
 
 def mesh_of(model: torch.nn.Module) -> "DeviceMesh | None":
-    """The mesh of a sharded model's parameters, or None for an ordinary model.
+    """The mesh on which a model was sharded, or None for an ordinary model.
 
-    For a model inside DistributedDataParallel it is a mesh of one axis, over the ranks of its process group.
+    Of a model that ``shard_model`` has not sharded it is that of the parameters. For a model inside
+    DistributedDataParallel it is a mesh of one axis, over the ranks of its process group.
 
     Raises:
         WrappedModelError: If the model is in a wrapper whose ranks cannot be determined.
@@ -266,7 +277,8 @@ def mesh_of(model: torch.nn.Module) -> "DeviceMesh | None":
         dense = [mesh for mesh in meshes if EP not in (mesh.mesh_dim_names or ())]
         return max(dense or meshes, key=lambda mesh: mesh.size(), default=None)
 
-    mesh = native_mesh(unwrapped(model)) or of_parameters()
+    known = kept_of(model, _ShardedOn)
+    mesh = known.mesh if known is not None else native_mesh(unwrapped(model)) or of_parameters()
     if mesh is not None and PP in (mesh.mesh_dim_names or ()):
         raise UnsupportedModelError(
             f"{type(unwrapped(model)).__name__} is cut into stages of a pipeline, which "
@@ -342,50 +354,20 @@ def compute_device(model: torch.nn.Module) -> torch.device:
 def sum_over_mesh(values: list[float], mesh: "DeviceMesh | None") -> list[float]:
     """Element-wise float64 sum over the ranks of ``mesh``; a copy of ``values`` without a mesh.
 
-    Collective: all ranks of the mesh.
+    Collective: all ranks, if there is a mesh.
     """
-    if mesh is None or mesh.size() == 1:
-        return list(values)
-    if mesh.size() == world_size():
-        return all_reduce_sum(values)
-    groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
-    # On the CPU if the groups have a backend for it: the host would have to wait for values on a device.
-    on_host = all("cpu" in dist.get_backend_config(group) for group in groups)
-    total = torch.tensor(values, dtype=torch.float64, device="cpu" if on_host else mesh.device_type)
-    for group in groups:
-        dist.all_reduce(total, group=group)
-    return [float(v) for v in total.tolist()]
+    return list(values) if mesh is None else all_reduce_sum(values)
 
 
-def gather_over_mesh(value: Any, mesh: "DeviceMesh | None") -> list[tuple[int, Any]]:
-    """(rank in the job, its value) for each rank of ``mesh``, in order of rank.
+def raise_on_mesh(error: Exception | None, phase: str, mesh: "DeviceMesh | None") -> None:
+    """Raise the first error of any rank on all ranks; without a mesh this rank's own.
 
-    Objects are pickled, so this is meant for small values and rare calls.
-
-    Collective: all ranks of the mesh.
+    Collective: all ranks, if there is a mesh.
     """
-    found = {this_rank(): value}
-    for group in _groups_of(mesh):
-        parts: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(parts, found, group=group)
-        for part in parts:
-            found.update(part)
-    return sorted(found.items(), key=lambda pair: pair[0])
-
-
-def first_over_mesh(value: Any, mesh: "DeviceMesh | None") -> Any:
-    """The value of some rank of ``mesh`` that has one, returned on all of them; None if no rank has one.
-
-    Collective: all ranks of the mesh.
-    """
-    for group in _groups_of(mesh):
-        has: list[bool] = [False] * dist.get_world_size(group)
-        dist.all_gather_object(has, value is not None, group=group)
-        if any(has) and not all(has):
-            box = [value]
-            dist.broadcast_object_list(box, src=dist.get_global_rank(group, has.index(True)), group=group)
-            value = box[0]
-    return value
+    if mesh is not None:
+        raise_first(error, phase)
+    elif error is not None:
+        raise error
 
 
 def device_groups_of(mesh: "DeviceMesh | None") -> tuple[dist.ProcessGroup, ...]:
@@ -393,15 +375,6 @@ def device_groups_of(mesh: "DeviceMesh | None") -> tuple[dist.ProcessGroup, ...]
     if mesh is None or mesh.size() == 1:
         return ()
     return tuple(mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1)
-
-
-def _groups_of(mesh: "DeviceMesh | None") -> list[dist.ProcessGroup]:
-    """Process groups: collectives over one after the other reach all ranks of ``mesh``."""
-    if mesh is None or mesh.size() == 1:
-        return []
-    if mesh.size() == world_size():
-        return [control_group()]
-    return [mesh.get_group(dim) for dim in range(mesh.ndim)]
 
 
 def ranks_on_host() -> int:

@@ -1,6 +1,5 @@
 """A distributed order of rows that resumes exactly where training stopped, with any number of ranks."""
 
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -9,7 +8,8 @@ import torch
 from torch.utils.data import Sampler
 
 from fsdp_sft._agree import this_rank, world_size
-from fsdp_sft._meshes import data_parallel_place, has_context_parallelism
+from fsdp_sft._callers import warn_caller
+from fsdp_sft._meshes import data_parallel_place, mesh_of_job
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -18,19 +18,17 @@ T = TypeVar("T")
 
 
 def place_of(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
-    """(number of ranks that share the rows, this rank); None takes that of the process group.
+    """(number of ranks that share the rows, this rank); None takes those of the job, or of its mesh.
 
     Raises:
-        ValueError: If the rank is out of range; or if it has to be taken from the process group although this
-            process has a mesh with ``cp``, with which not every rank has rows of its own.
+        ValueError: If the rank is out of range, or ``mesh_of_job`` cannot tell.
     """
-    if (num_replicas is None or rank is None) and has_context_parallelism():
-        raise ValueError(
-            "this process has a mesh with cp, whose ranks share rows: give samplers mesh=mesh, or "
-            "num_replicas and rank"
-        )
-    replicas = num_replicas or world_size()
-    place = this_rank() if rank is None else rank
+    own, shares = this_rank(), world_size()
+    if num_replicas is None or rank is None:
+        mesh = mesh_of_job()
+        own, shares = (own, shares) if mesh is None else data_parallel_place(mesh)
+    replicas = num_replicas or shares
+    place = own if rank is None else rank
     if not 0 <= place < replicas:
         raise ValueError(f"rank must be in [0, {replicas}), got {place}")
     return replicas, place
@@ -48,6 +46,7 @@ def place_in(
         return num_replicas, rank
     if num_replicas is not None or rank is not None:
         raise ValueError("give mesh, or num_replicas and rank: a mesh determines both")
+    mesh_of_job(mesh)
     index, shares = data_parallel_place(mesh)
     return shares, index
 
@@ -59,9 +58,10 @@ class Placed(ABC):
     of the process group.
 
     Args:
-        num_replicas: Number of ranks that share the rows; None takes the process group's, or 1.
-        rank: This rank; None takes the process group's, or 0.
-        mesh: Mesh whose ranks share the rows, in place of both; those along ``cp`` get the same rows.
+        num_replicas: Number of ranks that share the rows; None takes the mesh's, the process group's, or 1.
+        rank: This rank; None takes the mesh's or the process group's, or 0.
+        mesh: Mesh whose ranks share the rows, in place of both; those along ``cp`` get the same rows. None
+            takes the one that ``build_mesh`` has made.
     """
 
     epoch: int
@@ -92,10 +92,9 @@ class Placed(ABC):
         """
         self.is_passed_over = epoch < self._restored_epoch
         if self.is_passed_over:
-            warnings.warn(
+            warn_caller(
                 f"epoch {epoch} was trained before the checkpoint, which is in epoch {self.epoch}: it is "
-                "passed over. A new sampler or stream begins anew",
-                stacklevel=2,
+                "passed over. A new sampler or stream begins anew"
             )
         elif epoch != self.epoch:
             self._go_to(epoch)
@@ -121,11 +120,10 @@ class Placed(ABC):
     def _warn_if_uncounted(self) -> None:
         """Warn if rows were drawn and never marked as consumed: every resume would begin the epoch again."""
         if self._drawn:
-            warnings.warn(
+            warn_caller(
                 f"{self._drawn} draws of {type(self).__name__} were not marked as consumed, so its state is "
                 "the position before them: iterate with windows(loader) over the DataLoader itself, or call "
-                "mark_consumed",
-                stacklevel=3,
+                "mark_consumed"
             )
 
 
@@ -150,8 +148,8 @@ class ResumableSampler(PlacedSampler[int]):
             first rows of the order are repeated at the end, so that all ranks yield the same number.
         num_replicas: Number of ranks that share the rows; None takes the mesh's or the process group's, or 1.
         rank: This rank; None takes the mesh's or the process group's, or 0.
-        mesh: Mesh from ``build_mesh``, in place of ``num_replicas`` and ``rank``. Needed with ``cp``, since
-            ranks along ``cp`` get the same rows.
+        mesh: Mesh from ``build_mesh``, in place of ``num_replicas`` and ``rank``; ranks along ``cp`` get the
+            same rows. None takes the only one there is.
 
     Raises:
         ValueError: If the data is empty or, with ``drop_last``, has fewer rows than there are ranks.

@@ -1,7 +1,6 @@
 """Shard a model with FSDP2 block by block; the float32 masters are made from each shard, not each block."""
 
 import re
-import warnings
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,6 +19,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_sft._boxes import local_of, refuse_disordered
+from fsdp_sft._callers import warn_caller
 from fsdp_sft._compat import apply_to_tensors, has_grad_hooks, has_hooks, keep_in_float32_patterns
 from fsdp_sft._dtypes import check_dtypes
 from fsdp_sft._expert_parallel import SharedExperts, check_shareable_experts, share_out, shared_experts
@@ -461,11 +461,10 @@ def _plan_float32(
     float16_only, _ = keep_in_float32_patterns(model)
     missed |= {n for n, _ in model.named_parameters() if n not in names and matches(n, float16_only)}
     if missed and warn:
-        warnings.warn(
+        warn_caller(
             f"computed in {dtype} although transformers lists them in _keep_in_fp32_modules: "
             f"{_abridged(missed)} (transformers itself keeps such modules in float32 under float16 only, or "
-            "they cannot be grouped apart from other parameters)",
-            stacklevel=3,
+            "they cannot be grouped apart from other parameters)"
         )
     # transformers' models cast by themselves, and some need float32 tensors passed between blocks (OLMo's
     # rotary embedding, T5's residual).

@@ -1,13 +1,13 @@
 """The shares of a sharded model: the table of its FSDP2 groups, and whether ranks have equal shares."""
 
 import re
-import warnings
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fsdp_sft._boxes import local_of
+from fsdp_sft._callers import warn_caller
 from fsdp_sft._meshes import EP
 from fsdp_sft._placement import MOST_IMBALANCE, even_shards, shard_numel
 from fsdp_sft.distributed import mesh_of, reshard
@@ -86,10 +86,9 @@ def name_uneven(model: nn.Module, num_shards: int) -> None:
     else:
         reason = f"no dimension of {worst} divides by {num_shards}"
         advice = f"build_mesh(dp_replicate={num_shards // fewer}) shards over {fewer}, evenly"
-    warnings.warn(
+    warn_caller(
         f"the fullest of {num_shards} shards has {found:.2f} times the mean, as {reason}: "
-        f"{advice if fewer > 1 else 'fewer ranks would share it more evenly'}",
-        stacklevel=3,
+        f"{advice if fewer > 1 else 'fewer ranks would share it more evenly'}"
     )
 
 

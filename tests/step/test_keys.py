@@ -10,8 +10,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import LlamaForCausalLM
 
 import fsdp_sft as fs
-from tests.harness.device import device_type, mesh_here
-from tests.harness.models import VOCAB, oracle_loss, ragged_batches, tiny_config, tiny_model
+from tests.harness.device import mesh_here
+from tests.harness.models import ragged_batches, tiny_config, tiny_model
 from tests.harness.ranks import run_distributed
 
 FLOAT32 = MixedPrecisionPolicy()
@@ -98,32 +98,6 @@ def _check_stand_ins(replicas: int) -> None:
 @pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.slow)])
 def test_a_rank_that_has_run_out_stands_in_with_the_keys_of_the_others(ranks: int, replicas: int) -> None:
     run_distributed(_check_stand_ins, ranks, replicas, timeout=60)
-
-
-def _check_submesh() -> None:
-    """Two meshes of two ranks each: what one pair has is no business of the other."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("job", "dp_shard"))["dp_shard"]
-    model = fs.shard_model(tiny_model("llama"), mesh=mesh, mp_policy=FLOAT32)
-    batches = ragged_batches(3)
-    mine = batches[:2] if dist.get_rank() % 2 == 0 else []
-    expected = float(oracle_loss(tiny_model("llama").eval(), batches[:2]).detach())
-    if dist.get_rank() >= 2:
-        mine = [{**batch, "position_ids": torch.arange(batch["input_ids"].shape[1])[None]} for batch in mine]
-    assert fs.evaluate(model, mine).loss == pytest.approx(expected, rel=1e-6)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    odd = dist.get_rank() == 3
-    batch = {**batches[0], "position_ids": torch.zeros(1, VOCAB)} if odd else batches[0]
-    if dist.get_rank() >= 2:
-        with pytest.raises(fs.BatchError, match=r"rank 2: .*; rank 3: .*position_ids"):
-            fs.train_step(model, [batch], optimizer)
-    else:
-        assert fs.train_step(model, [batch], optimizer).skipped is False
-
-
-def test_a_mesh_that_is_part_of_the_job_agrees_by_itself() -> None:
-    run_distributed(_check_submesh, 4, timeout=60)
 
 
 def _check_different_options() -> None:

@@ -107,7 +107,7 @@ MISTAKES = [
     Mistake(
         "divided by the world size",
         "loss/counting.py",
-        "return loss * (ranks / num_targets)",
+        "return loss * (world_size() / num_targets)",
         "return loss / num_targets",
         ("tests/test_parity.py",),
     ),

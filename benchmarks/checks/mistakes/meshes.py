@@ -3,6 +3,7 @@
 from benchmarks.checks.mistakes.mistake import Mistake
 
 PACKS = ("tests/packing/test_first_use.py",)
+MESHES = ("tests/test_meshes.py",)
 WRAPPERS = ("tests/test_wrappers.py",)
 HEADS = ("tests/loss/test_heads.py",)
 MISTAKES: list[Mistake] = [
@@ -51,7 +52,7 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "a rank verifies by its own packs alone",
         "packing/first_use.py",
-        "for _, size in gather_over_mesh(own, mesh)]",
+        "for size in (all_gather_objects(own) if mesh is not None else [own])]",
         "for size in [own]]",
         PACKS,
     ),
@@ -152,6 +153,34 @@ MISTAKES: list[Mistake] = [
         "self.group.rank * each, each)",
         "0, each)",
         ("tests/context_parallel/test_exact.py::test_two_ranks_share_rows",),
+    ),
+    Mistake(
+        "of two meshes the first is taken by a call without a model",
+        "_meshes.py",
+        "    if len(different) > 1:\n        axes",
+        "    if False:\n        axes",
+        MESHES,
+    ),
+    Mistake(
+        "a call without a model and a mesh takes every rank for a reader of its own",
+        "_meshes.py",
+        "return different[0] if different else None",
+        "return None",
+        MESHES,
+    ),
+    Mistake(
+        "a model on a part of the ranks is trained",
+        "distributed.py",
+        "    if mesh is not None and mesh.size() != world_size():\n",
+        "    if False:\n",
+        MESHES,
+    ),
+    Mistake(
+        "rows are shared by a part of the ranks",
+        "_meshes.py",
+        "        if given.size() != world_size():\n",
+        "        if False:\n",
+        MESHES,
     ),
     Mistake(
         "ranks that share rows draw rows of their own",

@@ -149,8 +149,8 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "replicas that begin apart are averaged",
         "step/trained.py",
-        "    raise_if_any(error if apart else None,",
-        "    raise_if_any(None,",
+        "    raise_on_mesh(error if apart else None,",
+        "    raise_on_mesh(None,",
         TRAINED,
     ),
     Mistake(
@@ -387,7 +387,7 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "a rank clips its gradients as others do not",
         "step/window.py",
-        "        refuse_different_options(options or {}, mesh)\n",
+        "        refuse_different_options(options or {})\n",
         "        pass\n",
         ("tests/step/test_keys.py::test_ranks_with_different_options_are_refused",),
     ),

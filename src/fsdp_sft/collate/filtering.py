@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from array import array
 from collections.abc import Iterable, Mapping
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from typing_extensions import Unpack
 
+from fsdp_sft._callers import warn_caller
 from fsdp_sft._wrappers import tokenizer_of
 from fsdp_sft.collate.encode import EncodedChat, encode_row, selected_turns, truncate, turns_of_roles
 from fsdp_sft.collate.notes import NOTES, WARNED_OF_ROWS
@@ -103,22 +103,15 @@ class FilterCounts(dict[str, int]):
             examples.append(f"row {index}: {text or REFUSALS.get(reason) or NOTES[reason]}")
 
 
-def warn_of_notes(counts: FilterCounts, names: Iterable[str], stacklevel: int) -> None:
-    """Warn of each of the notes `names` that was counted; of some for over half of the kept rows only.
-
-    Args:
-        counts: The counts.
-        names: Names of `NOTES`.
-        stacklevel: Number of frames, like that of `warnings.warn`, counted from the caller of this function.
-    """
+def warn_of_notes(counts: FilterCounts, names: Iterable[str]) -> None:
+    """Warn of each of the notes `names` that was counted; of some for over half of the kept rows only."""
     for name in names:
         # Some templates end answers only where a question follows, and some answers begin with white space
         # that any tokenizer joins with that of a prompt: a few such rows do no harm.
         is_common = name in ("no_end_of_turn", "start_in_a_token")
         if counts.get(name, 0) > (counts["kept"] / 2 if is_common else 0):
-            warnings.warn(
+            warn_caller(
                 f"{counts[name]} of {counts['kept']} rows are counted as {name}: {NOTES[name]}",
-                stacklevel=stacklevel + 1,
             )
 
 
@@ -188,7 +181,7 @@ def filter_rows(
         )
     with suppress(TypeError):
         _LET_PASS[tokenizer] = on_dropped
-    warn_of_notes(counts, WARNED_OF_ROWS, stacklevel=2)
+    warn_of_notes(counts, WARNED_OF_ROWS)
     return kept, counts
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
+from fsdp_sft._callers import warn_caller
 from fsdp_sft.collate.layout import Dropped
 from fsdp_sft.collate.options import EncodeOptions
 from fsdp_sft.collate.rows import Conversation
@@ -144,19 +144,18 @@ def _on_ends(template: ChatTemplate, facts: TemplateFacts) -> Iterator[str]:
     """The note on an end of answers that is no token."""
     if not facts.stop_is_token:
         yield "end_of_turn_is_text"
-        warnings.warn(
+        warn_caller(
             f"answers end with {facts.end_of_turn!r}, which is no token of "
             f"{describe_tokenizer(template.tokenizer)}: it is trained as text, and generation must be "
             "told to stop on it; better, add it with tokenizer.add_special_tokens and load the model "
-            "with new_vocab_size=len(tokenizer)",
-            stacklevel=3,
+            "with new_vocab_size=len(tokenizer)"
         )
 
 
 def _warn(template: ChatTemplate, what: str) -> None:
     """Warn of what a template does."""
     text = f"the chat template of {describe_tokenizer(template.tokenizer)} {what}"
-    warnings.warn(text, stacklevel=4)
+    warn_caller(text)
 
 
 def _dropped_error(lost: Dropped, template: ChatTemplate) -> DroppedTextError:

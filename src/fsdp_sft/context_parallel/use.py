@@ -14,7 +14,7 @@ from fsdp_sft._wrappers import unwrapped
 from fsdp_sft.context_parallel.group import PREFIX, SequenceGroup, not_divisible, sequence_group_in
 from fsdp_sft.context_parallel.probe import verify
 from fsdp_sft.context_parallel.rotations import show_whole_positions
-from fsdp_sft.distributed import whole_mesh_of
+from fsdp_sft.distributed import mesh_of
 from fsdp_sft.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -65,8 +65,8 @@ def use_context_parallel(model: nn.Module, *, mesh: "DeviceMesh") -> None:
         >>> model = fs.load_pretrained(path, mesh=mesh)
         >>> fs.use_context_parallel(model, mesh=mesh)
         >>> optimizer = torch.optim.AdamW(model.parameters())
-        >>> for window in fs.windows(loader, grad_accum_steps=2, mesh=mesh):
-        ...     result = fs.train_step(model, window, optimizer, mesh=mesh)
+        >>> for window in fs.windows(loader, grad_accum_steps=2):
+        ...     result = fs.train_step(model, window, optimizer)
     """
     inner = unwrapped(model)
     name = original_class(inner).__name__
@@ -77,7 +77,7 @@ def use_context_parallel(model: nn.Module, *, mesh: "DeviceMesh") -> None:
         raise TypeError(f"ranks can share rows of a transformers model only, got {name}")
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError(f"{name} has parameters on the meta device: load its weights first")
-    if whole_mesh_of(inner) is not mesh:
+    if mesh_of(inner) is not mesh:
         raise ValueError(
             f"{name} is not sharded on this mesh, and its gradients would not be summed over cp: hand the "
             "same mesh to shard_model or load_pretrained, before"
@@ -151,24 +151,17 @@ def share_attention(model: Any) -> None:
         )
 
 
-def sequence_group_of(model: nn.Module, over: "DeviceMesh | None" = None) -> SequenceGroup | None:
+def sequence_group_of(model: nn.Module) -> SequenceGroup | None:
     """This rank's group of ranks that share the rows of a model; None without context parallelism.
 
-    Args:
-        model: Model, sharded or not.
-        over: Mesh that the caller sums over; None if there is none.
-
     Raises:
-        ValueError: If ``over`` is only a part of the mesh that the model is sharded on.
         UnsupportedModelError: If the model is sharded on a mesh with ``cp``, but ``use_context_parallel`` was
             not called or its attention has been replaced since.
     """
     inner = unwrapped(model)
-    mesh = whole_mesh_of(inner)
+    mesh = mesh_of(inner)
     if mesh is None or CP not in (mesh.mesh_dim_names or ()):
         return None
-    if over is not None and over.size() != mesh.size():
-        raise ValueError(f"{over} is a part of the mesh that the model is sharded on; give {mesh}, or none")
     group = kept_of(inner, SequenceGroup)
     if group is None:
         raise UnsupportedModelError(

@@ -3,7 +3,6 @@
 import math
 import os
 import time
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from fsdp_sft._agree import agreed, background_group, is_distributed, this_rank, world_size
+from fsdp_sft._callers import warn_caller
 from fsdp_sft._codec import decode, loads
 from fsdp_sft._disk import TensorReader, full_path, read_bytes
 from fsdp_sft._model import model_tensors
@@ -310,7 +310,7 @@ def _tell_of_other_ranks(loaded: LoadedCheckpoint, model: nn.Module) -> None:
             )
         if any(told):
             ranks = f"the step was saved by {loaded.world_size} ranks and is loaded by {world_size()}"
-            warnings.warn("; ".join([ranks, *filter(None, told)]), stacklevel=4)
+            warn_caller("; ".join([ranks, *filter(None, told)]))
 
 
 def read_train_state(folder: Path, manifest: Manifest) -> Any:

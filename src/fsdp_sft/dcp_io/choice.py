@@ -1,10 +1,10 @@
 """The choice of the step to load: the newest sound one, while another job may save and delete steps."""
 
 import time
-import warnings
 from pathlib import Path
 
 from fsdp_sft._agree import all_reduce_max, this_rank, through_rank_0
+from fsdp_sft._callers import warn_caller
 from fsdp_sft.dcp_io.folder import open_folder
 from fsdp_sft.dcp_io.manifest import MANIFEST_NAME, Manifest
 from fsdp_sft.dcp_io.steps import is_step_folder, step_folders
@@ -86,7 +86,7 @@ def _first_sound(path: Path, candidates: list[Path], hashes: bool) -> tuple[Path
             return None
         summary = "; ".join(problems[:5]) or "it has no model in it"
         if len(candidates) > 1 and this_rank() == 0:
-            warnings.warn(f"checkpoint {folder} is not sound and is passed over: {summary}", stacklevel=5)
+            warn_caller(f"checkpoint {folder} is not sound and is passed over: {summary}")
     raise CheckpointCorruptError(
         f"{folder} is not sound: {summary}"
         if len(candidates) == 1

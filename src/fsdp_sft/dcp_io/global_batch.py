@@ -15,7 +15,7 @@ from fsdp_sft._disk import read_bytes
 from fsdp_sft._meshes import CP, copies_of_rows
 from fsdp_sft._record import kept_of, record_of
 from fsdp_sft.dcp_io.manifest import MAX_JSON_BYTES, Manifest
-from fsdp_sft.distributed import whole_mesh_of
+from fsdp_sft.distributed import mesh_of
 from fsdp_sft.errors import CheckpointCorruptError
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def readers_of(mesh: "DeviceMesh | None") -> int:
 
 def _readers_now(model: nn.Module, saved: GlobalBatch, manifest: Manifest) -> int:
     """``readers_of`` the model's mesh; of a model without one (the caller's own DDP) all ranks, as it was."""
-    mesh = whole_mesh_of(model)
+    mesh = mesh_of(model)
     if mesh is None:
         return world_size() if saved.readers == manifest.world_size else saved.readers
     return readers_of(mesh)

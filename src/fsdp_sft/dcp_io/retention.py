@@ -3,10 +3,10 @@
 import logging
 import os
 import shutil
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
+from fsdp_sft._callers import warn_caller
 from fsdp_sft._disk import full_path, temporary_beside
 from fsdp_sft.dcp_io.manifest import read_manifest
 from fsdp_sft.dcp_io.steps import step_folders
@@ -111,7 +111,7 @@ def prune(root: Path, *, keep_last: int | None, keep_best: int, just_saved: int)
     try:
         sound = [info for info in find_checkpoints(root) if info.sound]
     except OSError as error:
-        warnings.warn(f"could not look at the steps below {root}; none was deleted: {error}", stacklevel=4)
+        warn_caller(f"could not look at the steps below {root}; none was deleted: {error}")
         return
     others = [info for info in sound if info.step != just_saved]
     measured = [info for info in sound if info.metric is not None]
@@ -136,6 +136,6 @@ def _delete(root: Path, path: Path) -> bool:
         os.rename(path, doomed)  # renamed first, so that no folder with a step's name is half deleted
         shutil.rmtree(doomed)
     except OSError as error:
-        warnings.warn(f"could not delete the old checkpoint {path}: {error}", stacklevel=4)
+        warn_caller(f"could not delete the old checkpoint {path}: {error}")
         return False
     return True

@@ -1,9 +1,9 @@
 """Preparing the root, the folder of all steps, for a new step."""
 
 import os
-import warnings
 from pathlib import Path
 
+from fsdp_sft._callers import warn_caller
 from fsdp_sft._disk import renames_whole, sweep_all
 from fsdp_sft.dcp_io import in_use
 from fsdp_sft.dcp_io.steps import step_folder, step_folders
@@ -35,10 +35,9 @@ def prepare_root(root: Path, step: int) -> None:
         )
     newer = [number for number, _ in step_folders(root) if number > step]
     if newer:
-        warnings.warn(
+        warn_caller(
             f"{target} is saved beside newer steps ({newer[:5]}). If training went back to an earlier one, "
-            "move those away: the newest are what pruning keeps and what the next start resumes from",
-            stacklevel=5,
+            "move those away: the newest are what pruning keeps and what the next start resumes from"
         )
 
 
@@ -48,9 +47,8 @@ def _say_if_copied(root: Path) -> None:
         return
     _looked_at.add(root)
     if not renames_whole(root):
-        warnings.warn(
+        warn_caller(
             f"the file system of {root} copies a folder to rename it, so a step is there by part for a time. "
             "Loading and pruning compare files with the manifest and pass such a step over, and a save is "
-            "acknowledged when all of it is there; other programs that look at steps should wait for that",
-            stacklevel=6,
+            "acknowledged when all of it is there; other programs that look at steps should wait for that"
         )

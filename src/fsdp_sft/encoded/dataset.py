@@ -133,7 +133,7 @@ def encode_dataset(
             )
     if this_rank() == 0:
         repeated = () if is_new else WARNED_OF_TEMPLATES
-        warn_of_notes(counts, (*WARNED_OF_ROWS, *repeated), stacklevel=2)
+        warn_of_notes(counts, (*WARNED_OF_ROWS, *repeated))
     return encoded
 
 

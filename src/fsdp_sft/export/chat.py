@@ -1,10 +1,10 @@
 """What an exported model needs in order to chat as it was trained: chat template and end of an answer."""
 
 import copy
-import warnings
 from pathlib import Path
 from typing import Any
 
+from fsdp_sft._callers import warn_caller
 from fsdp_sft._disk import write_bytes
 from fsdp_sft._wrappers import tokenizer_of
 from fsdp_sft.collate.template import ChatTemplate, templates_used
@@ -36,11 +36,10 @@ def write_tokenizer(folder: Path, tokenizer: Any, chat_template: str | None) -> 
         named = tokenizer.chat_template
         exported.chat_template = {**named, "default": template} if isinstance(named, dict) else template
     elif (used := templates_used(tokenizer_of(tokenizer))) and template not in used:
-        warnings.warn(
+        warn_caller(
             "rows were encoded with another chat template than the tokenizer has, and the export gets the "
             "tokenizer's: pass chat_template= as the collator got it, so that the export is asked as it was "
-            "trained",
-            stacklevel=5,
+            "trained"
         )
     exported.save_pretrained(folder)
     return template
@@ -54,17 +53,14 @@ def end_of_turn(tokenizer: Any, template: str | None) -> int | None:
     try:
         facts = ChatTemplate(own, template).facts()
     except (ChatTemplateError, ValueError) as error:
-        warnings.warn(
-            f"the end of an answer was not added to generation_config.eos_token_id: {error}", stacklevel=5
-        )
+        warn_caller(f"the end of an answer was not added to generation_config.eos_token_id: {error}")
         return None
     if facts.end_of_turn is None:
         return None
     if not facts.stop_is_token:
-        warnings.warn(
+        warn_caller(
             f"answers end with {facts.end_of_turn!r}, which is no token of the tokenizer, so generation "
-            "cannot stop on it by an id: give generate() stop_strings=, or train with the token added",
-            stacklevel=5,
+            "cannot stop on it by an id: give generate() stop_strings=, or train with the token added"
         )
         return None
     return int(own.convert_tokens_to_ids(facts.end_of_turn))

@@ -1,7 +1,6 @@
 """What an export writes, worked out without moving a tensor."""
 
 import re
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from fsdp_sft._callers import warn_caller
 from fsdp_sft._compat import (
     copy_weight_conversions,
     is_dequantised,
@@ -88,9 +88,7 @@ def _without_extra_objects(content: ModelTensors) -> ModelTensors:
     kept = {name: value for name, value in content.extra.items() if type(value) is torch.Tensor}
     left_out = content.extra.keys() - kept.keys()
     if left_out:
-        warnings.warn(
-            f"extra state of modules that is no tensor is not exported: {abridged(left_out)}", stacklevel=4
-        )
+        warn_caller(f"extra state of modules that is no tensor is not exported: {abridged(left_out)}")
     return with_extra_tensors(replace(content, extra=kept))
 
 

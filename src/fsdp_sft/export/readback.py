@@ -1,9 +1,9 @@
 """Whether an export would be read as the model that was trained, known before its files are written."""
 
-import warnings
 from pathlib import Path
 from typing import Any
 
+from fsdp_sft._callers import warn_caller
 from fsdp_sft._compat import original_class
 from fsdp_sft._model import tied_meta_twin
 from fsdp_sft._safetensors import TensorEntry, num_bytes
@@ -39,9 +39,8 @@ def refuse_unreadable(model: Any, config: Any, written: Described, buffers: set[
         raise _unreadable(model, f"its class has no place for {abridged(unread)}")
     if plan.unexpected:
         name = original_class(model).__name__
-        warnings.warn(
-            f"buffers of the model are exported that {name} does not read: {abridged(plan.unexpected)}",
-            stacklevel=5,
+        warn_caller(
+            f"buffers of the model are exported that {name} does not read: {abridged(plan.unexpected)}"
         )
 
 

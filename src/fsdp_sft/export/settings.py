@@ -1,12 +1,12 @@
 """The files of an export beside its weights: configuration, generation config, tokenizer and card."""
 
 import copy
-import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from fsdp_sft._callers import warn_caller
 from fsdp_sft._compat import original_class, tied_names
 from fsdp_sft._disk import write_bytes
 from fsdp_sft._model import ModelTensors, tied_meta_twin
@@ -94,5 +94,5 @@ def write_generation_config(folder: Path, model: Any, config: Any, stop: int | N
         # Some generation configs on the Hub contradict themselves (a temperature without sampling).
         # transformers loads them with a warning, but refuses to save them. That must not make the export at
         # the end of a training run fail.
-        warnings.warn(f"the generation config is exported as it is: {error}", stacklevel=3)
+        warn_caller(f"the generation config is exported as it is: {error}")
         generation.to_json_file(folder / "generation_config.json")

@@ -9,10 +9,10 @@ import os
 import re
 import shutil
 import tempfile
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
+from fsdp_sft._callers import warn_caller
 from fsdp_sft._disk import check_room, full_path, publish, sync_folder, temporary_beside
 from fsdp_sft.errors import ExportExistsError
 
@@ -74,9 +74,7 @@ def reachable(target: Path) -> Path:
     if not os.path.ismount(target):
         return target
     below = target / "export"
-    warnings.warn(
-        f"{target} is where a file system is mounted, so the export is written to {below}", stacklevel=3
-    )
+    warn_caller(f"{target} is where a file system is mounted, so the export is written to {below}")
     return below
 
 
@@ -106,11 +104,10 @@ def put_in_place(temporary: Path, target: Path, *, overwrite: bool) -> Path:
                 continue
             raise
         if place != target:
-            warnings.warn(
+            warn_caller(
                 f"{target} exists and is not an empty folder: nothing in it was touched, and the export was "
                 f"written to {place}. check_export(out_dir) before training finds this at once; "
-                "overwrite=True replaces an earlier export",
-                stacklevel=5,
+                "overwrite=True replaces an earlier export"
             )
         return place
     raise AssertionError

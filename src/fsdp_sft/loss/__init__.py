@@ -28,6 +28,7 @@ from fsdp_sft.loss.counting import (
     num_targets as num_targets,
     num_tokens as num_tokens,
     scale_for_backward as scale_for_backward,
+    scaled_for_averaging as scaled_for_averaging,
     target_weight as target_weight,
     weight_of as weight_of,
 )

@@ -11,7 +11,7 @@ from fsdp_sft._compat import original_class
 from fsdp_sft._record import findings, forget_findings, is_changed, record_of
 from fsdp_sft._wrappers import unwrapped
 from fsdp_sft.adapters import forward_parameters
-from fsdp_sft.distributed import mesh_of, sum_over_mesh
+from fsdp_sft.distributed import sum_over_mesh, training_mesh_of
 from fsdp_sft.errors import ModelLossError
 from fsdp_sft.loss.own import (
     Coefficient,
@@ -108,7 +108,7 @@ def compare_or_not(model: nn.Module, compare: bool, impl: int) -> None:
 
     Collective: all ranks of the model's mesh.
     """
-    mesh = mesh_of(model)
+    mesh = training_mesh_of(model)
     told: list[float] = [compare, not compare, is_changed(model), impl, impl * impl]
     *saying, changed, impls, squares = sum_over_mesh(told, mesh)
     if all(saying):
@@ -181,7 +181,7 @@ def _find_out(model: nn.Module, flag: bool | None, wanted: bool, router_loss: st
     if wanted and coefficient is None and not reason and router_loss is not None:
         why = own if isinstance(own, str) and own else "its forward returns no router's loss (aux_loss)"
         reason = f"router_loss={router_loss!r}: {why}"
-    mesh = mesh_of(model)
+    mesh = training_mesh_of(model)
     balanced = isinstance(own, OwnLoss) and own.is_balanced
     failed, differ = sum_over_mesh([bool(reason), not balanced], mesh)
     if failed:
@@ -223,7 +223,7 @@ def _say_what_is_left_out(model: nn.Module) -> None:
         return
     said.left_out = True
     left_out = next((c for c in router_coefficients(model) if c.read() > 0), None)
-    mesh = mesh_of(model)
+    mesh = training_mesh_of(model)
     if left_out is not None and (mesh is None or mesh.get_rank() == 0):
         _logger.warning(
             "%s has %s=%g, and its router's loss is not trained, because its config has no "

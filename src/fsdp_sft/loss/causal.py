@@ -1,6 +1,5 @@
 """The causal-LM loss of a model on a batch: labels shifted once, a float32 sum, with or without logits."""
 
-import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -11,12 +10,14 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_sft._agree import world_size
+from fsdp_sft._callers import warn_caller
 from fsdp_sft._expert_parallel import refuse_divided_twice
+from fsdp_sft._former import told_of_former
 from fsdp_sft._meshes import CP
 from fsdp_sft._streams import travelling
 from fsdp_sft.collate import refuse_masked_pack
 from fsdp_sft.context_parallel import SequenceGroup, WholeRows, compare_again, part_of_rows, sequence_group_of
-from fsdp_sft.distributed import device_groups_of, whole_mesh_of
+from fsdp_sft.distributed import device_groups_of, training_mesh_of
 from fsdp_sft.errors import ModelLossError
 from fsdp_sft.experts import counter_of
 from fsdp_sft.loss import counting
@@ -31,7 +32,7 @@ from fsdp_sft.loss.counting import (
     counted_tokens,
     is_shifted,
     num_targets,
-    scale_for_backward,
+    scaled_for_averaging,
     targets_of,
     weight_of,
     weights_of,
@@ -124,12 +125,12 @@ def _looked_at_again(model: nn.Module, impl: LossImpl) -> SequenceGroup | None:
     return group
 
 
+@told_of_former
 def causal_lm_loss(
     model: nn.Module,
     batch: Batch,
     *,
     num_targets: int,
-    mesh: "DeviceMesh | None" = None,
     impl: LossImpl = "auto",
     router_loss: RouterLoss | None = None,
     num_tokens: int | None = None,
@@ -143,8 +144,6 @@ def causal_lm_loss(
         model: Decoder-only language model, sharded or not.
         batch: Batch of the form that ``loss_sum`` takes.
         num_targets: Number of targets of the whole window over all ranks, from ``count_targets``.
-        mesh: Ranks over which the gradients are averaged; None takes the mesh of the model's parameters, or
-            a single process if the model is not sharded.
         impl: Implementation of the loss; see ``loss_sum``.
         router_loss: Treatment of the loss of a mixture's router; see ``loss_sum``. Here it is weighted by
             the micro-batch's share of the window's tokens, without padding.
@@ -162,15 +161,15 @@ def causal_lm_loss(
     Raises:
         ValueError: If ``loss_sum`` refuses the model or the batch, or ``num_targets`` is not positive.
 
-    Collective: all ranks of the mesh, by the model's forward.
+    Collective: all ranks, by the model's forward.
 
     Example:
-        >>> num_targets = fs.count_targets(window, mesh=mesh)
+        >>> num_targets = fs.count_targets(window)
         >>> for batch in window:
-        ...     fs.causal_lm_loss(model, batch, num_targets=num_targets, mesh=mesh).backward()
+        ...     fs.causal_lm_loss(model, batch, num_targets=num_targets).backward()
         >>> optimizer.step()
     """
-    mesh = mesh if mesh is not None else whole_mesh_of(model)
+    mesh = training_mesh_of(model)
     if not torch.compiler.is_compiling():
         refuse_divided_twice(model)
     check_num_targets(num_targets)
@@ -179,11 +178,11 @@ def causal_lm_loss(
         _warn_of_few_targets(batch, num_targets, mesh)
     group = None if torch.compiler.is_compiling() else _looked_at_again(model, impl)
     batch = batch if group is None else part_of(batch, group)
-    summed, router = loss_parts(model, batch, impl, router_loss, Terms(label_smoothing, z_loss), mesh)
+    summed, router = loss_parts(model, batch, impl, router_loss, Terms(label_smoothing, z_loss))
     if router is not None:
         share = _share_of_tokens(batch, num_targets, num_tokens, mesh)
         summed = summed + router * (share * weight)
-    return summed / weight if mesh is None else scale_for_backward(summed, num_targets=weight, mesh=mesh)
+    return summed / weight if mesh is None else scaled_for_averaging(summed, weight)
 
 
 def _warn_of_few_targets(batch: Batch, num_targets: int, mesh: "DeviceMesh | None") -> None:
@@ -197,10 +196,9 @@ def _warn_of_few_targets(batch: Batch, num_targets: int, mesh: "DeviceMesh | Non
         return
     own = counting.num_targets(batch) if mesh is not None or world_size() == 1 else 0
     if own > num_targets:
-        warnings.warn(
+        warn_caller(
             f"num_targets={num_targets}, and this batch alone has {own}: the loss and its gradient are too "
-            "large. Pass the targets of the whole window over all ranks, count_targets(window)",
-            stacklevel=3,
+            "large. Pass the targets of the whole window over all ranks, count_targets(window)"
         )
 
 
@@ -253,7 +251,7 @@ def _weight_of_router(
 
 
 def ranks_of_router(
-    model: nn.Module, batch: Batch, router_loss: RouterLoss | None, mesh: "DeviceMesh | None" = None
+    model: nn.Module, batch: Batch, router_loss: RouterLoss | None
 ) -> tuple[dist.ProcessGroup, ...]:
     """Process groups of the ranks whose tokens the router's loss of a batch is computed over.
 
@@ -262,7 +260,7 @@ def ranks_of_router(
     """
     if router_loss != "global_micro_batch" and not isinstance(batch, BatchPart):
         return ()
-    mesh = mesh if mesh is not None else whole_mesh_of(model)
+    mesh = training_mesh_of(model)
     if router_loss == "global_micro_batch":
         return device_groups_of(mesh)
     return () if mesh is None else (mesh.get_group(CP),)
@@ -307,7 +305,6 @@ def loss_parts(
     impl: LossImpl,
     router_loss: RouterLoss | None,
     terms: Terms = PLAIN,
-    mesh: "DeviceMesh | None" = None,
     is_counted: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(the loss summed over the targets, the router's loss times its coefficient or None).
@@ -320,7 +317,6 @@ def loss_parts(
         impl: Implementation of the loss; see ``loss_sum``.
         router_loss: Treatment of the loss of a mixture's router; see ``loss_sum``.
         terms: Label smoothing and z-loss.
-        mesh: Ranks whose tokens ``"global_micro_batch"`` takes together; None takes the model's mesh.
         is_counted: Whether the router's loss counts the batch's tokens. It does not for a batch that only
             takes part in other ranks' forwards.
     """
@@ -347,7 +343,7 @@ def loss_parts(
     whole = batch.whole if isinstance(batch, BatchPart) else None
     balance = None
     if not torch.compiler.is_compiling():
-        groups = ranks_of_router(model, batch, router_loss, mesh)
+        groups = ranks_of_router(model, batch, router_loss)
         balance = _balance(model, batch, additions, groups, router_loss)
         if balance is not None and not is_counted:
             balance.counted = torch.zeros_like(targets, dtype=torch.bool)

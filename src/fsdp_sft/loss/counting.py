@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from fsdp_sft._agree import all_reduce_sum, world_size
-from fsdp_sft._meshes import has_context_parallelism
+from fsdp_sft._meshes import mesh_of_job
 from fsdp_sft._streams import travelling
 from fsdp_sft.collate import IGNORE_INDEX, filler_of
 from fsdp_sft.context_parallel import sequence_group_in
@@ -102,8 +102,7 @@ def count_targets(
     Args:
         micro_batches: Batches with ``labels``, int64 ``(B, S)``, aligned with ``input_ids``, or with
             ``shift_labels``, which hold the target of each position and need no shift.
-        mesh: Ranks that share the window, from ``build_mesh``. Needed under context parallelism, where the
-            ranks of a ``cp`` group have the same rows.
+        mesh: Mesh from ``build_mesh``, which says which ranks share rows; None takes the only one there is.
         group: Process group to sum over instead of a mesh; its backend must take CPU tensors. Without mesh
             and group the sum is over all ranks.
 
@@ -113,8 +112,8 @@ def count_targets(
         divides if batches have ``loss_weights``.
 
     Raises:
-        ValueError: If a batch has no proper labels, if mesh and group are both given, or if no mesh is given
-            although this process has made one with ``cp``.
+        ValueError: If a batch has no proper labels, if mesh and group are both given, or if neither is given
+            although this process has made several meshes of different axes.
         BatchError: If ranks of one ``cp`` group have different rows.
 
     Collective: all ranks of ``mesh`` or ``group``.
@@ -127,11 +126,8 @@ def count_targets(
     """
     if mesh is not None and group is not None:
         raise ValueError("give mesh or group: a mesh says which ranks share the window")
-    if mesh is None and has_context_parallelism():
-        raise ValueError(
-            "this process has a mesh with cp, whose ranks share rows: give count_targets(..., mesh=mesh), "
-            "which counts each row once"
-        )
+    if group is None:
+        mesh = mesh_of_job(mesh)
     batches = list(micro_batches)
     own = [
         float(sum(num_targets(batch) for batch in batches)),
@@ -163,7 +159,7 @@ def target_weight(
 
     Args:
         micro_batches: Batches of the form that ``count_targets`` takes.
-        mesh: Ranks that share the window; see ``count_targets``.
+        mesh: Mesh from ``build_mesh``; see ``count_targets``.
         group: Process group to sum over instead of a mesh; see ``count_targets``.
 
     Returns:
@@ -297,27 +293,34 @@ def scale_for_backward(
         loss: Sum over this rank's targets in one micro-batch.
         num_targets: Number of targets of the whole window over all ranks, from ``count_targets``; for a loss
             with ``loss_weights`` their sum, from ``target_weight``.
-        mesh: Ranks over which FSDP2 averages the gradients; None takes all ranks of the job.
+        mesh: Mesh over which FSDP2 averages the gradients; None takes the only one there is.
 
     Returns:
-        ``loss * ranks / num_targets``, with the number of ranks in the mesh.
+        ``loss * ranks / num_targets``, with the number of ranks in the job.
 
     Raises:
-        ValueError: If ``num_targets`` is not positive.
+        ValueError: If ``num_targets`` is not positive, or ``mesh`` is left out although this process has made
+            several of different axes.
 
     Example:
-        >>> num_targets = fs.count_targets(window, mesh=mesh)
+        >>> num_targets = fs.count_targets(window)
         >>> for batch in window:
         ...     summed, _ = fs.loss_sum(model, batch)
-        ...     fs.scale_for_backward(summed, num_targets=num_targets, mesh=mesh).backward()
+        ...     fs.scale_for_backward(summed, num_targets=num_targets).backward()
     """
     check_num_targets(num_targets)
-    ranks = mesh.size() if mesh is not None else world_size()
+    if not torch.compiler.is_compiling():
+        mesh_of_job(mesh)
+    return scaled_for_averaging(loss, num_targets)
+
+
+def scaled_for_averaging(loss: torch.Tensor, num_targets: float) -> torch.Tensor:
+    """``scale_for_backward`` of a model that all ranks train together."""
     # FSDP2 divides the sum of the ranks' gradients by the number of ranks. That is the mean only if all ranks
     # hold equally many targets. Rank r's loss is a sum S_r, and the gradient wanted is that of
     # (S_0 + S_1 + ...) / num_targets, in which every target counts the same. So each S_r is divided by
     # num_targets and multiplied by the number of ranks, which cancels FSDP2's division.
-    return loss * (ranks / num_targets)
+    return loss * (world_size() / num_targets)
 
 
 def check_num_targets(num_targets: float) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from fsdp_sft._compat import original_class
 from fsdp_sft._record import findings, forget_findings, is_changed
 from fsdp_sft._wrappers import unwrapped
-from fsdp_sft.distributed import compute_device, mesh_of, sum_over_mesh
+from fsdp_sft.distributed import compute_device, sum_over_mesh, training_mesh_of
 from fsdp_sft.errors import ModelLossError, NotFusedError
 from fsdp_sft.loss import liger
 from fsdp_sft.loss.additions import additions_to, compare_or_not, refuse_meta
@@ -120,7 +120,7 @@ def look_again(model: nn.Module, impl: LossImpl) -> None:
     choice = None if changed else findings(model, _Choices).by_impl.get(impl)
     if not changed and (choice is None or choice.holds(model)):
         return
-    mesh = mesh_of(model)
+    mesh = training_mesh_of(model)
     if mesh is not None and mesh.size() > 1:
         what = "modules, hooks, functions or flags" if changed else "numbers that scale its logits"
         name = original_class(unwrapped(model)).__name__
@@ -158,7 +158,7 @@ def _decide(model: nn.Module, impl: LossImpl) -> LossChoice:
     """Make the choice for ``impl``; all ranks of the mesh take part."""
     name = original_class(unwrapped(model)).__name__
     refuse_meta(model)
-    mesh = mesh_of(model)
+    mesh = training_mesh_of(model)
     first = mesh is None or mesh.get_rank() == 0
     if impl == "logits":
         return _logits_choice(model, "asked for")

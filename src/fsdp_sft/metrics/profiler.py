@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 
 from fsdp_sft._agree import this_rank
+from fsdp_sft._callers import warn_caller
 from fsdp_sft._devices import resolve_device, synchronize
 from fsdp_sft._disk import full_path
 from fsdp_sft._parts import DEVICE
@@ -99,10 +99,9 @@ class StepProfiler:
         if self._profile is not None:
             self._write()
         elif self._written is None and self._records():
-            warnings.warn(
+            warn_caller(
                 f"no trace: the run ended after step {self._done}, or had started after step {self._first}; "
-                f"steps {self._first} to {self._last} were to be recorded",
-                stacklevel=2,
+                f"steps {self._first} to {self._last} were to be recorded"
             )
 
     def _records(self) -> bool:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from fsdp_sft._callers import warn_caller
 from fsdp_sft._disk import full_path
 from fsdp_sft.metrics.sinks import Scalar
 
@@ -81,10 +81,9 @@ class _RunSink(ABC):
             if self._is_own:
                 self._run = module.init(**self._init)
             elif self._init:
-                warnings.warn(
+                warn_caller(
                     f"a run of {self._module} is going on: it is written to and left open, and the arguments "
-                    f"for another ({', '.join(self._init)}) are not used",
-                    stacklevel=3,
+                    f"for another ({', '.join(self._init)}) are not used"
                 )
         row = {key: value for key, value in metrics.items() if value is not None}
         self._run.log(row, step=step)

@@ -50,7 +50,8 @@ class MixedSampler(Sampler[Any]):
         seed: Seed of the order, together with the epoch; the same on all ranks.
         num_replicas: Number of ranks that share the rows; None takes the mesh's or the process group's, or 1.
         rank: This rank; None takes the mesh's or the process group's, or 0.
-        mesh: Mesh from ``build_mesh`` whose ranks share the rows, in place of ``num_replicas`` and ``rank``.
+        mesh: Mesh from ``build_mesh``, in place of ``num_replicas`` and ``rank``; ranks along ``cp`` get the
+            same rows. None takes the only one there is.
 
     Raises:
         TypeError: If an argument that must be a number is not one.

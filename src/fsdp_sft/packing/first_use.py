@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
+from fsdp_sft._agree import all_gather_objects
 from fsdp_sft._compat import attention_of
 from fsdp_sft._wrappers import unwrapped
 from fsdp_sft.collate import PackSize, pack_size
-from fsdp_sft.distributed import gather_over_mesh
 from fsdp_sft.errors import PackingError
 from fsdp_sft.packing.rotation import rope_depends_on_length
 from fsdp_sft.packing.verify import verified_length, verify
@@ -52,7 +52,7 @@ def verify_at_first_use(
         return
     sizes = [pack_size(batch) for batch in batches]
     own = (max(size.width for size in sizes), max(size.longest for size in sizes)) if sizes else (0, 0)
-    known = [PackSize(*size) for _, size in gather_over_mesh(own, mesh)]
+    known = [PackSize(*size) for size in (all_gather_objects(own) if mesh is not None else [own])]
     width, longest = max(size.width for size in known), max(size.longest for size in known)
     needed = longest if depends else min(width, _LONGEST_PROBE)
     if not width or done >= needed:

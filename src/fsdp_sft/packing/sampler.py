@@ -1,6 +1,5 @@
 """A distributed order of packs, balanced over ranks, with a position that resumes at any number of ranks."""
 
-import warnings
 import zlib
 from array import array
 from collections.abc import Iterator, Mapping
@@ -8,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fsdp_sft._callers import warn_caller
 from fsdp_sft.packing.balance import balanced_rounds, deal
 from fsdp_sft.packing.bins import as_ints, check_lengths, pack_lengths
 from fsdp_sft.packing.cost import RowCost
@@ -45,8 +45,8 @@ class PackedSampler(PlacedSampler[list[int]]):
         seed: Seed of packs and order, together with the epoch; the same on all ranks.
         num_replicas: Number of ranks that share the rows; None takes the mesh's or the process group's, or 1.
         rank: This rank; None takes the mesh's or the process group's, or 0.
-        mesh: Mesh from ``build_mesh``, in place of ``num_replicas`` and ``rank``. Needed with ``cp``, since
-            ranks along ``cp`` get the same packs.
+        mesh: Mesh from ``build_mesh``, in place of ``num_replicas`` and ``rank``; ranks along ``cp`` get the
+            same packs. None takes the only one there is.
         cost: Coefficients ``(a, b)``, such as ``attention_cost(config)``. Packs of a round then have similar
             ``a * tokens + b * sum(length ** 2)`` instead of similar numbers of tokens and targets. This
             matters with long rows, where ranks would otherwise wait for the one whose pack is a single row.
@@ -177,10 +177,9 @@ class PackedSampler(PlacedSampler[list[int]]):
         """Take over the cost with which a state was saved, and so its order."""
         cost = None if saved is None else RowCost.check(saved)
         if cost != self._cost:
-            warnings.warn(
+            warn_caller(
                 f"the sampler's state has cost={saved}, and goes on with it; a new sampler takes the one it "
-                "was given",
-                stacklevel=3,
+                "was given"
             )
         self._cost, self._packs = cost, None
 

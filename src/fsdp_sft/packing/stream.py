@@ -56,8 +56,8 @@ class PackedStream(Placed, IterableDataset[list[Row]]):
             them to about 99 %.
         num_replicas: Number of ranks that share the packs; None takes the mesh's, the process group's, or 1.
         rank: This rank; None takes the mesh's or the process group's, or 0.
-        mesh: Mesh from ``build_mesh``, in place of ``num_replicas`` and ``rank``. Needed with ``cp``, since
-            ranks along ``cp`` get the same packs.
+        mesh: Mesh from ``build_mesh``, in place of ``num_replicas`` and ``rank``; ranks along ``cp`` get the
+            same packs. None takes the only one there is.
 
     Raises:
         TypeError: If a number is no integer.

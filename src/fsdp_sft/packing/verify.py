@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fsdp_sft._agree import raise_first, world_size
 from fsdp_sft._compat import attention_of, original_class
+from fsdp_sft._former import told_of_former
 from fsdp_sft._model import text_config, uncompiled, undisturbed
 from fsdp_sft._record import findings, forget_findings, is_changed
 from fsdp_sft._rounding import TOLERANCES, logits_tolerance
 from fsdp_sft._wrappers import unwrapped
 from fsdp_sft.adapters import forward_parameters
-from fsdp_sft.distributed import compute_device, mesh_of, sum_over_mesh
+from fsdp_sft.distributed import compute_device, raise_on_mesh, sum_over_mesh, training_mesh_of
 from fsdp_sft.errors import PackingError
 from fsdp_sft.packing.rotation import Rotations, largest_difference, rope_depends_on_length
 
@@ -74,7 +74,8 @@ class PackingReport:
         )
 
 
-def verify_packing(model: nn.Module, *, max_length: int, mesh: "DeviceMesh | None" = None) -> PackingReport:
+@told_of_former
+def verify_packing(model: nn.Module, *, max_length: int) -> PackingReport:
     """Check that a row in a pack gives the same logits as alone; call it once before training.
 
     A pack of six random rows, one of them long, goes through the model as in training: ``position_ids`` from
@@ -91,7 +92,6 @@ def verify_packing(model: nn.Module, *, max_length: int, mesh: "DeviceMesh | Non
         max_length: Tokens of the packs that will be trained; the probe has as many (at least 64), since some
             models count positions by index. If rotary embeddings depend on the longest row of a batch
             (dynamic NTK, LongRoPE), it has a row of that length.
-        mesh: Ranks that hold the model; None takes the mesh of its parameters, or a single process.
 
     Returns:
         What was measured, the same on every rank up to rounding.
@@ -99,7 +99,7 @@ def verify_packing(model: nn.Module, *, max_length: int, mesh: "DeviceMesh | Non
     Raises:
         PackingError: If rows are not kept apart, or if the weights do not allow to tell.
 
-    Collective: all ranks of the mesh; either all of them raise or none.
+    Collective: all ranks that hold the model; either all of them raise or none.
     Memory: A forward of ``max_length`` tokens. Logits at about 100 positions if the model takes
         ``logits_to_keep``, otherwise at all of them.
 
@@ -109,7 +109,7 @@ def verify_packing(model: nn.Module, *, max_length: int, mesh: "DeviceMesh | Non
     """
     if isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < 1:
         raise ValueError(f"max_length must be a positive integer, got {max_length!r}")
-    mesh = mesh if mesh is not None else mesh_of(model)
+    mesh = training_mesh_of(model)
     if any(sum_over_mesh([is_changed(model)], mesh)):
         forget_findings(model)
     report, _ = verify(model, max_length, mesh, untold_is_error=True)
@@ -129,7 +129,7 @@ def verify(
     Args:
         model: A causal language model with its weights, sharded or not.
         max_length: Tokens of the packs.
-        mesh: Ranks that hold the model; None is a single process.
+        mesh: Mesh of the model; None if this process holds it alone.
         untold_is_error: Whether to raise if the weights do not allow to tell.
 
     Raises:
@@ -149,10 +149,7 @@ def verify(
         told = _judge(model, report, untold_is_error)
     except Exception as caught:
         error = caught
-    if any(sum_over_mesh([error is not None], mesh)):
-        if mesh is not None and mesh.size() > 1 and mesh.size() == world_size():
-            raise_first(error, "verifying that packed rows are kept apart")
-        raise error or PackingError("another rank of the mesh found that packed rows are not kept apart")
+    raise_on_mesh(error, "verifying that packed rows are kept apart", mesh)
     assert report is not None
     passed.length = max(max_length, passed.length)
     return report, told

@@ -12,7 +12,7 @@ from fsdp_sft._gpus import GIB, GPUS
 from fsdp_sft.errors import UnsupportedModelError
 from fsdp_sft.planner.budget import Budget, budget_of
 from fsdp_sft.planner.estimate import MemoryEstimate
-from fsdp_sft.planner.search import group_sizes, least_by_group
+from fsdp_sft.planner.groups import group_sizes, least_by_group
 from fsdp_sft.planner.setup import Setup
 
 _MOST_GPUS = 4096

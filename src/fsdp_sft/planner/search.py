@@ -3,20 +3,19 @@
 import math
 import os
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
-from fsdp_sft.context_parallel import check_shareable
 from fsdp_sft.errors import NoPlanError, UnsupportedModelError
+from fsdp_sft.planner.advice import what_would_fit
 from fsdp_sft.planner.budget import Budget, budget_of
 from fsdp_sft.planner.estimate import MemoryEstimate, check_options, estimate
+from fsdp_sft.planner.groups import group_divisors, group_sizes, least_by_group
 from fsdp_sft.planner.model import as_config, build_skeleton
 from fsdp_sft.planner.plan import RunPlan, make_plan
 from fsdp_sft.planner.setup import GradSync, Setup
 from fsdp_sft.planner.speed import step_time
-from fsdp_sft.planner.trace import trace
 from fsdp_sft.sac import Placement, parse_ratio
 
 if TYPE_CHECKING:
@@ -93,7 +92,7 @@ def plan_run(
     config = as_config(config)
     options = {"micro_batch_size": 1, "compile": True, **estimate_options}
     first = check_options(num_gpus=num_gpus, seq_length=seq_length, **options)
-    sizes = [1, *_divisors(config, first)] if "cp" not in estimate_options else [first.cp]
+    sizes = [1, *group_divisors(config, first)] if "cp" not in estimate_options else [first.cp]
     dealt = [cp for cp in sizes if global_batch_size % (num_gpus // cp) == 0]
     if not dealt:
         raise ValueError(_no_multiple(first, global_batch_size))
@@ -112,8 +111,6 @@ def plan_run(
                 raise
             break  # no ranks can share rows of this model
     if not plans:
-        from fsdp_sft.planner.advice import what_would_fit
-
         raise NoPlanError(what_would_fit(config, first, estimate_options, budget, global_batch_size))
     plans.sort(key=lambda plan: (plan.time.total, plan.cp, plan.peak_bytes, plan.sac_placement))
     fastest = plans[0].time.total
@@ -182,39 +179,6 @@ def smallest_num_gpus(
             return int(num_gpus)
         num_gpus *= 2
     return None
-
-
-def group_sizes(config: Any, setup: Setup, options: dict[str, Any]) -> list[int]:
-    """Numbers of ranks that could share a row, ascending; only ``cp`` if it is given."""
-    if "cp" in options:
-        return [setup.cp]
-    divisors = _divisors(config, setup)
-    return [1, *divisors] if divisors and _can_share(config, replace(setup, cp=divisors[0])) else [1]
-
-
-def _divisors(config: Any, setup: Setup) -> list[int]:
-    """Numbers of ranks, 2 or more, that divide a replica's ranks and the model's query heads.
-
-    There are none where ranks share out experts: these ranks cannot share rows.
-    """
-    if setup.ep_size > 1:
-        return []
-    model, found = build_skeleton(config, setup).model, []
-    for ranks in range(2, setup.num_shards + 1):
-        if setup.num_shards % ranks == 0:
-            with suppress(ValueError):
-                check_shareable(model, ranks)
-                found.append(ranks)
-    return found
-
-
-def _can_share(config: Any, setup: Setup) -> bool:
-    """Whether ranks can share rows of this model, which a trace finds out."""
-    try:
-        trace(build_skeleton(config, setup), setup)
-    except UnsupportedModelError:
-        return False
-    return True
 
 
 def _check_numbers(num_gpus: int, global_batch_size: int, gpu_memory_bytes: int | None) -> None:
@@ -388,8 +352,3 @@ def _first_that_fits(
             low = looked_at + 1
         looked_at = len(ratios) - 1 if low == 1 and high == len(ratios) - 1 else (low + high) // 2
     return found
-
-
-def least_by_group(config: Any, setup: Setup, sizes: list[int]) -> Iterator[MemoryEstimate]:
-    """The estimates for these numbers of ranks that share a row."""
-    return (estimate(config, replace(setup, cp=cp)) for cp in sizes)

@@ -5,7 +5,6 @@ host memory before an earlier one has read it. Memory of the device is freed, or
 the computing stream has been told to wait for the copy.
 """
 
-import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch
 
+from fsdp_sft._callers import warn_caller
 from fsdp_sft._host_memory import available_host_bytes
 from fsdp_sft._streams import copy_stream, host_buffer
 from fsdp_sft.distributed import ranks_on_host
@@ -78,10 +78,7 @@ class Lane:
         self.chunks += 1
         made = host_buffer((CHUNK_BYTES,), torch.uint8, self.device)
         if self.chunks == 1 and not made.is_pinned():
-            warnings.warn(
-                "host memory for activations could not be pinned: the device waits for each copy",
-                stacklevel=2,
-            )
+            warn_caller("host memory for activations could not be pinned: the device waits for each copy")
         return made
 
     def expect(self, chunks: int) -> None:

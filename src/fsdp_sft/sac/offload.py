@@ -16,7 +16,6 @@ nested hooks the innermost gets a tensor, so their order decides what they see. 
 
 import functools
 import threading
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -26,6 +25,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
+from fsdp_sft._callers import warn_caller
 from fsdp_sft._compat import compiled_call_of, kept_in, set_compiled_call
 from fsdp_sft._host_memory import available_host_bytes
 from fsdp_sft._model import tensors_in
@@ -150,11 +150,10 @@ def _after_forward(offload: Offload, model: nn.Module, args: Any, output: Any) -
     """Warn once if no block has run under the hooks in a training forward."""
     if not offload.is_settled and model.training and torch.is_grad_enabled():
         offload.is_settled = True
-        warnings.warn(
+        warn_caller(
             f"none of the {offload.blocks} blocks that were chosen with offload=True has left anything on "
             "the host in this forward: it does not call them, or the model is compiled as a whole (use "
-            "compile_blocks instead)",
-            stacklevel=2,
+            "compile_blocks instead)"
         )
 
 

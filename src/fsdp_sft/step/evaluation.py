@@ -3,15 +3,16 @@
 import math
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
+from fsdp_sft._former import told_of_former
 from fsdp_sft._meshes import copies_of_rows
 from fsdp_sft._streams import LateValues
 from fsdp_sft.context_parallel import sequence_group_of
-from fsdp_sft.distributed import compute_device, reshard, sum_over_mesh, whole_mesh_of
+from fsdp_sft.distributed import compute_device, raise_on_mesh, reshard, sum_over_mesh, training_mesh_of
 from fsdp_sft.errors import BatchError
 from fsdp_sft.loss import (
     HeadChecks,
@@ -35,10 +36,7 @@ from fsdp_sft.step.keys import (
 from fsdp_sft.step.own_loss import LossFn, Objective, refuse_own_loss
 from fsdp_sft.step.rounds import in_step
 from fsdp_sft.step.summed import refuse_mean
-from fsdp_sft.step.window import Anew, CountFn, on_device, on_host, raise_on_mesh, weight_of_loss
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+from fsdp_sft.step.window import Anew, CountFn, on_device, on_host, weight_of_loss
 
 
 @dataclass(frozen=True)
@@ -59,11 +57,11 @@ class EvalResult:
     router_loss: float = 0.0
 
 
+@told_of_former
 def evaluate(
     model: nn.Module,
     batches: Iterable[Any],
     *,
-    mesh: "DeviceMesh | None" = None,
     loss_impl: LossImpl = "auto",
     loss_fn: LossFn | None = None,
     count_fn: CountFn | None = None,
@@ -83,8 +81,6 @@ def evaluate(
         model: Decoder-only language model, sharded or not; with ``loss_fn``, any model.
         batches: This rank's batches, of the form that ``loss_sum`` takes; they are moved to the model's
             device.
-        mesh: Ranks that share the evaluation; None takes the mesh of the model's parameters, or a single
-            process if the model is not sharded.
         loss_impl: Implementation of the loss; see ``impl`` of ``loss_sum``.
         loss_fn: Loss of your own; see ``train_step``. Its result for a batch that does not count is ignored.
         count_fn: Function that counts the targets of a batch; see ``train_step``.
@@ -105,7 +101,7 @@ def evaluate(
         VocabularyError: If a batch has an id or a label that the model has no row for.
         ValueError: If no rank has a target.
 
-    Collective: all ranks of the mesh.
+    Collective: all ranks, if the model is sharded or inside DistributedDataParallel.
 
     Example:
         >>> fs.evaluate(model, loader)
@@ -114,8 +110,8 @@ def evaluate(
     objective = Objective(loss_impl, loss_fn, router_loss, Terms(label_smoothing, z_loss))
     objective.check(count_fn)
     check_verify(verify)
-    mesh = mesh if mesh is not None else whole_mesh_of(model)
-    group = sequence_group_of(model, mesh)
+    mesh = training_mesh_of(model)
+    group = sequence_group_of(model)
     refuse_own_loss(group, loss_fn, count_fn)
     device = compute_device(model)
     modes = {module: module.training for module in model.modules()}
@@ -129,7 +125,7 @@ def evaluate(
     sums = sum_over_mesh([*own, *to_compare(digest(repr(options)))], mesh)
     anew, compared = Anew(*map(int, sums[: len(own)])), sums[len(own) :]
     if not are_equal(compared, mesh.size() if mesh is not None else 1):
-        refuse_different_options(options, mesh)
+        refuse_different_options(options)
     find_out_anew(model, objective, anew, group, mesh)
     model.eval()
     try:
@@ -141,7 +137,7 @@ def evaluate(
                     whole = [seen] if group is None else on_host([batch])
                     verify_at_first_use(model, whole, mesh, own_loss=loss_fn is not None)
                 moved = on_device(batch, seen, device, own_loss=loss_fn is not None)
-                summed, router = objective.of(model, moved, mesh, is_counted=count is not None)
+                summed, router = objective.of(model, moved, is_counted=count is not None)
                 if count is None:
                     continue
                 total, targets = total + summed, targets + count

@@ -1,12 +1,12 @@
 """Checks of an optimizer after its first step: state that no checkpoint could hold, and lost updates."""
 
-import warnings
 import weakref
 from typing import Any
 
 import torch
 
 from fsdp_sft._agree import this_rank
+from fsdp_sft._callers import warn_caller
 from fsdp_sft.dcp_io.inner_tensors import take_apart
 from fsdp_sft.dcp_io.optimizer_content import check_storable
 from fsdp_sft.errors import UnstorableStateError
@@ -49,7 +49,7 @@ def _warn_about(optimizer: torch.optim.Optimizer, together: list[torch.optim.Opt
         check_storable(optimizer, together)
     except UnstorableStateError as error:
         if this_rank() == 0:
-            warnings.warn(f"save_checkpoint will refuse this optimizer: {error}", stacklevel=5)
+            warn_caller(f"save_checkpoint will refuse this optimizer: {error}")
 
 
 def _warn_of_lost_updates(optimizer: torch.optim.Optimizer) -> None:
@@ -64,9 +64,8 @@ def _warn_of_lost_updates(optimizer: torch.optim.Optimizer) -> None:
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     narrow = [p for p in parameters if p.dtype is torch.bfloat16]
     if narrow and kind.__module__.startswith("torch.optim.") and this_rank() == 0:
-        warnings.warn(
+        warn_caller(
             f"{len(narrow)} of {len(parameters)} trained parameters are bfloat16, and {kind.__name__} rounds "
             "them to the nearest: an update below 1/512 of a value is lost, as most are in fine-tuning. Use "
-            "fsdp_sft.StochasticAdamW, or float32 masters (master_dtype=torch.float32)",
-            stacklevel=5,
+            "fsdp_sft.StochasticAdamW, or float32 masters (master_dtype=torch.float32)"
         )

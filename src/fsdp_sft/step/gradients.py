@@ -36,7 +36,7 @@ def gradient_sync(model: nn.Module, mode: SyncMode) -> Iterator[None]:
         >>> targets = fs.count_targets(window)
         >>> for index, batch in enumerate(window):
         ...     with fs.gradient_sync(model, "all" if index == len(window) - 1 else "none"):
-        ...         fs.causal_lm_loss(model, batch, num_targets=targets, mesh=mesh).backward()
+        ...         fs.causal_lm_loss(model, batch, num_targets=targets).backward()
     """
     if mode not in ("all", "reduce_scatter", "none"):
         raise ValueError(f"mode must be 'all', 'reduce_scatter' or 'none', got {mode!r}")

@@ -7,15 +7,11 @@ aborts it.
 
 import hashlib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from fsdp_sft._agree import difference
-from fsdp_sft.distributed import gather_over_mesh
+from fsdp_sft._agree import all_gather_objects, difference
 from fsdp_sft.errors import BatchError, abridged
 from fsdp_sft.loss import LABEL_KEYS, WEIGHTS_KEY
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 Keys = tuple[str, ...]
 # Squares of 20-bit words summed over 8,192 ranks stay below 2**53, up to which float64 is exact.
@@ -62,25 +58,24 @@ def are_equal(sums: list[float], ranks: int) -> bool:
     return all(ranks * squares == total**2 for total, squares in zip(whole[::2], whole[1::2], strict=True))
 
 
-def refuse_different_options(own: dict[str, Any], mesh: "DeviceMesh | None") -> None:
+def refuse_different_options(own: dict[str, Any]) -> None:
     """Raise the error that names the options in which the ranks' calls differ.
 
-    Collective: all ranks of the mesh; all must know that their options differ.
+    Collective: all ranks; all must know that their options differ.
     """
-    apart = difference(gather_over_mesh(own, mesh))
+    apart = difference(list(enumerate(all_gather_objects(own))))
     raise BatchError(f"ranks call with different options ({apart}); give all of them the same")
 
 
-def refuse_different_keys(own: list[Keys], mesh: "DeviceMesh | None") -> None:
+def refuse_different_keys(own: list[Keys]) -> None:
     """Raise the error that names the keys of each rank.
 
     Args:
         own: Keys of each of this rank's micro-batches; empty if it has none to compare.
-        mesh: Ranks, all of which must know that their keys differ.
 
-    Collective: all ranks of the mesh.
+    Collective: all ranks; all must know that their keys differ.
     """
-    by_rank = [(rank, kinds) for rank, kinds in gather_over_mesh(own, mesh) if kinds]
+    by_rank = [(rank, kinds) for rank, kinds in enumerate(all_gather_objects(own)) if kinds]
     columns = zip(*(kinds for _, kinds in by_rank), strict=False)
     index = next((i for i, column in enumerate(columns) if len(set(column)) > 1), 0)
     ranks_with: dict[Keys, list[int]] = {}

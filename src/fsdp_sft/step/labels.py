@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from fsdp_sft._agree import all_gather_objects
 from fsdp_sft._meshes import CP, EP, TP
 from fsdp_sft._record import record_of
 from fsdp_sft.collate import IGNORE_INDEX
-from fsdp_sft.distributed import gather_over_mesh
 from fsdp_sft.errors import BatchError, abridged
 from fsdp_sft.loss import is_shifted
 from fsdp_sft.step.once import first_time
@@ -122,18 +122,16 @@ def say_what_was_seen(
 
 
 def _compare_rows(micro_batches: list[Any], mesh: "DeviceMesh", first: bool) -> None:
-    """Warn of ranks with the same rows, and of context-parallel groups whose ranks have different ones."""
+    """Warn of ranks with the same rows, other than those that have to have the same."""
     names: Any = mesh.mesh_dim_names or ()
     place: Any = mesh.get_coordinate() or ()
     data_place = tuple(
         at for index, at in enumerate(place) if index >= len(names) or names[index] not in (CP, TP, EP)
     )
-    seen = gather_over_mesh((data_place, _digest_of_rows(micro_batches)), mesh)
+    seen = enumerate(all_gather_objects((data_place, _digest_of_rows(micro_batches))))
     places: dict[bytes, set[tuple[int, ...]]] = {}
     ranks: dict[bytes, list[str]] = {}
-    rows: dict[tuple[int, ...], set[bytes]] = {}
     for rank, (at, rows_of_rank) in seen:
-        rows.setdefault(at, set()).add(rows_of_rank)
         if rows_of_rank:  # windows without a target have no digest and are not compared
             places.setdefault(rows_of_rank, set()).add(at)
             ranks.setdefault(rows_of_rank, []).append(str(rank))
@@ -144,13 +142,6 @@ def _compare_rows(micro_batches: list[Any], mesh: "DeviceMesh", first: bool) -> 
                 "Give the loader a sampler that shares rows out, such as ResumableSampler",
                 abridged(ranks[rows_of_rank]),
             )
-    apart = [at for at, found in rows.items() if len(found) > 1]
-    if apart and first:
-        _logger.warning(
-            "the ranks of a context-parallel group have different rows (%d groups), although they "
-            "compute one row together",
-            len(apart),
-        )
 
 
 def _digest_of_rows(micro_batches: list[Any]) -> bytes:

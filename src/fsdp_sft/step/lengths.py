@@ -1,12 +1,12 @@
 """Rows that are longer than the model has positions."""
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from fsdp_sft._callers import warn_caller
 from fsdp_sft._model import text_config
 from fsdp_sft._wrappers import unwrapped
 from fsdp_sft.errors import BatchError
@@ -34,11 +34,10 @@ def check_length(model: nn.Module, batch: Any) -> None:
         )
     if not first_time(model, "length"):
         return
-    warnings.warn(
+    warn_caller(
         f"a row has {length:,} tokens, and {name} was made for {known:,} (max_position_embeddings): "
         "positions beyond that were never trained. Pass max_length= where rows are encoded, or load the "
-        "model with a larger max_position_embeddings= and rope_parameters= that extend it (yarn)",
-        stacklevel=5,
+        "model with a larger max_position_embeddings= and rope_parameters= that extend it (yarn)"
     )
 
 

@@ -2,7 +2,6 @@
 
 import itertools
 import pickle
-import warnings
 from collections.abc import Generator, Iterable, Iterator, Sized
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,8 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from fsdp_sft._agree import all_reduce_min, all_reduce_sum, raise_first
-from fsdp_sft._meshes import CP, cp_rank, cp_size, has_context_parallelism, host_group
+from fsdp_sft._callers import warn_caller
+from fsdp_sft._meshes import CP, cp_rank, cp_size, host_group, mesh_of_job
 from fsdp_sft._parts import part
 from fsdp_sft._vocabulary import Vocabulary
 from fsdp_sft.errors import BatchError
@@ -48,7 +48,7 @@ def windows(
             and sends its batches to the others, in host memory. The others' loaders are not iterated (their
             samplers are told what was consumed) and may be None.
         grad_accum_steps: Number of micro-batches in a window.
-        mesh: Mesh from ``build_mesh``; needed if it has an axis ``cp``.
+        mesh: Mesh from ``build_mesh``, which says which ranks share rows; None takes the only one there is.
         count_fn: The ``count_fn`` that ``train_step`` gets. None counts labels. Batches whose labels are not
             of the kind that ``loss_sum`` takes are then assumed to have targets.
         vocab_size: Number of ids that the model has rows for. None takes that of the loader's collator, if
@@ -59,8 +59,8 @@ def windows(
 
     Raises:
         VocabularyError: On all ranks, if a batch has an id beyond ``vocab_size``.
-        ValueError: If ``grad_accum_steps`` is not positive, if ``mesh`` is missing although this process has
-            made one with ``cp``, or if ``loader`` is None on a rank that has to read.
+        ValueError: If ``grad_accum_steps`` is not positive, if ``mesh`` is left out although this process has
+            made several of different axes, or if ``loader`` is None on a rank that has to read.
         BatchError: If no rank had a target in a whole epoch, if a sampler knows of more rows than there are,
             if ranks share an order of rows that is not the same on all, or if a sampler was moved meanwhile.
 
@@ -76,11 +76,7 @@ def windows(
         vocab_size = getattr(getattr(loader, "collate_fn", None), "vocab_size", None)
     elif isinstance(vocab_size, bool) or not isinstance(vocab_size, int) or vocab_size < 1:
         raise ValueError(f"vocab_size must be a positive integer or None, got {vocab_size!r}")
-    if mesh is None and has_context_parallelism():
-        raise ValueError(
-            "this process has a mesh with cp, whose ranks share rows: give windows(..., mesh=mesh), which "
-            "lets the first rank of a group read for all of it"
-        )
+    mesh = mesh_of_job(mesh)
     if loader is None and cp_rank(mesh) == 0:
         raise ValueError("this rank reads for itself, or for its cp group, and needs a loader; got None")
     return _Pass(_windows(loader, grad_accum_steps, count_fn, Vocabulary("the model", vocab_size), mesh))
@@ -105,10 +101,9 @@ class _Pass(Iterator[list[Any]]):
         self._begun += 1
         # What takes some windows at a time begins again and again, and finds the end once by itself.
         if self._ended and self._begun == 2:
-            warnings.warn(
+            warn_caller(
                 "these windows have come to their end, and give no more: call windows(loader, ...) again for "
-                "each epoch",
-                stacklevel=2,
+                "each epoch"
             )
         return self
 

@@ -1,6 +1,5 @@
 """What a step may be given by mistake, and may be meant: one warning each."""
 
-import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +7,7 @@ import torch
 from torch import nn
 
 from fsdp_sft._agree import this_rank
+from fsdp_sft._callers import warn_caller
 from fsdp_sft._compat import compute_dtypes
 from fsdp_sft._record import record_of
 from fsdp_sft.dcp_io.left_behind import loaded_without_optimizer
@@ -74,7 +74,7 @@ def warn_of_what_may_be_meant(
 
 
 def _warn(text: str) -> None:
-    warnings.warn(text, stacklevel=6)
+    warn_caller(text)
 
 
 def _is_above_0(rate: Any) -> bool:

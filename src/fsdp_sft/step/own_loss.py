@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,9 +13,6 @@ from fsdp_sft.context_parallel import SequenceGroup
 from fsdp_sft.experts import counter_of
 from fsdp_sft.loss import PLAIN, LossImpl, RouterLoss, Terms, check_router_loss, loss_parts
 from fsdp_sft.step.trained import refuse_sharded_loss
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 LossFn = Callable[[nn.Module, Any], torch.Tensor]
 
@@ -59,11 +56,11 @@ class Objective:
                 )
 
     def of(
-        self, model: nn.Module, batch: Any, mesh: "DeviceMesh | None" = None, *, is_counted: bool = True
+        self, model: nn.Module, batch: Any, *, is_counted: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(the loss summed over a batch's targets, the router's loss or None if it is not added)."""
         if self.loss_fn is None:
-            return loss_parts(model, batch, self.impl, self.router_loss, self.terms, mesh, is_counted)
+            return loss_parts(model, batch, self.impl, self.router_loss, self.terms, is_counted)
         counter = counter_of(model)
         with nullcontext() if counter is None else counter.counting(_mask_of(batch)):
             return _summed(self.loss_fn, model, batch), None

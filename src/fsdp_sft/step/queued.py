@@ -5,11 +5,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fsdp_sft._streams import LateValues
-from fsdp_sft.distributed import sum_over_mesh
+from fsdp_sft.distributed import raise_on_mesh, sum_over_mesh
 from fsdp_sft.errors import NonFiniteGradientError
 from fsdp_sft.experts import ExpertLoad, LateLoad
 from fsdp_sft.loss import HeadChecks
-from fsdp_sft.step.window import raise_on_mesh
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

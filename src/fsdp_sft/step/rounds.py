@@ -3,13 +3,16 @@
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
+
+from fsdp_sft._agree import all_gather_objects, control_group
 from fsdp_sft._meshes import same_rows_in
 from fsdp_sft.context_parallel import SequenceGroup
-from fsdp_sft.distributed import first_over_mesh, sum_over_mesh
+from fsdp_sft.distributed import raise_on_mesh, sum_over_mesh
 from fsdp_sft.loss import part_of, refuse_different_rows, to_compare_rows
 from fsdp_sft.preemption import keep_workers_alive
 from fsdp_sft.step.keys import Keys, are_equal, digest, keys_of, refuse_different_keys, to_compare
-from fsdp_sft.step.window import Check, CountFn, counted, on_host, raise_on_mesh
+from fsdp_sft.step.window import Check, CountFn, counted, on_host
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -29,7 +32,7 @@ def in_step(
 
     Args:
         batches: This rank's batches.
-        mesh: Ranks that go through their batches together.
+        mesh: Mesh of the model, whose ranks go through their batches together; None is this rank alone.
         count_fn: Function that counts the targets of a batch; None counts its labels.
         check: Function that raises for a batch that the model cannot take.
         group: Ranks that share rows; each computes its part of them.
@@ -42,7 +45,7 @@ def in_step(
         BatchError: On all ranks, if those that have a batch have different keys, or ranks of a group have
             different rows.
 
-    Collective: all ranks of the mesh.
+    Collective: all ranks, if there is a mesh.
     """
     ranks = mesh.size() if mesh is not None else 1
     stand_ins: dict[Keys, tuple[Any, Any]] = {}
@@ -76,7 +79,7 @@ def in_step(
             return
         refuse_different_rows(sums[-2:])
         if not are_equal(sums[: len(terms)], int(have)):
-            refuse_different_keys([keys] if batch is not None else [], mesh)
+            refuse_different_keys([keys] if batch is not None else [])
         if batch is not None:
             stand_ins.pop(keys, None)
             stand_ins[keys] = (batch, seen)
@@ -84,10 +87,21 @@ def in_step(
         # one batch is sent to all.
         everyone = [one + other for one, other in zip(sums[: len(terms)], sums[len(terms) : -2], strict=True)]
         if not are_equal(everyone, ranks):
-            sent = first_over_mesh(batch, mesh)
+            sent = _from_a_rank_with_one(batch)
             if batch is None:
                 keys = keys_of(sent)
                 stand_ins.pop(keys, None)
                 (seen,) = on_host([sent])
                 stand_ins[keys] = (sent, seen if group is None else part_of(seen, group))
         yield (batch, seen, count) if batch is not None else (*stand_ins[keys], None)
+
+
+def _from_a_rank_with_one(batch: Any) -> Any:
+    """The batch of some rank that has one, on all ranks; pickled, since it may be of any type.
+
+    Collective: all ranks, at least one of which has a batch.
+    """
+    has = all_gather_objects(batch is not None)
+    told = [batch]
+    dist.broadcast_object_list(told, src=has.index(True), group=control_group())
+    return batch if batch is not None else told[0]

@@ -1,7 +1,6 @@
 """How the ranks share the rows that their loaders read: one look before a pass over them."""
 
 import hashlib
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +10,7 @@ from typing import Any, cast
 from torch.utils.data import BatchSampler, ConcatDataset, DistributedSampler, RandomSampler, Subset
 
 from fsdp_sft._agree import difference, is_distributed, this_rank, through_rank_0
+from fsdp_sft._callers import warn_caller
 from fsdp_sft._random import unmoved
 from fsdp_sft.errors import BatchError
 from fsdp_sft.sampler import Placed
@@ -59,7 +59,7 @@ def look_at_shares(loader: Any) -> None:
     words: list[str] = through_rank_0("looking at what the ranks read", lambda: _told(loader), _judged)
     if this_rank() == 0:
         for text in words:
-            warnings.warn(text, stacklevel=4)
+            warn_caller(text)
 
 
 def sources_of(loader: Any) -> list[Any]:

@@ -9,12 +9,13 @@ from torch import nn
 
 from fsdp_sft._compat import forget_failed_iteration, forget_held_back, forget_unscaled, known_scale
 from fsdp_sft._expert_parallel import refuse_divided_twice
+from fsdp_sft._former import told_of_former
 from fsdp_sft._meshes import copies_of_rows
 from fsdp_sft._parts import part
 from fsdp_sft._streams import LateValues
 from fsdp_sft.context_parallel import sequence_group_of
 from fsdp_sft.dcp_io.global_batch import remember_batch
-from fsdp_sft.distributed import compute_device, whole_mesh_of
+from fsdp_sft.distributed import compute_device, training_mesh_of
 from fsdp_sft.experts import counter_of
 from fsdp_sft.loss import (
     HeadChecks,
@@ -22,7 +23,7 @@ from fsdp_sft.loss import (
     RouterLoss,
     Terms,
     checked_later,
-    scale_for_backward,
+    scaled_for_averaging,
     tokens_of,
 )
 from fsdp_sft.packing import Verify, check_verify, verify_at_first_use
@@ -61,12 +62,12 @@ if TYPE_CHECKING:
 GradSync = Literal["each", "last", "reduce_scatter"]
 
 
+@told_of_former
 def train_step(
     model: nn.Module,
     micro_batches: list[Any],
     optimizer: Optimizers,
     *,
-    mesh: "DeviceMesh | None" = None,
     max_grad_norm: float | None = 1.0,
     scheduler: "LRScheduler | Sequence[LRScheduler] | None" = None,
     scaler: torch.amp.GradScaler | None = None,
@@ -94,8 +95,6 @@ def train_step(
         optimizer: Optimizer of the model's (sharded) parameters, or a list of optimizers, such as
             ``torch.optim.Muon`` for the matrices and AdamW for the rest. Those of a list must between them
             hold every trained parameter exactly once.
-        mesh: Ranks that share the window; None takes the mesh of the model's parameters, or a single
-            process if the model is not sharded.
         max_grad_norm: Largest 2-norm of the gradient, to which it is clipped; None only measures the norm.
         scheduler: Learning rate scheduler or list of schedulers, each stepped once if the optimizers were.
             Step one that needs a metric (``ReduceLROnPlateau``) yourself.
@@ -121,7 +120,7 @@ def train_step(
             ``verify_packing`` does, unless that has been called before. ``"off"`` does not check.
         router_loss: Loss of a mixture's router; see ``loss_sum``. Here each micro-batch's router loss is
             weighted by its share of the window's tokens, without padding. ``"global_micro_batch"`` takes the
-            micro-batches at the same place of the window on all ranks of ``mesh`` together; every rank must
+            micro-batches at the same place of the window on all ranks together; every rank must
             pass the same argument.
         check_labels: Whether to check the labels of the model's first three windows; labels that ``loss_fn``
             or ``count_fn`` interprets are not checked. Labels that have been shifted already, or that are
@@ -156,7 +155,7 @@ def train_step(
         NonFiniteGradientError: If the gradient norm is not finite and no scaler handles it. Parameters and
             optimizer are as before the step.
 
-    Collective: all ranks of the mesh.
+    Collective: all ranks, if the model is sharded or inside DistributedDataParallel.
 
     Example:
         >>> for window in fs.windows(loader, grad_accum_steps=2):
@@ -173,10 +172,10 @@ def train_step(
     optimizers, names, left_out = checked_optimizers(model, optimizer)
     schedulers = checked_schedulers(scheduler, optimizers)
     scaler = prepare_scaler(optimizers, scaler)
-    mesh = mesh if mesh is not None else whole_mesh_of(model)
+    mesh = training_mesh_of(model)
     refuse_divided_twice(model)
     refuse_noise_on_same_rows(model, mesh)
-    group = sequence_group_of(model, mesh)
+    group = sequence_group_of(model)
     refuse_own_loss(group, loss_fn, count_fn)
     check = check_of(model, own_loss=loss_fn is not None)
     look = check_labels and loss_fn is None and count_fn is None and is_to_be_looked_at(model)
@@ -314,7 +313,7 @@ def _forward_and_backward(
         with gradient_sync(model, "all" if last else deferred), checked_later(checks):
             with part("forward"):
                 moved = on_device(batch.given, batch.part, device, own_loss=objective.loss_fn is not None)
-                summed, router = objective.of(model, moved, mesh)
+                summed, router = objective.of(model, moved)
             if router is not None:
                 # The router's loss of a micro-batch is a mean. Times its share of the window's tokens and
                 # the window's weight it is in the unit of the summed loss, so that one scale fits both.
@@ -322,11 +321,7 @@ def _forward_and_backward(
                 added = added + router.detach()
             total = total + summed.detach()
             summed = summed if router is None else summed + router
-            loss = (
-                scale_for_backward(summed, num_targets=weight * copies, mesh=mesh)
-                if mesh
-                else summed / weight
-            )
+            loss = scaled_for_averaging(summed, weight * copies) if mesh is not None else summed / weight
             with part("backward"):
                 (scaler.scale(loss) if scaler is not None else loss).backward()
     return _Sums(total, added, checks)

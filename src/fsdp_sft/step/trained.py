@@ -21,7 +21,7 @@ from fsdp_sft.distributed import DP_REPLICATE
 from fsdp_sft.errors import OptimizerError, UnsupportedModelError, abridged
 from fsdp_sft.shard import refuse_hooks
 from fsdp_sft.step.optimizers import stepped_by
-from fsdp_sft.step.window import raise_if_any
+from fsdp_sft.step.window import raise_on_mesh
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -179,7 +179,7 @@ def refuse_past_reduction(names: list[str], mesh: "DeviceMesh | None") -> None:
     Collective: all ranks of the mesh.
     """
     error = _uses_shards(str(abridged(dict.fromkeys(names))))
-    raise_if_any(error if names else None, "looking at where gradients come from", mesh)
+    raise_on_mesh(error if names else None, "looking at where gradients come from", mesh)
 
 
 def refuse_sharded_loss(loss: object) -> None:
@@ -233,7 +233,7 @@ def refuse_different_replicas(model: nn.Module, mesh: "DeviceMesh | None") -> No
         "gradients are averaged and they never meet. Load the weights, or seed every rank alike before the "
         "model is made (torch.manual_seed)"
     )
-    raise_if_any(error if apart else None, "comparing the replicas of the model", mesh)
+    raise_on_mesh(error if apart else None, "comparing the replicas of the model", mesh)
 
 
 def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fsdp_sft._agree import is_distributed, raise_first, world_size
 from fsdp_sft._meshes import copies_of_rows, same_rows_in
 from fsdp_sft._streams import host_copies, travelling
 from fsdp_sft.context_parallel import SequenceGroup
-from fsdp_sft.distributed import sum_over_mesh
-from fsdp_sft.errors import BatchError, RemoteRankError
+from fsdp_sft.distributed import raise_on_mesh, sum_over_mesh
+from fsdp_sft.errors import BatchError
 from fsdp_sft.loss import (
     LOSS_KEYS,
     WEIGHTS_KEY,
@@ -126,7 +125,7 @@ def agree_on_window(
 
     Args:
         micro_batches: This rank's micro-batches.
-        mesh: Ranks that share the window.
+        mesh: Mesh of the model, whose ranks share the window; None is this rank alone.
         count_fn: Function that counts a batch's targets; None counts its labels.
         needs_ids: Whether a batch without ``input_ids`` is an error; if not, it counts as 0 tokens.
         check: Function that raises for a batch that the model cannot take.
@@ -137,7 +136,7 @@ def agree_on_window(
         group: Ranks that share the rows; each counts the targets and tokens of its part.
         options: Options of the step that have to be the same on every rank.
 
-    Collective: all ranks of the mesh.
+    Collective: all ranks, if there is a mesh.
     """
     error: Exception | None = None
     targets = tokens = 0
@@ -176,7 +175,7 @@ def agree_on_window(
     if failed:
         raise_on_mesh(error, "checking the window and the model", mesh)
     if not are_equal(equal[:-8], ranks):
-        refuse_different_options(options or {}, mesh)
+        refuse_different_options(options or {})
     equal = equal[-8:]  # of the number of micro-batches, and of their keys
     if not are_equal(equal[:2], ranks):
         raise BatchError(
@@ -184,7 +183,7 @@ def agree_on_window(
             "average); iterate with windows(), which ends all ranks together"
         )
     if not are_equal(equal, ranks):
-        refuse_different_keys(keys, mesh)
+        refuse_different_keys(keys)
     refuse_different_rows(rows_apart)
     found = Differences(looked_at, different, padding)
     return Window(all_targets, all_tokens, all_weight, tuple(batches), found, Anew(*any_anew))
@@ -199,23 +198,6 @@ def weight_of_loss(batch: Any, count: int, *, own_loss: bool) -> float:
     """Divisor of a batch's loss: the number of its targets, or the sum of their ``loss_weights``."""
     weighted = not own_loss and isinstance(batch, Mapping) and batch.get(WEIGHTS_KEY) is not None
     return weight_of(batch) if weighted else float(count)
-
-
-def raise_on_mesh(error: Exception | None, phase: str, mesh: "DeviceMesh | None") -> None:
-    """Raise the first error on all ranks of the mesh; all of them must know that one has failed."""
-    if mesh is not None and is_distributed() and mesh.size() == world_size():
-        raise_first(error, phase)
-    # raise_first needs every rank of the job, and ranks outside the mesh do not make this call.
-    raise error or RemoteRankError(f"another rank of the mesh failed while {phase}")
-
-
-def raise_if_any(error: Exception | None, phase: str, mesh: "DeviceMesh | None") -> None:
-    """Raise the first error on all ranks of the mesh, if any has one.
-
-    Collective: all ranks of the mesh.
-    """
-    if sum_over_mesh([error is not None], mesh)[0]:
-        raise_on_mesh(error, phase, mesh)
 
 
 def _checked_window(micro_batches: Any) -> list[Any]:

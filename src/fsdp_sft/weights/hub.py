@@ -112,8 +112,9 @@ def _fetch(repo: str, revision: str | None, patterns: list[str], *, local: bool 
             )
         except Exception as error:
             # A refusal by the Hub (no such repository, no access) is final. A broken connection is worth
-            # another attempt, which continues with what has arrived. The classes are known by name only,
-            # since huggingface_hub uses different HTTP libraries in different versions.
+            # another attempt, which continues with what has arrived: huggingface_hub 1.5 makes none in the
+            # middle of a file, and 2.4 none where the connection is reset. The classes are known by name
+            # only, since huggingface_hub uses different HTTP libraries in different versions.
             names = {base.__name__ for base in type(error).__mro__}
             if not names & {"TransportError", "ConnectionError"} or attempt == _ATTEMPTS - 1:
                 error.add_note(
