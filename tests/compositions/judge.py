@@ -227,7 +227,12 @@ def _plainly(
     model = plain.adapted(draw, model, start)
     if disturbed:
         plain.disturb(model, torch.finfo(precision).eps / 2)
-    return model, plain.train(draw, model, *windows, held_out, precision=precision)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # as ranks have: with more, sums over many rows are added up in another order
+    try:
+        return model, plain.train(draw, model, *windows, held_out, precision=precision)
+    finally:
+        torch.set_num_threads(before)
 
 
 def _check_start(draw: Draw, start: Tensors, folder: Path) -> None:
