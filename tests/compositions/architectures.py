@@ -132,8 +132,8 @@ def read(folder: Path, architecture: str) -> Any:
         return model
     model = auto_class(architecture).from_pretrained(folder, dtype=torch.float32).train()
     for parameter in model.parameters():
-        # It maps the file, where tensors begin anywhere. A product with one row (a classifier's pooler) adds up
-        # in another order there than in memory of its own, which every other way of training has.
+        # It maps the file, where tensors begin anywhere. A product with one row (a classifier's pooler) adds
+        # up in another order there than in memory of its own, which every other way of training has.
         parameter.data = parameter.data.clone()
     return model
 
