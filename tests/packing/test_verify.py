@@ -1,6 +1,7 @@
 """verify_packing: models that keep rows apart pass, all others are refused, on all ranks alike."""
 
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import transformers as tf
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
+from fsdp_sft.packing import verify
 from tests.harness.device import mesh_here
 from tests.harness.models import VOCAB, full, largest_error, tiny_model
 from tests.harness.packs import assert_same, drawn_rows, gradients_of_separate_rows
@@ -286,3 +288,20 @@ def test_a_token_that_goes_to_another_expert_for_a_rounding_is_no_leak() -> None
         if report.error > report.tolerance:
             break
     assert report.tolerance < report.error < report.unpacked / 4
+
+
+@pytest.mark.parametrize(
+    ("error", "leak", "tolerance", "sound"),
+    [
+        (0.4, 0.0, 6e-2, True),  # a rounding has sent a token to another expert, and no row moves another
+        (0.4, 1e-3, 6e-2, False),
+        (1.6, 0.0, 6e-2, False),  # as much as wrong positions make
+        (0.4, 0.0, 1e-4, False),  # float32 does not round so far
+    ],
+)
+def test_a_token_of_another_expert_is_told_from_wrong_positions(
+    error: float, leak: float, tolerance: float, sound: bool
+) -> None:
+    report = fs.PackingReport(error, tolerance, leak, 0.0, unpacked=1.7)
+    with nullcontext() if sound else pytest.raises(fs.PackingError, match="not kept apart"):
+        assert verify._judge(tiny_model("mixtral"), report, untold_is_error=True)
