@@ -81,7 +81,10 @@ def optimizers(draw: Draw, model: nn.Module, rounded: Any = None) -> list[torch.
         return [torch.optim.SGD(named.values(), lr=0.02, momentum=0.9)]
     options: dict[str, Any] = {"lr": 5e-3, "eps": 1e-2, "weight_decay": 0.1}
     if kind == "muon and adamw":
-        inner = [p for name, p in named.items() if p.ndim == 2 and ("layers." in name or ".h." in name)]
+        # Not a router's gate: its gradient has a direction of 0 (the sum over experts), in which Muon, that
+        # gives every direction the same size, makes steps of nothing but rounding.
+        within = {n: p for n, p in named.items() if p.ndim == 2 and not n.endswith("mlp.gate.weight")}
+        inner = [p for name, p in within.items() if "layers." in name or ".h." in name]
         taken = {id(p) for p in inner}
         rest = [p for p in named.values() if id(p) not in taken]
         made: list[torch.optim.Optimizer] = []
