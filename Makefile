@@ -73,11 +73,10 @@ test-gpu: $(INSTALLED)
 
 # make lint   ruff, mypy, codespell, and whether the mistakes of benchmarks/checks can still be made
 lint: $(INSTALLED)
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	$(BIN)/codespell
-	$(BIN)/python -m benchmarks.checks.mutations --check
+	@failed=; for check in "ruff check ." "ruff format --check ." mypy codespell \
+	    "python -m benchmarks.checks.mutations --check"; do \
+	    echo "$(BIN)/$$check"; $(BIN)/$$check || failed="$$failed; $$check"; done; \
+	test -z "$$failed" || { echo "failed: $${failed#; }"; exit 1; }
 
 # make docs   the site, in site/; any warning is an error
 docs: $(INSTALLED)

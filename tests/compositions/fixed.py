@@ -1,4 +1,4 @@
-"""Draws that the suite tries: many features at once, every option but those of torch.compile."""
+"""Draws that the suite tries: many features at once, each option that some draw of it can show quickly."""
 
 EQUAL: list[dict[str, str]] = [
     {

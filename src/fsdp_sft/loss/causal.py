@@ -108,7 +108,9 @@ def loss_sum(
     """
     group = None if torch.compiler.is_compiling() else _looked_at_again(model, impl)
     batch = batch if group is None else part_of(batch, group)
-    summed, router = loss_parts(model, batch, impl, router_loss, Terms(label_smoothing, z_loss))
+    summed, router = loss_parts(
+        model, batch, impl, router_loss, Terms(label_smoothing=label_smoothing, z_loss=z_loss)
+    )
     targets = num_targets(batch)
     if router is not None:
         groups = () if torch.compiler.is_compiling() else ranks_of_router(model, batch, router_loss)
@@ -178,7 +180,9 @@ def causal_lm_loss(
         _warn_of_few_targets(batch, num_targets, mesh)
     group = None if torch.compiler.is_compiling() else _looked_at_again(model, impl)
     batch = batch if group is None else part_of(batch, group)
-    summed, router = loss_parts(model, batch, impl, router_loss, Terms(label_smoothing, z_loss))
+    summed, router = loss_parts(
+        model, batch, impl, router_loss, Terms(label_smoothing=label_smoothing, z_loss=z_loss)
+    )
     if router is not None:
         share = _share_of_tokens(batch, num_targets, num_tokens, mesh)
         summed = summed + router * (share * weight)
@@ -316,7 +320,7 @@ def loss_parts(
         batch: Batch of the form that ``loss_sum`` takes, or this rank's part of one.
         impl: Implementation of the loss; see ``loss_sum``.
         router_loss: Treatment of the loss of a mixture's router; see ``loss_sum``.
-        terms: Label smoothing and z-loss.
+        terms: What the loss has beside the cross entropy.
         is_counted: Whether the router's loss counts the batch's tokens. It does not for a batch that only
             takes part in other ranks' forwards.
     """
@@ -366,7 +370,7 @@ class _Wanted:
     Attributes:
         targets: Target of each position, ``(B, S)``.
         weights: Factors of the targets' losses, ``(B, S)``, or None.
-        terms: Label smoothing and z-loss.
+        terms: What the loss has beside the cross entropy.
         additions: Terms that the model itself adds to its loss.
         whole: Whether the last position may have a target too, as with ``shift_labels``.
         known: Facts about the targets that the host knows already.

@@ -48,9 +48,8 @@ class LossChoice:
     ) -> Callable[[torch.Tensor], torch.Tensor]:
         """A function from hidden states ``(B, S, H)`` to the loss, for targets and weights ``(B, S)``."""
         if self.impl == "liger" and (weights is not None or terms):
-            raise ValueError(
-                "impl='liger' has no loss_weights, label_smoothing or z_loss here; use impl='chunked'"
-            )
+            without = " or ".join(("loss_weights", *vars(terms)))
+            raise ValueError(f"impl='liger' has no {without} here; use impl='chunked'")
         chunked = partial(chunked_loss, known=known, weights=weights, terms=terms)
         fused = liger.linear_cross_entropy_sum if self.impl == "liger" else chunked
 

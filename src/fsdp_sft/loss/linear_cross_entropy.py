@@ -88,7 +88,7 @@ def linear_cross_entropy_sum(
         scale=scale,
         known=None,
         weights=weights,
-        terms=Terms(label_smoothing, z_loss),
+        terms=Terms(label_smoothing=label_smoothing, z_loss=z_loss),
     )
 
 

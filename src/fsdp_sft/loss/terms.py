@@ -1,7 +1,7 @@
 """Terms of a target's loss beside the cross entropy: label smoothing and the z-loss."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch.nn import functional as F
@@ -23,22 +23,20 @@ class Terms:
             drifting. PaLM used 1e-4 (https://arxiv.org/abs/2204.02311, section 5).
     """
 
-    label_smoothing: float = 0.0
-    z_loss: float = 0.0
+    label_smoothing: float = field(default=0.0, kw_only=True, metadata={"below": 1.0})
+    z_loss: float = field(default=0.0, kw_only=True, metadata={"below": math.inf})
 
     def __post_init__(self) -> None:
-        for name, value, most in (
-            ("label_smoothing", self.label_smoothing, 1.0),
-            ("z_loss", self.z_loss, math.inf),
-        ):
+        for term in fields(self):
+            value, below = getattr(self, term.name), term.metadata["below"]
             if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise TypeError(f"{name} must be a number, got {value!r}")
-            if not 0 <= value < most:
-                raise ValueError(f"{name} must be in [0, {most:g}), got {value!r}")
+                raise TypeError(f"{term.name} must be a number, got {value!r}")
+            if not 0 <= value < below:
+                raise ValueError(f"{term.name} must be in [0, {below:g}), got {value!r}")
 
     def __bool__(self) -> bool:
         """Whether there is any term beside the cross entropy."""
-        return bool(self.label_smoothing or self.z_loss)
+        return any(vars(self).values())
 
 
 PLAIN = Terms()
@@ -53,7 +51,7 @@ def summed_loss(
         logits: Logits ``(N, V)``, float32 or float64.
         targets: Target ids, int64 ``(N,)``; -100 does not count.
         weights: Factors of the targets' losses, ``(N,)``; None is 1.
-        terms: Label smoothing and z-loss.
+        terms: What the loss has beside the cross entropy.
     """
     if weights is None and not terms:
         return F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")

@@ -45,7 +45,8 @@ class EvalResult:
 
     Attributes:
         loss: Mean over all targets, weighted by ``loss_weights`` where batches have them.
-        perplexity: ``exp(loss)``; inf where that overflows.
+        perplexity: ``exp(loss)``, a perplexity where the loss is the plain cross entropy; inf where that
+            overflows.
         num_targets: Number of targets.
         router_loss: Loss of a mixture's router, its coefficient included, as the mean over batches weighted
             by their tokens; 0 if no router's loss is added.
@@ -107,7 +108,9 @@ def evaluate(
         >>> fs.evaluate(model, loader)
         EvalResult(loss=..., perplexity=..., num_targets=..., router_loss=0.0)
     """
-    objective = Objective(loss_impl, loss_fn, router_loss, Terms(label_smoothing, z_loss))
+    objective = Objective(
+        loss_impl, loss_fn, router_loss, Terms(label_smoothing=label_smoothing, z_loss=z_loss)
+    )
     objective.check(count_fn)
     check_verify(verify)
     mesh = training_mesh_of(model)

@@ -47,8 +47,7 @@ class Objective:
         for name, value, default in (
             ("loss_impl", self.impl, "auto"),
             ("router_loss", self.router_loss, None),
-            ("label_smoothing", self.terms.label_smoothing, 0.0),
-            ("z_loss", self.terms.z_loss, 0.0),
+            *((name, value, 0.0) for name, value in vars(self.terms).items()),
         ):
             if self.loss_fn is not None and value != default:
                 raise ValueError(

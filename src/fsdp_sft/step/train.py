@@ -141,7 +141,8 @@ def train_step(
             the same rows (tensor parallelism) would draw different random numbers.
         VocabularyError: If a batch has an id or a label that the model has no row for.
         ValueError: If a rank's batches cannot be used (all ranks raise it, before the forward), or if
-            ``loss_fn`` and ``loss_impl`` are both given.
+            an option of the loss here (``loss_impl``, ``router_loss``, ``z_loss`` and the like) is given
+            beside ``loss_fn``.
         ModelLossError: If the model's own loss is not the cross entropy (see ``loss_sum``), or ``loss_fn``
             returns a mean.
         OptimizerError: If an optimizer was made before the model was sharded, if two optimizers share a
@@ -166,7 +167,9 @@ def train_step(
     if grad_sync not in ("each", "last", "reduce_scatter"):
         raise ValueError(f"grad_sync must be 'each', 'last' or 'reduce_scatter', got {grad_sync!r}")
     max_grad_norm = checked_norm(max_grad_norm)
-    objective = Objective(loss_impl, loss_fn, router_loss, Terms(label_smoothing, z_loss))
+    objective = Objective(
+        loss_impl, loss_fn, router_loss, Terms(label_smoothing=label_smoothing, z_loss=z_loss)
+    )
     objective.check(count_fn)
     check_verify(verify)
     optimizers, names, left_out = checked_optimizers(model, optimizer)
