@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from fsdp_sft._boxes import Box
-from fsdp_sft._disk import TensorReader, publish, read_into, sweep, temporary_beside, write_tensors
+from fsdp_sft._disk import publish, sweep, temporary_beside, write_tensors
+from fsdp_sft._reader import read_jobs
+from fsdp_sft._stored import StoredFolder
 
 
 def test_parts_of_columns_are_read(tmp_path: Path) -> None:
@@ -14,16 +16,23 @@ def test_parts_of_columns_are_read(tmp_path: Path) -> None:
     write_tensors(tmp_path / "a.safetensors", {"x": tensor[:, :3], "y": torch.tensor(2.5)})
     write_tensors(tmp_path / "b.safetensors", {"x": tensor[:, 3:]})
     chunks = [("a.safetensors", Box((0, 0, 0), (6, 3, 4))), ("b.safetensors", Box((0, 3, 0), (6, 2, 4)))]
-    with TensorReader(tmp_path) as reader:
-        out = torch.zeros(4, 3, 2)
-        read_into(reader, "x", chunks, Box((1, 2, 1), (4, 3, 2)), out)
-        assert torch.equal(out, tensor[1:5, 2:5, 1:3])
-        back = torch.zeros(5, 6, 4).transpose(0, 1)
-        read_into(reader, "x", chunks, Box((0, 0, 0), (6, 5, 4)), back)
-        assert torch.equal(back, tensor)
-        scalar = torch.zeros(())
-        read_into(reader, "y", [("a.safetensors", Box((), ()))], Box((), ()), scalar)
-        assert scalar.item() == 2.5
+    files = StoredFolder(tmp_path)
+    out = torch.zeros(4, 3, 2)
+    back = torch.zeros(5, 6, 4).transpose(0, 1)
+    cast = torch.zeros(6, 5, 4, dtype=torch.float64)
+    scalar = torch.zeros(())
+    jobs = [
+        *files.jobs("x", chunks, Box((1, 2, 1), (4, 3, 2)), out),
+        *files.jobs("x", chunks, Box((0, 0, 0), (6, 5, 4)), back),
+        *files.jobs("x", chunks, Box((0, 0, 0), (6, 5, 4)), cast),
+        *files.jobs("y", [("a.safetensors", Box((), ()))], Box((), ()), scalar),
+    ]
+    num_bytes = read_jobs(jobs, workers=3)
+    assert num_bytes >= 4 * (2 * tensor.numel() + out.numel() + 1)
+    assert torch.equal(out, tensor[1:5, 2:5, 1:3])
+    assert torch.equal(back, tensor)
+    assert torch.equal(cast, tensor.double())
+    assert scalar.item() == 2.5
 
 
 def test_a_folder_appears_whole_and_takes_the_place_of_an_empty_one(tmp_path: Path) -> None:

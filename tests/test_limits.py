@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import fsdp_sft as fs
-from fsdp_sft import _agree, _disk, _limits
+from fsdp_sft import _agree, _disk, _limits, _reader
 from fsdp_sft.dcp_io import retention
 from fsdp_sft.encoded import store
-from fsdp_sft.weights import read, resolve
+from fsdp_sft.weights import resolve
 from tests.harness.models import tiny_model
 from tests.harness.ranks import run_distributed
 from tests.harness.trained import make_model
@@ -108,7 +108,7 @@ def test_no_loader_calls_a_file_damaged_that_it_must_not_read(
     dataset.mkdir()
     for module, name, load in (
         (resolve, "open_file", lambda: fs.load_weights(model, tmp_path / "hf")),
-        (read, "open_file", lambda: fs.load_weights(model, tmp_path / "hf")),
+        (_reader, "open_file", lambda: fs.load_weights(model, tmp_path / "hf")),
         (Path, "read_text", lambda: fs.load_weights(model, tmp_path / "hf")),
         (torch, "load", lambda: fs.load_full_state_dict(model, tmp_path / "model.pt")),
         (Path, "read_text", lambda: store.is_sound(dataset)),
@@ -143,19 +143,21 @@ def test_few_files_of_a_checkpoint_are_open_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_distributed(_save_one, 6, str(tmp_path))
-    monkeypatch.setattr(_disk, "open_files_limit", lambda: 4)
     opened: list[int] = []
+    descriptor = _reader._Reader._descriptor
 
-    class Counting(_disk.TensorReader):
-        def _descriptor(self, file: str) -> int:
-            fd = super()._descriptor(file)
-            opened.append(len(self._descriptors))
-            return fd
+    def counted(self: Any, batch: Any) -> int:
+        fd = descriptor(self, batch)
+        opened.append(len(self._descriptors))
+        return fd
 
-    monkeypatch.setattr("fsdp_sft.dcp_io.checkpoint.TensorReader", Counting)
+    monkeypatch.setattr(_reader, "_BATCHES_AHEAD", 1)
+    monkeypatch.setattr(_reader, "MAX_WORKERS", 1)
+    monkeypatch.setattr(_reader._Reader, "_descriptor", counted)
     model: Any = make_model(1, None, wrap=False)
     assert fs.load_checkpoint(tmp_path, model=model).step == 3
-    assert max(opened) == 4
+    assert len(opened) > 12
+    assert max(opened) == 2
 
 
 def test_gloo_without_descriptors_is_no_lost_rank() -> None:

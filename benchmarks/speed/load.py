@@ -33,8 +33,8 @@ import torch.distributed as dist
 
 import fsdp_sft as fs
 from benchmarks.host_memory import PeakMemory
+from fsdp_sft._prefault import ask_for_large_pages
 from fsdp_sft.weights import build_meta_model, load_weights
-from fsdp_sft.weights.prefault import ask_for_large_pages
 
 PIECE = 1 << 20
 _WARM_UP = 2
@@ -267,8 +267,8 @@ def plan_72b(ranks: int) -> None:
     from transformers import Qwen2Config
 
     from fsdp_sft._boxes import box_of
+    from fsdp_sft._pieces import intersect
     from fsdp_sft.weights.plan import make_plan
-    from fsdp_sft.weights.provenance import intersect
     from fsdp_sft.weights.resolve import open_checkpoint
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)

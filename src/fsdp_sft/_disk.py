@@ -14,24 +14,20 @@ import shutil
 import stat
 import threading
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
 import torch
 
-from fsdp_sft._boxes import Box, part_of, whole
-from fsdp_sft._limits import blame_no_file, open_files_limit
+from fsdp_sft._limits import blame_no_file
 from fsdp_sft._safetensors import (
-    Header,
-    TensorEntry,
     bytes_of,
     create,
     force_to_disk,
     open_file,
     read_at,
-    read_header,
     write_at,
 )
 from fsdp_sft.errors import CheckpointCorruptError, SafetensorsError
@@ -266,133 +262,6 @@ def file_problem(folder: Path, name: str, record: FileRecord, *, hashes: bool) -
     return None
 
 
-class TensorReader:
-    """Reads parts of tensors from the safetensors files below a folder.
-
-    If the destination has the stored dtype and is contiguous in CPU memory, bytes are read straight into it;
-    otherwise they pass through one buffer, which is reused. The reader keeps at most a quarter of the files
-    open that this process may open: a step saved by 1,024 ranks can have 2,048 files.
-
-    Attributes:
-        bytes_read: Tensor bytes read so far.
-
-    Memory: 16 MiB.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._headers: dict[str, Header] = {}
-        self._descriptors: dict[str, int] = {}  # in the order of their last use
-        self._most_open = max(4, open_files_limit() // 4)
-        self._buffer = torch.empty(0, dtype=torch.uint8)
-        self.bytes_read = 0
-
-    def __enter__(self) -> "TensorReader":
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        for fd in self._descriptors.values():
-            os.close(fd)
-        self._descriptors.clear()
-
-    def header(self, file: str) -> Header:
-        """The header of a file, checked and remembered.
-
-        Raises:
-            CheckpointCorruptError: If the file or its header is damaged or missing.
-            OSError: If this process may open no more files, or may not open this one.
-        """
-        if file not in self._headers:
-            try:
-                self._headers[file] = read_header(self._descriptor(file))
-            except (OSError, SafetensorsError) as error:
-                blame_no_file(error, self._folder / file)
-                raise CheckpointCorruptError(f"{self._folder / file} cannot be read: {error}") from error
-        return self._headers[file]
-
-    def read(self, file: str, name: str, out: torch.Tensor, part: Box | None = None) -> None:
-        """Read a stored tensor, or a part of it, into ``out``.
-
-        Args:
-            file: Name of the file below the folder.
-            name: Name of the tensor in the file.
-            out: Tensor to fill, of the part's shape, on any device; values are cast to its dtype.
-            part: Part of the stored tensor; None reads all of it.
-
-        Raises:
-            CheckpointCorruptError: If the bytes cannot be read.
-            OSError: If this process may open no more files, or may not open this one.
-        """
-        entry = self.header(file).entries[name]
-        try:
-            with torch.no_grad():
-                self._read(self._descriptor(file), entry, part or whole(entry.shape), out)
-        except (OSError, SafetensorsError) as error:
-            blame_no_file(error, self._folder / file)
-            raise CheckpointCorruptError(f"{self._folder / file} cannot be read: {error}") from error
-
-    def _descriptor(self, file: str) -> int:
-        """The open file; if there are too many, the one that was not used for longest is closed."""
-        fd = self._descriptors.pop(file, None)
-        if fd is None:
-            while len(self._descriptors) >= self._most_open:
-                os.close(self._descriptors.pop(next(iter(self._descriptors))))
-            fd = open_file(self._folder / file)
-        self._descriptors[file] = fd
-        return fd
-
-    def _read(self, fd: int, entry: TensorEntry, part: Box, out: torch.Tensor) -> None:
-        """Read a part as contiguous runs: whole rows at once, else row by row, each row in the same way."""
-        if part.shape[1:] == entry.shape[1:]:  # one run of bytes in the file
-            row_bytes = _row_bytes(entry)
-            start = entry.start + (part.offset[0] * row_bytes if part.offset else 0)
-            self._read_stretch(fd, entry.dtype, start, out)
-            return
-        rows, row_shape = part.shape[0], entry.shape[1:]
-        row_bytes = _row_bytes(entry)
-        for row in range(rows):
-            start = entry.start + (part.offset[0] + row) * row_bytes
-            inner = TensorEntry(entry.dtype, row_shape, start, start + row_bytes)
-            self._read(fd, inner, Box(part.offset[1:], part.shape[1:]), out[row])
-
-    def _read_stretch(self, fd: int, dtype: torch.dtype, start: int, out: torch.Tensor) -> None:
-        """Fill ``out`` from one contiguous run of the file."""
-        self.bytes_read += out.numel() * dtype.itemsize
-        if out.device.type == "cpu" and out.dtype == dtype and out.is_contiguous():
-            read_at(fd, start, bytes_of(out))
-            return
-        if not self._buffer.numel():
-            self._buffer = torch.empty(_BUFFER_BYTES, dtype=torch.uint8)
-        target = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype, device=out.device)
-        flat = target.view(-1)
-        step = _BUFFER_BYTES // dtype.itemsize
-        for first in range(0, flat.numel(), step):
-            piece = flat[first : first + step]
-            num_bytes = piece.numel() * dtype.itemsize
-            read_at(fd, start + first * dtype.itemsize, bytes_of(self._buffer[:num_bytes]))
-            piece.copy_(self._buffer[:num_bytes].view(dtype))
-        if target is not out:
-            out.copy_(target)
-
-
-def read_into(
-    reader: TensorReader, name: str, chunks: Iterable[tuple[str, Box]], box: Box, out: torch.Tensor
-) -> None:
-    """Fill ``out``, the box ``box`` of a tensor, from the files that store the tensor's parts.
-
-    Args:
-        reader: Reader of the files.
-        name: Name of the tensor in the files.
-        chunks: (file, box of the tensor that it stores) pairs; they must cover ``box``.
-        box: Box of the tensor that is wanted.
-        out: Tensor to fill, of the box's shape.
-    """
-    for file, chunk in chunks:
-        common = chunk.intersect(box)
-        if common is not None and common.numel:
-            reader.read(file, name, part_of(out, common.relative_to(box)), common.relative_to(chunk))
-
-
 def temporary_beside(target: Path) -> Path:
     """A new name in the same folder for something that will be renamed to ``target`` when it is complete."""
     return target.with_name(f"{_prefix(target)}{uuid.uuid4().hex}")
@@ -452,8 +321,3 @@ class closing(contextlib.AbstractContextManager[None]):
 
     def __exit__(self, *exc_info: object) -> None:
         os.close(self._fd)
-
-
-def _row_bytes(entry: TensorEntry) -> int:
-    """Bytes of one row (an index of the first dimension) of a stored tensor."""
-    return entry.num_bytes // entry.shape[0] if entry.shape and entry.shape[0] else entry.num_bytes

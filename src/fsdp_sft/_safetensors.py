@@ -54,19 +54,21 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Where and how a file stores one tensor, in row-major order.
+    """Where and how a file stores one tensor.
 
     Attributes:
         dtype: Dtype of the stored elements.
         shape: Shape of the tensor.
         start: Position of its first byte in the file.
         end: Position one past its last byte.
+        stride: Distance between neighbours in the file, in elements, per dimension; None is row-major order.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int
     end: int
+    stride: tuple[int, ...] | None = None
 
     @property
     def num_bytes(self) -> int:

@@ -12,13 +12,13 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from fsdp_sft._agree import agreed, all_reduce_sum, share, this_rank, while_others_wait
-from fsdp_sft._boxes import local_of
 from fsdp_sft._claim import Claim
 from fsdp_sft._codec import dumps
 from fsdp_sft._compat import keep_used_conversions, match_checkpoint_keys, tied_names, weight_conversions
-from fsdp_sft._disk import TensorReader, full_path, unsound_beside
+from fsdp_sft._disk import full_path, unsound_beside
 from fsdp_sft._dtypes import check_dtypes
 from fsdp_sft._model import ModelTensors, clean_name, meta_twin, model_tensors, named_tensors
+from fsdp_sft._stored import StoredFolder
 from fsdp_sft.adapters import add_adapters, copy_saved_modules, without_adapters
 from fsdp_sft.dcp_io.checkpoint import read_train_state
 from fsdp_sft.dcp_io.content import FolderContent, describe_mesh
@@ -44,7 +44,6 @@ from fsdp_sft.weights.hub import resolve_folder
 from fsdp_sft.weights.load import Strategy
 from fsdp_sft.weights.meta import meta_model
 from fsdp_sft.weights.plan import LoadPlan
-from fsdp_sft.weights.prefault import HostPages
 from fsdp_sft.weights.resolve import open_checkpoint, resolved_inside
 from fsdp_sft.weights.vocabulary import fill_new_rows, shapes_before_new_tokens
 
@@ -395,12 +394,9 @@ def _load(
     with agreed(f"reading {folder}"):
         materialise(model)
     with without_adapters(model) as base:
-        with agreed(f"reading {folder}"), TensorReader(folder) as reader:
+        with agreed(f"reading {folder}"):
             tensors = named_tensors(base)
-            pages = HostPages()
-            for name in stored:
-                pages.prefault(local_of(tensors[name]))
-                read_tensors(reader, stored, {name: tensors[name]})
+            bytes_read = read_tensors(StoredFolder(folder), stored, {name: tensors[name] for name in stored})
             initialise_rest(base, plan, seed=0)
             keep_used_conversions(base, plan.conversions)
         fill_new_rows(base, plan.before)
@@ -408,8 +404,8 @@ def _load(
         copy_saved_modules(model)
         check_nothing_empty(model, accounted)
     return LoadReport(
-        bytes_read=reader.bytes_read,
-        job_bytes_read=int(all_reduce_sum([reader.bytes_read])[0]),
+        bytes_read=bytes_read,
+        job_bytes_read=int(all_reduce_sum([bytes_read])[0]),
         checkpoint_bytes=sum(
             r.size for n, r in manifest.files.items() if n.startswith((f"{SHARDS}/", "model/"))
         ),

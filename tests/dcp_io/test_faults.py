@@ -15,7 +15,7 @@ from torch import nn
 import fsdp_sft as fs
 from fsdp_sft import dcp_io
 from fsdp_sft._codec import dumps
-from fsdp_sft._disk import TensorReader
+from fsdp_sft._stored import StoredFolder
 from fsdp_sft.dcp_io import in_use
 from tests.faults.hostile import other_index
 from tests.harness.device import mesh_here
@@ -47,11 +47,8 @@ def _flip(path: Path, position: int) -> None:
 
 def _flip_rank_state(step: Path) -> None:
     path = step / "shards/00001.safetensors"
-    with TensorReader(step) as reader:
-        places = {
-            key: entry.start for key, entry in reader.header("shards/00001.safetensors").entries.items()
-        }
-    _flip(path, places["rank.1"] + 2)
+    header = StoredFolder(step).header("shards/00001.safetensors")
+    _flip(path, header.entries["rank.1"].start + 2)
 
 
 def _swap(a: Path, b: Path) -> None:

@@ -100,9 +100,13 @@ def _write_bad_files(folder: Path) -> dict[str, tuple[str, type[Exception], str]
     torch.save({"model": state}, folder / "nested.pt")
     torch.save(_Evil(str(folder / "ran")), folder / "evil.pt")
     (folder / "empty.safetensors").touch()
-    made[str(folder / "old.bin")] = ("old", fs.CheckpointCorruptError, "zip format")
-    made[str(folder / "nested.pt")] = ("nested", fs.CheckpointCorruptError, "flat dict")
-    made[str(folder / "evil.pt")] = ("evil", fs.CheckpointCorruptError, "not only tensors")
+    made[str(folder / "old.bin")] = ("old", fs.CheckpointCorruptError, "zip archive")
+    made[str(folder / "nested.pt")] = (
+        "nested",
+        fs.CheckpointCorruptError,
+        "not a tensor: the file must be a state dict",
+    )
+    made[str(folder / "evil.pt")] = ("evil", fs.CheckpointCorruptError, "more than tensors, and was not run")
     made[str(folder / "empty.safetensors")] = ("empty", fs.CheckpointCorruptError, "at least 8 bytes")
     made[str(folder / "absent.pt")] = ("absent", fs.CheckpointNotFoundError, "no file")
     made[str(folder / "model.ckpt")] = ("suffix", ValueError, "suffix")

@@ -12,8 +12,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from transformers import T5ForConditionalGeneration
 
 import fsdp_sft as fs
+from fsdp_sft import _reader as read
 from fsdp_sft.pretrained import load_pretrained
-from fsdp_sft.weights import CheckpointFormatError, build_meta_model, load_weights, provenance, read
+from fsdp_sft.weights import CheckpointFormatError, build_meta_model, load_weights, provenance
 from tests.harness.composed import composed
 from tests.harness.device import device_here, mesh_here
 from tests.harness.forks import Program
@@ -500,7 +501,7 @@ def test_planning_for_ranks_that_are_not_there(tmp_path: Path) -> None:
         "from fsdp_sft._boxes import box_of\n"
         "from fsdp_sft.weights import build_meta_model\n"
         "from fsdp_sft.weights.plan import make_plan\n"
-        "from fsdp_sft.weights.provenance import intersect\n"
+        "from fsdp_sft._pieces import intersect\n"
         "from fsdp_sft.weights.resolve import open_checkpoint\n"
         "dist.init_process_group('fake', store=FakeStore(), rank=0, world_size=64)\n"
         "model = fs.shard_model(build_meta_model(sys.argv[1]), mesh=fs.build_mesh(device_type='cpu'))\n"

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
+from fsdp_sft._pickled import read_pickled
 from fsdp_sft.weights import CheckpointFormatError, build_meta_model, load_weights
 from fsdp_sft.weights.hub import resolve_folder
-from fsdp_sft.weights.pickled import read_pickled
 from fsdp_sft.weights.resolve import open_checkpoint
 from tests.harness.composed import composed
 from tests.harness.device import mesh_here
@@ -76,7 +76,9 @@ def test_refused_unless_asked_for(tmp_path: Path) -> None:
 def test_safetensors_are_preferred(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path)
     (folder / "pytorch_model.bin").write_bytes(b"not looked at")
-    assert all(path.suffix == ".safetensors" for path in open_checkpoint(folder, allow_pickle=True).files)
+    assert all(
+        path.suffix == ".safetensors" for path in open_checkpoint(folder, allow_pickle=True).file_bytes
+    )
 
 
 class _Opens:
@@ -212,11 +214,10 @@ DAMAGES: list[tuple[Callable[[Path], None], str]] = [
     (_compressed, "compressed"),
     (_big_endian, "big-endian"),
     (_short_record, "outside of the archive"),
-    (_transposed, "one run"),
-    (_expanded, "one run"),
-    (_sparse, "one run|of meta tensor"),  # torch 2.15 refuses to load it without data
-    (_complex, "complex128"),
-    (_negated, "one run"),
+    (_expanded, "of its own"),
+    (_sparse, "of its own|of meta tensor"),  # torch 2.15 refuses to load it without data
+    (_complex, "complex128 in the checkpoint"),
+    (_negated, "of its own"),
     (_nested, "'state_dict' is OrderedDict, not a tensor"),
     (_a_list, "list, not a dictionary"),
 ]
@@ -228,6 +229,17 @@ def test_what_cannot_be_read_by_position(tmp_path: Path, damage: Callable[[Path]
     damage(folder / "pytorch_model.bin")
     with pytest.raises(CheckpointFormatError, match=words):
         load_weights(build_meta_model(folder), folder, allow_pickle=True)
+
+
+def test_a_tensor_that_is_stored_transposed(tmp_path: Path) -> None:
+    folder = _pickled(tmp_path)
+    expected = torch.load(folder / "pytorch_model.bin", weights_only=True)
+    _transposed(folder / "pytorch_model.bin")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    model = build_meta_model(folder)
+    report = load_weights(model, folder, allow_pickle=True)
+    assert torch.equal(model.get_parameter(name), expected[name].t().float())
+    assert report.class_bytes["region"] == expected[name].nbytes
 
 
 def test_an_archive_that_others_wrote(tmp_path: Path) -> None:

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp_sft.weights import finish, prefault
+from fsdp_sft import _prefault as prefault
+from fsdp_sft._prefault import HostPages, PageCosts, ask_for_large_pages
+from fsdp_sft.weights import finish
 from fsdp_sft.weights.finish import materialise
-from fsdp_sft.weights.prefault import HostPages, PageCosts, ask_for_large_pages
 
 PAGE = mmap.PAGESIZE
 MIB = 1 << 20

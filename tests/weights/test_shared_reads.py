@@ -8,9 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from fsdp_sft import _reader as read
 from fsdp_sft._boxes import Box
-from fsdp_sft.weights import read
-from fsdp_sft.weights.provenance import Piece, contiguous_strides
 from fsdp_sft.weights.resolve import Checkpoint, open_checkpoint
 
 TENSORS, ROWS, COLUMNS, RANKS = 8, 2048, 2048, 4
@@ -24,20 +23,18 @@ def fetched() -> int:
 
 def _fetch_share(checkpoint: Checkpoint) -> tuple[int, int]:
     """(bytes fetched, bytes asked for) to read one rank's rows of each tensor, nothing in the page cache."""
-    fd = os.open(checkpoint.files[0], os.O_RDONLY)
+    fd = os.open(next(iter(checkpoint.file_bytes)), os.O_RDONLY)
     os.fsync(fd)
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     os.close(fd)
     jobs = []
     box = Box((ROWS // RANKS, 0), (ROWS // RANKS, COLUMNS))
     for key, stored in checkpoint.sources.items():
-        shape = stored.entry.shape
-        piece = Piece((0, 0), shape, key, 0, contiguous_strides(shape))
         dest = torch.empty(box.shape)
-        job = read.job_for(checkpoint, key, piece, box, dest, check_finite=True, mode="copy")
+        job = stored.job(key, stored.piece(key), box, dest, check_finite=True)
         jobs += [job] if job is not None else []
     before = fetched()
-    asked = read.read_jobs(checkpoint, jobs, host_budget_bytes=1 << 30)
+    asked = read.read_jobs(jobs)
     return fetched() - before, asked
 
 

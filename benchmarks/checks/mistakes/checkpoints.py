@@ -215,9 +215,9 @@ MISTAKES = [
     ),
     Mistake(
         "a checkpoint of many ranks is read with all its files open",
-        "_disk.py",
-        "while len(self._descriptors) >= self._most_open:",
-        "while False:",
+        "_reader.py",
+        "            if not self._left[file]:\n",
+        "            if False:\n",
         ("tests/test_limits.py",),
     ),
     Mistake(

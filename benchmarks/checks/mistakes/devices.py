@@ -73,7 +73,7 @@ MISTAKES: list[Mistake] = [
     ),
     Mistake(
         "a buffer read into while it still travels",
-        "weights/read.py",
+        "_reader.py",
         "        if event is not None:\n            event.synchronize()\n        return memoryview",
         "        return memoryview",
         LOAD,
@@ -136,7 +136,7 @@ MISTAKES: list[Mistake] = [
     ),
     Mistake(
         "a search for NaN that makes a mask of the whole shard",
-        "weights/read.py",
+        "_reader.py",
         "torch.stack(torch.aminmax(values)).isfinite() for values",
         "values.isfinite().all().expand(2) for values",
         LOAD,

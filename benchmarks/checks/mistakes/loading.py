@@ -26,14 +26,14 @@ MISTAKES: list[Mistake] = [
     ),
     Mistake(
         "large pages are taken whatever they cost",
-        "weights/prefault.py",
+        "_prefault.py",
         "        return self._lost <= _MOST_LOST * self._seconds_in_small\n",
         "        return True\n",
         ("tests/weights/test_prefault.py",),
     ),
     Mistake(
         "gains with large pages are gambled away when these become dear",
-        "weights/prefault.py",
+        "_prefault.py",
         "max(0.0, self._lost + seconds - _WORTH * in_small)",
         "self._lost + seconds - _WORTH * in_small",
         ("tests/weights/test_prefault.py",),
@@ -187,7 +187,7 @@ MISTAKES: list[Mistake] = [
     ),
     Mistake(
         "what lies beside a part is fetched with it",
-        "weights/read.py",
+        "_reader.py",
         "            expect_parts(self._descriptors[file])\n",
         "",
         ("tests/weights/test_shared_reads.py",),

@@ -14,9 +14,10 @@ from torch import nn
 from fsdp_sft._agree import agreed, background_group, is_distributed, this_rank, world_size
 from fsdp_sft._callers import warn_caller
 from fsdp_sft._codec import decode, loads
-from fsdp_sft._disk import TensorReader, full_path, read_bytes
+from fsdp_sft._disk import full_path, read_bytes
 from fsdp_sft._model import model_tensors
 from fsdp_sft._random import set_generator_states
+from fsdp_sft._stored import StoredFolder
 from fsdp_sft.adapters import refuse_merged
 from fsdp_sft.dcp_io.adapter_settings import check_adapters
 from fsdp_sft.dcp_io.background import BackgroundSave, join_last
@@ -281,10 +282,11 @@ def _load_step(
         train_state = read_train_state(folder, manifest)
         if same_ranks and manifest.rank_states:
             rng, rank_state = read_rank_content(folder, manifest, this_rank())
-    with agreed(f"reading {folder} (the model is loaded in part)"), TensorReader(folder) as reader:
-        read_model(reader, manifest, model, tensors, sources)
+    with agreed(f"reading {folder} (the model is loaded in part)"):
+        files = StoredFolder(folder)
+        read_model(files, manifest, model, tensors, sources)
         if optimizer is not None:
-            apply_optimizer(manifest, model, optimizer, reader)
+            apply_optimizer(manifest, model, optimizer, files)
         left_behind = optimizer is None and bool(manifest.optimizer)
         note_optimizer(model, int(manifest.step or 0), left_behind=left_behind)
         if rng is not None:

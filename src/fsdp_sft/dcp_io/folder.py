@@ -25,15 +25,15 @@ from fsdp_sft._codec import MALFORMED, loads
 from fsdp_sft._disk import (
     Deferred,
     FileRecord,
-    TensorReader,
     check_room,
     publish,
-    read_into,
     sync_folder,
     temporary_beside,
     write_bytes,
     write_tensors,
 )
+from fsdp_sft._reader import Job, read_jobs, threads_that_read
+from fsdp_sft._stored import StoredFolder
 from fsdp_sft.dcp_io.content import FolderContent, Parts, Tensors, own_parts
 from fsdp_sft.dcp_io.manifest import (
     INDEX_NAME,
@@ -202,12 +202,14 @@ def check_files(
             raise CheckpointCorruptError(f"{name} has parts in {abridged(missing)}, which is not listed")
 
 
-def read_tensors(reader: TensorReader, stored: Mapping[str, StoredTensor], tensors: Tensors) -> None:
-    """Fill this rank's part of each of ``tensors`` from the files."""
+def read_tensors(folder: StoredFolder, stored: Mapping[str, StoredTensor], tensors: Tensors) -> int:
+    """Fill this rank's part of each of ``tensors`` from the files; the number of bytes read."""
+    jobs: list[Job] = []
     for name, tensor in tensors.items():
         box, source = box_of(tensor), stored[name]
         if box.numel:
-            read_into(reader, source.key, source.parts(box), box, local_of(tensor))
+            jobs += folder.jobs(source.key, source.parts(box), box, local_of(tensor))
+    return read_jobs(jobs, workers=threads_that_read(), damaged=CheckpointCorruptError)
 
 
 def _wait_until_visible(folder: Path) -> None:

@@ -1,23 +1,24 @@
 """A single file with the full state dict of a model, which other tools can read and write."""
 
 import os
-import pickle
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from fsdp_sft._agree import agreed, all_gather_objects, share, this_rank, world_size
-from fsdp_sft._boxes import Box, box_of, local_of, part_of
-from fsdp_sft._disk import TensorReader, closing, full_path, sync_folder, temporary_beside
+from fsdp_sft._boxes import Box, box_of, local_of
+from fsdp_sft._disk import closing, full_path, sync_folder, temporary_beside
 from fsdp_sft._gather import Gatherer, receive_into, send
-from fsdp_sft._limits import blame_no_file
 from fsdp_sft._model import ModelTensors, give_back, model_tensors, with_extra_tensors
+from fsdp_sft._pickled import read_pickled
+from fsdp_sft._reader import Job, read_jobs, threads_that_read
 from fsdp_sft._safetensors import bytes_of, create, force_to_disk, write_at
+from fsdp_sft._stored import InFile, StoredFolder
 from fsdp_sft.adapters import refuse_merged
 from fsdp_sft.distributed import reshard
 from fsdp_sft.errors import (
@@ -31,6 +32,7 @@ _TORCH_SUFFIXES = (".pt", ".pth", ".bin")
 _SUFFIXES = (*_TORCH_SUFFIXES, ".safetensors")
 
 Described = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+Files = dict[str, InFile]
 
 
 def save_full_state_dict(
@@ -123,87 +125,48 @@ def load_full_state_dict(model: nn.Module, path: str | os.PathLike[str]) -> None
     if sizes[0] is None:
         raise CheckpointNotFoundError(f"there is no file {source_path} (as rank 0 sees it)")
     shared = len(set(sizes)) == 1
-    source: _Source | None = None
+    files: Files = {}
     with agreed(f"opening {source_path}"):
         if shared or this_rank() == 0:
-            source = _open(source_path)
-    described: Described = share(source.described if source is not None else None)
+            files = _open(source_path.resolve())
+    described: Described = share({name: (f.entry.dtype, f.entry.shape) for name, f in files.items()})
     plan: dict[str, list[str]] = {}
     with agreed(f"checking the model against {source_path}"):
         plan = _match(content, described)
-        if source is not None:
-            _check_ties(content, plan, source)
+        if files:
+            _check_ties(content, plan, files)
     names = {first: found[0] for first, found in plan.items()}
     made = {name: _room(content.tensors[name], *described[names[name]]) for name in content.made}
     content = replace(content, tensors={**content.tensors, **made})
-    if shared and source is not None:
+    if shared:
         with agreed(f"reading {source_path} (the model is loaded in part)"):
+            jobs: list[Job] = []
             for first, tensor in content.tensors.items():
-                local, box = local_of(tensor), box_of(tensor)
-                if box.numel:
-                    source.read(names[first], box, local)
+                jobs += _job(files, names[first], box_of(tensor), local_of(tensor))
+            read_jobs(jobs, workers=threads_that_read(), damaged=CheckpointCorruptError)
     else:
-        _distribute(content, names, source, f"distributing {source_path}")
+        _distribute(content, names, files, f"distributing {source_path}")
     with agreed(f"giving modules of {type(model).__name__} their own state"):
         give_back(model, made)
 
 
-class _Source(Protocol):
-    """An opened file: dtypes and shapes of its tensors by name, and a way to read a part of one."""
-
-    described: Described
-
-    def read(self, name: str, box: Box, out: torch.Tensor) -> None: ...
-
-
-class _TorchSource:
-    """A file of ``torch.save``, mapped into memory."""
-
-    def __init__(self, path: Path) -> None:
-        try:
-            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except pickle.UnpicklingError as error:
-            raise CheckpointCorruptError(
-                f"{path} holds Python objects, not only tensors; they are not unpickled, because that could "
-                "run any code. Save model.state_dict() instead of the model. "
-                f"({str(error).splitlines()[0][:300]})"
-            ) from None
-        except (RuntimeError, ValueError, EOFError, OSError, KeyError) as error:
-            blame_no_file(error, path)
-            raise CheckpointCorruptError(
-                f"{path} is cut short, damaged, or not in torch.save's zip format: "
-                f"{(str(error).splitlines() or [type(error).__name__])[0][:300]}"
-            ) from None
-        if not isinstance(loaded, Mapping) or not all(
-            isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in loaded.items()
-        ):
-            raise CheckpointCorruptError(
-                f"{path} is not a flat dict of names to tensors, as model.state_dict() is; if the model lies "
-                "under a key of a larger checkpoint, save that part alone"
-            )
-        self._tensors: dict[str, torch.Tensor] = dict(loaded)
-        self.described = {name: (t.dtype, tuple(t.shape)) for name, t in loaded.items()}
-
-    def read(self, name: str, box: Box, out: torch.Tensor) -> None:
-        with torch.no_grad():
-            out.copy_(part_of(self._tensors[name], box))
+def _open(path: Path) -> Files:
+    """Where each tensor of a file lies; the suffix says the format."""
+    if path.suffix == ".safetensors":
+        header = StoredFolder(path.parent).header(path.name)
+    else:
+        header = read_pickled(path, CheckpointCorruptError)
+    return {name: InFile(path, entry) for name, entry in header.entries.items()}
 
 
-class _SafetensorsSource:
-    """A safetensors file."""
-
-    def __init__(self, path: Path) -> None:
-        self._reader, self._file = TensorReader(path.parent.resolve()), path.resolve().name
-        entries = self._reader.header(self._file).entries
-        self.described = {name: (entry.dtype, entry.shape) for name, entry in entries.items()}
-
-    def read(self, name: str, box: Box, out: torch.Tensor) -> None:
-        self._reader.read(self._file, name, out, box)
+def _job(files: Files, name: str, box: Box, out: torch.Tensor) -> Iterator[Job]:
+    """What fills ``out``, the box ``box`` of a tensor."""
+    job = files[name].job(name, files[name].piece(name), box, out)
+    return iter(()) if job is None else iter((job,))
 
 
-def _open(path: Path) -> _Source:
-    """Open a file in the format that its suffix says."""
-    return _SafetensorsSource(path) if path.suffix == ".safetensors" else _TorchSource(path)
+def _read(files: Files, name: str, box: Box, out: torch.Tensor) -> None:
+    read_jobs(_job(files, name, box, out), damaged=CheckpointCorruptError)
 
 
 def _check_suffix(path: Path) -> None:
@@ -307,16 +270,15 @@ def _match(content: ModelTensors, described: Described) -> dict[str, list[str]]:
     return found
 
 
-def _check_ties(content: ModelTensors, plan: Mapping[str, list[str]], source: _Source) -> None:
+def _check_ties(content: ModelTensors, plan: Mapping[str, list[str]], files: Files) -> None:
     """Refuse a file with different values under the names of a tied tensor; each rank compares its part."""
     for first, names in plan.items():
         if len(names) < 2:
             continue
         box = box_of(content.tensors[first])
-        parts = []
-        for name in names:
-            parts.append(torch.empty(box.shape, dtype=source.described[name][0]))
-            source.read(name, box, parts[-1])
+        parts = [torch.empty(box.shape, dtype=files[name].entry.dtype) for name in names]
+        jobs = [job for name, part in zip(names, parts, strict=True) for job in _job(files, name, box, part)]
+        read_jobs(jobs, damaged=CheckpointCorruptError)
         if any(not torch.equal(part, parts[0]) for part in parts[1:]):
             raise CheckpointMismatchError(f"{names} are one tensor in the model, but differ in the file")
 
@@ -328,7 +290,7 @@ def _room(live: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> tor
     return torch.empty(shape, dtype=dtype, device=live.device)
 
 
-def _distribute(content: ModelTensors, names: Mapping[str, str], source: _Source | None, phase: str) -> None:
+def _distribute(content: ModelTensors, names: Mapping[str, str], files: Files, phase: str) -> None:
     """Let rank 0 read every rank's part of every tensor and send it.
 
     Collective: all ranks.
@@ -340,8 +302,8 @@ def _distribute(content: ModelTensors, names: Mapping[str, str], source: _Source
             if not box.numel or this_rank() not in (0, rank):
                 continue
             part = torch.zeros(box.shape, dtype=tensor.dtype)
-            if this_rank() == 0 and source is not None:
-                sender.attempt(partial(source.read, names[first], box, part))
+            if this_rank() == 0:
+                sender.attempt(partial(_read, files, names[first], box, part))
                 if rank != 0:
                     send(part, rank)
             else:

@@ -16,11 +16,12 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_sft._boxes import Box, box_of, whole, with_local
 from fsdp_sft._codec import decode
-from fsdp_sft._disk import TensorReader, read_into
+from fsdp_sft._reader import read_jobs
 from fsdp_sft._safetensors import DTYPES
+from fsdp_sft._stored import StoredFolder
 from fsdp_sft.dcp_io.inner_tensors import PLAIN
 from fsdp_sft.dcp_io.stored import StoredTensor
-from fsdp_sft.errors import CheckpointMismatchError
+from fsdp_sft.errors import CheckpointCorruptError, CheckpointMismatchError
 
 Part = dict[str, Any]
 
@@ -60,7 +61,7 @@ def together(
     parameter: torch.Tensor,
     parts: list[Part],
     stored: Mapping[str, StoredTensor],
-    reader: TensorReader,
+    folder: StoredFolder,
 ) -> torch.Tensor:
     """Read a state and put it together for this rank's shard of a parameter.
 
@@ -69,7 +70,7 @@ def together(
         parameter: The live parameter.
         parts: Parts of the state from the manifest, with which ``parts_problem`` has found no problem.
         stored: Stored tensors by name.
-        reader: Reader of the files.
+        folder: The files.
 
     Raises:
         CheckpointMismatchError: If a table of values differs between parts that are to be joined.
@@ -80,10 +81,10 @@ def together(
         return torch.empty_like(parameter.detach())
     index = _same(parts, box)
     if index is not None:
-        inner = {n: _read(f"{name}/{index}/{n}", stored, reader, device) for n in parts[index]["inner"]}
+        inner = {n: _read(f"{name}/{index}/{n}", stored, folder, device) for n in parts[index]["inner"]}
         local = _made(parts[index], inner, box.shape)
     else:
-        local = _joined(name, parts, box, tuple(parameter.shape), stored, reader, device)
+        local = _joined(name, parts, box, tuple(parameter.shape), stored, folder, device)
     if not isinstance(parameter, DTensor):
         return local
     return with_local(parameter, local)
@@ -212,7 +213,7 @@ def _joined(
     box: Box,
     shape: tuple[int, ...],
     stored: Mapping[str, StoredTensor],
-    reader: TensorReader,
+    folder: StoredFolder,
     device: torch.device,
 ) -> torch.Tensor:
     """A shard that is none of the parts, joined from runs of their elements."""
@@ -221,14 +222,14 @@ def _joined(
     for n, block in blocks.items():
         keys = [f"{name}/{piece.index}/{n}" for piece in pieces]
         if block is None:
-            tables = [_read(key, stored, reader, device) for key in keys]
+            tables = [_read(key, stored, folder, device) for key in keys]
             if any(not torch.equal(table, tables[0]) for table in tables):
                 raise CheckpointMismatchError(f"{name}: {n!r} differs between parts that are to be joined")
             inner[n] = tables[0]
             continue
         flat = torch.cat(
             [
-                _read(key, stored, reader, device).reshape(-1)[
+                _read(key, stored, folder, device).reshape(-1)[
                     piece.in_part // block : (piece.in_part + piece.size) // block
                 ]
                 for key, piece in zip(keys, pieces, strict=True)
@@ -240,11 +241,12 @@ def _joined(
 
 
 def _read(
-    key: str, stored: Mapping[str, StoredTensor], reader: TensorReader, device: torch.device
+    key: str, stored: Mapping[str, StoredTensor], folder: StoredFolder, device: torch.device
 ) -> torch.Tensor:
     """All of a stored inner tensor."""
     tensor = stored[key]
     out = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     if out.numel():
-        read_into(reader, tensor.key, tensor.parts(), whole(tensor.shape), out)
+        jobs = folder.jobs(tensor.key, tensor.parts(), whole(tensor.shape), out)
+        read_jobs(jobs, damaged=CheckpointCorruptError)
     return out

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from fsdp_sft._disk import TensorReader
 from fsdp_sft._model import ModelTensors, give_back, model_tensors
+from fsdp_sft._stored import StoredFolder
 from fsdp_sft.dcp_io.extra_state import check_extra, decode_extra, digests, encode_extra
 from fsdp_sft.dcp_io.folder import check_files, read_tensors
 from fsdp_sft.dcp_io.manifest import Manifest
@@ -80,7 +80,7 @@ def _differing_names(where: str, names: Mapping[str, str], others: Mapping[str, 
 
 
 def read_model(
-    reader: TensorReader,
+    folder: StoredFolder,
     manifest: Manifest,
     model: nn.Module,
     live: ModelTensors,
@@ -89,7 +89,7 @@ def read_model(
     """Read a checkpoint that ``check_model`` has accepted, and check that the model has taken all of it.
 
     Args:
-        reader: Reader of the files.
+        folder: The files.
         manifest: Manifest of the checkpoint.
         model: Model to read into.
         live: Its tensors.
@@ -100,10 +100,10 @@ def read_model(
             value when it is asked again.
     """
     made = {name: _room(live.tensors[name], sources[name]) for name in live.made}
-    read_tensors(reader, sources, {**live.tensors, **made})
+    read_tensors(folder, sources, {**live.tensors, **made})
     described = {n: t for n, t in (manifest.model or {}).items() if _is_extra(n, manifest)}
     pieces = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in described.items()}
-    read_tensors(reader, described, pieces)
+    read_tensors(folder, described, pieces)
     give_back(model, {**made, **decode_extra(manifest.extra, pieces)})
     if manifest.extra:
         _check_extra_taken(model, digests(manifest.extra, pieces))

@@ -9,8 +9,8 @@ from torch.optim import Optimizer
 
 from fsdp_sft._codec import decode
 from fsdp_sft._compat import is_wrapper_subclass
-from fsdp_sft._disk import TensorReader
 from fsdp_sft._model import parameter_names
+from fsdp_sft._stored import StoredFolder
 from fsdp_sft.dcp_io.folder import check_files, read_tensors
 from fsdp_sft.dcp_io.inner_parts import parts_problem, together
 from fsdp_sft.dcp_io.inner_tensors import inner_names
@@ -51,7 +51,7 @@ def check_optimizer(manifest: Manifest, model: nn.Module, optimizer: Optimizers)
 
 
 def apply_optimizer(
-    manifest: Manifest, model: nn.Module, optimizer: Optimizers, reader: TensorReader
+    manifest: Manifest, model: nn.Module, optimizer: Optimizers, folder: StoredFolder
 ) -> None:
     """Read a state that ``check_optimizer`` has accepted into the optimizers.
 
@@ -59,7 +59,7 @@ def apply_optimizer(
         CheckpointMismatchError: If an optimizer does not take all of it.
     """
     for live, (info, stored) in _pairs(manifest, model, as_list(optimizer)):
-        _apply(live, parameter_names(model), info, stored, reader)
+        _apply(live, parameter_names(model), info, stored, folder)
 
 
 def _pairs(manifest: Manifest, model: nn.Module, live: list[Optimizer]) -> list[tuple[Optimizer, Saved]]:
@@ -127,7 +127,7 @@ def _apply(
     names: Mapping[nn.Parameter, str],
     info: Mapping[str, Any],
     stored: Mapping[str, StoredTensor],
-    reader: TensorReader,
+    folder: StoredFolder,
 ) -> None:
     """Read one saved optimizer into a live one. Tensors that its state has already are read into."""
     by_name = {fqn: parameter for parameter, fqn in names.items()}
@@ -139,7 +139,7 @@ def _apply(
     inside = inner_names(info.get("parts", {}))
     for key, parts in info.get("parts", {}).items():
         fqn, _, name = key.rpartition("/")
-        whole = together(key, by_name[fqn], parts, stored, reader)
+        whole = together(key, by_name[fqn], parts, stored, folder)
         states.setdefault(fqn, {})[name] = whole
     for key, tensor in stored.items():
         if key in inside:
@@ -151,7 +151,7 @@ def _apply(
         tensors[key] = states.setdefault(fqn, {})[name] = live
     for fqn, values in info["values"].items():
         states.setdefault(fqn, {}).update({name: decode(value) for name, value in values.items()})
-    read_tensors(reader, stored, tensors)
+    read_tensors(folder, stored, tensors)
     for group, saved in groups:
         _apply_options(group, saved["options"])
         for parameter in group["params"]:

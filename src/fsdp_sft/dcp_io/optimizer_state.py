@@ -6,7 +6,8 @@ import shutil
 from torch import nn
 
 from fsdp_sft._agree import agreed, this_rank, through_rank_0
-from fsdp_sft._disk import TensorReader, full_path, temporary_beside
+from fsdp_sft._disk import full_path, temporary_beside
+from fsdp_sft._stored import StoredFolder
 from fsdp_sft.dcp_io.content import FolderContent, describe_mesh
 from fsdp_sft.dcp_io.folder import open_folder, write_folder
 from fsdp_sft.dcp_io.inner_tensors import names_to_take_apart
@@ -119,5 +120,5 @@ def load_optimizer_state(model: nn.Module, optimizer: Optimizers, path: str | os
         raise CheckpointCorruptError(f"{folder} is not sound: {'; '.join(problems[:5])}")
     with agreed(f"checking the optimizer against {folder}"):
         check_optimizer(manifest, model, optimizer)
-    with agreed(f"reading {folder}"), TensorReader(folder) as reader:
-        apply_optimizer(manifest, model, optimizer, reader)
+    with agreed(f"reading {folder}"):
+        apply_optimizer(manifest, model, optimizer, StoredFolder(folder))

@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 
+from fsdp_sft._boxes import whole
 from fsdp_sft._codec import MALFORMED, decode, dumps, encode, loads
-from fsdp_sft._disk import TensorReader
 from fsdp_sft._random import check_generator_states, generator_states
+from fsdp_sft._reader import Job, read_jobs
+from fsdp_sft._stored import StoredFolder
 from fsdp_sft.dcp_io.manifest import Manifest, checked_size
 from fsdp_sft.dcp_io.stored import shard_file
 from fsdp_sft.errors import CheckpointCorruptError
@@ -70,12 +72,12 @@ def _key(rank: int, name: str) -> str:
 
 def _read_all(folder: Path, file: str, prefix: str) -> dict[str, torch.Tensor]:
     """The tensors of a file whose names begin with ``prefix``, by the rest of their names."""
+    files, jobs = StoredFolder(folder), list[Job]()
     tensors: dict[str, torch.Tensor] = {}
-    with TensorReader(folder) as reader:
-        for key, entry in reader.header(file).entries.items():
-            if key != prefix and not key.startswith(f"{prefix}."):
-                continue
+    for key, entry in files.header(file).entries.items():
+        if key == prefix or key.startswith(f"{prefix}."):
             values = torch.empty(entry.shape, dtype=entry.dtype)
-            reader.read(file, key, values)
+            jobs += files.jobs(key, [(file, whole(entry.shape))], whole(entry.shape), values)
             tensors[key.removeprefix(prefix).removeprefix(".")] = values
+    read_jobs(jobs, damaged=CheckpointCorruptError)
     return tensors

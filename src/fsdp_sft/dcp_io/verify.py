@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fsdp_sft._codec import MALFORMED
-from fsdp_sft._disk import TensorReader, file_problem
+from fsdp_sft._disk import file_problem
+from fsdp_sft._stored import StoredFolder
 from fsdp_sft.dcp_io.manifest import Manifest, read_manifest
 from fsdp_sft.dcp_io.rank_files import is_of_a_rank
 from fsdp_sft.dcp_io.shard_header import placed_in, rank_in
@@ -57,8 +58,7 @@ def unlisted_files(manifest: Manifest) -> list[str]:
 def _header_problem(folder: Path, name: str, manifest: Manifest) -> str | None:
     """How the header of a file differs from the manifest; None if it does not."""
     try:
-        with TensorReader(folder) as reader:
-            header = reader.header(name)
+        header = StoredFolder(folder).header(name)
     except CheckpointCorruptError as error:
         return f"is not sound: {error}"
     try:

@@ -7,10 +7,11 @@ from fsdp_sft._callers import warn_caller
 from fsdp_sft._compat import original_class
 from fsdp_sft._model import tied_meta_twin
 from fsdp_sft._safetensors import TensorEntry, num_bytes
+from fsdp_sft._stored import InFile
 from fsdp_sft.errors import CheckpointFormatError, UnsupportedModelError, abridged
 from fsdp_sft.export.hf_files import Described
 from fsdp_sft.weights.plan import make_plan
-from fsdp_sft.weights.resolve import Checkpoint, Source
+from fsdp_sft.weights.resolve import Checkpoint
 
 
 def refuse_unreadable(model: Any, config: Any, written: Described, buffers: set[str]) -> None:
@@ -29,7 +30,7 @@ def refuse_unreadable(model: Any, config: Any, written: Described, buffers: set[
         name: TensorEntry(dtype, shape, 0, num_bytes(dtype, shape))
         for name, (dtype, shape) in written.items()
     }
-    stored = Checkpoint(Path(), [], [], {name: Source(0, entry) for name, entry in entries.items()})
+    stored = Checkpoint(Path(), {}, {name: InFile(Path(), entry) for name, entry in entries.items()})
     try:
         plan = make_plan(tied_meta_twin(model, config), stored, unexpected="ignore")
     except CheckpointFormatError as error:

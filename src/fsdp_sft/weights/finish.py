@@ -13,11 +13,11 @@ from fsdp_sft._compat import (
     tied_names,
 )
 from fsdp_sft._model import meta_twin, named_tensors
+from fsdp_sft._prefault import ask_for_large_pages, maps_ahead
 from fsdp_sft._random import unmoved
+from fsdp_sft._reader import check_all_finite
 from fsdp_sft.distributed import compute_device
 from fsdp_sft.weights.plan import LoadPlan
-from fsdp_sft.weights.prefault import ask_for_large_pages, maps_ahead
-from fsdp_sft.weights.read import check_all_finite
 
 
 def make_ties(model: nn.Module) -> None:

@@ -25,6 +25,8 @@ from fsdp_sft._boxes import Box, box_of, local_of, part_of, replicate_dims, whol
 from fsdp_sft._compat import keep_used_conversions, run_conversion
 from fsdp_sft._launch import own_share
 from fsdp_sft._model import named_tensors
+from fsdp_sft._prefault import HostPages
+from fsdp_sft._reader import MAX_WORKERS, Job, check_all_finite, check_same, read_jobs
 from fsdp_sft.adapters import copy_saved_modules, refuse_initialised_from_base, without_adapters
 from fsdp_sft.distributed import reshard
 from fsdp_sft.errors import CheckpointFormatError
@@ -32,15 +34,11 @@ from fsdp_sft.weights.account import account, check_nothing_empty, filled_in_bas
 from fsdp_sft.weights.finish import check_shards_finite, initialise_rest, make_ties, materialise
 from fsdp_sft.weights.hub import resolve_folder
 from fsdp_sft.weights.plan import ConvertedGroup, LoadPlan, Target, make_plan
-from fsdp_sft.weights.prefault import HostPages
-from fsdp_sft.weights.provenance import Piece, contiguous_strides
-from fsdp_sft.weights.read import Job, check_all_finite, check_same, job_for, read_jobs
 from fsdp_sft.weights.report import LoadReport, progress_bar
 from fsdp_sft.weights.resolve import Checkpoint, open_checkpoint
 from fsdp_sft.weights.vocabulary import fill_new_rows
 
 Strategy = Literal["auto", "slice", "exchange"]
-_MAX_WORKERS = 4  # threads that read
 _MIN_BUDGET_BYTES = 1 << 16
 _BROADCAST_BYTES = 16 << 20  # sent at once
 _WIDER = {
@@ -227,7 +225,7 @@ def _agree_on_plan(digest: str, folder: str, told: dict[str, Any]) -> int:
             "same?"
         )
     neighbours = [mask for _, host, mask, _ in seen if host == socket.gethostname()]
-    return max(1, min(_MAX_WORKERS, own_share(cpus, neighbours)))
+    return max(1, min(MAX_WORKERS, own_share(cpus, neighbours)))
 
 
 @dataclass
@@ -288,7 +286,6 @@ class _Reads:
     def run(self, jobs: Iterable[Job], progress: Callable[[int], None] = lambda _: None) -> int:
         """Do jobs, and return the number of bytes read."""
         return read_jobs(
-            self.checkpoint,
             jobs,
             host_budget_bytes=self.host_budget_bytes,
             workers=self.workers,
@@ -378,7 +375,8 @@ def _jobs(
         box, local = box_of(tensor), local_of(tensor)
         checked = reads.is_checked(target)
         for piece in target.pieces:
-            job = job_for(reads.checkpoint, target.name, piece, box, local, check_finite=checked, mode=mode)
+            stored = reads.checkpoint.sources[piece.key]
+            job = stored.job(target.name, piece, box, local, check_finite=checked, mode=mode)
             if job is not None:
                 yield job
 
@@ -426,11 +424,10 @@ def _convert(reads: _Reads, group: ConvertedGroup) -> tuple[int, dict[str, torch
     sources: dict[str, torch.Tensor] = {}
     jobs = []
     for key in group.keys:
-        entry = reads.checkpoint.sources[key].entry
-        sources[key] = torch.empty(entry.shape, dtype=group.dtype)
-        box = whole(entry.shape)
-        piece = Piece(box.offset, box.shape, key, 0, contiguous_strides(entry.shape))
-        job = job_for(reads.checkpoint, key, piece, box, sources[key], check_finite=False, mode="copy")
+        stored = reads.checkpoint.sources[key]
+        sources[key] = torch.empty(stored.entry.shape, dtype=group.dtype)
+        box = whole(stored.entry.shape)
+        job = stored.job(key, stored.piece(key), box, sources[key])
         jobs += [job] if job is not None else []
     bytes_read = reads.run(jobs)
     # Nothing but `made` may refer to the sources, so that the conversion can free each one after its use.

@@ -290,7 +290,7 @@ def _differ(checkpoint: "Checkpoint", target: str, source: str) -> bool:
         return True
     total = first.entry.num_bytes
     size = min(_PROBE_BYTES, total)
-    descriptors = [open_file(checkpoint.files[found.file]) for found in (first, second)]
+    descriptors = [open_file(found.file) for found in (first, second)]
     try:
         for probe in range(_PROBES):
             at = (total - size) * probe // max(_PROBES - 1, 1)

@@ -16,16 +16,11 @@ from fsdp_sft._compat import (
     weight_conversions,
 )
 from fsdp_sft._model import meta_twin, named_tensors
+from fsdp_sft._pieces import Piece, is_row_major
 from fsdp_sft._quantised import WITHOUT_A_WORD, is_scaled, refuse_packed
 from fsdp_sft.errors import CheckpointFormatError, MissingKeysError, UnexpectedKeysError, abridged
 from fsdp_sft.weights.meta import matches_any
-from fsdp_sft.weights.provenance import (
-    Piece,
-    Traced,
-    UntraceableError,
-    contiguous_strides,
-    source,
-)
+from fsdp_sft.weights.provenance import Traced, UntraceableError, source
 from fsdp_sft.weights.resolve import Checkpoint
 from fsdp_sft.weights.vocabulary import shapes_before_new_tokens
 
@@ -123,9 +118,12 @@ class LoadPlan:
 
     def digest(self, checkpoint: Checkpoint) -> str:
         """A fingerprint that is equal on two ranks exactly if they would load the same."""
-        hashed = hashlib.sha256(repr(checkpoint.file_bytes).encode())
+        hashed = hashlib.sha256(repr(list(checkpoint.file_bytes.values())).encode())
+        numbers = {
+            file: number for number, file in enumerate(checkpoint.file_bytes)
+        }  # paths are a node's own
         for key, tensor in sorted(checkpoint.sources.items()):
-            hashed.update(repr((key, tensor.file, tensor.entry)).encode())
+            hashed.update(repr((key, numbers[tensor.file], tensor.entry)).encode())
         for target in [*self.targets.values(), *self.duplicates]:
             hashed.update(repr(target).encode())
         hashed.update(repr((self.missing, self.initialised, self.unexpected, dict(self.before))).encode())
@@ -219,7 +217,7 @@ def _targets_of(
 def _traced(checkpoint: Checkpoint, key: str) -> Traced:
     """A stored tensor as a traced one."""
     entry = checkpoint.sources[key].entry
-    return source(key, entry.shape, entry.dtype)
+    return source(key, entry.shape, entry.dtype, entry.stride)
 
 
 def _converted(
@@ -259,6 +257,11 @@ def _check_fits(
     before: tuple[int, ...] | None,
 ) -> None:
     """Refuse a stored tensor that is quantised, or of another shape than the model's."""
+    if read.dtype.is_complex and not tensor.is_complex():
+        raise CheckpointFormatError(
+            f"{name!r} is {tensor.dtype} in the model and {read.dtype} in the checkpoint (from "
+            f"{abridged(keys)}): its imaginary part would be lost"
+        )
     if isinstance(tensor, nn.Parameter) and tensor.is_floating_point() and is_scaled(read.dtype):
         raise CheckpointFormatError(
             f"{name!r} is stored as {read.dtype} (from {abridged(keys)}): it is quantised, and its "
@@ -301,17 +304,11 @@ def _kind(tensor: Traced, checkpoint: Checkpoint) -> Kind:
         count = 1
         for size in shape:
             count *= size
-        return piece.numel == count and _strides_match(piece)
+        return piece.numel == count and is_row_major(piece.size, piece.stride)
 
     if not all(is_whole(piece) for piece in tensor.pieces):
         return "region"
     return "identity" if len(tensor.pieces) == 1 else "separable"
-
-
-def _strides_match(piece: Piece) -> bool:
-    """Whether a piece's elements lie in the source without gaps and in the order of the target."""
-    expected = contiguous_strides(piece.size)
-    return all(a == b for a, b, n in zip(piece.stride, expected, piece.size, strict=True) if n > 1)
 
 
 def _resolve_ties(

@@ -30,7 +30,8 @@ of the source in its row-major order; a dimension in which the box has extent 1 
 used (here the 0 of the stacked dimension).
 
 >>> from fsdp_sft._boxes import Box
->>> from fsdp_sft.weights.provenance import intersect, source
+>>> from fsdp_sft._pieces import intersect
+>>> from fsdp_sft.weights.provenance import source
 >>> names = ["experts.0.gate", "experts.1.gate", "experts.0.up", "experts.1.up"]
 >>> gate_0, gate_1, up_0, up_1 = (source(name, (3, 2), torch.bfloat16) for name in names)
 >>> gate_up = torch.cat([torch.stack([gate_0, gate_1]), torch.stack([up_0, up_1])], dim=1)
@@ -54,7 +55,7 @@ Piece(start=(0, 3, 0), size=(1, 1, 2), key='experts.0.up', offset=0, stride=(0, 
 Piece(start=(1, 3, 0), size=(1, 1, 2), key='experts.1.up', offset=0, stride=(0, 2, 1))
 
 The first of these is elements 4 and 5 of ``experts.0.gate``: in bfloat16 the bytes 8 to 11 after the place at
-which the tensor begins in its file (``read.job_for`` does this sum). The opposite direction, a fused matrix
+which the tensor begins in its file (``InFile.job`` does this sum). The opposite direction, a fused matrix
 split in three, works the same way; the second third begins at element 4 of the source:
 
 >>> queries, keys, values = source("qkv", (6, 2), torch.bfloat16).chunk(3)
@@ -64,73 +65,25 @@ split in three, works the same way; the second third begins at element 4 of the 
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from fsdp_sft._boxes import Box
 from fsdp_sft._compat import wrapper_tensor
+from fsdp_sft._pieces import Ints, Piece, contiguous_strides
 
 MAX_PIECES = 1 << 16  # per tensor; a tensor in more pieces than this is cheaper to convert as a whole
-
-Ints = tuple[int, ...]
 
 
 class UntraceableError(RuntimeError):
     """A conversion does something other than move elements."""
 
 
-@dataclass(frozen=True)
-class Piece:
-    """A box of a target that is a strided view of one source tensor.
-
-    Attributes:
-        start: Index of the box's first element in the target, per dimension.
-        size: Extent of the box, per dimension.
-        key: Name of the source in the checkpoint.
-        offset: Number of the source's element, in row-major order, that fills the first element of the box.
-        stride: Distance in the source between neighbours in the box, in elements, per dimension.
-    """
-
-    start: Ints
-    size: Ints
-    key: str
-    offset: int
-    stride: Ints
-
-    @property
-    def numel(self) -> int:
-        """Number of elements in the box."""
-        return math.prod(self.size)
-
-
-def contiguous_strides(shape: Sequence[int]) -> Ints:
-    """Strides of a row-major tensor, in elements."""
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= size
-    return tuple(reversed(strides))
-
-
-def source(key: str, shape: Ints, dtype: torch.dtype) -> "Traced":
-    """A whole tensor of the checkpoint, as a traced tensor of one piece."""
-    return Traced(shape, dtype, [Piece((0,) * len(shape), shape, key, 0, contiguous_strides(shape))])
-
-
-def intersect(piece: Piece, box: Box) -> Piece | None:
-    """The part of a piece that lies inside a box of the target; None if that is empty.
-
-    ``start`` of the result still counts from the target's first element, not from the box's.
-    """
-    common = Box(piece.start, piece.size).intersect(box)
-    if common is None:
-        return None
-    # The result begins `a - b` places further along each dimension, and each of these places is one stride of
-    # the source further on; the distances of all dimensions add up. The strides themselves stay.
-    skipped = sum((a - b) * s for a, b, s in zip(common.offset, piece.start, piece.stride, strict=True))
-    return Piece(common.offset, common.shape, piece.key, piece.offset + skipped, piece.stride)
+def source(key: str, shape: Ints, dtype: torch.dtype, stride: Ints | None = None) -> "Traced":
+    """A whole tensor of the checkpoint, as a traced tensor of one piece; row-major without strides."""
+    stride = stride or contiguous_strides(shape)
+    return Traced(shape, dtype, [Piece((0,) * len(shape), shape, key, 0, stride)])
 
 
 class Traced(torch.Tensor):

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fsdp_sft._limits import blame_no_file
-from fsdp_sft._safetensors import Header, TensorEntry, open_file, read_header
+from fsdp_sft._pickled import read_pickled
+from fsdp_sft._safetensors import Header, open_file, read_header
+from fsdp_sft._stored import InFile
 from fsdp_sft.errors import CheckpointFormatError, SafetensorsError, abridged
-from fsdp_sft.weights.pickled import read_pickled
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -20,33 +21,18 @@ _MAX_INDEX_BYTES = 1 << 28
 
 
 @dataclass(frozen=True)
-class Source:
-    """One stored tensor of a checkpoint.
-
-    Attributes:
-        file: Index into ``Checkpoint.files``.
-        entry: Dtype, shape and byte range of the tensor in the file.
-    """
-
-    file: int
-    entry: TensorEntry
-
-
-@dataclass(frozen=True)
 class Checkpoint:
     """The files of a checkpoint with their headers read and checked.
 
     Attributes:
         folder: Folder of the checkpoint.
-        files: Paths of the files, with every symbolic link resolved.
-        file_bytes: Size of each file when its header was read.
+        file_bytes: Size of each file when its header was read, by its path with every symbolic link resolved.
         sources: Stored tensors by their names in the checkpoint.
     """
 
     folder: Path
-    files: list[Path]
-    file_bytes: list[int]
-    sources: dict[str, Source]
+    file_bytes: dict[Path, int]
+    sources: dict[str, InFile]
 
     @property
     def total_bytes(self) -> int:
@@ -191,18 +177,19 @@ def open_checkpoint(folder: Path, variant: str | None = None, *, allow_pickle: b
     names = sorted(set(weight_map.values())) or [found]
     files = [resolved_inside(folder, name) for name in names]
     headers = [_header(path, name) for path, name in zip(files, names, strict=True)]
-    sources: dict[str, Source] = {}
-    for number, header in enumerate(headers):
+    sources: dict[str, InFile] = {}
+    for path, header in zip(files, headers, strict=True):
         for key, entry in header.entries.items():
-            sources.setdefault(key, Source(number, entry))
+            sources.setdefault(key, InFile(path, entry))
     for key, name in weight_map.items():
         number = names.index(name)
         if key not in headers[number].entries:
             raise CheckpointFormatError(
                 f"{folder / found} says that {key!r} is in {name}, which does not have it"
             )
-        sources[key] = Source(number, headers[number].entries[key])
-    return Checkpoint(folder, files, [header.file_bytes for header in headers], sources)
+        sources[key] = InFile(files[number], headers[number].entries[key])
+    sizes = {path: header.file_bytes for path, header in zip(files, headers, strict=True)}
+    return Checkpoint(folder, sizes, sources)
 
 
 def resolved_inside(folder: Path, name: str) -> Path:

@@ -1,4 +1,4 @@
-"""The contents of a ``pytorch_model.bin`` as a header: names, dtypes, shapes and byte ranges of its tensors.
+"""What a file that ``torch.save`` wrote holds, as a header: names, dtypes, shapes and byte ranges of tensors.
 
 Such a file is a zip archive of the tensors' storages, uncompressed, and of a pickle that says which tensor is
 a view of which storage. ``torch.load(weights_only=True)`` reads the pickle, which builds tensors and
@@ -17,25 +17,28 @@ import torch
 from torch import nn
 
 from fsdp_sft._compat import offset_in_checkpoint
-from fsdp_sft._safetensors import DTYPES, MAX_HEADER_BYTES, Header, TensorEntry, num_bytes, open_file
+from fsdp_sft._limits import blame_no_file
+from fsdp_sft._safetensors import MAX_HEADER_BYTES, Header, TensorEntry, open_file
 from fsdp_sft.errors import CheckpointFormatError
 
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, ..., length of the name, length of the extra field
 _SIGNATURE = b"PK\x03\x04"
-_CONVERT = "convert it once: AutoModelForCausalLM.from_pretrained(...).save_pretrained(folder)"
+_CONVERT = "convert it once: torch.save(torch.load(path, weights_only=True), path)"
 
 
-def read_pickled(path: Path) -> Header:
+def read_pickled(path: Path, damaged: type[Exception] = CheckpointFormatError) -> Header:
     """Names, dtypes, shapes and byte ranges of the tensors in a file that ``torch.save`` wrote.
 
     Two names may stand for the same bytes, and a tensor may be a part of a larger storage.
 
     Args:
         path: File with a dictionary of names to tensors; the last component must not be a symbolic link.
+        damaged: Class of the error for a file that cannot be used.
 
     Raises:
         CheckpointFormatError: If the file is damaged, is not such a dictionary, wants to run code, is older
-            than torch 1.6, or holds a tensor that is not one run of bytes.
+            than torch 1.6, or holds a tensor that is no view of plain numbers (then it is ``damaged``).
+        OSError: If this process may open no more files, or may not open this one.
 
     Memory: The pickle, at most 100 MB, and no tensor.
     """
@@ -49,7 +52,8 @@ def read_pickled(path: Path) -> Header:
             entries = {_checked(name): _entry(name, value, records) for name, value in state.items()}
             file_bytes = os.fstat(file.fileno()).st_size
     except Exception as error:  # whatever the archive or the pickle makes torch raise
-        raise CheckpointFormatError(f"{path} cannot be used: {_reason(error)}") from None
+        blame_no_file(error, path)
+        raise damaged(f"{path} cannot be used: {_reason(error)}") from None
     return Header(dict(sorted(entries.items(), key=lambda item: item[1].start)), {}, file_bytes)
 
 
@@ -59,7 +63,7 @@ def _reason(error: Exception) -> str:
     lines = str(error).splitlines() or [""]
     if isinstance(error, pickle.UnpicklingError):
         detail = next((line.strip() for line in lines if "Unpickler error" in line), lines[0])
-        return f"its pickle holds more than tensors, and was not run ({detail})"
+        return f"its pickle holds more than tensors, and was not run; save a state dict ({detail})"
     return f"{type(error).__name__}: {lines[0]}"
 
 
@@ -96,22 +100,27 @@ def _checked(name: Any) -> str:
 
 
 def _entry(name: str, tensor: Any, records: dict[int, int]) -> TensorEntry:
-    """Dtype, shape and byte range of one tensor, which must be one run of plain numbers inside a record."""
+    """Dtype, shape, strides and byte range of one tensor, which must be a view of numbers inside a record."""
     if type(tensor) not in (torch.Tensor, nn.Parameter):
-        raise ValueError(f"{name!r} is {type(tensor).__name__}, not a tensor; {_CONVERT}")
+        raise ValueError(f"{name!r} is {type(tensor).__name__}, not a tensor: the file must be a state dict")
     plain = tensor.layout == torch.strided and not tensor.is_conj() and not tensor.is_neg()
-    if not plain or not tensor.is_contiguous() or tensor.dtype not in DTYPES.values():
+    strides = (
+        [step for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1] if plain else []
+    )
+    if not plain or tensor.is_quantized or 0 in strides:
         raise ValueError(
-            f"{name!r} is not stored as one run of plain numbers ({tensor.layout}, {tensor.dtype}, shape "
-            f"{tuple(tensor.shape)}, strides {tensor.stride() if plain else 'none'}); {_CONVERT}"
+            f"{name!r} is not stored as plain numbers of its own ({tensor.layout}, {tensor.dtype}, shape "
+            f"{tuple(tensor.shape)}, strides {tensor.stride() if plain else 'none'}); store a .clone() of it"
         )
-    length = num_bytes(tensor.dtype, tensor.shape)
-    if length == 0:
+    if tensor.numel() == 0:
         return TensorEntry(tensor.dtype, tuple(tensor.shape), 0, 0)
+    span = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    length = span * tensor.dtype.itemsize
     first = offset_in_checkpoint(tensor)
     start = first + int(tensor.storage_offset()) * tensor.dtype.itemsize
     # torch computes the offset from the sizes of the records before it. In an archive that another program
     # wrote it may be wrong, so it must be the beginning of a record.
     if start < first or start + length > first + records.get(first, 0):
         raise ValueError(f"{name!r} lies outside of the archive's records; {_CONVERT}")
-    return TensorEntry(tensor.dtype, tuple(tensor.shape), start, start + length)
+    stride = None if tensor.is_contiguous() else tuple(tensor.stride())
+    return TensorEntry(tensor.dtype, tuple(tensor.shape), start, start + length, stride)

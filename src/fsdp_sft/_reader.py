@@ -6,36 +6,40 @@ in the core's cache; otherwise every byte would travel to memory and back twice 
 
 A ``Job`` is a box of one stored tensor and the part of a shard that it fills. Jobs are cut into segments that
 fit the buffer, and segments that are neighbours in a file are joined into batches, each of which is one read.
+What needs no cast and lies in one run, in the file and in host memory, is read straight to its place.
 """
 
 import math
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Literal
 
 import torch
 
-from fsdp_sft._boxes import Box
 from fsdp_sft._limits import blame_no_file
-from fsdp_sft._safetensors import expect, expect_parts, open_file, read_at
+from fsdp_sft._pieces import Ints, is_row_major
+from fsdp_sft._prefault import HostPages
+from fsdp_sft._safetensors import bytes_of, expect, expect_parts, open_file, read_at
 from fsdp_sft._streams import CallerStream, host_buffer
+from fsdp_sft.distributed import ranks_on_host
 from fsdp_sft.errors import CheckpointFormatError, NonFiniteWeightsError, SafetensorsError
-from fsdp_sft.weights.prefault import HostPages
-from fsdp_sft.weights.provenance import Ints, Piece, intersect
-from fsdp_sft.weights.resolve import Checkpoint
 
+MAX_WORKERS = 4  # threads that read
 PIECE_BYTES = 1 << 20  # read at once for a shard on the host
 _COPIED_BYTES = 1 << 18  # copied out at once
 _BATCHES_AHEAD = 8  # distance of the batch that the system is asked to fetch from the one being read
+_DIRECT_BYTES = 16 << 20  # read at once straight to its place
 _DEVICE_PIECE_BYTES = 8 << 20  # copies to an accelerator are faster in larger pieces
 _MIN_RUN_BYTES = 512  # runs shorter than this are read together, with the gaps between them
 _COUNTED_ELEMENTS = 1 << 20  # looked at together when NaN and infinity are counted; each takes 7 bytes
-_ALIGNMENT = 8  # a stored element must begin at a multiple of its size in the buffer too
-_Mode = Literal["copy", "compare"]
+_ALIGNMENT = 16  # a stored element must begin at a multiple of its size in the buffer too
+Mode = Literal["copy", "compare"]
 
 
 @dataclass(frozen=True)
@@ -44,8 +48,8 @@ class Job:
 
     Attributes:
         name: Name of the parameter or buffer, for messages.
-        key: Name of the stored tensor in the checkpoint.
-        file: Index into the checkpoint's files.
+        key: Name of the stored tensor in its file.
+        file: Path of the file.
         start: Byte of the file at which the box begins.
         dtype: Dtype of the stored elements.
         size: Extent of the box, per dimension.
@@ -57,14 +61,27 @@ class Job:
 
     name: str
     key: str
-    file: int
+    file: Path
     start: int
     dtype: torch.dtype
     size: Ints
     stride: Ints
     dest: torch.Tensor
     check_finite: bool = False
-    mode: _Mode = "copy"
+    mode: Mode = "copy"
+
+    @cached_property
+    def is_direct(self) -> bool:
+        """Whether the bytes can be read straight to their place."""
+        dest = self.dest
+        return (
+            self.mode == "copy"
+            and not self.check_finite
+            and dest.is_cpu
+            and dest.dtype == self.dtype
+            and dest.is_contiguous()
+            and is_row_major(self.size, self.stride)
+        )
 
 
 @dataclass(slots=True)
@@ -88,45 +105,9 @@ class _Segment:
         return raw.view(self.job.dtype).as_strided(self.size, self.stride)
 
 
-def job_for(
-    checkpoint: Checkpoint,
-    name: str,
-    piece: Piece,
-    box: Box,
-    local: torch.Tensor,
-    *,
-    check_finite: bool,
-    mode: _Mode,
-) -> Job | None:
-    """The part of a piece that lies in a rank's box, as a job; None if there is none.
-
-    Args:
-        checkpoint: The files.
-        name: Name of the parameter or buffer, for messages.
-        piece: A box of the full tensor that is filled from one stored tensor.
-        box: This rank's box of the full tensor.
-        local: This rank's shard, the memory of ``box``.
-        check_finite: See ``Job``.
-        mode: See ``Job``.
-    """
-    part = intersect(piece, box)
-    if part is None:
-        return None
-    stored = checkpoint.sources[part.key]
-    place = Box(part.start, part.size).relative_to(box)
-    start = stored.entry.start + part.offset * stored.entry.dtype.itemsize
-    return Job(
-        name,
-        part.key,
-        stored.file,
-        start,
-        stored.entry.dtype,
-        part.size,
-        part.stride,
-        local[place.slices],
-        check_finite,
-        mode,
-    )
+def threads_that_read() -> int:
+    """Threads with which this rank may read, beside the other ranks on its host."""
+    return max(1, min(MAX_WORKERS, len(os.sched_getaffinity(0)) // ranks_on_host()))
 
 
 def piece_bytes(device: torch.device) -> int:
@@ -135,42 +116,59 @@ def piece_bytes(device: torch.device) -> int:
 
 
 def read_jobs(
-    checkpoint: Checkpoint,
     jobs: Iterable[Job],
     *,
-    host_budget_bytes: int,
+    host_budget_bytes: int = 1 << 30,
     workers: int = 1,
     progress: Callable[[int], None] = lambda _: None,
     pages: HostPages | None = None,
+    damaged: type[Exception] = CheckpointFormatError,
 ) -> int:
     """Do all jobs.
 
     Args:
-        checkpoint: The files.
-        jobs: Jobs in any order; they are done in the order of the files and of the bytes in them.
+        jobs: Jobs in any order; they are done in the order of the files and of the bytes in them, those for
+            one device after those for another.
         host_budget_bytes: Bytes that all buffers together may take.
         workers: Number of threads; fewer are used if the budget does not allow a buffer for each.
         progress: Called with the bytes of each read, under a lock.
         pages: What maps the memory of shards on the host; None begins to time its pages anew.
+        damaged: Class of the error for a file that cannot be read.
 
     Returns:
         Number of bytes read.
 
     Raises:
-        CheckpointFormatError: If a file ends early or cannot be opened, or tied tensors differ.
+        CheckpointFormatError: If a file ends early or cannot be opened (then it is ``damaged``), or tied
+            tensors differ.
         OSError: If this process may open no more files, or may not open one of them.
         NonFiniteWeightsError: If a parameter's values are not finite.
 
     Memory: One buffer of about 1 MiB for each thread (for an accelerator two pinned ones of 8 MiB).
     """
-    jobs = list(jobs)
-    device = next((job.dest.device for job in jobs), torch.device("cpu"))
+    by_device: dict[torch.device, list[Job]] = {}
+    for job in jobs:
+        by_device.setdefault(job.dest.device, []).append(job)
+    read = partial(_read_for, host_budget_bytes, workers, progress, pages or HostPages(), damaged)
+    return sum(read(device, own) for device, own in by_device.items())
+
+
+def _read_for(
+    host_budget_bytes: int,
+    workers: int,
+    progress: Callable[[int], None],
+    pages: HostPages,
+    damaged: type[Exception],
+    device: torch.device,
+    jobs: list[Job],
+) -> int:
+    """The jobs whose destinations are on one device; the number of bytes read."""
     size = min(piece_bytes(device), max(host_budget_bytes // 2, 1 << 12))
     copied = min(size, _COPIED_BYTES) if device.type == "cpu" else size
     segments = [segment for job in jobs for segment in _segments(job, copied)]
     segments.sort(key=lambda segment: (segment.job.file, segment.start))
     caller = CallerStream.on(device)
-    reader = _Reader(checkpoint.files, size, list(_batches(segments, size)), progress, caller, pages)
+    reader = _Reader(size, list(_batches(segments, size)), progress, caller, pages, damaged)
     buffers = 1 if device.type == "cpu" else 2
     workers = max(1, min(workers, host_budget_bytes // (size * buffers)))
     try:
@@ -190,22 +188,23 @@ class _Reader:
 
     def __init__(
         self,
-        files: list[Path],
         piece_bytes: int,
         batches: list[list[_Segment]],
         progress: Callable[[int], None],
         caller: CallerStream,
-        pages: HostPages | None,
+        pages: HostPages,
+        damaged: type[Exception],
     ) -> None:
         self.bytes_read = 0
-        self._pages = pages or HostPages()
+        self._pages = pages
         self._caller = caller
-        self._files = files
+        self._damaged = damaged
         self._piece_bytes = piece_bytes
         self._batches = batches
         self._taken = 0
         self._progress = progress
-        self._descriptors: dict[int, int] = {}
+        self._left = Counter(batch[0].job.file for batch in batches)  # batches of each file
+        self._descriptors: dict[Path, int] = {}
         self._lock = threading.Lock()
         self._failed = False
 
@@ -221,6 +220,7 @@ class _Reader:
                 while (taken := self._next()) is not None:
                     fd, batch = taken
                     self._do(fd, batch, stage)
+                    self._done(batch)
             stage.finish()
         except BaseException:
             self._failed = True
@@ -242,27 +242,40 @@ class _Reader:
         file = batch[0].job.file
         if file not in self._descriptors:
             try:
-                self._descriptors[file] = open_file(self._files[file])
+                self._descriptors[file] = open_file(file)
             except (OSError, SafetensorsError) as error:
-                blame_no_file(error, self._files[file])
-                raise CheckpointFormatError(f"{self._files[file]} cannot be opened: {error}") from None
+                blame_no_file(error, file)
+                raise self._damaged(f"{file} cannot be opened: {error}") from None
             expect_parts(self._descriptors[file])
         return self._descriptors[file]
+
+    def _done(self, batch: list[_Segment]) -> None:
+        """Close a file when all of it has been read: a step that 1,024 ranks saved has 1,024 files."""
+        file = batch[0].job.file
+        with self._lock:
+            self._left[file] -= 1
+            if not self._left[file]:
+                os.close(self._descriptors.pop(file))
 
     def _do(self, fd: int, batch: list[_Segment], stage: "_HostStage | _DeviceStage") -> None:
         """Read a batch, and deliver its segments to their places in the shards."""
         start, num_bytes = _range(batch)
+        is_direct = batch[0].job.is_direct
+        if is_direct:
+            self._pages.prefault(batch[0].place())
         try:
-            read_at(fd, start, stage.memory(num_bytes))
+            read_at(fd, start, bytes_of(batch[0].place()) if is_direct else stage.memory(num_bytes))
         except (OSError, SafetensorsError) as error:
-            path = self._files[batch[0].job.file]
+            path = batch[0].job.file
             blame_no_file(error, path)
-            raise CheckpointFormatError(
+            raise self._damaged(
                 f"{path} cannot be read at byte {start} ({batch[0].job.key!r}): {error}; is it complete?"
             ) from None
         with self._lock:
             self.bytes_read += num_bytes
             self._progress(num_bytes)
+        if is_direct:
+            return
         staged = stage.staged(num_bytes)
         for segment in batch:
             place = segment.place()
@@ -395,7 +408,8 @@ def check_same(name: str, values: torch.Tensor, stored: torch.Tensor) -> None:
 
 
 def _segments(job: Job, limit: int) -> Iterator[_Segment]:
-    """A job in parts that each span at most ``limit`` bytes of the file."""
+    """A job in parts that each span at most ``limit`` bytes, or more if they are read to their place."""
+    limit = _DIRECT_BYTES if job.is_direct else limit
     dims = _merged(job)
     yield from _cut(job, job.start, dims, int(job.dest.storage_offset()), limit)
 
@@ -466,7 +480,8 @@ def _batches(segments: list[_Segment], limit: int) -> Iterator[list[_Segment]]:
             first, last = batch[0], batch[-1]
             end = segment.start + segment.num_bytes
             if (
-                segment.job.file == first.job.file
+                not (first.job.is_direct or segment.job.is_direct)
+                and segment.job.file == first.job.file
                 and segment.start == last.start + last.num_bytes
                 and end - first.start <= limit
                 and (segment.start - first.start) % _ALIGNMENT == 0
