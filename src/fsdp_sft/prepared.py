@@ -219,7 +219,7 @@ def load_prepared(
             another model of the config; prepare it anew.
 
     Collective: all ranks of the mesh, which are all ranks of the job.
-    Memory: The shards and a 16 MiB buffer.
+    Memory: The shards, and a buffer of 1 MiB (for an accelerator two of 8 MiB) for each of at most 4 threads.
 
     Example:
         >>> folder = fs.prepare_base(path, "prepared", mesh=mesh)

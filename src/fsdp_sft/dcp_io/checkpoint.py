@@ -238,7 +238,8 @@ def load_checkpoint(
             end.
 
     Collective: all ranks; all raise the same error.
-    Memory: A 16 MiB buffer, and the optimizer's state if it had none.
+    Memory: The optimizer's state if it had none, and a buffer of 1 MiB (for an accelerator two of 8 MiB) for
+        each of at most 4 threads.
 
     Example:
         >>> saved = fs.save_checkpoint("ckpt", 7, model=model, optimizer=optimizer)

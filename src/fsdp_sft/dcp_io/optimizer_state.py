@@ -100,7 +100,7 @@ def load_optimizer_state(model: nn.Module, optimizer: Optimizers, path: str | os
             if the optimizer has not taken everything that was read.
 
     Collective: all ranks.
-    Memory: The state, and a 16 MiB buffer.
+    Memory: The state, and a buffer of 1 MiB (for an accelerator two of 8 MiB) for each of at most 4 threads.
 
     Example:
         >>> result = fs.train_step(model, window, optimizer)
