@@ -32,6 +32,19 @@ class Piece:
         """Number of elements in the box."""
         return math.prod(self.size)
 
+    @property
+    def span(self) -> int:
+        """Number of the source's elements from the first to the last of the box."""
+        return 1 + sum((size - 1) * step for size, step in zip(self.size, self.stride, strict=True))
+
+    def narrowed(self, dim: int, at: int, size: int) -> "Piece":
+        """The indices ``at`` to ``at + size`` of the box along a dimension."""
+        starts, sizes = list(self.start), list(self.size)
+        starts[dim] += at
+        sizes[dim] = size
+        offset = self.offset + at * self.stride[dim]
+        return Piece(tuple(starts), tuple(sizes), self.key, offset, self.stride)
+
 
 def contiguous_strides(shape: Sequence[int]) -> Ints:
     """Strides of a row-major tensor, in elements."""

@@ -7,6 +7,9 @@ in the core's cache; otherwise every byte would travel to memory and back twice 
 A ``Job`` is a box of one stored tensor and the part of a shard that it fills. Jobs are cut into segments that
 fit the buffer, and segments that are neighbours in a file are joined into batches, each of which is one read.
 What needs no cast and lies in one run, in the file and in host memory, is read straight to its place.
+
+A ``Computation`` is a box of values that are stored in another form, such as packed bytes here and scales
+there: its runs of bytes are read as they are, and a function makes the values of them.
 """
 
 import math
@@ -70,6 +73,11 @@ class Job:
     check_finite: bool = False
     mode: Mode = "copy"
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the stored elements."""
+        return self.dest.numel() * self.dtype.itemsize
+
     @cached_property
     def is_direct(self) -> bool:
         """Whether the bytes can be read straight to their place."""
@@ -82,6 +90,43 @@ class Job:
             and dest.is_contiguous()
             and is_row_major(self.size, self.stride)
         )
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of bytes of a file."""
+
+    file: Path
+    start: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, eq=False)
+class Computation:
+    """A box of values that are computed from several runs of bytes.
+
+    Attributes:
+        name: Name of the parameter or buffer, for messages.
+        key: Name of the stored tensor.
+        runs: What is read for it; small enough to be held at once.
+        compute: Function from the bytes of the runs, each uint8 and on the device of ``dest``, to the values.
+        dest: View of the shard, of the values' size.
+        check_finite: Whether NaN and infinity are errors.
+        mode: See ``Job``.
+    """
+
+    name: str
+    key: str
+    runs: tuple[Run, ...]
+    compute: Callable[[list[torch.Tensor]], torch.Tensor]
+    dest: torch.Tensor
+    check_finite: bool = False
+    mode: Mode = "copy"
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the runs."""
+        return sum(run.num_bytes for run in self.runs)
 
 
 @dataclass(slots=True)
@@ -116,7 +161,7 @@ def piece_bytes(device: torch.device) -> int:
 
 
 def read_jobs(
-    jobs: Iterable[Job],
+    jobs: Iterable[Job | Computation],
     *,
     host_budget_bytes: int = 1 << 30,
     workers: int = 1,
@@ -144,9 +189,10 @@ def read_jobs(
         OSError: If this process may open no more files, or may not open one of them.
         NonFiniteWeightsError: If a parameter's values are not finite.
 
-    Memory: One buffer of about 1 MiB for each thread (for an accelerator two pinned ones of 8 MiB).
+    Memory: One buffer of about 1 MiB for each thread (for an accelerator two pinned ones of 8 MiB), and the
+        bytes and values of a ``Computation``.
     """
-    by_device: dict[torch.device, list[Job]] = {}
+    by_device: dict[torch.device, list[Job | Computation]] = {}
     for job in jobs:
         by_device.setdefault(job.dest.device, []).append(job)
     read = partial(_read_for, host_budget_bytes, workers, progress, pages or HostPages(), damaged)
@@ -160,15 +206,18 @@ def _read_for(
     pages: HostPages,
     damaged: type[Exception],
     device: torch.device,
-    jobs: list[Job],
+    jobs: list[Job | Computation],
 ) -> int:
     """The jobs whose destinations are on one device; the number of bytes read."""
     size = min(piece_bytes(device), max(host_budget_bytes // 2, 1 << 12))
     copied = min(size, _COPIED_BYTES) if device.type == "cpu" else size
-    segments = [segment for job in jobs for segment in _segments(job, copied)]
+    segments = [segment for job in jobs if isinstance(job, Job) for segment in _segments(job, copied)]
     segments.sort(key=lambda segment: (segment.job.file, segment.start))
+    tasks: list[_Batch | Computation] = [*map(_Batch, _batches(segments, size))]
+    tasks += [job for job in jobs if isinstance(job, Computation)]
+    tasks.sort(key=lambda task: (task.runs[0].file, task.runs[0].start))
     caller = CallerStream.on(device)
-    reader = _Reader(size, list(_batches(segments, size)), progress, caller, pages, damaged)
+    reader = _Reader(size, tasks, progress, caller, pages, damaged)
     buffers = 1 if device.type == "cpu" else 2
     workers = max(1, min(workers, host_budget_bytes // (size * buffers)))
     try:
@@ -183,13 +232,23 @@ def _read_for(
     return reader.bytes_read
 
 
+class _Batch:
+    """Segments that are neighbours in a file, and are read at once."""
+
+    def __init__(self, segments: list[_Segment]) -> None:
+        self.segments = segments
+        self.key = segments[0].job.key
+        start, last = segments[0].start, segments[-1]
+        self.runs = (Run(segments[0].job.file, start, last.start + last.num_bytes - start),)
+
+
 class _Reader:
-    """Files, the queue of batches and the count of bytes, shared by the threads of one load."""
+    """Files, the queue of reads and the count of bytes, shared by the threads of one load."""
 
     def __init__(
         self,
         piece_bytes: int,
-        batches: list[list[_Segment]],
+        tasks: list[_Batch | Computation],
         progress: Callable[[int], None],
         caller: CallerStream,
         pages: HostPages,
@@ -200,16 +259,16 @@ class _Reader:
         self._caller = caller
         self._damaged = damaged
         self._piece_bytes = piece_bytes
-        self._batches = batches
+        self._tasks = tasks
         self._taken = 0
         self._progress = progress
-        self._left = Counter(batch[0].job.file for batch in batches)  # batches of each file
+        self._left = Counter(run.file for task in tasks for run in task.runs)  # runs of each file
         self._descriptors: dict[Path, int] = {}
         self._lock = threading.Lock()
         self._failed = False
 
     def work(self, device: torch.device) -> None:
-        """Read batches until none is left or another thread has failed."""
+        """Read until nothing is left or another thread has failed."""
         stage = (
             _HostStage(self._piece_bytes, self._pages)
             if device.type == "cpu"
@@ -217,29 +276,33 @@ class _Reader:
         )
         try:
             with torch.no_grad():
-                while (taken := self._next()) is not None:
-                    fd, batch = taken
-                    self._do(fd, batch, stage)
-                    self._done(batch)
+                while (task := self._next()) is not None:
+                    if isinstance(task, Computation):
+                        self._compute(task)
+                    else:
+                        self._read_batch(task, stage)
+                    self._done(task)
             stage.finish()
         except BaseException:
             self._failed = True
             raise
 
-    def _next(self) -> tuple[int, list[_Segment]] | None:
-        """The next batch and its file descriptor, and a request for a batch further on; None at the end."""
+    def _next(self) -> _Batch | Computation | None:
+        """What is to be read next, its files open, and a request for what is further on; None at the end."""
         with self._lock:
-            if self._failed or self._taken == len(self._batches):
+            if self._failed or self._taken == len(self._tasks):
                 return None
-            batch = self._batches[self._taken]
+            task = self._tasks[self._taken]
             self._taken += 1
-            for ahead in self._batches[self._taken : self._taken + _BATCHES_AHEAD][-1:]:
-                expect(self._descriptor(ahead), *_range(ahead))
-            return self._descriptor(batch), batch
+            for ahead in self._tasks[self._taken : self._taken + _BATCHES_AHEAD][-1:]:
+                for run in ahead.runs:
+                    expect(self._descriptor(run.file), run.start, run.num_bytes)
+            for run in task.runs:
+                self._descriptor(run.file)
+            return task
 
-    def _descriptor(self, batch: list[_Segment]) -> int:
-        """Descriptor of a batch's file, which is opened when it is first needed."""
-        file = batch[0].job.file
+    def _descriptor(self, file: Path) -> int:
+        """Descriptor of a file, which is opened when it is first needed."""
         if file not in self._descriptors:
             try:
                 self._descriptors[file] = open_file(file)
@@ -249,38 +312,49 @@ class _Reader:
             expect_parts(self._descriptors[file])
         return self._descriptors[file]
 
-    def _done(self, batch: list[_Segment]) -> None:
+    def _done(self, task: _Batch | Computation) -> None:
         """Close a file when all of it has been read: a step that 1,024 ranks saved has 1,024 files."""
-        file = batch[0].job.file
         with self._lock:
-            self._left[file] -= 1
-            if not self._left[file]:
-                os.close(self._descriptors.pop(file))
+            for run in task.runs:
+                self._left[run.file] -= 1
+                if not self._left[run.file]:
+                    os.close(self._descriptors.pop(run.file))
 
-    def _do(self, fd: int, batch: list[_Segment], stage: "_HostStage | _DeviceStage") -> None:
-        """Read a batch, and deliver its segments to their places in the shards."""
-        start, num_bytes = _range(batch)
-        is_direct = batch[0].job.is_direct
-        if is_direct:
-            self._pages.prefault(batch[0].place())
+    def _read(self, run: Run, key: str, memory: memoryview) -> None:
         try:
-            read_at(fd, start, bytes_of(batch[0].place()) if is_direct else stage.memory(num_bytes))
+            read_at(self._descriptors[run.file], run.start, memory)
         except (OSError, SafetensorsError) as error:
-            path = batch[0].job.file
-            blame_no_file(error, path)
+            blame_no_file(error, run.file)
             raise self._damaged(
-                f"{path} cannot be read at byte {start} ({batch[0].job.key!r}): {error}; is it complete?"
+                f"{run.file} cannot be read at byte {run.start} ({key!r}): {error}; is it complete?"
             ) from None
         with self._lock:
-            self.bytes_read += num_bytes
-            self._progress(num_bytes)
-        if is_direct:
+            self.bytes_read += run.num_bytes
+            self._progress(run.num_bytes)
+
+    def _compute(self, task: Computation) -> None:
+        """Read the bytes of a computation, and deliver what it makes of them."""
+        raws = []
+        for run in task.runs:
+            raw = torch.empty(run.num_bytes, dtype=torch.uint8)
+            self._read(run, task.key, bytes_of(raw))
+            raws.append(raw.to(task.dest.device))
+        self._pages.prefault(task.dest)
+        _deliver(task, task.compute(raws), task.dest)
+
+    def _read_batch(self, batch: _Batch, stage: "_HostStage | _DeviceStage") -> None:
+        """Read a batch, and deliver its segments to their places in the shards."""
+        (run,), first = batch.runs, batch.segments[0]
+        if first.job.is_direct:
+            self._pages.prefault(first.place())
+            self._read(run, batch.key, bytes_of(first.place()))
             return
-        staged = stage.staged(num_bytes)
-        for segment in batch:
+        self._read(run, batch.key, stage.memory(run.num_bytes))
+        staged = stage.staged(run.num_bytes)
+        for segment in batch.segments:
             place = segment.place()
             stage.prepare(place)
-            at = segment.start - start
+            at = segment.start - run.start
             _deliver(segment.job, segment.values(staged[at : at + segment.num_bytes]), place)
         stage.used()
 
@@ -354,7 +428,7 @@ class _DeviceStage:
                 event.synchronize()
 
 
-def _deliver(job: Job, stored: torch.Tensor, dest: torch.Tensor) -> None:
+def _deliver(job: Job | Computation, stored: torch.Tensor, dest: torch.Tensor) -> None:
     """Copy stored values to their place, cast to its dtype, and check them; or compare the two."""
     if job.mode == "compare":
         check_same(job.key, dest, stored.to(dest.dtype))
@@ -464,12 +538,6 @@ def _cut(
         return
     for index in range(size):
         yield from _cut(job, start + index * step * itemsize, inner, dest_offset + index * dest_step, limit)
-
-
-def _range(batch: list[_Segment]) -> tuple[int, int]:
-    """First byte in the file and number of bytes of a batch, which has no gaps."""
-    start = batch[0].start
-    return start, batch[-1].start + batch[-1].num_bytes - start
 
 
 def _batches(segments: list[_Segment], limit: int) -> Iterator[list[_Segment]]:

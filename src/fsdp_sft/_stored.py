@@ -1,8 +1,10 @@
 """Tensors that lie in files: which bytes fill a rank's box of one."""
 
+import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -10,9 +12,11 @@ import torch
 from fsdp_sft._boxes import Box
 from fsdp_sft._limits import blame_no_file
 from fsdp_sft._pieces import Ints, Piece, contiguous_strides, intersect
-from fsdp_sft._reader import Job, Mode
+from fsdp_sft._reader import Computation, Job, Mode, Run
 from fsdp_sft._safetensors import Header, TensorEntry, open_file, read_header
 from fsdp_sft.errors import CheckpointCorruptError, SafetensorsError
+
+_ROWS_BYTES = 8 << 20  # of values that are computed at once, unless they can only be computed together
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,10 @@ class InFile:
     file: Path
     entry: TensorEntry
 
+    def all_runs(self) -> tuple[Run, ...]:
+        """The bytes of all of it."""
+        return (Run(self.file, self.entry.start, self.entry.num_bytes),)
+
     def piece(self, key: str, start: Ints | None = None) -> Piece:
         """All of it, as a piece of the tensor in which it begins at ``start``; None is the first element."""
         shape = self.entry.shape
@@ -34,7 +42,7 @@ class InFile:
             start or (0,) * len(shape), shape, key, 0, self.entry.stride or contiguous_strides(shape)
         )
 
-    def job(
+    def jobs(
         self,
         name: str,
         piece: Piece,
@@ -43,8 +51,8 @@ class InFile:
         *,
         check_finite: bool = False,
         mode: Mode = "copy",
-    ) -> Job | None:
-        """What of a piece lies in a rank's box, as a job; None if nothing does.
+    ) -> Iterator[Job]:
+        """What of a piece lies in a rank's box, as one job or none.
 
         Args:
             name: Name of the parameter or buffer, for messages.
@@ -56,10 +64,10 @@ class InFile:
         """
         part = intersect(piece, box)
         if part is None:
-            return None
+            return
         place = Box(part.start, part.size).relative_to(box)
         start = self.entry.start + part.offset * self.entry.dtype.itemsize
-        return Job(
+        yield Job(
             name,
             part.key,
             self.file,
@@ -71,6 +79,80 @@ class InFile:
             check_finite,
             mode,
         )
+
+
+@dataclass(frozen=True)
+class Computed:
+    """A tensor that is stored in another form than it is published in, such as packed and with scales.
+
+    Attributes:
+        entry: Dtype and shape in which it is published, with the bytes that it would take.
+        each: Number of rows whose values can only be computed together.
+        runs: Function from the first of some rows and one past the last, both multiples of ``each`` or the
+            end, to the runs of bytes that hold them.
+        compute: Function from the bytes of these runs (uint8) and the two numbers to the rows, of the entry's
+            dtype and on the device of the bytes.
+    """
+
+    entry: TensorEntry
+    each: int
+    runs: Callable[[int, int], tuple[Run, ...]]
+    compute: Callable[[list[torch.Tensor], int, int], torch.Tensor]
+
+    def all_runs(self) -> tuple[Run, ...]:
+        """The bytes of all of it."""
+        return self.runs(0, self.entry.shape[0])
+
+    def piece(self, key: str) -> Piece:
+        """All of it, as a piece of itself."""
+        shape = self.entry.shape
+        return Piece((0,) * len(shape), shape, key, 0, contiguous_strides(shape))
+
+    def jobs(
+        self,
+        name: str,
+        piece: Piece,
+        box: Box,
+        local: torch.Tensor,
+        *,
+        check_finite: bool = False,
+        mode: Mode = "copy",
+    ) -> Iterator[Computation]:
+        """What of a piece lies in a rank's box; see ``InFile.jobs``.
+
+        A piece is cut along the dimension that goes through the rows, so that about ``_ROWS_BYTES`` are
+        computed at once, whatever has been transposed or joined.
+        """
+        part = intersect(piece, box)
+        if part is None:
+            return
+        place = local[Box(part.start, part.size).relative_to(box).slices]
+        row = math.prod(self.entry.shape[1:])
+        # The values of a part that this dimension does not reach over lie within the fewest rows.
+        outer = max(range(len(part.size)), key=lambda d: (part.size[d] > 1, part.stride[d]), default=None)
+        if outer is None:
+            cuts = [(part, place)]
+        else:
+            held = max(self.each, _ROWS_BYTES // max(1, row * self.entry.dtype.itemsize))
+            count = max(1, held * row // max(1, part.stride[outer]))
+            cuts = [
+                (part.narrowed(outer, at, min(count, part.size[outer] - at)), view)
+                for at, view in zip(range(0, part.size[outer], count), place.split(count, outer), strict=True)
+            ]
+        for cut, view in cuts:
+            first = cut.offset // row // self.each * self.each
+            last = (cut.offset + cut.span - 1) // row + 1
+            last = min(-(-last // self.each) * self.each, self.entry.shape[0])
+            compute = partial(self._box, cut, first, last)
+            yield Computation(name, cut.key, self.runs(first, last), compute, view, check_finite, mode)
+
+    def _box(self, cut: Piece, first: int, last: int, raws: list[torch.Tensor]) -> torch.Tensor:
+        rows = self.compute(raws, first, last).reshape(-1)
+        row = math.prod(self.entry.shape[1:])
+        return rows.as_strided(cut.size, cut.stride, cut.offset - first * row)
+
+
+Stored = InFile | Computed
 
 
 class StoredFolder:
@@ -114,6 +196,4 @@ class StoredFolder:
         for file, part in parts:
             if part.numel:
                 stored = InFile(self.folder / file, self.header(file).entries[key])
-                job = stored.job(key, stored.piece(key, part.offset), box, out)
-                if job is not None:
-                    yield job
+                yield from stored.jobs(key, stored.piece(key, part.offset), box, out)

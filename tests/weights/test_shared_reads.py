@@ -31,8 +31,7 @@ def _fetch_share(checkpoint: Checkpoint) -> tuple[int, int]:
     box = Box((ROWS // RANKS, 0), (ROWS // RANKS, COLUMNS))
     for key, stored in checkpoint.sources.items():
         dest = torch.empty(box.shape)
-        job = stored.job(key, stored.piece(key), box, dest, check_finite=True)
-        jobs += [job] if job is not None else []
+        jobs += stored.jobs(key, stored.piece(key), box, dest, check_finite=True)
     before = fetched()
     asked = read.read_jobs(jobs)
     return fetched() - before, asked

@@ -216,8 +216,8 @@ MISTAKES = [
     Mistake(
         "a checkpoint of many ranks is read with all its files open",
         "_reader.py",
-        "            if not self._left[file]:\n",
-        "            if False:\n",
+        "                if not self._left[run.file]:\n",
+        "                if False:\n",
         ("tests/test_limits.py",),
     ),
     Mistake(

@@ -4,6 +4,27 @@ from benchmarks.checks.mistakes.mistake import Mistake
 
 MISTAKES: list[Mistake] = [
     Mistake(
+        "values of a computed tensor are taken from its first row on",
+        "_stored.py",
+        "return rows.as_strided(cut.size, cut.stride, cut.offset - first * row)",
+        "return rows.as_strided(cut.size, cut.stride, cut.offset % row)",
+        ("tests/test_stored.py",),
+    ),
+    Mistake(
+        "rows of a computed tensor are not rounded out to those that belong together",
+        "_stored.py",
+        "first = cut.offset // row // self.each * self.each",
+        "first = cut.offset // row",
+        ("tests/test_stored.py",),
+    ),
+    Mistake(
+        "a strided tensor of a pickle is read in row-major order",
+        "_pickled.py",
+        "stride = None if tensor.is_contiguous() else tuple(tensor.stride())",
+        "stride = None",
+        ("tests/weights/test_pickled.py",),
+    ),
+    Mistake(
         "values that are stored packed are initialised at random",
         "_quantised.py",
         "        if beside:\n",

@@ -162,8 +162,7 @@ def _open(path: Path) -> Files:
 
 def _job(files: Files, name: str, box: Box, out: torch.Tensor) -> Iterator[Job]:
     """What fills ``out``, the box ``box`` of a tensor."""
-    job = files[name].job(name, files[name].piece(name), box, out)
-    return iter(()) if job is None else iter((job,))
+    return files[name].jobs(name, files[name].piece(name), box, out)
 
 
 def _read(files: Files, name: str, box: Box, out: torch.Tensor) -> None:

@@ -26,7 +26,7 @@ from fsdp_sft._compat import keep_used_conversions, run_conversion
 from fsdp_sft._launch import own_share
 from fsdp_sft._model import named_tensors
 from fsdp_sft._prefault import HostPages
-from fsdp_sft._reader import MAX_WORKERS, Job, check_all_finite, check_same, read_jobs
+from fsdp_sft._reader import MAX_WORKERS, Computation, Job, check_all_finite, check_same, read_jobs
 from fsdp_sft.adapters import copy_saved_modules, refuse_initialised_from_base, without_adapters
 from fsdp_sft.distributed import reshard
 from fsdp_sft.errors import CheckpointFormatError
@@ -283,7 +283,7 @@ class _Reads:
         aside = self.converted_duplicates.get(target.name)
         return local_of(self.tensors[target.name]) if aside is None else aside
 
-    def run(self, jobs: Iterable[Job], progress: Callable[[int], None] = lambda _: None) -> int:
+    def run(self, jobs: Iterable[Job | Computation], progress: Callable[[int], None] = lambda _: None) -> int:
         """Do jobs, and return the number of bytes read."""
         return read_jobs(
             jobs,
@@ -298,7 +298,7 @@ def _read_own(reads: _Reads) -> int:
     """Read everything that this rank reads by itself into its shards; the number of bytes read."""
     targets = [target for target in reads.plan.targets.values() if target.group is None]
     jobs = list(_jobs(reads, targets, "copy"))
-    with progress_bar(sum(job.dest.numel() * job.dtype.itemsize for job in jobs)) as progress:
+    with progress_bar(sum(job.num_bytes for job in jobs)) as progress:
         return reads.run(jobs, progress)
 
 
@@ -364,7 +364,7 @@ def _jobs(
     reads: _Reads,
     targets: Iterable[Target],
     mode: Literal["copy", "compare"],
-) -> Iterable[Job]:
+) -> Iterable[Job | Computation]:
     """What this rank reads of ``targets``: every piece of theirs, intersected with its shard."""
     for target in targets:
         tensor = reads.tensors[target.name]
@@ -376,9 +376,7 @@ def _jobs(
         checked = reads.is_checked(target)
         for piece in target.pieces:
             stored = reads.checkpoint.sources[piece.key]
-            job = stored.job(target.name, piece, box, local, check_finite=checked, mode=mode)
-            if job is not None:
-                yield job
+            yield from stored.jobs(target.name, piece, box, local, check_finite=checked, mode=mode)
 
 
 def _fill_converted(reads: _Reads) -> int:
@@ -422,13 +420,12 @@ def _targets_of(reads: _Reads, group: ConvertedGroup) -> list[Target]:
 def _convert(reads: _Reads, group: ConvertedGroup) -> tuple[int, dict[str, torch.Tensor]]:
     """Read a group's sources as a whole and convert them on the CPU; (bytes read, results by target)."""
     sources: dict[str, torch.Tensor] = {}
-    jobs = []
+    jobs: list[Job | Computation] = []
     for key in group.keys:
         stored = reads.checkpoint.sources[key]
         sources[key] = torch.empty(stored.entry.shape, dtype=group.dtype)
         box = whole(stored.entry.shape)
-        job = stored.job(key, stored.piece(key), box, sources[key])
-        jobs += [job] if job is not None else []
+        jobs += stored.jobs(key, stored.piece(key), box, sources[key])
     bytes_read = reads.run(jobs)
     # Nothing but `made` may refer to the sources, so that the conversion can free each one after its use.
     made = {pattern: [sources.pop(key) for key in keys] for pattern, keys in group.sources.items()}

@@ -281,11 +281,11 @@ def _differ(checkpoint: "Checkpoint", target: str, source: str) -> bool:
     Tensors that differ elsewhere are found when the weights are loaded, which compares every element.
     """
     from fsdp_sft._safetensors import open_file, read_at
+    from fsdp_sft._stored import InFile
 
-    found = [checkpoint.sources.get(name) for name in (target, source)]
-    if found[0] is None or found[1] is None:
+    first, second = (checkpoint.sources.get(name) for name in (target, source))
+    if not isinstance(first, InFile) or not isinstance(second, InFile):
         return False
-    first, second = found[0], found[1]
     if (first.entry.dtype, first.entry.shape) != (second.entry.dtype, second.entry.shape):
         return True
     total = first.entry.num_bytes

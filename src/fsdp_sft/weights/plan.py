@@ -18,6 +18,7 @@ from fsdp_sft._compat import (
 from fsdp_sft._model import meta_twin, named_tensors
 from fsdp_sft._pieces import Piece, is_row_major
 from fsdp_sft._quantised import WITHOUT_A_WORD, is_scaled, refuse_packed
+from fsdp_sft._stored import Computed
 from fsdp_sft.errors import CheckpointFormatError, MissingKeysError, UnexpectedKeysError, abridged
 from fsdp_sft.weights.meta import matches_any
 from fsdp_sft.weights.provenance import Traced, UntraceableError, source
@@ -123,7 +124,8 @@ class LoadPlan:
             file: number for number, file in enumerate(checkpoint.file_bytes)
         }  # paths are a node's own
         for key, tensor in sorted(checkpoint.sources.items()):
-            hashed.update(repr((key, numbers[tensor.file], tensor.entry)).encode())
+            runs = [(numbers[run.file], run.start, run.num_bytes) for run in tensor.all_runs()]
+            hashed.update(repr((key, tensor.entry, runs)).encode())
         for target in [*self.targets.values(), *self.duplicates]:
             hashed.update(repr(target).encode())
         hashed.update(repr((self.missing, self.initialised, self.unexpected, dict(self.before))).encode())
@@ -281,6 +283,8 @@ def _is_direct(tensor: torch.Tensor, checkpoint: Checkpoint) -> bool:
 
 def _is_readable(piece: Piece, checkpoint: Checkpoint) -> bool:
     """Whether a piece is small, or consists of contiguous runs in the file that are worth one read each."""
+    if isinstance(checkpoint.sources[piece.key], Computed):
+        return True  # by rows, whatever its strides
     itemsize = checkpoint.sources[piece.key].entry.dtype.itemsize
     dims = [(size, step) for size, step in zip(piece.size, piece.stride, strict=True) if size > 1]
     span = 1 + sum((size - 1) * step for size, step in dims)

@@ -8,7 +8,7 @@ from pathlib import Path
 from fsdp_sft._limits import blame_no_file
 from fsdp_sft._pickled import read_pickled
 from fsdp_sft._safetensors import Header, open_file, read_header
-from fsdp_sft._stored import InFile
+from fsdp_sft._stored import InFile, Stored
 from fsdp_sft.errors import CheckpointFormatError, SafetensorsError, abridged
 
 SINGLE = "model.safetensors"
@@ -32,7 +32,7 @@ class Checkpoint:
 
     folder: Path
     file_bytes: dict[Path, int]
-    sources: dict[str, InFile]
+    sources: dict[str, Stored]
 
     @property
     def total_bytes(self) -> int:
@@ -177,7 +177,7 @@ def open_checkpoint(folder: Path, variant: str | None = None, *, allow_pickle: b
     names = sorted(set(weight_map.values())) or [found]
     files = [resolved_inside(folder, name) for name in names]
     headers = [_header(path, name) for path, name in zip(files, names, strict=True)]
-    sources: dict[str, InFile] = {}
+    sources: dict[str, Stored] = {}
     for path, header in zip(files, headers, strict=True):
         for key, entry in header.entries.items():
             sources.setdefault(key, InFile(path, entry))
