@@ -14,7 +14,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
-from fsdp_sft import _claim, dcp_io, prepared
+from fsdp_sft import dcp_io, prepared
 from fsdp_sft.weights.digest import source_digest
 from tests.harness.composed import composed
 from tests.harness.device import mesh_here
@@ -178,7 +178,6 @@ def test_special_models_and_refusals(tmp_path: Path) -> None:
 def _one_of_several_jobs(root: str, number: int, how: str) -> str:
     """A job of one rank; notes when it loads the source."""
     load = prepared.load_weights
-    _claim._BEAT_SECONDS, _claim._DEAD_SECONDS = 0.1, 1.5
 
     def noted(*args: Any, **kwargs: Any) -> Any:
         Path(root, f"loaded-{number}").touch()

@@ -5,6 +5,7 @@ import os
 import re
 import time
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,11 +13,11 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from fsdp_sft._agree import agreed, all_reduce_sum, share, this_rank, while_others_wait
-from fsdp_sft._claim import Claim
 from fsdp_sft._codec import dumps
 from fsdp_sft._compat import keep_used_conversions, match_checkpoint_keys, tied_names, weight_conversions
-from fsdp_sft._disk import full_path, unsound_beside
+from fsdp_sft._disk import full_path, sweep, unsound_beside
 from fsdp_sft._dtypes import check_dtypes
+from fsdp_sft._lock import Lock, claim_on
 from fsdp_sft._model import ModelTensors, clean_name, meta_twin, model_tensors, named_tensors
 from fsdp_sft._stored import StoredFolder
 from fsdp_sft.adapters import add_adapters, copy_saved_modules, without_adapters
@@ -127,10 +128,12 @@ def prepare_base(
             target = full_path(cache_dir) / f"{label}-{digest[:20]}"
             target.parent.mkdir(parents=True, exist_ok=True)
     target = Path(share(target))
-    claim = Claim(target, _is_sound)
-    waiting = f"waiting for {target}"
-    if not share(while_others_wait(this_rank() == 0, claim.take_or_wait, waiting)):
+    lock = Lock(claim_on(target))
+    wait = partial(lock.take_or_wait, partial(_is_sound, target))
+    if not share(while_others_wait(this_rank() == 0, wait, f"waiting for {target}")):
         return target
+    if this_rank() == 0:
+        sweep(target)
     try:
         with agreed("building the model"):
             model = meta_model(
@@ -155,7 +158,7 @@ def prepare_base(
         )
         _write(model, target, source, os.path.expanduser(name_or_path), master_dtype, allow_pickle)
     finally:
-        claim.end()
+        lock.end()
     return target
 
 

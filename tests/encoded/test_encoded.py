@@ -353,8 +353,6 @@ fs.encode_dataset(rows({NUMBER}), TOKENIZER, max_length=60, num_proc=int(sys.arg
 def test_a_job_that_was_killed_leaves_nothing_that_is_used(
     num_proc: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fsdp_sft import _claim
-
     process = subprocess.Popen([sys.executable, "-c", SCRIPT, str(tmp_path), str(num_proc)])
     while not list(tmp_path.glob(".tmp-*/0")):
         assert process.poll() is None, "it was too fast to be killed"
@@ -362,7 +360,6 @@ def test_a_job_that_was_killed_leaves_nothing_that_is_used(
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert [path for path in tmp_path.iterdir() if not path.name.startswith(".")] == []
-    monkeypatch.setattr(_claim, "_DEAD_SECONDS", 0.5)
     again = fs.encode_dataset(rows(NUMBER), TOKENIZER, max_length=60, num_proc=1, cache_dir=tmp_path)
     assert again.counts == filter_rows(rows(NUMBER), TOKENIZER, max_length=60)[1]
     assert again[300] == plainly(rows(400), max_length=60)[300]

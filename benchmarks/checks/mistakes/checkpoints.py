@@ -194,8 +194,8 @@ MISTAKES = [
     ),
     Mistake(
         "a stale claim on a root is removed whoever has it by now",
-        "dcp_io/in_use.py",
-        "if _read(aside) != stale:",
+        "_lock.py",
+        "if read(aside) != stale:",
         "if False:",
         ("tests/dcp_io/test_in_use.py",),
     ),

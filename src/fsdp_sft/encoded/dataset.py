@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from typing_extensions import Unpack
 
 from fsdp_sft._agree import agree_on, agreed, all_gather_objects, share, this_rank, while_others_wait
-from fsdp_sft._claim import Claim
-from fsdp_sft._disk import full_path, publish, temporary_beside, unsound_beside
+from fsdp_sft._disk import full_path, publish, sweep, temporary_beside, unsound_beside
+from fsdp_sft._lock import Lock, claim_on
 from fsdp_sft._wrappers import tokenizer_of
 from fsdp_sft.collate.filtering import warn_of_notes
 from fsdp_sft.collate.notes import NOTES, WARNED_OF_ROWS, WARNED_OF_TEMPLATES
@@ -110,13 +110,14 @@ def encode_dataset(
     def make() -> Path:
         nonlocal is_new
         target = cache / key_of(source, tokenizer, wanted, on_error, cache)[:40]
-        claim = Claim(target, is_sound)
-        if claim.take_or_wait():
+        lock = Lock(claim_on(target))
+        if lock.take_or_wait(lambda: is_sound(target)):
             try:
+                sweep(target)
                 _make(source, work, target, num_proc, max_refused)
                 is_new = True
             finally:
-                claim.end()
+                lock.end()
         return target
 
     made = while_others_wait(maker == this_rank(), make, "encoding the data set")
