@@ -13,17 +13,19 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from fsdp_sft._agree import agreed, all_reduce_sum, share, this_rank, while_others_wait
+from fsdp_sft._boxes import box_of
 from fsdp_sft._codec import dumps
-from fsdp_sft._compat import keep_used_conversions, match_checkpoint_keys, tied_names, weight_conversions
+from fsdp_sft._compat import match_checkpoint_keys, tied_names, weight_conversions
 from fsdp_sft._disk import full_path, sweep, unsound_beside
 from fsdp_sft._dtypes import check_dtypes
 from fsdp_sft._lock import Lock, claim_on
 from fsdp_sft._model import ModelTensors, clean_name, meta_twin, model_tensors, named_tensors
-from fsdp_sft._stored import StoredFolder
-from fsdp_sft.adapters import add_adapters, copy_saved_modules, without_adapters
+from fsdp_sft._reader import threads_that_read
+from fsdp_sft._stored import InFile, Stored, StoredFolder
+from fsdp_sft.adapters import add_adapters, without_adapters
 from fsdp_sft.dcp_io.checkpoint import read_train_state
 from fsdp_sft.dcp_io.content import FolderContent, describe_mesh
-from fsdp_sft.dcp_io.folder import open_folder, read_tensors, write_folder
+from fsdp_sft.dcp_io.folder import open_folder, write_folder
 from fsdp_sft.dcp_io.manifest import MANIFEST_NAME, Manifest
 from fsdp_sft.dcp_io.model_state import check_model
 from fsdp_sft.dcp_io.stored import SHARDS, StoredTensor
@@ -38,15 +40,15 @@ from fsdp_sft.pretrained import frozen_dtype_of
 from fsdp_sft.sac import Placement, Ratio, apply_sac, parse_ratio
 from fsdp_sft.shard import compile_blocks, shard_model
 from fsdp_sft.weights import LoadReport, load_weights
-from fsdp_sft.weights.account import account, check_nothing_empty, filled_in_base
+from fsdp_sft.weights.account import account, filled_in_base
 from fsdp_sft.weights.digest import source_digest
-from fsdp_sft.weights.finish import initialise_rest, materialise
+from fsdp_sft.weights.fill import Reading, fill
 from fsdp_sft.weights.hub import resolve_folder
 from fsdp_sft.weights.load import Strategy
 from fsdp_sft.weights.meta import meta_model
-from fsdp_sft.weights.plan import LoadPlan
-from fsdp_sft.weights.resolve import open_checkpoint, resolved_inside
-from fsdp_sft.weights.vocabulary import fill_new_rows, shapes_before_new_tokens
+from fsdp_sft.weights.plan import LoadPlan, Target
+from fsdp_sft.weights.resolve import Checkpoint, open_checkpoint, resolved_inside
+from fsdp_sft.weights.vocabulary import shapes_before_new_tokens
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -388,24 +390,15 @@ def _load(
     with agreed(f"comparing the model with {folder}"):
         with without_adapters(model) as base:
             twin = meta_twin(base)
-            stored = _stored(base, manifest)
-            plan = LoadPlan(twin=twin, conversions=weight_conversions(twin), before=_before(base, stored))
+            plan = LoadPlan(
+                twin=twin, conversions=weight_conversions(twin), before=shapes_before_new_tokens(base)
+            )
+            checkpoint = _planned(base, folder, _stored(base, manifest), plan)
             # This marks the conversions that the source has gone through: an export runs them backwards.
             match_checkpoint_keys(twin, about["source_keys"], plan.conversions)
-            filled = filled_in_base(base, checkpoint=stored, initialised=(), computed=plan.computed)
+            filled = filled_in_base(base, checkpoint=plan.targets, initialised=(), computed=plan.computed)
         accounted = account(model, filled)
-    with agreed(f"reading {folder}"):
-        materialise(model)
-    with without_adapters(model) as base:
-        with agreed(f"reading {folder}"):
-            tensors = named_tensors(base)
-            bytes_read = read_tensors(StoredFolder(folder), stored, {name: tensors[name] for name in stored})
-            initialise_rest(base, plan, seed=0)
-            keep_used_conversions(base, plan.conversions)
-        fill_new_rows(base, plan.before)
-    with agreed(f"reading {folder}"):
-        copy_saved_modules(model)
-        check_nothing_empty(model, accounted)
+    bytes_read = fill(model, plan, checkpoint, accounted, Reading(workers=threads_that_read()))
     return LoadReport(
         bytes_read=bytes_read,
         job_bytes_read=int(all_reduce_sum([bytes_read])[0]),
@@ -413,7 +406,7 @@ def _load(
             r.size for n, r in manifest.files.items() if n.startswith((f"{SHARDS}/", "model/"))
         ),
         seconds=time.perf_counter() - started,
-        loaded=list(stored),
+        loaded=list(plan.targets),
         missing=[],
         unexpected=[],
         initialised=[],
@@ -447,9 +440,20 @@ def _stored(base: Any, manifest: Manifest) -> dict[str, StoredTensor]:
     return check_model(manifest, ModelTensors(as_stored, names, []))
 
 
-def _before(base: Any, stored: Mapping[str, StoredTensor]) -> dict[str, tuple[int, ...]]:
-    """Stored shapes of the tensors that get rows for new tokens, by name."""
-    return {name: shape for name, shape in shapes_before_new_tokens(base).items() if name in stored}
+def _planned(base: Any, folder: Path, stored: Mapping[str, StoredTensor], plan: LoadPlan) -> Checkpoint:
+    """Add the stored tensors to a plan, each with the parts that this rank needs; where these parts lie."""
+    files, tensors = StoredFolder(folder), named_tensors(base)
+    sources: dict[str, Stored] = {}
+    for name, entry in stored.items():
+        pieces = []
+        for file, part in entry.parts(box_of(tensors[name])):
+            key = f"{entry.key} in {file}"
+            place = InFile(folder / file, files.header(file).entries[entry.key])
+            sources[key] = place
+            pieces.append(place.piece(key, part.offset))
+        is_parameter = isinstance(tensors[name], torch.nn.Parameter)
+        plan.targets[name] = Target(name, entry.shape, "region", tuple(pieces), None, is_parameter)
+    return Checkpoint(folder, {}, sources)
 
 
 def _is_sound(target: Path) -> bool:

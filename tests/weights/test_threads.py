@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import fsdp_sft as fs
 from fsdp_sft._launch import own_share
-from fsdp_sft.weights import load
+from fsdp_sft.weights import fill
 from tests.harness.hf_folders import save_tiny
 from tests.harness.ranks import run_distributed
 
@@ -35,13 +35,13 @@ def test_processors_to_itself(cpus: Any, neighbours: list[int], expected: int) -
 
 def _threads_of_a_load(folder: Path, bound: bool) -> int:
     used = []
-    read_jobs = load.read_jobs
+    read_jobs = fill.read_jobs
 
     def counted(*args: Any, workers: int, **kwargs: Any) -> int:
         used.append(workers)
         return read_jobs(*args, workers=workers, **kwargs)
 
-    load.read_jobs = counted
+    fill.read_jobs = counted
     first = 4 * dist.get_rank()
     cpus = set(range(first, first + 4)) if bound else set(range(8))
     os.sched_getaffinity = lambda _: cpus

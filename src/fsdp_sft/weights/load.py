@@ -1,52 +1,35 @@
-"""Filling the shards of a model from a checkpoint, in phases that all ranks go through together."""
+"""A checkpoint of Hugging Face loaded into a model: planned, agreed upon by the ranks, read, reported."""
 
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
-import torch.distributed as dist
 from torch import nn
 
 from fsdp_sft._agree import (
     agreed,
     all_gather_objects,
     all_reduce_sum,
-    control_group,
     difference,
     is_distributed,
-    this_rank,
-    world_size,
 )
-from fsdp_sft._boxes import Box, box_of, local_of, part_of, replicate_dims, whole
-from fsdp_sft._compat import keep_used_conversions, run_conversion
+from fsdp_sft._boxes import replicate_dims
 from fsdp_sft._launch import own_share
-from fsdp_sft._model import named_tensors
-from fsdp_sft._prefault import HostPages
-from fsdp_sft._reader import MAX_WORKERS, Computation, Job, check_all_finite, check_same, read_jobs
-from fsdp_sft.adapters import copy_saved_modules, refuse_initialised_from_base, without_adapters
+from fsdp_sft._reader import MAX_WORKERS
+from fsdp_sft.adapters import refuse_initialised_from_base, without_adapters
 from fsdp_sft.distributed import reshard
 from fsdp_sft.errors import CheckpointFormatError
-from fsdp_sft.weights.account import account, check_nothing_empty, filled_in_base
-from fsdp_sft.weights.finish import check_shards_finite, initialise_rest, make_ties, materialise
+from fsdp_sft.weights.account import account, filled_in_base
+from fsdp_sft.weights.fill import Reading, fill
+from fsdp_sft.weights.finish import make_ties
 from fsdp_sft.weights.hub import resolve_folder
-from fsdp_sft.weights.plan import ConvertedGroup, LoadPlan, Target, make_plan
-from fsdp_sft.weights.report import LoadReport, progress_bar
-from fsdp_sft.weights.resolve import Checkpoint, open_checkpoint
-from fsdp_sft.weights.vocabulary import fill_new_rows
+from fsdp_sft.weights.plan import LoadPlan, make_plan
+from fsdp_sft.weights.report import LoadReport
+from fsdp_sft.weights.resolve import open_checkpoint
 
 Strategy = Literal["auto", "slice", "exchange"]
 _MIN_BUDGET_BYTES = 1 << 16
-_BROADCAST_BYTES = 16 << 20  # sent at once
-_WIDER = {
-    torch.bfloat16: (torch.float32, torch.float64),
-    torch.float16: (torch.float32, torch.float64),
-    torch.float32: (torch.float64,),
-}
-"""Wider dtypes that hold every value of a dtype. gloo sends no narrower floats than the keys."""
 
 
 def load_weights(
@@ -138,26 +121,8 @@ def load_weights(
     }
     workers = _agree_on_plan(digest, str(folder), told)
     chosen, reason = choose_strategy(model, plan, strategy)
-    with agreed("reading the checkpoint"):
-        materialise(model)
-    with without_adapters(model) as base:
-        with agreed("reading the checkpoint"):
-            reads = _Reads(base, plan, checkpoint, chosen, host_budget_bytes, workers, check_finite)
-            bytes_read = _read_own(reads)
-            staging = _staging(reads)
-        bytes_read += _exchange(reads, staging)
-        with agreed("comparing tied weights"):
-            bytes_read += _compare_duplicates(reads)
-        with agreed("finishing the load"):
-            initialise_rest(base, plan, seed=seed)
-        fill_new_rows(base, plan.short)
-        with agreed("finishing the load"):
-            if check_finite:
-                check_shards_finite(base, plan)
-            keep_used_conversions(base, plan.conversions)
-    with agreed("finishing the load"):
-        copy_saved_modules(model)
-        check_nothing_empty(model, sources)
+    reading = Reading(chosen, host_budget_bytes, workers, check_finite, seed)
+    bytes_read = fill(model, plan, checkpoint, sources, reading)
     return LoadReport(
         bytes_read=bytes_read,
         job_bytes_read=int(all_reduce_sum([bytes_read])[0]),
@@ -226,257 +191,3 @@ def _agree_on_plan(digest: str, folder: str, told: dict[str, Any]) -> int:
         )
     neighbours = [mask for _, host, mask, _ in seen if host == socket.gethostname()]
     return max(1, min(MAX_WORKERS, own_share(cpus, neighbours)))
-
-
-@dataclass
-class _Reads:
-    """What the phases of one load share: the model, the plan, the files and the options.
-
-    Attributes:
-        model: The model that is loaded, without its adapters.
-        plan: What to read for each tensor.
-        checkpoint: The files.
-        strategy: ``"slice"`` or ``"exchange"``.
-        host_budget_bytes: Bytes that all read buffers together may take.
-        workers: Number of threads that read.
-        check_finite: Whether NaN and infinity are errors.
-    """
-
-    model: nn.Module
-    plan: LoadPlan
-    checkpoint: Checkpoint
-    strategy: str
-    host_budget_bytes: int
-    workers: int
-    check_finite: bool
-
-    def __post_init__(self) -> None:
-        self.pages = HostPages()
-        self.tensors = named_tensors(self.model)
-        # Tied weights that the checkpoint stores under both names must be equal. Where they come out of a
-        # conversion, this rank's part of the second one is kept here until both are complete.
-        self.converted_duplicates: dict[str, torch.Tensor] = {
-            target.name: torch.empty_like(local_of(self.tensors[target.name]))
-            for target in self.plan.duplicates
-            if target.group is not None
-        }
-        self.readers = _readers(self) if self.strategy == "exchange" else {}
-
-    def is_checked(self, target: Target) -> bool:
-        """Whether NaN and infinity among a target's values are errors."""
-        return self.check_finite and target.is_parameter and self.tensors[target.name].is_floating_point()
-
-    def dtype_to_send(self, target: Target) -> torch.dtype:
-        """Dtype in which a target's values pass between replicas: the stored one if it is narrower and exact.
-
-        Casting to the shard's dtype after sending could change the bits of a NaN, so where NaN is allowed the
-        shard's own dtype is sent.
-        """
-        stored = {self.checkpoint.sources[piece.key].entry.dtype for piece in target.pieces}
-        own = self.tensors[target.name].dtype
-        first = next(iter(stored), own)
-        exact = own in _WIDER.get(first, ()) and len(stored) == 1
-        return first if exact and self.is_checked(target) else own
-
-    def place_of(self, target: Target) -> torch.Tensor:
-        """The memory that this rank's part of a converted target is written to."""
-        aside = self.converted_duplicates.get(target.name)
-        return local_of(self.tensors[target.name]) if aside is None else aside
-
-    def run(self, jobs: Iterable[Job | Computation], progress: Callable[[int], None] = lambda _: None) -> int:
-        """Do jobs, and return the number of bytes read."""
-        return read_jobs(
-            jobs,
-            host_budget_bytes=self.host_budget_bytes,
-            workers=self.workers,
-            progress=progress,
-            pages=self.pages,
-        )
-
-
-def _read_own(reads: _Reads) -> int:
-    """Read everything that this rank reads by itself into its shards; the number of bytes read."""
-    targets = [target for target in reads.plan.targets.values() if target.group is None]
-    jobs = list(_jobs(reads, targets, "copy"))
-    with progress_bar(sum(job.num_bytes for job in jobs)) as progress:
-        return reads.run(jobs, progress)
-
-
-def _staging(reads: _Reads) -> dict[torch.dtype, torch.Tensor]:
-    """Buffers, by dtype, for values that pass between replicas in another dtype than the shards'.
-
-    They are allocated before the exchange, in which no rank may fail alone: the others would wait for it.
-    """
-    staging: dict[torch.dtype, torch.Tensor] = {}
-    for name in reads.readers:
-        local = local_of(reads.tensors[name])
-        dtype = reads.dtype_to_send(reads.plan.targets[name])
-        numel = min(local.numel(), _BROADCAST_BYTES // dtype.itemsize)
-        if dtype != local.dtype and (dtype not in staging or staging[dtype].numel() < numel):
-            staging[dtype] = torch.empty(numel, dtype=dtype, device=local.device)
-    return staging
-
-
-def _exchange(reads: _Reads, staging: dict[torch.dtype, torch.Tensor]) -> int:
-    """Broadcast shards between replicas, and convert what has to be converted whole; the bytes read for that.
-
-    Collective: all ranks.
-    """
-    for name, (mesh, dim, reader) in reads.readers.items():
-        local, group = local_of(reads.tensors[name]), mesh.get_group(dim)
-        dtype = reads.dtype_to_send(reads.plan.targets[name])
-        if local.numel() == 0:
-            continue
-        if dtype == local.dtype or not local.is_contiguous():
-            reads.pages.prefault(local)
-            dist.broadcast(local, group=group, group_src=reader)
-            continue
-        is_reader = mesh.get_local_rank(dim) == reader
-        for part in local.view(-1).split(_BROADCAST_BYTES // dtype.itemsize):
-            sent = staging[dtype][: part.numel()]
-            if is_reader:
-                sent.copy_(part)
-            dist.broadcast(sent, group=group, group_src=reader)
-            if not is_reader:
-                reads.pages.prefault(part)
-                part.copy_(sent)
-    return _fill_converted(reads)
-
-
-def _readers(reads: _Reads) -> dict[str, tuple[Any, int, int]]:
-    """The replica that reads each target: (mesh, dimension of the mesh, index along it).
-
-    Each target goes to the replica that has the fewest elements to read so far.
-    """
-    readers: dict[str, tuple[Any, int, int]] = {}
-    load: dict[int, int] = {}
-    for name, target in reads.plan.targets.items():
-        found = replicate_dims(reads.tensors[name])
-        if target.group is None and found is not None:
-            mesh, dims = found
-            reader = min(range(mesh.size(dims[0])), key=lambda index: load.get(index, 0))
-            load[reader] = load.get(reader, 0) + reads.tensors[name].numel()
-            readers[name] = (mesh, dims[0], reader)
-    return readers
-
-
-def _jobs(
-    reads: _Reads,
-    targets: Iterable[Target],
-    mode: Literal["copy", "compare"],
-) -> Iterable[Job | Computation]:
-    """What this rank reads of ``targets``: every piece of theirs, intersected with its shard."""
-    for target in targets:
-        tensor = reads.tensors[target.name]
-        if target.name in reads.readers:
-            mesh, dim, reader = reads.readers[target.name]
-            if mesh.get_local_rank(dim) != reader:
-                continue
-        box, local = box_of(tensor), local_of(tensor)
-        checked = reads.is_checked(target)
-        for piece in target.pieces:
-            stored = reads.checkpoint.sources[piece.key]
-            yield from stored.jobs(target.name, piece, box, local, check_finite=checked, mode=mode)
-
-
-def _fill_converted(reads: _Reads) -> int:
-    """Run the conversions that need whole tensors, and take this rank's part of the results.
-
-    With ``"slice"`` every rank converts every group. With ``"exchange"`` each rank converts one group of a
-    batch and broadcasts the results. Returns the bytes that this rank has read.
-
-    Collective: all ranks.
-    """
-    bytes_read = 0
-    world = world_size()
-    if reads.strategy == "slice" or world == 1:
-        for group in reads.plan.groups:
-            with agreed(f"converting {group.first_target!r}"):
-                count, converted = _convert(reads, group)
-                bytes_read += count
-                for target in _targets_of(reads, group):
-                    _take(reads, target, converted[target.name], whole(target.shape))
-        return bytes_read
-    for first in range(0, len(reads.plan.groups), world):
-        batch = reads.plan.groups[first : first + world]
-        mine: dict[str, torch.Tensor] = {}
-        with agreed(f"converting {batch[0].first_target!r} and others"):
-            if this_rank() < len(batch):
-                count, mine = _convert(reads, batch[this_rank()])
-                bytes_read += count
-        for owner, group in enumerate(batch):
-            for target in _targets_of(reads, group):
-                _broadcast(reads, target, mine.get(target.name), owner)
-    return bytes_read
-
-
-def _targets_of(reads: _Reads, group: ConvertedGroup) -> list[Target]:
-    """The targets and duplicates that a group's conversion makes."""
-    number = reads.plan.groups.index(group)
-    every = [*reads.plan.targets.values(), *reads.plan.duplicates]
-    return [target for target in every if target.group == number]
-
-
-def _convert(reads: _Reads, group: ConvertedGroup) -> tuple[int, dict[str, torch.Tensor]]:
-    """Read a group's sources as a whole and convert them on the CPU; (bytes read, results by target)."""
-    sources: dict[str, torch.Tensor] = {}
-    jobs: list[Job | Computation] = []
-    for key in group.keys:
-        stored = reads.checkpoint.sources[key]
-        sources[key] = torch.empty(stored.entry.shape, dtype=group.dtype)
-        box = whole(stored.entry.shape)
-        jobs += stored.jobs(key, stored.piece(key), box, sources[key])
-    bytes_read = reads.run(jobs)
-    # Nothing but `made` may refer to the sources, so that the conversion can free each one after its use.
-    made = {pattern: [sources.pop(key) for key in keys] for pattern, keys in group.sources.items()}
-    jobs.clear()
-    converted = run_conversion(reads.plan.twin, group.first_target, group.converter, made)
-    checked = [target.name for target in _targets_of(reads, group) if reads.is_checked(target)]
-    check_all_finite({name: converted[name] for name in checked})
-    return bytes_read, converted
-
-
-def _compare_duplicates(reads: _Reads) -> int:
-    """Check that the checkpoint has the same values under all names of a tied tensor; the bytes read.
-
-    This comes after the exchange, because a replica receives only there what it did not read itself.
-    """
-    for name, values in reads.converted_duplicates.items():
-        check_same(name, local_of(reads.tensors[name]), values)
-    direct = [target for target in reads.plan.duplicates if target.group is None]
-    return reads.run(_jobs(reads, direct, "compare"))
-
-
-def _take(reads: _Reads, target: Target, values: torch.Tensor, where: Box) -> None:
-    """Copy into this rank's shard what it has in common with ``values``, which are the box ``where``."""
-    box = box_of(reads.tensors[target.name])
-    common = where.intersect(box)
-    if common is not None:
-        mine, theirs = part_of(reads.place_of(target), common.relative_to(box)), common.relative_to(where)
-        reads.pages.prefault(mine)
-        with torch.no_grad():
-            mine.copy_(part_of(values, theirs))
-
-
-def _broadcast(reads: _Reads, target: Target, values: torch.Tensor | None, owner: int) -> None:
-    """Send a converted tensor from its owner to all ranks, a block of rows at a time.
-
-    Collective: all ranks.
-    """
-    shape = target.shape or (1,)
-    dtype = reads.tensors[target.name].dtype
-    row_bytes = dtype.itemsize
-    for size in shape[1:]:
-        row_bytes *= size
-    rows = max(1, _BROADCAST_BYTES // max(row_bytes, 1))
-    for at in range(0, shape[0], rows):
-        count = min(rows, shape[0] - at)
-        if values is not None:
-            block = values.reshape(shape)[at : at + count].to(dtype).contiguous()
-        else:
-            block = torch.empty((count, *shape[1:]), dtype=dtype)
-        dist.broadcast(block, src=owner, group=control_group())
-        if target.shape:
-            _take(reads, target, block, Box((at, *(0 for _ in shape[1:])), (count, *shape[1:])))
-        else:
-            _take(reads, target, block.reshape(()), Box((), ()))
