@@ -31,7 +31,6 @@ def _sharded_gradients(
     mine: list[Any],
     *,
     mesh_shape: dict[str, int] | None = None,
-    pass_mesh: bool = False,
     accumulate: str = "all",
     **shard_options: Any,
 ) -> tuple[float, dict[str, torch.Tensor]]:
@@ -39,12 +38,11 @@ def _sharded_gradients(
 
     mesh = mesh_here(**(mesh_shape or {}))
     fs.shard_model(model, mesh=mesh, **shard_options)
-    given = {"mesh": mesh} if pass_mesh else {}
     targets = fs.count_targets(mine)
     losses = []
     for index, batch in enumerate(mine):
         with fs.gradient_sync(model, "all" if index == len(mine) - 1 else accumulate):
-            loss = fs.causal_lm_loss(model, batch, num_targets=targets, **given)
+            loss = fs.causal_lm_loss(model, batch, num_targets=targets)
             loss.backward()
         losses.append(loss.item())
     total = torch.tensor(sum(losses) / mesh.size(), dtype=torch.float64)
@@ -96,7 +94,7 @@ CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
     "accumulate, sync last": (2, 3, {"accumulate": "none"}),
     "hsdp": (4, 2, {"mesh_shape": {"dp_replicate": 2}}),
     "hsdp, all-reduce deferred": (4, 3, {"mesh_shape": {"dp_replicate": 2}, "accumulate": "reduce_scatter"}),
-    "ddp": (2, 3, {"mesh_shape": {"dp_replicate": 2, "dp_shard": 1}, "pass_mesh": True}),
+    "ddp": (2, 3, {"mesh_shape": {"dp_replicate": 2, "dp_shard": 1}}),
     "reshard False": (2, 2, {"reshard_after_forward": False}),
     "reshard 2": (4, 2, {"reshard_after_forward": 2}),
     "offload": (2, 2, {"offload_policy": CPUOffloadPolicy()}),
