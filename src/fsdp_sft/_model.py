@@ -2,7 +2,7 @@
 
 import copy
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -46,6 +46,48 @@ class ModelTensors:
     def ties(self) -> dict[str, str]:
         """First name of the tensor of every further name of a tied tensor."""
         return {name: first for name, first in self.names.items() if name != first}
+
+
+def match_tensors(
+    live: ModelTensors,
+    stored: Mapping[str, tuple[torch.dtype, Sequence[int]]],
+    fits: Callable[[torch.dtype, torch.dtype], bool],
+    names: Mapping[str, str | None] | None = None,
+) -> tuple[dict[str, list[str]], list[str]]:
+    """Find the stored tensor for each one of a model.
+
+    Args:
+        live: The model's tensors; one of the names of a tied one is enough.
+        stored: Dtype and shape of each stored tensor, by its name.
+        fits: Whether a stored dtype may be read into one of the model.
+        names: The model's name of each stored tensor; None in its place leaves the tensor out. Without the
+            mapping names are the model's.
+
+    Returns:
+        (the stored names of each tensor, by its first name; how the two differ, in words).
+    """
+    found: dict[str, list[str]] = {first: [] for first in live.tensors}
+    unexpected, problems = [], []
+    for theirs in stored:
+        ours = theirs if names is None else names[theirs]
+        if ours in live.names:
+            found[live.names[ours]].append(theirs)
+        elif ours is not None:
+            unexpected.append(theirs)
+    missing = [first for first, own in found.items() if not own]
+    if missing:
+        problems.append(f"{len(missing)} of the model's are not in it ({abridged(missing, ', ', 4)})")
+    if unexpected:
+        problems.append(f"{len(unexpected)} are not the model's ({abridged(unexpected, ', ', 4)})")
+    for first, own in found.items():
+        tensor = live.tensors[first]
+        for theirs in own if first not in live.made else ():  # the form of what is made may change
+            dtype, shape = stored[theirs]
+            if tuple(shape) != tuple(tensor.shape) or not fits(dtype, tensor.dtype):
+                problems.append(
+                    f"{theirs} is {dtype} {tuple(shape)}, the model's is {tensor.dtype} {tuple(tensor.shape)}"
+                )
+    return found, problems
 
 
 def model_tensors(model: nn.Module, *, values: bool = True) -> ModelTensors:

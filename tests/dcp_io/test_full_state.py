@@ -81,8 +81,8 @@ def _write_bad_files(folder: Path) -> dict[str, tuple[str, type[Exception], str]
     mismatch, corrupt = fs.CheckpointMismatchError, fs.CheckpointCorruptError
     without = {name: tensor for name, tensor in state.items() if "layers.1.mlp.up" not in name}
     bad: dict[str, tuple[Any, type[Exception], str]] = {
-        "missing": (without, mismatch, "missing.*layers.1.mlp.up"),
-        "extra": ({**state, "surplus": torch.ones(2)}, mismatch, "unexpected.*surplus"),
+        "missing": (without, mismatch, "not in it.*layers.1.mlp.up"),
+        "extra": ({**state, "surplus": torch.ones(2)}, mismatch, "not the model's.*surplus"),
         "shape": ({**state, "model.norm.weight": torch.ones(7)}, mismatch, "model.norm.weight"),
         "kind": ({**state, "model.steps": torch.tensor(1.5)}, mismatch, "model.steps"),
         "untied": (untied, mismatch, "one tensor in the model"),

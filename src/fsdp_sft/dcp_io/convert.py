@@ -15,7 +15,7 @@ from torch import nn
 from fsdp_sft._agree import agreed, through_rank_0
 from fsdp_sft._boxes import Box
 from fsdp_sft._disk import full_path, unsound_beside
-from fsdp_sft._model import ModelTensors, clean_name, model_tensors
+from fsdp_sft._model import ModelTensors, clean_name, match_tensors, model_tensors
 from fsdp_sft.dcp_io.content import FolderContent, ReadTensor, describe_mesh
 from fsdp_sft.dcp_io.folder import new_folder_beside, write_folder
 from fsdp_sft.dcp_io.foreign.adam import optimizer_of
@@ -161,32 +161,17 @@ def _model(
         names: The model's name of each tensor of the checkpoint; None leaves the tensor out.
         ordered: Function that puts the rows of a tensor into the model's order.
     """
-    found: dict[str, list[tuple[str, ForeignTensor]]] = {first: [] for first in live.tensors}
-    unknown, problems = [], []
-    for theirs, ours in names.items():
-        if ours in live.names:
-            first = live.names[ours]
-            found[first].append((theirs, ordered(ours, foreign.model[theirs])))
-        elif ours is not None and not theirs.endswith(_COMPUTED):
-            unknown.append(theirs)
-    missing = [first for first, tensors in found.items() if not tensors]
-    if missing:
-        problems.append(f"{len(missing)} of the model's are not in it ({abridged(missing, ', ', 4)})")
-    if unknown:
-        problems.append(f"{len(unknown)} are not the model's ({abridged(unknown, ', ', 4)})")
-    for first, tensors in found.items():
-        want = live.tensors[first]
-        for theirs, tensor in tensors:
-            if tensor.shape != tuple(want.shape) or not _is_exact(tensor.dtype, want.dtype):
-                ours = f"{want.dtype} {tuple(want.shape)}"
-                problems.append(f"{theirs} is {tensor.dtype} {tensor.shape}, {first} of the model {ours}")
+    known = {n: ours for n, ours in names.items() if ours in live.names or not n.endswith(_COMPUTED)}
+    stored = {name: (foreign.model[name].dtype, foreign.model[name].shape) for name in known}
+    found, problems = match_tensors(live, stored, _is_exact, known)
     if problems:
         raise CheckpointMismatchError(
             f"the {foreign.kind} checkpoint does not fit the model: {abridged(problems, '; ')}"
         )
     read: dict[str, Any] = {}
-    for first, tensors in found.items():
+    for first, theirs in found.items():
         like = live.tensors[first]
+        tensors = [(name, ordered(names[name], foreign.model[name])) for name in theirs]
         read[first] = ReadTensor(tuple(like.shape), like.dtype, like, _reader(tensors, like.dtype))
     return read
 

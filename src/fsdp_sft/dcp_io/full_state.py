@@ -14,7 +14,7 @@ from fsdp_sft._agree import agreed, all_gather_objects, share, this_rank, world_
 from fsdp_sft._boxes import Box, box_of, local_of
 from fsdp_sft._disk import closing, full_path, sync_folder, temporary_beside
 from fsdp_sft._gather import Gatherer, receive_into, send
-from fsdp_sft._model import ModelTensors, give_back, model_tensors, with_extra_tensors
+from fsdp_sft._model import ModelTensors, give_back, match_tensors, model_tensors, with_extra_tensors
 from fsdp_sft._pickled import read_pickled
 from fsdp_sft._reader import Job, read_jobs, threads_that_read
 from fsdp_sft._safetensors import bytes_of, create, force_to_disk, write_at
@@ -243,31 +243,14 @@ def _match(content: ModelTensors, described: Described) -> dict[str, list[str]]:
     Raises:
         CheckpointMismatchError: If names, shapes or kinds of dtype differ.
     """
-    found: dict[str, list[str]] = {first: [] for first in content.tensors}
-    for name, first in content.names.items():
-        if name in described:
-            found[first].append(name)
-    problems = []
-    missing = [first for first, names in found.items() if not names]
-    unexpected = [name for name in described if name not in content.names]
-    if missing:
-        problems.append(f"missing in the file: {abridged(missing, ', ')}")
-    if unexpected:
-        problems.append(f"unexpected in the file: {abridged(unexpected, ', ')}")
-    for first, names in found.items():
-        tensor = content.tensors[first]
-        for name in names:
-            dtype, shape = described[name]
-            if first in content.made:  # its form may change, as long as the module takes it
-                continue
-            castable = dtype == tensor.dtype or (dtype.is_floating_point and tensor.is_floating_point())
-            if shape != tuple(tensor.shape) or not castable:
-                problems.append(
-                    f"{name} is {dtype} {shape}, the model's is {tensor.dtype} {tuple(tensor.shape)}"
-                )
+    found, problems = match_tensors(content, described, _is_castable)
     if problems:
         raise CheckpointMismatchError("the file is of another model: " + abridged(problems, "; "))
     return found
+
+
+def _is_castable(stored: torch.dtype, live: torch.dtype) -> bool:
+    return stored == live or (stored.is_floating_point and live.is_floating_point)
 
 
 def _check_ties(content: ModelTensors, plan: Mapping[str, list[str]], files: Files) -> None:
