@@ -1,5 +1,6 @@
 """One set of ranks a job, one mesh a model: where the mesh of a call comes from, and what is refused."""
 
+import pickle
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -57,18 +58,22 @@ def _check_the_only_mesh() -> None:
     assert expected[:4] == [2, rank // 2, 2, rank // 2]
     assert _without_a_model() == expected
     assert (early.num_replicas, early.rank) == (2, rank // 2)
-    again = mesh_here(cp=2)  # the same axes again leave nothing to ask
+    mesh_here(cp=2, dp_replicate=2, dp_shard=1)  # shares rows alike, which leaves nothing to ask
     assert _without_a_model() == expected
+    started_anew = pickle.loads(pickle.dumps(fs.ResumableSampler(_ROWS)))
     other = mesh_here()
     for call in _calls_without_a_model():
         with pytest.raises(ValueError, match=r"has made .*cp=2.* and .*dp_shard=4.* by mesh="):
             call()
     with pytest.raises(ValueError, match="by mesh="):
         _ = early.num_replicas
+    assert (started_anew.num_replicas, started_anew.rank) == (2, rank // 2)
     assert _without_a_model(mesh=mesh) == expected
     assert _without_a_model(mesh=other)[:4] == [4, rank, 4, rank]
-    del mesh, again
-    assert _without_a_model()[:4] == [4, rank, 4, rank]
+    model = fs.shard_model(tiny_model("llama"), mesh=other, mp_policy=FLOAT32)
+    batch = {name: value.to(device_here()) for name, value in ragged_batches(1)[0].items()}
+    with pytest.raises(ValueError, match=r"counted for a mesh with cp=2, and each row .* by 1 ranks"):
+        fs.causal_lm_loss(model, batch, num_targets=fs.count_targets([batch], mesh=mesh))
 
 
 def test_without_a_model_the_only_mesh_is_taken_and_of_two_none() -> None:

@@ -55,7 +55,9 @@ class Lock:
         """Make the file, also in place of one whose job has ended; the owner that lives, or None if made."""
         while not _create(self.file, self.owner):
             found = read(self.file)
-            if found is not None and not _is_gone(self.file, found, self.owner):
+            if found is None:
+                continue
+            if not _is_gone(self.file, found, self.owner):
                 return found
             remove(self.file, found)
         self._thread.start()

@@ -1,6 +1,5 @@
 """The ranks of the job as a mesh: which share rows, and which mesh parameters are sharded on."""
 
-import gc
 import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -23,8 +22,11 @@ DP_SHARD_CP = "dp_shard_cp"  # dp_shard and cp flattened to one axis
 # a dictionary, because meshes of the same shape compare equal and would share one entry.
 _PARAMETER_MESH = "_fsdp_sft_parameter_mesh"
 _HOST_GROUPS = "_fsdp_sft_host_groups"
-# The meshes that build_mesh has made, each with the default process group that it was made in.
-_made: "list[tuple[weakref.ref[DeviceMesh], weakref.ref[dist.ProcessGroup]]]" = []
+# The meshes that build_mesh has made in the present default process group. They are kept, also if the caller
+# has dropped them: torch's caches hold some of them anyway, and when Python collects the others differs from
+# rank to rank. Ranks would then share rows in different ways.
+_made: "list[DeviceMesh]" = []
+_made_in: "weakref.ref[dist.ProcessGroup] | None" = None
 
 
 def shard_parameters_on(mesh: "DeviceMesh", *, of: "DeviceMesh") -> None:
@@ -34,22 +36,23 @@ def shard_parameters_on(mesh: "DeviceMesh", *, of: "DeviceMesh") -> None:
 
 def remember_made(mesh: "DeviceMesh") -> None:
     """Note a mesh for calls that get no model and no mesh."""
+    global _made_in
+    _made[:] = [*_present(), mesh]
     world = dist.group.WORLD
     assert world is not None  # a mesh has groups
-    _made[:] = [entry for entry in _made if entry[0]() is not None]
-    _made.append((weakref.ref(mesh), weakref.ref(world)))
+    _made_in = weakref.ref(world)
 
 
 def mesh_of_job(given: "DeviceMesh | None" = None) -> "DeviceMesh | None":
     """The mesh of a call without a model: the one that is given, or the one that ``build_mesh`` has made.
 
     Returns:
-        A mesh over all ranks of the job; None if there is none, and every rank has rows of its own.
+        A mesh over all ranks of the job; None if none was made, and every rank has rows of its own.
 
     Raises:
         TypeError: If what is given is no mesh.
-        ValueError: If it leaves ranks of the job out; or if none is given and several of different axes are
-            in use, since a call without a model cannot know which is meant.
+        ValueError: If it leaves ranks of the job out; or if none is given and several were made that share
+            rows in different ways (other ``cp``), since a call without a model cannot know which is meant.
     """
     if given is not None:
         if not hasattr(given, "mesh_dim_names"):
@@ -60,21 +63,25 @@ def mesh_of_job(given: "DeviceMesh | None" = None) -> "DeviceMesh | None":
                 "give the mesh that build_mesh() returns, or start a job for these ranks alone"
             )
         return given
-    different = _in_use()
+    different = {cp_size(mesh): mesh for mesh in _present()}
     if len(different) > 1:
-        gc.collect()  # a mesh that nobody holds any more can still be in a cycle
-        different = _in_use()
-    if len(different) > 1:
-        axes = " and ".join(repr(mesh) for mesh in different)
-        raise ValueError(f"this process has made {axes}: say by mesh= for which one this call is")
-    return different[0] if different else None
+        axes = " and ".join(repr(mesh) for mesh in different.values())
+        raise ValueError(
+            f"this process has made {axes}, which share rows in different ways: say by mesh= for which one "
+            "this call is"
+        )
+    return next(iter(different.values()), None)
 
 
-def _in_use() -> "list[DeviceMesh]":
-    """One mesh for each kind of axes, of those that are held somewhere and whose ranks are the job's."""
+def has_made_cp() -> bool:
+    """Whether this process has made a mesh with ``cp``."""
+    return any(cp_size(mesh) > 1 for mesh in _present())
+
+
+def _present() -> "list[DeviceMesh]":
+    """The meshes made in the process group of now."""
     world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-    alive = [mesh() for mesh, made_in in _made if world is not None and made_in() is world]
-    return list({(m.mesh_dim_names, m.shape): m for m in alive if m is not None}.values())
+    return _made if world is not None and _made_in is not None and _made_in() is world else []
 
 
 def parameter_mesh(mesh: "DeviceMesh") -> "DeviceMesh":

@@ -46,7 +46,7 @@ def read_pickled(path: Path, damaged: type[Exception] = CheckpointFormatError) -
         with os.fdopen(open_file(path), "rb") as file:
             records = _records(file)
             file.seek(0)
-            state = torch.load(file, map_location="meta", weights_only=True)
+            state = torch.load(file, map_location="meta", weights_only=True, mmap=False)
             if not isinstance(state, dict):
                 raise ValueError(f"it holds {type(state).__name__}, not a dictionary of tensors")
             entries = {_checked(name): _entry(name, value, records) for name, value in state.items()}
@@ -110,7 +110,8 @@ def _entry(name: str, tensor: Any, records: dict[int, int]) -> TensorEntry:
     if not plain or tensor.is_quantized or 0 in strides:
         raise ValueError(
             f"{name!r} is not stored as plain numbers of its own ({tensor.layout}, {tensor.dtype}, shape "
-            f"{tuple(tensor.shape)}, strides {tensor.stride() if plain else 'none'}); store a .clone() of it"
+            f"{tuple(tensor.shape)}, strides {tensor.stride() if plain else 'none'}); store a plain "
+            "copy of it (.clone(), or .to_dense() first)"
         )
     if tensor.numel() == 0:
         return TensorEntry(tensor.dtype, tuple(tensor.shape), 0, 0)

@@ -73,6 +73,11 @@ class Placed(ABC):
         self._drawn = 0  # rows or packs that were drawn since some were last marked as consumed
         self.is_passed_over = False
 
+    def __getstate__(self) -> dict[str, Any]:
+        """The attributes, with the place of this rank: a worker that is started anew has no process group."""
+        place = place_of(*self._given_place) if world_size() > 1 else self._given_place
+        return {**self.__dict__, "_given_place": place}
+
     @property
     def num_replicas(self) -> int:
         """Number of ranks that share the rows: that of the process group unless it was given."""

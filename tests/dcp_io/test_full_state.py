@@ -203,3 +203,35 @@ def test_without_a_process_group(tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     fs.save_checkpoint(tmp_path / "root", 0, model=model, optimizer=optimizer)
     fs.load_checkpoint(tmp_path / "root", model=nn.Linear(3, 2).bfloat16())
+
+
+def test_a_file_with_tied_nan_and_torch_set_to_map_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = _model(1, None)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[3] = torch.nan
+    from torch.utils.serialization import config
+
+    monkeypatch.setattr(config.load, "mmap", True)
+    for suffix in SUFFIXES:
+        fs.save_full_state_dict(model, tmp_path / f"nan{suffix}")
+        again = _model(2, None)
+        fs.load_full_state_dict(again, tmp_path / f"nan{suffix}")
+        assert torch.equal(again.get_input_embeddings().weight[3].isnan(), torch.ones(32, dtype=torch.bool))
+
+
+def _ties_seen_by_rank_0(path: str) -> None:
+    model = _model(1, {})
+    is_file = Path.is_file
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "is_file", lambda own: torch.distributed.get_rank() == 0 and is_file(own))
+        with pytest.raises(fs.CheckpointMismatchError, match="one tensor in the model"):
+            fs.load_full_state_dict(model, path)
+
+
+def test_ties_are_compared_whole_where_rank_0_alone_sees_the_file(tmp_path: Path) -> None:
+    state = {name: tensor.clone() for name, tensor in _model(1, None).state_dict().items()}
+    state["lm_head.weight"][-1] += 1  # which is of the last rank
+    torch.save(state, tmp_path / "untied.pt")
+    run_distributed(_ties_seen_by_rank_0, 2, str(tmp_path / "untied.pt"))

@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from fsdp_sft import _meshes
 from fsdp_sft._compat import careful_gloo, forget_meshes
 from fsdp_sft.dcp_io import in_use
 from tests.harness import device, leftovers, refusals
@@ -117,6 +118,7 @@ class _Served:
                 dist.barrier()
                 self._end_groups(all_of_them=not is_in_group)
             forget_meshes()
+            _meshes._made.clear()
             leftovers.forget_remote_code()
             in_use.release_all()  # as at the end of a process
         except BaseException:

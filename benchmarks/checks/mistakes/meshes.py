@@ -164,7 +164,7 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "a call without a model and a mesh takes every rank for a reader of its own",
         "_meshes.py",
-        "return different[0] if different else None",
+        "return next(iter(different.values()), None)",
         "return None",
         MESHES,
     ),

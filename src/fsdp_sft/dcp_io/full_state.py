@@ -135,7 +135,8 @@ def load_full_state_dict(model: nn.Module, path: str | os.PathLike[str]) -> None
     with agreed(f"checking the model against {source_path}"):
         plan = _match(content, described)
         if files:
-            _check_ties(content, plan, files)
+            own = range(this_rank(), this_rank() + 1)
+            _check_ties(content, plan, files, own if shared else range(world_size()))
     names = {first: found[0] for first, found in plan.items()}
     made = {name: _room(content.tensors[name], *described[names[name]]) for name in content.made}
     content = replace(content, tensors={**content.tensors, **made})
@@ -253,17 +254,16 @@ def _is_castable(stored: torch.dtype, live: torch.dtype) -> bool:
     return stored == live or (stored.is_floating_point and live.is_floating_point)
 
 
-def _check_ties(content: ModelTensors, plan: Mapping[str, list[str]], files: Files) -> None:
-    """Refuse a file with different values under the names of a tied tensor; each rank compares its part."""
+def _check_ties(content: ModelTensors, plan: Mapping[str, list[str]], files: Files, ranks: range) -> None:
+    """Refuse a file with different values under the names of a tied tensor, in the parts of ``ranks``."""
     for first, names in plan.items():
-        if len(names) < 2:
-            continue
-        box = box_of(content.tensors[first])
-        parts = [torch.empty(box.shape, dtype=files[name].entry.dtype) for name in names]
-        jobs = [job for name, part in zip(names, parts, strict=True) for job in _job(files, name, box, part)]
-        read_jobs(jobs, damaged=CheckpointCorruptError)
-        if any(not torch.equal(part, parts[0]) for part in parts[1:]):
-            raise CheckpointMismatchError(f"{names} are one tensor in the model, but differ in the file")
+        for rank in ranks if len(names) > 1 else ():
+            box = box_of(content.tensors[first], rank)
+            parts = [torch.empty(box.shape, dtype=files[name].entry.dtype) for name in names]
+            jobs = [j for name, part in zip(names, parts, strict=True) for j in _job(files, name, box, part)]
+            read_jobs(jobs, damaged=CheckpointCorruptError)
+            if any(bytes_of(part) != bytes_of(parts[0]) for part in parts[1:]):  # NaN is equal to itself here
+                raise CheckpointMismatchError(f"{names} are one tensor in the model, but differ in the file")
 
 
 def _room(live: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

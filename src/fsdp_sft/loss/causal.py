@@ -161,7 +161,8 @@ def causal_lm_loss(
         weighted by ``loss_weights`` if there are any.
 
     Raises:
-        ValueError: If ``loss_sum`` refuses the model or the batch, or ``num_targets`` is not positive.
+        ValueError: If ``loss_sum`` refuses the model or the batch, or ``num_targets`` is not positive or was
+            counted for a mesh with another ``cp`` than the model's.
 
     Collective: all ranks, by the model's forward.
 
@@ -179,6 +180,7 @@ def causal_lm_loss(
     if target_weight is None:
         _warn_of_few_targets(batch, num_targets, mesh)
     group = None if torch.compiler.is_compiling() else _looked_at_again(model, impl)
+    _refuse_other_sharing(num_targets, group)
     batch = batch if group is None else part_of(batch, group)
     summed, router = loss_parts(
         model, batch, impl, router_loss, Terms(label_smoothing=label_smoothing, z_loss=z_loss)
@@ -187,6 +189,16 @@ def causal_lm_loss(
         share = _share_of_tokens(batch, num_targets, num_tokens, mesh)
         summed = summed + router * (share * weight)
     return summed / weight if mesh is None else scaled_for_averaging(summed, weight)
+
+
+def _refuse_other_sharing(num_targets: int, group: SequenceGroup | None) -> None:
+    """Refuse a count over ranks that share rows in another way than those of the model."""
+    counted, own = getattr(num_targets, "cp", None), 1 if group is None else group.size
+    if counted not in (None, own):
+        raise ValueError(
+            f"num_targets was counted for a mesh with cp={counted}, and each row of this model is computed "
+            f"by {own} ranks: give count_targets, windows and samplers the model's mesh, by mesh="
+        )
 
 
 def _warn_of_few_targets(batch: Batch, num_targets: int, mesh: "DeviceMesh | None") -> None:

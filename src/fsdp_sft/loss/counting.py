@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from fsdp_sft._agree import all_reduce_sum, world_size
-from fsdp_sft._meshes import mesh_of_job
+from fsdp_sft._meshes import cp_size, mesh_of_job
 from fsdp_sft._streams import travelling
 from fsdp_sft.collate import IGNORE_INDEX, filler_of
 from fsdp_sft.context_parallel import sequence_group_in
@@ -34,21 +34,27 @@ class TargetCount(int):
     Attributes:
         num_tokens: Number of tokens of the window, without padding; 0 if unknown.
         weight: Sum of the targets' ``loss_weights``; without weights the number of targets.
+        cp: Number of ranks that were taken to share each row; None if it was counted over a group of the
+            caller's.
     """
 
     num_tokens: int
     weight: float
+    cp: int | None
 
-    def __new__(cls, targets: int, num_tokens: int, weight: float | None = None) -> Self:
+    def __new__(
+        cls, targets: int, num_tokens: int, weight: float | None = None, cp: int | None = None
+    ) -> Self:
         """The integer ``targets`` with the other arguments as attributes."""
         self = super().__new__(cls, targets)
         self.num_tokens = num_tokens
         self.weight = float(targets if weight is None else weight)
+        self.cp = cp
         return self
 
-    def __getnewargs__(self) -> tuple[int, int, float]:  # type: ignore[override]
+    def __getnewargs__(self) -> tuple[int, int, float, int | None]:  # type: ignore[override]
         """The arguments from which pickle makes a copy."""
-        return int(self), self.num_tokens, self.weight
+        return int(self), self.num_tokens, self.weight, self.cp
 
 
 @dataclass(frozen=True)
@@ -113,7 +119,7 @@ def count_targets(
 
     Raises:
         ValueError: If a batch has no proper labels, if mesh and group are both given, or if neither is given
-            although this process has made several meshes of different axes.
+            although this process has made several meshes with different ``cp``.
         BatchError: If ranks of one ``cp`` group have different rows.
 
     Collective: all ranks of ``mesh`` or ``group``.
@@ -146,7 +152,7 @@ def count_targets(
         total = torch.tensor(own, dtype=torch.float64)
         dist.all_reduce(total, group=group)
         targets, tokens, weight = total.tolist()
-    return TargetCount(int(targets), int(tokens), weight)
+    return TargetCount(int(targets), int(tokens), weight, cp_size(mesh) if group is None else None)
 
 
 def target_weight(
@@ -300,7 +306,7 @@ def scale_for_backward(
 
     Raises:
         ValueError: If ``num_targets`` is not positive, or ``mesh`` is left out although this process has made
-            several of different axes.
+            several with different ``cp``.
 
     Example:
         >>> num_targets = fs.count_targets(window)

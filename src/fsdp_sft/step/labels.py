@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fsdp_sft._agree import all_gather_objects
-from fsdp_sft._meshes import CP, EP, TP
+from fsdp_sft._meshes import CP, EP, TP, has_made_cp
 from fsdp_sft._record import record_of
 from fsdp_sft.collate import IGNORE_INDEX
 from fsdp_sft.errors import BatchError, abridged
@@ -28,6 +28,10 @@ _FEWEST = 16  # fewest targets for which a mistake is reported
 _VARIED = 8  # fewest different ids among them
 _SHARE = 0.99  # share of the targets that must show the mistake
 _OFF = "; check_labels=False if that is meant"
+_WITH_CP = (
+    "Samplers and windows without mesh= follow the mesh with cp that this process has made, and this model "
+    "is not on it: give them mesh=build_mesh()"
+)
 
 _logger = logging.getLogger("fsdp_sft.step")
 
@@ -138,9 +142,11 @@ def _compare_rows(micro_batches: list[Any], mesh: "DeviceMesh", first: bool) -> 
     for rows_of_rank, at_places in places.items():
         if len(at_places) > 1 and first:
             _logger.warning(
-                "ranks %s have the same rows in the first window: each gradient counts them as many times. "
-                "Give the loader a sampler that shares rows out, such as ResumableSampler",
+                "ranks %s have the same rows in the first window: each gradient counts them so often. %s",
                 abridged(ranks[rows_of_rank]),
+                _WITH_CP
+                if CP not in names and has_made_cp()
+                else "Give the loader a sampler that shares rows out, such as ResumableSampler",
             )
 
 
