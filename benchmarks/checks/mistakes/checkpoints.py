@@ -193,6 +193,13 @@ MISTAKES = [
         ("tests/dcp_io/test_in_use.py",),
     ),
     Mistake(
+        "ties are compared in rank 0's part alone",
+        "dcp_io/full_state.py",
+        "_check_ties(content, plan, files, own if shared else range(world_size()))",
+        "_check_ties(content, plan, files, own)",
+        ("tests/dcp_io/test_full_state.py",),
+    ),
+    Mistake(
         "a stale claim on a root is removed whoever has it by now",
         "_lock.py",
         "if read(aside) != stale:",

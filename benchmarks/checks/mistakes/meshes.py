@@ -176,6 +176,20 @@ MISTAKES: list[Mistake] = [
         MESHES,
     ),
     Mistake(
+        "targets that were counted for another sharing of rows divide a loss",
+        "loss/causal.py",
+        "    if counted not in (None, own):\n",
+        "    if False:\n",
+        MESHES,
+    ),
+    Mistake(
+        "a sampler in a worker that is started anew takes every row for its rank's",
+        "sampler.py",
+        'return {**self.__dict__, "_given_place": place}',
+        "return self.__dict__",
+        MESHES,
+    ),
+    Mistake(
         "rows are shared by a part of the ranks",
         "_meshes.py",
         "        if given.size() != world_size():\n",
