@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 import fsdp_sft as fs
 from fsdp_sft import _stored
 from fsdp_sft._boxes import Box, chunk_of, whole
-from fsdp_sft._reader import Run, read_jobs
+from fsdp_sft._reader import ByteRange, read_jobs
 from fsdp_sft._safetensors import TensorEntry, num_bytes
 from fsdp_sft._stored import Computed, StoredFolder
 from fsdp_sft.weights import load, provenance, resolve
@@ -39,11 +39,13 @@ def _computed(folder: StoredFolder, name: str) -> Computed:
     scales = folder.header("scales.safetensors").entries[name]
     width = packed.shape[1]
 
-    def runs(first: int, last: int) -> tuple[Run, ...]:
+    def runs(first: int, last: int) -> tuple[ByteRange, ...]:
         blocks = range(first // BLOCK, -(-last // BLOCK))
         return (
-            Run(folder.folder / "packed.safetensors", packed.start + first * width, (last - first) * width),
-            Run(folder.folder / "scales.safetensors", scales.start + 4 * blocks.start, 4 * len(blocks)),
+            ByteRange(
+                folder.folder / "packed.safetensors", packed.start + first * width, (last - first) * width
+            ),
+            ByteRange(folder.folder / "scales.safetensors", scales.start + 4 * blocks.start, 4 * len(blocks)),
         )
 
     def compute(raws: list[torch.Tensor], first: int, last: int) -> torch.Tensor:

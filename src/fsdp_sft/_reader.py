@@ -93,7 +93,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Run:
+class ByteRange:
     """A run of bytes of a file."""
 
     file: Path
@@ -117,7 +117,7 @@ class Computation:
 
     name: str
     key: str
-    runs: tuple[Run, ...]
+    runs: tuple[ByteRange, ...]
     compute: Callable[[list[torch.Tensor]], torch.Tensor]
     dest: torch.Tensor
     check_finite: bool = False
@@ -239,7 +239,7 @@ class _Batch:
         self.segments = segments
         self.key = segments[0].job.key
         start, last = segments[0].start, segments[-1]
-        self.runs = (Run(segments[0].job.file, start, last.start + last.num_bytes - start),)
+        self.runs = (ByteRange(segments[0].job.file, start, last.start + last.num_bytes - start),)
 
 
 class _Reader:
@@ -320,7 +320,7 @@ class _Reader:
                 if not self._left[run.file]:
                     os.close(self._descriptors.pop(run.file))
 
-    def _read(self, run: Run, key: str, memory: memoryview) -> None:
+    def _read(self, run: ByteRange, key: str, memory: memoryview) -> None:
         try:
             read_at(self._descriptors[run.file], run.start, memory)
         except (OSError, SafetensorsError) as error:

@@ -12,7 +12,7 @@ import torch
 from fsdp_sft._boxes import Box
 from fsdp_sft._limits import blame_no_file
 from fsdp_sft._pieces import Ints, Piece, contiguous_strides, intersect
-from fsdp_sft._reader import Computation, Job, Mode, Run
+from fsdp_sft._reader import ByteRange, Computation, Job, Mode
 from fsdp_sft._safetensors import Header, TensorEntry, open_file, read_header
 from fsdp_sft.errors import CheckpointCorruptError, SafetensorsError
 
@@ -31,9 +31,9 @@ class InFile:
     file: Path
     entry: TensorEntry
 
-    def all_runs(self) -> tuple[Run, ...]:
+    def all_runs(self) -> tuple[ByteRange, ...]:
         """The bytes of all of it."""
-        return (Run(self.file, self.entry.start, self.entry.num_bytes),)
+        return (ByteRange(self.file, self.entry.start, self.entry.num_bytes),)
 
     def piece(self, key: str, start: Ints | None = None) -> Piece:
         """All of it, as a piece of the tensor in which it begins at ``start``; None is the first element."""
@@ -96,10 +96,10 @@ class Computed:
 
     entry: TensorEntry
     each: int
-    runs: Callable[[int, int], tuple[Run, ...]]
+    runs: Callable[[int, int], tuple[ByteRange, ...]]
     compute: Callable[[list[torch.Tensor], int, int], torch.Tensor]
 
-    def all_runs(self) -> tuple[Run, ...]:
+    def all_runs(self) -> tuple[ByteRange, ...]:
         """The bytes of all of it."""
         return self.runs(0, self.entry.shape[0])
 

@@ -205,19 +205,17 @@ def test_without_a_process_group(tmp_path: Path) -> None:
     fs.load_checkpoint(tmp_path / "root", model=nn.Linear(3, 2).bfloat16())
 
 
-def test_a_file_with_tied_nan_and_torch_set_to_map_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_with_tied_nan_and_torch_set_to_map_files(tmp_path: Path) -> None:
     model = _model(1, None)
     with torch.no_grad():
         model.get_input_embeddings().weight[3] = torch.nan
     from torch.utils.serialization import config
 
-    monkeypatch.setattr(config.load, "mmap", True)
     for suffix in SUFFIXES:
         fs.save_full_state_dict(model, tmp_path / f"nan{suffix}")
         again = _model(2, None)
-        fs.load_full_state_dict(again, tmp_path / f"nan{suffix}")
+        with config.patch({"load.mmap": True}):
+            fs.load_full_state_dict(again, tmp_path / f"nan{suffix}")
         assert torch.equal(again.get_input_embeddings().weight[3].isnan(), torch.ones(32, dtype=torch.bool))
 
 
