@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from fsdp_sft._callers import is_between
+
 FILE = "FSDP_SFT_REFUSALS"
 _SOURCE = str(Path(__file__).parents[2] / "src" / "fsdp_sft") + os.sep
 _TESTS = str(Path(__file__).parents[1]) + os.sep
@@ -65,7 +67,7 @@ def _call(trace: TracebackType | None) -> str | None:
     """The function of the library that was called."""
     while trace is not None:
         code = trace.tb_frame.f_code
-        if code.co_filename.startswith(_SOURCE):
+        if code.co_filename.startswith(_SOURCE) and not is_between(trace.tb_frame):
             return code.co_qualname
         trace = trace.tb_next
     return None
