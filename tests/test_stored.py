@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 import fsdp_sft as fs
 from fsdp_sft import _stored
 from fsdp_sft._boxes import Box, chunk_of, whole
-from fsdp_sft._reader import ByteRange, read_jobs
+from fsdp_sft._jobs import ByteRange
+from fsdp_sft._reader import read_jobs
 from fsdp_sft._safetensors import TensorEntry, num_bytes
 from fsdp_sft._stored import Computed, StoredFolder
 from fsdp_sft.weights import load, provenance, resolve

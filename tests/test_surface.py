@@ -53,6 +53,8 @@ STOREYS = [
     {"_interrupt", "_meshes", "_record"},
     {"_boxes", "_meeting", "_vocabulary", "distributed", "preemption"},
     {"_disk", "_expert_parallel", "_gather", "_kept", "_model", "_pieces", "adapters"},
+    {"_jobs"},
+    {"_segments"},
     {"_reader"},
     {"_stored"},
     {

@@ -16,19 +16,18 @@ import math
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import torch
 
+from fsdp_sft._jobs import ByteRange, Computation, Job
 from fsdp_sft._limits import blame_no_file
-from fsdp_sft._pieces import Ints, is_row_major
 from fsdp_sft._prefault import HostPages
 from fsdp_sft._safetensors import bytes_of, expect, expect_parts, open_file, read_at
+from fsdp_sft._segments import Batch, batches_of, segments_of
 from fsdp_sft._streams import CallerStream, host_buffer
 from fsdp_sft.distributed import ranks_on_host
 from fsdp_sft.errors import CheckpointFormatError, NonFiniteWeightsError, SafetensorsError
@@ -37,117 +36,8 @@ MAX_WORKERS = 4  # threads that read
 PIECE_BYTES = 1 << 20  # read at once for a shard on the host
 _COPIED_BYTES = 1 << 18  # copied out at once
 _BATCHES_AHEAD = 8  # distance of the batch that the system is asked to fetch from the one being read
-_DIRECT_BYTES = 16 << 20  # read at once straight to its place
 _DEVICE_PIECE_BYTES = 8 << 20  # copies to an accelerator are faster in larger pieces
-_MIN_RUN_BYTES = 512  # runs shorter than this are read together, with the gaps between them
 _COUNTED_ELEMENTS = 1 << 20  # looked at together when NaN and infinity are counted; each takes 7 bytes
-_ALIGNMENT = 16  # a stored element must begin at a multiple of its size in the buffer too
-Mode = Literal["copy", "compare"]
-
-
-@dataclass(frozen=True)
-class Job:
-    """A strided box of one stored tensor, and the memory that it is read into.
-
-    Attributes:
-        name: Name of the parameter or buffer, for messages.
-        key: Name of the stored tensor in its file.
-        file: Path of the file.
-        start: Byte of the file at which the box begins.
-        dtype: Dtype of the stored elements.
-        size: Extent of the box, per dimension.
-        stride: Distance between neighbours in the file, in stored elements, per dimension.
-        dest: View of the shard, of that size.
-        check_finite: Whether NaN and infinity are errors.
-        mode: ``"copy"`` fills ``dest``; ``"compare"`` requires that it has the same values already.
-    """
-
-    name: str
-    key: str
-    file: Path
-    start: int
-    dtype: torch.dtype
-    size: Ints
-    stride: Ints
-    dest: torch.Tensor
-    check_finite: bool = False
-    mode: Mode = "copy"
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the stored elements."""
-        return self.dest.numel() * self.dtype.itemsize
-
-    @cached_property
-    def is_direct(self) -> bool:
-        """Whether the bytes can be read straight to their place."""
-        dest = self.dest
-        return (
-            self.mode == "copy"
-            and not self.check_finite
-            and dest.is_cpu
-            and dest.dtype == self.dtype
-            and dest.is_contiguous()
-            and is_row_major(self.size, self.stride)
-        )
-
-
-@dataclass(frozen=True)
-class ByteRange:
-    """A run of bytes of a file."""
-
-    file: Path
-    start: int
-    num_bytes: int
-
-
-@dataclass(frozen=True, eq=False)
-class Computation:
-    """A box of values that are computed from several runs of bytes.
-
-    Attributes:
-        name: Name of the parameter or buffer, for messages.
-        key: Name of the stored tensor.
-        runs: What is read for it; small enough to be held at once.
-        compute: Function from the bytes of the runs, each uint8 and on the device of ``dest``, to the values.
-        dest: View of the shard, of the values' size.
-        check_finite: Whether NaN and infinity are errors.
-        mode: See ``Job``.
-    """
-
-    name: str
-    key: str
-    runs: tuple[ByteRange, ...]
-    compute: Callable[[list[torch.Tensor]], torch.Tensor]
-    dest: torch.Tensor
-    check_finite: bool = False
-    mode: Mode = "copy"
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the runs."""
-        return sum(run.num_bytes for run in self.runs)
-
-
-@dataclass(slots=True)
-class _Segment:
-    """A part of a job that one read of bounded size fetches."""
-
-    job: Job
-    start: int  # byte of the file
-    num_bytes: int  # from the first byte that is needed to one past the last
-    size: Ints
-    stride: Ints
-    dest_stride: Ints
-    dest_offset: int  # first element in the storage of the job's dest
-
-    def place(self) -> torch.Tensor:
-        """The view of the shard that this segment fills."""
-        return self.job.dest.as_strided(self.size, self.dest_stride, self.dest_offset)
-
-    def values(self, raw: torch.Tensor) -> torch.Tensor:
-        """The segment's elements among the bytes that were read for it."""
-        return raw.view(self.job.dtype).as_strided(self.size, self.stride)
 
 
 def threads_that_read() -> int:
@@ -211,9 +101,9 @@ def _read_for(
     """The jobs whose destinations are on one device; the number of bytes read."""
     size = min(piece_bytes(device), max(host_budget_bytes // 2, 1 << 12))
     copied = min(size, _COPIED_BYTES) if device.type == "cpu" else size
-    segments = [segment for job in jobs if isinstance(job, Job) for segment in _segments(job, copied)]
+    segments = [segment for job in jobs if isinstance(job, Job) for segment in segments_of(job, copied)]
     segments.sort(key=lambda segment: (segment.job.file, segment.start))
-    tasks: list[_Batch | Computation] = [*map(_Batch, _batches(segments, size))]
+    tasks: list[Batch | Computation] = [*map(Batch, batches_of(segments, size))]
     tasks += [job for job in jobs if isinstance(job, Computation)]
     tasks.sort(key=lambda task: (task.runs[0].file, task.runs[0].start))
     caller = CallerStream.on(device)
@@ -232,23 +122,13 @@ def _read_for(
     return reader.bytes_read
 
 
-class _Batch:
-    """Segments that are neighbours in a file, and are read at once."""
-
-    def __init__(self, segments: list[_Segment]) -> None:
-        self.segments = segments
-        self.key = segments[0].job.key
-        start, last = segments[0].start, segments[-1]
-        self.runs = (ByteRange(segments[0].job.file, start, last.start + last.num_bytes - start),)
-
-
 class _Reader:
     """Files, the queue of reads and the count of bytes, shared by the threads of one load."""
 
     def __init__(
         self,
         piece_bytes: int,
-        tasks: list[_Batch | Computation],
+        tasks: list[Batch | Computation],
         progress: Callable[[int], None],
         caller: CallerStream,
         pages: HostPages,
@@ -287,7 +167,7 @@ class _Reader:
             self._failed = True
             raise
 
-    def _next(self) -> _Batch | Computation | None:
+    def _next(self) -> Batch | Computation | None:
         """What is to be read next, its files open, and a request for what is further on; None at the end."""
         with self._lock:
             if self._failed or self._taken == len(self._tasks):
@@ -312,7 +192,7 @@ class _Reader:
             expect_parts(self._descriptors[file])
         return self._descriptors[file]
 
-    def _done(self, task: _Batch | Computation) -> None:
+    def _done(self, task: Batch | Computation) -> None:
         """Close a file when all of it has been read: a step that 1,024 ranks saved has 1,024 files."""
         with self._lock:
             for run in task.runs:
@@ -342,7 +222,7 @@ class _Reader:
         self._pages.prefault(task.dest)
         _deliver(task, task.compute(raws), task.dest)
 
-    def _read_batch(self, batch: _Batch, stage: "_HostStage | _DeviceStage") -> None:
+    def _read_batch(self, batch: Batch, stage: "_HostStage | _DeviceStage") -> None:
         """Read a batch, and deliver its segments to their places in the shards."""
         (run,), first = batch.runs, batch.segments[0]
         if first.job.is_direct:
@@ -479,84 +359,3 @@ def check_same(name: str, values: torch.Tensor, stored: torch.Tensor) -> None:
             f"the checkpoint holds different values for {name!r} and for the tensor it is tied to; to keep "
             "the two apart, build_meta_model(..., tie_word_embeddings=False)"
         )
-
-
-def _segments(job: Job, limit: int) -> Iterator[_Segment]:
-    """A job in parts that each span at most ``limit`` bytes, or more if they are read to their place."""
-    limit = _DIRECT_BYTES if job.is_direct else limit
-    dims = _merged(job)
-    yield from _cut(job, job.start, dims, int(job.dest.storage_offset()), limit)
-
-
-def _merged(job: Job) -> list[tuple[int, int, int]]:
-    """(size, stored stride, shard stride) of each dimension, in descending order of the stored stride.
-
-    Neighbouring dimensions become one where both the file and the shard go through them without a gap.
-    """
-    dims = [d for d in zip(job.size, job.stride, job.dest.stride(), strict=True) if d[0] > 1]
-    dims.sort(key=lambda d: -d[1])
-    merged: list[tuple[int, int, int]] = []
-    for size, step, dest_step in dims:
-        if merged and merged[-1][1] == size * step and merged[-1][2] == size * dest_step:
-            merged[-1] = (merged[-1][0] * size, step, dest_step)
-        else:
-            merged.append((size, step, dest_step))
-    return merged or [(1, 1, 1)]
-
-
-def _cut(
-    job: Job, start: int, dims: list[tuple[int, int, int]], dest_offset: int, limit: int
-) -> Iterator[_Segment]:
-    """Cut a box along its outermost dimension until one read fits the buffer and wastes little.
-
-    "Wastes little" means that at least 95 % of the bytes read are needed, or that what is skipped or needed
-    is too short to be worth a read of its own.
-    """
-    itemsize = job.dtype.itemsize
-    (size, step, dest_step), inner = dims[0], dims[1:]
-    inner_span = 1 + sum((n - 1) * s for n, s, _ in inner)  # from first to last element of one row
-    inner_bytes = inner_span * itemsize
-    needed = 1  # elements of one row that belong to the box
-    for n, _, _ in inner:
-        needed *= n
-    # Whether several rows are worth one read, with the gaps between them.
-    dense = needed * 20 >= step * 19 or needed * itemsize < _MIN_RUN_BYTES
-    fits = (inner_bytes <= limit and needed * 20 >= inner_span * 19) or inner_bytes < _MIN_RUN_BYTES
-    if fits:
-        rows = max(1, (limit - inner_bytes) // (step * itemsize) + 1) if dense else 1
-        for at in range(0, size, rows):
-            count = min(rows, size - at)
-            yield _Segment(
-                job,
-                start + at * step * itemsize,
-                ((count - 1) * step + inner_span) * itemsize,
-                (count, *(n for n, _, _ in inner)),
-                (step, *(s for _, s, _ in inner)),
-                (dest_step, *(d for _, _, d in inner)),
-                dest_offset + at * dest_step,
-            )
-        return
-    for index in range(size):
-        yield from _cut(job, start + index * step * itemsize, inner, dest_offset + index * dest_step, limit)
-
-
-def _batches(segments: list[_Segment], limit: int) -> Iterator[list[_Segment]]:
-    """Segments joined with their neighbours in the file, as far as one read of ``limit`` bytes can go."""
-    batch: list[_Segment] = []
-    for segment in segments:
-        if batch:
-            first, last = batch[0], batch[-1]
-            end = segment.start + segment.num_bytes
-            if (
-                not (first.job.is_direct or segment.job.is_direct)
-                and segment.job.file == first.job.file
-                and segment.start == last.start + last.num_bytes
-                and end - first.start <= limit
-                and (segment.start - first.start) % _ALIGNMENT == 0
-            ):
-                batch.append(segment)
-                continue
-            yield batch
-        batch = [segment]
-    if batch:
-        yield batch

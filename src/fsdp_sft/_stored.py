@@ -2,6 +2,7 @@
 
 import math
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -10,9 +11,9 @@ from pathlib import Path
 import torch
 
 from fsdp_sft._boxes import Box
+from fsdp_sft._jobs import ByteRange, Computation, Job, Mode
 from fsdp_sft._limits import blame_no_file
 from fsdp_sft._pieces import Ints, Piece, contiguous_strides, intersect
-from fsdp_sft._reader import ByteRange, Computation, Job, Mode
 from fsdp_sft._safetensors import Header, TensorEntry, open_file, read_header
 from fsdp_sft.errors import CheckpointCorruptError, SafetensorsError
 
@@ -20,20 +21,30 @@ _ROWS_BYTES = 8 << 20  # of values that are computed at once, unless they can on
 
 
 @dataclass(frozen=True)
-class InFile:
-    """A tensor, or one part of a tensor, in one run of a file.
+class About:
+    """What a job says beside its place; see ``Job``."""
+
+    name: str
+    check_finite: bool
+    mode: Mode
+
+
+class Stored(ABC):
+    """A tensor, or one part of a tensor, that is stored somewhere.
 
     Attributes:
-        file: Path of the file.
-        entry: Dtype, shape and byte range.
+        entry: Dtype and shape in which it is published, and how many bytes that takes.
     """
 
-    file: Path
     entry: TensorEntry
 
+    @abstractmethod
     def all_runs(self) -> tuple[ByteRange, ...]:
         """The bytes of all of it."""
-        return (ByteRange(self.file, self.entry.start, self.entry.num_bytes),)
+
+    @abstractmethod
+    def _read(self, part: Piece, place: torch.Tensor, about: About) -> Iterator[Job | Computation]:
+        """What fills ``place`` with a part of it."""
 
     def piece(self, key: str, start: Ints | None = None) -> Piece:
         """All of it, as a piece of the tensor in which it begins at ``start``; None is the first element."""
@@ -51,8 +62,8 @@ class InFile:
         *,
         check_finite: bool = False,
         mode: Mode = "copy",
-    ) -> Iterator[Job]:
-        """What of a piece lies in a rank's box, as one job or none.
+    ) -> Iterator[Job | Computation]:
+        """What of a piece lies in a rank's box, as jobs; none if nothing does.
 
         Args:
             name: Name of the parameter or buffer, for messages.
@@ -63,26 +74,45 @@ class InFile:
             mode: See ``Job``.
         """
         part = intersect(piece, box)
-        if part is None:
-            return
-        place = Box(part.start, part.size).relative_to(box)
+        if part is not None:
+            place = local[Box(part.start, part.size).relative_to(box).slices]
+            yield from self._read(part, place, About(name, check_finite, mode))
+
+
+@dataclass(frozen=True)
+class InFile(Stored):
+    """A tensor, or one part of a tensor, in one run of a file.
+
+    Attributes:
+        file: Path of the file.
+        entry: Dtype, shape and byte range.
+    """
+
+    file: Path
+    entry: TensorEntry
+
+    def all_runs(self) -> tuple[ByteRange, ...]:
+        """The bytes of all of it."""
+        return (ByteRange(self.file, self.entry.start, self.entry.num_bytes),)
+
+    def _read(self, part: Piece, place: torch.Tensor, about: About) -> Iterator[Job]:
         start = self.entry.start + part.offset * self.entry.dtype.itemsize
         yield Job(
-            name,
+            about.name,
             part.key,
             self.file,
             start,
             self.entry.dtype,
             part.size,
             part.stride,
-            local[place.slices],
-            check_finite,
-            mode,
+            place,
+            about.check_finite,
+            about.mode,
         )
 
 
 @dataclass(frozen=True)
-class Computed:
+class Computed(Stored):
     """A tensor that is stored in another form than it is published in, such as packed and with scales.
 
     Attributes:
@@ -103,30 +133,9 @@ class Computed:
         """The bytes of all of it."""
         return self.runs(0, self.entry.shape[0])
 
-    def piece(self, key: str) -> Piece:
-        """All of it, as a piece of itself."""
-        shape = self.entry.shape
-        return Piece((0,) * len(shape), shape, key, 0, contiguous_strides(shape))
-
-    def jobs(
-        self,
-        name: str,
-        piece: Piece,
-        box: Box,
-        local: torch.Tensor,
-        *,
-        check_finite: bool = False,
-        mode: Mode = "copy",
-    ) -> Iterator[Computation]:
-        """What of a piece lies in a rank's box; see ``InFile.jobs``.
-
-        A piece is cut along the dimension that goes through the rows, so that about ``_ROWS_BYTES`` are
-        computed at once, whatever has been transposed or joined.
-        """
-        part = intersect(piece, box)
-        if part is None:
-            return
-        place = local[Box(part.start, part.size).relative_to(box).slices]
+    def _read(self, part: Piece, place: torch.Tensor, about: About) -> Iterator[Computation]:
+        # A piece is cut along the dimension that goes through the rows, so that about _ROWS_BYTES are
+        # computed at once, whatever has been transposed or joined.
         row = math.prod(self.entry.shape[1:])
         # The values of a part that this dimension does not reach over lie within the fewest rows.
         outer = max(range(len(part.size)), key=lambda d: (part.size[d] > 1, part.stride[d]), default=None)
@@ -144,15 +153,13 @@ class Computed:
             last = (cut.offset + cut.span - 1) // row + 1
             last = min(-(-last // self.each) * self.each, self.entry.shape[0])
             compute = partial(self._box, cut, first, last)
-            yield Computation(name, cut.key, self.runs(first, last), compute, view, check_finite, mode)
+            runs = self.runs(first, last)
+            yield Computation(about.name, cut.key, runs, compute, view, about.check_finite, about.mode)
 
     def _box(self, cut: Piece, first: int, last: int, raws: list[torch.Tensor]) -> torch.Tensor:
         rows = self.compute(raws, first, last).reshape(-1)
         row = math.prod(self.entry.shape[1:])
         return rows.as_strided(cut.size, cut.stride, cut.offset - first * row)
-
-
-Stored = InFile | Computed
 
 
 class StoredFolder:
@@ -184,7 +191,9 @@ class StoredFolder:
                 raise CheckpointCorruptError(f"{self.folder / file} cannot be read: {error}") from error
         return self._headers[file]
 
-    def jobs(self, key: str, parts: Iterable[tuple[str, Box]], box: Box, out: torch.Tensor) -> Iterator[Job]:
+    def jobs(
+        self, key: str, parts: Iterable[tuple[str, Box]], box: Box, out: torch.Tensor
+    ) -> Iterator[Job | Computation]:
         """What fills ``out``, the box ``box`` of a tensor.
 
         Args:

@@ -32,7 +32,8 @@ from fsdp_sft._disk import (
     write_bytes,
     write_tensors,
 )
-from fsdp_sft._reader import Job, read_jobs, threads_that_read
+from fsdp_sft._jobs import Computation, Job
+from fsdp_sft._reader import read_jobs, threads_that_read
 from fsdp_sft._stored import StoredFolder
 from fsdp_sft.dcp_io.content import FolderContent, Parts, Tensors, own_parts
 from fsdp_sft.dcp_io.manifest import (
@@ -204,7 +205,7 @@ def check_files(
 
 def read_tensors(folder: StoredFolder, stored: Mapping[str, StoredTensor], tensors: Tensors) -> int:
     """Fill this rank's part of each of ``tensors`` from the files; the number of bytes read."""
-    jobs: list[Job] = []
+    jobs: list[Job | Computation] = []
     for name, tensor in tensors.items():
         box, source = box_of(tensor), stored[name]
         if box.numel:

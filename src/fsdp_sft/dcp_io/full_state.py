@@ -14,9 +14,10 @@ from fsdp_sft._agree import agreed, all_gather_objects, share, this_rank, world_
 from fsdp_sft._boxes import Box, box_of, local_of
 from fsdp_sft._disk import closing, full_path, sync_folder, temporary_beside
 from fsdp_sft._gather import Gatherer, receive_into, send
+from fsdp_sft._jobs import Computation, Job
 from fsdp_sft._model import ModelTensors, give_back, match_tensors, model_tensors, with_extra_tensors
 from fsdp_sft._pickled import read_pickled
-from fsdp_sft._reader import Job, read_jobs, threads_that_read
+from fsdp_sft._reader import read_jobs, threads_that_read
 from fsdp_sft._safetensors import bytes_of, create, force_to_disk, write_at
 from fsdp_sft._stored import InFile, StoredFolder
 from fsdp_sft.adapters import refuse_merged
@@ -142,7 +143,7 @@ def load_full_state_dict(model: nn.Module, path: str | os.PathLike[str]) -> None
     content = replace(content, tensors={**content.tensors, **made})
     if shared:
         with agreed(f"reading {source_path} (the model is loaded in part)"):
-            jobs: list[Job] = []
+            jobs: list[Job | Computation] = []
             for first, tensor in content.tensors.items():
                 jobs += _job(files, names[first], box_of(tensor), local_of(tensor))
             read_jobs(jobs, workers=threads_that_read(), damaged=CheckpointCorruptError)
@@ -161,7 +162,7 @@ def _open(path: Path) -> Files:
     return {name: InFile(path, entry) for name, entry in header.entries.items()}
 
 
-def _job(files: Files, name: str, box: Box, out: torch.Tensor) -> Iterator[Job]:
+def _job(files: Files, name: str, box: Box, out: torch.Tensor) -> Iterator[Job | Computation]:
     """What fills ``out``, the box ``box`` of a tensor."""
     return files[name].jobs(name, files[name].piece(name), box, out)
 

@@ -11,8 +11,9 @@ import torch
 
 from fsdp_sft._boxes import whole
 from fsdp_sft._codec import MALFORMED, decode, dumps, encode, loads
+from fsdp_sft._jobs import Computation, Job
 from fsdp_sft._random import check_generator_states, generator_states
-from fsdp_sft._reader import Job, read_jobs
+from fsdp_sft._reader import read_jobs
 from fsdp_sft._stored import StoredFolder
 from fsdp_sft.dcp_io.manifest import Manifest, checked_size
 from fsdp_sft.dcp_io.stored import shard_file
@@ -72,7 +73,7 @@ def _key(rank: int, name: str) -> str:
 
 def _read_all(folder: Path, file: str, prefix: str) -> dict[str, torch.Tensor]:
     """The tensors of a file whose names begin with ``prefix``, by the rest of their names."""
-    files, jobs = StoredFolder(folder), list[Job]()
+    files, jobs = StoredFolder(folder), list[Job | Computation]()
     tensors: dict[str, torch.Tensor] = {}
     for key, entry in files.header(file).entries.items():
         if key == prefix or key.startswith(f"{prefix}."):

@@ -16,9 +16,10 @@ from fsdp_sft._agree import (
 )
 from fsdp_sft._boxes import Box, box_of, local_of, part_of, replicate_dims, whole
 from fsdp_sft._compat import keep_used_conversions, run_conversion
+from fsdp_sft._jobs import Computation, Job
 from fsdp_sft._model import named_tensors
 from fsdp_sft._prefault import HostPages
-from fsdp_sft._reader import Computation, Job, check_all_finite, check_same, read_jobs
+from fsdp_sft._reader import check_all_finite, check_same, read_jobs
 from fsdp_sft.adapters import copy_saved_modules, without_adapters
 from fsdp_sft.weights.account import Source, check_nothing_empty
 from fsdp_sft.weights.finish import check_shards_finite, initialise_rest, materialise
