@@ -122,8 +122,9 @@ def _refusals(root: str) -> None:
         data[-9] ^= 4
         victim.write_bytes(data)
     torch.distributed.barrier()
-    with pytest.raises(fs.CheckpointCorruptError, match=r"SHA-256 differs.*prepare_base again"):
-        fs.load_prepared(path, mesh=mesh)
+    for load in (fs.load_prepared, fs.load_pretrained):
+        with pytest.raises(fs.CheckpointCorruptError, match=r"SHA-256 differs.*prepare_base again"):
+            load(path, mesh=mesh)
     torch.distributed.barrier()
     if _rank() == 0:
         victim.unlink()
@@ -228,7 +229,7 @@ def test_the_digest_is_of_the_source_not_of_its_place(tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "elsewhere")  # keeps times of change
 
     def digest(where: str, dtype: torch.dtype = torch.float32) -> str:
-        return source_digest(prepared.FORMAT_VERSION, tmp_path / where, dtype, "error", False, False)
+        return source_digest(tmp_path / where, dtype, "error", False, False)
 
     before = digest("llama")
     assert digest("elsewhere") == before
@@ -257,7 +258,7 @@ def test_the_digest_is_of_the_source_not_of_its_place(tmp_path: Path) -> None:
 
 def test_all_that_does_not_speak_of_reading_can_be_said_here_too() -> None:
     direct = set(inspect.signature(fs.load_pretrained).parameters) - {"name_or_path", "revision"}
-    assert direct < set(inspect.signature(fs.load_prepared).parameters)
+    assert set(inspect.signature(fs.load_prepared).parameters) - direct == {"path", "verify"}
 
 
 def _with_adapters_and_overrides(root: Path) -> None:
@@ -277,16 +278,26 @@ def _with_adapters_and_overrides(root: Path) -> None:
         },
         {"new_vocab_size": 110, "peft_config": lora},
     ):
-        model = fs.load_prepared(path, mesh=mesh, **options)
+        model = composed(path, mesh=mesh, **options)
         direct = composed(root / "gemma3", mesh=mesh, **options)
         assert difference(model, direct) == [], options
         assert model.config.to_dict() == direct.config.to_dict()
+        assert model.name_or_path == direct.name_or_path == str(root / "gemma3")
         sources = dict(direct.load_report.sources)
         assert model.load_report.sources == sources
+        if not options.keys() & {"adapter_seed", "config_overrides"}:
+            for load in (fs.load_prepared, fs.load_pretrained):
+                model = load(path, mesh=mesh, **options)
+                assert difference(model, direct) == [], options
+                assert model.load_report.strategy == "prepared"
     with pytest.raises(TypeError, match="no_such_field"):
-        fs.load_prepared(path, mesh=mesh, config_overrides={"no_such_field": 1})
+        fs.build_meta_model(path, no_such_field=1)
     with pytest.raises(fs.CheckpointMismatchError, match="lm_head"):
-        fs.load_prepared(path, mesh=mesh, config_overrides={"tie_word_embeddings": False})
+        composed(path, mesh=mesh, config_overrides={"tie_word_embeddings": False})
+    with pytest.raises(fs.CheckpointMismatchError, match=r"the model's .*shard it in torch.float32"):
+        fs.load_pretrained(path, mesh=mesh, master_dtype=torch.bfloat16)
+    with pytest.raises(TypeError, match=r"load_prepared takes no prefetch= any more: call build_meta_model"):
+        fs.load_prepared(path, mesh=mesh, prefetch=2)
 
 
 def test_adapters_and_overrides_on_a_prepared_base(tmp_path: Path) -> None:

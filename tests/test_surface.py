@@ -57,10 +57,10 @@ STOREYS = [
     {"_segments"},
     {"_reader"},
     {"_stored"},
+    {"dcp_io"},
     {
         "collate",
         "context_parallel",
-        "dcp_io",
         "experts",
         "export",
         "metrics",
@@ -71,8 +71,8 @@ STOREYS = [
         "shares",
         "varlen",
         "watchdog",
-    }
-    | {"weights"},
+        "weights",
+    },
     {"encoded"},
     {"loss", "packing", "pretrained"},
     {"mixing", "planner", "prepared", "step"},

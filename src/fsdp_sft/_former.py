@@ -7,6 +7,19 @@ from typing import ParamSpec, TypeVar
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_COMPOSED = {
+    **dict.fromkeys(
+        ("sac_placement", "sac_save", "sac_offload"),
+        "call build_meta_model, apply_sac (placement=, save=, offload=), shard_model and load_weights",
+    ),
+    **dict.fromkeys(
+        ("offload_policy", "prefetch", "ep_size"),
+        "call build_meta_model, shard_model, which takes it, and load_weights",
+    ),
+    "adapter_seed": "call build_meta_model, add_adapters (seed=), shard_model and load_weights",
+    "config_overrides": "call build_meta_model (its keywords are fields), shard_model and load_weights",
+}
+
 # By the function's qualified name: its former keywords, with what to do now.
 FORMER = {
     "ThroughputMeter.__init__": {"window": "pass averaged_steps="},
@@ -21,22 +34,14 @@ FORMER = {
         "call estimate_memory(config, Run(...)), whose field it is",
     ),
     "load_pretrained": {
-        **dict.fromkeys(
-            ("sac_placement", "sac_save", "sac_offload"),
-            "call build_meta_model, apply_sac (placement=, save=, offload=), shard_model and load_weights",
-        ),
-        **dict.fromkeys(
-            ("offload_policy", "prefetch", "ep_size"),
-            "call build_meta_model, shard_model, which takes it, and load_weights",
-        ),
+        **_COMPOSED,
         **dict.fromkeys(
             ("strategy", "host_budget_bytes", "missing", "unexpected", "check_finite"),
             "call build_meta_model, shard_model and load_weights, which takes it",
         ),
         "allow_pickle": "call build_meta_model, shard_model and load_weights; the first and the last take it",
-        "adapter_seed": "call build_meta_model, add_adapters (seed=), shard_model and load_weights",
-        "config_overrides": "call build_meta_model (its keywords are fields), shard_model and load_weights",
     },
+    "load_prepared": _COMPOSED,
     "prepare_experts": {"tokens": "leave it out, nothing is timed"},
     **{
         function: {"mesh": "leave it out, a model knows the mesh that it was sharded on"}

@@ -1,6 +1,7 @@
 """One call from a checkpoint to a sharded, loaded model in train() mode."""
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -84,16 +85,57 @@ def load_pretrained(
     """
     check_dtypes(master_dtype=master_dtype, frozen_dtype=frozen_dtype)
     folder = resolve_folder(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
+    model = sharded_model(
+        folder,
+        called=name_or_path,
+        mesh=mesh,
+        master_dtype=master_dtype,
+        frozen_dtype=frozen_dtype,
+        mp_policy=mp_policy,
+        sac_ratio=sac_ratio,
+        compile=compile,
+        peft_config=peft_config,
+        new_vocab_size=new_vocab_size,
+        attn_implementation=attn_implementation,
+        trust_remote_code=trust_remote_code,
+        reshard_after_forward=reshard_after_forward,
+    )
+    model.load_report = load_weights(model, folder)
+    return model.train()  # type: ignore[no-any-return]
+
+
+def sharded_model(
+    folder: Path,
+    *,
+    called: str | os.PathLike[str] | None = None,
+    mesh: "DeviceMesh",
+    master_dtype: torch.dtype,
+    frozen_dtype: torch.dtype | None,
+    mp_policy: MixedPrecisionPolicy | None,
+    sac_ratio: Ratio,
+    compile: bool,  # noqa: A002
+    peft_config: "PeftConfig | None",
+    new_vocab_size: int | None,
+    attn_implementation: str | None,
+    trust_remote_code: bool,
+    reshard_after_forward: bool | int,
+) -> Any:
+    """The model of a folder, sharded and still without memory, for the keywords of ``load_pretrained``.
+
+    Its place is ``folder``, and what the model calls it is ``called``, as in ``meta_model``.
+
+    Collective: all ranks.
+    """
     with agreed("building the model"):
         model: Any = meta_model(
             folder,
+            called=called,
             dtype=master_dtype,
             attn_implementation=attn_implementation,
             trust_remote_code=trust_remote_code,
             new_vocab_size=new_vocab_size,
             config_overrides=None,
         )
-        model.config.name_or_path = model.name_or_path = os.path.expanduser(name_or_path)
         if peft_config is not None:
             model = add_adapters(model, peft_config)
         if sac_ratio:
@@ -108,8 +150,7 @@ def load_pretrained(
         mp_policy=mp_policy,
         reshard_after_forward=reshard_after_forward,
     )
-    model.load_report = load_weights(model, folder)
-    return model.train()  # type: ignore[no-any-return]
+    return model
 
 
 def frozen_dtype_of(

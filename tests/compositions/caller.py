@@ -262,13 +262,12 @@ def _model(draw: Draw, folder: Path, mesh: Any, *, seed: int) -> Any:
             common |= {"peft_config": config, "adapter_seed": seed}
         if draw["vocabulary"] == "grown":
             common["new_vocab_size"] = _grown_size()
-        if draw["start"] == "load_pretrained":
-            one_call = not common.keys() & FORMER["load_pretrained"].keys() and keeps is None and not offload
-            if one_call:
-                return fs.load_pretrained(source, **common)
-            return composed(source, **common, sac={"save": keeps, "offload": offload})
-        prepared = fs.prepare_base(source, folder / "prepared", mesh=mesh)
-        return fs.load_prepared(prepared, **common, sac_save=keeps, sac_offload=offload)
+        load: Any = fs.load_pretrained
+        if draw["start"] == "load_prepared":
+            load, source = fs.load_prepared, fs.prepare_base(source, folder / "prepared", mesh=mesh)
+        if not common.keys() & FORMER[load.__name__].keys() and keeps is None and not offload:
+            return load(source, **common)
+        return composed(source, **common, sac={"save": keeps, "offload": offload})
     model: Any
     if draw["start"] == "meta":
         grown = {"new_vocab_size": _grown_size()} if draw["vocabulary"] == "grown" else {}

@@ -16,7 +16,6 @@ from fsdp_sft.sac import away, offload as offloading
 from fsdp_sft.sac.offload import Offload
 from tests.harness.device import mesh_here
 from tests.harness.models import full, ragged_batches, tiny_model
-from tests.harness.ranks import RankFailedError, run_distributed
 from tests.simulated.ranks import run_simulated
 
 SLOW = 0.02
@@ -384,20 +383,12 @@ def test_on_a_cpu_nothing_moves() -> None:
     assert _offload_of(model).lanes == {}
 
 
-def _loaded_with_offload_alone(folder: Any) -> None:
-    prepared = fs.prepare_base(folder, folder / "prepared", mesh=mesh_here())
-    fs.load_prepared(prepared, mesh=mesh_here(), sac_offload=True)
-
-
-def test_arguments(tmp_path: Any) -> None:
+def test_arguments() -> None:
     model = _model()
     with pytest.raises(ValueError, match="offload must be True or False, got 'yes'"):
         fs.apply_sac(model, 1, offload="yes")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="offload must be True or False"):
         fs.apply_sac(model, save="o_proj", offload=2)  # type: ignore[arg-type]
-    model.save_pretrained(tmp_path)
-    with pytest.raises(RankFailedError, match="sac_offload is for blocks that are recomputed, and sac_ratio"):
-        run_distributed(_loaded_with_offload_alone, 1, tmp_path)
 
 
 def _sharded() -> bool:

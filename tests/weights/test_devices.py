@@ -38,7 +38,7 @@ def _load_to_the_host(folder: Path) -> tuple[list[str], set[str], bool]:
     policy = CPUOffloadPolicy()
     model = composed(folder, mesh=fs.build_mesh(), offload_policy=policy)
     prepared = fs.prepare_base(folder, folder.parent / "prepared", mesh=fs.build_mesh())
-    again = fs.load_prepared(prepared, mesh=fs.build_mesh(), offload_policy=policy)
+    again = composed(prepared, mesh=fs.build_mesh(), offload_policy=policy)
     expected = dict(plain(folder).named_parameters())
     wrong, where = [], set()
     for name, parameter in [*model.named_parameters(), *again.named_parameters()]:

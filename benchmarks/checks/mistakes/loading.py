@@ -137,6 +137,20 @@ MISTAKES: list[Mistake] = [
         ("tests/weights/test_new_tokens.py",),
     ),
     Mistake(
+        "a prepared base of another dtype is of another model",
+        "weights/prepared.py",
+        "if trained and base.dtype not in trained:",
+        "if False:",
+        ("tests/test_prepared.py",),
+    ),
+    Mistake(
+        "a prepared base is called by its folder",
+        "weights/meta.py",
+        "name, called = str(prepared.settings), prepared.name",
+        "name = str(prepared.settings)",
+        ("tests/test_prepared.py",),
+    ),
+    Mistake(
         "a prepared base outlives an upgrade",
         "weights/digest.py",
         "    described += [torch.__version__, transformers.__version__]\n",

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fsdp_sft._safetensors import open_file, read_at
+from fsdp_sft.weights.prepared_note import FORMAT_VERSION
 from fsdp_sft.weights.resolve import find_manifest, resolved_inside, weight_file_names
 
 _SAMPLES, _SAMPLE_BYTES = 64, 1 << 16
@@ -17,7 +18,6 @@ _HASH_NAME = re.compile(r"[0-9a-f]{64}")
 
 
 def source_digest(
-    format_version: int,
     source: Path,
     master_dtype: torch.dtype,
     missing: str,
@@ -30,7 +30,6 @@ def source_digest(
     Where the source lies, and who loads it, make no difference.
 
     Args:
-        format_version: Version of the prepared format.
         source: Folder of the checkpoint.
         master_dtype: Dtype of the prepared shards.
         missing: See ``load_weights``.
@@ -40,7 +39,7 @@ def source_digest(
     """
     import transformers
 
-    described: list[Any] = [format_version, str(master_dtype), missing, remote, check_finite]
+    described: list[Any] = [FORMAT_VERSION, str(master_dtype), missing, remote, check_finite]
     described += [torch.__version__, transformers.__version__]
     names = weight_file_names(source, allow_pickle=allow_pickle)
     small = ["config.json", "generation_config.json", find_manifest(source, allow_pickle=allow_pickle)]

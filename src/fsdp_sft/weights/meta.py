@@ -21,6 +21,7 @@ from fsdp_sft._limits import blame_no_file
 from fsdp_sft._model import meta_twin
 from fsdp_sft._quantised import refuse_quantised
 from fsdp_sft.errors import CheckpointFormatError
+from fsdp_sft.weights.prepared_note import prepared_at
 from fsdp_sft.weights.resolve import open_checkpoint, told_of_adapter
 from fsdp_sft.weights.vocabulary import build_with_vocabulary
 
@@ -54,7 +55,7 @@ def build_meta_model(
     ``dtype`` is a 16-bit one.
 
     Args:
-        name_or_path: A folder with a ``config.json``, or a Hub id.
+        name_or_path: A folder with a ``config.json``, one that ``prepare_base`` returned, or a Hub id.
         revision: Branch, tag or commit of a Hub id.
         dtype: Dtype of the parameters, in which buffers that are computed from the config are computed too.
         attn_implementation: Attention implementation, such as ``"sdpa"`` or ``"flash_attention_2"``; None is
@@ -99,6 +100,7 @@ def build_meta_model(
 def meta_model(
     name_or_path: str | os.PathLike[str],
     *,
+    called: str | os.PathLike[str] | None = None,
     revision: str | None = None,
     dtype: torch.dtype,
     attn_implementation: str | None,
@@ -107,17 +109,25 @@ def meta_model(
     new_vocab_size: int | None,
     config_overrides: Mapping[str, Any] | None,
 ) -> "PreTrainedModel":
-    """``build_meta_model`` with the fields of the config in a mapping, so that they can have any name."""
+    """``build_meta_model`` with the fields of the config in a mapping, so that they can have any name.
+
+    What the model says that it comes from is ``called``, or else ``name_or_path``; of a prepared base it is
+    what was prepared.
+    """
     check_dtypes(dtype=dtype)
     if config_overrides is not None and not isinstance(config_overrides, Mapping):
         raise TypeError(
             f"config_overrides must be a dict of fields of the config, got {type(config_overrides).__name__}"
         )
     name = os.path.expanduser(name_or_path)
+    called = name if called is None else os.path.expanduser(called)
+    prepared = prepared_at(Path(name))
+    if prepared is not None:
+        name, called = str(prepared.settings), prepared.name
     cls, config = _class_and_config(
         name, revision, attn_implementation, trust_remote_code, dict(config_overrides or {})
     )
-    config.name_or_path = name
+    config.name_or_path = called
     if new_vocab_size is None:
         model = build_like_from_pretrained(cls, config, dtype)
     else:
@@ -125,6 +135,7 @@ def meta_model(
     _set_requires_grad(model)
     _take_generation_config(model, Path(name))
     _tie(model, Path(name), allow_pickle)
+    model.name_or_path = called
     return model.train()  # type: ignore[no-any-return]
 
 

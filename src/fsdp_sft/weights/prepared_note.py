@@ -1,0 +1,73 @@
+"""What marks a folder as a prepared base, and says how it was made."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from fsdp_sft._codec import MALFORMED, dumps
+from fsdp_sft._limits import blame_no_file
+from fsdp_sft.errors import CheckpointCorruptError, CheckpointMismatchError
+
+FORMAT_VERSION = 2
+NOTE_NAME = "prepared.json"  # below settings/
+
+
+@dataclass(frozen=True)
+class PreparedBase:
+    """What ``prepare_base`` notes of a model beside its tensors.
+
+    Attributes:
+        folder: The prepared folder.
+        name: Folder or Hub id that was prepared.
+        dtype: Dtype of its parameters; those that a class keeps in float32 aside.
+        source_keys: Names in the checkpoint that was prepared. They say which conversions it has gone
+            through, which an export runs backwards.
+    """
+
+    folder: Path
+    name: str
+    dtype: torch.dtype
+    source_keys: list[str]
+
+    @property
+    def settings(self) -> Path:
+        """The folder of the model's config."""
+        return self.folder / "settings"
+
+    def note(self) -> bytes:
+        """The content of the file from which ``prepared_at`` reads all this."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return dumps(
+            {"version": FORMAT_VERSION, "name": self.name, "dtype": dtype, "source_keys": self.source_keys}
+        )
+
+
+def prepared_at(folder: Path) -> PreparedBase | None:
+    """The prepared base in a folder; None if the folder is of another kind.
+
+    Raises:
+        CheckpointCorruptError: If its note is damaged.
+        CheckpointMismatchError: If another version of this library made it.
+    """
+    path = folder / "settings" / NOTE_NAME
+    try:
+        about = json.loads(path.read_bytes())
+        version = about["version"]
+        base = PreparedBase(folder, about["name"], getattr(torch, about["dtype"]), about["source_keys"])
+        if not isinstance(base.dtype, torch.dtype):
+            raise TypeError(f"{about['dtype']!r} is no dtype of torch")
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, *MALFORMED) as error:
+        blame_no_file(error, path)
+        raise CheckpointCorruptError(
+            f"{path} cannot be read: {error}; delete {folder} and call prepare_base again"
+        ) from None
+    if version != FORMAT_VERSION:
+        raise CheckpointMismatchError(
+            f"{folder} was prepared in format {version}, and this version reads {FORMAT_VERSION}; call "
+            "prepare_base again"
+        )
+    return base
