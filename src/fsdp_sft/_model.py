@@ -90,6 +90,13 @@ def match_tensors(
     return found, problems
 
 
+def room_for(live: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """Memory for a stored tensor, sharded as the live one is if it has the same shape."""
+    if tuple(live.shape) == shape:
+        return torch.empty_like(live.detach(), dtype=dtype)
+    return torch.empty(shape, dtype=dtype, device=live.device)
+
+
 def model_tensors(model: nn.Module, *, values: bool = True) -> ModelTensors:
     """Collect every parameter, persistent buffer and extra state of a model by name.
 

@@ -15,7 +15,14 @@ from fsdp_sft._boxes import Box, box_of, local_of
 from fsdp_sft._disk import closing, full_path, sync_folder, temporary_beside
 from fsdp_sft._gather import Gatherer, receive_into, send
 from fsdp_sft._jobs import Computation, Job
-from fsdp_sft._model import ModelTensors, give_back, match_tensors, model_tensors, with_extra_tensors
+from fsdp_sft._model import (
+    ModelTensors,
+    give_back,
+    match_tensors,
+    model_tensors,
+    room_for,
+    with_extra_tensors,
+)
 from fsdp_sft._pickled import read_pickled
 from fsdp_sft._reader import read_jobs, threads_that_read
 from fsdp_sft._safetensors import bytes_of, create, force_to_disk, write_at
@@ -139,7 +146,7 @@ def load_full_state_dict(model: nn.Module, path: str | os.PathLike[str]) -> None
             own = range(this_rank(), this_rank() + 1)
             _check_ties(content, plan, files, own if shared else range(world_size()))
     names = {first: found[0] for first, found in plan.items()}
-    made = {name: _room(content.tensors[name], *described[names[name]]) for name in content.made}
+    made = {name: room_for(content.tensors[name], *described[names[name]]) for name in content.made}
     content = replace(content, tensors={**content.tensors, **made})
     if shared:
         with agreed(f"reading {source_path} (the model is loaded in part)"):
@@ -265,13 +272,6 @@ def _check_ties(content: ModelTensors, plan: Mapping[str, list[str]], files: Fil
             read_jobs(jobs, damaged=CheckpointCorruptError)
             if any(bytes_of(part) != bytes_of(parts[0]) for part in parts[1:]):  # NaN is equal to itself here
                 raise CheckpointMismatchError(f"{names} are one tensor in the model, but differ in the file")
-
-
-def _room(live: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """Memory for a stored tensor, sharded as the live one is if it has the same shape."""
-    if tuple(live.shape) == shape:
-        return torch.empty_like(live.detach(), dtype=dtype)
-    return torch.empty(shape, dtype=dtype, device=live.device)
 
 
 def _distribute(content: ModelTensors, names: Mapping[str, str], files: Files, phase: str) -> None:

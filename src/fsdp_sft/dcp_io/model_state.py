@@ -1,12 +1,13 @@
 """The model in a checkpoint: comparing it with the live model, and reading it."""
 
+import operator
 import re
 from collections.abc import Mapping
 
 import torch
 from torch import nn
 
-from fsdp_sft._model import ModelTensors, give_back, model_tensors
+from fsdp_sft._model import ModelTensors, give_back, match_tensors, model_tensors, room_for
 from fsdp_sft._stored import StoredFolder
 from fsdp_sft.dcp_io.extra_state import check_extra, decode_extra, digests, encode_extra
 from fsdp_sft.dcp_io.folder import check_files, read_tensors
@@ -27,26 +28,20 @@ def check_model(manifest: Manifest, live: ModelTensors) -> dict[str, StoredTenso
     """
     check_extra(manifest.extra, live)
     stored = {n: t for n, t in (manifest.model or {}).items() if not _is_extra(n, manifest)}
-    stored_names = {**{name: name for name in stored}, **manifest.ties}
-    problems = _differing_names("the model", live.names, stored_names)
-    problems += _differing_names("the checkpoint", stored_names, live.names)
+    first_stored = {**{name: name for name in stored}, **manifest.ties}
+    described = {name: (stored[first].dtype, stored[first].shape) for name, first in first_stored.items()}
+    found, problems = match_tensors(live, described, operator.eq)
     sources: dict[str, StoredTensor] = {}
-    for name, first in live.names.items():
-        source = stored_names.get(name)
-        if source is None:
-            continue
-        if source != stored_names.get(first, source) or first != live.names.get(source, first):
-            problems.append(f"{name} is tied to another name in only one of model and checkpoint")
-        sources.setdefault(first, stored[source])
-    for name, tensor in sources.items():
-        actual = live.tensors[name]
-        if name in live.made:  # its form may change, as long as the module takes it
-            continue
-        if tuple(actual.shape) != tensor.shape or actual.dtype != tensor.dtype:
-            own = f"{actual.dtype} {tuple(actual.shape)}"
-            problems.append(f"{name} was {tensor.dtype} {tensor.shape} and is {own}")
+    read_by: dict[str, str] = {}  # the model's tensor of each stored one
+    for first, names in found.items():
+        for source in {first_stored[name]: None for name in names}:
+            if sources.setdefault(first, stored[source]) is not stored[source]:
+                problems.append(f"{first} is tied to {source} in the model but not in the checkpoint")
+            if read_by.setdefault(source, first) != first:
+                other = read_by[source]
+                problems.append(f"{first} is tied to {other} in the checkpoint but not in the model")
     if problems:
-        rows = _other_vocabulary(sources, live, len(problems))
+        rows = _other_vocabulary(sources, live, found, len(problems))
         advice = f"; load the model with new_vocab_size={rows}" if rows is not None else ""
         raise CheckpointMismatchError(
             "the checkpoint is of another model: " + abridged(problems, "; ") + advice
@@ -56,13 +51,16 @@ def check_model(manifest: Manifest, live: ModelTensors) -> dict[str, StoredTenso
 
 
 def _other_vocabulary(
-    sources: Mapping[str, StoredTensor], live: ModelTensors, num_problems: int
+    sources: Mapping[str, StoredTensor],
+    live: ModelTensors,
+    found: Mapping[str, list[str]],
+    num_problems: int,
 ) -> int | None:
     """Rows of the stored embedding and head, if their number is all that differs; else None."""
     pairs = [(name, tuple(live.tensors[name].shape), stored) for name, stored in sources.items()]
     other = [pair for pair in pairs if pair[0] not in live.made and pair[1] != pair[2].shape]
     rows = {(shape[:1], stored.shape[:1]) for _, shape, stored in other}
-    is_all = len(rows) == 1 and len(other) == num_problems
+    is_all = len(rows) == 1 and sum(len(found[name]) for name, _, _ in other) == num_problems
     if not is_all or not all(
         _VOCABULARY.search(name)
         and shape[1:] == stored.shape[1:]
@@ -71,12 +69,6 @@ def _other_vocabulary(
     ):
         return None
     return other[0][2].shape[0]
-
-
-def _differing_names(where: str, names: Mapping[str, str], others: Mapping[str, str]) -> list[str]:
-    """A problem in words if some of ``names`` are not in ``others``; ``where`` says what has them."""
-    only = [name for name in names if name not in others]
-    return [f"{len(only)} tensors are only in {where} ({abridged(only, ', ', 4)})"] if only else []
 
 
 def read_model(
@@ -99,7 +91,9 @@ def read_model(
         CheckpointMismatchError: If a module does not take back what it had made itself, or returns another
             value when it is asked again.
     """
-    made = {name: _room(live.tensors[name], sources[name]) for name in live.made}
+    made = {
+        name: room_for(live.tensors[name], sources[name].dtype, sources[name].shape) for name in live.made
+    }
     read_tensors(folder, sources, {**live.tensors, **made})
     described = {n: t for n, t in (manifest.model or {}).items() if _is_extra(n, manifest)}
     pieces = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in described.items()}
@@ -112,13 +106,6 @@ def read_model(
 def _is_extra(name: str, manifest: Manifest) -> bool:
     """Whether a stored tensor belongs to extra state: its name is the name of that state and a key path."""
     return name.partition("[")[0] in manifest.extra
-
-
-def _room(live: torch.Tensor, stored: StoredTensor) -> torch.Tensor:
-    """Memory for a stored tensor, sharded as the live one is if it has the same shape."""
-    if tuple(live.shape) == stored.shape:
-        return torch.empty_like(live.detach(), dtype=stored.dtype)
-    return torch.empty(stored.shape, dtype=stored.dtype, device=live.device)
 
 
 def _check_extra_taken(model: nn.Module, expected: Mapping[str, str]) -> None:
