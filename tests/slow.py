@@ -3,17 +3,17 @@
 A slow test without such a one is marked in its module. On simulated devices, all of these run.
 """
 
-_SHARED = "tests/context_parallel/test_training.py::"
+_SHARED = "tests/attention/context_parallel/test_training.py::"
 _STEPS = f"{_SHARED}test_steps_are_those_of_one_process"
 _LAYOUTS = "tests/weights/test_load.py::test_layouts_of_older_checkpoints"
-_LAUNCH = "tests/test_distributed.py::test_a_real_launch"
-_ADDRESSES = "tests/test_distributed.py::test_slurm_addresses"
+_LAUNCH = "tests/ranks/test_distributed.py::test_a_real_launch"
+_ADDRESSES = "tests/ranks/test_distributed.py::test_slurm_addresses"
 _LOAD = "tests/weights/test_load.py::"
 _KILL = "tests/faults/test_checkpoints.py::test_a_kill_at_a_named_moment"
 _FAULTS = "tests/faults/test_checkpoints.py::"
 _SYNCS = "tests/step/test_host_syncs.py::test_the_host_waits_once_in_a_step_and_once_in_an_evaluation[step]"
-_FIRST = "tests/watchdog/test_watch.py::test_an_exception_says_who_was_first"
-_WATCH = "tests/watchdog/test_watch.py::test_the_rank_is_named_on_all_that_live_within_the_set_time"
+_FIRST = "tests/jobs/watchdog/test_watch.py::test_an_exception_says_who_was_first"
+_WATCH = "tests/jobs/watchdog/test_watch.py::test_the_rank_is_named_on_all_that_live_within_the_set_time"
 
 # Beginnings of test ids, and the test that stays.
 BESIDE: dict[str, str] = {
@@ -22,8 +22,8 @@ BESIDE: dict[str, str] = {
         "tests/test_default_path.py::test_evaluate_save_load_continue_export[cpu-2]"
     ),
     **{
-        f"tests/test_expert_parallel.py::test_a_step_is_that_of_one_process[{case}]": (
-            "tests/test_expert_parallel.py::test_a_step_is_that_of_one_process[MixtralForCausalLM-ours2]"
+        f"tests/shard/test_expert_parallel.py::test_a_step_is_that_of_one_process[{case}]": (
+            "tests/shard/test_expert_parallel.py::test_a_step_is_that_of_one_process[MixtralForCausalLM-ours2]"
         )
         for case in (
             *("MixtralForCausalLM-ep2", "MixtralForCausalLM-ours4", "Qwen3MoeForCausalLM-ep2"),
@@ -72,15 +72,15 @@ BESIDE: dict[str, str] = {
     "tests/optimizer/test_adamw.py::test_a_resume_on_another_number_of_ranks": (
         "tests/dcp_io/test_optimizer_state.py::test_optimizers"
     ),
-    "tests/encoded/test_encoded.py::test_what_is_opened_warns_as_when_it_was_encoded[2]": (
-        "tests/encoded/test_encoded.py::test_what_is_opened_warns_as_when_it_was_encoded[1]"
+    "tests/collate/encoded/test_encoded.py::test_what_is_opened_warns_as_when_it_was_encoded[2]": (
+        "tests/collate/encoded/test_encoded.py::test_what_is_opened_warns_as_when_it_was_encoded[1]"
     ),
-    "tests/encoded/test_encoded.py::test_rows_are_those_of_encode_chat[list-2]": (
-        "tests/encoded/test_encoded.py::test_rows_are_those_of_encode_chat[files-2]"
+    "tests/collate/encoded/test_encoded.py::test_rows_are_those_of_encode_chat[list-2]": (
+        "tests/collate/encoded/test_encoded.py::test_rows_are_those_of_encode_chat[files-2]"
     ),
     **{
-        f"tests/context_parallel/test_exact.py::test_heads_and_meshes[{case}]": (
-            "tests/context_parallel/test_exact.py::test_heads_and_meshes[4-shape3-4-2]"
+        f"tests/attention/context_parallel/test_exact.py::test_heads_and_meshes[{case}]": (
+            "tests/attention/context_parallel/test_exact.py::test_heads_and_meshes[4-shape3-4-2]"
         )
         for case in ("3-shape0-12-4", "4-shape2-8-1", "4-shape4-4-4")
     },
@@ -89,7 +89,7 @@ BESIDE: dict[str, str] = {
     f"{_SHARED}test_with_other_features[two optimizers]": f"{_SHARED}test_with_other_features[lora]",
     f"{_SHARED}test_with_other_features[operations kept]": f"{_SHARED}test_with_other_features[host shards]",
     f"{_SHARED}test_the_default_path[aot_eager]": f"{_STEPS}[2-shape0-options0]",
-    "tests/context_parallel/test_resume.py::test_twenty_steps_move_between_meshes": (
+    "tests/attention/context_parallel/test_resume.py::test_twenty_steps_move_between_meshes": (
         f"{_SHARED}test_training_goes_on_at_another_cp"
     ),
     "tests/loss/test_balance.py::test_ranks_that_share_rows_are_one_process[4-": (
@@ -118,10 +118,10 @@ BESIDE: dict[str, str] = {
     "tests/experts/test_experts.py::test_compiled_blocks_count_too": (
         "tests/experts/test_experts.py::test_every_choice_is_counted_once"
     ),
-    "tests/varlen/test_varlen.py::test_training_is_that_with_sdpa": (
-        "tests/varlen/test_varlen.py::test_gradients_of_a_pack_are_the_sum_over_its_rows"
+    "tests/attention/varlen/test_varlen.py::test_training_is_that_with_sdpa": (
+        "tests/attention/varlen/test_varlen.py::test_gradients_of_a_pack_are_the_sum_over_its_rows"
     ),
-    "tests/context_parallel/test_order.py::test_ranks_begin_their_collectives_in_one_order": (
+    "tests/attention/context_parallel/test_order.py::test_ranks_begin_their_collectives_in_one_order": (
         f"{_STEPS}[4-shape2-options2]"
     ),
     # More draws of the planner's configurations.
@@ -144,7 +144,7 @@ BESIDE: dict[str, str] = {
     "tests/test_ports.py::": "tests/test_default_path.py::test_evaluate_save_load_continue_export[cpu-2]",
     f"{_LAUNCH}[slurm-2]": _ADDRESSES,
     f"{_LAUNCH}[submitit-2]": _ADDRESSES,
-    "tests/test_launch.py::test_torchrun_trains_as_plain_python_does": (f"{_LAUNCH}[torchrun-2]"),
+    "tests/ranks/test_launch.py::test_torchrun_trains_as_plain_python_does": (f"{_LAUNCH}[torchrun-2]"),
     "tests/test_long_context.py::test_two_ranks_share_rows": (f"{_STEPS}[2-shape0-options0]"),
     # Processes that are killed at every moment, or in every way, of which some stay.
     **{
@@ -167,13 +167,13 @@ BESIDE: dict[str, str] = {
         for kind in ("kill", "raise")
     },
     **{
-        f"tests/test_preemption.py::test_a_loaders_workers_outlive_the_signal[{case}]": (
-            "tests/test_preemption.py::test_a_loaders_workers_outlive_the_signal[fork-watched]"
+        f"tests/jobs/test_preemption.py::test_a_loaders_workers_outlive_the_signal[{case}]": (
+            "tests/jobs/test_preemption.py::test_a_loaders_workers_outlive_the_signal[fork-watched]"
         )
         for case in ("spawn-plain", "forkserver-plain", "fork-plain")
     },
-    "tests/packing/test_cost.py::test_no_rank_waits_long[32768-": (
-        "tests/packing/test_cost.py::test_no_rank_waits_long[4096-8-10000-1.01]"
+    "tests/sampling/packing/test_cost.py::test_no_rank_waits_long[32768-": (
+        "tests/sampling/packing/test_cost.py::test_no_rank_waits_long[4096-8-10000-1.01]"
     ),
     # The code of pages: every block is looked at by ``test_every_python_block_is_run_or_marked``.
     **{

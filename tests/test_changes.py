@@ -11,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import functional as F
 
 import fsdp_sft as fs
-from fsdp_sft._forward import forward_state, function_state
+from fsdp_sft._model.forward import forward_state, function_state
 from tests.harness.device import mesh_here
 from tests.harness.models import oracle_gradients, ragged_batches, tiny_model
 from tests.harness.ranks import run_distributed
@@ -308,7 +308,7 @@ def test_a_change_on_one_rank_is_refused_in_a_loop_of_ones_own() -> None:
 
 def test_adapters_that_are_switched_off_for_a_while_are_no_other_forward() -> None:
     peft = pytest.importorskip("peft")
-    from fsdp_sft._record import is_changed
+    from fsdp_sft._model.record import is_changed
 
     model = fs.add_adapters(tiny_model("llama"), peft.LoraConfig(r=2, target_modules="all-linear"))
     batch = ragged_batches(1)[0]
@@ -341,7 +341,7 @@ def test_a_hook_that_mixes_positions_is_refused_where_ranks_share_rows() -> None
 
 
 def test_a_loop_that_leaves_the_check_out_keeps_nothing_for_each_step() -> None:
-    from fsdp_sft._record import findings
+    from fsdp_sft._model.record import findings
     from fsdp_sft.step.summed import _Taken
 
     model, batches = tiny_model("llama"), ragged_batches(2)
@@ -351,7 +351,7 @@ def test_a_loop_that_leaves_the_check_out_keeps_nothing_for_each_step() -> None:
 
 
 def test_a_look_makes_no_record() -> None:
-    from fsdp_sft._record import kept_of
+    from fsdp_sft._model.record import kept_of
 
     layer = nn.Linear(2, 2)
     assert kept_of(layer, fs.StepResult) is None

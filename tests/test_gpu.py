@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import fsdp_sft as fs
-from fsdp_sft.varlen import attention
+from fsdp_sft.attention.varlen import attention
 from tests.harness.models import tiny_model
 from tests.harness.packs import drawn_rows
 from tests.harness.places import EXAMPLES, ROOT

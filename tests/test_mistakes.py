@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, SequentialLR
 
 import fsdp_sft as fs
-from fsdp_sft import _agree, _interrupt
+from fsdp_sft._ranks import agree, interrupt
 from fsdp_sft.weights.hub import resolve_folder
 from tests.harness.device import mesh_here
 from tests.harness.models import ragged_batches, tiny_model
@@ -196,7 +196,7 @@ def test_a_disk_that_fills_up_meanwhile(call: str, tmp_path: Path, monkeypatch: 
 )
 def test_what_gloo_says_of_a_lost_rank_is_one_sentence(text: str, said: str | None) -> None:
     said = said or "Timed out waiting 1800000ms for recv operation to complete"
-    with pytest.raises(fs.LostRankError) as error, _agree.answered():
+    with pytest.raises(fs.LostRankError) as error, agree.answered():
         raise RuntimeError(text)
     assert f"({said}); end the job and start it again" in str(error.value)
 
@@ -205,7 +205,7 @@ def test_ctrl_c_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     told: list[Any] = []
     monkeypatch.setattr(sys, "excepthook", lambda *error: told.append(error))
     for _ in range(2):
-        _interrupt.say_interrupts_in_a_line()
+        interrupt.say_interrupts_in_a_line()
     try:
         raise KeyboardInterrupt
     except KeyboardInterrupt as error:

@@ -23,7 +23,7 @@ import torch.multiprocessing as mp
 
 import fsdp_sft as fs
 from benchmarks.tables import publish, table
-from fsdp_sft import _agree
+from fsdp_sft._ranks import agree
 
 SIZES = (2, 4, 8, 16, 24)
 BY_STORE = ("init", "async save")
@@ -87,9 +87,9 @@ def _rank(rank: int, world_size: int, port: int, folder: str) -> None:
     model(torch.ones(2, 64)).sum().backward()
     optimizer.step()
     fs.save_checkpoint(folder, 0, model=model, optimizer=optimizer)  # what is made on first use
-    note("verdict", lambda: _agree.raise_first(None, "counting"))
-    note("sum", lambda: _agree.all_reduce_sum([1.0] * 4))
-    note("gather", lambda: _agree.all_gather_objects(None))
+    note("verdict", lambda: agree.raise_first(None, "counting"))
+    note("sum", lambda: agree.all_reduce_sum([1.0] * 4))
+    note("gather", lambda: agree.all_gather_objects(None))
     note("save", lambda: fs.save_checkpoint(folder, 1, model=model, optimizer=optimizer))
     note(
         "async save",

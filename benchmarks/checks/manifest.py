@@ -24,8 +24,8 @@ import torch.distributed as dist
 
 import fsdp_sft as fs
 from benchmarks.tables import publish, table
-from fsdp_sft._disk import FileRecord, write_bytes
-from fsdp_sft._model import model_tensors
+from fsdp_sft._model.state import model_tensors
+from fsdp_sft._tensors.disk import FileRecord, write_bytes
 from fsdp_sft.dcp_io.content import FolderContent
 from fsdp_sft.dcp_io.manifest import (
     INDEX_NAME,

@@ -10,7 +10,7 @@ from pathlib import Path
 from transformers import LlamaConfig, Qwen2Config
 
 from fsdp_sft import Run, estimate_memory, longest_rows
-from fsdp_sft._gpus import gpu_named
+from fsdp_sft._process.gpus import gpu_named
 from fsdp_sft.planner.budget import budget_of
 from fsdp_sft.planner.longest import peaks_by_length
 from fsdp_sft.planner.picture import draw, draw_lengths, lengths_to_draw, row_table

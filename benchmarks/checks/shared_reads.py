@@ -52,7 +52,7 @@ def _rank(
     if cgroup is not None:
         (cgroup / "cgroup.procs").write_text(str(os.getpid()))
     if read_ahead:  # as it was without the advice
-        import fsdp_sft._reader as read
+        import fsdp_sft._tensors.reader as read
 
         read.expect = read.expect_parts = lambda *_: None
     torch.set_num_threads(1)

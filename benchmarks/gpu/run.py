@@ -39,7 +39,7 @@ from benchmarks.gpu.memory import SIZES as QWEN_SIZES
 from benchmarks.gpu.picture import draw
 from benchmarks.tables import table
 from examples.tiny_model import make_tokenizer
-from fsdp_sft._gpus import GPUS
+from fsdp_sft._process.gpus import GPUS
 
 TINY = {
     "hidden_size": 128,

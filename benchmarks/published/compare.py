@@ -20,7 +20,7 @@ from transformers import CONFIG_MAPPING
 from benchmarks.published.evidence import FITS, SPEEDS
 from benchmarks.tables import table as table_lines
 from fsdp_sft import Run, estimate_memory
-from fsdp_sft._gpus import gpu_named
+from fsdp_sft._process.gpus import gpu_named
 from fsdp_sft.planner.budget import budget_of
 from fsdp_sft.planner.estimate import check_options
 from fsdp_sft.planner.model import build_skeleton

@@ -28,8 +28,8 @@ import torch.distributed as dist
 import fsdp_sft as fs
 from benchmarks.host_memory import PeakMemory
 from benchmarks.tables import quartiles, table
-from fsdp_sft._agree import all_gather_objects
-from fsdp_sft._safetensors import bytes_of
+from fsdp_sft._ranks.agree import all_gather_objects
+from fsdp_sft._tensors.safetensors import bytes_of
 
 PIECE = 16 << 20
 MIB = 1 << 20

@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 import fsdp_sft as fs
 from benchmarks.speed.load import have_memory_ready, make_checkpoint, native, ours, rank, raw_reader
-from fsdp_sft._prefault import PageCosts
+from fsdp_sft._tensors.prefault import PageCosts
 
 _PAGES: dict[str, bool | None] = {"ours": None, "ours, large pages": True, "ours, small pages": False}
 WAYS = ("raw", *_PAGES, "transformers native")

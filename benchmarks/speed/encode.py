@@ -28,7 +28,7 @@ from fsdp_sft.collate.rows import read_row
 
 OPENED = """
 import sys, time
-import fsdp_sft as fs, fsdp_sft.encoded, torch, transformers
+import fsdp_sft as fs, fsdp_sft.collate.encoded, torch, transformers
 def anonymous():
     lines = open("/proc/self/smaps_rollup").read().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("Anonymous"))

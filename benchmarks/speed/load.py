@@ -33,7 +33,7 @@ import torch.distributed as dist
 
 import fsdp_sft as fs
 from benchmarks.host_memory import PeakMemory
-from fsdp_sft._prefault import ask_for_large_pages
+from fsdp_sft._tensors.prefault import ask_for_large_pages
 from fsdp_sft.weights import build_meta_model, load_weights
 
 PIECE = 1 << 20
@@ -82,7 +82,7 @@ def have_memory_ready(folder: Path) -> None:
 
 def raw_reader(folder: Path) -> float:
     """The limit: this rank's share of each tensor's bytes in 1 MiB pieces, cast into float32 memory."""
-    from fsdp_sft._safetensors import open_file, read_header
+    from fsdp_sft._tensors.safetensors import open_file, read_header
 
     started = time.perf_counter()
     buffer = torch.empty(PIECE, dtype=torch.uint8)
@@ -266,8 +266,8 @@ def plan_72b(ranks: int) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from transformers import Qwen2Config
 
-    from fsdp_sft._boxes import box_of
-    from fsdp_sft._pieces import intersect
+    from fsdp_sft._tensors.boxes import box_of
+    from fsdp_sft._tensors.pieces import intersect
     from fsdp_sft.weights.plan import make_plan
     from fsdp_sft.weights.resolve import open_checkpoint
 

@@ -32,7 +32,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import fsdp_sft as fs
 from benchmarks.tables import publish, quartiles, table
-from fsdp_sft.context_parallel.heads import to_heads, to_tokens
+from fsdp_sft.attention.context_parallel.heads import to_heads, to_tokens
 
 HEAD_SIZE, VOCABULARY = 32, 512
 
@@ -95,7 +95,7 @@ def steps_of(args: argparse.Namespace) -> dict[str, Callable[[int], Any]]:
 
 def exchanges(args: argparse.Namespace) -> None:
     """Those of a step of "shared", forward and backward."""
-    from fsdp_sft.context_parallel import sequence_group_in
+    from fsdp_sft.attention.context_parallel import sequence_group_in
 
     group = sequence_group_in(args.mesh)
     assert group is not None

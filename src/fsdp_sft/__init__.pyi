@@ -1,11 +1,14 @@
 """The public names, by the module that owns them: for type checkers, and for ``__getattr__``."""
 
-from fsdp_sft.adapters import (
-    add_adapters as add_adapters,
+from fsdp_sft._model.adapters import add_adapters as add_adapters
+from fsdp_sft._model.blocks import find_blocks as find_blocks
+from fsdp_sft._ranks.init import (
+    DistributedContext as DistributedContext,
+    init_distributed as init_distributed,
 )
-from fsdp_sft.blocks import (
-    find_blocks as find_blocks,
-)
+from fsdp_sft._ranks.mesh import build_mesh as build_mesh
+from fsdp_sft.attention.context_parallel import use_context_parallel as use_context_parallel
+from fsdp_sft.attention.varlen import use_varlen_attention as use_varlen_attention
 from fsdp_sft.collate import (
     IGNORE_INDEX as IGNORE_INDEX,
     EncodedChat as EncodedChat,
@@ -16,9 +19,7 @@ from fsdp_sft.collate import (
     render_labels as render_labels,
     render_labels_html as render_labels_html,
 )
-from fsdp_sft.context_parallel import (
-    use_context_parallel as use_context_parallel,
-)
+from fsdp_sft.collate.encoded import EncodedDataset as EncodedDataset, encode_dataset as encode_dataset
 from fsdp_sft.dcp_io import (
     CheckpointInfo as CheckpointInfo,
     LoadedCheckpoint as LoadedCheckpoint,
@@ -32,15 +33,6 @@ from fsdp_sft.dcp_io import (
     save_full_state_dict as save_full_state_dict,
     save_optimizer_state as save_optimizer_state,
     verify_checkpoint as verify_checkpoint,
-)
-from fsdp_sft.distributed import (
-    DistributedContext as DistributedContext,
-    build_mesh as build_mesh,
-    init_distributed as init_distributed,
-)
-from fsdp_sft.encoded import (
-    EncodedDataset as EncodedDataset,
-    encode_dataset as encode_dataset,
 )
 from fsdp_sft.errors import (
     AdapterError as AdapterError,
@@ -92,6 +84,12 @@ from fsdp_sft.export import (
     export_adapter as export_adapter,
     export_hf as export_hf,
 )
+from fsdp_sft.jobs.preemption import (
+    REQUEUE_EXIT_CODE as REQUEUE_EXIT_CODE,
+    PreemptionGuard as PreemptionGuard,
+    keep_workers_alive as keep_workers_alive,
+)
+from fsdp_sft.jobs.watchdog import STALL_EXIT_CODE as STALL_EXIT_CODE, Watchdog as Watchdog
 from fsdp_sft.loss import (
     causal_lm_loss as causal_lm_loss,
     count_targets as count_targets,
@@ -118,22 +116,8 @@ from fsdp_sft.metrics import (
     reset_peak_memory as reset_peak_memory,
     trace_seconds as trace_seconds,
 )
-from fsdp_sft.mixing import (
-    MixedSampler as MixedSampler,
-    MixedStream as MixedStream,
-)
 from fsdp_sft.optimizer import (
     StochasticAdamW as StochasticAdamW,
-)
-from fsdp_sft.packing import (
-    PackedCollator as PackedCollator,
-    PackedSampler as PackedSampler,
-    PackedStream as PackedStream,
-    PackingReport as PackingReport,
-    attention_cost as attention_cost,
-    pack_lengths as pack_lengths,
-    row_sizes as row_sizes,
-    verify_packing as verify_packing,
 )
 from fsdp_sft.planner import (
     LongestRow as LongestRow,
@@ -145,33 +129,26 @@ from fsdp_sft.planner import (
     plan_run as plan_run,
     smallest_num_gpus as smallest_num_gpus,
 )
-from fsdp_sft.preemption import (
-    REQUEUE_EXIT_CODE as REQUEUE_EXIT_CODE,
-    PreemptionGuard as PreemptionGuard,
-    keep_workers_alive as keep_workers_alive,
-)
-from fsdp_sft.prepared import (
-    load_prepared as load_prepared,
-    prepare_base as prepare_base,
-)
-from fsdp_sft.pretrained import (
-    load_pretrained as load_pretrained,
-)
 from fsdp_sft.sac import (
     apply_sac as apply_sac,
     remove_sac as remove_sac,
     select_block_indices as select_block_indices,
 )
-from fsdp_sft.sampler import (
-    ResumableSampler as ResumableSampler,
+from fsdp_sft.sampling.mixing import MixedSampler as MixedSampler, MixedStream as MixedStream
+from fsdp_sft.sampling.packing import (
+    PackedCollator as PackedCollator,
+    PackedSampler as PackedSampler,
+    PackedStream as PackedStream,
+    PackingReport as PackingReport,
+    attention_cost as attention_cost,
+    pack_lengths as pack_lengths,
+    row_sizes as row_sizes,
+    verify_packing as verify_packing,
 )
-from fsdp_sft.shard import (
-    compile_blocks as compile_blocks,
-    shard_model as shard_model,
-)
-from fsdp_sft.shares import (
-    describe_sharding as describe_sharding,
-)
+from fsdp_sft.sampling.sampler import ResumableSampler as ResumableSampler
+from fsdp_sft.shard.apply import shard_model as shard_model
+from fsdp_sft.shard.compile import compile_blocks as compile_blocks
+from fsdp_sft.shard.describe import describe_sharding as describe_sharding
 from fsdp_sft.step import (
     EvalResult as EvalResult,
     StepResult as StepResult,
@@ -180,17 +157,12 @@ from fsdp_sft.step import (
     train_step as train_step,
     windows as windows,
 )
-from fsdp_sft.varlen import (
-    use_varlen_attention as use_varlen_attention,
-)
-from fsdp_sft.watchdog import (
-    STALL_EXIT_CODE as STALL_EXIT_CODE,
-    Watchdog as Watchdog,
-)
 from fsdp_sft.weights import (
     LoadReport as LoadReport,
     build_meta_model as build_meta_model,
     load_weights as load_weights,
 )
+from fsdp_sft.weights.prepare import load_prepared as load_prepared, prepare_base as prepare_base
+from fsdp_sft.weights.pretrained import load_pretrained as load_pretrained
 
 __version__: str

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from fsdp_sft import _compat
+from fsdp_sft._compat import tokenizers
 from fsdp_sft.collate import tokens as tokens_module
 from fsdp_sft.collate.tokens import tokenise
 
@@ -132,7 +132,7 @@ def test_settings_of_the_backend_do_not_count_as_in_any_call() -> None:
         lambda: setattr(backend, "encode_special_tokens", True),
     ):
         change()
-        assert _compat.backend_that_encodes(tokenizer) is None
+        assert tokenizers.backend_that_encodes(tokenizer) is None
         assert tokenise(tokenizer, ["one two three <|end|>"])[0].ids == expected
 
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.utils.data import DataLoader
 
 import fsdp_sft as fs
-from fsdp_sft._former import FORMER
+from fsdp_sft._process.former import FORMER
 from tests.compositions import architectures, options
 from tests.compositions.axes import Draw
 from tests.compositions.plain import Tensors, Trained
@@ -74,7 +74,7 @@ def run(draw: Draw, folder: Path, rows: list[Row], held_out: list[Row], first: i
 @contextmanager
 def _aot_eager() -> Iterator[None]:
     """``load_pretrained(compile=True)`` without inductor, which takes minutes."""
-    module: Any = sys.modules["fsdp_sft.pretrained"]
+    module: Any = sys.modules["fsdp_sft.weights.pretrained"]
     own = module.compile_blocks
     module.compile_blocks = partial(own, backend="aot_eager")
     try:

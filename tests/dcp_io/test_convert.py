@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 
 import fsdp_sft as fs
 from fsdp_sft import dcp_io
-from fsdp_sft._boxes import whole
+from fsdp_sft._tensors.boxes import whole
 from tests.faults.hostile import Marker
 from tests.harness import launches
 from tests.harness.device import device_here, mesh_here

@@ -14,8 +14,8 @@ from torch import nn
 
 import fsdp_sft as fs
 from fsdp_sft import dcp_io
-from fsdp_sft._codec import dumps
-from fsdp_sft._stored import StoredFolder
+from fsdp_sft._process.codec import dumps
+from fsdp_sft._tensors.stored import StoredFolder
 from fsdp_sft.dcp_io import in_use
 from tests.faults.hostile import other_index
 from tests.harness.device import mesh_here
@@ -249,18 +249,18 @@ def _rejected_saves(root: str, model: Any) -> None:
 
 def _failing_write(root: str, model: Any, optimizer: Any) -> None:
     """One rank cannot write, at several places: all raise, nothing is left, the old step stands."""
-    from fsdp_sft import _disk
+    from fsdp_sft._tensors import disk
     from fsdp_sft.dcp_io import folder
 
     def full_disk(*args: Any, **kwargs: Any) -> Any:
         raise OSError(28, "No space left on device")
 
     places = [
-        (1, _disk, "write_at"),
+        (1, disk, "write_at"),
         (1, folder, "write_tensors"),
         (0, folder, "write_bytes"),
         (0, folder, "sync_folder"),
-        (0, _disk, "sync_folder"),
+        (0, disk, "sync_folder"),
         (0, os, "rename"),
         (1, os, "fsync"),
     ]

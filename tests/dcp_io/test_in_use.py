@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import fsdp_sft as fs
-from fsdp_sft import _lock
+from fsdp_sft._tensors import lock
 from fsdp_sft.dcp_io import in_use
 from tests.harness import forks
 from tests.harness.ranks import run_distributed
@@ -161,11 +161,11 @@ def test_who_was_taken_over_does_not_go_on(tmp_path: Path) -> None:
 
 def test_what_is_removed_is_what_was_looked_at(tmp_path: Path) -> None:
     file = _claimed(tmp_path, 61)
-    stale = _lock.read(file)
+    stale = lock.read(file)
     assert stale is not None
     _claimed(tmp_path, 1, token="a newer one")
-    _lock.remove(file, stale)
-    assert _lock.read(file) == {**stale, "token": "a newer one"}
+    lock.remove(file, stale)
+    assert lock.read(file) == {**stale, "token": "a newer one"}
     assert list(tmp_path.iterdir()) == [file]
 
 

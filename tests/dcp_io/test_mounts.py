@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import fsdp_sft as fs
-from fsdp_sft import _disk, dcp_io
+from fsdp_sft import dcp_io
+from fsdp_sft._tensors import disk
 from fsdp_sft.dcp_io import root as root_module
 from tests.harness.ranks import run_distributed
 
@@ -60,7 +61,7 @@ def _copied_renames(root: str) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "rename", copied)
-        assert not _disk.renames_whole(Path(root))
+        assert not disk.renames_whole(Path(root))
         with pytest.warns(UserWarning, match="copies a folder to rename it"):
             _save(root)
         with warnings.catch_warnings():  # once
@@ -75,6 +76,6 @@ def test_renames_that_copy_are_said(tmp_path: Path) -> None:
 
 
 def test_an_ordinary_file_system_is_not_warned_about(tmp_path: Path) -> None:
-    assert _disk.renames_whole(tmp_path)
+    assert disk.renames_whole(tmp_path)
     assert not list(tmp_path.iterdir())
     root_module._say_if_copied(tmp_path)

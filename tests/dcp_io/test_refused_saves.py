@@ -48,7 +48,7 @@ def _unstorable(root: str) -> None:
     state = {f"a tensor of its own {number}": torch.zeros(1) for number in range(3)}
     fs.save_checkpoint(root, 1, model=model, rank_state=state)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fsdp_sft._safetensors.MAX_HEADER_BYTES", 900)
+        patch.setattr("fsdp_sft._tensors.safetensors.MAX_HEADER_BYTES", 900)
         with pytest.raises(fs.CheckpointError, match=r"rank 0 has \d+ tensors, whose names"):
             fs.save_checkpoint(root, 2, model=model, rank_state=state)
 

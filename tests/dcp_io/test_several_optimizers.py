@@ -34,7 +34,7 @@ def _train(model: Any, optimizers: list[Any], first: int, count: int) -> list[fl
 
 
 def _everything(model: Any, optimizers: list[Any]) -> dict[str, Any]:
-    from fsdp_sft.distributed import reshard
+    from fsdp_sft._model.sharded import reshard
 
     reshard(model)
     state: dict[str, Any] = {n: full(p).detach().clone() for n, p in model.named_parameters()}

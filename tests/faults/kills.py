@@ -412,7 +412,7 @@ def _anything(*_: Any) -> bool:
     return True
 
 
-_FOLDER, _FILES = "fsdp_sft.dcp_io.folder", "fsdp_sft._disk"
+_FOLDER, _FILES = "fsdp_sft.dcp_io.folder", "fsdp_sft._tensors.disk"
 POINTS: dict[str, tuple[int, Callable[[Trial, Path], None]]] = {
     "before data": (1, _strike(_FOLDER, "write_tensors", _anything, None)),
     "mid-data": (1, _strike(_FILES, "write_at", lambda fd, at, view: len(view) > 10_000, _half_write)),

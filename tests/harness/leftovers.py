@@ -32,8 +32,8 @@ _KEPT = {
     "tempfile._name_sequence",
     "tempfile.tempdir",
     "transformers.conversion_mapping._checkpoint_conversion_mapping_cache",
-    "fsdp_sft._agree._groups",
-    "fsdp_sft._agree._timeout",
+    "fsdp_sft._ranks.agree._groups",
+    "fsdp_sft._ranks.agree._timeout",
     "fsdp_sft.dcp_io.saving._snapshot",
     "fsdp_sft.dcp_io.in_use._held_by",  # the process, once it has saved
     "fsdp_sft.dcp_io.root._looked_at",  # folders

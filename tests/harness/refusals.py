@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_sft._callers import is_between
+from fsdp_sft._process.callers import is_between
 
 FILE = "FSDP_SFT_REFUSALS"
 _SOURCE = str(Path(__file__).parents[2] / "src" / "fsdp_sft") + os.sep

@@ -20,8 +20,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from fsdp_sft import _meshes
-from fsdp_sft._compat import careful_gloo, forget_meshes
+from fsdp_sft._compat.groups import careful_gloo, forget_meshes
+from fsdp_sft._ranks import mesh
 from fsdp_sft.dcp_io import in_use
 from tests.harness import device, leftovers, refusals
 from tests.harness.poison import is_poisoned, poisoned
@@ -118,7 +118,7 @@ class _Served:
                 dist.barrier()
                 self._end_groups(all_of_them=not is_in_group)
             forget_meshes()
-            _meshes._made.clear()
+            mesh._made.clear()
             leftovers.forget_remote_code()
             in_use.release_all()  # as at the end of a process
         except BaseException:

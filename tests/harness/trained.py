@@ -83,7 +83,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, count:
 
 def everything(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
     """Everything that must come back: full tensors by name, on every rank."""
-    from fsdp_sft.distributed import reshard
+    from fsdp_sft._model.sharded import reshard
 
     reshard(model)
     state = {f"model/{n}": full(t).detach().clone() for n, t in model.state_dict(keep_vars=True).items()}

@@ -12,7 +12,7 @@ import transformers as tf
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
-from fsdp_sft._compat import intercept_balance_loss
+from fsdp_sft._compat.models import intercept_balance_loss
 from fsdp_sft.loss import num_tokens
 from fsdp_sft.loss.balance import _intercepted
 from tests.harness.architectures import class_names

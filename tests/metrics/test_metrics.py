@@ -7,7 +7,7 @@ import torch
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
-from fsdp_sft._gpus import known_device
+from fsdp_sft._process.gpus import known_device
 from fsdp_sft.metrics import (
     MetricLogger,
     ThroughputMeter,

@@ -7,7 +7,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from fsdp_sft._boxes import Box, box_at, whole
+from fsdp_sft._tensors.boxes import Box, box_at, whole
 from fsdp_sft.optimizer.stochastic import key_of, numbers_in_whole, random_bits, round_into, sixteen_of
 
 LARGEST = struct.unpack(">f", bytes.fromhex("7f7f0000"))[0]

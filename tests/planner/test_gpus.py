@@ -8,7 +8,7 @@ import torch
 import transformers as tf
 
 import fsdp_sft as fs
-from fsdp_sft._gpus import GB, GIB, GPUS, MIB, gpu_named, known_device
+from fsdp_sft._process.gpus import GB, GIB, GPUS, MIB, gpu_named, known_device
 from fsdp_sft.planner.budget import budget_of
 from tests.planner.families import LLAMA_8B
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import fsdp_sft as fs
-from fsdp_sft._expert_parallel import share_out
-from fsdp_sft._gpus import gpu_named
+from fsdp_sft._process.gpus import gpu_named
 from fsdp_sft.planner.estimate import check_options, estimate
+from fsdp_sft.shard.expert_parallel import share_out
 from tests.harness.native import needs_native_sharding
 from tests.planner.families import FAMILIES, family_config
 from tests.simulated.ranks import run_simulated

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import fsdp_sft as fs
-from fsdp_sft._gpus import gpu_named
+from fsdp_sft._process.gpus import gpu_named
 from fsdp_sft.planner.budget import budget_of
 from fsdp_sft.planner.estimate import MemoryEstimate
 from fsdp_sft.planner.picture import draw, draw_lengths, lengths_to_draw

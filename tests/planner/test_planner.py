@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp_sft as fs
 from fsdp_sft import estimate_memory
-from fsdp_sft.context_parallel import SequenceGroup, part_of_rows, share_attention
+from fsdp_sft.attention.context_parallel import SequenceGroup, part_of_rows, share_attention
 from fsdp_sft.loss.part import part_of
 from fsdp_sft.planner.estimate import check_options
 from fsdp_sft.planner.model import build_skeleton

@@ -6,7 +6,7 @@ import pytest
 import transformers as tf
 
 from fsdp_sft import NoPlanError, Run, UnsupportedModelError, estimate_memory, longest_rows, plan_run
-from fsdp_sft._gpus import gpu_named
+from fsdp_sft._process.gpus import gpu_named
 from fsdp_sft.planner.budget import budget_of
 from tests.planner.families import QWEN_14B, QWEN_72B, SMALL, TINY, qwen
 

@@ -9,7 +9,7 @@ import transformers as tf
 from torch.utils.flop_counter import FlopCounterMode
 
 import fsdp_sft as fs
-from fsdp_sft._gpus import gpu_named
+from fsdp_sft._process.gpus import gpu_named
 from fsdp_sft.planner.estimate import check_options
 from fsdp_sft.planner.model import build_skeleton
 from fsdp_sft.planner.speed import StepTime, step_time

@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import masking_utils
 
 import fsdp_sft as fs
-from fsdp_sft.blocks import find_blocks
+from fsdp_sft._model.blocks import find_blocks
 from fsdp_sft.loss import linear_cross_entropy
 
 CPU = torch.device("cpu")

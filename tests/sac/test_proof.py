@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
-from fsdp_sft._compat import checkpoints_its_forward
+from fsdp_sft._compat.checkpointing import checkpoints_its_forward
 from tests.harness.device import mesh_here
 from tests.harness.models import full, ragged_batches, tiny_model
 from tests.harness.ranks import run_distributed

@@ -9,14 +9,15 @@ import pytest
 # Beginnings of test ids.
 REASONS: dict[str, str] = {
     "tests/weights/test_memory.py": "counts this process's memory, and a simulated device is made of it",
-    "tests/context_parallel/test_exact.py::test_two_ranks_share_rows_of_more_families[Llama4": (
+    "tests/attention/context_parallel/test_exact.py::test_two_ranks_share_rows_of_more_families[Llama4": (
         "the backward of complex numbers, which plain Llama 4 rotates with, ends such a process"
     ),
     "tests/loss/test_own.py::test_the_penalty_of_ada_lora": (
         "peft's torch.eye(out=) of a DTensor would resize its storage: on the CPU it fails at once, here in "
         "the queue of the device, and each later operation with it"
     ),
-    "tests/watchdog/test_watch.py::test_the_rank_is_named_on_all_that_live_within_the_set_time[exchange-2": (
+    "tests/jobs/watchdog/test_watch.py::"
+    "test_the_rank_is_named_on_all_that_live_within_the_set_time[exchange-2": (
         "the host of a rank that waits goes on until it needs the device, so it is not seen in the exchange; "
         "the other rank is named all the same, as the one without progress"
     ),

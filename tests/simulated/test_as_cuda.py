@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 import fsdp_sft as fs
-from fsdp_sft import distributed
-from fsdp_sft.varlen import attention, rows
+from fsdp_sft._ranks import init as distributed
+from fsdp_sft.attention.varlen import attention, rows
 from tests.simulated.as_cuda import answering_for_cuda
 from tests.simulated.ranks import run_simulated
 

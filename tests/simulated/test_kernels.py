@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
 
-from fsdp_sft._compat import varlen_attn_takes_gqa
+from fsdp_sft._compat.attention import varlen_attn_takes_gqa
 from tests.harness.models import ragged_batches, tiny_model
 from tests.harness.ranks import run_distributed
 from tests.simulated.ranks import run_simulated

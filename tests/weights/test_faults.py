@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 import fsdp_sft as fs
-from fsdp_sft import _reader as read_module, weights
+from fsdp_sft import weights
+from fsdp_sft._tensors import reader as read_module
 from fsdp_sft.weights import build_meta_model, load_weights
 from fsdp_sft.weights.hub import resolve_folder
 from tests.harness.composed import composed

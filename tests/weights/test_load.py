@@ -12,9 +12,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from transformers import T5ForConditionalGeneration
 
 import fsdp_sft as fs
-from fsdp_sft import _reader as read
-from fsdp_sft.pretrained import load_pretrained
+from fsdp_sft._tensors import reader as read
 from fsdp_sft.weights import CheckpointFormatError, build_meta_model, load_weights, provenance
+from fsdp_sft.weights.pretrained import load_pretrained
 from tests.harness.composed import composed
 from tests.harness.device import device_here, mesh_here
 from tests.harness.forks import Program
@@ -498,10 +498,10 @@ def test_planning_for_ranks_that_are_not_there(tmp_path: Path) -> None:
         "import sys, torch.distributed as dist, fsdp_sft as fs\n"
         "from torch.testing._internal.distributed.fake_pg import FakeStore\n"
         "from pathlib import Path\n"
-        "from fsdp_sft._boxes import box_of\n"
+        "from fsdp_sft._tensors.boxes import box_of\n"
         "from fsdp_sft.weights import build_meta_model\n"
         "from fsdp_sft.weights.plan import make_plan\n"
-        "from fsdp_sft._pieces import intersect\n"
+        "from fsdp_sft._tensors.pieces import intersect\n"
         "from fsdp_sft.weights.resolve import open_checkpoint\n"
         "dist.init_process_group('fake', store=FakeStore(), rank=0, world_size=64)\n"
         "model = fs.shard_model(build_meta_model(sys.argv[1]), mesh=fs.build_mesh(device_type='cpu'))\n"

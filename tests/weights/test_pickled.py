@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
-from fsdp_sft._pickled import read_pickled
+from fsdp_sft._tensors.pickled import read_pickled
 from fsdp_sft.weights import CheckpointFormatError, build_meta_model, load_weights
 from fsdp_sft.weights.hub import resolve_folder
 from fsdp_sft.weights.resolve import open_checkpoint

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp_sft import _prefault as prefault
-from fsdp_sft._prefault import HostPages, PageCosts, ask_for_large_pages
+from fsdp_sft._tensors import prefault as prefault
+from fsdp_sft._tensors.prefault import HostPages, PageCosts, ask_for_large_pages
 from fsdp_sft.weights import finish
 from fsdp_sft.weights.finish import materialise
 

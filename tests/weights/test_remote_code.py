@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
-from fsdp_sft.pretrained import load_pretrained
 from fsdp_sft.weights import CheckpointFormatError, build_meta_model, load_weights
 from fsdp_sft.weights.hub import resolve_folder
+from fsdp_sft.weights.pretrained import load_pretrained
 from tests.harness.device import device_here, mesh_here
 from tests.harness.hf_folders import difference
 from tests.harness.hub_server import serve, use_hub

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fsdp_sft import _reader as read
-from fsdp_sft._boxes import Box
+from fsdp_sft._tensors import reader as read
+from fsdp_sft._tensors.boxes import Box
 from fsdp_sft.weights.resolve import Checkpoint, open_checkpoint
 
 TENSORS, ROWS, COLUMNS, RANKS = 8, 2048, 2048, 4

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 import fsdp_sft as fs
-from fsdp_sft._launch import own_share
+from fsdp_sft._ranks.launch import own_share
 from fsdp_sft.weights import fill
 from tests.harness.hf_folders import save_tiny
 from tests.harness.ranks import run_distributed

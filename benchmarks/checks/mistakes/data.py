@@ -3,10 +3,10 @@
 from benchmarks.checks.mistakes.mistake import Mistake
 
 COLLATOR = ("tests/collate/test_collator.py",)
-ENCODED = ("tests/encoded/test_encoded.py",)
-MIXING = ("tests/mixing/test_sampler.py",)
-STREAM = ("tests/mixing/test_stream.py",)
-COST = ("tests/packing/test_cost.py",)
+ENCODED = ("tests/collate/encoded/test_encoded.py",)
+MIXING = ("tests/sampling/mixing/test_sampler.py",)
+STREAM = ("tests/sampling/mixing/test_stream.py",)
+COST = ("tests/sampling/packing/test_cost.py",)
 TERMS = ("tests/loss/test_terms.py",)
 MISTAKES = [
     Mistake(
@@ -25,105 +25,105 @@ MISTAKES = [
     ),
     Mistake(
         "an encoding does not depend on the options",
-        "encoded/key.py",
+        "collate/encoded/key.py",
         "for key, value in asdict(options).items()",
         "for key, value in {}.items()",
         ENCODED,
     ),
     Mistake(
         "an encoding does not depend on the template",
-        "encoded/key.py",
+        "collate/encoded/key.py",
         '"templates": tokenizer.chat_template,',
         '"templates": None,',
         ENCODED,
     ),
     Mistake(
         "an encoding of which a file was cut is taken",
-        "encoded/store.py",
+        "collate/encoded/store.py",
         "        return all((folder / name).stat().st_size == size for name, size in sizes.items())",
         "        return bool(sizes)",
         ENCODED,
     ),
     Mistake(
         "the rows of the last process come first",
-        "encoded/build.py",
+        "collate/encoded/build.py",
         "        joined(parts, folder, counts)",
         "        joined(parts[::-1], folder, counts)",
         ENCODED,
     ),
     Mistake(
         "every process counts its rows from 0",
-        "encoded/build.py",
+        "collate/encoded/build.py",
         "            counts.join(part_counts, rows)",
         "            counts.join(part_counts, 0)",
         ENCODED,
     ),
     Mistake(
         "encoded rows have no weights",
-        "encoded/store.py",
+        "collate/encoded/store.py",
         "            weights.append(1.0 if given is None else given[begin])",
         "            weights.append(1.0)",
         ENCODED,
     ),
     Mistake(
         "each epoch of a mixture begins the data sets anew",
-        "mixing/sampler.py",
+        "sampling/mixing/sampler.py",
         "rows.append(self._rows_of(number, epoch * count, count))",
         "rows.append(self._rows_of(number, 0, count))",
         MIXING,
     ),
     Mistake(
         "a data set comes in the same order each time",
-        "mixing/sampler.py",
+        "sampling/mixing/sampler.py",
         'self._generator("rows", number, turn)',
         'self._generator("rows", number, 0)',
         MIXING,
     ),
     Mistake(
         "a mixture goes on from another one's position",
-        "mixing/sampler.py",
+        "sampling/mixing/sampler.py",
         'for key, own in (("sizes", self._mixture.sizes), ("counts", self._mixture.counts)):',
         'for key, own in (("sizes", self._mixture.sizes),):',
         MIXING,
     ),
     Mistake(
         "a stream that is read again has the same order",
-        "mixing/stream.py",
+        "sampling/mixing/stream.py",
         "self._epoch + (self._turn << 32)",
         "self._epoch",
         STREAM,
     ),
     Mistake(
         "a resumed mixture of streams skips the same of each",
-        "mixing/stream.py",
+        "sampling/mixing/stream.py",
         "        before = self.counts(self._skipped)",
         "        before = [self._skipped // len(self.streams)] * len(self.streams)",
         STREAM,
     ),
     Mistake(
         "a position among streams forgets their weights",
-        "packing/stream.py",
+        "sampling/packing/stream.py",
         'return {**options, "order": order} if isinstance(order, Mapping) else options',
         "return options",
         STREAM,
     ),
     Mistake(
         "the rest of a stream is read in the order of epoch 0",
-        "packing/stream.py",
+        "sampling/packing/stream.py",
         "    _set_epoch(rest, epoch)  # what datasets.IterableDataset.skip returns begins at epoch 0\n",
         "",
-        ("tests/packing/test_stream.py",),
+        ("tests/sampling/packing/test_stream.py",),
     ),
     Mistake(
         "a pack's cost leaves out its attention",
-        "packing/cost.py",
+        "sampling/packing/cost.py",
         "return self.per_token * tokens + self.per_square * tokens * tokens",
         "return self.per_token * tokens",
         COST,
     ),
     Mistake(
         "rounds of packs are not sorted by cost",
-        "packing/balance.py",
+        "sampling/packing/balance.py",
         "    packs = sorted(packs, key=lambda pack: -_cost_of(pack, lengths, cost))\n",
         "",
         COST,

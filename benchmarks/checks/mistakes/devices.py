@@ -4,7 +4,7 @@ from benchmarks.checks.mistakes.mistake import Mistake
 
 LOAD = ("tests/weights/test_devices.py",)
 SYNCS = ("tests/step/test_host_syncs.py",)
-DEVICES = ("tests/test_devices.py",)
+DEVICES = ("tests/process/test_devices.py",)
 OFFLOAD = ("tests/sac/test_offload.py",)
 
 MISTAKES: list[Mistake] = [
@@ -59,21 +59,21 @@ MISTAKES: list[Mistake] = [
     ),
     Mistake(
         "an event on the stream that is current where it is recorded",
-        "_streams.py",
+        "_process/streams.py",
         "return None if self.stream is None else self.stream.record_event()",
         "return None if self.stream is None else [made := torch.Event(), made.record()][0]",
         DEVICES,
     ),
     Mistake(
         "a thread on device 0, whatever its caller works on",
-        "_streams.py",
+        "_process/streams.py",
         "torch.accelerator.set_stream(self.stream)",
         "pass",
         LOAD,
     ),
     Mistake(
         "a buffer read into while it still travels",
-        "_reader.py",
+        "_tensors/reader.py",
         "        if event is not None:\n            event.synchronize()\n        return memoryview",
         "        return memoryview",
         LOAD,
@@ -87,21 +87,21 @@ MISTAKES: list[Mistake] = [
     ),
     Mistake(
         "buffers of a load in memory that is not pinned",
-        "_streams.py",
+        "_process/streams.py",
         "        return torch.empty(shape, dtype=dtype, pin_memory=True)",
         "        return torch.empty(shape, dtype=dtype)",
         (*LOAD, *DEVICES, *SYNCS, "tests/dcp_io/test_devices.py"),
     ),
     Mistake(
         "batches copied from memory that is not pinned",
-        "_streams.py",
+        "_process/streams.py",
         "        tensor = tensor.pin_memory()\n",
         "        pass\n",
         DEVICES,
     ),
     Mistake(
         "values read before they have arrived",
-        "_streams.py",
+        "_process/streams.py",
         "                    event.synchronize()\n                found",
         "                    pass\n                found",
         (*SYNCS, "tests/step/test_judged_later.py"),
@@ -136,14 +136,14 @@ MISTAKES: list[Mistake] = [
     ),
     Mistake(
         "a search for NaN that makes a mask of the whole shard",
-        "_reader.py",
+        "_tensors/reader.py",
         "torch.stack(torch.aminmax(values)).isfinite() for values",
         "values.isfinite().all().expand(2) for values",
         LOAD,
     ),
     Mistake(
         "memory of device 0, whichever is meant",
-        "_devices.py",
+        "_process/devices.py",
         "    return torch.accelerator.current_device_index() if device.index is None else device.index",
         "    return 0",
         DEVICES,
@@ -157,10 +157,10 @@ MISTAKES: list[Mistake] = [
     ),
     Mistake(
         "generators of devices are not put back",
-        "_random.py",
+        "_process/generators.py",
         'accelerators = {device for device in devices if device.type not in ("cpu", "meta")}',
         "accelerators: set[torch.device] = set()",
-        (*LOAD, "tests/test_random_state.py"),
+        (*LOAD, "tests/process/test_random_state.py"),
     ),
     Mistake(
         "the scale of gradients on the host is on the device",

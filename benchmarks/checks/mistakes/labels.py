@@ -56,7 +56,7 @@ MISTAKES = [
     ),
     Mistake(
         "a backend that cuts texts off is asked as it stands",
-        "_compat.py",
+        "_compat/tokenizers.py",
         "backend.truncation is None",
         "True",
         ("tests/collate/test_tokens.py",),
@@ -85,14 +85,14 @@ MISTAKES = [
     ),
     Mistake(
         "the shift made twice",
-        "loss/counting.py",
+        "targets.py",
         "return F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)",
         "return F.pad(labels[:, 2:], (0, 2), value=IGNORE_INDEX)",
         ("tests/loss/test_loss.py",),
     ),
     Mistake(
         "the shift not made",
-        "loss/counting.py",
+        "targets.py",
         "return F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)",
         "return labels",
         ("tests/loss/test_loss.py",),

@@ -2,9 +2,9 @@
 
 from benchmarks.checks.mistakes.mistake import Mistake
 
-PACKS = ("tests/packing/test_first_use.py",)
-MESHES = ("tests/test_meshes.py",)
-WRAPPERS = ("tests/test_wrappers.py",)
+PACKS = ("tests/sampling/packing/test_first_use.py",)
+MESHES = ("tests/ranks/test_meshes.py",)
+WRAPPERS = ("tests/model/test_wrappers.py",)
 HEADS = ("tests/loss/test_heads.py",)
 MISTAKES: list[Mistake] = [
     Mistake(
@@ -16,10 +16,10 @@ MISTAKES: list[Mistake] = [
     ),
     Mistake(
         "a cap on attention scores left out where transformers' sdpa does not refuse it",
-        "varlen/attention.py",
+        "attention/varlen/attention.py",
         'if others.get("softcap") is not None:',
         "if False:",
-        ("tests/varlen/test_varlen.py",),
+        ("tests/attention/varlen/test_varlen.py",),
     ),
     Mistake(
         "the scaler decides for each optimizer alone",
@@ -51,14 +51,14 @@ MISTAKES: list[Mistake] = [
     ),
     Mistake(
         "a rank verifies by its own packs alone",
-        "packing/first_use.py",
+        "sampling/packing/first_use.py",
         "for size in (all_gather_objects(own) if mesh is not None else [own])]",
         "for size in [own]]",
         PACKS,
     ),
     Mistake(
         "rotations of a pack not compared before they are rounded",
-        "packing/verify.py",
+        "sampling/packing/verify.py",
         "if report.rotation > _ROTATION_TOLERANCE:",
         "if False:",
         PACKS,
@@ -72,14 +72,14 @@ MISTAKES: list[Mistake] = [
     ),
     Mistake(
         "ranks of DistributedDataParallel taken for single processes",
-        "distributed.py",
+        "_model/sharded.py",
         "return _mesh_over(replicas, model) if replicas is not None else None",
         "return None",
         WRAPPERS,
     ),
     Mistake(
         "a wrapper that hides its gradients let through",
-        "_wrappers.py",
+        "_model/wrappers.py",
         "        if cls is not None:\n",
         "        if False:\n",
         WRAPPERS,
@@ -107,17 +107,17 @@ MISTAKES: list[Mistake] = [
     ),
     Mistake(
         "an uneven dimension taken other than the first",
-        "_placement.py",
+        "_tensors/shard_dims.py",
         "if dim and size % num_shards == 0), 0)",
         "if dim and size >= num_shards), 0)",
-        ("tests/test_placement.py",),
+        ("tests/tensors/test_placement.py",),
     ),
     Mistake(
         "another dimension on the smaller mesh of reshard_after_forward",
-        "shard.py",
+        "shard/units.py",
         "first_only = type(reshard) is int",
         "first_only = False",
-        ("tests/test_placement.py",),
+        ("tests/tensors/test_placement.py",),
     ),
     Mistake(
         "copies of parameters cut elsewhere left out of the plan",
@@ -138,39 +138,39 @@ MISTAKES: list[Mistake] = [
         "loss/part.py",
         'fields["position_ids"] = whole.position_ids[:, own]',
         'fields["position_ids"] = whole.position_ids[:, : own.stop - own.start]',
-        ("tests/context_parallel/test_exact.py::test_two_ranks_share_rows",),
+        ("tests/attention/context_parallel/test_exact.py::test_two_ranks_share_rows",),
     ),
     Mistake(
         "rows of a pack that ranks share see each other",
-        "context_parallel/attention.py",
+        "attention/context_parallel/attention.py",
         "mask_function = keep_rows_apart(mask_function, whole.position_ids, whole.rows)",
         "pass",
-        ("tests/context_parallel/test_exact.py::test_two_ranks_share_rows",),
+        ("tests/attention/context_parallel/test_exact.py::test_two_ranks_share_rows",),
     ),
     Mistake(
         "each rank attends with the sinks of the first heads",
-        "context_parallel/attention.py",
+        "attention/context_parallel/attention.py",
         "self.group.rank * each, each)",
         "0, each)",
-        ("tests/context_parallel/test_exact.py::test_two_ranks_share_rows",),
+        ("tests/attention/context_parallel/test_exact.py::test_two_ranks_share_rows",),
     ),
     Mistake(
         "of two meshes the first is taken by a call without a model",
-        "_meshes.py",
+        "_ranks/mesh.py",
         "    if len(different) > 1:\n        axes",
         "    if False:\n        axes",
         MESHES,
     ),
     Mistake(
         "a call without a model and a mesh takes every rank for a reader of its own",
-        "_meshes.py",
+        "_ranks/mesh.py",
         "return next(iter(different.values()), None)",
         "return None",
         MESHES,
     ),
     Mistake(
         "a model on a part of the ranks is trained",
-        "distributed.py",
+        "_model/sharded.py",
         "    if mesh is not None and mesh.size() != world_size():\n",
         "    if False:\n",
         MESHES,
@@ -184,80 +184,80 @@ MISTAKES: list[Mistake] = [
     ),
     Mistake(
         "a sampler in a worker that is started anew takes every row for its rank's",
-        "sampler.py",
+        "sampling/sampler.py",
         'return {**self.__dict__, "_given_place": place}',
         "return self.__dict__",
         MESHES,
     ),
     Mistake(
         "rows are shared by a part of the ranks",
-        "_meshes.py",
+        "_ranks/mesh.py",
         "        if given.size() != world_size():\n",
         "        if False:\n",
         MESHES,
     ),
     Mistake(
         "ranks that share rows draw rows of their own",
-        "sampler.py",
+        "sampling/sampler.py",
         "    index, shares = data_parallel_place(mesh)\n",
         "    index, shares = mesh.get_rank(), mesh.size()\n",
-        ("tests/context_parallel/test_training.py::test_one_rank_of_a_group_reads_for_all",),
+        ("tests/attention/context_parallel/test_training.py::test_one_rank_of_a_group_reads_for_all",),
     ),
     Mistake(
         "a row is counted by each rank that shares it",
         "loss/counting.py",
         "once = own if sharing is None or sharing.rank == 0 else [0.0] * len(own)",
         "once = own",
-        ("tests/context_parallel/test_exact.py::test_two_ranks_share_rows",),
+        ("tests/attention/context_parallel/test_exact.py::test_two_ranks_share_rows",),
     ),
     Mistake(
         "what differs in one group makes up for another",
         "loss/same_rows.py",
         'hashlib.blake2b(f"{group.share}".encode(), digest_size=5)',
         "hashlib.blake2b(digest_size=5)",
-        ("tests/context_parallel/test_training.py::test_groups_do_not_make_up_for_each_other",),
+        ("tests/attention/context_parallel/test_training.py::test_groups_do_not_make_up_for_each_other",),
     ),
     Mistake(
         "padding on the left sees filler",
-        "context_parallel/attention.py",
+        "attention/context_parallel/attention.py",
         "        inner[..., -whole.filler :] = -math.inf\n",
         "        pass\n",
-        ("tests/context_parallel/test_training.py::test_padding_on_the_left_does_not_see_filler",),
+        ("tests/attention/context_parallel/test_training.py::test_padding_on_the_left_does_not_see_filler",),
     ),
     Mistake(
         "ranks rotate by the length of their part",
-        "context_parallel/rotations.py",
+        "attention/context_parallel/rotations.py",
         "            module.register_forward_pre_hook(_with_whole_positions, with_kwargs=True)\n"
         "            module.register_forward_hook(_own_part)\n",
         "",
-        ("tests/context_parallel/test_exact.py::test_rotations_by_the_length_of_the_row",),
+        ("tests/attention/context_parallel/test_exact.py::test_rotations_by_the_length_of_the_row",),
     ),
     Mistake(
         "what cannot be sent is found out when others wait for it",
         "step/loader.py",
         '[pickle.dumps(to_device(batch, torch.device("cpu"))) for batch in window]',
         "[]",
-        ("tests/context_parallel/test_training.py::test_an_error_of_who_reads_reaches_all",),
+        ("tests/attention/context_parallel/test_training.py::test_an_error_of_who_reads_reaches_all",),
     ),
     Mistake(
         "ranks of a group train different rows",
         "step/window.py",
         "    refuse_different_rows(rows_apart)\n",
         "",
-        ("tests/context_parallel/test_training.py::test_what_cannot_be_shared_is_refused",),
+        ("tests/attention/context_parallel/test_training.py::test_what_cannot_be_shared_is_refused",),
     ),
     Mistake(
         "an axis of a mesh cut in the wrong order",
-        "_compat.py",
+        "_compat/groups.py",
         "tuple(sizes.values()), tuple(sizes))",
         "tuple(sizes.values())[::-1], tuple(sizes)[::-1])",
-        ("tests/context_parallel/test_exact.py",),
+        ("tests/attention/context_parallel/test_exact.py",),
     ),
     Mistake(
         "generate of peft goes past the root",
-        "shard.py",
+        "shard/apply.py",
         'if base_of(model) is not model and hasattr(model, "generate"):',
         "if False:",
-        ("tests/test_adapters.py::test_a_sharded_model_with_adapters_generates",),
+        ("tests/model/test_adapters.py::test_a_sharded_model_with_adapters_generates",),
     ),
 ]

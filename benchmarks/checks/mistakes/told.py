@@ -96,17 +96,17 @@ MISTAKES = [
     ),
     Mistake(
         "the home folder is a folder of that name",
-        "_disk.py",
+        "_tensors/disk.py",
         "Path(path).expanduser().absolute()",
         "Path(path).absolute()",
         ("tests/test_mistakes.py",),
     ),
     Mistake(
         "a keyword that left is like any other unknown one",
-        "_former.py",
+        "_process/former.py",
         "kwargs.keys() & former.keys()",
         "()",
-        ("tests/test_former.py",),
+        ("tests/process/test_former.py",),
     ),
     Mistake(
         "placeholders of images are trained",

@@ -4,12 +4,13 @@ Labels are aligned with input_ids, as in Hugging Face; the shift by one happens 
 """
 
 from fsdp_sft.collate.collator import SFTCollator
-from fsdp_sft.collate.encode import IGNORE_INDEX, EncodedChat, encode_chat
+from fsdp_sft.collate.encode import EncodedChat, encode_chat
 from fsdp_sft.collate.filtering import REFUSALS, FilterCounts, filter_rows
 from fsdp_sft.collate.notes import NOTES
 from fsdp_sft.collate.packs import PackSize, filler_of, pack_size, refuse_masked_pack
 from fsdp_sft.collate.render import render_labels, render_labels_html
 from fsdp_sft.errors import ChatTemplateError, DroppedTextError
+from fsdp_sft.targets import IGNORE_INDEX
 
 __all__ = [
     "IGNORE_INDEX",

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from typing_extensions import Unpack
 
-from fsdp_sft._vocabulary import check_row
-from fsdp_sft._wrappers import tokenizer_of
-from fsdp_sft.collate.encode import IGNORE_INDEX, EncodedChat, encode_rows, truncate
+from fsdp_sft._model.vocabulary import check_row
+from fsdp_sft._model.wrappers import tokenizer_of
+from fsdp_sft.collate.encode import EncodedChat, encode_rows, truncate
 from fsdp_sft.collate.filtering import let_pass
 from fsdp_sft.collate.options import EncodeKeywords, EncodeOptions, check_choice, check_count
 from fsdp_sft.collate.rows import check_encoded
 from fsdp_sft.collate.template import describe_tokenizer
+from fsdp_sft.targets import IGNORE_INDEX
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from fsdp_sft._wrappers import tokenizer_of
+from fsdp_sft._model.wrappers import tokenizer_of
 from fsdp_sft.collate.notes import notes_of
 from fsdp_sft.collate.options import EncodeOptions, TrainOn
 from fsdp_sft.collate.rows import (
@@ -20,12 +20,10 @@ from fsdp_sft.collate.spans import Turn, find_turns, not_in_the_text
 from fsdp_sft.collate.template import ChatTemplate, describe_tokenizer
 from fsdp_sft.collate.tokens import Tokens, starts_in_a_token, tokenise
 from fsdp_sft.errors import ChatTemplateError, TooLongError
+from fsdp_sft.targets import IGNORE_INDEX
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-IGNORE_INDEX = -100
-"""The label of a position that is not trained; the default of `torch.nn.functional.cross_entropy`."""
 
 
 @dataclass(frozen=True)

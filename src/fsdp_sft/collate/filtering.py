@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from typing_extensions import Unpack
 
-from fsdp_sft._callers import warn_caller
-from fsdp_sft._wrappers import tokenizer_of
+from fsdp_sft._model.wrappers import tokenizer_of
+from fsdp_sft._process.callers import warn_caller
 from fsdp_sft.collate.encode import EncodedChat, encode_row, selected_turns, truncate, turns_of_roles
 from fsdp_sft.collate.notes import NOTES, WARNED_OF_ROWS
 from fsdp_sft.collate.options import EncodeKeywords, EncodeOptions, check_choice

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
-from fsdp_sft._callers import warn_caller
+from fsdp_sft._process.callers import warn_caller
 from fsdp_sft.collate.layout import Dropped
 from fsdp_sft.collate.options import EncodeOptions
 from fsdp_sft.collate.rows import Conversation

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from fsdp_sft.collate.encode import IGNORE_INDEX
 from fsdp_sft.errors import PackingError
+from fsdp_sft.targets import IGNORE_INDEX
 
 
 @dataclass(frozen=True)

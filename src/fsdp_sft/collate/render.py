@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fsdp_sft.collate.encode import IGNORE_INDEX
 from fsdp_sft.collate.template import common_length
+from fsdp_sft.targets import IGNORE_INDEX
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from fsdp_sft import _compat
+from fsdp_sft._compat import tokenizers
 from fsdp_sft.collate.rows import REASONING_KEYS, Message
 from fsdp_sft.collate.tokens import starts_in_a_token, tokenise
 from fsdp_sft.errors import ChatTemplateError
@@ -148,7 +148,7 @@ class ChatTemplate:
         if self._in_parts or self._thinks_in_parts:
             messages = [self._as_parts(message) for message in messages]
         try:
-            text, tags = _compat.render_chat(
+            text, tags = tokenizers.render_chat(
                 self.text,
                 messages,
                 variables=self._variables,
@@ -436,7 +436,7 @@ def _syntax_error(template: str) -> str | None:
     import jinja2
 
     try:
-        _compat.render_chat(template, [], variables={})
+        tokenizers.render_chat(template, [], variables={})
     except jinja2.TemplateSyntaxError as error:
         return f"line {error.lineno}: {error.message}"
     except Exception:  # it parses, and wants a conversation

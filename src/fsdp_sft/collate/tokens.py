@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol
 
-from fsdp_sft import _compat
+from fsdp_sft._compat import tokenizers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -159,7 +159,7 @@ def _spelled(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[_Spel
     token takes in the white space beside it. Where they do, offsets are not needed, and tokenisation without
     them takes a fifth less time.
     """
-    backend = _compat.backend_that_encodes(tokenizer)
+    backend = tokenizers.backend_that_encodes(tokenizer)
     if backend is None or type(backend.decoder).__name__ != "ByteLevel":
         return [None] * len(texts)
     size, spelling = _SPELLINGS.get(tokenizer, (None, None))

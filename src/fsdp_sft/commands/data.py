@@ -18,7 +18,7 @@ from fsdp_sft.collate import (
     render_labels_html,
 )
 from fsdp_sft.errors import FsdpSftError
-from fsdp_sft.packing import pack_lengths
+from fsdp_sft.sampling.packing import pack_lengths
 
 DESCRIPTION = (
     "What of a file of chats would be trained: rows that are refused and why, lengths, the share of trained "

@@ -17,7 +17,7 @@ from fsdp_sft.errors import (
     CheckpointMismatchError,
     CheckpointNotFoundError,
 )
-from fsdp_sft.preemption import PreemptionGuard
+from fsdp_sft.jobs.preemption import PreemptionGuard
 
 __all__ = [
     "CheckpointCorruptError",

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import nn
 
-from fsdp_sft._codec import MALFORMED, dumps, loads
-from fsdp_sft._disk import read_bytes
-from fsdp_sft._wrappers import unwrapped
+from fsdp_sft._model.wrappers import unwrapped
+from fsdp_sft._process.codec import MALFORMED, dumps, loads
+from fsdp_sft._tensors.disk import read_bytes
 from fsdp_sft.dcp_io.manifest import MAX_JSON_BYTES, Manifest
 from fsdp_sft.errors import CheckpointCorruptError, CheckpointMismatchError
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from fsdp_sft._agree import agreeing_over
+from fsdp_sft._ranks.agree import agreeing_over
 
 
 class BackgroundSave:

@@ -11,14 +11,15 @@ from typing import Any
 
 from torch import nn
 
-from fsdp_sft._agree import agreed, background_group, is_distributed, this_rank, world_size
-from fsdp_sft._callers import warn_caller
-from fsdp_sft._codec import decode, loads
-from fsdp_sft._disk import full_path, read_bytes
-from fsdp_sft._model import model_tensors
-from fsdp_sft._random import set_generator_states
-from fsdp_sft._stored import StoredFolder
-from fsdp_sft.adapters import refuse_merged
+from fsdp_sft._model.adapters import refuse_merged
+from fsdp_sft._model.sharded import reshard
+from fsdp_sft._model.state import model_tensors
+from fsdp_sft._process.callers import warn_caller
+from fsdp_sft._process.codec import decode, loads
+from fsdp_sft._process.generators import set_generator_states
+from fsdp_sft._ranks.agree import agreed, background_group, is_distributed, this_rank, world_size
+from fsdp_sft._tensors.disk import full_path, read_bytes
+from fsdp_sft._tensors.stored import StoredFolder
 from fsdp_sft.dcp_io.adapter_settings import check_adapters
 from fsdp_sft.dcp_io.background import BackgroundSave, join_last
 from fsdp_sft.dcp_io.choice import MOST_ATTEMPTS, choose_step, deleted_meanwhile
@@ -30,7 +31,6 @@ from fsdp_sft.dcp_io.optimizer_content import Optimizers
 from fsdp_sft.dcp_io.optimizer_load import apply_optimizer, check_optimizer
 from fsdp_sft.dcp_io.rank_files import read_rank_content
 from fsdp_sft.dcp_io.saving import Save
-from fsdp_sft.distributed import reshard
 from fsdp_sft.errors import CheckpointCorruptError, CheckpointError
 
 

@@ -3,8 +3,8 @@
 import time
 from pathlib import Path
 
-from fsdp_sft._agree import all_reduce_max, this_rank, through_rank_0
-from fsdp_sft._callers import warn_caller
+from fsdp_sft._process.callers import warn_caller
+from fsdp_sft._ranks.agree import all_reduce_max, this_rank, through_rank_0
 from fsdp_sft.dcp_io.folder import open_folder
 from fsdp_sft.dcp_io.manifest import MANIFEST_NAME, Manifest
 from fsdp_sft.dcp_io.steps import is_step_folder, step_folders

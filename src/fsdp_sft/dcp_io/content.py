@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_sft._agree import this_rank, world_size
-from fsdp_sft._boxes import Box, local_of
-from fsdp_sft._codec import dumps
-from fsdp_sft._disk import Deferred
-from fsdp_sft._model import ModelTensors
-from fsdp_sft._safetensors import num_bytes
+from fsdp_sft._model.sharded import mesh_of
+from fsdp_sft._model.state import ModelTensors
+from fsdp_sft._process.codec import dumps
+from fsdp_sft._ranks.agree import this_rank, world_size
+from fsdp_sft._tensors.boxes import Box, local_of
+from fsdp_sft._tensors.disk import Deferred
+from fsdp_sft._tensors.safetensors import num_bytes
 from fsdp_sft.dcp_io.manifest import Manifest, encode_tensors, versions
 from fsdp_sft.dcp_io.sharding import Sharding, Shardings, one_rank
 from fsdp_sft.dcp_io.stored import SHARDS, StoredTensor, file_key, shard_file
-from fsdp_sft.distributed import mesh_of
 from fsdp_sft.errors import CheckpointError
 
 _LARGE_BYTES = 1 << 20  # smaller tensors that all ranks have lie together, in rank 0's file

@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_sft._agree import agreed, through_rank_0
-from fsdp_sft._boxes import Box
-from fsdp_sft._disk import full_path, unsound_beside
-from fsdp_sft._model import ModelTensors, clean_name, match_tensors, model_tensors
+from fsdp_sft._model.named import clean_name
+from fsdp_sft._model.sharded import reshard
+from fsdp_sft._model.state import ModelTensors, match_tensors, model_tensors
+from fsdp_sft._ranks.agree import agreed, through_rank_0
+from fsdp_sft._tensors.boxes import Box
+from fsdp_sft._tensors.disk import full_path, unsound_beside
 from fsdp_sft.dcp_io.content import FolderContent, ReadTensor, describe_mesh
 from fsdp_sft.dcp_io.folder import new_folder_beside, write_folder
 from fsdp_sft.dcp_io.foreign.adam import optimizer_of
@@ -24,7 +26,6 @@ from fsdp_sft.dcp_io.foreign.open import FORMATS, open_foreign
 from fsdp_sft.dcp_io.foreign.source import ForeignCheckpoint, ForeignTensor
 from fsdp_sft.dcp_io.root import prepare_root
 from fsdp_sft.dcp_io.steps import step_folder
-from fsdp_sft.distributed import reshard
 from fsdp_sft.errors import CheckpointMismatchError, abridged
 
 # Buffers that some tools store, and that models compute by themselves.

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from fsdp_sft._boxes import local_of
-from fsdp_sft._codec import decode, dumps, encode
-from fsdp_sft._model import ModelTensors
-from fsdp_sft._safetensors import bytes_of
+from fsdp_sft._model.state import ModelTensors
+from fsdp_sft._process.codec import decode, dumps, encode
+from fsdp_sft._tensors.boxes import local_of
+from fsdp_sft._tensors.safetensors import bytes_of
 from fsdp_sft.errors import CheckpointError, CheckpointMismatchError, UnstorableStateError, abridged
 
 

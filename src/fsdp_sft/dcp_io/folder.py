@@ -19,10 +19,10 @@ from pathlib import Path
 
 import torch
 
-from fsdp_sft._agree import this_rank, through_rank_0, world_size
-from fsdp_sft._boxes import box_of, local_of
-from fsdp_sft._codec import MALFORMED, loads
-from fsdp_sft._disk import (
+from fsdp_sft._process.codec import MALFORMED, loads
+from fsdp_sft._ranks.agree import this_rank, through_rank_0, world_size
+from fsdp_sft._tensors.boxes import box_of, local_of
+from fsdp_sft._tensors.disk import (
     Deferred,
     FileRecord,
     check_room,
@@ -32,9 +32,9 @@ from fsdp_sft._disk import (
     write_bytes,
     write_tensors,
 )
-from fsdp_sft._jobs import Computation, Job
-from fsdp_sft._reader import read_jobs, threads_that_read
-from fsdp_sft._stored import StoredFolder
+from fsdp_sft._tensors.jobs import Computation, Job
+from fsdp_sft._tensors.reader import read_jobs, threads_that_read
+from fsdp_sft._tensors.stored import StoredFolder
 from fsdp_sft.dcp_io.content import FolderContent, Parts, Tensors, own_parts
 from fsdp_sft.dcp_io.manifest import (
     INDEX_NAME,

@@ -10,12 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_sft._agree import agreed, all_gather_objects, share, this_rank, world_size
-from fsdp_sft._boxes import Box, box_of, local_of
-from fsdp_sft._disk import closing, full_path, sync_folder, temporary_beside
-from fsdp_sft._gather import Gatherer, receive_into, send
-from fsdp_sft._jobs import Computation, Job
-from fsdp_sft._model import (
+from fsdp_sft._model.adapters import refuse_merged
+from fsdp_sft._model.sharded import reshard
+from fsdp_sft._model.state import (
     ModelTensors,
     give_back,
     match_tensors,
@@ -23,12 +20,15 @@ from fsdp_sft._model import (
     room_for,
     with_extra_tensors,
 )
-from fsdp_sft._pickled import read_pickled
-from fsdp_sft._reader import read_jobs, threads_that_read
-from fsdp_sft._safetensors import bytes_of, create, force_to_disk, write_at
-from fsdp_sft._stored import InFile, StoredFolder
-from fsdp_sft.adapters import refuse_merged
-from fsdp_sft.distributed import reshard
+from fsdp_sft._ranks.agree import agreed, all_gather_objects, share, this_rank, world_size
+from fsdp_sft._tensors.boxes import Box, box_of, local_of
+from fsdp_sft._tensors.disk import closing, full_path, sync_folder, temporary_beside
+from fsdp_sft._tensors.gather import Gatherer, receive_into, send
+from fsdp_sft._tensors.jobs import Computation, Job
+from fsdp_sft._tensors.pickled import read_pickled
+from fsdp_sft._tensors.reader import read_jobs, threads_that_read
+from fsdp_sft._tensors.safetensors import bytes_of, create, force_to_disk, write_at
+from fsdp_sft._tensors.stored import InFile, StoredFolder
 from fsdp_sft.errors import (
     CheckpointCorruptError,
     CheckpointMismatchError,

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fsdp_sft._agree import world_size
-from fsdp_sft._codec import MALFORMED, dumps, loads
-from fsdp_sft._disk import read_bytes
-from fsdp_sft._meshes import CP, copies_of_rows
-from fsdp_sft._record import kept_of, record_of
+from fsdp_sft._model.record import kept_of, record_of
+from fsdp_sft._model.sharded import mesh_of
+from fsdp_sft._process.codec import MALFORMED, dumps, loads
+from fsdp_sft._ranks.agree import world_size
+from fsdp_sft._ranks.mesh import CP, copies_of_rows
+from fsdp_sft._tensors.disk import read_bytes
 from fsdp_sft.dcp_io.manifest import MAX_JSON_BYTES, Manifest
-from fsdp_sft.distributed import mesh_of
 from fsdp_sft.errors import CheckpointCorruptError
 
 if TYPE_CHECKING:

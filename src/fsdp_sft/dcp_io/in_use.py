@@ -1,7 +1,7 @@
 """Only one job at a time may save below a root. A file in the root says which job that is.
 
 Two jobs with one root would delete each other's unfinished folders, and prune each other's steps. The first
-save makes the file, and it is deleted when the process ends (``_lock.py``).
+save makes the file, and it is deleted when the process ends (``_tensors/lock.py``).
 """
 
 import atexit
@@ -9,7 +9,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from fsdp_sft._lock import DEAD_SECONDS, Lock, Owner
+from fsdp_sft._tensors.lock import DEAD_SECONDS, Lock, Owner
 from fsdp_sft.errors import CheckpointInUseError
 
 FILE_NAME = ".in-use.json"

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from fsdp_sft._boxes import Box, box_of, whole, with_local
-from fsdp_sft._codec import decode
-from fsdp_sft._reader import read_jobs
-from fsdp_sft._safetensors import DTYPES
-from fsdp_sft._stored import StoredFolder
+from fsdp_sft._process.codec import decode
+from fsdp_sft._tensors.boxes import Box, box_of, whole, with_local
+from fsdp_sft._tensors.reader import read_jobs
+from fsdp_sft._tensors.safetensors import DTYPES
+from fsdp_sft._tensors.stored import StoredFolder
 from fsdp_sft.dcp_io.inner_tensors import PLAIN
 from fsdp_sft.dcp_io.stored import StoredTensor
 from fsdp_sft.errors import CheckpointCorruptError, CheckpointMismatchError

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from fsdp_sft._agree import agreed, all_gather_objects, this_rank
-from fsdp_sft._boxes import box_of, owner_ranks
-from fsdp_sft._codec import encode
-from fsdp_sft._compat import is_wrapper_subclass, local_tensor
-from fsdp_sft._safetensors import DTYPES, dtype_name
+from fsdp_sft._compat.modules import is_wrapper_subclass, local_tensor
+from fsdp_sft._process.codec import encode
+from fsdp_sft._ranks.agree import agreed, all_gather_objects, this_rank
+from fsdp_sft._tensors.boxes import box_of, owner_ranks
+from fsdp_sft._tensors.safetensors import DTYPES, dtype_name
 from fsdp_sft.dcp_io.content import OwnedTensor, Tensors
 from fsdp_sft.errors import UnstorableStateError
 

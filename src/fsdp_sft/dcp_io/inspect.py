@@ -4,7 +4,7 @@ import math
 import os
 from pathlib import Path
 
-from fsdp_sft._disk import full_path
+from fsdp_sft._tensors.disk import full_path
 from fsdp_sft.dcp_io.manifest import Manifest, per_optimizer, read_manifest
 from fsdp_sft.dcp_io.retention import find_checkpoints
 from fsdp_sft.dcp_io.steps import is_step_folder

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from fsdp_sft._record import kept_of, record_of
+from fsdp_sft._model.record import kept_of, record_of
 
 
 @dataclass

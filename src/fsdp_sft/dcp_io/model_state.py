@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from fsdp_sft._model import ModelTensors, give_back, match_tensors, model_tensors, room_for
-from fsdp_sft._stored import StoredFolder
+from fsdp_sft._model.state import ModelTensors, give_back, match_tensors, model_tensors, room_for
+from fsdp_sft._tensors.stored import StoredFolder
 from fsdp_sft.dcp_io.extra_state import check_extra, decode_extra, digests, encode_extra
 from fsdp_sft.dcp_io.folder import check_files, read_tensors
 from fsdp_sft.dcp_io.manifest import Manifest

@@ -9,10 +9,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fsdp_sft._codec import encode
-from fsdp_sft._compat import is_wrapper_subclass, local_tensor
-from fsdp_sft._model import parameter_names
-from fsdp_sft._safetensors import dtype_name
+from fsdp_sft._compat.modules import is_wrapper_subclass, local_tensor
+from fsdp_sft._model.named import parameter_names
+from fsdp_sft._process.codec import encode
+from fsdp_sft._tensors.safetensors import dtype_name
 from fsdp_sft.dcp_io.inner_tensors import apart, take_apart
 from fsdp_sft.errors import UnstorableStateError, abridged
 

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fsdp_sft._codec import decode
-from fsdp_sft._compat import is_wrapper_subclass
-from fsdp_sft._model import parameter_names
-from fsdp_sft._stored import StoredFolder
+from fsdp_sft._compat.modules import is_wrapper_subclass
+from fsdp_sft._model.named import parameter_names
+from fsdp_sft._process.codec import decode
+from fsdp_sft._tensors.stored import StoredFolder
 from fsdp_sft.dcp_io.folder import check_files, read_tensors
 from fsdp_sft.dcp_io.inner_parts import parts_problem, together
 from fsdp_sft.dcp_io.inner_tensors import inner_names

@@ -5,9 +5,10 @@ import shutil
 
 from torch import nn
 
-from fsdp_sft._agree import agreed, this_rank, through_rank_0
-from fsdp_sft._disk import full_path, temporary_beside
-from fsdp_sft._stored import StoredFolder
+from fsdp_sft._model.sharded import reshard
+from fsdp_sft._ranks.agree import agreed, this_rank, through_rank_0
+from fsdp_sft._tensors.disk import full_path, temporary_beside
+from fsdp_sft._tensors.stored import StoredFolder
 from fsdp_sft.dcp_io.content import FolderContent, describe_mesh
 from fsdp_sft.dcp_io.folder import open_folder, write_folder
 from fsdp_sft.dcp_io.inner_tensors import names_to_take_apart
@@ -19,7 +20,6 @@ from fsdp_sft.dcp_io.optimizer_content import (
     with_inner_tensors,
 )
 from fsdp_sft.dcp_io.optimizer_load import apply_optimizer, check_optimizer
-from fsdp_sft.distributed import reshard
 from fsdp_sft.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,

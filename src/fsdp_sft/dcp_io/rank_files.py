@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from fsdp_sft._boxes import whole
-from fsdp_sft._codec import MALFORMED, decode, dumps, encode, loads
-from fsdp_sft._jobs import Computation, Job
-from fsdp_sft._random import check_generator_states, generator_states
-from fsdp_sft._reader import read_jobs
-from fsdp_sft._stored import StoredFolder
+from fsdp_sft._process.codec import MALFORMED, decode, dumps, encode, loads
+from fsdp_sft._process.generators import check_generator_states, generator_states
+from fsdp_sft._tensors.boxes import whole
+from fsdp_sft._tensors.jobs import Computation, Job
+from fsdp_sft._tensors.reader import read_jobs
+from fsdp_sft._tensors.stored import StoredFolder
 from fsdp_sft.dcp_io.manifest import Manifest, checked_size
 from fsdp_sft.dcp_io.stored import shard_file
 from fsdp_sft.errors import CheckpointCorruptError

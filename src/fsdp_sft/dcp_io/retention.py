@@ -6,8 +6,8 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsdp_sft._callers import warn_caller
-from fsdp_sft._disk import full_path, temporary_beside
+from fsdp_sft._process.callers import warn_caller
+from fsdp_sft._tensors.disk import full_path, temporary_beside
 from fsdp_sft.dcp_io.manifest import read_manifest
 from fsdp_sft.dcp_io.steps import step_folders
 from fsdp_sft.dcp_io.verify import file_problems, verify_folder

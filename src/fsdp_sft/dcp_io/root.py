@@ -3,8 +3,8 @@
 import os
 from pathlib import Path
 
-from fsdp_sft._callers import warn_caller
-from fsdp_sft._disk import renames_whole, sweep_all
+from fsdp_sft._process.callers import warn_caller
+from fsdp_sft._tensors.disk import renames_whole, sweep_all
 from fsdp_sft.dcp_io import in_use
 from fsdp_sft.dcp_io.steps import step_folder, step_folders
 from fsdp_sft.dcp_io.verify import verify_folder

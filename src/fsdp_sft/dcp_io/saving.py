@@ -7,11 +7,12 @@ from typing import Any
 
 from torch import nn
 
-from fsdp_sft._agree import difference, through_rank_0
-from fsdp_sft._codec import dumps, encode
-from fsdp_sft._disk import unsound_beside
-from fsdp_sft._model import model_tensors
-from fsdp_sft.adapters import refuse_merged
+from fsdp_sft._model.adapters import refuse_merged
+from fsdp_sft._model.sharded import reshard
+from fsdp_sft._model.state import model_tensors
+from fsdp_sft._process.codec import dumps, encode
+from fsdp_sft._ranks.agree import difference, through_rank_0
+from fsdp_sft._tensors.disk import unsound_beside
 from fsdp_sft.dcp_io.adapter_settings import adapter_settings
 from fsdp_sft.dcp_io.background import wait_for_last
 from fsdp_sft.dcp_io.content import FolderContent, Parts, describe_mesh, own_parts
@@ -31,7 +32,6 @@ from fsdp_sft.dcp_io.retention import prune
 from fsdp_sft.dcp_io.root import prepare_root
 from fsdp_sft.dcp_io.snapshot import Snapshot
 from fsdp_sft.dcp_io.steps import step_folder
-from fsdp_sft.distributed import reshard
 from fsdp_sft.errors import CheckpointError
 
 # Memory that all asynchronous saves use, since only one runs at a time.

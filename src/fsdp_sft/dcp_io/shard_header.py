@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from fsdp_sft._codec import dumps
+from fsdp_sft._process.codec import dumps
 
 _OFFSETS = "DCP_SHARDING_INFO"
 _OWN = "fsdp_sft"

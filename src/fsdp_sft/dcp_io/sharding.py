@@ -28,7 +28,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fsdp_sft._boxes import Box, chunk_of, cuts_of, refuse_disordered
+from fsdp_sft._tensors.boxes import Box, chunk_of, cuts_of, refuse_disordered
 
 _MOST_AXES = 8
 

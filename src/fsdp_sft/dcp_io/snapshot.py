@@ -2,8 +2,8 @@
 
 import torch
 
-from fsdp_sft._disk import Deferred
-from fsdp_sft._streams import host_buffer
+from fsdp_sft._process.streams import host_buffer
+from fsdp_sft._tensors.disk import Deferred
 from fsdp_sft.dcp_io.content import Part, Parts
 
 

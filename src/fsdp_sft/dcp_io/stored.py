@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fsdp_sft._boxes import Box, whole
+from fsdp_sft._tensors.boxes import Box, whole
 from fsdp_sft.dcp_io.sharding import Sharding
 
 SHARDS = "shards"

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from fsdp_sft._codec import MALFORMED
-from fsdp_sft._disk import file_problem
-from fsdp_sft._stored import StoredFolder
+from fsdp_sft._process.codec import MALFORMED
+from fsdp_sft._tensors.disk import file_problem
+from fsdp_sft._tensors.stored import StoredFolder
 from fsdp_sft.dcp_io.manifest import Manifest, read_manifest
 from fsdp_sft.dcp_io.rank_files import is_of_a_rank
 from fsdp_sft.dcp_io.shard_header import placed_in, rank_in

@@ -3,9 +3,9 @@
 import torch
 from torch import nn
 
-from fsdp_sft._boxes import box_of, local_of, part_of
-from fsdp_sft._wrappers import unwrapped
-from fsdp_sft.distributed import reshard
+from fsdp_sft._model.sharded import reshard
+from fsdp_sft._model.wrappers import unwrapped
+from fsdp_sft._tensors.boxes import box_of, local_of, part_of
 from fsdp_sft.experts.biases import biases_of
 from fsdp_sft.experts.counter import counter_of
 

@@ -6,16 +6,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_sft._compat import (
-    compute_dtypes,
-    experts_forward,
-    experts_implementation_of,
-    original_class,
-    switchable_experts,
-)
-from fsdp_sft._former import told_of_former
-from fsdp_sft._wrappers import unwrapped
-from fsdp_sft.distributed import compute_device, mesh_of
+from fsdp_sft._compat.experts import experts_forward, experts_implementation_of, switchable_experts
+from fsdp_sft._compat.fsdp import compute_dtypes
+from fsdp_sft._compat.models import original_class
+from fsdp_sft._model.sharded import compute_device, mesh_of
+from fsdp_sft._model.wrappers import unwrapped
+from fsdp_sft._process.former import told_of_former
 from fsdp_sft.errors import UnsupportedModelError
 
 _ALIGNED = 16  # bytes of which a row of grouped_mm's operands has to be a multiple

@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_sft._meshes import copies_of_rows
-from fsdp_sft._record import kept_of, record_of
-from fsdp_sft._streams import LateTensor
-from fsdp_sft._wrappers import unwrapped
-from fsdp_sft.distributed import device_groups_of, mesh_of
+from fsdp_sft._model.record import kept_of, record_of
+from fsdp_sft._model.sharded import mesh_of
+from fsdp_sft._model.wrappers import unwrapped
+from fsdp_sft._process.streams import LateTensor
+from fsdp_sft._ranks.mesh import copies_of_rows, device_groups_of
 from fsdp_sft.errors import ModelLossError, UnsupportedModelError, abridged
 from fsdp_sft.experts.biases import biases_of
 from fsdp_sft.experts.load import ExpertLoad

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from fsdp_sft._disk import full_path
+from fsdp_sft._tensors.disk import full_path
 from fsdp_sft.experts.load import ExpertLoad
 
 

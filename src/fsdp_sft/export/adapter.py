@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fsdp_sft._agree import agreed, share, this_rank
-from fsdp_sft._disk import sweep, temporary_beside
-from fsdp_sft._gather import Gatherer
-from fsdp_sft._model import ModelTensors, model_tensors
-from fsdp_sft._wrappers import unwrapped
-from fsdp_sft.distributed import reshard
+from fsdp_sft._model.sharded import reshard
+from fsdp_sft._model.state import ModelTensors, model_tensors
+from fsdp_sft._model.wrappers import unwrapped
+from fsdp_sft._ranks.agree import agreed, share, this_rank
+from fsdp_sft._tensors.disk import sweep, temporary_beside
+from fsdp_sft._tensors.gather import Gatherer
 from fsdp_sft.export.chat import end_of_turn, write_tokenizer
 from fsdp_sft.export.settings import write_generation_config
 from fsdp_sft.export.target import export_target, put_in_place, reachable

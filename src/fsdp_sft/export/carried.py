@@ -8,7 +8,7 @@ from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
 
-from fsdp_sft._compat import original_class
+from fsdp_sft._compat.models import original_class
 from fsdp_sft.weights.hub import PROCESSOR_FILES
 
 _OF_A_CHECKPOINT = "transformers_modules"  # the package in which transformers imports code of checkpoints

@@ -4,9 +4,9 @@ import copy
 from pathlib import Path
 from typing import Any
 
-from fsdp_sft._callers import warn_caller
-from fsdp_sft._disk import write_bytes
-from fsdp_sft._wrappers import tokenizer_of
+from fsdp_sft._model.wrappers import tokenizer_of
+from fsdp_sft._process.callers import warn_caller
+from fsdp_sft._tensors.disk import write_bytes
 from fsdp_sft.collate.template import ChatTemplate, templates_used
 from fsdp_sft.errors import ChatTemplateError
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from fsdp_sft._agree import agreed, share, this_rank
-from fsdp_sft._wrappers import unwrapped
-from fsdp_sft.adapters import adapted_layers, without_adapters
+from fsdp_sft._model.adapters import adapted_layers, without_adapters
+from fsdp_sft._model.wrappers import unwrapped
+from fsdp_sft._ranks.agree import agreed, share, this_rank
 from fsdp_sft.export.plan import exportable, plan_export, refuse_tied
 from fsdp_sft.export.target import check_target, export_target
 

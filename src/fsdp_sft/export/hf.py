@@ -10,21 +10,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_sft._agree import agreed, share, this_rank
-from fsdp_sft._boxes import local_of
-from fsdp_sft._compat import (
-    revert_weight_conversion,
-)
-from fsdp_sft._disk import check_room, sweep, temporary_beside
-from fsdp_sft._gather import Gatherer
-from fsdp_sft._model import (
-    ModelTensors,
-    clean_name,
-)
-from fsdp_sft._wrappers import unwrapped
-from fsdp_sft.adapters import adapted_layers, merged_weights, without_adapters
-from fsdp_sft.blocks import configs_without_caches
-from fsdp_sft.distributed import reshard
+from fsdp_sft._compat.conversions import revert_weight_conversion
+from fsdp_sft._model.adapters import adapted_layers, merged_weights, without_adapters
+from fsdp_sft._model.blocks import configs_without_caches
+from fsdp_sft._model.named import clean_name
+from fsdp_sft._model.sharded import reshard
+from fsdp_sft._model.state import ModelTensors
+from fsdp_sft._model.wrappers import unwrapped
+from fsdp_sft._ranks.agree import agreed, share, this_rank
+from fsdp_sft._tensors.boxes import local_of
+from fsdp_sft._tensors.disk import check_room, sweep, temporary_beside
+from fsdp_sft._tensors.gather import Gatherer
 from fsdp_sft.export.hf_files import HfFiles
 from fsdp_sft.export.own_rows import has_whole_rows, open_own_rows
 from fsdp_sft.export.plan import ExportPlan, exportable, plan_export, refuse_tied, unsharded_twin

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from fsdp_sft._disk import write_bytes
-from fsdp_sft._safetensors import Header, bytes_of, create, force_to_disk, num_bytes, write_at
+from fsdp_sft._tensors.disk import write_bytes
+from fsdp_sft._tensors.safetensors import Header, bytes_of, create, force_to_disk, num_bytes, write_at
 from fsdp_sft.export.own_rows import Places
 
 Described = dict[str, tuple[torch.dtype, tuple[int, ...]]]

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
-from fsdp_sft._agree import all_gather_objects, share, this_rank
-from fsdp_sft._boxes import box_of, local_of, owner_ranks
-from fsdp_sft._disk import write_early
-from fsdp_sft._safetensors import bytes_of, force_to_disk
+from fsdp_sft._ranks.agree import all_gather_objects, share, this_rank
+from fsdp_sft._tensors.boxes import box_of, local_of, owner_ranks
+from fsdp_sft._tensors.disk import write_early
+from fsdp_sft._tensors.safetensors import bytes_of, force_to_disk
 
 _PIECE_ELEMENTS = 4 << 20
 

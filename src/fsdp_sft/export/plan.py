@@ -9,19 +9,20 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from fsdp_sft._callers import warn_caller
-from fsdp_sft._compat import (
+from fsdp_sft._compat.conversions import (
     copy_weight_conversions,
     is_dequantised,
-    keep_in_float32_patterns,
     names_left_out_on_save,
     revert_weight_conversion,
 )
-from fsdp_sft._dtypes import check_dtypes
-from fsdp_sft._model import ModelTensors, model_tensors, tied_meta_twin, with_extra_tensors
-from fsdp_sft._quantised import refuse_quantised_model
-from fsdp_sft._safetensors import num_bytes
-from fsdp_sft._vocabulary import warn_of_tokenizer
+from fsdp_sft._compat.models import keep_in_float32_patterns
+from fsdp_sft._model.quantised import refuse_quantised_model
+from fsdp_sft._model.state import ModelTensors, model_tensors, with_extra_tensors
+from fsdp_sft._model.twin import tied_meta_twin
+from fsdp_sft._model.vocabulary import warn_of_tokenizer
+from fsdp_sft._process.callers import warn_caller
+from fsdp_sft._process.dtypes import check_dtypes
+from fsdp_sft._tensors.safetensors import num_bytes
 from fsdp_sft.errors import abridged
 from fsdp_sft.export.hf_files import Described
 from fsdp_sft.export.readback import refuse_unreadable

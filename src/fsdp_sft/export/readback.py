@@ -3,11 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-from fsdp_sft._callers import warn_caller
-from fsdp_sft._compat import original_class
-from fsdp_sft._model import tied_meta_twin
-from fsdp_sft._safetensors import TensorEntry, num_bytes
-from fsdp_sft._stored import InFile
+from fsdp_sft._compat.models import original_class
+from fsdp_sft._model.twin import tied_meta_twin
+from fsdp_sft._process.callers import warn_caller
+from fsdp_sft._tensors.safetensors import TensorEntry, num_bytes
+from fsdp_sft._tensors.stored import InFile
 from fsdp_sft.errors import CheckpointFormatError, UnsupportedModelError, abridged
 from fsdp_sft.export.hf_files import Described
 from fsdp_sft.weights.plan import make_plan

@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
-from fsdp_sft._callers import warn_caller
-from fsdp_sft._compat import original_class, tied_names
-from fsdp_sft._disk import write_bytes
-from fsdp_sft._model import ModelTensors, tied_meta_twin
+from fsdp_sft._compat.models import original_class, tied_names
+from fsdp_sft._model.state import ModelTensors
+from fsdp_sft._model.twin import tied_meta_twin
+from fsdp_sft._process.callers import warn_caller
+from fsdp_sft._tensors.disk import write_bytes
 from fsdp_sft.export.card import model_card
 from fsdp_sft.export.carried import carry_code, carry_processor
 from fsdp_sft.export.chat import end_of_turn, with_stop, write_tokenizer

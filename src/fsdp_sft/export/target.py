@@ -12,8 +12,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from fsdp_sft._callers import warn_caller
-from fsdp_sft._disk import check_room, full_path, publish, sync_folder, temporary_beside
+from fsdp_sft._process.callers import warn_caller
+from fsdp_sft._tensors.disk import check_room, full_path, publish, sync_folder, temporary_beside
 from fsdp_sft.errors import ExportExistsError
 
 _TAKEN = {errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR, errno.EBUSY}

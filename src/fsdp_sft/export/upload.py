@@ -3,7 +3,7 @@
 import glob
 from pathlib import Path
 
-from fsdp_sft._agree import this_rank, while_others_wait
+from fsdp_sft._ranks.agree import this_rank, while_others_wait
 
 
 def make_repository(repo_id: str) -> None:

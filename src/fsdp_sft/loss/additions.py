@@ -7,11 +7,12 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
-from fsdp_sft._compat import original_class
-from fsdp_sft._record import findings, forget_findings, is_changed, record_of
-from fsdp_sft._wrappers import unwrapped
-from fsdp_sft.adapters import forward_parameters
-from fsdp_sft.distributed import sum_over_mesh, training_mesh_of
+from fsdp_sft._compat.models import original_class
+from fsdp_sft._model.adapters import forward_parameters
+from fsdp_sft._model.record import findings, forget_findings, is_changed, record_of
+from fsdp_sft._model.sharded import training_mesh_of
+from fsdp_sft._model.wrappers import unwrapped
+from fsdp_sft._ranks.mesh import sum_over_mesh
 from fsdp_sft.errors import ModelLossError
 from fsdp_sft.loss.own import (
     Coefficient,

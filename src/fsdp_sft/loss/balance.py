@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_sft._compat import intercept_balance_loss
-from fsdp_sft._wrappers import unwrapped
+from fsdp_sft._compat.models import intercept_balance_loss
+from fsdp_sft._model.wrappers import unwrapped
 from fsdp_sft.errors import ModelLossError
 from fsdp_sft.loss.transform import wide
 

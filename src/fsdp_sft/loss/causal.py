@@ -9,15 +9,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_sft._agree import world_size
-from fsdp_sft._callers import warn_caller
-from fsdp_sft._expert_parallel import refuse_divided_twice
-from fsdp_sft._former import told_of_former
-from fsdp_sft._meshes import CP
-from fsdp_sft._streams import travelling
+from fsdp_sft._model.sharded import training_mesh_of
+from fsdp_sft._process.callers import warn_caller
+from fsdp_sft._process.former import told_of_former
+from fsdp_sft._process.streams import travelling
+from fsdp_sft._ranks.agree import world_size
+from fsdp_sft._ranks.mesh import CP, device_groups_of
+from fsdp_sft.attention.context_parallel import (
+    SequenceGroup,
+    WholeRows,
+    compare_again,
+    part_of_rows,
+    sequence_group_of,
+)
 from fsdp_sft.collate import refuse_masked_pack
-from fsdp_sft.context_parallel import SequenceGroup, WholeRows, compare_again, part_of_rows, sequence_group_of
-from fsdp_sft.distributed import device_groups_of, training_mesh_of
 from fsdp_sft.errors import ModelLossError
 from fsdp_sft.experts import counter_of
 from fsdp_sft.loss import counting
@@ -42,6 +47,7 @@ from fsdp_sft.loss.head import loss_at_head, takes_use_cache
 from fsdp_sft.loss.part import BatchPart, part_of, tokens_of
 from fsdp_sft.loss.prepare import LossImpl, check_impl, choice_for, look_again, refuse_encoder_decoder
 from fsdp_sft.loss.terms import PLAIN, Terms, summed_loss
+from fsdp_sft.shard.expert_parallel import refuse_divided_twice
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

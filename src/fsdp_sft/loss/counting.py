@@ -8,14 +8,14 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from fsdp_sft._agree import all_reduce_sum, world_size
-from fsdp_sft._meshes import cp_size, mesh_of_job
-from fsdp_sft._streams import travelling
-from fsdp_sft.collate import IGNORE_INDEX, filler_of
-from fsdp_sft.context_parallel import sequence_group_in
-from fsdp_sft.distributed import sum_over_mesh
+from fsdp_sft._process.streams import travelling
+from fsdp_sft._ranks.agree import all_reduce_sum, world_size
+from fsdp_sft._ranks.mesh import cp_size, mesh_of_job, sum_over_mesh
+from fsdp_sft.attention.context_parallel import sequence_group_in
+from fsdp_sft.collate import filler_of
 from fsdp_sft.errors import BatchError
 from fsdp_sft.loss.same_rows import refuse_different_rows, to_compare_rows
+from fsdp_sft.targets import IGNORE_INDEX, shifted
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -283,11 +283,6 @@ def is_shifted(batch: Batch) -> bool:
 def without_labels(batch: Batch) -> dict[str, Any]:
     """The entries of a batch that the model's forward gets when the loss is computed outside of it."""
     return {name: value for name, value in batch.items() if name not in LOSS_KEYS}
-
-
-def shifted(labels: torch.Tensor) -> torch.Tensor:
-    """The target of each position, ``(B, S)``: the next label; the last position has none."""
-    return F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
 
 
 def scale_for_backward(

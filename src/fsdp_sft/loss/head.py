@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_sft._compat import foreign_hooks, is_compiled
-from fsdp_sft._forward import look_with
-from fsdp_sft._streams import LateValues
-from fsdp_sft._wrappers import replicated_by, unwrapped, with_wrappers
-from fsdp_sft.adapters import forward_parameters
+from fsdp_sft._compat.compile import is_compiled
+from fsdp_sft._compat.modules import foreign_hooks
+from fsdp_sft._model.adapters import forward_parameters
+from fsdp_sft._model.forward import look_with
+from fsdp_sft._model.wrappers import replicated_by, unwrapped, with_wrappers
+from fsdp_sft._process.streams import LateValues
 from fsdp_sft.errors import NotFusedError
 from fsdp_sft.loss.linear_head import num_logits, why_not_linear
 from fsdp_sft.loss.transform import Transform, tolerance

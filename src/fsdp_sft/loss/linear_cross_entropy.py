@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from fsdp_sft.collate import IGNORE_INDEX
 from fsdp_sft.loss.counting import Targets
 from fsdp_sft.loss.products import products_for
 from fsdp_sft.loss.terms import PLAIN, Terms
+from fsdp_sft.targets import IGNORE_INDEX
 
 _BLOCK = 256  # columns of a block in _largest_column; fastest of 64 to 512 for vocabularies of 32k to 152k
 

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_sft._compat import is_compiled, original_class
+from fsdp_sft._compat.compile import is_compiled
+from fsdp_sft._compat.models import original_class
 
 
 @dataclass(frozen=True)

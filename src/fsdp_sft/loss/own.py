@@ -15,17 +15,16 @@ from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from fsdp_sft._random import unmoved
-from fsdp_sft._wrappers import unwrapped
-from fsdp_sft.adapters import forward_parameters
-from fsdp_sft.collate import IGNORE_INDEX
-from fsdp_sft.distributed import compute_device
+from fsdp_sft._model.adapters import forward_parameters
+from fsdp_sft._model.sharded import compute_device
+from fsdp_sft._model.wrappers import unwrapped
+from fsdp_sft._process.generators import unmoved
 from fsdp_sft.errors import NotFusedError, abridged
 from fsdp_sft.loss.balance import Balance, balanced_beside
-from fsdp_sft.loss.counting import shifted
 from fsdp_sft.loss.head import replaced_forward, takes_use_cache
 from fsdp_sft.loss.probe import evaluating, guarded
 from fsdp_sft.loss.transform import wide
+from fsdp_sft.targets import IGNORE_INDEX, shifted
 
 _LENGTH = 8
 # Largest relative difference of equal losses. Losses of narrower dtypes have been rounded; see ``near``.

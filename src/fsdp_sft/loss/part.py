@@ -18,9 +18,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from fsdp_sft._streams import host_copies, travelling
-from fsdp_sft.collate import IGNORE_INDEX, filler_of, refuse_masked_pack
-from fsdp_sft.context_parallel import SequenceGroup, WholeRows
+from fsdp_sft._process.streams import host_copies, travelling
+from fsdp_sft.attention.context_parallel import SequenceGroup, WholeRows
+from fsdp_sft.collate import filler_of, refuse_masked_pack
 from fsdp_sft.errors import BatchError
 from fsdp_sft.loss.counting import (
     LOSS_KEYS,
@@ -33,6 +33,7 @@ from fsdp_sft.loss.counting import (
     targets_of,
     weights_of,
 )
+from fsdp_sft.targets import IGNORE_INDEX
 
 _SEEN = ("input_ids", "position_ids", "attention_mask")
 

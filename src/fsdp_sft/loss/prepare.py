@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
-from fsdp_sft._compat import original_class
-from fsdp_sft._record import findings, forget_findings, is_changed
-from fsdp_sft._wrappers import unwrapped
-from fsdp_sft.distributed import compute_device, sum_over_mesh, training_mesh_of
+from fsdp_sft._compat.models import original_class
+from fsdp_sft._model.record import findings, forget_findings, is_changed
+from fsdp_sft._model.sharded import compute_device, training_mesh_of
+from fsdp_sft._model.wrappers import unwrapped
+from fsdp_sft._ranks.mesh import sum_over_mesh
 from fsdp_sft.errors import ModelLossError, NotFusedError
 from fsdp_sft.loss import liger
 from fsdp_sft.loss.additions import additions_to, compare_or_not, refuse_meta

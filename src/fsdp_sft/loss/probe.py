@@ -15,17 +15,17 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fsdp_sft._model import uncompiled, undisturbed
-from fsdp_sft._record import findings
-from fsdp_sft._wrappers import unwrapped
-from fsdp_sft.collate import IGNORE_INDEX
-from fsdp_sft.distributed import compute_device
+from fsdp_sft._model.preserved import uncompiled, undisturbed
+from fsdp_sft._model.record import findings
+from fsdp_sft._model.sharded import compute_device
+from fsdp_sft._model.wrappers import unwrapped
 from fsdp_sft.errors import NotFusedError
 from fsdp_sft.experts import counter_of
 from fsdp_sft.loss.choice import LossChoice
 from fsdp_sft.loss.head import checked_later, loss_at_head, replaced_forward
 from fsdp_sft.loss.linear_head import num_logits
 from fsdp_sft.loss.transform import Transform, candidates, tolerance, wide
+from fsdp_sft.targets import IGNORE_INDEX
 
 _LENGTH = 8
 _KNOWN_SIZE = 20.0  # standard deviation of the known numbers; large enough for a soft cap to show

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from fsdp_sft._devices import has_mixed_products
+from fsdp_sft._process.devices import has_mixed_products
 
 _SLICE_BYTES = 8 << 20  # float32 bytes of a slice; small enough to stay in a CPU's cache
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from fsdp_sft._meshes import SameRows
-from fsdp_sft._safetensors import bytes_of
-from fsdp_sft._streams import host_copies
-from fsdp_sft.context_parallel import SequenceGroup
+from fsdp_sft._process.streams import host_copies
+from fsdp_sft._ranks.mesh import SameRows
+from fsdp_sft._tensors.safetensors import bytes_of
+from fsdp_sft.attention.context_parallel import SequenceGroup
 from fsdp_sft.errors import BatchError
 
 _WORD_BITS = 20  # a word times thousands of ranks, summed over as many, is exact in float64

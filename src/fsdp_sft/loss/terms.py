@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 import torch
 from torch.nn import functional as F
 
-from fsdp_sft.collate import IGNORE_INDEX
+from fsdp_sft.targets import IGNORE_INDEX
 
 
 @dataclass(frozen=True)

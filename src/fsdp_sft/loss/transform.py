@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_sft._wrappers import unwrapped
+from fsdp_sft._model.wrappers import unwrapped
 
 
 @dataclass(frozen=True)

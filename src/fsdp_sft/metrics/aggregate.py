@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Literal
 
-from fsdp_sft._agree import all_gather_objects
+from fsdp_sft._ranks.agree import all_gather_objects
 
 Reduction = Literal["mean", "sum", "min", "max", "spread"]
 

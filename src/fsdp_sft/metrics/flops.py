@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fsdp_sft._devices import device_name, resolve_device
-from fsdp_sft._gpus import known_device
+from fsdp_sft._process.devices import device_name, resolve_device
+from fsdp_sft._process.gpus import known_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -9,7 +9,7 @@ from typing import IO, Self
 
 import torch
 
-from fsdp_sft._agree import this_rank
+from fsdp_sft._ranks.agree import this_rank
 from fsdp_sft.metrics.sinks import JsonlSink, LineSink, MetricSink, Scalar
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from fsdp_sft._devices import memory_of, reset_peak_of, resolve_device
+from fsdp_sft._process.devices import memory_of, reset_peak_of, resolve_device
 
 _PROC_STATUS = Path("/proc/self/status")
 _PROC_CLEAR_REFS = Path("/proc/self/clear_refs")

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from fsdp_sft._disk import full_path
+from fsdp_sft._tensors.disk import full_path
 
 _PEAK_MEMORY = ("peak_reserved_bytes", "peak_allocated_bytes", "peak_resident_bytes")
 _SMOOTH_FROM = 60  # number of points from which on a running median is drawn over the raw curve

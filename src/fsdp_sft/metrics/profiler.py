@@ -7,11 +7,11 @@ from typing import Any, Self
 
 import torch
 
-from fsdp_sft._agree import this_rank
-from fsdp_sft._callers import warn_caller
-from fsdp_sft._devices import resolve_device, synchronize
-from fsdp_sft._disk import full_path
-from fsdp_sft._parts import DEVICE
+from fsdp_sft._process.callers import warn_caller
+from fsdp_sft._process.devices import resolve_device, synchronize
+from fsdp_sft._process.trace_spans import DEVICE
+from fsdp_sft._ranks.agree import this_rank
+from fsdp_sft._tensors.disk import full_path
 
 
 class StepProfiler:

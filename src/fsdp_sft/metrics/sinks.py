@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Protocol, TypeAlias, runtime_checkable
 
-from fsdp_sft._disk import full_path
+from fsdp_sft._tensors.disk import full_path
 
 Scalar: TypeAlias = float | int | str | bool | None
 

@@ -10,10 +10,10 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
-from fsdp_sft._devices import resolve_device, synchronize
-from fsdp_sft._former import told_of_former
+from fsdp_sft._process.devices import resolve_device, synchronize
+from fsdp_sft._process.former import told_of_former
+from fsdp_sft.jobs.preemption import keep_workers_alive
 from fsdp_sft.metrics.flops import peak_flops_per_second
-from fsdp_sft.preemption import keep_workers_alive
 
 T = TypeVar("T")
 

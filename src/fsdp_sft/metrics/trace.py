@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from fsdp_sft._disk import full_path
-from fsdp_sft._parts import DEVICE, PREFIX
+from fsdp_sft._process.trace_spans import DEVICE, PREFIX
+from fsdp_sft._tensors.disk import full_path
 
 # Where FSDP2 makes the host wait for parameters and gradients. On a device the host only queues that wait.
 _HOST_WAITS = re.compile(r"FSDP::(pre_forward|pre_backward|post_backward|root_post_backward)")

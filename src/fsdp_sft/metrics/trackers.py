@@ -8,8 +8,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from fsdp_sft._callers import warn_caller
-from fsdp_sft._disk import full_path
+from fsdp_sft._process.callers import warn_caller
+from fsdp_sft._tensors.disk import full_path
 from fsdp_sft.metrics.sinks import Scalar
 
 

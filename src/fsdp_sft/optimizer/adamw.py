@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT
 
-from fsdp_sft._boxes import Box, box_of, local_of
+from fsdp_sft._tensors.boxes import Box, box_of, local_of
 from fsdp_sft.optimizer.stochastic import key_of, numbers_in_whole, random_bits, round_into, sixteen_of
 
 CHUNK = 1 << 22  # most elements of a shard that are in float32 at a time

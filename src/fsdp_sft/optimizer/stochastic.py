@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from fsdp_sft._boxes import Box
+from fsdp_sft._tensors.boxes import Box
 
 _BITS = 1 << 64
 # SplitMix64: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.

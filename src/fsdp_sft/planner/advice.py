@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fsdp_sft._gpus import GIB, GPUS
+from fsdp_sft._process.gpus import GIB, GPUS
 from fsdp_sft.errors import UnsupportedModelError
 from fsdp_sft.planner.budget import Budget, budget_of
 from fsdp_sft.planner.estimate import MemoryEstimate

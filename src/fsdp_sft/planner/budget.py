@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from fsdp_sft._gpus import GIB, MIB, Gpu
+from fsdp_sft._process.gpus import GIB, MIB, Gpu
 
 # torch sees less than nvidia-smi reports as the total, by 350 MiB (RTX 4090) to 900 MiB (A100 80 GB).
 _DRIVER = 256 * MIB

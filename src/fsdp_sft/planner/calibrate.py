@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from fsdp_sft._devices import device_name, resolve_device
-from fsdp_sft._gpus import gpu_named
+from fsdp_sft._process.devices import device_name, resolve_device
+from fsdp_sft._process.gpus import gpu_named
 from fsdp_sft.planner.estimate import MemoryEstimate
 from fsdp_sft.planner.model import build_skeleton
 from fsdp_sft.planner.replay import KEPT
@@ -130,7 +130,7 @@ def saved_bytes_of_blocks(
     """
     from transformers import AutoModelForCausalLM
 
-    from fsdp_sft.blocks import find_blocks
+    from fsdp_sft._model.blocks import find_blocks
 
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype).train()

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import torch
 
-from fsdp_sft._gpus import GIB, GPUS, Gpu, gpu_named
+from fsdp_sft._process.gpus import GIB, GPUS, Gpu, gpu_named
 from fsdp_sft.errors import NoPlanError
 from fsdp_sft.planner.budget import Budget, budget_of
 from fsdp_sft.planner.calibrate import calibrate

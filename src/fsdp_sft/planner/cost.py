@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from fsdp_sft._model import tensors_in
+from fsdp_sft._model.named import tensors_in
 
 _MOVE_NOTHING = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view")
 _ONLY_WRITE = ("copy_", "zero_", "fill_", "new_zeros", "zeros_like", "ones_like", "full_like")

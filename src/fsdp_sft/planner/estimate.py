@@ -4,8 +4,8 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fsdp_sft._former import told_of_former
-from fsdp_sft.context_parallel import check_shareable
+from fsdp_sft._process.former import told_of_former
+from fsdp_sft.attention.context_parallel import check_shareable
 from fsdp_sft.errors import UnsupportedModelError
 from fsdp_sft.planner.model import CHECKED_FAMILIES, Skeleton, as_config, build_skeleton
 from fsdp_sft.planner.replay import replay

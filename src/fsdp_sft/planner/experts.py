@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fsdp_sft._compat import experts_forward, experts_to_share_out, switchable_experts
+from fsdp_sft._compat.experts import experts_forward, experts_to_share_out, switchable_experts
 from fsdp_sft.planner.ledger import Ledger
 from fsdp_sft.planner.sharing import exchange_on_paper
 

@@ -5,7 +5,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from fsdp_sft.context_parallel import check_shareable
+from fsdp_sft.attention.context_parallel import check_shareable
 from fsdp_sft.errors import UnsupportedModelError
 from fsdp_sft.planner.estimate import MemoryEstimate, estimate
 from fsdp_sft.planner.model import build_skeleton

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from fsdp_sft._compat import TorchDispatchMode
-from fsdp_sft._model import tensors_in
+from fsdp_sft._compat.modules import TorchDispatchMode
+from fsdp_sft._model.named import tensors_in
 from fsdp_sft.planner.cost import flops_of, moved_by
 from fsdp_sft.sac import is_decision
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fsdp_sft._compat import experts_to_share_out
-from fsdp_sft._placement import shard_dim, shard_numel
-from fsdp_sft.blocks import find_blocks
+from fsdp_sft._compat.experts import experts_to_share_out
+from fsdp_sft._model.blocks import find_blocks
+from fsdp_sft._tensors.shard_dims import shard_dim, shard_numel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

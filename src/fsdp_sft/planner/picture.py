@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fsdp_sft._disk import full_path
+from fsdp_sft._tensors.disk import full_path
 from fsdp_sft.planner import replay
 from fsdp_sft.planner.budget import Budget
 from fsdp_sft.planner.estimate import MemoryEstimate

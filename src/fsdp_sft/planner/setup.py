@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 import torch
 
-from fsdp_sft._gpus import Gpu, gpu_named
+from fsdp_sft._process.gpus import Gpu, gpu_named
 from fsdp_sft.planner.experts import ExpertsImpl
 from fsdp_sft.planner.run import GradSync, LossImpl, Optimizer, Run
 from fsdp_sft.sac import Placement, Ratio, parse_ratio, select_block_indices

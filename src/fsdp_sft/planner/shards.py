@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from fsdp_sft._placement import imbalance, shard_dim, shard_numel
+from fsdp_sft._tensors.shard_dims import imbalance, shard_dim, shard_numel
 from fsdp_sft.planner.model import Group
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from fsdp_sft._compat import attention_of
-from fsdp_sft.context_parallel import SequenceGroup, WholeRows, part_of_rows, share_attention
+from fsdp_sft._compat.attention import attention_of
+from fsdp_sft.attention.context_parallel import SequenceGroup, WholeRows, part_of_rows, share_attention
 from fsdp_sft.errors import UnsupportedModelError
 from fsdp_sft.planner.ledger import EXCHANGE, Event, Ledger
 

@@ -22,8 +22,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fsdp_sft._gpus import Gpu
-from fsdp_sft._model import tensors_in
+from fsdp_sft._model.named import tensors_in
+from fsdp_sft._process.gpus import Gpu
 from fsdp_sft.errors import UnsupportedModelError
 from fsdp_sft.planner.experts import ExpertsImpl, computed_by
 from fsdp_sft.planner.fused import fused_footprint

@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 from torch import nn
 
-from fsdp_sft._compat import compile_memory_budget
-from fsdp_sft.blocks import find_blocks, is_never_called
+from fsdp_sft._compat.compile import compile_memory_budget
+from fsdp_sft._model.blocks import find_blocks, is_never_called
 from fsdp_sft.sac.attach import checkpoint_blocks, disable_caches, enter_mode, restore
 from fsdp_sft.sac.decisions import checkpoint_of
 from fsdp_sft.sac.noise import preserves_rng_state

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_sft._compat import checkpointing_flag, checkpoints_its_forward, is_checkpointing_layer
-from fsdp_sft.blocks import CACHES_OFF, configs_of
+from fsdp_sft._compat.checkpointing import checkpointing_flag, checkpoints_its_forward, is_checkpointing_layer
+from fsdp_sft._model.blocks import CACHES_OFF, configs_of
 from fsdp_sft.errors import UnsupportedModelError
 from fsdp_sft.sac.offload import Offload, drop_offload, offload_compiled, run_offloaded
 from fsdp_sft.sac.proof import checkpoint_seen, demand_proof, drop_check, drop_proof

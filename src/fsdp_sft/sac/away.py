@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from fsdp_sft._callers import warn_caller
-from fsdp_sft._host_memory import available_host_bytes
-from fsdp_sft._streams import copy_stream, host_buffer
-from fsdp_sft.distributed import ranks_on_host
+from fsdp_sft._process.callers import warn_caller
+from fsdp_sft._process.host_memory import available_host_bytes
+from fsdp_sft._process.streams import copy_stream, host_buffer
+from fsdp_sft._ranks.init import ranks_on_host
 from fsdp_sft.errors import HostMemoryError
 
 CHUNK_BYTES = 1 << 24  # size of a piece of host memory; torch rounds pinned memory up to a power of two

@@ -5,9 +5,9 @@ from typing import Any
 
 from torch import nn
 
-from fsdp_sft._compat import backend_with_memory_budget, is_compiled
-from fsdp_sft._recompiles import compile_block
-from fsdp_sft.blocks import find_blocks
+from fsdp_sft._compat.compile import backend_with_memory_budget, is_compiled
+from fsdp_sft._model.blocks import find_blocks
+from fsdp_sft._model.recompiles import compile_block
 from fsdp_sft.sac.apply import named_blocks
 from fsdp_sft.sac.attach import enter_mode, override, restore
 from fsdp_sft.sac.ratio import Ratio, parse_ratio

@@ -31,7 +31,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from fsdp_sft._compat import TorchDispatchMode, being_compiled
+from fsdp_sft._compat.compile import being_compiled
+from fsdp_sft._compat.modules import TorchDispatchMode
 
 _aten = torch.ops.aten
 # Operations that decide: those that return (values, indices), and those that return indices alone.

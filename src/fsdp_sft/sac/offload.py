@@ -25,11 +25,12 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from fsdp_sft._callers import warn_caller
-from fsdp_sft._compat import compiled_call_of, kept_in, set_compiled_call
-from fsdp_sft._host_memory import available_host_bytes
-from fsdp_sft._model import tensors_in
-from fsdp_sft._recompiles import AROUND_COMPILED
+from fsdp_sft._compat.checkpointing import kept_in
+from fsdp_sft._compat.compile import compiled_call_of, set_compiled_call
+from fsdp_sft._model.named import tensors_in
+from fsdp_sft._model.recompiles import AROUND_COMPILED
+from fsdp_sft._process.callers import warn_caller
+from fsdp_sft._process.host_memory import available_host_bytes
 from fsdp_sft.sac.away import Away, Lane, Visit, identity
 
 _LEAST_BYTES = 1 << 10  # size from which a tensor is worth a copy

@@ -10,15 +10,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from fsdp_sft._compat import (
-    attention_of,
-    being_compiled,
-    changes_its_inputs,
-    draws_random_numbers_now,
-    is_compiled,
-    modules_being_traced,
-)
-from fsdp_sft.blocks import find_blocks
+from fsdp_sft._compat.attention import attention_of
+from fsdp_sft._compat.checkpointing import changes_its_inputs, draws_random_numbers_now
+from fsdp_sft._compat.compile import being_compiled, is_compiled, modules_being_traced
+from fsdp_sft._model.blocks import find_blocks
 from fsdp_sft.errors import UnsupportedModelError, abridged
 from fsdp_sft.sac.attach import override
 from fsdp_sft.sac.decisions import Contexts, decides, is_decision, with_decisions

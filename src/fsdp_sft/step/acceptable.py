@@ -6,15 +6,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fsdp_sft._compat import attention_of, original_class
-from fsdp_sft._meshes import copies_of_rows
-from fsdp_sft._vocabulary import vocabulary_of
-from fsdp_sft._wrappers import unwrapped
-from fsdp_sft.collate import IGNORE_INDEX, refuse_masked_pack
+from fsdp_sft._compat.attention import attention_of
+from fsdp_sft._compat.models import original_class
+from fsdp_sft._model.vocabulary import vocabulary_of
+from fsdp_sft._model.wrappers import unwrapped
+from fsdp_sft._ranks.mesh import copies_of_rows
+from fsdp_sft.collate import refuse_masked_pack
 from fsdp_sft.errors import BatchError, UnsupportedModelError
 from fsdp_sft.loss import LABEL_KEYS
 from fsdp_sft.sac import draws_random_numbers
 from fsdp_sft.step.lengths import check_length
+from fsdp_sft.targets import IGNORE_INDEX
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

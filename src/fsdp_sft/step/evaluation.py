@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_sft._former import told_of_former
-from fsdp_sft._meshes import copies_of_rows
-from fsdp_sft._streams import LateValues
-from fsdp_sft.context_parallel import sequence_group_of
-from fsdp_sft.distributed import compute_device, raise_on_mesh, reshard, sum_over_mesh, training_mesh_of
+from fsdp_sft._model.sharded import compute_device, reshard, training_mesh_of
+from fsdp_sft._process.former import told_of_former
+from fsdp_sft._process.streams import LateValues
+from fsdp_sft._ranks.mesh import copies_of_rows, raise_on_mesh, sum_over_mesh
+from fsdp_sft.attention.context_parallel import sequence_group_of
 from fsdp_sft.errors import BatchError
 from fsdp_sft.loss import (
     HeadChecks,
@@ -22,7 +22,7 @@ from fsdp_sft.loss import (
     checked_later,
     tokens_of,
 )
-from fsdp_sft.packing import Verify, check_verify, verify_at_first_use
+from fsdp_sft.sampling.packing import Verify, check_verify, verify_at_first_use
 from fsdp_sft.step.acceptable import check_of
 from fsdp_sft.step.anew import find_out_anew, what_is_new
 from fsdp_sft.step.keys import (

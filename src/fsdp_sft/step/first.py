@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from fsdp_sft._agree import this_rank
-from fsdp_sft._callers import warn_caller
+from fsdp_sft._process.callers import warn_caller
+from fsdp_sft._ranks.agree import this_rank
 from fsdp_sft.dcp_io.inner_tensors import take_apart
 from fsdp_sft.dcp_io.optimizer_content import check_storable
 from fsdp_sft.errors import UnstorableStateError

@@ -10,9 +10,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fsdp_sft._boxes import local_of
-from fsdp_sft._compat import forget_failed_iteration
-from fsdp_sft._wrappers import replicated_by, unwrapped
+from fsdp_sft._compat.fsdp import forget_failed_iteration
+from fsdp_sft._model.wrappers import replicated_by, unwrapped
+from fsdp_sft._tensors.boxes import local_of
 
 SyncMode = Literal["all", "reduce_scatter", "none"]
 

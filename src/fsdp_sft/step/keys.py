@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any
 
-from fsdp_sft._agree import all_gather_objects, difference
+from fsdp_sft._ranks.agree import all_gather_objects, difference
 from fsdp_sft.errors import BatchError, abridged
 from fsdp_sft.loss import LABEL_KEYS, WEIGHTS_KEY
 

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fsdp_sft._agree import all_gather_objects
-from fsdp_sft._meshes import CP, EP, TP, has_made_cp
-from fsdp_sft._record import record_of
-from fsdp_sft.collate import IGNORE_INDEX
+from fsdp_sft._model.record import record_of
+from fsdp_sft._ranks.agree import all_gather_objects
+from fsdp_sft._ranks.mesh import CP, EP, TP, has_made_cp
 from fsdp_sft.errors import BatchError, abridged
 from fsdp_sft.loss import is_shifted
 from fsdp_sft.step.once import first_time
+from fsdp_sft.targets import IGNORE_INDEX
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

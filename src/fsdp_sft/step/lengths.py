@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_sft._callers import warn_caller
-from fsdp_sft._model import text_config
-from fsdp_sft._wrappers import unwrapped
+from fsdp_sft._model.twin import text_config
+from fsdp_sft._model.wrappers import unwrapped
+from fsdp_sft._process.callers import warn_caller
 from fsdp_sft.errors import BatchError
 from fsdp_sft.step.once import first_time
 

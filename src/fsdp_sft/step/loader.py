@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from fsdp_sft._agree import all_reduce_min, all_reduce_sum, raise_first
-from fsdp_sft._callers import warn_caller
-from fsdp_sft._meshes import CP, cp_rank, cp_size, host_group, mesh_of_job
-from fsdp_sft._parts import part
-from fsdp_sft._vocabulary import Vocabulary
+from fsdp_sft._model.vocabulary import Vocabulary
+from fsdp_sft._process.callers import warn_caller
+from fsdp_sft._process.trace_spans import part
+from fsdp_sft._ranks.agree import all_reduce_min, all_reduce_sum, raise_first
+from fsdp_sft._ranks.mesh import CP, cp_rank, cp_size, host_group, mesh_of_job
 from fsdp_sft.errors import BatchError
+from fsdp_sft.jobs.preemption import keep_workers_alive
 from fsdp_sft.loss import num_targets
-from fsdp_sft.preemption import keep_workers_alive
 from fsdp_sft.step.shares import look_at_shares, note_pass, sources_of
 from fsdp_sft.step.window import CountFn, counted, num_rows, on_host, to_device
 

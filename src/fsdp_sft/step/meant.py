@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_sft._agree import this_rank
-from fsdp_sft._callers import warn_caller
-from fsdp_sft._compat import compute_dtypes
-from fsdp_sft._record import record_of
+from fsdp_sft._compat.fsdp import compute_dtypes
+from fsdp_sft._model.record import record_of
+from fsdp_sft._process.callers import warn_caller
+from fsdp_sft._ranks.agree import this_rank
 from fsdp_sft.dcp_io.left_behind import loaded_without_optimizer
 from fsdp_sft.errors import abridged
 from fsdp_sft.sac import draws_random_numbers

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from fsdp_sft._record import record_of
+from fsdp_sft._model.record import record_of
 
 
 @dataclass

@@ -7,14 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fsdp_sft._compat import (
-    found_infs,
-    keep_scale_on_host,
-    schedulers_within,
-)
-from fsdp_sft._model import parameter_names
+from fsdp_sft._compat.optim import found_infs, keep_scale_on_host, schedulers_within
+from fsdp_sft._model.named import parameter_names
+from fsdp_sft._model.sharded import reshard
 from fsdp_sft.dcp_io.optimizer_content import Optimizers, as_list
-from fsdp_sft.distributed import reshard
 from fsdp_sft.errors import OptimizerError, abridged
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_sft.blocks import without_caches
-from fsdp_sft.context_parallel import SequenceGroup
+from fsdp_sft._model.blocks import without_caches
+from fsdp_sft.attention.context_parallel import SequenceGroup
 from fsdp_sft.experts import counter_of
 from fsdp_sft.loss import PLAIN, LossImpl, RouterLoss, Terms, check_router_loss, loss_parts
 from fsdp_sft.step.trained import refuse_sharded_loss

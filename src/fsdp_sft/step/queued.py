@@ -4,8 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fsdp_sft._streams import LateValues
-from fsdp_sft.distributed import raise_on_mesh, sum_over_mesh
+from fsdp_sft._process.streams import LateValues
+from fsdp_sft._ranks.mesh import raise_on_mesh, sum_over_mesh
 from fsdp_sft.errors import NonFiniteGradientError
 from fsdp_sft.experts import ExpertLoad, LateLoad
 from fsdp_sft.loss import HeadChecks

@@ -5,12 +5,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from fsdp_sft._agree import all_gather_objects, control_group
-from fsdp_sft._meshes import same_rows_in
-from fsdp_sft.context_parallel import SequenceGroup
-from fsdp_sft.distributed import raise_on_mesh, sum_over_mesh
+from fsdp_sft._ranks.agree import all_gather_objects, control_group
+from fsdp_sft._ranks.mesh import raise_on_mesh, same_rows_in, sum_over_mesh
+from fsdp_sft.attention.context_parallel import SequenceGroup
+from fsdp_sft.jobs.preemption import keep_workers_alive
 from fsdp_sft.loss import part_of, refuse_different_rows, to_compare_rows
-from fsdp_sft.preemption import keep_workers_alive
 from fsdp_sft.step.keys import Keys, are_equal, digest, keys_of, refuse_different_keys, to_compare
 from fsdp_sft.step.window import Check, CountFn, counted, on_host
 

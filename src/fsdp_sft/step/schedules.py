@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from fsdp_sft._record import kept_of, record_of
+from fsdp_sft._model.record import kept_of, record_of
 from fsdp_sft.errors import OptimizerError
 
 if TYPE_CHECKING:

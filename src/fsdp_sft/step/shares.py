@@ -9,11 +9,11 @@ from typing import Any, cast
 
 from torch.utils.data import BatchSampler, ConcatDataset, DistributedSampler, RandomSampler, Subset
 
-from fsdp_sft._agree import difference, is_distributed, this_rank, through_rank_0
-from fsdp_sft._callers import warn_caller
-from fsdp_sft._random import unmoved
+from fsdp_sft._process.callers import warn_caller
+from fsdp_sft._process.generators import unmoved
+from fsdp_sft._ranks.agree import difference, is_distributed, this_rank, through_rank_0
 from fsdp_sft.errors import BatchError
-from fsdp_sft.sampler import Placed
+from fsdp_sft.sampling.sampler import Placed
 
 # The epoch of the last whole pass that a sampler of torch's has ordered.
 _passes: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()

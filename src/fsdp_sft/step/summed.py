@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fsdp_sft._forward import function_state
-from fsdp_sft._record import findings
-from fsdp_sft.distributed import compute_device, sum_over_mesh
+from fsdp_sft._model.forward import function_state
+from fsdp_sft._model.record import findings
+from fsdp_sft._model.sharded import compute_device
+from fsdp_sft._ranks.mesh import sum_over_mesh
 from fsdp_sft.errors import BatchError, ModelLossError, NotFusedError
 from fsdp_sft.loss import evaluating, guarded
 from fsdp_sft.step.own_loss import LossFn, Objective

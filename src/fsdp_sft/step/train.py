@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from fsdp_sft._compat import forget_failed_iteration, forget_held_back, forget_unscaled, known_scale
-from fsdp_sft._expert_parallel import refuse_divided_twice
-from fsdp_sft._former import told_of_former
-from fsdp_sft._meshes import copies_of_rows
-from fsdp_sft._parts import part
-from fsdp_sft._streams import LateValues
-from fsdp_sft.context_parallel import sequence_group_of
+from fsdp_sft._compat.fsdp import forget_failed_iteration, forget_held_back
+from fsdp_sft._compat.optim import forget_unscaled, known_scale
+from fsdp_sft._model.sharded import compute_device, training_mesh_of
+from fsdp_sft._process.former import told_of_former
+from fsdp_sft._process.streams import LateValues
+from fsdp_sft._process.trace_spans import part
+from fsdp_sft._ranks.mesh import copies_of_rows
+from fsdp_sft.attention.context_parallel import sequence_group_of
 from fsdp_sft.dcp_io.global_batch import remember_batch
-from fsdp_sft.distributed import compute_device, training_mesh_of
 from fsdp_sft.experts import counter_of
 from fsdp_sft.loss import (
     HeadChecks,
@@ -26,7 +26,8 @@ from fsdp_sft.loss import (
     scaled_for_averaging,
     tokens_of,
 )
-from fsdp_sft.packing import Verify, check_verify, verify_at_first_use
+from fsdp_sft.sampling.packing import Verify, check_verify, verify_at_first_use
+from fsdp_sft.shard.expert_parallel import refuse_divided_twice
 from fsdp_sft.step.acceptable import check_of, refuse_noise_on_same_rows
 from fsdp_sft.step.anew import find_out_anew, what_is_new
 from fsdp_sft.step.first import state_problem

@@ -10,16 +10,16 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fsdp_sft._boxes import local_of
-from fsdp_sft._compat import hooked_while_gathered, original_class
-from fsdp_sft._meshes import copies_of_rows
-from fsdp_sft._model import parameter_names
-from fsdp_sft._record import findings
-from fsdp_sft._wrappers import replicated_by, unwrapped
-from fsdp_sft.adapters import refuse_merged
-from fsdp_sft.distributed import DP_REPLICATE
+from fsdp_sft._compat.fsdp import hooked_while_gathered
+from fsdp_sft._compat.models import original_class
+from fsdp_sft._model.adapters import refuse_merged
+from fsdp_sft._model.named import parameter_names
+from fsdp_sft._model.record import findings
+from fsdp_sft._model.wrappers import replicated_by, unwrapped
+from fsdp_sft._ranks.mesh import DP_REPLICATE, copies_of_rows
+from fsdp_sft._tensors.boxes import local_of
 from fsdp_sft.errors import OptimizerError, UnsupportedModelError, abridged
-from fsdp_sft.shard import refuse_hooks
+from fsdp_sft.shard.apply import refuse_hooks
 from fsdp_sft.step.optimizers import stepped_by
 from fsdp_sft.step.window import raise_on_mesh
 

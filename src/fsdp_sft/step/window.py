@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fsdp_sft._meshes import copies_of_rows, same_rows_in
-from fsdp_sft._streams import host_copies, travelling
-from fsdp_sft.context_parallel import SequenceGroup
-from fsdp_sft.distributed import raise_on_mesh, sum_over_mesh
+from fsdp_sft._process.streams import host_copies, travelling
+from fsdp_sft._ranks.mesh import copies_of_rows, raise_on_mesh, same_rows_in, sum_over_mesh
+from fsdp_sft.attention.context_parallel import SequenceGroup
 from fsdp_sft.errors import BatchError
 from fsdp_sft.loss import (
     LOSS_KEYS,

@@ -9,8 +9,8 @@ from typing import Literal
 
 from torch import nn
 
-from fsdp_sft._model import named_tensors
-from fsdp_sft.adapters import saved_copies
+from fsdp_sft._model.adapters import saved_copies
+from fsdp_sft._model.named import named_tensors
 from fsdp_sft.errors import UnfilledTensorsError, abridged
 
 Source = Literal["checkpoint", "tie", "initialised", "computed", "copy", "kept"]

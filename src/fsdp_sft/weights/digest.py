@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fsdp_sft._safetensors import open_file, read_at
+from fsdp_sft._tensors.safetensors import open_file, read_at
 from fsdp_sft.weights.prepared_note import FORMAT_VERSION
 from fsdp_sft.weights.resolve import find_manifest, resolved_inside, weight_file_names
 

@@ -8,19 +8,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_sft._agree import (
-    agreed,
-    control_group,
-    this_rank,
-    world_size,
-)
-from fsdp_sft._boxes import Box, box_of, local_of, part_of, replicate_dims, whole
-from fsdp_sft._compat import keep_used_conversions, run_conversion
-from fsdp_sft._jobs import Computation, Job
-from fsdp_sft._model import named_tensors
-from fsdp_sft._prefault import HostPages
-from fsdp_sft._reader import check_all_finite, check_same, read_jobs
-from fsdp_sft.adapters import copy_saved_modules, without_adapters
+from fsdp_sft._compat.conversions import keep_used_conversions, run_conversion
+from fsdp_sft._model.adapters import copy_saved_modules, without_adapters
+from fsdp_sft._model.named import named_tensors
+from fsdp_sft._ranks.agree import agreed, control_group, this_rank, world_size
+from fsdp_sft._tensors.boxes import Box, box_of, local_of, part_of, replicate_dims, whole
+from fsdp_sft._tensors.jobs import Computation, Job
+from fsdp_sft._tensors.prefault import HostPages
+from fsdp_sft._tensors.reader import check_all_finite, check_same, read_jobs
 from fsdp_sft.weights.account import Source, check_nothing_empty
 from fsdp_sft.weights.finish import check_shards_finite, initialise_rest, materialise
 from fsdp_sft.weights.plan import ConvertedGroup, LoadPlan, Target

@@ -4,19 +4,16 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_sft._boxes import box_of, local_of, part_of
-from fsdp_sft._compat import (
-    apply_to_tensors,
-    initialise_computed,
-    keeps_shards_on_host,
-    tie_by_names,
-    tied_names,
-)
-from fsdp_sft._model import meta_twin, named_tensors
-from fsdp_sft._prefault import ask_for_large_pages, maps_ahead
-from fsdp_sft._random import unmoved
-from fsdp_sft._reader import check_all_finite
-from fsdp_sft.distributed import compute_device
+from fsdp_sft._compat.fsdp import keeps_shards_on_host
+from fsdp_sft._compat.models import initialise_computed, tie_by_names, tied_names
+from fsdp_sft._compat.modules import apply_to_tensors
+from fsdp_sft._model.named import named_tensors
+from fsdp_sft._model.sharded import compute_device
+from fsdp_sft._model.twin import meta_twin
+from fsdp_sft._process.generators import unmoved
+from fsdp_sft._tensors.boxes import box_of, local_of, part_of
+from fsdp_sft._tensors.prefault import ask_for_large_pages, maps_ahead
+from fsdp_sft._tensors.reader import check_all_finite
 from fsdp_sft.weights.plan import LoadPlan
 
 

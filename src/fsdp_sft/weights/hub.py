@@ -6,7 +6,7 @@ import time
 import uuid
 from pathlib import Path
 
-from fsdp_sft._agree import agreed, all_gather_objects, share, this_rank, while_others_wait
+from fsdp_sft._ranks.agree import agreed, all_gather_objects, share, this_rank, while_others_wait
 from fsdp_sft.errors import CheckpointFormatError
 from fsdp_sft.weights.resolve import (
     ADAPTER,

@@ -7,18 +7,12 @@ from typing import Any, Literal
 
 from torch import nn
 
-from fsdp_sft._agree import (
-    agreed,
-    all_gather_objects,
-    all_reduce_sum,
-    difference,
-    is_distributed,
-)
-from fsdp_sft._boxes import replicate_dims
-from fsdp_sft._launch import own_share
-from fsdp_sft._reader import MAX_WORKERS
-from fsdp_sft.adapters import refuse_initialised_from_base, without_adapters
-from fsdp_sft.distributed import reshard
+from fsdp_sft._model.adapters import refuse_initialised_from_base, without_adapters
+from fsdp_sft._model.sharded import reshard
+from fsdp_sft._ranks.agree import agreed, all_gather_objects, all_reduce_sum, difference, is_distributed
+from fsdp_sft._ranks.launch import own_share
+from fsdp_sft._tensors.boxes import replicate_dims
+from fsdp_sft._tensors.reader import MAX_WORKERS
 from fsdp_sft.errors import CheckpointFormatError
 from fsdp_sft.weights.account import account, filled_in_base
 from fsdp_sft.weights.fill import Reading, fill

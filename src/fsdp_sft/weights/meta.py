@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fsdp_sft._compat import (
+from fsdp_sft._compat.models import (
     build_like_from_pretrained,
     drop_tie,
     initialise_computed,
     tie_by_names,
     tied_names,
 )
-from fsdp_sft._dtypes import check_dtypes
-from fsdp_sft._limits import blame_no_file
-from fsdp_sft._model import meta_twin
-from fsdp_sft._quantised import refuse_quantised
+from fsdp_sft._model.quantised import refuse_quantised
+from fsdp_sft._model.twin import meta_twin
+from fsdp_sft._process.dtypes import check_dtypes
+from fsdp_sft._process.limits import blame_no_file
 from fsdp_sft.errors import CheckpointFormatError
 from fsdp_sft.weights.prepared_note import prepared_at
 from fsdp_sft.weights.resolve import open_checkpoint, told_of_adapter
@@ -291,8 +291,8 @@ def _differ(checkpoint: "Checkpoint", target: str, source: str) -> bool:
 
     Tensors that differ elsewhere are found when the weights are loaded, which compares every element.
     """
-    from fsdp_sft._safetensors import open_file, read_at
-    from fsdp_sft._stored import InFile
+    from fsdp_sft._tensors.safetensors import open_file, read_at
+    from fsdp_sft._tensors.stored import InFile
 
     first, second = (checkpoint.sources.get(name) for name in (target, source))
     if not isinstance(first, InFile) or not isinstance(second, InFile):

@@ -8,17 +8,18 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from fsdp_sft._compat import (
+from fsdp_sft._compat.conversions import (
     ignored_on_load,
     match_checkpoint_keys,
     run_conversion,
-    tied_names,
     weight_conversions,
 )
-from fsdp_sft._model import meta_twin, named_tensors
-from fsdp_sft._pieces import Piece, is_row_major
-from fsdp_sft._quantised import WITHOUT_A_WORD, is_scaled, refuse_packed
-from fsdp_sft._stored import Computed
+from fsdp_sft._compat.models import tied_names
+from fsdp_sft._model.named import named_tensors
+from fsdp_sft._model.quantised import WITHOUT_A_WORD, is_scaled, refuse_packed
+from fsdp_sft._model.twin import meta_twin
+from fsdp_sft._tensors.pieces import Piece, is_row_major
+from fsdp_sft._tensors.stored import Computed
 from fsdp_sft.errors import CheckpointFormatError, MissingKeysError, UnexpectedKeysError, abridged
 from fsdp_sft.weights.meta import matches_any
 from fsdp_sft.weights.provenance import Traced, UntraceableError, source

@@ -8,13 +8,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_sft._agree import agreed, all_reduce_sum
-from fsdp_sft._boxes import box_of
-from fsdp_sft._compat import match_checkpoint_keys, weight_conversions
-from fsdp_sft._model import ModelTensors, clean_name, meta_twin, named_tensors
-from fsdp_sft._reader import threads_that_read
-from fsdp_sft._stored import InFile, Stored, StoredFolder
-from fsdp_sft.adapters import without_adapters
+from fsdp_sft._compat.conversions import match_checkpoint_keys, weight_conversions
+from fsdp_sft._model.adapters import without_adapters
+from fsdp_sft._model.named import clean_name, named_tensors
+from fsdp_sft._model.state import ModelTensors
+from fsdp_sft._model.twin import meta_twin
+from fsdp_sft._ranks.agree import agreed, all_reduce_sum
+from fsdp_sft._tensors.boxes import box_of
+from fsdp_sft._tensors.reader import threads_that_read
+from fsdp_sft._tensors.stored import InFile, Stored, StoredFolder
 from fsdp_sft.dcp_io.folder import open_folder
 from fsdp_sft.dcp_io.manifest import Manifest
 from fsdp_sft.dcp_io.model_state import check_model

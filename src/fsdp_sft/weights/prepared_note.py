@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from fsdp_sft._codec import MALFORMED, dumps
-from fsdp_sft._limits import blame_no_file
+from fsdp_sft._process.codec import MALFORMED, dumps
+from fsdp_sft._process.limits import blame_no_file
 from fsdp_sft.errors import CheckpointCorruptError, CheckpointMismatchError
 
 FORMAT_VERSION = 2

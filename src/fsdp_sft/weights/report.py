@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fsdp_sft._agree import this_rank
+from fsdp_sft._ranks.agree import this_rank
 
 _PROGRESS_AFTER_SECONDS = 3
 

@@ -5,10 +5,10 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsdp_sft._limits import blame_no_file
-from fsdp_sft._pickled import read_pickled
-from fsdp_sft._safetensors import Header, open_file, read_header
-from fsdp_sft._stored import InFile, Stored
+from fsdp_sft._process.limits import blame_no_file
+from fsdp_sft._tensors.pickled import read_pickled
+from fsdp_sft._tensors.safetensors import Header, open_file, read_header
+from fsdp_sft._tensors.stored import InFile, Stored
 from fsdp_sft.errors import CheckpointFormatError, SafetensorsError, abridged
 
 SINGLE = "model.safetensors"

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_sft._agree import all_reduce_sum, this_rank
-from fsdp_sft._boxes import Box, box_of, local_of, owner_ranks, part_of
-from fsdp_sft._compat import build_like_from_pretrained
-from fsdp_sft._model import named_tensors
+from fsdp_sft._compat.models import build_like_from_pretrained
+from fsdp_sft._model.named import named_tensors
+from fsdp_sft._ranks.agree import all_reduce_sum, this_rank
+from fsdp_sft._tensors.boxes import Box, box_of, local_of, owner_ranks, part_of
 from fsdp_sft.errors import VocabularyError, abridged
 
 _PIECE_ELEMENTS = 1 << 20  # widened to float64 at once

@@ -342,7 +342,7 @@ def _create_backend(store, rank, size, timeout):
     options = dist.ProcessGroupGloo._Options()
     options._devices = [dist.ProcessGroupGloo.create_default_device()]
     options._timeout = timeout + timedelta(seconds=1)  # simccl notices first
-    options._threads = 1  # of two, each would write to one string: see careful_gloo in _compat.py
+    options._threads = 1  # of two, each would write to one string: see careful_gloo in _compat/groups.py
     gloo = dist.ProcessGroupGloo(dist.PrefixStore("simccl", store), rank, size, options)
     return _C.make_backend(gloo, rank, size, int(timeout.total_seconds() * 1000))
 

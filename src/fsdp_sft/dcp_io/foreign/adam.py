@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from fsdp_sft._codec import encode
-from fsdp_sft._model import ModelTensors
-from fsdp_sft._safetensors import dtype_name
+from fsdp_sft._model.state import ModelTensors
+from fsdp_sft._process.codec import encode
+from fsdp_sft._tensors.safetensors import dtype_name
 from fsdp_sft.dcp_io.content import ReadTensor
 from fsdp_sft.dcp_io.foreign.source import ForeignCheckpoint, ForeignTensor
 from fsdp_sft.errors import CheckpointMismatchError, abridged

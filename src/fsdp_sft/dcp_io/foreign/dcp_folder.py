@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from fsdp_sft._boxes import Box, tiling_problem
-from fsdp_sft._disk import closing, read_bytes
-from fsdp_sft._limits import blame_no_file
-from fsdp_sft._safetensors import open_file, read_at
+from fsdp_sft._process.limits import blame_no_file
+from fsdp_sft._tensors.boxes import Box, tiling_problem
+from fsdp_sft._tensors.disk import closing, read_bytes
+from fsdp_sft._tensors.safetensors import open_file, read_at
 from fsdp_sft.dcp_io.foreign.source import ForeignTensor
 from fsdp_sft.errors import CheckpointCorruptError, CheckpointFormatError, SafetensorsError
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fsdp_sft._boxes import Box
+from fsdp_sft._tensors.boxes import Box
 from fsdp_sft.dcp_io.foreign.source import ForeignTensor
 
 KeyMap = Mapping[str, str | None] | Callable[[str], str | None]

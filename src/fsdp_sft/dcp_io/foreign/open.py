@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from fsdp_sft._boxes import Box, part_of
-from fsdp_sft._codec import MALFORMED
-from fsdp_sft._limits import blame_no_file
+from fsdp_sft._process.codec import MALFORMED
+from fsdp_sft._process.limits import blame_no_file
+from fsdp_sft._tensors.boxes import Box, part_of
 from fsdp_sft.dcp_io.foreign.dcp_folder import METADATA_NAME, DcpFolder, below, is_plain
 from fsdp_sft.dcp_io.foreign.names import kind_of
 from fsdp_sft.dcp_io.foreign.source import ForeignCheckpoint, ForeignTensor, split_optimizer, step_of

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fsdp_sft._boxes import Box
+from fsdp_sft._tensors.boxes import Box
 from fsdp_sft.errors import CheckpointCorruptError
 
 

@@ -1,0 +1,99 @@
+"""Activation checkpointing: transformers' layers, and torch's operators as a recomputation sees them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+# The documented base class of modes that see every operation; only the name of its module is private.
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+
+def checkpointing_flag(recompute: Callable[..., Any]) -> dict[str, Any]:
+    """Attributes that make a ``GradientCheckpointingLayer`` of transformers recompute its forward.
+
+    The layer reads the function from ``_gradient_checkpointing_func``. The public method that sets it,
+    ``gradient_checkpointing_enable``, sets it for all blocks.
+    """
+    return {"gradient_checkpointing": True, "_gradient_checkpointing_func": recompute}
+
+
+def checkpoints_its_forward(block: nn.Module) -> bool:
+    """Whether a block is a ``GradientCheckpointingLayer`` that recomputes its ``forward``.
+
+    Before some version that is not later than 5.23 the layer recomputed its ``__call__`` instead. Hooks, and
+    the compiled code of a compiled block, then run inside of the checkpoint.
+    """
+    return is_checkpointing_layer(block) and type(block).__call__ is nn.Module.__call__
+
+
+def is_checkpointing_layer(block: nn.Module) -> bool:
+    """Whether a block is a ``GradientCheckpointingLayer``, by its name: transformers may not be imported."""
+    return any(
+        base.__name__ == "GradientCheckpointingLayer" and base.__module__.startswith("transformers.")
+        for base in type(block).__mro__
+    )
+
+
+class KeptValue:
+    """One value that selective checkpointing keeps from the forward for the recomputation.
+
+    torch keeps it in the private class ``_VersionWrapper``, with the version that a tensor had then.
+    """
+
+    def __init__(self, wrapper: Any) -> None:
+        self._wrapper = wrapper
+
+    @property
+    def value(self) -> Any:
+        return self._wrapper.val
+
+    @property
+    def changed(self) -> bool:
+        """Whether the tensor has been changed in place since; torch raises when such a value is used."""
+        return isinstance(self.value, torch.Tensor) and self._wrapper.version != self.value._version
+
+    def replace(self, value: Any, *, changed: bool = False) -> None:
+        """Keep another object in its place; a tensor counts as unchanged from now on unless ``changed``."""
+        self._wrapper.val = value
+        self._wrapper.version = value._version if isinstance(value, torch.Tensor) and not changed else None
+        if changed:
+            self._wrapper.version = -1  # no tensor has this version
+
+
+def kept_in(mode: Any) -> list[KeptValue]:
+    """The values that a mode of ``create_selective_checkpoint_contexts`` keeps at present.
+
+    torch keeps these tensors in the mode's ``storage``. They do not pass autograd's saved-tensor hooks, and
+    there is no public way to have them kept elsewhere.
+    """
+    from torch.utils._pytree import tree_leaves
+    from torch.utils.checkpoint import _VersionWrapper
+
+    entries: list[Any] = []
+    for of_operation in mode.storage.values():
+        entries += of_operation.values() if isinstance(of_operation, dict) else of_operation
+    return [KeptValue(leaf) for leaf in tree_leaves(entries) if isinstance(leaf, _VersionWrapper)]
+
+
+def changes_its_inputs(op: Any) -> bool:
+    """Whether an operator writes to its arguments, which only its private ``_schema`` says."""
+    return bool(getattr(getattr(op, "_schema", None), "is_mutable", False))
+
+
+def draws_random_numbers_now(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an operator draws random numbers when it is called with these arguments.
+
+    Attention kernels have the tag ``nondeterministic_seeded`` even where they drop nothing. Only the private
+    ``_schema`` says which of their arguments is ``dropout_p``.
+    """
+    if torch.Tag.nondeterministic_seeded not in getattr(op, "tags", ()):
+        return False
+    for position, argument in enumerate(op._schema.arguments):
+        if argument.name == "dropout_p":
+            value = (
+                args[position] if position < len(args) else kwargs.get("dropout_p", argument.default_value)
+            )
+            return bool(value)
+    return True

@@ -1,0 +1,119 @@
+"""torch.compile: compiled calls, limits of recompilation, memory budgets."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+# The documented base class of modes that see every operation; only the name of its module is private.
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``torch.compile`` or ``module.compile()`` was called on this very module.
+
+    ``Module.compile`` keeps the compiled call in ``_compiled_call_impl``. ``torch.compile`` returns a wrapper
+    that keeps the module in ``_orig_mod``. No public function asks for either.
+    """
+    return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
+
+
+def compiled_call_of(module: nn.Module) -> Callable[..., Any] | None:
+    """The function that ``module.compile()`` runs in place of the module's call; None without ``compile``."""
+    return module.__dict__.get("_compiled_call_impl")
+
+
+def set_compiled_call(module: nn.Module, call: Callable[..., Any]) -> None:
+    """Replace the function that ``compiled_call_of`` returns, to set autograd's saved-tensor hooks around it.
+
+    Hooks registered on the module would be traced with it, and torch has no hooks around a compiled call.
+    """
+    module.__dict__["_compiled_call_impl"] = call
+
+
+LIMIT_LOGGER = "torch._dynamo.convert_frame"  # the logger of the message that limit_that_was_hit reads
+
+
+def recompile_options(variants: int) -> dict[str, Any]:
+    """Keywords of ``torch.compile`` that allow ``variants`` compiled variants of one piece of code.
+
+    torch 2.13 has ``recompile_limit``. Before it the limit is a setting of the whole process in
+    ``torch._dynamo.config``, which is raised here.
+    """
+    if "recompile_limit" in inspect.signature(torch.compile).parameters:
+        return {"recompile_limit": variants}
+    from torch._dynamo import config
+
+    config.recompile_limit = max(variants, config.recompile_limit)
+    return {}
+
+
+def limit_that_was_hit(record: Any) -> str | None:
+    """Name of the limit at which Dynamo has stopped compiling a piece of code, if a log record says so.
+
+    torch says it in its log alone; from then on that code runs as plain Python.
+    """
+    hit = str(record.msg).startswith("torch._dynamo hit config.")
+    return str(record.args[0]) if hit and record.args else None
+
+
+def being_compiled() -> bool:
+    """Whether code runs in order to be compiled, by Dynamo or in AOTAutograd's trace.
+
+    torch's public ``is_compiling`` is False on torch 2.11 where AOTAutograd traces a checkpoint, which then
+    accepts the contexts of compiled code only. torch.utils.checkpoint asks for the private proxy mode.
+    """
+    if torch.compiler.is_compiling():
+        return True
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+
+
+def compile_memory_budget() -> float:
+    """The share of activations that compiled code may keep, as set for the whole process.
+
+    It is set in ``torch._functorch.config``, for which there is no public name. The prototype
+    ``torch.autograd.graph.region_activation_memory_budget`` (torch 2.13) cannot be asked for its value.
+    """
+    from torch._functorch import config
+
+    return float(config.activation_memory_budget)
+
+
+def backend_with_memory_budget(backend: Any, budget: float) -> Callable[..., Any]:
+    """A ``torch.compile`` backend that partitions forward and backward under ``budget``.
+
+    ``torch.compile`` itself turns a backend's name into a function by ``lookup_backend``. The budget is read
+    while a graph is compiled. So it is set for that time only, and other models of the process keep theirs.
+    """
+    from functools import partial
+
+    from torch._dynamo import lookup_backend
+
+    return partial(_compile_with_memory_budget, lookup_backend(backend), budget)
+
+
+def _compile_with_memory_budget(
+    compiler: Callable[..., Any], budget: float, graph: Any, inputs: Any, **options: Any
+) -> Any:
+    from torch._functorch import config
+
+    with config.patch(activation_memory_budget=budget):
+        return compiler(graph, inputs, **options)
+
+
+def modules_being_traced() -> list[str]:
+    """Names of the modules around the operation that is being compiled, outermost first; empty in eager mode.
+
+    Dynamo's record of them reaches AOTAutograd's tracing in ``torch.fx.traceback``, under the undocumented
+    key ``nn_module_stack``.
+    """
+    import re
+
+    from torch.fx import traceback
+
+    stack: dict[str, tuple[str, Any]] = traceback.get_current_meta().get("nn_module_stack") or {}
+    return [
+        re.sub(r"\._modules\[['\"]([^'\"]+)['\"]\]|\[(\d+)\]", r".\1\2", name) for name, _ in stack.values()
+    ]

@@ -1,0 +1,92 @@
+"""transformers' mixtures of experts: their implementations, and their plan for several ranks."""
+
+from typing import Any
+
+from torch import nn
+
+# The documented base class of modes that see every operation; only the name of its module is private.
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+
+def experts_to_share_out(model: nn.Module) -> dict[str, int]:
+    """The modules whose experts transformers can share out over ranks: FQN to number of experts.
+
+    The number is 0 for a module without parameters of its own, such as peft's around experts with adapters.
+    The result is empty if transformers has no plan for the model, or is older than 5.20. Only the private
+    ``_expand_parallel_plan`` expands a plan to a model's layers.
+    """
+    plan: dict[str, str] = getattr(model, "ep_plan", None) or {}
+    if not hasattr(model, "_expand_parallel_plan"):
+        return {}
+    expanded = model._expand_parallel_plan(plan)  # type: ignore[operator]
+    dispatched = [name for name, style in expanded.items() if style == "ep_dispatch_experts"]
+    return {name: _stack_length(model.get_submodule(name)) for name in dispatched}
+
+
+def _stack_length(experts: nn.Module) -> int:
+    """Number of experts in a module: the length of its first own parameter; 0 without one."""
+    return next((len(parameter) for parameter in experts.parameters(recurse=False)), 0)
+
+
+def share_out_experts(model: nn.Module, ep_mesh: Any, alone: Any) -> None:
+    """Leave each stack of experts only this rank's, and let tokens travel between the ranks of ``ep_mesh``.
+
+    ``from_pretrained(distributed_config=...)`` does this to a model on the meta device, but publicly only
+    together with transformers' own sharding and loading; hence ``apply_expert_parallelism``.
+
+    Args:
+        model: Model on the meta device, not sharded.
+        ep_mesh: Mesh of one axis, whose ranks together have all experts.
+        alone: Mesh of this rank alone: transformers asks which ranks have the same tokens.
+    """
+    from transformers.distributed.expert_parallel import apply_expert_parallelism
+
+    plan = model._expand_parallel_plan(model.ep_plan)  # type: ignore[operator]
+    apply_expert_parallelism(model, ep_mesh, alone, plan, ep_implementation="all_to_all")
+
+
+# Attributes that transformers' decorator of experts sets.
+_EXPERTS_KNOW = (
+    "has_gate",
+    "is_transposed",
+    "num_experts",
+)
+
+
+def switchable_experts(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules of experts, by FQN, that transformers can compute in more than one way.
+
+    Its decorator leaves no public mark on them; they are recognised by the attributes that its functions
+    read.
+    """
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if hasattr(type(module), "_apply_gate") and all(hasattr(module, key) for key in _EXPERTS_KNOW)
+    }
+
+
+def experts_implementation_of(experts: nn.Module) -> str:
+    """Name of the implementation that a module of experts runs: its config's ``_experts_implementation``."""
+    return str(getattr(experts.config, "_experts_implementation", None) or "eager")
+
+
+def experts_forward(experts: nn.Module, implementation: str) -> Any:
+    """The function ``(experts, hidden_states, top_k_index, top_k_weights)`` of an implementation.
+
+    transformers looks it up in ``ALL_EXPERTS_FUNCTIONS`` at each forward, by the name in the config that all
+    experts of a model share.
+
+    Raises:
+        ValueError: If transformers has no implementation of that name.
+    """
+    import inspect
+
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    if implementation == "eager":
+        return inspect.unwrap(type(experts).forward)
+    if implementation not in ALL_EXPERTS_FUNCTIONS:
+        known = ", ".join(map(repr, ("eager", *sorted(ALL_EXPERTS_FUNCTIONS))))
+        raise ValueError(f"impl must be 'auto' or one of {known}, got {implementation!r}")
+    return ALL_EXPERTS_FUNCTIONS[implementation]

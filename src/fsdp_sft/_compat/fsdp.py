@@ -1,0 +1,218 @@
+"""FSDP2's states, groups and policies."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+# The documented base class of modes that see every operation; only the name of its module is private.
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+from fsdp_sft._compat.modules import has_grad_hooks, has_hooks
+
+
+def forget_failed_iteration(model: nn.Module) -> None:
+    """Put FSDP2 back to where it is between steps, after an error in a forward or a backward.
+
+    Parameters are sharded again, and what the failed iteration has left is dropped: gathers under way,
+    gradients that no rank has seen yet, and the note that the end of a backward is still to come, which would
+    keep the next backward from ending. ``FSDPModule.reset_iter_state`` (torch 2.13) does most of it. Earlier
+    versions do not have it, and it leaves the gradients that wait unsharded in a group's private parameters.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        state: Any = module._get_fsdp_state()
+        if state._is_root:  # None before the first forward, when there is nothing to forget
+            if hasattr(module, "reset_iter_state"):
+                module.reset_iter_state()
+            else:
+                _reset_iteration(state)
+    forget_held_back(model)
+
+
+def keep_trained_flags(module: Any) -> None:
+    """Carry ``requires_grad`` of an FSDP2 module's gathered parameters over to their shards.
+
+    Whoever freezes a parameter meets the one that the module shows at the moment. FSDP2 copies the flag from
+    the shard when it gathers, and never back, so that a change between the two would be undone.
+    """
+    for group in _parameter_groups(module._get_fsdp_state()):
+        if group.is_sharded:
+            continue
+        for parameter in group.fsdp_params:
+            shown = parameter._sharded_post_forward_param if group.is_sharded_post_forward else None
+            shown = parameter._unsharded_param if shown is None else shown
+            parameter.sharded_param.requires_grad_(shown.requires_grad)
+
+
+def is_broken_off(model: nn.Module) -> bool:
+    """Whether an error has left FSDP2 in the middle of a forward or backward, in which it shards nothing."""
+    return any(state._training_state.name != "IDLE" for state in _states_within(model))
+
+
+def replaced_parameters(module: Any) -> list[tuple[nn.Module, str]]:
+    """Parameters that were put in the place of those that FSDP2 holds, and that it would put back."""
+    state = module._get_fsdp_state()
+    if state._is_root is None:  # before the first forward FSDP2 takes what it finds
+        return []
+    found = []
+    for group in _parameter_groups(state):
+        attribute = "sharded_param" if group.is_sharded else "_unsharded_param"
+        attribute = "_sharded_post_forward_param" if group.is_sharded_post_forward else attribute
+        for parameter in group.fsdp_params:
+            own, info = getattr(parameter, attribute), parameter._module_info
+            places = [(info.module, info.param_name)]
+            if info.shared_modules:
+                places += zip(info.shared_modules, info.shared_param_names, strict=True)
+            found += [place for place in places if place[0]._parameters.get(place[1]) is not own]
+    return found
+
+
+def forget_held_back(model: nn.Module) -> None:
+    """Drop gradients of a window that was given up: FSDP2 holds them back, where ``zero_grad`` sees none."""
+    for parameter, gathered in _held_parameters(model):
+        parameter.unsharded_accumulated_grad = None
+        if gathered is not None and gathered.grad is not None:
+            gathered.grad = None
+
+
+def hooked_while_gathered(model: nn.Module) -> set[torch.Tensor]:
+    """The shards of FSDP2 whose gathered parameters have hooks, which see the gradients of one rank.
+
+    A gathered parameter is kept with its hooks, and without its memory, from one gathering to the next.
+    """
+    return {
+        parameter.sharded_param
+        for parameter, gathered in _held_parameters(model)
+        if gathered is not None and (has_hooks(gathered) or has_grad_hooks(gathered))
+    }
+
+
+def _held_parameters(model: nn.Module) -> Iterator[tuple[Any, nn.Parameter | None]]:
+    """FSDP2's own object for each parameter, and the gathered parameter; None if it never was gathered."""
+    for state in _states_within(model):
+        for group in _parameter_groups(state):
+            for parameter in group.fsdp_params:
+                yield parameter, getattr(parameter, "_unsharded_param", None)
+
+
+def _states_within(model: nn.Module) -> Iterator[Any]:
+    """FSDP2's state of each module that it has sharded."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            yield module._get_fsdp_state()
+
+
+def _reset_iteration(root: Any) -> None:
+    """``FSDPModule.reset_iter_state`` for a version of torch without it."""
+    if root._device.type != "cpu":
+        torch.accelerator.synchronize()  # so that no event has to be waited for
+    root._comm_ctx.all_gather_state = root._comm_ctx.reduce_scatter_state = None
+    root._comm_ctx.post_forward_order.clear()
+    for state in root._state_ctx.all_states:
+        state._modules_to_run_forward.clear()
+        state._training_state = type(state._training_state).IDLE
+        for group in _parameter_groups(state):
+            if group._all_gather_result is not None and group._all_gather_result.all_gather_work is not None:
+                group._all_gather_result.all_gather_work.wait()
+            group._all_gather_result = group._post_reduce_event = group._all_reduce_state = None
+            group._reshard_after_forward_event = group._partial_reduce_output = None
+            group._post_forward_indices.clear()
+            group._training_state = state._training_state
+            group._to_sharded()
+    root._state_ctx.iter_forward_root = None
+    root._state_ctx.post_backward_final_callback_queued = False
+
+
+def _parameter_groups(state: Any) -> list[Any]:
+    """The groups of parameters of an FSDP2 state: one in earlier versions of torch, a list in later ones."""
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
+
+
+def keeps_shards_on_host(model: nn.Module) -> bool:
+    """Whether a model was sharded with ``CPUOffloadPolicy``.
+
+    FSDP2 keeps the policy in its groups of parameters (``_fsdp_param_group``), which no public function
+    shows.
+    """
+    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            groups = _parameter_groups(module._get_fsdp_state())
+            if any(isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups):
+                return True
+    return False
+
+
+def compute_dtypes(model: nn.Module) -> set[torch.dtype]:
+    """The floating dtypes of a model's parameters, and those that FSDP2 casts them to for the forward.
+
+    ``fully_shard`` keeps its ``mp_policy`` in a state (``_get_fsdp_state``) that no public function shows.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            policy: Any = module._get_fsdp_state()._mp_policy
+            dtypes |= {policy.param_dtype} - {None}
+    return dtypes
+
+
+def native_mesh(model: nn.Module) -> Any | None:
+    """The mesh on which transformers has sharded a model while loading it; None for other models.
+
+    Only axes of more than one rank are returned. ``from_pretrained(distributed_config=...)`` keeps the mesh
+    in the private ``_mesh_manager``. The meshes of the model's parameters would not do: they do not show an
+    axis along which only experts are cut.
+    """
+    manager: Any = getattr(model, "_mesh_manager", None)
+    if manager is None:
+        return None
+    axes = ("pp", "dp_replicate", "fsdp", "tp")
+    wide = tuple(axis for axis in axes if manager.get_mesh(axis).size() > 1)
+    return manager.get_mesh(wide) if wide else None
+
+
+def reduction_dtype(module: nn.Module, gradient: torch.dtype) -> torch.dtype:
+    """The dtype in which FSDP2 reduces the gradients of a module that was given to ``fully_shard``.
+
+    The policy is read as in ``compute_dtypes``.
+
+    Args:
+        module: Module that is a group of FSDP2's.
+        gradient: Dtype of the group's stored shards, which counts if the policy says nothing.
+    """
+    policy: Any = module._get_fsdp_state()._mp_policy  # type: ignore[operator]
+    return policy.reduce_dtype or policy.param_dtype or gradient
+
+
+def composable_api_of(module: nn.Module) -> str | None:
+    """Name of a composable API of torch that was applied to a module, other than ``fully_shard``; or None.
+
+    ``replicate`` does not change the module's class, so only the registry of applied APIs shows it, which is
+    read by the private ``_get_registry``.
+    """
+    from torch.distributed._composable.contract import _get_registry
+
+    registry = _get_registry(module)
+    return next((name for name in registry or () if name != "fully_shard"), None)
+
+
+def split_factor_of(placement: Any) -> int | None:
+    """Number of parts into which a strided shard's dimension was already cut; None for other placements.
+
+    FSDP2 gives this placement to a parameter that expert or tensor parallelism has cut along the same
+    dimension. Its class ``_StridedShard`` has no public name.
+    """
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return int(placement.split_factor) if isinstance(placement, _StridedShard) else None

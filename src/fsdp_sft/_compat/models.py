@@ -1,0 +1,150 @@
+"""transformers' model classes: how they are built, tied, initialised, and what they keep in float32."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+# The documented base class of modes that see every operation; only the name of its module is private.
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+
+def keep_in_float32_patterns(model: nn.Module) -> tuple[set[str], set[str]]:
+    """Patterns of names that transformers keeps in float32: (under float16 only, under bfloat16 as well).
+
+    ``_keep_in_fp32_modules`` and ``_keep_in_fp32_modules_strict`` are class attributes that no public
+    function reads; see ``PreTrainedModel`` in transformers' ``modeling_utils.py``.
+    """
+
+    def collected(attribute: str) -> set[str]:
+        names: set[str] = set()
+        for module in model.modules():
+            value: Any = getattr(module, attribute, None)
+            names.update([value] if isinstance(value, str) else value or ())
+        return names
+
+    return collected("_keep_in_fp32_modules"), collected("_keep_in_fp32_modules_strict")
+
+
+def original_class(model: nn.Module) -> type[nn.Module]:
+    """The class that a model had before ``fully_shard`` put a subclass, made on the spot, in its place.
+
+    transformers looks conversions up by the name of the class, and recognises its own code by ``__module__``;
+    FSDP2's class has another name and another module.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    bases: Any = type(model).__mro__
+    original: type[nn.Module] = next(base for base in bases if not issubclass(base, FSDPModule))
+    return original
+
+
+def build_like_from_pretrained(cls: Any, config: Any, dtype: torch.dtype) -> Any:
+    """A model on the meta device with untied weights, as ``from_pretrained`` builds it before it reads.
+
+    No public function stops there. ``get_init_context`` is the classmethod that makes the context of the
+    build; ``patch_output_recorders`` and ``_get_dtype_plan`` are the two steps after it. Parameters that the
+    class keeps in float32 under ``dtype`` are float32. ``config`` is changed: it gets ``dtype``, and the
+    model refers to it.
+    """
+    from transformers.monkey_patching import patch_output_recorders
+    from transformers.utils.generic import ContextManagers
+
+    config.dtype = dtype
+    for name in config.sub_configs:
+        if getattr(config, name, None) is not None:
+            getattr(config, name).dtype = dtype
+    with ContextManagers(cls.get_init_context(dtype, False, False, None)):
+        model = cls(config)
+        patch_output_recorders(model)
+    kept = [pattern.replace("*", ".*") for pattern in model._get_dtype_plan(dtype)]
+    if kept:
+        import re
+
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if parameter.is_floating_point() and re.search("|".join(kept), name):
+                parameter.data = parameter.data.to(torch.float32)
+    return model
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """The ties that the model's config asks for, from target name to source name.
+
+    ``all_tied_weights_keys`` is what transformers itself ties by; models from elsewhere do not have it.
+    """
+    return dict(getattr(model, "all_tied_weights_keys", None) or {})
+
+
+def drop_tie(model: nn.Module, target: str) -> None:
+    """Forget one tie, as ``tie_weights`` does if a checkpoint has two different tensors for it."""
+    model.all_tied_weights_keys.pop(target, None)  # type: ignore[operator,union-attr]
+
+
+def tie_by_names(model: nn.Module) -> None:
+    """Tie what ``tied_names`` lists; without the argument ``tie_weights`` would ask the config anew."""
+    model.tie_weights(recompute_mapping=False)  # type: ignore[operator]
+
+
+def initialise_computed(twin: nn.Module, missing: set[str]) -> dict[str, torch.Tensor]:
+    """Run the model's own initialisation on the CPU for its computed buffers and the missing keys.
+
+    transformers marks tensors that have been loaded by the attribute ``_is_hf_initialized``, and
+    ``initialize_weights`` fills all others. Here the marks on the meta tensors of a twin protect all tensors
+    but the wanted ones.
+
+    Returns:
+        Values of all non-persistent buffers and of ``missing``, by name.
+    """
+    ties = set(tied_names(twin))
+    computed = {name for name, _ in twin.named_non_persistent_buffers()}  # type: ignore[operator]
+    values: dict[str, torch.Tensor] = {}
+    for name in [*computed, *(missing - ties)]:
+        parent, _, leaf = name.rpartition(".")
+        module = twin.get_submodule(parent)
+        empty = torch.empty_like(getattr(module, leaf), device="cpu")
+        value = nn.Parameter(empty, empty.is_floating_point()) if leaf in module._parameters else empty
+        setattr(module, leaf, value)
+    for name, tensor in [*twin.named_parameters(), *twin.named_buffers()]:
+        if name not in computed and (name not in missing or name in ties):
+            tensor._is_hf_initialized = True  # type: ignore[attr-defined]
+    twin.initialize_weights()  # type: ignore[operator]
+    for name in [*computed, *(missing - ties)]:
+        parent, _, leaf = name.rpartition(".")
+        values[name] = getattr(twin.get_submodule(parent), leaf).detach()
+    return values
+
+
+_BALANCE = "load_balancing_loss_func"
+_BALANCE_TAKES = ["gate_logits", "num_experts", "top_k", "attention_mask"]
+
+
+def intercept_balance_loss(
+    model: nn.Module, intercepted: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> bool:
+    """Replace the function by which a model's file computes its router's loss, for the life of the process.
+
+    A forward computes that loss over its own tokens. No argument can tell it that other ranks have more
+    tokens, or that some tokens only fill up a pack. Each model file of transformers has the function under
+    the same name, and looks it up at each call.
+
+    Args:
+        model: Model without wrappers and adapters around it.
+        intercepted: Function that gets the file's function and returns the one to put in its place; called
+            once per file.
+
+    Returns:
+        Whether the forward calls a function with that name and those arguments.
+    """
+    forward = inspect.unwrap(original_class(model).forward)
+    known = getattr(forward, "__globals__", {})
+    function = known.get(_BALANCE)
+    if function is None or _BALANCE not in forward.__code__.co_names:
+        return False
+    if list(inspect.signature(function).parameters) != _BALANCE_TAKES:
+        return False
+    if not hasattr(function, "_fsdp_sft_intercepted"):
+        known[_BALANCE] = intercepted(function)
+        known[_BALANCE]._fsdp_sft_intercepted = True
+    return True

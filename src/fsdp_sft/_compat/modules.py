@@ -1,0 +1,129 @@
+"""Modules, tensors and hooks of torch."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+# The documented base class of modes that see every operation; only the name of its module is private.
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+
+def apply_to_tensors(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Replace every parameter and buffer below ``module`` by ``function`` of it.
+
+    ``nn.Module._apply`` is what ``.to()`` calls, and no public method takes a function. FSDP2 overrides it to
+    take over the new shards, which makes it the supported way to change the dtype of shards.
+    """
+    module._apply(function)
+
+
+def wrapper_tensor(cls: type[torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+    """An instance of a tensor subclass, without storage.
+
+    ``_make_wrapper_subclass`` is how torch's documentation of ``__torch_dispatch__`` makes one.
+    """
+    return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=torch.device("cpu"))
+
+
+def offset_in_checkpoint(tensor: torch.Tensor) -> int:
+    """Offset in its file, in bytes, of the storage of a tensor that ``torch.load(map_location="meta")`` made.
+
+    ``torch.load`` notes it on storages whose bytes it has not read, as ``_checkpoint_offset``.
+
+    Raises:
+        ValueError: If the tensor has no storage in the file.
+    """
+    offset = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
+    if not isinstance(offset, int):
+        raise ValueError("a tensor has no bytes of its own in the file")
+    return offset
+
+
+def foreign_hooks(module: nn.Module, *, pre: bool) -> list[Any]:
+    """Hooks on a module's call that may look at or change what it returns.
+
+    Left out are hooks that do neither: FSDP2's, those by which this library counts checkpointed forwards, and
+    torch's own hooks on all modules. Modules keep their hooks in private attributes that no public function
+    reads.
+
+    Args:
+        module: The module; modules inside it are not looked at.
+        pre: Whether to include hooks before the forward, which may change its arguments.
+    """
+    kinds = ["forward", "backward", "backward_pre", *(["forward_pre"] if pre else [])]
+    own = [hook for kind in kinds for hook in getattr(module, f"_{kind}_hooks").values()]
+    foreign = [hook for hook in own if not _defined_in(hook, "torch.distributed.fsdp.", "fsdp_sft.sac.")]
+    return foreign + hooks_on_all_modules(pre=False)
+
+
+def has_hooks(parameter: torch.Tensor) -> bool:
+    """Whether ``register_hook`` was called on a parameter: its hooks are in a private attribute."""
+    return bool(parameter._backward_hooks)
+
+
+def has_grad_hooks(parameter: torch.Tensor) -> bool:
+    """Whether ``register_post_accumulate_grad_hook`` was called on a parameter."""
+    return bool(parameter._post_accumulate_grad_hooks)
+
+
+def hooks_on_all_modules(*, pre: bool) -> list[Any]:
+    """Hooks on the calls of all modules but torch's own: CommDebugMode's and its counters' change nothing.
+
+    Args:
+        pre: Whether to include hooks before the forward.
+    """
+    from torch.nn.modules import module as hooks_of_all
+
+    kinds = ["forward", "backward", "backward_pre", *(["forward_pre"] if pre else [])]
+    of_all = [hook for kind in kinds for hook in getattr(hooks_of_all, f"_global_{kind}_hooks").values()]
+    return [hook for hook in of_all if not _defined_in(hook, "torch.")]
+
+
+def is_ours(hook: Any) -> bool:
+    """Whether a hook is one of this library's."""
+    return _defined_in(hook, "fsdp_sft.")
+
+
+def only_records(hook: Any) -> bool:
+    """Whether a hook is one with which transformers records outputs; a model's first forward puts them in."""
+    return _defined_in(hook, "transformers.utils.output_capturing")
+
+
+def _defined_in(hook: Any, *packages: str) -> bool:
+    """Whether the function of a hook was defined in one of the packages."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    return str(getattr(hook, "__module__", "")).startswith(packages)
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The very object that a DTensor wraps; ``tensor`` itself if it is no DTensor.
+
+    The public ``to_local`` returns a view. Tensor subclasses of other libraries may not implement views, or
+    lose what they hold in one.
+    """
+    from torch.distributed.tensor import DTensor
+
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def is_wrapper_subclass(tensor: torch.Tensor) -> bool:
+    """Whether a tensor, or what a DTensor wraps, keeps its values in other tensors and has no memory itself.
+
+    Such tensors are made by ``_make_wrapper_subclass``, which leaves no public mark. Most follow the public
+    protocol of ``__tensor_flatten__``, but the test for it, ``is_traceable_wrapper_subclass``, is private.
+    """
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    local: Any = local_tensor(tensor)
+    if type(local) in (torch.Tensor, nn.Parameter, nn.Buffer) or local.is_meta:
+        return False
+    if is_traceable_wrapper_subclass(local):
+        return True
+    try:
+        return bool(local.numel() > 0 and local.untyped_storage().data_ptr() == 0)
+    except RuntimeError:  # "invalid python storage"
+        return True

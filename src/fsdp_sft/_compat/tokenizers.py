@@ -1,0 +1,76 @@
+"""transformers' chat templates and tokenizers."""
+
+import functools
+import re
+from typing import Any
+
+# The documented base class of modes that see every operation; only the name of its module is private.
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+
+def render_chat(
+    template: str,
+    messages: list[dict[str, Any]],
+    *,
+    variables: dict[str, Any],
+    tools: list[dict[str, Any]] | None = None,
+    add_generation_prompt: bool = False,
+) -> tuple[str, list[tuple[int, int]]]:
+    """Render one conversation in transformers' sandbox.
+
+    ``apply_chat_template`` calls ``render_jinja_template``; only the latter returns the character spans of
+    ``{% generation %}`` blocks.
+
+    Returns:
+        (text, character spans of the generation blocks; empty for a template without them).
+    """
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    # A template without the tag is not asked for spans, since transformers would log a warning.
+    tagged = _has_generation_tag(template)
+    render: Any = render_jinja_template  # annotated as returning a str; returns a pair, at least up to 5.23
+    texts, spans = render(
+        [messages],
+        tools=tools,
+        chat_template=template,
+        return_assistant_tokens_mask=tagged,
+        add_generation_prompt=add_generation_prompt,
+        **variables,
+    )
+    return texts[0], [(int(start), int(end)) for start, end in (spans[0] if tagged else ())]
+
+
+@functools.lru_cache(maxsize=64)
+def _has_generation_tag(template: str) -> bool:
+    return re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
+
+
+def backend_that_encodes(tokenizer: Any) -> Any | None:
+    """The ``tokenizers.Tokenizer`` whose ``encode_batch_fast`` gives the same ids as calling ``tokenizer``.
+
+    None if the tokenizer's class encodes in its own way, or if the backend is set up to pad, to truncate or
+    to split special tokens differently, which a call would change first. Only the backend tokenises without
+    offsets. Whether a class encodes in its own way shows only in whether it overrides ``__call__`` or the
+    private ``_encode_plus``.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    kind: Any = type(tokenizer)
+    base: Any = PreTrainedTokenizerFast
+    ways = ("__call__", "_encode_plus")
+    if not isinstance(tokenizer, base) or any(getattr(kind, way) is not getattr(base, way) for way in ways):
+        return None
+    backend = tokenizer.backend_tokenizer
+    is_ready = (
+        backend.truncation is None
+        and backend.padding is None
+        and backend.encode_special_tokens == tokenizer.split_special_tokens
+    )
+    return backend if is_ready else None
+
+
+def versions_of_tokenizers() -> list[str]:
+    """Versions of the libraries that turn a conversation into ids: transformers and tokenizers."""
+    from importlib.metadata import version
+
+    return [version("transformers"), version("tokenizers")]

@@ -1,0 +1,317 @@
+"""LoRA through peft: add adapters to a model before it is sharded, and look at the base model without them.
+
+Only ``add_adapters`` imports peft. Everything else checks whether the caller has imported it; if not, no
+model can have adapters.
+"""
+
+import inspect
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+
+from fsdp_sft._model.named import named_tensors
+from fsdp_sft._model.wrappers import unwrapped
+from fsdp_sft._process.generators import unmoved
+from fsdp_sft._tensors.boxes import local_of
+from fsdp_sft.errors import AdapterError, abridged
+
+if TYPE_CHECKING:
+    from peft import PeftConfig, PeftModel
+
+
+def add_adapters(model: nn.Module, peft_config: "PeftConfig", *, seed: int = 0) -> "PeftModel":
+    """``peft.get_peft_model``, with adapters that are the same on every rank and at every world size.
+
+    Call it before ``apply_sac``, ``compile_blocks`` and ``shard_model``. On a model from
+    ``build_meta_model`` the adapters get memory and the base model does not: ``load_weights``, after
+    ``shard_model``, fills the base model and the copies of ``modules_to_save``.
+
+    Args:
+        model: A transformers model, materialised or on the meta device; not sharded. It is changed.
+        peft_config: Configuration of peft, such as
+            ``LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")``. On the meta device it must be
+            a ``LoraConfig`` whose initialisation does not depend on the base weights.
+        seed: Seed of the initialisation. The values are those of plain ``get_peft_model`` on a float32 model
+            after ``torch.manual_seed(seed)``; the caller's random number generators do not change.
+
+    Returns:
+        The peft model around ``model``. Adapters require gradients, and nothing else does unless the
+        config says so.
+
+    Raises:
+        ImportError: If peft is not installed.
+        AdapterError: If an adapter on the meta device can only be initialised from the base weights.
+
+    Memory: The adapters, on the CPU if the base model is on the meta device.
+
+    Example:
+        >>> from peft import LoraConfig
+        >>> lora = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
+        >>> adapted = fs.add_adapters(fs.build_meta_model(path), lora)
+        >>> adapted = fs.shard_model(adapted, mesh=mesh)
+        >>> report = fs.load_weights(adapted, path)
+    """
+    try:
+        from peft import get_peft_model
+    except ImportError as error:
+        raise ImportError("adapters need peft, which is not installed: pip install peft") from error
+
+    if any(p.is_meta for p in model.parameters()):
+        _refuse_unless_initialised_alone(peft_config)
+    with unmoved(seed=seed):  # peft draws on the CPU
+        adapted = cast("PeftModel", get_peft_model(model, peft_config))
+        torch.default_generator.manual_seed(seed)
+        for fqn, layer in _tuner_layers(adapted).items():
+            _initialise(fqn, layer, peft_config)
+    return adapted
+
+
+def forward_parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
+    """Parameters of a model's forward; with adapters those of the inner model, which peft passes on."""
+    return inspect.signature(base_of(unwrapped(model)).forward).parameters
+
+
+def base_of(model: nn.Module) -> Any:
+    """The transformers model inside a peft model, still with its adapters; any other model as it is."""
+    unwrap: Any = getattr(model, "get_base_model", None)
+    return unwrap() if unwrap is not None else model
+
+
+@contextmanager
+def without_adapters(model: nn.Module, *, trained: bool = False) -> Iterator[nn.Module]:
+    """The base model with its own parameter names, as it was before adapters were added.
+
+    Layers with adapters are replaced by the layers that they wrap, for as long as the context lasts.
+
+    Args:
+        model: Any model; one without adapters is returned as it is.
+        trained: Whether to take the trained copies of ``modules_to_save`` instead of the modules from which
+            they were copied.
+
+    Raises:
+        AdapterError: For adapters that wrap no layer that could take their place.
+    """
+    if "peft" not in sys.modules:
+        yield model
+        return
+    from peft import PeftModel
+
+    base: nn.Module = model.get_base_model() if isinstance(model, PeftModel) else model
+    wrappers = {**_tuner_layers(base), **_saved_modules(base)}
+    inner = {fqn: _inside(fqn, wrapper, trained) for fqn, wrapper in wrappers.items()}
+    try:
+        for fqn, module in inner.items():
+            _put(base, fqn, module)
+        yield base
+    finally:
+        for fqn, wrapper in wrappers.items():
+            _put(base, fqn, wrapper)
+
+
+def adapted_layers(model: nn.Module) -> dict[str, Any]:
+    """The layers with adapters by their FQNs in the base model; empty if there are none.
+
+    Raises:
+        AdapterError: For prompt tuning and the like, which cannot become part of the base model's weights.
+    """
+    if "peft" not in sys.modules:
+        return {}
+    from peft import PeftModel
+
+    if not isinstance(model, PeftModel):
+        return _tuner_layers(model)
+    if model.active_peft_config.is_prompt_learning:
+        raise AdapterError(
+            f"{model.active_peft_config.peft_type} trains tokens beside the model and cannot be merged into "
+            "its weights; export_adapter writes them in peft's format"
+        )
+    return _tuner_layers(cast(nn.Module, model.get_base_model()))
+
+
+def refuse_initialised_from_base(model: nn.Module) -> None:
+    """Refuse adapters that depend on the base weights they were made with, before others are loaded.
+
+    Raises:
+        AdapterError: For adapters that were initialised from the base weights (DoRA, PiSSA, ...).
+    """
+    configs: Any = getattr(model, "peft_config", None) if _tuner_layers(model) else None
+    for name, config in configs.items() if isinstance(configs, Mapping) else ():
+        how = _initialised_from_base(config)
+        if how is not None:
+            raise AdapterError(
+                f"adapter {name!r} was initialised from the base weights that it had ({how}), and would not "
+                "fit those that are loaded now: load the base model first, with from_pretrained, and then "
+                "call add_adapters"
+            )
+
+
+def saved_copies(model: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """(original, copy) for each parameter and buffer of the copies of ``modules_to_save``."""
+    for wrapper in _saved_modules(model).values():
+        original = named_tensors(wrapper.original_module)
+        for copied in getattr(wrapper, "modules_to_save", {}).values():
+            for name, tensor in named_tensors(copied).items():
+                yield original[name], tensor
+
+
+def copied_modules(model: nn.Module) -> set[nn.Module]:
+    """The frozen modules from which the copies of ``modules_to_save`` were made."""
+    return {
+        wrapper.original_module
+        for wrapper in _saved_modules(model).values()
+        if getattr(wrapper, "modules_to_save", None)
+    }
+
+
+def copy_saved_modules(model: nn.Module) -> None:
+    """Copy the values of the original modules into the copies of ``modules_to_save``: each rank its part."""
+    for source, target in saved_copies(model):
+        local_of(target).copy_(local_of(source))
+
+
+@torch.no_grad()
+def merged_weights(layer: Any, full: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The parameters of a base layer after peft has merged the active adapters into them.
+
+    Args:
+        layer: Layer with adapters; left as it was.
+        full: Full tensors of all its parameters and buffers by name; those of the base layer are changed.
+
+    Returns:
+        The base layer's parameters by their names in it.
+    """
+    # peft merges within the layer, which holds only this rank's shards: put the full tensors into the layer,
+    # let peft merge, and put the layer's own tensors back.
+    slots = {name: _slot(layer, name) for name in full}
+    own = {name: getattr(module, leaf) for name, (module, leaf) in slots.items()}
+    merged = list(layer.merged_adapters)
+    try:
+        for name, (module, leaf) in slots.items():
+            is_parameter = isinstance(own[name], nn.Parameter)
+            setattr(module, leaf, nn.Parameter(full[name], False) if is_parameter else full[name])
+        layer.merge()
+        return {name: p.detach() for name, p in layer.get_base_layer().named_parameters()}
+    finally:
+        layer.merged_adapters[:] = merged
+        for name, (module, leaf) in slots.items():
+            setattr(module, leaf, own[name])
+
+
+def refuse_merged(model: nn.Module, doing: str) -> None:
+    """Refuse a model whose base holds the sum of its own weights and of adapters that are there as well.
+
+    Args:
+        model: Model, with adapters or without.
+        doing: What is refused, for the message.
+
+    Raises:
+        AdapterError: If adapters are merged.
+    """
+    merged = [fqn for fqn, layer in _tuner_layers(model).items() if getattr(layer, "merged", False)]
+    if merged:
+        raise AdapterError(
+            f"{doing} while adapters are merged into their base layers ({abridged(merged)}): these hold the "
+            "sum, in which the adapters would count twice, or be taken off what is loaded. Call "
+            "model.unmerge_adapter() before; export_hf writes a merged model by itself"
+        )
+
+
+def _tuner_layers(model: nn.Module) -> dict[str, Any]:
+    """The outermost layers that hold adapters by their FQNs, in the order in which peft made them."""
+    if "peft" not in sys.modules:
+        return {}
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    found: dict[str, Any] = {}
+    for fqn, module in model.named_modules():
+        if isinstance(module, BaseTunerLayer) and not fqn.startswith(f"{next(reversed(found), None)}."):
+            found[fqn] = module
+    return found
+
+
+def _saved_modules(model: nn.Module) -> dict[str, Any]:
+    """FQN to peft's wrappers around modules that are trained as copies, or in part."""
+    if "peft" not in sys.modules:
+        return {}
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    return {fqn: m for fqn, m in model.named_modules() if isinstance(m, AuxiliaryTrainingWrapper)}
+
+
+def _inside(fqn: str, wrapper: Any, trained: bool) -> nn.Module:
+    """The module that a wrapper of peft stands for."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils import ModulesToSaveWrapper
+
+    if isinstance(wrapper, ModulesToSaveWrapper):
+        chosen = wrapper.modules_to_save[wrapper.active_adapters[0]] if trained else wrapper.original_module
+        return cast(nn.Module, chosen)
+    if isinstance(wrapper, BaseTunerLayer) and getattr(wrapper, "base_layer", None) is not None:
+        layer = wrapper.get_base_layer()
+        if layer is wrapper.base_layer:
+            return cast(nn.Module, layer)
+    raise AdapterError(
+        f"{fqn} is a {type(wrapper).__name__} of peft, whose base weights cannot be told apart here; load "
+        "the base model with from_pretrained, and export with export_adapter"
+    )
+
+
+def _put(model: nn.Module, fqn: str, module: nn.Module) -> None:
+    """Put a module into the place of another."""
+    parent, _, leaf = fqn.rpartition(".")
+    model.get_submodule(parent).register_module(leaf, module)
+
+
+def _slot(layer: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module that holds a tensor, and the tensor's name in it."""
+    parent, _, leaf = name.rpartition(".")
+    return layer.get_submodule(parent), leaf
+
+
+def _initialised_from_base(peft_config: Any) -> str | None:
+    """The option of a configuration that initialises adapters from the base weights; None if none does."""
+    if getattr(peft_config, "use_dora", False):
+        return "use_dora"
+    if getattr(peft_config, "trainable_token_indices", None):
+        return "trainable_token_indices"
+    how = getattr(peft_config, "init_lora_weights", True)
+    return None if isinstance(how, bool) or how == "gaussian" else f"init_lora_weights={how!r}"
+
+
+def _refuse_unless_initialised_alone(peft_config: Any) -> None:
+    """Raise AdapterError if adapters need base weights for their first values."""
+    from peft import LoraConfig
+
+    variant = _initialised_from_base(peft_config)
+    if not isinstance(peft_config, LoraConfig):
+        variant = type(peft_config).__name__
+    if variant is not None:
+        raise AdapterError(
+            f"{variant} cannot be initialised on the meta device, without the base weights: take a "
+            "LoraConfig with init_lora_weights=True or 'gaussian', or load the base model with "
+            "from_pretrained"
+        )
+
+
+def _initialise(fqn: str, layer: Any, peft_config: Any) -> None:
+    """Give the adapters of a layer on the meta device memory and values, drawn in the same order as by peft.
+
+    peft makes adapters on the device of the base layer, and so without values if that is the meta device.
+    """
+    base = {id(p) for p in layer.get_base_layer().parameters()}
+    empty = [name for name, p in layer.named_parameters() if p.is_meta and id(p) not in base]
+    strange = [name for name in empty if not name.startswith(("lora_A.", "lora_B."))]
+    if strange:
+        raise AdapterError(
+            f"{fqn} is on the meta device, where {', '.join(strange)} cannot be initialised: adapters go to "
+            "linear layers there; load the base model with from_pretrained for others"
+        )
+    for name in layer.lora_A if empty else ():
+        for module in (layer.lora_A[name], layer.lora_B[name]):
+            module.to_empty(device="cpu")
+            module.reset_parameters()
+        layer.reset_lora_parameters(name, peft_config.init_lora_weights)

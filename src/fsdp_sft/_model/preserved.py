@@ -1,0 +1,85 @@
+"""Forwards that leave no trace in a model, and run uncompiled."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_sft._model.named import named_tensors
+from fsdp_sft._model.sharded import compute_device, reshard
+from fsdp_sft._process.generators import unmoved
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Compile nothing inside the block, and run no compiled code: probes have shapes that never come again.
+
+    torch's ``set_stance`` takes effect when it is called, not when its ``with`` block begins. If something
+    raised between the two, the process would be left without compiled code; hence this wrapper.
+    """
+    if "torch._dynamo" not in sys.modules:  # importing it takes seconds, and nothing can be compiled yet
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Leave a model as it was, whatever forwards are run in the block.
+
+    Restored are the mode of each module, its buffers and their contents, its attributes that are plain values
+    or tensors, and the random number generators of the model's devices and of the host. New attributes of
+    these kinds are removed: dynamic RoPE, for instance, stores the longest row that it has seen as a 0-dim
+    tensor, and computes later rows accordingly. A sharded model is resharded. Gradients are not restored;
+    use ``no_grad``.
+    """
+    modules = list(model.modules())
+    before = [_Attributes(module) for module in modules]
+    devices = {tensor.device for tensor in named_tensors(model).values()} | {compute_device(model)}
+    try:
+        with unmoved(devices):
+            yield
+    finally:
+        for attributes in before:
+            attributes.restore()
+        reshard(model)
+
+
+class _Attributes:
+    """The attributes and buffers of one module, as they are now."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._plain = {name: value for name, value in vars(module).items() if _is_plain(value)}
+        self._buffers = dict(module._buffers)
+        self._contents = [
+            (tensor, tensor.detach().clone())
+            for tensor in (*self._plain.values(), *self._buffers.values())
+            if isinstance(tensor, torch.Tensor) and not tensor.is_meta
+        ]
+
+    def restore(self) -> None:
+        """Make the module's attributes and buffers what they were."""
+        own = vars(self._module)
+        for name in [name for name, value in own.items() if _is_plain(value) and name not in self._plain]:
+            del own[name]
+        own.update(self._plain)
+        self._module._buffers.clear()
+        self._module._buffers.update(self._buffers)
+        with torch.no_grad():
+            for tensor, content in self._contents:
+                if not _same(tensor, content):
+                    tensor.copy_(content)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether an attribute's value is of a kind that a forward may set."""
+    return value is None or isinstance(value, (bool, int, float, complex, str, torch.Tensor))
+
+
+def _same(tensor: torch.Tensor, content: torch.Tensor) -> bool:
+    return tensor.shape == content.shape and torch.equal(tensor, content)

@@ -1,0 +1,86 @@
+"""What the library knows of each model: one record, as torch's FSDP2 has one state for each module.
+
+What was done to a model (the mesh that it was sharded on, how its experts are placed) is kept for as long as
+the model. What was found out about its forward (which implementation computes its loss, that it keeps the
+rows of a pack apart) holds for the forward that it was found out about: see ``forward_state``.
+
+A record belongs to the model inside of wrappers. A copy of a model, or one out of a pickle, has none, and is
+found out about anew.
+"""
+
+import weakref
+from typing import Any, TypeVar
+
+from torch import nn
+
+from fsdp_sft._model.forward import forward_state
+from fsdp_sft._model.wrappers import unwrapped
+
+T = TypeVar("T")
+
+
+# An attribute of the model: in a dict of all models, a hook that refers to its model would keep it alive.
+_NAME = "_fsdp_sft_record"
+
+
+class Record:
+    """What is known of one model, each kind in the class of the room that owns it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._kept: dict[type, Any] = {}
+        self._found: dict[type, Any] = {}
+        self._forward: tuple[Any, ...] | None = None
+
+    def __deepcopy__(self, memo: Any) -> None:
+        return None
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+    def keep(self, value: Any) -> None:
+        """Remember ``value`` for as long as the model, in place of one of the same class."""
+        self._kept[type(value)] = value
+
+    def kept(self, kind: type[T]) -> T | None:
+        """The value of that class; None if there is none."""
+        return self._kept.get(kind)
+
+    def kept_or_new(self, kind: type[T]) -> T:
+        """The value of that class, made without arguments if there is none."""
+        return self._kept.setdefault(kind, kind())  # type: ignore[no-any-return]
+
+
+def record_of(model: nn.Module) -> Record:
+    """The record of a model, wrapped or not."""
+    inner = unwrapped(model)
+    record: Record | None = inner.__dict__.get(_NAME)
+    if record is None or record._model() is not inner:  # a copy's
+        record = inner.__dict__[_NAME] = Record(inner)
+    return record
+
+
+def kept_of(model: nn.Module, kind: type[T]) -> T | None:
+    """What is kept of a model, of that class; None, and no record is made, if there is nothing."""
+    known = _NAME in unwrapped(model).__dict__
+    return record_of(model).kept(kind) if known else None
+
+
+def findings(model: nn.Module, kind: type[T]) -> T:
+    """What was found out about the present forward, of that class; made without arguments if nothing was."""
+    record = record_of(model)
+    if record._forward is None:
+        record._forward = forward_state(model)
+    return record._found.setdefault(kind, kind())  # type: ignore[no-any-return]
+
+
+def is_changed(model: nn.Module) -> bool:
+    """Whether the model's forward has changed since something was found out about it."""
+    before = record_of(model)._forward
+    return before is not None and before != forward_state(model)
+
+
+def forget_findings(model: nn.Module) -> None:
+    """Find everything out anew; what is found out by collectives, all ranks must forget together."""
+    record = record_of(model)
+    record._found, record._forward = {}, None

@@ -1,0 +1,148 @@
+"""A sharded model: the mesh that it lies on, its device, and gathered parameters sharded again."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from fsdp_sft._compat.fsdp import (
+    forget_failed_iteration,
+    is_broken_off,
+    keep_trained_flags,
+    native_mesh,
+    replaced_parameters,
+)
+from fsdp_sft._model.record import kept_of, record_of
+from fsdp_sft._model.wrappers import replicas_of, replicated_by, unwrapped
+from fsdp_sft._ranks.agree import world_size
+from fsdp_sft._ranks.mesh import EP, PP
+from fsdp_sft.errors import UnsupportedModelError, WrappedModelError, abridged
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_sft._ranks.mesh import DP_REPLICATE
+
+
+@dataclass(frozen=True)
+class _ShardedOn:
+    """The mesh on which a model was sharded; that of its parameters has no ``cp``."""
+
+    mesh: "DeviceMesh"
+
+
+def remember_mesh(model: torch.nn.Module, mesh: "DeviceMesh") -> None:
+    """Note the mesh on which ``model`` was sharded."""
+    record_of(model).keep(_ShardedOn(mesh))
+
+
+def training_mesh_of(model: torch.nn.Module) -> "DeviceMesh | None":
+    """The mesh of a model that all ranks of the job train together; None for a model of this process alone.
+
+    Raises:
+        UnsupportedModelError: If some ranks of the job do not hold the model.
+    """
+    mesh = mesh_of(model)
+    if mesh is not None and mesh.size() != world_size():
+        raise UnsupportedModelError(
+            f"{type(unwrapped(model)).__name__} is on {mesh}, which leaves out some of the {world_size()} "
+            "ranks of this job: ranks agree, count and sum over the whole job. Shard it on build_mesh(), or "
+            "start a job for each model"
+        )
+    return mesh
+
+
+def mesh_of(model: torch.nn.Module) -> "DeviceMesh | None":
+    """The mesh on which a model was sharded, or None for an ordinary model.
+
+    Of a model that ``shard_model`` has not sharded it is that of the parameters. For a model inside
+    DistributedDataParallel it is a mesh of one axis, over the ranks of its process group.
+
+    Raises:
+        WrappedModelError: If the model is in a wrapper whose ranks cannot be determined.
+        UnsupportedModelError: If the model is split into stages of a pipeline.
+    """
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+
+    def of_parameters() -> "DeviceMesh | None":
+        meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
+        # With expert parallelism, experts are on a mesh of their own, which does not show how rows are
+        # distributed. Of the other parameters' meshes the largest does: parameters that tensor parallelism
+        # does not split are on a part of it.
+        dense = [mesh for mesh in meshes if EP not in (mesh.mesh_dim_names or ())]
+        return max(dense or meshes, key=lambda mesh: mesh.size(), default=None)
+
+    known = kept_of(model, _ShardedOn)
+    mesh = known.mesh if known is not None else native_mesh(unwrapped(model)) or of_parameters()
+    if mesh is not None and PP in (mesh.mesh_dim_names or ()):
+        raise UnsupportedModelError(
+            f"{type(unwrapped(model)).__name__} is cut into stages of a pipeline, which "
+            "one forward does not run through: load it with pp_size=1"
+        )
+    if mesh is None and any(isinstance(module, FSDPModule) for module in model.modules()):
+        reshard(model)  # gathered parameters are plain tensors
+        mesh = of_parameters()
+    if mesh is not None and replicated_by(model) is None:
+        return mesh
+    replicas = replicas_of(model)
+    if mesh is not None and replicas is not None:
+        raise WrappedModelError(
+            f"{type(unwrapped(model)).__name__} has sharded parameters inside DistributedDataParallel: ranks "
+            "of two kinds, which cannot be told apart; shard on build_mesh(dp_replicate=...)"
+        )
+    return _mesh_over(replicas, model) if replicas is not None else None
+
+
+def _mesh_over(group: dist.ProcessGroup, model: torch.nn.Module) -> "DeviceMesh":
+    """A mesh of one axis over a process group."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    return DeviceMesh.from_group(group, device.type, mesh_dim_names=(DP_REPLICATE,))
+
+
+def reshard(model: torch.nn.Module) -> None:
+    """Shard all FSDP2 parameters of ``model`` that are gathered; does nothing to an ordinary model.
+
+    After a forward without a backward the root's parameters stay gathered (torch's default), so all code that
+    reads or writes parameters calls this first.
+
+    After an error in a forward or a backward, what it has left is dropped.
+
+    Raises:
+        WrappedModelError: If the model is in a wrapper that hides its parameters.
+        UnsupportedModelError: If parameters were replaced since the first forward.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    replicas_of(model)
+    if is_broken_off(model):
+        forget_failed_iteration(model)
+    replaced: list[tuple[torch.nn.Module, str]] = []
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            replaced += replaced_parameters(module)
+            keep_trained_flags(module)
+            module.reshard()
+    if replaced:
+        fqns = {id(module): name for name, module in model.named_modules(remove_duplicate=False)}
+        names = [f"{fqns.get(id(module), '?')}.{name}" for module, name in replaced]
+        raise UnsupportedModelError(
+            f"{abridged(names)} were replaced after the first forward of the sharded model: FSDP2 computes "
+            "with the parameters that it has sharded, and puts them back. Replace them before shard_model, "
+            "or change their values under torch.no_grad(): parameter.copy_(distribute_tensor(value, "
+            "parameter.device_mesh, parameter.placements)), of torch.distributed.tensor"
+        )
+
+
+def compute_device(model: torch.nn.Module) -> torch.device:
+    """The device on which ``model`` computes, which with CPU offload is not the device of its shards."""
+    mesh = mesh_of(model)
+    if mesh is not None:
+        if mesh.device_type == "cpu":
+            return torch.device("cpu")
+        return torch.device(mesh.device_type, torch.accelerator.current_device_index())
+    parameter = next(model.parameters(), None)
+    return parameter.device if parameter is not None else torch.device("cpu")

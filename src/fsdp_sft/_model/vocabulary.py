@@ -1,0 +1,174 @@
+"""Which token ids a model has rows for. Batches with others are refused; a GPU would end the process."""
+
+import logging
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_sft._model.wrappers import unwrapped
+from fsdp_sft._ranks.agree import this_rank
+from fsdp_sft.errors import VocabularyError, abridged
+
+# Names in a config of ids that stand for images and the like, and that a multimodal model replaces before it
+# looks up embeddings.
+_PLACEHOLDER = re.compile(r"(image|video|audio|vision|speech)\w*token\w*(id|index)$|^(boi|eoi)_token")
+_MEDIA = re.compile(r"image|img|video|audio|vision|speech", re.IGNORECASE)  # in the name of a token
+_logger = logging.getLogger("fsdp_sft")
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The ids that a model can take.
+
+    Attributes:
+        owner: Name of the model, for messages.
+        embedding: Number of rows of the embedding; None if unknown.
+        head: Number of rows of the head, of which labels must be indices; None if unknown.
+        config: transformers' config, whose ids of images and the like are never looked up; None if the model
+            is not from transformers.
+    """
+
+    owner: str
+    embedding: int | None
+    head: int | None = None
+    config: Any = None
+
+    def check_ids(self, batch: Any) -> None:
+        """Refuse ``input_ids`` for which the embedding has no row.
+
+        Raises:
+            VocabularyError: For the first such id; the message names it, its place and the ids that exist.
+        """
+        ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+        if self.embedding is not None:
+            _check("input_ids", ids, self.embedding, self.owner, lambda: _placeholders(self.config))
+
+    def check_labels(self, batch: Any, keys: Collection[str], ignored: int) -> None:
+        """Refuse labels that are neither ``ignored`` nor the index of one of the head's rows.
+
+        Raises:
+            VocabularyError: For the first such label; the message names it, its place and the ids that exist.
+        """
+        for key in keys if self.head is not None and isinstance(batch, Mapping) else ():
+            _check(key, batch.get(key), self.head or 0, self.owner, lambda: {ignored})
+
+
+def vocabulary_of(model: nn.Module) -> Vocabulary:
+    """The ids that a transformers model takes; of other models nothing is known.
+
+    Nothing is computed: layers with adapters would merge their weights when asked for them, so the layers
+    inside are asked.
+    """
+    inner = unwrapped(model)
+    return Vocabulary(
+        type(inner).__name__.removeprefix("FSDP"),
+        _rows(inner, "get_input_embeddings", nn.Embedding),
+        _rows(inner, "get_output_embeddings", nn.Linear),
+        getattr(inner, "config", None),
+    )
+
+
+def check_row(ids: Any, vocab_size: int) -> None:
+    """Refuse a row of plain integers with an id outside of a vocabulary.
+
+    Raises:
+        VocabularyError: For the first such id; the message names it and its place.
+    """
+    if len(ids) and not 0 <= min(ids) <= max(ids) < vocab_size:
+        _check("input_ids", torch.tensor(list(ids), dtype=torch.int64), vocab_size, "the model", set)
+
+
+def warn_of_tokenizer(model: nn.Module, tokenizer: Any, chat_template: str | None = None) -> None:
+    """Warn of a tokenizer that uses tokens for which a model has no row; log those that it only knows.
+
+    What ends a text or stands in the chat template is sure to be used. Others may never be, such as a default
+    that transformers adds when it loads a tokenizer. It is a warning, because an export comes after the
+    training: what was trained is written, and the tokenizer can be exchanged. Tokens that stand for images
+    and the like may be without a row: a multimodal model replaces them before it looks up embeddings, and its
+    tokenizer may go with a model of text alone (Gemma 3 1B).
+
+    Args:
+        model: The model; of one that is not from transformers nothing is known.
+        tokenizer: A tokenizer, or None; of one without ``get_vocab`` nothing is known.
+        chat_template: The chat template if it is not the tokenizer's own.
+    """
+    known = vocabulary_of(model)
+    rows = min((number for number in (known.embedding, known.head) if number is not None), default=None)
+    get_vocab = getattr(tokenizer, "get_vocab", None)
+    if rows is None or not callable(get_vocab) or this_rank():
+        return
+    exempt = _placeholders(known.config)
+    extra = sorted(
+        (index, token)
+        for token, index in get_vocab().items()
+        if index >= rows and index not in exempt and not _MEDIA.search(token)
+    )
+    if not extra:
+        return
+    template = str(chat_template or getattr(tokenizer, "chat_template", None) or "")
+    end = getattr(tokenizer, "eos_token_id", None)
+    used = [(index, token) for index, token in extra if index == end or token in template]
+    shown = abridged([f"{token!r} is {index}" for index, token in used or extra], ", ", 4)
+    text = f"{len(used or extra)} tokens for which {known.owner} has no row ({shown}; rows: 0 to {rows - 1})"
+    if used:
+        _logger.warning(
+            "the tokenizer uses %s: the exported model can neither read nor write them. Export the tokenizer "
+            "that rows were encoded with, or load the model with new_vocab_size=len(tokenizer) and train it",
+            text,
+        )
+    else:
+        _logger.info("the tokenizer knows %s", text)
+
+
+def _rows(model: Any, getter: str, kind: type[nn.Module]) -> int | None:
+    """Rows of the layer that ``getter`` returns, without adapters around it; None if it has none."""
+    get = getattr(model, getter, None)
+    try:
+        layer = get() if callable(get) else None
+    except (NotImplementedError, AttributeError):
+        return None
+    while isinstance(layer, nn.Module) and not isinstance(layer, kind):
+        within = (layer._modules.get(name) for name in ("original_module", "token_adapter", "base_layer"))
+        layer = next((module for module in within if module is not None), None)
+    weight: Any = layer.weight if layer is not None else None
+    return int(weight.shape[0]) if weight is not None else None
+
+
+def _placeholders(config: Any) -> set[int]:
+    """Ids of images and the like in a config."""
+    fields = config.to_dict() if hasattr(config, "to_dict") else {}
+    return {value for key, value in fields.items() if isinstance(value, int) and _PLACEHOLDER.search(key)}
+
+
+def _check(name: str, ids: Any, rows: int, owner: str, allowed: Callable[[], Collection[int]]) -> None:
+    """Raise VocabularyError for the first id that is neither a row nor allowed."""
+    if not isinstance(ids, torch.Tensor) or ids.dtype not in _INTEGERS or not ids.numel():
+        return
+    outside = (ids < 0) | (ids >= rows)
+    if not bool(outside.any()):
+        return
+    for value in allowed():
+        outside &= ids != value
+    if not bool(outside.any()):
+        return
+    place = [int(index) for index in outside.nonzero()[0]]
+    where = ", ".join(f"{axis} {index}" for axis, index in zip(_axes(len(place)), place, strict=True))
+    advice = (
+        "is the tokenizer that of this model? For tokens added to it load with new_vocab_size=len(tokenizer)"
+        if name == "input_ids"
+        else "a label is an id, or -100 where nothing is trained; for another one pass loss_fn and count_fn"
+    )
+    raise VocabularyError(
+        f"{name} has {int(ids[tuple(place)])} ({where}), and {owner} has rows for the ids 0 to {rows - 1}: "
+        f"{advice}"
+    )
+
+
+def _axes(ndim: int) -> list[str]:
+    """Names of a batch's dimensions, for messages."""
+    return ["position"] if ndim == 1 else ["row", *["index"] * (ndim - 2), "position"]

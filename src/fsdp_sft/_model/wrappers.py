@@ -1,0 +1,87 @@
+"""Wrappers that other libraries put around a model: those that are looked through, and those refused."""
+
+import os
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fsdp_sft._compat.fsdp import composable_api_of
+from fsdp_sft.errors import WrappedModelError
+
+# Class name of a refused wrapper, and the reason.
+_REFUSED = {
+    "FullyShardedDataParallel": "it shards parameters and gradients out of sight (FSDP1)",
+    "DataParallel": "it splits each batch over the devices of one process",
+    "DeepSpeedEngine": "its gradients, norms and steps are its own",
+}
+_WAY_OUT = "hand over the model inside, made by shard_model (FSDP2) or DistributedDataParallel of the whole"
+
+
+def tokenizer_of(given: Any) -> Any:
+    """The tokenizer in a processor, and anything else as it is.
+
+    Raises:
+        TypeError: For a name of one, or for rows in its place.
+    """
+    if isinstance(given, (str, os.PathLike, list, tuple, dict)):
+        raise TypeError(
+            f"tokenizer must be a tokenizer, as AutoTokenizer.from_pretrained returns one, got a "
+            f"{type(given).__name__}"
+        )
+    # A tokenizer may have a tokenizer within as well (mistral-common's), but a processor encodes no text.
+    return given if hasattr(given, "encode") else getattr(given, "tokenizer", given)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside any DistributedDataParallel, torch.compile and Lightning Fabric wrappers."""
+    return with_wrappers(model)[-1]
+
+
+def with_wrappers(model: nn.Module) -> list[nn.Module]:
+    """The wrappers around a model, outermost first, and the model itself."""
+    found = [model]
+    while (inner := _inside(found[-1])) is not None:
+        found.append(inner)
+    return found
+
+
+def replicated_by(model: nn.Module) -> DistributedDataParallel | None:
+    """The DistributedDataParallel around the whole model, which may itself be inside another wrapper."""
+    return next((m for m in with_wrappers(model) if isinstance(m, DistributedDataParallel)), None)
+
+
+def replicas_of(model: nn.Module) -> dist.ProcessGroup | None:
+    """Ranks over which DistributedDataParallel averages the gradients; None for a model without it.
+
+    Raises:
+        WrappedModelError: If a wrapper, at any depth, hides its ranks or handles gradients in a way that
+            cannot be followed.
+    """
+    around = replicated_by(model)
+    for name, module in model.named_modules():
+        cls = next((c.__name__ for c in type(module).__mro__ if c.__name__ in _REFUSED), None)
+        place = f"{type(model).__name__}{f' (at {name})' if name else ''}"
+        if cls is not None:
+            raise WrappedModelError(f"{place} is wrapped by {cls}: {_REFUSED[cls]}; {_WAY_OUT}")
+        if composable_api_of(module) == "replicate":
+            raise WrappedModelError(f"{place} is replicated by replicate(), which cannot be seen; {_WAY_OUT}")
+        if isinstance(module, DistributedDataParallel) and module is not around:
+            raise WrappedModelError(
+                f"only a part of {place} is wrapped by DistributedDataParallel: ranks would average some "
+                f"gradients and not others; {_WAY_OUT}"
+            )
+    return around.process_group if around is not None else None
+
+
+def _inside(model: nn.Module) -> nn.Module | None:
+    """The module inside a wrapper that changes no result; None if ``model`` is no such wrapper."""
+    inner: Any = None
+    if isinstance(model, DistributedDataParallel):
+        inner = model.module
+    elif type(model).__name__ == "OptimizedModule":
+        inner = getattr(model, "_orig_mod", None)
+    elif type(model).__name__ == "_FabricModule":
+        inner = getattr(model, "_forward_module", None)
+    return inner if isinstance(inner, nn.Module) else None

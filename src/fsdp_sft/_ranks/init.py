@@ -1,0 +1,237 @@
+"""Rank and device of this process, found in the same way under every launcher."""
+
+import logging
+import os
+import socket
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from fsdp_sft._ranks.agree import (
+    all_gather_objects,
+    control_group,
+    is_distributed,
+    world_size,
+)
+from fsdp_sft._ranks.interrupt import say_interrupts_in_a_line
+from fsdp_sft._ranks.launch import detect_launch
+from fsdp_sft._ranks.rendezvous import meet
+from fsdp_sft._ranks.slurm import Launch, env_int, is_slurm_step
+
+_logger = logging.getLogger("fsdp_sft")
+
+
+# The environment variable that restricts which of a node's devices a process sees; ROCm heeds CUDA's as well.
+_VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
+
+
+@dataclass(frozen=True)
+class DistributedContext:
+    """The place of this process in the job.
+
+    Attributes:
+        rank: Index of this process in the job, from 0.
+        local_rank: Index of this process on its node, from 0.
+        world_size: Number of processes in the job.
+        local_world_size: Number of processes on this node.
+        device: Device on which this process computes; an accelerator has been made the current one.
+        backend: Backend of the default process group, such as ``"cpu:gloo,cuda:nccl"``.
+        launcher: ``"torchrun"`` (or another that sets the same variables), ``"slurm"``, ``"submitit"`` for
+            its local executor, ``"single"``, or ``"existing"`` for a process group that the caller has made.
+        details: Further facts from the launcher: its job, restarts, and the address at which ranks meet.
+
+    Example:
+        >>> context = fs.init_distributed()
+        >>> context.rank, context.world_size, context.is_main
+        (0, 1, True)
+    """
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    device: torch.device
+    backend: str
+    launcher: str
+    details: str = field(default="", compare=False)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, the one that prints and writes."""
+        return self.rank == 0
+
+    def __str__(self) -> str:
+        return (
+            f"rank {self.rank} of {self.world_size} (local {self.local_rank} of {self.local_world_size}) "
+            f"on {self.device}, {self.backend}, launcher: {self.launcher}"
+            + (f" ({self.details})" if self.details else "")
+        )
+
+
+def init_distributed(
+    *,
+    device_type: str | None = None,
+    backend: str | None = None,
+    timeout: timedelta = timedelta(minutes=30),
+) -> DistributedContext:
+    """Join the job's process group, under any launcher, and choose this process's device.
+
+    The place of this process comes from the first of these that exists: a process group that the caller has
+    made, which is used as it is; torchrun's variables; those of submitit's local executor; those of a Slurm
+    step (a plain ``python`` inside ``salloc`` or a batch script is not one, and a message says so); otherwise
+    it is a single process. A gloo group for control messages is made beside the default group. What was found
+    is logged under ``fsdp_sft`` at the level INFO before the ranks meet. In a job of several ranks, Ctrl-C is
+    told in one line a rank (``sys.excepthook``).
+
+    Args:
+        device_type: ``"cuda"``, ``"cpu"`` or the name of another accelerator; None takes the accelerator if
+            there is one.
+        backend: Backend of the default group. None takes torch's default for the device beside gloo, such as
+            ``"cpu:gloo,cuda:nccl"`` (gloo serves CPU tensors, which CPU offload and checkpoints need), and
+            ``"gloo"`` on the CPU.
+        timeout: Time after which a collective fails if some rank does not enter it.
+
+    Raises:
+        ValueError: If the launcher's variables are incomplete or contradict each other, or the device does
+            not exist; the message names the variable.
+        OSError: If this process may not open as many files as the job needs, even with a raised soft limit.
+
+    Collective: all ranks. gloo connects two ranks when they first communicate (``TORCH_GLOO_LAZY_INIT``,
+    which is not changed if it is set).
+
+    Example:
+        >>> context = fs.init_distributed()
+        >>> mesh = fs.build_mesh()
+        >>> print(context)
+        rank 0 of 1 (local 0 of 1) on ..., launcher: ...
+    """
+    if device_type is None:
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        device_type = accelerator.type if accelerator is not None else "cpu"
+    if dist.is_initialized():
+        launch = _existing_launch()
+        device = _select_device(device_type, launch)
+    else:
+        launch = detect_launch()
+        device = _select_device(device_type, launch)
+        _say_what_was_found(launch, device)
+        meet(launch, backend or _default_backend(device_type), timeout)
+    if is_distributed():
+        say_interrupts_in_a_line()
+        control_group(timeout)
+        _check_devices(device)
+    return DistributedContext(
+        rank=launch.rank,
+        local_rank=launch.local_rank,
+        world_size=launch.world_size,
+        local_world_size=launch.local_world_size,
+        device=device,
+        backend=_backend_name(),
+        launcher=launch.launcher,
+        details=launch.details,
+    )
+
+
+def ranks_on_host() -> int:
+    """Number of processes of this job on this host; that of all processes if the launcher does not tell."""
+    try:
+        launch = detect_launch()
+    except ValueError:
+        return world_size()
+    return world_size() if launch.launcher == "single" else launch.local_world_size
+
+
+def _existing_launch() -> Launch:
+    """This process's place in the process group that the caller has made."""
+    world_size = dist.get_world_size()
+    local_rank = env_int("LOCAL_RANK") if "LOCAL_RANK" in os.environ else None
+    if local_rank is None and is_slurm_step() and "SLURM_LOCALID" in os.environ:
+        local_rank = env_int("SLURM_LOCALID")
+    rank = dist.get_rank()
+    local_world_size = env_int("LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in os.environ else world_size
+    if local_rank is None:
+        # The launcher does not say, so assume that ranks are assigned to the node's devices in order.
+        devices = torch.accelerator.device_count() if torch.accelerator.is_available() else world_size
+        local_rank = rank % max(devices, 1)
+    return Launch("existing", rank, local_rank, world_size, local_world_size, None)
+
+
+def _say_what_was_found(launch: Launch, device: torch.device) -> None:
+    """Log rank, device and launcher."""
+    details = f" ({launch.details})" if launch.details else ""
+    _logger.info(
+        "rank %d of %d on %s, %s, launcher: %s%s",
+        *(launch.rank, launch.world_size, socket.gethostname(), device, launch.launcher, details),
+    )
+    if launch.hint and launch.rank == 0:
+        _logger.warning("%s", launch.hint)
+
+
+def _check_devices(device: torch.device) -> None:
+    """Refuse two ranks on one GPU, which NCCL would refuse only in its first collective.
+
+    Other backends can share a GPU, so only NCCL is checked.
+    """
+    if device.type != "cuda" or "nccl" not in _backend_name():
+        return
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    shared = _shared_device(all_gather_objects((socket.gethostname(), uuid)))
+    if shared is not None:
+        raise ValueError(
+            f"ranks {shared} share one GPU on {socket.gethostname()}: this process sees "
+            f"{torch.accelerator.device_count()}{_visible('cuda')}; start one process per GPU"
+        )
+
+
+def _shared_device(devices: list[tuple[str, str]]) -> list[int] | None:
+    """The first ranks that have the same (host, device); None if no two have."""
+    ranks: dict[tuple[str, str], list[int]] = {}
+    for rank, device in enumerate(devices):
+        ranks.setdefault(device, []).append(rank)
+    return next((sharing for sharing in ranks.values() if len(sharing) > 1), None)
+
+
+def _visible(device_type: str) -> str:
+    """The environment variable that says which devices this process may see, and its value, for messages."""
+    name = _VISIBLE.get(device_type)
+    return "" if name is None else f" ({name}={os.environ.get(name, 'unset')})"
+
+
+def _select_device(device_type: str, launch: Launch) -> torch.device:
+    """The device of this process, made the current one if it is an accelerator's."""
+    if device_type == "cpu":
+        return torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or accelerator.type != device_type:
+        raise ValueError(
+            f"device_type={device_type!r}, but this process sees "
+            f"{'no accelerator' if accelerator is None else accelerator.type}; use device_type='cpu' or "
+            f"check the driver and {_VISIBLE.get(device_type, 'which devices it may see')}"
+        )
+    count = torch.accelerator.device_count()
+    # If the launcher shows each process a single GPU, that GPU has the index 0 in every process.
+    index = 0 if count == 1 else launch.local_rank
+    if index >= count:
+        raise ValueError(
+            f"local rank {launch.local_rank} has no device of its own: this process sees {count} of type "
+            f"{device_type}{_visible(device_type)}; start "
+            f"at most {count} processes on this node, or show each of them its own device only"
+        )
+    torch.accelerator.set_device_index(index)
+    return torch.device(device_type, index)
+
+
+def _default_backend(device_type: str) -> str:
+    """Backend for a device type: gloo for the CPU, and torch's own for an accelerator beside it."""
+    if device_type == "cpu":
+        return "gloo"
+    return f"cpu:gloo,{device_type}:{dist.get_default_backend_for_device(device_type)}"
+
+
+def _backend_name() -> str:
+    """Backend of the default process group, in one word if one backend serves all devices."""
+    by_device = dist.get_backend_config()  # "cpu:gloo,cuda:gloo" if one backend serves all devices
+    backends = {entry.partition(":")[2] for entry in by_device.split(",")}
+    return backends.pop() if len(backends) == 1 else by_device

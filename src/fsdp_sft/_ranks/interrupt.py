@@ -1,0 +1,35 @@
+"""Ctrl-C in one line a rank, in place of each rank's stack: of many ranks nobody reads them."""
+
+import sys
+from types import TracebackType
+
+from fsdp_sft._process.callers import is_ours
+from fsdp_sft._ranks.agree import this_rank
+
+
+def say_interrupts_in_a_line() -> None:
+    """Let a ``KeyboardInterrupt`` that ends the process be told in one line, and other errors as before."""
+    before = sys.excepthook
+    if getattr(before, "__module__", "") == __name__:
+        return
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if issubclass(kind, KeyboardInterrupt):
+            print(f"rank {this_rank()}: interrupted{_place(trace)}", file=sys.stderr, flush=True)
+        else:
+            before(kind, error, trace)
+
+    sys.excepthook = hook
+
+
+def _place(trace: TracebackType | None) -> str:
+    """The line of the caller's program, and the function of this library that it was in."""
+    program = ours = ""
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if trace.tb_frame.f_globals.get("__name__") == "__main__":
+            program = f" at {code.co_filename}:{trace.tb_lineno}"
+        if not ours and is_ours(trace.tb_frame):
+            ours = f" in {code.co_name}"
+        trace = trace.tb_next
+    return f"{program}{ours}"

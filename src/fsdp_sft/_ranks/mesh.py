@@ -1,0 +1,306 @@
+"""The ranks of the job as a mesh: how it is made, who shares rows, and where parameters are sharded."""
+
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from fsdp_sft._compat.groups import careful_gloo, split_axis
+from fsdp_sft._ranks.agree import all_reduce_sum, raise_first, world_size
+from fsdp_sft._ranks.rendezvous import connect_neighbours
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+DP_REPLICATE = "dp_replicate"
+DP_SHARD = "dp_shard"
+CP = "cp"  # context parallelism: ranks have the same rows, and each computes some of their tokens
+PP = "pp"  # pipeline parallelism: ranks have different layers
+TP = "tp"  # tensor parallelism: layers are split over the ranks, and all of these have the same rows
+EP = "ep"  # expert parallelism: each rank has experts of its own
+DP_SHARD_CP = "dp_shard_cp"  # dp_shard and cp flattened to one axis
+
+# Attribute of a mesh with cp: the mesh that parameters are sharded on. It is an attribute and not an entry of
+# a dictionary, because meshes of the same shape compare equal and would share one entry.
+_PARAMETER_MESH = "_fsdp_sft_parameter_mesh"
+_HOST_GROUPS = "_fsdp_sft_host_groups"
+
+# The meshes that build_mesh has made in the present default process group. They are kept, also if the caller
+# has dropped them: torch's caches hold some of them anyway, and when Python collects the others differs from
+# rank to rank. Ranks would then share rows in different ways.
+_made: "list[DeviceMesh]" = []
+_made_in: "weakref.ref[dist.ProcessGroup] | None" = None
+
+
+def shard_parameters_on(mesh: "DeviceMesh", *, of: "DeviceMesh") -> None:
+    """Record that parameters of ``of`` lie on ``mesh``: the same ranks, ``dp_shard`` and ``cp`` flattened."""
+    setattr(of, _PARAMETER_MESH, mesh)
+
+
+def remember_made(mesh: "DeviceMesh") -> None:
+    """Note a mesh for calls that get no model and no mesh."""
+    global _made_in
+    _made[:] = [*_present(), mesh]
+    world = dist.group.WORLD
+    assert world is not None  # a mesh has groups
+    _made_in = weakref.ref(world)
+
+
+def mesh_of_job(given: "DeviceMesh | None" = None) -> "DeviceMesh | None":
+    """The mesh of a call without a model: the one that is given, or the one that ``build_mesh`` has made.
+
+    Returns:
+        A mesh over all ranks of the job; None if none was made, and every rank has rows of its own.
+
+    Raises:
+        TypeError: If what is given is no mesh.
+        ValueError: If it leaves ranks of the job out; or if none is given and several were made that share
+            rows in different ways (other ``cp``), since a call without a model cannot know which is meant.
+    """
+    if given is not None:
+        if not hasattr(given, "mesh_dim_names"):
+            raise TypeError(f"mesh must be a DeviceMesh, as build_mesh() makes one, got {given!r}")
+        if given.size() != world_size():
+            raise ValueError(
+                f"{given} leaves out some of the {world_size()} ranks, which all train together: "
+                "give the mesh that build_mesh() returns, or start a job for these ranks alone"
+            )
+        return given
+    different = {cp_size(mesh): mesh for mesh in _present()}
+    if len(different) > 1:
+        axes = " and ".join(repr(mesh) for mesh in different.values())
+        raise ValueError(
+            f"this process has made {axes}, which share rows in different ways: say by mesh= for which one "
+            "this call is"
+        )
+    return next(iter(different.values()), None)
+
+
+def has_made_cp() -> bool:
+    """Whether this process has made a mesh with ``cp``."""
+    return any(cp_size(mesh) > 1 for mesh in _present())
+
+
+def _present() -> "list[DeviceMesh]":
+    """The meshes made in the process group of now."""
+    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    return _made if world is not None and _made_in is not None and _made_in() is world else []
+
+
+def parameter_mesh(mesh: "DeviceMesh") -> "DeviceMesh":
+    """The mesh that parameters are sharded on: ``mesh``, its ``dp_shard`` and ``cp`` flattened to one axis.
+
+    Raises:
+        TypeError: If ``mesh`` is none.
+        ValueError: If ``mesh`` has an axis ``cp`` and is not from ``build_mesh``.
+    """
+    if not hasattr(mesh, "mesh_dim_names"):
+        raise TypeError(f"mesh must be a DeviceMesh, as build_mesh() makes one, got {mesh!r}")
+    if CP not in (mesh.mesh_dim_names or ()):
+        return mesh
+    found: DeviceMesh | None = getattr(mesh, _PARAMETER_MESH, None)
+    if found is None:
+        raise ValueError(
+            f"a mesh with context parallelism has to be made by build_mesh(cp=...), got {mesh}: fully_shard "
+            "would take its axes for replicas and shards"
+        )
+    return found
+
+
+def cp_size(mesh: "DeviceMesh | None") -> int:
+    """Number of ranks that share the tokens of a row; 1 without context parallelism.
+
+    Raises:
+        ValueError: If ``mesh`` is the flattened one of the parameters, which does not show which ranks share
+            rows.
+    """
+    names = () if mesh is None else mesh.mesh_dim_names or ()
+    if DP_SHARD_CP in names:
+        raise ValueError(f"{mesh} is that of parameters sharded over dp_shard and cp; give build_mesh's")
+    return mesh[CP].size() if mesh is not None and CP in names else 1
+
+
+def cp_rank(mesh: "DeviceMesh | None") -> int:
+    """Index of the part of each row that this rank computes; 0 without context parallelism."""
+    return mesh.get_local_rank(CP) if cp_size(mesh) > 1 and mesh is not None else 0
+
+
+def data_parallel_place(mesh: "DeviceMesh") -> tuple[int, int]:
+    """(index of this rank's share of the rows, number of shares); ranks along ``cp`` have one share together.
+
+    Raises:
+        ValueError: If this rank is not in the mesh, or ``cp_size`` refuses the mesh.
+    """
+    coordinate, each = mesh.get_coordinate(), cp_size(mesh)
+    if coordinate is None:
+        raise ValueError(f"this rank is not in {mesh}")
+    place = 0
+    for size, index in zip(mesh.shape, coordinate, strict=True):
+        place = place * size + index
+    return place // each, mesh.size() // each  # cp is the last axis
+
+
+@dataclass(frozen=True)
+class SameRows:
+    """Ranks that are given the same whole rows, as tensor parallelism needs.
+
+    Attributes:
+        size: Number of ranks in the group.
+        rank: Index of this rank in the group.
+        share: Index of the group, which is also the index of its share of the data.
+    """
+
+    size: int
+    rank: int
+    share: int
+
+
+def same_rows_in(mesh: "DeviceMesh | None") -> SameRows | None:
+    """This rank's group on a model's mesh; None where every rank has rows of its own."""
+    names = () if mesh is None else mesh.mesh_dim_names or ()
+    # A model whose only mesh is that of its experts has every other parameter on every rank, and all ranks
+    # are given the same rows.
+    axis = TP if TP in names else EP if EP in names else None
+    if mesh is None or axis is None or mesh[axis].size() == 1:
+        return None
+    share = 0
+    for name, size, index in zip(names, mesh.shape, mesh.get_coordinate() or (), strict=True):
+        share = share if name == axis else share * size + index
+    return SameRows(mesh[axis].size(), mesh.get_local_rank(axis), share)
+
+
+def copies_of_rows(mesh: "DeviceMesh | None") -> int:
+    """Number of ranks of a model's mesh that are given each row; 1 where every rank has rows of its own."""
+    same = same_rows_in(mesh)
+    return 1 if same is None else same.size
+
+
+def host_group(mesh: "DeviceMesh", axis: str) -> dist.ProcessGroup:
+    """This rank's process group along an axis, for tensors in host memory.
+
+    It is the mesh's own group if that takes CPU tensors, and otherwise one that is made once.
+
+    Collective: all ranks of the mesh, the first time.
+    """
+    group = mesh.get_group(axis)
+    if "cpu" in dist.get_backend_config(group):
+        return group
+    groups: dict[str, dist.ProcessGroup] = mesh.__dict__.setdefault(_HOST_GROUPS, {})
+    if axis not in groups:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        with careful_gloo():
+            on_host = init_device_mesh("cpu", tuple(mesh.shape), mesh_dim_names=mesh.mesh_dim_names)
+        groups.update({name: on_host.get_group(name) for name in mesh.mesh_dim_names or ()})
+    return groups[axis]
+
+
+def build_mesh(
+    *, dp_replicate: int = 1, dp_shard: int | None = None, cp: int = 1, device_type: str | None = None
+) -> "DeviceMesh":
+    """Arrange all ranks in a mesh for data parallelism and, if ``cp`` is given, context parallelism.
+
+    Rows are distributed to ``dp_replicate x dp_shard`` groups of ``cp`` neighbouring ranks, each of which
+    works on its part of the same rows (``use_context_parallel``). ``shard_model`` shards parameters over
+    ``dp_shard`` and ``cp`` together.
+
+    Args:
+        dp_replicate: Number of replicas. 1 gives a 1-D mesh ``("dp_shard",)``: FSDP. More gives a 2-D mesh
+            ``("dp_replicate", "dp_shard")``: HSDP, with neighbouring ranks in one shard group, so that with
+            ``dp_shard`` equal to the GPUs of a node only the gradient all-reduce crosses nodes.
+        dp_shard: Number of ranks over which a replica's parameters are sharded, divided by ``cp``. None takes
+            all ranks that ``dp_replicate`` and ``cp`` leave. 1 with ``dp_replicate`` equal to the world size
+            is plain data parallelism (DDP).
+        cp: Number of ranks that share the tokens of a row. More than 1 adds a last axis ``"cp"``, and then
+            the axis ``"dp_shard"`` exists even if its size is 1.
+        device_type: Device type of the mesh; None takes the accelerator if there is one, else ``"cpu"``.
+
+    Raises:
+        ValueError: If the product of the three numbers is not the number of ranks.
+        RuntimeError: Without a process group.
+
+    Collective: all ranks.
+
+    Example:
+        >>> mesh = fs.build_mesh()
+        >>> mesh.mesh_dim_names, mesh.size()
+        (('dp_shard',), 1)
+    """
+    if not dist.is_initialized():
+        raise RuntimeError("build_mesh needs a process group: call fsdp_sft.init_distributed() first")
+    num_ranks = world_size()
+    for name, value in ((DP_REPLICATE, dp_replicate), (DP_SHARD, dp_shard), (CP, cp)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ValueError(f"{name} must be a positive integer, got {value!r}")
+    if num_ranks % cp:
+        raise ValueError(f"cp={cp} does not divide the {num_ranks} ranks; use one of {_divisors(num_ranks)}")
+    if dp_shard is None:
+        left = num_ranks // cp
+        if left % dp_replicate:
+            raise ValueError(
+                f"dp_replicate={dp_replicate} does not divide the {left} ranks{_beside(cp)}; "
+                f"use one of {_divisors(left)}"
+            )
+        dp_shard = left // dp_replicate
+    if dp_replicate * dp_shard * cp != num_ranks:
+        product = f"dp_replicate={dp_replicate} x dp_shard={dp_shard}" + (f" x cp={cp}" if cp > 1 else "")
+        raise ValueError(
+            f"{product} makes {dp_replicate * dp_shard * cp} ranks, but the job has {num_ranks}; leave "
+            "dp_shard out to use all that the others leave"
+        )
+    if device_type is None:
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        device_type = accelerator.type if accelerator is not None else "cpu"
+    from torch.distributed.device_mesh import init_device_mesh
+
+    axes = {DP_REPLICATE: dp_replicate} if dp_replicate > 1 else {}
+    axes[DP_SHARD if cp == 1 else DP_SHARD_CP] = dp_shard * cp
+    with careful_gloo():
+        mesh = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+        whole = mesh if cp == 1 else split_axis(mesh, DP_SHARD_CP, {DP_SHARD: dp_shard, CP: cp})
+    for axis in axes:
+        connect_neighbours(mesh.get_group(axis))
+    if cp > 1:
+        connect_neighbours(whole.get_group(CP))
+        shard_parameters_on(mesh, of=whole)
+    remember_made(whole)
+    return whole
+
+
+def sum_over_mesh(values: list[float], mesh: "DeviceMesh | None") -> list[float]:
+    """Element-wise float64 sum over the ranks of ``mesh``; a copy of ``values`` without a mesh.
+
+    Collective: all ranks, if there is a mesh.
+    """
+    return list(values) if mesh is None else all_reduce_sum(values)
+
+
+def raise_on_mesh(error: Exception | None, phase: str, mesh: "DeviceMesh | None") -> None:
+    """Raise the first error of any rank on all ranks; without a mesh this rank's own.
+
+    Collective: all ranks, if there is a mesh.
+    """
+    if mesh is not None:
+        raise_first(error, phase)
+    elif error is not None:
+        raise error
+
+
+def device_groups_of(mesh: "DeviceMesh | None") -> tuple[dist.ProcessGroup, ...]:
+    """Groups for device tensors: collectives over one after the other reach all ranks of ``mesh``."""
+    if mesh is None or mesh.size() == 1:
+        return ()
+    return tuple(mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1)
+
+
+def _beside(cp: int) -> str:
+    """What a message about the ranks adds where there is ``cp``."""
+    return f" that cp={cp} leaves" if cp > 1 else ""
+
+
+def _divisors(number: int) -> list[int]:
+    """All divisors of a number."""
+    return [d for d in range(1, number + 1) if number % d == 0]

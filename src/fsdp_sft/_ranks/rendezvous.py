@@ -1,0 +1,98 @@
+"""How the ranks of a job meet: room for their connections, the process group, a warning if it takes long."""
+
+import itertools
+import logging
+import os
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from fsdp_sft._compat.groups import careful_gloo, forget_meshes
+from fsdp_sft._process.limits import make_room_for
+from fsdp_sft._ranks.agree import answered
+from fsdp_sft._ranks.launch import restarts_to_set_apart
+from fsdp_sft._ranks.slurm import Launch
+
+_logger = logging.getLogger("fsdp_sft")
+_LONG_SECONDS = 30.0
+_starts = itertools.count()  # process groups that this process has made over torchrun's store
+
+
+def meet(launch: Launch, backend: str, timeout: timedelta) -> None:
+    """Make the default process group, and connect the ranks that will talk to each other.
+
+    Raises:
+        OSError: If this process may not open as many files as the job needs.
+
+    Collective: all ranks.
+    """
+    make_room_for(launch.world_size, hosts_store=_is_store_in_rank_0(launch))
+    with careful_gloo(), _says_when_it_waits(launch):
+        _init_process_group(launch, backend, timeout)
+    connect_neighbours(dist.group.WORLD)
+
+
+@contextmanager
+def _says_when_it_waits(launch: Launch) -> Iterator[None]:
+    """Within the block, log a warning if it takes long; messages below a warning are not shown by default."""
+    said = threading.Timer(
+        _LONG_SECONDS,
+        lambda: _logger.warning(
+            "rank %d of %d on %s still waits for the other ranks (launcher: %s, %s): have all of them been "
+            "started, with this address, and does it lead to rank 0's machine?",
+            *(launch.rank, launch.world_size, socket.gethostname(), launch.launcher, launch.details),
+        ),
+    )
+    said.daemon = True
+    said.start()
+    try:
+        yield
+    finally:
+        said.cancel()
+        said.join()
+
+
+def connect_neighbours(group: dist.ProcessGroup | None) -> None:
+    """Have gloo connect the ranks that its rings need.
+
+    gloo connects ranks when they first talk, and notices the end of a rank only by its connection.
+    """
+    if group is not None and group.size() > 1 and "cpu" in dist.get_backend_config(group):
+        with answered():
+            dist.all_reduce(torch.zeros(1), group=group)
+
+
+def _is_store_in_rank_0(launch: Launch) -> bool:
+    """Whether the store lives in rank 0, and not in this process alone or in torchrun's agent."""
+    return launch.init_method is not None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+
+def _init_process_group(launch: Launch, backend: str, timeout: timedelta) -> None:
+    if "torch.distributed.tensor" in sys.modules:
+        forget_meshes()  # a process group of this process may have ended before
+    if launch.init_method is None:
+        alone = dist.HashStore()  # type: ignore[attr-defined,unused-ignore]
+        dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=timeout)
+        return
+    if launch.init_method == "env://":
+        store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+        # A store keeps the addresses of ranks that have met over it before. So each restart of the workers,
+        # and each process group that this process makes, gets keys of its own.
+        prefix = f"restart-{restarts_to_set_apart()}-{next(_starts)}"
+        store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined,unused-ignore]
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+        return
+    dist.init_process_group(
+        backend,
+        init_method=launch.init_method,
+        rank=launch.rank,
+        world_size=launch.world_size,
+        timeout=timeout,
+    )

@@ -1,0 +1,313 @@
+"""Boxes: which part of a tensor a rank holds or a file stores, and which rank owns it. No I/O.
+
+A box is a rectangular part of a tensor, given by the index of its first element and its extent. Two boxes of
+one tensor have a box in common or nothing, and that is all that loading needs: what a rank reads from a file
+is the intersection of the rank's box with the file's.
+
+>>> from fsdp_sft._tensors.boxes import Box
+>>> rank_1 = Box(offset=(2, 0), shape=(2, 4))  # rows 2 and 3 of a (4, 4) matrix
+>>> file = Box(offset=(1, 0), shape=(2, 4))  # rows 1 and 2
+>>> common = rank_1.intersect(file)
+>>> common
+Box(offset=(2, 0), shape=(1, 4))
+>>> common.relative_to(rank_1), common.relative_to(file)  # row 0 of the shard is row 1 of the file
+(Box(offset=(0, 0), shape=(1, 4)), Box(offset=(1, 0), shape=(1, 4)))
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from fsdp_sft._compat.fsdp import split_factor_of
+from fsdp_sft._ranks.agree import is_distributed, this_rank, world_size
+
+_MAX_CUTS = 16  # depth of the recursion that separates boxes
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangular part of a tensor.
+
+    Attributes:
+        offset: Index of the box's first element in the tensor, per dimension.
+        shape: Extent of the box, per dimension.
+    """
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements; 1 for a 0-dim tensor."""
+        return math.prod(self.shape)
+
+    def intersect(self, other: "Box") -> "Box | None":
+        """The part that both boxes have, in the coordinates of the tensor; None if it is empty."""
+        # Along each dimension the boxes are intervals: the common one begins at the larger of the two starts
+        # and ends at the smaller of the two ends. One dimension without a common interval is enough for the
+        # boxes to have nothing in common.
+        low = [max(a, b) for a, b in zip(self.offset, other.offset, strict=True)]
+        high = [
+            min(a + n, b + m)
+            for a, n, b, m in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
+        ]
+        if any(a >= b for a, b in zip(low, high, strict=True)):
+            return None
+        return Box(tuple(low), tuple(b - a for a, b in zip(low, high, strict=True)))
+
+    def relative_to(self, outer: "Box") -> "Box":
+        """The same part in the coordinates of ``outer``, whose first element then has index 0."""
+        return Box(tuple(a - b for a, b in zip(self.offset, outer.offset, strict=True)), self.shape)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The index expression that takes this part out of a tensor."""
+        return tuple(slice(first, first + n) for first, n in zip(self.offset, self.shape, strict=True))
+
+
+def whole(shape: Sequence[int]) -> Box:
+    """The box that is all of a tensor of that shape."""
+    return Box((0,) * len(shape), tuple(shape))
+
+
+def cuts_of(placements: Sequence[Any], mesh_shape: Sequence[int], ndim: int) -> tuple[tuple[int, int], ...]:
+    """The cuts by ``torch.chunk`` that share out a tensor, in the order in which they are made.
+
+    The order is usually that of the mesh's axes. A strided shard is the exception: FSDP2 makes one where
+    expert or tensor parallelism has cut the same dimension before, along an axis that comes later in the
+    mesh. Its cut comes after that one. Cut in this order, what each rank holds is one box.
+
+    Args:
+        placements: Placements of a DTensor.
+        mesh_shape: Ranks along each axis of its mesh.
+        ndim: Number of dimensions of the tensor.
+
+    Returns:
+        (axis of the mesh, dimension of the tensor) for each cut.
+
+    Raises:
+        TypeError: If a placement leaves a rank with several boxes, or with no part at all.
+    """
+    cuts: list[tuple[int, int]] = []
+    # From the last axis to the first, so that a strided shard finds the cuts that come before its own. Its
+    # split factor is the number of parts into which they have cut the dimension.
+    for axis, placement in reversed(list(enumerate(placements))):
+        if type(placement) is Replicate:
+            continue
+        factor = 1 if type(placement) is Shard else split_factor_of(placement)
+        dim = placement.dim % max(ndim, 1) if factor is not None else -1
+        before = [cut for cut in cuts if cut[1] == dim]
+        if factor == 1 and (type(placement) is Shard or not before):
+            cuts.insert(0, (axis, dim))
+        elif factor is not None and factor == math.prod(mesh_shape[other] for other, _ in before):
+            cuts.append((axis, dim))
+        else:
+            raise TypeError(
+                f"a tensor placed as {tuple(placements)} on a mesh of {tuple(mesh_shape)} cannot be read or "
+                "stored by boxes: each rank must have one, and of fused weights that tensor parallelism cuts "
+                "it has several; load the model with tp_size=1"
+            )
+    return tuple(cuts)
+
+
+def box_at(
+    shape: Sequence[int], placements: Sequence[Any], mesh_shape: Sequence[int], coordinate: Sequence[int]
+) -> Box:
+    """The box of the rank at ``coordinate`` of the mesh, by ``torch.chunk`` along each sharded dimension.
+
+    Args:
+        shape: Global shape of the tensor.
+        placements: Placements of the DTensor.
+        mesh_shape: Ranks along each axis of its mesh.
+        coordinate: Index of the rank along each axis.
+
+    Raises:
+        TypeError: If a placement leaves a rank with several boxes, or with no part at all.
+    """
+    box = whole(shape)
+    for axis, dim in cuts_of(placements, mesh_shape, len(shape)):
+        box = chunk_of(box, dim, mesh_shape[axis], coordinate[axis])
+    return box
+
+
+def chunk_of(box: Box, dim: int, parts: int, index: int) -> Box:
+    """Chunk number ``index`` of a box that is cut into ``parts`` along ``dim``, as ``torch.chunk`` cuts.
+
+    All chunks have the extent rounded up but for the last ones, which may be shorter or empty: 10 rows in 4
+    parts are 3, 3, 3 and 1, and 5 rows in 4 parts are 2, 2, 1 and 0.
+    """
+    extent = box.shape[dim]
+    step = -(-extent // parts)
+    start = min(step * index, extent)
+    offset, shape = list(box.offset), list(box.shape)
+    offset[dim] += start
+    shape[dim] = min(step, extent - start)
+    return Box(tuple(offset), tuple(shape))
+
+
+def box_of(tensor: torch.Tensor, rank: int | None = None) -> Box:
+    """The box of ``tensor`` that a rank holds; None is this rank. All of it unless it is a DTensor.
+
+    Raises:
+        TypeError: If a placement leaves a rank with several boxes, or with no part at all.
+        ValueError: If the rank is not in the tensor's mesh, or the mesh's ranks are not in order.
+    """
+    if not isinstance(tensor, DTensor):
+        return whole(tensor.shape)
+    mesh = tensor.device_mesh
+    refuse_disordered(mesh, tensor.placements)
+    return box_at(tensor.shape, tensor.placements, mesh.shape, _coordinate(tensor, rank))
+
+
+def refuse_disordered(mesh: DeviceMesh, placements: Sequence[Any]) -> None:
+    """Check that ranks ascend along each axis of the mesh that a tensor is cut along.
+
+    FSDP2 gives parts out by a rank's number within the process group, which is in ascending order, and not by
+    its coordinate in the mesh. Where the two differ, DTensor and FSDP2 disagree on which part a rank has.
+
+    Raises:
+        ValueError: If they do not ascend.
+    """
+    ranks = mesh.mesh
+    if type(ranks) is not torch.Tensor:  # under FakeTensorMode the mesh has no values
+        return
+    for axis, placement in enumerate(placements):
+        cuts = type(placement) is not Replicate
+        if cuts and mesh.size(axis) > 1 and bool((ranks.diff(dim=axis) <= 0).any()):
+            raise ValueError(
+                f"the ranks of the mesh {ranks.tolist()} do not ascend along axis {axis}, and FSDP2 cuts "
+                "tensors in ascending order: take build_mesh(...), or ranks in order"
+            )
+
+
+def owner_ranks(tensor: torch.Tensor, replica: int = 0) -> list[int]:
+    """The ranks that together hold one copy of ``tensor``.
+
+    Args:
+        tensor: A tensor, sharded, replicated or both.
+        replica: Number of the copy; numbers beyond the last copy start again at the first.
+
+    Raises:
+        ValueError: If the tensor does not lie on all ranks.
+    """
+    if not isinstance(tensor, DTensor):
+        return [replica % world_size()]
+    mesh = tensor.device_mesh
+    if mesh.size() != world_size() and is_distributed():
+        raise ValueError(
+            f"a tensor lies on {mesh} and not on all {world_size()} ranks (tensor parallelism leaves such "
+            "tensors whole beside FSDP2), so which rank has which part is not known; load the model with "
+            "tp_size=1"
+        )
+    copies = [n for p, n in zip(tensor.placements, mesh.shape, strict=True) if isinstance(p, Replicate)]
+    wanted = replica % math.prod(copies)
+    # `wanted` is a number whose digits are the coordinates along the replicated axes. Along an axis that
+    # shards, all ranks belong to the copy.
+    index: list[Any] = []
+    for placement, size in zip(reversed(tensor.placements), reversed(mesh.shape), strict=True):
+        if isinstance(placement, Replicate):
+            index.insert(0, wanted % size)
+            wanted //= size
+        else:
+            index.insert(0, slice(None))
+    return [int(rank) for rank in mesh.mesh[tuple(index)].reshape(-1)]
+
+
+def replicate_dims(tensor: torch.Tensor) -> tuple[DeviceMesh, list[int]] | None:
+    """(mesh of a tensor, axes along which it is replicated); None if no two ranks hold the same."""
+    if not isinstance(tensor, DTensor):
+        return None
+    mesh = tensor.device_mesh
+    dims = [d for d, p in enumerate(tensor.placements) if isinstance(p, Replicate) and mesh.size(d) > 1]
+    return (mesh, dims) if dims else None
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of ``tensor``, which shares its memory."""
+    detached = tensor.detach()
+    return detached.to_local() if isinstance(detached, DTensor) else detached
+
+
+def with_local(tensor: DTensor, local: torch.Tensor) -> DTensor:
+    """A tensor that is sharded as ``tensor`` is and has ``local`` as this rank's part. No communication.
+
+    ``DTensor.from_local`` would move a part that has to stay on the host to the mesh's device. Such a part is
+    copied into a new tensor on the host instead.
+    """
+    if local.device.type not in (tensor.device_mesh.device_type, "meta"):
+        made: Any = torch.empty_like(tensor, dtype=local.dtype, device=local.device)
+        made.to_local().copy_(local)
+        return made  # type: ignore[no-any-return]
+    return DTensor.from_local(
+        local,
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+
+
+def part_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    """The part ``box`` of ``tensor``, as a view."""
+    for dim, (offset, size) in enumerate(zip(box.offset, box.shape, strict=True)):
+        if size != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, offset, size)
+    return tensor
+
+
+def tiling_problem(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
+    """Why ``boxes`` do not cover a tensor of that shape exactly once; None if they do."""
+    for box in boxes:
+        if len(box.shape) != len(shape) or any(
+            a < 0 or n < 0 or a + n > size for a, n, size in zip(box.offset, box.shape, shape, strict=True)
+        ):
+            return f"a part {box.shape} at {box.offset} lies outside the shape {tuple(shape)}"
+    # Boxes inside the tensor that have as many elements as it has, and do not overlap, leave no gap.
+    covered = sum(box.numel for box in boxes)
+    if covered != math.prod(shape):
+        return f"its parts have {covered} of {math.prod(shape)} elements"
+    if not _disjoint([box for box in boxes if box.numel]):
+        return "its parts overlap"
+    return None
+
+
+def _disjoint(boxes: Sequence[Box], depth: int = 0) -> bool:
+    """Whether recursive axis-aligned cuts separate every box.
+
+    Every sharding by dimensions can be cut like that. Not every tiling can. A tiling that cannot, or that
+    takes too many rounds, counts as overlapping, which bounds the time that a hostile manifest can take.
+    """
+    if len(boxes) < 2:
+        return True
+    for dim in range(len(boxes[0].shape) if depth < _MAX_CUTS else 0):
+        # A sweep along `dim`: a cut separates a box that begins at or after the end of all boxes so far from
+        # them, and the box begins a new piece. Each piece is then cut along any dimension in the same way.
+        pieces: list[list[Box]] = []
+        end = -1
+        for box in sorted(boxes, key=lambda box: box.offset[dim]):
+            if box.offset[dim] >= end:
+                pieces.append([])
+            pieces[-1].append(box)
+            end = max(end, box.offset[dim] + box.shape[dim])
+        if len(pieces) > 1:
+            return all(_disjoint(piece, depth + 1) for piece in pieces)
+    return False
+
+
+def _coordinate(tensor: DTensor, rank: int | None) -> list[int]:
+    """The coordinate of a rank (None: this one) in the mesh of a tensor."""
+    mesh = tensor.device_mesh
+    if rank is None:
+        found: Any = mesh.get_coordinate()
+    else:
+        found = next(iter((mesh.mesh == rank).nonzero().tolist()), None)
+    if found is None:
+        rank = this_rank() if rank is None else rank
+        raise ValueError(f"rank {rank} is not in the mesh of the model's parameters; all ranks must be")
+    return [int(index) for index in found]

@@ -1,0 +1,316 @@
+"""Files and folders that appear complete or not at all.
+
+Files are hashed while they are written, forced to the disk (fsync), and read by position. A folder is filled
+under a temporary name beside its own and appears by one rename. The next job deletes what a killed one has
+left.
+"""
+
+import contextlib
+import errno
+import glob
+import hashlib
+import os
+import shutil
+import stat
+import threading
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+
+import torch
+
+from fsdp_sft._process.limits import blame_no_file
+from fsdp_sft._tensors.safetensors import bytes_of, create, force_to_disk, open_file, read_at, write_at
+from fsdp_sft.errors import CheckpointCorruptError, SafetensorsError
+
+_BUFFER_BYTES = 16 << 20  # written or read at once
+_TEMPORARY = ".tmp-"  # what the names of unfinished folders begin with
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """What a manifest says of a file.
+
+    Attributes:
+        size: Size in bytes.
+        sha256: SHA-256 of all its bytes, in hexadecimal.
+    """
+
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Deferred:
+    """A tensor that is read from somewhere only when it is its turn to be written.
+
+    Attributes:
+        shape: Shape of the tensor.
+        dtype: Dtype of its elements.
+        read: Function that returns the tensor, in CPU memory.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], torch.Tensor]
+
+
+def write_tensors(
+    path: Path, tensors: Mapping[str, torch.Tensor | Deferred], metadata: Mapping[str, str] | None = None
+) -> FileRecord:
+    """Write a safetensors file and force it to the disk (fsync). A thread hashes it meanwhile.
+
+    Memory: One of the tensors in CPU memory, if it is not there already.
+    """
+    described = {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}
+    fd, header, head = create(path, described, metadata)
+    with _Hasher(head) as hasher, closing(fd):
+        for name, entry in header.entries.items():
+            tensor = tensors[name]
+            if isinstance(tensor, Deferred):
+                tensor = tensor.read()
+            staged = tensor.detach().to("cpu").contiguous()
+            view = bytes_of(staged)
+            hasher.begin(view)
+            write_early(fd, entry.start, view)
+            hasher.wait()
+        force_to_disk(fd)
+        return FileRecord(header.file_bytes, hasher.hexdigest())
+
+
+def write_early(fd: int, offset: int, view: memoryview) -> None:
+    """Write, and let the disk begin at once, so that the fsync at the end has little left to wait for."""
+    for first in range(0, len(view), _BUFFER_BYTES):
+        piece = view[first : first + _BUFFER_BYTES]
+        write_at(fd, offset + first, piece)
+        if hasattr(os, "posix_fadvise"):
+            # On Linux this starts writing dirty pages to the disk. It also drops clean pages, but there are
+            # none yet in what has just been written.
+            os.posix_fadvise(fd, offset + first, len(piece), os.POSIX_FADV_DONTNEED)
+
+
+class _Hasher:
+    """SHA-256 in a thread of its own, in parallel with the writing, since hashlib releases the GIL.
+
+    It is not an executor, because executors refuse work once the interpreter has begun to wait for its
+    threads. That is when the last asynchronous save of a program may still be running.
+    """
+
+    def __init__(self, head: bytes) -> None:
+        self._digest = hashlib.sha256(head)
+        self._work: SimpleQueue[memoryview | None] = SimpleQueue()
+        self._done = threading.Semaphore(0)
+        self._thread = threading.Thread(target=self._run, name="fsdp_sft-hash")
+
+    def __enter__(self) -> "_Hasher":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._work.put(None)
+        self._thread.join()
+
+    def begin(self, view: memoryview) -> None:
+        """Start hashing ``view``, which must not change until ``wait`` returns."""
+        self._work.put(view)
+
+    def wait(self) -> None:
+        """Return when the view given to ``begin`` has been hashed."""
+        self._done.acquire()
+
+    def hexdigest(self) -> str:
+        """The digest of everything hashed so far."""
+        return self._digest.hexdigest()
+
+    def _run(self) -> None:
+        while (view := self._work.get()) is not None:
+            self._digest.update(view)
+            self._done.release()
+
+
+def write_bytes(path: Path, data: bytes) -> FileRecord:
+    """Write a small file and force it to the disk (fsync)."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
+    with closing(fd):
+        write_at(fd, 0, memoryview(data))
+        force_to_disk(fd)
+    return FileRecord(len(data), hashlib.sha256(data).hexdigest())
+
+
+def check_room(folder: Path, need: int, what: str) -> None:
+    """Refuse to begin what the file system has no room for.
+
+    Args:
+        folder: An existing folder of the file system.
+        need: Bytes that will be written.
+        what: What will be written, for the error.
+
+    Raises:
+        OSError: ``ENOSPC``, with the need and what is free.
+    """
+    usage = shutil.disk_usage(folder)
+    if usage.total > 0 and usage.free < need:  # a file system without a size says that it has none
+        raise OSError(
+            errno.ENOSPC,
+            f"{what} takes {need / 2**30:,.2f} GiB and {folder} has {usage.free / 2**30:,.2f} GiB free: make "
+            "room, or take another folder",
+        )
+
+
+def full_path(path: str | os.PathLike[str]) -> Path:
+    """The absolute path, ``~`` standing for the home folder as in a shell."""
+    return Path(path).expanduser().absolute()
+
+
+def sync_file(path: Path) -> None:
+    """Force a file that has been written to the disk (fsync)."""
+    fd = os.open(path, os.O_RDONLY)
+    with closing(fd):
+        force_to_disk(fd)
+
+
+def sync_folder(path: Path) -> None:
+    """Force a folder's entries (its names) to the disk, if the file system can do that for folders.
+
+    Without it a file's contents may survive a loss of power while its name does not.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    with closing(fd):
+        try:
+            force_to_disk(fd)
+        except OSError as error:
+            # Mounts of object stores and some network file systems cannot sync folders, and answer so. For
+            # files none of them does: there every error counts.
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
+                raise
+
+
+def renames_whole(folder: Path) -> bool:
+    """Whether renaming a folder below ``folder`` is one step, which keeps its files.
+
+    Mounts of object stores rename a folder by copying and deleting its files. Afterwards these are other
+    files, as their inode numbers show, and meanwhile another process may see only a part of them.
+    """
+    before, after = (temporary_beside(folder / "rename") for _ in range(2))
+    before.mkdir()
+    try:
+        (before / "file").touch()
+        number = (before / "file").stat().st_ino
+        os.rename(before, after)
+        return (after / "file").stat().st_ino == number
+    finally:
+        for left in (before, after):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def read_bytes(path: Path, most: int) -> bytes:
+    """All bytes of a regular file.
+
+    Raises:
+        CheckpointCorruptError: If it is missing, a symbolic link, or longer than ``most`` bytes.
+        OSError: If this process may open no more files, or may not open this one.
+    """
+    try:
+        fd = open_file(path)
+        with closing(fd):
+            size = os.fstat(fd).st_size
+            if size > most:
+                raise SafetensorsError(f"it has {size} bytes, more than {most}")
+            data = bytearray(size)
+            read_at(fd, 0, memoryview(data))
+    except (OSError, SafetensorsError) as error:
+        blame_no_file(error, path)
+        raise CheckpointCorruptError(f"{path} cannot be read: {error}") from error
+    return bytes(data)
+
+
+def file_problem(folder: Path, name: str, record: FileRecord, *, hashes: bool) -> str | None:
+    """How a file below ``folder`` differs from its record; None if it does not.
+
+    Only ``folder`` itself may be a symbolic link; the file, and a folder between the two, may not.
+
+    Raises:
+        OSError: If this process may open no more files, or may not open this one.
+    """
+    path = folder / name
+    try:
+        status = path.lstat()
+        in_place = path.parent == folder or stat.S_ISDIR(path.parent.lstat().st_mode)
+        if not stat.S_ISREG(status.st_mode) or not in_place:
+            return "is not a regular file"
+        if status.st_size != record.size:
+            return f"has {status.st_size} bytes instead of {record.size}"
+        if hashes:
+            fd = open_file(path)
+            with closing(fd), os.fdopen(fd, "rb", closefd=False) as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != record.sha256:
+                    return "has other contents than were written (SHA-256 differs)"
+    except FileNotFoundError:
+        return "is missing"
+    except (OSError, SafetensorsError) as error:
+        blame_no_file(error, path)
+        return f"cannot be read: {error}"
+    return None
+
+
+def temporary_beside(target: Path) -> Path:
+    """A new name in the same folder for something that will be renamed to ``target`` when it is complete."""
+    return target.with_name(f"{_prefix(target)}{uuid.uuid4().hex}")
+
+
+def unsound_beside(target: Path) -> Path:
+    """A new name for what is at ``target`` and damaged: it makes room, but is kept to be looked at."""
+    return target.with_name(f".unsound-{target.name}-{uuid.uuid4().hex}")
+
+
+def sweep(target: Path) -> None:
+    """Delete unfinished folders that killed jobs have left on their way to ``target``."""
+    for stale in target.parent.glob(
+        f"{glob.escape(_prefix(target))}{'[0-9a-f]' * 32}"
+    ):  # the digits leave out what is on its way to "<target>-2"
+        shutil.rmtree(stale, ignore_errors=True)
+
+
+def sweep_all(root: Path) -> None:
+    """Delete the unfinished folders of all targets below ``root``; other files with such names stay."""
+    for stale in root.glob(f"{_TEMPORARY}*-{'[0-9a-f]' * 32}"):
+        if stale.is_dir() and not stale.is_symlink():
+            shutil.rmtree(stale, ignore_errors=True)
+
+
+def publish(temporary: Path, target: Path, *, aside: Path | None = None) -> None:
+    """Let a finished folder appear under its name, complete or not at all.
+
+    Args:
+        temporary: The finished folder, whose files are on the disk already.
+        target: Name under which it is to appear; an empty folder there is replaced.
+        aside: Name to which anything else at ``target`` is moved; None raises if there is something.
+
+    Raises:
+        OSError: If something is at ``target`` and cannot be moved aside, or the disk fails.
+    """
+    # The names inside the folder reach the disk before the folder gets its own name: after a loss of power no
+    # folder of that name may lack a file. The last fsync makes the rename durable, so that a caller who has
+    # been told that the folder is there will find it.
+    sync_folder(temporary)
+    if aside is not None and os.path.lexists(target):
+        os.rename(target, aside)
+    os.rename(temporary, target)
+    sync_folder(target.parent)
+
+
+def _prefix(target: Path) -> str:
+    """What the temporary names of a target begin with; 32 hexadecimal digits follow."""
+    return f"{_TEMPORARY}{target.name}-"
+
+
+class closing(contextlib.AbstractContextManager[None]):
+    """Close a file descriptor at the end of a block."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def __exit__(self, *exc_info: object) -> None:
+        os.close(self._fd)

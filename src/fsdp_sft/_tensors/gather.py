@@ -1,0 +1,97 @@
+"""Gathering the full tensors of a sharded model on rank 0, one after the other, by sends between ranks."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+
+from fsdp_sft._ranks.agree import answered, control_group, raise_first, this_rank
+from fsdp_sft._tensors.boxes import box_of, local_of, owner_ranks, part_of
+
+
+class Gatherer:
+    """Gathers full tensors on rank 0, one after the other, over the control group.
+
+    Only rank 0 ever has more than its own part, and holds one full tensor at a time. A rank that fails does
+    not raise at once, which would leave rank 0 waiting for its parts: it sends zeros from then on and raises
+    its error in ``finish``.
+
+    Attributes:
+        rank: This rank.
+        error: First error of this rank; None if there is none.
+
+    Collective: all ranks make one, call ``gather`` for the same tensors in the same order, then ``finish``.
+    """
+
+    def __init__(self) -> None:
+        self.rank = this_rank()
+        self.error: Exception | None = None
+
+    def gather(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+        """On rank 0 the full tensor, in CPU memory and as ``dtype``; None on the other ranks."""
+        owners = owner_ranks(tensor)
+        if self.rank != 0:
+            if self.rank in owners:
+                self._send(tensor, dtype)
+            return None
+        if owners == [0]:
+            return local_of(tensor).to("cpu", dtype).contiguous()
+        full = torch.empty(tensor.shape, dtype=dtype)
+        for owner in owners:
+            box = box_of(tensor, owner)
+            if not box.numel:
+                continue
+            part = part_of(full, box)
+            if owner == 0:
+                part.copy_(local_of(tensor))
+            else:
+                receive_into(part, owner)
+        return full
+
+    def attempt(self, action: Callable[[], None]) -> None:
+        """Run ``action`` unless this rank has failed before; ``finish`` raises its error."""
+        if self.error is None:
+            try:
+                action()
+            except Exception as error:
+                self.error = error
+
+    def finish(self, phase: str) -> None:
+        """Raise the first error of any rank on every rank."""
+        raise_first(self.error, phase)
+
+    def _send(self, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+        """Send this rank's part to rank 0; zeros of its size if this rank has failed."""
+        box = box_of(tensor)
+        if not box.numel:
+            return
+        payload = None
+
+        def prepare() -> None:
+            nonlocal payload
+            payload = local_of(tensor).to("cpu", dtype).contiguous()
+
+        self.attempt(prepare)
+        send(payload if payload is not None else torch.zeros(box.shape, dtype=dtype), 0)
+
+
+def send(tensor: torch.Tensor, rank: int) -> None:
+    """Send a contiguous CPU tensor's bytes over the control group."""
+    for piece in _byte_pieces(tensor):
+        with answered():
+            dist.send(piece, dst=rank, group=control_group())
+
+
+def receive_into(tensor: torch.Tensor, rank: int) -> None:
+    """Fill a CPU tensor with the bytes that ``rank`` sends."""
+    target = tensor if tensor.is_contiguous() else torch.empty(tensor.shape, dtype=tensor.dtype)
+    for piece in _byte_pieces(target):
+        with answered():
+            dist.recv(piece, src=rank, group=control_group())
+    if target is not tensor:
+        tensor.copy_(target)
+
+
+def _byte_pieces(tensor: torch.Tensor, most: int = 1 << 28) -> Iterator[torch.Tensor]:
+    """A contiguous tensor's bytes in pieces that gloo can send, which limits dtypes and lengths."""
+    yield from tensor.reshape(-1).view(torch.uint8).split(most)

@@ -1,0 +1,361 @@
+"""Positional reads of boxes of stored tensors straight into shards, cast on the way, in bounded memory.
+
+About 1 MiB at a time is read into a buffer that is used again and again. On the host it is copied out a
+quarter at a time. The bytes, and the memory that was just mapped for the values they become, are then still
+in the core's cache; otherwise every byte would travel to memory and back twice more.
+
+A ``Job`` is a box of one stored tensor and the part of a shard that it fills. Jobs are cut into segments that
+fit the buffer, and segments that are neighbours in a file are joined into batches, each of which is one read.
+What needs no cast and lies in one run, in the file and in host memory, is read straight to its place.
+
+A ``Computation`` is a box of values that are stored in another form, such as packed bytes here and scales
+there: its runs of bytes are read as they are, and a function makes the values of them.
+"""
+
+import math
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from fsdp_sft._process.limits import blame_no_file
+from fsdp_sft._process.streams import CallerStream, host_buffer
+from fsdp_sft._ranks.init import ranks_on_host
+from fsdp_sft._tensors.jobs import ByteRange, Computation, Job
+from fsdp_sft._tensors.prefault import HostPages
+from fsdp_sft._tensors.safetensors import bytes_of, expect, expect_parts, open_file, read_at
+from fsdp_sft._tensors.segments import Batch, batches_of, segments_of
+from fsdp_sft.errors import CheckpointFormatError, NonFiniteWeightsError, SafetensorsError
+
+MAX_WORKERS = 4  # threads that read
+PIECE_BYTES = 1 << 20  # read at once for a shard on the host
+_COPIED_BYTES = 1 << 18  # copied out at once
+_BATCHES_AHEAD = 8  # distance of the batch that the system is asked to fetch from the one being read
+_DEVICE_PIECE_BYTES = 8 << 20  # copies to an accelerator are faster in larger pieces
+_COUNTED_ELEMENTS = 1 << 20  # looked at together when NaN and infinity are counted; each takes 7 bytes
+
+
+def threads_that_read() -> int:
+    """Threads with which this rank may read, beside the other ranks on its host."""
+    return max(1, min(MAX_WORKERS, len(os.sched_getaffinity(0)) // ranks_on_host()))
+
+
+def piece_bytes(device: torch.device) -> int:
+    """How many bytes are read at a time for a shard on ``device``."""
+    return PIECE_BYTES if device.type == "cpu" else _DEVICE_PIECE_BYTES
+
+
+def read_jobs(
+    jobs: Iterable[Job | Computation],
+    *,
+    host_budget_bytes: int = 1 << 30,
+    workers: int = 1,
+    progress: Callable[[int], None] = lambda _: None,
+    pages: HostPages | None = None,
+    damaged: type[Exception] = CheckpointFormatError,
+) -> int:
+    """Do all jobs.
+
+    Args:
+        jobs: Jobs in any order; they are done in the order of the files and of the bytes in them, those for
+            one device after those for another.
+        host_budget_bytes: Bytes that all buffers together may take.
+        workers: Number of threads; fewer are used if the budget does not allow a buffer for each.
+        progress: Called with the bytes of each read, under a lock.
+        pages: What maps the memory of shards on the host; None begins to time its pages anew.
+        damaged: Class of the error for a file that cannot be read.
+
+    Returns:
+        Number of bytes read.
+
+    Raises:
+        CheckpointFormatError: If a file ends early or cannot be opened (then it is ``damaged``), or tied
+            tensors differ.
+        OSError: If this process may open no more files, or may not open one of them.
+        NonFiniteWeightsError: If a parameter's values are not finite.
+
+    Memory: One buffer of about 1 MiB for each thread (for an accelerator two pinned ones of 8 MiB), and the
+        bytes and values of a ``Computation``.
+    """
+    by_device: dict[torch.device, list[Job | Computation]] = {}
+    for job in jobs:
+        by_device.setdefault(job.dest.device, []).append(job)
+    read = partial(_read_for, host_budget_bytes, workers, progress, pages or HostPages(), damaged)
+    return sum(read(device, own) for device, own in by_device.items())
+
+
+def _read_for(
+    host_budget_bytes: int,
+    workers: int,
+    progress: Callable[[int], None],
+    pages: HostPages,
+    damaged: type[Exception],
+    device: torch.device,
+    jobs: list[Job | Computation],
+) -> int:
+    """The jobs whose destinations are on one device; the number of bytes read."""
+    size = min(piece_bytes(device), max(host_budget_bytes // 2, 1 << 12))
+    copied = min(size, _COPIED_BYTES) if device.type == "cpu" else size
+    segments = [segment for job in jobs if isinstance(job, Job) for segment in segments_of(job, copied)]
+    segments.sort(key=lambda segment: (segment.job.file, segment.start))
+    tasks: list[Batch | Computation] = [*map(Batch, batches_of(segments, size))]
+    tasks += [job for job in jobs if isinstance(job, Computation)]
+    tasks.sort(key=lambda task: (task.runs[0].file, task.runs[0].start))
+    caller = CallerStream.on(device)
+    reader = _Reader(size, tasks, progress, caller, pages, damaged)
+    buffers = 1 if device.type == "cpu" else 2
+    workers = max(1, min(workers, host_budget_bytes // (size * buffers)))
+    try:
+        if workers == 1:
+            reader.work(device)
+        else:
+            with ThreadPoolExecutor(workers, initializer=caller.adopt) as pool:
+                for done in [pool.submit(reader.work, device) for _ in range(workers)]:
+                    done.result()
+    finally:
+        reader.close()
+    return reader.bytes_read
+
+
+class _Reader:
+    """Files, the queue of reads and the count of bytes, shared by the threads of one load."""
+
+    def __init__(
+        self,
+        piece_bytes: int,
+        tasks: list[Batch | Computation],
+        progress: Callable[[int], None],
+        caller: CallerStream,
+        pages: HostPages,
+        damaged: type[Exception],
+    ) -> None:
+        self.bytes_read = 0
+        self._pages = pages
+        self._caller = caller
+        self._damaged = damaged
+        self._piece_bytes = piece_bytes
+        self._tasks = tasks
+        self._taken = 0
+        self._progress = progress
+        self._left = Counter(run.file for task in tasks for run in task.runs)  # runs of each file
+        self._descriptors: dict[Path, int] = {}
+        self._lock = threading.Lock()
+        self._failed = False
+
+    def work(self, device: torch.device) -> None:
+        """Read until nothing is left or another thread has failed."""
+        stage = (
+            _HostStage(self._piece_bytes, self._pages)
+            if device.type == "cpu"
+            else _DeviceStage(self._piece_bytes, device, self._caller)
+        )
+        try:
+            with torch.no_grad():
+                while (task := self._next()) is not None:
+                    if isinstance(task, Computation):
+                        self._compute(task)
+                    else:
+                        self._read_batch(task, stage)
+                    self._done(task)
+            stage.finish()
+        except BaseException:
+            self._failed = True
+            raise
+
+    def _next(self) -> Batch | Computation | None:
+        """What is to be read next, its files open, and a request for what is further on; None at the end."""
+        with self._lock:
+            if self._failed or self._taken == len(self._tasks):
+                return None
+            task = self._tasks[self._taken]
+            self._taken += 1
+            for ahead in self._tasks[self._taken : self._taken + _BATCHES_AHEAD][-1:]:
+                for run in ahead.runs:
+                    expect(self._descriptor(run.file), run.start, run.num_bytes)
+            for run in task.runs:
+                self._descriptor(run.file)
+            return task
+
+    def _descriptor(self, file: Path) -> int:
+        """Descriptor of a file, which is opened when it is first needed."""
+        if file not in self._descriptors:
+            try:
+                self._descriptors[file] = open_file(file)
+            except (OSError, SafetensorsError) as error:
+                blame_no_file(error, file)
+                raise self._damaged(f"{file} cannot be opened: {error}") from None
+            expect_parts(self._descriptors[file])
+        return self._descriptors[file]
+
+    def _done(self, task: Batch | Computation) -> None:
+        """Close a file when all of it has been read: a step that 1,024 ranks saved has 1,024 files."""
+        with self._lock:
+            for run in task.runs:
+                self._left[run.file] -= 1
+                if not self._left[run.file]:
+                    os.close(self._descriptors.pop(run.file))
+
+    def _read(self, run: ByteRange, key: str, memory: memoryview) -> None:
+        try:
+            read_at(self._descriptors[run.file], run.start, memory)
+        except (OSError, SafetensorsError) as error:
+            blame_no_file(error, run.file)
+            raise self._damaged(
+                f"{run.file} cannot be read at byte {run.start} ({key!r}): {error}; is it complete?"
+            ) from None
+        with self._lock:
+            self.bytes_read += run.num_bytes
+            self._progress(run.num_bytes)
+
+    def _compute(self, task: Computation) -> None:
+        """Read the bytes of a computation, and deliver what it makes of them."""
+        raws = []
+        for run in task.runs:
+            raw = torch.empty(run.num_bytes, dtype=torch.uint8)
+            self._read(run, task.key, bytes_of(raw))
+            raws.append(raw.to(task.dest.device))
+        self._pages.prefault(task.dest)
+        _deliver(task, task.compute(raws), task.dest)
+
+    def _read_batch(self, batch: Batch, stage: "_HostStage | _DeviceStage") -> None:
+        """Read a batch, and deliver its segments to their places in the shards."""
+        (run,), first = batch.runs, batch.segments[0]
+        if first.job.is_direct:
+            self._pages.prefault(first.place())
+            self._read(run, batch.key, bytes_of(first.place()))
+            return
+        self._read(run, batch.key, stage.memory(run.num_bytes))
+        staged = stage.staged(run.num_bytes)
+        for segment in batch.segments:
+            place = segment.place()
+            stage.prepare(place)
+            at = segment.start - run.start
+            _deliver(segment.job, segment.values(staged[at : at + segment.num_bytes]), place)
+        stage.used()
+
+    def close(self) -> None:
+        """Close every file."""
+        for fd in self._descriptors.values():
+            os.close(fd)
+        self._descriptors.clear()
+
+
+class _HostStage:
+    """One host buffer, which bytes are read into and values copied out of."""
+
+    def __init__(self, size: int, pages: HostPages) -> None:
+        self._pages = pages
+        self._buffer = torch.empty(size, dtype=torch.uint8)
+        self._view = memoryview(self._buffer.numpy())  # type: ignore[arg-type]
+
+    def prepare(self, place: torch.Tensor) -> None:
+        """Get ``place`` ready: the next copy goes there."""
+        self._pages.prefault(place)
+
+    def memory(self, num_bytes: int) -> memoryview:
+        """The memory to read into."""
+        return self._view[:num_bytes]
+
+    def staged(self, num_bytes: int) -> torch.Tensor:
+        """The bytes that were read."""
+        return self._buffer[:num_bytes]
+
+    def used(self) -> None:
+        """Let the buffer be read into again."""
+
+    def finish(self) -> None:
+        """Wait for copies that are still under way."""
+
+
+class _DeviceStage:
+    """Two pinned host buffers used in turn: one is read into while the other is copied to the device."""
+
+    def __init__(self, size: int, device: torch.device, caller: CallerStream) -> None:
+        self._buffers = [host_buffer((size,), torch.uint8, device) for _ in range(2)]
+        self._device = device
+        self._caller = caller
+        self._turn = 0
+        self._events: list[torch.Event | None] = [None, None]
+
+    def prepare(self, place: torch.Tensor) -> None:
+        """Nothing to do: memory of a device is mapped when it is allocated."""
+
+    def memory(self, num_bytes: int) -> memoryview:
+        """The memory to read into, once the copy that used this buffer before is done."""
+        event = self._events[self._turn]
+        if event is not None:
+            event.synchronize()
+        return memoryview(self._buffers[self._turn].numpy())[:num_bytes]  # type: ignore[arg-type]
+
+    def staged(self, num_bytes: int) -> torch.Tensor:
+        """The bytes that were read, on the device, still in the checkpoint's dtype: the device casts them."""
+        return self._buffers[self._turn][:num_bytes].to(self._device, non_blocking=True)
+
+    def used(self) -> None:
+        """Switch to the other buffer."""
+        self._events[self._turn] = self._caller.record()
+        self._turn = 1 - self._turn
+
+    def finish(self) -> None:
+        """Wait for copies that are still under way."""
+        for event in self._events:
+            if event is not None:
+                event.synchronize()
+
+
+def _deliver(job: Job | Computation, stored: torch.Tensor, dest: torch.Tensor) -> None:
+    """Copy stored values to their place, cast to its dtype, and check them; or compare the two."""
+    if job.mode == "compare":
+        check_same(job.key, dest, stored.to(dest.dtype))
+        return
+    dest.copy_(stored)
+    # A finite sum shows that all values are finite. The reverse is not true, since the sum may overflow, so
+    # a sum that is not finite leads to a closer look. On an accelerator each look would wait for the device,
+    # so shards there are checked once, after the load.
+    if job.check_finite and dest.is_cpu and not math.isfinite(dest.sum().item()):
+        check_all_finite({job.name: dest})
+
+
+def check_all_finite(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Refuse NaN and infinity in floating-point tensors, all of them on one device.
+
+    Raises:
+        NonFiniteWeightsError: If a tensor has such values; the message names the first one.
+
+    Memory: A few bytes on the device for each tensor, and 8 MiB where there is something to count. The host
+        waits for the device once.
+    """
+    filled = {name: values.detach() for name, values in tensors.items() if values.numel()}
+    # Minimum and maximum are enough: both are NaN if any value is, and one of them is infinite if any is.
+    extremes = [torch.stack(torch.aminmax(values)).isfinite() for values in filled.values()]
+    sound = torch.stack(extremes).all(1).tolist() if extremes else []
+    for (name, values), is_sound in zip(filled.items(), sound, strict=True):
+        if not is_sound:
+            raise NonFiniteWeightsError(
+                f"{name!r} has {_count_non_finite(values)} values in the checkpoint that are NaN or infinite "
+                f"in {values.dtype}; load_weights(check_finite=False) takes them"
+            )
+
+
+def _count_non_finite(values: torch.Tensor) -> int:
+    """How many values are NaN or infinite."""
+    flat = values.reshape(-1)  # copies a tensor that is not contiguous; an error is raised anyway
+    return sum(int((~torch.isfinite(piece)).sum()) for piece in flat.split(_COUNTED_ELEMENTS))
+
+
+def check_same(name: str, values: torch.Tensor, stored: torch.Tensor) -> None:
+    """Refuse a checkpoint that has other values under the second name of a tied tensor.
+
+    Raises:
+        CheckpointFormatError: If the values differ; the message names the tensor.
+    """
+    if not torch.equal(values, stored) and not torch.equal(values.nan_to_num(), stored.nan_to_num()):
+        raise CheckpointFormatError(
+            f"the checkpoint holds different values for {name!r} and for the tensor it is tied to; to keep "
+            "the two apart, build_meta_model(..., tie_word_embeddings=False)"
+        )

@@ -1,0 +1,208 @@
+"""Tensors that lie in files: which bytes fill a rank's box of one."""
+
+import math
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from fsdp_sft._process.limits import blame_no_file
+from fsdp_sft._tensors.boxes import Box
+from fsdp_sft._tensors.jobs import ByteRange, Computation, Job, Mode
+from fsdp_sft._tensors.pieces import Ints, Piece, contiguous_strides, intersect
+from fsdp_sft._tensors.safetensors import Header, TensorEntry, open_file, read_header
+from fsdp_sft.errors import CheckpointCorruptError, SafetensorsError
+
+_ROWS_BYTES = 8 << 20  # of values that are computed at once, unless they can only be computed together
+
+
+@dataclass(frozen=True)
+class About:
+    """What a job says beside its place; see ``Job``."""
+
+    name: str
+    check_finite: bool
+    mode: Mode
+
+
+class Stored(ABC):
+    """A tensor, or one part of a tensor, that is stored somewhere.
+
+    Attributes:
+        entry: Dtype and shape in which it is published, and how many bytes that takes.
+    """
+
+    entry: TensorEntry
+
+    @abstractmethod
+    def all_runs(self) -> tuple[ByteRange, ...]:
+        """The bytes of all of it."""
+
+    @abstractmethod
+    def _read(self, part: Piece, place: torch.Tensor, about: About) -> Iterator[Job | Computation]:
+        """What fills ``place`` with a part of it."""
+
+    def piece(self, key: str, start: Ints | None = None) -> Piece:
+        """All of it, as a piece of the tensor in which it begins at ``start``; None is the first element."""
+        shape = self.entry.shape
+        return Piece(
+            start or (0,) * len(shape), shape, key, 0, self.entry.stride or contiguous_strides(shape)
+        )
+
+    def jobs(
+        self,
+        name: str,
+        piece: Piece,
+        box: Box,
+        local: torch.Tensor,
+        *,
+        check_finite: bool = False,
+        mode: Mode = "copy",
+    ) -> Iterator[Job | Computation]:
+        """What of a piece lies in a rank's box, as jobs; none if nothing does.
+
+        Args:
+            name: Name of the parameter or buffer, for messages.
+            piece: A box of the full tensor, as a strided view of what lies here.
+            box: This rank's box of the full tensor.
+            local: This rank's shard, the memory of ``box``.
+            check_finite: See ``Job``.
+            mode: See ``Job``.
+        """
+        part = intersect(piece, box)
+        if part is not None:
+            place = local[Box(part.start, part.size).relative_to(box).slices]
+            yield from self._read(part, place, About(name, check_finite, mode))
+
+
+@dataclass(frozen=True)
+class InFile(Stored):
+    """A tensor, or one part of a tensor, in one run of a file.
+
+    Attributes:
+        file: Path of the file.
+        entry: Dtype, shape and byte range.
+    """
+
+    file: Path
+    entry: TensorEntry
+
+    def all_runs(self) -> tuple[ByteRange, ...]:
+        """The bytes of all of it."""
+        return (ByteRange(self.file, self.entry.start, self.entry.num_bytes),)
+
+    def _read(self, part: Piece, place: torch.Tensor, about: About) -> Iterator[Job]:
+        start = self.entry.start + part.offset * self.entry.dtype.itemsize
+        yield Job(
+            about.name,
+            part.key,
+            self.file,
+            start,
+            self.entry.dtype,
+            part.size,
+            part.stride,
+            place,
+            about.check_finite,
+            about.mode,
+        )
+
+
+@dataclass(frozen=True)
+class Computed(Stored):
+    """A tensor that is stored in another form than it is published in, such as packed and with scales.
+
+    Attributes:
+        entry: Dtype and shape in which it is published, with the bytes that it would take.
+        each: Number of rows whose values can only be computed together.
+        runs: Function from the first of some rows and one past the last, both multiples of ``each`` or the
+            end, to the runs of bytes that hold them.
+        compute: Function from the bytes of these runs (uint8) and the two numbers to the rows, of the entry's
+            dtype and on the device of the bytes.
+    """
+
+    entry: TensorEntry
+    each: int
+    runs: Callable[[int, int], tuple[ByteRange, ...]]
+    compute: Callable[[list[torch.Tensor], int, int], torch.Tensor]
+
+    def all_runs(self) -> tuple[ByteRange, ...]:
+        """The bytes of all of it."""
+        return self.runs(0, self.entry.shape[0])
+
+    def _read(self, part: Piece, place: torch.Tensor, about: About) -> Iterator[Computation]:
+        # A piece is cut along the dimension that goes through the rows, so that about _ROWS_BYTES are
+        # computed at once, whatever has been transposed or joined.
+        row = math.prod(self.entry.shape[1:])
+        # The values of a part that this dimension does not reach over lie within the fewest rows.
+        outer = max(range(len(part.size)), key=lambda d: (part.size[d] > 1, part.stride[d]), default=None)
+        if outer is None:
+            cuts = [(part, place)]
+        else:
+            held = max(self.each, _ROWS_BYTES // max(1, row * self.entry.dtype.itemsize))
+            count = max(1, held * row // max(1, part.stride[outer]))
+            cuts = [
+                (part.narrowed(outer, at, min(count, part.size[outer] - at)), view)
+                for at, view in zip(range(0, part.size[outer], count), place.split(count, outer), strict=True)
+            ]
+        for cut, view in cuts:
+            first = cut.offset // row // self.each * self.each
+            last = (cut.offset + cut.span - 1) // row + 1
+            last = min(-(-last // self.each) * self.each, self.entry.shape[0])
+            compute = partial(self._box, cut, first, last)
+            runs = self.runs(first, last)
+            yield Computation(about.name, cut.key, runs, compute, view, about.check_finite, about.mode)
+
+    def _box(self, cut: Piece, first: int, last: int, raws: list[torch.Tensor]) -> torch.Tensor:
+        rows = self.compute(raws, first, last).reshape(-1)
+        row = math.prod(self.entry.shape[1:])
+        return rows.as_strided(cut.size, cut.stride, cut.offset - first * row)
+
+
+class StoredFolder:
+    """The safetensors files below a folder, which hold parts of tensors.
+
+    A file is open only while its header is read; the headers are kept.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._headers: dict[str, Header] = {}
+
+    def header(self, file: str) -> Header:
+        """The header of a file, checked and remembered.
+
+        Raises:
+            CheckpointCorruptError: If the file or its header is damaged or missing.
+            OSError: If this process may open no more files, or may not open this one.
+        """
+        if file not in self._headers:
+            try:
+                fd = open_file(self.folder / file)
+                try:
+                    self._headers[file] = read_header(fd)
+                finally:
+                    os.close(fd)
+            except (OSError, SafetensorsError) as error:
+                blame_no_file(error, self.folder / file)
+                raise CheckpointCorruptError(f"{self.folder / file} cannot be read: {error}") from error
+        return self._headers[file]
+
+    def jobs(
+        self, key: str, parts: Iterable[tuple[str, Box]], box: Box, out: torch.Tensor
+    ) -> Iterator[Job | Computation]:
+        """What fills ``out``, the box ``box`` of a tensor.
+
+        Args:
+            key: Name of the tensor in the files.
+            parts: (file, box of the tensor that it has) pairs; they must cover ``box``.
+            box: Box of the tensor that is wanted.
+            out: Tensor to fill, of the box's shape, on any device; values are cast to its dtype.
+        """
+        for file, part in parts:
+            if part.numel:
+                stored = InFile(self.folder / file, self.header(file).entries[key])
+                yield from stored.jobs(key, stored.piece(key, part.offset), box, out)

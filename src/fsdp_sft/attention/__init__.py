@@ -1,0 +1,1 @@
+"""Attention of packed rows, and of rows that several ranks share."""

@@ -1,0 +1,220 @@
+"""Check that nothing but attention mixes positions: a row computed in parts must come out as the whole."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_sft._compat.models import original_class
+from fsdp_sft._model.adapters import forward_parameters
+from fsdp_sft._model.preserved import uncompiled, undisturbed
+from fsdp_sft._model.sharded import compute_device
+from fsdp_sft._model.twin import text_config
+from fsdp_sft._ranks.agree import all_reduce_sum
+from fsdp_sft._tensors.rounding import logits_tolerance
+from fsdp_sft.attention.context_parallel.group import SequenceGroup, WholeRows, part_of_rows
+from fsdp_sft.errors import UnsupportedModelError
+
+_TOKENS_EACH = 32  # tokens of a rank's part; more than the windows of local convolutions
+# Largest share of positions that may differ in 16 bits, where rounding can make a router send a token to
+# another expert, which is no small difference. A convolution over 4 tokens changes a tenth of a part.
+_MOST_FLIPPED = 0.05
+
+
+def verify(model: nn.Module, group: SequenceGroup) -> None:
+    """Compare this rank's part of the logits of a random row with the same part of a plain forward.
+
+    The model is left as it was.
+
+    Raises:
+        UnsupportedModelError: If they differ; the message names the first module whose output differs. Also
+            if tokens see later ones, or if without ``position_ids`` the model does not count from 0.
+
+    Collective: all ranks that hold the model; either all raise or none.
+    """
+    with undisturbed(model), torch.no_grad(), uncompiled():
+        model.eval()
+        probe = _PartsProbe(model, group)
+        reason, cause = "", None
+        running: list[str] = []
+        try:
+            with _names_of_running(model, running):
+                reason = probe.assumption_that_fails()
+                wrong = probe.share_that_differs() > probe.most_flipped
+        except Exception as error:
+            at = (
+                f"{running[-1]} ({type(model.get_submodule(running[-1])).__name__})"
+                if running
+                else "its own code"
+            )
+            reason = f"cannot run on parts of a row: {type(error).__name__} in {at}: {error}"
+            cause, wrong = error, True
+        if not all_reduce_sum([wrong or bool(reason)])[0]:
+            return
+        if not any(all_reduce_sum([bool(reason)])):
+            reason = (
+                f"computes something else on parts of a row than on the whole, {probe.first_that_differs()}"
+            )
+    raise UnsupportedModelError(
+        f"{_name(model)} {reason or 'differs on another rank'}. Under context parallelism positions may "
+        "meet in attention alone, by transformers' attention and mask interfaces: no recurrent state, "
+        "convolution over time, ALiBi, or mask of the model's own. Train it without (cp=1)"
+    ) from cause
+
+
+class _PartsProbe:
+    """A random row that is put through the model whole and in parts."""
+
+    def __init__(self, model: nn.Module, group: SequenceGroup) -> None:
+        self.model, self.group, self.device = model, group, compute_device(model)
+        config = text_config(model)
+        vocabulary = getattr(config, "vocab_size", None)
+        if not isinstance(vocabulary, int) or vocabulary < 2:
+            raise UnsupportedModelError(f"{_name(model)}'s config has no vocab_size to draw a probe from")
+        taken = forward_parameters(model)
+        if "position_ids" not in taken:
+            raise UnsupportedModelError(
+                f"{_name(model)} takes no position_ids, by which a part of a row knows where it lies; train "
+                "it without context parallelism"
+            )
+        most = getattr(config, "max_position_embeddings", None)
+        each = min(_TOKENS_EACH, most // group.size) if isinstance(most, int) and most > 0 else _TOKENS_EACH
+        length = max(each, 1) * group.size
+        # Ids from the middle of the vocabulary, because padding, images and the like have theirs at the ends.
+        low, high = vocabulary // 4, max(3 * vocabulary // 4, 1)
+        ids = torch.randint(low, high, (1, length), generator=torch.Generator().manual_seed(0))
+        self.ids = ids.to(self.device)
+        self.positions = torch.arange(length, device=self.device)[None]
+        self.whole = WholeRows(group, length, self.positions, None, None)
+        self.own = slice(group.rank * each, (group.rank + 1) * each)
+        # The router's loss of a part is not that of the whole row, so neither forward is asked for it.
+        self.options = {name: False for name in ("use_cache", "output_router_logits") if name in taken}
+        # Norms compute in float32 even in a float64 model, hence the least tolerance.
+        self.tolerance = max(logits_tolerance(model, self.device), 1e-6)
+        self.most_flipped = _MOST_FLIPPED if self.tolerance > 1e-3 else 0.0
+
+    def assumption_that_fails(self) -> str:
+        """Why a plain forward is not what computing rows in parts assumes; empty if it is."""
+        plain = self._plain().logits
+        changed = self.ids.clone()
+        changed[:, -1] += 1
+        if (
+            _share_beyond(self._plain(changed).logits[:, :-1], plain[:, :-1], self.tolerance)
+            > self.most_flipped
+        ):
+            return "lets tokens see later ones, as filler at the end of a row would be"
+        alone = self.model(input_ids=self.ids, **self.options).logits
+        if _share_beyond(alone, plain, self.tolerance) > self.most_flipped:
+            return "counts positions otherwise than from 0, which a part of a row cannot"
+        padded = torch.ones_like(self.ids)
+        padded[:, : len(padded[0]) // 4] = 0
+        seen = slice(len(padded[0]) // 4, None)
+        # In some models tokens that see no key become NaN, and make others NaN.
+        alone = self.model(input_ids=self.ids, attention_mask=padded, **self.options).logits.nan_to_num()
+        placed = self._plain(attention_mask=padded).logits.nan_to_num()
+        if _share_beyond(alone[:, seen], placed[:, seen], self.tolerance) > self.most_flipped:
+            return "counts positions by the attention mask, of which a part of a row has another count"
+        return ""
+
+    def share_that_differs(self) -> float:
+        """The share of this rank's positions whose logits differ by more than rounding."""
+        plain, part = self._plain().logits[:, self.own], self._part().logits
+        if part.shape != plain.shape:
+            return 1.0
+        return _share_beyond(part, plain, self.tolerance)
+
+    def first_that_differs(self) -> str:
+        """A text that names the first module whose output differs, inner before outer.
+
+        Both forwards are run again and all outputs kept.
+        """
+        outputs: list[dict[str, torch.Tensor]] = []
+        for run, own in ((self._plain, self.own), (self._part, slice(None))):
+            with _outputs(self.model, self.whole.length, own) as kept:
+                run()
+            outputs.append(kept)
+        plain, part = outputs
+        for name, expected in plain.items():
+            found = part.get(name)
+            differs = found is None or found.shape != expected.shape
+            if differs or _share_beyond(found, expected, self.tolerance) > self.most_flipped:  # type: ignore[arg-type]
+                return f"first in {name} ({type(self.model.get_submodule(name)).__name__})"
+        return "if in no module by itself"
+
+    def _plain(self, ids: torch.Tensor | None = None, **inputs: Any) -> Any:
+        """The output of a plain forward of the whole row."""
+        ids = self.ids if ids is None else ids
+        return self.model(input_ids=ids, position_ids=self.positions, **inputs, **self.options)
+
+    def _part(self) -> Any:
+        """The output of a forward of this rank's part of the row."""
+        mask = torch.ones_like(self.ids)
+        with part_of_rows(self.whole):
+            return self.model(
+                input_ids=self.ids[:, self.own],
+                position_ids=self.positions[:, self.own],
+                attention_mask=mask,
+                **self.options,
+            )
+
+
+@contextmanager
+def _names_of_running(model: nn.Module, running: list[str]) -> Iterator[None]:
+    """Keep in ``running`` the names of the modules that have been called and not returned, innermost last."""
+
+    def entering(name: str) -> Any:
+        return lambda *_: running.append(name)
+
+    def leaving(*_: Any) -> None:
+        running.pop()
+
+    handles = []
+    for name, module in model.named_modules():
+        if name:
+            handles.append(module.register_forward_pre_hook(entering(name)))
+            handles.append(module.register_forward_hook(leaving))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _outputs(model: nn.Module, length: int, own: slice) -> Iterator[dict[str, torch.Tensor]]:
+    """Collect all modules' outputs for this rank's tokens, by name, in the order in which they return."""
+    kept: dict[str, torch.Tensor] = {}
+
+    def keeper(name: str) -> Any:
+        def keep(_module: nn.Module, _args: Any, output: Any) -> None:
+            first = output[0] if isinstance(output, (tuple, list)) and output else output
+            if not isinstance(first, torch.Tensor) or not first.is_floating_point() or first.ndim < 2:
+                return
+            dim = 1 if first.ndim > 2 else 0  # experts and routers see tokens of all rows in one dimension
+            if own == slice(None) or first.shape[dim] == length:
+                kept[name] = first.movedim(dim, 0)[own].flatten(1).float().cpu()
+
+        return keep
+
+    handles = [module.register_forward_hook(keeper(name)) for name, module in model.named_modules() if name]
+    try:
+        yield kept
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _share_beyond(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> float:
+    """The share of positions at which two tensors differ by more than ``tolerance``, relatively."""
+    found, expected = found.double(), expected.double()
+    size = (expected - expected.mean(-1, keepdim=True)).norm(dim=-1)
+    error = (found - expected).norm(dim=-1) / size.clamp_min(torch.finfo(torch.float32).tiny)
+    # The negation counts NaN as a difference.
+    return float((~(error <= tolerance)).double().mean())
+
+
+def _name(model: nn.Module) -> str:
+    """Class name of a model, as it was before it was sharded."""
+    return original_class(model).__name__

@@ -1,0 +1,183 @@
+"""Set a model up for context parallelism, and find out whether it is."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from fsdp_sft._compat.attention import attention_of
+from fsdp_sft._compat.models import original_class
+from fsdp_sft._model.record import findings, kept_of, record_of
+from fsdp_sft._model.sharded import mesh_of
+from fsdp_sft._model.twin import text_config
+from fsdp_sft._model.wrappers import unwrapped
+from fsdp_sft._ranks.agree import agreed
+from fsdp_sft._ranks.mesh import CP, cp_size
+from fsdp_sft.attention.context_parallel.group import PREFIX, SequenceGroup, not_divisible, sequence_group_in
+from fsdp_sft.attention.context_parallel.probe import verify
+from fsdp_sft.attention.context_parallel.rotations import show_whole_positions
+from fsdp_sft.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_WITHIN = ("sdpa", "eager", "sdpa_varlen")  # attention implementations that can be wrapped
+
+
+@dataclass
+class _Compared:
+    """Whether a model under context parallelism was compared with itself."""
+
+    done: bool = False
+
+
+def use_context_parallel(model: nn.Module, *, mesh: "DeviceMesh") -> None:
+    """Let the ranks along a mesh's ``cp`` axis share the tokens of each row, with exact results.
+
+    From then on ``train_step``, ``evaluate``, ``causal_lm_loss`` and ``loss_sum`` take whole rows, the same
+    on all ranks of a ``cp`` group. Each rank computes its part: 1/cp of the tokens in the layers, the loss
+    and its gradients. Around attention two exchanges give each rank all tokens of 1/cp of the heads
+    (Ulysses), so attention computes what it would on one process: packs, sliding and chunked windows, soft
+    caps, sinks and latent attention work as they are. Rotary embeddings get the positions in the whole row.
+
+    A model is compared with itself once, on random rows computed whole and in parts. That shows whether
+    anything outside of attention mixes positions (recurrent states, convolutions over time, ALiBi).
+
+    A forward outside of these functions is a plain one. Generation with the same inputs on every rank works
+    as before; training by a plain forward is refused. Call ``use_varlen_attention`` before this function.
+
+    Args:
+        model: Causal language model of transformers with its weights, sharded on ``mesh``.
+        mesh: Mesh from ``build_mesh(cp=...)``; with ``cp=1`` there is nothing to do.
+
+    Raises:
+        ValueError: If ``mesh`` is not the one that the model is sharded on, or ``cp`` does not divide the
+            query heads; the message says which values would.
+        UnsupportedModelError: If the model's attention cannot be wrapped, or the comparison shows a module
+            whose output differs, which the message names. The model is as before.
+        TypeError: If the model is not one of transformers.
+
+    Collective: all ranks of the mesh; either all raise or none.
+    Memory: Attention holds queries, keys and values of all tokens for 1/cp of the heads. If there are fewer
+        key heads than ``cp``, they are repeated.
+
+    Example:
+        >>> mesh = fs.build_mesh(cp=1)  # cp=8 on 8 ranks: each computes an eighth of every row
+        >>> model = fs.load_pretrained(path, mesh=mesh)
+        >>> fs.use_context_parallel(model, mesh=mesh)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> for window in fs.windows(loader, grad_accum_steps=2):
+        ...     result = fs.train_step(model, window, optimizer)
+    """
+    inner = unwrapped(model)
+    name = original_class(inner).__name__
+    group = sequence_group_in(mesh)
+    if group is None:
+        return
+    if not callable(getattr(inner, "set_attn_implementation", None)):
+        raise TypeError(f"ranks can share rows of a transformers model only, got {name}")
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError(f"{name} has parameters on the meta device: load its weights first")
+    if mesh_of(inner) is not mesh:
+        raise ValueError(
+            f"{name} is not sharded on this mesh, and its gradients would not be summed over cp: hand the "
+            "same mesh to shard_model or load_pretrained, before"
+        )
+    before = attention_of(inner)
+    check_shareable(inner, group.size)
+    try:
+        with agreed("comparing a model under context parallelism with itself"):
+            share_attention(inner)
+            verify(model, group)
+    except BaseException:
+        if attention_of(inner) != before:
+            set_attention: Any = inner.set_attn_implementation
+            set_attention(before)
+        raise
+    record_of(inner).keep(group)
+    findings(inner, _Compared).done = True
+
+
+def compare_again(model: nn.Module, group: SequenceGroup | None) -> None:
+    """Compare a model with itself again if its forward has changed since; all ranks must have seen that.
+
+    Raises:
+        UnsupportedModelError: On all ranks, if the parts of a row no longer give what the whole row does.
+
+    Collective: all ranks of the model's mesh, if there is anything to compare.
+    """
+    if group is None:
+        return
+    compared = findings(model, _Compared)
+    if not compared.done:
+        verify(model, group)
+        compared.done = True
+
+
+def check_shareable(model: nn.Module, ranks: int) -> None:
+    """Refuse a model whose rows so many ranks cannot share, because of its attention or number of heads.
+
+    Raises:
+        ValueError: If the number of ranks does not divide that of query heads.
+        UnsupportedModelError: If the model runs an attention implementation that cannot be wrapped.
+    """
+    name = original_class(model).__name__
+    within = attention_of(model).removeprefix(PREFIX)
+    if within not in _WITHIN:
+        raise UnsupportedModelError(
+            f"{name} runs {within} attention; context parallelism runs around {', '.join(_WITHIN)}. Set one "
+            "by model.set_attn_implementation, or call use_varlen_attention, which runs torch's flash kernel"
+        )
+    heads = _query_heads(model)
+    if heads is not None and heads % ranks:
+        raise ValueError(not_divisible(f"{name} has", heads, ranks))
+
+
+def share_attention(model: Any) -> None:
+    """Wrap a model's attention, so that it can run on parts of rows.
+
+    Raises:
+        UnsupportedModelError: If transformers does not let the model run another attention, or if a rotary
+            embedding inside a block depends on the length of the row.
+    """
+    from fsdp_sft.attention.context_parallel.attention import register
+
+    before = attention_of(model)
+    wanted = register(before.removeprefix(PREFIX))
+    model.set_attn_implementation(wanted)
+    show_whole_positions(model)
+    if attention_of(model) != wanted:
+        raise UnsupportedModelError(
+            f"transformers does not let {original_class(model).__name__} run another attention than {before}"
+        )
+
+
+def sequence_group_of(model: nn.Module) -> SequenceGroup | None:
+    """This rank's group of ranks that share the rows of a model; None without context parallelism.
+
+    Raises:
+        UnsupportedModelError: If the model is sharded on a mesh with ``cp``, but ``use_context_parallel`` was
+            not called or its attention has been replaced since.
+    """
+    inner = unwrapped(model)
+    mesh = mesh_of(inner)
+    if mesh is None or CP not in (mesh.mesh_dim_names or ()):
+        return None
+    group = kept_of(inner, SequenceGroup)
+    if group is None:
+        raise UnsupportedModelError(
+            f"{type(inner).__name__} is sharded on a mesh with cp={cp_size(mesh)}, whose ranks share rows: "
+            "call use_context_parallel(model, mesh=mesh) first"
+        )
+    if not attention_of(inner).startswith(PREFIX):
+        raise UnsupportedModelError(
+            f"the attention of {type(inner).__name__} was set to {attention_of(inner)} after "
+            "use_context_parallel: call that again"
+        )
+    return group
+
+
+def _query_heads(model: nn.Module) -> int | None:
+    """Number of query heads that the config gives; None if it gives none."""
+    heads = getattr(text_config(model), "num_attention_heads", None)
+    return heads if isinstance(heads, int) and not isinstance(heads, bool) else None

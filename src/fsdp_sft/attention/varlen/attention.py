@@ -1,0 +1,153 @@
+"""Attention row by row, in the form that transformers' attention and mask interfaces require."""
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from fsdp_sft._compat.attention import varlen_attn_takes_gqa
+from fsdp_sft.attention.varlen.rows import RowMask, find_rows
+from fsdp_sft.errors import PackingError
+
+IMPLEMENTATION = "sdpa_varlen"  # its name in ``model.config``
+# Rows that run one by one are padded to a multiple of this: a CPU keeps code and memory for each new length.
+_MULTIPLE = 64
+_BEYOND = ("position_bias", "s_aux", "cache")  # arguments with which attention is left to "sdpa"
+_LARGEST_HEAD = 256  # largest head size of torch's flash attention
+_TAKES_GQA = varlen_attn_takes_gqa()
+
+
+def make_mask(
+    *,
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    attention_mask: torch.Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    **others: Any,
+) -> torch.Tensor | RowMask | None:
+    """A ``RowMask`` if it means the same as the mask for ``"sdpa"``, and otherwise that mask.
+
+    A function of transformers' mask interface, which gives its arguments.
+    """
+    plain = functools.partial(
+        AttentionMaskInterface()["sdpa"], batch_size=batch_size, kv_length=kv_length, **others
+    )
+    # transformers forbids skipping the mask if it has found several rows. If it allows that, there is one.
+    one_row = allow_is_causal_skip or allow_is_bidirectional_skip
+    unknown = torch.compiler.is_compiling() or torch.device(others.get("device", "cpu")).type == "meta"
+    if not (one_row or unknown or attention_mask is not None or q_length != kv_length):
+        slab = functools.partial(plain, allow_is_causal_skip=False)
+        rows = find_rows(slab, q_length, others.get("q_offset", 0))
+        if rows is not None:
+            return rows
+    mask: torch.Tensor | None = plain(
+        q_length=q_length,
+        attention_mask=attention_mask,
+        allow_is_causal_skip=allow_is_causal_skip,
+        allow_is_bidirectional_skip=allow_is_bidirectional_skip,
+    )
+    return mask
+
+
+def attend_by_row(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | RowMask | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention within rows, as a function of transformers' attention interface.
+
+    Args:
+        module: The attention layer.
+        query: Queries, ``(B, heads, S, D)``.
+        key: Keys, ``(B, key heads, S, D)``.
+        value: Values, ``(B, key heads, S, value size)``.
+        attention_mask: A ``RowMask``, or a mask for ``"sdpa"``, which then computes everything.
+        dropout: Probability of dropout.
+        scaling: Factor of the attention scores.
+        **others: Further arguments of transformers' attention interface.
+
+    Returns:
+        (output ``(B, S, heads, value size)``, None in place of attention weights).
+
+    Raises:
+        PackingError: If the model caps its attention scores.
+    """
+    if others.get("softcap") is not None:
+        # In transformers 5.17 "sdpa" ignores it silently, and torch's kernel has no such argument.
+        raise PackingError(
+            "attention row by row does not support `softcap`, by which this model caps its attention scores; "
+            "set model.set_attn_implementation('eager'), which does"
+        )
+    sdpa = functools.partial(AttentionInterface()["sdpa"], module, dropout=dropout, scaling=scaling, **others)
+    if not isinstance(attention_mask, RowMask):
+        return sdpa(query, key, value, attention_mask)  # type: ignore[no-any-return]
+    rows, (batch_size, _, width, _) = attention_mask, query.shape
+    by_itself = width == key.shape[2] and all(others.get(name) is None for name in _BEYOND)
+    if by_itself and not dropout and rows.has_flash and _fits_flash(query, value):
+        out = _varlen(_joined(query), _joined(key), _joined(value), rows, scaling)
+        return out.unflatten(0, (batch_size, width)), None
+    if not by_itself or torch.compiler.is_compiling():
+        return sdpa(query, key, value, rows.dense(batch_size, width))  # type: ignore[no-any-return]
+    lengths = [after - before for before, after in itertools.pairwise(rows.bounds)]
+    parts = zip(*(_joined(x).split(lengths, dim=2) for x in (query, key, value)), strict=True)
+    others["is_causal"] = True
+    sdpa = functools.partial(sdpa, **others)
+    outs = [_row(sdpa, rows, length, part) for length, part in zip(lengths, parts, strict=True)]
+    return torch.cat(outs, 1)[0].unflatten(0, (batch_size, width)), None
+
+
+def _row(sdpa: Callable[..., Any], rows: RowMask, length: int, row: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Attention of one row, padded at its end, to which no token of the row attends."""
+    filler = -length % _MULTIPLE
+    padded = [F.pad(x, (0, 0, 0, filler)) for x in row]
+    mask = None
+    if length > rows.sliding_window:
+        mask = rows.within(torch.arange(length + filler, device=row[0].device))[None, None]
+    out: torch.Tensor = sdpa(*padded, mask)[0]
+    return out[:, :length]
+
+
+def _joined(x: torch.Tensor) -> torch.Tensor:
+    """From ``(B, heads, S, D)`` to ``(1, heads, B * S, D)``."""
+    return x.transpose(0, 1).flatten(1, 2)[None]
+
+
+def _fits_flash(query: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether dtypes and head sizes are among those of torch's flash attention."""
+    head = query.shape[-1]
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    return half and value.shape[-1] <= head <= _LARGEST_HEAD and head % 8 == 0
+
+
+def _varlen(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: RowMask, scale: float | None
+) -> torch.Tensor:
+    """Run torch's varlen flash attention on tensors of ``_joined``: ``(B * S, heads, value size)``."""
+    size = value.shape[-1]
+    # In latent attention values may be shorter than queries.
+    value = F.pad(value, (0, query.shape[-1] - size))
+    groups = query.shape[1] // key.shape[1]
+    options: dict[str, Any] = {}
+    if groups > 1 and _TAKES_GQA:
+        options["enable_gqa"] = True
+    elif groups > 1:
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    tokens = [x[0].transpose(0, 1) for x in (query, key, value)]
+    options["window_size"] = (-1 if rows.sliding_window == rows.longest else rows.sliding_window - 1, 0)
+    rows_of_both: Any = (rows.offsets, rows.offsets, rows.longest, rows.longest)
+    out: Any = varlen_attn(*tokens, *rows_of_both, scale=scale, **options)  # type: ignore[arg-type]
+    result: torch.Tensor = out[..., :size]
+    return result

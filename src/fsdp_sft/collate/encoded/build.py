@@ -1,0 +1,244 @@
+"""Encode rows into a folder, with any number of processes."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fsdp_sft.collate.encode import EncodedChat, encode_rows
+from fsdp_sft.collate.encoded.source import RowRange, RowSource, Unreadable
+from fsdp_sft.collate.encoded.store import RowWriter, joined
+from fsdp_sft.collate.filtering import FilterCounts, check_template_for, judge_row
+from fsdp_sft.collate.options import EncodeOptions
+from fsdp_sft.errors import ChatTemplateError, DroppedTextError, MediaError, TooLongError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+REFUSED = {
+    "malformed": ValueError,
+    "too_long": TooLongError,
+    "refused_by_template": ChatTemplateError,
+    "dropped_text": DroppedTextError,
+    "media": MediaError,
+}
+"""Errors by the reasons for which a row cannot be encoded; a row without a target is none of them."""
+
+# Rows or bytes below which a process takes longer to start than to encode its share.
+_FEWEST = {"row": 4000, "B": 8 << 20}
+
+
+@dataclass(frozen=True)
+class Work:
+    """How rows are to be encoded.
+
+    Attributes:
+        tokenizer: The tokenizer.
+        options: Options of `encode_chat`.
+        stops_at_refusal: Whether encoding ends at the first row that is refused.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    options: EncodeOptions
+    stops_at_refusal: bool
+
+
+def look_first(source: RowSource, work: Work, number: int, max_refused: float) -> None:
+    """Encode a sample of the rows, and raise early if far more of them are refused than is allowed.
+
+    Args:
+        source: All rows.
+        work: How to encode them.
+        number: Rows in the sample, which is spread over all rows.
+        max_refused: Share of all rows that may be refused.
+
+    Raises:
+        ChatTemplateError: If there is no chat template for rows that need one, or it does not parse.
+        ValueError: Or a subclass, if more rows of the sample are refused than chance would explain.
+    """
+    counts = FilterCounts()
+    rows = source.sample(number)
+    any(check_template_for(row, work.tokenizer, work.options) for _, row in rows)
+    for index, row in rows:
+        _judge(row, index, work, counts, None)
+    share = 0.0 if work.stops_at_refusal else max_refused
+    expected = share * len(rows)
+    # Allow four standard deviations beyond the expected number; its variance is about that number, as a
+    # binomial with a small share has it.
+    if num_refused(counts) > expected + 4 * expected**0.5:
+        raise refusal(
+            counts,
+            f"of {len(rows)} rows looked at first, {num_refused(counts)} were refused; nothing was encoded",
+        )
+
+
+def build(
+    source: RowSource,
+    work: Work,
+    folder: Path,
+    scratch: Path,
+    num_proc: int | None,
+    tick: Callable[[int], None],
+) -> None:
+    """Encode all rows into a new folder, and flush it to the disk.
+
+    Args:
+        source: The rows.
+        work: How to encode them.
+        folder: Folder to make; it must not exist.
+        scratch: Folder for temporary files, which is deleted in the end; it must not exist.
+        num_proc: Number of processes; None takes one for each core that this process may use, but no more
+            than there is work for.
+        tick: Function that is called with the size, in the source's unit, of each part that is done.
+    """
+    number = num_proc or min(len(os.sched_getaffinity(0)), max(1, source.size // _FEWEST[source.unit]))
+    shares = source.shares(number)
+    scratch.mkdir()
+    try:
+        parts = [scratch / str(i) for i in range(len(shares))]
+        if len(shares) == 1:
+            results = [encode_pieces(shares[0], work, parts[0], tick)]
+        else:
+            results = _in_processes(shares, work, parts, tick)
+        counts, rows = FilterCounts(), 0
+        for part_counts, part_rows in results:
+            counts.join(part_counts, rows)
+            rows += part_rows
+            if work.stops_at_refusal and num_refused(counts):
+                raise refusal(counts, "a row was refused")
+        if not counts["kept"]:
+            raise ValueError(f"no row has a target, counted {dict(counts)}{first_examples(counts)}")
+        joined(parts, folder, counts)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def encode_pieces(
+    pieces: Sequence[RowRange], work: Work, folder: Path, tick: Callable[[int], None]
+) -> tuple[FilterCounts, int]:
+    """Encode some of the rows into a new folder.
+
+    Returns:
+        (counts, number of rows that were read).
+    """
+    counts, index = FilterCounts(), 0
+    writer = RowWriter(folder)
+    for rows, size in (block for piece in pieces for block in piece.read()):
+        for row, encoded in zip(rows, _encoded(rows, work), strict=True):
+            chat = _judge(row, index, work, counts, encoded)
+            if chat is not None:
+                _add(writer, chat, index, counts)
+            index += 1
+            if work.stops_at_refusal and num_refused(counts):
+                return counts, index
+        tick(size)
+    writer.flush()
+    return counts, index
+
+
+def num_refused(counts: FilterCounts) -> int:
+    """Number of rows that could not be encoded."""
+    return sum(counts.get(reason, 0) for reason in REFUSED)
+
+
+def refusal(counts: FilterCounts, says: str) -> ValueError:
+    """The error for rows that were refused, of the type that fits most of them."""
+    kind = max(REFUSED, key=lambda reason: counts.get(reason, 0))
+    return REFUSED[kind](
+        f"{says}; counted {dict(counts)}{first_examples(counts)}\n"
+        "Leave such rows out, change the options, or allow more with max_refused="
+    )
+
+
+def first_examples(counts: FilterCounts) -> str:
+    """The first example of each reason, a line each."""
+    return "".join(f"\n  {texts[0]}" for texts in counts.examples.values())
+
+
+def _judge(
+    row: Any, index: int, work: Work, counts: FilterCounts, encoded: EncodedChat | None
+) -> EncodedChat | None:
+    """Count a row; the encoded row if it is kept, else None."""
+    if isinstance(row, Unreadable):
+        counts.add("malformed", index, row.error)
+        return None
+    reason, chat = judge_row(row, index, work.tokenizer, work.options, counts, "count", encoded)
+    return chat if reason == "kept" else None
+
+
+def _add(writer: RowWriter, chat: EncodedChat, index: int, counts: FilterCounts) -> None:
+    """Write a row, or count it as malformed if the files cannot hold it."""
+    try:
+        writer.add(chat)
+    except (ValueError, OverflowError) as error:  # only a tokenised row can have such ids or labels
+        counts["kept"] -= 1
+        counts.add("malformed", index, str(error))
+
+
+def _encoded(rows: Sequence[Any], work: Work) -> list[EncodedChat | None]:
+    """Rows encoded in one call; all None if one of them cannot be encoded."""
+    chats = {i: row for i, row in enumerate(rows) if not isinstance(row, EncodedChat | Unreadable)}
+    try:
+        made = dict(zip(chats, encode_rows(list(chats.values()), work.tokenizer, work.options), strict=True))
+    except Exception:  # the caller then encodes the rows one by one, which shows the row that is to blame
+        made = {}
+    return [made.get(i) for i in range(len(rows))]
+
+
+def _in_processes(
+    shares: Sequence[Sequence[RowRange]], work: Work, parts: Sequence[Path], tick: Callable[[int], None]
+) -> list[tuple[FilterCounts, int]]:
+    """Encode each share in a process of its own; (counts, rows that were read) of each.
+
+    The processes are programs of their own. A fork of this process could inherit a lock that a thread holds,
+    and multiprocessing's "spawn" would import the caller's script again.
+    """
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        "TOKENIZERS_PARALLELISM": "false",
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    running: list[tuple[subprocess.Popen[bytes], threading.Thread]] = []
+    results = []
+    try:
+        for share, part in zip(shares, parts, strict=True):
+            job = part.with_suffix(".job")
+            job.write_bytes(pickle.dumps(([piece.portable() for piece in share], work, part)))
+            command = [sys.executable, "-m", "fsdp_sft.collate.encoded.worker", str(job)]
+            with open(part.with_suffix(".log"), "wb") as log:
+                process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=log)
+            thread = threading.Thread(target=_listen, args=(process, tick), daemon=True)
+            thread.start()
+            running.append((process, thread))
+        for (process, thread), part in zip(running, parts, strict=True):
+            code = process.wait()
+            thread.join()
+            if code:
+                tail = part.with_suffix(".log").read_text(errors="replace")[-2000:]
+                raise RuntimeError(f"a process that encoded rows ended with {code}:\n{tail}")
+            results.append(pickle.loads(part.with_suffix(".result").read_bytes()))
+    finally:
+        for process, _ in running:
+            process.kill()
+            process.wait()
+    return results
+
+
+def _listen(process: subprocess.Popen[bytes], tick: Callable[[int], None]) -> None:
+    """Pass on the sizes that a process prints."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        tick(int(line))

@@ -1,0 +1,183 @@
+"""`encode_dataset`: which rank encodes, which ranks wait, and what has been encoded before."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import uuid
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from typing_extensions import Unpack
+
+from fsdp_sft._model.wrappers import tokenizer_of
+from fsdp_sft._ranks.agree import agree_on, agreed, all_gather_objects, share, this_rank, while_others_wait
+from fsdp_sft._tensors.disk import full_path, publish, sweep, temporary_beside, unsound_beside
+from fsdp_sft._tensors.lock import Lock, claim_on
+from fsdp_sft.collate.encoded.build import Work, build, look_first, num_refused, refusal
+from fsdp_sft.collate.encoded.key import key_of
+from fsdp_sft.collate.encoded.source import RowSource
+from fsdp_sft.collate.encoded.store import EncodedDataset, is_sound
+from fsdp_sft.collate.filtering import warn_of_notes
+from fsdp_sft.collate.notes import NOTES, WARNED_OF_ROWS, WARNED_OF_TEMPLATES
+from fsdp_sft.collate.options import EncodeKeywords, EncodeOptions, check_choice, check_count
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_LOOKED_AT_FIRST = 500
+_SEEN_SECONDS = 5.0  # time in which a network file system must show another node a new file
+
+
+def encode_dataset(
+    rows: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_length: int,
+    num_proc: int | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    on_error: Literal["raise", "count"] = "count",
+    on_dropped: Literal["error", "count", "ignore"] = "count",
+    max_refused: float = 0.01,
+    **options: Unpack[EncodeKeywords],
+) -> EncodedDataset:
+    """Tokenise rows once, into files that every rank maps into memory.
+
+    Rows without a target are left out and counted, as in `filter_rows`. An encoding of the same data,
+    template, tokenizer, options and versions that exists already is opened at once, and the warnings about
+    its rows are repeated. A folder appears under its name only when it is complete: a job that was killed
+    leaves nothing that is used, and the next one begins anew.
+
+    Ranks that see the same ``cache_dir`` share one encoding, which rank 0 makes, with processes of its own,
+    while the others wait. On nodes that do not see rank 0's ``cache_dir``, the first rank of each makes one.
+
+    Args:
+        rows: A sequence of rows as `encode_chat` takes them, a ``datasets.Dataset``, or the path of a
+            ``.jsonl`` file or a list of such paths, which are read as streams. The same on all ranks.
+        tokenizer: A fast tokenizer.
+        max_length: Most tokens of a row.
+        num_proc: Number of processes that encode; None takes one for each core, but no more than there is
+            work for.
+        cache_dir: Folder that holds encoded data; None is ``fsdp-sft/encoded`` in ``$XDG_CACHE_HOME`` or
+            ``~/.cache``.
+        on_error: "count" drops and counts rows that `encode_chat` would refuse, "raise" stops at the first.
+        on_dropped: What to do with a row of whose answers the template does not print every text, as in
+            `filter_rows`.
+        max_refused: Largest share of refused rows that does not raise. What has been encoded is kept, so that
+            a second call with a larger share opens it.
+        **options: Further options of `encode_chat`.
+
+    Returns:
+        A sequence of `EncodedChat`, with ``counts``, ``lengths`` and ``num_targets``.
+
+    Raises:
+        ValueError: If more rows are refused than ``max_refused`` allows, with the counts and an example of
+            each reason: within seconds, from a sample of 500 rows, or at the end. If most were refused for
+            one of these reasons, it is a `ChatTemplateError`, `DroppedTextError`, `MediaError` or
+            `TooLongError`. Also for no rows, and for ranks with different numbers of rows.
+        ChatTemplateError: If there is no chat template, or it does not parse.
+        FileNotFoundError: If a file does not exist.
+        OSError: If writing fails.
+
+    Collective: all ranks; those that wait need no time-out longer than the default.
+    Memory: A block of 256 rows and its tokens in each process; pages of the files belong to the system.
+    Disk: 4 bytes a token, 28 bytes a row, 8 or 12 bytes a trained turn; twice that while it is made.
+
+    Example:
+        >>> encoded = fs.encode_dataset(rows, tokenizer, max_length=64, cache_dir="encoded")
+        >>> len(encoded), dict(encoded.counts)
+        (8, {'kept': 8})
+    """
+    tokenizer = tokenizer_of(tokenizer)
+    wanted = EncodeOptions(max_length=max_length, on_dropped=on_dropped, **options)
+    check_count("max_length", max_length)
+    check_choice("on_error", on_error, ("raise", "count"))
+    if num_proc is not None:
+        check_count("num_proc", num_proc)
+    if not 0 <= max_refused <= 1:
+        raise ValueError(f"max_refused must be a share of 0 to 1, got {max_refused!r}")
+    cache = _cache_folder(cache_dir)
+    work = Work(tokenizer, wanted, on_error == "raise")
+    with agreed("looking at the rows to encode"):
+        source = RowSource.of(rows)
+        cache.mkdir(parents=True, exist_ok=True)
+    agree_on("encoding", **{f"number of {source.unit}s": source.size})
+    maker = _maker(cache)
+    is_new = False  # whether this rank has encoded the rows itself
+
+    def make() -> Path:
+        nonlocal is_new
+        target = cache / key_of(source, tokenizer, wanted, on_error, cache)[:40]
+        lock = Lock(claim_on(target))
+        if lock.take_or_wait(lambda: is_sound(target)):
+            try:
+                sweep(target)
+                _make(source, work, target, num_proc, max_refused)
+                is_new = True
+            finally:
+                lock.end()
+        return target
+
+    made = while_others_wait(maker == this_rank(), make, "encoding the data set")
+    target = all_gather_objects(made)[maker]
+    with agreed("opening the encoded data set"):
+        encoded = EncodedDataset(target)
+        counts = encoded.counts
+        number = sum(count for reason, count in counts.items() if reason not in NOTES)
+        if num_refused(counts) > max_refused * number:
+            raise refusal(
+                counts,
+                f"{num_refused(counts)} of {number} rows were refused, more than max_refused={max_refused:g} "
+                f"allows; what was encoded is kept in {target}",
+            )
+    if this_rank() == 0:
+        repeated = () if is_new else WARNED_OF_TEMPLATES
+        warn_of_notes(counts, (*WARNED_OF_ROWS, *repeated))
+    return encoded
+
+
+def _make(source: RowSource, work: Work, target: Path, num_proc: int | None, max_refused: float) -> None:
+    """Encode all rows into a temporary folder, and give it its name when it is complete."""
+    tqdm = import_module("tqdm").tqdm  # comes with transformers
+    look_first(source, work, _LOOKED_AT_FIRST, max_refused)
+    made, scratch = temporary_beside(target), temporary_beside(target)
+    is_quiet = None if this_rank() == 0 else True  # None lets tqdm draw if it writes to a terminal
+    with tqdm(total=source.size, unit=source.unit, unit_scale=True, desc="encoding", disable=is_quiet) as bar:
+        build(source, work, made, scratch, num_proc, bar.update)
+    publish(made, target, aside=unsound_beside(target))
+
+
+def _maker(cache: Path) -> int:
+    """The rank that encodes for this one: rank 0 if its folder is visible here, else the host's first rank.
+
+    Collective: all ranks.
+    """
+    probe = cache / f".probe-{share(uuid.uuid4().hex)}"
+    with agreed(f"writing to {cache}"):
+        if this_rank() == 0:
+            probe.touch()
+    host = None if _is_seen(probe) else socket.gethostname()
+    hosts = all_gather_objects(host)
+    if this_rank() == 0:
+        probe.unlink(missing_ok=True)
+    return 0 if host is None else hosts.index(host)
+
+
+def _is_seen(probe: Path) -> bool:
+    """Whether the file that rank 0 has made appears on this host within a few seconds."""
+    deadline = time.monotonic() + _SEEN_SECONDS
+    while probe.name not in os.listdir(probe.parent):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.2)
+    return True
+
+
+def _cache_folder(given: str | os.PathLike[str] | None) -> Path:
+    """The folder that was given, or the default one, as an absolute path."""
+    if given is not None:
+        return full_path(given)
+    root = os.environ.get("XDG_CACHE_HOME")
+    return (Path(root) if root else Path.home() / ".cache") / "fsdp-sft" / "encoded"

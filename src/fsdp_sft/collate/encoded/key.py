@@ -1,0 +1,81 @@
+"""When two encodings are the same: if data, template, tokenizer, options and versions are."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fsdp_sft._compat import data, tokenizers
+from fsdp_sft.collate.encoded.source import RowSource, row_bytes
+from fsdp_sft.collate.options import EncodeOptions
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+FORMAT_VERSION = 1
+_READ_BYTES = 8 << 20
+
+
+def key_of(
+    source: RowSource, tokenizer: PreTrainedTokenizerBase, options: EncodeOptions, on_error: str, cache: Path
+) -> str:
+    """A digest of everything that the encoded rows depend on."""
+    # The rules by which labels are found change with the library's version.
+    from fsdp_sft import __version__
+
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    about = {
+        "format": FORMAT_VERSION,
+        "versions": [__version__, *tokenizers.versions_of_tokenizers()],
+        "data": data_digest(source, cache),
+        "tokenizer": hashlib.sha256(backend.to_str().encode()).hexdigest()
+        if backend is not None
+        else repr(tokenizer),
+        "special": sorted((key, str(value)) for key, value in tokenizer.special_tokens_map.items()),
+        "splits special tokens": getattr(tokenizer, "split_special_tokens", None),
+        "templates": tokenizer.chat_template,
+        "on_error": on_error,
+        **{
+            key: sorted(value) if isinstance(value, frozenset) else value
+            for key, value in asdict(options).items()
+        },
+    }
+    return hashlib.sha256(json.dumps(about, default=repr).encode()).hexdigest()
+
+
+def data_digest(source: RowSource, cache: Path) -> str:
+    """A digest of all rows. Files that have not changed since they were last read are not read again."""
+    if source.paths:
+        return "-".join(_file_digest(path, cache) for path in source.paths)
+    fingerprint = data.dataset_fingerprint(source.rows)
+    if fingerprint is not None:
+        return f"fingerprint {fingerprint}"
+    digest = hashlib.sha256()
+    for row in source.rows:
+        content = row_bytes(row)
+        digest.update(len(content).to_bytes(8, "little"))
+        digest.update(content)
+    return digest.hexdigest()
+
+
+def _file_digest(path: Path, cache: Path) -> str:
+    """A digest of a file's contents, kept under its path, size, times of change and inode."""
+    status = path.stat()
+    state = [str(path), status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
+    known = cache / f".digest-{hashlib.sha256(json.dumps(state).encode()).hexdigest()[:32]}"
+    try:
+        return known.read_text()
+    except FileNotFoundError:
+        pass
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(_READ_BYTES):
+            digest.update(block)
+    temporary = known.with_name(f"{known.name}.{os.getpid()}")
+    temporary.write_text(digest.hexdigest())
+    temporary.replace(known)
+    return digest.hexdigest()

@@ -1,0 +1,1 @@
+"""What ends a job or hangs: signals that become one decision, and a watchdog."""

@@ -1,0 +1,102 @@
+"""The heartbeat: what one rank says about itself at one moment."""
+
+import json
+import os
+import sys
+import sysconfig
+import threading
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from fsdp_sft._process.identity import ProcessId
+
+RUNNING, ENDED, FAILED = "running", "ended", "failed"
+
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_COLLECTIVES = os.path.join("torch", "distributed", "")
+_PACKAGE = Path(__file__).resolve().parents[2]
+# Files of this library whose functions wait for other ranks: their names say more than torch's inside them.
+_AGREEMENT = tuple(
+    str(_PACKAGE / name)
+    for name in ("_ranks/tree.py", "_ranks/agree.py", "attention/context_parallel/heads.py")
+)
+
+
+@dataclass(frozen=True)
+class Beat:
+    """One heartbeat.
+
+    Attributes:
+        rank: Rank that the beat is of.
+        host: Host name.
+        process: Identity of the rank's process.
+        number: Number of the beat. If it stays the same, the process does not run.
+        progress: Number of calls of ``step`` and changes of phase so far. If it stays the same, the loop
+            hangs.
+        step: The last step that the loop began; None before the first.
+        phase: ``"train"``, or the name of the innermost ``phase``.
+        limit: Seconds for which ``progress`` may stay the same; infinite while paused.
+        state: ``"running"``, ``"ended"`` or ``"failed"`` (an exception left the block).
+        error: The exception of a failed rank.
+        ticket: Place of this rank among those that failed: 1, 2, ...; 0 if it did not.
+        where: Innermost place in the caller's own code, such as ``"train.py:33 in main"``.
+        collective: Name of the function that the main thread waits in, if that is a function of
+            torch.distributed or one by which ranks of this library agree; "" otherwise.
+        shapes: (first step, shape) for each of the latest changes of the batch's shape; () if none was given.
+        saw: (rank, state) of processes of the same machine that do not run.
+    """
+
+    rank: int
+    host: str
+    process: ProcessId
+    number: int = 0
+    progress: int = 0
+    step: int | None = None
+    phase: str = "train"
+    limit: float = 0.0
+    state: str = RUNNING
+    error: str = ""
+    ticket: int = 0
+    where: str = ""
+    collective: str = ""
+    shapes: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    saw: tuple[tuple[int, str], ...] = ()
+
+    def to_bytes(self) -> bytes:
+        """The beat as it goes through the store; a few hundred bytes."""
+        return json.dumps(list(vars(self).values()), separators=(",", ":")).encode()
+
+    @classmethod
+    def from_bytes(cls, value: bytes) -> "Beat":
+        """The beat that ``to_bytes`` was called on, with tuples where JSON has lists."""
+        beat = cls(*(_tuples(item) for item in json.loads(value)))
+        return replace(beat, process=ProcessId(*beat.process))
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
+
+
+def place_of_main_thread() -> tuple[str, str]:
+    """(innermost place of the main thread in the user's own code, collective that it waits in or "")."""
+    # From the innermost frame outwards: first the frames of a collective, if it is in one, then those of
+    # libraries, then the first frame that is the user's.
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    where = collective = ""
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if _COLLECTIVES in path and not where:
+            if not path.endswith("c10d_logger.py"):  # torch wraps each collective in a function of this file
+                collective = frame.f_code.co_name
+        elif collective and path in _AGREEMENT and not where:
+            collective = frame.f_code.co_name  # "all_reduce_sum" says more than the "recv" inside it
+        elif not where and not path.startswith((*_LIBRARIES, f"{_PACKAGE}{os.sep}", "<frozen")):
+            where = _named(frame)
+        frame = frame.f_back
+    return where, collective
+
+
+def _named(frame: FrameType) -> str:
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"

@@ -1,0 +1,245 @@
+"""Heartbeats through the store, in a thread of its own: a store that does not answer blocks no other thread.
+
+A rank posts two things: a pulse of 32 bytes, which changes all the time, and its beat, of which most stays
+the same for long. A rank that watches fetches all pulses. It fetches a beat only when the pulse says that
+there is something new in it, or when a report is due.
+"""
+
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+from fsdp_sft.jobs.watchdog.beat import Beat
+
+_PULSE = struct.Struct("<qqqq")  # number, progress, step, version of the rest
+_NO_STEP = -(1 << 63)  # stands for None, which a pulse of integers cannot hold
+_FEW = 32  # missing ranks that are asked for one by one at each look
+_SHORTEST_PAUSE = 0.05  # seconds between two posts, however short the steps are
+_LEAVING_SECONDS = 0.2
+
+
+class Exchange:
+    """Posts this rank's beat and fetches those of others, once per interval; posts what is new in between.
+
+    Args:
+        store: Any c10d store of the job. The exchange makes a connection of its own, since calls of one
+            client wait for each other.
+        prefix: Prefix of all keys; the same on all ranks.
+        rank: This rank.
+        watched: Ranks whose beats are fetched.
+        beat: Function that makes this rank's beat; called in the exchange's thread.
+        interval: Seconds between two exchanges.
+        timeout: Seconds that the store may take to answer.
+
+    Attributes:
+        beats: The latest beat of each watched rank that has begun.
+        answered: Time in ``time.monotonic()`` at which the last completed exchange began.
+        verdict: The report that the job ends with, the same on all ranks that reach the store; "" so far.
+        ticket: Place of this rank among those that failed, from 1; 0 if it did not.
+        first_failed: The last beat of the rank whose exception came first; None until this rank has asked.
+        failed_for: Seconds since that exception, as far as the machines' clocks agree.
+        num_left: Number of ranks that have left the loop; counted once this rank has left it.
+        error: The store's last error message; "" if its last answer was none.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        *,
+        prefix: str,
+        rank: int,
+        watched: Sequence[int],
+        beat: Callable[[], Beat],
+        interval: float,
+        timeout: float,
+    ) -> None:
+        self._given: Any = store
+        self._store: Any = None
+        self._timeout = timedelta(seconds=max(timeout, 1.0))
+        self._prefix, self._rank, self._beat, self._interval = prefix, rank, beat, interval
+        self._missing, self._present = set(watched), set[int]()
+        self._wake = threading.Event()
+        self._proposed, self._decided = "", threading.Event()
+        self._wants_ticket = self._wants_to_leave = self._hurry = self._closing = False
+        self._closed_at = 0.0
+        self._num_left = 0
+        self._looks = 0
+        self._posted: Beat | None = None  # the last one, to see whether its lasting part has changed
+        self._version = 0
+        self._versions: dict[int, int] = {}
+        self._wants_details = False
+        self.beats: dict[int, Beat] = {}
+        self.answered = time.monotonic()
+        self.verdict = ""
+        self.ticket = 0
+        self.first_failed: Beat | None = None
+        self.failed_for = 0.0
+        self.num_left = 0
+        self.error = ""
+        self._thread = threading.Thread(target=self._run, name="watchdog-store", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def poke(self) -> None:
+        """Post this rank's beat soon, since there is something new in it."""
+        self._wake.set()
+
+    def leave(self) -> None:
+        """Count this rank as one that has left the loop; ``num_left`` says from now on how many have."""
+        self._wants_to_leave = self._hurry = True
+        self._wake.set()
+
+    def propose(self, text: str, seconds: float) -> str:
+        """Propose a verdict; return that of the first rank to propose one, or ``text`` without a store."""
+        self._proposed, self._hurry = text, True
+        self._wake.set()
+        self._decided.wait(seconds)
+        return self.verdict or text
+
+    def fail(self, seconds: float) -> None:
+        """Take the next place among the ranks that failed, and exchange at once."""
+        self._wants_ticket = self._wants_to_leave = True
+        self.refresh(seconds)
+
+    def refresh(self, seconds: float) -> None:
+        """Exchange at once, and wait at most ``seconds`` for it."""
+        asked, self._hurry = time.monotonic(), True
+        self._wake.set()
+        while self.answered < asked and time.monotonic() - asked < seconds and self._thread.is_alive():
+            time.sleep(0.01)
+
+    def fetch_details(self, seconds: float) -> None:
+        """Fetch all beats anew, or give up after ``seconds``: a pulse does not say where its rank is."""
+        self._wants_details = True
+        self.refresh(seconds)
+
+    def close(self, seconds: float) -> None:
+        """Post the last beat and stop the thread, or give up after ``seconds``."""
+        self._closed_at = time.monotonic()
+        self._closing = self._wants_to_leave = True
+        self._wake.set()
+        self._thread.join(seconds)
+
+    def _run(self) -> None:
+        """The thread: exchange once per interval, and post news in between."""
+        due = 0.0
+        while not (self._closing and self.answered >= self._closed_at):
+            self._wake.wait(max(due - time.monotonic(), 0.0))
+            self._wake.clear()
+            asked = time.monotonic()
+            full = self._hurry or self._closing or asked >= due
+            self._hurry = False
+            try:
+                self._post(full)
+                if full:
+                    self._fetch()
+                    self.answered, self.error = asked, ""
+            except RuntimeError as error:  # errors of torch's stores are DistErrors, which are RuntimeErrors
+                self.error = str(error).split("\n", 1)[0]
+                if self._closing:
+                    return
+            if full:
+                due = asked + (_LEAVING_SECONDS if self._wants_to_leave else self._interval)
+            time.sleep(_SHORTEST_PAUSE)
+
+    def _post(self, full: bool) -> None:
+        """Post this rank's pulse, and its beat if that has something new or the exchange is ``full``."""
+        if self._store is None:
+            self._store = self._given.clone()
+            self._store.set_timeout(self._timeout)
+        if self._wants_ticket and not self.ticket:
+            self.ticket = int(self._store.add(self._prefix + "tickets", 1))
+        beat = self._beat()
+        is_new = self._posted is None or _lasting(beat) != _lasting(self._posted)
+        self._posted = beat
+        self._version += is_new
+        if is_new or full:
+            self._store.set(self._key("beat", self._rank), beat.to_bytes())
+        if self.ticket == 1 and self.first_failed is None:
+            self._store.set(self._prefix + "first_failed", f"{self._rank} {time.time()}")
+            self.first_failed = beat
+        step = _NO_STEP if beat.step is None else beat.step
+        # The pulse goes after the beat, so that a rank that sees a new version finds that version's beat.
+        pulse = _PULSE.pack(beat.number, beat.progress, step, self._version)
+        self._store.set(self._key("pulse", self._rank), pulse)
+
+    def _fetch(self) -> None:
+        """Fetch pulses, new beats, the verdict, and what has been asked about ranks that failed or left."""
+        self._find_new()
+        ranks = sorted(self._present)
+        pulses = dict(zip(ranks, map(_PULSE.unpack, self._values("pulse", ranks)), strict=True))
+        wants_details, self._wants_details = self._wants_details, False
+        fetched = [r for r in ranks if wants_details or pulses[r][3] != self._versions.get(r)]
+        beats = dict(self.beats)
+        for rank, value in zip(fetched, self._values("beat", fetched), strict=True):
+            beats[rank] = Beat.from_bytes(value)
+        for rank, (number, progress, step, version) in pulses.items():
+            self._versions[rank] = version
+            if number > beats[rank].number:  # otherwise the beat was posted after the pulse was fetched
+                known = None if step == _NO_STEP else step
+                beats[rank] = replace(beats[rank], number=number, progress=progress, step=known)
+        self.beats = beats
+        first = self._prefix + "first_failed"
+        # The beat of the rank that failed first is fetched each time: that rank may have found out more
+        # since.
+        if self._wants_ticket and self._store.check([first]):
+            rank, when = self._store.get(first).decode().split()
+            self.first_failed = Beat.from_bytes(self._store.get(self._key("beat", int(rank))))
+            self.failed_for = time.time() - float(when)
+        key = self._prefix + "verdict"
+        if self._proposed and not self.verdict:
+            self.verdict = self._store.compare_set(key, "", self._proposed).decode()
+        # This rank counts itself out after it has proposed a verdict and before it asks for one. So a rank
+        # that finds all others gone also finds any verdict that they have proposed.
+        if self._wants_to_leave:
+            self._num_left = int(self._store.add(self._prefix + "left", 0 if self._num_left else 1))
+        if not self.verdict and self._store.check([key]):
+            self.verdict = self._store.get(key).decode()
+        self.num_left = self._num_left
+        if self.verdict:
+            self._decided.set()
+
+    def _find_new(self) -> None:
+        """Find watched ranks that have posted their first beat."""
+        # One question finds out whether all missing ranks are there. They are asked for one by one only if
+        # they are few, or at every fourth look: at the start of a large job most are missing.
+        self._looks += 1
+        if not self._missing:
+            return
+        if self._store.check([self._key("pulse", rank) for rank in self._missing]):
+            found = set(self._missing)
+        elif len(self._missing) <= _FEW or self._looks % 4 == 1:
+            found = {rank for rank in self._missing if self._store.check([self._key("pulse", rank)])}
+        else:
+            found = set()
+        self._present |= found
+        self._missing -= found
+
+    def _values(self, kind: str, ranks: Iterable[int]) -> list[bytes]:
+        keys = [self._key(kind, rank) for rank in ranks]
+        return list(self._store.multi_get(keys)) if keys else []
+
+    def _key(self, kind: str, rank: int) -> str:
+        return f"{self._prefix}{kind}/{rank}"
+
+
+def _lasting(beat: Beat) -> Beat:
+    """The part of a beat that must be posted when it changes.
+
+    The pulse carries number, progress and step; where the main thread is matters only for a report.
+    """
+    return replace(beat, number=0, progress=0, step=None, where="", collective="")
+
+
+def address_of(store: Any) -> str:
+    """``"host:port"`` of a TCPStore inside any number of PrefixStores; "" for another kind of store."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    host, port = getattr(store, "host", ""), getattr(store, "port", "")
+    return f"{host}:{port}" if host else ""

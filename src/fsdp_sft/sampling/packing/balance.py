@@ -1,0 +1,222 @@
+"""Arrange rows in rounds of packs, one pack for each rank, so that all ranks take about equally long.
+
+A round takes as long as its most expensive pack, and all other ranks wait for that one. Packs with equally
+many tokens may differ in cost: attention within one row of 32,000 tokens costs far more than within 40 short
+ones. Three methods are combined, each of which is the best for some data:
+
+- *Rounds of long rows.* Some rows alone cost more than a pack does on average. The longest rows share rounds,
+  and the longest rows that still fit fill up their packs, so that expensive packs run side by side.
+- *Spreading.* The other rows are taken from the longest to the shortest, and each goes into the pack that has
+  cost least so far. The packs come out about equal, and use the room that the last round would leave empty.
+- *Sorting.* If packs have to be too full for spreading, the packs of best fit decreasing are sorted by cost,
+  and neighbours share a round.
+"""
+
+import heapq
+from collections.abc import Callable, Iterable, Sequence
+
+from fsdp_sft.sampling.packing.bins import IntegerSet, pack_lengths
+from fsdp_sft.sampling.packing.cost import RowCost
+
+Pack = list[int]
+
+
+def balanced_rounds(
+    rows: Sequence[int], lengths: Sequence[int], capacity: int, num_ranks: int, cost: RowCost
+) -> list[list[Pack]]:
+    """Rounds of ``num_ranks`` packs each, as many as best fit decreasing needs.
+
+    Args:
+        rows: Indices into ``lengths``, possibly repeated; rows of one length are taken in this order.
+        lengths: Tokens of each row of the data set, none longer than ``capacity``.
+        capacity: Most tokens of a pack.
+        num_ranks: Number of packs in a round.
+        cost: Cost of a row by its length.
+
+    Returns:
+        The rounds. With fewer rows than packs some packs are empty; the last round may have fewer packs.
+    """
+    if not rows:
+        return []
+    packs = pack_lengths([lengths[row] for row in rows], capacity)
+    packs = [[rows[index] for index in pack] for pack in packs]
+    rounds = _sorted_rounds(packs, lengths, num_ranks, cost)
+    spread = _spread_rounds(rows, lengths, capacity, num_ranks, len(rounds), cost)
+    if spread is None or _waited_for(rounds, lengths, num_ranks, cost) < _waited_for(
+        spread, lengths, num_ranks, cost
+    ):
+        return rounds
+    return spread
+
+
+def deal(packs: list[list[int]], weight: Callable[[int], float], num_ranks: int) -> list[list[int]]:
+    """One pack for each rank from a round that may have fewer: the largest packs are split in two.
+
+    Args:
+        packs: The packs of a round, as lists of rows.
+        weight: Function of a row: its tokens, or its cost.
+        num_ranks: Number of packs to return.
+
+    Returns:
+        ``num_ranks`` packs of the same rows, some of them empty if there are fewer rows than ranks.
+    """
+    packs = list(packs)
+    weights = [sum(map(weight, pack)) for pack in packs]
+    while len(packs) < num_ranks:
+        splittable = [i for i, pack in enumerate(packs) if len(pack) > 1]
+        if not splittable:
+            return packs + [[] for _ in range(num_ranks - len(packs))]
+        largest = max(splittable, key=weights.__getitem__)
+        halves = _halves(packs[largest], weight)
+        packs[largest : largest + 1] = halves
+        weights[largest : largest + 1] = [sum(map(weight, half)) for half in halves]
+    return packs
+
+
+def _halves(pack: list[int], weight: Callable[[int], float]) -> list[list[int]]:
+    """The rows of a pack in two packs of about the same weight."""
+    halves: list[list[int]] = [[], []]
+    weights = [0.0, 0.0]
+    for row in sorted(pack, key=weight, reverse=True):
+        side = weights[1] < weights[0]
+        halves[side].append(row)
+        weights[side] += weight(row)
+    return halves
+
+
+def _waited_for(rounds: Iterable[list[Pack]], lengths: Sequence[int], num_ranks: int, cost: RowCost) -> float:
+    """Sum of the costs for which ranks wait: that of the most expensive pack of each round."""
+
+    def of_row(row: int) -> float:
+        return cost.of(lengths[row])
+
+    return sum(max(sum(map(of_row, pack)) for pack in deal(packs, of_row, num_ranks)) for packs in rounds)
+
+
+def _cost_of(pack: Pack, lengths: Sequence[int], cost: RowCost) -> float:
+    """Cost of a pack."""
+    return sum(cost.of(lengths[row]) for row in pack)
+
+
+def _sorted_rounds(
+    packs: list[Pack], lengths: Sequence[int], num_ranks: int, cost: RowCost
+) -> list[list[Pack]]:
+    """Sort packs by cost, the most expensive first, and put neighbours into one round."""
+    packs = sorted(packs, key=lambda pack: -_cost_of(pack, lengths, cost))
+    return [packs[start : start + num_ranks] for start in range(0, len(packs), num_ranks)]
+
+
+def _spread_rounds(
+    rows: Sequence[int],
+    lengths: Sequence[int],
+    capacity: int,
+    num_ranks: int,
+    num_rounds: int,
+    cost: RowCost,
+) -> list[list[Pack]] | None:
+    """Rounds of long rows, and the other rows spread over the other rounds; None if rows are left over."""
+    left = _Rows(rows, lengths, capacity, cost)
+    rounds: list[list[Pack]] = []
+    while left and len(rounds) < num_rounds:
+        packs_left = (num_rounds - len(rounds)) * num_ranks
+        if cost.of(left.longest) <= left.cost / packs_left:
+            break
+        rounds.append(_round_of_long_rows(left, capacity, num_ranks, cost))
+    packs = _spread(left.all(), lengths, capacity, (num_rounds - len(rounds)) * num_ranks, cost)
+    return None if packs is None else rounds + _sorted_rounds(packs, lengths, num_ranks, cost)
+
+
+def _round_of_long_rows(left: "_Rows", capacity: int, num_ranks: int, cost: RowCost) -> list[Pack]:
+    """One round: the longest rows, one a pack, and further rows until each costs as much as the first."""
+    most = cost.of(left.longest)
+    packs: list[tuple[Pack, int]] = []
+    for _ in range(num_ranks):
+        taken = left.take(capacity)
+        packs.append(([], 0) if taken is None else ([taken[0]], taken[1]))
+    for pack, tokens in packs:
+        spent = cost.of(tokens)
+        while pack and (taken := left.take(min(capacity - tokens, cost.longest(most - spent)))) is not None:
+            pack.append(taken[0])
+            tokens, spent = tokens + taken[1], spent + cost.of(taken[1])
+    return [pack for pack, _ in packs]
+
+
+def _spread(
+    rows: list[int], lengths: Sequence[int], capacity: int, num_packs: int, cost: RowCost
+) -> list[Pack] | None:
+    """Put each row, longest first, into the cheapest pack that has room; None if one fits nowhere."""
+    packs: list[Pack] = [[] for _ in range(num_packs)]
+    tokens = [0] * num_packs
+    # A heap of (cost so far, pack). A pack leaves it when it is the cheapest and has no room for a row. It
+    # may still take a shorter row later, so `full` keeps it by the number of tokens that it has room for.
+    cheapest = [(0.0, index) for index in range(num_packs)]
+    full: dict[int, list[int]] = {}
+    free_sizes = IntegerSet(capacity)
+
+    def set_aside(index: int) -> None:
+        free = capacity - tokens[index]
+        if free:
+            if not full.setdefault(free, []):
+                free_sizes.add(free)
+            full[free].append(index)
+
+    for row in rows:
+        size = lengths[row]
+        while cheapest and tokens[cheapest[0][1]] + size > capacity:
+            set_aside(heapq.heappop(cheapest)[1])
+        if cheapest:
+            spent, index = cheapest[0]
+            heapq.heapreplace(cheapest, (spent + cost.of(size), index))
+            tokens[index] += size
+        else:
+            free = free_sizes.first_at_least(size)
+            if free is None:
+                return None
+            index = full[free].pop()
+            if not full[free]:
+                free_sizes.remove(free)
+            tokens[index] += size
+            set_aside(index)
+        packs[index].append(row)
+    return packs
+
+
+class _Rows:
+    """Rows that are in no pack yet, of which the longest below a bound is found quickly."""
+
+    def __init__(self, rows: Iterable[int], lengths: Sequence[int], capacity: int, cost: RowCost) -> None:
+        self._by_length: dict[int, list[int]] = {}
+        for row in rows:
+            self._by_length.setdefault(lengths[row], []).append(row)
+        self._capacity, self._cost = capacity, cost
+        # For each length that occurs, capacity - length + 1. IntegerSet finds the smallest number above a
+        # bound, and so with the lengths turned around, the longest row below one.
+        self._missing = IntegerSet(capacity)
+        for length in self._by_length:
+            self._missing.add(capacity - length + 1)
+        self.cost = sum(cost.of(length) * len(same) for length, same in self._by_length.items())
+
+    def __bool__(self) -> bool:
+        return self._missing.first_at_least(1) is not None
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row."""
+        return self._capacity + 1 - (self._missing.first_at_least(1) or 0)
+
+    def take(self, most: int) -> tuple[int, int] | None:
+        """Remove the longest row of at most ``most`` tokens: (row, its tokens), or None if there is none."""
+        missing = self._missing.first_at_least(self._capacity - most + 1) if most > 0 else None
+        if missing is None:
+            return None
+        length = self._capacity + 1 - missing
+        same = self._by_length[length]
+        row = same.pop()
+        if not same:
+            self._missing.remove(missing)
+        self.cost -= self._cost.of(length)
+        return row, length
+
+    def all(self) -> list[int]:
+        """All rows, the longest first."""
+        return [row for length in sorted(self._by_length, reverse=True) for row in self._by_length[length]]

@@ -1,0 +1,197 @@
+"""Join rows into one packed sequence."""
+
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+
+from fsdp_sft.collate import EncodedChat
+from fsdp_sft.collate.encoded import EncodedDataset
+from fsdp_sft.collate.rows import check_encoded, read_encoded
+from fsdp_sft.sampling.packing.bins import check_count
+from fsdp_sft.targets import IGNORE_INDEX
+
+Row = Mapping[str, Any] | EncodedChat
+
+
+class PackedCollator:
+    """Joins the rows of a pack into one sequence; for the ``collate_fn`` of a DataLoader.
+
+    A model recognises the rows by ``position_ids``, which start at 0 in each of them, and by the absence of
+    an attention mask; ``verify_packing`` measures whether it keeps them apart. The first label of every row
+    is -100, since after the loss's shift it would be predicted from the last token of the previous row. Rows
+    may have ``shift_labels``, the target of each position, in place of ``labels``; then the pack has them as
+    well.
+
+    Args:
+        max_length: Most tokens of a pack; the same as for the sampler.
+        padding: "longest" pads only as far as ``pad_to_multiple_of`` requires, "max_length" pads to
+            ``max_length``. Padding comes last, as a row of its own without targets.
+        pad_to_multiple_of: Rounds the length up to a multiple, beyond ``max_length`` if need be.
+        pad_token_id: Id of the padding; any id of the vocabulary will do.
+
+    Raises:
+        TypeError: If a number is no integer.
+        ValueError: For an option that is not allowed.
+
+    Example:
+        >>> collate = fs.PackedCollator(max_length=8, padding="max_length")
+        >>> first, second = ({"input_ids": [n] * 3, "labels": [n] * 3} for n in (5, 6))
+        >>> pack = collate([first, second])
+        >>> pack["position_ids"].tolist(), pack["labels"].tolist()
+        ([[0, 1, 2, 0, 1, 2, 0, 1]], [[-100, 5, 5, -100, 6, 6, -100, -100]])
+    """
+
+    def __init__(
+        self,
+        *,
+        max_length: int,
+        padding: str = "longest",
+        pad_to_multiple_of: int | None = None,
+        pad_token_id: int = 0,
+    ) -> None:
+        self.max_length = check_count("max_length", max_length)
+        if padding not in ("longest", "max_length"):
+            raise ValueError(f"padding must be 'longest' or 'max_length', got {padding!r}")
+        self.padding = padding
+        multiple = 1 if pad_to_multiple_of is None else pad_to_multiple_of
+        self.pad_to_multiple_of = check_count("pad_to_multiple_of", multiple)
+        if isinstance(pad_token_id, bool) or not isinstance(pad_token_id, int):
+            raise TypeError(
+                f"pad_token_id must be an id of the vocabulary, got {pad_token_id!r}; a tokenizer without a "
+                "padding token can use its eos_token_id, since padding has no targets"
+            )
+        if pad_token_id < 0:
+            raise ValueError(f"pad_token_id must not be negative, got {pad_token_id}")
+        self.pad_token_id = pad_token_id
+
+    def __call__(self, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
+        """Join rows.
+
+        Args:
+            rows: Rows with ``input_ids`` and ``labels`` (or ``shift_labels``) of one length, or
+                ``EncodedChat``s. No rows, which ``PackedSampler`` gives a rank when none is left, make a
+                batch without targets.
+
+        Returns:
+            ``input_ids``, ``labels`` (or ``shift_labels``) and ``position_ids``, each int64 ``(1, S)``. If a
+            row has ``loss_weights``, these too, float32 ``(1, S)``, aligned with the labels and 1 in rows
+            without.
+
+        Raises:
+            ValueError: For a malformed row, or if the rows do not fit into ``max_length``.
+        """
+        if isinstance(rows, (Mapping, EncodedChat)):
+            raise ValueError("a pack is a list of rows, got a single row; wrap it as [row]")
+        parts = [_read(row) for row in rows]
+        lengths = [len(part.ids) for part in parts]
+        total = sum(lengths)
+        if total > self.max_length:
+            raise ValueError(
+                f"the {len(rows)} rows of a pack have {total} tokens, max_length is "
+                f"{self.max_length}; give PackedSampler the same max_length, and the lengths of these rows"
+            )
+        filler = self._padding(total)
+        # Arrays, since torch.tensor(lists) converts item by item and takes several times as long.
+        input_ids, targets = array("q"), array("q")
+        is_shifted = any(part.is_shifted for part in parts)
+        for part in parts:
+            start = len(targets)
+            input_ids.extend(part.ids)
+            targets.extend(part.labels)
+            if not is_shifted:
+                targets[start] = IGNORE_INDEX
+            # A row with labels in a pack with shift_labels is shifted here: its first label goes.
+            elif not part.is_shifted:
+                targets.pop(start)
+                targets.append(IGNORE_INDEX)
+        input_ids.extend([self.pad_token_id] * filler)
+        targets.extend([IGNORE_INDEX] * filler)
+        name = "shift_labels" if is_shifted else "labels"
+        columns = {"input_ids": torch.frombuffer(input_ids, dtype=torch.int64)}
+        columns[name] = torch.frombuffer(targets, dtype=torch.int64)
+        columns["position_ids"] = torch.cat([torch.arange(length) for length in [*lengths, filler]])
+        if any(part.weights is not None for part in parts):
+            weights = [part.weights_of(is_shifted) for part in parts]
+            columns["loss_weights"] = torch.tensor([*chain(*weights), *[0.0] * filler], dtype=torch.float32)
+        return {name: column[None] for name, column in columns.items()}
+
+    def _padding(self, length: int) -> int:
+        """Number of tokens of padding for a pack of ``length`` tokens."""
+        # At least two tokens, the fewest with which a loss has something to shift.
+        target = self.max_length if self.padding == "max_length" else max(length, 2)
+        return target + -target % self.pad_to_multiple_of - length
+
+
+def row_sizes(rows: Iterable[Row]) -> tuple[list[int], list[int]]:
+    """Lengths and numbers of targets of rows, which ``PackedSampler`` needs to know.
+
+    Args:
+        rows: Rows with ``input_ids`` and ``labels`` (or ``shift_labels``) of one length, or ``EncodedChat``s;
+            or an ``EncodedDataset``, whose sizes are known already.
+
+    Returns:
+        (number of tokens of each row, number of targets of each row after the shift).
+
+    Raises:
+        ValueError: For a malformed row, with its index.
+
+    Example:
+        >>> fs.row_sizes([{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}])
+        ([3], [2])
+        >>> lengths, num_targets = fs.row_sizes(dataset)
+        >>> sampler = fs.PackedSampler(lengths, num_targets=num_targets, max_length=128)
+    """
+    if isinstance(rows, EncodedDataset):
+        return rows.lengths.tolist(), rows.num_targets.tolist()
+    lengths, targets = [], []
+    for index, row in enumerate(rows):
+        try:
+            part = _read(row)
+        except ValueError as error:
+            raise ValueError(f"row {index}: {error}") from error
+        labels = part.labels
+        lengths.append(len(labels))
+        # No token stands before the first one, from which it could be predicted.
+        first = 0 if part.is_shifted or labels[0] == IGNORE_INDEX else 1
+        targets.append(len(labels) - labels.count(IGNORE_INDEX) - first)
+    return lengths, targets
+
+
+class _OneRow(NamedTuple):
+    """One row.
+
+    Attributes:
+        ids: Token ids, ``(S,)``.
+        labels: Labels, ``(S,)``.
+        weights: Loss weights of the labels, ``(S,)``, or None.
+        is_shifted: Whether labels and weights are shifted, so that they belong to the target of each
+            position.
+    """
+
+    ids: list[int]
+    labels: list[int]
+    weights: list[float] | None
+    is_shifted: bool
+
+    def weights_of(self, is_shifted: bool) -> list[float]:
+        """The weights, 1 where there are none, shifted if ``is_shifted`` and not shifted yet."""
+        weights = self.weights or [1.0] * len(self.ids)
+        return [*weights[1:], 0.0] if is_shifted and not self.is_shifted else weights
+
+
+def _read(row: Row) -> _OneRow:
+    """One row in any accepted form; ValueError for a malformed one."""
+    if isinstance(row, EncodedChat):
+        check_encoded(row.input_ids, row.labels, row.loss_weights)
+        return _OneRow(row.input_ids, row.labels, row.loss_weights, False)
+    if not isinstance(row, Mapping) or "input_ids" not in row:
+        got = sorted(map(str, row)) if isinstance(row, Mapping) else type(row).__name__
+        raise ValueError(
+            f"a packed row needs input_ids and labels, got {got}; tokenise it with encode_chat first"
+        )
+    if row.get("shift_labels") is not None:
+        return _OneRow(*read_encoded({**row, "labels": row["shift_labels"]}), True)
+    return _OneRow(*read_encoded(row), False)

@@ -1,0 +1,79 @@
+"""Verify that a model keeps rows of a pack apart when it gets its first pack, unless that was done before."""
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+
+from fsdp_sft._compat.attention import attention_of
+from fsdp_sft._model.wrappers import unwrapped
+from fsdp_sft._ranks.agree import all_gather_objects
+from fsdp_sft.collate import PackSize, pack_size
+from fsdp_sft.errors import PackingError
+from fsdp_sft.sampling.packing.rotation import rope_depends_on_length
+from fsdp_sft.sampling.packing.verify import verified_length, verify
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+Verify = Literal["first", "off"]
+
+_LONGEST_PROBE = 4096
+_logger = logging.getLogger("fsdp_sft.sampling.packing")
+
+
+def verify_at_first_use(
+    model: nn.Module, batches: Sequence[Any], mesh: "DeviceMesh | None", *, own_loss: bool = False
+) -> None:
+    """Verify, once for each model and attention, that it keeps rows apart, if any rank has a pack.
+
+    If rotary embeddings depend on the longest row, it is verified again for each longer one.
+
+    Args:
+        model: Model, sharded or not; left as it was.
+        batches: Batches of this rank, of which none, some or all are packs.
+        mesh: Ranks that hold the model, all of which call this.
+        own_loss: Whether the caller has a loss of their own; a model that is not from transformers is then
+            not verified.
+
+    Raises:
+        PackingError: On all ranks, if rows are not kept apart.
+
+    Collective: all ranks of the mesh, unless the model has been verified and its rotary embeddings do not
+    depend on the longest row.
+    """
+    if own_loss and attention_of(unwrapped(model)) == "its own":
+        return
+    done = verified_length(model)
+    depends = rope_depends_on_length(model)
+    if (done and not depends) or torch.compiler.is_compiling():
+        return
+    sizes = [pack_size(batch) for batch in batches]
+    own = (max(size.width for size in sizes), max(size.longest for size in sizes)) if sizes else (0, 0)
+    known = [PackSize(*size) for size in (all_gather_objects(own) if mesh is not None else [own])]
+    width, longest = max(size.width for size in known), max(size.longest for size in known)
+    needed = longest if depends else min(width, _LONGEST_PROBE)
+    if not width or done >= needed:
+        return
+    try:
+        _, told = verify(model, needed, mesh, untold_is_error=False)
+    except PackingError as error:
+        raise PackingError(
+            f"the first pack for this model: {error}. verify_packing shows the same before training; "
+            "verify='off' leaves it out"
+        ) from error
+    if not told and (mesh is None or mesh.get_rank() == 0):
+        _logger.warning(
+            "%s with %s attention gets packs, and it cannot be told whether it keeps their rows apart: with "
+            "these weights rows hardly matter to each other. Call verify_packing when it has been trained",
+            type(unwrapped(model)).__name__,
+            attention_of(unwrapped(model)),
+        )
+
+
+def check_verify(verify: str) -> None:
+    """Raise ValueError unless ``verify`` is one of the allowed values."""
+    if verify not in ("first", "off"):
+        raise ValueError(f"verify must be 'first' or 'off', got {verify!r}")

@@ -1,0 +1,290 @@
+"""A distributed order of packs, balanced over ranks, with a position that resumes at any number of ranks."""
+
+import zlib
+from array import array
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fsdp_sft._process.callers import warn_caller
+from fsdp_sft.sampling.packing.balance import balanced_rounds, deal
+from fsdp_sft.sampling.packing.bins import as_ints, check_lengths, pack_lengths
+from fsdp_sft.sampling.packing.cost import RowCost
+from fsdp_sft.sampling.sampler import PlacedSampler
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+# Versions of the two orders. Each goes up when the same arguments give another order than before.
+_ORDER_VERSION = 1  # of packs balanced by tokens and targets
+_COST_ORDER_VERSION = 2  # of packs balanced by a cost
+# Rounds whose packs are sorted together. More balance better, but make the packs of a round more alike.
+_POOL_ROUNDS = 32
+_LEVELS = 16  # packs whose tokens differ by less than 1/16 of max_length count as equally long
+
+
+class PackedSampler(PlacedSampler[list[int]]):
+    """Distributes packs of rows to ranks; for the ``batch_sampler`` of a DataLoader with ``PackedCollator``.
+
+    Every epoch packs all rows anew, in a new order. A *round* gives every rank one pack. The packs of a round
+    have similar numbers of tokens and of targets, so that ranks wait little for each other, and rounds come
+    in random order. Every row is in exactly one pack of the epoch. In the last round packs are split so that
+    every rank has one; if rows run out, ranks get an empty pack, of which ``PackedCollator`` makes a batch
+    without targets.
+
+    The position counts packs that training has consumed on all ranks, not those that a DataLoader's workers
+    have fetched ahead. ``windows`` reports them; a loop without it calls ``mark_consumed``. If the number of
+    ranks changes in the middle of an epoch, the remaining packs are arranged in rounds of the new size.
+
+    Args:
+        lengths: Tokens of each row of the data set; see ``row_sizes``.
+        max_length: Most tokens of a pack.
+        num_targets: Targets of each row, after the shift; None balances tokens only.
+        shuffle: Whether each epoch has packs and an order of its own; otherwise all have those of the first.
+        seed: Seed of packs and order, together with the epoch; the same on all ranks.
+        num_replicas: Number of ranks that share the rows; None takes the mesh's or the process group's, or 1.
+        rank: This rank; None takes the mesh's or the process group's, or 0.
+        mesh: Mesh from ``build_mesh``, in place of ``num_replicas`` and ``rank``; ranks along ``cp`` get the
+            same packs. None takes the only one there is.
+        cost: Coefficients ``(a, b)``, such as ``attention_cost(config)``. Packs of a round then have similar
+            ``a * tokens + b * sum(length ** 2)`` instead of similar numbers of tokens and targets. This
+            matters with long rows, where ranks would otherwise wait for the one whose pack is a single row.
+            The coefficients are part of the state; a state that was saved with others, or without any,
+            continues in its own order.
+
+    Raises:
+        TypeError: If a length or number of targets is no integer, or the cost is not two numbers.
+        ValueError: If there are no rows, one does not fit, or an argument is out of range.
+
+    Memory: About 150 bytes a row while an epoch's packs are made, 20 after that.
+
+    Example:
+        >>> lengths, num_targets = fs.row_sizes(dataset)
+        >>> sampler = fs.PackedSampler(lengths, num_targets=num_targets, max_length=128)
+        >>> sorted(row for pack in sampler for row in pack)
+        [0, 1, 2, 3, 4, 5, 6, 7]
+        >>> loader = torch.utils.data.DataLoader(
+        ...     dataset, batch_sampler=sampler, collate_fn=fs.PackedCollator(max_length=128)
+        ... )
+    """
+
+    def __init__(
+        self,
+        lengths: Any,
+        *,
+        max_length: int,
+        num_targets: Any = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        mesh: "DeviceMesh | None" = None,
+        cost: tuple[float, float] | None = None,
+    ) -> None:
+        super().__init__(num_replicas, rank, mesh)
+        self._lengths = array("q", check_lengths(lengths, max_length))
+        self._targets = array(
+            "q", self._lengths if num_targets is None else as_ints("num_targets", num_targets)
+        )
+        self._check_rows()
+        self.max_length, self.shuffle, self.seed = max_length, shuffle, seed
+        self._cost = None if cost is None else RowCost.check(cost)
+        self.epoch = 0
+        # (number of ranks, packs consumed at that number) for each number of ranks in the current epoch, the
+        # present one last.
+        self._history = [(self.num_replicas, 0)]
+        self._packs: tuple[tuple[int, ...], list[list[int]]] | None = None
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(()) if self.is_passed_over else self._counted(self._own_packs())
+
+    def _own_packs(self) -> Iterator[list[int]]:
+        """This rank's pack of each round, from the position on."""
+        packs, ranks = self._order(), self.num_replicas
+        for start in range(self._history[-1][1], len(packs), ranks):
+            dealt = deal(packs[start : start + ranks], self._weight, ranks)
+            # A round's packs come about in order of size; ranks take turns, so that none gets all large ones.
+            yield dealt[(self.rank + start // ranks) % ranks]
+
+    def __len__(self) -> int:
+        """Number of packs, and so of batches, that this rank has left in the current epoch."""
+        if self.is_passed_over:
+            return 0
+        return max(-(-(len(self._order()) - self._history[-1][1]) // self.num_replicas), 0)
+
+    @property
+    def position(self) -> int:
+        """Number of packs of the current epoch that all ranks together have consumed."""
+        return sum(packs for _, packs in self._history)
+
+    def _go_to(self, epoch: int) -> None:
+        self.epoch, self._history = epoch, [(self.num_replicas, 0)]
+
+    def mark_consumed(self, num_packs: int) -> None:
+        """Advance the position by ``num_packs`` packs on this rank and on every other."""
+        self._drawn = 0
+        self._follow_ranks()
+        consumed = self._history[-1][1] + num_packs * self.num_replicas
+        self._history[-1] = (self.num_replicas, consumed)
+        if consumed >= len(self._order()):
+            self.end_epoch()
+
+    def end_epoch(self) -> None:
+        """Go to the next epoch if any of the current one has been consumed."""
+        if self.position and not self.is_passed_over:
+            self.epoch, self._history = self.epoch + 1, [(self.num_replicas, 0)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Epoch, packs consumed, and what packs and order depend on; the same on every rank."""
+        self._warn_if_uncounted()
+        return self.position_state()
+
+    def position_state(self) -> dict[str, Any]:
+        """The state, without a word about rows that were drawn and not counted."""
+        cost = None if self._cost is None else [self._cost.per_token, self._cost.per_square]
+        consumed = [list(part) for part in self._history]
+        return {"epoch": self.epoch, "consumed": consumed, "cost": cost, **self._source()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved position, with the same or another number of ranks.
+
+        Raises:
+            ValueError: If the state belongs to other data or another order, so that other rows would be left.
+        """
+        missing = [
+            key for key in self.position_state() if key not in state and key != "cost"
+        ]  # older states lack it
+        if missing:
+            raise ValueError(f"sampler state lacks {missing}; expected what state_dict() returned")
+        self._follow_cost(state.get("cost"))
+        for key, own in self._source().items():
+            if int(state[key]) != own:
+                raise ValueError(
+                    f"sampler state has {key}={state[key]}, this sampler {own}: the packs would differ; "
+                    "use the same data and options, or start a new run"
+                )
+        epoch, history = int(state["epoch"]), [(int(ranks), int(packs)) for ranks, packs in state["consumed"]]
+        # There are at most as many packs as rows, and the last round may be filled up.
+        most = self._rows_of_an_epoch() + self.num_replicas
+        if epoch < 0 or any(ranks < 1 or not 0 <= packs <= most for ranks, packs in history):
+            raise ValueError(f"sampler state has epoch={epoch}, consumed={state['consumed']}")
+        self.epoch, self._history = epoch, [part for part in history if part[1]]
+        self._follow_ranks()
+        self._restored(epoch)
+
+    def _follow_cost(self, saved: Any) -> None:
+        """Take over the cost with which a state was saved, and so its order."""
+        cost = None if saved is None else RowCost.check(saved)
+        if cost != self._cost:
+            warn_caller(
+                f"the sampler's state has cost={saved}, and goes on with it; a new sampler takes the one it "
+                "was given"
+            )
+        self._cost, self._packs = cost, None
+
+    def _follow_ranks(self) -> None:
+        """Note the present number of ranks if it has changed, so that the rest is arranged anew."""
+        if not self._history or self._history[-1][0] != self.num_replicas:
+            self._history = [part for part in self._history if part[1]] + [(self.num_replicas, 0)]
+
+    def _source(self) -> dict[str, int]:
+        """What packs and order depend on, which a restored state must have in common with this sampler."""
+        return {
+            "num_rows": len(self._lengths),
+            "max_length": self.max_length,
+            "seed": self.seed,
+            "shuffle": int(self.shuffle),
+            "rows_crc32": zlib.crc32(self._targets.tobytes(), zlib.crc32(self._lengths.tobytes())),
+            "version": _ORDER_VERSION if self._cost is None else _COST_ORDER_VERSION,
+        }
+
+    def _order(self) -> list[list[int]]:
+        """Packs of all ranks, in order, from the position at which the number of ranks last changed."""
+        self._follow_ranks()
+        epoch = self._epoch_of_order()
+        *earlier, (ranks, _) = self._history
+        key = (epoch, ranks, *(number for part in earlier for number in part))
+        if self._packs is None or self._packs[0] != key:
+            generator = torch.Generator().manual_seed(self.seed + 1_000_003 * epoch)
+            rows = self._rows(epoch, generator)
+            if self._cost is None:
+                self._packs = key, self._by_tokens(rows, earlier, ranks, generator)
+            else:
+                self._packs = key, self._by_cost(rows, earlier, ranks, generator)
+        return self._packs[1]
+
+    def _epoch_of_order(self) -> int:
+        """The epoch whose order the current epoch has."""
+        return self.epoch if self.shuffle else 0
+
+    def _rows_of_an_epoch(self) -> int:
+        """Number of rows in an epoch."""
+        return len(self._lengths)
+
+    def _rows(self, epoch: int, generator: torch.Generator) -> list[int]:
+        """Indices of the rows of an epoch, in the order in which they are packed."""
+        return torch.randperm(len(self._lengths), generator=generator).tolist()
+
+    def _by_tokens(
+        self, rows: list[int], earlier: list[tuple[int, int]], ranks: int, generator: torch.Generator
+    ) -> list[list[int]]:
+        """Packs of all ranks, balanced by tokens and targets."""
+        packs = pack_lengths([self._lengths[row] for row in rows], self.max_length)
+        packs = [[rows[i] for i in pack] for pack in _shuffled(packs, generator)]
+        for ranks_then, consumed in earlier:
+            packs = self._balanced(packs, ranks_then, generator)[consumed:]
+        return self._balanced(packs, ranks, generator)
+
+    def _by_cost(
+        self, rows: list[int], earlier: list[tuple[int, int]], ranks: int, generator: torch.Generator
+    ) -> list[list[int]]:
+        """Like ``_by_tokens`` with a cost; rows left for another number of ranks are packed anew."""
+        assert self._cost is not None
+        for ranks_then, consumed in [*earlier, (ranks, 0)]:
+            rounds = balanced_rounds(rows, self._lengths, self.max_length, ranks_then, self._cost)
+            whole = [one for one in rounds if len(one) == ranks_then]
+            short = [one for one in rounds if len(one) < ranks_then]
+            packs = [pack for one in _shuffled(whole, generator) + short for pack in one]
+            rows = [row for pack in packs[consumed:] for row in pack]
+        return packs
+
+    def _weight(self, row: int) -> float:
+        """Weight of a row when the packs of a short round are split."""
+        return self._lengths[row] if self._cost is None else self._cost.of(self._lengths[row])
+
+    def _balanced(self, packs: list[list[int]], ranks: int, generator: torch.Generator) -> list[list[int]]:
+        """Arrange packs in rounds of similar ones; rounds come in random order, a short one last."""
+        whole = len(packs) // ranks * ranks
+        # The packs of a short last round are split, so those with many rows are taken for it.
+        by_rows = sorted(range(len(packs)), key=lambda i: min(len(packs[i]), ranks))
+        last = [packs[i] for i in by_rows[whole:]]
+        packs = [packs[i] for i in sorted(by_rows[:whole])]
+        rounds: list[list[list[int]]] = []
+        for start in range(0, whole, ranks * _POOL_ROUNDS):
+            pool = sorted(packs[start : start + ranks * _POOL_ROUNDS], key=self._size)
+            rounds += [pool[i : i + ranks] for i in range(0, len(pool), ranks)]
+        return [pack for one in _shuffled(rounds, generator) for pack in one] + last
+
+    def _size(self, pack: list[int]) -> tuple[int, int]:
+        """What packs of a round have in common: about the same free room, then about as many targets."""
+        free = self.max_length - sum(self._lengths[row] for row in pack)
+        return free * _LEVELS // self.max_length, sum(self._targets[row] for row in pack)
+
+    def _check_rows(self) -> None:
+        """Raise ValueError without rows, or for numbers of targets that cannot be."""
+        if not self._lengths:
+            raise ValueError("there are no rows to pack; check what filter_rows kept")
+        if len(self._targets) != len(self._lengths):
+            raise ValueError(
+                f"num_targets has {len(self._targets)} entries, lengths {len(self._lengths)}; "
+                "row_sizes returns both"
+            )
+        for row, (length, targets) in enumerate(zip(self._lengths, self._targets, strict=True)):
+            if not 0 <= targets <= length:
+                raise ValueError(f"row {row} has {length} tokens and cannot have {targets} targets")
+
+
+def _shuffled(items: list[Any], generator: torch.Generator) -> list[Any]:
+    """The items in random order."""
+    return [items[i] for i in torch.randperm(len(items), generator=generator).tolist()]

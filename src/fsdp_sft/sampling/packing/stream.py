@@ -1,0 +1,249 @@
+"""Pack rows that come from a stream, with a bounded buffer."""
+
+import itertools
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from fsdp_sft._compat import data
+from fsdp_sft.sampling.packing.balance import deal
+from fsdp_sft.sampling.packing.bins import check_count, pack_lengths
+from fsdp_sft.sampling.packing.collator import Row, row_sizes
+from fsdp_sft.sampling.sampler import Placed
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class _Boundary(NamedTuple):
+    """A boundary between two buffers of the stream.
+
+    Attributes:
+        rows: Number of rows before it.
+        packs: Number of packs before it.
+    """
+
+    rows: int
+    packs: int
+
+
+class PackedStream(Placed, IterableDataset[list[Row]]):
+    """Packs a stream of rows; for a DataLoader with ``batch_size=None`` and ``PackedCollator``.
+
+    ``buffer_size`` rows at a time are read and packed by best fit decreasing. Pack ``k`` of the stream goes
+    to rank ``k % num_replicas``. At the end packs are split so that every rank has equally many; if rows run
+    out, ranks get an empty pack, of which ``PackedCollator`` makes a batch without targets. No row is lost or
+    repeated.
+
+    Every rank reads the whole stream, so rows must come in the same order everywhere. If ranks have streams
+    of their own, pass ``num_replicas=1, rank=0``; ``windows`` then ends the epoch with the shortest stream,
+    and the state is that of one rank. Rows are packed in the consuming process, which alone knows what has
+    been consumed; to tokenise in the background, let ``rows`` be a DataLoader with workers and
+    ``batch_size=None``.
+
+    The position counts packs that training has consumed on all ranks, as in ``PackedSampler``. A resumed
+    stream skips the rows of the buffers that were used up, with the ``skip`` of a Hugging Face
+    ``IterableDataset`` or else by reading them, and packs the last buffer again. A stream that was consumed
+    to its end begins its next epoch.
+
+    Args:
+        rows: An iterable that can be read again for another epoch, of rows with ``input_ids`` and ``labels``
+            or ``EncodedChat``s; it is read lazily.
+        max_length: Most tokens of a pack.
+        buffer_size: Number of rows that are held and packed together. More rows fill packs better; 1000 fill
+            them to about 99 %.
+        num_replicas: Number of ranks that share the packs; None takes the mesh's, the process group's, or 1.
+        rank: This rank; None takes the mesh's or the process group's, or 0.
+        mesh: Mesh from ``build_mesh``, in place of ``num_replicas`` and ``rank``; ranks along ``cp`` get the
+            same packs. None takes the only one there is.
+
+    Raises:
+        TypeError: If a number is no integer.
+        ValueError: If an argument is out of range; while reading, for a malformed row or one that is too
+            long, with its index in the stream.
+
+    Memory: ``buffer_size`` rows.
+
+    Example:
+        >>> stream = fs.PackedStream(dataset, max_length=128)
+        >>> sum(len(pack) for pack in stream)
+        8
+        >>> loader = torch.utils.data.DataLoader(
+        ...     stream, batch_size=None, collate_fn=fs.PackedCollator(max_length=128)
+        ... )
+    """
+
+    def __init__(
+        self,
+        rows: Iterable[Row],
+        *,
+        max_length: int,
+        buffer_size: int = 1000,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        mesh: "DeviceMesh | None" = None,
+    ) -> None:
+        super().__init__(num_replicas, rank, mesh)
+        self.rows = rows
+        self.max_length = check_count("max_length", max_length)
+        self.buffer_size = check_count("buffer_size", buffer_size)
+        self.epoch = 0
+        # The position lies in the buffer that begins at _start. Buffers that have been read beyond it,
+        # because a DataLoader fetches ahead, begin at the boundaries in _later.
+        self._start = _Boundary(0, 0)
+        self._later: deque[_Boundary] = deque()
+        self.position = 0
+
+    def __iter__(self) -> Iterator[list[Row]]:
+        if get_worker_info() is not None:
+            raise RuntimeError(
+                "PackedStream packs in the consuming process: use num_workers=0 here, and for tokenising in "
+                "the background PackedStream(DataLoader(rows, batch_size=None, num_workers=...), ...)"
+            )
+        self._refuse_split_rows()
+        if self.is_passed_over:
+            return
+        rounds = self._rounds()
+        first = next(rounds, None)
+        if first is None and self.position:
+            self.end_epoch()
+            rounds = self._rounds()
+            first = next(rounds, None)
+        for packs in itertools.chain([first] if first is not None else [], rounds):
+            self._drawn += 1
+            yield packs[self.rank]
+
+    def _go_to(self, epoch: int) -> None:
+        self.epoch, self.position, self._start = epoch, 0, _Boundary(0, 0)
+        self._later.clear()
+
+    def mark_consumed(self, num_packs: int) -> None:
+        """Advance the position by ``num_packs`` packs on this rank and on every other."""
+        self._drawn = 0
+        self.position += num_packs * self.num_replicas
+        while self._later and self._later[0].packs <= self.position:
+            self._start = self._later.popleft()
+
+    def end_epoch(self) -> None:
+        """Go to the next epoch if any of the current one has been consumed; rows are read from the start."""
+        if self.position and not self.is_passed_over:
+            self._go_to(self.epoch + 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Epoch, packs consumed, and the rows and packs before the current buffer; the same on every rank.
+
+        If ``rows`` is a ``MixedStream``, also what its order depends on.
+        """
+        self._warn_if_uncounted()
+        return self.position_state()
+
+    def position_state(self) -> dict[str, Any]:
+        """The state, without a word about rows that were drawn and not counted."""
+        return {
+            "epoch": self.epoch,
+            "position": self.position,
+            "rows_before": self._start.rows,
+            "packs_before": self._start.packs,
+            **self._source(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved position, with the same or another number of ranks.
+
+        The rows themselves are not checked: the stream must give the same rows in the same order.
+
+        Raises:
+            ValueError: If the state was saved with other options, so that the packs would differ.
+        """
+        missing = [key for key in self.position_state() if key not in state]
+        if missing:
+            raise ValueError(f"stream state lacks {missing}; expected what state_dict() returned")
+        for key, own in self._source().items():
+            if state[key] != own:
+                raise ValueError(
+                    f"stream state has {key}={state[key]}, this stream {own}: the packs would differ; "
+                    "use the same options, or start a new run"
+                )
+        start = _Boundary(int(state["rows_before"]), int(state["packs_before"]))
+        if not (0 <= start.packs <= int(state["position"]) and start.rows >= 0 and int(state["epoch"]) >= 0):
+            raise ValueError(f"stream state has a position that is not possible: {dict(state)}")
+        self.epoch, self.position, self._start = int(state["epoch"]), int(state["position"]), start
+        self._later.clear()
+        self._restored(self.epoch)
+
+    def _source(self) -> dict[str, Any]:
+        """What packs depend on, which a restored state must have in common with this stream."""
+        options = {"max_length": self.max_length, "buffer_size": self.buffer_size}
+        order = getattr(self.rows, "order", None)
+        return {**options, "order": order} if isinstance(order, Mapping) else options
+
+    def _rounds(self) -> Iterator[list[list[Row]]]:
+        """One pack for each rank at a time, from the position on; packs of a short last round are split."""
+        self._later.clear()
+        packs = itertools.islice(self._all_packs(), self.position - self._start.packs, None)
+        while dealt := list(itertools.islice(packs, self.num_replicas)):
+            if len(dealt) < self.num_replicas:
+                rows = [row for pack in dealt for row in pack]
+                lengths, _ = row_sizes(rows)
+                counts = itertools.count()
+                numbered = [list(itertools.islice(counts, len(pack))) for pack in dealt]
+                dealt = [
+                    [rows[i] for i in pack] for pack in deal(numbered, lengths.__getitem__, self.num_replicas)
+                ]
+            yield dealt
+
+    def _refuse_split_rows(self) -> None:
+        """Raise ValueError if the rows are split by rank already and would be split a second time."""
+        shares = max(data.shares_of_stream(rows) for rows in _streams_of(self.rows))
+        if shares > 1 and self.num_replicas > 1:
+            raise ValueError(
+                f"the rows are one of {shares} shares already (split_dataset_by_node), and each of "
+                f"{self.num_replicas} ranks would take a share of that share: rows would be lost. Give "
+                "PackedStream the whole stream, or num_replicas=1, rank=0"
+            )
+
+    def _all_packs(self) -> Iterator[list[Row]]:
+        """Read buffers from the boundary on, note where each ends, and yield their packs."""
+        place = self._start
+        source = rows_from(self.rows, epoch=self.epoch, skip=place.rows)
+        while buffer := list(itertools.islice(source, self.buffer_size)):
+            try:
+                packs = pack_lengths(row_sizes(buffer)[0], self.max_length)
+            except ValueError as error:
+                error.add_note(f"rows are counted from row {place.rows} of the stream")
+                raise
+            place = _Boundary(place.rows + len(buffer), place.packs + len(packs))
+            self._later.append(place)
+            for pack in packs:
+                yield [buffer[row] for row in pack]
+
+
+def _streams_of(rows: Iterable[Any]) -> Iterator[Any]:
+    """The stream itself, and the streams that it mixes or reads through a DataLoader."""
+    yield rows
+    for part in [*getattr(rows, "streams", ()), *([rows.dataset] if isinstance(rows, DataLoader) else ())]:
+        yield from _streams_of(part)
+
+
+def rows_from(stream: Iterable[Any], *, epoch: int, skip: int) -> Iterator[Any]:
+    """The rows of an epoch after the first ``skip``, by the stream's own ``skip`` if it has one."""
+    _set_epoch(stream, epoch)
+    own_skip = getattr(stream, "skip", None)
+    if not skip or not callable(own_skip):
+        return itertools.islice(iter(stream), skip, None)
+    rest: Iterable[Any] = own_skip(skip)
+    _set_epoch(rest, epoch)  # what datasets.IterableDataset.skip returns begins at epoch 0
+    return iter(rest)
+
+
+def _set_epoch(stream: Iterable[Any], epoch: int) -> None:
+    """Tell a stream, or the data set of a DataLoader, which epoch is read next: it may shuffle by it."""
+    for one in (stream, getattr(stream, "dataset", None)):
+        set_epoch = getattr(one, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(epoch)
+            if one is not stream and isinstance(stream, DataLoader):
+                data.end_persistent_workers(stream)
+            return

@@ -1,0 +1,335 @@
+"""Measure, on the model at hand, whether it keeps packed rows apart."""
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from fsdp_sft._compat.attention import attention_of
+from fsdp_sft._compat.models import original_class
+from fsdp_sft._model.adapters import forward_parameters
+from fsdp_sft._model.preserved import uncompiled, undisturbed
+from fsdp_sft._model.record import findings, forget_findings, is_changed
+from fsdp_sft._model.sharded import compute_device, training_mesh_of
+from fsdp_sft._model.twin import text_config
+from fsdp_sft._model.wrappers import unwrapped
+from fsdp_sft._process.former import told_of_former
+from fsdp_sft._ranks.mesh import raise_on_mesh, sum_over_mesh
+from fsdp_sft._tensors.rounding import TOLERANCES, logits_tolerance
+from fsdp_sft.errors import PackingError
+from fsdp_sft.sampling.packing.rotation import Rotations, largest_difference, rope_depends_on_length
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+# Two tests. The first compares a row in a pack with the row alone: a leak moves logits by 0.1 to 1.5 of their
+# size, more than rounding does (logits_tolerance), except in models fresh from initialisation, in which
+# tokens hardly matter to each other. The second test, for those, changes nothing but the tokens of other
+# rows: any change beyond _LEAK_TOLERANCE, and beyond _TIMES_NOISE times what later rows change, is a leak.
+_LEAK_TOLERANCE = 1e-5
+_TIMES_NOISE = 4
+_EARLIER, _LATER = (7, 1, 9, 8), 10  # tokens of the rows before and after the long row of the probe
+_SHORTEST_PROBE = 64
+# Equal frequencies give equal rotations, except for the sign of zeros.
+_ROTATION_TOLERANCE = 1e-6
+_SAMPLES = 16  # positions compared at each end of a long row; twice as many are compared in between
+
+
+@dataclass
+class _Passed:
+    """Tokens of the longest probe that a model's forward has passed."""
+
+    length: int = 0
+
+
+@dataclass(frozen=True)
+class PackingReport:
+    """What ``verify_packing`` measured. Differences of logits are relative to the size of the logits.
+
+    Attributes:
+        error: Largest difference between the logits of a row in a pack and of the row alone.
+        tolerance: Largest ``error`` that rounding explains in the dtype in which the model computes.
+        leak: Largest change of a row's logits when the tokens of rows before it change.
+        noise: Largest change of a row's logits when the tokens of rows after it change, which a causal model
+            cannot see.
+        unpacked: Largest difference if rows are simply joined: what ``error`` would be without isolation.
+        rotation: Largest difference of rotary embeddings between a row in a pack and the row alone.
+
+    Example:
+        >>> report = fs.verify_packing(model, max_length=64)
+        >>> report.error < report.tolerance < report.unpacked
+        True
+    """
+
+    error: float
+    tolerance: float
+    leak: float
+    noise: float
+    unpacked: float
+    rotation: float = 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"packed against alone {self.error:.1e} (at most {self.tolerance:.0e}; {self.unpacked:.1e} if "
+            f"simply joined), moved by the rows before {self.leak:.1e}, by the rows after {self.noise:.1e}"
+        )
+
+
+@told_of_former
+def verify_packing(model: nn.Module, *, max_length: int) -> PackingReport:
+    """Check that a row in a pack gives the same logits as alone; call it once before training.
+
+    A pack of six random rows, one of them long, goes through the model as in training: ``position_ids`` from
+    0 in each row, no attention mask, ``use_cache=False``. The logits are compared with those of each row
+    alone, and with those of the pack when the tokens of its first or of its last rows are replaced. Recurrent
+    models, ALiBi, and models that count positions by index fail one of these tests unless they use
+    ``position_ids``. Leaks smaller than the rounding of the dtype in which the model computes are not seen.
+
+    The model is left as it was: its mode, gradients, buffers and random number generators do not change, and
+    sharded parameters are sharded again. Dropout is off during the check.
+
+    Args:
+        model: A causal language model with its weights, sharded or not.
+        max_length: Tokens of the packs that will be trained; the probe has as many (at least 64), since some
+            models count positions by index. If rotary embeddings depend on the longest row of a batch
+            (dynamic NTK, LongRoPE), it has a row of that length.
+
+    Returns:
+        What was measured, the same on every rank up to rounding.
+
+    Raises:
+        PackingError: If rows are not kept apart, or if the weights do not allow to tell.
+
+    Collective: all ranks that hold the model; either all of them raise or none.
+    Memory: A forward of ``max_length`` tokens. Logits at about 100 positions if the model takes
+        ``logits_to_keep``, otherwise at all of them.
+
+    Example:
+        >>> print(fs.verify_packing(model, max_length=64))
+        packed against alone ... (at most ...; ... if simply joined), moved by ...
+    """
+    if isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < 1:
+        raise ValueError(f"max_length must be a positive integer, got {max_length!r}")
+    mesh = training_mesh_of(model)
+    if any(sum_over_mesh([is_changed(model)], mesh)):
+        forget_findings(model)
+    report, _ = verify(model, max_length, mesh, untold_is_error=True)
+    return report
+
+
+def verified_length(model: nn.Module) -> int:
+    """Tokens of the longest probe that the model's forward has passed; 0 for none."""
+    return findings(model, _Passed).length
+
+
+def verify(
+    model: nn.Module, max_length: int, mesh: "DeviceMesh | None", *, untold_is_error: bool
+) -> tuple[PackingReport, bool]:
+    """``verify_packing``, and whether it is certain that rows are kept apart.
+
+    Args:
+        model: A causal language model with its weights, sharded or not.
+        max_length: Tokens of the packs.
+        mesh: Mesh of the model; None if this process holds it alone.
+        untold_is_error: Whether to raise if the weights do not allow to tell.
+
+    Raises:
+        PackingError: If rows are not kept apart.
+
+    Collective: all ranks of the mesh.
+    """
+    report = error = None
+    told = True
+    passed = findings(model, _Passed)
+    try:
+        _check_model(model)
+        with undisturbed(model), torch.no_grad(), uncompiled():
+            model.eval()
+            shortest = 1 if rope_depends_on_length(model) else _SHORTEST_PROBE
+            report = _run_probe(model, max(max_length, shortest))
+        told = _judge(model, report, untold_is_error)
+    except Exception as caught:
+        error = caught
+    raise_on_mesh(error, "verifying that packed rows are kept apart", mesh)
+    assert report is not None
+    passed.length = max(max_length, passed.length)
+    return report, told
+
+
+def _check_model(model: nn.Module) -> None:
+    """Refuse a model without weights or without ``position_ids``."""
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise PackingError(f"{_name(model)} is on the meta device; load its weights first")
+    taken = forward_parameters(model).values()
+    if not any(p.name == "position_ids" or p.kind == p.VAR_KEYWORD for p in taken):
+        raise PackingError(
+            f"{_name(model)} takes no position_ids, by which packed rows are kept apart; "
+            "train it with SFTCollator, without packing"
+        )
+
+
+def _run_probe(model: nn.Module, length: int) -> PackingReport:
+    """``_measure``, with a ``PackingError`` if the model cannot run the probe."""
+    try:
+        return _measure(model, length)
+    except (PackingError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise PackingError(
+            f"{_name(model)} with {attention_of(unwrapped(model))} attention cannot run a pack "
+            f"of {length} tokens with position_ids and without a mask ({type(error).__name__}: {error}); "
+            "train it with SFTCollator, without packing, or with a shorter max_length"
+        ) from error
+
+
+def _measure(model: nn.Module, length: int) -> PackingReport:
+    """Run the forwards of the probe and compare their logits."""
+    probe = _Probe(model, length)
+    length = sum(probe.sizes)
+    rotations = Rotations()
+    with rotations.recorded(model):
+        base = probe.packed(probe.ids)
+        (pack_rotations,) = rotations.take() or [[]]
+        alone = probe.alone()
+        row_rotations = rotations.take()
+    joined = probe.packed(probe.ids, torch.arange(length) % probe.longest)
+    size = (alone - alone.mean(-1, keepdim=True)).norm(dim=-1)
+
+    def difference(a: torch.Tensor, b: torch.Tensor, where: slice) -> float:
+        # nan if the logits are nan, or if all of them are the same
+        return float(((a - b).norm(dim=-1) / size)[where].max())
+
+    # Number of tokens of the early rows, and of their logits too: short rows are compared at every token.
+    early = sum(_EARLIER)
+    changed = torch.cat([probe.draw(early), probe.ids[:, early:]], 1)
+    changed_later = torch.cat([probe.ids[:, :early], probe.draw(length - early)], 1)
+    return PackingReport(
+        error=difference(base, alone, slice(None)),
+        tolerance=logits_tolerance(model, probe.device),
+        leak=difference(base, probe.packed(changed), slice(early, None)),
+        noise=difference(base, probe.packed(changed_later), slice(early)),
+        unpacked=difference(joined, alone, slice(None)),
+        rotation=largest_difference(pack_rotations, row_rotations, length),
+    )
+
+
+class _Probe:
+    """Random rows in one pack, and the positions at which their logits are compared."""
+
+    def __init__(self, model: nn.Module, length: int) -> None:
+        self.model, self.device = model, compute_device(model)
+        self._generator = torch.Generator().manual_seed(0)
+        self._vocabulary, most = _text_sizes(model)
+        if rope_depends_on_length(model):  # then the longest row has exactly that length
+            most = max(length, _LATER)
+            length += sum(_EARLIER) + _LATER
+        length = max(length, _SHORTEST_PROBE)
+        self.longest = min(most or length, length)
+        left = length - sum(_EARLIER) - _LATER
+        long_rows = [self.longest] * (left // self.longest) + [left % self.longest] * (
+            left % self.longest > 0
+        )
+        self.sizes = [*_EARLIER, *long_rows, _LATER]
+        self.ids = self.draw(length)
+        self._kept = [_sampled(size) for size in self.sizes]
+        starts = [sum(self.sizes[:i]) for i in range(len(self.sizes))]
+        self._kept_in_pack = torch.cat([s + keep for s, keep in zip(starts, self._kept, strict=True)])
+
+    def draw(self, number: int) -> torch.Tensor:
+        """Random token ids ``(1, number)``."""
+        # Ids from the middle of the vocabulary, since those of padding, images and the like are at its ends.
+        low, high = self._vocabulary // 4, max(3 * self._vocabulary // 4, 1)
+        return torch.randint(low, high, (1, number), generator=self._generator)
+
+    def packed(self, ids: torch.Tensor, position_ids: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits of the pack at the compared positions."""
+        if position_ids is None:
+            position_ids = torch.cat([torch.arange(size) for size in self.sizes])
+        return self._logits(ids, self._kept_in_pack, {"position_ids": position_ids[None].to(self.device)})
+
+    def alone(self) -> torch.Tensor:
+        """Logits of each row alone, at the same positions."""
+        rows = self.ids.split(self.sizes, 1)
+        return torch.cat([self._logits(row, keep, {}) for row, keep in zip(rows, self._kept, strict=True)])
+
+    def _logits(self, ids: torch.Tensor, keep: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
+        """float32 logits ``(positions kept, vocabulary)``, computed as training does."""
+        keep = keep.to(self.device)
+        taken = forward_parameters(self.model)
+        if "use_cache" in taken:
+            inputs["use_cache"] = False
+        if "logits_to_keep" in taken:
+            inputs["logits_to_keep"] = keep
+        logits: torch.Tensor = self.model(input_ids=ids.to(self.device), **inputs).logits[0]
+        return (logits if logits.shape[0] == len(keep) else logits[keep]).float()
+
+
+def _sampled(size: int) -> torch.Tensor:
+    """Positions at which a row is compared: all of a short row; both ends of a long row and some between."""
+    if size <= 4 * _SAMPLES:
+        return torch.arange(size)
+    between = torch.linspace(_SAMPLES, size - _SAMPLES - 1, 2 * _SAMPLES).long()
+    every = torch.cat([torch.arange(_SAMPLES), between, torch.arange(size - _SAMPLES, size)])
+    return torch.tensor(sorted(set(every.tolist())))
+
+
+def _judge(model: nn.Module, report: PackingReport, untold_is_error: bool) -> bool:
+    """Whether it is certain that rows are kept apart.
+
+    Raises:
+        PackingError: If they are not, or if that is uncertain and ``untold_is_error``.
+    """
+    name, attention = _name(model), attention_of(unwrapped(model))
+    measured = f"{name} with {attention} attention: {report}"
+    if report.rotation > _ROTATION_TOLERANCE:
+        raise PackingError(
+            f"packed rows are not kept apart by {name}: it rotates them as the longest row of their pack "
+            f"asks for, {report.rotation:.1e} off. Its rotary embeddings depend on the length (dynamic NTK, "
+            "LongRoPE), and a row is longer than the config's max_position_embeddings or "
+            "original_max_position_embeddings. Keep rows below that, or train without packing"
+        )
+    if report.error <= _most(report) and report.leak <= max(_LEAK_TOLERANCE, _TIMES_NOISE * report.noise):
+        if report.unpacked > _TIMES_NOISE * report.tolerance:
+            return True
+        if not untold_is_error:
+            return False
+        raise PackingError(
+            f"it cannot be told whether packed rows are kept apart by {measured}. Rows hardly matter to each "
+            "other with these weights; load the weights first, and check them if they are loaded"
+        )
+    if not math.isfinite(report.error):
+        raise PackingError(f"the logits are not finite, or all the same: {measured}. Check the weights")
+    raise PackingError(
+        f"packed rows are not kept apart by {measured}. Train it with SFTCollator, without packing; or try "
+        "another attn_implementation, or a shorter max_length if only long packs fail. Models with a "
+        "recurrent state or a convolution, or that do not heed position_ids, cannot be packed"
+    )
+
+
+def _most(report: PackingReport) -> float:
+    """Largest ``error`` that is accepted.
+
+    In a mixture of experts a rounding can send a token to another expert, and then the logits differ by far
+    more than a rounding. If no bit of a row changes with the rows before it, a model that computes in 16 bits
+    is therefore allowed a quarter of what joined rows differ by, which is what wrong positions would make.
+    """
+    if report.leak == 0 and report.tolerance >= TOLERANCES[torch.float16]:
+        return max(report.tolerance, report.unpacked / 4)
+    return report.tolerance
+
+
+def _text_sizes(model: nn.Module) -> tuple[int, int | None]:
+    """(number of token ids; most positions of a row, or None if the model has no limit)."""
+    config = text_config(model)
+    vocabulary = getattr(config, "vocab_size", None)
+    if not isinstance(vocabulary, int) or vocabulary < 2:
+        raise PackingError(f"{_name(model)}'s config has no vocab_size to draw a probe from")
+    positions = getattr(config, "max_position_embeddings", None)
+    return vocabulary, positions if isinstance(positions, int) and positions >= max(_EARLIER) else None
+
+
+def _name(model: nn.Module) -> str:
+    """Class name of the model, without wrappers."""
+    return original_class(unwrapped(model)).__name__

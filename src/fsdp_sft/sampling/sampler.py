@@ -1,0 +1,283 @@
+"""A distributed order of rows that resumes exactly where training stopped, with any number of ranks."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch.utils.data import Sampler
+
+from fsdp_sft._process.callers import warn_caller
+from fsdp_sft._ranks.agree import this_rank, world_size
+from fsdp_sft._ranks.mesh import data_parallel_place, mesh_of_job
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+T = TypeVar("T")
+
+
+def place_of(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
+    """(number of ranks that share the rows, this rank); None takes those of the job, or of its mesh.
+
+    Raises:
+        ValueError: If the rank is out of range, or ``mesh_of_job`` cannot tell.
+    """
+    own, shares = this_rank(), world_size()
+    if num_replicas is None or rank is None:
+        mesh = mesh_of_job()
+        own, shares = (own, shares) if mesh is None else data_parallel_place(mesh)
+    replicas = num_replicas or shares
+    place = own if rank is None else rank
+    if not 0 <= place < replicas:
+        raise ValueError(f"rank must be in [0, {replicas}), got {place}")
+    return replicas, place
+
+
+def place_in(
+    mesh: "DeviceMesh | None", num_replicas: int | None, rank: int | None
+) -> tuple[int | None, int | None]:
+    """``num_replicas`` and ``rank`` as they were given, or as the mesh has them for this rank.
+
+    Raises:
+        ValueError: If a mesh is given together with one of them, or this rank is not in the mesh.
+    """
+    if mesh is None:
+        return num_replicas, rank
+    if num_replicas is not None or rank is not None:
+        raise ValueError("give mesh, or num_replicas and rank: a mesh determines both")
+    mesh_of_job(mesh)
+    index, shares = data_parallel_place(mesh)
+    return shares, index
+
+
+class Placed(ABC):
+    """What everything that keeps a position has in common: rank, epochs, a warning about lost positions.
+
+    The rank is looked up each time it is needed, so what was made before ``init_distributed`` gets the rank
+    of the process group.
+
+    Args:
+        num_replicas: Number of ranks that share the rows; None takes the mesh's, the process group's, or 1.
+        rank: This rank; None takes the mesh's or the process group's, or 0.
+        mesh: Mesh whose ranks share the rows, in place of both; those along ``cp`` get the same rows. None
+            takes the one that ``build_mesh`` has made.
+    """
+
+    epoch: int
+
+    def __init__(self, num_replicas: int | None, rank: int | None, mesh: "DeviceMesh | None" = None) -> None:
+        self._given_place = place_in(mesh, num_replicas, rank)
+        place_of(*self._given_place)  # raises for a rank that is out of range
+        self._restored_epoch = 0
+        self._drawn = 0  # rows or packs that were drawn since some were last marked as consumed
+        self.is_passed_over = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The attributes, with the place of this rank: a worker that is started anew has no process group."""
+        place = place_of(*self._given_place) if world_size() > 1 else self._given_place
+        return {**self.__dict__, "_given_place": place}
+
+    @property
+    def num_replicas(self) -> int:
+        """Number of ranks that share the rows: that of the process group unless it was given."""
+        return place_of(*self._given_place)[0]
+
+    @property
+    def rank(self) -> int:
+        """Index of this rank among those that share the rows."""
+        return place_of(*self._given_place)[1]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the start of an epoch; the current one is not restarted, so a resumed loop may call this.
+
+        An epoch before the one that ``load_state_dict`` has restored was trained before the checkpoint was
+        saved: it is passed over, with a warning, and has no rows. So a loop over ``range(num_epochs)`` goes
+        on at the right place, whether it counts from 0 again or from the epoch that was restored.
+        """
+        self.is_passed_over = epoch < self._restored_epoch
+        if self.is_passed_over:
+            warn_caller(
+                f"epoch {epoch} was trained before the checkpoint, which is in epoch {self.epoch}: it is "
+                "passed over. A new sampler or stream begins anew"
+            )
+        elif epoch != self.epoch:
+            self._go_to(epoch)
+
+    @abstractmethod
+    def position_state(self) -> dict[str, Any]:
+        """The state, without a word about rows that were drawn and not counted."""
+
+    @abstractmethod
+    def _go_to(self, epoch: int) -> None:
+        """Go to the start of an epoch."""
+
+    def _restored(self, epoch: int) -> None:
+        """Note that a state of this epoch has been loaded."""
+        self._restored_epoch, self._drawn, self.is_passed_over = epoch, 0, False
+
+    def _counted(self, drawn: Iterable[T]) -> Iterator[T]:
+        """Pass on ``drawn`` and count it."""
+        for one in drawn:
+            self._drawn += 1
+            yield one
+
+    def _warn_if_uncounted(self) -> None:
+        """Warn if rows were drawn and never marked as consumed: every resume would begin the epoch again."""
+        if self._drawn:
+            warn_caller(
+                f"{self._drawn} draws of {type(self).__name__} were not marked as consumed, so its state is "
+                "the position before them: iterate with windows(loader) over the DataLoader itself, or call "
+                "mark_consumed"
+            )
+
+
+class PlacedSampler(Placed, Sampler[T]):
+    """A sampler of rows or of packs that keeps a position."""
+
+
+class ResumableSampler(PlacedSampler[int]):
+    """Like torch's ``DistributedSampler``, but with a position to be saved in checkpoints.
+
+    The position counts the rows that training has consumed on all ranks, not those that a DataLoader's
+    workers have fetched ahead. ``windows`` reports them; a loop without it calls ``mark_consumed`` itself.
+    Row ``k`` of the epoch's order goes to rank ``k % num_replicas``, so the position means the same with
+    another number of ranks. When an epoch has been consumed, the next one begins by itself. With
+    ``batch_size=None``, where each index of the data set gives a whole batch, such a batch counts as one row.
+
+    Args:
+        data: The data set, or its number of rows.
+        shuffle: Whether each epoch has a random order of its own; otherwise rows come in the data's order.
+        seed: Seed of the order, together with the epoch; the same on all ranks.
+        drop_last: Whether rows that are left over when every rank has equally many are dropped. Otherwise the
+            first rows of the order are repeated at the end, so that all ranks yield the same number.
+        num_replicas: Number of ranks that share the rows; None takes the mesh's or the process group's, or 1.
+        rank: This rank; None takes the mesh's or the process group's, or 0.
+        mesh: Mesh from ``build_mesh``, in place of ``num_replicas`` and ``rank``; ranks along ``cp`` get the
+            same rows. None takes the only one there is.
+
+    Raises:
+        ValueError: If the data is empty or, with ``drop_last``, has fewer rows than there are ranks.
+
+    Example:
+        >>> sampler = fs.ResumableSampler(rows, num_replicas=2, rank=0)
+        >>> sampler.mark_consumed(3)
+        >>> resumed = fs.ResumableSampler(rows, num_replicas=4, rank=0)
+        >>> resumed.load_state_dict(sampler.state_dict())
+        >>> resumed.position, len(resumed)
+        (6, 1)
+    """
+
+    def __init__(
+        self,
+        data: Sized | int,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        mesh: "DeviceMesh | None" = None,
+    ) -> None:
+        super().__init__(num_replicas, rank, mesh)
+        if isinstance(data, str) or not (isinstance(data, int) or hasattr(data, "__len__")):
+            raise TypeError(f"data must be the rows, or their number, got {type(data).__name__}")
+        self.num_rows = data if isinstance(data, int) else len(data)
+        self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
+        self.epoch = 0
+        self.position = 0
+        self._check_rows()
+
+    def __iter__(self) -> Iterator[int]:
+        if self.is_passed_over:
+            return iter(())
+        self._check_rows()  # again, since the number of ranks may have changed
+        order = self._order()
+        return self._counted(order[self.position + self.rank :: self.num_replicas])
+
+    def __len__(self) -> int:
+        """Number of rows that this rank has left in the current epoch."""
+        return 0 if self.is_passed_over else (self._end() - self.position) // self.num_replicas
+
+    def _go_to(self, epoch: int) -> None:
+        self.epoch, self.position = epoch, 0
+
+    def mark_consumed(self, num_rows: int) -> None:
+        """Advance the position by ``num_rows`` rows on this rank and on every other."""
+        self._drawn = 0
+        self.position += num_rows * self.num_replicas
+        if self.position >= self._end():
+            self.end_epoch()
+
+    def end_epoch(self) -> None:
+        """Go to the next epoch if any of the current one has been consumed."""
+        if self.position and not self.is_passed_over:
+            self.epoch, self.position = self.epoch + 1, 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Epoch, position, and what the order depends on; the same on every rank."""
+        self._warn_if_uncounted()
+        return self.position_state()
+
+    def position_state(self) -> dict[str, int]:
+        """The state, without a word about rows that were drawn and not counted."""
+        return {
+            "epoch": self.epoch,
+            "position": self.position,
+            "num_rows": self.num_rows,
+            "seed": self.seed,
+            "shuffle": int(self.shuffle),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved position, with the same or another number of ranks.
+
+        Raises:
+            ValueError: If the state belongs to other data or another order, so that other rows would be left.
+        """
+        own = self.position_state()
+        missing = [key for key in own if key not in state]
+        if missing:
+            raise ValueError(f"sampler state lacks {missing}; expected what state_dict() returned")
+        for key in ("num_rows", "seed", "shuffle"):
+            if int(state[key]) != own[key]:
+                raise ValueError(
+                    f"sampler state has {key}={state[key]}, this sampler {own[key]}: the order would differ; "
+                    "use the same data and options, or start a new run"
+                )
+        self.epoch, self.position = int(state["epoch"]), int(state["position"])
+        if not 0 <= self.position <= self.num_rows + self.num_replicas:
+            raise ValueError(f"sampler position {self.position} is outside the {self.num_rows} rows")
+        self._restored(self.epoch)
+        if self.position >= self._end():
+            self.end_epoch()
+            self._restored(self.epoch)
+
+    def _check_rows(self) -> None:
+        """Raise ValueError if there are fewer rows than needed."""
+        if self.num_rows < (self.num_replicas if self.drop_last else 1):
+            raise ValueError(
+                f"{self.num_rows} rows cannot give a row to each of {self.num_replicas} ranks; "
+                "use more rows, fewer ranks, or drop_last=False"
+            )
+
+    def _order(self) -> list[int]:
+        """The rows of the epoch up to its end, the first ones again where they fill up the last round."""
+        order, end = self._rows(), self._end()
+        while len(order) < end:
+            order += order[: end - len(order)]
+        return order[:end]
+
+    def _rows(self) -> list[int]:
+        """Indices of the rows of the epoch, in order."""
+        if not self.shuffle:
+            return list(range(self.num_rows))
+        generator = torch.Generator().manual_seed(self.seed + 1_000_003 * self.epoch)
+        rows: list[int] = torch.randperm(self.num_rows, generator=generator).tolist()
+        return rows
+
+    def _end(self) -> int:
+        """Position at which the epoch ends: the rows until then divide by the number of ranks."""
+        left = self.num_rows - self.position
+        rounds = left // self.num_replicas if self.drop_last else -(-left // self.num_replicas)
+        return self.position + max(rounds, 0) * self.num_replicas

@@ -1,0 +1,227 @@
+"""Shard a model with FSDP2 block by block; the float32 masters are made from each shard, not each block."""
+
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor, Shard
+
+from fsdp_sft._compat.modules import has_grad_hooks, has_hooks
+from fsdp_sft._model.adapters import base_of, copied_modules
+from fsdp_sft._model.blocks import find_blocks, is_never_called
+from fsdp_sft._model.quantised import refuse_quantised_model
+from fsdp_sft._model.sharded import remember_mesh
+from fsdp_sft._model.wrappers import replicas_of
+from fsdp_sft._process.dtypes import check_dtypes
+from fsdp_sft._ranks.mesh import EP, parameter_mesh
+from fsdp_sft._tensors.boxes import refuse_disordered
+from fsdp_sft.errors import UnsupportedModelError, WrappedModelError, abridged
+from fsdp_sft.sac import check_now
+from fsdp_sft.shard.describe import name_uneven
+from fsdp_sft.shard.expert_parallel import check_shareable_experts, share_out
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_sft.shard.units import (
+    cast_shards,
+    checked_offload,
+    plan_float32,
+    set_prefetch,
+    shard_unit,
+    units_of,
+    use_float32,
+)
+
+
+def shard_model(
+    model: nn.Module,
+    *,
+    mesh: "DeviceMesh",
+    master_dtype: torch.dtype = torch.float32,
+    frozen_dtype: torch.dtype | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    blocks: Mapping[str, nn.Module] | None = None,
+    reshard_after_forward: bool | int = True,
+    offload_policy: OffloadPolicy | None = None,
+    prefetch: int = 0,
+    ep_size: int = 1,
+) -> nn.Module:
+    """Shard a model in place: each block is an FSDP2 group, and the rest (embedding, norm, head) the root's.
+
+    Each shard is cast after its block has been split, so a rank casts 1/N of the bytes and never holds a
+    block in the master dtype. A tied embedding and head lie in the root's group together. Modules that plain
+    transformers keeps in float32 under the policy's compute dtype compute in float32 here; a warning names
+    those for which that is not possible. Other floating-point buffers of transformers models take the dtype
+    that they have in a plain model of the compute dtype. Blocks of such models do not cast their inputs,
+    because plain models do not either.
+
+    A parameter is sharded along its first dimension. If that would give some rank more than 1.05 times the
+    mean, it is sharded along the first dimension whose size the number of ranks divides; 8 experts thus lie
+    evenly on 64 ranks. FSDP2 copies such a parameter, and its gradient, once more. If the whole model is
+    uneven because some parameters can be sharded evenly along no dimension, a warning names them.
+
+    Args:
+        model: Model with ordinary parameters, materialised (with the same values on every rank) or on the
+            meta device.
+        mesh: Mesh from ``build_mesh``: 1-D for FSDP, 2-D for HSDP and DDP. If it has ``cp``, parameters are
+            sharded over the ranks of ``dp_shard`` and ``cp`` together.
+        master_dtype: Dtype of the stored trainable shards, and so of gradients and optimizer states.
+        frozen_dtype: Dtype of the stored frozen shards; None keeps the dtype that they have. Modules that
+            peft's ``modules_to_save`` were copied from get ``master_dtype``, because the copies take their
+            first values from them.
+        mp_policy: Compute and reduction dtypes; None is bfloat16 compute with float32 reduction.
+        blocks: Blocks by FQN, which may be nested; None takes ``find_blocks(model)``.
+        reshard_after_forward: Treatment of a block's gathered parameters after its forward. True frees them
+            (ZeRO-3), False keeps them until its backward (ZeRO-2), and a number keeps them sharded over that
+            many ranks. The root keeps torch's default: it stays gathered from forward to backward. With a
+            number, blocks are sharded along first dimensions only, as FSDP2's smaller mesh requires.
+        offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and optimizer states on the host.
+            Pinned memory is turned off if there is no accelerator to copy to.
+        prefetch: Number of blocks that the forward gathers ahead, which costs the memory of as many gathered
+            blocks; 0 leaves it to torch, which gathers the next block while the present one computes.
+        ep_size: Number of ranks that share out the experts of a mixture on the meta device (expert
+            parallelism): each has some of them whole and reads no others, and tokens travel to the ranks that
+            have their experts. It must divide ``dp_shard`` and the number of experts. 1 shards experts like
+            all other parameters, which are gathered on the ranks that have the tokens.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: If the model is sharded already, an argument is out of range, or a block is not part of
+            this model.
+        NoBlocksError: If ``blocks`` is None and none is found.
+        UnsupportedModelError: If a trained parameter has hooks, which would not run, if transformers holds
+            the weights quantised, if it has no plan by which ``ep_size`` ranks share out experts, or, after
+            ``apply_sac(save=)``, if a part of a block is sharded as a group of its own, as these experts are.
+
+    Collective: all ranks of the mesh, with the same model.
+    Memory: For a materialised model, its memory, which falls towards that of the shards, and that of one more
+        block at a time.
+
+    Example:
+        >>> model = fs.build_meta_model(path)
+        >>> model = fs.shard_model(model, mesh=mesh, master_dtype=torch.float32)
+        >>> report = fs.load_weights(model, path)
+    """
+    check_dtypes(master_dtype=master_dtype, frozen_dtype=frozen_dtype)
+    if mp_policy is not None and not isinstance(mp_policy, MixedPrecisionPolicy):
+        raise TypeError(
+            f"mp_policy must be a torch.distributed.fsdp.MixedPrecisionPolicy, got {mp_policy!r}; the dtype "
+            "of the forward is its param_dtype"
+        )
+    _refuse_sharded(model)
+    refuse_quantised_model(model)
+    refuse_hooks({p: name for name, p in model.named_parameters()}, are_shards=False)
+    given, mesh = mesh, parameter_mesh(mesh)
+    policy = mp_policy or MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    refuse_disordered(mesh, [Shard(0)] * mesh.ndim)
+    _check_reshard(reshard_after_forward, mesh)
+    chosen = dict(find_blocks(model) if blocks is None else blocks)
+    _check_blocks(model, chosen)
+    if isinstance(prefetch, bool) or prefetch < 0:
+        raise ValueError(f"prefetch must be a number of blocks, 0 or more, got {prefetch!r}")
+    offload = checked_offload(offload_policy)
+    check_shareable_experts(base_of(model), given, ep_size)
+    share_out(base_of(model), given, ep_size)
+
+    copied = copied_modules(model)
+    plan = plan_float32(model, policy, chosen, warn=mesh.get_rank() == 0)
+    for unit in units_of(model, chosen, plan, policy, reshard_after_forward):
+        shard_unit(unit, mesh, offload)
+        for module in unit.modules:
+            cast_shards(module, master_dtype, frozen_dtype, copied)
+        if unit.float32 is not None:
+            use_float32(unit.float32, policy)
+    if base_of(model) is not model and hasattr(model, "generate"):
+        # peft's generate calls the base model, and so goes past the root, which gathers its parameters.
+        register_fsdp_forward_method(model, "generate")
+    set_prefetch(list(chosen.values()), prefetch)
+    if mesh.get_rank() == 0:
+        name_uneven(model, mesh.size(mesh.ndim - 1))
+    remember_mesh(model, given)
+    check_now(model)  # after apply_sac(save=): before weights are loaded, and not in the first forward
+    return model
+
+
+def refuse_hooks(
+    names: dict[nn.Parameter, str], *, are_shards: bool, gathered: Collection[torch.Tensor] = ()
+) -> None:
+    """Refuse trained parameters with hooks that do not run once the model is sharded.
+
+    Args:
+        names: The parameters with their names.
+        are_shards: Whether the model is sharded already.
+        gathered: Parameters of which the gathered ones have hooks.
+
+    Raises:
+        UnsupportedModelError: If there are any. Hooks after the accumulation run if they are registered on
+            the shards, and are lost where they were registered before.
+    """
+    hooked = [
+        name
+        for parameter, name in names.items()
+        if parameter.requires_grad
+        and (has_hooks(parameter) or (not are_shards and has_grad_hooks(parameter)) or parameter in gathered)
+    ]
+    if hooked:
+        raise UnsupportedModelError(
+            f"{abridged(hooked)} have hooks that do not run, or see the gradient of one rank: FSDP2 computes "
+            "with gathered parameters and reduces their gradients itself. A hook that "
+            "parameter.register_post_accumulate_grad_hook is given after shard_model runs: as "
+            "hook(parameter), with this rank's shard of the reduced gradient in parameter.grad"
+        )
+
+
+def _refuse_sharded(model: nn.Module) -> None:
+    """Raise for a model that is sharded or inside DistributedDataParallel; shared out experts are allowed."""
+    if replicas_of(model) is not None:
+        raise WrappedModelError(
+            "the model is inside DistributedDataParallel already; shard the model that it was made of, on "
+            "build_mesh(dp_replicate=...) if whole replicas are wanted"
+        )
+    for fqn, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            raise ValueError(
+                f"{fqn or 'the model'} is sharded already; shard_model works once, on an ordinary model"
+            )
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor) and EP not in (parameter.device_mesh.mesh_dim_names or ()):
+            raise ValueError(f"{name} is a DTensor already; shard_model takes ordinary parameters")
+
+
+def _check_reshard(reshard_after_forward: bool | int, mesh: "DeviceMesh") -> None:
+    """Raise unless ``reshard_after_forward`` is a bool or divides the number of shards."""
+    if isinstance(reshard_after_forward, bool):
+        return
+    shards = mesh.size(mesh.ndim - 1)
+    allowed = [d for d in range(2, shards) if shards % d == 0]
+    if reshard_after_forward not in allowed:
+        raise ValueError(
+            "reshard_after_forward must be True, False or a divisor of the shard group between 1 and its "
+            f"size ({allowed or 'none'} for {shards} ranks), got {reshard_after_forward!r}"
+        )
+
+
+def _check_blocks(model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
+    """Raise for a block that is not the module of that name, or is never called."""
+    modules = dict(model.named_modules())
+    for fqn, block in blocks.items():
+        if not fqn or modules.get(fqn) is not block:
+            raise ValueError(
+                f"blocks[{fqn!r}] is not the module of that name in {type(model).__name__}; "
+                "pass what find_blocks(model, ...) returned"
+            )
+        if is_never_called(block):
+            raise ValueError(
+                f"blocks[{fqn!r}] ({type(block).__name__}) only holds other modules and is never called, so "
+                "its parameters would never be gathered; name its elements"
+            )

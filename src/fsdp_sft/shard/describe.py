@@ -1,0 +1,137 @@
+"""The shares of a sharded model: the table of its FSDP2 groups, and whether ranks have equal shares."""
+
+import re
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from fsdp_sft._model.sharded import mesh_of, reshard
+from fsdp_sft._process.callers import warn_caller
+from fsdp_sft._ranks.mesh import EP
+from fsdp_sft._tensors.boxes import local_of
+from fsdp_sft._tensors.shard_dims import MOST_IMBALANCE, even_shards, shard_numel
+
+
+def describe_sharding(model: nn.Module) -> str:
+    """A table of the FSDP2 groups: FQN, parameters, local bytes, dtypes, placements.
+
+    Groups that differ in their index only share a row, which names the first and the last. The model is
+    resharded first.
+
+    Args:
+        model: Model that is sharded.
+
+    Returns:
+        The table as text, with a summary in its last line.
+
+    Raises:
+        ValueError: If the model is not sharded.
+
+    Example:
+        >>> print(fs.describe_sharding(model))
+        group                              x  parameters  trainable  local bytes  dtype    placements
+        (root)                             1  33,536      33,536     134,144      float32  (Shard(dim=0),)
+        model.layers.0 ... model.layers.3  4  197,120     197,120    788,480      float32  (Shard(dim=0),)
+        822,016 parameters, 3,288,064 bytes on this rank, ... mesh (dp_shard=1) on cpu
+    """
+    mesh = mesh_of(model)
+    if mesh is None:
+        raise ValueError(f"{type(model).__name__} is not sharded; call shard_model first")
+    reshard(model)
+    rows: dict[tuple[str, ...], list[str]] = {}
+    total_local = total = 0
+    for fqn, parameters in _groups(model).items():
+        local = sum(_local_bytes(p) for p in parameters)
+        numel = sum(p.numel() for p in parameters)
+        total, total_local = total + numel, total_local + local
+        dtypes = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters}))
+        placements = ", ".join(
+            sorted({str(p.placements) if isinstance(p, DTensor) else "not sharded" for p in parameters})
+        )
+        trainable = sum(p.numel() for p in parameters if p.requires_grad)
+        alike = re.sub(r"\.\d+(?=\.|$)", ".*", fqn)
+        row = (alike, f"{numel:,}", f"{trainable:,}", f"{local:,}", dtypes, placements)
+        rows.setdefault(row, []).append(fqn or "(root)")
+    header: tuple[str, ...] = ("group", "x", "parameters", "trainable", "local bytes", "dtype", "placements")
+    table = [header]
+    for cells, fqns in rows.items():
+        names = fqns[0] if len(fqns) == 1 else f"{fqns[0]} ... {fqns[-1]}"
+        table.append((names, str(len(fqns)), *cells[1:]))
+    widths = [max(len(line[i]) for line in table) for i in range(len(header))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in table]
+    axes = ", ".join(f"{n}={s}" for n, s in zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
+    fullest, _ = _fullest_over_mean(model, mesh.size(mesh.ndim - 1))
+    summary = (
+        f"{total:,} parameters, {total_local:,} bytes on this rank, the fullest rank has {fullest:.2f} times "
+        f"the mean, mesh ({axes}) on {mesh.device_type}"
+    )
+    return "\n".join([line.rstrip() for line in lines] + [summary])
+
+
+def name_uneven(model: nn.Module, num_shards: int) -> None:
+    """Warn if the fullest rank has too much, with the parameters that cause it and a way out."""
+    found, excess = _fullest_over_mean(model, num_shards)
+    if found <= MOST_IMBALANCE:
+        return
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    kinds: dict[str, str] = {}
+    for name in sorted(excess, key=excess.__getitem__, reverse=True):
+        kinds.setdefault(re.sub(r"\.\d+(?=\.)", ".*", name), str(shapes[name]))
+    worst = ", ".join(f"{kind} {shape}" for kind, shape in list(kinds.items())[:3])
+    fewer = even_shards(list(shapes.values()), num_shards)
+    if fewer == num_shards:
+        reason = f"with a number for reshard_after_forward {worst} is cut along its first dimension"
+        advice = "reshard_after_forward=True takes others, evenly"
+    else:
+        reason = f"no dimension of {worst} divides by {num_shards}"
+        advice = f"build_mesh(dp_replicate={num_shards // fewer}) shards over {fewer}, evenly"
+    warn_caller(
+        f"the fullest of {num_shards} shards has {found:.2f} times the mean, as {reason}: "
+        f"{advice if fewer > 1 else 'fewer ranks would share it more evenly'}"
+    )
+
+
+def _groups(model: nn.Module) -> dict[str, list[nn.Parameter]]:
+    """The parameters of each FSDP2 module, without those of FSDP2 modules inside of it, by its FQN."""
+    sharded = [fqn for fqn, module in model.named_modules() if isinstance(module, FSDPModule)]
+    groups: dict[str, list[nn.Parameter]] = {fqn: [] for fqn in sharded}
+    for name, parameter in model.named_parameters():
+        groups[innermost(name, sharded)].append(parameter)
+    return {fqn: parameters for fqn, parameters in groups.items() if parameters}
+
+
+def innermost(name: str, groups: list[str]) -> str:
+    """The innermost of ``groups`` that contains the parameter ``name``; ``""`` is the root."""
+    return max((fqn for fqn in groups if not fqn or name.startswith(f"{fqn}.")), key=len, default="")
+
+
+def _fullest_over_mean(model: nn.Module, num_shards: int) -> tuple[float, dict[str, int]]:
+    """(elements of the fullest rank divided by the mean, excess elements of each uneven parameter)."""
+    total = 0
+    excess: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            total += parameter.numel()
+            more = _padded_numel(parameter, num_shards) - parameter.numel()
+            if more:
+                excess[name] = more
+    return (1 + sum(excess.values()) / total if total else 1.0), excess
+
+
+def _padded_numel(parameter: DTensor, num_shards: int) -> int:
+    """Number of elements that all ranks of a replica together have memory for, padding included."""
+    shape, mesh, cut = list(parameter.shape), parameter.device_mesh, parameter.placements[-1]
+    shared = 1
+    # Ranks share out whole experts first; FSDP2 then shards those of a rank.
+    if EP in (mesh.mesh_dim_names or ()) and mesh.ndim > 1:
+        shared, cut = mesh.size(mesh.ndim - 1), parameter.placements[-2]
+        shape[0], num_shards = shape[0] // shared, mesh.size(mesh.ndim - 2)
+    dim = 0 if cut.is_replicate() else cut.dim  # type: ignore[attr-defined]
+    return shard_numel(tuple(shape), num_shards, dim) * num_shards * shared
+
+
+def _local_bytes(parameter: nn.Parameter) -> int:
+    """Bytes of a parameter on this rank."""
+    local = local_of(parameter)
+    return local.numel() * local.element_size()

@@ -1,0 +1,175 @@
+"""Expert parallelism: each rank holds some of the experts whole, and tokens travel to the rank of theirs."""
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from fsdp_sft._compat.experts import experts_to_share_out, share_out_experts
+from fsdp_sft._compat.fsdp import reduction_dtype
+from fsdp_sft._compat.groups import careful_gloo, split_axis
+from fsdp_sft._compat.models import original_class
+from fsdp_sft._model.record import findings, kept_of, record_of
+from fsdp_sft._model.sharded import mesh_of, reshard
+from fsdp_sft._model.wrappers import unwrapped
+from fsdp_sft._ranks.mesh import CP, DP_REPLICATE, DP_SHARD, EP
+from fsdp_sft.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+EXPERTS_SHARD = (
+    "efsdp"  # transformers' name for the axis along which FSDP2 shards the experts that a rank holds
+)
+_ALONE = "alone"
+_EXPERT_MESHES = "_fsdp_sft_expert_meshes"  # attribute of a mesh: its expert meshes by ep_size
+
+# Dtypes in which FSDP2 expects no overflow of a gradient reduction, and so divides once only.
+_DIVIDED_ONCE = (torch.float32, torch.bfloat16)
+
+
+@dataclass
+class _Divided:
+    """Whether it was looked for gradients that would be divided twice."""
+
+    done: bool = False
+
+
+@dataclass(frozen=True)
+class SharedExperts:
+    """Placement of the experts of a model on the ranks.
+
+    Attributes:
+        mesh: Mesh of the ranks that hold the same experts, over which FSDP2 shards them. Its first axis is
+            that of the replicas, where there are any.
+        factor: Divisor of the experts' gradients after their sum over ``mesh``. It is the number of all
+            ranks, as for other parameters.
+        ep_size: Number of ranks that hold all experts between them.
+    """
+
+    mesh: "DeviceMesh"
+    factor: float
+    ep_size: int
+
+
+def check_shareable_experts(model: nn.Module, mesh: "DeviceMesh", ep_size: int) -> None:
+    """Check that ``ep_size`` ranks can share out the experts of a model; 1 needs no check.
+
+    Raises:
+        ValueError: If ``ep_size`` does not divide the ranks or the experts; the message lists values that do.
+        UnsupportedModelError: If transformers has no plan for the model's experts.
+    """
+    if isinstance(ep_size, bool) or not isinstance(ep_size, int) or ep_size < 1:
+        raise ValueError(f"ep_size must be a number of ranks, 1 or more, got {ep_size!r}")
+    if ep_size == 1:
+        return
+    names = mesh.mesh_dim_names or ()
+    if CP in names or DP_SHARD not in names:
+        raise ValueError(f"ep_size={ep_size} needs a mesh of build_mesh without cp, got {mesh}")
+    shards = mesh[DP_SHARD].size()
+    experts = experts_to_share_out(model)
+    name = original_class(model).__name__
+    if not experts:
+        raise UnsupportedModelError(
+            f"transformers has no plan by which ranks share out the experts of {name} (ep_plan): use "
+            "ep_size=1, which shards them as other parameters are"
+        )
+    if not all(experts.values()):
+        wrapped = next(fqn for fqn, number in experts.items() if not number)
+        raise UnsupportedModelError(
+            f"ranks cannot share out the experts of {wrapped}, which have adapters: use ep_size=1, or "
+            "adapters of other modules"
+        )
+    if not all(p.is_meta for fqn in experts for p in model.get_submodule(fqn).parameters()):
+        raise ValueError(
+            f"ep_size={ep_size} needs a model on the meta device (build_meta_model), whose weights are "
+            "loaded afterwards (load_weights)"
+        )
+    fits = [n for n in range(1, shards + 1) if not shards % n and not any(e % n for e in experts.values())]
+    if ep_size not in fits:
+        raise ValueError(
+            f"ep_size={ep_size} does not divide the {shards} ranks along {DP_SHARD} and the "
+            f"{sorted(set(experts.values()))} experts of {name}; use one of {fits}"
+        )
+
+
+def share_out(model: nn.Module, mesh: "DeviceMesh", ep_size: int) -> None:
+    """Keep this rank's part of the experts only; ``check_shareable_experts`` must have passed before.
+
+    Neighbouring ranks form a group that holds all experts, so that tokens need not leave a node whose ranks
+    are one group. Parameters keep their names and, as DTensors, the shape of all experts. With an
+    ``ep_size`` of 1 nothing is done.
+
+    Args:
+        model: Model on the meta device, not sharded yet; any adapters are already inside.
+        mesh: Mesh that ``shard_model`` will be given.
+        ep_size: Number of ranks that hold all experts between them.
+
+    Collective: all ranks of the mesh.
+    """
+    if ep_size == 1:
+        return
+    kept: dict[int, DeviceMesh] = mesh.__dict__.setdefault(_EXPERT_MESHES, {})
+    if ep_size not in kept:
+        sizes = {EXPERTS_SHARD: mesh[DP_SHARD].size() // ep_size, EP: ep_size, _ALONE: 1}
+        with careful_gloo():
+            kept[ep_size] = split_axis(mesh, DP_SHARD, sizes)
+    parts = kept[ep_size]
+    share_out_experts(model, parts[EP], parts[_ALONE])
+    axes = (DP_REPLICATE, EXPERTS_SHARD) if DP_REPLICATE in (mesh.mesh_dim_names or ()) else (EXPERTS_SHARD,)
+    shared = SharedExperts(parts[axes], float(mesh.size()), ep_size)
+    for name in experts_to_share_out(model):
+        record_of(model.get_submodule(name)).keep(shared)
+
+
+def shared_experts(module: nn.Module) -> SharedExperts | None:
+    """Placement of a module's experts if ranks share them out; None for any other module."""
+    return kept_of(module, SharedExperts)
+
+
+def refuse_divided_twice(model: nn.Module) -> None:
+    """Refuse a model whose experts' gradients FSDP2 would divide twice; each model is checked once.
+
+    Experts compute the tokens of more ranks than FSDP2 reduces their gradients over, so FSDP2 is told the
+    divisor. On a group of one rank it divides while it copies the gradient. Where the reduction is in float16
+    or float64 it divides again, as a guard against overflow (torch 2.13, ``foreach_reduce``).
+
+    Raises:
+        UnsupportedModelError: If a gradient would be divided twice.
+    """
+    inner = unwrapped(model)
+    looked = findings(model, _Divided)
+    if looked.done:
+        return
+    reshard(model)  # a gathered parameter does not show the axes that it is sharded along
+    for name, module in inner.named_modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        own: nn.Module = module  # type: ignore[assignment]
+        for parameter in own.parameters(recurse=False):
+            if not parameter.requires_grad or not _is_whole_on_its_rank(parameter):
+                continue
+            dtype = reduction_dtype(own, parameter.dtype)
+            mesh = mesh_of(model)
+            if dtype not in _DIVIDED_ONCE and mesh is not None and mesh.size() > 1:
+                raise UnsupportedModelError(
+                    f"gradients of {name} would be divided by the ranks twice: its experts lie whole on a "
+                    f"rank and are reduced in {dtype}, for which torch divides them both as one rank's and "
+                    "as those of several. Take reduce_dtype=torch.float32 (or bfloat16), or an ep_size below "
+                    "the number of ranks"
+                )
+    looked.done = True
+
+
+def _is_whole_on_its_rank(parameter: nn.Parameter) -> bool:
+    """Whether a parameter is sharded along the axis of the experts and along no other."""
+    if not isinstance(parameter, DTensor):
+        return False
+    names = parameter.device_mesh.mesh_dim_names or ()
+    axes = zip(names, parameter.device_mesh.shape, parameter.placements, strict=False)
+    others = math.prod(size for name, size, p in axes if name != EP and not p.is_replicate())
+    return EP in names and others == 1

@@ -1,0 +1,466 @@
+"""Steps, evaluation, checkpoints and refusals with rows that ranks share."""
+
+import copy
+import pickle
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.utils.data import DataLoader
+
+import fsdp_sft as fs
+from fsdp_sft._ranks.mesh import cp_rank, parameter_mesh
+from fsdp_sft.weights import build_meta_model
+from tests.harness.device import device_here, mesh_here
+from tests.harness.float64 import AllFloat64
+from tests.harness.hf_folders import save_tiny
+from tests.harness.long_rows import PACKED, PADDED, batch_of, plain_loss, rows_of
+from tests.harness.models import full, tiny_model
+from tests.harness.ranks import run_distributed
+
+LENGTHS = [6, 15, 1, 9]
+
+
+def _start(
+    mesh: Any, *, family: str = "qwen3", dtype: torch.dtype = torch.float64, **options: Any
+) -> tuple[Any, Any]:
+    """(a model whose ranks share rows, a plain copy on the CPU)."""
+    model = tiny_model(family, dtype=dtype)
+    oracle = copy.deepcopy(model)
+    model = model.to(device_here())
+    if "sac" in options:
+        fs.apply_sac(model, options.pop("sac"))
+    if "backend" in options:
+        fs.compile_blocks(model, backend=options.pop("backend"))
+    options.setdefault("mp_policy", MixedPrecisionPolicy())
+    fs.shard_model(model, mesh=mesh, master_dtype=dtype, **options)
+    fs.use_context_parallel(model, mesh=mesh)
+    return model, oracle
+
+
+def _adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, foreach=False)
+
+
+def _plain_step(oracle: Any, optimizer: torch.optim.Optimizer, rows: list[Any]) -> tuple[float, float]:
+    loss, _ = plain_gradients_kept(oracle, rows)
+    norm = torch.nn.utils.clip_grad_norm_(oracle.parameters(), 1.0)
+    optimizer.step()
+    oracle.zero_grad(set_to_none=True)
+    return loss, float(norm)
+
+
+def plain_gradients_kept(oracle: Any, rows: list[Any]) -> tuple[float, None]:
+    """The loss, with its gradients left on the model."""
+    loss = plain_loss(oracle, rows)
+    loss.backward()
+    return loss.item(), None
+
+
+def _check_steps(shape: dict[str, int], options: dict[str, Any]) -> None:
+    fs.init_distributed(device_type=device_here().type)
+    mesh = mesh_here(**shape)
+    # A recomputation does not see what AllFloat64 does.
+    inside, close = (AllFloat64(), 1e-9) if "sac" not in options else (nullcontext(), 1e-6)
+    with inside:
+        model, oracle = _start(mesh, **options)
+        optimizer, plain = _adamw(model.parameters()), _adamw(oracle.parameters())
+        share, shares = dist.get_rank() // shape["cp"], dist.get_world_size() // shape["cp"]
+        for step in range(3):
+            rows = [
+                [rows_of(LENGTHS, seed=9 * step + 3 * i + share_) for i in range(2)]
+                for share_ in range(shares)
+            ]
+            kinds = [PACKED, PADDED]
+            window = [batch_of(rows[share][i], kinds[i]) for i in range(2)]
+            result = fs.train_step(model, window, optimizer)
+            everything = [row for own in rows for batch in own for row in batch]
+            loss, norm = _plain_step(oracle, plain, everything)
+            assert abs(result.loss - loss) < close * loss
+            assert abs(result.grad_norm - norm) < close * norm
+            assert result.num_targets == sum(int((y[1:] != -100).sum()) for _, y in everything)
+            assert result.num_tokens == sum(len(ids) for ids, _ in everything)
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(
+                full(parameter), dict(oracle.named_parameters())[name], rtol=0, atol=close
+            )
+        rows = [rows_of(LENGTHS, seed=50 + share_) for share_ in range(shares)]
+        batches = [batch_of(rows[share], PACKED)] * (1 + (share == 0))  # the first share has one more
+        seen = [row for own in rows for row in own] + rows[0]
+        with torch.no_grad():
+            expected = plain_loss(oracle.eval(), seen).item()
+        assert abs(fs.evaluate(model, batches).loss - expected) < close * expected
+
+
+@pytest.mark.parametrize(
+    ("ranks", "shape", "options"),
+    [
+        (2, {"cp": 2}, {}),
+        (4, {"cp": 2, "dp_shard": 2}, {"sac": "1/3"}),
+        (4, {"cp": 2, "dp_replicate": 2}, {"sac": 1, "reshard_after_forward": False}),
+    ],
+)
+def test_steps_are_those_of_one_process(ranks: int, shape: dict[str, int], options: dict[str, Any]) -> None:
+    run_distributed(_check_steps, ranks, shape, options)
+
+
+def _rows_of_data(number: int) -> list[dict[str, list[int]]]:
+    rows = rows_of([3 + i % 7 for i in range(number)], seed=4)
+    return [{"input_ids": ids.tolist(), "labels": labels.tolist()} for ids, labels in rows]
+
+
+def _seen(windows: Any) -> list[Any]:
+    return [[batch["input_ids"].tolist() for batch in window] for window in windows]
+
+
+def _check_windows() -> None:
+    fs.init_distributed(device_type=device_here().type)
+    mesh = mesh_here(cp=2, dp_shard=2)
+    data = _rows_of_data(23)
+    collator = fs.PackedCollator(max_length=40)
+
+    def loader(sampler: Any) -> DataLoader[Any]:
+        return DataLoader(data, 3, sampler=sampler, collate_fn=collator)  # type: ignore[arg-type]
+
+    share = dist.get_rank() // 2
+    sampler = fs.ResumableSampler(data, seed=3, mesh=mesh)
+    plain = fs.ResumableSampler(data, seed=3, num_replicas=2, rank=share)
+    expected = [[batch["input_ids"].tolist()] for batch in loader(plain)]
+    own = loader(sampler) if cp_rank(mesh) == 0 else None
+    assert _seen(fs.windows(own, 1, mesh=mesh)) == expected
+    if own is not None:
+        assert (sampler.epoch, sampler.position) == (1, 0)
+    other = fs.ResumableSampler(
+        data, seed=3, mesh=mesh
+    )  # a loader that is not iterated: its sampler moves along
+    iterator = fs.windows(loader(other), 1, mesh=mesh)
+    next(iterator)
+    next(iterator)
+    assert other.position == 2 * 3 * 2
+    states: list[Any] = [None] * 4
+    dist.all_gather_object(states, other.state_dict())
+    assert states == [states[0]] * 4
+    if cp_rank(mesh) == 0:
+        with pytest.raises(ValueError, match="needs a loader"):
+            fs.windows(None, 1, mesh=mesh)
+    for refused in (fs.ResumableSampler, partial(fs.PackedSampler, max_length=99), fs.MixedSampler):
+        with pytest.raises(ValueError, match="that of parameters"):
+            refused([data] if refused is fs.MixedSampler else [3] * 9, mesh=parameter_mesh(mesh))
+    packed = fs.PackedSampler([5] * 9, max_length=10, mesh=mesh)
+    assert (packed.num_replicas, packed.rank) == (2, share)
+
+
+def test_one_rank_of_a_group_reads_for_all() -> None:
+    run_distributed(_check_windows, 4)
+
+
+def _check_read_errors() -> None:
+    fs.init_distributed(device_type=device_here().type)
+    mesh = mesh_here(cp=2)
+
+    def batches() -> Any:
+        yield batch_of(rows_of([4, 5]), PACKED)
+        raise OSError("the disk is gone")
+
+    unsendable = [{**batch_of(rows_of([4, 5]), PACKED), "x": lambda: 1}]
+    with pytest.raises((pickle.PicklingError, AttributeError), match="lambda"):
+        next(fs.windows(unsendable if cp_rank(mesh) == 0 else None, 1, mesh=mesh))
+    iterator = fs.windows(batches() if cp_rank(mesh) == 0 else None, 1, mesh=mesh)
+    assert len(next(iterator)) == 1
+    with pytest.raises(OSError, match="the disk is gone"):
+        next(iterator)
+
+
+def test_an_error_of_who_reads_reaches_all() -> None:
+    run_distributed(_check_read_errors, 2)
+
+
+def _check_refusals(folder: Path) -> None:
+    fs.init_distributed(device_type=device_here().type)
+    mesh = mesh_here(cp=2)
+    model = tiny_model("qwen3").to(device_here())
+    batch = batch_of(rows_of(LENGTHS), PACKED)
+    optimizer = _adamw(model.parameters())
+    with pytest.raises(ValueError, match="not sharded on this mesh"):
+        fs.use_context_parallel(model, mesh=mesh)
+    bare = build_meta_model(folder)
+    fs.shard_model(bare, mesh=mesh)
+    with pytest.raises(ValueError, match="load its weights first"):
+        fs.use_context_parallel(bare, mesh=mesh)
+    fs.shard_model(model, mesh=mesh, mp_policy=MixedPrecisionPolicy())
+    optimizer = _adamw(model.parameters())
+    with pytest.raises(fs.UnsupportedModelError, match="call use_context_parallel"):
+        fs.train_step(model, [batch], optimizer)
+    with pytest.raises(ValueError, match="not sharded on this mesh"):
+        fs.use_context_parallel(model, mesh=mesh_here(cp=2))
+    fs.use_context_parallel(model, mesh=mesh)
+    with pytest.raises(fs.BatchError, match="different batches"):
+        fs.train_step(model, [batch_of(rows_of(LENGTHS, seed=dist.get_rank()), PACKED)], optimizer)
+    with pytest.raises(fs.BatchError, match="different batches"):
+        fs.evaluate(model, [batch_of(rows_of(LENGTHS, seed=dist.get_rank()), PACKED)])
+    with pytest.raises(fs.BatchError, match="different batches"):
+        fs.count_targets([batch_of(rows_of(LENGTHS, seed=dist.get_rank()), PACKED)], mesh=mesh)
+    with pytest.raises(ValueError, match="loss_fn is called with whole rows"):
+        fs.train_step(model, [batch], optimizer, loss_fn=lambda model, batch: model(**batch).loss)
+    with pytest.raises(fs.BatchError, match=r"'pixel_values' has \(1, 3"):
+        fs.train_step(model, [{**batch, "pixel_values": torch.zeros(1, 3, 4, 4)}], optimizer)
+    with pytest.raises(fs.UnsupportedModelError, match="called by itself in training"):
+        model(input_ids=batch["input_ids"].to(device_here()))
+    own = {name: value.to(device_here()) for name, value in batch.items()}
+    with torch.no_grad():  # generation with the same inputs on every rank
+        assert model.eval()(input_ids=own["input_ids"]).logits.shape[1] == batch["input_ids"].shape[1]
+    model.train()
+    assert fs.train_step(model, [batch], optimizer).num_targets
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(fs.UnsupportedModelError, match="after use_context_parallel"):
+        fs.train_step(model, [batch], optimizer)
+    fs.use_varlen_attention(model)
+    fs.use_context_parallel(model, mesh=mesh)
+    assert fs.train_step(model, [batch], optimizer).num_targets
+
+
+def test_what_cannot_be_shared_is_refused(tmp_path: Path) -> None:
+    run_distributed(_check_refusals, 2, save_tiny(tmp_path, "llama"))
+
+
+def _check_crossed() -> None:
+    """Two groups that have mixed up their batches, and fields that no loss looks at."""
+    fs.init_distributed(device_type=device_here().type)
+    mesh = mesh_here(cp=2, dp_shard=2)
+    rank = dist.get_rank()
+    crossed = [batch_of(rows_of(LENGTHS, seed=int(rank in (1, 2))), PACKED)]
+    with pytest.raises(fs.BatchError, match="different batches"):
+        fs.count_targets(crossed, mesh=mesh)
+    model = tiny_model("qwen3").to(device_here())
+    fs.shard_model(model, mesh=mesh, mp_policy=MixedPrecisionPolicy())
+    fs.use_context_parallel(model, mesh=mesh)
+    same = batch_of(rows_of(LENGTHS), PACKED)
+    kinds = {**same, "token_type_ids": torch.full_like(same["input_ids"], rank % 2)}
+    for batches in (crossed, [kinds]):
+        with pytest.raises(fs.BatchError, match="different batches"):
+            fs.train_step(model, batches, _adamw(model.parameters()))
+        with pytest.raises(fs.BatchError, match="different batches"):
+            fs.evaluate(model, batches)
+
+
+def test_groups_do_not_make_up_for_each_other() -> None:
+    run_distributed(_check_crossed, 4)
+
+
+def _check_left_padding() -> None:
+    """A target told from padding, which sees nothing: eager attention then looks at all keys alike."""
+    fs.init_distributed(device_type=device_here().type)
+    mesh = mesh_here(cp=2)
+    model = tiny_model("qwen3")
+    model.set_attn_implementation("eager")
+    oracle = copy.deepcopy(model)
+    model = model.to(device_here())
+    fs.shard_model(model, mesh=mesh, mp_policy=MixedPrecisionPolicy())
+    fs.use_context_parallel(model, mesh=mesh)
+    ids = rows_of([13], seed=3)[0][0][None]
+    mask = (torch.arange(13) >= 5).long()[None]
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.where(mask == 1, -100)}
+    with torch.no_grad():
+        logits = oracle(input_ids=ids, attention_mask=mask, use_cache=False).logits[0, :-1]
+    expected = torch.nn.functional.cross_entropy(logits, batch["labels"][0, 1:])
+    assert fs.evaluate(model, [batch]).loss == pytest.approx(float(expected), rel=1e-6)
+
+
+def test_padding_on_the_left_does_not_see_filler() -> None:
+    run_distributed(_check_left_padding, 2)
+
+
+def _check_heads() -> None:
+    fs.init_distributed(device_type=device_here().type)
+    mesh = mesh_here(cp=3)
+    model = tiny_model("qwen3").to(device_here())
+    fs.shard_model(model, mesh=mesh, mp_policy=MixedPrecisionPolicy())
+    with pytest.raises(ValueError, match=r"4 query heads, which cp=3 does not divide: use cp of \[2, 4\]"):
+        fs.use_context_parallel(model, mesh=mesh)
+
+
+def _check_without_cp() -> None:
+    fs.init_distributed()
+    model = torch.nn.Linear(2, 2)
+    fs.use_context_parallel(model, mesh=mesh_here())
+    assert model(torch.ones(1, 2)).shape == (1, 2)
+    with pytest.raises(TypeError, match="of a transformers model only, got Linear"):
+        fs.use_context_parallel(model, mesh=mesh_here(cp=2))
+
+
+def test_without_cp_any_model_is_left_alone() -> None:
+    run_distributed(_check_without_cp, 2)
+
+
+def test_heads_that_do_not_divide_are_refused() -> None:
+    run_distributed(_check_heads, 3)
+
+
+def _check_resume(folder: str, ranks: int, cp: int, save: bool) -> dict[str, Any]:
+    fs.init_distributed(device_type=device_here().type)
+    mesh = mesh_here(cp=cp)
+    with AllFloat64():
+        model, _ = _start(mesh)
+        optimizer = _adamw(model.parameters())
+        if not save:
+            fs.load_checkpoint(folder, model=model, optimizer=optimizer)
+        shares, share = ranks // cp, dist.get_rank() // cp
+        losses = []
+        for step in range(2) if save else range(2, 4):
+            rows = [rows_of(LENGTHS, seed=10 * step + i) for i in range(2)]  # two packs a step at any cp
+            mine = rows if shares == 1 else rows[share : share + 1]
+            window = [batch_of(one, PACKED) for one in mine]
+            losses.append(fs.train_step(model, window, optimizer).loss)
+        if save:
+            fs.save_checkpoint(folder, 2, model=model, optimizer=optimizer)
+            for step in range(2, 4):
+                rows = [rows_of(LENGTHS, seed=10 * step + i) for i in range(2)]
+                mine = rows if shares == 1 else rows[share : share + 1]
+                losses.append(fs.train_step(model, [batch_of(one, PACKED) for one in mine], optimizer).loss)
+        return {"losses": losses, "rows": len(rows)}
+
+
+def test_training_goes_on_at_another_cp(tmp_path: Path) -> None:
+    saved = run_distributed(_check_resume, 4, str(tmp_path), 4, 2, True)[0]["losses"]
+    resumed = run_distributed(_check_resume, 2, str(tmp_path), 2, 2, False)[0]["losses"]
+    assert resumed == pytest.approx(saved[2:], rel=1e-10)
+
+
+def _check_default_path(folder: str, backend: str) -> None:
+    """bfloat16, a third recomputed, compiled blocks, ragged packs, evaluate, save, load, continue."""
+    fs.init_distributed(device_type=device_here().type)
+    mesh = mesh_here(cp=2)
+    options = {
+        "dtype": torch.float32,
+        "sac": "1/3",
+        "backend": backend,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    }
+    model, oracle = _start(mesh, **options)
+    optimizer, plain = _adamw(model.parameters()), _adamw(oracle.parameters())
+    for step in range(2):
+        rows = rows_of([6 + step, 15, 1, 9 + 2 * step], seed=step)
+        result = fs.train_step(model, [batch_of(rows, PACKED)], optimizer)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss, _ = plain_gradients_kept(oracle, rows)
+        torch.nn.utils.clip_grad_norm_(oracle.parameters(), 1.0)
+        plain.step()
+        oracle.zero_grad(set_to_none=True)
+        assert result.loss == pytest.approx(loss, rel=2e-2)
+    rows = rows_of(LENGTHS, seed=9)
+    before = fs.evaluate(model, [batch_of(rows, PACKED)]).loss
+    fs.save_checkpoint(folder, 2, model=model, optimizer=optimizer)
+    after = fs.train_step(model, [batch_of(rows, PACKED)], optimizer)
+    fs.load_checkpoint(folder, model=model, optimizer=optimizer)
+    assert fs.evaluate(model, [batch_of(rows, PACKED)]).loss == before
+    again = fs.train_step(model, [batch_of(rows, PACKED)], optimizer)
+    assert (again.loss, again.grad_norm) == (after.loss, after.grad_norm)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_the_default_path(tmp_path: Path, backend: str) -> None:
+    run_distributed(_check_default_path, 2, str(tmp_path), backend, timeout=240)
+
+
+def _check_features(folder: str, feature: str) -> None:
+    """One feature beside rows that ranks share; steps are those of one process."""
+    fs.init_distributed(device_type=device_here().type)
+    mesh = mesh_here(cp=2)
+    model, step, more = tiny_model("qwen3", dtype=torch.float64), {}, {}
+    if feature == "lora":
+        import peft
+
+        config = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+        fs.add_adapters(model, config)
+    oracle = copy.deepcopy(model)
+    model = model.to(device_here())
+    if feature == "host shards":
+        more["offload_policy"] = CPUOffloadPolicy()
+    elif feature == "operations kept":
+        fs.apply_sac(model, save=["self_attn"])
+    fs.shard_model(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(), master_dtype=torch.float64, **more)
+    fs.use_context_parallel(model, mesh=mesh)
+    if feature in ("last", "reduce_scatter"):
+        step["grad_sync"] = feature
+    step |= {"smoothing": {"label_smoothing": 0.1, "z_loss": 1e-3}, "logits": {"loss_impl": "logits"}}.get(
+        feature, {}
+    )
+    trained = [p for p in model.parameters() if p.requires_grad]
+    plain = _adamw([p for p in oracle.parameters() if p.requires_grad])
+    optimizers: Any = _adamw(trained)
+    if feature == "two optimizers":
+        optimizers = [_adamw(trained[:3]), _adamw(trained[3:])]
+    for number in range(2):
+        rows = [rows_of(LENGTHS, seed=2 * number + i) for i in range(2)]
+        window = [batch_of(one, PACKED) for one in rows]
+        factors = None
+        if feature == "weights":
+            factors = [torch.rand(batch["labels"].shape, dtype=torch.float64) for batch in window]
+            dist.broadcast(factors[0], 0), dist.broadcast(factors[1], 0)
+            window = [{**batch, "loss_weights": f} for batch, f in zip(window, factors, strict=True)]
+        result = fs.train_step(model, window, optimizers, **step)
+        loss = _written_out(
+            oracle, window, **{k: v for k, v in step.items() if k in ("label_smoothing", "z_loss")}
+        )
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(oracle.parameters(), 1.0)
+        plain.step()
+        oracle.zero_grad(set_to_none=True)
+        assert result.loss == pytest.approx(loss.item(), rel=1e-6), feature
+    named = dict(oracle.named_parameters())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(full(parameter), named[name], rtol=0, atol=1e-6)
+    if feature == "export":
+        fs.export_hf(model, folder, dtype=torch.float64)
+        exported = type(oracle).from_pretrained(folder, dtype=torch.float64)
+        assert exported.config._attn_implementation == "sdpa"
+        assert "cp_" not in (Path(folder) / "config.json").read_text()
+        for name, parameter in exported.named_parameters():
+            torch.testing.assert_close(parameter, named[name], rtol=0, atol=1e-6)
+
+
+def _written_out(
+    model: Any, batches: list[Any], *, label_smoothing: float = 0.0, z_loss: float = 0.0
+) -> torch.Tensor:
+    """The mean over the targets of packs, each row by itself, by their weights."""
+    total, weight = torch.zeros((), dtype=torch.float64), 0.0
+    for batch in batches:
+        ids, labels, positions = (batch[name][0] for name in ("input_ids", "labels", "position_ids"))
+        factors = batch["loss_weights"][0] if "loss_weights" in batch else torch.ones(len(ids)).double()
+        starts = (positions == 0).nonzero().flatten().tolist()
+        for start, end in zip(starts, [*starts[1:], len(ids)], strict=True):
+            logits = model(input_ids=ids[None, start:end], use_cache=False).logits[0, :-1]
+            wanted, factor = labels[start + 1 : end], factors[start + 1 : end]
+            losses = torch.nn.functional.cross_entropy(
+                logits, wanted, reduction="none", label_smoothing=label_smoothing
+            )
+            counts = wanted != -100
+            losses = losses + z_loss * logits.logsumexp(-1) ** 2
+            total = total + (losses * factor)[counts].sum()
+            weight += float(factor[counts].sum())
+    return total / weight
+
+
+@pytest.mark.parametrize(
+    "feature",
+    [
+        "lora",
+        "host shards",
+        "operations kept",
+        "last",
+        "smoothing",
+        "logits",
+        "two optimizers",
+        "weights",
+        "export",
+    ],
+)
+def test_with_other_features(tmp_path: Path, feature: str) -> None:
+    if feature == "lora":
+        pytest.importorskip("peft")
+    run_distributed(_check_features, 2, str(tmp_path / "out"), feature)

@@ -1,0 +1,366 @@
+"""A data set encoded once: the rows that `encode_chat` makes, wherever they are and whoever makes them."""
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fsdp_sft as fs
+from fsdp_sft.collate import filter_rows
+from fsdp_sft.collate.encoded import dataset, key
+from fsdp_sft.sampling.packing import row_sizes
+from tests.harness import chat_templates as ct
+from tests.harness.chats import chat
+from tests.harness.ranks import run_distributed
+
+TOKENIZER = ct.byte_tokenizer("chatml")
+
+
+def rows(number: int = 700) -> list[dict[str, Any]]:
+    made = [
+        chat("q" * (i % 7 + 1), f"answer {i}", *(("more", "again") if i % 3 else ())) for i in range(number)
+    ]
+    for i in range(0, number, 50):
+        made[i]["messages"][1]["weight"] = 0.25
+    for i in range(1, number, 70):
+        made[i]["messages"] = made[i]["messages"][:1]
+    return made
+
+
+def plainly(given: Sequence[Any], **options: Any) -> list[fs.EncodedChat]:
+    found = [fs.encode_chat(row, TOKENIZER, **options) for row in given]
+    return [one for one in found if one.num_targets]
+
+
+class OnDisk(Sequence[dict[str, Any]]):
+    """What ``datasets.Dataset`` looks like: columns for a slice, a fingerprint."""
+
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        self.rows = rows
+        self.column_names = sorted(rows[0])
+        self._fingerprint = str(hash(json.dumps(rows)))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return {name: [row[name] for row in self.rows[index]] for name in self.column_names}
+        return self.rows[index]
+
+
+def given_as(kind: str, folder: Path) -> Any:
+    made = rows()
+    if kind == "list":
+        return made
+    if kind == "data set":
+        return OnDisk(made)
+    if kind == "encoded":
+        return [fs.encode_chat(row, TOKENIZER) for row in made]
+    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in made]
+    (folder / "a.jsonl").write_text("".join(lines[:300]) + "\n")
+    (folder / "b.jsonl").write_text("".join(lines[300:]).rstrip("\n"))
+    return [folder / "a.jsonl", str(folder / "b.jsonl")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_proc"),
+    [("list", 1), ("data set", 1), ("encoded", 1), ("files", 1), ("list", 2), ("files", 2)],
+)
+def test_rows_are_those_of_encode_chat(kind: str, num_proc: int, tmp_path: Path) -> None:
+    encoded = fs.encode_dataset(
+        given_as(kind, tmp_path), TOKENIZER, max_length=60, num_proc=num_proc, cache_dir=tmp_path / "cache"
+    )
+    expected = plainly(rows(), max_length=60)
+    assert list(encoded) == encoded[:] == expected
+    assert encoded[-1] == expected[-1]
+    assert encoded.lengths.tolist() == [len(one.input_ids) for one in expected]
+    assert encoded.num_targets.tolist() == [one.num_targets for one in expected]
+    assert row_sizes(encoded) == row_sizes(expected)
+    if kind != "encoded":
+        _, counts = filter_rows(rows(), TOKENIZER, max_length=60)
+        assert encoded.counts == counts
+        assert encoded.counts.indices == counts.indices
+        assert encoded.counts.examples == counts.examples
+    assert pickle.loads(pickle.dumps(encoded))[5] == expected[5]
+    with pytest.raises(IndexError):
+        encoded[len(expected)]
+    assert [path.name for path in (tmp_path / "cache").iterdir() if path.name[:5] in (".tmp-", ".part")] == []
+
+
+def test_what_is_there_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = given_as("files", tmp_path)
+    first = fs.encode_dataset(given, TOKENIZER, max_length=60, cache_dir=tmp_path)
+    monkeypatch.setattr(dataset, "build", lambda *_: pytest.fail("it was there"))
+    read = key._READ_BYTES
+    monkeypatch.setattr(key, "_READ_BYTES", -1)  # nothing is read again to see that it is the same
+    assert fs.encode_dataset(given, TOKENIZER, max_length=60, cache_dir=tmp_path).path == first.path
+    monkeypatch.setattr(key, "_READ_BYTES", read)
+    os.utime(given[0])
+    assert fs.encode_dataset(given, TOKENIZER, max_length=60, cache_dir=tmp_path).path == first.path
+
+
+@pytest.mark.parametrize(
+    "change", ["data", "option", "template", "tokenizer's template", "token", "variables"]
+)
+def test_what_differs_is_encoded_anew(change: str, tmp_path: Path) -> None:
+    def path(tokenizer: Any = TOKENIZER, given: Any = None, **options: Any) -> Path:
+        return fs.encode_dataset(
+            given or rows(20), tokenizer, **{"max_length": 60, "cache_dir": tmp_path, **options}
+        ).path
+
+    first = path()
+    other = ct.byte_tokenizer("chatml")
+    if change == "token":
+        other.add_tokens(["answer"])
+    if change == "tokenizer's template":
+        other.chat_template = ct.CHATML + " "
+    second = {
+        "data": lambda: path(given=rows(21)),
+        "option": lambda: path(max_length=61),
+        "template": lambda: path(chat_template=ct.CHATML + " "),
+        "tokenizer's template": lambda: path(other),
+        "token": lambda: path(other),
+        "variables": lambda: path(chat_template_kwargs={"x": 1}),
+    }[change]()
+    assert first != second
+
+
+@pytest.mark.parametrize("num_proc", [1, 2])
+def test_what_is_opened_warns_as_when_it_was_encoded(num_proc: int, tmp_path: Path) -> None:
+    tokenizer = ct.byte_tokenizer("chatml")
+    turn = "{% for message in messages %}{{ '<|' + message.role + '|>' + message.content + END }}{% endfor %}"
+    prompt = "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
+    asked = [chat(f"question {i}", f"answer {i}") for i in range(20)]
+    ends = (
+        ("'<stop>'", "end_of_turn_is_text", "is no token of"),
+        ("''", "no_end_of_turn", "counted as no_end_of_turn"),
+    )
+    for end, note, words in ends[: 3 - num_proc]:  # processes take seconds to start
+        tokenizer.chat_template = turn.replace("END", end) + prompt
+        heard = []
+        for _ in range(2):
+            with pytest.warns(UserWarning, match="generation") as caught:
+                encoded = fs.encode_dataset(
+                    asked, tokenizer, max_length=400, num_proc=num_proc, cache_dir=tmp_path
+                )
+            heard.append(" ".join(str(warning.message) for warning in caught))
+        assert encoded.counts == {"kept": 20, note: 20, "prompt_differs": 20}
+        assert words in heard[0]
+        assert "(add_generation_prompt=True)" in heard[0]
+        assert f"counted as {note}" in heard[1]
+        assert "counted as prompt_differs" in heard[1]
+
+
+def test_the_order_of_keys_is_printed_and_so_counts(tmp_path: Path) -> None:
+    def row(arguments: dict[str, int]) -> dict[str, Any]:
+        call = {"function": {"name": "f", "arguments": arguments}}
+        return {
+            "messages": [*chat("q")["messages"], {"role": "assistant", "content": "", "tool_calls": [call]}]
+        }
+
+    for arguments in ({"a": 1, "b": 2}, {"b": 2, "a": 1}):
+        encoded = fs.encode_dataset([row(arguments)], TOKENIZER, max_length=400, cache_dir=tmp_path)
+        assert encoded[0] == fs.encode_chat(row(arguments), TOKENIZER)
+
+
+def test_a_file_that_kept_its_size_and_time_is_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    for answer in ("aaa", "bbb"):
+        path.write_text(json.dumps(chat("q", answer)))
+        os.utime(path, ns=(1, 1))
+        encoded = fs.encode_dataset(path, TOKENIZER, max_length=60, cache_dir=tmp_path)
+        assert answer in TOKENIZER.decode(encoded[0].input_ids)
+
+
+@pytest.mark.parametrize("num_proc", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_row_that_is_refused_is_named(num_proc: int, tmp_path: Path) -> None:
+    given = rows(1000)
+    given[998] = {"x": 1}
+    options: dict[str, Any] = {"max_length": 300, "on_error": "raise", "truncation": "error"}
+    shape = {**options, "truncation": "right"}
+    with pytest.raises(ValueError, match=r"row 998: no known row shape"):
+        fs.encode_dataset(given, TOKENIZER, num_proc=num_proc, cache_dir=tmp_path, **shape)
+    given[998], given[11], given[701] = chat("q", "a"), chat("q", "a" * 500), {"x": 1}  # not looked at first
+    with pytest.raises(fs.TooLongError, match="row 11: the row has"):
+        fs.encode_dataset(given, TOKENIZER, num_proc=num_proc, cache_dir=tmp_path, **options)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"input_ids": [1, 2**33], "labels": [1, 2**33]},
+        {**chat("q", "a"), "chat_template_kwargs": {"x": {(1, 2): 1}}},
+        {"messages": [{"role": ["x"], "content": "a"}]},
+    ],
+)
+def test_one_bad_row_ends_nothing(bad: dict[str, Any], tmp_path: Path) -> None:
+    encoded = fs.encode_dataset([*rows(300), bad], TOKENIZER, max_length=60, cache_dir=tmp_path)
+    expected = plainly(rows(300), max_length=60)
+    assert encoded[: len(expected)] == expected
+    if "chat_template_kwargs" not in bad:  # which no template here reads
+        assert list(encoded.counts.indices["malformed"]) == [300]
+
+
+def test_a_damaged_folder_is_made_anew(tmp_path: Path) -> None:
+    first = fs.encode_dataset(rows(20), TOKENIZER, max_length=60, cache_dir=tmp_path)
+    expected = list(first)
+    os.truncate(first.path / "ids.i32", 4 * (len(first._ids) - 1))
+    again = fs.encode_dataset(rows(20), TOKENIZER, max_length=60, cache_dir=tmp_path)
+    assert list(again) == expected
+
+
+def test_a_systematic_refusal_is_told_before_anything_is_encoded(tmp_path: Path) -> None:
+    wrong = [{"messages": [{"role": "bot", "content": "x"}]}] * 3000
+    with pytest.raises(ValueError, match=r"of 500 rows looked at first, 500 were refused.*\n.*known roles"):
+        fs.encode_dataset(wrong, TOKENIZER, max_length=60, cache_dir=tmp_path)
+    call = {"function": {"name": "f", "arguments": {"x": "y"}}}
+    lossy = ct.byte_tokenizer("chatml")
+    lossy.chat_template = ct.CHATML.replace("message.content", "(message.content if not message.tool_calls)")
+    row = chat("q", "I look")
+    row["messages"][1]["tool_calls"] = [call]
+    with pytest.raises(fs.DroppedTextError, match="does not print the content of message 1"):
+        fs.encode_dataset([row] * 20, lossy, max_length=99, cache_dir=tmp_path, on_dropped="error")
+    assert fs.encode_dataset([row] * 20, lossy, max_length=99, cache_dir=tmp_path).counts["dropped"] == 20
+    assert len([path for path in tmp_path.iterdir() if not path.name.startswith(".")]) == 1
+
+
+def test_a_few_refusals_are_counted_and_more_than_allowed_raise(tmp_path: Path) -> None:
+    given = rows(400)
+    for i in (3, 77, 150, 151, 152, 399):
+        given[i] = {"messages": "no list"}
+    with pytest.raises(ValueError, match=r"6 of 400 rows were refused, more than max_refused=0.01.* is kept"):
+        fs.encode_dataset(given, TOKENIZER, max_length=60, cache_dir=tmp_path)
+    encoded = fs.encode_dataset(given, TOKENIZER, max_length=60, cache_dir=tmp_path, max_refused=0.02)
+    assert list(encoded.counts.indices["malformed"]) == [3, 77, 150, 151, 152, 399]
+    assert encoded.counts.examples["malformed"][-1].startswith("row 399: ")
+    with pytest.raises(ValueError, match="must be a list"):
+        fs.encode_dataset(
+            given, TOKENIZER, max_length=60, cache_dir=tmp_path, on_error="raise", max_refused=1
+        )
+
+
+def test_lines_that_are_no_json_are_counted(tmp_path: Path) -> None:
+    lines = [json.dumps(row) for row in rows(200)]
+    lines[100] = "{"
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    encoded = fs.encode_dataset(tmp_path / "a.jsonl", TOKENIZER, max_length=60, cache_dir=tmp_path)
+    assert list(encoded.counts.indices["malformed"]) == [100]
+    assert "no JSON" in encoded.counts.examples["malformed"][0]
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "says"),
+    [
+        ([], ValueError, "no rows"),
+        (iter([chat("a", "b")]), ValueError, "reads a sequence of rows"),
+        ("there.jsonl", FileNotFoundError, "there is no file"),
+        ("there.parquet", ValueError, "load others with datasets.load_dataset"),
+        ([chat("a")], ValueError, "no row has a target"),
+        ([{"input_ids": [1, 2], "labels": [1, 3]}], ValueError, "the row's own ids or -100"),
+    ],
+)
+def test_what_cannot_be_read_is_said(given: Any, kind: type[Exception], says: str, tmp_path: Path) -> None:
+    with pytest.raises(kind, match=says):
+        fs.encode_dataset(given, TOKENIZER, max_length=60, cache_dir=tmp_path)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"max_length": 0}, {"num_proc": 0}, {"max_refused": 2}, {"on_error": "x"}, {"on_dropped": "x"}],
+)
+def test_wrong_options_are_refused(options: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=next(iter(options))):
+        fs.encode_dataset(rows(5), TOKENIZER, **{"max_length": 60, "cache_dir": tmp_path, **options})
+
+
+def test_batches_and_packs_of_it(tmp_path: Path) -> None:
+    encoded = fs.encode_dataset(rows(), TOKENIZER, max_length=60, cache_dir=tmp_path)
+    expected = plainly(rows(), max_length=60)
+    padding = ct.byte_tokenizer("chatml")
+    padding.pad_token = padding.eos_token
+    collators = (fs.SFTCollator(padding, max_length=60), fs.PackedCollator(max_length=200))
+    for collate in collators:
+        ours, theirs = (collate([given[i] for i in (0, 4, 7)]) for given in (encoded, expected))
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    samplers = [
+        fs.PackedSampler(lengths, num_targets=targets, max_length=200, seed=3)
+        for lengths, targets in (row_sizes(encoded), (encoded.lengths, encoded.num_targets))
+    ]
+    assert list(samplers[0]) == list(samplers[1])
+    loader = torch.utils.data.DataLoader(
+        encoded, batch_size=4, num_workers=1, collate_fn=collators[0], multiprocessing_context="spawn"
+    )
+    assert torch.equal(next(iter(loader))["input_ids"], collators[0](expected[:4])["input_ids"])
+
+
+def _together(cache: Path, number: int) -> tuple[str, int]:
+    encoded = fs.encode_dataset(rows(number), TOKENIZER, max_length=60, cache_dir=cache)
+    return str(encoded.path), len(encoded)
+
+
+def test_ranks_share_one_encoding(tmp_path: Path) -> None:
+    results = run_distributed(_together, 2, tmp_path, 120)
+    assert results[0] == results[1] == (results[0][0], len(plainly(rows(120))))
+
+
+def _apart(cache: Path) -> tuple[str, int]:
+    own = cache / str(fs.init_distributed().rank)  # as on nodes that do not share a file system
+    encoded = fs.encode_dataset(rows(120), TOKENIZER, max_length=60, cache_dir=own)
+    return str(encoded.path), len(encoded)
+
+
+def test_ranks_that_do_not_see_the_folder_make_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = run_distributed(_apart, 2, tmp_path)
+    assert [Path(path).parent.name for path, _ in results] == ["0", "1"]
+    assert results[0][1] == results[1][1]
+
+
+def _differing(cache: Path) -> None:
+    with pytest.raises(ValueError, match=r"ranks differ in number of rows="):
+        fs.encode_dataset(rows(10 + fs.init_distributed().rank), TOKENIZER, max_length=60, cache_dir=cache)
+    with pytest.raises(ValueError, match="no rows"):
+        fs.encode_dataset(
+            [] if fs.init_distributed().rank else rows(10), TOKENIZER, max_length=60, cache_dir=cache
+        )
+
+
+def test_ranks_with_other_rows_are_told(tmp_path: Path) -> None:
+    run_distributed(_differing, 2, tmp_path)
+
+
+NUMBER = 6000
+SCRIPT = f"""
+import sys, fsdp_sft as fs
+from tests.collate.encoded.test_encoded import TOKENIZER, rows
+fs.encode_dataset(rows({NUMBER}), TOKENIZER, max_length=60, num_proc=int(sys.argv[2]), cache_dir=sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("num_proc", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_job_that_was_killed_leaves_nothing_that_is_used(
+    num_proc: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = subprocess.Popen([sys.executable, "-c", SCRIPT, str(tmp_path), str(num_proc)])
+    while not list(tmp_path.glob(".tmp-*/0")):
+        assert process.poll() is None, "it was too fast to be killed"
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert [path for path in tmp_path.iterdir() if not path.name.startswith(".")] == []
+    again = fs.encode_dataset(rows(NUMBER), TOKENIZER, max_length=60, num_proc=1, cache_dir=tmp_path)
+    assert again.counts == filter_rows(rows(NUMBER), TOKENIZER, max_length=60)[1]
+    assert again[300] == plainly(rows(400), max_length=60)[300]
+    assert list(tmp_path.glob(".tmp-*")) == [], "swept"

@@ -1,0 +1,133 @@
+"""Ids without a row are refused on the host, on all ranks, before anything has changed."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import fsdp_sft as fs
+from fsdp_sft._model.vocabulary import vocabulary_of
+from tests.harness.device import device_here, mesh_here
+from tests.harness.models import VOCAB, ragged_batches, tiny_model
+from tests.harness.ranks import run_distributed
+
+RANKS = 2
+
+
+def _batch(key: str = "input_ids", value: int = VOCAB) -> dict[str, torch.Tensor]:
+    batch = {name: tensor.clone() for name, tensor in ragged_batches(1)[0].items()}
+    batch[key][0, 2] = value
+    return batch
+
+
+WRONG = [("input_ids", VOCAB), ("input_ids", -1), ("labels", VOCAB), ("labels", -1)]
+
+
+def _refused_on_all_ranks(kind: str) -> None:
+    model: Any = tiny_model("qwen2-tied")
+    if kind == "sharded":
+        fs.shard_model(model, mesh=mesh_here())
+    elif kind == "ddp":
+        model = DistributedDataParallel(model.to(device_here()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = [p.detach().clone() for p in model.parameters()]
+    rank = torch.distributed.get_rank()
+    for key, value in WRONG:
+        batch = _batch(key, value) if rank == 1 else ragged_batches(1)[0]
+        with pytest.raises(fs.VocabularyError, match=rf"{key} has {value} \(row 0, position 2\).*0 to 100"):
+            fs.train_step(model, [ragged_batches(1)[0], batch], optimizer)
+        with pytest.raises(fs.VocabularyError, match=f"{key} has {value}"):
+            fs.evaluate(model, [batch])
+        if key == "input_ids":
+            with pytest.raises(fs.VocabularyError, match=f"{key} has {value}"):
+                list(fs.windows([batch], 1, vocab_size=VOCAB))
+    for old, new in zip(before, model.parameters(), strict=True):
+        same = old == new
+        assert bool((same.full_tensor() if hasattr(same, "full_tensor") else same).all())
+    assert not fs.train_step(model, [ragged_batches(1)[0]], optimizer).skipped
+
+
+@pytest.mark.parametrize("kind", ["sharded", "ddp"])
+def test_one_rank_with_an_id_too_many(kind: str) -> None:
+    run_distributed(_refused_on_all_ranks, RANKS, kind)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {},
+        {"modules_to_save": ["embed_tokens", "lm_head"]},
+        {"trainable_token_indices": [3, 5]},
+        {"target_modules": ["embed_tokens", "lm_head", "q_proj"]},
+    ],
+    ids=str,
+)
+def test_the_rows_are_seen_through_adapters(overrides: dict[str, Any]) -> None:
+    pytest.importorskip("peft", reason="adapters need the 'peft' extra")
+    options = {"target_modules": ["q_proj"], **overrides}
+    import peft
+
+    model = peft.get_peft_model(tiny_model("llama"), peft.LoraConfig(r=2, task_type="CAUSAL_LM", **options))
+    vocabulary = vocabulary_of(model)
+    assert (vocabulary.embedding, vocabulary.head) == (VOCAB, VOCAB)
+
+
+def test_of_models_from_elsewhere_nothing_is_known() -> None:
+    model = nn.Sequential(nn.Embedding(4, 4))
+    vocabulary = vocabulary_of(model)
+    assert (vocabulary.embedding, vocabulary.head) == (None, None)
+    vocabulary.check_ids(_batch())
+
+
+def test_a_loss_of_ones_own_has_labels_of_its_own() -> None:
+    model = tiny_model("llama")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options: dict[str, Any] = {
+        "loss_fn": lambda model, batch: model(batch["input_ids"]).logits.float().sum() * 1e-3,
+        "count_fn": lambda batch: 1,
+    }
+    fs.train_step(model, [_batch("labels", -1)], optimizer, **options)
+    with pytest.raises(fs.VocabularyError, match="input_ids has 101"):
+        fs.train_step(model, [_batch()], optimizer, **options)
+
+
+def test_ids_of_images_may_lie_beyond_the_rows() -> None:
+    """As PaliGemma and Gemma 3 have them: such ids are replaced before they are looked up."""
+    model = tiny_model("llama")
+    model.config.image_token_id = VOCAB + 3
+    vocabulary_of(model).check_ids(_batch(value=VOCAB + 3))
+    with pytest.raises(fs.VocabularyError):
+        vocabulary_of(model).check_ids(_batch(value=VOCAB + 2))
+    model.config.image_token_id, model.config.eos_token_id = None, VOCAB + 3
+    with pytest.raises(fs.VocabularyError):
+        vocabulary_of(model).check_ids(_batch(value=VOCAB + 3))
+
+
+def _tokenizer() -> Any:
+    from types import SimpleNamespace
+
+    return SimpleNamespace(pad_token_id=0, is_fast=True)
+
+
+def test_the_collator_refuses_earlier() -> None:
+    rows = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}, {"input_ids": [1, 7], "labels": [1, 7]}]
+    assert fs.SFTCollator(_tokenizer(), max_length=8, vocab_size=8)(rows)["input_ids"].shape == (2, 3)
+    collate = fs.SFTCollator(_tokenizer(), max_length=8, vocab_size=7)
+    with pytest.raises(fs.VocabularyError, match=r"input_ids has 7 \(position 1\).*0 to 6"):
+        collate(rows)
+    for size in (0, True, 1.5):
+        with pytest.raises(ValueError, match="vocab_size"):
+            fs.SFTCollator(_tokenizer(), max_length=8, vocab_size=size)  # type: ignore[arg-type]
+
+
+def test_windows_take_the_collators_number() -> None:
+    class Loader(list[Any]):
+        collate_fn = fs.SFTCollator(_tokenizer(), max_length=8, vocab_size=VOCAB)
+
+    with pytest.raises(fs.VocabularyError, match="input_ids has 101"):
+        list(fs.windows(Loader([_batch()]), 1))
+    with pytest.raises(ValueError, match="vocab_size must be"):
+        fs.windows([], 1, vocab_size=0)
+    assert issubclass(fs.VocabularyError, IndexError)  # what torch raises on a CPU

@@ -1,0 +1,172 @@
+"""Descriptors: asked for in time, few enough, and never taken for a damaged file or a lost rank."""
+
+import errno
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fsdp_sft as fs
+from fsdp_sft._process import limits
+from fsdp_sft._ranks import agree
+from fsdp_sft._tensors import disk, reader
+from fsdp_sft.collate.encoded import store
+from fsdp_sft.dcp_io import retention
+from fsdp_sft.weights import resolve
+from tests.harness.models import tiny_model
+from tests.harness.ranks import run_distributed
+from tests.harness.trained import make_model
+
+
+@contextmanager
+def _limit(soft: int) -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@contextmanager
+def _no_descriptor_left() -> Iterator[None]:
+    taken: list[int] = []
+    with _limit(max(int(name) for name in os.listdir("/proc/self/fd")) + 1):
+        try:
+            while True:
+                taken.append(os.open(os.devnull, os.O_RDONLY))
+        except OSError:
+            yield
+        finally:
+            for fd in taken:
+                os.close(fd)
+
+
+def _soft() -> int:
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def test_the_soft_limit_is_raised_to_what_the_job_needs() -> None:
+    before = _soft()
+    with _limit(64):
+        limits.make_room_for(24, hosts_store=False)
+        small = _soft()
+        limits.make_room_for(1000, hosts_store=True)
+        assert 64 < small < 1000 < 2000 < _soft() < 2500
+        limits.make_room_for(24, hosts_store=True)
+        assert _soft() > 2000, "it is not lowered"
+    assert _soft() == before
+
+
+def test_a_hard_limit_that_is_too_low_is_said_with_what_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 64))
+    with pytest.raises(
+        OSError, match=r"24 ranks needs about \d+ open files .* the hard limit is 64: raise it"
+    ):
+        limits.make_room_for(24, hosts_store=True)
+
+
+def _load_without_descriptors(root: str) -> None:
+    model = make_model(1, {}, wrap=False)
+    saved = fs.load_checkpoint(root, model=model).step
+    before = {name: p.full_tensor().clone() for name, p in model.named_parameters()}
+    for place in (root, f"{root}/step-3"):
+        with (
+            _no_descriptor_left(),
+            pytest.raises(OSError, match=r"(?i)too many open files") as no,
+        ):
+            fs.load_checkpoint(place, model=model)
+        assert no.value.errno == errno.EMFILE
+        assert not isinstance(no.value, fs.CheckpointCorruptError)
+    assert all(torch.equal(p.full_tensor(), before[name]) for name, p in model.named_parameters())
+    assert fs.load_checkpoint(root, model=model).step == saved == 3
+
+
+def _save_one(root: str) -> None:
+    fs.save_checkpoint(root, 3, model=make_model(0, {}, wrap=False))
+
+
+def test_a_checkpoint_is_not_damaged_because_no_file_can_be_opened(tmp_path: Path) -> None:
+    run_distributed(_save_one, 2, str(tmp_path))
+    run_distributed(_load_without_descriptors, 2, str(tmp_path))
+
+
+def _refusing(path: Any, *_: Any, **__: Any) -> Any:
+    raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+
+def test_no_loader_calls_a_file_damaged_that_it_must_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model("llama")
+    model.save_pretrained(tmp_path / "hf", max_shard_size="20KB")
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    dataset = tmp_path / "encoded"
+    dataset.mkdir()
+    for module, name, load in (
+        (resolve, "open_file", lambda: fs.load_weights(model, tmp_path / "hf")),
+        (reader, "open_file", lambda: fs.load_weights(model, tmp_path / "hf")),
+        (Path, "read_text", lambda: fs.load_weights(model, tmp_path / "hf")),
+        (torch, "load", lambda: fs.load_full_state_dict(model, tmp_path / "model.pt")),
+        (Path, "read_text", lambda: store.is_sound(dataset)),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, _refusing)
+            with pytest.raises(PermissionError, match="Permission denied"):
+                load()
+
+
+def test_a_save_stands_where_older_steps_must_not_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = torch.nn.Linear(2, 2)
+    for step in (1, 2):
+        fs.save_checkpoint(tmp_path, step, model=model)
+    with monkeypatch.context() as patch:
+        patch.setattr(retention, "read_manifest", _refusing)
+        with pytest.warns(UserWarning, match="none was deleted: .*Permission denied"):
+            fs.save_checkpoint(tmp_path, 3, model=model, keep_last=1)
+    assert [info.step for info in fs.find_checkpoints(tmp_path) if info.sound] == [1, 2, 3]
+
+
+def test_a_file_that_must_not_be_read_is_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fs.save_checkpoint(tmp_path, 1, model=torch.nn.Linear(2, 2))
+    monkeypatch.setattr(disk, "open_file", _refusing)
+    with pytest.raises(PermissionError, match="Permission denied"):
+        fs.load_checkpoint(tmp_path, model=torch.nn.Linear(2, 2))
+
+
+def test_few_files_of_a_checkpoint_are_open_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_distributed(_save_one, 6, str(tmp_path))
+    opened: list[int] = []
+    descriptor = reader._Reader._descriptor
+
+    def counted(self: Any, batch: Any) -> int:
+        fd = descriptor(self, batch)
+        opened.append(len(self._descriptors))
+        return fd
+
+    monkeypatch.setattr(reader, "_BATCHES_AHEAD", 1)
+    monkeypatch.setattr(reader, "MAX_WORKERS", 1)
+    monkeypatch.setattr(reader._Reader, "_descriptor", counted)
+    model: Any = make_model(1, None, wrap=False)
+    assert fs.load_checkpoint(tmp_path, model=model).step == 3
+    assert len(opened) > 12
+    assert max(opened) == 2
+
+
+def test_gloo_without_descriptors_is_no_lost_rank() -> None:
+    error = RuntimeError("[pair.cc:1] socket: Too many open files")
+    with (
+        pytest.raises(OSError, match=r"connecting to another rank \(.*\): this process may have"),
+        agree.answered(),
+    ):
+        raise error
+    assert not limits.says_too_many_files(RuntimeError("Connection closed by peer"))

@@ -1,0 +1,151 @@
+"""One verdict per phase, and the first error raised on every rank."""
+
+import re
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+import fsdp_sft as fs
+from fsdp_sft._ranks import agree
+from tests.harness.device import mesh_here
+from tests.harness.models import tiny_model
+from tests.harness.ranks import run_distributed
+
+
+class _Picky(Exception):
+    """Cannot be pickled: its constructor wants more than its args."""
+
+    def __init__(self, a: int, b: int) -> None:
+        super().__init__(f"{a} and {b}")
+
+
+def _check_first_error() -> None:
+    rank = dist.get_rank()
+    with agree.agreed("doing nothing"):
+        pass
+    with pytest.raises(FileNotFoundError, match="gone from rank 1") as caught, agree.agreed("looking"):
+        if rank == 0:
+            time.sleep(0.3)
+            raise ValueError("rank 0 came later")
+        if rank == 1:
+            raise FileNotFoundError("gone from rank 1")
+    assert caught.value.__notes__ == ["rank 1 failed first while looking (failed: 0, 1)"]
+    expected = _Picky if rank == 2 else fs.RemoteRankError
+    with pytest.raises(expected, match="1 and 2"), agree.agreed("being picky"):
+        if rank == 2:
+            raise _Picky(1, 2)
+    assert agree.all_reduce_sum([1, rank]) == [3.0, 3.0]
+    assert agree.all_reduce_min(5 - rank) == 3
+    assert agree.all_gather_objects({"rank": rank}) == [{"rank": r} for r in range(3)]
+    assert agree.control_group() is agree.control_group()
+    assert agree.control_group() is not dist.group.WORLD
+
+
+def test_all_ranks_raise_the_first_error() -> None:
+    run_distributed(_check_first_error, 3, timeout=30)
+
+
+def test_without_a_group_there_is_nothing_to_exchange() -> None:
+    with pytest.raises(KeyError), agree.agreed("alone"):
+        raise KeyError("x")
+    assert agree.all_reduce_sum([2]) == [2]
+    assert agree.all_reduce_min(2) == 2
+    assert agree.all_gather_objects("a") == ["a"]
+    with pytest.raises(RuntimeError, match="init_distributed"):
+        agree.control_group()
+
+
+def test_the_control_group_ends_with_its_process_group() -> None:
+    import gc
+    import weakref
+
+    groups = []
+    for _ in range(2):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        groups.append(weakref.ref(agree.control_group()))
+        assert agree.control_group() is groups[-1]()
+        dist.destroy_process_group()
+        gc.collect()
+        assert groups[-1]() is None
+
+
+def _decide_on_rank_0() -> None:
+    rank = dist.get_rank()
+    assert agree.share({"of": rank}) == {"of": 0}
+    decided = []
+
+    def decide(everyone: list[int]) -> int:
+        decided.append(rank)
+        return sum(everyone)
+
+    assert agree.through_rank_0("adding", lambda: rank + 1, decide) == 6
+    assert decided == [0] * (rank == 0)
+
+    def fail_on_the_last() -> int:
+        if rank == 2:
+            raise FileNotFoundError("gone from rank 2")
+        return 1
+
+    with pytest.raises(FileNotFoundError, match="gone from rank 2") as caught:
+        agree.through_rank_0("looking", fail_on_the_last, decide)
+    assert caught.value.__notes__ == ["rank 2 failed first while looking (failed: 2)"]
+    assert decided == [0] * (rank == 0), "there is nothing to decide on"
+
+    def refuse(everyone: list[int]) -> None:
+        raise _Picky(1, 2)
+
+    expected = _Picky if rank == 0 else fs.RemoteRankError
+    with pytest.raises(expected, match="1 and 2") as refused:
+        agree.through_rank_0("deciding", lambda: rank, refuse)
+    assert refused.value.__notes__ == ["rank 0 failed first while deciding (failed: 0)"]
+    assert agree.through_rank_0("adding", lambda: rank, sum) == 3
+    for own, decide in (
+        (lambda: object() if rank == 1 else rank, len),
+        (lambda: rank, lambda everyone: object()),
+    ):
+        with pytest.raises(TypeError, match="a message"):
+            agree.through_rank_0("what no message holds", own, decide)
+    assert agree.through_rank_0("adding", lambda: rank, sum) == 3
+
+
+def test_rank_0_decides_for_all() -> None:
+    run_distributed(_decide_on_rank_0, 3, timeout=30)
+    assert agree.through_rank_0("alone", lambda: 4, sum) == 4
+    assert agree.share("alone") == "alone"
+    with pytest.raises(KeyError):
+        agree.through_rank_0("alone", lambda: {}["x"], sum)
+
+
+def _one_saves(root: str, first: int) -> str:
+    model = fs.shard_model(tiny_model("llama"), mesh=mesh_here())
+    agree.control_group()
+    started = time.monotonic()
+    with pytest.raises(fs.CallMismatchError) as caught:
+        if dist.get_rank() == first:
+            fs.save_checkpoint(root, 1, model=model)
+        else:
+            list(fs.windows([{"input_ids": [3]}], 1))
+    assert time.monotonic() - started < 20
+    assert agree.all_reduce_sum([1.0]) == [float(dist.get_world_size())], "ranks go on together"
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_ranks_in_different_calls_are_named(first: int, tmp_path: Path) -> None:
+    for told in run_distributed(_one_saves, 3, str(tmp_path), first, timeout=60):
+        assert re.search(r"is in save_checkpoint \(test_agree.py:\d+\)", told)
+        assert re.search(r"is in windows \(test_agree.py:\d+\)", told)
+        assert "all ranks have to make the same calls in the same order" in told
+
+
+def _shares_alone() -> str:
+    with pytest.raises(fs.CallMismatchError) as caught:
+        _ = agree.share("x") if dist.get_rank() == 0 else agree.all_reduce_sum([1.0])
+    return str(caught.value)
+
+
+def test_a_value_that_is_sent_is_not_taken_for_a_sum() -> None:
+    for told in run_distributed(_shares_alone, 2, timeout=60):
+        assert re.match("rank 0 is in share .* and rank 1 is in all_reduce_sum", told)

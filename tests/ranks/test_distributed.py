@@ -1,0 +1,467 @@
+"""init_distributed under each launcher's variables, and the meshes."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fsdp_sft as fs
+from fsdp_sft._compat.groups import careful_gloo
+from fsdp_sft._ranks import agree, init as module, rendezvous, slurm
+from fsdp_sft._ranks.launch import detect_launch, restarts_to_set_apart
+from tests.harness.device import device_here, device_type, mesh_here
+from tests.harness.models import tiny_model
+from tests.harness.ranks import run_distributed
+
+# As Kubeflow's operator and others set them for a pod.
+ON_A_POD = {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
+STEP = {
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "2",
+    "SLURM_STEP_NUM_TASKS": "6",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x3)",
+    "SLURM_STEP_NODELIST": "localhost,other",
+    "SLURM_JOB_ID": "77",
+}
+SUBMITIT = {
+    "SUBMITIT_EXECUTOR": "local",
+    "SUBMITIT_LOCAL_NTASKS": "4",
+    "SUBMITIT_LOCAL_GLOBALID": "2",
+    "SUBMITIT_LOCAL_LOCALID": "2",
+    "SUBMITIT_LOCAL_JOB_ID": "20123",
+}
+ELASTIC = {
+    "TORCHELASTIC_RUN_ID": "r",
+    "TORCHELASTIC_RESTART_COUNT": "1",
+    "TORCHELASTIC_MAX_RESTARTS": "3",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "GROUP_WORLD_SIZE": "1",
+}
+ALL = {*TORCHRUN, *STEP, *SUBMITIT, *ELASTIC, "SLURM_NTASKS", "SLURM_NNODES", "LOCAL_WORLD_SIZE"}
+ALL |= {"SLURM_LAUNCH_NODE_IPADDR", "SLURM_NODELIST", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"}
+ALL |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "SLURM_PTY_PORT", "OMPI_COMM_WORLD_LOCAL_SIZE"}
+ALL |= {"OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"}
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> Any:
+    for name in ALL:
+        monkeypatch.delenv(name, raising=False)
+
+    def set_to(**variables: str) -> None:
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    return set_to
+
+
+def test_nothing_set_is_a_single_process(environment: Any) -> None:
+    launch = detect_launch()
+    assert (launch.launcher, launch.rank, launch.world_size, launch.init_method) == ("single", 0, 1, None)
+
+
+def test_torchrun(environment: Any) -> None:
+    environment(**TORCHRUN, LOCAL_WORLD_SIZE="4", **STEP)
+    launch = detect_launch()
+    assert launch == slurm.Launch("torchrun", 3, 1, 8, 4, "env://"), "torchrun inside a Slurm step wins"
+
+
+def test_a_slurm_step(environment: Any) -> None:
+    environment(**STEP)
+    launch = detect_launch()
+    assert launch == slurm.Launch("slurm", 5, 1, 6, 2, "tcp://localhost:20539")
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"SLURM_STEP_ID": ""},
+        {"SLURM_STEP_ID": "4294967290"},  # an interactive step
+        {"SLURM_STEP_ID": "4294967291"},  # the batch script
+    ],
+)
+def test_inside_an_allocation_without_a_step_it_is_a_single_process(environment: Any, changed: Any) -> None:
+    environment(**{**STEP, **changed, "SLURM_NTASKS": "6"})
+    launch = detect_launch()
+    assert launch.launcher == "single"
+    assert launch.hint.startswith("Slurm job 77 has 6 tasks, but no srun started this process")
+
+
+def test_an_allocation_of_one_task_needs_no_hint(environment: Any) -> None:
+    environment(SLURM_JOB_ID="77", SLURM_NTASKS="1", SLURM_NNODES="1", SLURM_PROCID="0")
+    assert detect_launch().hint == ""
+
+
+def test_submitit_on_this_machine(environment: Any) -> None:
+    environment(**SUBMITIT, **STEP)
+    launch = detect_launch()
+    assert launch == slurm.Launch("submitit", 2, 2, 4, 4, "tcp://127.0.0.1:20123"), "it is the inner one"
+    environment(SUBMITIT_EXECUTOR="slurm")
+    assert detect_launch().launcher == "slurm"
+    environment(SUBMITIT_EXECUTOR="local", SUBMITIT_LOCAL_NTASKS="1", SUBMITIT_LOCAL_GLOBALID="0")
+    assert detect_launch().init_method is None
+
+
+def test_restarts_of_one_agent_are_kept_apart(environment: Any) -> None:
+    environment(**TORCHRUN, **ELASTIC)
+    launch = detect_launch()
+    assert (launch.details, launch.hint) == ("meeting at h:1, restart 1 of 3", "")
+    assert restarts_to_set_apart() == 1
+    environment(GROUP_WORLD_SIZE="2")
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every node" in detect_launch().hint
+    assert restarts_to_set_apart() == 0, "agents count their own restarts"
+    environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    assert detect_launch().hint == ""
+
+
+def test_what_was_found_is_logged_before_the_ranks_meet(environment: Any, caplog: Any) -> None:
+    environment(SLURM_JOB_ID="77", SLURM_NTASKS="4")
+    with caplog.at_level("INFO", logger="fsdp_sft"):
+        module._say_what_was_found(detect_launch(), torch.device("cpu"))
+    info, hint = caplog.records
+    assert (info.levelname, hint.levelname) == ("INFO", "WARNING")
+    assert info.getMessage() == f"rank 0 of 1 on {socket.gethostname()}, cpu, launcher: single"
+    assert "start it with srun" in hint.getMessage()
+
+
+def test_devices(environment: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[int] = []
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda")
+    )
+    monkeypatch.setattr(torch.accelerator, "set_device_index", chosen.append)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    for count, local_rank, index in ((1, 3, 0), (2, 1, 1)):
+        monkeypatch.setattr(torch.accelerator, "device_count", lambda count=count: count)
+        launch = slurm.Launch("slurm", 3, local_rank, 8, 4, "tcp://h:1")
+        assert module._select_device("cuda", launch) == torch.device("cuda", index)
+    assert chosen == [0, 1]
+    with pytest.raises(ValueError, match=r"local rank 2 .* sees 2 of type cuda \(CUDA_VISIBLE_DEVICES=4,5\)"):
+        module._select_device("cuda", slurm.Launch("torchrun", 2, 2, 4, 4, "env://"))
+    with pytest.raises(ValueError, match="device_type='xpu', but this process sees cuda"):
+        module._select_device("xpu", launch)
+    assert module._shared_device([("a", "u1"), ("b", "u1"), ("a", "u2"), ("b", "u1")]) == [1, 3]
+    assert module._shared_device([("a", "u1"), ("b", "u1")]) is None
+
+
+def test_slurm_addresses(environment: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    environment(
+        **{
+            **STEP,
+            "SLURM_STEP_NODELIST": "no-such-node[1-2].invalid",
+            "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.7",
+        }
+    )
+    assert detect_launch().init_method == "tcp://127.0.0.7:20539"
+    environment(MASTER_ADDR="head", MASTER_PORT="123")
+    assert detect_launch().init_method == "tcp://head:123"
+    monkeypatch.delenv("MASTER_ADDR")
+    monkeypatch.delenv("SLURM_LAUNCH_NODE_IPADDR")
+    with pytest.raises(ValueError, match=r"'no-such-node1.invalid'.*set MASTER_ADDR"):
+        detect_launch()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [("a1", "a1"), ("a1,b2", "a1"), ("gpu[03-05,9],x", "gpu03"), ("n[7]-ib", "n7-ib"), ("g[1,4]", "g1")],
+)
+def test_first_host_of_a_node_list(nodes: str, first: str) -> None:
+    assert slurm._first_host(nodes) == first
+
+
+def test_unequal_tasks_per_node(environment: Any) -> None:
+    environment(**{**STEP, "SLURM_STEP_TASKS_PER_NODE": "2(x2),1,4", "SLURM_LOCALID": "0"})
+    assert detect_launch().local_world_size == 1
+    environment(SLURM_STEP_TASKS_PER_NODE="two")
+    with pytest.raises(ValueError, match="SLURM_STEP_TASKS_PER_NODE='two'"):
+        detect_launch()
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"RANK": "0"}, "RANK set but WORLD_SIZE, MASTER_ADDR, MASTER_PORT not"),
+        ({"LOCAL_RANK": "0"}, "LOCAL_RANK set but RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT not"),
+        ({**ON_A_POD, "LOCAL_WORLD_SIZE": "8"}, "LOCAL_WORLD_SIZE=8 processes .* LOCAL_RANK is not set"),
+        ({**ON_A_POD, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, "OMPI_COMM_WORLD_LOCAL_SIZE=2 processes"),
+        ({k: v for k, v in TORCHRUN.items() if k != "MASTER_PORT"}, "MASTER_PORT not"),
+        ({**TORCHRUN, "RANK": "8"}, r"RANK=8 is not in \[0, WORLD_SIZE=8\)"),
+        ({**TORCHRUN, "WORLD_SIZE": "many"}, "WORLD_SIZE='many' is not a number"),
+        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "1"}, "LOCAL_RANK=1 is not in"),
+        ({"WORLD_SIZE": "4"}, "WORLD_SIZE=4 is set but RANK is not"),
+        ({**TORCHRUN, "MASTER_PORT": "http"}, "MASTER_PORT='http' is not a number"),
+        ({**TORCHRUN, "MASTER_PORT": "70000"}, "MASTER_PORT=70000 is not a port"),
+        ({**TORCHRUN, "MASTER_ADDR": ""}, "MASTER_ADDR not"),
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, "OMPI_COMM_WORLD_SIZE=4 is set but RANK is not"),
+        ({"SUBMITIT_EXECUTOR": "local"}, "SUBMITIT_LOCAL_NTASKS, SUBMITIT_LOCAL_GLOBALID"),
+        ({**SUBMITIT, "SUBMITIT_LOCAL_GLOBALID": "4"}, "SUBMITIT_LOCAL_GLOBALID=4"),
+        ({**STEP, "SLURM_PROCID": "6"}, "SLURM_PROCID=6"),
+        ({**STEP, "SLURM_LOCALID": "2"}, "SLURM_LOCALID=2 is not in"),
+        ({**STEP, "MASTER_PORT": "x"}, "MASTER_PORT='x' is not a number"),
+        ({**STEP, "SLURM_JOB_ID": "x"}, "SLURM_JOB_ID='x' is not a number"),
+        (
+            {k: v for k, v in STEP.items() if k not in ("SLURM_PROCID", "SLURM_LOCALID")},
+            "inside Slurm step 0, but SLURM_PROCID and SLURM_LOCALID not set",
+        ),
+        (
+            {k: v for k, v in STEP.items() if k != "SLURM_STEP_NUM_TASKS"},
+            "SLURM_STEP_NUM_TASKS nor SLURM_NTASKS",
+        ),
+    ],
+)
+def test_half_set_variables_are_named(environment: Any, variables: Any, message: str) -> None:
+    environment(**variables)
+    with pytest.raises(ValueError, match=message):
+        fs.init_distributed()
+    assert not dist.is_initialized()
+
+
+def _check_existing_group_and_meshes() -> list[Any]:
+    context = fs.init_distributed()
+    assert context.launcher == "existing"
+    assert (context.rank, context.world_size) == (dist.get_rank(), 4)
+    assert context.is_main == (context.rank == 0)
+    assert context.device == device_here()
+    assert fs.init_distributed() == context, "calling it again changes nothing"
+    flat = fs.build_mesh()
+    assert (flat.mesh_dim_names, flat.shape) == (("dp_shard",), (4,))
+    hybrid = fs.build_mesh(dp_replicate=2)
+    assert (hybrid.mesh_dim_names, hybrid.shape) == (("dp_replicate", "dp_shard"), (2, 2))
+    assert hybrid.mesh.tolist() == [[0, 1], [2, 3]]
+    ddp = fs.build_mesh(dp_replicate=4, dp_shard=1)
+    assert ddp.shape == (4, 1)
+    for arguments, message in (
+        ({"dp_replicate": 3}, r"dp_replicate=3 does not divide the 4 ranks; use one of \[1, 2, 4\]"),
+        ({"dp_replicate": 2, "dp_shard": 4}, "makes 8 ranks, but the job has 4"),
+        ({"dp_shard": 2}, "makes 2 ranks, but the job has 4"),
+        ({"dp_replicate": 0}, "dp_replicate must be a positive integer, got 0"),
+        ({"dp_shard": -4}, "dp_shard must be a positive integer"),
+        ({"dp_replicate": True}, "dp_replicate must be a positive integer, got True"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            fs.build_mesh(**arguments)
+    return [context.local_rank]
+
+
+def test_an_existing_group_is_used_and_meshes_are_checked() -> None:
+    assert run_distributed(_check_existing_group_and_meshes, 4) == [[0], [1], [2], [3]]
+
+
+def test_a_mesh_needs_a_group() -> None:
+    with pytest.raises(RuntimeError, match="init_distributed"):
+        fs.build_mesh()
+
+
+SCRIPT = """
+import json, sys
+import torch, torch.distributed as dist
+import fsdp_sft as fs
+context = fs.init_distributed()
+total = torch.tensor([context.rank + 1.0])
+dist.all_reduce(total)
+mesh = fs.build_mesh()
+out = [context.launcher, context.rank, context.local_rank, context.world_size, float(total), mesh.size()]
+with open(f"{sys.argv[1]}/{context.rank}.json", "w") as file:
+    json.dump([*out, str(context)], file)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(
+    ("launcher", "ranks"), [("torchrun", 2), ("slurm", 2), ("submitit", 2), ("single", 1)]
+)
+def test_a_real_launch(tmp_path: Path, launcher: str, ranks: int) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, str(script), str(tmp_path)]
+    outside = {name: value for name, value in os.environ.items() if name not in ALL}
+    environments = [outside]
+    if launcher == "torchrun":
+        run = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        command = [*run, *command[1:]]
+    elif launcher == "slurm":
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        step = {**STEP, "SLURM_NODEID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
+        environments = [
+            {**outside, **step, "SLURM_PROCID": rank, "SLURM_LOCALID": rank, "MASTER_PORT": port}
+            for rank in ("0", "1")
+        ]
+    elif launcher == "submitit":
+        job = {**SUBMITIT, "SUBMITIT_LOCAL_NTASKS": "2", "SUBMITIT_LOCAL_JOB_ID": str(os.getpid())}
+        environments = [
+            {**outside, **job, "SUBMITIT_LOCAL_GLOBALID": rank, "SUBMITIT_LOCAL_LOCALID": rank}
+            for rank in ("0", "1")
+        ]
+    started = [subprocess.Popen(command, env=environment) for environment in environments]
+    assert [process.wait(timeout=120) for process in started] == [0] * len(started)
+    for rank in range(ranks):
+        *values, text = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert values == [launcher, rank, rank, ranks, sum(range(1, ranks + 1)), ranks]
+        assert text.startswith(f"rank {rank} of {ranks} (local {rank} of {ranks}) on ")
+
+
+def _again(port: int) -> list[int]:
+    """Five process groups one after the other over one store, each with gradients on a mesh of 2 x 2."""
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    place = {"RANK": rank, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 4, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
+    sums = []
+    for number in range(5):
+        fs.init_distributed(device_type=device_type())
+        total = torch.ones(1, device=device_here())
+        dist.all_reduce(total)
+        sums.append(int(total))
+        # To torch two meshes of one shape are equal, also where the groups behind one of them are gone.
+        others = [dist.new_group() for _ in range(number)]
+        model = fs.shard_model(tiny_model("llama"), mesh=mesh_here(dp_replicate=2))
+        model(input_ids=torch.tensor([[3, 4, 5]])).logits.sum().backward()
+        for parameter in model.parameters():
+            assert torch.isfinite(parameter.grad.full_tensor()).all()
+        del others
+        if number < 4:
+            dist.destroy_process_group()
+    return sums
+
+
+def test_a_process_group_can_be_made_again() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    assert run_distributed(_again, 4, port) == [[4] * 5] * 4
+
+
+def _count_sockets() -> tuple[int, int]:
+    before = _sockets()
+    for _ in range(3):
+        agree.all_reduce_sum([1.0])
+    time.sleep(0.5)  # a thread of gloo's takes connections in
+    return before, _sockets()
+
+
+def _sockets() -> int:
+    links = (Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd"))
+    return sum(os.path.islink(link) and os.readlink(link).startswith("socket:") for link in links)
+
+
+def test_a_rank_connects_to_those_it_talks_to() -> None:
+    counts = run_distributed(_count_sockets, 8)
+    # A socket that listens, and one for each edge of the tree over eight ranks, at both of its ends; two if
+    # both ends began at once. With a connection between every two ranks these would be 56, seven of each.
+    added = [after - before - 1 for before, after in counts]
+    assert 2 * 7 <= sum(added) <= 2 * 2 * 7
+    assert max(added) < 7
+    assert "TORCH_GLOO_LAZY_INIT" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("variables", "place"),
+    [
+        ({}, (0, 1)),
+        ({"LOCAL_WORLD_SIZE": "1"}, (0, 1)),
+        ({"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, (1, 4)),
+        ({"MPI_LOCALRANKID": "2", "MPI_LOCALNRANKS": "4"}, (2, 4)),
+    ],
+)
+def test_a_place_on_the_node_without_local_rank(
+    variables: dict[str, str], place: tuple[int, int], environment: Any
+) -> None:
+    environment(**ON_A_POD, **variables)
+    launch = detect_launch()
+    assert (launch.rank, launch.world_size) == (3, 8)
+    assert (launch.local_rank, launch.local_world_size) == place
+    assert ("only one of its node" in launch.hint) == (place == (0, 1))
+
+
+@pytest.mark.parametrize("address", ["::1", "[::1]"])
+def test_an_address_of_ipv6(address: str, environment: Any) -> None:
+    environment(**{**STEP, "MASTER_ADDR": address, "MASTER_PORT": "29500"})
+    assert detect_launch().init_method == "tcp://[::1]:29500"
+    environment(**{**TORCHRUN, "MASTER_ADDR": address})
+    assert "meeting at ::1:1" in detect_launch().details
+    assert os.environ["MASTER_ADDR"] == "::1"
+
+
+def _meet_over_ipv6(port: int, launcher: str) -> None:
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    own = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "MASTER_ADDR": "::1", "MASTER_PORT": port}
+    if launcher == "slurm":
+        own = {"SLURM_STEP_ID": 0, "SLURM_JOB_ID": 1, "SLURM_PROCID": rank, "SLURM_LOCALID": rank, **own}
+        own |= {"SLURM_STEP_NUM_TASKS": 2, "SLURM_STEP_TASKS_PER_NODE": 2}
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+            own.pop(name)
+            os.environ.pop(name, None)
+    os.environ.update({name: str(value) for name, value in own.items()})
+    context = fs.init_distributed(device_type="cpu")
+    assert (context.launcher, context.world_size) == (launcher, 2)
+    assert agree.all_reduce_sum([rank + 1.0]) == [3.0]
+
+
+@pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="this machine has no IPv6")
+@pytest.mark.parametrize("launcher", ["torchrun", "slurm"])
+def test_ranks_meet_over_ipv6(launcher: str) -> None:
+    with socket.socket(socket.AF_INET6) as probe:
+        probe.bind(("::1", 0))
+        port = probe.getsockname()[1]
+    run_distributed(_meet_over_ipv6, 2, port, launcher)
+
+
+def test_the_shell_of_srun_is_no_task(environment: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    environment(**STEP, SLURM_PTY_PORT="40000")
+    monkeypatch.setattr(sys, "stdin", open(os.devnull))  # noqa: SIM115  as tasks of another srun from there have it
+    assert detect_launch().launcher == "slurm"
+    terminal = type("Terminal", (), {"isatty": lambda self: True})()
+    monkeypatch.setattr(sys, "stdin", terminal)
+    alone = detect_launch()
+    assert (alone.launcher, alone.world_size) == ("single", 1)
+    assert "in the shell of srun --pty" in alone.hint
+
+
+def test_a_rank_that_waits_long_for_the_others_says_so(
+    monkeypatch: pytest.MonkeyPatch, environment: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    environment(**{**TORCHRUN, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"})
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", port)
+    monkeypatch.setattr(rendezvous, "_LONG_SECONDS", 0.2)
+    with pytest.raises(RuntimeError):
+        fs.init_distributed(device_type="cpu", timeout=timedelta(seconds=2))
+    assert "rank 0 of 2" in caplog.text
+    assert "still waits for the other ranks (launcher: torchrun, meeting at 127.0.0.1" in caplog.text
+
+
+def test_gloo_works_with_one_thread() -> None:
+    """Two would write to one string: see ``careful_gloo``. If torch's own has one, ours can go."""
+    import torch.distributed.distributed_c10d as c10d
+
+    original = c10d.ProcessGroupGloo
+    assert original._Options()._threads == 2
+    with careful_gloo(), careful_gloo():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert c10d.ProcessGroupGloo is original
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+    try:
+        assert isinstance(backend, original)
+        assert backend.options._threads == 1
+        dist.all_reduce(torch.ones(3))
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,93 @@
+"""The tree over which ranks agree: what comes around, how many messages it takes, and a rank that is lost."""
+
+import math
+import operator
+import os
+import re
+import time
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from fsdp_sft._ranks import agree
+from fsdp_sft._ranks.tree import Tree
+from fsdp_sft.errors import LostRankError
+from tests.harness.ranks import RankFailedError, run_distributed
+
+
+def _come_around() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    tree = Tree(dist.group.WORLD)
+    for length in (0, 1, 403, 404, 5000, 1 << 20):
+        own = bytes([rank]) * length
+        everything = b"".join(bytes([other]) * length for other in range(size))
+        assert tree.around(own, operator.add) == everything
+        assert tree.around(own, operator.add, lambda all_: b"decided" + all_[-1:]) == b"decided" + (
+            bytes([size - 1]) if length else b""
+        )
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 6])
+def test_what_all_ranks_have_comes_around_in_their_order(world_size: int) -> None:
+    run_distributed(_come_around, world_size, timeout=60)
+
+
+def _messages_of(action: object) -> int:
+    """How many messages this rank sends or receives."""
+    with (
+        mock.patch.object(dist, "send", wraps=dist.send) as sent,
+        mock.patch.object(dist, "recv", wraps=dist.recv) as received,
+    ):
+        action()  # type: ignore[operator]
+        return int(sent.call_count + received.call_count)
+
+
+def _no_error() -> None:
+    with agree.agreed("doing nothing"):
+        pass
+
+
+def _count() -> list[int]:
+    actions = [
+        lambda: agree.all_reduce_sum([1.0, 2.0]),
+        _no_error,
+        lambda: agree.all_gather_objects(None),
+        lambda: agree.through_rank_0("deciding", lambda: 1, sum),
+        lambda: agree.share("x"),
+    ]
+    agree.control_group()
+    return [_messages_of(action) for action in actions]
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 6])
+def test_messages_grow_with_the_logarithm(world_size: int) -> None:
+    by_rank = run_distributed(_count, world_size, timeout=60)
+    for way, of_ranks in enumerate(zip(*by_rank, strict=True)):
+        # Each of the N - 1 edges is used up and down, by two ranks. What is long takes a second message.
+        assert 4 * (world_size - 1) <= sum(of_ranks) <= 2 * 4 * (world_size - 1), way
+        assert max(of_ranks) <= 4 * math.ceil(math.log2(world_size)), way
+
+
+def _lose(lost: int, folder: Path) -> None:
+    agree.control_group()
+    if dist.get_rank() == lost:
+        os._exit(7)
+    time.sleep(0.3)
+    with pytest.raises(LostRankError, match=f"rank {lost}: "):
+        agree.all_gather_objects(None)
+    (folder / str(dist.get_rank())).touch()
+    # Nobody learns of it by the end of another process: all have heard before the first ends.
+    deadline = time.monotonic() + 30
+    while len(list(folder.iterdir())) < 5:
+        assert time.monotonic() < deadline, f"only {sorted(folder.iterdir())} have heard"
+        time.sleep(0.05)
+    dist.destroy_process_group()  # which the lost one has no part in
+
+
+@pytest.mark.parametrize("lost", [0, 3, 5])
+def test_every_rank_hears_of_the_one_that_is_lost(lost: int, tmp_path: Path) -> None:
+    codes = [7 if rank == lost else None for rank in range(6)]
+    with pytest.raises(RankFailedError, match=re.escape(f"exit codes {codes} without a traceback")):
+        run_distributed(_lose, 6, lost, tmp_path, timeout=60)

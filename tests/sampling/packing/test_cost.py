@@ -1,0 +1,167 @@
+"""Packs that cost every rank the same: rows once each, the modelled step, positions, and older orders."""
+
+import itertools
+import json
+import warnings
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from hypothesis import given, settings, strategies as st
+
+import fsdp_sft as fs
+from fsdp_sft.sampling.packing.balance import balanced_rounds
+from fsdp_sft.sampling.packing.cost import RowCost
+
+# Training FLOPs of a token and of a squared token of a model with 7 billion parameters.
+COST = (4.0e10, 7.86e5)
+
+
+def long_tailed(number: int, most: int) -> list[int]:
+    generator = torch.Generator().manual_seed(0)
+    lengths = 600 * torch.exp(1.3 * torch.randn(number, generator=generator))
+    return [int(length) for length in lengths.clamp(1, most)]
+
+
+def order_of(lengths: list[int], capacity: int, ranks: int, **options: Any) -> list[list[list[int]]]:
+    """The packs of an epoch: [round][rank][row]."""
+    group = [
+        fs.PackedSampler(lengths, max_length=capacity, num_replicas=ranks, rank=rank, **options)
+        for rank in range(ranks)
+    ]
+    return [list(packs) for packs in zip(*group, strict=True)]
+
+
+def step_over_even(rounds: list[list[list[int]]], lengths: list[int]) -> float:
+    """What an epoch takes where ranks wait for each other in each round, over what it would take evenly."""
+
+    def cost(pack: list[int]) -> float:
+        return sum(COST[0] * lengths[row] + COST[1] * lengths[row] ** 2 for row in pack)
+
+    costs = [[cost(pack) for pack in packs] for packs in rounds]
+    return sum(map(max, costs)) * len(rounds[0]) / sum(map(sum, costs))
+
+
+@pytest.mark.parametrize(
+    ("capacity", "ranks", "rows", "most"),
+    # Each rank's sampler makes the whole order.
+    [(4096, 8, 10_000, 1.01), (4096, 48, 4_000, 1.01), (32768, 8, 10_000, 1.01), (32768, 16, 10_000, 1.03)],
+)
+def test_no_rank_waits_long(capacity: int, ranks: int, rows: int, most: float) -> None:
+    lengths = long_tailed(rows, capacity)
+    rounds = order_of(lengths, capacity, ranks, cost=COST)
+    before = order_of(lengths, capacity, ranks)
+    assert step_over_even(rounds, lengths) <= most < step_over_even(before, lengths)
+    assert len(rounds) <= len(before)
+    for one in (rounds, before):
+        assert Counter(itertools.chain(*itertools.chain(*one))) == Counter(range(rows))
+        assert max(sum(lengths[row] for row in pack) for packs in one for pack in packs) <= capacity
+
+
+def test_packs_that_leave_no_room_run_beside_those_that_cost_as_much() -> None:
+    lengths = [16, 3, 1, 11, 1, 2, 3, 2, 1, 11, 2, 2, 3, 2, 11, 9]  # four full packs: nothing can be moved
+    rounds = balanced_rounds(range(len(lengths)), lengths, 20, 2, RowCost(0.0, 1.0))
+    costs = [sum(lengths[row] ** 2 for row in pack) for packs in rounds for pack in packs]
+    assert [sum(lengths[row] for row in pack) for packs in rounds for pack in packs] == [20] * 4
+    assert costs == sorted(costs, reverse=True)
+    assert len(set(costs)) > 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_any_rows_come_once_in_packs_that_hold_them(data: Any) -> None:
+    lengths = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=60))
+    rows = data.draw(st.lists(st.integers(0, len(lengths) - 1), max_size=80))
+    ranks = data.draw(st.integers(1, 6))
+    cost = RowCost(data.draw(st.sampled_from((0.0, 1.0))), data.draw(st.sampled_from((0.5, 0.01))))
+    rounds = balanced_rounds(rows, lengths, 40, ranks, cost)
+    assert Counter(row for packs in rounds for pack in packs for row in pack) == Counter(rows)
+    assert all(sum(lengths[row] for row in pack) <= 40 for packs in rounds for pack in packs)
+    assert all(len(packs) == ranks for packs in rounds[:-1])
+    fewest = len(fs.pack_lengths([lengths[row] for row in rows], 40))
+    assert len(rounds) == -(-fewest // ranks)
+
+
+@given(st.floats(0, 100), st.floats(0, 10), st.floats(0.1, 1e6))
+def test_the_longest_row_of_a_cost(per_token: float, per_square: float, cost: float) -> None:
+    per_token = per_token if per_token + per_square > 1e-3 else 1.0
+    row = RowCost(per_token, per_square)
+    longest = row.longest(cost)
+    assert row.of(longest) <= cost < row.of(longest + 1)
+
+
+def test_positions_resume_at_any_number_of_ranks() -> None:
+    lengths = long_tailed(600, 4096)
+    seen: Counter[int] = Counter()
+    state = None
+    for ranks, rounds in ((4, 5), (3, 4), (8, 2), (8, None)):
+        group = [
+            fs.PackedSampler(lengths, max_length=4096, num_replicas=ranks, rank=rank, cost=COST)
+            for rank in range(ranks)
+        ]
+        for sampler in group:
+            if state is not None:
+                sampler.load_state_dict(state)
+            packs = list(itertools.islice(sampler, rounds))
+            seen.update(row for pack in packs for row in pack)
+        for sampler in group:
+            sampler.mark_consumed(len(packs))
+        state = json.loads(json.dumps(group[0].state_dict()))
+    assert seen == Counter(range(600))
+    assert state is not None
+    assert state["epoch"] == 1
+
+
+def test_a_state_goes_on_in_the_order_that_it_was_saved_in() -> None:
+    lengths = long_tailed(300, 4096)
+    for saved, later in ((None, COST), (COST, None), (COST, (1.0, 0.0))):
+        first = fs.PackedSampler(lengths, max_length=4096, cost=saved)
+        packs = list(first)
+        first.mark_consumed(3)
+        state = json.loads(json.dumps(first.state_dict()))
+        if saved is None:
+            del state["cost"]  # as it was before there were costs
+        second = fs.PackedSampler(lengths, max_length=4096, cost=later)
+        with pytest.warns(UserWarning, match="goes on with it"):
+            second.load_state_dict(state)
+        assert list(second) == packs[3:]
+        second.mark_consumed(1)
+        assert second.state_dict()["cost"] == (None if saved is None else list(COST))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        same = fs.PackedSampler(lengths, max_length=4096, cost=COST)
+        same.load_state_dict(fs.PackedSampler(lengths, max_length=4096, cost=COST).state_dict())
+
+
+@pytest.mark.parametrize("cost", [(1.0,), "ab", (True, 1.0), 3.0, ("1", 2)])
+def test_a_cost_that_is_not_two_numbers(cost: Any) -> None:
+    with pytest.raises(TypeError, match="cost must be two numbers"):
+        fs.PackedSampler([3], max_length=4, cost=cost)
+
+
+@pytest.mark.parametrize("cost", [(-1.0, 1.0), (float("nan"), 1.0), (0, 0), (float("inf"), 0)])
+def test_a_cost_that_cannot_be(cost: Any) -> None:
+    with pytest.raises(ValueError, match="the numbers of cost must be finite"):
+        fs.PackedSampler([3], max_length=4, cost=cost)
+
+
+def test_the_cost_of_attention_is_counted_from_the_config() -> None:
+    config = tf.LlamaConfig(
+        hidden_size=256, num_hidden_layers=3, num_attention_heads=8, intermediate_size=512
+    )
+    a, b = fs.attention_cost(config)
+    # 3 layers, as 3 forwards, 2 products of 2 FLOPs each, and half of the row on average.
+    assert b == 3 * 3 * 2 * 2 * 256 / 2
+    assert a == fs.model_flops_per_token(config, 1) - 2 * b
+    assert fs.attention_cost(config, attention="full") == (a, 0.0)
+    sliding = tf.MistralConfig(
+        hidden_size=256, num_hidden_layers=3, num_attention_heads=8, intermediate_size=512, sliding_window=64
+    )
+    assert fs.attention_cost(sliding)[1] == 0
+    assert fs.attention_cost(sliding)[0] == fs.model_flops_per_token(sliding, 64)
+    with pytest.raises(ValueError, match="attention must be"):
+        fs.attention_cost(config, attention="dense")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="or give cost="):
+        fs.attention_cost(tf.MambaConfig(num_hidden_layers=2, hidden_size=64))

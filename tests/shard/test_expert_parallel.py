@@ -1,0 +1,413 @@
+"""Ranks that have experts of their own: models that transformers shards, beside one process."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from peft import LoraConfig
+from safetensors.torch import load_file
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import fsdp_sft as fs
+from fsdp_sft._tensors.boxes import local_of
+from tests.harness.architectures import tiny_architecture
+from tests.harness.composed import composed
+from tests.harness.device import mesh_here
+from tests.harness.models import full, largest_error, oracle_gradients, ragged_batches
+from tests.harness.native import load_native, needs_native_sharding, rows_of_rank, save_mixture
+from tests.harness.ranks import run_distributed
+
+# Each with 8 experts, so that 2 and 4 ranks have whole ones.
+EIGHT = {
+    "MixtralForCausalLM": {"num_local_experts": 8},
+    "Qwen3MoeForCausalLM": {"num_experts": 8},
+    "GptOssForCausalLM": {"num_local_experts": 8},
+    "DeepseekV3ForCausalLM": {
+        "n_routed_experts": 8,
+        "first_k_dense_replace": 1,
+        "n_group": 2,
+        "topk_group": 1,
+    },
+}
+EP2 = {"fsdp_size": 4, "ep_size": 2}
+EP4 = {"fsdp_size": 4, "ep_size": 4}
+FSDP = {"fsdp_size": 4}
+OURS2 = {"ours": 2, "fsdp_size": 4}
+OURS4 = {"ours": 4, "fsdp_size": 4}
+HYBRID = {"dp_replicate_size": 2, "fsdp_size": 2, "ep_size": 2}
+
+
+@pytest.fixture(scope="module", params=list(EIGHT))
+def folder(request: Any, tmp_path_factory: Any) -> str:
+    needs_native_sharding()
+    return save_mixture(tmp_path_factory.mktemp("mixture"), request.param, **EIGHT[request.param])
+
+
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory: Any) -> str:
+    needs_native_sharding()
+    name = "MixtralForCausalLM"
+    return save_mixture(tmp_path_factory.mktemp("mixture"), name, **EIGHT[name])
+
+
+def _expected(model: Any, batches: list[Any], max_norm: float) -> tuple[float, float, dict[str, Any]]:
+    loss, gradients = oracle_gradients(model, batches)
+    plain = copy.deepcopy(model)
+    for name, parameter in plain.named_parameters():
+        parameter.grad = gradients.get(name)
+    norm = float(torch.nn.utils.clip_grad_norm_(plain.parameters(), max_norm))
+    return loss, norm, {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
+
+
+def _load(folder: str, options: dict[str, int] | None, dtype: torch.dtype = torch.float32) -> Any:
+    """By transformers, or with ``ours`` by this library: so many ranks share out the experts."""
+    if options is None or "ours" not in options:
+        return load_native(folder, options, dtype=dtype)
+    replicas = options.get("dp_replicate_size", 1)
+    return composed(
+        folder,
+        mesh=mesh_here(dp_replicate=replicas),
+        master_dtype=dtype,
+        mp_policy=MixedPrecisionPolicy(),
+        ep_size=options["ours"],
+    )
+
+
+def _check_step(folder: str, options: dict[str, int], dtype: torch.dtype, prepare: str) -> None:
+    """One step of SGD with rate 1, whose move is the clipped gradient."""
+    batches = ragged_batches(9)[:8]
+    model = _load(folder, options, dtype)
+    if "sac" in prepare:
+        fs.apply_sac(model, 1)
+    if "compile" in prepare:
+        fs.compile_blocks(model, backend="aot_eager")
+    before = {name: full(p.detach()).clone() for name, p in model.named_parameters()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    result = fs.train_step(
+        model,
+        rows_of_rank(batches, options),
+        optimizer,
+        max_grad_norm=0.05,
+        loss_impl="chunked" if "chunked" in prepare else "logits",
+        grad_sync="last" if "last" in prepare else "each",
+        router_loss="off",
+    )
+    exact = dtype == torch.float64
+    loss, norm, gradients = _expected(load_native(folder, None, dtype=dtype), batches, 0.05)
+    assert result.loss == pytest.approx(loss, rel=1e-12 if exact else 1e-5)
+    assert result.grad_norm == pytest.approx(norm, rel=1e-12 if exact else 1e-5)
+    assert norm > 0.05, "it is clipped"
+    moved = {name: before[name] - full(p.detach()) for name, p in model.named_parameters()}
+    unused = moved.keys() - gradients.keys()
+    assert not any(moved.pop(name).any() for name in unused)
+    assert largest_error(moved, gradients) <= (1e-12 if exact else 5e-5)
+    if "dp_replicate_size" in options:
+        _check_replicas(model)
+
+
+def _check_replicas(model: Any) -> None:
+    """FSDP2 keeps replicas equal by equal gradients, and nothing else does."""
+    for parameter in model.parameters():
+        own = parameter.detach().to_local()
+        other = own.clone()
+        dist.broadcast(other, group=parameter.device_mesh.get_group(0), group_src=0)
+        assert torch.equal(own, other)
+
+
+@pytest.mark.parametrize("options", [EP2, OURS2, OURS4], ids=["ep2", "ours2", "ours4"])
+def test_a_step_is_that_of_one_process(folder: str, options: dict[str, int]) -> None:
+    run_distributed(_check_step, 4, folder, options, torch.float32, "sac chunked")
+
+
+def test_in_float64_to_the_last_digits(mixtral: str) -> None:
+    run_distributed(_check_step, 4, mixtral, EP2, torch.float64, "logits")
+
+
+@pytest.mark.parametrize("options", [EP4, HYBRID, {"ours": 2, "dp_replicate_size": 2, "fsdp_size": 2}])
+def test_over_all_ranks_and_with_replicas(mixtral: str, options: dict[str, int]) -> None:
+    run_distributed(_check_step, 4, mixtral, options, torch.float32, "logits")
+
+
+def _check_divided_twice(folder: str) -> None:
+    model = load_native(folder, EP4, dtype=torch.float64)
+    batches = rows_of_rank(ragged_batches(8), EP4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for attempt in (
+        lambda: fs.train_step(model, batches, optimizer, router_loss="off"),
+        lambda: fs.causal_lm_loss(model, batches[0], num_targets=4, router_loss="off"),
+    ):
+        with pytest.raises(fs.UnsupportedModelError, match="divided by the ranks twice"):
+            attempt()
+    # What it is about: the day this gradient is right, the refusal can go.
+    loss = fs.scale_for_backward(fs.loss_sum(model, batches[0], router_loss="off")[0], num_targets=4)
+    loss.backward()
+    found = full(model.model.layers[0].mlp.experts.down_proj.grad)
+    plain = load_native(folder, None, dtype=torch.float64)
+    every = ragged_batches(8)[:4]
+    sum(fs.loss_sum(plain, batch, router_loss="off")[0] / 4 for batch in every).backward()
+    torch.testing.assert_close(found * 4, plain.model.layers[0].mlp.experts.down_proj.grad)
+
+
+def test_gradients_that_torch_divides_twice_are_refused(mixtral: str) -> None:
+    run_distributed(_check_divided_twice, 4, mixtral)
+
+
+@pytest.mark.parametrize("prepare", ["sac last", pytest.param("compile sac", marks=pytest.mark.slow)])
+def test_prepared_in_other_ways(mixtral: str, prepare: str) -> None:
+    run_distributed(_check_step, 4, mixtral, EP2, torch.float32, prepare)
+
+
+def _optimizer(model: Any) -> torch.optim.Optimizer:
+    # Adam divides by how large a gradient is: rounding would count like a gradient where there is none.
+    return torch.optim.AdamW(model.parameters(), lr=2e-3, eps=1e-3)
+
+
+def _window(step: int, options: dict[str, int] | None) -> list[Any]:
+    batches = ragged_batches(9, seed=step)[:8]
+    return batches if options is None else rows_of_rank(batches, options)
+
+
+def _train(model: Any, optimizer: Any, steps: range, options: dict[str, int] | None) -> list[float]:
+    losses = []
+    for step in steps:
+        window = _window(step, options)
+        result = fs.train_step(model, window, optimizer, router_loss="micro_batch")
+        losses.append(result.loss)
+    return losses
+
+
+def _tensors(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Everything that a checkpoint brings back, whole and on the host."""
+    found = {name: full(p.detach()).clone() for name, p in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state[parameter].items():
+            found[f"{name}/{key}"] = full(value).clone()
+    return found
+
+
+def _save_half_way(
+    folder: str, root: str, steps: int, options: dict[str, int]
+) -> tuple[list[float], Any, Any]:
+    model = _load(folder, options)
+    fs.apply_sac(model, 1)
+    optimizer = _optimizer(model)
+    losses = _train(model, optimizer, range(steps // 2), options)
+    fs.save_checkpoint(f"{root}/ckpt", steps // 2, model=model, optimizer=optimizer)
+    half = _tensors(model, optimizer)
+    losses += _train(model, optimizer, range(steps // 2, steps), options)
+    fs.export_hf(model, f"{root}/hf", dtype=None)
+    return losses, half, _tensors(model, optimizer)
+
+
+def _resume(
+    folder: str, root: str, steps: int, options: dict[str, int] | None
+) -> tuple[Any, list[float], Any]:
+    model = _load(folder, options)
+    optimizer = _optimizer(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    fs.load_checkpoint(f"{root}/ckpt", model=model, optimizer=optimizer)
+    half = _tensors(model, optimizer)
+    losses = _train(model, optimizer, range(steps // 2, steps), options)
+    return half, losses, _tensors(model, optimizer)
+
+
+def _close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    weights = {name for name in expected if "/" not in name}
+    return largest_error({n: found[n] for n in weights}, {n: expected[n] for n in weights}) <= 2e-4
+
+
+@pytest.mark.parametrize(
+    ("steps", "others"), [(4, [OURS2]), pytest.param(20, [FSDP, EP4, OURS2], marks=pytest.mark.slow)]
+)
+def test_steps_resumed_otherwise_and_exported_are_those_of_one_process(
+    mixtral: str, tmp_path: Path, steps: int, others: list[dict[str, int]]
+) -> None:
+    """From experts over 2 ranks, twice, to FSDP alone, to experts over 4 ranks, and to one process."""
+    losses, half, last = run_distributed(_save_half_way, 4, mixtral, str(tmp_path), steps, EP2)[0]
+    plain = load_native(mixtral, None)
+    optimizer = _optimizer(plain)
+    expected = _train(plain, optimizer, range(steps), None)
+    assert losses == pytest.approx(expected, rel=2e-5)
+    assert losses[-1] < losses[0] or steps < 20
+    assert _close(last, _tensors(plain, optimizer))
+    continued = [run_distributed(_resume, 4, mixtral, str(tmp_path), steps, other)[0] for other in others]
+    continued.append(_resume(mixtral, str(tmp_path), steps, None))
+    for loaded, resumed, final in continued:
+        assert loaded.keys() == half.keys()
+        assert all(torch.equal(loaded[name], half[name]) for name in half)
+        assert resumed == pytest.approx(expected[steps // 2 :], rel=2e-5)
+        assert _close(final, last)
+    _check_export(tmp_path / "hf", Path(mixtral), last)
+
+
+def _check_export(made: Path, original: Path, expected: dict[str, torch.Tensor]) -> None:
+    """The original's names and shapes, and plain transformers reads what was trained."""
+    files = [[load_file(file) for file in folder.glob("*.safetensors")] for folder in (made, original)]
+    shapes = [{name: t.shape for tensors in loaded for name, t in tensors.items()} for loaded in files]
+    assert shapes[0] == shapes[1]
+    assert "model.layers.0.block_sparse_moe.experts.7.w1.weight" in shapes[0]
+    read = load_native(str(made), None)
+    assert all(torch.equal(p.detach(), expected[name]) for name, p in read.named_parameters())
+    assert json.loads((made / "config.json").read_text()).get("distributed_config") is None
+
+
+def _disturb(model: Any, *, moved: bool) -> None:
+    """Let every second call of a router, the recomputation, move some experts by a unit in the last place."""
+    for block in model.model.layers:
+        router = block.mlp.gate
+        router.calls = 0
+
+        def forward(hidden: torch.Tensor, router: Any = router) -> Any:
+            logits = F.linear(hidden.reshape(-1, hidden.shape[-1]), router.weight)
+            up = torch.nextafter(logits, torch.full_like(logits, torch.inf)) - logits
+            up[:, ::2] = 0
+            router.calls += 1
+            if moved and router.calls % 2 == 0:
+                logits = logits + up.detach()
+            values, indices = logits.softmax(-1).topk(router.top_k, dim=-1)
+            return logits, values / values.sum(-1, keepdim=True), indices
+
+        router.forward = forward
+
+
+def _check_disturbed(folder: str) -> None:
+    batches = [ragged_batches(8)[:4], ragged_batches(8, seed=2)[:4]]
+    found: list[dict[str, torch.Tensor]] = []
+    sent: list[torch.Tensor] = []
+    for options, moved in ((None, False), (EP2, True)):
+        model = load_native(folder, options)
+        if moved:
+            fs.apply_sac(model, 1)
+        model.config.output_router_logits = False
+        own = [b for window in batches for b in (window if not moved else rows_of_rank(window, EP2))]
+        _disturb(model, moved=moved)
+        experts = model.model.layers[0].mlp.experts
+        experts.register_forward_pre_hook(lambda _, args: sent.append(args[1].clone()))
+        fs.prepare_loss(model, impl="logits")
+        sent.clear()
+        for block in model.model.layers:
+            block.mlp.gate.calls = 0
+        for batch in own:
+            loss, _ = fs.loss_sum(model, batch, router_loss="off", impl="logits")
+            (loss / 100).backward()
+        named = model.named_parameters()
+        # FSDP2 averages over the 4 ranks.
+        found.append({n: full(p.grad) * (4 if moved else 1) for n, p in named if p.grad is not None})
+        sent = sent[-4:]
+    assert largest_error(found[1], found[0]) <= 1e-4
+    assert all(torch.equal(sent[index], sent[index + 1]) for index in (0, 2))
+
+
+def test_a_recomputed_router_sends_tokens_to_the_same_ranks(tmp_path: Path) -> None:
+    """Experts 2k and 2k + 1 lie as close as two floats can: a recomputation by itself would swap them."""
+    needs_native_sharding()
+    folder = save_mixture(tmp_path / "plain", num_local_experts=8, num_experts_per_tok=1)
+    model = load_native(folder, None)
+    for block in model.model.layers:
+        with torch.no_grad():
+            block.mlp.gate.weight.mul_(20)
+            block.mlp.gate.weight[1::2] = block.mlp.gate.weight[::2]
+    model.save_pretrained(tmp_path / "tied")
+    run_distributed(_check_disturbed, 4, str(tmp_path / "tied"))
+
+
+def _check_loaded(folder: str, ep_size: int, replicas: int) -> None:
+    model = _load(folder, {"ours": ep_size, "dp_replicate_size": replicas})
+    report = model.load_report
+    assert report.job_bytes_read == report.checkpoint_bytes
+    mine = sum(local_of(p).nbytes for p in model.parameters())
+    # With replicas one reads for both, tensor by tensor in turn.
+    assert report.bytes_read == pytest.approx(mine / replicas, rel=0 if replicas == 1 else 0.2)
+    plain = load_native(folder, None)
+    state = plain.state_dict()
+    found = {name: full(tensor) for name, tensor in model.state_dict().items()}
+    assert found.keys() == state.keys()
+    assert all(torch.equal(found[name], state[name]) for name in state)
+    assert "efsdp" not in fs.describe_sharding(model).splitlines()[-1]
+
+
+@pytest.mark.parametrize(("ep_size", "replicas"), [(2, 1), (4, 1), (2, 2)])
+def test_each_rank_reads_its_own_experts_and_every_byte_is_read_once(
+    mixtral: str, ep_size: int, replicas: int
+) -> None:
+    run_distributed(_check_loaded, 4, mixtral, ep_size, replicas)
+
+
+def _check_sixteen_bits(folder: str) -> None:
+    """In bfloat16 no further from one process's float32 than FSDP alone is."""
+    batches = ragged_batches(8)
+    _, expected = oracle_gradients(load_native(folder, None), batches)
+    errors = []
+    for ep_size in (1, 2):
+        options: dict[str, Any] = {"sac_ratio": 1, "reshard_after_forward": 2}
+        model = composed(folder, mesh=mesh_here(), ep_size=ep_size, **options)
+        batch = batches[dist.get_rank() :: 4]
+        targets = fs.count_targets(batch)
+        for one in batch:
+            fs.causal_lm_loss(model, one, num_targets=targets, router_loss="off").backward()
+        found = {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+        difference = sum(float((found[n] - expected[n]).square().sum()) for n in expected)
+        errors.append(difference**0.5)
+    assert 0 < errors[1] < 1.5 * errors[0]
+
+
+def test_in_sixteen_bits_it_is_as_close_as_fsdp_alone(mixtral: str) -> None:
+    run_distributed(_check_sixteen_bits, 4, mixtral)
+
+
+def _check_refused(mixtral: str, without: str, dense: str) -> None:
+    mesh = mesh_here()
+    for ep_size, said in ((3, r"use one of \[1, 2, 4\]"), (0, "1 or more"), (True, "1 or more")):
+        with pytest.raises(ValueError, match=said):
+            composed(mixtral, mesh=mesh, ep_size=ep_size)
+    for folder in (without, dense):
+        with pytest.raises(fs.UnsupportedModelError, match="no plan by which ranks share out the experts"):
+            composed(folder, mesh=mesh, ep_size=2)
+    with pytest.raises(ValueError, match="without cp"):
+        composed(mixtral, mesh=mesh_here(cp=2), ep_size=2)
+    lora = LoraConfig(r=2, target_parameters=["mlp.experts.down_proj"], task_type="CAUSAL_LM")
+    with pytest.raises(fs.UnsupportedModelError, match="which have adapters"):
+        composed(mixtral, mesh=mesh, ep_size=2, peft_config=lora)
+    with pytest.raises(fs.UnsupportedModelError, match="group of its own"):
+        fs.apply_sac(composed(mixtral, mesh=mesh, ep_size=2), save="self_attn")
+    with pytest.raises(fs.UnsupportedModelError, match="that ranks share out by ep_size") as early:
+        composed(mixtral, mesh=mesh, ep_size=2, sac_ratio=1, sac={"save": "self_attn"})
+    assert "load_weights" not in [entry.name for entry in early.traceback]
+    with pytest.raises(ValueError, match="ep_size=2 needs a model on the meta device"):
+        fs.shard_model(tiny_architecture("MixtralForCausalLM"), mesh=mesh, ep_size=2)
+
+
+def test_what_cannot_be_shared_out_is_refused_by_name(mixtral: str, tmp_path: Path) -> None:
+    without = save_mixture(tmp_path / "llama4", "Llama4ForCausalLM")
+    dense = save_mixture(tmp_path / "llama", "LlamaForCausalLM")
+    run_distributed(_check_refused, 4, mixtral, without, dense)
+
+
+def _check_adapters(folder: str, out: str) -> None:
+    """Attention's adapters are trained, and the experts are only passed through."""
+    lora = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    batches = rows_of_rank(ragged_batches(8), OURS2)
+    results = []
+    for ep_size in (1, 2):
+        options = {"mp_policy": MixedPrecisionPolicy(), "peft_config": lora, "frozen_dtype": torch.float32}
+        options["sac_ratio"] = 1
+        model = composed(folder, mesh=mesh_here(), ep_size=ep_size, **options)
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
+        steps = [fs.train_step(model, batches, optimizer, router_loss="off") for _ in range(2)]
+        trained = {n: full(p.detach()) for n, p in model.named_parameters() if p.requires_grad}
+        results.append(([step.loss for step in steps], trained))
+    fs.export_hf(model, out, dtype=None)
+    assert results[1][0] == pytest.approx(results[0][0], rel=1e-5)
+    assert largest_error(results[1][1], results[0][1]) <= 1e-4
+
+
+def test_adapters_of_other_modules_are_trained_beside_shared_experts(mixtral: str, tmp_path: Path) -> None:
+    run_distributed(_check_adapters, 4, mixtral, str(tmp_path / "out"))
+    load_native(str(tmp_path / "out"), None)

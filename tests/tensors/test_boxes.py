@@ -1,0 +1,75 @@
+"""Boxes: what torch's own chunks are, and how tensors are put together from them."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from fsdp_sft._tensors.boxes import Box, box_at, part_of, tiling_problem, whole
+
+
+def test_boxes_are_what_torch_has() -> None:
+    for rows in (0, 1, 3, 7, 8):
+        for parts in (1, 2, 3, 4):
+            boxes = [box_at((rows, 5), [Replicate(), Shard(0)], (2, parts), (1, i)) for i in range(parts)]
+            chunks = list(torch.zeros(rows, 5).chunk(parts)) + [torch.zeros(0, 5)] * parts
+            assert [box.shape for box in boxes] == [tuple(c.shape) for c in chunks[:parts]]
+            assert tiling_problem((rows, 5), boxes) is None
+    grid = [box_at((5, 7), [Shard(0), Shard(1)], (2, 3), (i, j)) for i in range(2) for j in range(3)]
+    assert tiling_problem((5, 7), grid) is None
+    assert "elements" in str(tiling_problem((5, 7), grid[1:]))
+    assert "overlap" in str(tiling_problem((4,), [Box((0,), (2,)), Box((1,), (2,))]))
+    assert "outside" in str(tiling_problem((4,), [Box((2,), (4,))]))
+    assert "outside" in str(tiling_problem((4,), [Box((0, 0), (2, 2))]))
+
+
+def test_the_part_that_two_boxes_share() -> None:
+    tensor = torch.arange(60).view(3, 4, 5)
+    a, b = Box((0, 1, 0), (2, 3, 4)), Box((1, 0, 2), (2, 2, 3))
+    common = a.intersect(b)
+    assert common == Box((1, 1, 2), (1, 1, 2)) == b.intersect(a)
+    assert torch.equal(tensor[common.slices], part_of(tensor, common))
+    inside = part_of(part_of(tensor, a), common.relative_to(a))
+    assert torch.equal(inside, tensor[common.slices])
+    assert a.intersect(Box((2, 0, 0), (1, 4, 5))) is None
+    assert whole(()).intersect(whole(())) == Box((), ())
+
+
+def test_a_strided_shard_is_cut_after_the_axes_that_follow() -> None:
+    """Experts are shared out along the last axis first, and FSDP2 cuts what each rank then has."""
+    for rows in (4, 6, 12, 13):
+        for sharing, parts in ((1, 2), (2, 1), (2, 3), (3, 2), (4, 4)):
+            for copies in ([], [Replicate()]):
+                placements = [*copies, _StridedShard(0, split_factor=sharing), Shard(0)]
+                shape = (*[2 for _ in copies], parts, sharing)
+                numbers = torch.arange(rows)
+                for i in range(parts):
+                    for j in range(sharing):
+                        box = box_at((rows, 5), placements, shape, (*[1 for _ in copies], i, j))
+                        experts = _chunk(numbers, sharing, j)
+                        assert numbers[box.slices[:1]].tolist() == _chunk(experts, parts, i).tolist()
+                        assert box.shape[1] == 5
+    other = box_at((8, 6), [Shard(1), Shard(0)], (2, 4), (1, 3))
+    assert other == Box((6, 3), (2, 3))
+    last = box_at((8, 6), [_StridedShard(-2, split_factor=4), Shard(-2)], (2, 4), (1, 3))
+    assert last == Box((7, 0), (1, 6))
+
+
+def _chunk(tensor: torch.Tensor, parts: int, index: int) -> torch.Tensor:
+    chunks = tensor.chunk(parts)
+    return chunks[index] if index < len(chunks) else tensor[:0]
+
+
+@pytest.mark.parametrize(
+    "placements",
+    [
+        [_StridedShard(0, split_factor=3), Shard(0)],  # neither of the axes that follow nor of none
+        [Shard(0), _StridedShard(0, split_factor=2)],  # fused weights, each half cut by itself
+        [Partial(), Shard(0)],
+    ],
+)
+def test_what_leaves_a_rank_several_boxes_or_none_is_refused(placements: list[Any]) -> None:
+    with pytest.raises(TypeError, match="cannot be read or stored by boxes"):
+        box_at((8, 4), placements, (2, 2), (0, 1))

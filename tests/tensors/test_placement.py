@@ -1,0 +1,272 @@
+"""Parameters cut along the dimension that lies evenly on the ranks: loaded, trained, saved, exported."""
+
+import math
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from torch.distributed.tensor import DTensor, Shard
+
+import fsdp_sft as fs
+from fsdp_sft._tensors import shard_dims
+from tests.harness.device import device_here, mesh_here
+from tests.harness.forks import Program
+from tests.harness.hf_folders import difference, plain, save_tiny
+from tests.harness.models import full, largest_error, ragged_batches, tiny_model, windows_of_rank
+from tests.harness.ranks import run_distributed
+
+EXPERTS = 3  # uneven over 2 and over 4 ranks
+
+
+def test_the_first_dimension_unless_another_is_evener() -> None:
+    assert shard_dims.shard_dim((4096, 4096), 64) == 0
+    assert shard_dims.shard_dim((8, 28672, 4096), 64) == 1
+    assert shard_dims.shard_dim((8, 3, 4096), 64) == 2
+    assert shard_dims.shard_dim((8, 3, 5), 64) == 0  # no dimension divides
+    assert shard_dims.shard_dim((1001, 64), 4) == 0  # uneven by less than 5 %
+    assert shard_dims.shard_dim((9, 64), 4) == 1
+    for nothing in ((), (0, 8), (8, 0)):
+        assert shard_dims.shard_dim(nothing, 4) == 0
+
+
+def test_what_a_rank_has_memory_for_is_the_largest_chunk() -> None:
+    for shape in ((8, 6, 4), (9, 64), (5,), (101, 3), (3, 3), ()):
+        for shards in (1, 2, 4, 6, 64):
+            dim = shard_dims.shard_dim(shape, shards)
+            chunks = torch.empty(shape).chunk(shards, dim) if shape else (torch.empty(()),)
+            assert shard_dims.shard_numel(shape, shards) == max(chunk.numel() for chunk in chunks)
+
+
+FAKE = """
+import sys, json, torch, torch.distributed as dist, transformers as tf, warnings
+from torch.testing._internal.distributed.fake_pg import FakeStore
+import fsdp_sft as fs
+ranks = int(sys.argv[1])
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+config = getattr(tf, sys.argv[2])(**json.loads(sys.argv[3]))
+with torch.device("meta"):
+    model = tf.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    fs.shard_model(model, mesh=fs.build_mesh(device_type="cpu"))
+own = sum(p.to_local().numel() for p in model.parameters())
+said = [str(w.message) for w in caught if "times the mean" in str(w.message)]
+print(json.dumps([own * ranks / sum(p.numel() for p in model.parameters()), said]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "said"),
+    [
+        ("MixtralConfig", {"num_hidden_layers": 2}, None),
+        (
+            "GptOssConfig",
+            {
+                "hidden_size": 2880,
+                "intermediate_size": 2880,
+                "num_hidden_layers": 2,
+                "num_local_experts": 128,
+            },
+            "build_mesh(dp_replicate=2) shards over 128, evenly",
+        ),
+    ],
+)
+def test_experts_lie_evenly_on_many_ranks_or_are_named(
+    kind: str, fields: dict[str, Any], said: str | None, tmp_path: Path
+) -> None:
+    import json
+
+    script = tmp_path / "fake.py"
+    script.write_text(FAKE)
+    code, text = Program(script, "256", kind, json.dumps(fields)).wait(120)
+    assert code == 0, text[-2000:]
+    found, messages = json.loads(next(line for line in text.splitlines() if line.startswith("[")))
+    if said is None:
+        assert found <= 1.05
+        assert not messages
+    else:
+        assert found > 1.05
+        assert len(messages) == 1
+        assert said in messages[0]
+        assert "mlp.experts.gate_up_proj (128, 2880, 5760)" in messages[0]
+
+
+def _model(*, compiled: bool = False, **options: Any) -> Any:
+    model = tiny_model("mixtral", num_local_experts=EXPERTS, num_hidden_layers=3)
+    fs.apply_sac(model, "1/3")
+    if compiled:
+        fs.compile_blocks(model, backend="aot_eager")
+    return fs.shard_model(model, mesh=mesh_here(), **options)
+
+
+def _run(
+    folder: str, evenly: bool, compiled: bool = False
+) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    """The default path: ragged batches, evaluate, save, load, go on, export."""
+    fs.init_distributed()
+    if not evenly:  # the oracle: FSDP2 as it is
+        shard_dims.shard_dim = lambda shape, shards: 0  # type: ignore[assignment]
+        import fsdp_sft.shard.apply as own
+
+        own.shard_dim = shard_dims.shard_dim
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        model = _model(compiled=compiled)
+    placements = {p.placements[-1].dim for p in model.parameters() if isinstance(p, DTensor)}
+    assert placements == ({0, 1} if evenly else {0})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses, norms = [], []
+    for step, window in enumerate(windows_of_rank(2, device_here())):
+        result = fs.train_step(model, window, optimizer, max_grad_norm=None)
+        losses.append(result.loss)
+        norms.append(result.grad_norm)
+        if step == 1:
+            losses.append(fs.evaluate(model, window).loss)
+            fs.save_checkpoint(folder, 2, model=model, optimizer=optimizer)
+            after = fs.train_step(model, window, optimizer, max_grad_norm=None).loss
+            fs.load_checkpoint(folder, model=model, optimizer=optimizer)
+            assert fs.train_step(model, window, optimizer, max_grad_norm=None).loss == after
+    fs.export_hf(model, f"{folder}-export", dtype=torch.float32)
+    return losses, norms, {name: full(p) for name, p in model.state_dict().items()}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """The default path on two ranks: its folder, and what it gave."""
+    folder = tmp_path_factory.mktemp("placement") / "run"
+    return folder, run_distributed(_run, 2, str(folder), True, timeout=240)[0]
+
+
+def test_training_is_that_with_first_dimensions(trained: tuple[Path, Any], tmp_path: Path) -> None:
+    folder, found = trained
+    expected = run_distributed(_run, 2, str(tmp_path / "first"), False, timeout=240)[0]
+    _assert_same(folder, found, expected)
+
+
+@pytest.mark.slow
+def test_compiled_training_is_that_with_first_dimensions(tmp_path: Path) -> None:
+    found, expected = (
+        run_distributed(_run, 2, str(tmp_path / str(evenly)), evenly, True, timeout=240)[0]
+        for evenly in (True, False)
+    )
+    _assert_same(tmp_path / "True", found, expected)
+
+
+def _assert_same(folder: Path, found: Any, expected: Any) -> None:
+    """Two trainings are equal, and so is what the first has exported."""
+    assert found[0] == expected[0]
+    assert found[1] == pytest.approx(expected[1], rel=1e-5)  # of other sums
+    exported = tf.MixtralForCausalLM.from_pretrained(f"{folder}-export", dtype=torch.float32)
+    for name, weight in exported.state_dict().items():
+        assert torch.equal(found[2][name], expected[2][name]), name
+        assert torch.equal(weight, found[2][name]), name
+
+
+def _elsewhere(folder: str) -> dict[str, torch.Tensor]:
+    fs.init_distributed()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        model = _model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    fs.load_checkpoint(folder, model=model, optimizer=optimizer)
+    state = {name: full(p) for name, p in model.state_dict().items()}
+    for name, parameter in model.named_parameters():
+        state |= {f"{name}/{key}": full(value) for key, value in optimizer.state[parameter].items()}
+    return state
+
+
+def test_a_checkpoint_goes_to_other_ranks_bit_by_bit(trained: tuple[Path, Any]) -> None:
+    states = [run_distributed(_elsewhere, ranks, str(trained[0]), timeout=240)[0] for ranks in (1, 2, 3, 4)]
+    assert len(states[0]) > 60
+    for state in states[1:]:
+        assert state.keys() == states[0].keys()
+        for name, tensor in state.items():
+            assert torch.equal(tensor, states[0][name]), name
+
+
+def _load(folder: str, shape: dict[str, int]) -> None:
+    fs.init_distributed()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        model = fs.load_pretrained(folder, mesh=mesh_here(**shape))
+    cut = {name: p.placements[-1].dim for name, p in model.named_parameters()}
+    assert cut["model.layers.0.mlp.experts.gate_up_proj"] == 1
+    assert difference(model, plain(Path(folder))) == []
+
+
+@pytest.mark.parametrize("shape", [{}, {"dp_replicate": 2}])
+def test_weights_load_bit_by_bit(tmp_path: Path, shape: dict[str, int]) -> None:
+    save_tiny(tmp_path, "mixtral", num_local_experts=EXPERTS)
+    run_distributed(_load, 4, str(tmp_path), shape)
+
+
+def _disordered(folder: str) -> None:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = DeviceMesh(mesh_here().device_type, [1, 0])
+    with pytest.raises(ValueError, match="do not ascend along axis 0"):
+        fs.shard_model(tiny_model("llama"), mesh=mesh)
+    model = tiny_model("llama")  # of a caller's own
+    fully_shard(model, mesh=mesh)
+    for action in (
+        lambda: fs.save_checkpoint(folder, 1, model=model),
+        lambda: fs.save_full_state_dict(model, f"{folder}/full.safetensors"),
+        lambda: fs.export_hf(model, f"{folder}/export"),
+    ):
+        with pytest.raises(ValueError, match="do not ascend"):
+            action()
+
+
+def test_a_mesh_whose_ranks_do_not_ascend_is_refused(tmp_path: Path) -> None:
+    """FSDP2 cuts by the rank in the group, DTensor says the coordinate in the mesh."""
+    run_distributed(_disordered, 2, str(tmp_path))
+
+
+def _smaller_mesh() -> None:
+    """What stays on fewer ranks after a forward is a run of bytes: first dimensions only, and right."""
+    gradients = []
+    for reshard in (True, 2):
+        model = tiny_model("mixtral", num_local_experts=EXPERTS)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fs.shard_model(model, mesh=mesh_here(), reshard_after_forward=reshard)
+        said = [str(w.message) for w in caught if "times the mean" in str(w.message)]
+        if reshard is True or torch.distributed.get_rank() != 0:
+            assert not said
+        else:
+            assert "mlp.experts.gate_up_proj (3, " in said[0]
+            assert "reshard_after_forward=True takes others, evenly" in said[0]
+        blocks = {p.placements[-1] for n, p in model.named_parameters() if ".layers." in n}
+        assert blocks == ({Shard(0), Shard(1)} if reshard is True else {Shard(0)})
+        batch = {name: value.to(device_here()) for name, value in ragged_batches(2)[0].items()}
+        fs.loss_sum(model, batch)[0].backward()
+        gradients.append({name: full(p.grad) for name, p in model.named_parameters()})
+    assert largest_error(*gradients) < 1e-6
+
+
+def test_a_smaller_mesh_after_forward_keeps_first_dimensions() -> None:
+    run_distributed(_smaller_mesh, 4)
+
+
+def _described() -> str:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return fs.describe_sharding(_model())
+
+
+def test_the_table_says_how_evenly(tmp_path: Path) -> None:
+    text = run_distributed(_described, 2)[0]
+    assert "(Shard(dim=0),), (Shard(dim=1),)" in text
+    assert "the fullest rank has 1.00 times the mean" in text
+
+
+def test_even_shards_are_a_divisor_that_is_even() -> None:
+    shapes = [(128, 2880, 5760), (128, 2880), (2880,)]
+    assert shard_dims.even_shards(shapes, 256) == 128
+    assert shard_dims.total_imbalance(shapes, 128) <= 1.05 < shard_dims.total_imbalance(shapes, 256)
+    assert shard_dims.even_shards([(3, 5)], 4) == 1
+    assert math.isclose(shard_dims.total_imbalance([(3, 5)], 4), 4 / 3)
