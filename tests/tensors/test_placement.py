@@ -109,7 +109,7 @@ def _run(
     fs.init_distributed()
     if not evenly:  # the oracle: FSDP2 as it is
         shard_dims.shard_dim = lambda shape, shards: 0  # type: ignore[assignment]
-        import fsdp_sft.shard.apply as own
+        import fsdp_sft.shard.units as own
 
         own.shard_dim = shard_dims.shard_dim
     with warnings.catch_warnings():

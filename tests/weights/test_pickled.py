@@ -26,9 +26,9 @@ from tests.harness.hub_server import serve, use_hub
 from tests.harness.ranks import run_distributed
 
 
-def _pickled(folder: Path, family: str = "llama", *, files: int = 1) -> Path:
+def _pickled(folder: Path, family: str = "llama", *, files: int = 1, **sizes: int) -> Path:
     """A checkpoint as old versions of transformers wrote it: ``torch.save``, tied names sharing storages."""
-    save_tiny(folder, family)
+    save_tiny(folder, family, **sizes)
     tensors = tensors_of(folder)
     for path in [*folder.glob("*.safetensors"), *folder.glob("*.index.json")]:
         path.unlink()
@@ -232,7 +232,7 @@ def test_what_cannot_be_read_by_position(tmp_path: Path, damage: Callable[[Path]
 
 
 def test_a_tensor_that_is_stored_transposed(tmp_path: Path) -> None:
-    folder = _pickled(tmp_path)
+    folder = _pickled(tmp_path, hidden_size=1024, num_attention_heads=8, num_key_value_heads=8)
     expected = torch.load(folder / "pytorch_model.bin", weights_only=True)
     _transposed(folder / "pytorch_model.bin")
     name = "model.layers.0.self_attn.q_proj.weight"

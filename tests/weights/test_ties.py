@@ -49,7 +49,7 @@ def test_the_same_values_under_both_names(tmp_path: Path, ranks: int, mesh_shape
 
 
 def _check_different(folder: Path, mesh_shape: dict[str, int]) -> None:
-    meta._PROBES, meta._PROBE_BYTES = 1, 64  # samples see the first row only
+    meta._SMALL_BYTES, meta._PROBES = 0, 1  # the first row only is seen
     for strategy in STRATEGIES:
         with pytest.raises(fs.CheckpointFormatError, match=r"lm_head.*tie_word_embeddings=False"):
             _load(folder, mesh_shape, strategy)

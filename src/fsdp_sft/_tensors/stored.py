@@ -115,6 +115,9 @@ class InFile(Stored):
 class Computed(Stored):
     """A tensor that is stored in another form than it is published in, such as packed and with scales.
 
+    Read by whole rows: a rank that needs some columns reads all of their rows. ``runs`` of all rows are what
+    ranks compare before they read, so these should be few.
+
     Attributes:
         entry: Dtype and shape in which it is published, with the bytes that it would take.
         each: Number of rows whose values can only be computed together.

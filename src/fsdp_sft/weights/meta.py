@@ -20,6 +20,9 @@ from fsdp_sft._model.quantised import refuse_quantised
 from fsdp_sft._model.twin import meta_twin
 from fsdp_sft._process.dtypes import check_dtypes
 from fsdp_sft._process.limits import blame_no_file
+from fsdp_sft._tensors.boxes import Box, whole
+from fsdp_sft._tensors.reader import read_jobs
+from fsdp_sft._tensors.safetensors import bytes_of
 from fsdp_sft.errors import CheckpointFormatError
 from fsdp_sft.weights.prepared_note import prepared_at
 from fsdp_sft.weights.resolve import open_checkpoint, told_of_adapter
@@ -30,9 +33,9 @@ if TYPE_CHECKING:
 
     from fsdp_sft.weights.resolve import Checkpoint
 
-# How tied weights are compared before loading: so many samples of so many bytes, spread over the tensor.
+# How tied weights are compared before loading: small ones whole, of others so many rows.
+_SMALL_BYTES = 1 << 20
 _PROBES = 64
-_PROBE_BYTES = 1 << 14
 
 
 def build_meta_model(
@@ -287,33 +290,29 @@ def _tie(model: nn.Module, folder: Path, allow_pickle: bool) -> None:
 
 
 def _differ(checkpoint: "Checkpoint", target: str, source: str) -> bool:
-    """Whether two tensors of a checkpoint differ, as samples of them show.
+    """Whether two tensors of a checkpoint differ, as rows of them show that are spread over both.
 
     Tensors that differ elsewhere are found when the weights are loaded, which compares every element.
     """
-    from fsdp_sft._tensors.safetensors import open_file, read_at
-    from fsdp_sft._tensors.stored import InFile
-
     first, second = (checkpoint.sources.get(name) for name in (target, source))
-    if not isinstance(first, InFile) or not isinstance(second, InFile):
+    if first is None or second is None:
         return False
     if (first.entry.dtype, first.entry.shape) != (second.entry.dtype, second.entry.shape):
         return True
-    total = first.entry.num_bytes
-    size = min(_PROBE_BYTES, total)
-    descriptors = [open_file(found.file) for found in (first, second)]
-    try:
-        for probe in range(_PROBES):
-            at = (total - size) * probe // max(_PROBES - 1, 1)
-            pair = [bytearray(size), bytearray(size)]
-            for fd, entry, buffer in zip(descriptors, (first.entry, second.entry), pair, strict=True):
-                read_at(fd, entry.start + at, memoryview(buffer))
-            if pair[0] != pair[1]:
-                return True
-    finally:
-        for fd in descriptors:
-            os.close(fd)
-    return False
+    shape = first.entry.shape
+    boxes = [whole(shape)]
+    if first.entry.num_bytes > _SMALL_BYTES:
+        rows = sorted({(shape[0] - 1) * probe // max(_PROBES - 1, 1) for probe in range(_PROBES)})
+        boxes = [Box((row, *(0 for _ in shape[1:])), (1, *shape[1:])) for row in rows]
+    read = [[torch.empty(box.shape, dtype=stored.entry.dtype) for box in boxes] for stored in (first, second)]
+    jobs = [
+        job
+        for name, stored, parts in zip((target, source), (first, second), read, strict=True)
+        for box, part in zip(boxes, parts, strict=True)
+        for job in stored.jobs(name, stored.piece(name), box, part)
+    ]
+    read_jobs(jobs)
+    return any(bytes_of(a) != bytes_of(b) for a, b in zip(*read, strict=True))
 
 
 def matches_any(name: str, patterns: list[str]) -> bool:

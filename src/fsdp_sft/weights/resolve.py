@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fsdp_sft._process.limits import blame_no_file
 from fsdp_sft._tensors.pickled import read_pickled
-from fsdp_sft._tensors.safetensors import Header, open_file, read_header
+from fsdp_sft._tensors.safetensors import Header, TensorEntry, open_file, read_header
 from fsdp_sft._tensors.stored import InFile, Stored
 from fsdp_sft.errors import CheckpointFormatError, SafetensorsError, abridged
 
@@ -180,16 +180,21 @@ def open_checkpoint(folder: Path, variant: str | None = None, *, allow_pickle: b
     sources: dict[str, Stored] = {}
     for path, header in zip(files, headers, strict=True):
         for key, entry in header.entries.items():
-            sources.setdefault(key, InFile(path, entry))
+            sources.setdefault(key, _stored(path, entry))
     for key, name in weight_map.items():
         number = names.index(name)
         if key not in headers[number].entries:
             raise CheckpointFormatError(
                 f"{folder / found} says that {key!r} is in {name}, which does not have it"
             )
-        sources[key] = InFile(files[number], headers[number].entries[key])
+        sources[key] = _stored(files[number], headers[number].entries[key])
     sizes = {path: header.file_bytes for path, header in zip(files, headers, strict=True)}
     return Checkpoint(folder, sizes, sources)
+
+
+def _stored(path: Path, entry: TensorEntry) -> Stored:
+    """A tensor of a weight file, as it is published."""
+    return InFile(path, entry)
 
 
 def resolved_inside(folder: Path, name: str) -> Path:
