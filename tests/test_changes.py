@@ -342,7 +342,7 @@ def test_a_hook_that_mixes_positions_is_refused_where_ranks_share_rows() -> None
 
 def test_a_loop_that_leaves_the_check_out_keeps_nothing_for_each_step() -> None:
     from fsdp_sft._model.record import findings
-    from fsdp_sft.step.summed import _Taken
+    from fsdp_sft.step.loss_is_sum import _Taken
 
     model, batches = tiny_model("llama"), ragged_batches(2)
     for _ in range(3):

@@ -54,7 +54,7 @@ PRIVATE = [
         "torch.distributed.tensor",
     ),
     (
-        "share_out_experts",
+        "place_experts_on",
         "transformers.distributed.expert_parallel",
         "apply_expert_parallelism",
         "transformers.distributed",
@@ -154,8 +154,8 @@ def test_plans_of_experts_have_no_public_expansion() -> None:
     pytest.importorskip("transformers.distributed.expert_parallel", reason="transformers 5.21 or later")
     model = tiny_model("mixtral", num_hidden_layers=2)
     experts = {f"model.layers.{index}.mlp.experts": 4 for index in range(2)}
-    assert _compat.experts_to_share_out(model) == experts
-    assert _compat.experts_to_share_out(tiny_model("llama")) == {}
+    assert _compat.experts_to_place(model) == experts
+    assert _compat.experts_to_place(tiny_model("llama")) == {}
     assert not hasattr(model, "expand_parallel_plan"), "transformers has a public name now"
 
 
@@ -335,7 +335,7 @@ def test_every_private_name_is_watched() -> None:
         "compute_dtypes",
         "reduction_dtype",
         "native_mesh",
-        "experts_to_share_out",
+        "experts_to_place",
         "_stack_length",
         "attention_of",
         "offset_in_checkpoint",

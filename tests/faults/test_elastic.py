@@ -95,8 +95,8 @@ def _kill_node(nodes: list[Node], chance: random.Random) -> str:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    output = tmp_path_factory.mktemp("undisturbed")
+def preserved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("preserved")
     example = [str(launches.EXAMPLE), *launches.arguments(output, ranks=2, steps=STEPS)]
     launches.run(launches.torchrun(2, "--standalone", *example), timeout=900)
     return output
@@ -117,9 +117,7 @@ def _commands(kind: str, output: Path) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("kind", ["rank", "node"])
-def test_training_goes_on_by_itself_with_the_same_losses(
-    kind: str, undisturbed: Path, tmp_path: Path
-) -> None:
+def test_training_goes_on_by_itself_with_the_same_losses(kind: str, preserved: Path, tmp_path: Path) -> None:
     output = tmp_path / kind
     output.mkdir()
     nodes = [Node(command, tmp_path / f"{n}.log") for n, command in enumerate(_commands(kind, output))]
@@ -143,4 +141,4 @@ def test_training_goes_on_by_itself_with_the_same_losses(
             node.stop()
     print(f"{kind}: ended with {codes}; {len(launches.losses(output))} steps ran, {STEPS} of them new")
     assert not any(codes), "\n".join((tmp_path / f"{n}.log").read_text()[-3000:] for n in range(len(nodes)))
-    assert set(launches.losses(output)) == set(launches.losses(undisturbed)), "bit for bit"
+    assert set(launches.losses(output)) == set(launches.losses(preserved)), "bit for bit"

@@ -2,7 +2,7 @@
 
 One job of two ranks is struck again and again by scancel -s USR1, scancel -s TERM and scontrol requeue, a
 random time after it has gone on. Each time: all ranks exit with 85, the newest checkpoint is sound and of the
-last step that ran. At the end: every step ran once, with the losses of an undisturbed run, bit for bit. Needs
+last step that ran. At the end: every step ran once, with the losses of an preserved run, bit for bit. Needs
 root, or Slurm and munge installed.
 """
 

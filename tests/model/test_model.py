@@ -13,7 +13,7 @@ from torch import nn
 
 import fsdp_sft as fs
 from fsdp_sft._model.named import named_tensors
-from fsdp_sft._model.preserved import undisturbed
+from fsdp_sft._model.preserved import preserved
 from fsdp_sft._model.sharded import reshard
 from fsdp_sft._model.twin import meta_twin, tied_meta_twin
 from tests.harness.device import mesh_here
@@ -130,7 +130,7 @@ def test_whatever_a_forward_changes_is_put_back() -> None:
     model[1].eval()
     before, identities = _state(model), {n: id(b) for n, b in model.named_buffers()}
     torch.manual_seed(3)
-    with undisturbed(model), torch.no_grad():
+    with preserved(model), torch.no_grad():
         model.train()
         model(torch.ones(3))
         assert _changed(before, _state(model)) != []
@@ -144,7 +144,7 @@ def test_whatever_a_forward_changes_is_put_back() -> None:
 def test_an_error_in_the_block_leaves_the_model_as_it_was_too() -> None:
     model = Restless()
     before = _state(model)
-    with pytest.raises(ZeroDivisionError), undisturbed(model):
+    with pytest.raises(ZeroDivisionError), preserved(model):
         model(torch.ones(3))
         raise ZeroDivisionError
     assert _changed(before, _state(model)) == []

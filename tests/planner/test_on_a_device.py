@@ -12,7 +12,7 @@ import torch
 import fsdp_sft as fs
 from fsdp_sft._process.gpus import gpu_named
 from fsdp_sft.planner.estimate import check_options, estimate
-from fsdp_sft.shard.expert_parallel import share_out
+from fsdp_sft.shard.expert_parallel import place_experts
 from tests.harness.native import needs_native_sharding
 from tests.planner.families import FAMILIES, family_config
 from tests.simulated.ranks import run_simulated
@@ -132,7 +132,7 @@ def _peak(config: Any, options: dict[str, Any]) -> tuple[int, list[int]]:
     shares = options.get("ep_size", 1)
     plain = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
     model = copy.deepcopy(plain).to("meta") if shares > 1 else plain
-    share_out(model, mesh, shares)
+    place_experts(model, mesh, shares)
     fs.apply_sac(model, options["sac_ratio"], offload=options.get("sac_offload", False))
     fs.shard_model(
         model,

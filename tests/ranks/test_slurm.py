@@ -25,8 +25,8 @@ def cluster() -> Iterator[SlurmCluster]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    output = tmp_path_factory.mktemp("undisturbed")
+def preserved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("preserved")
     example = [str(launches.EXAMPLE), *launches.arguments(output, ranks=4, steps=STEPS)]
     launches.run(launches.torchrun(4, "--standalone", *example))
     return output
@@ -52,7 +52,7 @@ def _job(
 
 
 def test_steps_and_batch_jobs_train_as_torchrun_does(
-    cluster: SlurmCluster, undisturbed: Path, tmp_path: Path
+    cluster: SlurmCluster, preserved: Path, tmp_path: Path
 ) -> None:
     step, batch = tmp_path / "step", tmp_path / "batch"
     step.mkdir(), batch.mkdir()
@@ -70,14 +70,12 @@ def test_steps_and_batch_jobs_train_as_torchrun_does(
     )
     assert cluster.wait(job.id)[0]["JobState"] == "COMPLETED", job.text.read_text()
     for output in (step, batch):
-        difference = launches.largest_difference(output, undisturbed)
+        difference = launches.largest_difference(output, preserved)
         print(f"srun 2x2, {output.name}: largest difference of a loss {difference:.1e} over {STEPS} steps")
         assert difference <= 1e-6
 
 
-def test_signals_and_requeues_in_mid_training(
-    cluster: SlurmCluster, undisturbed: Path, tmp_path: Path
-) -> None:
+def test_signals_and_requeues_in_mid_training(cluster: SlurmCluster, preserved: Path, tmp_path: Path) -> None:
     """scancel -s USR1 and scontrol requeue strike one job, scancel ends it, a second job finishes."""
     job = _job(cluster, tmp_path)
     strikes = (("scancel", "-s", "USR1"), ("scontrol", "requeue"), ("scancel",))
@@ -95,11 +93,11 @@ def test_signals_and_requeues_in_mid_training(
     assert cluster.wait(again.id)[0]["JobState"] == "COMPLETED", again.text.read_text()
     assert again.exit_codes()[-1] == 0
     assert [step for step, *_ in launches.losses(tmp_path)] == list(range(1, STEPS + 1)), "each step once"
-    assert launches.losses(tmp_path) == launches.losses(undisturbed), "losses and norms, bit for bit"
+    assert launches.losses(tmp_path) == launches.losses(preserved), "losses and norms, bit for bit"
 
 
 def test_the_time_limit_and_the_signal_before_it(
-    cluster: SlurmCluster, undisturbed: Path, tmp_path: Path
+    cluster: SlurmCluster, preserved: Path, tmp_path: Path
 ) -> None:
     """Two jobs at once. Slurm sends the signal up to a minute early, and strikes up to 30 s late.
 
@@ -120,10 +118,10 @@ def test_the_time_limit_and_the_signal_before_it(
         assert codes[-1] == 0
         assert ("DUE TO TIME LIMIT" in job.text.read_text()) == (name == "limit")
         assert [step for step, *_ in launches.losses(job.folder)] == list(range(1, STEPS + 1))
-        assert launches.losses(job.folder) == launches.losses(undisturbed), "bit for bit"
+        assert launches.losses(job.folder) == launches.losses(preserved), "bit for bit"
 
 
-def test_submitit_queues_the_job_again(cluster: SlurmCluster, undisturbed: Path, tmp_path: Path) -> None:
+def test_submitit_queues_the_job_again(cluster: SlurmCluster, preserved: Path, tmp_path: Path) -> None:
     if importlib.util.find_spec("submitit") is None:
         pytest.skip("submitit is not installed")
     launch = [sys.executable, str(EXAMPLES / "submitit" / "launch.py"), "--logs"]
@@ -138,4 +136,4 @@ def test_submitit_queues_the_job_again(cluster: SlurmCluster, undisturbed: Path,
     logs = "\n".join(path.read_text()[-2000:] for path in sorted((tmp_path / "logs").glob("*_0_log.*")))
     assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), logs
     assert [step for step, *_ in launches.losses(tmp_path)] == list(range(1, STEPS + 1)), "each step once"
-    assert launches.losses(tmp_path) == launches.losses(undisturbed), "losses and norms, bit for bit"
+    assert launches.losses(tmp_path) == launches.losses(preserved), "losses and norms, bit for bit"

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
-from fsdp_sft.sac import away, offload as offloading
+from fsdp_sft.sac import host_copies, offload as offloading
 from fsdp_sft.sac.offload import Offload
 from tests.harness.device import mesh_here
 from tests.harness.models import full, ragged_batches, tiny_model
@@ -121,8 +121,8 @@ def _orders() -> dict[str, Any]:
     found["twice"] = are(alone[0])
     del one, two, loss
     own = _offload_of(model)
-    lane = own.lanes[torch.device("sim", 0)]
-    had = lane.chunks
+    copies = own.copies_by_device[torch.device("sim", 0)]
+    had = copies.chunks
     for step in range(4):
         dropped = model(**batches[step % 2]).loss
         del dropped
@@ -130,15 +130,17 @@ def _orders() -> dict[str, Any]:
         loss.backward()
         del loss
         found[f"after a graph that was dropped {step}"] = are(alone[1])
-    found["chunks"] = lane.chunks == had == len(lane.free)
+    found["chunks"] = copies.chunks == had == len(copies.free)
     model.eval()
     with torch.no_grad():
-        latest = lane._latest
+        latest = copies._latest
         model(**batches[0])
-    found["an evaluation leaves nothing"] = lane._latest is latest
+    found["an evaluation leaves nothing"] = copies._latest is latest
     twin = copy.deepcopy(model).train()
     twin(**batches[0]).loss.backward()
-    found["a copy has memory of its own"] = _offload_of(twin) is not own and len(_offload_of(twin).lanes) == 1
+    found["a copy has memory of its own"] = (
+        _offload_of(twin) is not own and len(_offload_of(twin).copies_by_device) == 1
+    )
     found["a copy's gradients"] = all(
         torch.equal(p.grad, e) for p, e in zip(twin.parameters(), alone[0], strict=True)
     )
@@ -209,12 +211,12 @@ def test_hidden_states_are_found_by_whatever_name(frozen: bool) -> None:
 
 
 def _refused() -> tuple[str, int, int, str]:
-    needed = BLOCKS * away.CHUNK_BYTES
+    needed = BLOCKS * host_copies.CHUNK_BYTES
     model, messages = _model().to("sim").train(), []
 
     def told(left: int, at_first: int, ranks: int) -> None:
-        offloading.available_host_bytes, away.available_host_bytes = lambda: at_first, lambda: left
-        away.ranks_on_host = lambda: ranks
+        offloading.available_host_bytes, host_copies.available_host_bytes = lambda: at_first, lambda: left
+        host_copies.ranks_on_host = lambda: ranks
         fs.apply_sac(model, 1, offload=True)
         try:
             model(**_batch("sim"))
@@ -222,13 +224,13 @@ def _refused() -> tuple[str, int, int, str]:
             messages.append(str(error))
 
     told(needed - 1, 1 << 40, 1)
-    (lane,) = _offload_of(model).lanes.values()
-    taken = lane.chunks
+    (copies,) = _offload_of(model).copies_by_device.values()
+    taken = copies.chunks
     told(1 << 40, 2 * needed - 1, 2)
     told(needed, 2 * needed, 2)  # what the other rank has taken is gone already
-    (lane,) = _offload_of(model).lanes.values()
+    (copies,) = _offload_of(model).copies_by_device.values()
     assert len(messages) == 2
-    return messages[0], taken, lane.chunks, messages[1]
+    return messages[0], taken, copies.chunks, messages[1]
 
 
 def test_a_host_without_room_is_told_before_anything_is_taken() -> None:
@@ -347,7 +349,7 @@ def _without_gradients() -> int:
     with torch.no_grad():
         model(**_batch("sim"))
     found = _offload_of(model)
-    return len(found.lanes)
+    return len(found.copies_by_device)
 
 
 def test_without_gradients_nothing_leaves() -> None:
@@ -380,7 +382,7 @@ def test_on_a_cpu_nothing_moves() -> None:
     assert all(
         torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True)
     )
-    assert _offload_of(model).lanes == {}
+    assert _offload_of(model).copies_by_device == {}
 
 
 def test_arguments() -> None:

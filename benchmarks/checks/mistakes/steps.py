@@ -267,7 +267,7 @@ MISTAKES: list[Mistake] = [
     ),
     Mistake(
         "a rank that has run out stands in with what it had last",
-        "step/rounds.py",
+        "step/uneven_eval.py",
         "if not are_equal(everyone, ranks):",
         "if not are_equal(everyone, ranks) and not stand_ins:",
         ("tests/step/test_keys.py",),
@@ -337,14 +337,14 @@ MISTAKES: list[Mistake] = [
     ),
     Mistake(
         "a loss_fn that returns a mean is divided once more",
-        "step/summed.py",
+        "step/loss_is_sum.py",
         "    if means and not sums:\n",
         "    if False:\n",
         ("tests/step/test_own_loss.py",),
     ),
     Mistake(
         "a pack with a mask is let through where the loss is the caller's",
-        "step/acceptable.py",
+        "step/model_checks.py",
         'knows_packs = not own_loss or attention_of(unwrapped(model)) != "its own"',
         "knows_packs = not own_loss",
         ("tests/compositions/test_compositions.py::test_a_composition_is_refused",),

@@ -110,7 +110,7 @@ MISTAKES = [
     ),
     Mistake(
         "placeholders of images are trained",
-        "step/acceptable.py",
+        "step/model_checks.py",
         "        if found:",
         "        if False:",
         ("tests/collate/test_media.py",),

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 
-def experts_to_share_out(model: nn.Module) -> dict[str, int]:
+def experts_to_place(model: nn.Module) -> dict[str, int]:
     """The modules whose experts transformers can share out over ranks: FQN to number of experts.
 
     The number is 0 for a module without parameters of its own, such as peft's around experts with adapters.
@@ -28,7 +28,7 @@ def _stack_length(experts: nn.Module) -> int:
     return next((len(parameter) for parameter in experts.parameters(recurse=False)), 0)
 
 
-def share_out_experts(model: nn.Module, ep_mesh: Any, alone: Any) -> None:
+def place_experts_on(model: nn.Module, ep_mesh: Any, alone: Any) -> None:
     """Leave each stack of experts only this rank's, and let tokens travel between the ranks of ``ep_mesh``.
 
     ``from_pretrained(distributed_config=...)`` does this to a model on the meta device, but publicly only

@@ -28,7 +28,7 @@ def uncompiled() -> Iterator[None]:
 
 
 @contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
+def preserved(model: nn.Module) -> Iterator[None]:
     """Leave a model as it was, whatever forwards are run in the block.
 
     Restored are the mode of each module, its buffers and their contents, its attributes that are plain values

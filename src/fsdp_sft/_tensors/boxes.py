@@ -160,11 +160,11 @@ def box_of(tensor: torch.Tensor, rank: int | None = None) -> Box:
     if not isinstance(tensor, DTensor):
         return whole(tensor.shape)
     mesh = tensor.device_mesh
-    refuse_disordered(mesh, tensor.placements)
+    check_ranks_ascend(mesh, tensor.placements)
     return box_at(tensor.shape, tensor.placements, mesh.shape, _coordinate(tensor, rank))
 
 
-def refuse_disordered(mesh: DeviceMesh, placements: Sequence[Any]) -> None:
+def check_ranks_ascend(mesh: DeviceMesh, placements: Sequence[Any]) -> None:
     """Check that ranks ascend along each axis of the mesh that a tensor is cut along.
 
     FSDP2 gives parts out by a rank's number within the process group, which is in ascending order, and not by

@@ -53,7 +53,7 @@ class Dropped:
 
 
 @dataclass(slots=True)
-class _Leaf:
+class _TextSlot:
     """A text of a message that gets one sentinel.
 
     Attributes:
@@ -83,7 +83,7 @@ class _Leaf:
 
 
 @dataclass(slots=True)
-class _WeighedPart:
+class _WeightedPart:
     """A part of a message's text that has a weight of its own.
 
     Attributes:
@@ -100,7 +100,7 @@ class _WeighedPart:
 
 
 @dataclass(slots=True)
-class Place:
+class SlotSpan:
     """Position of a leaf in the true rendering: characters [start, end).
 
     Attributes:
@@ -118,7 +118,7 @@ class Place:
     is_reasoning: bool = False
 
 
-class Extent(NamedTuple):
+class MessageSpan(NamedTuple):
     """Position of a message in the rendering, in characters of the text.
 
     The template's own text (headers, end-of-turn tokens) between `floor` and `ceiling` may belong to this
@@ -140,7 +140,7 @@ class Extent(NamedTuple):
     ceiling: int
 
 
-class _Stretch(NamedTuple):
+class _MessageRun(NamedTuple):
     """Consecutive places of one message.
 
     Attributes:
@@ -167,12 +167,12 @@ class Layout:
         pieces: Parts of texts that have a weight of their own.
     """
 
-    leaves: list[_Leaf]
-    places: list[Place]
+    leaves: list[_TextSlot]
+    places: list[SlotSpan]
     length: int
     marked: list[Message]
     numeric: bool
-    pieces: list[_WeighedPart] = field(default_factory=list)
+    pieces: list[_WeightedPart] = field(default_factory=list)
 
     def weighed(self, text: str) -> Iterator[tuple[int, int, float]]:
         """Start, end and weight of each printed part that has a weight of its own."""
@@ -229,26 +229,26 @@ class Layout:
                 is_past = leaf.is_reasoning and leaf.message < last_question
                 yield Dropped(leaf.message, leaf.texts[0], leaf.part, is_past)
 
-    def extents(self, wanted: set[int]) -> Iterator[Extent]:
+    def extents(self, wanted: set[int]) -> Iterator[MessageSpan]:
         """The extent of each wanted message: first of those that are not printed, then in text order."""
         printed = {place.message for place in self.places}
         for index in sorted(wanted - printed):
             floor = max((p.end for p in self.places if p.message < index), default=0)
             ceiling = min((p.start for p in self.places if p.message > index), default=self.length)
-            yield Extent(index, floor, None, ceiling)
+            yield MessageSpan(index, floor, None, ceiling)
         # Join neighbouring places of one message into stretches. A message that the template prints in two
         # separate pieces gets two of them, which `check` has refused for wanted messages.
-        found: list[_Stretch] = []
+        found: list[_MessageRun] = []
         for place in self.places:
             start = found.pop().start if found and found[-1].message == place.message else place.start
-            found.append(_Stretch(place.message, start, place.end))
+            found.append(_MessageRun(place.message, start, place.end))
         # The literal before a stretch reaches back to the end of the previous one, or to the start of the
         # text; the literal behind it reaches to the start of the next one, or to the end of the text.
         ends = [0, *(one.end for one in found)]
         starts = [*(one.start for one in found), self.length]
         for number, one in enumerate(found):
             if one.message in wanted:
-                yield Extent(one.message, ends[number], (one.start, one.end), starts[number + 1])
+                yield MessageSpan(one.message, ends[number], (one.start, one.end), starts[number + 1])
 
 
 def lay_out(
@@ -325,8 +325,8 @@ def _lay_out_once(
     numbers = numbers and any("tool_calls" in message for message in messages)
     if numbers and NUMERIC_SENTINEL.search(text):
         return None
-    leaves: list[_Leaf] = []
-    pieces: list[_WeighedPart] = []
+    leaves: list[_TextSlot] = []
+    pieces: list[_WeightedPart] = []
     marked = [
         _Marker(index, leaves, pieces, part_weights.get(index, {}), numbers).mark(message, blanks=blanks)
         if message["role"] in roles
@@ -342,7 +342,7 @@ def _lay_out_once(
     return None if places is None else Layout(leaves, places, len(text), marked, numbers, pieces)
 
 
-def _align(marked: str, text: str, leaves: Sequence[_Leaf], *, numeric: bool) -> list[Place] | None:
+def _align(marked: str, text: str, leaves: Sequence[_TextSlot], *, numeric: bool) -> list[SlotSpan] | None:
     """The place of each leaf in `text`, found by putting leaves back for their sentinels.
 
     None unless the result is `text`, character for character.
@@ -365,7 +365,7 @@ def _align(marked: str, text: str, leaves: Sequence[_Leaf], *, numeric: bool) ->
         # Some templates print a call's name a second time, in front of the call's result, where it is not
         # written by the assistant: only the first place counts.
         if number not in named:
-            places.append(Place(number, leaf.message, position, end, leaf.is_reasoning))
+            places.append(SlotSpan(number, leaf.message, position, end, leaf.is_reasoning))
         if leaf.is_name:
             named.add(number)
         position = end + len(literal)
@@ -385,8 +385,8 @@ class _Marker:
     """
 
     message: int
-    leaves: list[_Leaf]
-    pieces: list[_WeighedPart]
+    leaves: list[_TextSlot]
+    pieces: list[_WeightedPart]
     weights: dict[str, list[tuple[int, float]]]
     numbers: bool
 
@@ -426,7 +426,7 @@ class _Marker:
             marked = mark_text(text[position : position + length], add, pattern)
             if weight != 1:
                 edges = split_at_sentinels(marked, numeric=False)[0]
-                self.pieces.append(_WeighedPart(range(first, len(self.leaves)), edges[0], edges[-1], weight))
+                self.pieces.append(_WeightedPart(range(first, len(self.leaves)), edges[0], edges[-1], weight))
             position += length
             yield marked
 
@@ -434,7 +434,7 @@ class _Marker:
         """A function that notes a leaf of this kind, given its spellings, and returns its sentinel."""
 
         def add(*texts: str) -> str:
-            self.leaves.append(_Leaf(self.message, texts, **{"in_call": False, **kind}))
+            self.leaves.append(_TextSlot(self.message, texts, **{"in_call": False, **kind}))
             return sentinel(len(self.leaves) - 1)
 
         return add
@@ -457,7 +457,7 @@ class _Marker:
         if isinstance(value, list | tuple):
             return [self._mark_argument(item) for item in value]
         if self.numbers and isinstance(value, int | float) and not isinstance(value, bool):
-            self.leaves.append(_Leaf(self.message, (json.dumps(value), str(value)), in_call=True))
+            self.leaves.append(_TextSlot(self.message, (json.dumps(value), str(value)), in_call=True))
             return numeric_sentinel(len(self.leaves) - 1)
         return value
 
@@ -479,7 +479,7 @@ def mark_text(text: str, add: Callable[..., str], pattern: re.Pattern[str] | Non
     return "".join(parts)
 
 
-def _note_reasoning(marked: str, leaves: list[_Leaf]) -> None:
+def _note_reasoning(marked: str, leaves: list[_TextSlot]) -> None:
     """Note which leaves of a content stand inside of think tags."""
     # A content that closes a think block which it has not opened begins inside of it: the prompt opened it.
     end = marked.find("</think>")

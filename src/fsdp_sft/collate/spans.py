@@ -54,7 +54,7 @@ from itertools import pairwise
 from typing import Any
 
 from fsdp_sft.collate.forms import other_forms
-from fsdp_sft.collate.layout import THINK, Dropped, Extent, Layout, Place, lay_out, mark_text
+from fsdp_sft.collate.layout import THINK, Dropped, Layout, MessageSpan, SlotSpan, lay_out, mark_text
 from fsdp_sft.collate.rows import Conversation, Message
 from fsdp_sft.collate.template import (
     OPEN,
@@ -197,7 +197,7 @@ def not_in_the_text(messages: list[Message], indices: Iterable[int], text: str) 
             yield Dropped(index, content, "content", is_past=False)
 
 
-def _without_reasoning(turn: Turn, places: list[Place], text: str) -> Iterator[Turn]:
+def _without_reasoning(turn: Turn, places: list[SlotSpan], text: str) -> Iterator[Turn]:
     """The parts of a turn without its reasoning and without the tags right before and after reasoning."""
     mine = [place for place in places if turn.start <= place.start and place.end <= turn.stop_start]
     start = turn.start
@@ -262,7 +262,7 @@ class _TurnFinder:
     prompt_differs: bool = False
     no_prompt: bool = False
 
-    def find(self, text: str, extent: Extent) -> list[Turn]:
+    def find(self, text: str, extent: MessageSpan) -> list[Turn]:
         """The turns of one message, of which `extent` says where its texts are printed."""
         # The turn starts somewhere in text[floor:first] and ends somewhere in text[last:ceiling]: the
         # literals before the message's first leaf and behind its last one.
@@ -311,7 +311,7 @@ class _TurnFinder:
         end = floor + max(start, len(ending.rstrip()))
         return [Turn(index, floor + start, end, end)] if end > floor + start else []
 
-    def check_headers(self, text: str, extents: list[Extent]) -> None:
+    def check_headers(self, text: str, extents: list[MessageSpan]) -> None:
         """Find out whether the headers of the probe are this conversation's prompts; see ``exact``.
 
         A prompt may depend on anything: system messages, tools, the number of the turn. To render it for each
@@ -442,7 +442,7 @@ def _edges(message: Message) -> tuple[str, str]:
 
 
 def _tags_by_message(
-    tags: list[tuple[int, int]], places: list[Place], messages: list[Message]
+    tags: list[tuple[int, int]], places: list[SlotSpan], messages: list[Message]
 ) -> dict[int, list[tuple[int, int]]]:
     """Spans of the template's generation tags by assistant message.
 

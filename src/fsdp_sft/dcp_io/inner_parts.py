@@ -56,7 +56,7 @@ def parts_problem(name: str, parameter: torch.Tensor, parts: list[Part]) -> str 
     return None
 
 
-def together(
+def assemble_state(
     name: str,
     parameter: torch.Tensor,
     parts: list[Part],

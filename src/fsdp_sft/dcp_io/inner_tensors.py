@@ -42,7 +42,9 @@ def names_to_take_apart(tensors: Tensors) -> list[str]:
     return [name for name, tensor in tensors.items() if is_wrapper_subclass(tensor)]
 
 
-def apart(tensors: Tensors, names: Sequence[str]) -> tuple[dict[str, Any], dict[str, list[dict[str, Any]]]]:
+def flatten_state(
+    tensors: Tensors, names: Sequence[str]
+) -> tuple[dict[str, Any], dict[str, list[dict[str, Any]]]]:
     """Take apart every state that is in a subclass on some rank.
 
     Args:

@@ -13,7 +13,7 @@ from fsdp_sft._compat.modules import is_wrapper_subclass, local_tensor
 from fsdp_sft._model.named import parameter_names
 from fsdp_sft._process.codec import encode
 from fsdp_sft._tensors.safetensors import dtype_name
-from fsdp_sft.dcp_io.inner_tensors import apart, take_apart
+from fsdp_sft.dcp_io.inner_tensors import flatten_state, take_apart
 from fsdp_sft.errors import UnstorableStateError, abridged
 
 Optimizers: TypeAlias = Optimizer | Sequence[Optimizer]
@@ -75,7 +75,7 @@ def with_inner_tensors(content: OptimizerContent, names: Sequence[str]) -> Optim
     """
     if not names:
         return content
-    tensors, parts = apart(content.tensors, names)
+    tensors, parts = flatten_state(content.tensors, names)
     if "optimizers" not in content.info:
         return OptimizerContent(tensors, {**content.info, "parts": parts})
     infos = [dict(info, parts={}) for info in content.info["optimizers"]]

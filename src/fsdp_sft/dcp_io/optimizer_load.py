@@ -12,7 +12,7 @@ from fsdp_sft._model.named import parameter_names
 from fsdp_sft._process.codec import decode
 from fsdp_sft._tensors.stored import StoredFolder
 from fsdp_sft.dcp_io.folder import check_files, read_tensors
-from fsdp_sft.dcp_io.inner_parts import parts_problem, together
+from fsdp_sft.dcp_io.inner_parts import assemble_state, parts_problem
 from fsdp_sft.dcp_io.inner_tensors import inner_names
 from fsdp_sft.dcp_io.manifest import Manifest, per_optimizer
 from fsdp_sft.dcp_io.optimizer_content import OptimizerContent, Optimizers, as_list, optimizer_content
@@ -139,7 +139,7 @@ def _apply(
     inside = inner_names(info.get("parts", {}))
     for key, parts in info.get("parts", {}).items():
         fqn, _, name = key.rpartition("/")
-        whole = together(key, by_name[fqn], parts, stored, folder)
+        whole = assemble_state(key, by_name[fqn], parts, stored, folder)
         states.setdefault(fqn, {})[name] = whole
     for key, tensor in stored.items():
         if key in inside:

@@ -82,7 +82,7 @@ class Save:
         apart = through_rank_0(f"preparing to save {self.target}", self._collect, _agree_on)
         self._content = _content_apart(self._content, apart)
 
-    def _collect(self) -> "_Told":
+    def _collect(self) -> "_SaveRequest":
         wait_for_last()
         refuse_merged(self._model, "saving a checkpoint")
         reshard(self._model)
@@ -91,7 +91,9 @@ class Save:
             self.step, self._metric, self._model, self._optimizer, self._train_state, self._rank_state
         )
         digests = own_digests(content.model) if content.model is not None else {}
-        return _Told(str(self.target), self._metric, digests, names_to_take_apart(content.optimizer or {}))
+        return _SaveRequest(
+            str(self.target), self._metric, digests, names_to_take_apart(content.optimizer or {})
+        )
 
     def copy(self, *, in_background: bool) -> None:
         """Take the values: copies if they are written in the background. Rank 0 makes the folder.
@@ -190,7 +192,7 @@ def _content_apart(content: FolderContent, names: list[str]) -> FolderContent:
 
 
 @dataclass(frozen=True)
-class _Told:
+class _SaveRequest:
     """What a rank tells rank 0 before a save: arguments to be compared, and states in tensor subclasses."""
 
     target: str
@@ -199,7 +201,7 @@ class _Told:
     in_subclasses: list[str]
 
 
-def _agree_on(everyone: list[_Told]) -> list[str]:
+def _agree_on(everyone: list[_SaveRequest]) -> list[str]:
     """Refuse unequal arguments; return the names of the states that are in a tensor subclass on some rank."""
     apart = difference([(r, {"target": own.target, "metric": own.metric}) for r, own in enumerate(everyone)])
     if apart:

@@ -28,7 +28,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fsdp_sft._tensors.boxes import Box, chunk_of, cuts_of, refuse_disordered
+from fsdp_sft._tensors.boxes import Box, check_ranks_ascend, chunk_of, cuts_of
 
 _MOST_AXES = 8
 
@@ -161,7 +161,7 @@ class Shardings:
             return Sharding((self._world_size,), None, ())
         mesh = tensor.device_mesh
         splits = cuts_of(tensor.placements, tuple(mesh.shape), tensor.ndim)
-        refuse_disordered(mesh, tensor.placements)
+        check_ranks_ascend(mesh, tensor.placements)
         if mesh.size() != self._world_size:
             raise ValueError(
                 f"a tensor lies on {mesh} and not on all {self._world_size} ranks (tensor parallelism leaves "

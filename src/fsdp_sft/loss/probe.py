@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fsdp_sft._model.preserved import uncompiled, undisturbed
+from fsdp_sft._model.preserved import preserved, uncompiled
 from fsdp_sft._model.record import findings
 from fsdp_sft._model.sharded import compute_device
 from fsdp_sft._model.wrappers import unwrapped
@@ -181,6 +181,6 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients, compiled code and counts; afterwards the model is as it was."""
     counter = counter_of(model)
     uncounted = nullcontext() if counter is None else counter.paused()
-    with undisturbed(model), torch.no_grad(), uncompiled(), checked_later(None), uncounted:
+    with preserved(model), torch.no_grad(), uncompiled(), checked_later(None), uncounted:
         model.eval()
         yield

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fsdp_sft._compat.experts import experts_forward, experts_to_share_out, switchable_experts
+from fsdp_sft._compat.experts import experts_forward, experts_to_place, switchable_experts
 from fsdp_sft.planner.ledger import Ledger
 from fsdp_sft.planner.sharing import exchange_on_paper
 
@@ -28,7 +28,7 @@ def computed_by(model: nn.Module, impl: ExpertsImpl, ep_size: int, ledger: Ledge
     the operations of both are repeated here with equal shares. The end of the block undoes all changes.
     """
     changed: list[Any] = list(switchable_experts(model).values())
-    shared = [model.get_submodule(name) for name in experts_to_share_out(model)] if ep_size > 1 else []
+    shared = [model.get_submodule(name) for name in experts_to_place(model)] if ep_size > 1 else []
     before = [{key: module.__dict__[key] for key in _SETTINGS if key in vars(module)} for module in changed]
     try:
         for module in changed:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fsdp_sft._compat.experts import experts_to_share_out
+from fsdp_sft._compat.experts import experts_to_place
 from fsdp_sft._model.blocks import find_blocks
 from fsdp_sft._tensors.shard_dims import shard_dim, shard_numel
 
@@ -187,7 +187,7 @@ def _cached_skeleton(
     _choose_trained(model, trainable, lora)
     inside: set[int] = set()
     known: dict[Group, Group] = {}
-    plan = experts_to_share_out(model)
+    plan = experts_to_place(model)
     groups = [_group(block.named_parameters(), inside, _within(name, plan)) for name, block in blocks.items()]
     groups = [known.setdefault(group, group) for group in groups]
     root = _group(model.named_parameters(), inside)

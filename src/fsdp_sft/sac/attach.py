@@ -11,7 +11,7 @@ from fsdp_sft._compat.checkpointing import checkpointing_flag, checkpoints_its_f
 from fsdp_sft._model.blocks import CACHES_OFF, configs_of
 from fsdp_sft.errors import UnsupportedModelError
 from fsdp_sft.sac.offload import Offload, drop_offload, offload_compiled, run_offloaded
-from fsdp_sft.sac.proof import checkpoint_seen, demand_proof, drop_check, drop_proof
+from fsdp_sft.sac.proof import checkpoint_seen, drop_check, drop_proof, require_checkpoint
 
 _STATE = "_fsdp_sft_sac"  # attribute of a module: the instance attributes that were replaced
 _MODE = "_fsdp_sft_sac_mode"  # attribute of the model: name of the function that replaced them
@@ -33,7 +33,7 @@ def checkpoint_blocks(
         offload_compiled(model, offload, list(blocks))
     for block in blocks.values():
         _checkpoint_block(block, recompute)
-    demand_proof(model, blocks, caller)
+    require_checkpoint(model, blocks, caller)
 
 
 def _checkpoint_block(block: nn.Module, recompute: Callable[..., Any]) -> None:

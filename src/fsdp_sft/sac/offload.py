@@ -31,7 +31,7 @@ from fsdp_sft._model.named import tensors_in
 from fsdp_sft._model.recompiles import AROUND_COMPILED
 from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._process.host_memory import available_host_bytes
-from fsdp_sft.sac.away import Away, Lane, Visit, identity
+from fsdp_sft.sac.host_copies import BlockActivations, CopyStream, HostTensor, identity
 
 _LEAST_BYTES = 1 << 10  # size from which a tensor is worth a copy
 _HANDLES = "_fsdp_sft_offload_hooks"  # attribute of the model: handles of its hooks
@@ -48,7 +48,7 @@ class Offload:
     def __init__(self, blocks: int, *, keeps: bool) -> None:
         self.blocks, self.keeps = blocks, keeps
         self.at_first = available_host_bytes()
-        self.lanes: dict[torch.device, Lane] = {}
+        self.copies_by_device: dict[torch.device, CopyStream] = {}
         self.is_settled = False  # a block has been called, or a warning has said that none was
         self.current = threading.local()
 
@@ -56,11 +56,11 @@ class Offload:
         """Pickled and copied as a new one, because a copy of the model gets host memory of its own."""
         return functools.partial(Offload, keeps=self.keeps), (self.blocks,)
 
-    def lane(self, device: torch.device) -> Lane:
-        """The lane of a device, made at its first use."""
-        if device not in self.lanes:
-            self.lanes[device] = Lane(device, self.blocks, self.at_first)
-        return self.lanes[device]
+    def copies(self, device: torch.device) -> CopyStream:
+        """The copies of a device, made at its first use."""
+        if device not in self.copies_by_device:
+            self.copies_by_device[device] = CopyStream(device, self.blocks, self.at_first)
+        return self.copies_by_device[device]
 
 
 def run_offloaded(
@@ -87,10 +87,10 @@ def run_offloaded(
 def contexts_offloaded(offload: Offload, policy: Callable[..., Any]) -> tuple[Any, Any]:
     """``create_selective_checkpoint_contexts(policy)``, with the kept outputs waiting on the host."""
     keeping, using = create_selective_checkpoint_contexts(policy)
-    visit: Visit | None = getattr(offload.current, "visit", None)
-    if visit is None or torch.compiler.is_compiling():
+    activations: BlockActivations | None = getattr(offload.current, "activations", None)
+    if activations is None or torch.compiler.is_compiling():
         return keeping, using
-    return _leaving(keeping, visit), _bringing(keeping, using)
+    return _leaving(keeping, activations), _bringing(keeping, using)
 
 
 def offload_compiled(model: nn.Module, offload: Offload, names: list[str]) -> None:
@@ -173,14 +173,14 @@ def _visiting(offload: Offload, arguments: list[torch.Tensor], shared: "_Shared 
         yield  # nothing is saved
         return
     arguments = [tensor for tensor in arguments if _can_leave(tensor)]
-    if not arguments or getattr(offload.current, "visit", None) is not None:
+    if not arguments or getattr(offload.current, "activations", None) is not None:
         # Either nothing can leave, as on a CPU; or this is inside of a compiled block, with a graph break,
         # whose call is surrounded by hooks already.
         yield
         return
-    with offload.lane(arguments[0].device).visit() as visit:
-        own = visit.not_shared(arguments)
-        left = dict(zip(map(identity, own), visit.leave(own, as_inputs=True), strict=True))
+    with offload.copies(arguments[0].device).forward_of_block() as activations:
+        own = activations.not_shared(arguments)
+        left = dict(zip(map(identity, own), activations.offload(own, as_inputs=True), strict=True))
 
         def pack(tensor: torch.Tensor) -> Any:
             found = left.get(identity(tensor))
@@ -188,24 +188,24 @@ def _visiting(offload: Offload, arguments: list[torch.Tensor], shared: "_Shared 
                 return found
             if shared is None or not _can_leave(tensor) or shared.has(tensor):
                 return _Here(tensor)
-            return visit.leave([tensor], as_inputs=False)[0]
+            return activations.offload([tensor], as_inputs=False)[0]
 
-        offload.current.visit = visit if shared is None else None
+        offload.current.activations = activations if shared is None else None
         try:
             with saved_tensors_hooks(pack, _unpack):
                 yield
         finally:
-            offload.current.visit = None
+            offload.current.activations = None
 
 
 @contextmanager
-def _leaving(keeping: Any, visit: Visit) -> Iterator[None]:
+def _leaving(keeping: Any, activations: BlockActivations) -> Iterator[None]:
     """The context of a selective checkpoint's forward; at its end what it keeps leaves for the host."""
     with keeping:
         yield
     entries = [entry for entry in kept_in(keeping) if _can_leave(entry.value) and not entry.changed]
     tensors = [entry.value for entry in entries]
-    for entry, away in zip(entries, visit.leave(tensors, as_inputs=False), strict=True):
+    for entry, away in zip(entries, activations.offload(tensors, as_inputs=False), strict=True):
         entry.replace(away)
 
 
@@ -213,7 +213,7 @@ def _leaving(keeping: Any, visit: Visit) -> Iterator[None]:
 def _bringing(keeping: Any, using: Any) -> Iterator[None]:
     """The context of the recomputation; before it begins, what was kept is brought back to the device."""
     for entry in kept_in(keeping):
-        if isinstance(entry.value, Away):
+        if isinstance(entry.value, HostTensor):
             away = entry.value
             entry.replace(away.get(), changed=away.changed)
     with using:
@@ -236,7 +236,7 @@ class _Here:
         return self._tensor
 
 
-def _unpack(saved: "Away | _Here") -> torch.Tensor:
+def _unpack(saved: "HostTensor | _Here") -> torch.Tensor:
     """The tensor for the backward; raises if it was changed in place since it was saved."""
     # torch does not compare versions of tensors that hooks have packed, so it is done here.
     tensor = saved.get()

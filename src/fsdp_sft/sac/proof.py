@@ -80,7 +80,7 @@ def _check_once(check: Callable[..., None], names: tuple[str, ...], model: nn.Mo
     drop_check(model)
 
 
-def demand_proof(model: nn.Module, blocks: dict[str, nn.Module], caller: str) -> None:
+def require_checkpoint(model: nn.Module, blocks: dict[str, nn.Module], caller: str) -> None:
     """Make the first training forward of each block's parts raise unless it runs inside of a checkpoint.
 
     A block that a forward leaves out (layer drop, a vision tower on text) is checked when it first runs. Only
@@ -100,7 +100,7 @@ def demand_proof(model: nn.Module, blocks: dict[str, nn.Module], caller: str) ->
 
 
 def drop_proof(block: nn.Module) -> None:
-    """Remove the hooks of ``demand_proof`` from a block, if it has any."""
+    """Remove the hooks of ``require_checkpoint`` from a block, if it has any."""
     proof = block.__dict__.pop(_PROOF, None)
     if proof is not None:
         proof.end()

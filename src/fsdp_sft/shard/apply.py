@@ -21,11 +21,11 @@ from fsdp_sft._model.sharded import remember_mesh
 from fsdp_sft._model.wrappers import replicas_of
 from fsdp_sft._process.dtypes import check_dtypes
 from fsdp_sft._ranks.mesh import EP, parameter_mesh
-from fsdp_sft._tensors.boxes import refuse_disordered
+from fsdp_sft._tensors.boxes import check_ranks_ascend
 from fsdp_sft.errors import UnsupportedModelError, WrappedModelError, abridged
 from fsdp_sft.sac import check_now
 from fsdp_sft.shard.describe import name_uneven
-from fsdp_sft.shard.expert_parallel import check_shareable_experts, share_out
+from fsdp_sft.shard.expert_parallel import check_placeable_experts, place_experts
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -123,15 +123,15 @@ def shard_model(
     refuse_hooks({p: name for name, p in model.named_parameters()}, are_shards=False)
     given, mesh = mesh, parameter_mesh(mesh)
     policy = mp_policy or MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    refuse_disordered(mesh, [Shard(0)] * mesh.ndim)
+    check_ranks_ascend(mesh, [Shard(0)] * mesh.ndim)
     _check_reshard(reshard_after_forward, mesh)
     chosen = dict(find_blocks(model) if blocks is None else blocks)
     _check_blocks(model, chosen)
     if isinstance(prefetch, bool) or prefetch < 0:
         raise ValueError(f"prefetch must be a number of blocks, 0 or more, got {prefetch!r}")
     offload = checked_offload(offload_policy)
-    check_shareable_experts(base_of(model), given, ep_size)
-    share_out(base_of(model), given, ep_size)
+    check_placeable_experts(base_of(model), given, ep_size)
+    place_experts(base_of(model), given, ep_size)
 
     copied = copied_modules(model)
     plan = plan_float32(model, policy, chosen, warn=mesh.get_rank() == 0)

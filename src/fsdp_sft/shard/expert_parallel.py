@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fsdp_sft._compat.experts import experts_to_share_out, share_out_experts
+from fsdp_sft._compat.experts import experts_to_place, place_experts_on
 from fsdp_sft._compat.fsdp import reduction_dtype
 from fsdp_sft._compat.groups import careful_gloo, split_axis
 from fsdp_sft._compat.models import original_class
@@ -40,7 +40,7 @@ class _Divided:
 
 
 @dataclass(frozen=True)
-class SharedExperts:
+class ExpertPlacement:
     """Placement of the experts of a model on the ranks.
 
     Attributes:
@@ -56,7 +56,7 @@ class SharedExperts:
     ep_size: int
 
 
-def check_shareable_experts(model: nn.Module, mesh: "DeviceMesh", ep_size: int) -> None:
+def check_placeable_experts(model: nn.Module, mesh: "DeviceMesh", ep_size: int) -> None:
     """Check that ``ep_size`` ranks can share out the experts of a model; 1 needs no check.
 
     Raises:
@@ -71,7 +71,7 @@ def check_shareable_experts(model: nn.Module, mesh: "DeviceMesh", ep_size: int) 
     if CP in names or DP_SHARD not in names:
         raise ValueError(f"ep_size={ep_size} needs a mesh of build_mesh without cp, got {mesh}")
     shards = mesh[DP_SHARD].size()
-    experts = experts_to_share_out(model)
+    experts = experts_to_place(model)
     name = original_class(model).__name__
     if not experts:
         raise UnsupportedModelError(
@@ -97,8 +97,8 @@ def check_shareable_experts(model: nn.Module, mesh: "DeviceMesh", ep_size: int) 
         )
 
 
-def share_out(model: nn.Module, mesh: "DeviceMesh", ep_size: int) -> None:
-    """Keep this rank's part of the experts only; ``check_shareable_experts`` must have passed before.
+def place_experts(model: nn.Module, mesh: "DeviceMesh", ep_size: int) -> None:
+    """Keep this rank's part of the experts only; ``check_placeable_experts`` must have passed before.
 
     Neighbouring ranks form a group that holds all experts, so that tokens need not leave a node whose ranks
     are one group. Parameters keep their names and, as DTensors, the shape of all experts. With an
@@ -119,16 +119,16 @@ def share_out(model: nn.Module, mesh: "DeviceMesh", ep_size: int) -> None:
         with careful_gloo():
             kept[ep_size] = split_axis(mesh, DP_SHARD, sizes)
     parts = kept[ep_size]
-    share_out_experts(model, parts[EP], parts[_ALONE])
+    place_experts_on(model, parts[EP], parts[_ALONE])
     axes = (DP_REPLICATE, EXPERTS_SHARD) if DP_REPLICATE in (mesh.mesh_dim_names or ()) else (EXPERTS_SHARD,)
-    shared = SharedExperts(parts[axes], float(mesh.size()), ep_size)
-    for name in experts_to_share_out(model):
+    shared = ExpertPlacement(parts[axes], float(mesh.size()), ep_size)
+    for name in experts_to_place(model):
         record_of(model.get_submodule(name)).keep(shared)
 
 
-def shared_experts(module: nn.Module) -> SharedExperts | None:
+def expert_placement(module: nn.Module) -> ExpertPlacement | None:
     """Placement of a module's experts if ranks share them out; None for any other module."""
-    return kept_of(module, SharedExperts)
+    return kept_of(module, ExpertPlacement)
 
 
 def refuse_divided_twice(model: nn.Module) -> None:

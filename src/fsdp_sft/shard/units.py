@@ -23,7 +23,7 @@ from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._tensors.boxes import local_of
 from fsdp_sft._tensors.shard_dims import shard_dim
 from fsdp_sft.shard.describe import innermost
-from fsdp_sft.shard.expert_parallel import SharedExperts, shared_experts
+from fsdp_sft.shard.expert_parallel import ExpertPlacement, expert_placement
 from fsdp_sft.shard.float32_modules import (
     Float32Unit,
     cast_at_use,
@@ -55,7 +55,7 @@ class Unit:
     modules: list[nn.Module]
     policy: MixedPrecisionPolicy
     reshard: bool | int | None
-    experts: SharedExperts | None = None
+    experts: ExpertPlacement | None = None
     float32: Float32Unit | None = None
 
 
@@ -77,7 +77,7 @@ def units_of(
     for module in reversed(list(model.modules())):
         if module is model or id(module) in done:
             continue
-        experts, float32 = shared_experts(module), plan.units.get(id(module))
+        experts, float32 = expert_placement(module), plan.units.get(id(module))
         if experts is not None:
             units.append(Unit([module], of_blocks, reshard, experts=experts))
             done.add(id(module))
@@ -130,7 +130,7 @@ def _placement(parameter: nn.Parameter, num_shards: int) -> Shard | None:
     return Shard(dim) if dim else None
 
 
-def _divide_by_all_ranks(module: nn.Module, shared: SharedExperts) -> None:
+def _divide_by_all_ranks(module: nn.Module, shared: ExpertPlacement) -> None:
     """Let FSDP2 divide the gradients of experts by the number of all ranks, as those of other parameters.
 
     They are sums over the tokens of all ranks, but are reduced over the few ranks only that have the same

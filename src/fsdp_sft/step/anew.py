@@ -7,8 +7,8 @@ from torch import nn
 from fsdp_sft._model.record import findings, forget_findings, is_changed, record_of
 from fsdp_sft.attention.context_parallel import SequenceGroup, compare_again
 from fsdp_sft.loss import Looked, forget_choice, needs_choice
+from fsdp_sft.step.loss_is_sum import is_untold, take
 from fsdp_sft.step.own_loss import Objective
-from fsdp_sft.step.summed import is_untold, take
 from fsdp_sft.step.trained import Replicas, has_replicas, refuse_different_replicas
 from fsdp_sft.step.window import Anew
 

@@ -23,7 +23,6 @@ from fsdp_sft.loss import (
     tokens_of,
 )
 from fsdp_sft.sampling.packing import Verify, check_verify, verify_at_first_use
-from fsdp_sft.step.acceptable import check_of
 from fsdp_sft.step.anew import find_out_anew, what_is_new
 from fsdp_sft.step.keys import (
     are_equal,
@@ -33,9 +32,10 @@ from fsdp_sft.step.keys import (
     refuse_different_options,
     to_compare,
 )
+from fsdp_sft.step.loss_is_sum import refuse_mean
+from fsdp_sft.step.model_checks import check_of
 from fsdp_sft.step.own_loss import LossFn, Objective, refuse_own_loss
-from fsdp_sft.step.rounds import in_step
-from fsdp_sft.step.summed import refuse_mean
+from fsdp_sft.step.uneven_eval import in_step
 from fsdp_sft.step.window import Anew, CountFn, on_device, on_host, weight_of_loss
 
 

@@ -28,13 +28,13 @@ from fsdp_sft.loss import (
 )
 from fsdp_sft.sampling.packing import Verify, check_verify, verify_at_first_use
 from fsdp_sft.shard.expert_parallel import refuse_divided_twice
-from fsdp_sft.step.acceptable import check_of, refuse_noise_on_same_rows
 from fsdp_sft.step.anew import find_out_anew, what_is_new
-from fsdp_sft.step.first import state_problem
 from fsdp_sft.step.gradients import SyncMode, checked_norm, clip_gradients, gradient_sync
 from fsdp_sft.step.keys import may_be_packs
 from fsdp_sft.step.labels import is_to_be_looked_at, say_what_was_seen
+from fsdp_sft.step.loss_is_sum import refuse_mean
 from fsdp_sft.step.meant import warn_of_what_may_be_meant
+from fsdp_sft.step.model_checks import check_of, refuse_noise_on_same_rows
 from fsdp_sft.step.optimizers import (
     Optimizers,
     checked_optimizers,
@@ -45,9 +45,9 @@ from fsdp_sft.step.optimizers import (
     unscale,
 )
 from fsdp_sft.step.own_loss import LossFn, Objective, refuse_own_loss
-from fsdp_sft.step.queued import QueuedStep, StepResult, without_step
+from fsdp_sft.step.result import QueuedStep, StepResult, without_step
 from fsdp_sft.step.schedules import forget_stepped, refuse_stepped_twice, step_schedulers
-from fsdp_sft.step.summed import refuse_mean
+from fsdp_sft.step.storable import state_problem
 from fsdp_sft.step.trained import (
     gradients_past_reduction,
     refuse_beside,

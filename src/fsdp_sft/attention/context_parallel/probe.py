@@ -9,7 +9,7 @@ from torch import nn
 
 from fsdp_sft._compat.models import original_class
 from fsdp_sft._model.adapters import forward_parameters
-from fsdp_sft._model.preserved import uncompiled, undisturbed
+from fsdp_sft._model.preserved import preserved, uncompiled
 from fsdp_sft._model.sharded import compute_device
 from fsdp_sft._model.twin import text_config
 from fsdp_sft._ranks.agree import all_reduce_sum
@@ -34,7 +34,7 @@ def verify(model: nn.Module, group: SequenceGroup) -> None:
 
     Collective: all ranks that hold the model; either all raise or none.
     """
-    with undisturbed(model), torch.no_grad(), uncompiled():
+    with preserved(model), torch.no_grad(), uncompiled():
         model.eval()
         probe = _PartsProbe(model, group)
         reason, cause = "", None

@@ -10,7 +10,7 @@ from torch import nn
 from fsdp_sft._compat.attention import attention_of
 from fsdp_sft._compat.models import original_class
 from fsdp_sft._model.adapters import forward_parameters
-from fsdp_sft._model.preserved import uncompiled, undisturbed
+from fsdp_sft._model.preserved import preserved, uncompiled
 from fsdp_sft._model.record import findings, forget_findings, is_changed
 from fsdp_sft._model.sharded import compute_device, training_mesh_of
 from fsdp_sft._model.twin import text_config
@@ -145,7 +145,7 @@ def verify(
     passed = findings(model, _Passed)
     try:
         _check_model(model)
-        with undisturbed(model), torch.no_grad(), uncompiled():
+        with preserved(model), torch.no_grad(), uncompiled():
             model.eval()
             shortest = 1 if rope_depends_on_length(model) else _SHORTEST_PROBE
             report = _run_probe(model, max(max_length, shortest))

@@ -27,45 +27,45 @@ def host_bytes_for(size: int) -> int:
     return -(-size // CHUNK_BYTES) * CHUNK_BYTES
 
 
-class Lane:
+class CopyStream:
     """The copies of one device, and their host memory, which is pinned and kept from step to step.
 
     Args:
         device: Accelerator.
-        visits: Number of blocks that leave activations in one forward.
+        num_blocks: Number of blocks that leave activations in one forward.
         at_first: Bytes of memory that the host had before any rank took some; None if unknown.
     """
 
-    def __init__(self, device: torch.device, visits: int, at_first: int | None) -> None:
+    def __init__(self, device: torch.device, num_blocks: int, at_first: int | None) -> None:
         self.device = device
         self.at_first = at_first
-        self.visits = visits
+        self.num_blocks = num_blocks
         self.stream = copy_stream(device)
         self.chunks = 0
         self.free: list[torch.Tensor] = []
-        self._fullest = 0  # largest number of chunks of a visit so far
+        self._fullest = 0  # largest number of chunks of a block so far
         self._granted = 0  # number of chunks for which the host has been found to have memory
-        self._latest: weakref.ref[Visit] | None = None
+        self._latest: weakref.ref[BlockActivations] | None = None
 
     @contextmanager
-    def visit(self) -> Iterator["Visit"]:
+    def forward_of_block(self) -> Iterator["BlockActivations"]:
         """The forward of one block, whose activations go to the host while this and the next block run.
 
         The inputs of the block before are freed on the device when this block begins, and what it kept when
         this block has ended.
 
         Raises:
-            HostMemoryError: From ``Visit.leave``, if all ranks on this host together would take more memory
-                than it has; it is raised before the memory is taken.
+            HostMemoryError: From ``BlockActivations.offload``, if all ranks on this host together would take
+                more memory than it has; it is raised before the memory is taken.
         """
         previous = None if self._latest is None else self._latest()
         if previous is not None:
-            previous.give_up(previous.inputs)
-        visit = Visit(self, previous)
-        self._latest = weakref.ref(visit)
-        yield visit
+            previous.release(previous.inputs)
+        activations = BlockActivations(self, previous)
+        self._latest = weakref.ref(activations)
+        yield activations
         if previous is not None:
-            previous.give_up(previous.kept)
+            previous.release(previous.kept)
 
     def chunk(self) -> torch.Tensor:
         """A free piece of host memory of ``CHUNK_BYTES``, or a new one."""
@@ -82,12 +82,12 @@ class Lane:
         return made
 
     def expect(self, chunks: int) -> None:
-        """Record that a visit needs so many chunks; the others of a forward are expected to need as many."""
+        """Record that a block needs so many chunks; the others of a forward are expected to need as many."""
         self._fullest = max(self._fullest, chunks)
 
     def _see_that_host_has_more(self) -> None:
         """Raise unless the host has memory for a whole forward of this rank, and of all ranks together."""
-        forward = self._fullest * self.visits
+        forward = self._fullest * self.num_blocks
         more = forward - self.chunks if forward > self.chunks else forward
         own, ranks, left = more * CHUNK_BYTES, ranks_on_host(), available_host_bytes()
         # The memory left now may lack what other ranks have already taken for the same purpose, so all ranks'
@@ -96,65 +96,65 @@ class Lane:
         if (left is not None and own > left) or (self.at_first is not None and all_ranks > self.at_first):
             at_first = _gib(self.at_first)
             raise HostMemoryError(
-                f"the activations of {self.visits} blocks need {own / _GIB:.2f} GiB more of host memory on "
-                f"each of {ranks} ranks of this host, of which {_gib(left)} are left, and "
+                f"the activations of {self.num_blocks} blocks need {own / _GIB:.2f} GiB more of host memory "
+                f"on each of {ranks} ranks of this host, of which {_gib(left)} are left, and "
                 f"{at_first} were when offload=True was chosen: checkpoint without it, shorten the rows, or "
                 "give the job more memory"
             )
         self._granted = self.chunks + more
 
 
-class Visit:
+class BlockActivations:
     """The tensors that one forward of one block has left in host memory."""
 
-    def __init__(self, lane: Lane, previous: "Visit | None") -> None:
-        self.lane = lane
-        self.inputs: list[weakref.ref[Away]] = []
-        self.kept: list[weakref.ref[Away]] = []
+    def __init__(self, copies: CopyStream, previous: "BlockActivations | None") -> None:
+        self.copies = copies
+        self.inputs: list[weakref.ref[HostTensor]] = []
+        self.kept: list[weakref.ref[HostTensor]] = []
         self.arguments: set[Any] = set()
         self._previous = None if previous is None else weakref.ref(previous)
         self._chunks: list[torch.Tensor] = []
         self._used = 0
 
     def __del__(self) -> None:
-        self.lane.free.extend(self._chunks)
+        self.copies.free.extend(self._chunks)
 
-    def leave(self, tensors: list[torch.Tensor], *, as_inputs: bool) -> list["Away"]:
+    def offload(self, tensors: list[torch.Tensor], *, as_inputs: bool) -> list["HostTensor"]:
         """Start to copy tensors to the host.
 
         Args:
-            tensors: Dense tensors on the lane's device.
+            tensors: Dense tensors on the copies's device.
             as_inputs: Whether they are the block's inputs, which are freed when the next block begins;
                 other tensors are freed when the next block has ended.
         """
         total = self._used + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        self.lane.expect(-(-total // CHUNK_BYTES))
-        left = [Away(self, tensor) for tensor in tensors]
+        self.copies.expect(-(-total // CHUNK_BYTES))
+        left = [HostTensor(self, tensor) for tensor in tensors]
         (self.inputs if as_inputs else self.kept).extend(weakref.ref(away) for away in left)
         return left
 
     def not_shared(self, arguments: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The arguments that the visit before did not have too; the others have been copied already."""
+        """The arguments that the block before did not have too; the others have been copied already."""
         previous = None if self._previous is None else self._previous()
         shared = set() if previous is None else previous.arguments
         self.arguments = {identity(tensor) for tensor in arguments}
         return [tensor for tensor in arguments if identity(tensor) not in shared]
 
-    def give_up(self, left: list["weakref.ref[Away]"]) -> None:
+    def release(self, left: list["weakref.ref[HostTensor]"]) -> None:
         """Free the device's memory of tensors as soon as they are on the host."""
         for away in _alive(left):
-            away.give_up()
+            away.release()
 
-    def bring_back(self) -> None:
+    def prefetch(self) -> None:
         """Start to copy everything back to the device that is still needed."""
         for away in _alive([*self.kept, *self.inputs]):
-            away.bring_back()
+            away.prefetch()
 
-    def bring_back_previous(self) -> None:
-        """Start to copy back what the visit before has left, which the backward needs next."""
+    def prefetch_previous(self) -> None:
+        """Start to copy back what the block before has left, which the backward needs next."""
         previous = None if self._previous is None else self._previous()
         if previous is not None:
-            previous.bring_back()
+            previous.prefetch()
 
     def room(self, size: int) -> list[torch.Tensor]:
         """Host memory for ``size`` bytes, as pieces of chunks."""
@@ -162,40 +162,40 @@ class Visit:
         while size:
             used = self._used % CHUNK_BYTES
             if not used:
-                self._chunks.append(self.lane.chunk())
+                self._chunks.append(self.copies.chunk())
             piece = self._chunks[-1][used : used + size]
             pieces.append(piece)
             self._used, size = self._used + piece.numel(), size - piece.numel()
         return pieces
 
 
-class Away:
+class HostTensor:
     """A tensor with its values on the host, and on the device only while it leaves or is needed.
 
     Attributes:
         changed: Whether the tensor was changed in place while it was copied; its values are lost then.
     """
 
-    def __init__(self, visit: Visit, tensor: torch.Tensor) -> None:
-        self.visit = visit
+    def __init__(self, activations: BlockActivations, tensor: torch.Tensor) -> None:
+        self.activations = activations
         self.changed = False
         self._here: torch.Tensor | None = None
         self._shape, self._strides, self._dtype = tensor.shape, tensor.stride(), tensor.dtype
-        self._pieces = visit.room(tensor.numel() * tensor.element_size())
+        self._pieces = activations.room(tensor.numel() * tensor.element_size())
         self._here = tensor.detach()
         self._version = tensor._version
         self._stream = torch.accelerator.current_stream(tensor.device)
         self._copied = self._copy(tensor, to_host=True)
 
     def __del__(self) -> None:
-        self.give_up()
+        self.release()
 
     def get(self) -> torch.Tensor:
         """The tensor on the device, for computations on the current stream; check ``changed`` afterwards.
 
         The tensors of the block before, which the backward needs next, start on their way back.
         """
-        self.bring_back()
+        self.prefetch()
         assert self._here is not None
         self._look_for_changes()
         current = torch.accelerator.current_stream(self._here.device)
@@ -203,19 +203,19 @@ class Away:
         if current != self._stream:
             self._here.record_stream(current)
         tensor, self._here = self._here, None
-        self.visit.bring_back_previous()
+        self.activations.prefetch_previous()
         return tensor
 
-    def bring_back(self) -> None:
+    def prefetch(self) -> None:
         """Start to copy the tensor back to the device, unless it is there."""
         if self._here is None:
-            device = self.visit.lane.device
+            device = self.activations.copies.device
             self._here = torch.empty_strided(self._shape, self._strides, dtype=self._dtype, device=device)
             self._stream = torch.accelerator.current_stream(device)
             self._copied = self._copy(self._here, to_host=False)
             self._version = self._here._version
 
-    def give_up(self) -> None:
+    def release(self) -> None:
         """Free the device's memory; the stream that it was made on may reuse it after the copy."""
         if self._here is not None:
             self._look_for_changes()
@@ -227,16 +227,16 @@ class Away:
         self.changed |= self._here is not None and self._here._version != self._version
 
     def _copy(self, tensor: torch.Tensor, *, to_host: bool) -> torch.Event:
-        """Queue a copy on the lane's stream, after the tensor was made; the event follows the copy."""
-        lane, made = self.visit.lane, self._stream.record_event()
+        """Queue a copy on the copies's stream, after the tensor was made; the event follows the copy."""
+        copies, made = self.activations.copies, self._stream.record_event()
         flat = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
         parts = flat.split([piece.numel() for piece in self._pieces])
-        with lane.stream:
-            lane.stream.wait_event(made)
+        with copies.stream:
+            copies.stream.wait_event(made)
             for piece, part in zip(self._pieces, parts, strict=True):
                 target, source = (piece, part) if to_host else (part, piece)
                 target.copy_(source, non_blocking=True)
-            return lane.stream.record_event()
+            return copies.stream.record_event()
 
 
 def identity(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -253,6 +253,6 @@ def _gib(size: int | None) -> str:
     return "an unknown number of GiB" if size is None else f"{size / _GIB:.2f} GiB"
 
 
-def _alive(left: list["weakref.ref[Away]"]) -> list["Away"]:
+def _alive(left: list["weakref.ref[HostTensor]"]) -> list["HostTensor"]:
     """The tensors that the backward may still need, which autograd keeps alive."""
     return [away for away in (reference() for reference in left) if away is not None]
