@@ -114,8 +114,8 @@ MISTAKES = [
     Mistake(
         "a mean of each rank's own mean",
         "loss/counting.py",
-        "        targets, tokens, weight = all_reduce_sum(own)",
-        "        targets, tokens, weight = (max(one, 1) * world_size() for one in own)",
+        "        targets, tokens, weight, *apart = sum_over_mesh([*once, *same_rows], mesh)",
+        "        targets, tokens, weight = (max(one, 1) * world_size() for one in own); apart = []",
         ("tests/test_parity.py", "tests/test_step.py"),
     ),
     Mistake(
