@@ -25,8 +25,8 @@ LETTERS = {
 def _bar(skeleton: Skeleton, held: dict[str, int]) -> tuple[int, str]:
     """MiB beside what is always there, and the letters of a line of the picture."""
     gathered = held.get(replay.UNSHARDED, 0)
-    root = min(gathered, 2 * skeleton.root.elements())
-    sizes = {"R": root, "B": gathered - root}
+    is_block = gathered >= 2 * skeleton.groups[0].elements()
+    sizes = {"V": 0 if is_block else gathered, "B": gathered if is_block else 0}
     sizes |= {letter: sum(held.get(part, 0) for part in parts) for letter, parts in LETTERS.items()}
     total = sum(held.values()) - sum(held[part] for part in ALWAYS)
     return round(total / MIB), "".join(letter * round(size / (8 * MIB)) for letter, size in sizes.items())
@@ -55,9 +55,9 @@ def test_the_picture_is_what_the_replay_does(monkeypatch: pytest.MonkeyPatch) ->
     peak = replay.replay(skeleton, trace(skeleton, setup), setup)
     drawn = [
         (int(mib), bar)
-        for mib, bar in re.findall(r" (\d+)  ([RBakgsow]{6,})(?: .*)?$", replay.__doc__ or "", re.MULTILINE)
+        for mib, bar in re.findall(r" (\d+)  ([VBakgsow]{4,})(?: .*)?$", replay.__doc__ or "", re.MULTILINE)
     ]
-    assert len(drawn) == 14
+    assert len(drawn) == 15
     moments = iter(seen)
     for line in drawn:
         assert any(line == moment for moment in moments), f"{line} is not what follows in the replay"

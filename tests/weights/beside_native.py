@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
 from tests.harness.architectures import class_names, quiet, save_all
@@ -39,7 +40,8 @@ _STALL_SECONDS = 90  # without a class being finished
 
 def ours(folder: Path) -> Any:
     model = fs.build_meta_model(folder)
-    fs.shard_model(model, mesh=fs.build_mesh(device_type="cpu"))
+    # In float32: buffers have the dtype that is computed in.
+    fs.shard_model(model, mesh=fs.build_mesh(device_type="cpu"), mp_policy=MixedPrecisionPolicy())
     fs.load_weights(model, folder)
     return model
 

@@ -8,6 +8,27 @@ WRAPPERS = ("tests/model/test_wrappers.py",)
 HEADS = ("tests/loss/test_heads.py",)
 MISTAKES: list[Mistake] = [
     Mistake(
+        "an embedding is gathered anew for each token that is generated",
+        "shard/embeddings.py",
+        "embedding.set_reshard_after_forward(torch.is_grad_enabled(), recurse=False)",
+        "embedding.set_reshard_after_forward(True, recurse=False)",
+        ("tests/shard/test_embeddings.py",),
+    ),
+    Mistake(
+        "an embedding is gathered for a backward that needs the ids alone",
+        "shard/embeddings.py",
+        "    embedding.set_unshard_in_backward(needs_weight_in_backward(embedding))\n",
+        "",
+        ("tests/shard/test_embeddings.py",),
+    ),
+    Mistake(
+        "a head whose weight is used without a call is not gathered for it",
+        "shard/embeddings.py",
+        "return module if alone and _is_only_called(model, module) else None",
+        "return module if alone else None",
+        ("tests/shard/test_embeddings.py",),
+    ),
+    Mistake(
         "a rank chooses its loss anew although the others do not",
         "step/anew.py",
         "    if anew.forward:",

@@ -3,7 +3,7 @@
 A collective that one rank never enters hangs the others until the time-out. Functions that do I/O
 therefore end each phase with a verdict: every rank says whether it succeeded, and if any did not, all of
 them raise the error that came first. Verdicts travel over a gloo group of their own, which never shares a
-communicator with training, and within the group along a tree (`tree.py`), so that no rank talks to all others.
+communicator with training, and within the group along a tree (`tree.py`), so no rank talks to all others.
 """
 
 import math

@@ -4,7 +4,7 @@ import functools
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from torch import nn
 from fsdp_sft._compat.experts import experts_to_place
 from fsdp_sft._model.blocks import find_blocks
 from fsdp_sft._tensors.shard_dims import shard_dim, shard_numel
+from fsdp_sft.shard.embeddings import needs_weight_in_backward, own_vocabulary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -99,7 +100,10 @@ class Skeleton:
         blocks: The blocks, in forward order.
         kinds: Kind of each block, given as the index of the first block that is made like it.
         groups: Parameters of each block, in forward order; equal ones are the same object.
-        root: Parameters outside of the blocks: embedding, last norm, head.
+        root: Parameters outside of all other groups: the last norm, and embedding and head if they are tied.
+        embedding: Parameters of the input embedding, if they are a group of their own.
+        head: Parameters of the head, likewise.
+        gathers_embedding_again: Whether the embedding's backward gathers them.
         first_backward: Index of the first block that the backward reaches. Blocks before it have nothing to
             train in or below them, and keep nothing.
         parameters: Number of parameters of the whole model; tied ones count once.
@@ -117,6 +121,14 @@ class Skeleton:
     parameters: int
     active_parameters: int
     experts: tuple[int, ...] = ()
+    embedding: Group | None = None
+    head: Group | None = None
+    gathers_embedding_again: bool = False
+
+    @property
+    def outside(self) -> tuple[Group, ...]:
+        """The groups that are no blocks: the root's, and those of embedding and head if they have some."""
+        return tuple(group for group in (self.root, self.embedding, self.head) if group is not None)
 
     @functools.cached_property
     def traced_tensors(self) -> tuple[torch.Tensor, ...]:
@@ -137,8 +149,8 @@ class Skeleton:
 
     @functools.cached_property
     def distinct_groups(self) -> tuple[tuple[Group, int], ...]:
-        """The different groups, the root's included, each with the number of groups that are equal to it."""
-        return tuple(Counter([*self.groups, self.root]).items())
+        """The different groups, each with the number of groups that are equal to it."""
+        return tuple(Counter([*self.groups, *self.outside]).items())
 
 
 def as_config(config: "PreTrainedConfig | str | os.PathLike[str]") -> Any:
@@ -190,8 +202,11 @@ def _cached_skeleton(
     plan = experts_to_place(model)
     groups = [_group(block.named_parameters(), inside, _within(name, plan)) for name, block in blocks.items()]
     groups = [known.setdefault(group, group) for group in groups]
+    own = own_vocabulary(model, blocks.values())
+    embedding, head = (None if m is None else _group(_named_within(model, m), inside) for m in own)
     root = _group(model.named_parameters(), inside)
-    total = sum(group.elements() for group in groups) + root.elements()
+    outside = [group for group in (root, embedding, head) if group is not None]
+    total = sum(group.elements() for group in (*groups, *outside))
     return Skeleton(
         model=model,
         family=keyed.config.model_type,
@@ -203,7 +218,16 @@ def _cached_skeleton(
         parameters=total,
         active_parameters=total - _idle_expert_parameters(model, keyed.config),
         experts=tuple(plan.values()),
+        embedding=embedding,
+        head=head,
+        gathers_embedding_again=own[0] is not None and needs_weight_in_backward(own[0]),
     )
+
+
+def _named_within(model: nn.Module, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters of a module, by their names in the model."""
+    own = {id(parameter) for parameter in module.parameters()}
+    return ((name, p) for name, p in model.named_parameters() if id(p) in own)
 
 
 def _build(config: Any, dtype: torch.dtype) -> Any:

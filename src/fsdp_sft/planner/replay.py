@@ -4,36 +4,39 @@ Source of the order: ``torch/distributed/fsdp/_fully_shard`` (``FSDPParamGroup``
 ``foreach_reduce``), torch 2.11 to 2.13.
 
 A worked example: a Llama of two blocks on 4 H100s, one row of 1,024 tokens on each, and AdamW. A block has
-32 MiB of bfloat16 parameters; so has the root, which is FSDP2's name for the group of all that is in no block
-(embedding, last norm, head). Shards, optimizer states and cuBLAS's workspace (176 MiB) are there all the
-time. The picture shows the rest, at the moments of one step at which it is largest. One letter is 8 MiB::
+32 MiB of bfloat16 parameters, embedding and head 16 MiB each. They are not tied, so each is a group of its
+own; the root, FSDP2's name for the group of all that is in no other, has the last norm alone. Shards,
+optimizer states and cuBLAS's workspace (176 MiB) are there all the time. The picture shows the rest, at the
+moments of one step at which it is largest. One letter is 8 MiB::
 
-    R root, gathered     B block, gathered    a all-gather buffers    k activations kept for the backward
+    V embedding or head, gathered    B block, gathered    a all-gather buffers    k activations kept for later
     g whole gradients    s reduce-scatter input    o shards of gradients    w tensors of what runs just now
 
                              MiB
-    forward    gather root    64  RRRRaaaa
-               block 1       163  RRRRBBBBaaaawwwwwwww
-               gather 2      165  RRRRaaaaaaaaakkkkkkk
-               block 2       221  RRRRBBBBaaaakkkkkkkwwwwwwww
-    loss       head, loss    307  RRRRaaaakkkkkkkkkkkkkkkwwwwwwwwwwwwwww    <- the peak of this step
-               their backward  237  RRRRaaaakkkkkkkkkkkkkkkwwwwwww
-    backward   block 2       255  RRRRBBBBaaaakkkkkkkkkkkkkkkggwww
-               reduce 2      237  RRRRaaaakkkkkkkggggggssssssss
-               gather 1      253  RRRRBBBBaaaakkkkkkkggssssssssoo
-               block 1       245  RRRRBBBBkkkkkkkggssssssssoowww
-               reduce 1      163  RRRRggggggssssssssoo
-               embedding     163  RRRRggggssssssssoooo
-               reduce root   128  ggggssssssssoooo
+    forward    embedding      35  VVaa
+               block 1       131  BBBBaaaawwwwwwww
+               gather 2      133  aaaaaaaaakkkkkkk
+               block 2       189  BBBBaaaakkkkkkkwwwwwwww
+               gather head   171  aaaaaaakkkkkkkkkkkkkkk
+    loss       head, loss    275  VVaakkkkkkkkkkkkkkkwwwwwwwwwwwwwww    <- the peak of this step
+               their backward  221  VVaaaakkkkkkkkkkkkkkkwwwwwww
+    backward   reduce head   207  aaaakkkkkkkkkkkkkkkggsssss
+               block 2       247  BBBBaaaakkkkkkkkkkkkkkkssssowww
+               reduce 2      197  aaaakkkkkkkggggsssssssso
+               gather 1      213  BBBBaaaakkkkkkkssssssssooo
+               block 1       205  BBBBkkkkkkkssssssssooowww
+               reduce 1      123  ggggssssssssooo
+               embedding      96  ggsssssooooo
     optimizer  update         96  oooooowwwwww
 
 How to read it:
 
 - An all-gather brings a group's shards into a buffer (``a``), from which they are copied out into parameters
-  (``R``, ``B``). In the forward FSDP2 frees a block's buffer only after the buffer of the next one has been
+  (``V``, ``B``). In the forward FSDP2 frees a group's buffer only after the buffer of the next one has been
   allocated, so that at "gather 2" two are alive, with the 8 MiB that this rank sends.
-- The root stays gathered from the first moment to the embedding's backward. A block is freed after its
-  forward (``reshard_after_forward``) and gathered once more for its backward.
+- The embedding is freed after its forward, and not gathered for its backward. A block is freed after its
+  forward (``reshard_after_forward``) and gathered once more for its backward. The head stays gathered between
+  them. Where embedding and head are tied, both lie in the root, which stays gathered for the whole step.
 - The backward prefetches: while the head's backward runs, block 2 is gathered (``a``); while that of block 2
   runs, block 1 is.
 - A block's gradients (``g``, bfloat16) are copied into the input of the reduce-scatter (``s``, float32, hence
@@ -155,9 +158,11 @@ class _Step:
         self.first_backward = skeleton.first_backward
         self.checkpointed = setup.checkpointed(len(skeleton.blocks))
         by_group = {id(group): _group_sizes(group, setup) for group, _ in skeleton.distinct_groups}
-        by_group[id(skeleton.root)] = _group_sizes(skeleton.root, setup)
         self.sizes = [by_group[id(group)] for group in skeleton.groups]
-        self.root = by_group[id(skeleton.root)]
+        self.root = _group_sizes(skeleton.root, setup)
+        self.embedding = None if skeleton.embedding is None else _group_sizes(skeleton.embedding, setup)
+        self.head = None if skeleton.head is None else _group_sizes(skeleton.head, setup)
+        self.gathers_embedding_again = skeleton.gathers_embedding_again and setup.reshard_after_forward
         self.groups = skeleton.distinct_groups
         # A checkpointed block keeps the tensors that it was called with, such as the mask. Blocks of one kind
         # share a mask; blocks with a window have another one. So each storage is counted once.
@@ -168,7 +173,8 @@ class _Step:
         self.total = 0
         self.best, self.best_phase, self.best_parts = -1, "", dict[str, int]()
         self.reduced = 0  # bytes of the latest reduce-scatter's input, which the next one frees
-        self.accumulated = [0] * (len(self.sizes) + 1)  # whole gradients of earlier micro-steps, root last
+        # Whole gradients of earlier micro-steps: of the blocks, the root, the embedding, the head.
+        self.accumulated = [0] * (len(self.sizes) + 3)
         self.has_gradients = False
         self._hold_states()
 
@@ -218,8 +224,14 @@ class _Step:
     def _forward(self) -> int:
         """Forward of the embedding and the blocks; returns the size of the last all-gather buffer."""
         several = self.setup.num_shards > 1
-        previous = self._gather(self.root, "loss")
+        previous = self._gather(self.root, 0)
+        if self.embedding is not None:
+            previous = self._gather(self.embedding, previous)
         self.hold(INPUTS, self.trace.before)
+        if self.embedding is not None:
+            self.look("loss")
+            if self.setup.reshard_after_forward:
+                self.free(UNSHARDED, self.embedding.gathered)
         for index, footprint in enumerate(self.footprints):
             sizes = self.sizes[index]
             self._input_leaves(self.visits.get(index))
@@ -242,18 +254,21 @@ class _Step:
                 self.free(UNSHARDED, sizes.gathered)
         return previous
 
-    def _gather(self, sizes: _Sizes, phase: str) -> int:
-        """Gather the root; returns the size of its buffer, which lives until the first block is gathered."""
+    def _gather(self, sizes: _Sizes, previous: int) -> int:
+        """Gather a group that is no block; returns the size of its buffer, which the next gather frees."""
         self.hold(ALL_GATHER, sizes.buffer)
-        self.look(phase, ALL_GATHER, sizes.cast)
+        self.look("loss", ALL_GATHER, sizes.cast)
+        self.free(ALL_GATHER, previous)
         self.hold(UNSHARDED, sizes.gathered)
-        self.look(phase, ALL_GATHER, sizes.moved)
+        self.look("loss", ALL_GATHER, sizes.moved)
         return sizes.buffer
 
     def _loss(self, last_gather: int) -> None:
         """Head, loss, and their backward down to the last block, which is prefetched meanwhile."""
         trace = self.trace
         self.hold(INPUTS, self.arguments)
+        if self.head is not None:
+            last_gather = self._gather(self.head, last_gather)
         self.look("loss", HEAD, trace.head_peak)
         self.free(ALL_GATHER, last_gather)
         self.free(HEAD, self.held[HEAD])  # the outputs that a plain loop held since the last micro-step
@@ -275,18 +290,30 @@ class _Step:
 
     def _backward(self, *, reduce: bool) -> None:
         """Backward of the blocks and of the embedding; each group's reduction follows its backward."""
+        if self.head is not None:
+            self.free(UNSHARDED, self.head.gathered)
+            self._reduce(len(self.sizes) + 2, self.head, reduce=reduce)
         for index in reversed(range(self.first_backward, len(self.sizes))):
             self._block_backward(index)
             self._drop_activations(index)
             self._reduce(index, self.sizes[index], reduce=reduce)
         trace = self.trace
-        embedding = self.root.gradients - trace.head_gradients
+        own = (self.root, self.embedding, self.head)
+        embedding = sum(sizes.gradients for sizes in own if sizes is not None) - trace.head_gradients
+        if self.embedding is not None and self.gathers_embedding_again:
+            self.hold(ALL_GATHER, self.embedding.buffer)
+            self.look("backward", ALL_GATHER, self.embedding.cast)
+            self.hold(UNSHARDED, self.embedding.gathered)
+            self.look("backward", ALL_GATHER, self.embedding.moved)
+            self.free(ALL_GATHER, self.embedding.buffer)
         self.look("backward", WHOLE_GRADIENTS, trace.embedding_peak)
         self.hold(WHOLE_GRADIENTS, embedding)
         self.free(INPUTS, self.held[INPUTS])
         self.hold(HEAD, trace.outputs - self.held[HEAD])
         self.free(UNSHARDED, self.held[UNSHARDED])
         self._reduce(len(self.sizes), self.root, reduce=reduce)
+        if self.embedding is not None:
+            self._reduce(len(self.sizes) + 1, self.embedding, reduce=reduce)
         self.look("backward")
         # FSDP2's callback at the end of the backward frees what it has kept of reductions.
         self.free(REDUCE_SCATTER, self.held[REDUCE_SCATTER])

@@ -239,10 +239,11 @@ def _network(skeleton: Skeleton, setup: Setup, rates: Rates, *, reduces: bool) -
 
     first, others = skeleton.groups[0], skeleton.groups[1:]
     behind = skeleton.groups[skeleton.first_backward :] if setup.reshard_after_forward else ()
-    alone = (skeleton.root, first)
+    head = [] if skeleton.head is None else [skeleton.head]
+    alone = (*(group for group in skeleton.outside if group is not skeleton.head), first)
     return _Collectives(
-        forward=gathers(others),
-        backward=gathers(behind) + reductions(others),
+        forward=gathers([*others, *head]),
+        backward=gathers(behind) + reductions([*others, *head]),
         alone=gathers(alone) + reductions(alone),
     )
 

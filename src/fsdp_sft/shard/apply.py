@@ -54,10 +54,11 @@ def shard_model(
     prefetch: int = 0,
     ep_size: int = 1,
 ) -> nn.Module:
-    """Shard a model in place: each block is an FSDP2 group, and the rest (embedding, norm, head) the root's.
+    """Shard a model in place: each block is an FSDP2 group, so are embedding and head; the rest is the root's.
 
     Each shard is cast after its block has been split, so a rank casts 1/N of the bytes and never holds a
-    block in the master dtype. A tied embedding and head lie in the root's group together. Modules that plain
+    block in the master dtype. An embedding and a head that are tied, or whose weight the model uses without
+    calling them, lie in the root's group, which stays gathered for the whole step. Modules that plain
     transformers keeps in float32 under the policy's compute dtype compute in float32 here; a warning names
     those for which that is not possible. Other floating-point buffers of transformers models take the dtype
     that they have in a plain model of the compute dtype. Blocks of such models do not cast their inputs,

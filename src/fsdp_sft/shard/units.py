@@ -19,10 +19,12 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_sft._compat.models import keep_in_float32_patterns
 from fsdp_sft._compat.modules import apply_to_tensors
+from fsdp_sft._model.adapters import base_of
 from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._tensors.boxes import local_of
 from fsdp_sft._tensors.shard_dims import shard_dim
 from fsdp_sft.shard.describe import innermost
+from fsdp_sft.shard.embeddings import free_early, own_vocabulary
 from fsdp_sft.shard.expert_parallel import ExpertPlacement, expert_placement
 from fsdp_sft.shard.float32_modules import (
     Float32Unit,
@@ -50,6 +52,7 @@ class Unit:
         reshard: What becomes of the gathered parameters after a forward; None is torch's own default.
         experts: Placement of the experts that the module is, if ranks share them out.
         float32: The module's parts that do not compute in float32, if it does.
+        embedding: Whether it is the input embedding in a group of its own.
     """
 
     modules: list[nn.Module]
@@ -57,6 +60,7 @@ class Unit:
     reshard: bool | int | None
     experts: ExpertPlacement | None = None
     float32: Float32Unit | None = None
+    embedding: bool = False
 
 
 def units_of(
@@ -91,6 +95,13 @@ def units_of(
         elif id(module) in are_blocks:
             units.append(Unit([module], of_blocks, reshard))
             done.add(id(module))
+    taken = [module for unit in units for module in unit.modules]
+    embedding, head = own_vocabulary(base_of(model), taken, plan.kept)
+    inner = replace(of_blocks, output_dtype=None)
+    if embedding is not None:
+        units.append(Unit([embedding], inner, bool(reshard), embedding=True))
+    if head is not None:
+        units.append(Unit([head], inner, False))  # its backward follows its forward
     return [*units, Unit([model], policy, None)]
 
 
@@ -112,6 +123,8 @@ def shard_unit(unit: Unit, mesh: "DeviceMesh", offload: OffloadPolicy) -> None:
     )
     if experts is not None:
         _divide_by_all_ranks(unit.modules[0], experts)
+    if unit.embedding:
+        free_early(unit.modules[0])
 
 
 def use_float32(unit: Float32Unit, policy: MixedPrecisionPolicy) -> None:

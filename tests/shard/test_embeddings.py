@@ -1,0 +1,133 @@
+"""Untied embedding and head in groups of their own: the numbers of the root's group, gathered less often."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+
+import fsdp_sft as fs
+from fsdp_sft.shard import units
+from fsdp_sft.shard.embeddings import own_vocabulary
+from tests.harness.device import device_here, mesh_here
+from tests.harness.models import tiny_model, windows_of_rank
+from tests.harness.ranks import run_distributed
+
+UNTIED = ("llama", "mixtral")
+
+
+def _sharded(family: str, *, own: bool = True, **options: Any) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        if not own:
+            patch.setattr(units, "own_vocabulary", lambda *_: (None, None))
+        model = tiny_model(family)
+        fs.apply_sac(model, "1/3")
+        return fs.shard_model(model, mesh=mesh_here(), **options)
+
+
+def _trained(model: Any, grad_sync: Any) -> list[Any]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    numbers: list[Any] = []
+    windows = windows_of_rank(2, device_here())
+    for window in windows:
+        result = fs.train_step(model, window, optimizer, grad_sync=grad_sync)
+        numbers += [result.loss, result.grad_norm]
+    numbers.append(fs.evaluate(model, windows[0]).loss)
+    ids = torch.tensor([[3, 4, 5]], device=device_here())
+    numbers.append(model.eval().generate(ids, max_new_tokens=4, do_sample=False).tolist())
+    return numbers
+
+
+def _compare() -> None:
+    cases: list[tuple[str, Any, dict[str, Any]]] = [
+        ("llama", "each", {}),
+        ("llama", "last", {"prefetch": 2}),
+        ("mixtral", "each", {"reshard_after_forward": False}),
+    ]
+    for family, grad_sync, options in cases:
+        models = [_sharded(family, own=own, **options) for own in (True, False)]
+        groups = [sum(isinstance(m, FSDPModule) for m in model.modules()) for model in models]
+        assert groups[0] == groups[1] + 2
+        assert fs.prepare_loss(models[0]) == fs.prepare_loss(models[1])
+        first, second = (_trained(model, grad_sync) for model in models)
+        assert first == second, (family, options)
+    for family in ("qwen2-tied", "gemma3"):
+        model = _sharded(family)
+        assert not any(
+            isinstance(m, FSDPModule) for n, m in model.named_modules() if "embed" in n or "head" in n
+        )
+
+
+def _gathers(function: Any) -> int:
+    """All-gathers that FSDP2 makes in a call."""
+    count = 0
+    gather = _fsdp_param_group.foreach_all_gather
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        count += 1
+        return gather(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_fsdp_param_group, "foreach_all_gather", counted)
+        function()
+    return count
+
+
+def _count_gathers() -> None:
+    model = _sharded("llama")
+    blocks = len(fs.find_blocks(model))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    window = windows_of_rank(1, device_here())[0][:1]
+    fs.train_step(model, window, optimizer)  # what is checked at first has been
+    # Forward: the root, the embedding, the blocks and the head. Backward: the blocks.
+    assert _gathers(lambda: fs.train_step(model, window, optimizer)) == 3 + 2 * blocks
+    ids = torch.tensor([[3, 4, 5]], device=device_here())
+    model.eval()
+
+    def generate(tokens: int) -> int:
+        options = {"min_new_tokens": tokens, "max_new_tokens": tokens, "do_sample": False}
+        return _gathers(lambda: model.generate(ids, **options))
+
+    assert generate(2) == 3 + 2 * blocks
+    assert generate(4) == 4 * blocks, "embedding and head stay gathered"
+
+
+def test_numbers_are_those_of_the_roots_group_with_fewer_gathers() -> None:
+    run_distributed(_compare, 2)
+    run_distributed(_count_gathers, 2)
+
+
+class _UsesWeight(nn.Module):
+    """A model that multiplies by its head's weight, and never calls the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(7, 4), nn.Linear(4, 7, bias=False)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embed
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.embed(ids).to(self.embed.weight.dtype) @ self.head.weight.t()
+
+
+def test_what_may_be_used_without_a_call_stays_with_the_root() -> None:
+    model = _UsesWeight()
+    assert own_vocabulary(model, []) == (model.embed, None)
+    assert own_vocabulary(model, [model.embed]) == (None, None)
+    assert own_vocabulary(model, [], {id(model.embed.weight)}) == (None, None)
+    tied = _UsesWeight()
+    tied.head.weight = nn.Parameter(tied.embed.weight)
+    assert own_vocabulary(tied, []) == (tied.embed, None)  # two parameters: nothing is tied
+    tied.head.weight = tied.embed.weight
+    assert own_vocabulary(tied, []) == (None, None)
+    twice = _UsesWeight()
+    twice.again = twice.embed
+    assert own_vocabulary(twice, []) == (None, None)
+    assert own_vocabulary(nn.Linear(2, 2), []) == (None, None)
