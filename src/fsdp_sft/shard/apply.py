@@ -54,7 +54,7 @@ def shard_model(
     prefetch: int = 0,
     ep_size: int = 1,
 ) -> nn.Module:
-    """Shard a model in place: each block is an FSDP2 group, as are embedding and head; the rest is the root's.
+    """Shard a model in place by FSDP2 groups: one for each block, embedding, head; the root has the rest.
 
     Each shard is cast after its block has been split, so a rank casts 1/N of the bytes and never holds a
     block in the master dtype. An embedding and a head that are tied, or whose weight the model uses without
