@@ -192,8 +192,8 @@ def _copy(sharding: Sharding, tensor: Any, index: int) -> int:
     """Number of the copy that is written of a tensor that several ranks have.
 
     Ranks with the same part take turns, from tensor to tensor, except for small tensors that all ranks have.
-    A rank that loads opens the files of everything that it reads, and the counts of steps, one for each
-    parameter, would otherwise be spread over as many files.
+    Step counts are one small tensor per parameter; spread over ranks, they would make every loading rank open
+    every file.
     """
     size = tensor.dtype.itemsize * math.prod(tensor.shape)
     return index % sharding.copies if sharding.splits or size >= _LARGE_BYTES else 0

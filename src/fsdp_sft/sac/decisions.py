@@ -1,4 +1,4 @@
-"""Decisions that a recomputation must repeat and not make again, such as the experts that a token goes to.
+"""Router choices: stored in the forward, reused in recomputation, such as the experts that a token goes to.
 
 A recomputed block computes its router's probabilities again. They may differ from the first ones in the last
 bit, because of other kernels or another order of sums over ranks. If the probabilities of two experts are

@@ -1,4 +1,4 @@
-"""What fills each tensor of a model, known before anything is read.
+"""Where each tensor's values will come from.
 
 Memory that is allocated and never written holds whatever was there before. So every tensor must have a source
 of its values, and one without is an error.
