@@ -117,6 +117,21 @@ class _UsesWeight(nn.Module):
         return self.embed(ids).to(self.embed.weight.dtype) @ self.head.weight.t()
 
 
+class _Around(_UsesWeight):
+    """The same where another module's forward uses the weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.embed = nn.Module(), None
+        self.body.embed = nn.Embedding(7, 4)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.body.embed
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.body.embed(ids) @ self.body.embed.weight.t()
+
+
 def test_what_may_be_used_without_a_call_stays_with_the_root() -> None:
     model = _UsesWeight()
     assert own_vocabulary(model, []) == (model.embed, None)
@@ -127,6 +142,7 @@ def test_what_may_be_used_without_a_call_stays_with_the_root() -> None:
     assert own_vocabulary(tied, []) == (tied.embed, None)  # two parameters: nothing is tied
     tied.head.weight = tied.embed.weight
     assert own_vocabulary(tied, []) == (None, None)
+    assert own_vocabulary(_Around(), []) == (None, None)
     twice = _UsesWeight()
     twice.again = twice.embed
     assert own_vocabulary(twice, []) == (None, None)

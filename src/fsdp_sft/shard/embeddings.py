@@ -6,6 +6,7 @@ would be reduced through one buffer: 9.5 GiB in float32 for 248,320 tokens and a
 gathered for its backward, which does not need it; the head is gathered from its forward to its backward.
 """
 
+import functools
 import inspect
 import re
 from collections.abc import Collection, Iterable
@@ -65,16 +66,16 @@ def _free_in_training(embedding: Any, _args: Any) -> None:
 
 
 def _is_only_called(model: nn.Module, module: nn.Module) -> bool:
-    """Whether a module has one owner, whose code does not use its parameters as values."""
-    children = ((owner, name, child) for owner in model.modules() for name, child in owner._modules.items())
-    owners = [(owner, name) for owner, name, child in children if child is module]
-    if len(owners) != 1:
+    """Whether a module has one name, and no forward of the model uses its parameters as values."""
+    names = [name for owner in model.modules() for name, child in owner._modules.items() if child is module]
+    if len(names) != 1:
         return False
-    owner, name = owners[0]
-    used = re.compile(rf"\.{re.escape(name)}\.(weight|bias)\b(?!\.(dtype|device|shape|size|ndim)\b)")
-    return not any(used.search(code) for code in map(_forward_code, type(owner).__mro__))
+    used = re.compile(rf"\.{re.escape(names[0])}\.(weight|bias)\b(?!\.(dtype|device|shape|size|ndim)\b)")
+    classes = {cls for one in model.modules() for cls in type(one).__mro__}
+    return not any(used.search(code) for code in map(_forward_code, classes))
 
 
+@functools.lru_cache(maxsize=1024)
 def _forward_code(cls: type) -> str:
     """The code of a class's forward; "" for one that is not written in Python."""
     forward = vars(cls).get("forward")
