@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.tensor import DTensor
 
 import fsdp_sft as fs
 from fsdp_sft.shard import units
@@ -95,9 +96,22 @@ def _count_gathers() -> None:
     assert generate(4) == 4 * blocks, "embedding and head stay gathered"
 
 
+def _reshard() -> None:
+    """As in the root's group: a forward without a backward leaves them gathered, and reshard() frees them."""
+    model = _sharded("llama")
+    batch = windows_of_rank(1, device_here())[0][0]
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            model(**batch)
+        assert not isinstance(model.lm_head.weight, DTensor)
+        model.reshard()
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+
+
 def test_numbers_are_those_of_the_roots_group_with_fewer_gathers() -> None:
     run_distributed(_compare, 2)
     run_distributed(_count_gathers, 2)
+    run_distributed(_reshard, 2)
 
 
 class _UsesWeight(nn.Module):

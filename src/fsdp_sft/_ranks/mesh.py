@@ -271,7 +271,9 @@ def build_mesh(
 
 
 def sum_over_mesh(values: list[float], mesh: "DeviceMesh | None") -> list[float]:
-    """Element-wise float64 sum over the ranks of ``mesh``; a copy of ``values`` without a mesh.
+    """Element-wise float64 sum over all ranks of the job, if a model has a mesh; else a copy of ``values``.
+
+    A mesh holds all ranks (``training_mesh_of`` refuses others), so it says whether there is anything to add.
 
     Collective: all ranks, if there is a mesh.
     """

@@ -25,7 +25,7 @@ _OWN_COUNT = (
 _ATTENTION = r"(self_attn|attention)(\.(([qkvo]|qkv|out)_proj|query_key_value|dense|[qk]_norm|sinks))?"
 _GATED_LEAF = r"(gate|gate_up|up|down)_proj"
 _UNGATED_LEAF = r"fc1|fc2|c_fc|c_proj|dense_h_to_4h|dense_4h_to_h"
-_EXPERTS = rf"(experts|expert_placement?)(\.({_GATED_LEAF}))?"
+_EXPERTS = rf"(experts|shared_experts?)(\.({_GATED_LEAF}))?"
 _COVERED = re.compile(
     rf"layers\.\*\.({_ATTENTION}|(mlp|block_sparse_moe)\.({_GATED_LEAF}|{_UNGATED_LEAF}|{_EXPERTS}))"
 )

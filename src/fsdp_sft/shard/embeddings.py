@@ -9,11 +9,14 @@ gathered for its backward, which does not need it; the head is gathered from its
 import functools
 import inspect
 import re
+import types
 from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
 from torch import nn
+
+_BESIDE_ROOT = "_fsdp_sft_beside_root"  # attribute of a module whose group would be a part of the root's
 
 
 def own_vocabulary(
@@ -52,6 +55,28 @@ def own_vocabulary(
 def needs_weight_in_backward(embedding: nn.Module) -> bool:
     """Whether an embedding's backward may need its weight; that of ``nn.Embedding`` needs the ids alone."""
     return getattr(type(embedding), "forward", None) is not nn.Embedding.forward
+
+
+def note_beside_root(module: nn.Module) -> None:
+    """Mark a group of its own, for ``reshard`` of the root's module."""
+    setattr(module, _BESIDE_ROOT, True)
+
+
+def reshard_with_root(model: nn.Module) -> None:
+    """Let ``model.reshard()`` free embedding and head too, as if they were in the root's group.
+
+    torch's frees the groups of one module alone. After a forward without a backward embedding and head are
+    gathered like the root, and ``zero_grad`` would miss the gradients of their shards.
+    """
+    if any(hasattr(module, _BESIDE_ROOT) for module in model.modules()):
+        setattr(model, "reshard", types.MethodType(_reshard, model))  # noqa: B010  it is no attribute of nn.Module
+
+
+def _reshard(self: Any) -> None:
+    """``FSDPModule.reshard``, and that of embedding and head in groups of their own."""
+    for module in self.modules():
+        if module is self or hasattr(module, _BESIDE_ROOT):
+            type(module).reshard(module)
 
 
 def free_early(embedding: Any) -> None:

@@ -24,7 +24,7 @@ from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._tensors.boxes import local_of
 from fsdp_sft._tensors.shard_dims import shard_dim
 from fsdp_sft.shard.describe import innermost
-from fsdp_sft.shard.embeddings import free_early, own_vocabulary
+from fsdp_sft.shard.embeddings import free_early, note_beside_root, own_vocabulary
 from fsdp_sft.shard.expert_parallel import ExpertPlacement, expert_placement
 from fsdp_sft.shard.float32_modules import (
     Float32Unit,
@@ -52,7 +52,7 @@ class Unit:
         reshard: What becomes of the gathered parameters after a forward; None is torch's own default.
         experts: Placement of the experts that the module is, if ranks share them out.
         float32: The module's parts that do not compute in float32, if it does.
-        embedding: Whether it is the input embedding in a group of its own.
+        beside_root: Whether it is the input embedding or the head in a group of its own.
     """
 
     modules: list[nn.Module]
@@ -60,7 +60,7 @@ class Unit:
     reshard: bool | int | None
     experts: ExpertPlacement | None = None
     float32: Float32Unit | None = None
-    embedding: bool = False
+    beside_root: bool = False
 
 
 def units_of(
@@ -99,9 +99,9 @@ def units_of(
     embedding, head = own_vocabulary(base_of(model), taken, plan.kept)
     inner = replace(of_blocks, output_dtype=None)
     if embedding is not None:
-        units.append(Unit([embedding], inner, bool(reshard), embedding=True))
+        units.append(Unit([embedding], inner, bool(reshard), beside_root=True))
     if head is not None:
-        units.append(Unit([head], inner, False))  # its backward follows its forward
+        units.append(Unit([head], inner, False, beside_root=True))  # its backward follows its forward
     return [*units, Unit([model], policy, None)]
 
 
@@ -123,8 +123,10 @@ def shard_unit(unit: Unit, mesh: "DeviceMesh", offload: OffloadPolicy) -> None:
     )
     if experts is not None:
         _divide_by_all_ranks(unit.modules[0], experts)
-    if unit.embedding:
-        free_early(unit.modules[0])
+    if unit.beside_root:
+        note_beside_root(unit.modules[0])
+        if reshard:
+            free_early(unit.modules[0])
 
 
 def use_float32(unit: Float32Unit, policy: MixedPrecisionPolicy) -> None:
