@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
+from fsdp_sft._compat.fsdp import is_broken_off
 from tests.harness.device import device_here, mesh_here
 from tests.harness.models import (
     full,
@@ -78,6 +79,7 @@ def _gradients_after_a_failure(
             with failure.armed(call), pytest.raises(_Planned):
                 fs.train_step(model, lost[rank::ranks], optimizer, grad_sync=grad_sync)
             assert all(parameter.grad is None for parameter in model.parameters())
+            assert not is_broken_off(model), "for a loop of the caller's own that goes on"
             before = {key: full(p).clone() for key, p in model.named_parameters()}
             result = fs.train_step(
                 model, batches[rank::ranks], optimizer, grad_sync=grad_sync, max_grad_norm=None
