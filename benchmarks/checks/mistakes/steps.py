@@ -253,7 +253,7 @@ MISTAKES: list[Mistake] = [
     ),
     Mistake(
         "a failed step leaves FSDP2 in the middle of it",
-        "step/train.py",
+        "step/gradients.py",
         "        forget_failed_iteration(model)",
         "        pass",
         ("tests/step/test_failed.py",),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from fsdp_sft._compat.fsdp import forget_failed_iteration, forget_held_back
+from fsdp_sft._compat.fsdp import forget_held_back
 from fsdp_sft._compat.optim import forget_unscaled, known_scale
 from fsdp_sft._model.sharded import compute_device, training_mesh_of
 from fsdp_sft._process.former import told_of_former
@@ -249,7 +249,6 @@ def train_step(
         with part("optimizer"):  # reading the norm is the only place where the host waits for the device
             step_all(optimizers, scaler, skipped=step.has_infs or not step.is_finite)
     except BaseException:
-        forget_failed_iteration(model)
         if counter is not None:
             counter.abandon()
         if scaler is not None:
