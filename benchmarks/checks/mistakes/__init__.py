@@ -7,8 +7,8 @@ from benchmarks.checks.mistakes import (
     labels,
     loading,
     meshes,
+    packs,
     planning,
-    rows,
     steps,
     told,
 )
@@ -16,7 +16,7 @@ from benchmarks.checks.mistakes.mistake import Mistake
 
 MISTAKES = [
     *labels.MISTAKES,
-    *rows.MISTAKES,
+    *packs.MISTAKES,
     *loading.MISTAKES,
     *steps.MISTAKES,
     *told.MISTAKES,

@@ -16,12 +16,11 @@ from fsdp_sft._model.adapters import refuse_merged
 from fsdp_sft._model.named import parameter_names
 from fsdp_sft._model.record import findings
 from fsdp_sft._model.wrappers import replicated_by, unwrapped
-from fsdp_sft._ranks.mesh import DP_REPLICATE, copies_of_rows
+from fsdp_sft._ranks.mesh import DP_REPLICATE, copies_of_rows, raise_on_mesh
 from fsdp_sft._tensors.boxes import local_of
 from fsdp_sft.errors import OptimizerError, UnsupportedModelError, abridged
 from fsdp_sft.shard.apply import refuse_hooks
 from fsdp_sft.step.optimizers import stepped_by
-from fsdp_sft.step.window import raise_on_mesh
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
