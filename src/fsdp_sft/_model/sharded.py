@@ -125,7 +125,7 @@ def reshard(model: torch.nn.Module) -> None:
         if isinstance(module, FSDPModule):
             replaced += replaced_parameters(module)
             keep_trained_flags(module)
-            module.reshard()
+            FSDPModule.reshard(module)  # of this module alone, so that the flags of no other are lost
     if replaced:
         fqns = {id(module): name for name, module in model.named_modules(remove_duplicate=False)}
         names = [f"{fqns.get(id(module), '?')}.{name}" for module, name in replaced]
