@@ -1,4 +1,4 @@
-"""The update of biases by which routers balance their experts without a loss."""
+"""Update the biases by which routers balance their experts without a loss."""
 
 import torch
 from torch import nn
@@ -11,7 +11,7 @@ from fsdp_sft.experts.counter import counter_of
 
 
 def update_router_bias(model: nn.Module, *, rate: float) -> list[str]:
-    """Raise the bias of experts that the last step gave too few tokens, and lower that of the busier ones.
+    """Raise the bias of experts that got too few tokens in the last step, and lower that of busier ones.
 
     ``bias += rate * sign(mean load - load)``, as in the training of models that balance their experts without
     a loss (DeepSeek-V3, GLM-4 MoE). If it is never called, the biases stay as the checkpoint has them.
@@ -21,7 +21,7 @@ def update_router_bias(model: nn.Module, *, rate: float) -> list[str]:
         rate: Size of the step, above 0.
 
     Returns:
-        Names of the biases that were moved; none if the last window had no targets, and so no forward.
+        Names of the updated biases; none if the last window had no targets, failed, or was used before.
 
     Raises:
         ValueError: If the model has no such bias, or has one of 16 bits, in which such steps are lost; if no

@@ -1,4 +1,4 @@
-"""The biases by which routers balance their experts without a loss, found in a model."""
+"""Find the biases by which a model's routers balance their experts without a loss."""
 
 from collections.abc import Iterable
 
@@ -9,10 +9,10 @@ from fsdp_sft._model.named import named_tensors
 
 
 def biases_of(model: nn.Module, experts: Iterable[tuple[str, int]]) -> dict[str, tuple[str, torch.Tensor]]:
-    """Find the bias of each layer: the only untrained tensor beside its experts with one number for each.
+    """Find the bias of each layer: the only untrained tensor next to its experts with one number per expert.
 
     Args:
-        model: Model without wrappers around it.
+        model: Unwrapped model.
         experts: (FQN, number of experts) of each module with experts.
 
     Returns:

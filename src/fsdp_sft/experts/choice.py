@@ -14,7 +14,7 @@ from fsdp_sft._model.wrappers import unwrapped
 from fsdp_sft._process.former import told_of_former
 from fsdp_sft.errors import UnsupportedModelError
 
-_ALIGNED = 16  # bytes of which a row of grouped_mm's operands has to be a multiple
+_ALIGNED = 16  # a row of grouped_mm's operands must be a multiple of so many bytes
 _logger = logging.getLogger("fsdp_sft.experts")
 
 
@@ -36,7 +36,7 @@ def prepare_experts(model: nn.Module, *, impl: str = "auto") -> str:
     Args:
         model: Mixture of transformers, sharded or not. Only its config changes.
         impl: ``"auto"``, one of the names above, or another that is registered in transformers'
-            ``ExpertsInterface``, such as ``"sonicmoe"`` or ``"deepgemm"``, which need kernels of their own.
+            ``ExpertsInterface``, such as ``"sonicmoe"`` or ``"deepgemm"``, which need their own kernels.
 
     Returns:
         The implementation that the model now runs; the reason is logged on the first rank.

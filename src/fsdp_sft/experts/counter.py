@@ -1,8 +1,8 @@
-"""Counting of the tokens that routers send to each expert, in eager and compiled blocks.
+"""Count the tokens that routers send to each expert, in eager and compiled blocks.
 
 A hook before a layer's experts passes the router's choices through a custom operation that counts them. To
 compiled code it is an operation like any other, with no side effect that the code has to know of. It counts
-only while its layer is told to, so a recomputation does not count again.
+only while counting is on for its layer, so a recomputation does not count again.
 """
 
 import inspect
@@ -65,7 +65,7 @@ class _Layer:
 
 
 class ExpertCounter:
-    """Counter of the tokens that the experts of a model are given in a window.
+    """Counts the tokens that a model's experts get in a window.
 
     Attributes:
         layers: Layers of the model that have experts.
@@ -121,7 +121,7 @@ class ExpertCounter:
                 layer.is_counting = was_counting
 
     def abandon(self) -> None:
-        """End a window that failed: its counts are for nobody."""
+        """End a window that failed, whose counts are not used."""
         self._is_open, self.is_empty = False, True
 
     def finish(self, mesh: "DeviceMesh | None", device: torch.device) -> "LateLoad":
@@ -171,9 +171,9 @@ class LateLoad:
 def watch_experts(model: nn.Module) -> list[str]:
     """Let ``train_step`` count how many tokens each expert is given: ``StepResult.expert_load``.
 
-    If blocks are compiled, call it before their first forward; otherwise any time will do. Counting costs a
-    sum over tokens in each layer, and once a step a sum over ranks of one number per expert. It does not make
-    the host wait for the device.
+    Call it before the first forward if blocks are compiled, and at any time if not. Counting costs a sum over
+    tokens in each layer, and once a step a sum over ranks of one number per expert. It does not make the host
+    wait for the device.
 
     Args:
         model: Mixture of transformers, whose experts take a router's choices as an argument.
@@ -225,7 +225,7 @@ def watch_experts(model: nn.Module) -> list[str]:
 
 
 def counter_of(model: nn.Module) -> ExpertCounter | None:
-    """The counter of a model; None without ``watch_experts``, also for a copy of a watched model."""
+    """The counter of a model; None without ``watch_experts``, and for a copy of a watched model."""
     return kept_of(model, ExpertCounter)
 
 
@@ -265,7 +265,7 @@ def _before_experts(
 
 @torch.library.custom_op("fsdp_sft::count_choices", mutates_args=())
 def count_choices(chosen: torch.Tensor, handle: int) -> torch.Tensor:
-    """A copy of the choices ``(tokens, top_k)``, which are counted if their layer counts at the moment."""
+    """A copy of the choices ``(tokens, top_k)``, which are counted if counting is on for their layer."""
     layer = _layers.get(handle)
     if layer is not None and layer.is_counting:
         layer.add(chosen)

@@ -1,4 +1,4 @@
-"""The number of tokens that the experts of each layer were given."""
+"""Number of tokens that the experts of each layer were given."""
 
 import math
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ class ExpertLoad:
         return tuple(layer.count(0) for layer in self.counts)
 
     def summary(self) -> dict[str, float]:
-        """Three numbers for a log: the worst layer's of the first two, and the dead experts of all layers."""
+        """Numbers to log: ``largest_over_mean`` and ``entropy`` of the worst layer, and all dead experts."""
         return {
             "expert_load_largest_over_mean": max(self.largest_over_mean),
             "expert_load_entropy": min(self.entropy),

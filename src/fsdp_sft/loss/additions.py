@@ -1,4 +1,4 @@
-"""Terms that a model adds to its cross entropy: a router's loss is added here too, others are refused."""
+"""Terms that a model adds to its cross entropy: a router's loss can be added too, any other is refused."""
 
 import logging
 from dataclasses import dataclass, field
@@ -53,8 +53,8 @@ class Additions:
         """The router's loss in a forward's output, times its coefficient; None if it is not added.
 
         Raises:
-            ModelLossError: If the forward returned a loss although it got no labels, or no router's loss
-                although that is to be added.
+            ModelLossError: If the forward returned a loss although it got no labels, or lacks the router's
+                loss that is to be added.
         """
         if isinstance(getattr(output, "loss", None), torch.Tensor):
             raise ModelLossError(
@@ -75,7 +75,7 @@ class Additions:
 
 @dataclass
 class _Known:
-    """Terms of a model's loss, valid while its numbers are the same."""
+    """Additions to a model's loss, valid until one of its numbers changes."""
 
     numbers: Any = None
     by_flag: dict[bool | None, Additions] = field(default_factory=dict)
@@ -84,7 +84,7 @@ class _Known:
 
 @dataclass
 class _Said:
-    """Whether it was said that a model's router loss is left out."""
+    """Remembers whether the warning of a router's loss that is left out was given."""
 
     left_out: bool = False
 
@@ -97,15 +97,15 @@ def check_router_loss(router_loss: str | None) -> None:
 
 
 def compare_or_not(model: nn.Module, compare: bool, impl: int) -> None:
-    """Say whether the model's own loss is to be compared, or the cross entropy taken whatever it is.
+    """Record whether the model's own loss has to be the cross entropy.
 
     Args:
         model: The model.
-        compare: Whether to compare.
-        impl: Number of the implementation, which has to be the same on all ranks.
+        compare: False takes the cross entropy, whatever the model's own loss is.
+        impl: Number of the implementation.
 
     Raises:
-        ValueError: If ranks say different things.
+        ValueError: If ranks differ in ``compare`` or ``impl``.
 
     Collective: all ranks of the model's mesh.
     """
@@ -129,7 +129,7 @@ def refuse_meta(model: nn.Module) -> None:
 
 
 def additions_to(model: nn.Module, router_loss: RouterLoss | None) -> Additions:
-    """Terms that the loss of ``model`` has beside the cross entropy; found out once, the same on all ranks.
+    """What the loss of ``model`` has beside the cross entropy, found once and the same on all ranks.
 
     Args:
         model: Model with its weights.
@@ -137,8 +137,8 @@ def additions_to(model: nn.Module, router_loss: RouterLoss | None) -> Additions:
             has ``output_router_logits``, and if not, warns once that it is left out.
 
     Raises:
-        ModelLossError: If the model's own loss is not the cross entropy, or has no router's loss although
-            that is asked for.
+        ModelLossError: If the model's own loss is not the cross entropy, or if a router's loss is asked for
+            that it does not have or that ``prepare_loss(compare=False)`` has excluded.
 
     Collective: all ranks of the model's mesh, the first time.
     """
@@ -196,7 +196,7 @@ def _find_out(model: nn.Module, flag: bool | None, wanted: bool, router_loss: st
 
 
 def _explain(model: nn.Module, own: OwnLoss | str) -> tuple[Coefficient | None, str]:
-    """(the coefficient of the router's loss or None, the part of the model's loss that is unexplained)."""
+    """(the coefficient of the router's loss or None, why the model's loss is not explained or "")."""
     if isinstance(own, str):
         return None, own if isinstance(own, Different) else ""
     coefficient = coefficient_of(model, own)
@@ -234,7 +234,7 @@ def _say_what_is_left_out(model: nn.Module) -> None:
 
 
 def _numbers(model: nn.Module) -> Any:
-    """The numbers of the loss except for the router's, which are read anew for each loss."""
+    """Numbers of the loss, except for the router's, which are read for each loss."""
     numbers = numbers_of_a_loss(model)
     return tuple((n, v) for n, v in numbers.items() if "router" not in n and "aux" not in n)
 

@@ -1,10 +1,9 @@
-"""The loss of a mixture's router over the tokens that count, of one rank or several, in the model's forward.
+"""Load-balancing loss of a mixture's router in the model's forward, over the tokens of one or several ranks.
 
 The loss is ``E * sum_i f_i P_i`` for ``E`` experts: ``f_i`` is how often expert i was chosen per token, and
 ``P_i`` the mean probability that the router gives it (Switch Transformers, arXiv:2101.03961, equations 4 to
-6). It is a product of means. If several ranks have the tokens of a micro-batch, the mean of their losses is
-therefore another number than the loss of all tokens, and drives each rank's tokens to be balanced by
-themselves (arXiv:2501.11873). Two ranks and two experts, a and b:
+6). It is a product of means. So the mean of several ranks' losses is not the loss of all their tokens, and
+drives each rank to balance its own tokens (arXiv:2501.11873). Two ranks and two experts, a and b:
 
             chosen       f          P        E sum f P
     rank 0  a a a a     1   0      1   0        2
@@ -34,12 +33,12 @@ from fsdp_sft.loss.transform import wide
 
 
 class Balance:
-    """The computation of the router's loss in one forward.
+    """Computes the router's loss in one forward.
 
     Args:
         counted: Mask of the tokens that count, bool ``(B, S)``; None if all do.
-        groups: Process groups that connect the ranks whose tokens are balanced together; sums go over one
-            group after the other. Without any, this rank's tokens are balanced alone.
+        groups: Process groups to sum over, one after the other, for the tokens of their ranks to be balanced
+            together. Without any, this rank's tokens are balanced alone.
 
     Attributes:
         loss: The computed loss; None before the forward.
@@ -114,7 +113,7 @@ def balanced_by(balance: Balance | None) -> Iterator[None]:
 
 @contextmanager
 def balanced_beside(model: nn.Module, balance: Balance) -> Iterator[None]:
-    """Let ``balance`` compute the router's loss too, while forwards go on to return the model's own."""
+    """Let ``balance`` compute the router's loss too, while forwards still return the model's own."""
     inner: Any = unwrapped(model)
     base = getattr(inner, "get_base_model", None)
     intercept_balance_loss(base() if base is not None else inner, _intercepted)

@@ -64,8 +64,8 @@ def loss_sum(
 ) -> tuple[torch.Tensor, int]:
     """Cross entropy summed over this batch's targets.
 
-    At a model's first loss its own loss on a tiny batch is compared with the cross entropy, so that what the
-    model adds to it is not lost silently.
+    Before a model's first loss, its own loss on a tiny batch is compared with the cross entropy, so that no
+    term that the model adds is lost silently.
 
     Args:
         model: Decoder-only language model, sharded or not, that returns ``logits``.
@@ -77,11 +77,11 @@ def loss_sum(
         impl: Implementation of the loss. ``"chunked"`` holds the logits of one chunk of targets at a time;
             ``"liger"`` does so with Liger's kernels (CUDA); ``"logits"`` computes them in full. ``"auto"`` is
             what ``prepare_loss`` has chosen, or chooses now: chunked if the model's head allows it.
-        router_loss: Treatment of the loss of a mixture's router. ``"micro_batch"`` adds it, as the model
+        router_loss: What to do with the loss of a mixture's router. ``"micro_batch"`` adds it, as the model
             computes it for this batch, times its coefficient and the number of targets; the result divided
             by that number is then the model's own loss. Filler of a pack does not count, and under context
-            parallelism the whole rows count. ``"global_micro_batch"`` takes the tokens that all ranks of the
-            model's mesh have in this call together; each rank's result has its share. ``"off"`` leaves it
+            parallelism the whole rows count. ``"global_micro_batch"`` computes it over the tokens of all
+            ranks of the model's mesh in this call; each rank's result has its share. ``"off"`` leaves it
             out. None is ``"micro_batch"`` if the config has ``output_router_logits``; if not, the loss is
             left out with one warning that names the coefficient.
         label_smoothing: Label smoothing, defined as in ``torch.nn.functional.cross_entropy``.
@@ -95,10 +95,9 @@ def loss_sum(
 
     Raises:
         ModelLossError: If the model's own loss is not the cross entropy; the message says what it does. Also
-            if the model's forward has changed since its loss was looked at and several ranks hold it: call
-            ``prepare_loss`` on all of them after such a change. Also if the router's loss is not
-            transformers' usual one, but has to be computed over several ranks or without a pack's filler,
-            which is possible for that one only.
+            if several ranks hold the model and its forward has changed since its loss was checked: call
+            ``prepare_loss`` on all of them after such a change. Also if the router's loss has to be computed
+            over several ranks or without a pack's filler, and is not transformers' usual one.
         ValueError: If the model is an encoder-decoder or a classifier, if the batch has no proper labels, or
             if the model's loss cannot be computed by ``impl``.
 
@@ -125,7 +124,7 @@ def loss_sum(
 
 
 def _looked_at_again(model: nn.Module, impl: LossImpl) -> SequenceGroup | None:
-    """The ranks that share the model's rows; what was found out about another forward is forgotten."""
+    """The ranks that share the model's rows; findings about a forward that has changed are forgotten."""
     check_impl(impl)
     look_again(model, impl)
     group = sequence_group_of(model)
@@ -153,7 +152,7 @@ def causal_lm_loss(
         batch: Batch of the form that ``loss_sum`` takes.
         num_targets: Number of targets of the whole window over all ranks, from ``count_targets``.
         impl: Implementation of the loss; see ``loss_sum``.
-        router_loss: Treatment of the loss of a mixture's router; see ``loss_sum``. Here it is weighted by
+        router_loss: What to do with the loss of a mixture's router; see ``loss_sum``. Here it is weighted by
             the micro-batch's share of the window's tokens, without padding.
         num_tokens: Number of tokens of the window over all ranks, without padding; None takes the number
             that ``count_targets`` has stored in ``num_targets``.
@@ -198,7 +197,7 @@ def causal_lm_loss(
 
 
 def _refuse_other_sharing(num_targets: int, group: SequenceGroup | None) -> None:
-    """Refuse a count over ranks that share rows in another way than those of the model."""
+    """Refuse targets that were counted for another ``cp`` than the model's."""
     counted, own = getattr(num_targets, "cp", None), 1 if group is None else group.size
     if counted not in (None, own):
         raise ValueError(
@@ -240,7 +239,7 @@ def _weight_of_window(batch: Batch, num_targets: int, target_weight: float | Non
 def _share_of_tokens(
     batch: Batch, num_targets: int, num_tokens: int | None, mesh: "DeviceMesh | None"
 ) -> float:
-    """The share of the window's tokens that a batch has."""
+    """A batch's share of the window's tokens."""
     tokens = num_tokens if num_tokens is not None else getattr(num_targets, "num_tokens", 0)
     if tokens:
         return tokens_of(batch) / tokens
@@ -275,10 +274,9 @@ def _weight_of_router(
 def ranks_of_router(
     model: nn.Module, batch: Batch, router_loss: RouterLoss | None
 ) -> tuple[dist.ProcessGroup, ...]:
-    """Process groups of the ranks whose tokens the router's loss of a batch is computed over.
+    """Process groups over whose tokens a batch's router loss is computed; none if only over this rank's.
 
-    They take tensors on the device, and sums go over one group after the other. The tuple is empty if the
-    loss is computed over this rank's tokens only.
+    They take tensors on the device. Sums go over one group after the other.
     """
     if router_loss != "global_micro_batch" and not isinstance(batch, BatchPart):
         return ()
@@ -295,10 +293,10 @@ def _balance(
     groups: tuple[dist.ProcessGroup, ...],
     router_loss: RouterLoss | None,
 ) -> Balance | None:
-    """The computation that replaces the model's own router loss; None to take the model's own.
+    """Replacement of the model's own router loss; None takes the model's own.
 
     Raises:
-        ModelLossError: If the model's own would have to be taken, but is not the loss that is asked for.
+        ModelLossError: If only the model's own can be taken, and it is not the loss that is asked for.
     """
     if additions.router is None:
         return None
@@ -337,10 +335,10 @@ def loss_parts(
         model: Decoder-only language model, sharded or not.
         batch: Batch of the form that ``loss_sum`` takes, or this rank's part of one.
         impl: Implementation of the loss; see ``loss_sum``.
-        router_loss: Treatment of the loss of a mixture's router; see ``loss_sum``.
+        router_loss: What to do with the loss of a mixture's router; see ``loss_sum``.
         terms: What the loss has beside the cross entropy.
-        is_counted: Whether the router's loss counts the batch's tokens. It does not for a batch that only
-            takes part in other ranks' forwards.
+        is_counted: False for a batch that only takes part in other ranks' forwards: the router's loss then
+            does not count its tokens.
     """
     check_router_loss(router_loss)
     check_impl(impl)
@@ -354,7 +352,7 @@ def loss_parts(
         refuse_masked_pack(batch)
     inputs = without_labels(batch)
     if takes_use_cache(model):
-        # Training needs no cache, and with one transformers does not keep the rows of a pack apart.
+        # Training needs no cache, and with one transformers does not separate the rows of a pack.
         inputs["use_cache"] = False
     find, planned = additions_to, _as_planned
     if torch.compiler.is_compiling():
@@ -383,7 +381,7 @@ def loss_parts(
 
 @dataclass(frozen=True)
 class _Wanted:
-    """The loss that a forward is asked for.
+    """Definition of the loss of one forward.
 
     Attributes:
         targets: Target of each position, ``(B, S)``.
@@ -428,7 +426,7 @@ class _Wanted:
 def _as_planned(
     model: nn.Module, inputs: dict[str, Any], wanted: _Wanted, impl: LossImpl
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The loss by the implementation that was chosen for the model."""
+    """The loss by the implementation chosen for the model."""
     choice = choice_for(model, impl)
     head = choice.head() if choice.head is not None else None
     if choice.impl == "logits" or head is None:
@@ -443,7 +441,7 @@ def _as_planned(
 def _from_logits(
     model: nn.Module, inputs: dict[str, Any], wanted: _Wanted
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The loss from the logits in full."""
+    """The loss from full logits."""
     targets, weights = wanted.targets, wanted.weights
     with wanted.forward():
         output = model(**inputs)

@@ -1,4 +1,4 @@
-"""The chosen implementation of a model's loss, and whether the choice still fits the model."""
+"""The implementation chosen for a model's loss, and a check that it still fits the model."""
 
 import weakref
 from collections.abc import Callable
@@ -24,7 +24,7 @@ class LossChoice:
         impl: ``"chunked"``, ``"liger"`` or ``"logits"``.
         reason: Reason for computing the logits in full; empty for a fused loss.
         transform: Scale and soft cap that a fused loss applies to the head's output.
-        head: The head that the choice was made for; None if no loss can be fused.
+        head: Head that the choice was made for; None if no loss can be fused.
         settings: Numbers of the model and its config that may scale or cap its logits, by name.
     """
 

@@ -34,8 +34,7 @@ class TargetCount(int):
     Attributes:
         num_tokens: Number of tokens of the window, without padding; 0 if unknown.
         weight: Sum of the targets' ``loss_weights``; without weights the number of targets.
-        cp: Number of ranks that were taken to share each row; None if it was counted over a group of the
-            caller's.
+        cp: Number of ranks that share each row; None for a count over the caller's process group.
     """
 
     num_tokens: int
@@ -53,7 +52,7 @@ class TargetCount(int):
         return self
 
     def __getnewargs__(self) -> tuple[int, int, float, int | None]:  # type: ignore[override]
-        """The arguments from which pickle makes a copy."""
+        """Arguments of the copy that pickle makes."""
         return int(self), self.num_tokens, self.weight, self.cp
 
 
@@ -73,7 +72,7 @@ class Targets:
 
 
 class CheckedBatch(dict[str, Any]):
-    """A batch on the device together with what the host has found out about it before it was moved.
+    """A batch on the device, with what the host found out before moving it.
 
     Attributes:
         targets: Facts about its targets; None if not known.
@@ -186,10 +185,10 @@ def target_weight(
 
 
 def num_tokens(batch: Any, needs_ids: bool = True) -> int:
-    """Number of tokens of a batch without padding: by its mask ``(B, S)``, or without a pack's filler.
+    """Number of tokens of a batch, without padding (by its mask ``(B, S)``) or a pack's filler.
 
     Raises:
-        BatchError: If ``needs_ids`` and the batch has no ``input_ids``; if not needed, they are 0 tokens.
+        BatchError: If it has neither a mask nor ``input_ids``; 0 tokens instead if not ``needs_ids``.
     """
     fields = batch if isinstance(batch, Mapping) else {}
     mask, ids = fields.get("attention_mask"), fields.get("input_ids")
@@ -238,7 +237,7 @@ def targets_of(batch: Batch) -> torch.Tensor:
 def weights_of(batch: Batch) -> torch.Tensor | None:
     """The weight of each position's target, floating point ``(B, S)``; None if a batch has no weights.
 
-    A batch brings weights aligned with its labels; they are shifted like these.
+    A batch's weights are aligned with its labels and shifted like them.
     """
     weights = batch.get(WEIGHTS_KEY) if isinstance(batch, Mapping) else None
     if weights is None:
@@ -316,7 +315,7 @@ def scale_for_backward(
 
 
 def scaled_for_averaging(loss: torch.Tensor, num_targets: float) -> torch.Tensor:
-    """``scale_for_backward`` of a model that all ranks train together."""
+    """``scale_for_backward`` without its checks."""
     # FSDP2 divides the sum of the ranks' gradients by the number of ranks. That is the mean only if all ranks
     # hold equally many targets. Rank r's loss is a sum S_r, and the gradient wanted is that of
     # (S_0 + S_1 + ...) / num_targets, in which every target counts the same. So each S_r is divided by
@@ -334,7 +333,7 @@ def check_num_targets(num_targets: float) -> None:
 
 
 def _checked(batch: Batch, name: str) -> torch.Tensor:
-    """The checked labels of a batch, int64 ``(B, S)``; raises an error that says what is wrong with them."""
+    """Labels of a batch, int64 ``(B, S)``; raises an error that says what is wrong with them."""
     labels = batch.get(name) if isinstance(batch, Mapping) else None
     if labels is None:
         seen = sorted(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__

@@ -1,10 +1,9 @@
 """Run a model's own forward with the loss in place of the head's product.
 
-The model is called as always, so everything between its inputs and its head happens as always: FSDP2's
-hooks, mixed precision, checkpointing, compiled blocks. Only the ``forward`` of the head is replaced during
-that call. The head is still called as a module. If it is an FSDP2 group of its own, it is gathered before the
-call and its gradient is reduced after the backward. It returns the loss, and FSDP2 registers its backward
-hooks on that.
+The model is called as usual, with all that happens between its inputs and its head: FSDP2's hooks, mixed
+precision, checkpointing, compiled blocks. Only the ``forward`` of the head is replaced during that call. The
+head is still called as a module. If it has its own FSDP2 group, it is gathered before the call and its
+gradient is reduced after the backward. It returns the loss, and FSDP2 registers its backward hooks on that.
 """
 
 import math
@@ -30,7 +29,7 @@ HeadForward = Callable[[torch.Tensor], torch.Tensor]
 
 
 class HeadChecks:
-    """Checks of forwards that are read later, since to read them at once would make the host wait.
+    """Checks of forwards, read later because the host would have to wait for them.
 
     If a check fails, the loss and the gradients of that forward are NaN, so that they do no harm meanwhile.
     """
@@ -43,7 +42,7 @@ class HeadChecks:
         """Add the check of a forward.
 
         Args:
-            sound: Whether the forward is as it was when its loss was prepared, a 0-dim tensor.
+            sound: 0-dim bool tensor, True if the forward is as it was when its loss was prepared.
             message: Message of the error if it is not.
         """
         self._sound.append(sound)
@@ -81,10 +80,7 @@ def fusible_head(model: nn.Module) -> tuple[nn.Module | None, str]:
 
 
 def _hooked(model: nn.Module, head: nn.Module) -> str:
-    """Why a hook prevents a fused loss: it would see the logits, or sits on a part that is not called.
-
-    Empty if no hook does.
-    """
+    """Why a hook prevents a fused loss (it expects logits, or sits on a part that is not called), or ""."""
     for fqn, module in model.named_modules(remove_duplicate=False):
         if module is not head:
             continue
@@ -166,7 +162,7 @@ def loss_at_head(
 
 
 def takes_use_cache(model: nn.Module) -> bool:
-    """Whether the model's forward has the argument ``use_cache``, as those of transformers have."""
+    """Whether the model's forward takes ``use_cache``, as in transformers."""
     return "use_cache" in forward_parameters(model)
 
 
@@ -188,10 +184,10 @@ def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator
 
 @contextmanager
 def _few_logits(head: nn.Module) -> Iterator[None]:
-    """Replace the head's result by known logits of one position, with which the rest of the forward computes.
+    """Replace the head's result by known logits of one position for the rest of the forward.
 
-    They are of all ids, since a model may change those of some. Forward hooks run in the order in which they
-    were registered. This one comes after FSDP2's, which have then seen the loss.
+    They cover all ids, since a model may change the logits of some. Forward hooks run in the order of their
+    registration, so FSDP2's have seen the loss before.
     """
 
     def hook(_module: nn.Module, args: tuple[torch.Tensor, ...], _loss: torch.Tensor) -> torch.Tensor:

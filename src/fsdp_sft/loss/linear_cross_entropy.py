@@ -148,7 +148,7 @@ class _Head:
 
 
 class _LinearCrossEntropySum(torch.autograd.Function):
-    """The loss, whose forward computes its gradients as well.
+    """The loss, with its gradients computed in the forward.
 
     A separate computation in the backward would need the logits of every chunk again: stored, which is what
     chunks avoid, or recomputed by one more product. Since the output is a scalar, the forward already knows

@@ -55,7 +55,7 @@ class OwnLoss:
 
     @property
     def extra(self) -> float:
-        """Difference of the model's loss and the cross entropy."""
+        """The model's loss minus the cross entropy."""
         return float(self.loss) - self.expected
 
     @property
@@ -70,7 +70,7 @@ class OwnLoss:
         return abs(value - reference) <= tolerance * max(abs(reference), 1e-3)
 
     def why_different(self, model: nn.Module) -> str:
-        """How the loss differs from the cross entropy, as far as that can be told; empty if it does not."""
+        """How the loss differs from the cross entropy, as far as is known; empty if it does not."""
         if self.near(float(self.loss), self.expected):
             return ""
         smoothing, ignored = self.used.get("label_smoothing"), self.used.get("ignore_index", IGNORE_INDEX)
@@ -86,7 +86,7 @@ class OwnLoss:
 
 
 class Different(str):
-    """Why a model's loss is not the cross entropy, where that shows before the loss has been computed."""
+    """Why a model's loss is not the cross entropy, found before it was computed."""
 
     __slots__ = ()
 
@@ -189,7 +189,7 @@ class Coefficient:
 
 
 def coefficient_of(model: nn.Module, own: OwnLoss) -> Coefficient | None:
-    """The coefficient with which ``aux_loss`` explains why the loss is not the cross entropy, if any does."""
+    """The coefficient that times ``aux_loss`` gives what the loss adds to the cross entropy, if any does."""
     if own.aux_loss is None:
         return None
     for coefficient in router_coefficients(model):
@@ -199,9 +199,9 @@ def coefficient_of(model: nn.Module, own: OwnLoss) -> Coefficient | None:
 
 
 def router_coefficients(model: nn.Module) -> Iterator[Coefficient]:
-    """Candidates for the coefficient of a router's loss, the likeliest first.
+    """Numbers that may be the coefficient of a router's loss.
 
-    Numbers that are named like one come first, and those of the model before those of its config.
+    Those named like one come first, and those of the model before those of its config.
     """
     holders = list(_holders(model))
     for likely in (True, False):
@@ -219,7 +219,7 @@ def _reader(holder: Any, name: str) -> Callable[[], float]:
 
 
 def _holders(model: nn.Module) -> Iterator[Any]:
-    """The model inside of wrappers and adapters, its config, and the configs within that."""
+    """The model inside wrappers and adapters, its config, and the configs inside that."""
     inner: Any = unwrapped(model)
     base = getattr(inner, "get_base_model", None)
     inner = base() if base is not None else inner
@@ -294,7 +294,7 @@ def _labels(model: nn.Module, ids: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def _forward(model: nn.Module, inputs: dict[str, Any], seen: TorchFunctionMode) -> Any:
-    """The output of the model's forward, run under ``seen``, before FSDP2 casts it."""
+    """Output of the model's forward, run under ``seen``, before FSDP2 casts it."""
     outputs: list[Any] = []
     inner = unwrapped(model)
     forward = inner.forward

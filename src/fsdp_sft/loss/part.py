@@ -35,8 +35,6 @@ from fsdp_sft.loss.counting import (
 )
 from fsdp_sft.targets import IGNORE_INDEX
 
-_SEEN = ("input_ids", "position_ids", "attention_mask")
-
 
 class BatchPart(CheckedBatch):
     """This rank's part of a batch, with its targets in ``shift_labels``; the mask is that of the whole rows.
@@ -65,8 +63,8 @@ def part_of(batch: Batch, group: SequenceGroup) -> BatchPart:
     """Cut a batch to this rank's part; the host waits for the device if the batch is there.
 
     A batch without a mask or without positions is read as transformers reads it: all tokens count, and
-    positions ascend from 0. Filler makes the length a multiple of the number of ranks. It stands at the end,
-    as a packed row of its own.
+    positions ascend from 0. Filler at the end, a separate packed row, makes the length a multiple of the
+    number of ranks.
 
     Raises:
         BatchError: If the batch has no labels or ids, or has a tensor that cannot be cut along the tokens.
@@ -87,7 +85,7 @@ def part_of(batch: Batch, group: SequenceGroup) -> BatchPart:
     counted = F.pad(mask if filled is None else mask & ~filled, (0, filler))[:, own]
     seen_begins, seen_mask, seen_counted = host_copies([begins, mask, counted])
     rows = None
-    # Positions that begin anew mark packed rows. transformers heeds them only where there is no mask.
+    # Positions that restart mark packed rows. transformers heeds them only where there is no mask.
     if bool(seen_begins.any()) and batch.get("attention_mask") is None:
         last = begins.new_zeros(size, filler)
         last[:, :1] = True
@@ -141,7 +139,7 @@ def part_on_device(part: BatchPart, device: torch.device) -> BatchPart:
 
 
 def _positions(batch: Batch, ids: torch.Tensor) -> torch.Tensor:
-    """The position of each token ``(B, S)``, ascending from 0 if the batch brings none."""
+    """Position of each token ``(B, S)``, ascending from 0 if the batch has none."""
     positions = batch.get("position_ids")
     if positions is None:
         return torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
@@ -154,7 +152,7 @@ def _positions(batch: Batch, ids: torch.Tensor) -> torch.Tensor:
 
 
 def _mask(batch: Batch, ids: torch.Tensor) -> torch.Tensor:
-    """Whether each token is not padding, bool ``(B, S)``."""
+    """Mask of the tokens that are not padding, bool ``(B, S)``."""
     mask = batch.get("attention_mask")
     if mask is None:
         return torch.ones_like(ids, dtype=torch.bool)
@@ -167,7 +165,7 @@ def _mask(batch: Batch, ids: torch.Tensor) -> torch.Tensor:
 
 
 def _cut(name: str, value: Any, shape: tuple[int, int], filler: int, own: slice) -> Any:
-    """This rank's part of a tensor with one entry per token; anything that is not a tensor stays as it is."""
+    """This rank's part of a tensor with one entry per token; other values are returned as they are."""
     if not isinstance(value, torch.Tensor):
         return value
     if tuple(value.shape[:2]) != shape:

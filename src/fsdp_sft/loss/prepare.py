@@ -31,7 +31,7 @@ _logger = logging.getLogger("fsdp_sft.loss")
 
 @dataclass
 class _Choices:
-    """The choices that were made for a model's forward, by ``impl``."""
+    """Choices for a model's forward, by ``impl``."""
 
     by_impl: dict[str, LossChoice] = field(default_factory=dict)
 
@@ -41,9 +41,9 @@ def prepare_loss(model: nn.Module, *, impl: LossImpl = "auto", compare: bool = T
 
     A fused loss (one without full logits) needs a head that is a linear layer, with or without peft's
     adapters (LoRA, DoRA, ``modules_to_save``, trained tokens). The model's logits must be the head's output
-    up to a scale and a soft cap. Both are checked on a tiny batch, and the fused loss is compared with that
-    of the model's real logits before it is ever used. Forward or backward hooks on the head, or on a module
-    around it, would not see the logits, so a model with such hooks gets full logits.
+    up to a scale and a soft cap. That is checked on a tiny batch, on which the fused loss must also equal
+    that of the model's real logits. Forward or backward hooks on the head, or on a module around it, would
+    not see the logits, so a model with such hooks gets full logits.
 
     Without a call, the first loss under ``"auto"`` does the same. If the model is sharded afterwards, or its
     head replaced or its scale changed, the choice is made again: by ``train_step`` and ``evaluate``, whose
@@ -103,16 +103,16 @@ def choice_for(model: nn.Module, impl: LossImpl) -> LossChoice:
 
 
 def needs_choice(model: nn.Module, impl: LossImpl) -> bool:
-    """Whether this rank would choose in its next loss: there is no choice yet, or settings have changed."""
+    """Whether this rank's next loss has to choose: there is no choice yet, or settings have changed."""
     choice = findings(model, _Choices).by_impl.get(impl)
     return impl != "logits" and (choice is None or not choice.holds(model))
 
 
 def look_again(model: nn.Module, impl: LossImpl) -> None:
-    """Forget what was found out about another forward, in a loop that makes no agreement of its own.
+    """Forget what was found about a forward that has changed, where ranks have not agreed to look again.
 
-    Looking again takes collectives. Nothing tells here whether other ranks have seen a change, too, and those
-    that have not would wait in the model's forward for this one.
+    Looking again is collective. A rank cannot know here whether the others have seen the change too, and
+    those that have not would wait for it in the model's forward.
 
     Raises:
         ModelLossError: If there is a change, and several ranks hold the model.
@@ -134,7 +134,7 @@ def look_again(model: nn.Module, impl: LossImpl) -> None:
 
 
 def forget_choice(model: nn.Module, impl: LossImpl) -> None:
-    """Drop the choice, so that the next loss chooses anew; all ranks of the mesh must do it if one does."""
+    """Drop the choice, so that the next loss chooses again; all ranks of the mesh must do it if one does."""
     findings(model, _Choices).by_impl.pop(impl, None)
 
 

@@ -1,9 +1,9 @@
 """Observe on a tiny batch what a model does to its head's output, and prove a fused loss equal to its own.
 
-Whether the head is a linear layer shows in its structure. What the model does to the head's output has to be
-observed. The model's own forward runs with its own head on two rows, except that in the second row the head's
-output is replaced by large known numbers. That row of the output shows scale and soft cap. The first row
-holds the real logits, whose cross entropy the fused loss must reproduce.
+That the head is linear shows in its structure. What the model does to the head's output has to be observed.
+The model's own forward runs with its own head on two rows, except that in the second row the head's output is
+replaced by large known numbers. That row of the output shows scale and soft cap. The first row holds the real
+logits, whose cross entropy the fused loss must reproduce.
 """
 
 from collections.abc import Callable, Iterator
@@ -39,13 +39,13 @@ def probe(
 ) -> LossChoice:
     """A choice whose loss equals that of the real logits on a tiny batch.
 
-    The model's mode, buffers and gradients and the random number generators are left as they were; the model
-    is sharded again afterwards.
+    The model's mode, buffers and gradients and the random number generators are left as they were, and the
+    model is resharded.
 
     Args:
         model: Model with its weights.
         head: Its head, for which ``fusible_head`` gives no reason against a fused loss.
-        make_choice: Function from a ``Transform`` to the choice to be tried.
+        make_choice: Function from a ``Transform`` to the choice to try.
         inputs: Arguments of the forward beside ``input_ids``.
 
     Raises:
@@ -122,21 +122,24 @@ def _transform(model: nn.Module, raw: torch.Tensor, logits: torch.Tensor) -> Tra
 
 @dataclass
 class Looked:
-    """How the present forward came to be looked at.
+    """What is known of the last change of a model's forward.
 
     Attributes:
-        changed_alone: Whether it has changed on some ranks and not on all.
+        changed_alone: Whether only some ranks have changed it.
     """
 
     changed_alone: bool = False
 
 
 def guarded(model: nn.Module, call: Any) -> Any:
-    """``call()``; an error inside the model's forward is raised after FSDP2's hooks have ended the forward.
+    """``call()``; an error inside it, but for lack of memory, is raised when FSDP2's hooks have run.
 
-    An exception that left the root's forward would leave FSDP2's state in the middle of it. Where the forward
-    has changed on some ranks alone, an error ends the look as it would end training: the others, which have
-    no error, wait in the forward, and only the end of this one ends that.
+    An exception that left the root's forward would leave FSDP2's state in the middle of it. If the forward
+    has changed on some ranks only, the error is raised as it is, as in training: the other ranks have none,
+    and wait in the forward until this process ends.
+
+    Raises:
+        NotFusedError: With the first error.
     """
     inner = unwrapped(model)
     errors: list[Exception] = []

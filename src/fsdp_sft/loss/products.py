@@ -31,7 +31,7 @@ class Products(Protocol):
         """``hidden @ weight.T``, which may be in a buffer that the next chunk reuses."""
 
     def blocks(self, logits: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Slices of rows with their logits in float32, which the caller turns into slopes in place."""
+        """Slices of rows with their float32 logits, which the caller overwrites with slopes."""
 
     def hidden_gradient(self, slopes: torch.Tensor) -> torch.Tensor:
         """``slopes @ weight``, ``(C, H)``; ``slopes`` is what ``logits`` returned."""

@@ -35,7 +35,7 @@ class Terms:
                 raise ValueError(f"{term.name} must be in [0, {below:g}), got {value!r}")
 
     def __bool__(self) -> bool:
-        """Whether there is any term beside the cross entropy."""
+        """Whether any term is added to the cross entropy."""
         return any(vars(self).values())
 
 
@@ -45,7 +45,7 @@ PLAIN = Terms()
 def summed_loss(
     logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor | None, terms: Terms
 ) -> torch.Tensor:
-    """The loss summed over targets, computed from the logits in full.
+    """The loss summed over targets, from full logits.
 
     Args:
         logits: Logits ``(N, V)``, float32 or float64.

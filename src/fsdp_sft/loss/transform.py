@@ -27,7 +27,7 @@ class Transform:
         return scaled if self.softcap is None else self.softcap * torch.tanh(scaled / self.softcap)
 
     def error(self, raw: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Largest difference of ``logits`` and the transform of ``raw``, relative to the largest logit."""
+        """Largest difference between ``logits`` and transformed ``raw``, relative to the largest logit."""
         raw, logits = wide(raw), wide(logits)
         return (self(raw) - logits).abs().max() / logits.abs().max()
 

@@ -45,16 +45,16 @@ class StochasticAdamW(torch.optim.Optimizer):
 
     Raises:
         ValueError: If a value is out of range; if a parameter has another dtype (the range of float16 is too
-            small for second moments), is complex, or is sharded otherwise than along whole dimensions; or if
+            small for second moments), is complex, or is sharded other than along whole dimensions; or if
             a group or a loaded state has an option of ``torch.optim.AdamW`` that is not offered here
             (``amsgrad``, ``maximize``, ``foreach``, ``fused``, ``capturable``, ``differentiable``).
         RuntimeError: In ``step``, if a gradient is sparse.
 
     Collective: none.
     Memory: A parameter and its two moments take 6 bytes with bfloat16 masters, and 10 with float32 moments;
-        float32 masters with ``torch.optim.AdamW`` take 12. A step needs 30 bytes more for each
-        element of the largest shard, but 120 MiB at most: a large shard is updated 2^22 elements at a time.
-        Tensors that are not contiguous are copied.
+        float32 masters with ``torch.optim.AdamW`` take 12. A step needs 30 bytes more for each element of the
+        largest shard, but 120 MiB at most: a large shard is updated 2^22 elements at a time. Tensors that are
+        not contiguous are copied.
     Source: AdamW: Loshchilov and Hutter, arXiv:1711.05101. Stochastic rounding of weights: Gupta et al.,
         arXiv:1502.02551; in the training of language models: Zamirai et al., arXiv:2010.06192.
 
@@ -169,12 +169,11 @@ class StochasticAdamW(torch.optim.Optimizer):
 
 
 def working_bytes(elements: int, dtype: torch.dtype) -> int:
-    """Bytes that a step needs beside parameters, gradients and states.
+    """Bytes that a step needs in addition to parameters, gradients and states.
 
     Args:
         elements: Number of elements of the largest shard.
-        dtype: Dtype of parameters, gradients and states. One that is not bfloat16 needs room for the
-            denominator only.
+        dtype: Dtype of parameters, gradients and states. If not bfloat16, only the denominator takes memory.
     """
     return min(elements, CHUNK) * (30 if dtype is torch.bfloat16 else dtype.itemsize)
 
@@ -199,7 +198,7 @@ class _Rule:
 
     @classmethod
     def of(cls, group: dict[str, Any], rate: float, step: int) -> "_Rule":
-        """The numbers for a group's options, its learning rate, and the number of a parameter's step."""
+        """Numbers from a group's options, its learning rate and the number of a parameter's step."""
         first, second = (1 - beta**step for beta in group["betas"])
         return cls(1 - rate * group["weight_decay"], group["betas"], group["eps"], rate / first, second**0.5)
 

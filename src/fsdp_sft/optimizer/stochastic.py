@@ -1,4 +1,4 @@
-"""Random bits that are a function of an element's place, without state, and stochastic rounding by them."""
+"""Random bits computed from an element's place, without state, and stochastic rounding by them."""
 
 import math
 

@@ -36,8 +36,8 @@ def apply_sac(
     until ``remove_sac``.
 
     With ``save`` the outputs of the costly operations inside the named submodules are kept and the rest is
-    recomputed. A linear layer's costly output is its own; a whole attention's are its projections and its
-    fused kernel. Cheap operations are recomputed everywhere.
+    recomputed. For a linear layer that is its output, for an attention module its projections and its fused
+    kernel. Cheap operations are recomputed everywhere.
 
     Args:
         model: Any model that ``find_blocks`` reads.
@@ -50,27 +50,27 @@ def apply_sac(
             end), instead of a ratio.
         placement: ``"even"`` spreads the chosen blocks, ``"prefix"`` takes the first ones.
         preserve_rng_state: Whether the recomputation repeats the random numbers of the forward, without which
-            dropout gives wrong gradients. ``"auto"`` repeats them exactly if the model has any dropout or
-            jitter.
+            dropout gives wrong gradients. ``"auto"`` repeats them only if the model has dropout or jitter.
         early_stop: Whether recomputation ends at the last tensor that the backward needs; None leaves torch's
             default (yes). Turn it off if blocks communicate, as experts on several ranks do.
-        offload: Whether the tensors that the chosen blocks keep wait in host memory. They are copied out
-            while blocks run and back ahead of the backward, unchanged, on a stream of their own. On a CPU
-            they are there already. Blocks may be compiled each by itself, but not the model as a whole.
+        offload: Whether the tensors that the chosen blocks keep are held in host memory. They are copied
+            unchanged on a separate stream: out while blocks run, and back before the backward needs them. On
+            a CPU they are there already. Blocks may be compiled one by one, but not the model as a whole.
 
     Returns:
         FQNs of the checkpointed blocks, in forward order.
 
     Raises:
         NoBlocksError: If the model has no blocks.
-        TypeError: If ``ratio`` is neither a number nor a text.
+        TypeError: If ``ratio`` is neither a number nor a text, or a block neither an FQN nor a position.
         ValueError: If an argument is out of range, if a block is unknown or lies in another one, if
             transformers' own checkpointing is on, or if compile's memory budget is on (torch would ignore
             it, or ``save``). With ``save``, also if a name matches no submodule of the chosen blocks, if a
             named one has no matrix to multiply by, if ``"sdpa"`` cannot be kept, or if a part of a block is
-            compiled by itself (torch would see none of its operations).
+            compiled separately (torch would see none of its operations).
         UnsupportedModelError: With ``save``, if parts of a block are sharded as groups of their own, as
-            modules kept in float32 are. If the model is sharded later, its first forward raises it.
+            modules kept in float32 are. If the model is sharded later, ``shard_model`` raises it, or with
+            another sharding the first forward.
         NotRecomputedError: In the first training forward, if a part of a chosen block runs outside of its
             checkpoint, because the model calls the parts and not the block, or because the block's forward
             has been replaced.
@@ -82,7 +82,7 @@ def apply_sac(
     bytes, because a recomputation that chose others would give a wrong gradient. With ``offload`` the inputs
     of at most two blocks are on the device, and those of all blocks in pinned host memory: for each block
     ``2 * tokens * hidden`` bytes in bfloat16, rounded up to 16 MiB, which are kept from step to step. What
-    ``save`` keeps waits there too.
+    ``save`` keeps is there too.
 
     Example:
         >>> fs.apply_sac(model, "1/2")
@@ -194,7 +194,7 @@ def refuse_memory_budget(caller: str) -> None:
 
 
 def _fqn_of(model: nn.Module, entry: Any, modules: dict[str, nn.Module]) -> str:
-    """The FQN of a block that is given by FQN or position."""
+    """FQN of a block that is given by FQN or position."""
     if isinstance(entry, bool) or not isinstance(entry, (int, str)):
         raise TypeError(f"blocks takes FQNs and positions, got {entry!r}")
     if isinstance(entry, int):

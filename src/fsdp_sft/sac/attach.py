@@ -26,7 +26,7 @@ def checkpoint_blocks(
     caller: str,
     offload: Offload | None,
 ) -> None:
-    """Run the blocks' training forwards through ``recompute``; the first of each proves that it does."""
+    """Run the blocks' training forwards through ``recompute``; the first of each is checked to do so."""
     recompute = functools.partial(checkpoint_seen, recompute)
     if offload is not None:
         recompute = functools.partial(run_offloaded, offload, recompute)
@@ -101,9 +101,9 @@ def disable_caches(model: nn.Module) -> None:
 
 
 def _refuse_generation(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    """Hook before the model's forward: in train() mode checkpointed blocks drop a cache, and others keep it.
+    """Forward pre-hook: refuse a cache in train() mode, where checkpointed blocks drop it and others do not.
 
-    Where gradients are wanted, the cache of a training forward is empty and nothing is lost with it.
+    With gradients enabled the cache of a forward is empty, and nothing is lost with it.
     """
     if torch.compiler.is_compiling() or torch.is_grad_enabled():
         return
@@ -125,14 +125,14 @@ def _refuse_foreign_checkpointing(model: nn.Module, mode: str) -> None:
 
 
 def _forward_with_checkpointing(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The replaced forward: checkpointed in training with gradients, else the plain one."""
+    """Forward of a checkpointed block: recomputed in training with gradients, else the plain one."""
     recompute, plain = self.__dict__["_fsdp_sft_recompute"]
     forward = plain if plain is not None else functools.partial(type(self).forward, self)
     if self.training and torch.is_grad_enabled():
         if is_checkpointing_layer(self):
             _leave_out_caches(self, kwargs)
-        # Bound to the function, as transformers does it: Dynamo of torch 2.11 looks at the arguments of
-        # torch's checkpoint, and gives the call to a RowMask among them, which it then traces without end.
+        # Bound to the function, as in transformers: Dynamo of torch 2.11 looks at the arguments of torch's
+        # checkpoint, and hands the call to a RowMask among them, which it then traces without end.
         return recompute(functools.partial(forward, **kwargs), *args)
     return forward(*args, **kwargs)
 

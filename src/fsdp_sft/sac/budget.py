@@ -34,7 +34,7 @@ def compile_under_budget(
 
     Raises:
         TypeError: If the budget is neither a number nor a text, or if there are other options: torch would
-            hand ``mode`` and ``options`` on to the backend that sets the budget.
+            pass ``mode`` and ``options`` to the backend that sets the budget.
         ValueError: If ``compile_blocks`` refuses the arguments or the model.
     """
     if others:

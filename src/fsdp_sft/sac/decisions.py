@@ -1,4 +1,4 @@
-"""Router choices: stored in the forward, reused in recomputation, such as the experts that a token goes to.
+"""Decisions such as a router's choice of experts: stored in the forward and reused in the recomputation.
 
 A recomputed block computes its router's probabilities again. They may differ from the first ones in the last
 bit, because of other kernels or another order of sums over ranks. If the probabilities of two experts are
@@ -53,7 +53,7 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 def is_decision(op: Any, args: tuple[Any, ...]) -> bool:
-    """Whether an operation chooses among floating-point numbers, which may be rounded otherwise later."""
+    """Whether an operation chooses among floating-point numbers, which may be rounded differently later."""
     return (op in _WITH_VALUES or op in _INDICES_ALONE) and bool(args[0].is_floating_point())
 
 
@@ -87,7 +87,7 @@ def with_decisions(contexts: Contexts) -> Contexts:
     They are for eager code; in compiled code the policy of selective checkpointing keeps decisions.
     """
     kept: list[tuple[Any, torch.Tensor, int]] = []
-    # The inner contexts (of selective checkpointing) tell operations apart by counting them. _Repeat replaces
+    # The inner contexts (of selective checkpointing) identify operations by counting them. _Repeat replaces
     # a topk by a gather, which must not be counted: a mode that is entered first sees an operation last, so
     # what it calls does not pass the inner one again.
     return _Both(_Keep(kept), contexts[0]), _Both(_Repeat(kept), contexts[1])

@@ -1,8 +1,8 @@
-"""Activations that wait for the backward in host memory: copied out during the forward, back ahead of use.
+"""Activations held in host memory for the backward: copied out during the forward, and back before use.
 
 Each device has one stream for all of these copies, which keeps them in order. So a later copy cannot write to
-host memory before an earlier one has read it. Memory of the device is freed, or its values used, only after
-the computing stream has been told to wait for the copy.
+host memory before an earlier one has read it. The compute stream waits for a copy before the device's memory
+is freed or its values are used.
 """
 
 import weakref
@@ -51,7 +51,7 @@ class CopyStream:
     def forward_of_block(self) -> Iterator["BlockActivations"]:
         """The forward of one block, whose activations go to the host while this and the next block run.
 
-        The inputs of the block before are freed on the device when this block begins, and what it kept when
+        The inputs of the previous block are freed on the device when this block begins, and what it kept when
         this block has ended.
 
         Raises:
@@ -134,7 +134,7 @@ class BlockActivations:
         return left
 
     def not_shared(self, arguments: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The arguments that the block before did not have too; the others have been copied already."""
+        """The arguments that the previous block did not have; the others have been copied already."""
         previous = None if self._previous is None else self._previous()
         shared = set() if previous is None else previous.arguments
         self.arguments = {identity(tensor) for tensor in arguments}
@@ -151,7 +151,7 @@ class BlockActivations:
             away.prefetch()
 
     def prefetch_previous(self) -> None:
-        """Start to copy back what the block before has left, which the backward needs next."""
+        """Start to copy back what the previous block has left, which the backward needs next."""
         previous = None if self._previous is None else self._previous()
         if previous is not None:
             previous.prefetch()
@@ -170,7 +170,7 @@ class BlockActivations:
 
 
 class HostTensor:
-    """A tensor with its values on the host, and on the device only while it leaves or is needed.
+    """A tensor with its values on the host, and on the device only while it is copied or needed.
 
     Attributes:
         changed: Whether the tensor was changed in place while it was copied; its values are lost then.
@@ -193,7 +193,7 @@ class HostTensor:
     def get(self) -> torch.Tensor:
         """The tensor on the device, for computations on the current stream; check ``changed`` afterwards.
 
-        The tensors of the block before, which the backward needs next, start on their way back.
+        This also starts to copy back the tensors of the previous block, which the backward needs next.
         """
         self.prefetch()
         assert self._here is not None

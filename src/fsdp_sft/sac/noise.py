@@ -41,6 +41,6 @@ def _config_items(module: nn.Module) -> list[tuple[str, Any]]:
 
 
 def _is_dropout(module: nn.Module) -> bool:
-    """Whether a module is an active dropout."""
+    """Whether a module is a dropout with a positive rate."""
     # torch's dropout modules have only a private base in common, but all have p and "dropout" in their name.
     return "dropout" in type(module).__name__.lower() and getattr(module, "p", 0) > 0

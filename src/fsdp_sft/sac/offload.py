@@ -42,7 +42,7 @@ class Offload:
 
     Args:
         blocks: Number of chosen blocks.
-        keeps: Whether they keep outputs of operations beside their inputs.
+        keeps: Whether they keep outputs of operations as well as their inputs.
     """
 
     def __init__(self, blocks: int, *, keeps: bool) -> None:
@@ -53,11 +53,11 @@ class Offload:
         self.current = threading.local()
 
     def __reduce__(self) -> Any:
-        """Pickled and copied as a new one, because a copy of the model gets host memory of its own."""
+        """A copy is a new object, because a copied model gets its own host memory."""
         return functools.partial(Offload, keeps=self.keeps), (self.blocks,)
 
     def copies(self, device: torch.device) -> CopyStream:
-        """The copies of a device, made at its first use."""
+        """Copies of a device, made at its first use."""
         if device not in self.copies_by_device:
             self.copies_by_device[device] = CopyStream(device, self.blocks, self.at_first)
         return self.copies_by_device[device]
@@ -66,11 +66,11 @@ class Offload:
 def run_offloaded(
     offload: Offload, recompute: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """``recompute(function, *args, **kwargs)``, whose inputs wait on the host.
+    """``recompute(function, *args, **kwargs)``, with its inputs held on the host.
 
     ``recompute`` is ``torch.utils.checkpoint.checkpoint`` with its options. It saves tensors among ``args``
     through autograd, where hooks see them, but holds those in ``kwargs`` directly. So tensors given by name
-    are handed on by position, and ``_with_names`` gives them their names again.
+    are passed by position, and ``_with_names`` restores their names.
     """
     if torch.compiler.is_compiling():  # the hooks stand around the compiled call: _CompiledCall
         return recompute(function, *args, **kwargs)
@@ -85,7 +85,7 @@ def run_offloaded(
 
 
 def contexts_offloaded(offload: Offload, policy: Callable[..., Any]) -> tuple[Any, Any]:
-    """``create_selective_checkpoint_contexts(policy)``, with the kept outputs waiting on the host."""
+    """``create_selective_checkpoint_contexts(policy)``, with the kept outputs held on the host."""
     keeping, using = create_selective_checkpoint_contexts(policy)
     activations: BlockActivations | None = getattr(offload.current, "activations", None)
     if activations is None or torch.compiler.is_compiling():
@@ -94,7 +94,7 @@ def contexts_offloaded(offload: Offload, policy: Callable[..., Any]) -> tuple[An
 
 
 def offload_compiled(model: nn.Module, offload: Offload, names: list[str]) -> None:
-    """Let compiled blocks leave their activations too, whether they are compiled before or after this call.
+    """Send the activations of compiled blocks to the host too, if compiled before or after this call.
 
     ``compile_blocks`` wraps the compiled call by the function at ``AROUND_COMPILED``; blocks that were
     compiled in another way are found by a hook before the model's forward.
@@ -127,8 +127,8 @@ class _CompiledCall:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not (self.block.training and torch.is_grad_enabled()):
             return self.call(*args, **kwargs)
-        # Autograd keeps the hooks alive until the backward. They hold addresses of the arguments and not the
-        # arguments, which would stay in memory otherwise.
+        # Autograd keeps the hooks alive until the backward. They hold addresses of the arguments, because the
+        # arguments themselves would then stay in memory.
         shared = _Shared(self.block, _storages(tensors_in((args, kwargs)))) if self.offload.keeps else None
         with _visiting(self.offload, _arguments(args, kwargs), shared):
             return self.call(*args, **kwargs)
@@ -200,7 +200,7 @@ def _visiting(offload: Offload, arguments: list[torch.Tensor], shared: "_Shared 
 
 @contextmanager
 def _leaving(keeping: Any, activations: BlockActivations) -> Iterator[None]:
-    """The context of a selective checkpoint's forward; at its end what it keeps leaves for the host."""
+    """The context of a selective checkpoint's forward; at its end, what it keeps is copied to the host."""
     with keeping:
         yield
     entries = [entry for entry in kept_in(keeping) if _can_leave(entry.value) and not entry.changed]
@@ -211,7 +211,7 @@ def _leaving(keeping: Any, activations: BlockActivations) -> Iterator[None]:
 
 @contextmanager
 def _bringing(keeping: Any, using: Any) -> Iterator[None]:
-    """The context of the recomputation; before it begins, what was kept is brought back to the device."""
+    """The context of the recomputation; before it begins, what was kept is copied back to the device."""
     for entry in kept_in(keeping):
         if isinstance(entry.value, HostTensor):
             away = entry.value
@@ -281,7 +281,7 @@ def _can_leave(tensor: Any) -> bool:
 
 
 class _Shared:
-    """Memory of a block's arguments and parameters. Parameters are looked up in the forward, gathered."""
+    """Memory of a block's arguments, and of its parameters, looked up in the forward, while gathered."""
 
     def __init__(self, block: nn.Module, arguments: set[int]) -> None:
         self._block, self._arguments = block, arguments

@@ -48,7 +48,7 @@ def check_kept(model: nn.Module, blocks: dict[str, nn.Module], names: tuple[str,
 
 
 def check_groups_before_forward(model: nn.Module, blocks: dict[str, nn.Module]) -> None:
-    """Refuse blocks with FSDP2 groups inside once more when the next forward begins."""
+    """Check again, when the next forward begins, that no block has FSDP2 groups inside."""
     check_before_forward(model, _refuse_inner_groups, blocks)
 
 
@@ -85,7 +85,7 @@ class _Inside:
 
 
 def _forward_inside(self: nn.Module, inside: _Inside, plain: Any, *args: Any, **kwargs: Any) -> Any:
-    """The forward of a named submodule, which counts that it is running."""
+    """Forward of a named submodule, counted while it runs."""
     forward = plain if plain is not None else functools.partial(type(self).forward, self)
     if torch.compiler.is_compiling():  # there modules_being_traced tells where an operation lies
         return forward(*args, **kwargs)
@@ -132,7 +132,7 @@ def _ends_with(path: str, names: tuple[str, ...]) -> bool:
 
 
 def _kept_modules(blocks: dict[str, nn.Module], names: tuple[str, ...]) -> list[nn.Module]:
-    """The submodules that ``names`` stand for, each once."""
+    """Submodules that ``names`` stand for, each once."""
     if not names or not all(isinstance(name, str) and name for name in names):
         raise ValueError(
             f"save takes names of submodules such as 'o_proj', got {names!r}; leave it out to keep nothing"

@@ -15,7 +15,7 @@ _CHECK = "_fsdp_sft_sac_check"  # attribute of the model: hook of check_before_f
 
 
 class _Running:
-    """Number of checkpoints that run now in any thread: a block may run its parts in threads of its own."""
+    """Number of checkpoints that run now in any thread: a block may run its parts in several."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -59,7 +59,7 @@ def check_before_forward(
 
 
 def check_now(model: nn.Module) -> None:
-    """Run the check of ``check_before_forward`` if it has not run yet: the model has been sharded."""
+    """Run the check of ``check_before_forward`` now, after sharding, if it has not run yet."""
     hook, _ = model.__dict__.get(_CHECK, (None, None))
     if hook is not None:
         hook(model, ())

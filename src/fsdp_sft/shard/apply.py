@@ -81,15 +81,15 @@ def shard_model(
             first values from them.
         mp_policy: Compute and reduction dtypes; None is bfloat16 compute with float32 reduction.
         blocks: Blocks by FQN, which may be nested; None takes ``find_blocks(model)``.
-        reshard_after_forward: Treatment of a block's gathered parameters after its forward. True frees them
-            (ZeRO-3), False keeps them until its backward (ZeRO-2), and a number keeps them sharded over that
-            many ranks. The root keeps torch's default: it stays gathered from forward to backward. With a
-            number, blocks are sharded along first dimensions only, as FSDP2's smaller mesh requires.
+        reshard_after_forward: What becomes of a block's gathered parameters after its forward. True frees
+            them (ZeRO-3), False keeps them until its backward (ZeRO-2), and a number keeps them sharded over
+            that many ranks. The root keeps torch's default: it stays gathered from forward to backward. With
+            a number, blocks are sharded along first dimensions only, as FSDP2's smaller mesh requires.
         offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and optimizer states on the host.
             Pinned memory is turned off if there is no accelerator to copy to.
         prefetch: Number of blocks that the forward gathers ahead, which costs the memory of as many gathered
             blocks; 0 leaves it to torch, which gathers the next block while the present one computes.
-        ep_size: Number of ranks that share out the experts of a mixture on the meta device (expert
+        ep_size: Number of ranks among which the experts of a mixture on the meta device are divided (expert
             parallelism): each has some of them whole and reads no others, and tokens travel to the ranks that
             have their experts. It must divide ``dp_shard`` and the number of experts. 1 shards experts like
             all other parameters, which are gathered on the ranks that have the tokens.
@@ -98,16 +98,16 @@ def shard_model(
         The same model.
 
     Raises:
+        TypeError: If ``mp_policy`` is no policy, or the model is inside DistributedDataParallel.
         ValueError: If the model is sharded already, an argument is out of range, or a block is not part of
             this model.
         NoBlocksError: If ``blocks`` is None and none is found.
         UnsupportedModelError: If a trained parameter has hooks, which would not run, if transformers holds
-            the weights quantised, if it has no plan by which ``ep_size`` ranks share out experts, or, after
+            the weights quantised, if it has no plan to divide experts among ``ep_size`` ranks, or, after
             ``apply_sac(save=)``, if a part of a block is sharded as a group of its own, as these experts are.
 
     Collective: all ranks of the mesh, with the same model.
-    Memory: For a materialised model, its memory, which falls towards that of the shards, and that of one more
-        block at a time.
+    Memory: For a materialised model, its memory, which falls to that of the shards, plus one block at a time.
 
     Example:
         >>> model = fs.build_meta_model(path)
@@ -144,7 +144,7 @@ def shard_model(
         if unit.float32 is not None:
             use_float32(unit.float32, policy)
     if base_of(model) is not model and hasattr(model, "generate"):
-        # peft's generate calls the base model, and so goes past the root, which gathers its parameters.
+        # peft's generate calls the base model, and so bypasses the root, which gathers its parameters.
         register_fsdp_forward_method(model, "generate")
     set_prefetch(list(chosen.values()), prefetch)
     reshard_with_root(model)
@@ -163,11 +163,11 @@ def refuse_hooks(
     Args:
         names: The parameters with their names.
         are_shards: Whether the model is sharded already.
-        gathered: Parameters of which the gathered ones have hooks.
+        gathered: Shards of parameters that have hooks while they are gathered.
 
     Raises:
-        UnsupportedModelError: If there are any. Hooks after the accumulation run if they are registered on
-            the shards, and are lost where they were registered before.
+        UnsupportedModelError: If there are any. A post-accumulate-grad hook runs if it is registered on a
+            shard, and is lost if it was registered before.
     """
     hooked = [
         name
@@ -185,7 +185,7 @@ def refuse_hooks(
 
 
 def _refuse_sharded(model: nn.Module) -> None:
-    """Raise for a model that is sharded or inside DistributedDataParallel; shared out experts are allowed."""
+    """Raise for a model that is sharded or inside DistributedDataParallel; placed experts are allowed."""
     if replicas_of(model) is not None:
         raise WrappedModelError(
             "the model is inside DistributedDataParallel already; shard the model that it was made of, on "

@@ -1,4 +1,4 @@
-"""Blocks compiled one by one."""
+"""Compile a model block by block."""
 
 from collections.abc import Iterable
 from typing import Any

@@ -1,4 +1,4 @@
-"""The shares of a sharded model: the table of its FSDP2 groups, and whether ranks have equal shares."""
+"""A table of a sharded model's FSDP2 groups, and a warning if ranks have unequal shares."""
 
 import re
 
@@ -20,7 +20,7 @@ def describe_sharding(model: nn.Module) -> str:
     resharded first.
 
     Args:
-        model: Model that is sharded.
+        model: Sharded model.
 
     Returns:
         The table as text, with a summary in its last line.
@@ -120,10 +120,10 @@ def _fullest_over_mean(model: nn.Module, num_shards: int) -> tuple[float, dict[s
 
 
 def _padded_numel(parameter: DTensor, num_shards: int) -> int:
-    """Number of elements that all ranks of a replica together have memory for, padding included."""
+    """Number of elements on all ranks of a replica together, padding included."""
     shape, mesh, cut = list(parameter.shape), parameter.device_mesh, parameter.placements[-1]
     shared = 1
-    # Ranks share out whole experts first; FSDP2 then shards those of a rank.
+    # Whole experts are divided among ranks first; FSDP2 then shards those of a rank.
     if EP in (mesh.mesh_dim_names or ()) and mesh.ndim > 1:
         shared, cut = mesh.size(mesh.ndim - 1), parameter.placements[-2]
         shape[0], num_shards = shape[0] // shared, mesh.size(mesh.ndim - 2)

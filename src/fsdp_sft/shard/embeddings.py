@@ -1,9 +1,9 @@
-"""Input embedding and head in FSDP2 groups of their own, where they are not tied.
+"""Separate FSDP2 groups for input embedding and head, where they are not tied.
 
-In the root's group both would stay gathered from the first moment of a step to the last, and their gradients
-would be reduced through one buffer: 9.5 GiB in float32 for 248,320 tokens and a width of 5,120
-(NVIDIA-NeMo/Automodel#3708). In groups of their own the embedding is freed after its forward, and is not
-gathered for its backward, which does not need it; the head is gathered from its forward to its backward.
+In the root's group both would stay gathered for the whole step, and their gradients would be reduced through
+one buffer: 9.5 GiB in float32 for 248,320 tokens and a width of 5,120 (NVIDIA-NeMo/Automodel#3708). In groups
+of their own the embedding is freed after its forward, and is not gathered for its backward, which does not
+need it; the head is gathered from its forward to its backward.
 """
 
 import functools
@@ -58,35 +58,35 @@ def needs_weight_in_backward(embedding: nn.Module) -> bool:
 
 
 def note_beside_root(module: nn.Module) -> None:
-    """Mark a group of its own, for ``reshard`` of the root's module."""
+    """Mark an embedding or a head in its own group, for ``reshard_with_root``."""
     setattr(module, _BESIDE_ROOT, True)
 
 
 def reshard_with_root(model: nn.Module) -> None:
     """Let ``model.reshard()`` free embedding and head too, as if they were in the root's group.
 
-    torch's frees the groups of one module alone. After a forward without a backward embedding and head are
-    gathered like the root, and ``zero_grad`` would miss the gradients of their shards.
+    torch's method frees the group of one module only. After a forward without a backward, embedding and head
+    are gathered like the root, and ``zero_grad`` would miss the gradients of their shards.
     """
     if any(hasattr(module, _BESIDE_ROOT) for module in model.modules()):
         setattr(model, "reshard", types.MethodType(_reshard, model))  # noqa: B010  it is no attribute of nn.Module
 
 
 def _reshard(self: Any) -> None:
-    """``FSDPModule.reshard``, and that of embedding and head in groups of their own."""
+    """``FSDPModule.reshard`` of the root, and of embedding and head in their own groups."""
     for module in self.modules():
         if module is self or hasattr(module, _BESIDE_ROOT):
             type(module).reshard(module)
 
 
 def free_early(embedding: Any) -> None:
-    """Free a sharded embedding's weight after its forward, and gather it for a backward only if need be."""
+    """Free a sharded embedding's weight after its forward; gather it for a backward only if that needs it."""
     embedding.set_unshard_in_backward(needs_weight_in_backward(embedding))
     embedding.register_forward_pre_hook(_free_in_training)
 
 
 def _free_in_training(embedding: Any, _args: Any) -> None:
-    """Keep the weight gathered without gradients: ``generate`` would gather it anew for each token."""
+    """Keep the weight gathered without gradients: ``generate`` would gather it again for each token."""
     embedding.set_reshard_after_forward(torch.is_grad_enabled(), recurse=False)
 
 

@@ -1,4 +1,4 @@
-"""Expert parallelism: each rank holds some of the experts whole, and tokens travel to the rank of theirs."""
+"""Expert parallelism: each rank holds some experts whole, and tokens travel to the ranks of their experts."""
 
 import math
 from dataclasses import dataclass
@@ -34,14 +34,14 @@ _DIVIDED_ONCE = (torch.float32, torch.bfloat16)
 
 @dataclass
 class _Divided:
-    """Whether it was looked for gradients that would be divided twice."""
+    """Remembers whether a model was checked for gradients that would be divided twice."""
 
     done: bool = False
 
 
 @dataclass(frozen=True)
 class ExpertPlacement:
-    """Placement of the experts of a model on the ranks.
+    """Placement of a model's experts on the ranks.
 
     Attributes:
         mesh: Mesh of the ranks that hold the same experts, over which FSDP2 shards them. Its first axis is
@@ -57,11 +57,12 @@ class ExpertPlacement:
 
 
 def check_placeable_experts(model: nn.Module, mesh: "DeviceMesh", ep_size: int) -> None:
-    """Check that ``ep_size`` ranks can share out the experts of a model; 1 needs no check.
+    """Check that a model's experts can be divided among ``ep_size`` ranks; 1 needs no check.
 
     Raises:
-        ValueError: If ``ep_size`` does not divide the ranks or the experts; the message lists values that do.
-        UnsupportedModelError: If transformers has no plan for the model's experts.
+        ValueError: If ``ep_size`` does not divide the ranks or the experts (the message lists values that
+            do), the mesh has ``cp``, or the experts are not on the meta device.
+        UnsupportedModelError: If transformers has no plan for the model's experts, or they have adapters.
     """
     if isinstance(ep_size, bool) or not isinstance(ep_size, int) or ep_size < 1:
         raise ValueError(f"ep_size must be a number of ranks, 1 or more, got {ep_size!r}")
@@ -98,11 +99,11 @@ def check_placeable_experts(model: nn.Module, mesh: "DeviceMesh", ep_size: int) 
 
 
 def place_experts(model: nn.Module, mesh: "DeviceMesh", ep_size: int) -> None:
-    """Keep this rank's part of the experts only; ``check_placeable_experts`` must have passed before.
+    """Keep only this rank's part of the experts; ``check_placeable_experts`` must have passed before.
 
     Neighbouring ranks form a group that holds all experts, so that tokens need not leave a node whose ranks
-    are one group. Parameters keep their names and, as DTensors, the shape of all experts. With an
-    ``ep_size`` of 1 nothing is done.
+    are one group. Parameters keep their names and, as DTensors, the shape of all experts. An ``ep_size`` of 1
+    changes nothing.
 
     Args:
         model: Model on the meta device, not sharded yet; any adapters are already inside.
@@ -127,16 +128,16 @@ def place_experts(model: nn.Module, mesh: "DeviceMesh", ep_size: int) -> None:
 
 
 def expert_placement(module: nn.Module) -> ExpertPlacement | None:
-    """Placement of a module's experts if ranks share them out; None for any other module."""
+    """Placement of a module of experts that are divided among ranks; None for any other module."""
     return kept_of(module, ExpertPlacement)
 
 
 def refuse_divided_twice(model: nn.Module) -> None:
     """Refuse a model whose experts' gradients FSDP2 would divide twice; each model is checked once.
 
-    Experts compute the tokens of more ranks than FSDP2 reduces their gradients over, so FSDP2 is told the
-    divisor. On a group of one rank it divides while it copies the gradient. Where the reduction is in float16
-    or float64 it divides again, as a guard against overflow (torch 2.13, ``foreach_reduce``).
+    Experts compute the tokens of more ranks than FSDP2 reduces their gradients over, so its divisor is set
+    explicitly. On a group of one rank FSDP2 divides while it copies the gradient. If it reduces in float16 or
+    float64, it divides again, as a guard against overflow (torch 2.13, ``foreach_reduce``).
 
     Raises:
         UnsupportedModelError: If a gradient would be divided twice.

@@ -1,7 +1,7 @@
 """Parameters that plain transformers keeps in float32 in a 16-bit model, and FSDP2 groups that honour it.
 
 FSDP2 casts a whole group of parameters to one compute dtype. Modules whose parameters have to compute in
-float32 therefore get groups of their own.
+float32 therefore get their own groups.
 """
 
 import functools
@@ -99,8 +99,8 @@ def lower_buffers(model: nn.Module, dtype: torch.dtype, dtypes: dict[str, torch.
     for name, tensor in named_tensors(model).items():
         if isinstance(tensor, nn.Parameter) or dtypes.get(name) != dtype or tensor.dtype == dtype:
             continue
-        # ``dtypes`` comes from a model that was built. from_pretrained lists these for what it reads:
-        # DeepSeek-V3's e_score_correction_bias is a buffer, and float32 in a plain bfloat16 model.
+        # ``dtypes`` comes from a model that was built. from_pretrained applies the patterns to buffers that
+        # it reads too: DeepSeek-V3's e_score_correction_bias is float32 in a plain bfloat16 model.
         if matches(name, patterns):
             continue
         parent, _, leaf = name.rpartition(".")
@@ -170,7 +170,7 @@ class _Search:
             self.visit(child, user if not callable_inside else module if in_block else None)
 
     def fill(self, unit: Float32Unit, module: nn.Module) -> None:
-        """Note what of ``module``, which is or lies in a unit's module, has the usual dtype."""
+        """Note which parts of ``module``, a unit's module or one inside it, have the usual dtype."""
         usual = [name for name, p in module.named_parameters(recurse=False) if id(p) not in self.kept]
         if usual:
             unit.casts.append((module, usual))
@@ -198,7 +198,7 @@ class _Search:
 
 
 def cast_at_use(module: nn.Module, names: list[str], dtype: torch.dtype) -> None:
-    """Let the forward of ``module`` see the parameters ``names`` of its own in ``dtype``."""
+    """Let the forward of ``module`` see its own parameters ``names`` in ``dtype``."""
     module.__dict__["forward"] = functools.partial(_forward_with_casts, module, tuple(names), dtype)
 
 

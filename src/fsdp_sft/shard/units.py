@@ -50,9 +50,9 @@ class Unit:
         modules: The modules.
         policy: Dtypes of their computation.
         reshard: What becomes of the gathered parameters after a forward; None is torch's own default.
-        experts: Placement of the experts that the module is, if ranks share them out.
+        experts: Placement of the module, if it is experts that are divided among ranks.
         float32: The module's parts that do not compute in float32, if it does.
-        beside_root: Whether it is the input embedding or the head in a group of its own.
+        beside_root: Whether it is the input embedding or the head in its own group.
     """
 
     modules: list[nn.Module]
@@ -106,7 +106,7 @@ def units_of(
 
 
 def shard_unit(unit: Unit, mesh: "DeviceMesh", offload: OffloadPolicy) -> None:
-    """Make FSDP2's group of a unit."""
+    """Shard the modules of a unit as one FSDP2 group."""
     experts, reshard = unit.experts, unit.reshard
     if experts is not None:
         mesh, reshard = experts.mesh, bool(reshard)
@@ -130,7 +130,7 @@ def shard_unit(unit: Unit, mesh: "DeviceMesh", offload: OffloadPolicy) -> None:
 
 
 def use_float32(unit: Float32Unit, policy: MixedPrecisionPolicy) -> None:
-    """Gather a module that computes in float32 where it is used, and cast what of it does not."""
+    """Gather a module that computes in float32 where it is used, and cast its other parameters."""
     if unit.user is not None:
         gather_with(unit.user, unit.module)
     for owner, names in unit.casts:
@@ -148,8 +148,8 @@ def _placement(parameter: nn.Parameter, num_shards: int) -> Shard | None:
 def _divide_by_all_ranks(module: nn.Module, shared: ExpertPlacement) -> None:
     """Let FSDP2 divide the gradients of experts by the number of all ranks, as those of other parameters.
 
-    They are sums over the tokens of all ranks, but are reduced over the few ranks only that have the same
-    experts. FSDP2 would divide by the number of these.
+    They are sums over the tokens of all ranks, but are reduced over only the ranks with the same experts, by
+    whose number FSDP2 would divide.
     """
     assert isinstance(module, FSDPModule)
     module.set_gradient_divide_factor(shared.factor)
@@ -193,7 +193,7 @@ class Float32Plan:
     """The parts of a model that compute in float32 under a 16-bit policy.
 
     Attributes:
-        units: Groups of their own that compute in float32, by the id of their module.
+        units: Groups that compute in float32, by the id of their module.
         kept: Ids of the parameters in them.
         casts_inputs: Whether FSDP2 casts the inputs of blocks to the compute dtype.
     """
@@ -240,7 +240,7 @@ def plan_float32(
 
 
 def _abridged(names: set[str]) -> str:
-    """Names as a text, with those that differ in an index only written once."""
+    """Names as a text; those that differ only in an index are written once."""
     return ", ".join(sorted({re.sub(r"\.\d+(?=\.)", ".*", name) for name in names}))
 
 
@@ -248,7 +248,7 @@ def _tied_across_blocks(model: nn.Module, blocks: Mapping[str, nn.Module]) -> li
     """Lists of modules that share a parameter across blocks; each list has to be one group.
 
     torch 2.13 and later refuse a parameter that lies in two groups. A layer that several blocks share
-    (Zamba's attention) therefore needs a group of its own. A tied embedding and head both lie in the root's
+    (Zamba's attention) therefore needs its own group. A tied embedding and head both lie in the root's
     group and need none.
     """
     modules = dict(model.named_modules(remove_duplicate=False))

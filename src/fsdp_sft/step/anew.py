@@ -1,4 +1,4 @@
-"""What was found out about a model and its loss before, and whether it still holds, agreed by all ranks."""
+"""Agreement of all ranks on which findings about a model and its loss no longer hold."""
 
 from typing import TYPE_CHECKING
 
@@ -25,7 +25,7 @@ def what_is_new(
         model: Model with its weights.
         objective: Definition of its loss.
         mesh: Ranks that train it together; None if it is not trained.
-        check_sum: Whether to check that the caller's loss returns a sum; if not, it is taken that it does.
+        check_sum: Whether to check that the caller's loss returns a sum; False takes it on trust.
     """
     forward = is_changed(model)
     replicas = has_replicas(model, mesh) and not record_of(model).kept_or_new(Replicas).compared
@@ -44,7 +44,7 @@ def find_out_anew(
     group: SequenceGroup | None,
     mesh: "DeviceMesh | None" = None,
 ) -> None:
-    """Forget what any rank has seen that it does not hold any more, so that all find it out together.
+    """Forget what no longer holds on some rank, so that all ranks find it out again together.
 
     Collective: all ranks of the mesh, if it is under context parallelism or there are replicas to compare.
     """

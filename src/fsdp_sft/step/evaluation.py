@@ -1,4 +1,4 @@
-"""The mean loss over all targets of all ranks, without gradients."""
+"""Mean loss over all targets of all ranks, without gradients."""
 
 import math
 from collections.abc import Iterable
@@ -96,11 +96,12 @@ def evaluate(
         The same ``EvalResult`` on every rank.
 
     Raises:
-        PackingError: If the model does not keep the rows of a pack apart, or a pack has an attention mask.
+        PackingError: If the model mixes the rows of a pack, or a pack has an attention mask.
         ModelLossError: If the model's own loss is not the cross entropy, or ``loss_fn`` returns a mean.
-        BatchError: If ranks have batches of different keys at the same time, or differ in an option.
+        BatchError: If ranks have batches of different keys at the same time or differ in an option, or if no
+            rank has a target or all targets have weight 0.
         VocabularyError: If a batch has an id or a label that the model has no row for.
-        ValueError: If no rank has a target.
+        ValueError: If an option of the loss here is out of range, or given beside ``loss_fn``.
 
     Collective: all ranks, if the model is sharded or inside DistributedDataParallel.
 

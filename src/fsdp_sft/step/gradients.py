@@ -67,7 +67,7 @@ def gradient_sync(model: nn.Module, mode: SyncMode) -> Iterator[None]:
 
 
 def checked_norm(given: Any) -> float | None:
-    """The largest norm as a number that ranks can compare; None clips nothing.
+    """``max_grad_norm`` as a number that ranks can compare; None clips nothing.
 
     Raises:
         TypeError: If it is no number.
@@ -87,8 +87,8 @@ def checked_norm(given: Any) -> float | None:
 def clip_gradients(model: nn.Module, max_grad_norm: float | None) -> torch.Tensor:
     """Clip the gradients in place; return their 2-norm over all ranks, a 0-dim tensor on their device.
 
-    Under tensor and expert parallelism gradients lie on several meshes, and some on none. The norm of each
-    kind is computed by itself; the norm of these norms is that of the whole gradient.
+    Under tensor and expert parallelism gradients lie on several meshes, and some on none. Each kind has its
+    norm, and the norm of these norms is that of the whole gradient.
     """
     kinds: dict[Any, list[nn.Parameter]] = {}
     for parameter in model.parameters():
@@ -105,7 +105,7 @@ def clip_gradients(model: nn.Module, max_grad_norm: float | None) -> torch.Tenso
 
 
 def _norm(parameters: list[nn.Parameter]) -> torch.Tensor:
-    """The norm of gradients that have one mesh and the same placements."""
+    """Norm of gradients with the same mesh and placements."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     first = gradients[0]
     if not isinstance(first, DTensor) or len(cuts := _axes_that_cut(first)) < 2:
@@ -120,5 +120,5 @@ def _norm(parameters: list[nn.Parameter]) -> torch.Tensor:
 
 
 def _axes_that_cut(tensor: DTensor) -> list[int]:
-    """The mesh axes along which a DTensor is not replicated."""
+    """Mesh axes along which a DTensor is not replicated."""
     return [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]

@@ -48,7 +48,7 @@ def digest(keys: Any) -> list[int]:
 
 
 def to_compare(numbers: list[int]) -> list[float]:
-    """Each number and its square; ``are_equal`` tells from their sums over ranks if all have the same."""
+    """Each number and its square, whose sums over the ranks ``are_equal`` takes."""
     return [float(term) for number in numbers for term in (number, number * number)]
 
 

@@ -1,6 +1,6 @@
 """Checks of the first windows for mistakes in labels and rows that a falling loss would not show.
 
-A certain mistake raises an error. What may be intended causes one warning.
+What is certainly a mistake raises an error; what may be intended causes one warning.
 """
 
 import hashlib
@@ -59,7 +59,7 @@ class Differences:
 
 
 def is_to_be_looked_at(model: nn.Module) -> bool:
-    """Whether the next window of ``model`` is one of the first, which are checked."""
+    """Whether the next window of ``model`` is one of the first three."""
     return record_of(model).kept_or_new(_Looked).windows < _WINDOWS
 
 
@@ -67,8 +67,8 @@ def look_at(micro_batches: list[Any]) -> Differences:
     """Refuse a window of this rank whose labels show a recognised mistake.
 
     Three mistakes are recognised: labels that have been shifted already, ``shift_labels`` that have not been
-    shifted, and labels that are the attention mask. A shift is reported only from 16 targets on, if enough
-    of them are different ids; places where an id equals the next one do not count, as they show nothing.
+    shifted, and labels that are the attention mask. A shift is reported only from 16 targets on, if at least
+    8 of them are different ids; places where an id equals the next one show nothing and do not count.
 
     Raises:
         BatchError: If there is such a mistake.
@@ -126,7 +126,7 @@ def say_what_was_seen(
 
 
 def _compare_rows(micro_batches: list[Any], mesh: "DeviceMesh", first: bool) -> None:
-    """Warn of ranks with the same rows, other than those that have to have the same."""
+    """Warn of ranks that have the same rows and should not."""
     names: Any = mesh.mesh_dim_names or ()
     place: Any = mesh.get_coordinate() or ()
     data_place = tuple(
@@ -193,7 +193,7 @@ def _refuse_shift(batches: list[Any], name: str) -> None:
 
 
 def _refuse_mask(batch: Mapping[str, Any]) -> None:
-    """Refuse labels that are the attention mask, also if the mask is something else instead."""
+    """Refuse labels that are the attention mask, even if the field of the mask holds something else."""
     name = "shift_labels" if is_shifted(batch) else "labels"
     labels, mask = batch[name], batch.get("attention_mask")
     if not isinstance(mask, torch.Tensor) or mask.shape != labels.shape or labels.numel() < _FEWEST:

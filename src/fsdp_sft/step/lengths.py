@@ -1,4 +1,4 @@
-"""Rows that are longer than the model has positions."""
+"""Check that no row is longer than the model has positions."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,10 +16,10 @@ _OFFSET = 8  # some tables have a few rows more than positions
 
 
 def check_length(model: nn.Module, batch: Any) -> None:
-    """Refuse a row that a table has no positions for; warn once of one that is longer than was trained.
+    """Warn once of a row that is longer than the model was trained for.
 
     Raises:
-        BatchError: For a row that is longer than the table.
+        BatchError: For a row that is longer than the model's table of positions.
     """
     known = getattr(text_config(model), "max_position_embeddings", None)
     if not isinstance(known, int) or known < 1:
@@ -42,7 +42,7 @@ def check_length(model: nn.Module, batch: Any) -> None:
 
 
 def _has_a_table(model: nn.Module, known: int) -> bool:
-    """Whether positions are rows of a table, and not computed (rotary, ALiBi), so that there are no more."""
+    """Whether positions are rows of a table and not computed (rotary, ALiBi)."""
     return any(
         isinstance(module, nn.Embedding)
         and ("pos" in name or name.endswith("wpe"))
@@ -52,7 +52,7 @@ def _has_a_table(model: nn.Module, known: int) -> bool:
 
 
 def _longest(batch: Any) -> int:
-    """Tokens of a batch's longest row, or of the longest that its packs hold; 0 if that cannot be told."""
+    """Tokens of the longest row of a batch or of its packs; 0 if unknown."""
     if not isinstance(batch, Mapping):
         return 0
     ids, positions = batch.get("input_ids"), batch.get("position_ids")

@@ -38,15 +38,15 @@ def windows(
     Before each window the ranks agree on its number of micro-batches, which is the smallest number that any
     rank still has. A rank that runs out early therefore ends the pass for all, and does not hang the others.
     The last window may be short. The wait for the others is counted if ``ThroughputMeter.watch`` watches the
-    loader. If reading the data fails on one rank, all ranks raise its error. A sampler
-    or data set with ``mark_consumed`` (``ResumableSampler``, ``PackedSampler``, ``PackedStream``) is told the
-    rows or packs of each window before the window is yielded. After a checkpoint at the end of an epoch, the
-    rest of that epoch may have no window.
+    loader. If reading the data fails on one rank, all ranks raise its error. A sampler or data set with
+    ``mark_consumed`` (``ResumableSampler``, ``PackedSampler``, ``PackedStream``) gets the number of rows or
+    packs of each window before the window is yielded. After a checkpoint at the end of an epoch, the rest of
+    that epoch may have no window.
 
     Args:
         loader: DataLoader, or any iterable of batches. Of the ranks along ``cp`` the first reads its loader
             and sends its batches to the others, in host memory. The others' loaders are not iterated (their
-            samplers are told what was consumed) and may be None.
+            samplers still count what is consumed) and may be None.
         grad_accum_steps: Number of micro-batches in a window.
         mesh: Mesh from ``build_mesh``, which says which ranks share rows; None takes the only one there is.
         count_fn: The ``count_fn`` that ``train_step`` gets. None counts labels. Batches whose labels are not
@@ -62,7 +62,7 @@ def windows(
         ValueError: If ``grad_accum_steps`` is not positive, if ``mesh`` is left out although this process has
             made several with different ``cp``, or if ``loader`` is None on a rank that has to read.
         BatchError: If no rank had a target in a whole epoch, if a sampler knows of more rows than there are,
-            if ranks share an order of rows that is not the same on all, or if a sampler was moved meanwhile.
+            if ranks share an order of rows that is not the same on all, or if a sampler is moved in a pass.
 
     Collective: all ranks; each must ask for the same windows.
 
@@ -83,7 +83,7 @@ def windows(
 
 
 class _Pass(Iterator[list[Any]]):
-    """The windows of one pass, which says so if it is gone through once more."""
+    """The windows of one pass; warns if they are iterated once more after their end."""
 
     def __init__(self, windows: Generator[list[Any], None, None]) -> None:
         self._windows = windows
@@ -99,7 +99,7 @@ class _Pass(Iterator[list[Any]]):
 
     def __iter__(self) -> Iterator[list[Any]]:
         self._begun += 1
-        # What takes some windows at a time begins again and again, and finds the end once by itself.
+        # A caller that takes a few windows at a time iterates once after the end without knowing it.
         if self._ended and self._begun == 2:
             warn_caller(
                 "these windows have come to their end, and give no more: call windows(loader, ...) again for "
@@ -141,7 +141,7 @@ def _windows(
         try:
             if reads:
                 if batches is None:
-                    assert loader is not None  # windows has seen to it
+                    assert loader is not None  # checked in windows
                     batches = keep_workers_alive(loader)
                 with part("next_batches"):
                     window = list(itertools.islice(batches, grad_accum_steps))
@@ -210,17 +210,17 @@ def _may_have_targets(batch: Any, count_fn: CountFn | None) -> bool:
 
 
 def _resumable(loader: Any) -> Any:
-    """The object that keeps the position: a sampler, a batch sampler, a stream, or the loader itself."""
+    """Sampler, batch sampler, stream or loader that keeps the position; None if none does."""
     return next((source for source in sources_of(loader) if hasattr(source, "mark_consumed")), None)
 
 
 def _stands(sampler: Any) -> tuple[Any, Any]:
-    """Where what keeps the position stands: its epoch, and the position in it."""
+    """(epoch, position in it) of a sampler or stream."""
     return getattr(sampler, "epoch", None), getattr(sampler, "position", None)
 
 
 def _moved(sampler: Any, stood: Any) -> BatchError:
-    """Of a pass whose sampler has been moved: the rows under way are of the old place."""
+    """Error for a sampler that was moved during a pass, whose next rows are of the old place."""
     return BatchError(
         f"{type(sampler).__name__} was moved in the middle of a pass, from (epoch, position) {stood} to "
         f"{_stands(sampler)}, by load_state_dict, set_epoch or mark_consumed: the loader would go on with "
@@ -243,7 +243,7 @@ def _num_consumed(loader: Any, sampler: Any, window: list[Any]) -> int:
 
 
 def _taken_for_a_batch(loader: Any, sampler: Any) -> int | None:
-    """Rows or packs that a loader takes for each batch from what keeps the position; None if unknown."""
+    """Rows or packs that a loader takes from its sampler or stream for each batch; None if unknown."""
     batches = getattr(loader, "batch_sampler", None)
     if sampler is batches:
         return 1  # a pack is a batch

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 # Factor by which a loss grows when every target is there twice: 2 for a sum, 1 for a mean. The bounds leave
-# room for losses that have other terms beside.
+# room for other terms.
 _SUM, _MEAN = (1.8, 2.2), (0.95, 1.05)
 
 _logger = logging.getLogger("fsdp_sft.step")
@@ -36,12 +36,12 @@ class _Taken:
 
 
 def is_untold(model: nn.Module, loss_fn: LossFn | None) -> bool:
-    """Whether it has not been told yet if a caller's loss returns a sum."""
+    """Whether a caller's loss still has to be checked for returning a sum."""
     return loss_fn is not None and function_state(loss_fn) not in findings(model, _Taken).functions
 
 
 def take(model: nn.Module, loss_fn: LossFn) -> None:
-    """Take it that a loss returns a sum, as the caller says."""
+    """Take a loss for a sum from now on, without a check."""
     taken, state = findings(model, _Taken).functions, function_state(loss_fn)
     if state not in taken:
         taken.append(state)

@@ -1,4 +1,4 @@
-"""What a step may be given by mistake, and may be meant: one warning each."""
+"""One warning each of what is probably a mistake in a step, but may be meant."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,7 @@ from fsdp_sft.step.once import first_time
 
 @dataclass
 class _Trained:
-    """Whether a model was trained at a rate above 0."""
+    """Remembers whether a model was trained at a learning rate above 0."""
 
     at_a_rate: bool = False
 
@@ -78,5 +78,5 @@ def _warn(text: str) -> None:
 
 
 def _is_above_0(rate: Any) -> bool:
-    """Whether a rate is not 0; on a device it is not read, since the host would have to wait for it."""
+    """Whether a rate is not 0; one on a device counts as such, since the host would have to wait for it."""
     return (isinstance(rate, torch.Tensor) and not rate.is_cpu) or rate != 0

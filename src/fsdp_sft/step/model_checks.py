@@ -54,7 +54,7 @@ def _refuse_numbers_that_are_no_ids(batch: Any) -> None:
         )
 
 
-# By the name of an id in the config: what it stands for, and parts of the keys that bring it.
+# By the name of an id in the config: what it stands for, and parts of the keys of its features.
 _FEATURES = {
     "image": ("an image", ("pixel_values", "image")),
     "video": ("a video", ("pixel_values", "video")),
@@ -63,7 +63,7 @@ _FEATURES = {
 
 
 def _placeholders(model: nn.Module) -> dict[str, int]:
-    """The ids at whose places a model puts what its tower makes of an image or a sound, by what that is."""
+    """Ids in whose place a model puts the features of an image, a video or a sound, by the kind of input."""
     config: Any = getattr(unwrapped(model), "config", None)
     found = {}
     for kind in _FEATURES:

@@ -1,4 +1,4 @@
-"""What is looked at, or said, once for each model."""
+"""What is checked, or warned of, once for each model."""
 
 from dataclasses import dataclass, field
 
@@ -15,7 +15,7 @@ class _Done:
 
 
 def first_time(model: nn.Module, thing: str) -> bool:
-    """Whether this is the first time that something is asked for with a model."""
+    """Whether this is the first call with this model and ``thing``."""
     done = record_of(model).kept_or_new(_Done).things
     if thing in done:
         return False

@@ -20,9 +20,11 @@ if TYPE_CHECKING:
 def checked_optimizers(
     model: nn.Module, optimizer: Optimizers
 ) -> tuple[list[torch.optim.Optimizer], dict[nn.Parameter, str], list[str]]:
-    """The optimizers as a list, and the model's parameters with their names, none of them gathered.
+    """Check the optimizers of a model, which is resharded.
 
-    The last of the three are the names of the parameters that require gradients and are in no optimizer.
+    Returns:
+        (optimizers, the model's parameters with their names, names of those that require gradients and are
+        in no optimizer).
 
     Raises:
         TypeError: If one of them is not an optimizer.
@@ -50,6 +52,7 @@ def checked_schedulers(scheduler: Any, optimizers: list[torch.optim.Optimizer]) 
     """The schedulers as a list, which may be empty.
 
     Raises:
+        TypeError: If one of them is not a scheduler.
         OptimizerError: If one needs more than ``step()``, as ``ReduceLROnPlateau`` does, if one is in the
             list twice, or if it belongs to another optimizer.
     """
@@ -90,7 +93,7 @@ def prepare_scaler(
 
 
 def options_of(optimizers: list[torch.optim.Optimizer]) -> tuple[str, ...]:
-    """The options of the optimizers' groups, which have to be the same on every rank, as text.
+    """Options of the optimizers' groups, which must be the same on every rank, as text.
 
     A rate that is a tensor on a device is left out: the host would have to wait for it.
     """
@@ -117,8 +120,8 @@ def unscale(
 ) -> list[torch.Tensor]:
     """Divide the gradients by the scale; return 0-dim tensors that are not 0 where there was an inf.
 
-    If any of them is not 0, the step must be skipped for all optimizers. The scaler by itself would skip only
-    the optimizer whose gradients have the inf.
+    If any of them is not 0, all optimizers must skip the step. The scaler alone would skip only the optimizer
+    whose gradients have the inf.
     """
     if scaler is None:
         return []
@@ -133,7 +136,7 @@ def step_all(
     """Step the optimizers, unless the step is ``skipped``, and update the scaler."""
     for optimizer in () if skipped else optimizers:
         if scaler is not None and not any(p.grad is not None for p in stepped_by(optimizer)):
-            continue  # all that it holds is frozen: the scaler would miss what it looks for in gradients
+            continue  # all that it holds is frozen: the scaler would raise for lack of a gradient
         if scaler is not None:
             scaler.step(optimizer)
         else:
@@ -143,13 +146,13 @@ def step_all(
 
 
 def _needed(function: Any) -> list[str]:
-    """Names of the arguments without which ``function`` cannot be called."""
+    """Names of the arguments that ``function`` requires."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # written in C
         return []
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    # A scheduler wraps an optimizer's step in a function of its own, whose signature includes self.
+    # A scheduler wraps an optimizer's step in a function whose signature includes self.
     needed = [p.name for p in parameters if p.default is p.empty and p.kind not in kinds]
     return [name for name in needed if name != "self"]
 

@@ -1,4 +1,4 @@
-"""The loss of a batch: the one that is computed here, or a function of the caller's, which is checked."""
+"""The loss of a batch: the library's, or the caller's own, whose result is checked."""
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -24,7 +24,7 @@ class Objective:
     Attributes:
         impl: Implementation of the loss, the argument ``loss_impl``.
         loss_fn: The caller's loss; None for that of ``loss_sum``.
-        router_loss: Treatment of a router's loss.
+        router_loss: What to do with a router's loss; see ``loss_sum``.
         terms: ``label_smoothing`` and ``z_loss``.
     """
 
@@ -34,7 +34,7 @@ class Objective:
     terms: Terms = PLAIN
 
     def options(self) -> dict[str, Any]:
-        """The options that have to be the same on every rank; of a function, only whether there is one."""
+        """Options that must be the same on every rank; of ``loss_fn`` only whether it is given."""
         own = {"loss_impl": self.impl, "router_loss": self.router_loss, "loss_fn": self.loss_fn is not None}
         return own | {name: float(value) for name, value in vars(self.terms).items()}
 
@@ -82,7 +82,7 @@ def refuse_own_loss(group: SequenceGroup | None, loss_fn: Any, count_fn: Any) ->
 
 
 def _summed(loss_fn: LossFn, model: nn.Module, batch: Any) -> torch.Tensor:
-    """The result of ``loss_fn``, checked: a scalar that has gradients where they are enabled."""
+    """Checked result of ``loss_fn``: a scalar, with gradients where they are enabled."""
     with without_caches(model):
         loss = loss_fn(model, batch)
     refuse_sharded_loss(loss)

@@ -1,4 +1,4 @@
-"""A step between the moment that its work is queued on the device and the moment that the host reads it."""
+"""A step that is queued on the device, and its result, for which the host waits."""
 
 import math
 from dataclasses import dataclass
@@ -48,7 +48,7 @@ class StepResult:
 
 
 def without_step(reason: str, num_tokens: int = 0) -> StepResult:
-    """The result of a window that the step was skipped for."""
+    """Result of a window whose step is skipped before the forward."""
     return StepResult(math.nan, math.nan, 0, num_tokens, True, reason)
 
 

@@ -1,4 +1,4 @@
-"""Who steps a schedule: ``train_step``, or its caller, and not both."""
+"""Check that a schedule is stepped by ``train_step`` or by its caller, and not by both."""
 
 import weakref
 from dataclasses import dataclass, field
@@ -29,7 +29,7 @@ def step_schedulers(model: nn.Module, schedulers: "list[LRScheduler]") -> None:
 
 
 def forget_stepped(model: nn.Module) -> None:
-    """Forget it: in a step that was skipped, the caller may step them."""
+    """Forget where the schedules stood: after a skipped step the caller may step them."""
     known = kept_of(model, _Stepped)
     if known is not None:
         known.at = []
@@ -38,7 +38,7 @@ def forget_stepped(model: nn.Module) -> None:
 def refuse_stepped_twice(model: nn.Module, schedulers: "list[LRScheduler]") -> None:
     """Refuse a schedule that has gone one step further since ``train_step`` stepped it.
 
-    What is loaded into one moves it by another number.
+    Loading a state moves it by another number of steps.
 
     Raises:
         OptimizerError: If there is one.

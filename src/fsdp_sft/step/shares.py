@@ -1,4 +1,4 @@
-"""How the ranks share the rows that their loaders read: one look before a pass over them."""
+"""Check, before a pass, how the ranks share the rows that their loaders read."""
 
 import hashlib
 import weakref
@@ -15,21 +15,21 @@ from fsdp_sft._ranks.agree import difference, is_distributed, this_rank, through
 from fsdp_sft.errors import BatchError
 from fsdp_sft.sampling.sampler import Placed
 
-# The epoch of the last whole pass that a sampler of torch's has ordered.
+# Epoch of the last complete pass of each of torch's samplers.
 _passes: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
 class _Read:
-    """What a rank's loader reads, as ranks tell it to each other.
+    """What a rank's loader reads, as sent to rank 0.
 
     Attributes:
-        alone: Whether it draws rows at random without a word to other ranks.
-        order: What an order depends on that ranks share, the same on all of them; None if they share none.
+        alone: Whether it draws rows at random without regard to other ranks.
+        order: What the order that ranks share depends on; None if they share none.
         place: This rank's place among those that share it.
-        ends: A digest of the data set's length and ends; empty if it cannot be read.
+        ends: A digest of the data set's length, first and last row; empty if it cannot be read.
         unread: Number of rows of the data set that the sampler does not know of.
-        again: Whether the order is that of the last epoch, although each is to have its own.
+        again: Whether a shuffled order is that of the last epoch.
     """
 
     alone: bool = False
@@ -41,12 +41,12 @@ class _Read:
 
 
 def look_at_shares(loader: Any) -> None:
-    """Refuse ranks that do not share one order of rows, although their samplers do; warn of what is odd.
+    """Refuse samplers that divide the rows by different orders; warn of what is probably a mistake.
 
-    A loader that draws for itself (``DataLoader(shuffle=True)``) knows of no other ranks: an epoch then has
-    each row once for each rank, or not at all where the orders overlap. Of data sets that differ, each is
-    rightly drawn alone. Samplers that share rows need the same data, seed and position on all the ranks that
-    share them: those of the job, or of a node that has data of its own.
+    A loader that draws for itself (``DataLoader(shuffle=True)``) knows of no other ranks, which is right only
+    for data sets that differ: if they are the same, an epoch has each row about once for each rank. Samplers
+    that share rows need the same data, seed and position on all the ranks that share them: those of the job,
+    or of a node with its own data.
 
     Args:
         loader: This rank's loader; None if it reads none.
@@ -70,14 +70,14 @@ def sources_of(loader: Any) -> list[Any]:
 
 
 def note_pass(loader: Any) -> None:
-    """Note that a pass over a loader has come to its end."""
+    """Remember that a pass over a loader has ended."""
     sampler = _ordering(loader)
     if type(sampler) is DistributedSampler:
         _passes[sampler] = sampler.epoch
 
 
 def _told(loader: Any) -> dict[str, Any] | None:
-    """What this rank tells of its loader; None if nothing is known of how it draws rows."""
+    """What this rank knows of its loader; None if it is unknown how the loader draws rows."""
     sampler, data = _ordering(loader), getattr(loader, "dataset", None)
     if sampler is None:
         return None
@@ -92,7 +92,7 @@ def _told(loader: Any) -> dict[str, Any] | None:
 
 
 def _judged(everyone: list[dict[str, Any] | None]) -> list[str]:
-    """What rank 0 warns of, given what all ranks have told; raises for what cannot be meant."""
+    """Warnings of rank 0, given what all ranks know; raises for what cannot be meant."""
     told = [(rank, _Read(**own)) for rank, own in enumerate(everyone) if own is not None]
     sharing = [(rank, read) for rank, read in told if read.order is not None]
     apart = _incomplete(sharing, lambda read: repr(read.order))
@@ -133,7 +133,7 @@ def _judged(everyone: list[dict[str, Any] | None]) -> list[str]:
 
 
 def _incomplete(sharing: list[tuple[int, _Read]], what: Callable[[_Read], str]) -> list[tuple[int, _Read]]:
-    """A rank of each of several groups that have not the same, if one of them lacks a place; else nothing."""
+    """A rank of each group with one ``what``, if there are several and one lacks a place; else nothing."""
     groups: dict[str, list[tuple[int, _Read]]] = {}
     for rank, read in sharing:
         groups.setdefault(what(read), []).append((rank, read))
@@ -145,18 +145,18 @@ def _incomplete(sharing: list[tuple[int, _Read]], what: Callable[[_Read], str]) 
 
 
 def _ordering(loader: Any) -> Any:
-    """The sampler, or the stream, that says which rows this rank reads; None if it is of no known kind."""
+    """Sampler or stream that decides which rows this rank reads; None if it is of no known kind."""
     for one in sources_of(loader):
         # A sampler of another library may be a DistributedSampler that lacks all that torch's own has.
         if isinstance(one, Placed) or type(one) is DistributedSampler:
             return one
     alone, batches = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
-    # Batch samplers of other libraries may share out what a sampler at random gives them.
+    # Batch samplers of other libraries may divide the rows of a random sampler among ranks.
     return alone if type(alone) is RandomSampler and type(batches) in (BatchSampler, type(None)) else None
 
 
 def _order(sampler: Any) -> dict[str, Any] | None:
-    """What an order depends on that ranks share; None if this rank shares its rows with no other."""
+    """What the order that ranks share depends on; None if this rank shares its rows with no other."""
     if sampler.num_replicas == 1:
         return None
     own = {"sampler": type(sampler).__name__, "num_replicas": int(sampler.num_replicas)}
@@ -218,6 +218,6 @@ def _ends(data: Any) -> str:
             once, again = (repr((len(data), data[0], data[len(data) - 1])) for _ in range(2))
     except Exception:  # the caller's data may be of any kind; the loader itself says what is wrong with it
         return ""
-    # What is told apart by its address is another object on each rank.
+    # The address of an object differs between ranks.
     is_of_content = once == again and " at 0x" not in once
     return hashlib.sha256(once.encode()).hexdigest() if is_of_content else ""

@@ -16,7 +16,7 @@ _told: "weakref.WeakSet[Any]" = weakref.WeakSet()  # an optimizer without state 
 
 
 def state_problem(optimizer: Any) -> UnstorableStateError | None:
-    """Why no checkpoint could hold the state that the first step has made; None if one could, or later.
+    """Why no checkpoint could hold the state of an optimizer's first step; None if one could, or later.
 
     Only tensor subclasses that do not expose their inner tensors are a problem, because they could not even
     be copied. Other state that ``save_checkpoint`` would refuse causes a warning, and so do bfloat16
@@ -36,7 +36,7 @@ def state_problem(optimizer: Any) -> UnstorableStateError | None:
 
 
 def _look_at(optimizer: torch.optim.Optimizer) -> None:
-    """Raise for a tensor of the state that cannot be taken apart into plain tensors."""
+    """Raise for a tensor of the state that cannot be split into plain tensors."""
     for state in optimizer.state.values():
         for name, value in state.items() if isinstance(state, dict) else ():
             if isinstance(value, torch.Tensor):

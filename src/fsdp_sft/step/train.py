@@ -111,18 +111,17 @@ def train_step(
             without targets. None is ``loss_sum``. Use it for encoder-decoders, classifiers, models that are
             not transformers', another ignored label, or a loss of your own. Before the model's first step it
             is called with one row and with that row twice, to tell a sum from a mean. While it runs,
-            ``use_cache`` is off in the model's configs, because transformers keeps the rows of a pack apart
+            ``use_cache`` is off in the model's configs, because transformers separates the rows of a pack
             only without a cache.
         count_fn: Function ``count_fn(batch)`` that returns the number of targets of a batch as the loader
             gave it; it is called before the first forward. None counts the labels that are not -100 after
             the shift. With both functions given, a batch may be any object; tensors in dicts, lists and
             tuples are moved to the device.
-        verify: ``"first"`` checks with the first pack that the model keeps its rows apart, as
+        verify: ``"first"`` checks with the first pack that the model does not mix its rows, as
             ``verify_packing`` does, unless that has been called before. ``"off"`` does not check.
         router_loss: Loss of a mixture's router; see ``loss_sum``. Here each micro-batch's router loss is
             weighted by its share of the window's tokens, without padding. ``"global_micro_batch"`` takes the
-            micro-batches at the same place of the window on all ranks together; every rank must
-            pass the same argument.
+            micro-batches at the same place of the window on all ranks together.
         check_labels: Whether to check the labels of the model's first three windows; labels that ``loss_fn``
             or ``count_fn`` interprets are not checked. Labels that have been shifted already, or that are
             the attention mask, raise an error. Labels that differ from the id at their place, and ranks that
@@ -151,7 +150,8 @@ def train_step(
             scheduler was stepped by hand as well.
         TypeError: If an argument is not the optimizer, scheduler or function that it should be, or
             ``count_fn`` or ``loss_fn`` returns another type than it should.
-        PackingError: If the model does not keep the rows of a pack apart, or a pack has an attention mask.
+        RuntimeError: If gradients are off, as under ``torch.no_grad``.
+        PackingError: If the model mixes the rows of a pack, or a pack has an attention mask.
         UnstorableStateError: After the first step, if the optimizer keeps state in tensor subclasses that do
             not expose their inner tensors, so that no checkpoint could hold it.
         NonFiniteGradientError: If the gradient norm is not finite and no scaler handles it. Parameters and
@@ -274,7 +274,7 @@ def _of_the_state(
     optimizers: list[torch.optim.Optimizer],
     scaler: torch.amp.GradScaler | None,
 ) -> dict[str, Any]:
-    """What is no argument of a step and has to be the same on all ranks."""
+    """State, beside the arguments of a step, that has to be the same on all ranks."""
     return {
         "trained": tuple(name for parameter, name in names.items() if parameter.requires_grad),
         "optimizers": options_of(optimizers),
@@ -285,7 +285,7 @@ def _of_the_state(
 
 @dataclass(frozen=True)
 class _Sums:
-    """What the micro-batches of a window add up to, on the device, so that the host waits for none of it.
+    """Sums over a window's micro-batches, on the device, so that the host does not wait for them.
 
     Attributes:
         loss: Summed loss of this rank's targets, float64, ().

@@ -1,4 +1,4 @@
-"""Every tensor that is trained gets its gradient from the reduction over all ranks, and from nothing else."""
+"""Checks that trained tensors get their gradients from the reduction over all ranks and from nothing else."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Modules:
-    """What the modules of a model that is trained were found to be; None if they were not looked at.
+    """Findings about the modules of a trained model; None before they are looked at.
 
     Attributes:
-        norms: Those that may keep statistics of their inputs, by name; their modes change without a word.
+        norms: Those that may keep statistics of their inputs, by name; their modes may change unnoticed.
     """
 
     norms: dict[str, nn.Module] | None = None
@@ -40,7 +40,7 @@ class _Modules:
 def refuse_beside(
     names: dict[nn.Parameter, str], optimizers: list[torch.optim.Optimizer], mesh: "DeviceMesh | None"
 ) -> None:
-    """Refuse tensors beside the model that have got a gradient and would be stepped.
+    """Refuse to step tensors that have a gradient and are no parameters of the model.
 
     Raises:
         OptimizerError: If an optimizer holds one.
@@ -151,12 +151,12 @@ def _refuse_running_statistics(norms: dict[str, nn.Module]) -> None:
 def gradients_past_reduction(model: nn.Module, names: dict[nn.Parameter, str]) -> Iterator[list[str]]:
     """Within the block, note the sharded parameters whose gradients come from autograd and not from FSDP2.
 
-    FSDP2 computes with gathered parameters and writes the reduced gradient of a shard itself. Autograd comes
-    to a shard only where something was computed with it directly, such as a penalty on the weights.
+    FSDP2 computes with gathered parameters and writes the reduced gradient of a shard itself. Autograd
+    reaches a shard only if something uses it directly, such as a penalty on the weights.
 
     Args:
         model: Model, whose parameters are not gathered.
-        names: Its parameters with their names; none of them if nothing is to be looked for.
+        names: Its parameters with their names; empty notes nothing.
     """
     found: list[str] = []
     is_sharded = isinstance(unwrapped(model), FSDPModule)
@@ -173,7 +173,7 @@ def gradients_past_reduction(model: nn.Module, names: dict[nn.Parameter, str]) -
 
 
 def refuse_past_reduction(names: list[str], mesh: "DeviceMesh | None") -> None:
-    """Raise on all ranks if any has found such gradients.
+    """Raise on all ranks if any rank has noted parameters in ``gradients_past_reduction``.
 
     Collective: all ranks of the mesh.
     """
@@ -197,7 +197,7 @@ def _uses_shards(of: str) -> UnsupportedModelError:
 
 @dataclass
 class Replicas:
-    """Whether the replicas of a model were compared."""
+    """Remembers whether the replicas of a model have been compared."""
 
     compared: bool = False
 
@@ -210,7 +210,7 @@ def has_replicas(model: nn.Module, mesh: "DeviceMesh | None") -> bool:
 
 
 def refuse_different_replicas(model: nn.Module, mesh: "DeviceMesh | None") -> None:
-    """Refuse replicas that begin with different values: their gradients are averaged, and they never meet.
+    """Refuse replicas with different values: their gradients are averaged, so they would stay different.
 
     The bits of each parameter's shard are added up as integers, which is the same on any hardware.
 

@@ -1,4 +1,4 @@
-"""Iteration over batches in which ranks have unequal numbers of them and stay together."""
+"""Iteration in step over batches of which ranks have unequal numbers."""
 
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""The facts about a window's micro-batches that ranks agree on before the first forward."""
+"""Facts about a window's micro-batches that ranks agree on before the first forward."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
@@ -45,13 +45,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Anew:
-    """What a rank may see that has to be found out anew, by collectives; once agreed, how many ranks see it.
+    """What this rank has to find out anew, by collectives; after the agreement, how many ranks have to.
 
     Attributes:
         forward: Whether the model's forward has changed since something was found out about it.
         choice: Whether the implementation of the loss has to be chosen.
-        sum: Whether it has not been told yet if the caller's loss returns a sum.
-        replicas: Whether the replicas of the model have not been compared yet.
+        sum: Whether the caller's loss has to be checked for returning a sum.
+        replicas: Whether the replicas of the model have to be compared.
     """
 
     forward: int = False
@@ -69,9 +69,9 @@ class MicroBatch:
 
     Attributes:
         given: The batch as the caller gave it.
-        seen: The same with the tensors that are checked in host memory.
+        seen: The same, with copies in host memory of the tensors that are checked.
         part: This rank's part of ``seen`` under context parallelism; without, ``seen`` itself.
-        keys: What it has of ``input_ids``, labels, masks and others; the same on every rank.
+        keys: Its keys, as ``keys_of`` names them; the same on every rank.
     """
 
     given: Any
@@ -82,7 +82,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Window:
-    """What is known of a window before its first forward: by all ranks, but for its micro-batches.
+    """Facts about a window before its first forward, the same on all ranks but for its micro-batches.
 
     Attributes:
         targets: Number of targets on all ranks.
@@ -102,7 +102,7 @@ class Window:
 
     @property
     def seen(self) -> list[Any]:
-        """The batches with the tensors that are checked in host memory."""
+        """``MicroBatch.seen`` of each micro-batch."""
         return [one.seen for one in self.micro_batches]
 
 
@@ -133,7 +133,7 @@ def agree_on_window(
         anew: What this rank has to find out anew.
         own_loss: Whether the loss is the caller's own, which ignores ``loss_weights``.
         group: Ranks that share the rows; each counts the targets and tokens of its part.
-        options: Options of the step that have to be the same on every rank.
+        options: Options of the step that must be the same on every rank.
 
     Collective: all ranks, if there is a mesh.
     """
@@ -189,7 +189,7 @@ def agree_on_window(
 
 
 def _micro_batch(given: Any, seen: Any, group: SequenceGroup | None) -> MicroBatch:
-    """A batch with what is made of it on the host."""
+    """A batch with its part and its keys."""
     return MicroBatch(given, seen, seen if group is None else part_of(seen, group), keys_of(seen))
 
 
@@ -226,10 +226,9 @@ def counted(batch: Any, count_fn: CountFn | None) -> int:
 
 
 def on_host(batches: Sequence[Any]) -> list[Any]:
-    """The batches with the tensors that are checked before a forward in host memory.
+    """The batches, with the tensors that are checked before a forward in host memory.
 
-    Tensors that a loader has moved to a device are copied back; the host waits once for all of them, and not
-    at all if there are none.
+    Tensors that a loader has moved to a device are copied back; the host waits for all of them at once.
     """
     places = [
         (index, name)
@@ -245,7 +244,7 @@ def on_host(batches: Sequence[Any]) -> list[Any]:
 
 
 def on_device(batch: Any, seen: Any, device: torch.device, *, own_loss: bool) -> Any:
-    """The batch on ``device``, as a forward takes it, with what was found out about it on the host."""
+    """The batch on ``device``, as a forward takes it, with what the host knows of its targets."""
     if isinstance(seen, BatchPart):
         return part_on_device(seen, device)
     moved = to_device(batch, device)

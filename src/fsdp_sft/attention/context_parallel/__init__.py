@@ -1,4 +1,4 @@
-"""Context parallelism, exact: each rank has a part of a row's tokens, and attention sees all of them."""
+"""Exact context parallelism: each rank has a part of a row's tokens, and attention sees all of them."""
 
 from fsdp_sft.attention.context_parallel.group import (
     SequenceGroup,

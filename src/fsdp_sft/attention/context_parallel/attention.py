@@ -20,7 +20,7 @@ from fsdp_sft.errors import UnsupportedModelError
 class SequenceMask:
     """Stand-in for the attention mask that tells attention that it sees a part of the tokens.
 
-    It travels among the layers' arguments and so reaches a recomputation too, which another thread may run.
+    As an argument of the layers it also reaches a recomputation, which another thread may run.
 
     Attributes:
         group: Ranks that have the parts of the sequence.

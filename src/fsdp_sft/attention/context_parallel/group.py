@@ -35,9 +35,7 @@ class SequenceGroup:
     share: int
 
     def exchange(self, rows: torch.Tensor) -> torch.Tensor:
-        """All-to-all: row i of ``rows`` goes to rank i, and row i of the result is from rank i.
-
-        It is differentiable.
+        """Differentiable all-to-all: row i of ``rows`` goes to rank i, row i of the result is from rank i.
 
         Collective: all ranks of the group.
         """
@@ -45,7 +43,7 @@ class SequenceGroup:
 
 
 def sequence_group_in(mesh: "DeviceMesh | None") -> SequenceGroup | None:
-    """This rank's group along the ``cp`` axis of a mesh; None if every rank has rows of its own."""
+    """This rank's group along the ``cp`` axis of a mesh; None if no ranks share rows along it."""
     if mesh is None or cp_size(mesh) == 1:
         return None
     name = mesh.get_group(CP).group_name

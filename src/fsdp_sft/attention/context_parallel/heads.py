@@ -43,7 +43,7 @@ def key_heads(num_query: int, num_key: int, ranks: int) -> KeyHeads:
 
     As in transformers, query head i uses key head ``i // (num_query // num_key)``. If the number of ranks
     does not divide that of key heads, these are repeated: to one per rank if all query heads of a rank use
-    the same key head, and else to one per query head::
+    the same key head, and if not, to one per query head::
 
         12 query heads, 4 key heads, 3 ranks:  queries 0 1 2 3 | 4 5 6 7 | 8 9 10 11
                                                keys    0 0 0 1 | 1 1 2 2 | 2 3  3  3

@@ -1,4 +1,4 @@
-"""Check that nothing but attention mixes positions: a row computed in parts must come out as the whole."""
+"""Check that nothing but attention mixes positions: a row must give the same in parts as whole."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -65,7 +65,7 @@ def verify(model: nn.Module, group: SequenceGroup) -> None:
 
 
 class _PartsProbe:
-    """A random row that is put through the model whole and in parts."""
+    """A random row that the model computes whole and in parts."""
 
     def __init__(self, model: nn.Module, group: SequenceGroup) -> None:
         self.model, self.group, self.device = model, group, compute_device(model)
@@ -119,7 +119,7 @@ class _PartsProbe:
         return ""
 
     def share_that_differs(self) -> float:
-        """The share of this rank's positions whose logits differ by more than rounding."""
+        """Share of this rank's positions whose logits differ by more than rounding."""
         plain, part = self._plain().logits[:, self.own], self._part().logits
         if part.shape != plain.shape:
             return 1.0
@@ -144,12 +144,12 @@ class _PartsProbe:
         return "if in no module by itself"
 
     def _plain(self, ids: torch.Tensor | None = None, **inputs: Any) -> Any:
-        """The output of a plain forward of the whole row."""
+        """Output of a plain forward of the whole row."""
         ids = self.ids if ids is None else ids
         return self.model(input_ids=ids, position_ids=self.positions, **inputs, **self.options)
 
     def _part(self) -> Any:
-        """The output of a forward of this rank's part of the row."""
+        """Output of a forward of this rank's part of the row."""
         mask = torch.ones_like(self.ids)
         with part_of_rows(self.whole):
             return self.model(
@@ -207,7 +207,7 @@ def _outputs(model: nn.Module, length: int, own: slice) -> Iterator[dict[str, to
 
 
 def _share_beyond(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> float:
-    """The share of positions at which two tensors differ by more than ``tolerance``, relatively."""
+    """Share of positions at which two tensors differ by a relative error above ``tolerance``."""
     found, expected = found.double(), expected.double()
     size = (expected - expected.mean(-1, keepdim=True)).norm(dim=-1)
     error = (found - expected).norm(dim=-1) / size.clamp_min(torch.finfo(torch.float32).tiny)

@@ -1,4 +1,4 @@
-"""Rotary embeddings that depend on a row's length: they get whole rows where a forward has parts of them."""
+"""Rotary embeddings that depend on a row's length get whole rows where a forward has parts of them."""
 
 from typing import Any
 
@@ -16,8 +16,8 @@ _HOOKED = "_fsdp_sft_whole_positions"
 def show_whole_positions(model: nn.Module) -> None:
     """Let such embeddings (dynamic NTK, LongRoPE) compute all positions of a row, and keep this rank's part.
 
-    They read the length of the row off the positions. From its own positions alone, each rank would read
-    another length. Modules get their hooks once; forwards of whole rows are as before.
+    They take the length of the row from the positions, and from its own alone each rank would take another
+    length. Forwards of whole rows do not change. A second call adds nothing.
 
     Raises:
         UnsupportedModelError: If such an embedding lies in a block, which a recomputation may run where the

@@ -26,7 +26,7 @@ _WITHIN = ("sdpa", "eager", "sdpa_varlen")  # attention implementations that can
 
 @dataclass
 class _Compared:
-    """Whether a model under context parallelism was compared with itself."""
+    """Remembers whether a model under context parallelism was compared with itself."""
 
     done: bool = False
 
@@ -115,7 +115,7 @@ def compare_again(model: nn.Module, group: SequenceGroup | None) -> None:
 
 
 def check_shareable(model: nn.Module, ranks: int) -> None:
-    """Refuse a model whose rows so many ranks cannot share, because of its attention or number of heads.
+    """Refuse a model whose rows cannot be shared by ``ranks`` ranks.
 
     Raises:
         ValueError: If the number of ranks does not divide that of query heads.

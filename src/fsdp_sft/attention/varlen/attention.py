@@ -33,10 +33,7 @@ def make_mask(
     allow_is_bidirectional_skip: bool = False,
     **others: Any,
 ) -> torch.Tensor | RowMask | None:
-    """A ``RowMask`` if it means the same as the mask for ``"sdpa"``, and otherwise that mask.
-
-    A function of transformers' mask interface, which gives its arguments.
-    """
+    """A ``RowMask`` if it equals the ``"sdpa"`` mask, or that; a function of transformers' mask interface."""
     plain = functools.partial(
         AttentionMaskInterface()["sdpa"], batch_size=batch_size, kv_length=kv_length, **others
     )
@@ -80,7 +77,7 @@ def attend_by_row(
         **others: Further arguments of transformers' attention interface.
 
     Returns:
-        (output ``(B, S, heads, value size)``, None in place of attention weights).
+        (output ``(B, S, heads, value size)``, None for the attention weights).
 
     Raises:
         PackingError: If the model caps its attention scores.

@@ -12,9 +12,9 @@ from fsdp_sft._process.streams import host_copies, travelling
 _SLAB = 512  # number of queries whose mask exists at the same time while rows are found
 
 
-@dataclass(eq=False)  # not frozen: Dynamo of torch 2.11 compiles anew for other bounds of a frozen one
+@dataclass(eq=False)  # not frozen: Dynamo of torch 2.11 recompiles for other bounds of a frozen one
 class RowMask:
-    """A description of the rows that layers get in place of a mask: causal within rows, nothing between them.
+    """The rows of a batch, which layers get instead of a mask: causal within rows, nothing between them.
 
     A model that uses it like a tensor (an index, ``dtype``, ``torch.where``) gets the dense mask instead.
 

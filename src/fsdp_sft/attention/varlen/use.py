@@ -12,7 +12,7 @@ from fsdp_sft.errors import UnsupportedModelError
 def use_varlen_attention(model: nn.Module) -> None:
     """Make a model's attention compute only within the rows of a pack, with unchanged results.
 
-    It takes effect for batches of ``PackedCollator``: ``position_ids`` that begin anew, no attention mask, no
+    It takes effect for batches of ``PackedCollator``: ``position_ids`` that restart, no attention mask, no
     cache. On CUDA (compute capability 8.0 or later, float16 or bfloat16) attention is then one call of
     torch's varlen flash attention; elsewhere scaled_dot_product_attention runs row by row. All other calls
     (padded batches, generation) and all other masks go to transformers' ``"sdpa"`` as before, and so does
@@ -30,8 +30,7 @@ def use_varlen_attention(model: nn.Module) -> None:
         UnsupportedModelError: If its attention cannot be replaced, or it has no ``"sdpa"``.
 
     Memory: While rows are found, once for each forward and kind of mask, a few bool tensors of 512 x S
-    instead
-        of the mask of S x S.
+        instead of the mask of S x S.
 
     Example:
         >>> fs.use_varlen_attention(model)
