@@ -1,8 +1,8 @@
 """Boxes: which part of a tensor a rank holds or a file stores, and which rank owns it. No I/O.
 
-A box is a rectangular part of a tensor, given by the index of its first element and its extent. Two boxes of
-one tensor have a box in common or nothing, and that is all that loading needs: what a rank reads from a file
-is the intersection of the rank's box with the file's.
+A box is a rectangular part of a tensor, given by the index of its first element and its extent. The
+intersection of two boxes is a box or empty, so what a rank reads from a file is its own box intersected with
+the file's.
 
 >>> from fsdp_sft._tensors.boxes import Box
 >>> rank_1 = Box(offset=(2, 0), shape=(2, 4))  # rows 2 and 3 of a (4, 4) matrix
@@ -47,10 +47,8 @@ class Box:
         return math.prod(self.shape)
 
     def intersect(self, other: "Box") -> "Box | None":
-        """The part that both boxes have, in the coordinates of the tensor; None if it is empty."""
-        # Along each dimension the boxes are intervals: the common one begins at the larger of the two starts
-        # and ends at the smaller of the two ends. One dimension without a common interval is enough for the
-        # boxes to have nothing in common.
+        """Intersection with another box of the same tensor; None if it is empty."""
+        # Along each dimension, two intervals: from the larger of the starts to the smaller of the ends.
         low = [max(a, b) for a, b in zip(self.offset, other.offset, strict=True)]
         high = [
             min(a + n, b + m)
@@ -61,26 +59,25 @@ class Box:
         return Box(tuple(low), tuple(b - a for a, b in zip(low, high, strict=True)))
 
     def relative_to(self, outer: "Box") -> "Box":
-        """The same part in the coordinates of ``outer``, whose first element then has index 0."""
+        """The same box in coordinates that start at the first element of ``outer``."""
         return Box(tuple(a - b for a, b in zip(self.offset, outer.offset, strict=True)), self.shape)
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """The index expression that takes this part out of a tensor."""
+        """Index that selects the box from its tensor."""
         return tuple(slice(first, first + n) for first, n in zip(self.offset, self.shape, strict=True))
 
 
 def whole(shape: Sequence[int]) -> Box:
-    """The box that is all of a tensor of that shape."""
+    """Box that covers a whole tensor of that shape."""
     return Box((0,) * len(shape), tuple(shape))
 
 
 def cuts_of(placements: Sequence[Any], mesh_shape: Sequence[int], ndim: int) -> tuple[tuple[int, int], ...]:
-    """The cuts by ``torch.chunk`` that share out a tensor, in the order in which they are made.
+    """The ``torch.chunk`` cuts that shard a tensor, in the order that gives each rank a single box.
 
-    The order is usually that of the mesh's axes. A strided shard is the exception: FSDP2 makes one where
-    expert or tensor parallelism has cut the same dimension before, along an axis that comes later in the
-    mesh. Its cut comes after that one. Cut in this order, what each rank holds is one box.
+    This is the order of the mesh's axes, except for strided shards. FSDP2 makes one where expert or tensor
+    parallelism, along a later axis, has cut the same dimension already: its cut comes after that one.
 
     Args:
         placements: Placements of a DTensor.
@@ -91,7 +88,7 @@ def cuts_of(placements: Sequence[Any], mesh_shape: Sequence[int], ndim: int) -> 
         (axis of the mesh, dimension of the tensor) for each cut.
 
     Raises:
-        TypeError: If a placement leaves a rank with several boxes, or with no part at all.
+        TypeError: If a placement gives a rank several boxes, or is neither a shard nor a replica.
     """
     cuts: list[tuple[int, int]] = []
     # From the last axis to the first, so that a strided shard finds the cuts that come before its own. Its
@@ -127,7 +124,7 @@ def box_at(
         coordinate: Index of the rank along each axis.
 
     Raises:
-        TypeError: If a placement leaves a rank with several boxes, or with no part at all.
+        TypeError: If a placement gives a rank several boxes, or is neither a shard nor a replica.
     """
     box = whole(shape)
     for axis, dim in cuts_of(placements, mesh_shape, len(shape)):
@@ -151,10 +148,10 @@ def chunk_of(box: Box, dim: int, parts: int, index: int) -> Box:
 
 
 def box_of(tensor: torch.Tensor, rank: int | None = None) -> Box:
-    """The box of ``tensor`` that a rank holds; None is this rank. All of it unless it is a DTensor.
+    """Box of ``tensor`` that a rank (None: this one) holds; the whole tensor unless it is a DTensor.
 
     Raises:
-        TypeError: If a placement leaves a rank with several boxes, or with no part at all.
+        TypeError: If a placement gives a rank several boxes, or is neither a shard nor a replica.
         ValueError: If the rank is not in the tensor's mesh, or the mesh's ranks are not in order.
     """
     if not isinstance(tensor, DTensor):
@@ -165,10 +162,10 @@ def box_of(tensor: torch.Tensor, rank: int | None = None) -> Box:
 
 
 def check_ranks_ascend(mesh: DeviceMesh, placements: Sequence[Any]) -> None:
-    """Check that ranks ascend along each axis of the mesh that a tensor is cut along.
+    """Check that ranks ascend along each mesh axis that shards a tensor.
 
-    FSDP2 gives parts out by a rank's number within the process group, which is in ascending order, and not by
-    its coordinate in the mesh. Where the two differ, DTensor and FSDP2 disagree on which part a rank has.
+    FSDP2 assigns shards by a rank's number in the process group, whose ranks ascend, and DTensor by the
+    rank's coordinate in the mesh. Where the two differ, they disagree on which shard a rank has.
 
     Raises:
         ValueError: If they do not ascend.
@@ -234,10 +231,10 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def with_local(tensor: DTensor, local: torch.Tensor) -> DTensor:
-    """A tensor that is sharded as ``tensor`` is and has ``local`` as this rank's part. No communication.
+    """A tensor that is sharded like ``tensor``, with ``local`` as this rank's shard. No communication.
 
-    ``DTensor.from_local`` would move a part that has to stay on the host to the mesh's device. Such a part is
-    copied into a new tensor on the host instead.
+    ``DTensor.from_local`` would move a shard that has to stay on the host to the mesh's device. Such a shard
+    is copied instead.
     """
     if local.device.type not in (tensor.device_mesh.device_type, "meta"):
         made: Any = torch.empty_like(tensor, dtype=local.dtype, device=local.device)
@@ -278,10 +275,10 @@ def tiling_problem(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
 
 
 def _disjoint(boxes: Sequence[Box], depth: int = 0) -> bool:
-    """Whether recursive axis-aligned cuts separate every box.
+    """Whether recursive axis-aligned cuts separate all boxes, as they do those of any sharding.
 
-    Every sharding by dimensions can be cut like that. Not every tiling can. A tiling that cannot, or that
-    takes too many rounds, counts as overlapping, which bounds the time that a hostile manifest can take.
+    A tiling that they do not separate, or only after more than ``_MAX_CUTS`` rounds, counts as overlapping.
+    That bounds the time that a hostile manifest can take.
     """
     if len(boxes) < 2:
         return True

@@ -1,8 +1,8 @@
 """Files and folders that appear complete or not at all.
 
 Files are hashed while they are written, forced to the disk (fsync), and read by position. A folder is filled
-under a temporary name beside its own and appears by one rename. The next job deletes what a killed one has
-left.
+under a temporary name beside its final one, and renamed when it is complete. The next job deletes what a
+killed one has left.
 """
 
 import contextlib
@@ -26,12 +26,12 @@ from fsdp_sft._tensors.safetensors import bytes_of, create, force_to_disk, open_
 from fsdp_sft.errors import CheckpointCorruptError, SafetensorsError
 
 _BUFFER_BYTES = 16 << 20  # written or read at once
-_TEMPORARY = ".tmp-"  # what the names of unfinished folders begin with
+_TEMPORARY = ".tmp-"  # prefix of unfinished folders
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What a manifest says of a file.
+    """A file as a manifest records it.
 
     Attributes:
         size: Size in bytes.
@@ -44,7 +44,7 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Deferred:
-    """A tensor that is read from somewhere only when it is its turn to be written.
+    """A tensor that is read only when it is about to be written.
 
     Attributes:
         shape: Shape of the tensor.
@@ -81,7 +81,7 @@ def write_tensors(
 
 
 def write_early(fd: int, offset: int, view: memoryview) -> None:
-    """Write, and let the disk begin at once, so that the fsync at the end has little left to wait for."""
+    """Write, and start writeback at once, so that the fsync at the end has little left to wait for."""
     for first in range(0, len(view), _BUFFER_BYTES):
         piece = view[first : first + _BUFFER_BYTES]
         write_at(fd, offset + first, piece)
@@ -92,10 +92,10 @@ def write_early(fd: int, offset: int, view: memoryview) -> None:
 
 
 class _Hasher:
-    """SHA-256 in a thread of its own, in parallel with the writing, since hashlib releases the GIL.
+    """SHA-256 in a separate thread, in parallel with the writing (hashlib releases the GIL).
 
-    It is not an executor, because executors refuse work once the interpreter has begun to wait for its
-    threads. That is when the last asynchronous save of a program may still be running.
+    An executor would refuse work once the interpreter has begun to wait for its threads, when a program's
+    last asynchronous save may still be running.
     """
 
     def __init__(self, head: bytes) -> None:
@@ -140,7 +140,7 @@ def write_bytes(path: Path, data: bytes) -> FileRecord:
 
 
 def check_room(folder: Path, need: int, what: str) -> None:
-    """Refuse to begin what the file system has no room for.
+    """Check that the file system has room for what will be written.
 
     Args:
         folder: An existing folder of the file system.
@@ -148,10 +148,10 @@ def check_room(folder: Path, need: int, what: str) -> None:
         what: What will be written, for the error.
 
     Raises:
-        OSError: ``ENOSPC``, with the need and what is free.
+        OSError: If it has not (``ENOSPC``); the message says how much is needed and how much is free.
     """
     usage = shutil.disk_usage(folder)
-    if usage.total > 0 and usage.free < need:  # a file system without a size says that it has none
+    if usage.total > 0 and usage.free < need:  # some file systems report a size of 0
         raise OSError(
             errno.ENOSPC,
             f"{what} takes {need / 2**30:,.2f} GiB and {folder} has {usage.free / 2**30:,.2f} GiB free: make "
@@ -160,7 +160,7 @@ def check_room(folder: Path, need: int, what: str) -> None:
 
 
 def full_path(path: str | os.PathLike[str]) -> Path:
-    """The absolute path, ``~`` standing for the home folder as in a shell."""
+    """The absolute path, with ``~`` expanded as in a shell."""
     return Path(path).expanduser().absolute()
 
 
@@ -181,17 +181,17 @@ def sync_folder(path: Path) -> None:
         try:
             force_to_disk(fd)
         except OSError as error:
-            # Mounts of object stores and some network file systems cannot sync folders, and answer so. For
-            # files none of them does: there every error counts.
+            # Mounts of object stores and some network file systems cannot sync folders, and say so. All of
+            # them can sync files, so for files every error counts.
             if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
                 raise
 
 
 def renames_whole(folder: Path) -> bool:
-    """Whether renaming a folder below ``folder`` is one step, which keeps its files.
+    """Whether folders below ``folder`` are renamed atomically.
 
-    Mounts of object stores rename a folder by copying and deleting its files. Afterwards these are other
-    files, as their inode numbers show, and meanwhile another process may see only a part of them.
+    Mounts of object stores copy and delete the files instead. The copies have new inode numbers, and until
+    all are made another process may see only some of them.
     """
     before, after = (temporary_beside(folder / "rename") for _ in range(2))
     before.mkdir()
@@ -256,20 +256,20 @@ def file_problem(folder: Path, name: str, record: FileRecord, *, hashes: bool) -
 
 
 def temporary_beside(target: Path) -> Path:
-    """A new name in the same folder for something that will be renamed to ``target`` when it is complete."""
+    """A new name beside ``target`` for what will be renamed to it when complete."""
     return target.with_name(f"{_prefix(target)}{uuid.uuid4().hex}")
 
 
 def unsound_beside(target: Path) -> Path:
-    """A new name for what is at ``target`` and damaged: it makes room, but is kept to be looked at."""
+    """A new name beside a damaged ``target``, which is moved there and kept for inspection."""
     return target.with_name(f".unsound-{target.name}-{uuid.uuid4().hex}")
 
 
 def sweep(target: Path) -> None:
-    """Delete unfinished folders that killed jobs have left on their way to ``target``."""
+    """Delete unfinished folders for ``target`` that killed jobs have left."""
     for stale in target.parent.glob(
         f"{glob.escape(_prefix(target))}{'[0-9a-f]' * 32}"
-    ):  # the digits leave out what is on its way to "<target>-2"
+    ):  # the digits exclude the unfinished folders for "<target>-2"
         shutil.rmtree(stale, ignore_errors=True)
 
 
@@ -281,7 +281,7 @@ def sweep_all(root: Path) -> None:
 
 
 def publish(temporary: Path, target: Path, *, aside: Path | None = None) -> None:
-    """Let a finished folder appear under its name, complete or not at all.
+    """Rename a finished folder to its final name, under which it appears complete or not at all.
 
     Args:
         temporary: The finished folder, whose files are on the disk already.
@@ -291,9 +291,8 @@ def publish(temporary: Path, target: Path, *, aside: Path | None = None) -> None
     Raises:
         OSError: If something is at ``target`` and cannot be moved aside, or the disk fails.
     """
-    # The names inside the folder reach the disk before the folder gets its own name: after a loss of power no
-    # folder of that name may lack a file. The last fsync makes the rename durable, so that a caller who has
-    # been told that the folder is there will find it.
+    # The names inside the folder reach the disk before the folder gets its final name, so that after a loss
+    # of power no folder of that name lacks a file. The last fsync makes the rename itself durable.
     sync_folder(temporary)
     if aside is not None and os.path.lexists(target):
         os.rename(target, aside)
@@ -302,7 +301,7 @@ def publish(temporary: Path, target: Path, *, aside: Path | None = None) -> None
 
 
 def _prefix(target: Path) -> str:
-    """What the temporary names of a target begin with; 32 hexadecimal digits follow."""
+    """Prefix of a target's temporary names; 32 hexadecimal digits follow."""
     return f"{_TEMPORARY}{target.name}-"
 
 

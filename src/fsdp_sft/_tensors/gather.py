@@ -1,4 +1,4 @@
-"""Gathering the full tensors of a sharded model on rank 0, one after the other, by sends between ranks."""
+"""Gathering the full tensors of a sharded model on rank 0, one at a time, by point-to-point sends."""
 
 from collections.abc import Callable, Iterator
 
@@ -10,11 +10,10 @@ from fsdp_sft._tensors.boxes import box_of, local_of, owner_ranks, part_of
 
 
 class Gatherer:
-    """Gathers full tensors on rank 0, one after the other, over the control group.
+    """Gathers full tensors on rank 0, one at a time, over the control group.
 
-    Only rank 0 ever has more than its own part, and holds one full tensor at a time. A rank that fails does
-    not raise at once, which would leave rank 0 waiting for its parts: it sends zeros from then on and raises
-    its error in ``finish``.
+    The other ranks never hold more than their own part. A rank that fails does not raise at once, which would
+    leave rank 0 waiting for its parts: it sends zeros from then on and raises its error in ``finish``.
 
     Attributes:
         rank: This rank.

@@ -1,4 +1,4 @@
-"""What a rank reads of stored tensors, as jobs for the reader."""
+"""Jobs for the reader: what a rank reads from stored tensors."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -48,7 +48,7 @@ class Job:
 
     @cached_property
     def is_direct(self) -> bool:
-        """Whether the bytes can be read straight to their place."""
+        """Whether the bytes can be read straight into ``dest``."""
         dest = self.dest
         return (
             self.mode == "copy"

@@ -1,8 +1,8 @@
-"""A file that says which job has a folder to itself, and stays true if that job is killed.
+"""A lock that gives one job a folder to itself, and does not outlive a job that is killed.
 
-The file names the process that made it, which touches it regularly, and is deleted when that process ends. A
-process that is killed leaves it behind. The next job notices that: at once if the process ran on this machine
-or belonged to an earlier start of the same job, otherwise by the time since the file was last touched.
+The file names the process that made it, which touches it regularly and deletes it in the end. If the process
+is killed, the next job finds the file stale: at once if the process ran on this machine or belonged to an
+earlier start of the same job, and by the time since the last touch if not.
 """
 
 import json
@@ -19,9 +19,9 @@ from typing import Any
 from fsdp_sft._process.codec import MALFORMED
 from fsdp_sft._process.identity import ProcessId, process_state, this_process
 
-DEAD_SECONDS = 60.0  # without a touch, after which the job counts as dead
+DEAD_SECONDS = 60.0  # since the last touch, after which the job counts as dead
 _BEAT_SECONDS = 10.0  # between two touches of the file
-_LOOK_SECONDS = 0.2  # between two looks of a job that waits
+_LOOK_SECONDS = 0.2  # between two checks by a job that waits
 # Environment variables with a job's id and its number of restarts; see the manuals of sbatch and torchrun.
 _JOBS = {
     "Slurm job": ("SLURM_JOB_ID", "SLURM_RESTART_COUNT"),
@@ -32,7 +32,7 @@ Owner = dict[str, Any]
 
 
 class Lock:
-    """This process's hold on what a file stands for: the file, and a thread that touches it."""
+    """This process's lock: the file, and a thread that touches it."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -52,7 +52,7 @@ class Lock:
         return found is not None and found["token"] == self.owner["token"]
 
     def take(self) -> Owner | None:
-        """Make the file, also in place of one whose job has ended; the owner that lives, or None if made."""
+        """Take the lock, also from a job that has ended; None, or the owner if a live job has it."""
         while not _create(self.file, self.owner):
             found = read(self.file)
             if found is None:
@@ -64,10 +64,10 @@ class Lock:
         return None
 
     def take_or_wait(self, is_made: Callable[[], bool]) -> bool:
-        """Wait until this job has the lock (True), or what it would be taken for is made (False)."""
+        """Wait until this job has the lock (True), or until another has made what it is for (False)."""
         while not is_made():
             if self.take() is None:
-                if not is_made():  # it may have appeared between the look and the lock
+                if not is_made():  # it may have been made between the check and the lock
                     return True
                 self.end()
                 break
@@ -75,7 +75,7 @@ class Lock:
         return False
 
     def end(self) -> None:
-        """Let another job have it, if this one has it."""
+        """Release the lock, if this job has it."""
         if self._thread.ident is None:
             return
         self._stop.set()
@@ -84,7 +84,7 @@ class Lock:
             self.file.unlink(missing_ok=True)
 
     def _beat(self) -> None:
-        """Touch the file until the hold ends."""
+        """Touch the file until the lock is released."""
         while not self._stop.wait(_BEAT_SECONDS):
             with suppress(OSError):
                 if self.is_own:
@@ -92,12 +92,12 @@ class Lock:
 
 
 def claim_on(target: Path) -> Path:
-    """The file of the lock for making a folder. It saves work: if two jobs make it, the first rename wins."""
+    """Lock file for making a folder. It only saves work: if two jobs make it, the first rename wins."""
     return target.with_name(f".claim-{target.name}")
 
 
 def read(file: Path) -> Owner | None:
-    """What a file says; unknown values if it cannot be read as such a file; None if it is not there."""
+    """The owner that a lock file names; an unknown one if the file is malformed, None if it is missing."""
     try:
         found = json.loads(file.read_text())
         process, (kind, job_id, restarts) = ProcessId(*found["process"]), found["job"]
@@ -110,11 +110,10 @@ def read(file: Path) -> Owner | None:
 
 
 def remove(file: Path, stale: Owner | None) -> None:
-    """Remove a stale file, but not a new one that has taken its place meanwhile.
+    """Remove a stale lock file, but not a new one that has replaced it meanwhile.
 
-    Looking and deleting are two steps, and another job may act between them. So the file is renamed, which
-    only one job can do, and looked at again under a name that only this process knows. A file that turns out
-    to be a new one is put back.
+    Another job may act between a check and a deletion. So the file is renamed, which only one job can do, and
+    checked under a name that only this process knows. A new file is put back.
     """
     aside = file.with_name(f"{file.name}-{uuid.uuid4().hex}")
     try:
@@ -146,7 +145,7 @@ def _create(file: Path, owner: Owner) -> bool:
 
 
 def _link(source: Path, target: Path) -> bool:
-    """Give ``target`` the contents of ``source`` unless something is there; whether that was done.
+    """Make ``target`` with the contents of ``source`` unless it exists; whether it was made.
 
     A hard link, unlike a rename, fails if the name exists, and unlike opening a new file makes the contents
     appear together with the name.
@@ -165,7 +164,7 @@ def _link(source: Path, target: Path) -> bool:
 
 
 def _is_gone(file: Path, found: Owner, own: Owner) -> bool:
-    """Whether the process that made the file has ended, as far as that can be told."""
+    """Whether the process that made the file has ended, as far as this one can tell."""
     state = process_state(found["process"])
     kind, job_id, restarts = found["job"]
     if state:

@@ -1,9 +1,9 @@
-"""What a file that ``torch.save`` wrote holds, as a header: names, dtypes, shapes and byte ranges of tensors.
+"""The header of a file that ``torch.save`` wrote: names, dtypes, shapes and byte ranges of its tensors.
 
-Such a file is a zip archive of the tensors' storages, uncompressed, and of a pickle that says which tensor is
-a view of which storage. ``torch.load(weights_only=True)`` reads the pickle, which builds tensors and
-containers and calls nothing else; ``map_location="meta"`` keeps it from reading any storage. What remains are
-byte ranges, which are then read like those of a safetensors file.
+Such a file is an uncompressed zip archive of the tensors' storages and of a pickle that says which tensor is
+a view of which storage. ``torch.load(weights_only=True)`` reads the pickle, builds tensors and containers,
+and calls nothing else; ``map_location="meta"`` keeps it from reading any storage. The byte ranges are then
+read like those of a safetensors file.
 """
 
 import os
@@ -59,7 +59,7 @@ def read_pickled(path: Path, damaged: type[Exception] = CheckpointFormatError) -
 
 def _reason(error: Exception) -> str:
     """Why a file could not be read, in one line."""
-    # torch's first lines tell how to run the pickle all the same; the reason itself stands further down.
+    # torch's first lines say how to run the pickle anyway; the reason comes further down.
     lines = str(error).splitlines() or [""]
     if isinstance(error, pickle.UnpicklingError):
         detail = next((line.strip() for line in lines if "Unpickler error" in line), lines[0])

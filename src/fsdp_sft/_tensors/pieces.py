@@ -1,4 +1,4 @@
-"""Pieces: boxes of a tensor whose elements lie as strided views in stored ones. No I/O."""
+"""Pieces: boxes of a tensor, each a strided view of one stored tensor. No I/O."""
 
 import math
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ class Piece:
         return 1 + sum((size - 1) * step for size, step in zip(self.size, self.stride, strict=True))
 
     def narrowed(self, dim: int, at: int, size: int) -> "Piece":
-        """The indices ``at`` to ``at + size`` of the box along a dimension."""
+        """The piece narrowed to the indices ``at`` to ``at + size`` of the box along a dimension."""
         starts, sizes = list(self.start), list(self.size)
         starts[dim] += at
         sizes[dim] = size
@@ -56,7 +56,7 @@ def contiguous_strides(shape: Sequence[int]) -> Ints:
 
 
 def is_row_major(size: Ints, stride: Ints) -> bool:
-    """Whether elements of these distances lie without gaps and in row-major order."""
+    """Whether strides are row-major and leave no gaps."""
     expected = contiguous_strides(size)
     return all(a == b for a, b, n in zip(stride, expected, size, strict=True) if n > 1)
 
@@ -69,7 +69,6 @@ def intersect(piece: Piece, box: Box) -> Piece | None:
     common = Box(piece.start, piece.size).intersect(box)
     if common is None:
         return None
-    # The result begins `a - b` places further along each dimension, and each of these places is one stride of
-    # the source further on; the distances of all dimensions add up. The strides themselves stay.
+    # Along each dimension the result begins `a - b` strides of the source further on. The strides stay.
     skipped = sum((a - b) * s for a, b, s in zip(common.offset, piece.start, piece.stride, strict=True))
     return Piece(common.offset, common.shape, piece.key, piece.offset + skipped, piece.stride)

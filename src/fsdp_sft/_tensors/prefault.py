@@ -1,15 +1,14 @@
-"""Mapping fresh host memory in advance, a range at a time and in large pages where these cost less.
+"""Mapping fresh host memory ahead of the writes, in ranges, and in large pages where these cost less.
 
 The first write to each page of fresh memory is a page fault. Linux (5.14 and later) can map and clear a whole
-range in one call. Where the transparent_hugepage setting is not "never" it also maps 2 MiB at a time if it is
-asked to. Mapping 1 GB of memory that the machine has at hand takes 0.4 s in small pages and 0.12 s in large
-ones. A virtual machine whose host takes back what is not used pays 2.4 s for large pages, which come from
-what the host took, while small ones are found among the remains of other memory and cost what they always do
-(AMD EPYC, Firecracker). The two prices of large pages alternate within one load. So each load times what it
-maps, and takes large pages while they are the cheaper ones.
+range in one call, on request 2 MiB at a time, unless the transparent_hugepage setting is "never". Mapping
+1 GB of memory that the machine has at hand takes 0.4 s in small pages and 0.12 s in large ones. In a virtual
+machine whose host reclaims unused memory, large pages take 2.4 s, because the host has to give the memory
+back first. Small ones still fit among other memory and take the usual 0.4 s (AMD EPYC, Firecracker). Both
+prices of large pages occur within one load. So each load times what it maps, and takes large pages while they
+are cheaper.
 
-All calls are advice: where the system does not take it, the writes map the pages one by one, as they always
-do.
+All calls are advice: where the system ignores it, the writes map the pages one by one, as usual.
 """
 
 import ctypes
@@ -30,18 +29,18 @@ _LARGE_PAGE = 2 << 20  # on x86, and on Arm with pages of 4 KiB
 _UNTRIED_BYTES = (
     32 << 20
 )  # mapped in small pages before a large one is tried, and between two timings of small
-_MOST_LOST = 0.05  # share of the seconds in small pages that tries of large ones may lose
+_MOST_LOST = 0.05  # largest loss by trying large pages, as a fraction of the time in small ones
 _WORTH = 0.75  # a large page that saves less than a quarter loses more, by leaving the core's cache
 _SMALL_TIMINGS = 16  # whose mean is the price of small pages
 
 
 class PageCosts:
-    """Which kind of page is to be mapped next, by what those so far have cost.
+    """Chooses the size of the next page by what those so far have cost.
 
-    What large pages have lost against the price of small ones is summed and never falls below nothing (a
-    cumulative sum, as in Page's test for a change). Large pages are taken while the sum is within 5 % of what
-    all memory costs in small pages. So all losses together stay within that and one large page, whatever the
-    system does, and gains of an earlier time are not gambled away.
+    The loss of large pages against small ones is summed and never falls below zero (a cumulative sum, as in
+    Page's test for a change). Large pages are taken while the sum is within 5 % of what all memory costs in
+    small pages. So the total loss stays within that and one large page, whatever the system does, and earlier
+    gains are not gambled away.
 
     Source: E. S. Page, Continuous Inspection Schemes, Biometrika 41 (1954).
     """
@@ -74,7 +73,7 @@ class PageCosts:
 
 
 class HostPages:
-    """Maps the host memory of one load, ahead of the writes. Its threads share it."""
+    """Maps the host memory of one load ahead of the writes; shared by the load's threads."""
 
     def __init__(self) -> None:
         self._costs = PageCosts()

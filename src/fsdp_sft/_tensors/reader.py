@@ -1,15 +1,15 @@
 """Positional reads of boxes of stored tensors straight into shards, cast on the way, in bounded memory.
 
-About 1 MiB at a time is read into a buffer that is used again and again. On the host it is copied out a
-quarter at a time. The bytes, and the memory that was just mapped for the values they become, are then still
-in the core's cache; otherwise every byte would travel to memory and back twice more.
+About 1 MiB at a time is read into a reused buffer. On the host it is copied out a quarter at a time, while
+the bytes, and the memory just mapped for the values, are still in the core's cache. Otherwise every byte
+would travel to memory and back twice more.
 
 A ``Job`` is a box of one stored tensor and the part of a shard that it fills. Jobs are cut into segments that
 fit the buffer, and segments that are neighbours in a file are joined into batches, each of which is one read.
-What needs no cast and lies in one run, in the file and in host memory, is read straight to its place.
+What needs no cast and is contiguous, in the file and in host memory, is read straight into the shard.
 
-A ``Computation`` is a box of values that are stored in another form, such as packed bytes here and scales
-there: its runs of bytes are read as they are, and a function makes the values of them.
+A ``Computation`` is a box of values that are stored in another form, such as packed bytes and scales: its
+byte ranges are read as they are, and a function computes the values from them.
 """
 
 import math
@@ -35,18 +35,18 @@ from fsdp_sft.errors import CheckpointFormatError, NonFiniteWeightsError, Safete
 MAX_WORKERS = 4  # threads that read
 PIECE_BYTES = 1 << 20  # read at once for a shard on the host
 _COPIED_BYTES = 1 << 18  # copied out at once
-_BATCHES_AHEAD = 8  # distance of the batch that the system is asked to fetch from the one being read
+_BATCHES_AHEAD = 8  # how far ahead of the batch being read the system is asked to fetch
 _DEVICE_PIECE_BYTES = 8 << 20  # copies to an accelerator are faster in larger pieces
-_COUNTED_ELEMENTS = 1 << 20  # looked at together when NaN and infinity are counted; each takes 7 bytes
+_COUNTED_ELEMENTS = 1 << 20  # checked at once when NaN and infinity are counted; each takes 7 bytes
 
 
 def threads_that_read() -> int:
-    """Threads with which this rank may read, beside the other ranks on its host."""
+    """Number of threads for this rank to read with: its share of the host's CPUs, at most ``MAX_WORKERS``."""
     return max(1, min(MAX_WORKERS, len(os.sched_getaffinity(0)) // ranks_on_host()))
 
 
 def piece_bytes(device: torch.device) -> int:
-    """How many bytes are read at a time for a shard on ``device``."""
+    """Bytes to read at a time for a shard on ``device``."""
     return PIECE_BYTES if device.type == "cpu" else _DEVICE_PIECE_BYTES
 
 
@@ -59,15 +59,14 @@ def read_jobs(
     pages: HostPages | None = None,
     damaged: type[Exception] = CheckpointFormatError,
 ) -> int:
-    """Do all jobs.
+    """Do all jobs, one device after the other, in the order of files and bytes.
 
     Args:
-        jobs: Jobs in any order; they are done in the order of the files and of the bytes in them, those for
-            one device after those for another.
+        jobs: Jobs in any order.
         host_budget_bytes: Bytes that all buffers together may take.
         workers: Number of threads; fewer are used if the budget does not allow a buffer for each.
         progress: Called with the bytes of each read, under a lock.
-        pages: What maps the memory of shards on the host; None begins to time its pages anew.
+        pages: Maps the memory of shards on the host; None starts new timings.
         damaged: Class of the error for a file that cannot be read.
 
     Returns:
@@ -98,7 +97,7 @@ def _read_for(
     device: torch.device,
     jobs: list[Job | Computation],
 ) -> int:
-    """The jobs whose destinations are on one device; the number of bytes read."""
+    """Do the jobs whose destinations are on one device; the number of bytes read."""
     size = min(piece_bytes(device), max(host_budget_bytes // 2, 1 << 12))
     copied = min(size, _COPIED_BYTES) if device.type == "cpu" else size
     segments = [segment for job in jobs if isinstance(job, Job) for segment in segments_of(job, copied)]
@@ -168,7 +167,7 @@ class _Reader:
             raise
 
     def _next(self) -> Batch | Computation | None:
-        """What is to be read next, its files open, and a request for what is further on; None at the end."""
+        """Take the next task and open its files, and let the system fetch a later one; None at the end."""
         with self._lock:
             if self._failed or self._taken == len(self._tasks):
                 return None
@@ -213,7 +212,7 @@ class _Reader:
             self._progress(run.num_bytes)
 
     def _compute(self, task: Computation) -> None:
-        """Read the bytes of a computation, and deliver what it makes of them."""
+        """Read the bytes of a computation, and deliver the values computed from them."""
         raws = []
         for run in task.runs:
             raw = torch.empty(run.num_bytes, dtype=torch.uint8)
@@ -246,7 +245,7 @@ class _Reader:
 
 
 class _HostStage:
-    """One host buffer, which bytes are read into and values copied out of."""
+    """One host buffer, from which values are copied to shards on the host."""
 
     def __init__(self, size: int, pages: HostPages) -> None:
         self._pages = pages
@@ -254,7 +253,7 @@ class _HostStage:
         self._view = memoryview(self._buffer.numpy())  # type: ignore[arg-type]
 
     def prepare(self, place: torch.Tensor) -> None:
-        """Get ``place`` ready: the next copy goes there."""
+        """Map the memory of ``place``, which the next copy fills."""
         self._pages.prefault(place)
 
     def memory(self, num_bytes: int) -> memoryview:
@@ -283,7 +282,7 @@ class _DeviceStage:
         self._events: list[torch.Event | None] = [None, None]
 
     def prepare(self, place: torch.Tensor) -> None:
-        """Nothing to do: memory of a device is mapped when it is allocated."""
+        """Do nothing: device memory is mapped when it is allocated."""
 
     def memory(self, num_bytes: int) -> memoryview:
         """The memory to read into, once the copy that used this buffer before is done."""
@@ -314,9 +313,9 @@ def _deliver(job: Job | Computation, stored: torch.Tensor, dest: torch.Tensor) -
         check_same(job.key, dest, stored.to(dest.dtype))
         return
     dest.copy_(stored)
-    # A finite sum shows that all values are finite. The reverse is not true, since the sum may overflow, so
-    # a sum that is not finite leads to a closer look. On an accelerator each look would wait for the device,
-    # so shards there are checked once, after the load.
+    # A finite sum shows that all values are finite. A sum that is not may have overflowed, so the values are
+    # then checked one by one. On an accelerator each check would wait for the device: its shards are checked
+    # once, after the load.
     if job.check_finite and dest.is_cpu and not math.isfinite(dest.sum().item()):
         check_all_finite({job.name: dest})
 
@@ -349,7 +348,7 @@ def _count_non_finite(values: torch.Tensor) -> int:
 
 
 def check_same(name: str, values: torch.Tensor, stored: torch.Tensor) -> None:
-    """Refuse a checkpoint that has other values under the second name of a tied tensor.
+    """Refuse a checkpoint that holds different values for the two names of a tied tensor.
 
     Raises:
         CheckpointFormatError: If the values differ; the message names the tensor.

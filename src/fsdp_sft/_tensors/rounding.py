@@ -1,4 +1,4 @@
-"""How far logits may differ that would be equal in exact arithmetic."""
+"""Tolerance for logits that would be equal in exact arithmetic."""
 
 import torch
 from torch import nn

@@ -260,7 +260,7 @@ def write_at(fd: int, offset: int, buffer: memoryview) -> None:
     """Write all of ``buffer`` to the file, from byte ``offset`` on.
 
     Raises:
-        OSError: With the file's path, which the system does not say.
+        OSError: If writing fails; the message names the file, which the system's does not.
     """
     view = buffer.cast("B")
     done = 0
@@ -272,7 +272,7 @@ def write_at(fd: int, offset: int, buffer: memoryview) -> None:
 
 
 def force_to_disk(fd: int) -> None:
-    """``os.fsync``, whose errors name the file; some file systems say only here that they are full."""
+    """``os.fsync`` whose errors name the file; some file systems report only here that they are full."""
     try:
         os.fsync(fd)
     except OSError as error:
@@ -280,7 +280,7 @@ def force_to_disk(fd: int) -> None:
 
 
 def _with_path(error: OSError, fd: int, doing: str) -> OSError:
-    """The same error with what was being done, and what is free on a file system that is full."""
+    """The same error with what failed, on which file, and how much is free on a full file system."""
     try:
         path = os.readlink(f"/proc/self/fd/{fd}")
     except OSError:  # not on Linux
@@ -300,7 +300,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def _without_duplicates(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object as a dict; a name that occurs twice is refused, of which ``json`` would keep one."""
+    """A JSON object as a dict; refuses names that occur twice, of which ``json`` would keep the last."""
     seen: dict[str, Any] = {}
     for name, value in pairs:
         if name in seen:

@@ -1,4 +1,4 @@
-"""Jobs cut into parts that one read of bounded size fetches, and neighbours in a file joined to one read."""
+"""Jobs cut into segments that fit one read, and segments adjacent in a file joined into one read."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ class Segment:
 
 
 class Batch:
-    """Segments that are neighbours in a file, and are read at once."""
+    """Segments that are adjacent in a file and fetched by one read."""
 
     def __init__(self, segments: list[Segment]) -> None:
         self.segments = segments
@@ -45,7 +45,7 @@ class Batch:
 
 
 def segments_of(job: Job, limit: int) -> Iterator[Segment]:
-    """A job in parts that each span at most ``limit`` bytes, or more if they are read to their place."""
+    """A job's segments, each of at most ``limit`` bytes, or 16 MiB if read straight into the shard."""
     limit = _DIRECT_BYTES if job.is_direct else limit
     dims = _merged(job)
     yield from _cut(job, job.start, dims, int(job.dest.storage_offset()), limit)
@@ -73,7 +73,7 @@ def _cut(
     """Cut a box along its outermost dimension until one read fits the buffer and wastes little.
 
     "Wastes little" means that at least 95 % of the bytes read are needed, or that what is skipped or needed
-    is too short to be worth a read of its own.
+    is too short to be worth a separate read.
     """
     itemsize = job.dtype.itemsize
     (size, step, dest_step), inner = dims[0], dims[1:]
@@ -82,7 +82,7 @@ def _cut(
     needed = 1  # elements of one row that belong to the box
     for n, _, _ in inner:
         needed *= n
-    # Whether several rows are worth one read, with the gaps between them.
+    # One read for several rows wastes little, although it includes the gaps between them.
     dense = needed * 20 >= step * 19 or needed * itemsize < _MIN_RUN_BYTES
     fits = (inner_bytes <= limit and needed * 20 >= inner_span * 19) or inner_bytes < _MIN_RUN_BYTES
     if fits:

@@ -1,8 +1,8 @@
 """The dimension along which FSDP2 shards each parameter, and how evenly the shards fall on the ranks.
 
-FSDP2 shards the first dimension unless told otherwise, and pads every rank's shard to the size of the
-largest. With eight experts and 64 ranks, eight ranks get an expert each and 56 get none, but all 64 hold
-memory for one. Another dimension can be chosen only if the number of ranks divides its size.
+FSDP2 shards the first dimension by default, and pads every rank's shard to the size of the largest. With
+eight experts and 64 ranks, eight ranks get an expert each and 56 get none, but all 64 hold memory for one.
+Another dimension can be chosen only if the number of ranks divides its size.
 """
 
 import functools

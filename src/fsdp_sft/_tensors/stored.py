@@ -1,4 +1,4 @@
-"""Tensors that lie in files: which bytes fill a rank's box of one."""
+"""Tensors in files, and the reads that fill a rank's box of one."""
 
 import math
 import os
@@ -22,7 +22,7 @@ _ROWS_BYTES = 8 << 20  # of values that are computed at once, unless they can on
 
 @dataclass(frozen=True)
 class About:
-    """What a job says beside its place; see ``Job``."""
+    """Attributes of a job that do not depend on where it reads; see ``Job``."""
 
     name: str
     check_finite: bool
@@ -40,14 +40,14 @@ class Stored(ABC):
 
     @abstractmethod
     def all_runs(self) -> tuple[ByteRange, ...]:
-        """The bytes of all of it."""
+        """Byte ranges of the whole tensor."""
 
     @abstractmethod
     def _read(self, part: Piece, place: torch.Tensor, about: About) -> Iterator[Job | Computation]:
-        """What fills ``place`` with a part of it."""
+        """Jobs that fill ``place`` with ``part``."""
 
     def piece(self, key: str, start: Ints | None = None) -> Piece:
-        """All of it, as a piece of the tensor in which it begins at ``start``; None is the first element."""
+        """The tensor as a piece of the full one, in which it begins at ``start`` (None: at the origin)."""
         shape = self.entry.shape
         return Piece(
             start or (0,) * len(shape), shape, key, 0, self.entry.stride or contiguous_strides(shape)
@@ -63,7 +63,7 @@ class Stored(ABC):
         check_finite: bool = False,
         mode: Mode = "copy",
     ) -> Iterator[Job | Computation]:
-        """What of a piece lies in a rank's box, as jobs; none if nothing does.
+        """Jobs that read the part of ``piece`` inside a rank's box; none if there is no such part.
 
         Args:
             name: Name of the parameter or buffer, for messages.
@@ -113,10 +113,10 @@ class InFile(Stored):
 
 @dataclass(frozen=True)
 class Computed(Stored):
-    """A tensor that is stored in another form than it is published in, such as packed and with scales.
+    """A tensor whose values are computed from what is stored, such as packed bytes and scales.
 
-    Read by whole rows: a rank that needs some columns reads all of their rows. ``runs`` of all rows are what
-    ranks compare before they read, so these should be few.
+    It is read in whole rows: a rank that needs some columns reads all of their rows. Before they read, ranks
+    compare the ``runs`` of all rows, so these should be few.
 
     Attributes:
         entry: Dtype and shape in which it is published, with the bytes that it would take.
@@ -137,10 +137,9 @@ class Computed(Stored):
         return self.runs(0, self.entry.shape[0])
 
     def _read(self, part: Piece, place: torch.Tensor, about: About) -> Iterator[Computation]:
-        # A piece is cut along the dimension that goes through the rows, so that about _ROWS_BYTES are
-        # computed at once, whatever has been transposed or joined.
+        # The piece is cut along its dimension of the largest stride: each cut then lies within the fewest
+        # rows, and about _ROWS_BYTES are computed at once, whatever has been transposed or joined.
         row = math.prod(self.entry.shape[1:])
-        # The values of a part that this dimension does not reach over lie within the fewest rows.
         outer = max(range(len(part.size)), key=lambda d: (part.size[d] > 1, part.stride[d]), default=None)
         if outer is None:
             cuts = [(part, place)]
@@ -197,11 +196,11 @@ class StoredFolder:
     def jobs(
         self, key: str, parts: Iterable[tuple[str, Box]], box: Box, out: torch.Tensor
     ) -> Iterator[Job | Computation]:
-        """What fills ``out``, the box ``box`` of a tensor.
+        """Jobs that fill ``out`` with the box ``box`` of a tensor.
 
         Args:
             key: Name of the tensor in the files.
-            parts: (file, box of the tensor that it has) pairs; they must cover ``box``.
+            parts: (file, box of the tensor in it) pairs; they must cover ``box``.
             box: Box of the tensor that is wanted.
             out: Tensor to fill, of the box's shape, on any device; values are cast to its dtype.
         """

@@ -2,7 +2,7 @@
 
 A checkpoint is a folder of safetensors and JSON files with a manifest (see ``manifest``), and loading one
 cannot run code. torch's distributed checkpoint (DCP) reads the steps that are written here, and
-``convert_checkpoint`` reads those that DCP has written. Every function calls ``reshard`` on the model first.
+``convert_checkpoint`` reads those that DCP has written. All that take a model ``reshard`` it first.
 """
 
 from fsdp_sft.dcp_io.checkpoint import LoadedCheckpoint, SavedCheckpoint, load_checkpoint, save_checkpoint

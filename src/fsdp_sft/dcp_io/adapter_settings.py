@@ -1,4 +1,4 @@
-"""What a step says of the adapters that it holds, so that a resume with others is refused by name."""
+"""A step's record of its adapters, by which a resume with other adapters is refused."""
 
 import re
 from pathlib import Path
@@ -13,8 +13,8 @@ from fsdp_sft.dcp_io.manifest import MAX_JSON_BYTES, Manifest
 from fsdp_sft.errors import CheckpointCorruptError, CheckpointMismatchError
 
 NAME = "adapters.json"  # below settings/
-# What of peft's config leaves the product that a layer adds alone: names, how it is trained, how it began,
-# and which layers have it, as the names of the tensors say. AdaLora changes its ranks by itself.
+# Fields of peft's config that do not change an adapter's product (what it contributes to a layer): names,
+# training, initialisation, and the layers, which tensor names show. AdaLora changes its ranks by itself.
 _NOT_OF_THE_PRODUCT = re.compile(
     r"base_model_name_or_path|revision|inference_mode|task_type|auto_mapping|peft_version|.*dropout.*|init_.*"
     r"|.*_init|(ex|in)?clude_modules|target_.*|modules_to_save|layers_.*|.*_layers|bias|save_projection"
@@ -25,16 +25,16 @@ _OF_ADALORA = ("rank_pattern", "r")
 
 
 def adapter_settings(model: nn.Module) -> dict[str, bytes]:
-    """The file of the model's adapters, by its name; none if it has no adapters."""
+    """Content of ``adapters.json``, by the file's name; empty if the model has no adapters."""
     told = _told(model)
     return {NAME: dumps(told)} if told else {}
 
 
 def check_adapters(folder: Path, manifest: Manifest, model: nn.Module) -> None:
-    """Refuse a model whose adapters compute something else with the weights of a step than those it was of.
+    """Refuse a model whose adapters would compute another product from a step's weights.
 
     Raises:
-        CheckpointMismatchError: If a number or a flag of an adapter differs.
+        CheckpointMismatchError: If a setting of an adapter differs.
         CheckpointCorruptError: If the file is not what was written.
     """
     if f"settings/{NAME}" not in manifest.files:  # without adapters, or of an earlier version
@@ -60,7 +60,7 @@ def check_adapters(folder: Path, manifest: Manifest, model: nn.Module) -> None:
 
 
 def _told(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """By adapter what decides on its product, as JSON holds it."""
+    """Settings that determine each adapter's product, by adapter, as JSON values."""
     configs: Any = getattr(unwrapped(model), "peft_config", None)
     if not isinstance(configs, dict):
         return {}

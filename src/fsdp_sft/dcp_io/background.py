@@ -60,7 +60,7 @@ class BackgroundSave:
         except BaseException as error:
             self._error = error
         finally:
-            del self._work  # it refers to the model, which could not be freed otherwise
+            del self._work  # it refers to the model, which could then not be freed
 
     def report(self) -> None:
         """Print the error with its traceback."""

@@ -1,4 +1,4 @@
-"""Crash-safe checkpoints: a step is there complete and with checksums, or not at all."""
+"""Crash-safe checkpoints: a step exists complete and with checksums, or not at all."""
 
 import math
 import os
@@ -92,7 +92,7 @@ class LoadedCheckpoint:
 
     @cached_property
     def rank_states(self) -> tuple[Any, ...]:
-        """The ``rank_state`` of every rank that saved, in their order; read when it is first asked for.
+        """The ``rank_state`` of every rank that saved, in rank order; read on first access.
 
         Raises:
             CheckpointError: If the step can no longer be read.
@@ -128,18 +128,18 @@ def save_checkpoint(
         root: Folder of all steps, on a file system that all ranks share; made if it is not there.
         step: Number of the step, 0 or more.
         model: The model, sharded or not, at any moment between two steps.
-        optimizer: Its optimizer, or a list of optimizers, each with parameters of its own; None saves none.
+        optimizer: Its optimizer, or a list of optimizers with disjoint parameters; None saves none.
         train_state: State that all ranks share: nested dicts, lists, tuples, strings, numbers, booleans and
             None. Rank 0's is written.
         rank_state: State of this rank, such as a data loader's position; may hold CPU tensors and bytes.
             Another number of ranks gets it by ``LoadedCheckpoint.rank_states``.
-        async_: Whether to copy everything to host memory and write it in a thread while training goes on.
+        async_: Whether to copy everything to host memory and write it in a thread while training continues.
             Only one such save runs at a time: the next one waits for it. An error of the thread is raised on
             all ranks by the next save or by ``wait``; a program that ends without either prints it and exits
             with code 1. Wait before ``destroy_process_group``, which would interrupt the save.
         keep_last: Number of the newest sound steps to keep, this one included. Older ones are deleted, and a
             line of the log names them. None deletes nothing.
-        metric: How good this step is, lower being better, the same on all ranks. A value that is not finite
+        metric: Metric of this step, lower being better, the same on all ranks. A value that is not finite
             counts as None, which is never the best.
         keep_best: Number of the steps with the lowest metric to keep beside the newest ``keep_last``.
 
@@ -150,10 +150,11 @@ def save_checkpoint(
         AdapterError: If adapters are merged into the model.
         CheckpointInUseError: If another job saves below ``root``. From its first save on, a root belongs to a
             job until the process of rank 0 ends.
-        CheckpointExistsError: If that step is there and sound. A damaged one is moved aside to
+        CheckpointExistsError: If that step exists and is sound. A damaged one is moved to
             ``.unsound-step-<step>-<id>``.
         TypeError: If ``train_state`` or ``rank_state`` has a value that cannot be stored; the message names
             its key path.
+        ValueError: If a number is out of range, or state that is no tensor takes more than 128 MiB.
         UnstorableStateError: If the model or an optimizer has state that could not be loaded again.
         CheckpointError: If ranks do not share the file system or were given different steps or metrics.
         OSError: If writing fails on any rank.
@@ -209,22 +210,22 @@ def load_checkpoint(
     verify: bool = True,
     fallback: bool = True,
 ) -> LoadedCheckpoint:
-    """Continue from a step: exactly, at the same world size and mesh; re-sharded, at another.
+    """Resume from a step: exactly at the same world size and mesh, resharded at another.
 
     Everything is checked on all ranks before the model or the optimizer is touched. Random number generators
-    are restored if the world size is the same. If the number of ranks that have rows of their own is another
-    one, a warning says how many rows the step of the optimizer had and has now.
+    are restored if the world size is the same. If another number of ranks reads distinct rows, a warning says
+    how many rows a step of the optimizer had and has now.
 
     Args:
         path_or_root: Folder of one step, or root of all steps, of which the newest is taken.
         model: Model to load into, with the names, shapes and dtypes that were saved.
         optimizer: Its optimizer, or all of them as a list in any order, with the same parameters in the same
-            groups; None does not load what was saved of them, and ``train_step`` warns if it goes on so.
+            groups; None loads none of their state, of which a later ``train_step`` warns.
         verify: Whether to compare every file's checksum, each file on one rank. False compares names, sizes
             and headers only.
-        fallback: Whether a root's newest sound step is taken, with a warning about damaged newer ones.
-            Otherwise the newest step has to be sound. A step that another job deletes meanwhile
-            (``keep_last``) counts as if it had not been there.
+        fallback: Whether a root's newest sound step is taken, with a warning about damaged newer ones. False
+            requires the newest step to be sound. A step that another job deletes meanwhile (``keep_last``)
+            does not count.
 
     Returns:
         Number and folder of the step, and the caller's own state.
@@ -267,7 +268,7 @@ def load_checkpoint(
 def _load_step(
     folder: Path, manifest: Manifest, model: nn.Module, optimizer: Optimizers | None
 ) -> LoadedCheckpoint:
-    """Load one step, in two phases: everything is compared first, and read only if all ranks could.
+    """Load one step, in two phases: all ranks check everything before any of them reads.
 
     Collective: all ranks.
     """
@@ -298,7 +299,7 @@ def _load_step(
 
 
 def _tell_of_other_ranks(loaded: LoadedCheckpoint, model: nn.Module) -> None:
-    """Warn, on rank 0, of what is not as it was since the step was saved by another number of ranks.
+    """Warn, on rank 0, of what differs because another number of ranks saved the step.
 
     Collective: all ranks.
     """

@@ -1,4 +1,4 @@
-"""The choice of the step to load: the newest sound one, while another job may save and delete steps."""
+"""Choosing the step to load, the newest sound one, while another job may save and delete steps."""
 
 import time
 from pathlib import Path
@@ -56,7 +56,7 @@ def _same_candidates(path: Path) -> list[Path]:
         if found is not None:
             return found
         if attempt < _DIFFERENT_ATTEMPTS - 1:
-            time.sleep(_PAUSE_SECONDS)  # a step was saved or pruned between the ranks' looks
+            time.sleep(_PAUSE_SECONDS)  # a step was saved or pruned while ranks listed them
     raise CheckpointError(
         f"ranks see different checkpoints at {path}; all of them must share its file system"
     )

@@ -1,4 +1,4 @@
-"""What a rank brings to a save: the tensors with their places in the files, and everything beside them."""
+"""What a rank contributes to a save: tensors with their places in the files, and all other state."""
 
 import functools
 import hashlib
@@ -52,7 +52,7 @@ class ReadTensor:
     Attributes:
         shape: Shape of the full tensor.
         dtype: Dtype of its elements.
-        like: Live tensor that is sharded as this one is to be.
+        like: Live tensor with the sharding that this one is to have.
         read: Function that returns a box of the tensor, in CPU memory.
     """
 
@@ -64,7 +64,7 @@ class ReadTensor:
 
 @dataclass(frozen=True)
 class FolderContent:
-    """What a rank brings to a save. Tensors are the live ones, whole or sharded.
+    """What a rank contributes to a save. Tensors are the live ones, whole or sharded.
 
     Attributes:
         step: Number of the step, or None.

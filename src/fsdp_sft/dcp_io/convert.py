@@ -1,6 +1,6 @@
 """Conversion of other tools' checkpoints into steps of this library: model, optimizer and step number.
 
-The model is never loaded: each rank reads a tensor when it is its turn to be written.
+The model is never loaded: each rank reads a tensor just before it writes it.
 """
 
 import os
@@ -52,8 +52,8 @@ def convert_checkpoint(
         source: Folder of the other tool's checkpoint.
         target: Root of all steps of this library; made if it is not there. The step has the source's number,
             or 0 if the source has none.
-        model: Model with the names, shapes and dtypes to write, sharded in the way in which the files are to
-            be; it may be on the meta device. Its values are not used.
+        model: Model with the names, shapes, dtypes and sharding to write; it may be on the meta device. Its
+            values are not used.
         format: ``"accelerate"`` and ``"full"`` (those two kinds of state dict), ``"dcp"`` (one folder of
             torch's distributed checkpoint: torchtitan, torchtune and others), or ``"auto"``.
         key_map: Mapping from the tool's names of parameters to the model's, or a function from one to the
@@ -72,7 +72,8 @@ def convert_checkpoint(
         CheckpointFormatError: If a file holds objects that are not tensors or plain values.
         CheckpointCorruptError: If a file is damaged.
         CheckpointMismatchError: If names, shapes or dtypes are not the model's; the message lists them.
-        CheckpointExistsError: If that step is there and sound.
+        CheckpointExistsError: If that step exists and is sound.
+        CheckpointInUseError: If another job saves below ``target``.
         ValueError: If the tool's names, or its order of rows, are not known for this type of model.
 
     Collective: all ranks; all raise the same error, except for an argument that is wrong on one of them.
@@ -113,7 +114,7 @@ def convert_checkpoint(
 
 
 def _check_arguments(kind: str, key_map: Any) -> None:
-    """Refuse arguments of other types or values than those that are documented."""
+    """Refuse arguments of undocumented types or values."""
     if kind not in FORMATS:
         raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {kind!r}")
     if key_map is None or callable(key_map):
@@ -124,7 +125,7 @@ def _check_arguments(kind: str, key_map: Any) -> None:
 
 
 def _content(foreign: ForeignCheckpoint, model: nn.Module, key_map: KeyMap | None) -> FolderContent:
-    """What is to be written, with tensors that are read from the other checkpoint when their turn comes."""
+    """Content to write, whose tensors are read from the other checkpoint when they are written."""
     config = getattr(model, "config", None)
     if key_map is None:
         check_known(foreign.kind, config)

@@ -1,4 +1,4 @@
-"""Writing a folder of sharded tensors so that it is there complete or not at all, and opening such a folder.
+"""Writing a folder of sharded tensors, which appears complete or not at all, and opening such a folder.
 
 A save takes three steps, and if one fails on any rank, all ranks raise and the folder is deleted:
 
@@ -7,8 +7,8 @@ A save takes three steps, and if one fails on any rank, all ranks raise and the 
 3. Rank 0 compares the sizes of all files, writes the index and the manifest, and renames the folder
    (``_commit``). The name appears last, so whatever has the name is complete.
 
-A process that is killed at any time leaves a temporary folder, which the next save deletes, or the finished
-one. What stood under the target's name before is as it was until the rename.
+A process that is killed leaves a temporary folder, which the next save deletes, or the finished one. Until
+the rename, what was at the target before is unchanged.
 """
 
 import shutil
@@ -110,12 +110,12 @@ def write_folder(
 
     Args:
         target: Name of the finished folder; its parent must exist for rank 0.
-        content: What this rank brings, with the same names on all ranks.
+        content: What this rank contributes, with the same names on all ranks.
         aside: Name to which rank 0 moves what is at ``target``, just before the rename; None raises if there
             is something.
         parts: ``own_parts(content)`` or a copy of it; None takes the live values.
         temporary: Folder that ``new_folder_beside`` has made, passed on all ranks; None makes one.
-        then: What rank 0 does when the folder has its name, while the other ranks wait.
+        then: Called on rank 0 after the rename, while the other ranks wait.
 
     Raises:
         CheckpointError: If ranks do not share a file system, or a rank has another part of a tensor than its
@@ -168,7 +168,7 @@ def open_folder(folder: Path, *, hashes: bool) -> tuple[Manifest | None, list[st
             manifest = read_manifest(folder)
         except CheckpointCorruptError as error:
             return [str(error)], None
-        # Largest first, dealt out like cards, so that ranks have about the same number of bytes to read.
+        # Largest first, round-robin, so that ranks have about the same number of bytes to read.
         by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name].size, name))
         own = by_size[this_rank() :: world_size()]
         return file_problems(folder, manifest, own, hashes=hashes), manifest.digest
@@ -226,7 +226,7 @@ def _wait_until_visible(folder: Path) -> None:
 
 
 def _write_own(folder: Path, content: FolderContent, parts: Parts) -> dict[str, FileRecord]:
-    """Write everything that this rank writes; records of its files by name."""
+    """Write this rank's files; their records by name."""
     rank = this_rank()
     stored = content.stored
     written: dict[str, FileRecord] = {}
@@ -264,28 +264,28 @@ def _commit(
     everything: list[dict[str, FileRecord]],
     aside: Path | None,
 ) -> None:
-    """Write index and manifest, and let the folder appear under its name. Only rank 0 calls this.
+    """Write index and manifest, and give the folder its final name. Only rank 0 calls this.
 
     Args:
         temporary: Folder into which all ranks have written.
-        target: Name that it gets.
+        target: The final name.
         content: What was written.
         everything: Records of the files of each rank, in rank order.
         aside: See ``write_folder``.
     """
     files = {name: record for written in everything for name, record in written.items()}
-    # Whether rank 0 sees the other ranks' files, and at their full size: otherwise ranks do not share a file
-    # system, or a file system has lost what it acknowledged.
+    # If rank 0 does not see a file at its full size, ranks do not share a file system, or it has lost what it
+    # acknowledged.
     for name, record in files.items():
         status = (temporary / name).lstat()
         if not stat.S_ISREG(status.st_mode) or status.st_size != record.size:
             raise CheckpointError(f"{name} has {status.st_size} bytes after writing {record.size}")
-    # The order is what makes a step crash-safe. Ranks have forced the contents of their files to the disk
-    # before they returned their records. Now follow: the names of these files (fsync of the folders inside);
-    # the index and the manifest, which vouch for them (write_bytes ends with an fsync); and in `publish` the
-    # names of these two, the rename, and the name of the step. After a loss of power in between there is a
-    # folder without its final name, which the next save deletes. If the rename came earlier, the step could
-    # have its name while a file is still empty, since file systems may write names before contents.
+    # The order makes a step crash-safe. Ranks forced the contents of their files to the disk before they
+    # returned their records. Now follow the names of these files (fsync of the folders inside); the index and
+    # the manifest, which vouch for them (write_bytes ends with an fsync); and in `publish` the names of these
+    # two, the rename, and the name of the step. A loss of power in between leaves a folder without its final
+    # name, which the next save deletes. If the rename came earlier, the step could have its name while a file
+    # is still empty, since file systems may write names before contents.
     index = encode_index(files)
     for folder in temporary.iterdir():
         if folder.is_dir():

@@ -48,8 +48,8 @@ def save_full_state_dict(
 ) -> None:
     """Write all parameters and persistent buffers to one file, from rank 0.
 
-    The file is complete or not there: it is written under a temporary name, forced to the disk, and renamed
-    to ``path``, where it replaces what may be there.
+    The file appears complete or not at all: it is written under a temporary name, forced to the disk, and
+    renamed to ``path``, where it replaces an earlier one.
 
     Args:
         model: The model, sharded or not.
@@ -107,8 +107,8 @@ def load_full_state_dict(model: nn.Module, path: str | os.PathLike[str]) -> None
 
     Args:
         model: The model, sharded or not; with memory, so not on the meta device.
-        path: File that ``save_full_state_dict`` or ``torch.save(model.state_dict(), ...)`` wrote. If a rank
-            does not see it, rank 0 reads it and sends every rank its part.
+        path: File that ``save_full_state_dict`` or ``torch.save(model.state_dict(), ...)`` wrote. Unless all
+            ranks see it, with one size, rank 0 reads it and sends every rank its part.
 
     Raises:
         ValueError: If the suffix is another one, or the model is on the meta device.
@@ -170,7 +170,7 @@ def _open(path: Path) -> Files:
 
 
 def _job(files: Files, name: str, box: Box, out: torch.Tensor) -> Iterator[Job | Computation]:
-    """What fills ``out``, the box ``box`` of a tensor."""
+    """Jobs that fill ``out`` with the box ``box`` of a tensor."""
     return files[name].jobs(name, files[name].piece(name), box, out)
 
 
@@ -279,7 +279,7 @@ def _distribute(content: ModelTensors, names: Mapping[str, str], files: Files, p
 
     Collective: all ranks.
     """
-    sender = Gatherer()  # only for `attempt` and `finish`: a rank that has failed goes on sending
+    sender = Gatherer()  # only for `attempt` and `finish`: a rank that has failed keeps sending
     for first, tensor in content.tensors.items():
         for rank in range(world_size()):
             box = box_of(tensor, rank)

@@ -1,4 +1,4 @@
-"""How many rows a step of the optimizer had, so that a resume on other ranks says what becomes of it."""
+"""The global batch, the rows of a step of the optimizer, recorded so that a resume can say how it changes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -26,12 +26,12 @@ NAME = "batch.json"  # below settings/
 
 @dataclass
 class GlobalBatch:
-    """The windows of ``train_step``, of which one may be short: what two in a row had counts.
+    """The usual window of ``train_step``: a shorter one than before counts only if it comes twice in a row.
 
     Attributes:
         micro_batches: Number of micro-batches on a rank.
         rows: Their rows, on this rank.
-        readers: Number of ranks, or groups of ranks, that have rows of their own.
+        readers: Number of ranks, or groups of ranks, that read distinct rows.
     """
 
     micro_batches: int = 0
@@ -47,7 +47,7 @@ class _LastWindow:
 
 
 def remember_batch(model: nn.Module, micro_batches: Sequence[Any], mesh: "DeviceMesh | None") -> None:
-    """Note the window of a step that was made."""
+    """Record the window of a completed step."""
     record = record_of(model)
     known, last = record.kept_or_new(GlobalBatch), record.kept_or_new(_LastWindow)
     number = len(micro_batches)
@@ -62,7 +62,7 @@ def _rows_of(batch: Any) -> int:
 
 
 def readers_of(mesh: "DeviceMesh | None") -> int:
-    """Number of ranks of a model's mesh, or groups of ranks, that are given rows of their own."""
+    """Number of ranks of a model's mesh, or groups of ranks, that read distinct rows."""
     if mesh is None:
         return 1
     sharing = mesh[CP].size() if CP in (mesh.mesh_dim_names or ()) else 1
@@ -78,13 +78,13 @@ def _readers_now(model: nn.Module, saved: GlobalBatch, manifest: Manifest) -> in
 
 
 def batch_settings(model: nn.Module) -> dict[str, bytes]:
-    """The file about the global batch, by its name; none without a step."""
+    """Content of ``batch.json``, by the file's name; empty before the first step."""
     known = kept_of(model, GlobalBatch)
     return {NAME: dumps(asdict(known))} if known is not None and known.micro_batches else {}
 
 
 def change_of_batch(folder: Path, manifest: Manifest, model: nn.Module) -> str:
-    """What becomes of the global batch of a step that is loaded on other ranks, in words; "" if nothing does.
+    """How the global batch of a step changes when other ranks load it, in words; "" if it does not.
 
     Raises:
         CheckpointCorruptError: If the file is not what was written.

@@ -1,7 +1,7 @@
-"""Only one job at a time may save below a root. A file in the root says which job that is.
+"""The lock by which only one job at a time saves below a root.
 
 Two jobs with one root would delete each other's unfinished folders, and prune each other's steps. The first
-save makes the file, and it is deleted when the process ends (``_tensors/lock.py``).
+save makes a file in the root, which is deleted when the process ends (``_tensors/lock.py``).
 """
 
 import atexit
@@ -15,7 +15,7 @@ from fsdp_sft.errors import CheckpointInUseError
 FILE_NAME = ".in-use.json"
 
 _held: dict[Path, Lock] = {}
-_held_by = 0  # id of the process that has the roots: a forked process inherits the dict, but not the roots
+_held_by = 0  # id of the process that has the roots: a forked process inherits the dict, but not the locks
 
 
 def take(root: Path) -> None:

@@ -1,9 +1,9 @@
-"""Optimizer state in tensor subclasses, put together again from the inner tensors that were stored.
+"""Optimizer state in tensor subclasses, reassembled from the inner tensors that were stored.
 
-For the same shards it comes back bit by bit. For other shards it can be put together if they begin and end
-where blocks do: a subclass quantises elements in blocks, each of which has values of its own (such as a
-scale). How large the blocks of an inner tensor are, and whether it is a table of values that is the same for
-every shard, is found out by slicing a tensor of the class.
+For the same shards it is restored bitwise. For other shards it can be reassembled if they begin and end at
+block boundaries: a subclass quantises elements in blocks, each with separate values (such as a scale).
+Slicing a tensor of the class shows how large the blocks of an inner tensor are, or that it is a table of
+values that is the same for every shard.
 """
 
 import math
@@ -28,7 +28,7 @@ Part = dict[str, Any]
 
 @dataclass(frozen=True)
 class _Piece:
-    """A run of elements that a stored part and the wanted shard have in common.
+    """A run of elements in the intersection of a stored part with the wanted shard.
 
     Attributes:
         index: Number of the part.
@@ -44,7 +44,7 @@ class _Piece:
 
 
 def parts_problem(name: str, parameter: torch.Tensor, parts: list[Part]) -> str | None:
-    """Why a state cannot be put together for this rank's shard of a parameter; None if it can."""
+    """Why a state cannot be reassembled for this rank's shard of a parameter; None if it can."""
     box = box_of(parameter)
     try:
         if box.numel and _same(parts, box) is None:
@@ -63,7 +63,7 @@ def assemble_state(
     stored: Mapping[str, StoredTensor],
     folder: StoredFolder,
 ) -> torch.Tensor:
-    """Read a state and put it together for this rank's shard of a parameter.
+    """Read a state and reassemble it for this rank's shard of a parameter.
 
     Args:
         name: Name of the state in the files.
@@ -156,7 +156,7 @@ def _plan(parts: list[Part], box: Box, shape: tuple[int, ...]) -> tuple[list[_Pi
 
 
 def _pieces(parts: list[Part], box: Box, shape: tuple[int, ...]) -> Iterator[_Piece]:
-    """The runs of elements that the parts have in common with a shard; both must be whole rows."""
+    """The runs of elements of the parts that lie in a shard; both must be whole rows."""
     row = math.prod(shape[1:])
     if box.shape[1:] != shape[1:] or any(tuple(part["shape"][1:]) != shape[1:] for part in parts):
         raise ValueError("it is sharded along another dimension than the first")
@@ -172,9 +172,9 @@ def _pieces(parts: list[Part], box: Box, shape: tuple[int, ...]) -> Iterator[_Pi
 def _blocks(part: Part) -> dict[str, int | None]:
     """Number of elements per value of each inner tensor; None for one that is the same for every shard.
 
-    A tensor of zeros is made of the part's class and sliced. An inner tensor that becomes shorter in
-    proportion goes along with the elements; one that stays as it is must be a table. Slices of 1, 2, 4, ...
-    rows are tried until the class allows one, since a class may refuse slices that cut a block.
+    A tensor of zeros of the part's class is sliced. An inner tensor that shrinks in proportion follows the
+    elements; one that does not change is a table. Slices of 1, 2, 4, ... rows are tried until the class
+    allows one, since it may refuse slices that cut a block.
     """
     if part["class"] is None:
         return {PLAIN: 1}
@@ -243,7 +243,7 @@ def _joined(
 def _read(
     key: str, stored: Mapping[str, StoredTensor], folder: StoredFolder, device: torch.device
 ) -> torch.Tensor:
-    """All of a stored inner tensor."""
+    """A whole stored inner tensor."""
     tensor = stored[key]
     out = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     if out.numel():

@@ -1,8 +1,8 @@
 """Optimizer state in tensor subclasses, such as 8-bit moments, stored as the tensors inside them.
 
-torch's protocol for such classes takes them apart (``__tensor_flatten__``) and makes them again
-(``__tensor_unflatten__``). Each rank's part is stored as it is, so the same shards come back bit by bit;
-``inner_parts`` puts the parts together, also for other shards.
+torch's protocol for such classes takes them apart (``__tensor_flatten__``) and rebuilds them
+(``__tensor_unflatten__``). Each rank's part is stored as it is, so the same shards are restored bitwise;
+``inner_parts`` reassembles the parts, also for other shards.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ class _Part:
     """This rank's part of a state.
 
     Attributes:
-        described: What the manifest says of it.
+        described: Its entry in the manifest.
         inner: Inner tensors by name.
         writes: Whether this rank writes it.
     """
@@ -105,7 +105,7 @@ def take_apart(name: str, tensor: torch.Tensor) -> tuple[str | None, Any, dict[s
 
 
 def _part(name: str, tensor: torch.Tensor, index: int) -> _Part:
-    """This rank's part of the state number ``index``; of replicas, which one writes it goes by the number."""
+    """This rank's part of state number ``index``, which decides which replica writes it."""
     kind, context, inner = take_apart(name, tensor)
     box = box_of(tensor)
     described = {
@@ -119,7 +119,7 @@ def _part(name: str, tensor: torch.Tensor, index: int) -> _Part:
 
 
 def inner_names(parts: Mapping[str, list[dict[str, Any]]]) -> set[str]:
-    """Names of the stored tensors that are inside the states that were taken apart."""
+    """Names of the stored tensors inside the states that were taken apart."""
     return {
         f"{name}/{index}/{inner}"
         for name, entries in parts.items()

@@ -1,4 +1,4 @@
-"""A step of which the model was loaded, and not the optimizer that was saved with it."""
+"""The record of a step whose model was loaded without the optimizer that was saved with it."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ class _LeftBehind:
 
 
 def note_optimizer(model: nn.Module, step: int, *, left_behind: bool) -> None:
-    """Note of a step that was loaded whether its optimizer was left behind."""
+    """Record whether a step was loaded without its optimizer."""
     record_of(model).keep(_LeftBehind(step if left_behind else None))
 
 

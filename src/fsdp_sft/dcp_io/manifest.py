@@ -1,4 +1,4 @@
-"""The manifest: everything about a checkpoint except the numbers, with a digest of its own.
+"""The manifest: everything about a checkpoint except the values of its tensors, and a digest of that.
 
 It says once, for all tensors that are sharded alike, which rank has written which part (``sharding``). The
 checksums of the files are in an index beside the manifest. So neither grows with the number of tensors times
@@ -36,7 +36,7 @@ _FILE_NAMES = re.compile(r"shards/\d{5,}\.safetensors|train_state\.json|settings
 
 @dataclass(frozen=True)
 class Manifest:
-    """The contents of one folder, without the numbers.
+    """The contents of one folder, without the values of its tensors.
 
     Attributes:
         step: Number of the step; None where an optimizer's state was saved alone.
@@ -51,8 +51,8 @@ class Manifest:
             in the folder. With several optimizers, each name begins with the optimizer's number and a slash.
         optimizer_info: Class, parameters, groups and state other than tensors of the optimizer; with several
             optimizers, a list of these under ``optimizers``.
-        metric: Metric that was passed to ``save_checkpoint``, lower being better; None if it was not finite.
-        rank_states: Whether each rank's random number generators and own state are there.
+        metric: Metric passed to ``save_checkpoint``, lower being better; None if not finite or not given.
+        rank_states: Whether each rank's random number generators and ``rank_state`` are stored.
         versions: Versions of the libraries that wrote it, by name.
         version: Version of the format.
         digest: SHA-256 of everything else, in a manifest that was read from a file.
@@ -194,7 +194,7 @@ def checked_body(data: bytes) -> dict[str, Any]:
 
 
 def _read_index(folder: Path, record: Mapping[str, Any]) -> dict[str, Any]:
-    """The index beside a manifest, which must be the one of which the manifest has the checksum."""
+    """The index beside a manifest, whose size and checksum must be those in the manifest."""
     data = read_bytes(folder / INDEX_NAME, MAX_JSON_BYTES)
     if len(data) != record["size"] or hashlib.sha256(data).hexdigest() != record["sha256"]:
         raise ValueError(f"{INDEX_NAME} is not the one it was written with")
@@ -225,7 +225,7 @@ def parse(body: Mapping[str, Any], index: Mapping[str, Any]) -> Manifest:
         for info, own in per_optimizer(body["optimizer_info"], optimizer):
             _check_optimizer_info(info, own)
     extra = dict(body.get("extra", {}))
-    # Decoded once here, with empty tensors in place of the stored ones, to raise if that is not possible.
+    # Decoded with empty tensors, to raise here if that is not possible.
     decode(list(extra.values()), {name: torch.empty(0) for name in model or {}})
     return Manifest(
         step=body["step"],

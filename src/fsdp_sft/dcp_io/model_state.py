@@ -88,8 +88,8 @@ def read_model(
         sources: What ``check_model`` returned.
 
     Raises:
-        CheckpointMismatchError: If a module does not take back what it had made itself, or returns another
-            value when it is asked again.
+        CheckpointMismatchError: If a module does not accept the state that it made, or returns another value
+            afterwards.
     """
     made = {
         name: room_for(live.tensors[name], sources[name].dtype, sources[name].shape) for name in live.made

@@ -24,7 +24,7 @@ class OptimizerContent:
     """An optimizer's state, ready to be written.
 
     Attributes:
-        tensors: Live tensors of the state, or what is inside them, by ``<fqn>/<state name>``.
+        tensors: Live tensors of the state, or their inner tensors, by ``<fqn>/<state name>``.
         info: Class, parameters, groups and state other than tensors, as JSON.
     """
 
@@ -128,7 +128,7 @@ def check_storable(optimizer: Optimizer, together: Sequence[Optimizer] = ()) -> 
 
 
 def _inner_optimizers(optimizer: Optimizer) -> list[tuple[str, Optimizer]]:
-    """Optimizers that are attributes of an optimizer, or in lists and dicts that are, by attribute."""
+    """(attribute, optimizer) for the optimizers in an optimizer's attributes, also in lists and dicts."""
     held = [(name, inner) for name, value in vars(optimizer).items() for inner in _elements(value)]
     return [(name, inner) for name, inner in held if isinstance(inner, Optimizer) and inner is not optimizer]
 
@@ -144,7 +144,7 @@ def _described_key(key: Any) -> str:
 
 
 def _refuse_common_parameters(each: Sequence[OptimizerContent]) -> None:
-    """Refuse optimizers that have a parameter in common."""
+    """Refuse optimizers that share a parameter."""
     seen: set[str] = set()
     for content in each:
         twice = seen & content.info["parameters"].keys()
@@ -177,7 +177,7 @@ def _content_of_one(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> 
 
 
 def _name_of(parameter: nn.Parameter, names: Mapping[nn.Parameter, str]) -> str:
-    """The name of an optimizer's parameter in the model; one that is not the model's is refused."""
+    """The model's name of an optimizer's parameter; refuses one that is not the model's."""
     if parameter not in names:
         raise ValueError(
             f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not the model's; make "
@@ -225,7 +225,7 @@ def _encode_group(group: Mapping[str, Any], index: int, names: Mapping[nn.Parame
 
 
 def _encode(value: Any, where: str) -> Any:
-    """A value as JSON, with the error of this room if JSON cannot hold it."""
+    """A value as JSON; ``UnstorableStateError`` if JSON cannot hold it."""
     try:
         return encode(value, where)
     except TypeError as error:

@@ -1,4 +1,4 @@
-"""The optimizers in a checkpoint: comparing them with live ones, reading them, counting what has arrived."""
+"""The optimizers in a checkpoint: comparing them with live ones, reading them, checking what was taken."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -129,7 +129,7 @@ def _apply(
     stored: Mapping[str, StoredTensor],
     folder: StoredFolder,
 ) -> None:
-    """Read one saved optimizer into a live one. Tensors that its state has already are read into."""
+    """Read one saved optimizer into a live one, whose existing state tensors are filled in place."""
     by_name = {fqn: parameter for parameter, fqn in names.items()}
     saved_groups = {frozenset(group["params"]): group for group in info["groups"]}
     groups = [(g, saved_groups[frozenset(names[p] for p in g["params"])]) for g in optimizer.param_groups]
@@ -181,7 +181,7 @@ def _check_taken(optimizer: Optimizer, given: Mapping[nn.Parameter, Mapping[str,
 def _new_state(
     parameter: nn.Parameter, name: str, shape: tuple[int, ...], dtype: torch.dtype, options: Mapping[str, Any]
 ) -> torch.Tensor:
-    """Memory for a state that the optimizer does not have yet; sharded as its parameter if of its shape."""
+    """Memory for a new state, sharded like its parameter if it has the parameter's shape."""
     if shape == tuple(parameter.shape) and (shape or name != "step"):
         return torch.empty_like(parameter.detach(), dtype=dtype)
     # Where torch puts it: the count of steps is on the host, unless the step itself runs on the device.
@@ -191,7 +191,7 @@ def _new_state(
 
 
 def _apply_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
-    """Set the saved options of a group; an option that is a tensor is written into."""
+    """Set the saved options of a group; an option that is a tensor is filled in place."""
     for key, encoded in options.items():
         if key in _IMPLEMENTATION_OPTIONS and key in group:
             continue

@@ -35,7 +35,7 @@ def save_optimizer_state(model: nn.Module, optimizer: Optimizers, path: str | os
     Args:
         model: Model whose parameters the optimizer has.
         optimizer: Any optimizer whose tensors are 0-dim or have their parameter's shape; or a list of
-            optimizers, each with parameters of its own.
+            optimizers with disjoint parameters.
         path: Folder to write; its parent is made if it is not there.
 
     Raises:

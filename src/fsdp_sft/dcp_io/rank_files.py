@@ -1,7 +1,6 @@
-"""State that belongs to one rank: its random number generators, and what the caller gave for this rank.
+"""State of one rank: its random number generators, and its ``rank_state`` from the caller.
 
-It is stored in the file of the rank's shards under names that begin with ``rank.``, and only that rank reads
-it.
+It is stored in the file of the rank's shards, under names that begin with ``rank.``.
 """
 
 from pathlib import Path
@@ -23,7 +22,7 @@ _PREFIX = "rank."
 
 
 def rank_content(rank_state: Any) -> dict[str, torch.Tensor]:
-    """What this rank writes of its own: JSON as a tensor of bytes, and the tensors to which the JSON refers.
+    """This rank's state to write: JSON as a tensor of bytes, and the tensors to which the JSON refers.
 
     Raises:
         TypeError: If ``rank_state`` has a value that cannot be stored in either way; the message names its
@@ -44,7 +43,7 @@ def keys_of_rank(rank: int, content: dict[str, torch.Tensor]) -> dict[str, torch
 
 
 def is_of_a_rank(key: str) -> bool:
-    """Whether a name in a file is one of these."""
+    """Whether a name in a file belongs to the state of a rank."""
     return key.startswith(_PREFIX)
 
 

@@ -25,7 +25,7 @@ class CheckpointInfo:
         path: Folder of the step.
         sound: Whether the manifest is sound and every file is there with its size. ``verify_checkpoint``
             checks the contents too.
-        metric: Metric that it was saved with, lower being better; None if there was none, or none finite.
+        metric: Metric that it was saved with, lower being better; None if not finite or not given.
 
     Example:
         >>> saved = fs.save_checkpoint("ckpt", 1, model=model, metric=0.5)
@@ -63,7 +63,7 @@ def find_checkpoints(root: str | os.PathLike[str]) -> list[CheckpointInfo]:
 
 
 def _info(step: int, path: Path) -> CheckpointInfo:
-    """What can be said of a step without reading the contents of its files."""
+    """A step as it looks without the contents of its files."""
     try:
         manifest = read_manifest(path)
     except CheckpointCorruptError:
@@ -98,7 +98,7 @@ def prune(root: Path, *, keep_last: int | None, keep_best: int, just_saved: int)
     The step that was just saved is kept and counts as one of the newest. Of two steps with equal metrics the
     newer one is better. Damaged steps do not count and are not deleted, since someone may want to examine
     them. Deletions are logged as warnings, which Python prints by default. A failure to list or delete steps
-    is only a warning: the new checkpoint is valid all the same.
+    is only a warning: the new checkpoint is valid.
 
     Args:
         root: Root of all steps.

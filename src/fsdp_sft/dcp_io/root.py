@@ -20,7 +20,7 @@ def prepare_root(root: Path, step: int) -> None:
 
     Raises:
         CheckpointInUseError: If another job saves there.
-        CheckpointExistsError: If the step is there and sound.
+        CheckpointExistsError: If the step exists and is sound.
     """
     target = step_folder(root, step)
     root.mkdir(parents=True, exist_ok=True)

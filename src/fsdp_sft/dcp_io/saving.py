@@ -1,4 +1,4 @@
-"""One save of a step, phase by phase; all ranks go through each phase together."""
+"""One save of a step, in phases that all ranks run together."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -39,7 +39,7 @@ _snapshot = Snapshot()
 
 
 class Save:
-    """A save: ``prepare``, ``copy``, ``write``, each of them a phase of which all ranks hear how it ended.
+    """A save in three phases, ``prepare``, ``copy`` and ``write``, whose errors are raised on all ranks.
 
     Args:
         root: Folder of all steps, an absolute path.
@@ -48,7 +48,7 @@ class Save:
         optimizer: Its optimizer, or several; None saves none.
         train_state: State that all ranks share.
         rank_state: State of this rank.
-        metric: How good the step is; None if that is not known.
+        metric: Metric of the step, or None.
         keep_last: Number of the newest steps to keep; None deletes none.
         keep_best: Number of the best ones to keep beside them.
     """
@@ -75,7 +75,7 @@ class Save:
         self._temporary: Path
 
     def prepare(self) -> None:
-        """Collect what this rank brings, after an earlier save has ended; ranks compare what they were told.
+        """Collect what this rank contributes, after an earlier save has ended; ranks compare arguments.
 
         Collective: all ranks.
         """
@@ -96,7 +96,7 @@ class Save:
         )
 
     def copy(self, *, in_background: bool) -> None:
-        """Take the values: copies if they are written in the background. Rank 0 makes the folder.
+        """Take the values, as copies if they are written in the background. Rank 0 makes the folder.
 
         Collective: all ranks.
         """
@@ -116,9 +116,9 @@ class Save:
         self._temporary = through_rank_0(f"copying for {self.target}", take, make_folder)
 
     def write(self) -> None:
-        """Write everything, let the step have its name, and delete old ones.
+        """Write everything, give the step its name, and delete old steps.
 
-        Old ones are deleted before the other ranks go on, which might list the root meanwhile.
+        Other ranks wait for the deletion, since they might list the root meanwhile.
 
         Collective: all ranks.
         """
@@ -153,7 +153,7 @@ def _content(
     train_state: Mapping[str, Any] | None,
     rank_state: Mapping[str, Any] | None,
 ) -> FolderContent:
-    """What this rank brings to a save."""
+    """What this rank contributes to a save."""
     stored = optimizer_content(model, optimizer) if optimizer is not None else None
     tensors = model_tensors(model)
     extra, extra_tensors = encode_extra(tensors)
@@ -193,7 +193,7 @@ def _content_apart(content: FolderContent, names: list[str]) -> FolderContent:
 
 @dataclass(frozen=True)
 class _SaveRequest:
-    """What a rank tells rank 0 before a save: arguments to be compared, and states in tensor subclasses."""
+    """What rank 0 needs of each rank before a save: arguments to compare, and states in tensor subclasses."""
 
     target: str
     metric: float | None

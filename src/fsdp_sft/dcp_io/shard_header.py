@@ -2,7 +2,7 @@
 
 torch's distributed checkpoint reads a folder of such files by ``DCP_SHARDING_INFO``, which says for every
 name in the file where in the full tensor the part begins. It infers the shape of the full tensor from the
-parts that it finds. The shapes are therefore stated too, under a name of this library.
+parts that it finds, so the shapes are stated too, under a name of this library.
 
 Source: ``torch/distributed/checkpoint/hf_storage.py``, ``HuggingFaceStorageReader.read_metadata``.
 """
@@ -46,7 +46,7 @@ def placed_in(metadata: Mapping[str, str]) -> dict[str, tuple[tuple[int, ...], t
     """(shape of the full tensor, index in it at which the part begins), by name in the file.
 
     Raises:
-        KeyError: If the file is not from a checkpoint of this library. TypeError and ValueError mean it too.
+        KeyError, TypeError, ValueError: If the file is not from a checkpoint of this library.
     """
     shapes, offsets = json.loads(metadata[_OWN])["shapes"], json.loads(metadata[_OFFSETS])
     return {key: (tuple(shapes[key]), tuple(entry["saved_offsets"])) for key, entry in offsets.items()}
@@ -56,7 +56,7 @@ def rank_in(metadata: Mapping[str, str]) -> tuple[int, int, int | None]:
     """(rank, world size, step) of a file.
 
     Raises:
-        KeyError: If the file is not from a checkpoint of this library. TypeError and ValueError mean it too.
+        KeyError, TypeError, ValueError: If the file is not from a checkpoint of this library.
     """
     own = json.loads(metadata[_OWN])
     return int(own["rank"]), int(own["world_size"]), own["step"]

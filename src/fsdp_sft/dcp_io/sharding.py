@@ -13,10 +13,9 @@ along its rows over axis 0 of the mesh and then along its columns over axis 1::
 >>> sharding.part_of_rank((5, 4), copy=0, rank=3)
 Box(offset=(3, 2), shape=(2, 2))
 
-The cuts have an order of their own, which need not be that of the axes. FSDP2 alone does not need this. It is
-needed for a tensor that expert or tensor parallelism has cut before FSDP2 along an axis that comes later in
-the mesh (torch's strided shard): with ``splits = ((1, 0), (0, 0))`` axis 1 cuts the rows first, and axis 0
-then cuts each of the resulting chunks.
+The order of the cuts need not be that of the axes: expert or tensor parallelism may have cut a tensor before
+FSDP2, along a later axis of the mesh (torch's strided shard). With ``splits = ((1, 0), (0, 0))`` axis 1 cuts
+the rows first, and axis 0 then cuts each of the resulting chunks.
 """
 
 import math
@@ -60,8 +59,7 @@ class Sharding:
         Args:
             shape: Shape of the full tensor.
             copy: Number of the copy.
-            wanted: Box of the tensor; only parts that have something in common with it are named. None names
-                all parts.
+            wanted: Box of the tensor; parts that do not intersect it are left out. None yields all parts.
         """
         place = self._place_of_copy(copy)
         everything = Box((0,) * len(shape), tuple(shape))
@@ -90,10 +88,10 @@ class Sharding:
         return box if box.numel else None
 
     def _cut(self, number: int, place: list[int], box: Box, wanted: Box) -> Iterator[tuple[int, Box]]:
-        """Make the cuts from ``number`` on in a box; (rank, part) of the results that meet ``wanted``.
+        """Make the cuts from ``number`` on in a box; (rank, part) of the results that intersect ``wanted``.
 
         ``place`` is a coordinate in the mesh, in which the cuts before have set their axes. Only chunks that
-        ``wanted`` reaches are followed, so that a rank that loads does not go through the parts of all ranks.
+        intersect ``wanted`` are followed, so a loading rank does not visit the parts of all ranks.
         """
         if box.intersect(wanted) is None:
             return
@@ -154,7 +152,7 @@ class Shardings:
         """The sharding of a tensor. One that is not a DTensor has a copy on every rank.
 
         Raises:
-            TypeError: If a placement leaves a rank with several boxes, or with no part at all.
+            TypeError: If a placement gives a rank several boxes, or is neither a shard nor a replica.
             ValueError: If the tensor does not lie on all ranks, or the mesh's ranks are not in order.
         """
         if not isinstance(tensor, DTensor):

@@ -1,4 +1,4 @@
-"""A copy of what this rank writes: taken while training waits, and written while training goes on."""
+"""A copy of what this rank writes: taken while training waits, and written while it continues."""
 
 import torch
 
@@ -8,7 +8,7 @@ from fsdp_sft.dcp_io.content import Part, Parts
 
 
 class Snapshot:
-    """Host memory for one copy, which every asynchronous save uses again.
+    """Host memory for one copy, which all asynchronous saves reuse.
 
     The first copy is slow, because its memory is new: 0.6 GiB/s were measured, and 12.5 GiB/s from the second
     copy on. For an accelerator the memory is pinned.
@@ -18,7 +18,7 @@ class Snapshot:
         self._buffers: dict[str, torch.Tensor] = {}
 
     def take(self, parts: Parts) -> Parts:
-        """A copy of ``parts`` that later changes of the live tensors do not reach. Valid until the next call.
+        """A copy of ``parts`` that does not change with the live tensors; valid until the next call.
 
         Memory: This rank's parts, once.
         """

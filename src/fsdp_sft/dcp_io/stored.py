@@ -16,7 +16,7 @@ _MOST_SIZE = (1 << 63) - 1
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor of a checkpoint; where its parts are follows from its sharding, one file for each rank.
+    """One tensor of a checkpoint, whose sharding determines which rank's file has which part.
 
     Attributes:
         shape: Shape of the full tensor.
@@ -33,7 +33,7 @@ class StoredTensor:
     copy: int = 0
 
     def parts(self, wanted: Box | None = None) -> Iterator[tuple[str, Box]]:
-        """(file, box that it has) of the parts that meet ``wanted``; None is all of the tensor."""
+        """(file, box in it) of the parts that intersect ``wanted`` (None: the whole tensor)."""
         wanted = wanted or whole(self.shape)
         for rank, box in self.sharding.parts(self.shape, self.copy, wanted):
             yield shard_file(rank), box
@@ -55,7 +55,7 @@ def checked_shape(name: str, numbers: Sequence[Any]) -> tuple[int, ...]:
 
 
 def missing_files(tensor: StoredTensor, wanted: Box | None, files: Collection[str]) -> list[str]:
-    """Files that have parts of a tensor that meet ``wanted``, but are not among ``files``."""
+    """Files that have parts of a tensor that intersect ``wanted``, but are not among ``files``."""
     return [file for file, _ in tensor.parts(wanted) if file not in files]
 
 

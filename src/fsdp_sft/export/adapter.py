@@ -33,8 +33,8 @@ def export_adapter(
     """Write the active adapter as ``PeftModel.save_pretrained`` would: weights, configuration, card.
 
     ``PeftModel.from_pretrained(base_model, out_dir)`` reads the folder, and so do engines that serve adapters
-    beside a base model. The folder holds the adapter and the copies of ``modules_to_save``. It appears under
-    its name only when it is complete.
+    of a base model. It holds the adapter and the copies of ``modules_to_save``, and appears under its name
+    only when it is complete.
 
     Args:
         model: A peft model, sharded or not.
@@ -51,6 +51,7 @@ def export_adapter(
 
     Raises:
         TypeError: If the model is not a peft model.
+        ValueError: If several adapters are active.
         OSError: If writing fails; raised on all ranks.
 
     Collective: all ranks.

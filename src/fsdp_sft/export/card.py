@@ -18,7 +18,7 @@ def model_card(model: Any, name: str, architecture: str, dtype: torch.dtype) -> 
 
     Args:
         model: A transformers model.
-        name: Title of the card, by which it says to load the model.
+        name: Title of the card, and the name in its example of loading the model.
         architecture: Name of the model's class.
         dtype: Dtype of the exported tensors.
     """
@@ -54,6 +54,6 @@ def model_card(model: Any, name: str, architecture: str, dtype: torch.dtype) -> 
 
 
 def _hub_id(name_or_path: str) -> str | None:
-    """The name if it can be a Hub id and is no path that exists here; otherwise None."""
+    """The name if it looks like a Hub id and is no existing path, else None."""
     looks_like = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name_or_path or "")
     return name_or_path if looks_like and not Path(name_or_path).exists() else None

@@ -1,4 +1,4 @@
-"""What an export takes over from the folder of its base: processor files, and code of its own."""
+"""What an export copies from its base checkpoint: processor files and custom code."""
 
 import json
 import shutil
@@ -15,10 +15,9 @@ _OF_A_CHECKPOINT = "transformers_modules"  # the package in which transformers i
 
 
 def carry_code(model: Any, config: Any, folder: Path) -> None:
-    """Copy the code that the checkpoint brought, and take out of ``auto_map`` what it names and is not there.
+    """Copy the checkpoint's custom code, and remove from ``auto_map`` the entries whose code is missing.
 
-    Without its code, an entry would make a reader with ``trust_remote_code=True`` fail, although transformers
-    has the class.
+    Such an entry would make loading with ``trust_remote_code=True`` fail although transformers has the class.
 
     Args:
         model: A transformers model.
@@ -38,7 +37,7 @@ def carry_code(model: Any, config: Any, folder: Path) -> None:
 
 
 def _reference(entry: Any, folder: Path) -> Any:
-    """An entry of an ``auto_map``, to the copied code if there is some; None if it points nowhere."""
+    """An entry of an ``auto_map``, pointed to the copied code if there is any; None if code is missing."""
     if isinstance(entry, (list, tuple)):
         parts = [part and _reference(part, folder) for part in entry]
         return parts if any(parts) else None
@@ -49,7 +48,7 @@ def _reference(entry: Any, folder: Path) -> Any:
 
 
 def carry_processor(config: Any, folder: Path) -> None:
-    """Copy the files of the processor that the model's own folder has, unless they are there already.
+    """Copy the model's processor files, unless the export has them already.
 
     Args:
         config: Config of the model.
@@ -57,7 +56,7 @@ def carry_processor(config: Any, folder: Path) -> None:
     """
     name = str(getattr(config, "name_or_path", "") or "")
     own = _cached(name, "config.json")
-    # A text model out of a folder with images needs no processor.
+    # A text model taken out of a multimodal checkpoint needs no processor.
     if own is None or json.loads(own.read_text()).get("model_type") != config.model_type:
         return
     for file in PROCESSOR_FILES:

@@ -78,7 +78,7 @@ def with_stop(known: Any, stop: int) -> Any:
 
 
 def _text(tokenizer: Any, chat_template: str | None) -> str | None:
-    """The text of a template given as text, by name, or as None for the default, as in transformers."""
+    """Text of a template given as text, by name, or as None (the default), as in transformers."""
     named = tokenizer.chat_template or getattr(tokenizer_of(tokenizer), "chat_template", None)
     if isinstance(named, dict):
         return named.get(chat_template or "default", chat_template)

@@ -1,4 +1,4 @@
-"""What an export at the end of a training will meet, found out before it."""
+"""A check before training that the export after it can be written and read."""
 
 import os
 from contextlib import nullcontext
@@ -19,8 +19,8 @@ def check_export(
 ) -> Path:
     """Find out before training whether ``export_hf`` and ``export_adapter`` can write to a folder.
 
-    Call it at the beginning of a program with the arguments that the export at its end will get. Nothing is
-    changed; a file is made in the folder, or where the folder would be, and removed.
+    Call it at the start of a program with the arguments of the export at its end. Nothing is changed; a file
+    is made in the folder, or where the folder would be, and removed.
 
     Args:
         out_dir: Folder of the export. Rank 0 looks.

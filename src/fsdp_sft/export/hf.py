@@ -47,22 +47,22 @@ def export_hf(
     for instance, are one tensor in memory and many on the Hub), the Hub's format is written. The folder
     appears under its name only when it is complete.
 
-    Adapters of peft are merged into the weights that are written; the model keeps them apart.
-    ``export_adapter`` writes adapters alone.
+    Adapters of peft are merged into the weights that are written, not into the model. ``export_adapter``
+    writes adapters alone.
 
     Args:
         model: A transformers model, sharded or not, or a peft model around one.
         out_dir: Folder to make; it may exist if it is empty. ``check_export`` says before training whether it
-            can be made. If it has filled by the time of the export, the export is written beside it, with
-            ``-2`` or the next free number at the end of the name, and a warning says so: a trained model is
-            not lost because of a folder's name. Every rank writes its rows if all of them see rank 0's
-            folder; otherwise rank 0 writes everything.
+            can be made. If it is no longer empty at the time of the export, the export is written beside it,
+            with ``-2`` or the next free number at the end of the name, and a warning says so: a trained model
+            is not lost because of a folder's name. Every rank writes its rows if all of them see rank 0's
+            folder; if not, rank 0 writes everything.
         dtype: Dtype of floating-point tensors in the files, except those of modules that transformers always
             keeps in float32; None keeps the dtypes that they have. It goes into the configuration too.
         max_shard_size: Largest size of one file, in bytes or as text such as ``"5GB"``.
         tokenizer: Tokenizer or processor to save beside the model. If it has a chat template, the token that
-            ends an answer goes into ``generation_config.eos_token_id``, in front of those that are there, so
-            that the model stops where it was trained to stop.
+            ends an answer goes into ``generation_config.eos_token_id``, in front of the others, so that the
+            model stops where it was trained to stop.
         chat_template: Template with which rows were encoded, if it is not the tokenizer's own: its text, or
             the name of one of the tokenizer's. It is saved with the tokenizer; the tokenizer object that is
             passed does not change.
@@ -78,6 +78,7 @@ def export_hf(
     Raises:
         TypeError: If the model is not a transformers model, or ``tokenizer`` cannot be saved.
         ValueError: If the model has adapters that cannot be merged.
+        UnsupportedModelError: If ``from_pretrained`` would not read the export as what was trained.
         OSError: If writing or uploading fails; raised on all ranks. An incomplete export leaves nothing
             behind.
 
@@ -228,7 +229,7 @@ def _gathered(
         )
         part = gatherer.gather(tensor, wide)
         if part is not None:
-            # Whole on this rank and on the host, it is the model's own memory, into which peft would merge.
+            # An unsharded tensor on the host is the model's own memory, into which peft would merge.
             is_own = part.untyped_storage().data_ptr() == local_of(tensor).untyped_storage().data_ptr()
             full[clean_name(key)] = part.clone() if is_own else part
     if not full:

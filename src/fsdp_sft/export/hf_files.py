@@ -62,7 +62,7 @@ class HfFiles:
         """Write a full tensor.
 
         Raises:
-            RuntimeError: If no tensor of that name, dtype and shape is missing.
+            RuntimeError: If no tensor of that name, dtype and shape remains to be written.
         """
         if self._written.get(name) != (tensor.dtype, tuple(tensor.shape)) or name not in self._left:
             raise RuntimeError(

@@ -32,7 +32,7 @@ class OwnRows:
         self._files = dict(files)
 
     def write(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
-        """Write this rank's rows of ``tensor`` as ``dtype``; not if another rank with the same rows does."""
+        """Write this rank's rows of ``tensor`` as ``dtype``, unless a replica writes them."""
         if this_rank() not in owner_ranks(tensor):
             return
         file, start = self._places[name]
@@ -83,6 +83,6 @@ def open_own_rows(folder: Path, places: Places | None) -> OwnRows | None:
 
 
 def has_whole_rows(tensor: torch.Tensor) -> bool:
-    """Whether each rank has whole rows of ``tensor``, which are one run of bytes; the same on all ranks."""
+    """Whether each rank has whole rows of ``tensor``, which are contiguous; the same on all ranks."""
     boxes = [box_of(tensor, rank) for rank in owner_ranks(tensor)]
     return all(tuple(box.shape[1:]) == tuple(tensor.shape[1:]) for box in boxes)

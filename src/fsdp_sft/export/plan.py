@@ -1,4 +1,4 @@
-"""What an export writes, worked out without moving a tensor."""
+"""The plan of an export, made without moving a tensor."""
 
 import re
 from collections.abc import Mapping
@@ -85,7 +85,7 @@ def exportable(
 
 
 def _without_extra_objects(content: ModelTensors) -> ModelTensors:
-    """The content with extra state that is a tensor among its tensors; other extra state is left out."""
+    """``content`` with extra state that is a tensor among its tensors, and none of the other extra state."""
     kept = {name: value for name, value in content.extra.items() if type(value) is torch.Tensor}
     left_out = content.extra.keys() - kept.keys()
     if left_out:
@@ -108,7 +108,7 @@ def plan_export(
         caching: Configs of the model whose ``use_cache`` is off only while blocks are checkpointed.
 
     Raises:
-        UnsupportedModelError: If what would be written would not be read as it is in the model.
+        UnsupportedModelError: If the export would not be read back as it is in the model.
     """
     twin = unsharded_twin(model)
     sources = _sources(model, twin, content)
@@ -139,7 +139,7 @@ def _buffers(content: ModelTensors, plan: ExportPlan) -> set[str]:
 
 
 def unsharded_twin(model: nn.Module) -> nn.Module:
-    """``model`` if transformers saves it as it is; if not, a plain one of its architecture without memory."""
+    """``model`` if transformers can save it as it is, else its architecture on the meta device, unsharded."""
     if not (is_dequantised(model) or any(isinstance(module, FSDPModule) for module in model.modules())):
         return model
     twin = tied_meta_twin(model)
@@ -150,7 +150,7 @@ def unsharded_twin(model: nn.Module) -> nn.Module:
 def _sources(model: nn.Module, twin: nn.Module, content: ModelTensors) -> dict[str, str]:
     """The model's first name of each tensor, by the name under which ``save_pretrained`` saves it.
 
-    Of tensors that are one in the model and not in the model that the config makes, each is written.
+    Names that are tied in the model, but not in a model built from its config, are all written.
     """
     ignored, tied_patterns = names_left_out_on_save(twin)
     aliases: dict[str, list[str]] = {}
@@ -191,7 +191,7 @@ def _dtypes(
 def _groups(
     twin: nn.Module, meta: dict[str, torch.Tensor], final: dict[str, torch.Tensor]
 ) -> list[list[str]]:
-    """The smallest sets of sources that can be converted apart from the others, found by trying on meta."""
+    """The smallest sets of sources that can be converted independently, found by trial on the meta device."""
     alone: dict[str, bool] = {}  # by name without indices: blocks are alike
     outputs: dict[str, list[str]] = {}
     for name, tensor in meta.items():

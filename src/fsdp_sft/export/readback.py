@@ -1,4 +1,4 @@
-"""Whether an export would be read as the model that was trained, known before its files are written."""
+"""A check, before its files are written, that an export will be read as the model that was trained."""
 
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,13 @@ from fsdp_sft.weights.resolve import Checkpoint
 
 
 def refuse_unreadable(model: Any, config: Any, written: Described, buffers: set[str]) -> None:
-    """Hold names, shapes and dtypes of an export against what the class that its config names would read.
+    """Compare an export's names, shapes and dtypes with what the class that its config names would read.
 
     Args:
         model: A transformers model.
         config: Config of the export.
         written: Dtype and shape of each tensor in the files, by name.
-        buffers: Names of those that are no parameters: what the class has no place for, it goes without.
+        buffers: Names of those that are no parameters; the class need not have a place for them.
 
     Raises:
         UnsupportedModelError: If a parameter would not be read, or a tensor would be drawn at random.

@@ -17,7 +17,7 @@ from fsdp_sft.export.chat import end_of_turn, with_stop, write_tokenizer
 
 
 def export_config(model: Any, content: ModelTensors, caching: list[Any], dtype: torch.dtype | None) -> Any:
-    """The config to export: a copy of the model's, with caches, and tied only if the weights still are.
+    """The config to export: a copy of the model's, with ``use_cache`` restored, tied only if the weights are.
 
     Args:
         model: A transformers model.
@@ -93,7 +93,6 @@ def write_generation_config(folder: Path, model: Any, config: Any, stop: int | N
         generation.save_pretrained(folder)
     except ValueError as error:
         # Some generation configs on the Hub contradict themselves (a temperature without sampling).
-        # transformers loads them with a warning, but refuses to save them. That must not make the export at
-        # the end of a training run fail.
+        # transformers loads them with a warning, but refuses to save them, which must not fail the export.
         warn_caller(f"the generation config is exported as it is: {error}")
         generation.to_json_file(folder / "generation_config.json")

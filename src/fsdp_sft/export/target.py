@@ -1,4 +1,4 @@
-"""The folder of an export: checked before training, and replaced by another if it is taken at the end.
+"""The folder of an export: checked before training, and replaced by another if it is taken after it.
 
 A trained model must not be lost because of the name of a folder.
 """
@@ -36,10 +36,10 @@ def export_target(out_dir: str | os.PathLike[str]) -> Path:
 
 
 def check_target(target: Path, *, overwrite: bool, need: int = 0) -> None:
-    """Refuse a target under whose name a finished folder of ``need`` bytes could not appear.
+    """Refuse a target to which an export of ``need`` bytes could not be written.
 
     Raises:
-        OSError: If there is a reason; see ``check_export`` for the types.
+        OSError: If it is refused; see ``check_export`` for the types.
     """
     if os.path.lexists(target) and not target.is_dir():
         raise ExportExistsError(f"{target} exists and is not a folder; choose another name, or move it away")
@@ -59,7 +59,7 @@ def check_target(target: Path, *, overwrite: bool, need: int = 0) -> None:
         raise NotADirectoryError(f"{there} is a file, so {target} cannot be made; choose another folder")
     for folder in {there, there.parent if there == target else there}:
         try:
-            # A file is made: os.access says yes to root on a file system that takes none, such as /proc.
+            # A real file: for root os.access says yes even on a file system that takes none, such as /proc.
             with tempfile.TemporaryFile(dir=folder) as file:
                 file.write(b"x")
         except OSError as error:
@@ -70,7 +70,7 @@ def check_target(target: Path, *, overwrite: bool, need: int = 0) -> None:
 
 
 def reachable(target: Path) -> Path:
-    """``target``; or, if a file system is mounted there, a folder below it, with a warning."""
+    """``target``, or a folder below it, with a warning, if a file system is mounted there."""
     if not os.path.ismount(target):
         return target
     below = target / "export"
@@ -79,16 +79,16 @@ def reachable(target: Path) -> Path:
 
 
 def put_in_place(temporary: Path, target: Path, *, overwrite: bool) -> Path:
-    """Let a finished export appear at ``target``, or beside it if something is there by now.
+    """Move a finished export to ``target``, or beside it if something is there by now.
 
     Args:
         temporary: The complete folder, beside ``target``.
-        target: Folder that the export is to be.
+        target: Intended folder of the export.
         overwrite: Whether the files of an earlier export in a folder that is not empty are replaced; other
             files there stay.
 
     Returns:
-        The folder that it has become.
+        The folder in which the export is.
 
     Raises:
         OSError: If the disk fails; what was at ``target`` is unchanged then.
@@ -120,9 +120,9 @@ def _places(target: Path) -> Iterator[Path]:
 
 
 def _replace_files(temporary: Path, target: Path) -> None:
-    """Exchange the files of an earlier export for new ones, one by one; undo it if that fails.
+    """Replace the files of an earlier export by new ones, one by one; undo it if that fails.
 
-    The old ``config.json`` is moved away first and the new one comes last. A folder in which the exchange was
+    The old ``config.json`` is moved away first and the new one comes last: a folder in which this was
     interrupted has no configuration, so that nobody loads a mixture of two models.
     """
     new = sorted(os.listdir(temporary), key=lambda name: (name == "config.json", name))

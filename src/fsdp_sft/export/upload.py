@@ -1,4 +1,4 @@
-"""Upload of an export to the Hub by rank 0, during which the other ranks wait without timing out."""
+"""Upload of an export to the Hub by rank 0, while the other ranks wait without timing out."""
 
 import glob
 from pathlib import Path
@@ -7,7 +7,7 @@ from fsdp_sft._ranks.agree import this_rank, while_others_wait
 
 
 def make_repository(repo_id: str) -> None:
-    """Make a model repository unless it exists. This shows whether the token may write.
+    """Make a model repository unless it exists, which shows whether the token may write.
 
     Raises:
         ValueError: If ``repo_id`` is not the name of a repository.

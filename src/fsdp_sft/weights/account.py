@@ -1,7 +1,7 @@
-"""Where each tensor's values will come from.
+"""The source of each tensor's values.
 
-Memory that is allocated and never written holds whatever was there before. So every tensor must have a source
-of its values, and one without is an error.
+Memory that is allocated and never written holds whatever was there before, so a tensor without a source of
+its values is an error.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -19,7 +19,7 @@ Source = Literal["checkpoint", "tie", "initialised", "computed", "copy", "kept"]
 def filled_in_base(
     base: nn.Module, *, checkpoint: Iterable[str], initialised: Iterable[str], computed: Iterable[str]
 ) -> dict[int, Source]:
-    """What fills the tensors of a base model, by the identity (``id``) of each tensor.
+    """Source of the values of a base model's tensors, by the ``id`` of each tensor.
 
     Args:
         base: The model without its adapters; see ``without_adapters``.
@@ -37,7 +37,7 @@ def filled_in_base(
 
 
 def account(model: nn.Module, filled: Mapping[int, Source]) -> dict[str, Source]:
-    """The source of the values of every parameter and buffer of a model, by name.
+    """Source of the values of every parameter and buffer of a model, by name.
 
     ``"tie"`` is another name of a tensor that was named before, ``"copy"`` a copy of ``modules_to_save``,
     and ``"kept"`` a tensor that has memory already and is not written to: adapters, and what the caller has
@@ -83,7 +83,7 @@ def check_nothing_empty(model: nn.Module, sources: Collection[str]) -> None:
 
 
 def _advice(left: list[str]) -> str:
-    """What to do about tensors that nothing fills."""
+    """Advice, for the error, on tensors that nothing fills."""
     if any("lora_" in name for name in left):
         return (
             "Put adapters in with fsdp_sft.add_adapters(model, peft_config) in place of peft.get_peft_model: "

@@ -25,9 +25,7 @@ def source_digest(
     allow_pickle: bool,
     check_finite: bool = True,
 ) -> str:
-    """The SHA-256 of everything that prepared tensors depend on.
-
-    Where the source lies, and who loads it, make no difference.
+    """SHA-256 of everything that prepared tensors depend on; the source's path and the user do not count.
 
     Args:
         source: Folder of the checkpoint.
@@ -53,7 +51,7 @@ def source_digest(
 
 
 def _file_digest(path: Path) -> list[Any]:
-    """What identifies the contents of a weight file: the Hub's checksum, or size, time of change and samples.
+    """Identity of a weight file's contents: the Hub's checksum, or size, modification time and samples.
 
     Reading all of a checkpoint of hundreds of gigabytes would take minutes at every start.
     """

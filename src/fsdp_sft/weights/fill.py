@@ -34,14 +34,14 @@ _WIDER = {
 
 @dataclass(frozen=True)
 class Reading:
-    """How a plan is read.
+    """Options for reading a plan.
 
     Attributes:
         strategy: ``"slice"`` or ``"exchange"``.
         host_budget_bytes: Bytes that all read buffers together may take.
         workers: Number of threads that read.
         check_finite: Whether NaN and infinity are errors.
-        seed: Seed of what the checkpoint lacks.
+        seed: Seed for initialising what the checkpoint lacks.
     """
 
     strategy: str = "slice"
@@ -58,14 +58,14 @@ def fill(
     sources: Mapping[str, Source],
     reading: Reading,
 ) -> int:
-    """Give a model memory, and each tensor its values by a plan; the bytes that this rank has read.
+    """Allocate a model's tensors and fill them by a plan; the bytes that this rank has read.
 
     Args:
         model: The model, with its adapters.
-        plan: Plan for its base, of the same targets on all ranks.
+        plan: Plan for its base, with the same targets on all ranks.
         checkpoint: Where the plan's pieces lie.
-        sources: What ``account`` returned: where the values of every tensor come from.
-        reading: How it is read.
+        sources: What ``account`` returned.
+        reading: Options for reading.
 
     Collective: all ranks.
     """
@@ -137,12 +137,12 @@ class _Reads:
         return first if exact and self.is_checked(target) else own
 
     def place_of(self, target: Target) -> torch.Tensor:
-        """The memory that this rank's part of a converted target is written to."""
+        """Memory for this rank's part of a converted target."""
         aside = self.converted_duplicates.get(target.name)
         return local_of(self.tensors[target.name]) if aside is None else aside
 
     def run(self, jobs: Iterable[Job | Computation], progress: Callable[[int], None] = lambda _: None) -> int:
-        """Do jobs, and return the number of bytes read."""
+        """Do jobs; the number of bytes read."""
         return read_jobs(
             jobs,
             host_budget_bytes=self.how.host_budget_bytes,
@@ -223,7 +223,7 @@ def _jobs(
     targets: Iterable[Target],
     mode: Literal["copy", "compare"],
 ) -> Iterable[Job | Computation]:
-    """What this rank reads of ``targets``: every piece of theirs, intersected with its shard."""
+    """This rank's reads for ``targets``: each of their pieces, intersected with its shard."""
     for target in targets:
         tensor = reads.tensors[target.name]
         if target.name in reads.readers:
@@ -238,10 +238,10 @@ def _jobs(
 
 
 def _fill_converted(reads: _Reads) -> int:
-    """Run the conversions that need whole tensors, and take this rank's part of the results.
+    """Run the conversions that need whole tensors, and keep this rank's part; the bytes that it has read.
 
     With ``"slice"`` every rank converts every group. With ``"exchange"`` each rank converts one group of a
-    batch and broadcasts the results. Returns the bytes that this rank has read.
+    batch and broadcasts the results.
 
     Collective: all ranks.
     """
@@ -297,7 +297,7 @@ def _convert(reads: _Reads, group: ConvertedGroup) -> tuple[int, dict[str, torch
 def _compare_duplicates(reads: _Reads) -> int:
     """Check that the checkpoint has the same values under all names of a tied tensor; the bytes read.
 
-    This comes after the exchange, because a replica receives only there what it did not read itself.
+    This comes after the exchange, in which replicas receive what they did not read.
     """
     for name, values in reads.converted_duplicates.items():
         check_same(name, local_of(reads.tensors[name]), values)
@@ -306,7 +306,7 @@ def _compare_duplicates(reads: _Reads) -> int:
 
 
 def _take(reads: _Reads, target: Target, values: torch.Tensor, where: Box) -> None:
-    """Copy into this rank's shard what it has in common with ``values``, which are the box ``where``."""
+    """Copy into this rank's shard its intersection with ``values``, which fill the box ``where``."""
     box = box_of(reads.tensors[target.name])
     common = where.intersect(box)
     if common is not None:

@@ -1,4 +1,4 @@
-"""What a load does before and after reading: memory for the shards, computed buffers, missing keys, ties."""
+"""The parts of a load before and after the reads: memory, computed buffers, missing keys, ties."""
 
 import torch
 from torch import nn
@@ -71,7 +71,7 @@ def materialise(model: nn.Module) -> None:
 
 
 def _advise(fresh: torch.Tensor) -> None:
-    """Ask for large pages at once where nothing shows, while a shard is filled, whether they pay."""
+    """Ask for large pages where the load cannot time whether they pay; see ``maps_ahead``."""
     if not maps_ahead():
         ask_for_large_pages(fresh)
 
@@ -80,8 +80,8 @@ def _advise(fresh: torch.Tensor) -> None:
 def initialise_rest(model: nn.Module, plan: LoadPlan, *, seed: int) -> None:
     """Compute the buffers that no checkpoint holds, and initialise the keys that this one lacks.
 
-    The model's own code does both. The values are the same on every rank, and those that plain
-    ``from_pretrained`` gives after ``torch.manual_seed(seed)``.
+    The model's own code does both. The values are the same on every rank, and equal to those of plain
+    ``from_pretrained`` after ``torch.manual_seed(seed)``.
     """
     with unmoved(seed=seed):
         values = initialise_computed(plan.twin, set(plan.initialised))
@@ -104,7 +104,7 @@ def _computed_in_16_bits(
 ) -> dict[str, torch.Tensor]:
     """Computed buffers that ``shard_model`` has made 16-bit, with the values of a plain model of that dtype.
 
-    Casting the float32 values could round otherwise.
+    Casting the float32 values could round differently.
     """
     tensors = named_tensors(model)
     persistent = plan.twin.state_dict().keys()

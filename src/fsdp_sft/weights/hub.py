@@ -1,4 +1,4 @@
-"""From a Hub id to a folder: one download per distinct cache, and the same commit on every rank."""
+"""From a Hub id to a folder: one download per cache, and the same commit on every rank."""
 
 import glob
 import os
@@ -18,7 +18,7 @@ from fsdp_sft.weights.resolve import (
     with_variant,
 )
 
-# Read by AutoProcessor, AutoImageProcessor and AutoVideoProcessor; an export takes them over.
+# Read by AutoProcessor, AutoImageProcessor and AutoVideoProcessor; an export copies them.
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 _CONFIG_FILES = ["config.json", "generation_config.json", ADAPTER, *PROCESSOR_FILES]
 _ATTEMPTS = 4
@@ -34,10 +34,9 @@ def resolve_folder(
 ) -> Path:
     """The folder of a checkpoint: the given one, or a snapshot in this rank's Hub cache.
 
-    For a Hub id, ranks find out which of them share a cache by looking for each other's marker files in it.
-    The lowest rank of each cache downloads while the others wait: the commit that rank 0 got, and of it only
-    the config and the weight files that the index names. A download that was interrupted continues where it
-    stopped.
+    For a Hub id, the lowest rank of each cache downloads while the others wait: of the commit that rank 0 got
+    only the config files, those of the processor, and the weight files that the index names. An interrupted
+    download continues where it stopped.
 
     Args:
         name_or_path: A folder, or a Hub id such as ``"Qwen/Qwen3-8B"``.
@@ -129,8 +128,8 @@ def _fetch(repo: str, revision: str | None, patterns: list[str], *, local: bool 
 def _cache_leaders(cache: Path) -> int:
     """The lowest rank that shares this rank's cache.
 
-    Every rank puts a file with its number into its cache, and after all have done so looks whose files are
-    there: those of the ranks that share it.
+    Every rank puts a file with its number into its cache. Once all have, the files there are those of the
+    ranks that share it.
 
     Collective: all ranks.
     """
@@ -144,7 +143,7 @@ def _cache_leaders(cache: Path) -> int:
         written = (
             False  # nothing can be downloaded to such a cache, so its rank waits for no other and looks alone
         )
-    all_gather_objects(written)  # a barrier: all markers are there
+    all_gather_objects(written)  # a barrier: all markers exist
     ranks = [int(path.name.rpartition("-")[2]) for path in cache.glob(f".fsdp-sft-{token}-*")]
     all_gather_objects(None)  # a barrier: all ranks have looked, markers may go
     if written:

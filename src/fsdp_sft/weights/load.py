@@ -1,4 +1,4 @@
-"""A checkpoint of Hugging Face loaded into a model: planned, agreed upon by the ranks, read, reported."""
+"""Loading a Hugging Face checkpoint into a model: plan, agreement between ranks, reads, report."""
 
 import os
 import socket
@@ -52,8 +52,8 @@ def load_weights(
     Args:
         model: Model from ``build_meta_model``, usually after ``shard_model``; on the meta device or not. With
             adapters, its base model is loaded, and ``modules_to_save`` are copied from it.
-        name_or_path: A folder, or a Hub id. From ``prepare_base``: its checksums are compared, and the
-            model must have the dtype in which it was prepared.
+        name_or_path: A folder, or a Hub id. For a folder from ``prepare_base``, checksums are compared, and
+            the model must have the dtype in which it was prepared.
         revision: Branch, tag or commit of a Hub id.
         variant: Variant of the weight files, such as ``"fp16"`` for ``model.fp16.safetensors``.
         strategy: ``"slice"``: every rank reads its own shards. ``"exchange"``: one of several replicas reads
@@ -65,7 +65,7 @@ def load_weights(
         unexpected: What to do about keys that the model lacks: ``"error"`` or ``"ignore"``.
         seed: Seed of that initialisation.
         allow_pickle: Whether a ``pytorch_model.bin`` may be read where there are no safetensors. Its tensors
-            are read by position; nothing that the pickle wants to call is called.
+            are read by position, and no code in the pickle is run.
         check_finite: Whether NaN and infinity among a parameter's values are an error. False loads them, for
             a model that is to be examined or repaired afterwards.
 
@@ -171,7 +171,7 @@ def _check_arguments(strategy: str, host_budget_bytes: int, missing: str, unexpe
 
 
 def _agree_on_plan(digest: str, folder: str, told: dict[str, Any]) -> int:
-    """Check that all ranks have the same plan and arguments; return how many threads this rank reads with.
+    """Check that all ranks have the same plan and arguments; the number of threads for this rank's reads.
 
     Args:
         digest: This rank's ``LoadPlan.digest``.

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from fsdp_sft.weights.resolve import Checkpoint
 
-# How tied weights are compared before loading: small ones whole, of others so many rows.
+# Tied weights are compared before loading: small ones whole, larger ones in _PROBES rows.
 _SMALL_BYTES = 1 << 20
 _PROBES = 64
 
@@ -64,8 +64,8 @@ def build_meta_model(
         attn_implementation: Attention implementation, such as ``"sdpa"`` or ``"flash_attention_2"``; None is
             transformers' choice.
         trust_remote_code: Whether a class that the checkpoint brings along may be imported and run.
-        allow_pickle: See ``load_weights``. Here it says whether a ``pytorch_model.bin`` may be opened to find
-            out whether tied weights differ.
+        allow_pickle: Whether a ``pytorch_model.bin`` may be opened to find out whether tied weights differ;
+            see ``load_weights``.
         new_vocab_size: Number of tokens for which the embedding and the head are to have rows. Rows are added
             and never taken away: None, and a number for which the checkpoint has rows already, keep the
             checkpoint's, spare rows included. ``load_weights`` sets each new row to the mean of the old ones,
@@ -80,6 +80,7 @@ def build_meta_model(
         CheckpointFormatError: If the config names no class that can be built, or describes a quantised model.
         TypeError: If the config does not have a field of ``config_overrides``.
         VocabularyError: If rows cannot be added for ``new_vocab_size`` tokens.
+        ValueError: If ``new_vocab_size`` is not a positive integer.
 
     Example:
         >>> model = fs.build_meta_model(path, attention_dropout=0.1)
@@ -114,8 +115,8 @@ def meta_model(
 ) -> "PreTrainedModel":
     """``build_meta_model`` with the fields of the config in a mapping, so that they can have any name.
 
-    What the model says that it comes from is ``called``, or else ``name_or_path``; of a prepared base it is
-    what was prepared.
+    The model's ``name_or_path`` becomes ``called``, or the argument if that is None; for a prepared base it
+    is what was prepared.
     """
     check_dtypes(dtype=dtype)
     if config_overrides is not None and not isinstance(config_overrides, Mapping):
@@ -164,7 +165,7 @@ def _set_requires_grad(model: nn.Module) -> None:
 def _class_and_config(
     name: str, revision: str | None, attention: str | None, remote: bool, overrides: dict[str, Any]
 ) -> tuple[Any, Any]:
-    """The class of the model and its config, with the overrides in it."""
+    """Class and config of the model, with the overrides applied."""
     import transformers
 
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": remote}
@@ -290,9 +291,9 @@ def _tie(model: nn.Module, folder: Path, allow_pickle: bool) -> None:
 
 
 def _differ(checkpoint: "Checkpoint", target: str, source: str) -> bool:
-    """Whether two tensors of a checkpoint differ, as rows of them show that are spread over both.
+    """Whether two tensors of a checkpoint differ; of large ones, rows spread over both are compared.
 
-    Tensors that differ elsewhere are found when the weights are loaded, which compares every element.
+    Loading the weights compares every element.
     """
     first, second = (checkpoint.sources.get(name) for name in (target, source))
     if first is None or second is None:

@@ -1,4 +1,4 @@
-"""The plan of a load: what to read for each parameter and buffer, worked out from the headers alone."""
+"""The plan of a load, from the headers alone: what to read for each parameter and buffer."""
 
 import hashlib
 from collections.abc import Mapping
@@ -123,7 +123,7 @@ class LoadPlan:
         hashed = hashlib.sha256(repr(list(checkpoint.file_bytes.values())).encode())
         numbers = {
             file: number for number, file in enumerate(checkpoint.file_bytes)
-        }  # paths are a node's own
+        }  # paths differ between nodes
         for key, tensor in sorted(checkpoint.sources.items()):
             runs = [(numbers[run.file], run.start, run.num_bytes) for run in tensor.all_runs()]
             hashed.update(repr((key, tensor.entry, runs)).encode())
@@ -137,7 +137,7 @@ class LoadPlan:
 def make_plan(
     model: nn.Module, checkpoint: Checkpoint, *, missing: str = "error", unexpected: str = "error"
 ) -> LoadPlan:
-    """Work out from the headers what each parameter and buffer of ``model`` is read from.
+    """Plan, from the headers, what each parameter and buffer of ``model`` is read from.
 
     Args:
         model: The model, on the meta device or not, sharded or not. Only its names, shapes and ties count.
@@ -243,7 +243,7 @@ def _converted(
         try:
             return run(lambda key: _traced(checkpoint, key))
         except UntraceableError:
-            # Zeros, not meta tensors: code that computes may look at values or use CPU tensors of its own.
+            # Zeros, not meta tensors: code that computes may look at values or combine them with CPU tensors.
             return {name: tensor.to("meta") for name, tensor in run(zeros).items()}
     except Exception as error:
         keys = [key for values in sources.values() for key in values]
@@ -293,7 +293,7 @@ def _is_readable(piece: Piece, checkpoint: Checkpoint) -> bool:
         return True
     if [step for _, step in dims] != sorted((step for _, step in dims), reverse=True):
         return False  # transposed: each row of the shard takes elements from all over the source
-    run = 1  # elements in a row, without a gap, from the innermost dimension outwards
+    run = 1  # contiguous elements, counted from the innermost dimension outwards
     for size, step in reversed(dims):
         if step != run:
             break

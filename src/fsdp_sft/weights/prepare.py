@@ -58,14 +58,14 @@ def prepare_base(
 ) -> Path:
     """Load a checkpoint once and keep it converted and cast, for ``load_prepared`` to read.
 
-    If a prepared model of the same source, dtype and format is there already, its folder is returned at once.
-    Any number of jobs may call this at the same time: one prepares and the others wait for it. If that job
-    dies, another one takes its place. A folder appears under its name only when it is complete.
+    If a model prepared from the same source, dtype and format exists, its folder is returned at once. Any
+    number of jobs may call this at the same time: one prepares and the others wait for it. If that job dies,
+    another one takes its place. A folder appears under its name only when it is complete.
 
-    The name of the folder contains a digest. It covers the source's configuration; of each weight file the
-    name, and either the Hub's checksum or the size, the time of the last change and samples of the contents;
-    and the versions of torch and transformers, which decide what a checkpoint becomes. A source that is
-    changed in place is therefore prepared anew, and so is every source after an upgrade.
+    The folder's name contains a digest of the options that change the result; of the source's configuration;
+    of each weight file's name and either the Hub's checksum or size, modification time and samples of the
+    contents; and of the versions of torch and transformers. So a source that is changed in place is prepared
+    anew, and so is every source after an upgrade.
 
     Args:
         name_or_path: A folder, or a Hub id.
@@ -87,6 +87,7 @@ def prepare_base(
     Raises:
         CheckpointFormatError: If the source is damaged, unsafe or does not fit.
         CheckpointError: If ranks do not share the file system.
+        UnstorableStateError: If a module has extra state, or makes tensors for its state dict.
         OSError: If writing fails on any rank; nothing is left behind.
 
     Collective: all ranks of the mesh, which are all ranks of the job.
@@ -165,10 +166,10 @@ def load_prepared(
     trust_remote_code: bool = False,
     reshard_after_forward: bool | int = True,
 ) -> "PreTrainedModel":
-    """Build a prepared model, shard it and read its shards. Bit for bit the result of ``load_pretrained``.
+    """Build a prepared model, shard it and read its shards: bitwise the result of ``load_pretrained``.
 
-    What it does not take, ``build_meta_model``, ``add_adapters``, ``apply_sac``, ``shard_model`` and
-    ``load_weights`` do, with the prepared folder in place of the checkpoint.
+    For other options call ``build_meta_model``, ``add_adapters``, ``apply_sac``, ``shard_model`` and
+    ``load_weights``, with the prepared folder as the checkpoint.
 
     Args:
         path: Folder that ``prepare_base`` returned.
@@ -265,11 +266,11 @@ def _write(model: Any, source: Path, base: PreparedBase) -> None:
         write_folder(target, content)
     except Exception:
         if not share(this_rank() == 0 and _is_sound(target)):
-            raise  # otherwise another job, which took this one for dead, has made the folder first
+            raise  # if sound, another job, which took this one for dead, has made the folder first
 
 
 def _plain_tensors(model: Any) -> ModelTensors:
-    """The model's tensors; a model whose modules make state of their own for a state dict is refused."""
+    """The model's tensors; refuses a model whose modules make extra state for a state dict."""
     content = model_tensors(model)
     if content.made or content.extra:
         raise UnstorableStateError(

@@ -36,7 +36,7 @@ def open_prepared(base: PreparedBase, *, verify: bool) -> Manifest:
 
     Args:
         base: The prepared base.
-        verify: Whether to compare every file's checksum; else names, sizes and headers are compared alone.
+        verify: Whether to compare every file's checksum. False compares names, sizes and headers only.
 
     Raises:
         CheckpointCorruptError: If a file is damaged.
@@ -128,7 +128,7 @@ def _stored(model: Any, base: PreparedBase, manifest: Manifest) -> dict[str, Sto
 
 
 def _planned(model: Any, folder: Path, stored: Mapping[str, StoredTensor], plan: LoadPlan) -> Checkpoint:
-    """Add the stored tensors to a plan, each with the parts that this rank needs; where these parts lie."""
+    """Add to a plan the parts of the stored tensors that this rank needs; where these parts lie."""
     files, tensors = StoredFolder(folder), named_tensors(model)
     sources: dict[str, Stored] = {}
     for name, entry in stored.items():

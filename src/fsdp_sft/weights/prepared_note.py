@@ -1,4 +1,4 @@
-"""What marks a folder as a prepared base, and says how it was made."""
+"""The note that marks a folder as a prepared base, and says how it was made."""
 
 import json
 from dataclasses import dataclass
@@ -16,14 +16,14 @@ NOTE_NAME = "prepared.json"  # below settings/
 
 @dataclass(frozen=True)
 class PreparedBase:
-    """What ``prepare_base`` notes of a model beside its tensors.
+    """What ``prepare_base`` records of a model besides its tensors.
 
     Attributes:
         folder: The prepared folder.
         name: Folder or Hub id that was prepared.
-        dtype: Dtype of its parameters; those that a class keeps in float32 aside.
-        source_keys: Names in the checkpoint that was prepared. They say which conversions it has gone
-            through, which an export runs backwards.
+        dtype: Dtype of its parameters, except those that the class keeps in float32.
+        source_keys: Names in the checkpoint that was prepared, which show the conversions that an export has
+            to reverse.
     """
 
     folder: Path
@@ -37,7 +37,7 @@ class PreparedBase:
         return self.folder / "settings"
 
     def note(self) -> bytes:
-        """The content of the file from which ``prepared_at`` reads all this."""
+        """Content of the note, which ``prepared_at`` reads."""
         dtype = str(self.dtype).removeprefix("torch.")
         return dumps(
             {"version": FORMAT_VERSION, "name": self.name, "dtype": dtype, "source_keys": self.source_keys}
@@ -45,7 +45,7 @@ class PreparedBase:
 
 
 def prepared_at(folder: Path) -> PreparedBase | None:
-    """The prepared base in a folder; None if the folder is of another kind.
+    """The prepared base in a folder; None if there is none.
 
     Raises:
         CheckpointCorruptError: If its note is damaged.

@@ -44,7 +44,7 @@ def load_pretrained(
     """Build a checkpoint's model on the meta device, prepare its blocks, shard it, and load it.
 
     It calls ``build_meta_model``, ``add_adapters``, ``apply_sac``, ``compile_blocks``, ``shard_model`` and
-    ``load_weights``, in this order. What it does not take, these do: call them in its place.
+    ``load_weights``, in this order. Call these yourself for options that it does not take.
 
     Args:
         name_or_path: A folder, or a Hub id.
@@ -121,9 +121,9 @@ def sharded_model(
     trust_remote_code: bool,
     reshard_after_forward: bool | int,
 ) -> Any:
-    """The model of a folder, sharded and still without memory, for the keywords of ``load_pretrained``.
+    """A folder's model, sharded and on the meta device, for the keywords of ``load_pretrained``.
 
-    Its place is ``folder``, and what the model calls it is ``called``, as in ``meta_model``.
+    ``called`` is the name that the model keeps of its source; see ``meta_model``.
 
     Collective: all ranks.
     """

@@ -1,6 +1,6 @@
 """Where each element of a converted tensor comes from, found by running the conversion without data.
 
-transformers often lays parameters out otherwise than the checkpoint does: it stacks experts, joins
+transformers often lays parameters out differently from the checkpoint: it stacks experts, joins
 projections, splits a fused one. A rank that needs only its shard of the result has to know which bytes of
 which stored tensors the shard is made of.
 
@@ -81,7 +81,7 @@ class UntraceableError(RuntimeError):
 
 
 def source(key: str, shape: Ints, dtype: torch.dtype, stride: Ints | None = None) -> "Traced":
-    """A whole tensor of the checkpoint, as a traced tensor of one piece; row-major without strides."""
+    """A whole tensor of the checkpoint, as a traced tensor of one piece; row-major if ``stride`` is None."""
     stride = stride or contiguous_strides(shape)
     return Traced(shape, dtype, [Piece((0,) * len(shape), shape, key, 0, stride)])
 
@@ -122,8 +122,8 @@ def _like(tensor: Traced, shape: Sequence[int], pieces: list[Piece]) -> Traced:
     return Traced(tuple(shape), tensor.dtype, pieces)
 
 
-# What follows is one function for each operation of torch that moves elements, with the operation's own
-# arguments. `_HANDLERS`, at the end of the file, says which function stands for which operation.
+# One function for each torch operation that moves elements, with the operation's arguments; see `_HANDLERS`
+# at the end of the file.
 
 
 def _same(tensor: Traced, *_: Any, **__: Any) -> Traced:
@@ -334,7 +334,7 @@ def _flattened(box: list[tuple[int, int, int]], shape: list[int]) -> list[tuple[
             # One index of this dimension: every line moves there, none is added.
             lines = [(o, start * inner + s, n, t) for o, s, n, t in lines]
         elif whole and (inner == 1 or stride == lines[0][3] * inner):
-            # The next index goes on in the source where the line ends, so the line only becomes longer.
+            # The next index continues in the source where the line ends, so the line only becomes longer.
             lines = [(0, start * inner, size * inner, stride if inner == 1 else lines[0][3])]
         else:
             # Gaps in the target or jumps in the source: one copy of the lines for each index.

@@ -41,7 +41,7 @@ class Checkpoint:
 
 
 def find_manifest(folder: Path, variant: str | None = None, *, allow_pickle: bool = False) -> str:
-    """Name of the file that says what the checkpoint is: the only weight file, or the index of several.
+    """Name of a checkpoint's only weight file, or of the index of several.
 
     As in transformers, safetensors are preferred to pickles, and a single file to an index.
 
@@ -73,7 +73,7 @@ def find_manifest(folder: Path, variant: str | None = None, *, allow_pickle: boo
 
 
 def told_of_adapter(name: str | os.PathLike[str], settings: Path) -> str:
-    """What to do with a folder that holds an adapter of peft, which ``from_pretrained`` would apply.
+    """Advice, for an error, on a folder with a peft adapter, which ``from_pretrained`` would apply.
 
     Args:
         name: The folder, or a Hub id.
@@ -99,7 +99,7 @@ def told_of_adapter(name: str | os.PathLike[str], settings: Path) -> str:
 
 
 def weight_file_names(folder: Path, variant: str | None = None, *, allow_pickle: bool = False) -> list[str]:
-    """Names of the files that hold a checkpoint's tensors. Nothing else in the folder is looked at.
+    """Names of the files that hold a checkpoint's tensors; other weight files in the folder do not count.
 
     Args:
         folder: Folder of the checkpoint.
@@ -115,7 +115,7 @@ def weight_file_names(folder: Path, variant: str | None = None, *, allow_pickle:
 
 
 def with_variant(name: str, variant: str | None) -> str:
-    """A file name with the variant before its ending, in transformers' way."""
+    """A file name with the variant before its ending, as in transformers."""
     if variant is None:
         return name
     if not variant or any(character in variant for character in "/\\"):
@@ -166,7 +166,7 @@ def open_checkpoint(folder: Path, variant: str | None = None, *, allow_pickle: b
     Args:
         folder: A checkpoint's own folder, or a snapshot in the Hub's cache.
         variant: See ``find_manifest``.
-        allow_pickle: See ``find_manifest``. Nothing that a pickle wants to call is called.
+        allow_pickle: See ``find_manifest``. No code in a pickle is run.
 
     Raises:
         CheckpointFormatError: If a file is missing, damaged or outside the folder, or the index assigns a

@@ -1,4 +1,4 @@
-"""Room for more tokens than the checkpoint has: a model with more rows, and the values of the new rows."""
+"""Adding tokens: a model with more rows than the checkpoint, and the values of the new rows."""
 
 import copy
 from collections.abc import Mapping

@@ -74,7 +74,7 @@ class _Unpickler(pickle.Unpickler):
     """
 
     def find_class(self, module: str, name: str) -> Any:
-        """A stand-in for each of the few names that such metadata uses; any other name is refused."""
+        """A stand-in for each of the few names that such metadata uses; refuses any other name."""
         if (module, name) in _RECORDS:
             return type(name, (_Record,), {})
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
@@ -145,7 +145,7 @@ class DcpFolder:
         return ForeignTensor(shape, dtype, partial(self._read, key, boxes, dtype))
 
     def _read(self, key: str, boxes: list[Box], dtype: torch.dtype, wanted: Box) -> torch.Tensor:
-        """A box of a tensor, from those of its parts that have something in common with the box."""
+        """A box of a tensor, read from the parts that intersect it."""
         out = torch.empty(wanted.shape, dtype=dtype)
         for box in boxes:
             common = box.intersect(wanted)

@@ -1,4 +1,4 @@
-"""The names that other tools give to the parameters of Llama 3 and Qwen 3, and their order of rows.
+"""Other tools' names for the parameters of Llama 3 and Qwen 3, and their order of rows.
 
 Llama's own rotary embedding rotates neighbouring rows of a head together (0 with 1, 2 with 3, ...). That of
 Hugging Face rotates a row of the head's first half with one of the second (of n rows, 0 with n / 2, 1 with

@@ -41,7 +41,7 @@ def open_foreign(source: Path, kind: str, *, allow_pickle: bool) -> ForeignCheck
 
     Raises:
         CheckpointNotFoundError: If there is no such checkpoint.
-        CheckpointFormatError: If it is a pickle, which may not be read, or holds objects.
+        CheckpointFormatError: If it is a pickle and ``allow_pickle`` is False, or holds objects.
         CheckpointCorruptError: If it is damaged.
     """
     places = {
@@ -79,7 +79,7 @@ def _check_groups(groups: list[Any]) -> None:
 
 
 def _accelerate(source: Path) -> ForeignCheckpoint:
-    """A checkpoint with sharded state dicts, of Accelerate or Trainer: a folder each, model and optimizer."""
+    """Sharded state dicts of Accelerate or Trainer: one folder for the model and one for the optimizer."""
     folder = DcpFolder(source / _SHARDED)
     states: dict[tuple[str, str], Any] = {}
     groups: list[dict[str, Any]] = []
@@ -117,7 +117,7 @@ def _one_folder(source: Path) -> ForeignCheckpoint:
 
 
 def _full(source: Path) -> ForeignCheckpoint:
-    """A checkpoint of Accelerate or Trainer with full state dicts: model and optimizer in a file each."""
+    """Full state dicts of Accelerate or Trainer: one file for the model and one for the optimizer."""
     saved_model = _loaded(source / _FULL)
     model = {str(name): _in_memory(t) for name, t in saved_model.items() if isinstance(t, torch.Tensor)}
     others = tuple(str(name) for name, value in saved_model.items() if not isinstance(value, torch.Tensor))
@@ -132,7 +132,7 @@ def _full(source: Path) -> ForeignCheckpoint:
 
 
 def _loaded(path: Path) -> Mapping[str, Any]:
-    """The dict in a ``torch.save`` file, whose tensors are mapped and not read yet."""
+    """The dict in a ``torch.save`` file, with its tensors memory-mapped and not read yet."""
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:

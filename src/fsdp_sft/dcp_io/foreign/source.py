@@ -66,7 +66,7 @@ def split_optimizer(
 
     Args:
         keys: Stored entries by name: ``state.<parameter>.<state>``, and ``param_groups.<number>.<option>``
-            or, where each parameter has options of its own, ``param_groups.<parameter>.<option>``.
+            or, where options are stored by parameter, ``param_groups.<parameter>.<option>``.
         value: Function that returns the value of an option by its name.
 
     Returns:
