@@ -1,4 +1,4 @@
-"""From chat rows to input_ids and labels: which tokens are trained, truncation, padding, and pictures of it.
+"""Turn chat rows into input_ids and labels, pad them to batches, and show which tokens are trained.
 
 Labels are aligned with input_ids, as in Hugging Face; the shift by one happens once, in the loss.
 """

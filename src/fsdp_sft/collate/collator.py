@@ -1,4 +1,4 @@
-"""From rows to padded batches."""
+"""Collate rows into padded batches."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 class SFTCollator:
     """Turns rows into a padded batch; for the `collate_fn` of a DataLoader.
 
-    Padding is masked by the length of the row and never by token id, since the end-of-sequence token is often
-    the padding token. Every row is kept, even one without a target; `filter_rows` removes those beforehand.
+    Padding is masked by row length and never by token id, since the end-of-sequence token is often the
+    padding token. Rows without a target are kept; `filter_rows` removes them beforehand.
 
     Args:
         tokenizer: A fast tokenizer with a padding token.
@@ -35,11 +35,10 @@ class SFTCollator:
         padding_side: "right" or "left".
         pad_to_multiple_of: Rounds the padded length up to a multiple, beyond max_length if need be.
         on_dropped: What to do if the template does not print a text of a trained message: "error" raises,
-            "count" and "ignore" are the same here and keep the row. None does what the last `filter_rows` of
-            this process was told for this tokenizer, so that a row which it kept cannot end an epoch; without
-            such a call it is "error".
-        vocab_size: Number of ids that the model has embeddings for, such as `model.config.vocab_size`; a row
-            with any other id raises. None leaves that check to `train_step`.
+            "count" and "ignore" both keep the row. None takes the value of the last `filter_rows` with this
+            tokenizer in this process, so that no row that it kept raises; without such a call, "error".
+        vocab_size: Number of embeddings of the model, such as `model.config.vocab_size`; a row with an id
+            outside of them raises. None leaves that check to `train_step`.
         **options: Further options of `encode_chat`.
 
     Raises:
@@ -92,7 +91,7 @@ class SFTCollator:
         )
 
     def __call__(self, rows: Sequence[Mapping[str, Any] | EncodedChat]) -> dict[str, torch.Tensor]:
-        """Encode the rows that are not encoded yet, and pad.
+        """Encode the chat rows, and pad all rows.
 
         Args:
             rows: B chat rows, rows with input_ids and labels, or `EncodedChat`s.
@@ -138,7 +137,7 @@ class SFTCollator:
     def _pad(
         self, rows: Sequence[Sequence[float]], length: int, filler: float, code: str = "q"
     ) -> torch.Tensor:
-        """Rows as one tensor ``(B, length)``, filled up with ``filler`` on the padding side."""
+        """Rows as one tensor ``(B, length)``, padded with ``filler`` on ``padding_side``."""
         # Through one buffer, since torch.tensor(lists) converts item by item and takes several times as long.
         flat: array[Any] = array(code)
         for row in rows:

@@ -1,4 +1,4 @@
-"""From a chat row to input_ids and labels: which tokens are trained, and truncation."""
+"""Encode chat rows as input_ids and labels, and truncate them."""
 
 from __future__ import annotations
 
@@ -33,8 +33,7 @@ class EncodedChat:
     Attributes:
         input_ids: Token ids of the whole conversation, (S,).
         labels: The same ids where trained and -100 elsewhere, (S,), not shifted.
-        loss_weights: Factor of each label's loss, (S,), if messages have weights other than 0 and 1; else
-            None.
+        loss_weights: Factor of each label's loss, (S,); None if all are 0 or 1.
         notes: Remarks on the row: names of `fsdp_sft.collate.NOTES`.
 
     Example:
@@ -50,7 +49,7 @@ class EncodedChat:
 
     @property
     def num_targets(self) -> int:
-        """Trained positions after the shift; the first token has none before it to be predicted from."""
+        """Targets after the shift; the first token is never one, since no token precedes it."""
         if not self.labels:
             return 0
         # list.count, since a generator over the labels would take as long as rendering the template.
@@ -83,19 +82,19 @@ def encode_chat(
     Args:
         row: `messages`, `conversations` (ShareGPT), `instruction`/`output` (Alpaca), `prompt`/`completion`
             (two texts, or two lists of messages of which the first is not trained), or
-            `input_ids`/`labels`, which pass through with truncation only. `tools` may be a list or JSON.
-            Nulls with which an Arrow table fills up calls and tools are removed, others stay.
-            `chat_template_kwargs` are the row's own variables for the template.
-            `train`, `weight` or `loss_weight` of 0 switches a message off; 1 leaves it to `train_on`; any
-            other number above 0 is the factor of the loss of its tokens. A part of a content that is text or
-            reasoning may have a weight too, which multiplies that of its message.
+            `input_ids`/`labels`, which are only truncated. `tools` may be a list or JSON. Nulls with which an
+            Arrow table fills calls and tools are removed, others stay. `chat_template_kwargs` are the row's
+            own variables for the template. A message with `train`, `weight` or `loss_weight` of 0 is not
+            trained; 1 leaves it to `train_on`; any other number above 0 is the factor of the loss of its
+            tokens. A part of a content that is text or reasoning may have a weight too, which multiplies that
+            of its message.
         tokenizer: A fast tokenizer.
         train_on: "assistant": every assistant turn, with its tool calls but not their results; "last": the
             last assistant turn; "all": every token; or a set of roles, of which all but the assistant's are
             trained without the white space in front of their texts.
         train_eot: Whether the end-of-turn token is trained.
-        train_reasoning: Whether reasoning is trained, with the tags around it. What a template prints where
-            there is no reasoning, such as an empty think block, is trained either way.
+        train_reasoning: Whether reasoning is trained, with the tags around it. What a template prints in its
+            absence, such as an empty think block, is always trained.
         max_length: Most tokens to keep; None keeps all.
         truncation: "right" drops the end, "left" the beginning, "error" raises.
         chat_template: Template to use instead of the tokenizer's.
@@ -151,7 +150,7 @@ def encode_row(
 def encode_rows(
     rows: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, options: EncodeOptions
 ) -> list[EncodedChat]:
-    """`encode_row` of several rows, tokenised in one call, so that the tokenizer can use several cores."""
+    """`encode_row` for several rows, tokenised in one call, which can use several cores."""
     encoded: dict[int, EncodedChat] = {}
     rendered: dict[int, _Rendering] = {}
     templates: dict[Any, ChatTemplate] = {}
@@ -176,17 +175,17 @@ def encode_rows(
 
 @dataclass(slots=True)
 class _Rendering:
-    """The text of a conversation, and the turns on which labels depend. Spans are [start, end) of the text.
+    """A rendered conversation and what its labels depend on. Spans are characters [start, end) of the text.
 
     Attributes:
         text: The conversation as the template prints it.
-        turns: Turns that are trained; with `all_else`, turns whose weight is not 1.
+        turns: Turns that are trained; with `all_else`, those in which a weight is not 1.
         all_else: Whether everything but `turns` is trained with weight 1, as with train_on="all".
         weights: Weight of each message.
-        weighed: Span of each part with a weight of its own, and the weight.
+        weighed: Span of each part whose weight is not 1, and the weight.
         notes: Names of `NOTES`.
         answers: Span of each trained answer.
-        starts: First character of each turn of the assistant that is trained.
+        starts: First trained character of each assistant message that is trained.
     """
 
     text: str
@@ -248,7 +247,7 @@ def _template(
     options: EncodeOptions,
     templates: dict[Any, ChatTemplate],
 ) -> ChatTemplate:
-    """The chat template for a conversation, made once for all rows that need the same one."""
+    """The chat template of a conversation; rows with equal variables share one."""
     if not getattr(tokenizer, "is_fast", False):  # MistralCommonBackend has no such attribute
         raise ValueError(
             f"{describe_tokenizer(tokenizer)} gives no character offsets, which labels need; load the fast "
@@ -256,7 +255,7 @@ def _template(
             "transformers.integrations.mistral.convert_tekken_tokenizer"
         )
     kwargs = {**(options.chat_template_kwargs or {}), **conversation.template_kwargs}
-    # Whether there are tools is part of the key, since some tokenizers have a second template for them.
+    # Some tokenizers have a second template for conversations with tools.
     variables = json.dumps(kwargs, default=repr) if kwargs else ""
     key = (conversation.tools is not None, conversation.thinks_in_parts, variables)
     if key not in templates:
@@ -299,10 +298,8 @@ def _labels(tokens: Tokens, rendering: _Rendering, train_eot: bool) -> tuple[lis
     Returns:
         (the id of each trained token and -100 elsewhere, (S,); weights, (S,), or None if all are 0 or 1).
     """
-    # From characters to tokens: a token belongs to the turn in which its first character lies. So a turn is
-    # the tokens from the first that starts at turn.start or later up to the first that starts at turn.end or
-    # later. A token that begins before the turn and reaches into it is not trained: the model would have to
-    # predict a part of the prompt with it.
+    # A token belongs to the turn in which its first character lies. One that begins before the turn and
+    # reaches into it is not trained: the model would have to predict a part of the prompt with it.
     ids, all_else = tokens.ids, rendering.all_else
     labels = list(ids) if all_else else [IGNORE_INDEX] * len(ids)
     of_turns = (rendering.weights[turn.message] for turn in rendering.turns)
@@ -331,7 +328,7 @@ def _labels(tokens: Tokens, rendering: _Rendering, train_eot: bool) -> tuple[lis
 
 
 def _loses_an_answer(tokens: Tokens, rendering: _Rendering, options: EncodeOptions) -> bool:
-    """Whether some answer lies entirely in the tokens that `truncate` will cut off."""
+    """Whether `truncate` will cut off an entire answer."""
     limit, length = options.max_length, len(tokens.ids)
     if limit is None or length <= limit:
         return False
@@ -355,7 +352,7 @@ def _kept_length(tokens: Tokens, options: EncodeOptions) -> int:
 
 
 def truncate(chat: EncodedChat, options: EncodeOptions) -> EncodedChat:
-    """Cut a chat to `max_length`, or refuse it, as the options say.
+    """Cut a chat to `max_length`, or refuse it, as `truncation` says.
 
     Raises:
         TooLongError: For a chat over max_length with truncation="error".

@@ -44,12 +44,12 @@ REFUSALS = {
 class FilterCounts(dict[str, int]):
     """Numbers of rows by outcome: a dict of "kept" and of the reasons and notes that occur.
 
-    The counts of "kept" and of the reasons in `fsdp_sft.collate.REFUSALS` add up to the number of rows. The
-    notes in `fsdp_sft.collate.NOTES` are about rows that were kept, and are counted besides.
+    "kept" and the reasons in `fsdp_sft.collate.REFUSALS` add up to the number of rows. The notes in
+    `fsdp_sft.collate.NOTES` are about kept rows, and are counted in addition.
 
     Attributes:
-        indices: Indices of the rows with each reason or note, by its name.
-        examples: Descriptions of the first 20 of them by its name, such as "row 7: what is wrong with it".
+        indices: Indices of the rows, by reason or note.
+        examples: Descriptions of the first 20 rows, by reason or note, such as "row 7: what is wrong".
 
     Example:
         >>> broken = {"messages": []}
@@ -93,7 +93,7 @@ class FilterCounts(dict[str, int]):
                 mine.append(f"row {first + int(place)}: {rest}")
 
     def add(self, reason: str, index: int, text: str = "") -> None:
-        """Count a row under a reason or note; ``text`` is its example, unless that is empty."""
+        """Count a row under a reason or note, with ``text`` as its example if that is not empty."""
         self[reason] = self.get(reason, 0) + 1
         if reason == "kept":
             return
@@ -104,10 +104,10 @@ class FilterCounts(dict[str, int]):
 
 
 def warn_of_notes(counts: FilterCounts, names: Iterable[str]) -> None:
-    """Warn of each of the notes `names` that was counted; of some for over half of the kept rows only."""
+    """Warn of the notes `names` that were counted; of some only if over half of the kept rows have them."""
     for name in names:
-        # Some templates end answers only where a question follows, and some answers begin with white space
-        # that any tokenizer joins with that of a prompt: a few such rows do no harm.
+        # A few such rows do no harm: some templates end answers only if a question follows, and some answers
+        # begin with white space that any tokenizer joins with the prompt's.
         is_common = name in ("no_end_of_turn", "start_in_a_token")
         if counts.get(name, 0) > (counts["kept"] / 2 if is_common else 0):
             warn_caller(
@@ -117,7 +117,7 @@ def warn_of_notes(counts: FilterCounts, names: Iterable[str]) -> None:
 
 def let_pass(tokenizer: PreTrainedTokenizerBase) -> str:
     """``on_dropped`` of the last `filter_rows` with this tokenizer; "error" if there was none."""
-    with suppress(TypeError):  # a tokenizer of the caller's own that cannot be weakly referenced or hashed
+    with suppress(TypeError):  # for a tokenizer that cannot be weakly referenced or hashed
         return _LET_PASS.get(tokenizer, "error")
     return "error"
 
@@ -141,14 +141,14 @@ def filter_rows(
         tokenizer: A fast tokenizer.
         max_length: Most tokens to keep; None keeps all.
         on_error: What to do with a row that `encode_chat` would refuse: "raise", or drop and "count" it.
-        on_dropped: What to do with a row of whose answers the template does not print every text: "error"
-            treats it as a refused row, "count" keeps and counts it, "ignore" keeps it.
+        on_dropped: What to do with a row if the template leaves out a text of an answer: "error" treats it as
+            a refused row, "count" keeps and counts it, "ignore" keeps it.
         **options: Further options of `encode_chat`; give the same to the collator.
 
     Returns:
-        (the rows that have a target after truncation and shift, as they were given; a `FilterCounts`). If in
-        more than half of the rows nothing teaches the model to stop, or a token holds the beginning of an
-        answer and the end of its prompt, a warning says so.
+        (the rows that have a target after truncation and shift, unchanged; a `FilterCounts`). A warning
+        reports the notes "end_of_answer_alone" and "longer_than_model" and, if more than half of the kept
+        rows have them, "no_end_of_turn" and "start_in_a_token".
 
     Raises:
         ValueError: For a malformed row, with its index, or if no row is left, with the counts.
@@ -186,7 +186,7 @@ def filter_rows(
 
 
 def check_template_for(row: Any, tokenizer: PreTrainedTokenizerBase, options: EncodeOptions) -> bool:
-    """Whether a row needs a chat template, which is checked then: without one no row would be encoded.
+    """Whether a row needs a chat template; if so, the template is checked.
 
     Raises:
         ChatTemplateError: If there is no template, or it does not parse.
@@ -227,7 +227,7 @@ def judge_row(
         whole = encode_row(row, tokenizer, options) if encoded is None else encoded
         chat = truncate(whole, options)
     except Exception as unexpected:
-        # A row may hold anything, so any exception is possible; whichever it is, the message has the index.
+        # A row may hold anything, so any exception is possible.
         error = unexpected
         if not isinstance(error, ValueError):
             error = ValueError(f"the row cannot be read: {type(unexpected).__name__}: {unexpected}")

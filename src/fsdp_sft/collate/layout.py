@@ -1,12 +1,11 @@
 """Where the texts of a conversation stand in its rendering, and which of them are not printed.
 
-A conversation is rendered with sentinels in place of its texts, and then the texts are put back. Only if that
-gives the true rendering, character for character, is it known which text stands where. `spans` opens with a
-worked example.
+A conversation is rendered with sentinels instead of its texts, and then the texts are put back. The places
+are known only if this gives the true rendering, character for character. `spans` opens with a worked example.
 
 A *leaf* is a text that gets one sentinel: a content, reasoning, or a string or number in the arguments of a
-tool call. A content with think tags in it has a leaf for each text between the tags. A *place* is the
-position of a leaf in the rendering.
+tool call. A content with think tags has a leaf for each text between the tags. A *place* is the position of a
+leaf in the rendering.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class _TextSlot:
         texts: The text as the row has it, and further forms in which a template may print it.
         in_call: Whether it belongs to a tool call.
         is_reasoning: Whether it is reasoning.
-        is_name: Whether it is the name of a function, which is a leaf where the call's arguments hold none.
+        is_name: Whether it is the name of a function, which is a leaf only if the call's arguments hold none.
     """
 
     message: int
@@ -84,7 +83,7 @@ class _TextSlot:
 
 @dataclass(slots=True)
 class _WeightedPart:
-    """A part of a message's text that has a weight of its own.
+    """A part of a message's text whose weight is not 1.
 
     Attributes:
         leaves: Numbers of its leaves.
@@ -162,9 +161,9 @@ class Layout:
         leaves: All leaves; a leaf's number is its index.
         places: Places of the printed leaves, in the order of the text.
         length: Characters of the rendering.
-        marked: The messages with sentinels in place of their texts.
+        marked: The messages with sentinels instead of their texts.
         numeric: Whether numbers, too, have sentinels in `marked`.
-        pieces: Parts of texts that have a weight of their own.
+        pieces: Parts of texts whose weight is not 1.
     """
 
     leaves: list[_TextSlot]
@@ -175,13 +174,13 @@ class Layout:
     pieces: list[_WeightedPart] = field(default_factory=list)
 
     def weighed(self, text: str) -> Iterator[tuple[int, int, float]]:
-        """Start, end and weight of each printed part that has a weight of its own."""
+        """Start, end and weight of each printed part whose weight is not 1."""
         for piece in self.pieces:
             mine = [number for number, place in enumerate(self.places) if place.leaf in piece.leaves]
             if not mine:
                 continue
-            # A part whose leaves follow each other is one span. Where the template prints something else
-            # between them, each leaf is a span of its own.
+            # A part whose leaves follow each other is one span. If the template prints another leaf between
+            # them, each is a separate span.
             runs = [mine] if mine[-1] - mine[0] + 1 == len(mine) else [[number] for number in mine]
             for run in runs:
                 start, end = self.places[run[0]].start, self.places[run[-1]].end
@@ -190,10 +189,10 @@ class Layout:
                 yield start, end, piece.weight
 
     def check(self, template: ChatTemplate, wanted: set[int]) -> None:
-        """Refuse a layout in which a wanted message is missing, printed twice, or interrupted by another.
+        """Check that each wanted message is printed once and in one piece.
 
         Raises:
-            ChatTemplateError: If one is.
+            ChatTemplateError: If one is missing, printed twice, or interrupted by another.
         """
         absent = self.absent(wanted)
         printed: set[int] = set()
@@ -230,20 +229,20 @@ class Layout:
                 yield Dropped(leaf.message, leaf.texts[0], leaf.part, is_past)
 
     def extents(self, wanted: set[int]) -> Iterator[MessageSpan]:
-        """The extent of each wanted message: first of those that are not printed, then in text order."""
+        """Positions of the wanted messages: first those not printed, then the others in text order."""
         printed = {place.message for place in self.places}
         for index in sorted(wanted - printed):
             floor = max((p.end for p in self.places if p.message < index), default=0)
             ceiling = min((p.start for p in self.places if p.message > index), default=self.length)
             yield MessageSpan(index, floor, None, ceiling)
-        # Join neighbouring places of one message into stretches. A message that the template prints in two
-        # separate pieces gets two of them, which `check` has refused for wanted messages.
+        # Join neighbouring places of one message into runs. A message printed in two pieces has two runs,
+        # which `check` refuses for wanted messages.
         found: list[_MessageRun] = []
         for place in self.places:
             start = found.pop().start if found and found[-1].message == place.message else place.start
             found.append(_MessageRun(place.message, start, place.end))
-        # The literal before a stretch reaches back to the end of the previous one, or to the start of the
-        # text; the literal behind it reaches to the start of the next one, or to the end of the text.
+        # The literal before a run begins at the end of the previous run, or with the text; the one behind it
+        # ends at the start of the next run, or at the end of the text.
         ends = [0, *(one.end for one in found)]
         starts = [*(one.start for one in found), self.length]
         for number, one in enumerate(found):
@@ -261,9 +260,9 @@ def lay_out(
 ) -> Layout:
     """Find the places of a conversation's texts in its rendering.
 
-    Some templates look at a content before they print it, so that a sentinel changes what stands around it.
-    Several ways of placing sentinels are therefore tried, and the first that reproduces the rendering is
-    taken: in the messages of all roles or of the assistant alone; in blank answers, in numbers, or not.
+    Some templates inspect a content before they print it, so that a sentinel changes the text around it. The
+    first choice of sentinels that reproduces the rendering is therefore taken: in the messages of all roles
+    or of the assistant alone, with or without blank answers and numbers.
 
     Args:
         template: The chat template.
@@ -274,7 +273,7 @@ def lay_out(
         part_weights: Weights of parts of texts.
 
     Raises:
-        ChatTemplateError: If none reproduces the rendering.
+        ChatTemplateError: If no choice reproduces the rendering.
     """
     everyone = frozenset(message["role"] for message in messages)
     roles_wanted = {messages[index]["role"] for index in wanted}
@@ -310,7 +309,7 @@ def _lay_out_once(
     blanks: bool,
     numbers: bool,
 ) -> Layout | None:
-    """The layout with sentinels in the messages of these roles; None if it does not hold.
+    """The layout with sentinels in the messages of `roles`; None if it does not reproduce the rendering.
 
     Args:
         template: The chat template.
@@ -319,7 +318,7 @@ def _lay_out_once(
         roles: Roles whose messages get sentinels.
         text: The true rendering.
         part_weights: Weights of parts of texts.
-        blanks: Whether answers of nothing but white space get a sentinel.
+        blanks: Whether answers of white space alone get a sentinel.
         numbers: Whether numbers in the arguments of calls get sentinels.
     """
     numbers = numbers and any("tool_calls" in message for message in messages)
@@ -335,7 +334,7 @@ def _lay_out_once(
     ]
     try:
         places = _align(template.skeleton(marked, tools), text, leaves, numeric=numbers)
-        if places is None:  # a template may print the date, and the remembered skeleton may be of yesterday
+        if places is None:  # a template may print the date, and the cached skeleton be of yesterday
             places = _align(template.skeleton(marked, tools, renew=True), text, leaves, numeric=numbers)
     except ChatTemplateError:
         return None
@@ -347,8 +346,7 @@ def _align(marked: str, text: str, leaves: Sequence[_TextSlot], *, numeric: bool
 
     None unless the result is `text`, character for character.
     """
-    # A literal is what the template itself prints between two sentinels. Literals and leaves alternate, so
-    # `position` walks through `text`: past a literal, then past the leaf in one of its spellings, and so on.
+    # A literal is what the template itself prints between two sentinels; literals and leaves alternate.
     (literal, *literals), numbers = split_at_sentinels(marked, numeric=numeric)
     if not text.startswith(literal):
         return None
@@ -374,12 +372,12 @@ def _align(marked: str, text: str, leaves: Sequence[_TextSlot], *, numeric: bool
 
 @dataclass(slots=True)
 class _Marker:
-    """Copies a message with sentinels in place of its texts, and notes the texts as leaves.
+    """Copies messages with sentinels instead of their texts, and collects the texts as leaves.
 
     Attributes:
         message: Index of the message.
         leaves: Leaves of the conversation so far; those of this message are appended.
-        pieces: Parts with a weight of their own so far; those of this message are appended.
+        pieces: Parts whose weight is not 1 so far; those of this message are appended.
         weights: (characters, weight) of each part of its texts, by the text's key.
         numbers: Whether numbers in the arguments of calls get sentinels as well.
     """
@@ -391,11 +389,11 @@ class _Marker:
     numbers: bool
 
     def mark(self, message: Message, *, blanks: bool) -> Message:
-        """The message with sentinels in place of its texts.
+        """The message with sentinels instead of its texts.
 
         Args:
-            message: The message, which is left as it is.
-            blanks: Whether an answer of nothing but white space gets a sentinel too.
+            message: The message, which is not modified.
+            blanks: Whether an answer of white space alone gets a sentinel too.
         """
         known, marked = len(self.leaves), dict(message)
         for key in (*REASONING_KEYS, "content"):
@@ -408,8 +406,8 @@ class _Marker:
             marked["tool_calls"] = [self._mark_call(call) for call in marked["tool_calls"]]
         if blanks and len(self.leaves) == known and message["role"] == "assistant":
             content, add = message["content"], self._adder()
-            # A template that strips the content would treat white space beside a sentinel differently from
-            # white space alone. So the sentinel takes its place, and each way of stripping it is a spelling.
+            # A template that strips the content treats white space beside a sentinel differently from white
+            # space alone. So the sentinel replaces it, and each way of stripping it is a spelling.
             stripped = (content, content.lstrip("\n"), content.rstrip("\n"), content.strip("\n"), "")
             marked["content"] = mark_text(content, add) if content.strip() else add(*dict.fromkeys(stripped))
         return marked
@@ -431,7 +429,7 @@ class _Marker:
             yield marked
 
     def _adder(self, **kind: bool) -> Callable[..., str]:
-        """A function that notes a leaf of this kind, given its spellings, and returns its sentinel."""
+        """A function that adds a leaf of this kind, given its spellings, and returns its sentinel."""
 
         def add(*texts: str) -> str:
             self.leaves.append(_TextSlot(self.message, texts, **{"in_call": False, **kind}))
@@ -440,7 +438,7 @@ class _Marker:
         return add
 
     def _mark_call(self, call: dict[str, Any]) -> dict[str, Any]:
-        """The call with sentinels in its arguments, or for its name if the arguments hold no text."""
+        """The call with sentinels in its arguments, or for its name if the arguments hold no leaf."""
         known = len(self.leaves)
         function = dict(call["function"])
         function["arguments"] = self._mark_argument(function["arguments"])
@@ -449,7 +447,7 @@ class _Marker:
         return {**call, "function": function}
 
     def _mark_argument(self, value: Any) -> Any:
-        """The argument with a sentinel for each string and, if asked, each number in it."""
+        """The argument with a sentinel for each string and, with ``numbers``, each number in it."""
         if isinstance(value, str):
             return mark_text(value, self._adder(in_call=True))
         if isinstance(value, dict):
@@ -465,8 +463,8 @@ class _Marker:
 def mark_text(text: str, add: Callable[..., str], pattern: re.Pattern[str] | None = None) -> str:
     """Replace each part of a text between matches of `pattern` by what `add` returns for it.
 
-    The matches themselves stay, and so does white space at the edges of a part: a template that strips it
-    then does so in both renderings.
+    Matches stay, and so does white space at the edges of a part, so that a template strips it in both
+    renderings.
     """
     parts = []
     for part in pattern.split(text) if pattern else [text]:
@@ -480,8 +478,8 @@ def mark_text(text: str, add: Callable[..., str], pattern: re.Pattern[str] | Non
 
 
 def _note_reasoning(marked: str, leaves: list[_TextSlot]) -> None:
-    """Note which leaves of a content stand inside of think tags."""
-    # A content that closes a think block which it has not opened begins inside of it: the prompt opened it.
+    """Mark the leaves of a content that are inside think tags as reasoning."""
+    # A content that closes a think block without opening it begins inside: the prompt has opened it.
     end = marked.find("</think>")
     inside = end >= 0 and not 0 <= marked.find("<think>") < end
     position = 0

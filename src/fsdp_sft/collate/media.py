@@ -1,4 +1,4 @@
-"""Images, videos and sounds in rows: refused by name, since the rest would be trained as text."""
+"""Refuse rows with images, videos or sounds, whose text would be trained without them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 from fsdp_sft.errors import MediaError
 
-# As LLaVA, LLaMA-Factory, ms-swift, TRL and the docs of datasets name them; in rows and in messages.
+# Keys of rows and messages, as LLaVA, LLaMA-Factory, ms-swift, TRL and the docs of datasets name them.
 _KEYS = ("image", "images", "video", "videos", "audio", "audios")
-# Of content parts, in OpenAI's and transformers' forms.
+# Types of content parts, in OpenAI's and transformers' formats.
 PARTS = (*_KEYS, "image_url", "video_url", "audio_url", "input_image", "input_audio")
-# What a processor adds to a tokenised row for the towers of a model.
+# Keys that a processor adds to a tokenised row, for the vision or audio encoder of a model.
 _OF_TOWERS = (
     "pixel_values",
     "pixel_values_videos",
@@ -26,10 +26,10 @@ _OF_TOWERS = (
 
 
 def refuse_media(row: Mapping[Any, Any], where: str = "the row") -> None:
-    """Raise for a row or a message that has an image, a video or a sound; empty ones are let pass.
+    """Refuse a row or message with an image, a video or a sound.
 
     Raises:
-        MediaError: If it has one.
+        MediaError: If it has one that is not empty.
     """
     found = [key for key in (*_KEYS, *_OF_TOWERS) if key in row and not _is_empty(row[key])]
     if found:
@@ -41,7 +41,7 @@ def refuse_media(row: Mapping[Any, Any], where: str = "the row") -> None:
 
 
 def _is_empty(value: Any) -> bool:
-    """Whether a value says that there is nothing, as each null of an Arrow table does."""
+    """Whether a value is null, False or blank, or holds nothing else, as in a row from an Arrow table."""
     if value is None or value is False:
         return True
     if isinstance(value, Mapping):

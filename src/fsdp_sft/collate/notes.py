@@ -1,4 +1,4 @@
-"""What is unusual about rows that are kept nevertheless: counted by name, with warnings about templates."""
+"""Notes on unusual rows that are kept, counted by name, and warnings about their templates."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ NOTES = {
     "(tokenizer.model_max_length); pass max_length=, or raise it if the model takes more",
     "answer_cut_off": "max_length leaves nothing of an answer",
 }
-"""Remarks on rows that are kept nevertheless, by their names in `FilterCounts`."""
+"""Remarks on rows that are kept, by their names in `FilterCounts`."""
 
 WARNED_OF_ROWS = ("no_end_of_turn", "start_in_a_token", "end_of_answer_alone", "longer_than_model")
-"""Notes of which a warning says how many rows have them."""
+"""Notes whose warning says how many rows have them."""
 
 WARNED_OF_TEMPLATES = ("end_of_turn_is_text", "prompt_differs", "no_generation_prompt", "context_dropped")
-"""Notes of which a warning is given where rows are encoded, once for the template."""
+"""Notes whose warning is given while rows are encoded, once for the template."""
 
 
 def notes_of(
@@ -93,7 +93,7 @@ def _on_dropped(found: Found, template: ChatTemplate, options: EncodeOptions) ->
 def _on_context(
     found: Found, template: ChatTemplate, conversation: Conversation, options: EncodeOptions
 ) -> Iterator[str]:
-    """The note on texts in front of answers that the template leaves out."""
+    """The note on texts of other roles that the template leaves out."""
     if found.context and options.on_dropped != "ignore":
         yield "context_dropped"
         role = conversation.messages[found.context[0].message]["role"]
@@ -105,7 +105,7 @@ def _on_context(
 
 
 def _on_prompts(found: Found, template: ChatTemplate, facts: TemplateFacts) -> Iterator[str]:
-    """Notes on generation prompts that are not in front of answers as they should be."""
+    """Notes on generation prompts that differ from the text in front of answers, or merge with answers."""
     if facts.prompt_merges:  # counted by tokens, as `start_in_a_token`
         _warn(
             template,
@@ -141,7 +141,7 @@ def _on_prompts(found: Found, template: ChatTemplate, facts: TemplateFacts) -> I
 
 
 def _on_ends(template: ChatTemplate, facts: TemplateFacts) -> Iterator[str]:
-    """The note on an end of answers that is no token."""
+    """The note on an end of turn that is no token."""
     if not facts.stop_is_token:
         yield "end_of_turn_is_text"
         warn_caller(

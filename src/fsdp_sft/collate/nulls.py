@@ -1,7 +1,7 @@
-"""Tell nulls that a row means from nulls with which an Arrow table fills up keys that the row does not have.
+"""Tell the nulls of a row from those with which an Arrow table fills keys that the row does not have.
 
-A column of structs in an Arrow table gives every struct the keys of all the others; keys that a struct did
-not have become null. Whether a row comes from such a table shows in the row itself:
+A column of structs in an Arrow table gives every struct the keys of all the others, with null for those that
+it did not have. Whether a row comes from such a table shows in the row itself:
 
 - Structs in one list that have different keys cannot come from a table.
 - A null where nobody writes one (a message's ``tool_calls``, a tool's ``type``) can only come from a table.
@@ -20,10 +20,10 @@ _NULL_IN_A_SCHEMA = ("default", "const")
 
 
 def without_fillers(row: dict[str, Any]) -> dict[str, Any]:
-    """The row without the nulls that a table has filled in, in the arguments of calls and in tools.
+    """The row without nulls from a table in the arguments of calls and in tools.
 
     Args:
-        row: A chat row of plain Python data, which is left as it is.
+        row: A chat row of plain Python data, which is not modified.
     """
     lists = [row[key] for key in _MESSAGE_LISTS if isinstance(row.get(key), list)]
     calls = [call for items in lists for call in _calls(items)]
@@ -53,7 +53,7 @@ def _calls(messages: list[Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _function(call: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The object with the name and the arguments or parameters, in either format of a call or tool."""
+    """The object with the name and the arguments or parameters: the inner one, or the call or tool itself."""
     inner = call.get("function")
     return inner if isinstance(inner, dict) else call
 
@@ -82,7 +82,7 @@ def _comes_from_a_table(lists: list[list[Any]], calls: list[Mapping[str, Any]], 
         return True
     names = {function.get("name") for function in functions}
     if len(names) > 1 and any(value is None for item in arguments for value in item.values()):
-        return True  # arguments of different functions have the same keys, which a table has given them
+        return True  # different functions have arguments with the same keys, which a table has given them
     return any(_has_impossible_null(tool) for tool in tools)
 
 
@@ -112,8 +112,7 @@ def _clean_call(call: Any, from_table: bool, known: dict[str, Any]) -> Any:
     if from_table:
         arguments = _stripped(arguments)
     elif function.get("name") in known:
-        # The row does not show that it comes from a table. But a null for a parameter that the tool's schema
-        # does not have can only have been filled in.
+        # A null for a parameter that the tool's schema does not have can only come from a table.
         names = known[function["name"]]
         arguments = {key: value for key, value in arguments.items() if value is not None or key in names}
     changed = {**function, "arguments": arguments}

@@ -1,4 +1,4 @@
-"""The options by which chat rows are encoded, and their checks."""
+"""Options of encoding chat rows, and their checks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recognise packs: several rows joined into one sequence, in which position_ids begin anew with each row."""
+"""Recognise packs: several rows in one sequence, whose position_ids restart with each row."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ def pack_size(batch: Any) -> PackSize:
     positions = _positions(batch)
     if positions is None or positions.shape[-1] < 2 or not bool((positions.diff() != 1).any()):
         return PackSize()
-    # A row starts wherever the position is not the previous one plus 1. cummax carries the index of the
+    # A row starts wherever the position is not the previous one plus 1, and cummax carries the index of the
     # latest start forward, so index - row_start is each token's place in its row.
     starts = torch.nn.functional.pad(positions.diff() != 1, (1, 0), value=True)
     index = torch.arange(positions.shape[-1], device=positions.device)
@@ -37,12 +37,10 @@ def pack_size(batch: Any) -> PackSize:
 
 
 def refuse_masked_pack(batch: Any) -> None:
-    """Raise for a pack that also has an attention mask with one value for each token.
-
-    transformers keeps rows apart by their positions only if it is given no mask.
+    """Refuse a pack with an attention mask ``(B, S)``, with which transformers ignores where rows begin.
 
     Raises:
-        PackingError: If positions begin anew among the tokens that the mask does not hide.
+        PackingError: If positions restart among the tokens that the mask does not hide.
     """
     positions = _positions(batch)
     mask = batch.get("attention_mask") if positions is not None else None
@@ -58,17 +56,17 @@ def refuse_masked_pack(batch: Any) -> None:
 
 
 def filler_of(batch: Any, targets: torch.Tensor) -> torch.Tensor | None:
-    """The tokens that only fill up a pack: its last row, if that row repeats one id and has no target.
+    """Padding of a pack: its last row, if that repeats one id and has no target, as no real row does.
 
-    ``PackedCollator`` pads in this way, and no real row looks like it. Computed on the device of the batch.
+    ``PackedCollator`` pads in this way. Computed on the device of the batch.
 
     Args:
         batch: A batch with ``input_ids``.
         targets: Target of each position, ``(B, S)``.
 
     Returns:
-        Whether each token is a filler, bool ``(B, S)``; None for a batch that is no pack, because it has no
-        positions or has a mask.
+        Mask of the padding, bool ``(B, S)``; None for a batch that is no pack, because it has no positions or
+        has an attention mask.
     """
     positions, ids = _positions(batch), batch.get("input_ids")
     if positions is None or batch.get("attention_mask") is not None or not isinstance(ids, torch.Tensor):
@@ -89,7 +87,7 @@ def _positions(batch: Any) -> torch.Tensor | None:
     if not isinstance(positions, torch.Tensor):
         return None
     if positions.ndim == 3 and positions.shape[0] == 4:
-        positions = positions[0]  # M-RoPE: the positions in the text, followed by three kinds of others
+        positions = positions[0]  # M-RoPE: positions in the text, then temporal, height and width
     if positions.ndim == 1:
         positions = positions[None]
     return positions if positions.ndim == 2 else None

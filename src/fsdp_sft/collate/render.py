@@ -1,4 +1,4 @@
-"""Show a person which tokens are trained, in a terminal or as a page of HTML."""
+"""Show which tokens are trained, in a terminal or as a page of HTML."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def render_labels_html(
     attention_mask: Sequence[Ids] | torch.Tensor | None = None,
     title: str = "What is trained",
 ) -> str:
-    """Show which tokens of a batch are trained, as a page of HTML that needs no other file.
+    """Show which tokens of a batch are trained, as a self-contained page of HTML.
 
     Args:
         tokenizer: Decodes the ids.
@@ -98,7 +98,7 @@ def render_labels_html(
         title: Heading of the page.
 
     Returns:
-        The page, to be written to a file in UTF-8. Line ends are marked with ↵.
+        The page, for a file in UTF-8. Line ends are marked with ↵.
 
     Raises:
         ValueError: If the shapes differ, or a label is neither -100 nor the id at its position.
@@ -166,8 +166,8 @@ def _runs(tokenizer: PreTrainedTokenizerBase, ids: list[int], marks: list[int]) 
     shown, position = "", 0
     for trained, run in groupby(marks, key=lambda mark: mark != IGNORE_INDEX):
         position += len(list(run))
-        # Decode from the beginning of the row each time and show what has been added: decoding a run by
-        # itself would lose a space at its start, and break a character whose bytes lie in two runs.
+        # Decode from the beginning of the row: a run by itself would lose a space at its start, and a
+        # character whose bytes lie in two runs would break.
         text = str(tokenizer.decode(ids[:position], clean_up_tokenization_spaces=False))
         text = text if position == len(ids) else text.rstrip("\ufffd")
         yield text[common_length(shown, text) :], trained

@@ -1,7 +1,4 @@
-"""From the row formats that data sets use to one list of chat messages.
-
-Everything here works on plain Python data; no tokenizer and no template is involved.
-"""
+"""Convert the row formats of data sets to one list of chat messages, without a tokenizer or template."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ _BY_CHARACTERS = ("train_detail", "training_detail")  # axolotl's
 _ANSWERS = ("messages", "conversations", "output", "completion")
 _OF_THE_ROW = ("label", "kto_tag")  # TRL's, LLaMA-Factory's: whether the answer is one to learn
 _MOST = 3.4e38  # largest weight: weights become float32
-# Keys under which a message carries notes while its row is read; read_row takes them out again.
+# Keys under which a message carries notes while its row is read; read_row removes them.
 _IN_PARTS = "reasoning given as a part of type thinking"
 _WEIGHED = "characters and weights of a content's parts"
 FORMATS = {
@@ -77,12 +74,12 @@ class Conversation:
 
 
 def is_encoded(row: Any, row_format: str | None = None) -> bool:
-    """Whether `row` is tokenised already; not if `row_format` names another format, whatever keys it has."""
+    """Whether `row` is tokenised: it has input_ids, and `row_format` names no other format."""
     return row_format in (None, "tokenized") and isinstance(row, Mapping) and "input_ids" in row
 
 
 def read_encoded(row: Mapping[str, Any]) -> tuple[list[int], list[int], list[float] | None]:
-    """Return (input_ids, labels, loss_weights or None) of a tokenised row.
+    """(input_ids, labels, loss_weights or None) of a tokenised row.
 
     Raises:
         ValueError: If `labels` are missing, lengths differ, the row is empty, or a weight is negative or not
@@ -101,7 +98,7 @@ def read_encoded(row: Mapping[str, Any]) -> tuple[list[int], list[int], list[flo
 
 
 def check_encoded(ids: Sequence[int], labels: Sequence[int], weights: Sequence[float] | None) -> None:
-    """Refuse ids, labels and weights that do not make a row.
+    """Refuse ids, labels and weights that do not belong together.
 
     Raises:
         ValueError: If their lengths differ or are 0.
@@ -171,11 +168,10 @@ _PLAIN = {str, int, float, bool, type(None)}
 
 
 def _plain(value: Any) -> Any:
-    """The value with Python's own lists, dicts and numbers in place of those of numpy and others."""
+    """The value with containers and numbers of numpy and others converted to Python's own."""
     if type(value) in _PLAIN:
         return value
-    # Most items are plain, so testing them here saves a call each. Mapping is tested last, because isinstance
-    # with an abstract base class is slow.
+    # Most items are plain, so testing them here saves a call each. isinstance with Mapping is slow.
     if isinstance(value, list | tuple):
         return [item if type(item) in _PLAIN else _plain(item) for item in value]
     if isinstance(value, dict | Mapping):
@@ -215,7 +211,7 @@ def _short(value: Any, limit: int = 60) -> str:
 
 
 def _text(value: Any, where: str) -> str:
-    """The value if it is a str; otherwise ValueError with its place."""
+    """The value, or ValueError with its place if it is no str."""
     if not isinstance(value, str):
         raise ValueError(f"{where} must be a string, got {_short(value)}")
     return value
@@ -234,10 +230,10 @@ def _as_list(value: Any, where: str) -> list[Any]:
 
 
 def _read_message(item: Any, where: str) -> Message:
-    """One message in the form that templates take; its weights are still in it."""
+    """A message in the form that templates take, but with its weights."""
     if not isinstance(item, dict):
         raise ValueError(f"{where} must be a dict with role and content, got {_short(item)}")
-    # Rows of an Arrow table have every key of all messages in each message, filled up with None.
+    # In a row from an Arrow table each message has the keys of all, with None for those that it lacks.
     message = {str(key): value for key, value in item.items() if value is not None}
     refuse_media(message, where)
     role = message.get("role")
@@ -398,7 +394,7 @@ def _read_turn(item: Any, where: str) -> Message:
 
 
 def _with_system(row: Mapping[str, Any], messages: list[Message]) -> list[Message]:
-    """The messages after the row's own system text, if it has one and they do not begin with one."""
+    """The messages, with the row's ``system`` in front unless they begin with a system message."""
     system = row.get("system")
     if not system or (messages and messages[0]["role"] == "system"):
         return messages
@@ -425,7 +421,7 @@ def _read_alpaca(row: Mapping[str, Any]) -> list[Message]:
 
 
 def _read_prompt(row: Mapping[str, Any]) -> list[Message]:
-    """Messages of a prompt/completion row; those of the prompt are switched off."""
+    """Messages of a prompt/completion row; a prompt given as a list of messages is not trained."""
     if row.get("completion") is None:
         raise ValueError(f'a prompt row needs "prompt" and "completion", got the keys {sorted(row)}')
     prompt, completion = row["prompt"], row["completion"]
@@ -460,7 +456,7 @@ _TAKEN = {
 
 
 def _refuse_undesired(row: Mapping[str, Any]) -> None:
-    """Refuse a row that is marked as an answer not to be learnt."""
+    """Refuse a row marked as unwanted, or with two answers of which one is preferred."""
     marked = next((key for key in _OF_THE_ROW if row.get(key) is False), None)
     if marked is not None:
         raise ValueError(
@@ -476,7 +472,7 @@ def _refuse_undesired(row: Mapping[str, Any]) -> None:
 
 
 def _pop_weight(message: Message, place: str) -> float:
-    """Take the weights out of a message and return their product."""
+    """Product of a message's weights, which are removed from it."""
     total = 1.0
     for key in _YES_OR_NO:
         value = message.pop(key, None)

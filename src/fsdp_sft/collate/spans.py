@@ -102,11 +102,10 @@ class Found:
             own generation tags leave out a part in its middle.
         dropped: Texts of the trained messages that the template does not print.
         answers: Span of the printed texts of each trained assistant message.
-        weighed: Span of each part that has a weight of its own, and the weight.
-        prompt_differs: Whether an answer to a question comes behind another text than its generation prompt.
-        no_prompt: Whether it comes behind a header that its generation prompt lacks.
-        context: Texts that the template does not print, of messages that are not trained: of the system, a
-            user, a tool.
+        weighed: Span of each part whose weight is not 1, and the weight.
+        prompt_differs: Whether an answer to a question does not follow its generation prompt.
+        no_prompt: Whether an answer to a question follows a header that its generation prompt lacks.
+        context: Untrained texts of other roles than the assistant that the template does not print.
         begins_late: Whether the template's generation tags leave out the beginning of an answer.
     """
 
@@ -153,8 +152,8 @@ def find_turns(
     layout = lay_out(
         template, messages, conversation.tools, wanted or printed, text, conversation.part_weights
     )
-    # With train_on="all" the wanted messages are those to take out of training (weight 0) or to weigh. One of
-    # weight 0 that the template does not print at all has nothing to take out, and is no error.
+    # With train_on="all" the wanted messages are those to mask (weight 0) or to weigh. One of weight 0 that
+    # the template does not print at all is no error.
     wanted -= layout.absent(wanted - printed)
     layout.check(template, wanted)
     owned = _tags_by_message(tags, layout.places, messages)
@@ -185,7 +184,7 @@ def _not_printed(layout: Layout, messages: list[Message], others: set[int], text
     """Texts of the messages `others` that are not in the rendering."""
     located = {leaf.message for leaf in layout.leaves}
     yield from layout.dropped(others & located, last_question=-1)
-    # The rest is of a layout that marks the assistant's texts alone.
+    # Messages without leaves: the layout may mark the assistant's texts alone.
     yield from not_in_the_text(messages, sorted(others - located), text)
 
 
@@ -201,7 +200,6 @@ def _without_reasoning(turn: Turn, places: list[SlotSpan], text: str) -> Iterato
     """The parts of a turn without its reasoning and without the tags right before and after reasoning."""
     mine = [place for place in places if turn.start <= place.start and place.end <= turn.stop_start]
     start = turn.start
-    # Walk through the turn's texts and yield what lies between one piece of reasoning and the next.
     for number, place in enumerate(mine):
         if not place.is_reasoning:
             continue
@@ -247,9 +245,9 @@ class _TurnFinder:
         tags: Spans of the template's generation tags, by message.
         layout: Places of the texts in the rendering.
         tools: Tool schemas of the conversation.
-        exact: Whether prompts are rendered for each answer, since the headers of the probe say other things.
+        exact: Whether prompts are rendered for each answer, because they end elsewhere than the headers.
         prompt_differs: Whether the text in front of an answer to a question does not begin with the prompt.
-        no_prompt: Whether that text goes on with a header after the prompt.
+        no_prompt: Whether that text continues with a header after the prompt.
     """
 
     template: ChatTemplate
@@ -263,7 +261,7 @@ class _TurnFinder:
     no_prompt: bool = False
 
     def find(self, text: str, extent: MessageSpan) -> list[Turn]:
-        """The turns of one message, of which `extent` says where its texts are printed."""
+        """The turns of the message at `extent`."""
         # The turn starts somewhere in text[floor:first] and ends somewhere in text[last:ceiling]: the
         # literals before the message's first leaf and behind its last one.
         index, floor, own, ceiling = extent
@@ -273,7 +271,7 @@ class _TurnFinder:
         message, tags = self.messages[index], self.tags.get(index, [])
         start = self._where_generation_starts(message, index, floor, text[floor:first])
         if start is None and tags and index and self.messages[index - 1]["role"] == "assistant":
-            # Generation does not start anew between two consecutive answers, so no prompt marks the start.
+            # Between two consecutive answers there is no generation prompt to mark the start.
             start = max(0, tags[0][0] - floor)
         stop = self._stop(message, text[last:ceiling]) or self._end_of_ending(index, last, text[last:ceiling])
         if stop is not None and self.facts.stop_has_more:
@@ -287,7 +285,7 @@ class _TurnFinder:
             raise self.template.error(f"no end-of-turn token comes after the tool calls of message {index}")
         begin, stop_start, end = floor + start, last + stop[0], last + stop[1]
         # What lies between two {% generation %} blocks of one turn is not trained. The end of the last block
-        # is never the end of the turn: the template may print the end-of-turn token behind it.
+        # is not the end of the turn: the end-of-turn token may follow.
         gaps = [(left[1], right[0]) for left, right in pairwise(tags)]
         begin = max(begin, tags[0][0]) if tags else begin
         cuts = [begin, *(edge for gap in gaps for edge in gap), end]
@@ -296,7 +294,7 @@ class _TurnFinder:
         return [*turns, Turn(index, spans[-1][0], stop_start, end)]
 
     def _find_blank(self, text: str, index: int, floor: int, ceiling: int) -> list[Turn]:
-        """The turn of a message whose printed texts are empty or nothing but white space."""
+        """The turn of a message whose printed texts are empty or white space."""
         between = text[floor:ceiling]
         start, _ = self._end_of_prompt(index, floor, between)
         ending = self._rendered_after(index + 1, floor, prompt=False)
@@ -312,11 +310,11 @@ class _TurnFinder:
         return [Turn(index, floor + start, end, end)] if end > floor + start else []
 
     def check_headers(self, text: str, extents: list[MessageSpan]) -> None:
-        """Find out whether the headers of the probe are this conversation's prompts; see ``exact``.
+        """Set ``exact``, ``prompt_differs`` and ``no_prompt`` from the prompts of a few answers.
 
-        A prompt may depend on anything: system messages, tools, the number of the turn. To render it for each
-        answer would take time that grows with the square of their number, so a few are looked at: the first
-        and the last answer, and the first behind a message of each role.
+        A prompt may depend on anything: system messages, tools, the number of the turn. Rendering it for each
+        answer takes time quadratic in their number, so only these are checked: the first and the last answer,
+        and the first behind a message of each role.
         """
         spoken = [e for e in extents if self.messages[e.message]["role"] == "assistant" and e.own is not None]
         behind = {self.messages[e.message - 1]["role"] if e.message else "": e for e in reversed(spoken)}
@@ -343,7 +341,7 @@ class _TurnFinder:
         """
         prompt = self._rendered_after(index, floor, prompt=True)
         start = None if prompt is None else _end_of_prompt(prompt, before, self.facts)
-        if prompt is not None and start is None:  # which may have been remembered from another day
+        if prompt is not None and start is None:  # it may be in the cache from another day
             prompt = self._rendered_after(index, floor, prompt=True, renew=True)
             start = None if prompt is None else _end_of_prompt(prompt, before, self.facts)
         return start, prompt
@@ -390,8 +388,8 @@ class _TurnFinder:
             at = before.rfind(header)
             if at >= 0:
                 return at + len(header)
-        # Some templates print no header: the answer follows the question's text directly. Then only the white
-        # space or think tag with which the content itself begins (`head`) may stand before the leaf.
+        # Some templates print no header. Then only the white space or think tag with which the content itself
+        # begins (`head`) may stand between the question's text and the leaf.
         head = _edges(message)[0]
         if not self.facts.headers and before.endswith(self.facts.before_answer + head):
             return len(before) - len(head)
@@ -400,8 +398,8 @@ class _TurnFinder:
     def _stop(self, message: Message, after: str) -> tuple[int, int] | None:
         """Start and end of the end-of-turn token in `after`, the literal behind the last leaf.
 
-        Both are equal if the template writes no such token. None if that is unknown: after a tool call, what
-        closes the call cannot be told from what closes the turn.
+        They are equal if the template writes no such token. None after a tool call without a stop token,
+        where the end of the call cannot be told from the end of the turn.
         """
         found = [(after.find(stop), -len(stop)) for stop in self.facts.stop_tokens if stop in after]
         if found:
@@ -419,8 +417,8 @@ class _TurnFinder:
 def _end_of_prompt(prompt: str, before: str, facts: TemplateFacts) -> int | None:
     """Offset in `before`, the text in front of an answer, at which the generation prompt ends.
 
-    A prompt may open reasoning, or write an empty think block, that this answer lacks or writes otherwise.
-    None if `before` does not begin with the prompt in any of these ways.
+    None if `before` does not begin with the prompt. An opening of reasoning, or an empty think block, at the
+    end of the prompt may be missing or different in `before`.
     """
     for there in (prompt, _OPENED_THINK.sub("", prompt)):
         if before.startswith(there):

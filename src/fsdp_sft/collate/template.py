@@ -18,8 +18,7 @@ from fsdp_sft.errors import ChatTemplateError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# A sentinel is a number between two private-use characters, which mean nothing to tokenizers, templates and
-# strip().
+# A sentinel is a number between two private-use characters, which mean nothing to templates and strip().
 OPEN, CLOSE = "\U000f5b01", "\U000f5b02"
 _SENTINEL = re.compile(f"{OPEN}([0-9]+){CLOSE}")
 _ESCAPED = repr(OPEN)[1:-1]
@@ -28,8 +27,8 @@ _ESCAPED = repr(OPEN)[1:-1]
 NUMERIC_SENTINEL = re.compile("7351([0-9]{6})1537")
 _EITHER_SENTINEL = re.compile(f"{_SENTINEL.pattern}|{NUMERIC_SENTINEL.pattern}")
 
-# A macro or a block set captures its output, and transformers counts the offsets of generation tags inside of
-# it from the start of that output. Such offsets are of no use.
+# A macro or a block set captures its output, and transformers counts the offsets of generation tags in it
+# from the start of that output, which makes them useless.
 _CAPTURE = r"(?:macro|call|filter)\b|set\s+[\w.]+\s*-?%\}"
 _CAPTURED_TAG = re.compile(
     rf"\{{%[-+]?\s*(?:{_CAPTURE})(?:(?!\{{%[-+]?\s*end(?:macro|call|filter|set)\b).)*?\{{%[-+]?\s*generation\b",
@@ -37,13 +36,13 @@ _CAPTURED_TAG = re.compile(
 )
 
 
-# What a generation prompt opens for reasoning, and may close again: <think>, [THINK], <|START_THINKING|>,
-# <|channel|>analysis<|message|>, "<|channel>thought" ... It begins with a tag, or white space before one.
+# Reasoning that a generation prompt opens, and may close again: <think>, [THINK], <|START_THINKING|>,
+# <|channel|>analysis<|message|>, "<|channel>thought" ...
 OPENED_REASONING = re.compile(
     r"\s*[<\[][^<>\[\]]*(?:think|thought|reason|channel)[^<>\[\]]*[>\]].*", re.DOTALL | re.IGNORECASE
 )
 
-# With which most answers begin. A tokenizer that joins " " and "The" joins it with most other words.
+# A tokenizer that joins " " and one of these usual first words joins it with most other words.
 _FIRST_WORDS = ("The", "I", "Yes", "a")
 
 
@@ -53,7 +52,7 @@ class TemplateFacts:
 
     Attributes:
         headers: Texts that end where generation starts, the longest first; empty if there is no such text.
-        always_headed: Whether the generation prompt is a header of its own and not the end of a question.
+        always_headed: Whether a generation prompt adds a header to the question.
         before_answer: Text between the last user content and the answer to it.
         after_answer: Text after the last answer.
         after_past_answer: Text between an earlier answer and the next user content.
@@ -62,14 +61,14 @@ class TemplateFacts:
         stop_is_token: Whether `end_of_turn` is a token of the tokenizer; also True where there is none.
         stop_has_more: Whether another token closes the answer before the one on which generation stops.
         in_parts: Whether contents must be lists of parts, as some templates of vision models require.
-        prompt: Text between the last question of several and where generation starts.
-        prompt_varies: Whether that text is another one after the first question (some templates number their
-            turns), so that `headers` say nothing about other turns.
-        opens_reasoning: Whether `prompt` is in front of an answer with reasoning only.
-        prompt_differs: Whether `prompt` is not what rows have in front of an answer, apart from an opening of
-            reasoning.
-        no_generation_prompt: Whether the template adds nothing for a generation prompt, though rows have a
-            header in front of an answer.
+        prompt: Text between a later question and the start of generation.
+        prompt_varies: Whether that text differs from the one after the first question (some templates number
+            their turns), so that `headers` hold for no other turns.
+        opens_reasoning: Whether `prompt` precedes answers with reasoning only.
+        prompt_differs: Whether `prompt`, except for an opening of reasoning, is not the text in front of
+            answers.
+        no_generation_prompt: Whether the template adds nothing for a generation prompt, though answers have a
+            header.
         prompt_merges: Whether the tokenizer joins the end of `prompt` with the first letter of an answer.
     """
 
@@ -92,7 +91,7 @@ class TemplateFacts:
 
 
 class ChatTemplate:
-    """A tokenizer's chat template and the facts that a probe shows about it.
+    """A tokenizer's chat template, its renderings, and its `TemplateFacts`.
 
     Args:
         tokenizer: The tokenizer, for its template, its special tokens and its name in error messages.
@@ -125,7 +124,7 @@ class ChatTemplate:
         self._facts: TemplateFacts | None = None
         self._skeletons = _SKELETONS.setdefault(tokenizer, {}).setdefault(self._key, {})
         self._in_parts = False
-        with suppress(ChatTemplateError):  # a probe that fails does not matter until a turn is to be found
+        with suppress(ChatTemplateError):  # a failed probe matters only when a turn is to be found
             self._in_parts = self.facts().in_parts
 
     def render(
@@ -135,7 +134,7 @@ class ChatTemplate:
         tools: list[dict[str, Any]] | None = None,
         add_generation_prompt: bool = False,
     ) -> tuple[str, list[tuple[int, int]]]:
-        """Render in the sandbox.
+        """Render a conversation in transformers' sandbox.
 
         Returns:
             (text, character spans of the generation tags; empty if the tags are in a macro or a block set).
@@ -187,13 +186,13 @@ class ChatTemplate:
     ) -> str:
         """Render a conversation whose texts are sentinels.
 
-        With sentinels many conversations are the same, so renderings are remembered, except for conversations
-        with tools or with further keys in a message.
+        Renderings are cached, since many conversations have the same sentinels; not so for conversations with
+        tools or with further keys in a message.
 
         Args:
             marked: Messages with sentinels.
             tools: Tool schemas.
-            renew: Whether to render again even if the rendering is remembered.
+            renew: Whether to render again even if the rendering is cached.
             prompt: Whether to end with a generation prompt.
         """
         if tools is not None or any(len(message) != 2 for message in marked):
@@ -216,7 +215,7 @@ class ChatTemplate:
         return self._facts
 
     def _probe_either_form(self) -> TemplateFacts:
-        """Probe with plain texts, or else with tools or with contents as parts."""
+        """Probe with plain texts or, if that fails, with tools, contents in parts, or both."""
         try:
             return self._probe(None)
         except ChatTemplateError:
@@ -230,7 +229,7 @@ class ChatTemplate:
             raise
 
     def _probe(self, tools: list[dict[str, Any]] | None) -> TemplateFacts:
-        """Render four sentinels and compare the texts around them, with and without a generation prompt."""
+        """Facts from renderings of four sentinels, with and without a generation prompt."""
 
         def render(chat: list[Message], *, prompt: bool = False) -> str:
             return self.render(chat, tools=tools, add_generation_prompt=prompt)[0]
@@ -253,8 +252,7 @@ class ChatTemplate:
         after_answer = self._after(3, answered)
         after_past_answer = self._after(1, answered).partition(sentinel(2))[0]
         shared, shared_past = (shared_header(prompted, before) for before in (before_answer, before_past))
-        # The prompt is what `prompted` has beyond `asked`. Not simply from len(asked) on: some templates end
-        # a rendering without a prompt differently.
+        # Not prompted[len(asked):], because some templates end a rendering without a prompt differently.
         skip = common_length(asked, prompted)
         prompt = prompted[skip:]
         headers = [prompted, shared, shared_past]
@@ -306,10 +304,10 @@ class ChatTemplate:
                 yield re.split(f"{sentinel(3)}|{sentinel(4)}", self._after(2, text), maxsplit=1)[0]
 
     def _without_next_header(self, after_past_answer: str, before_question: str) -> str:
-        """The part of `after_past_answer` that closes the answer: without the header of the next question.
+        """`after_past_answer` without the header of the next question: the text that closes the answer.
 
-        What the first question has in front of it ends with that header, but may have more in common with
-        the closing text, such as the end of a default system message.
+        The text in front of the first question ends with that header, but may share more with the closing
+        text, such as the end of a default system message.
 
         Args:
             after_past_answer: Text between an earlier answer and the next user content.
@@ -346,7 +344,7 @@ class ChatTemplate:
         return text.partition(sentinel(number))[0]
 
     def _stop_tokens(self, after_answer: str, after_past_answer: str) -> tuple[str | None, str | None]:
-        """(the token that closes the answer, the token on which generation stops): usually the same one.
+        """(the token that closes the answer, the token on which generation stops), usually the same.
 
         Args:
             after_answer: Text that closes the last answer.
@@ -357,16 +355,15 @@ class ChatTemplate:
             if token.special:
                 special.append(re.escape(token.content))
             at = after_answer.find(token.content) if token.content.strip() else -1
-            # Some tokenizers add their end-of-turn token as an ordinary token, not a special one. It is
-            # recognised by its place, directly behind the answer.
+            # In some tokenizers the end-of-turn token is not special. Its place directly behind the answer
+            # shows it.
             if at >= 0 and (token.special or not after_answer[:at].strip()):
                 found.append((at, -len(token.content), token.content))
         if not found:
             return None, None
         at, _, first = min(found)
-        # Generation stops on EOS where EOS follows the token that closes the answer: directly after it, or
-        # further on but in every turn. An EOS that comes later and only after the last turn closes the
-        # conversation and not the turn.
+        # Generation stops on EOS if it follows the token that closes the answer directly, or later but in
+        # every turn. A later EOS after the last turn alone closes the conversation and not the turn.
         eos = str(self.tokenizer.eos_token or "")
         run = re.compile(f"(?:{'|'.join(special)})*").match(after_answer, at) if special else None
         of_every_turn = after_answer[: common_length(after_answer, after_past_answer)]
@@ -411,7 +408,7 @@ def check_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None
         chat_template: A template, or the name of one of the tokenizer's; None takes the tokenizer's own.
 
     Raises:
-        ChatTemplateError: If no conversation could be rendered.
+        ChatTemplateError: If there is no template, or one does not parse.
     """
     own = tokenizer.chat_template
     named = own if isinstance(own, dict) else {"default": own or ""}
@@ -421,7 +418,7 @@ def check_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None
             "tokenizer.chat_template to the one of the model's instruct version (the tutorial "
             '"Teach a base model to chat" shows how)'
         )
-    # Which of its own templates a tokenizer takes depends on whether a row has tools.
+    # All templates of the tokenizer, since it chooses by whether a row has tools.
     texts = [named.get(chat_template, chat_template)] if chat_template else list(named.values())
     for problem in filter(None, map(_syntax_error, texts)):
         raise ChatTemplateError(
@@ -439,7 +436,7 @@ def _syntax_error(template: str) -> str | None:
         tokenizers.render_chat(template, [], variables={})
     except jinja2.TemplateSyntaxError as error:
         return f"line {error.lineno}: {error.message}"
-    except Exception:  # it parses, and wants a conversation
+    except Exception:  # it parses, but needs a conversation
         return None
     return None
 
@@ -462,7 +459,7 @@ def describe_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _through_the_tag(text: str, length: int, tokens: Iterable[str]) -> int:
-    """`length`, or the end of the token or tag of `text` that would be cut in two there."""
+    """`length`, or the end of the token or tag of `text` that a cut there would split."""
     for token in tokens:
         at = text.find(token, max(0, length - len(token) + 1))
         if 0 <= at < length:
@@ -473,10 +470,10 @@ def _through_the_tag(text: str, length: int, tokens: Iterable[str]) -> int:
 
 
 def _is_begun_by(before_answer: str, prompt: str) -> bool:
-    """Whether the text in front of an answer begins with the generation prompt, but for reasoning it opens.
+    """Whether the text in front of an answer begins with the generation prompt, except for a think block.
 
-    Templates of reasoning models open a think block in the prompt (or write an empty one), which an answer
-    without reasoning lacks or writes otherwise.
+    Templates of reasoning models open one in the prompt, or write an empty one, which an answer without
+    reasoning lacks or writes differently.
     """
     shared = shared_header(prompt, before_answer)
     extra = prompt[len(shared) :]
@@ -489,9 +486,9 @@ def is_a_header(text: str) -> bool:
 
 
 def shared_header(prompt: str, before: str) -> str:
-    """The text with which both begin, without a tag or word that is cut in two at the end.
+    """Common prefix of the two, without the beginning of a tag or word at its end.
 
-    Two headers may have the beginning of a tag in common (``<|start_a|>`` and ``<|start_b|>``).
+    So ``<|start_a|>`` and ``<|start_b|>`` have nothing in common.
     """
     length = common_length(prompt, before)
     for opening, closing in (("<", ">"), ("[", "]"), ("{", "}")):

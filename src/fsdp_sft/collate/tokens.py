@@ -1,7 +1,7 @@
-"""From texts to token ids, and from a character of the text to its token.
+"""Token ids of texts, and the token at a given character.
 
-Labels need only the second at the two edges of each turn. Two kinds of tokens can answer: those that spell
-their text byte for byte, whose lengths add up to offsets, and those whose offsets the tokenizer knows.
+Labels need that token only at the two edges of each turn. It is found from the lengths of the tokens if they
+spell the text byte for byte, and from the tokenizer's offsets if they do not.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Tokens(Protocol):
         """Index of the first token that ends after character `position`; S if none does."""
 
     def only_takes_in(self, index: int, position: int) -> bool:
-        """Whether token `index` has no more than white space from `position` on, which it takes in.
+        """Whether token `index` holds only white space from `position` on, which it strips.
 
         Tokens that were added to the vocabulary may do that (``rstrip=True``).
         """
@@ -42,7 +42,7 @@ class Tokens(Protocol):
 def starts_in_a_token(tokens: Tokens, position: int) -> bool:
     """Whether the character at `position` lies in a token that begins before it.
 
-    A token that takes in white space does not count: it is the same token without the text behind it.
+    A token that strips white space (``rstrip=True``) does not count: it is the same without what follows.
     """
     index = tokens.first_beyond(position)
     return index < tokens.first_from(position) and not tokens.only_takes_in(index, position)
@@ -67,7 +67,7 @@ def tokenise(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[Token
 
 @dataclass(slots=True)
 class _SpelledTokens:
-    """Tokens whose bytes, one after the other, are those of the text, so that their lengths give offsets.
+    """Tokens that spell the text byte for byte, so that their lengths give offsets.
 
     Attributes:
         ids: Token ids, (S,).
@@ -90,10 +90,10 @@ class _SpelledTokens:
 
     def only_takes_in(self, index: int, position: int) -> bool:
         """See `Tokens`."""
-        return False  # such tokens do not spell the text
+        return False  # a token that strips white space does not spell the text
 
     def _byte_edges(self) -> list[int]:
-        """Byte at which each token starts, and the byte at which the last one ends: S + 1 numbers."""
+        """Byte offsets at which tokens start, and at which the last one ends: S + 1 numbers."""
         if not self._edges:
             self._edges = list(accumulate(map(len, self.spelled), initial=0))
         return self._edges
@@ -121,7 +121,7 @@ _NO_TEXT = b"\xff"  # occurs in no UTF-8 text, so a token with these bytes never
 
 
 class _Spelling(dict[int, bytes]):
-    """The bytes for which each token of a byte-level tokenizer stands, computed on first access.
+    """Bytes of each token of a byte-level tokenizer, computed on first access.
 
     Attributes:
         num_tried: Number of texts that have been tokenised.
@@ -140,7 +140,7 @@ class _Spelling(dict[int, bytes]):
         return spelled
 
     def _spell(self, index: int) -> bytes:
-        """Bytes of a token; those of no text if its letters are outside of the byte alphabet."""
+        """Bytes of a token; ``_NO_TEXT`` if it has letters outside the byte alphabet."""
         if index in self._added:
             return self._added[index].encode()
         try:
@@ -155,9 +155,8 @@ _SPELLINGS: weakref.WeakKeyDictionary[Any, tuple[int, _Spelling]] = weakref.Weak
 def _spelled(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[_SpelledTokens | None]:
     """The tokens of each text, or None where they do not spell the text byte for byte.
 
-    They do not if the tokenizer changes the text (Unicode normalisation, a space added in front) or if a
-    token takes in the white space beside it. Where they do, offsets are not needed, and tokenisation without
-    them takes a fifth less time.
+    They do not if the tokenizer changes the text (Unicode normalisation, a space added in front) or a token
+    strips the white space beside it. Tokenisation without offsets takes a fifth less time.
     """
     backend = tokenizers.backend_that_encodes(tokenizer)
     if backend is None or type(backend.decoder).__name__ != "ByteLevel":
@@ -166,7 +165,7 @@ def _spelled(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[_Spel
     if spelling is None or size != len(tokenizer):
         spelling = _Spelling(backend)
         _SPELLINGS[tokenizer] = len(tokenizer), spelling
-    # With a tokenizer that changes every text each text would be tokenised twice, so stop trying.
+    # With a tokenizer that changes every text, trying would tokenise each twice.
     if spelling.num_tried > 2 * spelling.num_held + 64:
         return [None] * len(texts)
     found: list[_SpelledTokens | None] = []
@@ -186,8 +185,8 @@ def _spelled(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[_Spel
 class _OffsetTokens:
     """Tokens at the offsets that the tokenizer reports.
 
-    A turn has two edges and a row thousands of tokens, so edges are found by bisection in the tokenizer's own
-    encoding; converting all offsets to Python objects would take longer than the tokenisation.
+    Edges are found by bisection in the tokenizer's own encoding: converting all offsets to Python objects
+    would take longer than the tokenisation.
 
     Attributes:
         ids: Token ids, (S,).
@@ -204,8 +203,7 @@ class _OffsetTokens:
     def first_from(self, position: int) -> int:
         """See `Tokens`."""
         index = bisect_left(range(len(self.ids)), position, key=self._start)
-        # The bisection uses starts without the leading space (see _start_with_space). With its space a token
-        # may begin before `position`; then the next one is meant.
+        # The bisection uses starts without the leading space, with which a token may begin before `position`.
         while index < len(self.ids) and self._start_with_space(index) < position:
             index += 1
         return index

@@ -1,6 +1,6 @@
 """The console script ``fsdp-sft``: plans, data and checkpoints from the shell.
 
-Each command lies in the package that knows its subject: ``plan`` in planner/command.py,
+Each command is in the package of its subject: ``plan`` in planner/command.py,
 ``inspect-checkpoint`` and ``convert`` in dcp_io/command.py, ``inspect-data`` in commands/data.py.
 """
 
@@ -20,8 +20,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run a command.
 
     Returns:
-        The exit code: 0 if all is well, 1 if what the command looked at is not (nothing fits, a checkpoint is
-        damaged), 2 for bad input.
+        The exit code: 0 if all is well, 1 if not (nothing fits, a checkpoint is damaged), 2 for bad input.
     """
     args = _parser().parse_args(arguments)
     return int(args.run(args))

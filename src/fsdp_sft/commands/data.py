@@ -35,18 +35,18 @@ _QUANTILES = (("median", 0.5), ("95 %", 0.95), ("longest", 1.0))
 
 @dataclass(frozen=True)
 class DataReport:
-    """What training on a file would use of it.
+    """What of a file of chats would be trained.
 
     Attributes:
         rows: Number of rows read.
-        counts: Number of rows by reason, as ``filter_rows`` counts them.
-        examples: Examples of rows that are not kept, by reason.
+        counts: Number of rows by outcome, as ``filter_rows`` counts them.
+        examples: Up to three examples of each reason and note.
         tokens: Tokens of the kept rows, after truncation.
-        trained_tokens: Number of those tokens that have a label.
+        trained_tokens: Targets among them, after the shift.
         cut_rows: Rows that ``max_length`` has cut.
         quantiles: Tokens per row: median, 95 %, longest.
         packs: Number of packs of ``max_length`` tokens; None without ``max_length``.
-        pack_fill: Share of the packs' tokens that is filled, from 0 to 1; None without ``max_length``.
+        pack_fill: Filled share of the packs, from 0 to 1; None without ``max_length``.
     """
 
     rows: int
@@ -140,7 +140,7 @@ def _read(path: Path) -> Iterator[Any]:
     """The rows of a file.
 
     Raises:
-        ValueError: For a line that is not JSON, which the message names, or a .json file that holds no list.
+        ValueError: For a line that is not JSON, with its number, or a .json file that holds no list.
     """
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".json":

@@ -1,1 +1,1 @@
-"""The order of rows: one data set or several, one row or packs of them, resumable on any number of ranks."""
+"""Resumable orders of rows and packs, of one data set or several, for any number of ranks."""

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def place_of(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
-    """(number of ranks that share the rows, this rank); None takes those of the job, or of its mesh.
+    """(number of ranks that share the rows, this rank); None takes the mesh's or the job's.
 
     Raises:
         ValueError: If the rank is out of range, or ``mesh_of_job`` cannot tell.
@@ -37,7 +37,7 @@ def place_of(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
 def place_in(
     mesh: "DeviceMesh | None", num_replicas: int | None, rank: int | None
 ) -> tuple[int | None, int | None]:
-    """``num_replicas`` and ``rank`` as they were given, or as the mesh has them for this rank.
+    """``num_replicas`` and ``rank``, as given or from the mesh.
 
     Raises:
         ValueError: If a mesh is given together with one of them, or this rank is not in the mesh.
@@ -52,15 +52,15 @@ def place_in(
 
 
 class Placed(ABC):
-    """What everything that keeps a position has in common: rank, epochs, a warning about lost positions.
+    """Base of samplers and streams that keep a position: rank, epochs, a warning about uncounted rows.
 
-    The rank is looked up each time it is needed, so what was made before ``init_distributed`` gets the rank
-    of the process group.
+    The rank is looked up on each use, so an object made before ``init_distributed`` gets that of the process
+    group.
 
     Args:
         num_replicas: Number of ranks that share the rows; None takes the mesh's, the process group's, or 1.
         rank: This rank; None takes the mesh's or the process group's, or 0.
-        mesh: Mesh whose ranks share the rows, in place of both; those along ``cp`` get the same rows. None
+        mesh: Mesh whose ranks share the rows, instead of both; those along ``cp`` get the same rows. None
             takes the one that ``build_mesh`` has made.
     """
 
@@ -70,17 +70,17 @@ class Placed(ABC):
         self._given_place = place_in(mesh, num_replicas, rank)
         place_of(*self._given_place)  # raises for a rank that is out of range
         self._restored_epoch = 0
-        self._drawn = 0  # rows or packs that were drawn since some were last marked as consumed
+        self._drawn = 0  # rows or packs drawn since ``mark_consumed``
         self.is_passed_over = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """The attributes, with the place of this rank: a worker that is started anew has no process group."""
+        """The attributes, with this rank's place, since a spawned worker has no process group."""
         place = place_of(*self._given_place) if world_size() > 1 else self._given_place
         return {**self.__dict__, "_given_place": place}
 
     @property
     def num_replicas(self) -> int:
-        """Number of ranks that share the rows: that of the process group unless it was given."""
+        """Number of ranks that share the rows."""
         return place_of(*self._given_place)[0]
 
     @property
@@ -89,11 +89,11 @@ class Placed(ABC):
         return place_of(*self._given_place)[1]
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the start of an epoch; the current one is not restarted, so a resumed loop may call this.
+        """Go to the start of an epoch, unless it is the current one: a resumed loop may call this.
 
-        An epoch before the one that ``load_state_dict`` has restored was trained before the checkpoint was
-        saved: it is passed over, with a warning, and has no rows. So a loop over ``range(num_epochs)`` goes
-        on at the right place, whether it counts from 0 again or from the epoch that was restored.
+        An epoch before the one that ``load_state_dict`` has restored is already trained: it is passed over,
+        with a warning, and has no rows. So a resumed loop over ``range(num_epochs)`` may count from 0 or from
+        the restored epoch.
         """
         self.is_passed_over = epoch < self._restored_epoch
         if self.is_passed_over:
@@ -106,14 +106,14 @@ class Placed(ABC):
 
     @abstractmethod
     def position_state(self) -> dict[str, Any]:
-        """The state, without a word about rows that were drawn and not counted."""
+        """``state_dict`` without its warning about uncounted rows."""
 
     @abstractmethod
     def _go_to(self, epoch: int) -> None:
         """Go to the start of an epoch."""
 
     def _restored(self, epoch: int) -> None:
-        """Note that a state of this epoch has been loaded."""
+        """Record that a state in this epoch has been loaded."""
         self._restored_epoch, self._drawn, self.is_passed_over = epoch, 0, False
 
     def _counted(self, drawn: Iterable[T]) -> Iterator[T]:
@@ -123,7 +123,7 @@ class Placed(ABC):
             yield one
 
     def _warn_if_uncounted(self) -> None:
-        """Warn if rows were drawn and never marked as consumed: every resume would begin the epoch again."""
+        """Warn if rows were drawn and never marked as consumed, so that a resumed run would repeat them."""
         if self._drawn:
             warn_caller(
                 f"{self._drawn} draws of {type(self).__name__} were not marked as consumed, so its state is "
@@ -137,26 +137,27 @@ class PlacedSampler(Placed, Sampler[T]):
 
 
 class ResumableSampler(PlacedSampler[int]):
-    """Like torch's ``DistributedSampler``, but with a position to be saved in checkpoints.
+    """Like torch's ``DistributedSampler``, but with a position that checkpoints save.
 
     The position counts the rows that training has consumed on all ranks, not those that a DataLoader's
     workers have fetched ahead. ``windows`` reports them; a loop without it calls ``mark_consumed`` itself.
-    Row ``k`` of the epoch's order goes to rank ``k % num_replicas``, so the position means the same with
-    another number of ranks. When an epoch has been consumed, the next one begins by itself. With
-    ``batch_size=None``, where each index of the data set gives a whole batch, such a batch counts as one row.
+    Row ``k`` of the epoch's order goes to rank ``k % num_replicas``, so the position is valid for any number
+    of ranks. When an epoch has been consumed, the next one begins by itself. With ``batch_size=None``, where
+    each index of the data set gives a whole batch, a batch counts as one row.
 
     Args:
         data: The data set, or its number of rows.
-        shuffle: Whether each epoch has a random order of its own; otherwise rows come in the data's order.
+        shuffle: Whether each epoch has a new random order; if not, rows come in the data's order.
         seed: Seed of the order, together with the epoch; the same on all ranks.
-        drop_last: Whether rows that are left over when every rank has equally many are dropped. Otherwise the
-            first rows of the order are repeated at the end, so that all ranks yield the same number.
+        drop_last: Whether to drop rows at the end so that all ranks yield equally many; if not, the first
+            rows of the order are repeated instead.
         num_replicas: Number of ranks that share the rows; None takes the mesh's or the process group's, or 1.
         rank: This rank; None takes the mesh's or the process group's, or 0.
-        mesh: Mesh from ``build_mesh``, in place of ``num_replicas`` and ``rank``; ranks along ``cp`` get the
+        mesh: Mesh from ``build_mesh``, instead of ``num_replicas`` and ``rank``; ranks along ``cp`` get the
             same rows. None takes the only one there is.
 
     Raises:
+        TypeError: If ``data`` is neither rows nor a number.
         ValueError: If the data is empty or, with ``drop_last``, has fewer rows than there are ranks.
 
     Example:
@@ -220,7 +221,7 @@ class ResumableSampler(PlacedSampler[int]):
         return self.position_state()
 
     def position_state(self) -> dict[str, int]:
-        """The state, without a word about rows that were drawn and not counted."""
+        """``state_dict`` without its warning about uncounted rows."""
         return {
             "epoch": self.epoch,
             "position": self.position,
@@ -262,7 +263,7 @@ class ResumableSampler(PlacedSampler[int]):
             )
 
     def _order(self) -> list[int]:
-        """The rows of the epoch up to its end, the first ones again where they fill up the last round."""
+        """Rows of the epoch up to its end; the first ones are repeated to fill the last round."""
         order, end = self._rows(), self._end()
         while len(order) < end:
             order += order[: end - len(order)]
@@ -277,7 +278,7 @@ class ResumableSampler(PlacedSampler[int]):
         return rows
 
     def _end(self) -> int:
-        """Position at which the epoch ends: the rows until then divide by the number of ranks."""
+        """Position at which the epoch ends; the rows left until then divide by the number of ranks."""
         left = self.num_rows - self.position
         rounds = left // self.num_replicas if self.drop_last else -(-left // self.num_replicas)
         return self.position + max(rounds, 0) * self.num_replicas

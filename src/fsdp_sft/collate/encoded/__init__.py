@@ -1,9 +1,9 @@
-"""A data set tokenised once, into files that every rank maps into memory.
+"""A data set, tokenised once into files that every rank memory-maps.
 
 - source.py reads rows, from memory, a Hugging Face data set or files.
-- key.py decides when two encodings are the same.
-- store.py owns the format of the files.
-- build.py fills them with any number of processes, which run worker.py.
+- key.py says when two encodings are the same.
+- store.py has the file format.
+- build.py writes the files, with any number of processes, which run worker.py.
 - dataset.py has the public function: which rank encodes, and which ranks wait.
 """
 

@@ -30,9 +30,9 @@ REFUSED = {
     "dropped_text": DroppedTextError,
     "media": MediaError,
 }
-"""Errors by the reasons for which a row cannot be encoded; a row without a target is none of them."""
+"""Error types by the reason why a row cannot be encoded; a row without a target can, but is not kept."""
 
-# Rows or bytes below which a process takes longer to start than to encode its share.
+# Rows or bytes that take less time to encode than a process takes to start.
 _FEWEST = {"row": 4000, "B": 8 << 20}
 
 
@@ -52,7 +52,7 @@ class Work:
 
 
 def look_first(source: RowSource, work: Work, number: int, max_refused: float) -> None:
-    """Encode a sample of the rows, and raise early if far more of them are refused than is allowed.
+    """Encode a sample of the rows, and raise if far more of them are refused than allowed.
 
     Args:
         source: All rows.
@@ -71,8 +71,7 @@ def look_first(source: RowSource, work: Work, number: int, max_refused: float) -
         _judge(row, index, work, counts, None)
     share = 0.0 if work.stops_at_refusal else max_refused
     expected = share * len(rows)
-    # Allow four standard deviations beyond the expected number; its variance is about that number, as a
-    # binomial with a small share has it.
+    # Allow four standard deviations; the variance of a binomial with a small share is about its mean.
     if num_refused(counts) > expected + 4 * expected**0.5:
         raise refusal(
             counts,
@@ -94,10 +93,10 @@ def build(
         source: The rows.
         work: How to encode them.
         folder: Folder to make; it must not exist.
-        scratch: Folder for temporary files, which is deleted in the end; it must not exist.
+        scratch: Folder for temporary files, made and deleted here; it must not exist.
         num_proc: Number of processes; None takes one for each core that this process may use, but no more
             than there is work for.
-        tick: Function that is called with the size, in the source's unit, of each part that is done.
+        tick: Function called with the size, in the source's unit, of each block that is done.
     """
     number = num_proc or min(len(os.sched_getaffinity(0)), max(1, source.size // _FEWEST[source.unit]))
     shares = source.shares(number)
@@ -153,7 +152,7 @@ def num_refused(counts: FilterCounts) -> int:
 
 
 def refusal(counts: FilterCounts, says: str) -> ValueError:
-    """The error for rows that were refused, of the type that fits most of them."""
+    """The error for refused rows, of the type of the most frequent reason."""
     kind = max(REFUSED, key=lambda reason: counts.get(reason, 0))
     return REFUSED[kind](
         f"{says}; counted {dict(counts)}{first_examples(counts)}\n"
@@ -169,7 +168,7 @@ def first_examples(counts: FilterCounts) -> str:
 def _judge(
     row: Any, index: int, work: Work, counts: FilterCounts, encoded: EncodedChat | None
 ) -> EncodedChat | None:
-    """Count a row; the encoded row if it is kept, else None."""
+    """The encoded row if it is kept, else None; either way the row is counted."""
     if isinstance(row, Unreadable):
         counts.add("malformed", index, row.error)
         return None
@@ -187,11 +186,11 @@ def _add(writer: RowWriter, chat: EncodedChat, index: int, counts: FilterCounts)
 
 
 def _encoded(rows: Sequence[Any], work: Work) -> list[EncodedChat | None]:
-    """Rows encoded in one call; all None if one of them cannot be encoded."""
+    """Rows encoded in one call; None for unreadable and encoded ones, and for all if one fails."""
     chats = {i: row for i, row in enumerate(rows) if not isinstance(row, EncodedChat | Unreadable)}
     try:
         made = dict(zip(chats, encode_rows(list(chats.values()), work.tokenizer, work.options), strict=True))
-    except Exception:  # the caller then encodes the rows one by one, which shows the row that is to blame
+    except Exception:  # the caller then encodes the rows one by one, and so finds those that fail
         made = {}
     return [made.get(i) for i in range(len(rows))]
 
@@ -199,10 +198,10 @@ def _encoded(rows: Sequence[Any], work: Work) -> list[EncodedChat | None]:
 def _in_processes(
     shares: Sequence[Sequence[RowRange]], work: Work, parts: Sequence[Path], tick: Callable[[int], None]
 ) -> list[tuple[FilterCounts, int]]:
-    """Encode each share in a process of its own; (counts, rows that were read) of each.
+    """Encode each share in a separate process; (counts, rows that were read) of each.
 
-    The processes are programs of their own. A fork of this process could inherit a lock that a thread holds,
-    and multiprocessing's "spawn" would import the caller's script again.
+    The processes run `worker`: a fork could inherit a lock that a thread holds, and multiprocessing's
+    "spawn" would import the caller's script again.
     """
     environment = {
         **os.environ,

@@ -1,4 +1,4 @@
-"""`encode_dataset`: which rank encodes, which ranks wait, and what has been encoded before."""
+"""`encode_dataset`: which rank encodes, which ranks wait, and whether an encoding exists already."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ def encode_dataset(
     max_refused: float = 0.01,
     **options: Unpack[EncodeKeywords],
 ) -> EncodedDataset:
-    """Tokenise rows once, into files that every rank maps into memory.
+    """Tokenise rows once, into files that every rank memory-maps.
 
-    Rows without a target are left out and counted, as in `filter_rows`. An encoding of the same data,
-    template, tokenizer, options and versions that exists already is opened at once, and the warnings about
-    its rows are repeated. A folder appears under its name only when it is complete: a job that was killed
-    leaves nothing that is used, and the next one begins anew.
+    Rows without a target are left out and counted, as in `filter_rows`. An existing encoding of the same
+    data, template, tokenizer, options and versions is opened at once, and the warnings about its rows are
+    repeated. A folder gets its name only when it is complete: a killed job leaves nothing that is used, and
+    the next one starts over.
 
-    Ranks that see the same ``cache_dir`` share one encoding, which rank 0 makes, with processes of its own,
-    while the others wait. On nodes that do not see rank 0's ``cache_dir``, the first rank of each makes one.
+    Ranks that see the same ``cache_dir`` share one encoding, which rank 0 and its processes make while the
+    others wait. On nodes that do not see rank 0's ``cache_dir``, the first rank of each makes one.
 
     Args:
         rows: A sequence of rows as `encode_chat` takes them, a ``datasets.Dataset``, or the path of a
@@ -63,9 +63,8 @@ def encode_dataset(
         cache_dir: Folder that holds encoded data; None is ``fsdp-sft/encoded`` in ``$XDG_CACHE_HOME`` or
             ``~/.cache``.
         on_error: "count" drops and counts rows that `encode_chat` would refuse, "raise" stops at the first.
-        on_dropped: What to do with a row of whose answers the template does not print every text, as in
-            `filter_rows`.
-        max_refused: Largest share of refused rows that does not raise. What has been encoded is kept, so that
+        on_dropped: What to do with a row if the template leaves out a text of an answer, as in `filter_rows`.
+        max_refused: Largest share of refused rows that does not raise. A finished encoding is kept, so that
             a second call with a larger share opens it.
         **options: Further options of `encode_chat`.
 
@@ -74,16 +73,17 @@ def encode_dataset(
 
     Raises:
         ValueError: If more rows are refused than ``max_refused`` allows, with the counts and an example of
-            each reason: within seconds, from a sample of 500 rows, or at the end. If most were refused for
-            one of these reasons, it is a `ChatTemplateError`, `DroppedTextError`, `MediaError` or
-            `TooLongError`. Also for no rows, and for ranks with different numbers of rows.
+            each reason: within seconds, from a sample of 500 rows, or at the end. According to the most
+            frequent reason it is a `ChatTemplateError`, `DroppedTextError`, `MediaError` or `TooLongError`.
+            Also for no rows, and for ranks with different numbers of rows.
         ChatTemplateError: If there is no chat template, or it does not parse.
         FileNotFoundError: If a file does not exist.
         OSError: If writing fails.
 
     Collective: all ranks; those that wait need no time-out longer than the default.
-    Memory: A block of 256 rows and its tokens in each process; pages of the files belong to the system.
-    Disk: 4 bytes a token, 28 bytes a row, 8 or 12 bytes a trained turn; twice that while it is made.
+    Memory: In each process 256 rows, about a million tokens and, of a sequence that is no
+        ``datasets.Dataset``, its share of the rows; pages of the files belong to the system.
+    Disk: 4 bytes a token, 28 bytes a row, 8 or 12 bytes a trained turn; up to twice that while it is made.
 
     Example:
         >>> encoded = fs.encode_dataset(rows, tokenizer, max_length=64, cache_dir="encoded")
@@ -150,7 +150,7 @@ def _make(source: RowSource, work: Work, target: Path, num_proc: int | None, max
 
 
 def _maker(cache: Path) -> int:
-    """The rank that encodes for this one: rank 0 if its folder is visible here, else the host's first rank.
+    """The rank that encodes for this one: rank 0 if its folder is visible here, else the first on this host.
 
     Collective: all ranks.
     """
@@ -176,7 +176,7 @@ def _is_seen(probe: Path) -> bool:
 
 
 def _cache_folder(given: str | os.PathLike[str] | None) -> Path:
-    """The folder that was given, or the default one, as an absolute path."""
+    """Absolute path of the given or the default folder."""
     if given is not None:
         return full_path(given)
     root = os.environ.get("XDG_CACHE_HOME")

@@ -1,4 +1,4 @@
-"""When two encodings are the same: if data, template, tokenizer, options and versions are."""
+"""The key of an encoding: equal for the same data, template, tokenizer, options and versions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def key_of(
     source: RowSource, tokenizer: PreTrainedTokenizerBase, options: EncodeOptions, on_error: str, cache: Path
 ) -> str:
     """A digest of everything that the encoded rows depend on."""
-    # The rules by which labels are found change with the library's version.
+    # The rules for labels change with the library's version.
     from fsdp_sft import __version__
 
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -48,7 +48,7 @@ def key_of(
 
 
 def data_digest(source: RowSource, cache: Path) -> str:
-    """A digest of all rows. Files that have not changed since they were last read are not read again."""
+    """A digest of all rows; unchanged files are not read again."""
     if source.paths:
         return "-".join(_file_digest(path, cache) for path in source.paths)
     fingerprint = data.dataset_fingerprint(source.rows)
@@ -63,7 +63,7 @@ def data_digest(source: RowSource, cache: Path) -> str:
 
 
 def _file_digest(path: Path, cache: Path) -> str:
-    """A digest of a file's contents, kept under its path, size, times of change and inode."""
+    """A digest of a file's contents, cached by its path, size, times of change and inode."""
     status = path.stat()
     state = [str(path), status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
     known = cache / f".digest-{hashlib.sha256(json.dumps(state).encode()).hexdigest()[:32]}"

@@ -50,7 +50,7 @@ class RowRange:
         return self.stop - self.start
 
     def portable(self) -> RowRange:
-        """This range in a form to be pickled for another process, with no rows but its own."""
+        """This range in a form to be pickled for another process, without other rows."""
         if self.path is not None or data.is_hub_dataset(self.rows):
             return self
         return RowRange(_rows_of(self.rows, self.start, self.stop), None, 0, self.size)
@@ -143,7 +143,7 @@ class RowSource:
         return [share for share in filled if share]
 
     def sample(self, number: int) -> list[tuple[int, Any]]:
-        """(index, row) of rows spread over all of them; in files the index counts the rows of the sample."""
+        """(index, row) of rows spread over the data set; for files, the index within the sample."""
         if self.paths:
             found = [
                 row for path in self.paths for row in _lines_spread_over(path, number // len(self.paths))
@@ -166,7 +166,7 @@ def row_bytes(row: Any) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """A value that JSON does not know, as one that it does."""
+    """The value in a form that JSON can hold."""
     return value.tolist() if hasattr(value, "tolist") else repr(value)
 
 
@@ -202,7 +202,7 @@ def _parsed(line: bytes) -> Any:
 
 
 def _next_line(path: Path, place: int) -> int:
-    """Byte at which the first line begins that begins at byte ``place`` or later."""
+    """Byte at which the first line at or behind byte ``place`` begins."""
     if not place:
         return 0
     with open(path, "rb") as file:

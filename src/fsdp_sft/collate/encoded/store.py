@@ -121,10 +121,10 @@ def is_sound(folder: Path) -> bool:
 
 
 class EncodedDataset(Sequence[EncodedChat]):
-    """Encoded rows in files that are mapped into memory: what `encode_dataset` returns.
+    """Encoded rows in memory-mapped files, as `encode_dataset` returns them.
 
-    A row is an `EncodedChat`, made when it is indexed. Workers of a DataLoader, and ranks of one machine,
-    share the memory of the files. Pickling stores nothing but the path of the folder.
+    A row is an `EncodedChat`, made when it is indexed. Workers of a DataLoader and ranks of one machine share
+    the memory of the files. Pickling stores only the path of the folder.
 
     Args:
         path: Folder of an encoded data set.
@@ -136,7 +136,7 @@ class EncodedDataset(Sequence[EncodedChat]):
         lengths: Tokens of each row, int32 (N,).
         num_targets: Targets of each row after the shift, int32 (N,).
 
-    Memory: Nothing but the rows in use; the files' pages belong to the system, which may drop them.
+    Memory: The rows in use, and ``counts``; the files' pages belong to the system, which may drop them.
 
     Example:
         >>> encoded = fs.encode_dataset(rows, tokenizer, max_length=64, cache_dir="encoded")
@@ -225,7 +225,7 @@ def _runs(chat: EncodedChat) -> tuple[list[int], list[float]]:
 
 
 def _end_of(values: list[int], value: int, start: int) -> int:
-    """The first index from ``start`` on with another value."""
+    """The first index from ``start`` on with another value; the length if there is none."""
     return next((i for i in range(start, len(values)) if values[i] != value), len(values))
 
 
@@ -238,13 +238,12 @@ def _of_one_weight(weights: list[float], start: int, stop: int) -> Iterator[tupl
 
 
 def _mapped(path: Path) -> Any:
-    """A memoryview of the numbers in a file, mapped into memory."""
+    """A memoryview of the numbers in a memory-mapped file."""
     code = {".i32": "i", ".f32": "f", ".i64": "q"}[path.suffix]
     with open(path, "rb") as file:
         if not os.fstat(file.fileno()).st_size:
             return memoryview(bytearray()).cast(code)  # type: ignore[call-overload]
-        # torch warns about buffers that are read-only, so the mapping is writable. It is private as well, so
-        # that a write changes this process's memory and not the file.
+        # Writable, since torch warns about read-only buffers; private, so that no write reaches the file.
         access = mmap.PROT_READ | mmap.PROT_WRITE
         mapped = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=access)
         return memoryview(mapped).cast(code)  # type: ignore[call-overload]
@@ -257,7 +256,7 @@ def _any_weight(folder: Path) -> bool:
 
 
 def _write_begins(sizes: Path, target: Path) -> None:
-    """Write where each row begins: the running sum of the rows' sizes, from 0 to the total."""
+    """Write the index at which each row begins: the running sum of the sizes, from 0 to the total."""
     total = 0
     with open(target, "wb") as file:
         array("q", [0]).tofile(file)

@@ -1,6 +1,6 @@
 """A process that encodes rows: ``python -m fsdp_sft.collate.encoded.worker JOB``.
 
-It prints the size of each block that it has encoded, a line each.
+It prints the size of each encoded block on a line.
 """
 
 import pickle
@@ -11,7 +11,7 @@ from fsdp_sft.collate.encoded.build import encode_pieces
 
 
 def main() -> None:
-    """Encode the rows that the job's file names, and write the result beside the folder."""
+    """Encode the rows of the job's file, and write the result beside the folder."""
     job = Path(sys.argv[1])
     pieces, work, folder = pickle.loads(job.read_bytes())  # written by the process that started this one
     result = encode_pieces(pieces, work, folder, lambda size: print(size, flush=True))

@@ -1,4 +1,4 @@
-"""Several data sets in one order, in given proportions, with a position that resumes."""
+"""Several data sets in one resumable order, in given proportions."""
 
 import zlib
 from array import array
@@ -23,14 +23,13 @@ class MixedSampler(Sampler[Any]):
 
     Every epoch has a fixed number of rows of each data set, spread evenly over it: any section of an epoch
     has the same proportions, to within a row or two. If an epoch has fewer rows of a data set than there are,
-    the next epoch continues with the remaining ones. If it has more, the data set is repeated, each time in
-    an order of its own. So after any number of epochs all rows of a data set have come equally often, or once
-    more (and the rows that fill up an epoch's last round, if it does not divide by the ranks).
+    the next epoch continues with the remaining ones. If it has more, the data set is repeated, each time in a
+    new order. So after any number of epochs some rows of a data set have come at most once more than the
+    others, not counting those repeated to fill an epoch's last round, if it does not divide by the ranks.
 
-    With ``lengths`` and ``max_length`` it distributes packs, as ``PackedSampler`` does, and is meant for the
-    ``batch_sampler`` of a DataLoader with ``PackedCollator``. Without them it is meant for ``sampler``.
-    Position, epochs, ``windows`` and another number of ranks are as with ``ResumableSampler`` and
-    ``PackedSampler``.
+    With ``lengths`` and ``max_length`` it distributes packs, as the ``batch_sampler`` of a DataLoader with
+    ``PackedCollator``; without them rows, as ``sampler``. Position, epochs, ``windows`` and another number of
+    ranks are as with ``PackedSampler`` and ``ResumableSampler``.
 
     Args:
         datasets: The data sets, or their numbers of rows.
@@ -39,18 +38,17 @@ class MixedSampler(Sampler[Any]):
         temperature: A number of at least 1 that makes the rows of each data set proportional to
             ``len(dataset) ** (1 / temperature)``. 1 keeps the proportions of the data; larger numbers raise
             the share of small data sets.
-        epoch_rows: Rows of an epoch, with ``weights`` or ``temperature``; None takes as many as all data sets
-            have together. Without any of these four arguments an epoch has every row once.
-        lengths: Tokens of each row of all data sets, one data set after the other, or a list of these for
-            each.
+        epoch_rows: Rows of an epoch, with ``weights`` or ``temperature``; None takes the sum over all data
+            sets. Without any of these four arguments an epoch has every row once.
+        lengths: Tokens of each row, in one list for all data sets in order, or in a list for each.
         max_length: Most tokens of a pack.
         num_targets: Targets of each row, for packs, in the same form as ``lengths``; see ``PackedSampler``.
-        cost: Coefficients of a pack's cost, for packs; see ``PackedSampler``.
-        shuffle: Whether rows of a data set come in a new order each time it is gone through.
+        cost: Coefficients of a pack's cost; see ``PackedSampler``.
+        shuffle: Whether each pass over a data set has a new order.
         seed: Seed of the order, together with the epoch; the same on all ranks.
         num_replicas: Number of ranks that share the rows; None takes the mesh's or the process group's, or 1.
         rank: This rank; None takes the mesh's or the process group's, or 0.
-        mesh: Mesh from ``build_mesh``, in place of ``num_replicas`` and ``rank``; ranks along ``cp`` get the
+        mesh: Mesh from ``build_mesh``, instead of ``num_replicas`` and ``rank``; ranks along ``cp`` get the
             same rows. None takes the only one there is.
 
     Raises:
@@ -128,7 +126,7 @@ class MixedSampler(Sampler[Any]):
 
     @property
     def epochs(self) -> list[float]:
-        """Number of times that each data set has been gone through, as a fraction."""
+        """Passes over each data set since the start, as a fraction."""
         return [
             rows / size if size else 0.0
             for rows, size in zip(self.rows_seen, self._mixture.sizes, strict=True)
@@ -146,7 +144,7 @@ class MixedSampler(Sampler[Any]):
 
     @property
     def is_passed_over(self) -> bool:
-        """Whether the epoch that was set lies before the restored checkpoint, so that it has no rows."""
+        """Whether the epoch that was set precedes the restored one, so that it has no rows."""
         return self._order.is_passed_over
 
     @property
@@ -176,7 +174,7 @@ class MixedSampler(Sampler[Any]):
         return self._with_sizes(self._order.state_dict())
 
     def position_state(self) -> dict[str, Any]:
-        """The state, without a word about rows that were drawn and not counted."""
+        """``state_dict`` without its warning about uncounted rows."""
         return self._with_sizes(self._order.position_state())
 
     def _with_sizes(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -197,16 +195,16 @@ class MixedSampler(Sampler[Any]):
         self._order.load_state_dict(state)
 
 
-Placed.register(MixedSampler)  # all that it says of its place, its inner sampler says
+Placed.register(MixedSampler)  # it has all members of one, through its inner sampler
 
 
 class Mixture:
-    """The rows of each epoch, in their order.
+    """The order of rows in each epoch.
 
     Args:
         sizes: Number of rows of each data set.
         counts: Number of rows of each data set in an epoch.
-        shuffle: Whether rows of a data set come in a new order each time it is gone through.
+        shuffle: Whether each pass over a data set has a new order.
         seed: Seed of the order.
     """
 
@@ -221,8 +219,8 @@ class Mixture:
             if count:
                 rows.append(self._rows_of(number, epoch * count, count))
                 spread = torch.arange(count, dtype=torch.float64)
-                # Divide the epoch into `count` equal parts and give each row a random place in one of them:
-                # as even as possible without a pattern.
+                # A random place for each row in one of `count` equal parts of the epoch: as even as possible
+                # without a pattern.
                 spread += (
                     torch.rand(count, dtype=torch.float64, generator=self._generator("place", number, epoch))
                     if self.shuffle
@@ -241,7 +239,7 @@ class Mixture:
         return found
 
     def _rows_of(self, number: int, first: int, count: int) -> torch.Tensor:
-        """Rows ``first`` to ``first + count`` of a data set that is gone through again and again."""
+        """Rows [first, first + count) of a data set that is repeated without end."""
         size = self.sizes[number]
         parts = []
         for turn in range(first // size, (first + count - 1) // size + 1):
@@ -259,7 +257,7 @@ class Mixture:
 
 
 class _MixedRows(ResumableSampler):
-    """Rows of a mixture, dealt out like those of ``ResumableSampler``."""
+    """Rows of a mixture, distributed as by ``ResumableSampler``."""
 
     def __init__(self, mixture: Mixture, num_replicas: int | None, rank: int | None) -> None:
         self._mixture = mixture
@@ -280,7 +278,7 @@ class _MixedRows(ResumableSampler):
 
 
 class _MixedPacks(PackedSampler):
-    """Rows of a mixture, in packs that are dealt out like those of ``PackedSampler``."""
+    """Packs of a mixture, distributed as by ``PackedSampler``."""
 
     def __init__(
         self,
@@ -308,7 +306,7 @@ class _MixedPacks(PackedSampler):
         return self._mixture.rows(epoch)
 
     def _epoch_of_order(self) -> int:
-        return self.epoch  # even without shuffling: an epoch continues where the previous one has ended
+        return self.epoch  # even without shuffling, since an epoch continues where the previous one ended
 
     def _rows_of_an_epoch(self) -> int:
         return sum(self._mixture.counts)

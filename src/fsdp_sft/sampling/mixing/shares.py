@@ -1,4 +1,4 @@
-"""How many rows of each data set an epoch has, from the weights, counts or temperature that were given."""
+"""Rows of each data set in an epoch, from weights, counts or a temperature."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Several streams as one, in given proportions, with positions to which one can skip."""
+"""Several streams as one, in given proportions, that can skip to a position."""
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,10 +11,9 @@ from torch.utils.data import get_worker_info
 from fsdp_sft.sampling.mixing.shares import as_share
 from fsdp_sft.sampling.packing.stream import rows_from
 
-# floor(2^64 / golden ratio). Its multiples, modulo 2^64, are spread evenly over the whole range, however many
-# there are. Row k of the epoch has the place k * _STEP + offset; the range is divided among the streams in
-# proportion to their weights, and a row comes from the stream in whose part its place lies. So the owner of
-# any row is known without those before it.
+# floor(2^64 / golden ratio): any number of its multiples, modulo 2^64, is spread evenly over the range, which
+# is divided among the streams in proportion to their weights. Row k of the epoch comes from the stream in
+# whose part k * _STEP + offset lies, so the owner of a row is known without the rows before it.
 _STEP = 0x9E3779B97F4A7C15 - (1 << 64)
 _AT_ONCE = 1 << 20
 
@@ -26,16 +25,16 @@ class MixedStream:
     before it. Any section of an epoch has the given proportions, to within a few rows, and a position is a
     single number.
 
-    It is meant for the ``rows`` of ``PackedStream``, which distributes the packs to ranks and keeps the
-    position. It is no ``Dataset``: a DataLoader over it would give every rank the same rows. To tokenise in
-    the background, let each stream be a DataLoader with workers and ``batch_size=None``.
+    Pass it as ``rows`` to ``PackedStream``, which distributes packs to ranks and keeps the position. It is no
+    ``Dataset``: a DataLoader over it would give every rank the same rows. To tokenise in the background, let
+    each stream be a DataLoader with workers and ``batch_size=None``.
 
     Args:
         streams: Iterables of rows that can be read again; they are read lazily. If a stream has
-            ``set_epoch``, it is called with a different number each time that the stream is read.
+            ``set_epoch``, each reading calls it with a different number.
         weights: Rows of each stream, relative to the others; 0 leaves a stream out. None weighs all equally.
         stop: "all" ends an epoch when every stream has been read to its end; until then, a stream that ends
-            is read again from its start. "first" ends the epoch when one of them ends.
+            starts again. "first" ends the epoch when one stream ends.
         seed: Seed of the order, together with the epoch; the same on all ranks.
 
     Raises:
@@ -92,14 +91,14 @@ class MixedStream:
         return {"weights": self.weights, "stop": self.stop, "seed": self.seed}
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch that is read next; its order, and that of the streams in it, are its own."""
+        """Set the epoch that is read next; it has another order, and so may its streams."""
         self.epoch = epoch
 
     def skip(self, num_rows: int) -> "MixedStream":
         """The same rows without the first ``num_rows``.
 
-        In each stream its share of them is passed over: with the stream's own ``skip`` if it has one and
-        ``stop`` is "first", otherwise by reading, since only that shows where the stream ends.
+        Each stream skips its share with its own ``skip`` if it has one and ``stop`` is "first", else by
+        reading, which alone shows where the stream ends.
         """
         if num_rows < 0:
             raise ValueError(f"num_rows must not be negative, got {num_rows}")
@@ -151,13 +150,13 @@ class MixedStream:
 
 
 class _Turns:
-    """One of the streams, which can be read from its start again, with a look ahead at the next row.
+    """One of the streams, with a look ahead at the next row and a restart at the end.
 
     Args:
         stream: The stream.
         number: Index of the stream, for messages.
         epoch: The epoch of the mixture.
-        skip: Number of rows to pass over.
+        skip: Number of rows to skip.
         once: Whether the stream is read only once in an epoch, so that its own ``skip`` can be used.
     """
 
@@ -189,7 +188,7 @@ class _Turns:
         return self._next.pop()
 
     def begin_again(self) -> None:
-        """Read the stream from its start again."""
+        """Restart the stream."""
         self._turn += 1
         self._begin(0)
         if self.at_end():

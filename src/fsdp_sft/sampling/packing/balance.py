@@ -1,13 +1,13 @@
 """Arrange rows in rounds of packs, one pack for each rank, so that all ranks take about equally long.
 
-A round takes as long as its most expensive pack, and all other ranks wait for that one. Packs with equally
-many tokens may differ in cost: attention within one row of 32,000 tokens costs far more than within 40 short
-ones. Three methods are combined, each of which is the best for some data:
+All ranks of a round wait for its most expensive pack. Packs with equally many tokens may differ in cost:
+attention within one row of 32,000 tokens costs far more than within 40 short ones. Three methods are
+combined, each of which is the best for some data:
 
-- *Rounds of long rows.* Some rows alone cost more than a pack does on average. The longest rows share rounds,
-  and the longest rows that still fit fill up their packs, so that expensive packs run side by side.
-- *Spreading.* The other rows are taken from the longest to the shortest, and each goes into the pack that has
-  cost least so far. The packs come out about equal, and use the room that the last round would leave empty.
+- *Rounds of long rows.* Some rows alone cost more than an average pack. The longest rows share rounds, and
+  the longest rows that still fit fill their packs, so that expensive packs run side by side.
+- *Spreading.* The other rows, the longest first, go each into the pack that costs least so far. The packs
+  come out about equal, and use the room that the last round would leave empty.
 - *Sorting.* If packs have to be too full for spreading, the packs of best fit decreasing are sorted by cost,
   and neighbours share a round.
 """
@@ -24,7 +24,7 @@ Pack = list[int]
 def balanced_rounds(
     rows: Sequence[int], lengths: Sequence[int], capacity: int, num_ranks: int, cost: RowCost
 ) -> list[list[Pack]]:
-    """Rounds of ``num_ranks`` packs each, as many as best fit decreasing needs.
+    """Rounds of ``num_ranks`` packs, as many rounds as best fit decreasing needs.
 
     Args:
         rows: Indices into ``lengths``, possibly repeated; rows of one length are taken in this order.
@@ -54,7 +54,7 @@ def deal(packs: list[list[int]], weight: Callable[[int], float], num_ranks: int)
 
     Args:
         packs: The packs of a round, as lists of rows.
-        weight: Function of a row: its tokens, or its cost.
+        weight: Tokens or cost of a row.
         num_ranks: Number of packs to return.
 
     Returns:
@@ -74,7 +74,7 @@ def deal(packs: list[list[int]], weight: Callable[[int], float], num_ranks: int)
 
 
 def _halves(pack: list[int], weight: Callable[[int], float]) -> list[list[int]]:
-    """The rows of a pack in two packs of about the same weight."""
+    """The rows of a pack in two packs of about equal weight."""
     halves: list[list[int]] = [[], []]
     weights = [0.0, 0.0]
     for row in sorted(pack, key=weight, reverse=True):
@@ -85,7 +85,7 @@ def _halves(pack: list[int], weight: Callable[[int], float]) -> list[list[int]]:
 
 
 def _waited_for(rounds: Iterable[list[Pack]], lengths: Sequence[int], num_ranks: int, cost: RowCost) -> float:
-    """Sum of the costs for which ranks wait: that of the most expensive pack of each round."""
+    """Sum of the costs of the most expensive pack of each round, for which the other ranks wait."""
 
     def of_row(row: int) -> float:
         return cost.of(lengths[row])
@@ -101,7 +101,7 @@ def _cost_of(pack: Pack, lengths: Sequence[int], cost: RowCost) -> float:
 def _sorted_rounds(
     packs: list[Pack], lengths: Sequence[int], num_ranks: int, cost: RowCost
 ) -> list[list[Pack]]:
-    """Sort packs by cost, the most expensive first, and put neighbours into one round."""
+    """Rounds of packs of similar cost, the most expensive first."""
     packs = sorted(packs, key=lambda pack: -_cost_of(pack, lengths, cost))
     return [packs[start : start + num_ranks] for start in range(0, len(packs), num_ranks)]
 
@@ -147,8 +147,8 @@ def _spread(
     """Put each row, longest first, into the cheapest pack that has room; None if one fits nowhere."""
     packs: list[Pack] = [[] for _ in range(num_packs)]
     tokens = [0] * num_packs
-    # A heap of (cost so far, pack). A pack leaves it when it is the cheapest and has no room for a row. It
-    # may still take a shorter row later, so `full` keeps it by the number of tokens that it has room for.
+    # A heap of (cost so far, pack). A pack leaves it when it is the cheapest and has no room for a row, but
+    # may take a shorter row later: `full` keeps it by its free tokens.
     cheapest = [(0.0, index) for index in range(num_packs)]
     full: dict[int, list[int]] = {}
     free_sizes = IntegerSet(capacity)
@@ -189,8 +189,7 @@ class _Rows:
         for row in rows:
             self._by_length.setdefault(lengths[row], []).append(row)
         self._capacity, self._cost = capacity, cost
-        # For each length that occurs, capacity - length + 1. IntegerSet finds the smallest number above a
-        # bound, and so with the lengths turned around, the longest row below one.
+        # capacity - length + 1 for each length: the smallest of these is that of the longest row.
         self._missing = IntegerSet(capacity)
         for length in self._by_length:
             self._missing.add(capacity - length + 1)
@@ -205,7 +204,7 @@ class _Rows:
         return self._capacity + 1 - (self._missing.first_at_least(1) or 0)
 
     def take(self, most: int) -> tuple[int, int] | None:
-        """Remove the longest row of at most ``most`` tokens: (row, its tokens), or None if there is none."""
+        """(longest row of at most ``most`` tokens, its tokens), which is removed; None if there is none."""
         missing = self._missing.first_at_least(self._capacity - most + 1) if most > 0 else None
         if missing is None:
             return None

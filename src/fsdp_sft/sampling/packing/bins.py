@@ -10,16 +10,16 @@ _WORD_BITS = 1024
 def pack_lengths(lengths: Iterable[int], capacity: int) -> list[list[int]]:
     """Put rows into packs of ``capacity`` tokens by best fit decreasing, which needs few packs.
 
-    Rows are taken from the longest to the shortest, and each goes into the fullest pack that still has room
-    for it. That needs at most 11/9 of the fewest packs possible, plus one; packs of chat data are 99 % full
-    or more. The result depends on nothing but the arguments.
+    From the longest to the shortest, each row goes into the fullest pack that has room for it. That needs at
+    most 11/9 of the fewest packs possible, plus one; packs of chat data are 99 % full or more. The result
+    depends on the arguments alone.
 
     Args:
         lengths: Tokens of each row: integers, or a tensor or array of them.
         capacity: Most tokens of a pack.
 
     Returns:
-        Packs of row indices. Every row is in exactly one; no lengths give no packs.
+        Packs of row indices, with every row in exactly one; an empty list without rows.
 
     Raises:
         TypeError: If a length or the capacity is no integer.
@@ -37,9 +37,8 @@ def pack_lengths(lengths: Iterable[int], capacity: int) -> list[list[int]]:
     for row, size in enumerate(sizes):
         rows_of.setdefault(size, []).append(row)
     packs: list[list[int]] = []
-    # Packs that have room left, by the number of tokens that they have room for, and the set of those
-    # numbers: the smallest number that is at least a row's length belongs to the fullest pack that can take
-    # the row.
+    # Packs with room left, by their free tokens, and the set of those numbers: the smallest that is at least
+    # a row's length belongs to the fullest pack that can take the row.
     with_free: dict[int, list[list[int]]] = {}
     free_sizes = IntegerSet(capacity)
     for size in sorted(rows_of, reverse=True):
@@ -55,8 +54,8 @@ def pack_lengths(lengths: Iterable[int], capacity: int) -> list[list[int]]:
                 pack = candidates.pop()
                 if not candidates:
                     free_sizes.remove(free)
-            # Of all packs with room for this length, this one is the fullest even after it has taken a row.
-            # So it takes further rows of the same length for as long as they fit.
+            # Of all packs with room for this length, this one is the fullest even after it has taken a row,
+            # so it takes all further rows of the same length that fit.
             fitting = rows[taken : taken + free // size]
             taken += len(fitting)
             pack += fitting
@@ -106,8 +105,8 @@ def as_ints(name: str, values: Any) -> list[int]:
 class IntegerSet:
     """A set of integers from 1 to ``largest`` that finds the smallest at or above a bound quickly.
 
-    Bit v % 1024 of word v // 1024 says whether v is in the set, and one more mask says which words are not 0.
-    With these two levels a capacity of a million costs little more than one of a thousand.
+    A two-level bitmap: bit v % 1024 of word v // 1024 is set if v is a member, and one more mask marks the
+    words that are not 0. So a capacity of a million costs little more than one of a thousand.
     """
 
     def __init__(self, largest: int) -> None:

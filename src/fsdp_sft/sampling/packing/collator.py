@@ -21,14 +21,13 @@ class PackedCollator:
 
     A model recognises the rows by ``position_ids``, which start at 0 in each of them, and by the absence of
     an attention mask; ``verify_packing`` measures whether it keeps them apart. The first label of every row
-    is -100, since after the loss's shift it would be predicted from the last token of the previous row. Rows
-    may have ``shift_labels``, the target of each position, in place of ``labels``; then the pack has them as
-    well.
+    is -100, since after the loss's shift it would be predicted from the last token of the previous row. If
+    rows have ``shift_labels``, the target of each position, instead of ``labels``, so has the pack.
 
     Args:
         max_length: Most tokens of a pack; the same as for the sampler.
         padding: "longest" pads only as far as ``pad_to_multiple_of`` requires, "max_length" pads to
-            ``max_length``. Padding comes last, as a row of its own without targets.
+            ``max_length``. Padding is a further row without targets at the end.
         pad_to_multiple_of: Rounds the length up to a multiple, beyond ``max_length`` if need be.
         pad_token_id: Id of the padding; any id of the vocabulary will do.
 
@@ -68,11 +67,11 @@ class PackedCollator:
         self.pad_token_id = pad_token_id
 
     def __call__(self, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
-        """Join rows.
+        """Join the rows of a pack.
 
         Args:
             rows: Rows with ``input_ids`` and ``labels`` (or ``shift_labels``) of one length, or
-                ``EncodedChat``s. No rows, which ``PackedSampler`` gives a rank when none is left, make a
+                ``EncodedChat``s. No rows, as ``PackedSampler`` yields when none is left for a rank, make a
                 batch without targets.
 
         Returns:
@@ -103,7 +102,7 @@ class PackedCollator:
             targets.extend(part.labels)
             if not is_shifted:
                 targets[start] = IGNORE_INDEX
-            # A row with labels in a pack with shift_labels is shifted here: its first label goes.
+            # In a pack with shift_labels, a row with labels is shifted here.
             elif not part.is_shifted:
                 targets.pop(start)
                 targets.append(IGNORE_INDEX)
@@ -119,18 +118,18 @@ class PackedCollator:
         return {name: column[None] for name, column in columns.items()}
 
     def _padding(self, length: int) -> int:
-        """Number of tokens of padding for a pack of ``length`` tokens."""
+        """Number of padding tokens for a pack of ``length`` tokens."""
         # At least two tokens, the fewest with which a loss has something to shift.
         target = self.max_length if self.padding == "max_length" else max(length, 2)
         return target + -target % self.pad_to_multiple_of - length
 
 
 def row_sizes(rows: Iterable[Row]) -> tuple[list[int], list[int]]:
-    """Lengths and numbers of targets of rows, which ``PackedSampler`` needs to know.
+    """Length and number of targets of each row, for ``PackedSampler``.
 
     Args:
         rows: Rows with ``input_ids`` and ``labels`` (or ``shift_labels``) of one length, or ``EncodedChat``s;
-            or an ``EncodedDataset``, whose sizes are known already.
+            or an ``EncodedDataset``, which stores them.
 
     Returns:
         (number of tokens of each row, number of targets of each row after the shift).
@@ -154,7 +153,7 @@ def row_sizes(rows: Iterable[Row]) -> tuple[list[int], list[int]]:
             raise ValueError(f"row {index}: {error}") from error
         labels = part.labels
         lengths.append(len(labels))
-        # No token stands before the first one, from which it could be predicted.
+        # The first token is no target, since no token precedes it.
         first = 0 if part.is_shifted or labels[0] == IGNORE_INDEX else 1
         targets.append(len(labels) - labels.count(IGNORE_INDEX) - first)
     return lengths, targets
@@ -167,8 +166,7 @@ class _OneRow(NamedTuple):
         ids: Token ids, ``(S,)``.
         labels: Labels, ``(S,)``.
         weights: Loss weights of the labels, ``(S,)``, or None.
-        is_shifted: Whether labels and weights are shifted, so that they belong to the target of each
-            position.
+        is_shifted: Whether labels and weights are shifted, and so belong to the target of each position.
     """
 
     ids: list[int]
@@ -177,7 +175,7 @@ class _OneRow(NamedTuple):
     is_shifted: bool
 
     def weights_of(self, is_shifted: bool) -> list[float]:
-        """The weights, 1 where there are none, shifted if ``is_shifted`` and not shifted yet."""
+        """The weights, or ones, shifted if ``is_shifted`` and not shifted yet."""
         weights = self.weights or [1.0] * len(self.ids)
         return [*weights[1:], 0.0] if is_shifted and not self.is_shifted else weights
 

@@ -1,4 +1,4 @@
-"""The cost of a pack: that of its tokens, and that of the attention within each of its rows."""
+"""The cost of a pack: of its tokens, and of attention within each of its rows."""
 
 import math
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class RowCost:
         """The cost with these two coefficients.
 
         Raises:
-            TypeError: If it is anything else.
+            TypeError: If it is not two numbers.
             ValueError: If a number is negative or not finite, or both are 0.
         """
         if not isinstance(cost, (tuple, list)) or len(cost) != 2:
@@ -73,10 +73,10 @@ def attention_cost(
 
     Args:
         config: A transformers config of a decoder-only model.
-        attention: Tokens whose attention scores are computed. ``"varlen"``: those of a token's own row, as
-            with ``use_varlen_attention`` or flash attention. ``"full"``: those of the whole pack, most of
-            them masked, as with transformers' "sdpa"; then packs of equally many tokens cost the same, and
-            ``b`` is 0.
+        attention: Attention scores that are computed. ``"varlen"``: those within each row, as with
+            ``use_varlen_attention`` or flash attention. ``"full"``: those of the whole pack, most of them
+            masked, as with transformers' "sdpa"; packs of equally many tokens then cost the same, and ``b``
+            is 0.
 
     Returns:
         (FLOPs per token, FLOPs per squared token).

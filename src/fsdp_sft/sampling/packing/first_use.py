@@ -1,4 +1,4 @@
-"""Verify that a model keeps rows of a pack apart when it gets its first pack, unless that was done before."""
+"""Verify at a model's first pack that it keeps rows apart, unless that was verified before."""
 
 import logging
 from collections.abc import Sequence
@@ -27,16 +27,16 @@ _logger = logging.getLogger("fsdp_sft.sampling.packing")
 def verify_at_first_use(
     model: nn.Module, batches: Sequence[Any], mesh: "DeviceMesh | None", *, own_loss: bool = False
 ) -> None:
-    """Verify, once for each model and attention, that it keeps rows apart, if any rank has a pack.
+    """If any rank has a pack, verify, once for each model and attention, that rows are kept apart.
 
-    If rotary embeddings depend on the longest row, it is verified again for each longer one.
+    If rotary embeddings depend on the longest row, each longer row is verified again.
 
     Args:
         model: Model, sharded or not; left as it was.
-        batches: Batches of this rank, of which none, some or all are packs.
+        batches: Batches of this rank, packs or not.
         mesh: Ranks that hold the model, all of which call this.
-        own_loss: Whether the caller has a loss of their own; a model that is not from transformers is then
-            not verified.
+        own_loss: Whether the caller passed a loss function; a model that is not from transformers is then not
+            verified.
 
     Raises:
         PackingError: On all ranks, if rows are not kept apart.

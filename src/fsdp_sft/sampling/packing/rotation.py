@@ -16,10 +16,10 @@ def rope_depends_on_length(model: nn.Module) -> bool:
 
 
 class Rotations:
-    """A record of what a model's rotary embeddings returned in each forward since ``take`` was last called.
+    """Outputs of a model's rotary embeddings in each forward since the last ``take``.
 
-    Comparing them shows a difference that rounding would hide in the logits: equal frequencies give equal
-    numbers in every dtype.
+    They show a difference that rounding would hide in the logits: equal frequencies give equal numbers in
+    every dtype.
     """
 
     def __init__(self) -> None:
@@ -38,12 +38,12 @@ class Rotations:
                 handle.remove()
 
     def take(self) -> list[list[torch.Tensor]]:
-        """Tensors that the calls of each forward returned, each ``(B, S, ...)``; this empties the record."""
+        """Outputs of each forward, tensors ``(B, S, ...)``; this empties the record."""
         calls, self._calls = self._calls, []
         return calls
 
     def _record(self, _module: nn.Module, _args: Any, output: Any) -> None:
-        """Note a copy of what a rotary embedding returned."""
+        """Record a copy of a rotary embedding's output."""
         parts = output if isinstance(output, (tuple, list)) else [output]
         for part in parts:
             if isinstance(part, torch.Tensor) and self._calls:

@@ -1,4 +1,4 @@
-"""A distributed order of packs, balanced over ranks, with a position that resumes at any number of ranks."""
+"""A distributed order of packs, balanced over ranks, that resumes on any number of ranks."""
 
 import zlib
 from array import array
@@ -27,7 +27,7 @@ _LEVELS = 16  # packs whose tokens differ by less than 1/16 of max_length count 
 class PackedSampler(PlacedSampler[list[int]]):
     """Distributes packs of rows to ranks; for the ``batch_sampler`` of a DataLoader with ``PackedCollator``.
 
-    Every epoch packs all rows anew, in a new order. A *round* gives every rank one pack. The packs of a round
+    Every epoch packs all rows in a new order. A *round* gives every rank one pack. The packs of a round
     have similar numbers of tokens and of targets, so that ranks wait little for each other, and rounds come
     in random order. Every row is in exactly one pack of the epoch. In the last round packs are split so that
     every rank has one; if rows run out, ranks get an empty pack, of which ``PackedCollator`` makes a batch
@@ -35,23 +35,23 @@ class PackedSampler(PlacedSampler[list[int]]):
 
     The position counts packs that training has consumed on all ranks, not those that a DataLoader's workers
     have fetched ahead. ``windows`` reports them; a loop without it calls ``mark_consumed``. If the number of
-    ranks changes in the middle of an epoch, the remaining packs are arranged in rounds of the new size.
+    ranks changes in the middle of an epoch, the remaining packs are arranged in rounds of the new size; with
+    ``cost``, the remaining rows are packed anew.
 
     Args:
         lengths: Tokens of each row of the data set; see ``row_sizes``.
         max_length: Most tokens of a pack.
         num_targets: Targets of each row, after the shift; None balances tokens only.
-        shuffle: Whether each epoch has packs and an order of its own; otherwise all have those of the first.
+        shuffle: Whether each epoch has new packs and a new order; if not, all have those of the first.
         seed: Seed of packs and order, together with the epoch; the same on all ranks.
         num_replicas: Number of ranks that share the rows; None takes the mesh's or the process group's, or 1.
         rank: This rank; None takes the mesh's or the process group's, or 0.
-        mesh: Mesh from ``build_mesh``, in place of ``num_replicas`` and ``rank``; ranks along ``cp`` get the
+        mesh: Mesh from ``build_mesh``, instead of ``num_replicas`` and ``rank``; ranks along ``cp`` get the
             same packs. None takes the only one there is.
         cost: Coefficients ``(a, b)``, such as ``attention_cost(config)``. Packs of a round then have similar
             ``a * tokens + b * sum(length ** 2)`` instead of similar numbers of tokens and targets. This
-            matters with long rows, where ranks would otherwise wait for the one whose pack is a single row.
-            The coefficients are part of the state; a state that was saved with others, or without any,
-            continues in its own order.
+            matters with long rows: without it, ranks wait for the one whose pack is a single row. A saved
+            state contains the coefficients, or None, and continues with them.
 
     Raises:
         TypeError: If a length or number of targets is no integer, or the cost is not two numbers.
@@ -91,8 +91,7 @@ class PackedSampler(PlacedSampler[list[int]]):
         self.max_length, self.shuffle, self.seed = max_length, shuffle, seed
         self._cost = None if cost is None else RowCost.check(cost)
         self.epoch = 0
-        # (number of ranks, packs consumed at that number) for each number of ranks in the current epoch, the
-        # present one last.
+        # (number of ranks, packs consumed with it) for each number of ranks in the current epoch, in order.
         self._history = [(self.num_replicas, 0)]
         self._packs: tuple[tuple[int, ...], list[list[int]]] | None = None
 
@@ -104,7 +103,7 @@ class PackedSampler(PlacedSampler[list[int]]):
         packs, ranks = self._order(), self.num_replicas
         for start in range(self._history[-1][1], len(packs), ranks):
             dealt = deal(packs[start : start + ranks], self._weight, ranks)
-            # A round's packs come about in order of size; ranks take turns, so that none gets all large ones.
+            # A round's packs are roughly sorted by size; ranks take turns, so that none gets all large ones.
             yield dealt[(self.rank + start // ranks) % ranks]
 
     def __len__(self) -> int:
@@ -141,7 +140,7 @@ class PackedSampler(PlacedSampler[list[int]]):
         return self.position_state()
 
     def position_state(self) -> dict[str, Any]:
-        """The state, without a word about rows that were drawn and not counted."""
+        """``state_dict`` without its warning about uncounted rows."""
         cost = None if self._cost is None else [self._cost.per_token, self._cost.per_square]
         consumed = [list(part) for part in self._history]
         return {"epoch": self.epoch, "consumed": consumed, "cost": cost, **self._source()}
@@ -165,7 +164,7 @@ class PackedSampler(PlacedSampler[list[int]]):
                     "use the same data and options, or start a new run"
                 )
         epoch, history = int(state["epoch"]), [(int(ranks), int(packs)) for ranks, packs in state["consumed"]]
-        # There are at most as many packs as rows, and the last round may be filled up.
+        # At most as many packs as rows, and those that fill the last round.
         most = self._rows_of_an_epoch() + self.num_replicas
         if epoch < 0 or any(ranks < 1 or not 0 <= packs <= most for ranks, packs in history):
             raise ValueError(f"sampler state has epoch={epoch}, consumed={state['consumed']}")
@@ -174,7 +173,7 @@ class PackedSampler(PlacedSampler[list[int]]):
         self._restored(epoch)
 
     def _follow_cost(self, saved: Any) -> None:
-        """Take over the cost with which a state was saved, and so its order."""
+        """Adopt the cost with which a state was saved, and so its order."""
         cost = None if saved is None else RowCost.check(saved)
         if cost != self._cost:
             warn_caller(
@@ -184,7 +183,7 @@ class PackedSampler(PlacedSampler[list[int]]):
         self._cost, self._packs = cost, None
 
     def _follow_ranks(self) -> None:
-        """Note the present number of ranks if it has changed, so that the rest is arranged anew."""
+        """Record the number of ranks if it has changed, so that the rest is arranged anew."""
         if not self._history or self._history[-1][0] != self.num_replicas:
             self._history = [part for part in self._history if part[1]] + [(self.num_replicas, 0)]
 
@@ -256,7 +255,7 @@ class PackedSampler(PlacedSampler[list[int]]):
     def _balanced(self, packs: list[list[int]], ranks: int, generator: torch.Generator) -> list[list[int]]:
         """Arrange packs in rounds of similar ones; rounds come in random order, a short one last."""
         whole = len(packs) // ranks * ranks
-        # The packs of a short last round are split, so those with many rows are taken for it.
+        # A short last round gets the packs with the most rows, since they are split.
         by_rows = sorted(range(len(packs)), key=lambda i: min(len(packs[i]), ranks))
         last = [packs[i] for i in by_rows[whole:]]
         packs = [packs[i] for i in sorted(by_rows[:whole])]
@@ -267,12 +266,12 @@ class PackedSampler(PlacedSampler[list[int]]):
         return [pack for one in _shuffled(rounds, generator) for pack in one] + last
 
     def _size(self, pack: list[int]) -> tuple[int, int]:
-        """What packs of a round have in common: about the same free room, then about as many targets."""
+        """Key by which packs of a round are alike: free room in ``_LEVELS`` steps, then targets."""
         free = self.max_length - sum(self._lengths[row] for row in pack)
         return free * _LEVELS // self.max_length, sum(self._targets[row] for row in pack)
 
     def _check_rows(self) -> None:
-        """Raise ValueError without rows, or for numbers of targets that cannot be."""
+        """Raise ValueError without rows, or for impossible numbers of targets."""
         if not self._lengths:
             raise ValueError("there are no rows to pack; check what filter_rows kept")
         if len(self._targets) != len(self._lengths):

@@ -1,4 +1,4 @@
-"""Pack rows that come from a stream, with a bounded buffer."""
+"""Pack the rows of a stream, with a bounded buffer."""
 
 import itertools
 from collections import deque
@@ -32,37 +32,38 @@ class _Boundary(NamedTuple):
 class PackedStream(Placed, IterableDataset[list[Row]]):
     """Packs a stream of rows; for a DataLoader with ``batch_size=None`` and ``PackedCollator``.
 
-    ``buffer_size`` rows at a time are read and packed by best fit decreasing. Pack ``k`` of the stream goes
-    to rank ``k % num_replicas``. At the end packs are split so that every rank has equally many; if rows run
-    out, ranks get an empty pack, of which ``PackedCollator`` makes a batch without targets. No row is lost or
+    ``buffer_size`` rows at a time are packed by best fit decreasing. Pack ``k`` of the stream goes to rank
+    ``k % num_replicas``. At the end packs are split so that every rank has equally many; if rows run out,
+    ranks get an empty pack, of which ``PackedCollator`` makes a batch without targets. No row is lost or
     repeated.
 
-    Every rank reads the whole stream, so rows must come in the same order everywhere. If ranks have streams
-    of their own, pass ``num_replicas=1, rank=0``; ``windows`` then ends the epoch with the shortest stream,
-    and the state is that of one rank. Rows are packed in the consuming process, which alone knows what has
-    been consumed; to tokenise in the background, let ``rows`` be a DataLoader with workers and
+    Every rank reads the whole stream, so rows must come in the same order everywhere. If each rank has a
+    different stream, pass ``num_replicas=1, rank=0``; ``windows`` then ends the epoch with the shortest
+    stream, and the state is that of one rank. Rows are packed in the consuming process, which alone knows
+    what has been consumed; to tokenise in the background, let ``rows`` be a DataLoader with workers and
     ``batch_size=None``.
 
     The position counts packs that training has consumed on all ranks, as in ``PackedSampler``. A resumed
-    stream skips the rows of the buffers that were used up, with the ``skip`` of a Hugging Face
-    ``IterableDataset`` or else by reading them, and packs the last buffer again. A stream that was consumed
+    stream skips the rows of consumed buffers, with ``rows.skip`` if there is one (as in a Hugging Face
+    ``IterableDataset``), else by reading them, and packs the current buffer again. A stream that was consumed
     to its end begins its next epoch.
 
     Args:
-        rows: An iterable that can be read again for another epoch, of rows with ``input_ids`` and ``labels``
-            or ``EncodedChat``s; it is read lazily.
+        rows: An iterable, read lazily and again for each epoch, of rows with ``input_ids`` and ``labels`` or
+            ``EncodedChat``s.
         max_length: Most tokens of a pack.
-        buffer_size: Number of rows that are held and packed together. More rows fill packs better; 1000 fill
-            them to about 99 %.
+        buffer_size: Number of rows packed together. More rows fill packs better; 1000 fill them to about
+            99 %.
         num_replicas: Number of ranks that share the packs; None takes the mesh's, the process group's, or 1.
         rank: This rank; None takes the mesh's or the process group's, or 0.
-        mesh: Mesh from ``build_mesh``, in place of ``num_replicas`` and ``rank``; ranks along ``cp`` get the
+        mesh: Mesh from ``build_mesh``, instead of ``num_replicas`` and ``rank``; ranks along ``cp`` get the
             same packs. None takes the only one there is.
 
     Raises:
         TypeError: If a number is no integer.
         ValueError: If an argument is out of range; while reading, for a malformed row or one that is too
             long, with its index in the stream.
+        RuntimeError: If it is read in a worker of a DataLoader.
 
     Memory: ``buffer_size`` rows.
 
@@ -90,8 +91,8 @@ class PackedStream(Placed, IterableDataset[list[Row]]):
         self.max_length = check_count("max_length", max_length)
         self.buffer_size = check_count("buffer_size", buffer_size)
         self.epoch = 0
-        # The position lies in the buffer that begins at _start. Buffers that have been read beyond it,
-        # because a DataLoader fetches ahead, begin at the boundaries in _later.
+        # The position lies in the buffer that begins at _start. Buffers read ahead of it, as by a DataLoader,
+        # begin at the boundaries in _later.
         self._start = _Boundary(0, 0)
         self._later: deque[_Boundary] = deque()
         self.position = 0
@@ -127,20 +128,20 @@ class PackedStream(Placed, IterableDataset[list[Row]]):
             self._start = self._later.popleft()
 
     def end_epoch(self) -> None:
-        """Go to the next epoch if any of the current one has been consumed; rows are read from the start."""
+        """Go to the next epoch if any of the current one has been consumed."""
         if self.position and not self.is_passed_over:
             self._go_to(self.epoch + 1)
 
     def state_dict(self) -> dict[str, Any]:
-        """Epoch, packs consumed, and the rows and packs before the current buffer; the same on every rank.
+        """Epoch, packs consumed, rows and packs before the current buffer, and what packs depend on.
 
-        If ``rows`` is a ``MixedStream``, also what its order depends on.
+        It is the same on every rank.
         """
         self._warn_if_uncounted()
         return self.position_state()
 
     def position_state(self) -> dict[str, Any]:
-        """The state, without a word about rows that were drawn and not counted."""
+        """``state_dict`` without its warning about uncounted rows."""
         return {
             "epoch": self.epoch,
             "position": self.position,
@@ -174,13 +175,13 @@ class PackedStream(Placed, IterableDataset[list[Row]]):
         self._restored(self.epoch)
 
     def _source(self) -> dict[str, Any]:
-        """What packs depend on, which a restored state must have in common with this stream."""
+        """Options, and the order of a ``MixedStream``, which a restored state must share with this stream."""
         options = {"max_length": self.max_length, "buffer_size": self.buffer_size}
         order = getattr(self.rows, "order", None)
         return {**options, "order": order} if isinstance(order, Mapping) else options
 
     def _rounds(self) -> Iterator[list[list[Row]]]:
-        """One pack for each rank at a time, from the position on; packs of a short last round are split."""
+        """Rounds from the position on; packs of a short last one are split."""
         self._later.clear()
         packs = itertools.islice(self._all_packs(), self.position - self._start.packs, None)
         while dealt := list(itertools.islice(packs, self.num_replicas)):
@@ -205,7 +206,7 @@ class PackedStream(Placed, IterableDataset[list[Row]]):
             )
 
     def _all_packs(self) -> Iterator[list[Row]]:
-        """Read buffers from the boundary on, note where each ends, and yield their packs."""
+        """Packs of the buffers from the boundary on; ``_later`` gets the end of each buffer."""
         place = self._start
         source = rows_from(self.rows, epoch=self.epoch, skip=place.rows)
         while buffer := list(itertools.islice(source, self.buffer_size)):
@@ -239,7 +240,7 @@ def rows_from(stream: Iterable[Any], *, epoch: int, skip: int) -> Iterator[Any]:
 
 
 def _set_epoch(stream: Iterable[Any], epoch: int) -> None:
-    """Tell a stream, or the data set of a DataLoader, which epoch is read next: it may shuffle by it."""
+    """Set the epoch of a stream, or of the data set of a DataLoader, which may shuffle by it."""
     for one in (stream, getattr(stream, "dataset", None)):
         set_epoch = getattr(one, "set_epoch", None)
         if callable(set_epoch):

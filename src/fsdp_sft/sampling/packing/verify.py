@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 # Two tests. The first compares a row in a pack with the row alone: a leak moves logits by 0.1 to 1.5 of their
-# size, more than rounding does (logits_tolerance), except in models fresh from initialisation, in which
-# tokens hardly matter to each other. The second test, for those, changes nothing but the tokens of other
-# rows: any change beyond _LEAK_TOLERANCE, and beyond _TIMES_NOISE times what later rows change, is a leak.
+# size, more than rounding does (logits_tolerance), except in freshly initialised models, in which tokens
+# hardly matter to each other. The second, for those, changes only the tokens of other rows: a change beyond
+# _LEAK_TOLERANCE, and beyond _TIMES_NOISE times what later rows change, is a leak.
 _LEAK_TOLERANCE = 1e-5
 _TIMES_NOISE = 4
 _EARLIER, _LATER = (7, 1, 9, 8), 10  # tokens of the rows before and after the long row of the probe
@@ -39,14 +39,14 @@ _SAMPLES = 16  # positions compared at each end of a long row; twice as many are
 
 @dataclass
 class _Passed:
-    """Tokens of the longest probe that a model's forward has passed."""
+    """Most tokens of packs for which no probe of the model's forward has failed; 0 without a probe."""
 
     length: int = 0
 
 
 @dataclass(frozen=True)
 class PackingReport:
-    """What ``verify_packing`` measured. Differences of logits are relative to the size of the logits.
+    """What ``verify_packing`` measured. Differences of logits are relative to their size.
 
     Attributes:
         error: Largest difference between the logits of a row in a pack and of the row alone.
@@ -84,11 +84,11 @@ def verify_packing(model: nn.Module, *, max_length: int) -> PackingReport:
     A pack of six random rows, one of them long, goes through the model as in training: ``position_ids`` from
     0 in each row, no attention mask, ``use_cache=False``. The logits are compared with those of each row
     alone, and with those of the pack when the tokens of its first or of its last rows are replaced. Recurrent
-    models, ALiBi, and models that count positions by index fail one of these tests unless they use
-    ``position_ids``. Leaks smaller than the rounding of the dtype in which the model computes are not seen.
+    models, ALiBi, and models that count positions by index fail unless they use ``position_ids``. Leaks
+    smaller than the rounding of the dtype in which the model computes are not seen.
 
-    The model is left as it was: its mode, gradients, buffers and random number generators do not change, and
-    sharded parameters are sharded again. Dropout is off during the check.
+    Mode, gradients, buffers, sharding and random number generators are left as they were. Dropout is off
+    during the check.
 
     Args:
         model: A causal language model with its weights, sharded or not.
@@ -100,11 +100,12 @@ def verify_packing(model: nn.Module, *, max_length: int) -> PackingReport:
         What was measured, the same on every rank up to rounding.
 
     Raises:
-        PackingError: If rows are not kept apart, or if the weights do not allow to tell.
+        PackingError: If rows are not kept apart, or if the test is inconclusive with these weights.
+        ValueError: If ``max_length`` is no positive integer.
 
     Collective: all ranks that hold the model; either all of them raise or none.
     Memory: A forward of ``max_length`` tokens. Logits at about 100 positions if the model takes
-        ``logits_to_keep``, otherwise at all of them.
+        ``logits_to_keep``, else at all of them.
 
     Example:
         >>> print(fs.verify_packing(model, max_length=64))
@@ -120,23 +121,23 @@ def verify_packing(model: nn.Module, *, max_length: int) -> PackingReport:
 
 
 def verified_length(model: nn.Module) -> int:
-    """Tokens of the longest probe that the model's forward has passed; 0 for none."""
+    """Most tokens of packs for which no probe of the model's forward has failed; 0 without a probe."""
     return findings(model, _Passed).length
 
 
 def verify(
     model: nn.Module, max_length: int, mesh: "DeviceMesh | None", *, untold_is_error: bool
 ) -> tuple[PackingReport, bool]:
-    """``verify_packing``, and whether it is certain that rows are kept apart.
+    """(the report of ``verify_packing``, whether it is conclusive).
 
     Args:
         model: A causal language model with its weights, sharded or not.
         max_length: Tokens of the packs.
         mesh: Mesh of the model; None if this process holds it alone.
-        untold_is_error: Whether to raise if the weights do not allow to tell.
+        untold_is_error: Whether to raise if the test is inconclusive.
 
     Raises:
-        PackingError: If rows are not kept apart.
+        PackingError: If rows are not kept apart, or the model cannot run a pack.
 
     Collective: all ranks of the mesh.
     """
@@ -185,7 +186,7 @@ def _run_probe(model: nn.Module, length: int) -> PackingReport:
 
 
 def _measure(model: nn.Module, length: int) -> PackingReport:
-    """Run the forwards of the probe and compare their logits."""
+    """Differences between the logits of the probe's forwards."""
     probe = _Probe(model, length)
     length = sum(probe.sizes)
     rotations = Rotations()
@@ -276,10 +277,10 @@ def _sampled(size: int) -> torch.Tensor:
 
 
 def _judge(model: nn.Module, report: PackingReport, untold_is_error: bool) -> bool:
-    """Whether it is certain that rows are kept apart.
+    """Whether the report is conclusive.
 
     Raises:
-        PackingError: If they are not, or if that is uncertain and ``untold_is_error``.
+        PackingError: If rows are not kept apart, or if it is inconclusive and ``untold_is_error``.
     """
     name, attention = _name(model), attention_of(unwrapped(model))
     measured = f"{name} with {attention} attention: {report}"
@@ -311,9 +312,9 @@ def _judge(model: nn.Module, report: PackingReport, untold_is_error: bool) -> bo
 def _most(report: PackingReport) -> float:
     """Largest ``error`` that is accepted.
 
-    In a mixture of experts a rounding can send a token to another expert, and then the logits differ by far
-    more than a rounding. If no bit of a row changes with the rows before it, a model that computes in 16 bits
-    is therefore allowed a quarter of what joined rows differ by, which is what wrong positions would make.
+    In a mixture of experts, rounding can route a token to another expert, which changes logits by far more.
+    If no bit of a row changes with the rows before it, a model that computes in 16 bits is therefore allowed
+    a quarter of the difference of joined rows, which wrong positions would cause.
     """
     if report.leak == 0 and report.tolerance >= TOLERANCES[torch.float16]:
         return max(report.tolerance, report.unpacked / 4)
