@@ -7,9 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 
-# The documented base class of modes that see every operation; only the name of its module is private.
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-
 
 def attention_of(model: nn.Module) -> str:
     """Name of the attention that a transformers model runs: its config's ``_attn_implementation``."""
@@ -17,9 +14,9 @@ def attention_of(model: nn.Module) -> str:
 
 
 def varlen_attn_takes_gqa() -> bool:
-    """Whether torch's ``varlen_attn`` has the argument ``enable_gqa``.
+    """Whether torch's ``varlen_attn`` takes ``enable_gqa``.
 
-    In torch 2.11 it has not, and keys and values must be repeated for each group of query heads.
+    Without it (torch 2.11) keys and values must be repeated for each group of query heads.
     """
     from torch.nn.attention.varlen import varlen_attn
 
@@ -29,7 +26,7 @@ def varlen_attn_takes_gqa() -> bool:
 def keep_rows_apart(mask_function: Any, position_ids: torch.Tensor, rows: torch.Tensor) -> Any:
     """A mask function of transformers restricted to the rows of a pack: each row sees itself alone.
 
-    transformers does this where it sees positions that begin anew, but only for masks that it makes itself.
+    transformers does this where positions start again, but only for masks that it makes itself.
     ``packed_sequence_compatibility_function`` and ``packed_sequence_mask_function`` are its own functions for
     that. transformers 5.17 counts queries and keys from the start of the pack even there, which matters for
     chunked windows; with 5.17 this does the same.

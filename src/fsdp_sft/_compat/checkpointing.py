@@ -6,9 +6,6 @@ from typing import Any
 import torch
 from torch import nn
 
-# The documented base class of modes that see every operation; only the name of its module is private.
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-
 
 def checkpointing_flag(recompute: Callable[..., Any]) -> dict[str, Any]:
     """Attributes that make a ``GradientCheckpointingLayer`` of transformers recompute its forward.
@@ -51,7 +48,7 @@ class KeptValue:
 
     @property
     def changed(self) -> bool:
-        """Whether the tensor has been changed in place since; torch raises when such a value is used."""
+        """Whether the tensor was changed in place since; torch raises when such a value is used."""
         return isinstance(self.value, torch.Tensor) and self._wrapper.version != self.value._version
 
     def replace(self, value: Any, *, changed: bool = False) -> None:
@@ -65,8 +62,8 @@ class KeptValue:
 def kept_in(mode: Any) -> list[KeptValue]:
     """The values that a mode of ``create_selective_checkpoint_contexts`` keeps at present.
 
-    torch keeps these tensors in the mode's ``storage``. They do not pass autograd's saved-tensor hooks, and
-    there is no public way to have them kept elsewhere.
+    torch keeps these tensors in the mode's ``storage``. They bypass autograd's saved-tensor hooks, and
+    no public function keeps them elsewhere.
     """
     from torch.utils._pytree import tree_leaves
     from torch.utils.checkpoint import _VersionWrapper

@@ -7,9 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 
-# The documented base class of modes that see every operation; only the name of its module is private.
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether ``torch.compile`` or ``module.compile()`` was called on this very module.
@@ -21,14 +18,14 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def compiled_call_of(module: nn.Module) -> Callable[..., Any] | None:
-    """The function that ``module.compile()`` runs in place of the module's call; None without ``compile``."""
+    """The compiled call of a module, which only ``_compiled_call_impl`` holds; None without ``compile``."""
     return module.__dict__.get("_compiled_call_impl")
 
 
 def set_compiled_call(module: nn.Module, call: Callable[..., Any]) -> None:
-    """Replace the function that ``compiled_call_of`` returns, to set autograd's saved-tensor hooks around it.
+    """Replace ``_compiled_call_impl``, to set autograd's saved-tensor hooks around a compiled call.
 
-    Hooks registered on the module would be traced with it, and torch has no hooks around a compiled call.
+    torch has no hooks for that: those registered on the module would be traced with it.
     """
     module.__dict__["_compiled_call_impl"] = call
 
@@ -53,14 +50,14 @@ def recompile_options(variants: int) -> dict[str, Any]:
 def limit_that_was_hit(record: Any) -> str | None:
     """Name of the limit at which Dynamo has stopped compiling a piece of code, if a log record says so.
 
-    torch says it in its log alone; from then on that code runs as plain Python.
+    Only torch's log tells; from then on that code runs as plain Python.
     """
     hit = str(record.msg).startswith("torch._dynamo hit config.")
     return str(record.args[0]) if hit and record.args else None
 
 
 def being_compiled() -> bool:
-    """Whether code runs in order to be compiled, by Dynamo or in AOTAutograd's trace.
+    """Whether the running code is being compiled, by Dynamo or in AOTAutograd's trace.
 
     torch's public ``is_compiling`` is False on torch 2.11 where AOTAutograd traces a checkpoint, which then
     accepts the contexts of compiled code only. torch.utils.checkpoint asks for the private proxy mode.
@@ -73,7 +70,7 @@ def being_compiled() -> bool:
 def compile_memory_budget() -> float:
     """The share of activations that compiled code may keep, as set for the whole process.
 
-    It is set in ``torch._functorch.config``, for which there is no public name. The prototype
+    It is set in ``torch._functorch.config``, which has no public name. The prototype
     ``torch.autograd.graph.region_activation_memory_budget`` (torch 2.13) cannot be asked for its value.
     """
     from torch._functorch import config
@@ -84,8 +81,8 @@ def compile_memory_budget() -> float:
 def backend_with_memory_budget(backend: Any, budget: float) -> Callable[..., Any]:
     """A ``torch.compile`` backend that partitions forward and backward under ``budget``.
 
-    ``torch.compile`` itself turns a backend's name into a function by ``lookup_backend``. The budget is read
-    while a graph is compiled. So it is set for that time only, and other models of the process keep theirs.
+    ``lookup_backend`` is how ``torch.compile`` turns a backend's name into a function. The budget is read
+    while a graph is compiled, so it is set only then, and other models of the process keep theirs.
     """
     from functools import partial
 

@@ -8,14 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-# The documented base class of modes that see every operation; only the name of its module is private.
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-
 
 def revert_weight_conversion(
     model: nn.Module, state_dict: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Names and tensors as a checkpoint on the Hub has them, from those that the model has.
+    """The model's names and tensors converted to those of a checkpoint on the Hub.
 
     ``save_pretrained`` does this between gathering and writing, and offers no public way to do it for a part
     of the model.
@@ -49,7 +46,7 @@ def copy_weight_conversions(source: nn.Module, target: nn.Module) -> None:
 def is_dequantised(model: nn.Module) -> bool:
     """Whether transformers dequantised the model while loading, so that a save would quantise it again.
 
-    The quantiser's operations stay in ``_weight_conversions``, and what they do is done backwards on saving:
+    The quantiser's operations stay in ``_weight_conversions``, and saving reverts them:
     https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/core_model_loading.py, in
     ``revert_weight_conversion``. ``save_pretrained(save_original_format=False)`` leaves all of them out.
     """
@@ -62,9 +59,9 @@ def _is_of_quantiser(conversion: Any) -> bool:
 
 
 def _without_quantiser(twin: nn.Module, used: list[Any]) -> list[Any]:
-    """The conversions of the class, in place of those that a quantiser has put operations into.
+    """The conversions of the class itself, without a quantiser's operations.
 
-    Of changes of a prefix there are those that were used: only loading can tell whether the prefix was there.
+    Changes of a prefix are kept only if they were used: only loading can tell whether the prefix was there.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange
@@ -141,8 +138,8 @@ def weight_conversions(twin: nn.Module) -> list[Any]:
     """The renamings and conversions that transformers has for a model's class and its sub-models; a new list.
 
     ``get_model_conversion_mapping`` is what loading calls; there is no public form. Its first call makes a
-    table of all architectures, whose 1,044 entries compile a pattern each. That takes a quarter of a second,
-    and a model needs about ten of the patterns; here they are compiled when they are used.
+    table of all architectures, whose 1,044 entries compile a pattern each. That takes a quarter of a second
+    for about ten patterns that a model needs; here they are compiled at their first use.
     """
     from transformers import core_model_loading
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -153,7 +150,7 @@ def weight_conversions(twin: nn.Module) -> list[Any]:
 
 @contextmanager
 def _patterns_compiled_at_use(module: Any) -> Iterator[None]:
-    """Within the block, ``re.compile`` in a module returns patterns that are compiled at their first use."""
+    """Context in which ``re.compile`` in a module returns patterns that are compiled at their first use."""
     known = getattr(module, "re", None)
     if known is not re:  # the module no longer has this name, or another thread is in here already
         yield
@@ -177,7 +174,7 @@ class _LazyRe:
 
 
 class _LazyPattern:
-    """A pattern that is compiled when an attribute of it is first asked for."""
+    """A pattern that is compiled at its first use."""
 
     def __init__(self, pattern: str, flags: int) -> None:
         self._made_of = (pattern, flags)
@@ -225,7 +222,7 @@ def ignored_on_load(twin: nn.Module) -> tuple[list[str], list[str]]:
     """(patterns of keys that may be missing, patterns of keys that may be unexpected).
 
     ``_keys_to_ignore_on_load_missing`` and ``_keys_to_ignore_on_load_unexpected`` are class attributes that
-    no public function reads. The two patterns that are added are those of transformers'
+    no public function reads. The two added patterns are those of transformers'
     ``_adjust_missing_and_unexpected_keys``, for buffers that older versions saved.
     """
     buffers = [name for name, _ in twin.named_buffers()]

@@ -4,12 +4,9 @@ from typing import Any
 
 import torch
 
-# The documented base class of modes that see every operation; only the name of its module is private.
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-
 
 def is_hub_dataset(rows: Any) -> bool:
-    """Whether ``rows`` is a ``datasets.Dataset``, told by its attributes: datasets may not be installed."""
+    """Whether ``rows`` is a ``datasets.Dataset``, by its ``_fingerprint``: datasets may not be installed."""
     return hasattr(rows, "_fingerprint") and hasattr(rows, "column_names") and hasattr(rows, "__len__")
 
 
@@ -23,7 +20,7 @@ def dataset_fingerprint(rows: Any) -> str | None:
 
 
 def shares_of_stream(rows: Any) -> int:
-    """Number of shares into which a stream of ``datasets`` was split, if ``rows`` is one share; otherwise 1.
+    """Number of shares that a stream of ``datasets`` was split into, if ``rows`` is one of them; else 1.
 
     ``datasets.distributed.split_dataset_by_node`` marks a share by the private ``_distributed`` alone.
     """
@@ -33,8 +30,8 @@ def shares_of_stream(rows: Any) -> int:
 def end_persistent_workers(loader: "torch.utils.data.DataLoader[Any]") -> None:
     """End the workers that a loader has kept; the next ones get its data set as it is now.
 
-    Persistent workers have a copy of the data set from when they began, in which a later ``set_epoch`` does
-    not show. A loader keeps them with its iterator, in the private ``_iterator``.
+    Persistent workers copied the data set when they started, and do not see a later ``set_epoch``. A loader
+    keeps them with its iterator, in the private ``_iterator``.
     """
     if loader.persistent_workers:
         loader._iterator = None

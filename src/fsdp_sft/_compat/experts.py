@@ -4,12 +4,9 @@ from typing import Any
 
 from torch import nn
 
-# The documented base class of modes that see every operation; only the name of its module is private.
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-
 
 def experts_to_place(model: nn.Module) -> dict[str, int]:
-    """The modules whose experts transformers can share out over ranks: FQN to number of experts.
+    """The modules whose experts transformers can distribute over ranks: FQN to number of experts.
 
     The number is 0 for a module without parameters of its own, such as peft's around experts with adapters.
     The result is empty if transformers has no plan for the model, or is older than 5.20. Only the private
@@ -29,7 +26,7 @@ def _stack_length(experts: nn.Module) -> int:
 
 
 def place_experts_on(model: nn.Module, ep_mesh: Any, alone: Any) -> None:
-    """Leave each stack of experts only this rank's, and let tokens travel between the ranks of ``ep_mesh``.
+    """Cut each stack of experts down to this rank's, and send tokens between the ranks of ``ep_mesh``.
 
     ``from_pretrained(distributed_config=...)`` does this to a model on the meta device, but publicly only
     together with transformers' own sharding and loading; hence ``apply_expert_parallelism``.
@@ -56,8 +53,7 @@ _EXPERTS_KNOW = (
 def switchable_experts(model: nn.Module) -> dict[str, nn.Module]:
     """Modules of experts, by FQN, that transformers can compute in more than one way.
 
-    Its decorator leaves no public mark on them; they are recognised by the attributes that its functions
-    read.
+    Its decorator leaves no public mark, so they are recognised by ``_apply_gate`` and what else it sets.
     """
     return {
         name: module

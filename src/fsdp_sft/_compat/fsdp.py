@@ -6,19 +6,16 @@ from typing import Any
 import torch
 from torch import nn
 
-# The documented base class of modes that see every operation; only the name of its module is private.
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-
 from fsdp_sft._compat.modules import has_grad_hooks, has_hooks
 
 
 def forget_failed_iteration(model: nn.Module) -> None:
-    """Put FSDP2 back to where it is between steps, after an error in a forward or a backward.
+    """Reset FSDP2 to its state between steps, after an error in a forward or a backward.
 
-    Parameters are sharded again, and what the failed iteration has left is dropped: gathers under way,
-    gradients that no rank has seen yet, and the note that the end of a backward is still to come, which would
-    keep the next backward from ending. ``FSDPModule.reset_iter_state`` (torch 2.13) does most of it. Earlier
-    versions do not have it, and it leaves the gradients that wait unsharded in a group's private parameters.
+    Parameters are resharded, and what the failed iteration has left is dropped: pending gathers, unreduced
+    gradients, and the flag that the final callback of a backward is queued, which would keep the next
+    backward from ending. ``FSDPModule.reset_iter_state`` (only from torch 2.13 on) does most of it, but
+    leaves unsharded gradients in a group's private parameters.
     """
     from torch.distributed.fsdp import FSDPModule
 
@@ -37,8 +34,8 @@ def forget_failed_iteration(model: nn.Module) -> None:
 def keep_trained_flags(module: Any) -> None:
     """Carry ``requires_grad`` of an FSDP2 module's gathered parameters over to their shards.
 
-    Whoever freezes a parameter meets the one that the module shows at the moment. FSDP2 copies the flag from
-    the shard when it gathers, and never back, so that a change between the two would be undone.
+    Freezing changes the parameter that the module holds at the moment. FSDP2 copies the flag from the shard
+    when it gathers, and never back, so a change of the gathered one would be undone.
     """
     for group in _parameter_groups(module._get_fsdp_state()):
         if group.is_sharded:
@@ -50,12 +47,12 @@ def keep_trained_flags(module: Any) -> None:
 
 
 def is_broken_off(model: nn.Module) -> bool:
-    """Whether an error has left FSDP2 in the middle of a forward or backward, in which it shards nothing."""
+    """Whether an error has left FSDP2's ``_training_state`` in a forward or backward: it reshards nothing."""
     return any(state._training_state.name != "IDLE" for state in _states_within(model))
 
 
 def replaced_parameters(module: Any) -> list[tuple[nn.Module, str]]:
-    """Parameters that were put in the place of those that FSDP2 holds, and that it would put back."""
+    """(module, name) of each parameter that has replaced one of FSDP2's; FSDP2 would put its own back."""
     state = module._get_fsdp_state()
     if state._is_root is None:  # before the first forward FSDP2 takes what it finds
         return []
@@ -73,7 +70,7 @@ def replaced_parameters(module: Any) -> list[tuple[nn.Module, str]]:
 
 
 def forget_held_back(model: nn.Module) -> None:
-    """Drop gradients of a window that was given up: FSDP2 holds them back, where ``zero_grad`` sees none."""
+    """Drop the unreduced gradients of an abandoned window, which FSDP2 hides from ``zero_grad``."""
     for parameter, gathered in _held_parameters(model):
         parameter.unsharded_accumulated_grad = None
         if gathered is not None and gathered.grad is not None:
@@ -81,9 +78,9 @@ def forget_held_back(model: nn.Module) -> None:
 
 
 def hooked_while_gathered(model: nn.Module) -> set[torch.Tensor]:
-    """The shards of FSDP2 whose gathered parameters have hooks, which see the gradients of one rank.
+    """Shards whose gathered parameters have hooks, which see the gradients of one rank only.
 
-    A gathered parameter is kept with its hooks, and without its memory, from one gathering to the next.
+    FSDP2 keeps a gathered parameter with its hooks, and without its memory, from one gather to the next.
     """
     return {
         parameter.sharded_param
@@ -112,7 +109,7 @@ def _states_within(model: nn.Module) -> Iterator[Any]:
 def _reset_iteration(root: Any) -> None:
     """``FSDPModule.reset_iter_state`` for a version of torch without it."""
     if root._device.type != "cpu":
-        torch.accelerator.synchronize()  # so that no event has to be waited for
+        torch.accelerator.synchronize()  # so that no event is pending
     root._comm_ctx.all_gather_state = root._comm_ctx.reduce_scatter_state = None
     root._comm_ctx.post_forward_order.clear()
     for state in root._state_ctx.all_states:
@@ -168,11 +165,11 @@ def compute_dtypes(model: nn.Module) -> set[torch.dtype]:
 
 
 def native_mesh(model: nn.Module) -> Any | None:
-    """The mesh on which transformers has sharded a model while loading it; None for other models.
+    """The mesh on which transformers sharded a model while loading it; None for other models.
 
     Only axes of more than one rank are returned. ``from_pretrained(distributed_config=...)`` keeps the mesh
-    in the private ``_mesh_manager``. The meshes of the model's parameters would not do: they do not show an
-    axis along which only experts are cut.
+    in the private ``_mesh_manager``. The meshes of the parameters do not show an axis along which only
+    experts are cut.
     """
     manager: Any = getattr(model, "_mesh_manager", None)
     if manager is None:
@@ -210,8 +207,8 @@ def composable_api_of(module: nn.Module) -> str | None:
 def split_factor_of(placement: Any) -> int | None:
     """Number of parts into which a strided shard's dimension was already cut; None for other placements.
 
-    FSDP2 gives this placement to a parameter that expert or tensor parallelism has cut along the same
-    dimension. Its class ``_StridedShard`` has no public name.
+    FSDP2 uses this placement, the private class ``_StridedShard``, for a parameter that expert or tensor
+    parallelism has cut along the same dimension.
     """
     from torch.distributed.tensor.placement_types import _StridedShard
 

@@ -8,22 +8,19 @@ from typing import Any
 
 import torch
 
-# The documented base class of modes that see every operation; only the name of its module is private.
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-
 
 @contextmanager
 def careful_gloo() -> Iterator[None]:
-    """Within the block, gloo groups are made whose ranks connect when they first talk, with one thread each.
+    """Context in which new gloo groups connect ranks when they first communicate, with one thread each.
 
-    Connections: otherwise each rank of each group connects to every other rank at once. Only the environment
+    Connections: by default each rank of each group connects to every other rank at once. Only the environment
     variable ``TORCH_GLOO_LAZY_INIT`` changes that; ``lazy_init`` of a device alone has no effect (torch
     2.13).
 
-    One thread: each of gloo's two threads assigns the name of the work it has done to the same string,
-    without a lock (``lastCompletedWorkName`` in ``ProcessGroupGloo::runLoop``). A name that is too long to be
-    stored inside the string object, such as that of DTensor's all-gather, is then sometimes freed twice, and
-    the process dies later at another place. The number of threads is an option of the private class
+    One thread: by default two threads assign the name of their finished work to the same string, without a
+    lock (``lastCompletedWorkName`` in ``ProcessGroupGloo::runLoop``). A name too long to be stored inside the
+    string object, such as that of DTensor's all-gather, is then sometimes freed twice, and the process
+    crashes later elsewhere. The number of threads is an option of the private class
     ``ProcessGroupGloo._Options``, and ``new_group`` does not pass options on.
     """
     import torch.distributed.distributed_c10d as c10d
@@ -64,12 +61,12 @@ _LAZY_GLOO = "TORCH_GLOO_LAZY_INIT"
 
 
 def forget_meshes() -> None:
-    """Empty DTensor's cache of what operations do to placements, for a process with a new process group.
+    """Empty DTensor's cache of sharding propagation, for a process with a new process group.
 
-    Two meshes of one shape are equal. So an operation on the new mesh would be answered from the cache with
-    the old mesh, whose groups are gone: shards come out wrong, or torch "could not resolve the process
-    group". Only the private ``_clear_sharding_prop_cache`` empties the cache. The caches of redistributions
-    and of what they cost have no public form either; they keep old groups alive, with threads and sockets.
+    Meshes of the same shape compare equal. So an operation on the new mesh would get the old mesh from the
+    cache, whose groups are gone: shards come out wrong, or torch "could not resolve the process group". Only
+    the private ``_clear_sharding_prop_cache`` empties the cache. The caches of redistributions and of their
+    costs, equally private, keep old groups alive, with threads and sockets.
     """
     from torch.distributed.tensor import _collective_utils, _redistribute, debug
 
@@ -84,11 +81,11 @@ def forget_meshes() -> None:
 
 
 def split_axis(mesh: Any, axis: str, sizes: dict[str, int]) -> Any:
-    """``mesh`` with several axes in the place of one, over the same ranks in the same order.
+    """``mesh`` with one axis split into several, over the same ranks in the same order.
 
-    The opposite is public: one axis made of several. But torch then warns wherever that axis is used beside
-    another one, hence the private ``_unflatten``. It gets the axis by its place: torch 2.11 refuses the names
-    of axes that the mesh has.
+    Only flattening is public, and torch warns wherever a flattened axis is used beside another one, hence the
+    private ``_unflatten``. It gets the axis by its index: torch 2.11 refuses the names of axes that the mesh
+    has.
     """
     return mesh._unflatten(mesh.mesh_dim_names.index(axis), tuple(sizes.values()), tuple(sizes))
 
@@ -108,8 +105,8 @@ def exchange_rows(rows: torch.Tensor, group: str) -> torch.Tensor:
 def default_store() -> Any:
     """The store over which the default process group was made, with the group's prefix.
 
-    ``init_process_group`` keeps it where only ``_get_default_store`` finds it. A store of our own would need
-    a port, which only the launcher knows.
+    Only the private ``_get_default_store`` returns it. Another store would need a port, which only the
+    launcher knows.
     """
     from torch.distributed.distributed_c10d import _get_default_store
 

@@ -7,9 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 
-# The documented base class of modes that see every operation; only the name of its module is private.
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-
 
 def keep_in_float32_patterns(model: nn.Module) -> tuple[set[str], set[str]]:
     """Patterns of names that transformers keeps in float32: (under float16 only, under bfloat16 as well).
@@ -29,7 +26,7 @@ def keep_in_float32_patterns(model: nn.Module) -> tuple[set[str], set[str]]:
 
 
 def original_class(model: nn.Module) -> type[nn.Module]:
-    """The class that a model had before ``fully_shard`` put a subclass, made on the spot, in its place.
+    """The class that a model had before ``fully_shard`` replaced it by a generated subclass.
 
     transformers looks conversions up by the name of the class, and recognises its own code by ``__module__``;
     FSDP2's class has another name and another module.
@@ -70,7 +67,7 @@ def build_like_from_pretrained(cls: Any, config: Any, dtype: torch.dtype) -> Any
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """The ties that the model's config asks for, from target name to source name.
+    """The ties of weights that the config asks for, from target name to source name.
 
     ``all_tied_weights_keys`` is what transformers itself ties by; models from elsewhere do not have it.
     """
@@ -83,7 +80,7 @@ def drop_tie(model: nn.Module, target: str) -> None:
 
 
 def tie_by_names(model: nn.Module) -> None:
-    """Tie what ``tied_names`` lists; without the argument ``tie_weights`` would ask the config anew."""
+    """Tie what ``tied_names`` lists; without the argument ``tie_weights`` would read the config again."""
     model.tie_weights(recompute_mapping=False)  # type: ignore[operator]
 
 
@@ -123,16 +120,15 @@ _BALANCE_TAKES = ["gate_logits", "num_experts", "top_k", "attention_mask"]
 def intercept_balance_loss(
     model: nn.Module, intercepted: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> bool:
-    """Replace the function by which a model's file computes its router's loss, for the life of the process.
+    """Replace the function with which a model's file computes its router's loss, for the life of the process.
 
     A forward computes that loss over its own tokens. No argument can tell it that other ranks have more
-    tokens, or that some tokens only fill up a pack. Each model file of transformers has the function under
+    tokens, or that some tokens are padding of a pack. Each model file of transformers has the function under
     the same name, and looks it up at each call.
 
     Args:
         model: Model without wrappers and adapters around it.
-        intercepted: Function that gets the file's function and returns the one to put in its place; called
-            once per file.
+        intercepted: Function that gets the file's function and returns its replacement; called once per file.
 
     Returns:
         Whether the forward calls a function with that name and those arguments.

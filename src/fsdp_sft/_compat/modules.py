@@ -46,8 +46,7 @@ def foreign_hooks(module: nn.Module, *, pre: bool) -> list[Any]:
     """Hooks on a module's call that may look at or change what it returns.
 
     Left out are hooks that do neither: FSDP2's, those by which this library counts checkpointed forwards, and
-    torch's own hooks on all modules. Modules keep their hooks in private attributes that no public function
-    reads.
+    torch's own hooks on all modules. Hooks are in private attributes that no public function reads.
 
     Args:
         module: The module; modules inside it are not looked at.
@@ -60,17 +59,17 @@ def foreign_hooks(module: nn.Module, *, pre: bool) -> list[Any]:
 
 
 def has_hooks(parameter: torch.Tensor) -> bool:
-    """Whether ``register_hook`` was called on a parameter: its hooks are in a private attribute."""
+    """Whether ``register_hook`` was called on a parameter, which only ``_backward_hooks`` shows."""
     return bool(parameter._backward_hooks)
 
 
 def has_grad_hooks(parameter: torch.Tensor) -> bool:
-    """Whether ``register_post_accumulate_grad_hook`` was called on a parameter."""
+    """The same for ``register_post_accumulate_grad_hook``, by ``_post_accumulate_grad_hooks``."""
     return bool(parameter._post_accumulate_grad_hooks)
 
 
 def hooks_on_all_modules(*, pre: bool) -> list[Any]:
-    """Hooks on the calls of all modules but torch's own: CommDebugMode's and its counters' change nothing.
+    """Hooks on the calls of all modules, except torch's own (CommDebugMode's, say), which change nothing.
 
     Args:
         pre: Whether to include hooks before the forward.
@@ -88,7 +87,7 @@ def is_ours(hook: Any) -> bool:
 
 
 def only_records(hook: Any) -> bool:
-    """Whether a hook is one with which transformers records outputs; a model's first forward puts them in."""
+    """Whether a hook is one of those by which transformers records outputs from the first forward on."""
     return _defined_in(hook, "transformers.utils.output_capturing")
 
 
@@ -100,7 +99,7 @@ def _defined_in(hook: Any, *packages: str) -> bool:
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The very object that a DTensor wraps; ``tensor`` itself if it is no DTensor.
+    """The object that a DTensor wraps, in its ``_local_tensor``; ``tensor`` itself if it is no DTensor.
 
     The public ``to_local`` returns a view. Tensor subclasses of other libraries may not implement views, or
     lose what they hold in one.

@@ -4,9 +4,6 @@ from typing import Any
 
 import torch
 
-# The documented base class of modes that see every operation; only the name of its module is private.
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-
 
 def schedulers_within(scheduler: Any) -> list[Any]:
     """A scheduler and the schedulers that it steps.
@@ -21,7 +18,7 @@ def schedulers_within(scheduler: Any) -> list[Any]:
 
 
 def found_infs(scaler: torch.amp.GradScaler, optimizers: list[torch.optim.Optimizer]) -> list[torch.Tensor]:
-    """The flags that ``unscale_`` set for each optimizer and device: not 0 if a gradient has an inf or a nan.
+    """The flags that ``unscale_`` set for each optimizer and device: not 0 if a gradient has an inf or nan.
 
     ``GradScaler`` decides for each optimizer separately, from ``_per_optimizer_states``, which no public
     function shows.
@@ -32,12 +29,12 @@ def found_infs(scaler: torch.amp.GradScaler, optimizers: list[torch.optim.Optimi
 
 
 def forget_unscaled(scaler: torch.amp.GradScaler) -> None:
-    """Let a scaler unscale again after a step that failed before its ``update``, which alone forgets it."""
+    """Let a scaler unscale after a failed step: only ``update`` clears its ``_per_optimizer_states``."""
     scaler._per_optimizer_states.clear()
 
 
 def known_scale(scaler: torch.amp.GradScaler) -> float | None:
-    """The scale, if the host need not wait for it; ``get_scale`` always asks the device."""
+    """The scale in ``_scale``; None if it is on a device, for which ``get_scale`` would wait."""
     scale: Any = scaler._scale
     if scale is None:
         return float(scaler._init_scale)

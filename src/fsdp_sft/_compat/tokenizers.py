@@ -4,9 +4,6 @@ import functools
 import re
 from typing import Any
 
-# The documented base class of modes that see every operation; only the name of its module is private.
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-
 
 def render_chat(
     template: str,
@@ -50,8 +47,7 @@ def backend_that_encodes(tokenizer: Any) -> Any | None:
 
     None if the tokenizer's class encodes in its own way, or if the backend is set up to pad, to truncate or
     to split special tokens differently, which a call would change first. Only the backend tokenises without
-    offsets. Whether a class encodes in its own way shows only in whether it overrides ``__call__`` or the
-    private ``_encode_plus``.
+    offsets. A class that encodes in its own way overrides ``__call__`` or the private ``_encode_plus``.
     """
     from transformers import PreTrainedTokenizerFast
 

@@ -1,7 +1,6 @@
-"""LoRA through peft: add adapters to a model before it is sharded, and look at the base model without them.
+"""LoRA through peft: add adapters to a model before it is sharded, and see the base model without them.
 
-Only ``add_adapters`` imports peft. Everything else checks whether the caller has imported it; if not, no
-model can have adapters.
+Only ``add_adapters`` imports peft. If the caller has not imported it either, no model can have adapters.
 """
 
 import inspect
@@ -85,7 +84,7 @@ def base_of(model: nn.Module) -> Any:
 def without_adapters(model: nn.Module, *, trained: bool = False) -> Iterator[nn.Module]:
     """The base model with its own parameter names, as it was before adapters were added.
 
-    Layers with adapters are replaced by the layers that they wrap, for as long as the context lasts.
+    Inside the context, layers with adapters are replaced by the layers that they wrap.
 
     Args:
         model: Any model; one without adapters is returned as it is.
@@ -93,7 +92,7 @@ def without_adapters(model: nn.Module, *, trained: bool = False) -> Iterator[nn.
             they were copied.
 
     Raises:
-        AdapterError: For adapters that wrap no layer that could take their place.
+        AdapterError: For adapters that wrap no layer that could replace them.
     """
     if "peft" not in sys.modules:
         yield model
@@ -184,8 +183,8 @@ def merged_weights(layer: Any, full: dict[str, torch.Tensor]) -> dict[str, torch
     Returns:
         The base layer's parameters by their names in it.
     """
-    # peft merges within the layer, which holds only this rank's shards: put the full tensors into the layer,
-    # let peft merge, and put the layer's own tensors back.
+    # peft merges within the layer, which holds only this rank's shards: swap in the full tensors, let peft
+    # merge, and swap the layer's own tensors back in.
     slots = {name: _slot(layer, name) for name in full}
     own = {name: getattr(module, leaf) for name, (module, leaf) in slots.items()}
     merged = list(layer.merged_adapters)
@@ -202,7 +201,7 @@ def merged_weights(layer: Any, full: dict[str, torch.Tensor]) -> dict[str, torch
 
 
 def refuse_merged(model: nn.Module, doing: str) -> None:
-    """Refuse a model whose base holds the sum of its own weights and of adapters that are there as well.
+    """Refuse a model whose adapters are merged into its base weights and still there.
 
     Args:
         model: Model, with adapters or without.
@@ -234,7 +233,7 @@ def _tuner_layers(model: nn.Module) -> dict[str, Any]:
 
 
 def _saved_modules(model: nn.Module) -> dict[str, Any]:
-    """FQN to peft's wrappers around modules that are trained as copies, or in part."""
+    """Peft's wrappers around modules that are trained as copies, or in part, by FQN."""
     if "peft" not in sys.modules:
         return {}
     from peft.utils.other import AuxiliaryTrainingWrapper
@@ -243,7 +242,7 @@ def _saved_modules(model: nn.Module) -> dict[str, Any]:
 
 
 def _inside(fqn: str, wrapper: Any, trained: bool) -> nn.Module:
-    """The module that a wrapper of peft stands for."""
+    """The module inside a wrapper of peft."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import ModulesToSaveWrapper
 
@@ -261,7 +260,7 @@ def _inside(fqn: str, wrapper: Any, trained: bool) -> nn.Module:
 
 
 def _put(model: nn.Module, fqn: str, module: nn.Module) -> None:
-    """Put a module into the place of another."""
+    """Replace the module at an FQN."""
     parent, _, leaf = fqn.rpartition(".")
     model.get_submodule(parent).register_module(leaf, module)
 
@@ -283,7 +282,7 @@ def _initialised_from_base(peft_config: Any) -> str | None:
 
 
 def _refuse_unless_initialised_alone(peft_config: Any) -> None:
-    """Raise AdapterError if adapters need base weights for their first values."""
+    """Raise AdapterError if adapters are initialised from base weights."""
     from peft import LoraConfig
 
     variant = _initialised_from_base(peft_config)
@@ -298,9 +297,9 @@ def _refuse_unless_initialised_alone(peft_config: Any) -> None:
 
 
 def _initialise(fqn: str, layer: Any, peft_config: Any) -> None:
-    """Give the adapters of a layer on the meta device memory and values, drawn in the same order as by peft.
+    """Give the adapters of a layer on the meta device memory, and values drawn in the same order as by peft.
 
-    peft makes adapters on the device of the base layer, and so without values if that is the meta device.
+    peft makes adapters on the device of the base layer, so without values if that is the meta device.
     """
     base = {id(p) for p in layer.get_base_layer().parameters()}
     empty = [name for name, p in layer.named_parameters() if p.is_meta and id(p) not in base]

@@ -31,14 +31,14 @@ def find_blocks(
     or contain, a class named in transformers' ``_no_split_modules``, and of other lists that are not much
     smaller (a vision tower that the attribute does not name). A container that is never called itself is no
     block, so its contents count: ``nn.ModuleDict(wte=..., h=nn.ModuleList(...), ln_f=...)`` gives the
-    elements of ``h``. It works on models of any origin, sharded or not, materialised or on the meta device.
+    elements of ``h``. The model may be of any origin, sharded or not, materialised or on the meta device.
 
     Args:
         model: Any module; ``*ForCausalLM``, encoder-decoders and classifiers are the usual ones.
-        block_cls: Class, class name, or several of them, whose outermost modules are taken instead.
-        min_params: Number of parameters by which modules are taken instead, innermost first: a module is
-            taken when it has that many parameters that belong to no module taken inside it. Modules that
-            share a parameter with the rest of the model are never taken. Results can be nested.
+        block_cls: Class, class name, or several of them: their outermost modules are the blocks.
+        min_params: Modules with at least this many parameters, not counting those of blocks inside them, are
+            the blocks, innermost first. Modules that share a parameter with the rest of the model never are.
+            Blocks can be nested.
 
     Returns:
         Blocks by FQN, in the order of registration, which is forward order in transformers.
@@ -75,7 +75,7 @@ def find_blocks(
 
 
 def _class_names(block_cls: BlockClass | Iterable[BlockClass]) -> set[str]:
-    """Names of the classes that were given."""
+    """Names of the given classes."""
     several = [block_cls] if isinstance(block_cls, (str, type)) else list(block_cls)
     for entry in several:
         if not isinstance(entry, (str, type)):
@@ -119,7 +119,7 @@ def _elements(fqn: str, container: nn.Module) -> Iterator[tuple[str, nn.Module]]
 
 
 def is_never_called(module: nn.Module) -> bool:
-    """Whether a module only holds others and, like ``nn.ModuleList``, has no forward."""
+    """Whether a module only contains others and, like ``nn.ModuleList``, has no forward."""
     cls = type(module)
     own_call = cls.__call__ is not nn.Module.__call__ or "forward" in module.__dict__
     return cls.forward is nn.Module.forward and not own_call
@@ -140,7 +140,7 @@ def _is_block_list(module: nn.Module) -> bool:
     if not children or any(next(child.parameters(), None) is None for child in children):
         return False
     if isinstance(module, nn.ModuleDict) and not _is_numbered(module):
-        return False  # a namespace: its entries are parts of the model
+        return False  # a namespace, with parts of the model
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         return any(next(child.children(), None) is not None for child in children)
     # An nn.Sequential is a list of blocks only if it repeats one module class that has children.
@@ -153,7 +153,7 @@ def _is_block_list(module: nn.Module) -> bool:
 
 
 def _is_numbered(module: nn.ModuleDict) -> bool:
-    """Whether the entries are of one kind, by numbered names ("0", "1"; "layer_0") or by their class."""
+    """Whether all entries have numbered names ("0", "1"; "layer_0") or the same class."""
     names = {re.sub(r"\d+", "", name) for name in module}
     numbered = len(names) == 1 and all(re.search(r"\d", name) for name in module)
     return numbered or (len(module) > 1 and len({type(child) for child in module.values()}) == 1)
@@ -203,7 +203,7 @@ def _shared_parameters(model: nn.Module) -> set[int]:
 
 
 def _inside(fqn: str, outer: Iterable[str]) -> bool:
-    """Whether an FQN lies below one of the others."""
+    """Whether an FQN is below one of the others."""
     return any(fqn.startswith(f"{prefix}.") for prefix in outer)
 
 
@@ -222,7 +222,7 @@ def _summary(model: nn.Module, most: int = 12) -> str:
 
 
 def configs_without_caches(model: nn.Module) -> list[Any]:
-    """Configs in a model whose ``use_cache`` is off only because of activation checkpointing."""
+    """Configs of a model whose ``use_cache`` is off only because of activation checkpointing."""
     return [config for module in model.modules() for config in module.__dict__.get(CACHES_OFF, ())]
 
 
@@ -245,10 +245,9 @@ def configs_of(model: nn.Module) -> Iterator[Any]:
 
 @contextmanager
 def without_caches(model: nn.Module) -> Iterator[None]:
-    """Turn off ``use_cache`` in all configs of the model for as long as the context lasts.
+    """Context in which ``use_cache`` is off in all configs of the model.
 
-    A forward that fills a cache does not keep the rows of a pack apart: transformers looks for packs only if
-    there is no cache.
+    A forward that fills a cache mixes the rows of a pack: transformers detects packs only without a cache.
     """
     on = [config for config in configs_of(model) if getattr(config, "use_cache", False)]
     for config in on:

@@ -1,8 +1,7 @@
-"""What a model's forward depends on beside its weights, so that a change of it is seen.
+"""What a model's forward depends on besides its weights, so that a change of it is noticed.
 
-One walk over the modules takes the place of a look in every room that has checked a model once. It refers to
-what it has found, so that two states are equal only if it is the same modules, hooks and functions: an ``id``
-alone would be given again to what comes after something that is gone.
+One walk over the modules serves every package that has checked a model once. The state refers to the modules,
+hooks and functions found: comparing an ``id`` would not do, since Python reuses it when an object is gone.
 """
 
 import functools
@@ -19,21 +18,21 @@ from fsdp_sft._compat.modules import hooks_on_all_modules, is_ours, only_records
 from fsdp_sft._model.wrappers import unwrapped, with_wrappers
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-# What an instance may have in place of its class's forward: its own, a compiled call, another loss.
+# What may replace the class's forward in an instance: a compiled call, another loss.
 _OWN = ("_compiled_call_impl", "loss_type")
-_LOSS = "_loss_function"  # where transformers keep a loss that was set on a model
+_LOSS = "_loss_function"  # where transformers keeps a loss that was set on a model
 _MERGED = "merged_adapters"  # names of the adapters that peft has merged into a base layer
 _MOST_PARTS = 300  # of a function: what it refers to may refer to everything
 _NO_MATTER = {"use_cache", "_name_or_path", "transformers_version"}  # of a config
 
 
 def forward_state(model: nn.Module) -> tuple[Any, ...]:
-    """What a forward of ``model`` depends on beside its weights and inputs, to be compared by ``==``.
+    """What a forward of ``model`` depends on besides its weights and inputs, to be compared by ``==``.
 
-    Modules, hooks on them and on all modules, forwards that an instance or a class was given, the strings and
-    flags of the config (the attention implementation is one), and the function that computes the model's own
-    loss, see ``function_state``. Numbers of a config are not in it, and neither is what a hook or a function
-    changes in an object that it holds.
+    Included are modules, hooks on them and on all modules, forwards set on an instance or a class, strings
+    and flags of the config (such as the attention implementation), and the function of the model's own loss
+    (``function_state``). Not included are numbers of a config, and what a hook or a function changes in an
+    object that it holds.
     """
     parts: list[Any] = [weakref.ref(wrapper) for wrapper in with_wrappers(model)]
     classes: dict[type, None] = {}
@@ -52,7 +51,7 @@ def forward_state(model: nn.Module) -> tuple[Any, ...]:
         forward = _before_a_look(own.get("forward"))
         if forward is not None:
             parts.append(forward)
-        if own.get(_MERGED):  # without one, peft's layers look at the flag in each forward, and so do we
+        if own.get(_MERGED):  # if none is merged, peft reads the flag in each forward, and so do we
             parts.append((*own[_MERGED], own.get("_disable_adapters")))
         if _LOSS in own:
             parts.append(function_state(own[_LOSS]))
@@ -64,24 +63,24 @@ def forward_state(model: nn.Module) -> tuple[Any, ...]:
 
 
 def look_with(forward: Any, before: Any) -> Any:
-    """Mark a forward of ours, for a moment in place of ``before``; None is that of the class."""
+    """Mark a forward of ours that replaces ``before`` for a moment; None is that of the class."""
     forward.fsdp_sft_instead_of = before
     return forward
 
 
 def _before_a_look(forward: Any) -> Any:
-    """The forward that an instance has but for such a moment."""
+    """The forward of an instance without those that ``look_with`` has marked."""
     while hasattr(forward, "fsdp_sft_instead_of"):
         forward = forward.fsdp_sft_instead_of
     return forward
 
 
 def function_state(function: Any) -> Any:
-    """What a function computes with, as far as that can be told without calling it, to be compared by ``==``.
+    """What a function computes with, as far as that shows without calling it, to be compared by ``==``.
 
     Its code, and the strings, flags and functions in its closure, its defaults, the arguments of a partial,
-    the module around it, or the object that it is a method of. Numbers and tensors do not count, so that a
-    loop may hand over a new coefficient with each step.
+    the module around it, or the object that it is a method of. Numbers and tensors do not count, so a loop
+    may pass a new coefficient in each step.
     """
     return _FunctionParts().of(function)
 
@@ -99,7 +98,7 @@ class _FunctionParts:
             return None
         if id(value) in self._seen or len(self._seen) > _MOST_PARTS:
             return None
-        self._seen.add(id(value))  # all that is seen is held by the function meanwhile
+        self._seen.add(id(value))  # the function keeps all that is seen alive
         if isinstance(value, functools.partial):
             return self.of(value.func), self.of(value.args), self.of(value.keywords)
         if isinstance(value, types.MethodType):

@@ -8,7 +8,7 @@ from torch import nn
 
 from fsdp_sft._model.wrappers import unwrapped
 
-# Components that torch.compile(model) and checkpoint_wrapper add to every name below them.
+# What torch.compile(model) and checkpoint_wrapper add to every name below them.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
@@ -31,7 +31,7 @@ def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def tensors_in(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
-    """Tensors inside containers and objects, such as masks with attributes, but not those inside modules."""
+    """Tensors inside containers and objects (such as masks with attributes), but not inside modules."""
     if isinstance(value, torch.Tensor):
         yield value
     elif depth and not isinstance(value, nn.Module):

@@ -15,10 +15,10 @@ from fsdp_sft._process.generators import unmoved
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """Compile nothing inside the block, and run no compiled code: probes have shapes that never come again.
+    """Context in which nothing is compiled and no compiled code runs: shapes of probes never come again.
 
-    torch's ``set_stance`` takes effect when it is called, not when its ``with`` block begins. If something
-    raised between the two, the process would be left without compiled code; hence this wrapper.
+    torch's ``set_stance`` takes effect when it is called, not when its ``with`` block begins. An error in
+    between would leave the process without compiled code; hence this wrapper.
     """
     if "torch._dynamo" not in sys.modules:  # importing it takes seconds, and nothing can be compiled yet
         yield
@@ -29,13 +29,13 @@ def uncompiled() -> Iterator[None]:
 
 @contextmanager
 def preserved(model: nn.Module) -> Iterator[None]:
-    """Leave a model as it was, whatever forwards are run in the block.
+    """Context that leaves a model as it was, whatever forwards run inside.
 
-    Restored are the mode of each module, its buffers and their contents, its attributes that are plain values
+    It restores the mode of each module, its buffers and their contents, its attributes that are plain values
     or tensors, and the random number generators of the model's devices and of the host. New attributes of
-    these kinds are removed: dynamic RoPE, for instance, stores the longest row that it has seen as a 0-dim
-    tensor, and computes later rows accordingly. A sharded model is resharded. Gradients are not restored;
-    use ``no_grad``.
+    these kinds are removed: dynamic RoPE, for instance, stores the length of the longest row so far as a
+    0-dim tensor, which changes later rows. A sharded model is resharded. Gradients are not restored; use
+    ``no_grad``.
     """
     modules = list(model.modules())
     before = [_Attributes(module) for module in modules]
@@ -50,7 +50,7 @@ def preserved(model: nn.Module) -> Iterator[None]:
 
 
 class _Attributes:
-    """The attributes and buffers of one module, as they are now."""
+    """A copy of the attributes and buffers of one module."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -63,7 +63,7 @@ class _Attributes:
         ]
 
     def restore(self) -> None:
-        """Make the module's attributes and buffers what they were."""
+        """Restore the module's attributes and buffers."""
         own = vars(self._module)
         for name in [name for name, value in own.items() if _is_plain(value) and name not in self._plain]:
             del own[name]
@@ -77,7 +77,7 @@ class _Attributes:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether an attribute's value is of a kind that a forward may set."""
+    """Whether an attribute's value is a plain value or a tensor."""
     return value is None or isinstance(value, (bool, int, float, complex, str, torch.Tensor))
 
 

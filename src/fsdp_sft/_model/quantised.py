@@ -1,6 +1,6 @@
-"""Quantised checkpoints are refused, with the way out that transformers has for their format.
+"""Refusal of quantised checkpoints, with the way that transformers has to dequantise their format.
 
-A way is named where the folder that it writes holds the very values of the quantised one; tests run it.
+A way is named only if the folder that it writes has exactly the values of the quantised one; tests run it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,7 +22,7 @@ _WAYS = {
     "compressed-tensors": ("CompressedTensorsConfig(run_compressed=False)", ".save_pretrained(out)"),
     "bitsandbytes": ("", f".dequantize(){_SAVE}"),
 }
-# transformers takes rows // rows of the scale for the block: an error, or wrong values, for other matrices.
+# transformers takes rows // rows of the scale as the block size: an error, or wrong values, if that is wrong.
 _ONLY = {
     "fp8": (
         "; right only where the rows and columns of every quantised matrix are multiples of "
@@ -32,10 +32,10 @@ _ONLY = {
 
 
 def refuse_quantised(folder: str, config: Any) -> None:
-    """Refuse a checkpoint whose config, or the config of a part of it, says that it is quantised.
+    """Refuse a checkpoint that is quantised according to its config, or to that of a part of it.
 
     Raises:
-        CheckpointFormatError: If it is; the message has the format, and the way to write it in 16 bits.
+        CheckpointFormatError: The message names the format, and the way to write it in 16 bits.
     """
     for settings in _settings_in(config):
         method = _method_of(settings)
@@ -46,8 +46,8 @@ def refuse_quantised_model(model: nn.Module) -> None:
     """Refuse a model whose weights transformers holds packed, beside the scales that they need.
 
     Raises:
-        UnsupportedModelError: If it, or a model within it, is one; the message has the format, and the way to
-            weights in 16 bits.
+        UnsupportedModelError: If the model or one within it is quantised; the message names the format, and
+            the way to weights in 16 bits.
     """
     for module in model.modules():
         config = getattr(module, "config", None)
@@ -62,11 +62,11 @@ def refuse_quantised_model(model: nn.Module) -> None:
 
 
 def refuse_packed(missing: list[str], left_over: Mapping[str, torch.dtype]) -> None:
-    """Refuse values that are missing because they are stored packed, under names of a quantised format.
+    """Refuse a checkpoint whose missing values are stored packed, under names of a quantised format.
 
     Args:
-        missing: Names of the model for which the checkpoint has no values.
-        left_over: Dtypes of what the model has no tensor for, by name.
+        missing: Names of the model's tensors that the checkpoint lacks.
+        left_over: Dtypes of the checkpoint's tensors that the model lacks, by name.
 
     Raises:
         CheckpointFormatError: If the module of a missing value, or one within it, has packed values instead.
@@ -88,7 +88,7 @@ def is_scaled(dtype: torch.dtype) -> bool:
 
 
 def _settings_in(config: Any) -> Iterator[Any]:
-    """The settings of quantisation of a config and of the configs within it, as objects or dicts."""
+    """The quantisation settings of a config and of the configs within it, as objects or dicts."""
     own = config if isinstance(config, dict) else getattr(config, "__dict__", {})
     if own.get("quantization_config") is not None:
         yield own["quantization_config"]

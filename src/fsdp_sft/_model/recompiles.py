@@ -8,7 +8,7 @@ from torch import nn
 from fsdp_sft._compat.compile import LIMIT_LOGGER, limit_that_was_hit, recompile_options
 from fsdp_sft._process.callers import warn_caller
 
-# torch compiles a function anew for each variant: checkpointed or not, training or not, with and without
+# torch compiles a function once per variant: checkpointed or not, training or not, with and without
 # gradients, fixed or dynamic lengths, each kind of layer in a model. The first three alone use up torch's
 # default limit of 8.
 _VARIANTS = 64
@@ -20,7 +20,7 @@ AROUND_COMPILED = "_fsdp_sft_around_compiled"  # attribute of a block: function 
 def compile_block(block: nn.Module, fqn: str, **kwargs: object) -> None:
     """``block.compile(**kwargs)`` with a higher limit of compiled variants than torch's default.
 
-    A block that needs even more runs in eager mode from then on, as torch defines it, and a warning names it.
+    A block that needs even more then runs in eager mode, as torch defines it, and a warning names it.
     """
     block.compile(**{**recompile_options(_VARIANTS), **kwargs})
     block.__dict__[_NAME] = fqn
@@ -32,10 +32,10 @@ def compile_block(block: nn.Module, fqn: str, **kwargs: object) -> None:
 
 
 class _LimitHandler(logging.Handler):
-    """Log handler that is called when torch reaches its limit, and warns with the name of the block."""
+    """Log handler that warns with the name of the block when torch reaches its limit."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Warn if the record says that the limit was reached while a block is called."""
+        """Warn if the record says that the limit was reached inside a block."""
         limit = limit_that_was_hit(record)
         fqn = _block_being_called() if limit is not None else None
         if fqn is not None:
@@ -47,7 +47,7 @@ class _LimitHandler(logging.Handler):
 
 
 def _block_being_called() -> str | None:
-    """FQN of the compiled block whose call is innermost on this thread's stack; None outside of any."""
+    """FQN of the innermost compiled block on this thread's stack; None outside any."""
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back

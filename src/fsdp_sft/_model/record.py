@@ -1,11 +1,10 @@
 """What the library knows of each model: one record, as torch's FSDP2 has one state for each module.
 
-What was done to a model (the mesh that it was sharded on, how its experts are placed) is kept for as long as
-the model. What was found out about its forward (which implementation computes its loss, that it keeps the
-rows of a pack apart) holds for the forward that it was found out about: see ``forward_state``.
+What was done to a model (the mesh that it was sharded on, how its experts are placed) is kept as long as the
+model lives. Findings about its forward (which implementation computes its loss, that it does not mix the rows
+of a pack) are valid for that forward alone (``forward_state``).
 
-A record belongs to the model inside of wrappers. A copy of a model, or one out of a pickle, has none, and is
-found out about anew.
+A record belongs to the model inside any wrappers. A copied or unpickled model has none.
 """
 
 import weakref
@@ -19,12 +18,12 @@ from fsdp_sft._model.wrappers import unwrapped
 T = TypeVar("T")
 
 
-# An attribute of the model: in a dict of all models, a hook that refers to its model would keep it alive.
+# An attribute of the model: in a global dict, a hook that refers to its model would keep it alive.
 _NAME = "_fsdp_sft_record"
 
 
 class Record:
-    """What is known of one model, each kind in the class of the room that owns it."""
+    """What is known of one model: one value per class, which belongs to the package that uses it."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
@@ -39,7 +38,7 @@ class Record:
         return type(None), ()
 
     def keep(self, value: Any) -> None:
-        """Remember ``value`` for as long as the model, in place of one of the same class."""
+        """Remember ``value`` as long as the model lives, replacing one of the same class."""
         self._kept[type(value)] = value
 
     def kept(self, kind: type[T]) -> T | None:
@@ -61,13 +60,13 @@ def record_of(model: nn.Module) -> Record:
 
 
 def kept_of(model: nn.Module, kind: type[T]) -> T | None:
-    """What is kept of a model, of that class; None, and no record is made, if there is nothing."""
+    """The value of that class kept for a model; None, and no record is made, if there is none."""
     known = _NAME in unwrapped(model).__dict__
     return record_of(model).kept(kind) if known else None
 
 
 def findings(model: nn.Module, kind: type[T]) -> T:
-    """What was found out about the present forward, of that class; made without arguments if nothing was."""
+    """The findings of that class about the current forward; made without arguments if there are none."""
     record = record_of(model)
     if record._forward is None:
         record._forward = forward_state(model)
@@ -75,12 +74,12 @@ def findings(model: nn.Module, kind: type[T]) -> T:
 
 
 def is_changed(model: nn.Module) -> bool:
-    """Whether the model's forward has changed since something was found out about it."""
+    """Whether the model's forward has changed since the first finding about it."""
     before = record_of(model)._forward
     return before is not None and before != forward_state(model)
 
 
 def forget_findings(model: nn.Module) -> None:
-    """Find everything out anew; what is found out by collectives, all ranks must forget together."""
+    """Drop all findings. All ranks must do so together, since collectives may find them again."""
     record = record_of(model)
     record._found, record._forward = {}, None

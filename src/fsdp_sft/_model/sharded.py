@@ -1,4 +1,4 @@
-"""A sharded model: the mesh that it lies on, its device, and gathered parameters sharded again."""
+"""A sharded model: its mesh, its device, and the resharding of gathered parameters."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -27,7 +27,7 @@ from fsdp_sft._ranks.mesh import DP_REPLICATE
 
 @dataclass(frozen=True)
 class _ShardedOn:
-    """The mesh on which a model was sharded; that of its parameters has no ``cp``."""
+    """The mesh on which a model was sharded; the mesh of its parameters has no ``cp``."""
 
     mesh: "DeviceMesh"
 
@@ -56,8 +56,8 @@ def training_mesh_of(model: torch.nn.Module) -> "DeviceMesh | None":
 def mesh_of(model: torch.nn.Module) -> "DeviceMesh | None":
     """The mesh on which a model was sharded, or None for an ordinary model.
 
-    Of a model that ``shard_model`` has not sharded it is that of the parameters. For a model inside
-    DistributedDataParallel it is a mesh of one axis, over the ranks of its process group.
+    For a model that ``shard_model`` has not sharded it is that of the parameters; inside
+    DistributedDataParallel, a mesh of one axis over the ranks of the process group.
 
     Raises:
         WrappedModelError: If the model is in a wrapper whose ranks cannot be determined.
@@ -68,9 +68,9 @@ def mesh_of(model: torch.nn.Module) -> "DeviceMesh | None":
 
     def of_parameters() -> "DeviceMesh | None":
         meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
-        # With expert parallelism, experts are on a mesh of their own, which does not show how rows are
-        # distributed. Of the other parameters' meshes the largest does: parameters that tensor parallelism
-        # does not split are on a part of it.
+        # With expert parallelism, experts are on a separate mesh, which does not show how rows are
+        # distributed. The largest mesh of the other parameters does: parameters that tensor parallelism does
+        # not split are on a part of it.
         dense = [mesh for mesh in meshes if EP not in (mesh.mesh_dim_names or ())]
         return max(dense or meshes, key=lambda mesh: mesh.size(), default=None)
 
@@ -104,12 +104,10 @@ def _mesh_over(group: dist.ProcessGroup, model: torch.nn.Module) -> "DeviceMesh"
 
 
 def reshard(model: torch.nn.Module) -> None:
-    """Shard all FSDP2 parameters of ``model`` that are gathered; does nothing to an ordinary model.
+    """Reshard the gathered FSDP2 parameters of ``model``; does nothing to an ordinary model.
 
     After a forward without a backward the root's parameters stay gathered (torch's default), so all code that
-    reads or writes parameters calls this first.
-
-    After an error in a forward or a backward, what it has left is dropped.
+    reads or writes parameters calls this first. What a failed forward or backward has left is dropped.
 
     Raises:
         WrappedModelError: If the model is in a wrapper that hides its parameters.
@@ -138,7 +136,7 @@ def reshard(model: torch.nn.Module) -> None:
 
 
 def compute_device(model: torch.nn.Module) -> torch.device:
-    """The device on which ``model`` computes, which with CPU offload is not the device of its shards."""
+    """The device on which ``model`` computes, which with CPU offload is not that of its shards."""
     mesh = mesh_of(model)
     if mesh is not None:
         if mesh.device_type == "cpu":

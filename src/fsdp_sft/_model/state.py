@@ -1,4 +1,4 @@
-"""What of a model belongs in a file: tensors, ties, extra state; matched with what is stored, given back."""
+"""The parts of a model that belong in a file (tensors, ties, extra state), matched with stored ones."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,11 +23,11 @@ class ModelTensors:
 
     Attributes:
         tensors: Parameters and persistent buffers by FQN; tied ones under their first name only.
-        names: First name of the tensor of each name, in the order of the model's state dict.
+        names: Each name to the first name of its tensor, in the order of the model's state dict.
         frozen: FQNs of parameters that require no gradient.
         made: Names among ``tensors`` that a module's own code has made for its state dict. Writing into such
-            a tensor does not reach the module; it has to go back through ``load_state_dict``.
-        extra: Values that ``get_extra_state`` of modules returned, by name; they are not in ``tensors``.
+            a tensor does not change the module; it has to be loaded by ``load_state_dict``.
+        extra: Values of modules' ``get_extra_state``, by name; they are not in ``tensors``.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -38,7 +38,7 @@ class ModelTensors:
 
     @property
     def ties(self) -> dict[str, str]:
-        """First name of the tensor of every further name of a tied tensor."""
+        """Every further name of a tied tensor, to its first name."""
         return {name: first for name, first in self.names.items() if name != first}
 
 
@@ -48,13 +48,13 @@ def match_tensors(
     fits: Callable[[torch.dtype, torch.dtype], bool],
     names: Mapping[str, str | None] | None = None,
 ) -> tuple[dict[str, list[str]], list[str]]:
-    """Find the stored tensor for each one of a model.
+    """Find the stored tensor for each tensor of a model.
 
     Args:
-        live: The model's tensors; one of the names of a tied one is enough.
+        live: The model's tensors; for a tied one, one stored name is enough.
         stored: Dtype and shape of each stored tensor, by its name.
         fits: Whether a stored dtype may be read into one of the model.
-        names: The model's name of each stored tensor; None in its place leaves the tensor out. Without the
+        names: The model's name of each stored tensor; a name of None leaves the tensor out. Without the
             mapping names are the model's.
 
     Returns:
@@ -85,7 +85,7 @@ def match_tensors(
 
 
 def room_for(live: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """Memory for a stored tensor, sharded as the live one is if it has the same shape."""
+    """Memory for a stored tensor, sharded like the live one if it has the same shape."""
     if tuple(live.shape) == shape:
         return torch.empty_like(live.detach(), dtype=dtype)
     return torch.empty(shape, dtype=dtype, device=live.device)
@@ -96,8 +96,8 @@ def model_tensors(model: nn.Module, *, values: bool = True) -> ModelTensors:
 
     Args:
         model: The model, resharded.
-        values: Whether the values are wanted too. False takes names and shapes alone, and so also a model
-            on the meta device.
+        values: Whether values are needed too. False takes only names and shapes, also of a model on the meta
+            device.
 
     Raises:
         ValueError: If values are wanted and a tensor is still on the meta device.
@@ -157,7 +157,7 @@ def with_extra_tensors(content: ModelTensors) -> ModelTensors:
 
 
 def _made_for_the_state_dict(model: nn.Module, tensors: dict[str, torch.Tensor]) -> frozenset[str]:
-    """Names of tensors in a state dict that do not share memory with any parameter or buffer of the model."""
+    """Names of tensors in a state dict that share no memory with a parameter or buffer of the model."""
     own = named_tensors(model)
     identities = {id(tensor) for tensor in own.values()}
     foreign = {name: tensor for name, tensor in tensors.items() if id(tensor) not in identities}
@@ -168,7 +168,7 @@ def _made_for_the_state_dict(model: nn.Module, tensors: dict[str, torch.Tensor])
 
 
 def _refuse_left_out(model: nn.Module, tensors: dict[str, torch.Tensor], made: frozenset[str]) -> None:
-    """Refuse a model with a trained parameter that is not in its state dict, and so would not be restored."""
+    """Refuse a model with a trained parameter that its state dict lacks, and so would not restore."""
     saved = {id(tensor) for tensor in tensors.values()}
     trained = [(clean_name(n), p) for n, p in model.named_parameters() if p.requires_grad]
     left_out = [(name, parameter) for name, parameter in trained if id(parameter) not in saved]
@@ -190,13 +190,13 @@ def _refuse_left_out(model: nn.Module, tensors: dict[str, torch.Tensor], made: f
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    """What identifies the memory of a tensor; an empty shard has none, so it stands for itself."""
+    """A key for the memory of a tensor; an empty shard has none, so its ``id`` is used."""
     local = local_of(tensor)
     return local.untyped_storage().data_ptr() if local.numel() else id(tensor)
 
 
 def give_back(model: nn.Module, entries: dict[str, Any]) -> None:
-    """Give modules back what they had made for their state dict: extra state, and tensors in another form.
+    """Load what modules had made for their state dict: extra state, and tensors in another form.
 
     Args:
         model: A resharded model whose parameters and buffers are loaded already.

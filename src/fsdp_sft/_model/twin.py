@@ -1,4 +1,4 @@
-"""Models of the same class and config without memory."""
+"""Models of the same class and config on the meta device."""
 
 import copy
 from typing import Any
@@ -13,13 +13,13 @@ from fsdp_sft._model.wrappers import unwrapped
 def meta_twin(model: nn.Module, dtype: torch.dtype | None = None) -> Any:
     """A second model of the same class and config: unsharded, untied, on the meta device.
 
-    It can do what a sharded model cannot. transformers finds conversions by the name of the class, which
-    FSDP2 replaces; and computed buffers come from running the model's own initialisation, which would
-    overwrite sharded parameters.
+    A sharded model will not do: transformers finds conversions by the name of the class, which FSDP2
+    replaces; and computed buffers come from the model's own initialisation, which would overwrite sharded
+    parameters.
 
     Args:
         model: A transformers model.
-        dtype: Dtype of the twin; None is that of the config.
+        dtype: Dtype of the twin; None takes that of the config.
     """
     config: Any = copy.deepcopy(model.config)
     if dtype is None:
@@ -28,11 +28,11 @@ def meta_twin(model: nn.Module, dtype: torch.dtype | None = None) -> Any:
 
 
 def tied_meta_twin(model: Any, config: Any = None) -> nn.Module:
-    """Another model of the same class on the meta device, with weights tied as the config says.
+    """A second model of the same class on the meta device, with weights tied as the config says.
 
     Args:
         model: A transformers model.
-        config: Config of the twin; None is that of the model.
+        config: Config of the twin; None takes that of the model.
     """
     with torch.device("meta"):
         return original_class(model)(copy.deepcopy(model.config if config is None else config))

@@ -1,4 +1,4 @@
-"""Which token ids a model has rows for. Batches with others are refused; a GPU would end the process."""
+"""The token ids for which a model has rows. Batches with others are refused: a GPU would end the process."""
 
 import logging
 import re
@@ -13,8 +13,8 @@ from fsdp_sft._model.wrappers import unwrapped
 from fsdp_sft._ranks.agree import this_rank
 from fsdp_sft.errors import VocabularyError, abridged
 
-# Names in a config of ids that stand for images and the like, and that a multimodal model replaces before it
-# looks up embeddings.
+# Names in a config of ids for images and the like, which a multimodal model replaces before it looks up
+# embeddings.
 _PLACEHOLDER = re.compile(r"(image|video|audio|vision|speech)\w*token\w*(id|index)$|^(boi|eoi)_token")
 _MEDIA = re.compile(r"image|img|video|audio|vision|speech", re.IGNORECASE)  # in the name of a token
 _logger = logging.getLogger("fsdp_sft")
@@ -28,9 +28,9 @@ class Vocabulary:
     Attributes:
         owner: Name of the model, for messages.
         embedding: Number of rows of the embedding; None if unknown.
-        head: Number of rows of the head, of which labels must be indices; None if unknown.
-        config: transformers' config, whose ids of images and the like are never looked up; None if the model
-            is not from transformers.
+        head: Number of rows of the head, which labels index; None if unknown.
+        config: transformers' config, whose ids for images and the like are never looked up; None for other
+            models.
     """
 
     owner: str
@@ -59,10 +59,10 @@ class Vocabulary:
 
 
 def vocabulary_of(model: nn.Module) -> Vocabulary:
-    """The ids that a transformers model takes; of other models nothing is known.
+    """The ids that a transformers model takes; for other models they are unknown.
 
-    Nothing is computed: layers with adapters would merge their weights when asked for them, so the layers
-    inside are asked.
+    Nothing is computed: layers with adapters would merge their weights when asked for them, so only the
+    layers inside are read.
     """
     inner = unwrapped(model)
     return Vocabulary(
@@ -74,7 +74,7 @@ def vocabulary_of(model: nn.Module) -> Vocabulary:
 
 
 def check_row(ids: Any, vocab_size: int) -> None:
-    """Refuse a row of plain integers with an id outside of a vocabulary.
+    """Refuse a row of plain integers with an id outside a vocabulary.
 
     Raises:
         VocabularyError: For the first such id; the message names it and its place.
@@ -86,15 +86,15 @@ def check_row(ids: Any, vocab_size: int) -> None:
 def warn_of_tokenizer(model: nn.Module, tokenizer: Any, chat_template: str | None = None) -> None:
     """Warn of a tokenizer that uses tokens for which a model has no row; log those that it only knows.
 
-    What ends a text or stands in the chat template is sure to be used. Others may never be, such as a default
-    that transformers adds when it loads a tokenizer. It is a warning, because an export comes after the
-    training: what was trained is written, and the tokenizer can be exchanged. Tokens that stand for images
-    and the like may be without a row: a multimodal model replaces them before it looks up embeddings, and its
-    tokenizer may go with a model of text alone (Gemma 3 1B).
+    The end-of-text token and those in the chat template are used for certain. Others may never be, such as a
+    default that transformers adds when it loads a tokenizer. This is no error, because an export comes after
+    the training: what was trained is written, and the tokenizer can be exchanged. Tokens for images and the
+    like may have no row: a multimodal model replaces them before it looks up embeddings, and its tokenizer
+    may come with a text model (Gemma 3 1B).
 
     Args:
-        model: The model; of one that is not from transformers nothing is known.
-        tokenizer: A tokenizer, or None; of one without ``get_vocab`` nothing is known.
+        model: The model; nothing is checked for one that is not from transformers.
+        tokenizer: A tokenizer, or None; nothing is checked for one without ``get_vocab``.
         chat_template: The chat template if it is not the tokenizer's own.
     """
     known = vocabulary_of(model)

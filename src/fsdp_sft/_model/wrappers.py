@@ -1,4 +1,4 @@
-"""Wrappers that other libraries put around a model: those that are looked through, and those refused."""
+"""Wrappers that other libraries put around a model: some are looked through, others refused."""
 
 import os
 from typing import Any
@@ -20,17 +20,17 @@ _WAY_OUT = "hand over the model inside, made by shard_model (FSDP2) or Distribut
 
 
 def tokenizer_of(given: Any) -> Any:
-    """The tokenizer in a processor, and anything else as it is.
+    """The tokenizer of a processor; anything else as it is.
 
     Raises:
-        TypeError: For a name of one, or for rows in its place.
+        TypeError: For a name, or for rows.
     """
     if isinstance(given, (str, os.PathLike, list, tuple, dict)):
         raise TypeError(
             f"tokenizer must be a tokenizer, as AutoTokenizer.from_pretrained returns one, got a "
             f"{type(given).__name__}"
         )
-    # A tokenizer may have a tokenizer within as well (mistral-common's), but a processor encodes no text.
+    # A tokenizer may contain another one (mistral-common's), but a processor does not encode.
     return given if hasattr(given, "encode") else getattr(given, "tokenizer", given)
 
 
@@ -56,8 +56,7 @@ def replicas_of(model: nn.Module) -> dist.ProcessGroup | None:
     """Ranks over which DistributedDataParallel averages the gradients; None for a model without it.
 
     Raises:
-        WrappedModelError: If a wrapper, at any depth, hides its ranks or handles gradients in a way that
-            cannot be followed.
+        WrappedModelError: If a wrapper, at any depth, hides its ranks or what it does to gradients.
     """
     around = replicated_by(model)
     for name, module in model.named_modules():

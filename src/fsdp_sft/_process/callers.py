@@ -1,16 +1,16 @@
-"""Where in the caller's code this library was called: for warnings, and for what ranks compare."""
+"""Where the caller's code called this library: for warnings, and for what ranks compare."""
 
 import sys
 import warnings
 from collections.abc import Iterator
 from types import FrameType
 
-# Modules whose frames lie between a caller and a function of ours: those of `with` and of decorators.
+# Modules whose frames are between a caller and a function of ours: those of `with` and of decorators.
 _BETWEEN = ("contextlib", "torch.utils._contextlib", "fsdp_sft._process.former")
 
 
 def warn_caller(text: str) -> None:
-    """``warnings.warn``, at the line outside of this library from which it was called."""
+    """``warnings.warn`` at the caller's line, outside this library."""
     level = 2  # of the function that calls this one
     for frame in _frames():
         if not (is_ours(frame) or is_between(frame)):
@@ -35,17 +35,17 @@ def outermost_call() -> tuple[FrameType, FrameType | None] | None:
 
 
 def is_ours(frame: FrameType) -> bool:
-    """Whether a frame is of a function of this library, and of none that only stands in front of one."""
+    """Whether a frame is of a function of this library; its decorators do not count."""
     return str(frame.f_globals.get("__name__", "")).startswith("fsdp_sft.") and not is_between(frame)
 
 
 def is_between(frame: FrameType) -> bool:
-    """Whether a frame is of what stands between a caller and a function of ours."""
+    """Whether a frame is of ``with`` or of a decorator, between a caller and a function of ours."""
     return frame.f_globals.get("__name__") in _BETWEEN
 
 
 def _frames() -> Iterator[FrameType]:
-    """The frames of this thread, innermost first, from the caller of the function that asks."""
+    """The frames of this thread outside this module, innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__") != __name__:

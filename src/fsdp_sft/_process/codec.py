@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 MALFORMED = (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError)
-"""Errors that reading may raise where JSON holds something unexpected, such as 1e999 for a number."""
-# JSON has no tuples, and no keys but strings. Such values become JSON objects that have this key.
+"""Errors that reading may raise if JSON holds something unexpected, such as 1e999 for a number."""
+# JSON has no tuples, and only strings as keys. Such values become JSON objects with this key.
 _TAG = "__fsdp_sft__"
 
 
@@ -29,10 +29,10 @@ def encode(
         where: Name of ``value`` in an error, such as ``"train_state"``.
         tensors: Dict to which tensors are added under their key paths, and with which bytes are allowed too;
             None refuses both.
-        further: Says of other values of what kind they are, and what they are made of.
+        further: Function from a value of another type to its kind and what it is made of.
 
     Raises:
-        TypeError: If there is any other value; the message names its key path.
+        TypeError: For any other value; the message names its key path.
     """
     if value is None or type(value) in (bool, int, str):
         return value
@@ -64,7 +64,7 @@ def encode(
 
 
 def decode(value: Any, tensors: Mapping[str, torch.Tensor] | None = None, made: Made | None = None) -> Any:
-    """The inverse of ``encode``; ``made`` makes a value of a further kind.
+    """The inverse of ``encode``; ``made`` is that of ``further``.
 
     Raises:
         ValueError: If ``encode`` cannot have made ``value``.
@@ -84,7 +84,7 @@ def decode(value: Any, tensors: Mapping[str, torch.Tensor] | None = None, made: 
 def dumps(value: Any, *, canonical: bool = True) -> bytes:
     """JSON as bytes, with NaN and infinities as Python writes them.
 
-    Canonical means that keys are sorted, so that equal values give equal bytes.
+    Canonical: with sorted keys, so that equal values give equal bytes.
     """
     return json.dumps(value, sort_keys=canonical, separators=(",", ":")).encode()
 
@@ -117,7 +117,7 @@ def _encode_dict(
 
 
 def _decode_tagged(value: dict[str, Any], tensors: Mapping[str, torch.Tensor], made: Made | None) -> Any:
-    """The value behind a JSON object that has the marked key."""
+    """The value of a JSON object that has the key ``_TAG``."""
     kind = value[_TAG]
     if kind == "tensor":
         return tensors[value["key"]]
@@ -149,6 +149,6 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _hashable(key: Any) -> Any:
-    """``key``; raises TypeError if a dict cannot have it."""
+    """``key`` itself; raises TypeError if it is not hashable."""
     hash(key)
     return key

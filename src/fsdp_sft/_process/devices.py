@@ -1,4 +1,4 @@
-"""What an accelerator can do and count, asked without regard to whether it is called "cuda"."""
+"""What an accelerator can do and count, whoever made it."""
 
 import functools
 from typing import Any
@@ -40,7 +40,7 @@ def device_name(device: torch.device) -> str | None:
 def has_mixed_products(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether a device multiplies two matrices of a 16-bit dtype into float32: ``torch.mm(..., out_dtype=)``.
 
-    Torch has no function that says so, hence one trial for each device and dtype.
+    No function of torch says so, hence one trial for each device and dtype.
     """
     empty = torch.empty(16, 16, dtype=dtype, device=device)
     try:
@@ -80,7 +80,7 @@ def memory_of(device: torch.device) -> dict[str, int]:
 
 
 def reset_peak_of(device: torch.device) -> bool:
-    """Begin a new peak of an accelerator's memory; False where its allocator keeps one for good.
+    """Reset the peak of an accelerator's memory; False where its allocator cannot.
 
     Raises:
         ValueError: If the device is not this process's accelerator.

@@ -1,4 +1,4 @@
-"""Keywords that a function had once: a TypeError says what to write in their place."""
+"""Former keywords of functions: a TypeError says what to write instead."""
 
 import functools
 from collections.abc import Callable
@@ -51,7 +51,7 @@ FORMER = {
 
 
 def told_of_former(function: Callable[P, R]) -> Callable[P, R]:
-    """The function, which says of its former keywords what to do now; its signature stays."""
+    """Decorator: a former keyword raises a TypeError that says what to do now; the signature stays."""
     former = FORMER[function.__qualname__]
 
     @functools.wraps(function)

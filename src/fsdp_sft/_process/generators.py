@@ -11,13 +11,12 @@ import torch
 
 @contextmanager
 def unmoved(devices: Iterable[torch.device] = (), *, seed: int | None = None) -> Iterator[None]:
-    """Context manager that gives every generator back the state that it had at the beginning.
+    """Context that restores every generator's state at its end.
 
     Args:
-        devices: Accelerators whose generators the block may use; those of the CPU, Python and numpy are
-            always restored.
-        seed: Seed of torch's CPU generator within the block; None leaves it where it stands. (Calling
-            ``torch.manual_seed`` in the block would also seed devices that are not restored.)
+        devices: Accelerators whose generators are restored; those of the CPU, Python and numpy always are.
+        seed: Seed of torch's CPU generator within the block; None does not seed it. (``torch.manual_seed`` in
+            the block would also seed devices that are not restored.)
     """
     accelerators = {device for device in devices if device.type not in ("cpu", "meta")}
     host = host_states()
@@ -42,7 +41,7 @@ def generator_states() -> dict[str, Any]:
 
 
 def set_generator_states(state: dict[str, Any]) -> None:
-    """Set every generator that ``state`` has an entry for and that exists in this process."""
+    """Set every generator of this process that has an entry in ``state``."""
     set_host_states(state)
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None and accelerator.type in state:
@@ -50,7 +49,7 @@ def set_generator_states(state: dict[str, Any]) -> None:
 
 
 def check_generator_states(state: dict[str, Any]) -> None:
-    """Set new generators to ``state``, so that a damaged one raises before those in use are touched."""
+    """Set new generators to ``state``, so that a damaged state raises before those in use are touched."""
     torch.Generator().set_state(state["torch"])
     random.Random().setstate(state["python"])
     if "numpy" in state and "numpy" in sys.modules:

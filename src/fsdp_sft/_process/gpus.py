@@ -18,7 +18,7 @@ class Gpu:
 
     Attributes:
         name: Name by which ``Run(gpu=...)`` takes it.
-        device: Regular expression that matches whole words of the device's name in torch.
+        device: Regular expression for whole words of the device's name in torch.
         memory_bytes: The whole memory, as ``nvidia-smi`` reports it for the usual model.
         flops_per_second: Dense bfloat16 peak with float32 accumulation.
         memory_bytes_per_second: Bandwidth of the GPU's own memory.
@@ -31,8 +31,8 @@ class Gpu:
             as it is, and that of the query without a mask. ``"heads"``: (batch, heads, sequence, head_dim),
             which transformers copies once more.
         workspace_bytes: Bytes that cuBLAS takes from torch's allocator for the rest of the run.
-        achievable: Share of the peak that the best large matrix product was seen to reach.
-        other_sizes: Pairs of a size in which the GPU is sold too and the memory of that model in bytes.
+        achievable: Measured share of the peak that the best large matrix product reaches.
+        other_sizes: Other sizes in which the GPU is sold, each with its memory in bytes.
         checked: Whether estimates for this GPU were compared with measurements on it.
     """
 
@@ -57,9 +57,9 @@ class Gpu:
 #   error correction takes a part of it.
 # - Peaks are dense (no structured sparsity) bfloat16 with float32 accumulation. Where a data sheet prints the
 #   sparse number, half of it is taken.
-# - Links within a node are NVLink if the card has it, otherwise PCIe. Between nodes there is one adapter per
-#   GPU: 200 Gbit/s for A100 and MI250X (of which torch sees two dies), 400 for Hopper, MI300 and B200,
-#   800 for B300, 100 for cards that are rented by the machine.
+# - Links within a node are NVLink if the card has it, else PCIe. Between nodes there is one adapter per GPU:
+#   200 Gbit/s for A100 and MI250X (of which torch sees two dies), 400 for Hopper, MI300 and B200, 800 for
+#   B300, 100 for cards that are rented by the machine.
 # - cuBLAS's workspaces are 32 MiB on Hopper and Blackwell and about 8 MiB on other GPUs:
 #   https://docs.pytorch.org/docs/stable/notes/cuda.html#cublas-workspaces
 # - What products achieve is measured, and collected in
@@ -165,7 +165,7 @@ def known_device(name: str) -> Gpu | None:
 
 @functools.lru_cache(maxsize=64)
 def gpu_named(name: str) -> Gpu:
-    """A GPU of the table, one with another size of memory, or one that the name describes.
+    """A GPU of the table, with another size of memory, or as the name describes it.
 
     Args:
         name: ``"h100"``; ``"a100-40gb"`` or ``"h100-79.1gib"`` with a size; or ``"NAME=GiB,TFLOPs,GB/s"``:
@@ -196,7 +196,7 @@ def _with_memory(gpu: Gpu, memory_bytes: int) -> Gpu:
 
 
 def _size(gpu: Gpu, size: str, name: str) -> int:
-    """Bytes of memory: ``"80gb"`` is a size as it is sold, ``"79.1gib"`` is meant literally."""
+    """Bytes of memory: ``"80gb"`` is a size as sold, ``"79.1gib"`` is literal."""
     for sold, memory in gpu.other_sizes:
         if size == sold:
             return memory
@@ -206,8 +206,8 @@ def _size(gpu: Gpu, size: str, name: str) -> int:
     if match[2] == "gib":
         return int(float(match[1]) * GIB)
     sold_bytes = float(match[1]) * GB
-    # A size as sold is rounded, and its gigabyte may be 2**30 bytes. A size near that of the usual model is
-    # therefore taken for the usual model.
+    # A size as sold is rounded, and its gigabyte may be 2**30 bytes. So a size near that of the usual model
+    # is taken for it.
     return gpu.memory_bytes if 0.99 <= gpu.memory_bytes / sold_bytes <= 1.08 else int(sold_bytes)
 
 

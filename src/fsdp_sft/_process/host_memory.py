@@ -1,4 +1,4 @@
-"""How much memory this host can still give to a process, within the limits of its control groups."""
+"""How much memory this process can still get from its host, within the limits of its control groups."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +17,7 @@ _VERSIONS = (
 
 
 def available_host_bytes() -> int | None:
-    """Bytes that this process could allocate without swapping; None if the system does not say (no Linux)."""
+    """Bytes that this process could allocate without swapping; None if not known (no Linux)."""
     found = [size for size in (_free(), *_granted()) if size is not None]
     return max(min(found), 0) if found else None
 

@@ -1,4 +1,4 @@
-"""The identity of a process among all processes of all machines, and whether it still runs."""
+"""The identity of a process among those of all machines, and whether it still runs."""
 
 import os
 from functools import cache
@@ -12,9 +12,8 @@ class ProcessId(NamedTuple):
     Attributes:
         pid: Number of the process.
         born: Time at which it started, in ticks since the machine booted; "" without /proc.
-        machine: Id of the machine's boot, and the namespace of process numbers; "" without /proc. A host name
-            would not do, since two machines may have the same one, and neither would the namespace alone,
-            which has the same number on most machines.
+        machine: Id of the machine's boot, and the namespace of process numbers; "" without /proc. Two
+            machines may have the same host name, and most have the same number of the namespace.
     """
 
     pid: int
@@ -56,6 +55,6 @@ def _machine() -> str:
 
 
 def _stat(pid: int) -> list[str]:
-    # Fields from the third of proc_pid_stat(5) on: the second, a name, may contain blanks and brackets. So
+    # Fields from the third of proc_pid_stat(5) on, since the second, a name, may contain blanks and brackets:
     # entry 0 is the state and entry 19 the start time.
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -1,4 +1,4 @@
-"""Limits on open files and sockets: raised before they are needed, and never mistaken for a damaged file."""
+"""Limits on open files and sockets: raised in time, and never mistaken for a damaged file."""
 
 import errno
 import math
@@ -23,8 +23,8 @@ def make_room_for(world_size: int, *, hosts_store: bool) -> None:
 
     Args:
         world_size: Number of ranks.
-        hosts_store: Whether the store, to which every rank connects, lives in one of the ranks. All ranks
-            then ask for what that rank needs, so that all of them raise at once if they cannot have it.
+        hosts_store: Whether the store, to which every rank connects, is in one of the ranks. All ranks then
+            ask for what that rank needs, so that all of them raise if they cannot have it.
 
     Raises:
         OSError: If the hard limit is lower than what is needed.
@@ -44,14 +44,14 @@ def make_room_for(world_size: int, *, hosts_store: bool) -> None:
         )
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
-    except ValueError as error:  # macOS: the kernel has a limit of its own below the hard one
+    except ValueError as error:  # macOS: the kernel has another limit below the hard one
         raise too_many_files(f"asking for {needed}, which a job of {world_size} ranks needs") from error
 
 
 def blame_no_file(error: BaseException, path: object) -> None:
-    """Raise an error that does not come from the file; return if it may come from the file.
+    """Raise an error whose cause is not the file; return if it may be.
 
-    For handlers that go on to call ``path`` damaged or missing.
+    For handlers that would then report ``path`` as damaged or missing.
 
     Raises:
         OSError: If there are no descriptors or memory left, or the process may not read the file.

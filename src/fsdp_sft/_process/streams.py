@@ -1,8 +1,8 @@
 """Devices and streams for threads that work for a caller, and host memory for copies from a device.
 
-A new thread starts on device 0 and its default stream, whatever device and stream the caller had chosen. An
-event without a stream is recorded on the current stream of the *thread's* current device. If the caller
-works on another device, neither waits for any of the caller's work.
+A new thread starts on device 0 and its default stream, whatever the caller's device and stream. An event
+without a stream is recorded on the current stream of the *thread's* current device. If the caller works on
+another device, neither waits for any of the caller's work.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ import torch
 
 @dataclass(frozen=True)
 class CallerStream:
-    """The stream that a caller works on, so that threads it starts can work on the same one.
+    """The stream that a caller works on, for threads that it starts.
 
     Attributes:
         stream: Current stream of the thread that called ``on``; None for the CPU, which has no streams.
@@ -30,8 +30,8 @@ class CallerStream:
     def adopt(self) -> None:
         """Make the caller's device and stream the current ones of this thread.
 
-        They stay so: going back to device 0 would open a context there. Call it in threads that end with
-        the caller's work.
+        They are not reset, since going back to device 0 would open a context there: call it in threads that
+        end with the caller's work.
         """
         if self.stream is not None:
             torch.accelerator.set_stream(self.stream)
@@ -47,10 +47,10 @@ def copy_stream(device: torch.device) -> torch.Stream:
 
 
 def travelling(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """``tensor`` copied to ``device`` without the host waiting for the copy.
+    """``tensor`` copied to ``device`` asynchronously.
 
-    Host memory is pinned first. CUDA copies more than 64 KiB of memory that is not pinned only after all
-    work that was queued before, and the host waits for that.
+    Host memory is pinned first: CUDA copies more than 64 KiB of unpinned memory only after all work queued
+    before, and the host waits for that.
     """
     if tensor.device == device or device.type in ("cpu", "meta") or tensor.device.type != "cpu":
         return tensor.to(device, non_blocking=device.type != "cpu")
@@ -60,7 +60,7 @@ def travelling(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 class LateValues:
-    """Values of 0-dim tensors that are being copied to the host, which goes on meanwhile."""
+    """Values of 0-dim tensors that are copied to the host asynchronously."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._read: list[float] | None = None
@@ -85,7 +85,7 @@ class LateValues:
 
 
 class LateTensor:
-    """A tensor that is being copied to the host, which goes on meanwhile."""
+    """A tensor that is copied to the host asynchronously."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         buffer = host_buffer(tuple(tensor.shape), tensor.dtype, tensor.device)
@@ -115,8 +115,8 @@ def host_copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def host_buffer(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """New host memory for copies to and from ``device``; pinned if the accelerator supports that.
 
-    Copies from and to pinned memory run while the host goes on. The host may read or write the buffer only
-    after an event on the copying stream has passed.
+    Copies from and to pinned memory are asynchronous: the host may read or write the buffer only after an
+    event on the copying stream has passed.
     """
     if device.type in ("cpu", "meta"):
         return torch.empty(shape, dtype=dtype)

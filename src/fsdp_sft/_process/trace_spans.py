@@ -4,9 +4,9 @@ from torch.profiler import record_function
 
 PREFIX = "fsdp_sft."
 DEVICE = "fsdp_sft.device"
-"""Key under which a trace has the type of the rank's device."""
+"""Key of the rank's device type in a trace."""
 
 
 def part(name: str) -> record_function:
-    """Context in which what runs is shown as one span ``fsdp_sft.<name>`` in traces."""
+    """Context that traces show as one span ``fsdp_sft.<name>``."""
     return record_function(PREFIX + name)

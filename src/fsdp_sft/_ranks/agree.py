@@ -2,8 +2,8 @@
 
 A collective that one rank never enters hangs the others until the time-out. Functions that do I/O
 therefore end each phase with a verdict: every rank says whether it succeeded, and if any did not, all of
-them raise the error that came first. Verdicts travel over a gloo group of their own, which never shares a
-communicator with training, and within the group along a tree (`tree.py`), so no rank talks to all others.
+them raise the error that came first. Verdicts use a separate gloo group, which shares no communicator with
+training, and travel along a tree (`tree.py`), so no rank talks to all others.
 """
 
 import math
@@ -32,9 +32,9 @@ T = TypeVar("T")
 A = TypeVar("A")
 
 _CONTROL_TIMEOUT = timedelta(minutes=30)
-_POLL_SECONDS = (0.05, 2.0)  # between two polls of work under way: at first, and at most
-# Name to (default group, group made for it). Weak references, because destroy_process_group must be able to
-# end the groups: when the interpreter exits it is too late for gloo's threads.
+_POLL_SECONDS = (0.05, 2.0)  # between two polls of running work: at first, and at most
+# Name to (default group, group made for it). Weak references, so that destroy_process_group ends the groups:
+# when the interpreter exits it is too late for gloo's threads.
 _groups: dict[str, tuple[weakref.ref[dist.ProcessGroup], weakref.ref[dist.ProcessGroup]]] = {}
 _timeout = _CONTROL_TIMEOUT  # time-out of the control group that was made last
 _this_thread = threading.local()
@@ -56,7 +56,7 @@ def world_size() -> int:
 
 
 def control_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
-    """The gloo group of all ranks for verdicts, counts and manifests, which is made on first use.
+    """The gloo group of all ranks for verdicts, counts and manifests, made on first use.
 
     Collective: all ranks, the first time it is called for a default process group.
     """
@@ -65,9 +65,9 @@ def control_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
 
 
 def background_group() -> dist.ProcessGroup:
-    """A second such group, for a thread whose agreements may overlap with the main thread's.
+    """A second control group, for a thread whose agreements may overlap with the main thread's.
 
-    Its time-out is the control group's.
+    It has the control group's time-out.
 
     Collective: all ranks, the first time it is called for a default process group.
     """
@@ -77,7 +77,7 @@ def background_group() -> dist.ProcessGroup:
 
 @contextmanager
 def agreeing_over(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Let all agreements of this thread inside the block use ``group``; None changes nothing."""
+    """Context in which all agreements of this thread use ``group``; None changes nothing."""
     before = getattr(_this_thread, "group", None)
     _this_thread.group = group if group is not None else before
     try:
@@ -87,7 +87,7 @@ def agreeing_over(group: dist.ProcessGroup | None) -> Iterator[None]:
 
 
 def _group(name: str, timeout: timedelta | None) -> dist.ProcessGroup:
-    """The group of that name for the present default process group; made if there is none."""
+    """The group of that name for the current default process group; made if there is none."""
     global _timeout
     world = dist.group.WORLD
     if world is None:
@@ -99,8 +99,8 @@ def _group(name: str, timeout: timedelta | None) -> dist.ProcessGroup:
             _timeout = timeout or _CONTROL_TIMEOUT
         with answered(), careful_gloo():
             group = dist.new_group(backend="gloo", timeout=_timeout)
-            # A first message along the tree connects its ranks: gloo notices that a rank has ended by the
-            # connection to it, and connects two ranks only when they first talk.
+            # A first message along the tree connects its ranks: gloo connects two ranks when they first
+            # communicate, and notices the end of a rank by the connection to it.
             Tree(group).around(b"", operator.add)
         _groups[name] = (weakref.ref(world), weakref.ref(group))
     return group
@@ -110,8 +110,8 @@ def _group(name: str, timeout: timedelta | None) -> dist.ProcessGroup:
 def answered() -> Iterator[None]:
     """Turn a failure of communication inside the block into ``LostRankError``.
 
-    gloo notices at once that a process has ended. That a process no longer answers it notices after the
-    time-out that was given to ``init_distributed``.
+    gloo notices at once that a process has ended, and after the time-out of ``init_distributed`` that it no
+    longer answers.
     """
     try:
         yield
@@ -129,7 +129,7 @@ def answered() -> Iterator[None]:
 
 
 def _said_by_gloo(error: RuntimeError) -> str:
-    """What an error of gloo says, without the line of its source in front and the advice behind."""
+    """The message of an error of gloo, without the source line before it and the advice after it."""
     text = (str(error).strip().splitlines() or [type(error).__name__])[0]
     text = re.sub(r"\[[^\]]*\.(?:cc|cpp|h):\d+\] *", "", text)
     return text.partition(". ")[0].rstrip(".")
@@ -167,7 +167,7 @@ def share(value: Any) -> Any:
 def all_gather_objects(value: Any) -> list[Any]:
     """The values of all ranks, in rank order; ``[value]`` without a process group.
 
-    Use it where every rank needs the value of every other. ``share`` and ``through_rank_0`` cost less.
+    For values that every rank needs of every other; ``share`` and ``through_rank_0`` cost less.
 
     Collective: all ranks.
     """
@@ -181,7 +181,7 @@ _LENGTH = struct.Struct("<q")
 
 
 def _frame(data: bytes) -> bytes:
-    """Data with its length in front, so that frames can be joined and taken apart again."""
+    """Data prefixed with its length, so that frames can be joined and split again."""
     return _LENGTH.pack(len(data)) + data
 
 
@@ -234,9 +234,9 @@ def _reduced(values: list[float], of_two: Callable[[float, float], float]) -> li
 def while_others_wait(working: bool, work: Callable[[], T], phase: str) -> T | None:
     """Run ``work`` where ``working`` is true; all ranks poll until it ends or fails.
 
-    Use it for work that may take longer than a collective's time-out: downloads, uploads, waiting for another
-    job. ``work`` runs in a thread. When it fails on one rank, the others raise that error without waiting for
-    their own work to end.
+    For work that may take longer than a collective's time-out: downloads, uploads, waiting for another job.
+    ``work`` runs in a thread. If it fails on one rank, the others raise that error without waiting for their
+    own work.
 
     Args:
         working: Whether this rank works.
@@ -322,13 +322,13 @@ def through_rank_0(phase: str, own: Callable[[], A], decide: Callable[[list[A]],
     Args:
         phase: Name of the phase, for the error's note.
         own: What each rank does; must not contain collectives, as in ``agreed``.
-        decide: What rank 0 does with the results of ``own``; not run if ``own`` failed on any rank.
+        decide: What rank 0 does with the results; not run if ``own`` failed on any rank.
 
     Returns:
         What ``decide`` returned, on every rank.
 
     Collective: all ranks.
-    Memory: Rank 0 holds what all ranks returned, the others what passes through them on the way there.
+    Memory: Rank 0 holds what all ranks returned, the others what they pass on.
     """
     error: Exception | None = None
     value: A | None = None
@@ -369,14 +369,14 @@ def through_rank_0(phase: str, own: Callable[[], A], decide: Callable[[list[A]],
 
 
 def agree_on(phase: str, **facts: Any) -> None:
-    """Refuse on all ranks if any of them has another value of a fact.
+    """Raise on all ranks if ranks differ in a fact.
 
     Args:
         phase: Name of the phase, for the error.
         facts: Plain values by their names.
 
     Raises:
-        ValueError: If ranks differ; the message names the fact, two ranks and what each has.
+        ValueError: The message names the fact, two ranks and what each has.
 
     Collective: all ranks.
     """
@@ -390,7 +390,7 @@ def agree_on(phase: str, **facts: Any) -> None:
 
 
 def difference(by_rank: list[tuple[int, dict[str, Any]]]) -> str:
-    """In which facts ranks differ, in words that name two of them; empty if they do not."""
+    """The facts in which two ranks differ, in words that name both; empty if all ranks agree."""
     first, known = by_rank[0]
     for rank, own in by_rank[1:]:
         names = [*known, *(name for name in own if name not in known)]
@@ -402,7 +402,7 @@ def difference(by_rank: list[tuple[int, dict[str, Any]]]) -> str:
 
 
 def _apart(name: str, one: Any, other: Any) -> str:
-    """How a fact differs on two ranks: what each has that the other has not, or both in full."""
+    """How a fact differs on two ranks: what each has that the other lacks, or both values."""
     if isinstance(one, tuple) and isinstance(other, tuple) and set(one) != set(other):
         both = ((one, other), (other, one))
         mine, theirs = (abridged([str(v) for v in a if v not in b], most=4) for a, b in both)
@@ -414,7 +414,7 @@ _Verdict = tuple[float, int, dict[str, Any]]  # when, rank, error
 
 
 def _verdict(error: Exception | None, when: float) -> _Verdict | None:
-    """This rank's error with the time at which it happened, in a form that can be sent; None for none."""
+    """This rank's error and its time, in a form that can be sent; None without an error."""
     return None if error is None else (when, dist.get_rank(), portable(error))
 
 
@@ -431,7 +431,7 @@ def _raise_earliest(verdicts: list[_Verdict | None], own: Exception | None, phas
 
 
 def _note_own(error: Exception | None, broken: Exception, phase: str) -> None:
-    """Note on the error about another rank that this rank had an error of its own."""
+    """Note on an error about another rank that this rank had failed too."""
     if error is not None:
         broken.add_note(f"this rank itself had failed while {phase}: {error!r}")
 

@@ -36,7 +36,7 @@ class DistributedContext:
         local_rank: Index of this process on its node, from 0.
         world_size: Number of processes in the job.
         local_world_size: Number of processes on this node.
-        device: Device on which this process computes; an accelerator has been made the current one.
+        device: Device on which this process computes; an accelerator is the current one.
         backend: Backend of the default process group, such as ``"cpu:gloo,cuda:nccl"``.
         launcher: ``"torchrun"`` (or another that sets the same variables), ``"slurm"``, ``"submitit"`` for
             its local executor, ``"single"``, or ``"existing"`` for a process group that the caller has made.
@@ -80,10 +80,10 @@ def init_distributed(
 
     The place of this process comes from the first of these that exists: a process group that the caller has
     made, which is used as it is; torchrun's variables; those of submitit's local executor; those of a Slurm
-    step (a plain ``python`` inside ``salloc`` or a batch script is not one, and a message says so); otherwise
-    it is a single process. A gloo group for control messages is made beside the default group. What was found
-    is logged under ``fsdp_sft`` at the level INFO before the ranks meet. In a job of several ranks, Ctrl-C is
-    told in one line a rank (``sys.excepthook``).
+    step (a plain ``python`` inside ``salloc`` or a batch script is not one, and a message says so). Without
+    any it is a single process. A gloo group for control messages is made beside the default group. The result
+    is logged under ``fsdp_sft`` at the level INFO before the ranks meet. In a job of several ranks,
+    ``sys.excepthook`` is replaced, so that Ctrl-C prints one line per rank.
 
     Args:
         device_type: ``"cuda"``, ``"cpu"`` or the name of another accelerator; None takes the accelerator if
@@ -135,7 +135,7 @@ def init_distributed(
 
 
 def ranks_on_host() -> int:
-    """Number of processes of this job on this host; that of all processes if the launcher does not tell."""
+    """Number of processes of this job on this host; the world size if the launcher does not say."""
     try:
         launch = detect_launch()
     except ValueError:
@@ -144,7 +144,7 @@ def ranks_on_host() -> int:
 
 
 def _existing_launch() -> Launch:
-    """This process's place in the process group that the caller has made."""
+    """This process's place in the caller's process group."""
     world_size = dist.get_world_size()
     local_rank = env_int("LOCAL_RANK") if "LOCAL_RANK" in os.environ else None
     if local_rank is None and is_slurm_step() and "SLURM_LOCALID" in os.environ:
@@ -152,7 +152,7 @@ def _existing_launch() -> Launch:
     rank = dist.get_rank()
     local_world_size = env_int("LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in os.environ else world_size
     if local_rank is None:
-        # The launcher does not say, so assume that ranks are assigned to the node's devices in order.
+        # Without a launcher's word, assume that ranks are assigned to the node's devices in order.
         devices = torch.accelerator.device_count() if torch.accelerator.is_available() else world_size
         local_rank = rank % max(devices, 1)
     return Launch("existing", rank, local_rank, world_size, local_world_size, None)
@@ -200,7 +200,7 @@ def _visible(device_type: str) -> str:
 
 
 def _select_device(device_type: str, launch: Launch) -> torch.device:
-    """The device of this process, made the current one if it is an accelerator's."""
+    """The device of this process, made the current one if it is an accelerator."""
     if device_type == "cpu":
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -224,7 +224,7 @@ def _select_device(device_type: str, launch: Launch) -> torch.device:
 
 
 def _default_backend(device_type: str) -> str:
-    """Backend for a device type: gloo for the CPU, and torch's own for an accelerator beside it."""
+    """Backend for a device type: gloo for the CPU, and torch's default for an accelerator beside it."""
     if device_type == "cpu":
         return "gloo"
     return f"cpu:gloo,{device_type}:{dist.get_default_backend_for_device(device_type)}"

@@ -1,4 +1,4 @@
-"""Ctrl-C in one line a rank, in place of each rank's stack: of many ranks nobody reads them."""
+"""Ctrl-C in one line per rank, instead of a stack from each: nobody reads those of many ranks."""
 
 import sys
 from types import TracebackType
@@ -8,7 +8,7 @@ from fsdp_sft._ranks.agree import this_rank
 
 
 def say_interrupts_in_a_line() -> None:
-    """Let a ``KeyboardInterrupt`` that ends the process be told in one line, and other errors as before."""
+    """Set a ``sys.excepthook`` that prints a ``KeyboardInterrupt`` in one line, others as before."""
     before = sys.excepthook
     if getattr(before, "__module__", "") == __name__:
         return

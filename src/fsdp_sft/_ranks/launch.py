@@ -1,4 +1,4 @@
-"""Which launcher started this process, and what it says: torchrun, submitit, Slurm, or none of them."""
+"""The launcher that started this process, and what it says: torchrun, submitit, Slurm, or none."""
 
 import os
 from collections.abc import Iterable, Sequence
@@ -27,7 +27,7 @@ _FOREIGN_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
 def detect_launch() -> Launch:
-    """What the environment says about this process.
+    """This process's place in the job, from environment variables.
 
     Raises:
         ValueError: If a launcher's variables are incomplete or contradict each other; the message names them.
@@ -48,7 +48,7 @@ def detect_launch() -> Launch:
 
 
 def _torchrun_launch() -> Launch:
-    """What torchrun's variables say, or those of a launcher that sets the same."""
+    """The place that torchrun's variables give, or those of a launcher that sets the same."""
     missing = [name for name in _TORCHRUN_VARIABLES if not os.environ.get(name)]
     if missing:
         present = [name for name in (*_TORCHRUN_VARIABLES, "LOCAL_RANK") if os.environ.get(name)]
@@ -95,10 +95,10 @@ def _place_on_node(world_size: int) -> tuple[int, int, str]:
 def restarts_to_set_apart() -> int:
     """The number of restarts, if they share a store; 0 otherwise.
 
-    A torchrun agent may keep a store that outlives its workers. It then still holds the addresses of the
-    workers before a restart, under the keys that torch would use again:
+    A torchrun agent may keep a store that outlives its workers, with the addresses of the workers before a
+    restart under the keys that torch would use again:
     https://github.com/pytorch/pytorch/blob/v2.11.0/torch/distributed/elastic/rendezvous/dynamic_rendezvous.py
-    (TORCH_DISABLE_SHARE_RDZV_TCP_STORE). Keys with this number in them keep the starts apart. Agents of
+    (TORCH_DISABLE_SHARE_RDZV_TCP_STORE). With this number in them keys are new after each restart. Agents of
     several nodes may count differently, so with several agents this is 0.
     """
     return _restarts() if _shares_agent_store() and not _several_agents() else 0
@@ -123,7 +123,7 @@ def _shares_agent_store() -> bool:
 
 
 def _restart_hint() -> str:
-    """A warning if a restart over several nodes would meet old addresses in the store."""
+    """A warning if a restart over several nodes would find old addresses in the store."""
     may_restart = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
     if not (may_restart and _several_agents() and _shares_agent_store()):
         return ""
@@ -134,7 +134,7 @@ def _restart_hint() -> str:
 
 
 def _submitit_launch() -> Launch:
-    """What the variables of submitit's local executor say."""
+    """The place that the variables of submitit's local executor give."""
     missing = [name for name in _SUBMITIT_VARIABLES if name not in os.environ]
     if missing:
         raise ValueError(f"SUBMITIT_EXECUTOR=local is set but {', '.join(missing)} not")
@@ -154,10 +154,10 @@ def _submitit_launch() -> Launch:
 
 
 def own_share(cpus: Iterable[int], neighbours: Sequence[int]) -> int:
-    """The number of processors that a rank has to itself.
+    """A rank's share of the processors, rounded down: one that k ranks may use counts 1/k.
 
-    Slurm and numactl bind each task to processors of its own. Without them all ranks of a node see all of its
-    processors and share them.
+    Slurm and numactl bind ranks to separate processors. Without them all ranks of a node share all of its
+    processors.
 
     Args:
         cpus: Numbers of the processors that the rank may run on.

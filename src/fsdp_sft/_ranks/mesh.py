@@ -19,18 +19,18 @@ DP_REPLICATE = "dp_replicate"
 DP_SHARD = "dp_shard"
 CP = "cp"  # context parallelism: ranks have the same rows, and each computes some of their tokens
 PP = "pp"  # pipeline parallelism: ranks have different layers
-TP = "tp"  # tensor parallelism: layers are split over the ranks, and all of these have the same rows
-EP = "ep"  # expert parallelism: each rank has experts of its own
+TP = "tp"  # tensor parallelism: layers are split over ranks that have the same rows
+EP = "ep"  # expert parallelism: ranks have different experts
 DP_SHARD_CP = "dp_shard_cp"  # dp_shard and cp flattened to one axis
 
-# Attribute of a mesh with cp: the mesh that parameters are sharded on. It is an attribute and not an entry of
-# a dictionary, because meshes of the same shape compare equal and would share one entry.
+# Attribute of a mesh with cp: the mesh that parameters are sharded on. In a dictionary, meshes of the same
+# shape would share one entry, since they compare equal.
 _PARAMETER_MESH = "_fsdp_sft_parameter_mesh"
 _HOST_GROUPS = "_fsdp_sft_host_groups"
 
-# The meshes that build_mesh has made in the present default process group. They are kept, also if the caller
-# has dropped them: torch's caches hold some of them anyway, and when Python collects the others differs from
-# rank to rank. Ranks would then share rows in different ways.
+# The meshes that build_mesh has made in the current default process group. They are kept even if the caller
+# has dropped them: torch's caches hold some of them anyway, and Python collects the others at different times
+# on different ranks, which would then share rows in different ways.
 _made: "list[DeviceMesh]" = []
 _made_in: "weakref.ref[dist.ProcessGroup] | None" = None
 
@@ -50,15 +50,15 @@ def remember_made(mesh: "DeviceMesh") -> None:
 
 
 def mesh_of_job(given: "DeviceMesh | None" = None) -> "DeviceMesh | None":
-    """The mesh of a call without a model: the one that is given, or the one that ``build_mesh`` has made.
+    """The mesh of a call without a model: the given one, or the one that ``build_mesh`` has made.
 
     Returns:
-        A mesh over all ranks of the job; None if none was made, and every rank has rows of its own.
+        A mesh over all ranks of the job; None if none was made, and all ranks have different rows.
 
     Raises:
-        TypeError: If what is given is no mesh.
-        ValueError: If it leaves ranks of the job out; or if none is given and several were made that share
-            rows in different ways (other ``cp``), since a call without a model cannot know which is meant.
+        TypeError: If ``given`` is not a mesh.
+        ValueError: If it leaves out ranks of the job; or if none is given and several were made with
+            different ``cp``, since a call without a model cannot know which is meant.
     """
     if given is not None:
         if not hasattr(given, "mesh_dim_names"):
@@ -85,7 +85,7 @@ def has_made_cp() -> bool:
 
 
 def _present() -> "list[DeviceMesh]":
-    """The meshes made in the process group of now."""
+    """The meshes made in the current process group."""
     world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     return _made if world is not None and _made_in is not None and _made_in() is world else []
 
@@ -94,7 +94,7 @@ def parameter_mesh(mesh: "DeviceMesh") -> "DeviceMesh":
     """The mesh that parameters are sharded on: ``mesh``, its ``dp_shard`` and ``cp`` flattened to one axis.
 
     Raises:
-        TypeError: If ``mesh`` is none.
+        TypeError: If ``mesh`` is not a ``DeviceMesh``.
         ValueError: If ``mesh`` has an axis ``cp`` and is not from ``build_mesh``.
     """
     if not hasattr(mesh, "mesh_dim_names"):
@@ -114,8 +114,7 @@ def cp_size(mesh: "DeviceMesh | None") -> int:
     """Number of ranks that share the tokens of a row; 1 without context parallelism.
 
     Raises:
-        ValueError: If ``mesh`` is the flattened one of the parameters, which does not show which ranks share
-            rows.
+        ValueError: If ``mesh`` is the flattened one of the parameters, which hides which ranks share rows.
     """
     names = () if mesh is None else mesh.mesh_dim_names or ()
     if DP_SHARD_CP in names:
@@ -129,7 +128,7 @@ def cp_rank(mesh: "DeviceMesh | None") -> int:
 
 
 def data_parallel_place(mesh: "DeviceMesh") -> tuple[int, int]:
-    """(index of this rank's share of the rows, number of shares); ranks along ``cp`` have one share together.
+    """(index of this rank's share of the rows, number of shares); ranks along ``cp`` have the same share.
 
     Raises:
         ValueError: If this rank is not in the mesh, or ``cp_size`` refuses the mesh.
@@ -145,7 +144,7 @@ def data_parallel_place(mesh: "DeviceMesh") -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class SameRows:
-    """Ranks that are given the same whole rows, as tensor parallelism needs.
+    """Ranks that get the same whole rows, as tensor parallelism needs.
 
     Attributes:
         size: Number of ranks in the group.
@@ -159,10 +158,10 @@ class SameRows:
 
 
 def same_rows_in(mesh: "DeviceMesh | None") -> SameRows | None:
-    """This rank's group on a model's mesh; None where every rank has rows of its own."""
+    """This rank's group on a model's mesh; None if all ranks get different rows."""
     names = () if mesh is None else mesh.mesh_dim_names or ()
-    # A model whose only mesh is that of its experts has every other parameter on every rank, and all ranks
-    # are given the same rows.
+    # If a model's only mesh is that of its experts, all other parameters are on every rank, and all ranks get
+    # the same rows.
     axis = TP if TP in names else EP if EP in names else None
     if mesh is None or axis is None or mesh[axis].size() == 1:
         return None
@@ -173,7 +172,7 @@ def same_rows_in(mesh: "DeviceMesh | None") -> SameRows | None:
 
 
 def copies_of_rows(mesh: "DeviceMesh | None") -> int:
-    """Number of ranks of a model's mesh that are given each row; 1 where every rank has rows of its own."""
+    """Number of ranks of a model's mesh that get the same row."""
     same = same_rows_in(mesh)
     return 1 if same is None else same.size
 
@@ -181,7 +180,7 @@ def copies_of_rows(mesh: "DeviceMesh | None") -> int:
 def host_group(mesh: "DeviceMesh", axis: str) -> dist.ProcessGroup:
     """This rank's process group along an axis, for tensors in host memory.
 
-    It is the mesh's own group if that takes CPU tensors, and otherwise one that is made once.
+    The mesh's own group if that takes CPU tensors, else one that is made once.
 
     Collective: all ranks of the mesh, the first time.
     """
@@ -204,7 +203,7 @@ def build_mesh(
     """Arrange all ranks in a mesh for data parallelism and, if ``cp`` is given, context parallelism.
 
     Rows are distributed to ``dp_replicate x dp_shard`` groups of ``cp`` neighbouring ranks, each of which
-    works on its part of the same rows (``use_context_parallel``). ``shard_model`` shards parameters over
+    works on its part of the group's rows (``use_context_parallel``). ``shard_model`` shards parameters over
     ``dp_shard`` and ``cp`` together.
 
     Args:
@@ -299,7 +298,7 @@ def device_groups_of(mesh: "DeviceMesh | None") -> tuple[dist.ProcessGroup, ...]
 
 
 def _beside(cp: int) -> str:
-    """What a message about the ranks adds where there is ``cp``."""
+    """Addition to a message about the ranks if ``cp > 1``."""
     return f" that cp={cp} leaves" if cp > 1 else ""
 
 

@@ -1,6 +1,6 @@
-"""What ranks tell each other, as data: a message cannot make its receiver run anything.
+"""Messages between ranks, as data: they cannot make the receiver run code.
 
-Beside what the codec knows, a message may hold paths and dataclasses of this library. An error travels as the
+Besides the codec's types, a message may hold paths and dataclasses of this library. An error travels as the
 name of its class, its arguments and its attributes.
 """
 
@@ -23,9 +23,9 @@ def pack(value: Any) -> bytes:
     """A value as a message.
 
     Raises:
-        TypeError: If it is made of anything but plain values, paths and dataclasses of this library.
+        TypeError: If it contains anything but plain values, paths and dataclasses of this library.
     """
-    tensors: dict[str, torch.Tensor] = {}  # without, bytes would be refused
+    tensors: dict[str, torch.Tensor] = {}  # without it, bytes would be refused
     packed = dumps(encode(value, "a message", tensors, _further), canonical=False)
     if tensors:
         raise TypeError(f"{next(iter(tensors))} is a tensor, which no message holds")
@@ -57,9 +57,9 @@ def _made(kind: str, of: Any) -> Any:
 
 
 def portable(error: Exception) -> dict[str, Any]:
-    """An error as plain values: the class of ours or of Python's that it is, what it holds, and its text.
+    """An error as plain values: its nearest class that ``revived`` knows, its contents, and its text.
 
-    It never raises: the other ranks wait for it.
+    It never raises, since the other ranks wait for it.
     """
     try:
         return _described(error)
@@ -80,7 +80,7 @@ def _described(error: Exception) -> dict[str, Any]:
 
 
 def revived(told: dict[str, Any], rank: int) -> Exception:
-    """Another rank's error; where its class is neither ours nor Python's, of the nearest class that is."""
+    """Another rank's error, of its nearest known class; a ``RemoteRankError`` if that is ``Exception``."""
     kind, text = _class_of(told["class"]), f"rank {rank} raised {told['text']}"
     if kind is None or kind is Exception:
         return RemoteRankError(text)

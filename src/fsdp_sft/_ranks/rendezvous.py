@@ -1,4 +1,4 @@
-"""How the ranks of a job meet: room for their connections, the process group, a warning if it takes long."""
+"""How the ranks of a job meet: limits on connections, the process group, a warning if it takes long."""
 
 import itertools
 import logging
@@ -26,7 +26,7 @@ _starts = itertools.count()  # process groups that this process has made over to
 
 
 def meet(launch: Launch, backend: str, timeout: timedelta) -> None:
-    """Make the default process group, and connect the ranks that will talk to each other.
+    """Make the default process group, and connect the ranks that will communicate.
 
     Raises:
         OSError: If this process may not open as many files as the job needs.
@@ -41,7 +41,7 @@ def meet(launch: Launch, backend: str, timeout: timedelta) -> None:
 
 @contextmanager
 def _says_when_it_waits(launch: Launch) -> Iterator[None]:
-    """Within the block, log a warning if it takes long; messages below a warning are not shown by default."""
+    """Context that logs a warning if it takes long; lower levels are not shown by default."""
     said = threading.Timer(
         _LONG_SECONDS,
         lambda: _logger.warning(
@@ -62,7 +62,7 @@ def _says_when_it_waits(launch: Launch) -> Iterator[None]:
 def connect_neighbours(group: dist.ProcessGroup | None) -> None:
     """Have gloo connect the ranks that its rings need.
 
-    gloo connects ranks when they first talk, and notices the end of a rank only by its connection.
+    gloo connects ranks when they first communicate, and notices the end of a rank only by its connection.
     """
     if group is not None and group.size() > 1 and "cpu" in dist.get_backend_config(group):
         with answered():
@@ -70,7 +70,7 @@ def connect_neighbours(group: dist.ProcessGroup | None) -> None:
 
 
 def _is_store_in_rank_0(launch: Launch) -> bool:
-    """Whether the store lives in rank 0, and not in this process alone or in torchrun's agent."""
+    """Whether the store is in rank 0, and not in this process alone or in torchrun's agent."""
     return launch.init_method is not None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
@@ -84,7 +84,7 @@ def _init_process_group(launch: Launch, backend: str, timeout: timedelta) -> Non
     if launch.init_method == "env://":
         store, rank, world_size = next(rendezvous("env://", timeout=timeout))
         # A store keeps the addresses of ranks that have met over it before. So each restart of the workers,
-        # and each process group that this process makes, gets keys of its own.
+        # and each process group that this process makes, gets new keys.
         prefix = f"restart-{restarts_to_set_apart()}-{next(_starts)}"
         store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined,unused-ignore]
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)

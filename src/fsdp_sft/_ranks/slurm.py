@@ -1,4 +1,4 @@
-"""What Slurm's environment variables say about a task: its rank, its neighbours, and where the ranks meet."""
+"""A task's place in Slurm, from environment variables: its rank, its node, and where the ranks meet."""
 
 import os
 import re
@@ -22,9 +22,9 @@ class Launch:
         local_rank: Rank of the process on its node.
         world_size: Number of processes of the job.
         local_world_size: Number of processes on this node.
-        init_method: URL at which the ranks meet; None for a single process, whose store is inside it.
-        details: Text for the log line that says what was found.
-        hint: Text that says what the user may have meant instead; "" if nothing is suspicious.
+        init_method: URL at which the ranks meet; None for a single process, which has its own store.
+        details: Text for the log line about the launch.
+        hint: What the user may have meant instead, in words; "" if nothing is suspicious.
     """
 
     launcher: str
@@ -54,28 +54,27 @@ def env_port(name: str) -> int:
 
 
 def meeting_at(address: str, port: int) -> str:
-    """The URL at which ranks meet; in it an IPv6 address stands in brackets."""
+    """The URL at which ranks meet, with an IPv6 address in brackets."""
     address = address.strip("[]")
     return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
 
 
 def is_slurm_step() -> bool:
     """Whether srun started this process as a task of a step."""
-    # SLURM_PROCID would not tell: inside salloc or a batch script it may be set although no srun started this
-    # process.
+    # SLURM_PROCID does not tell: inside salloc or a batch script it may be set without any srun.
     step = os.environ.get("SLURM_STEP_ID", "")
     return step.isdigit() and int(step) < _FIRST_SPECIAL_STEP and not _is_shell_of_a_step()
 
 
 def _is_shell_of_a_step() -> bool:
     """Whether this was started by hand in the shell of ``srun --pty``, which one task of the step has."""
-    # srun leaves the variable to all that is started in that shell. Tasks of another srun inside it inherit
-    # the variable too, but they have no terminal.
+    # All processes of that shell inherit the variable. So do tasks of another srun inside it, but they have
+    # no terminal.
     return "SLURM_PTY_PORT" in os.environ and sys.stdin is not None and sys.stdin.isatty()
 
 
 def unused_allocation() -> str:
-    """A hint for a single process inside a Slurm allocation for several tasks; empty in other cases."""
+    """A hint for a single process inside a Slurm allocation for several tasks; else empty."""
     tasks = max(
         (
             env_int(name)
@@ -148,7 +147,7 @@ def _master_address() -> str:
     try:
         socket.getaddrinfo(first, None)
     except OSError:
-        # A node's name need not resolve (several slurmd on one host). Then srun's own address is used.
+        # A node's name may not resolve (several slurmd on one host). Then srun's address is used.
         launch = os.environ.get("SLURM_LAUNCH_NODE_IPADDR")
         if not launch:
             raise ValueError(
@@ -176,7 +175,7 @@ def _first_host(nodes: str) -> str:
 
 def _port() -> int:
     """The port at which the ranks of this step meet."""
-    # The port depends on job and step, so that ranks of neighbouring jobs on shared nodes do not meet.
+    # By job and step, so that ranks of neighbouring jobs on shared nodes do not meet.
     job = env_int("SLURM_JOB_ID") if "SLURM_JOB_ID" in os.environ else 0
     step = env_int("SLURM_STEP_ID")
     return 20000 + (job * 7 + step) % 20000

@@ -1,8 +1,8 @@
 """Bytes from all ranks to rank 0 and back, along a binomial tree.
 
-A rank talks to its parent and its children alone. N - 1 messages go up and N - 1 down, and any one rank takes
-part in at most log2 N of each. gloo's own ``all_reduce`` and ``all_gather`` go around a ring, in which every
-rank sends N messages.
+A rank talks only to its parent and its children. N - 1 messages go up and N - 1 down, and a rank takes part
+in at most log2 N of each. gloo's own ``all_reduce`` and ``all_gather`` use a ring, in which every rank sends
+N messages.
 
 The parent of rank r is r without its lowest set bit. Its children are r + 1, r + 2, r + 4, ... below that
 bit. Eight ranks::
@@ -28,7 +28,7 @@ Combine = Callable[[bytes, bytes], bytes]
 _HEAD = struct.Struct("<BqI96p")  # the news; length of the payload; the call by number and by name
 _FINE, _LOST, _APART = range(3)
 _INLINE_BYTES = 512  # size of a message's first part, which both ends know; short payloads fit into it
-_MOST_BYTES = 1 << 28  # sent at once, since gloo limits the length of a message
+_MOST_BYTES = 1 << 28  # per message, whose length gloo limits
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Call:
 
 @dataclass(frozen=True)
 class _News:
-    """What keeps an exchange from coming to its end: a lost rank, or ranks in different calls."""
+    """Why an exchange fails: a lost rank, or ranks in different calls."""
 
     kind: int
     text: str
@@ -55,8 +55,8 @@ class _News:
 class Tree:
     """The tree over a gloo group of all ranks.
 
-    A rank that cannot reach another one, or finds it in another call, tells every rank that it talks to
-    before it raises, so that none waits for a rank that has given up.
+    A rank that cannot reach another one, or finds it in another call, tells its neighbours before it raises,
+    so that none waits for a rank that has given up.
 
     Args:
         group: Group of all ranks.
@@ -74,7 +74,7 @@ class Tree:
         self._children = [rank + (1 << bit) for bit in bits if rank + (1 << bit) < size]
 
     def around(self, own: bytes, combine: Combine, decide: Callable[[bytes], bytes] | None = None) -> bytes:
-        """All ranks' values combined, or what rank 0 makes of them; on every rank.
+        """All ranks' values combined, or what rank 0 makes of them, on every rank.
 
         Args:
             own: This rank's value.
@@ -91,7 +91,7 @@ class Tree:
             news, theirs = self._receive(child, news)
             own = combine(own, theirs) if news is None else b""
         if self._parent is not None:
-            # If sending fails, nothing has to be done here: receiving the answer fails as well.
+            # If sending fails, so does receiving the answer.
             self._send(self._parent, own, news)
         elif news is None and decide is not None:
             own = decide(own)
@@ -109,7 +109,7 @@ class Tree:
         return value
 
     def _send(self, peer: int, payload: bytes, news: _News | None) -> _News | None:
-        """Send a value, or the news; returns the news that there is by then."""
+        """Send a value, or the news; returns the news known by then."""
         payload = payload if news is None else news.text.encode()
         first = bytearray(_INLINE_BYTES)
         room = _INLINE_BYTES - _HEAD.size
@@ -125,7 +125,7 @@ class Tree:
         return news
 
     def _receive(self, peer: int, news: _News | None) -> tuple[_News | None, bytes]:
-        """Receive a value; (the news that there is by then, the value)."""
+        """Receive a value; returns (the news known by then, the value)."""
         first = bytearray(_INLINE_BYTES)
         try:
             self._pass(dist.recv, first, peer)

@@ -1,1 +1,1 @@
-"""What ends a job or hangs: signals that become one decision, and a watchdog."""
+"""Jobs that are preempted or hang: signals that become one decision, and a watchdog."""

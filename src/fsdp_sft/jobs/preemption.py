@@ -13,14 +13,14 @@ from typing import Any, TypeVar
 from fsdp_sft._ranks.agree import all_reduce_max
 
 _T = TypeVar("_T")
-_guarded: list[signal.Signals] = []  # signals that the active guards of this process note
+_guarded: list[signal.Signals] = []  # signals noted by the active guards of this process
 
 REQUEUE_EXIT_CODE = 85
 """Exit code for a job that has saved and is to be requeued; no shell or scheduler uses it itself."""
 
 
 class PreemptionGuard:
-    """Notes SIGTERM and SIGUSR1 while a loop runs; ``should_stop`` tells all ranks of them at the same step.
+    """Notes SIGTERM and SIGUSR1 while a loop runs; ``should_stop`` becomes True on all ranks at one step.
 
     A scheduler may signal one process or all, at different moments. A rank that stopped by itself would leave
     the others waiting in their next collective, so ranks ask each other between two steps.
@@ -29,9 +29,9 @@ class PreemptionGuard:
     ``windows`` and ``evaluate`` ensure that for the workers that they start inside the block. A loop without
     them iterates over ``keep_workers_alive(loader)``.
 
-    When the block ends, the previous signal handlers are restored; a signal that was noted is not passed on
-    to them. A guard inside another one passes on what it has noted to the outer one. SIGKILL cannot be
-    caught: schedulers send it some time after SIGTERM, torchrun after 30 s.
+    When the block ends, the previous signal handlers are restored, without being called for a noted signal;
+    only an outer guard learns of it. SIGKILL cannot be caught: schedulers send it some time after SIGTERM,
+    torchrun after 30 s.
 
     Args:
         signals: Signals to note. torchrun forwards SIGTERM and SIGINT to its workers by default, and SIGUSR1
@@ -110,9 +110,9 @@ def keep_workers_alive(loader: Iterable[_T]) -> Iterator[_T]:
     """``iter(loader)``, whose worker processes survive the signals of the active guards.
 
     Slurm signals every process of a job. A worker would die of SIGTERM, torch would raise in the main process
-    because a worker has died, and nothing would be saved. Here workers start with those signals blocked, and
-    end only on a signal from the main process. Nothing changes without an active ``PreemptionGuard``, without
-    workers, or on macOS, where a process cannot learn who sent a signal.
+    because of that, and nothing would be saved. Here workers start with those signals blocked, and end only
+    on a signal from the main process. Nothing changes without an active ``PreemptionGuard``, without workers,
+    or on macOS, where a process cannot learn who sent a signal.
 
     Args:
         loader: A ``DataLoader``, whose ``worker_init_fn`` is called as usual, or any other iterable.

@@ -63,7 +63,7 @@ def aggregate_metrics(
 
 
 def _told(value: object) -> float | int | tuple[str] | None:
-    """A value as a message holds it; (the name of its class,) where it is none that a metric may have."""
+    """A value as it is sent to other ranks; (the name of its class,) if a metric may not have it."""
     if value is None or (isinstance(value, (int, float)) and not isinstance(value, bool)):
         return value if value is None else float(value) if isinstance(value, float) else int(value)
     return (type(value).__name__,)

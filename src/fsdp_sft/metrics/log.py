@@ -16,10 +16,10 @@ from fsdp_sft.metrics.sinks import JsonlSink, LineSink, MetricSink, Scalar
 class MetricLogger:
     """Writes metrics to standard output, a JSONL file and other sinks, on rank 0 alone.
 
-    Every rank calls `log`; the main rank writes. Which rank that is, is decided at the first `log`: rank 0 of
-    the default process group, or the only process if there is none. This is no collective: values that differ
-    between ranks go through `aggregate_metrics` first. Arguments are checked on every rank; tensors are read
-    (a device synchronisation) on the main rank alone.
+    Every rank calls `log`; the main rank writes: rank 0 of the default process group at the first `log`, or
+    the only process if there is none. `log` is not a collective: values that differ between ranks go through
+    `aggregate_metrics` first. Arguments are checked on every rank; tensors are read (a device
+    synchronisation) on the main rank alone.
 
     A JSONL line is strict JSON, an object with `step`, `time` (Unix seconds) and the metrics in the order
     given; NaN and infinities are the strings "NaN", "Infinity", "-Infinity", which Python's `float` and
@@ -31,7 +31,7 @@ class MetricLogger:
         stdout: Print one readable line per `log`, above the bars of tqdm where that is in use.
         sinks: More places to write to: `ProgressBar`, `TensorBoardSink`, `WandbSink`, `TrackioSink`, or
             anything with `log(metrics, step)` and `close()`.
-        stream: Text stream to print to in place of `sys.stdout`.
+        stream: Text stream to print to instead of `sys.stdout`.
         is_main: Whether this rank writes; None decides at the first `log`, as above.
         clock: Function that returns Unix seconds; for tests.
 

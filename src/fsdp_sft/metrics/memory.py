@@ -48,8 +48,8 @@ def reset_peak_memory(device: torch.device | str | int | None = None) -> bool:
         device: The device, as for `memory_stats`.
 
     Returns:
-        True if the peaks were reset; False where one peak is kept for the life of the process: an accelerator
-        whose allocator cannot forget it, a CPU without a writable /proc/self/clear_refs.
+        True if the peaks were reset; False where one peak is kept for the life of the process: on an
+        accelerator whose allocator cannot reset it, on a CPU without a writable /proc/self/clear_refs.
 
     Raises:
         ValueError: The device is neither the CPU nor this process's accelerator.

@@ -17,18 +17,17 @@ from fsdp_sft._tensors.disk import full_path
 class StepProfiler:
     """Records the steps from `first_step` to `last_step` and writes one trace per chosen rank.
 
-    The trace begins when the step before `first_step` has ended, so it holds the loading of data too, and is
-    written when `last_step` has ended: `<folder>/rank-<R>-steps-<first>-<last>.json.gz`, for
-    https://ui.perfetto.dev or chrome://tracing. ``trace_seconds`` sums
-    it up. Outside these steps nothing is recorded and nothing costs
-    time. Take steps after the first few, which allocate and compile. `end_step` writes the trace, which takes
-    seconds: call it under `ThroughputMeter.paused`.
+    The trace begins when the step before `first_step` has ended, so it includes data loading, and is written
+    when `last_step` has ended: `<folder>/rank-<R>-steps-<first>-<last>.json.gz`, for https://ui.perfetto.dev
+    or chrome://tracing; `trace_seconds` sums it up. Other steps cost nothing. Skip the first few steps, which
+    allocate and compile. `end_step` writes the trace, which takes seconds: call it under
+    `ThroughputMeter.paused`.
 
     Args:
         folder: Where traces go; made when one is written.
         first_step: First recorded optimizer step, >= 1.
-        last_step: Last recorded optimizer step, >= `first_step`; a few are enough, a trace of a large model
-            has about 10 MB per step.
+        last_step: Last recorded optimizer step, >= `first_step`; a few are enough, since a trace of a large
+            model has about 10 MB per step.
         ranks: Ranks that record; None means all.
         initial_step: Steps done before this process started (resume), >= 0.
         with_stack: Also record Python's call stacks; writing the trace may then take a minute even for a
@@ -76,7 +75,7 @@ class StepProfiler:
         return self._written
 
     def end_step(self, step: int) -> None:
-        """Say that optimizer step `step` has ended.
+        """Report the end of optimizer step `step`.
 
         Raises:
             ValueError: `step` does not come after the one before it.
@@ -90,12 +89,12 @@ class StepProfiler:
             self._start_if_next()
 
     def __enter__(self) -> Self:
-        """Start recording at once if the first step to record is the first of the run."""
+        """Start recording at once if `first_step` is the next step."""
         self._start_if_next()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        """Write what was recorded if the run ended between the two steps; warn if it never came to them."""
+        """Write what was recorded if the run ended before `last_step`; warn if nothing was."""
         if self._profile is not None:
             self._write()
         elif self._written is None and self._records():
@@ -108,7 +107,7 @@ class StepProfiler:
         return self._ranks is None or this_rank() in self._ranks
 
     def _start_if_next(self) -> None:
-        """Start to record if the next step is the first to be recorded."""
+        """Start recording if `first_step` is the next step."""
         due = self._done + 1 == self._first and self._profile is None and self._records()
         if not due:
             return

@@ -19,8 +19,8 @@ Scalar: TypeAlias = float | int | str | bool | None
 class MetricSink(Protocol):
     """A place that `MetricLogger` writes to: anything with these two methods.
 
-    A sink is made on every rank and used on the main one alone, so it opens files and connections at its
-    first `log`.
+    A sink is made on every rank and used on the main one alone, so it must not open files or connections
+    before its first `log`.
     """
 
     def log(self, metrics: Mapping[str, Scalar], step: int) -> None:
@@ -80,7 +80,7 @@ class LineSink:
 
 
 def _json_value(value: Scalar) -> Scalar:
-    """The value as strict JSON can hold it."""
+    """The value in strict JSON, where NaN and infinities are strings."""
     if not isinstance(value, float) or math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

@@ -19,14 +19,14 @@ T = TypeVar("T")
 
 
 class _TimedStep(NamedTuple):
-    """What was counted of one optimizer step.
+    """The tokens and times of one optimizer step.
 
     Attributes:
         tokens: Tokens of all ranks.
         seconds: Seconds without pauses.
-        data: Seconds of these in which this rank waited for its loader.
-        ranks: Seconds of these in which `windows` waited for the other ranks.
-        paused: Seconds of the pauses, which come on top.
+        data: The part of `seconds` in which this rank waited for its loader.
+        ranks: The part of `seconds` in which `windows` waited for the other ranks.
+        paused: Seconds of the pauses, not part of `seconds`.
     """
 
     tokens: int
@@ -49,13 +49,11 @@ class ThroughputMeter:
             None.
         device: Device whose peak MFU refers to; None means the current accelerator if there is one, otherwise
             the CPU.
-        peak_flops: Peak of one device in FLOP/s, for one that `peak_flops_per_second` does not know (which is
-            asked if this is None).
-        averaged_steps: Optimizer steps that are averaged over, >= 1.
-        warmup_steps: First steps that are left out (compilation, allocation, first read), >= 0. With 0 the
-            first step is counted from the construction of the meter.
-        clock: Function that returns seconds and never goes back; for tests.
-        window: Deprecated name of `averaged_steps`.
+        peak_flops: Peak of one device in FLOP/s; None takes that of `peak_flops_per_second`.
+        averaged_steps: Optimizer steps to average over, >= 1.
+        warmup_steps: First steps that are left out (compilation, allocation, first read), >= 0. The first
+            step starts when the meter is made.
+        clock: Monotonic function that returns seconds; for tests.
 
     Raises:
         ValueError: `world_size` or `averaged_steps` below 1, `warmup_steps` below 0, `flops_per_token` or
@@ -148,8 +146,8 @@ class ThroughputMeter:
             loader: A DataLoader or another iterable of batches.
 
         Returns:
-            An iterable of the same batches. Its attributes, such as `sampler`, are the loader's, so that it
-            can stand wherever the loader stood.
+            An iterable of the same batches, with the loader's attributes, such as `sampler`, so that it can
+            replace the loader.
 
         Example:
             >>> meter = fs.ThroughputMeter(world_size=1)
@@ -162,10 +160,10 @@ class ThroughputMeter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave the time inside out of the current step, for evaluation and saving. May be nested.
+        """Exclude the time inside from the current step, for evaluation and saving. May be nested.
 
-        An accelerator is synchronised on the way in and out, so that training work that is still queued is
-        counted and work queued inside is not.
+        An accelerator is synchronised on entry and exit, so that training work still queued is counted and
+        work queued inside is not.
         """
         self._pause_depth += 1
         start = self._now_when_idle() if self._pause_depth == 1 else 0.0
@@ -235,21 +233,21 @@ class ThroughputMeter:
 
 
 class _WatchedLoader(Generic[T]):
-    """A loader whose batches are waited for on a meter's clock."""
+    """A loader that counts the waiting for its batches on a meter."""
 
     def __init__(self, loader: Iterable[T], meter: ThroughputMeter) -> None:
         self._loader = loader
         self._meter = meter
 
     def __iter__(self) -> Iterator[T]:
-        # Workers start here and not with the first batch, because `windows` protects them from signals while
-        # it asks for the iterator. That protection has to reach the loader itself.
+        # Workers start here and not with the first batch: `windows` protects them from signals only while it
+        # asks for the iterator.
         with self._meter._waiting_for_data():
             batches = keep_workers_alive(self._loader)
         return self._timed(batches)
 
     def _timed(self, batches: Iterator[T]) -> Iterator[T]:
-        """The batches; the time that each takes is counted."""
+        """The batches, with the waiting for each one counted."""
         while True:
             try:
                 with self._meter._waiting_for_data():

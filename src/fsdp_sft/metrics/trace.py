@@ -10,15 +10,15 @@ from typing import Any
 from fsdp_sft._process.trace_spans import DEVICE, PREFIX
 from fsdp_sft._tensors.disk import full_path
 
-# Where FSDP2 makes the host wait for parameters and gradients. On a device the host only queues that wait.
+# Where FSDP2 makes the host wait for parameters and gradients. On an accelerator that wait is only queued.
 _HOST_WAITS = re.compile(r"FSDP::(pre_forward|pre_backward|post_backward|root_post_backward)")
 
 
 def trace_seconds(trace: str | Path) -> dict[str, float]:
     """Seconds of each part of the steps that a `StepProfiler` has recorded on one rank.
 
-    Ranks wait for each other in every block, so a step takes the same time on all of them, also if only one
-    is slow. That one shows by what it does meanwhile: it waits the least in collectives.
+    Ranks wait for each other in every block, so a step takes the same time on all of them, even if only one
+    is slow. The slow rank is the one that waits least in collectives.
 
     Args:
         trace: A trace of `StepProfiler`, with steps of `train_step` and batches of `windows`.
@@ -26,9 +26,9 @@ def trace_seconds(trace: str | Path) -> dict[str, float]:
     Returns:
         `next_batches` and `wait_for_ranks` (of `windows`), `forward`, `backward`, `clip_gradients` and
         `optimizer` (of `train_step`), on the host, which on a GPU only queues the work. `collectives`: the
-        time of NCCL's kernels, which includes their waiting, and on a CPU that in which FSDP2 held up the
+        time of NCCL's kernels, which includes their waiting, and on a CPU the time in which FSDP2 blocked the
         host. `computing`: the time of all other kernels, and on a CPU forward and backward without
-        `collectives`. Both are left out for a device of whose kernels the trace knows nothing.
+        `collectives`. Both are left out for a device whose kernels are not in the trace.
 
     Raises:
         ValueError: If the file is no trace, or has no step of `train_step`.
@@ -66,7 +66,7 @@ def trace_seconds(trace: str | Path) -> dict[str, float]:
 
 
 def _content(trace: Path) -> dict[str, Any]:
-    """A trace, which may be compressed."""
+    """The content of a trace, compressed or not."""
     try:
         data = trace.read_bytes()
         content = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)

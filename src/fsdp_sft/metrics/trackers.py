@@ -16,7 +16,7 @@ from fsdp_sft.metrics.sinks import Scalar
 class TensorBoardSink:
     """Scalars in a folder that `tensorboard --logdir` shows.
 
-    Text is written as text. None is left out, so that an unknown MFU makes a gap in the curve and not a zero.
+    Text is written as text. None is left out, so an unknown MFU is a gap in the curve and not a zero.
 
     Args:
         folder: Folder of the event file; made at the first `log`.
@@ -54,7 +54,7 @@ class TensorBoardSink:
 
 
 class _RunSink(ABC):
-    """The common part of wandb and trackio: a module with `init`, and a run with `log` and `finish`."""
+    """What wandb and trackio have in common: a module with `init`, and a run with `log` and `finish`."""
 
     _module: str
 
@@ -99,17 +99,17 @@ class _RunSink(ABC):
 
     @abstractmethod
     def _run_going_on(self, module: Any) -> Any:
-        """The run that the program has started by itself; None if there is none."""
+        """The run that the program has started itself; None without one."""
 
 
 class WandbSink(_RunSink):
     """A run of Weights & Biases, started at the first `log` and so on the main rank alone.
 
-    Where the program has called `wandb.init` itself, metrics go to that run, which is not ended here, and
-    `init` is not used.
+    If the program has called `wandb.init` itself, metrics go to that run, `init` is ignored with a warning,
+    and `close` leaves the run open.
 
-    wandb takes steps in ascending order: it drops a point of an earlier step than the last one, with a
-    warning of its own. After a resume from an older checkpoint, start another run.
+    wandb takes steps in ascending order: it drops an earlier step than the last one with a warning. After a
+    resume from an older checkpoint, start another run.
 
     Args:
         init: Arguments of `wandb.init`, such as `{"project": "sft", "config": {...}}`.
@@ -133,8 +133,8 @@ class WandbSink(_RunSink):
 class TrackioSink(_RunSink):
     """A run of trackio, which keeps its data on this machine; started at the first `log`.
 
-    Where the program has called `trackio.init` itself, metrics go to that run, which is not ended here, and
-    `init` is not used.
+    If the program has called `trackio.init` itself, metrics go to that run, `init` is ignored with a warning,
+    and `close` leaves the run open.
 
     Args:
         init: Arguments of `trackio.init`, such as `{"project": "sft"}`.

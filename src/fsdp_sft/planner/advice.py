@@ -1,4 +1,4 @@
-"""What would fit where nothing does: the changes that would help, the cheapest first."""
+"""What to change when nothing fits, the cheapest change first."""
 
 import itertools
 from collections.abc import Iterator
@@ -25,18 +25,16 @@ class _Way:
     """One change to a training.
 
     Attributes:
-        argument: The field of ``Run``, written with its value.
+        argument: The keyword of ``Run`` with its value, as code.
         flag: The same as an option of the command line.
-        cost: What the user pays for it, in words.
+        cost: Its cost, in words.
         changes: Fields of the setup that change, with their new values.
-        alone: Whether it is not worth combining with others.
     """
 
     argument: str
     flag: str
     cost: str
     changes: dict[str, Any]
-    alone: bool = False
 
 
 def what_would_fit(
@@ -88,13 +86,13 @@ class _Advisor:
         return min(found, key=lambda pair: pair[0].peak_bytes)
 
     def ways(self, setup: Setup) -> Iterator[str]:
-        """Lines for each change that suffices, then for pairs of changes that do not suffice alone."""
+        """Lines for changes that suffice alone, for pairs of others, for shorter rows and for more GPUs."""
         short = list[_Way]()
         for way in _ways(setup):
             text = self._try(setup, (way,))
             if text:
                 yield text
-            elif not way.alone:
+            else:
                 short.append(way)
         pairs = (self._try(setup, pair) for pair in itertools.combinations(short, 2))
         yield from itertools.islice(filter(None, pairs), 4)
@@ -140,7 +138,7 @@ class _Advisor:
                 return
 
     def devices(self, least: MemoryEstimate) -> Iterator[str]:
-        """The memory of a GPU that would be large enough, with up to three such GPUs."""
+        """The memory that a GPU would need, with the names of up to three such GPUs."""
         needed = self.budget.needed_for(least.peak_bytes)
         enough = sorted((gpu.memory_bytes, gpu.name) for gpu in GPUS.values() if gpu.memory_bytes >= needed)
         names = ", ".join(name for _, name in enough[:3] if name != "cpu")
@@ -148,7 +146,7 @@ class _Advisor:
 
 
 def _ways(setup: Setup) -> Iterator[_Way]:
-    """The changes that this setup still has room for, the cheapest first."""
+    """Changes that this setup has not made yet, the cheapest first."""
     bf16, changes = torch.bfloat16, dict[str, Any]()
     if setup.loss_impl != "chunked":
         yield _Way("loss_impl='chunked'", "--loss chunked", "costs nothing", {"loss_impl": "chunked"})

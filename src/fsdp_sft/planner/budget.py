@@ -1,4 +1,4 @@
-"""How much of a device's memory a training can have."""
+"""How much of a device's memory is left for tensors."""
 
 import math
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class Budget:
 
     Attributes:
         memory_bytes: The whole memory, as ``nvidia-smi`` reports it.
-        taken: What takes memory beside tensors, each with its bytes.
+        taken: What else takes memory, each with its bytes.
     """
 
     memory_bytes: int
@@ -43,7 +43,7 @@ class Budget:
         return f"{self.usable_bytes / GIB:.1f} of {self.memory_bytes / GIB:.1f} GiB usable ({taken})"
 
 
-_FIXED = ("CUDA context", "NCCL")  # the same on every device; all else grows with the device's memory
+_FIXED = ("CUDA context", "NCCL")  # the same on every device; the rest grows with the device's memory
 
 
 def budget_of(gpu: Gpu, num_gpus: int, memory_bytes: int | None = None) -> Budget:

@@ -1,4 +1,4 @@
-"""Measures what a real block keeps for its backward on the device at hand, and corrects an estimate by it."""
+"""Measure what a real block keeps for its backward on the device at hand, and correct an estimate by it."""
 
 import copy
 import gc
@@ -22,14 +22,14 @@ _PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")  # lists in co
 
 @dataclass(frozen=True)
 class Calibration:
-    """What real blocks kept for their backward, beside what the planner says they keep.
+    """What real blocks kept for their backward, and what the planner says they keep.
 
     Attributes:
         device: Name of the device that measured it.
-        measured_bytes: Bytes that one block kept, as the mean over the blocks that were run.
+        measured_bytes: Mean of the bytes that each block kept.
         estimated_bytes: The same according to the planner, for the same device and sizes.
         seq_length: Tokens of the one sequence that was run.
-        blocks: How many blocks were run.
+        blocks: Number of blocks that were run.
     """
 
     device: str
@@ -126,7 +126,7 @@ def saved_bytes_of_blocks(
 ) -> int:
     """Bytes that a real model's blocks save for their backward.
 
-    Each storage counts once. Parameters, and what a block is called with, do not count.
+    Each storage counts once. Parameters and the arguments of a block do not count.
     """
     from transformers import AutoModelForCausalLM
 

@@ -28,8 +28,8 @@ class MemoryEstimate:
     """Memory of one rank in the steady state: tensors that are alive, not what the allocator has reserved.
 
     Attributes:
-        peak_bytes: Bytes alive at the fullest moment of an optimizer step. Compare it with
-            ``torch.cuda.max_memory_allocated()``; ``plan_run`` knows how much of a device it may be.
+        peak_bytes: Most bytes alive during an optimizer step, as ``torch.cuda.max_memory_allocated()`` counts
+            them; ``plan_run`` knows how much of a device's memory it may take.
         peak_phase: Phase of that moment: ``"loss"`` (forward, loss, and its backward down to the last block),
             ``"backward"`` (the blocks' backward and the reduction of gradients) or ``"optimizer"``.
         breakdown: Bytes alive at that moment by kind; the values add up to ``peak_bytes``.
@@ -39,8 +39,7 @@ class MemoryEstimate:
         activation_bytes: Bytes that the forward of all blocks leaves on the device for the backward.
         host_bytes: Pinned host memory per GPU in which activations wait (``sac_offload``).
         sharding: How evenly the ranks share the parameters, and which parameter they share least evenly.
-        notes: What a reader should know about this estimate, such as a family that was never compared with a
-            measurement.
+        notes: Caveats, such as a family that was never compared with a measurement.
     """
 
     peak_bytes: int
@@ -68,10 +67,9 @@ class MemoryEstimate:
 def estimate_memory(config: "PreTrainedConfig | str | os.PathLike[str]", run: Run) -> MemoryEstimate:
     """Estimate the peak memory per GPU of training a causal language model with this library.
 
-    Three things happen, none of which needs weights, a process group or a GPU. The model is built on the meta
-    device. One block of each kind runs forward and backward there, which shows what it keeps for the backward
-    and what it needs while it runs. From that one optimizer step is replayed, in the order in which FSDP2
-    allocates and frees.
+    This needs no weights, process group or GPU. The model is built on the meta device, where one block of
+    each kind runs forward and backward to show what it keeps and what it needs while it runs. Then an
+    optimizer step is replayed in the order in which FSDP2 allocates and frees.
 
     Args:
         config: Config of a decoder-only model: a transformers config, a folder or a Hub id.
@@ -83,8 +81,9 @@ def estimate_memory(config: "PreTrainedConfig | str | os.PathLike[str]", run: Ru
     Raises:
         ValueError: If a field of ``run`` is out of range, the config is not that of a causal language model,
             or the model's forward depends on values, which the meta device does not have.
-        UnsupportedModelError: If ranks cannot share rows of the model, as far as that shows without weights,
-            or transformers has no plan by which they share out its experts.
+        UnsupportedModelError: If the model does not support ``cp``, as far as that shows without weights, or
+            transformers has no expert-parallel plan for it.
+        TypeError: If ``run`` is not a ``Run``.
 
     Example:
         >>> from dataclasses import replace
@@ -117,7 +116,7 @@ def check_options(**options: Any) -> Setup:
 
 
 def estimate(config: "PreTrainedConfig", setup: Setup) -> MemoryEstimate:
-    """The estimate for arguments that have been checked."""
+    """``estimate_memory`` for validated arguments."""
     skeleton = build_skeleton(config, setup)
     if setup.cp > 1:
         check_shareable(skeleton.model, setup.cp)
@@ -151,7 +150,7 @@ def estimate(config: "PreTrainedConfig", setup: Setup) -> MemoryEstimate:
 
 
 def _check_experts(skeleton: Skeleton, ep_size: int) -> None:
-    """Refuse ranks that cannot share out the experts of this model."""
+    """Refuse an ``ep_size`` that does not suit the model's experts."""
     if not skeleton.experts:
         raise UnsupportedModelError(
             f"transformers has no plan by which ranks share out experts of {skeleton.family!r}: plan it with "
@@ -167,7 +166,7 @@ def _kept(block: Footprint, *, checkpointed: bool) -> int:
 
 
 def _notes(skeleton: Skeleton, setup: Setup, balance: ShardBalance) -> tuple[str, ...]:
-    """What a reader of the estimate should know."""
+    """Caveats of the estimate."""
     notes = []
     if skeleton.family not in CHECKED_FAMILIES:
         notes.append(

@@ -21,11 +21,11 @@ _SETTINGS = ("forward", "num_experts", "_is_expert_parallel", "_parameters")  # 
 
 @contextmanager
 def computed_by(model: nn.Module, impl: ExpertsImpl, ep_size: int, ledger: Ledger) -> Iterator[None]:
-    """Within the block, a model on the meta device computes its experts by ``impl``, shared out or not.
+    """Context in which a model on the meta device computes its experts by ``impl``, on ``ep_size`` ranks.
 
-    For ``"grouped_mm"`` that is transformers' own function. Its eager function asks which experts have
-    tokens, and its exchange between ranks asks how many tokens go where; a meta tensor can answer neither, so
-    the operations of both are repeated here with equal shares. The end of the block undoes all changes.
+    ``"grouped_mm"`` is transformers' own function. Its eager function asks which experts have tokens, and its
+    exchange between ranks asks how many tokens go where; a meta tensor can answer neither, so the operations
+    of both are reproduced here with equal shares. All changes to the model are undone at the end.
     """
     changed: list[Any] = list(switchable_experts(model).values())
     shared = [model.get_submodule(name) for name in experts_to_place(model)] if ep_size > 1 else []
@@ -44,7 +44,7 @@ def computed_by(model: nn.Module, impl: ExpertsImpl, ep_size: int, ledger: Ledge
 
 
 def _share_out(experts: Any, ep_size: int, ledger: Ledger) -> None:
-    """Leave a module one rank's experts and let tokens travel to theirs, as ``_expert_parallel`` does."""
+    """Cut a module down to one rank's experts and send tokens to theirs, as ``_expert_parallel`` does."""
     own = {
         name: nn.Parameter(p.new_empty(len(p) // ep_size, *p.shape[1:]), requires_grad=p.requires_grad)
         for name, p in experts._parameters.items()

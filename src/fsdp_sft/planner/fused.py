@@ -1,12 +1,12 @@
-"""What a compiled block keeps: the smallest set of tensors from which the rest can be computed again.
+"""What a compiled block keeps: the smallest set of tensors from which the rest can be recomputed.
 
 ``torch.compile`` cuts the joint graph of forward and backward where the fewest bytes have to be kept, and
-computes pointwise operations again from there. Matrix products and attention are never computed twice, and
-what they read in the backward has to lie in memory.
+recomputes pointwise operations from there. Matrix products and attention are never recomputed, and what they
+read in the backward has to be in memory.
 
-The steps: the eager trace says which storages an eager block saves. Those that a product or attention touches
-are kept in any case. The others (``wanted``) follow from some set of storages by pointwise operations, and a
-minimum cut finds the smallest such set.
+Of the storages that an eager block saves, those that a product or attention touches are always kept. The
+others (``wanted``) follow from some set of storages by pointwise operations, and a minimum cut finds the
+smallest such set.
 Source: Herrmann et al.'s min-cut as in torch's partitioner,
 https://dev-discuss.pytorch.org/t/min-cut-optimal-recomputation-i-e-activation-checkpointing-with-aotautograd/467.
 """
@@ -82,14 +82,14 @@ def _work(events: list[Event], sizes: list[int], in_memory: set[int]) -> Workloa
 
 
 def _is_fused(op: Any) -> bool:
-    """Whether the compiler fuses an operation with its neighbours, so that it can also compute it again."""
+    """Whether the compiler fuses an operation with its neighbours, and so can recompute it."""
     if op in (ATTENTION, EXCHANGE, LOSS):
         return False
     return getattr(op, "overloadpacket", op).__name__ not in _NOT_FUSED
 
 
 def _materialised(events: list[Event]) -> set[int]:
-    """Storages in memory: those that are read or written by an operation that is fused with no other."""
+    """Storages that are in memory, since an operation that is not fused reads or writes them."""
     return {
         number
         for event in events
@@ -126,8 +126,8 @@ def _cheapest_cut(
     Storages in ``free`` are kept in any case and cost nothing.
     """
     # Each storage is an edge from its "in" to its "out" whose capacity is its size: cutting it is keeping it.
-    # Fused operations are edges that cannot be cut. What only memory can provide hangs on the source, what
-    # the backward wants on the sink, so a minimum cut is a cheapest set of storages between the two.
+    # Fused operations are edges that cannot be cut. The source leads to what only memory can provide, and
+    # what the backward wants leads to the sink, so a minimum cut is a cheapest set of storages in between.
     network = _Network()
     produced: set[int] = set()
     for event in events:
@@ -154,13 +154,13 @@ def _cheapest_cut(
 
 
 class _Network:
-    """A flow network of a few hundred nodes, cut by shortest augmenting paths (Edmonds and Karp)."""
+    """A flow network of a few hundred nodes, cut by shortest augmenting paths (Edmonds-Karp)."""
 
     def __init__(self) -> None:
         self.capacity: dict[Any, dict[Any, int]] = {}
 
     def add(self, start: Any, end: Any, capacity: int) -> None:
-        """Add an edge; of two between the same nodes the wider one counts."""
+        """Add an edge; of two between the same nodes the larger capacity counts."""
         row = self.capacity.setdefault(start, {})
         row[end] = max(row.get(end, 0), capacity)
         self.capacity.setdefault(end, {}).setdefault(start, 0)
@@ -181,7 +181,7 @@ class _Network:
                 self.capacity[b][a] += flow
 
     def _paths(self, source: Any) -> dict[Any, Any]:
-        """Each node that still can be reached, with the node before it on a shortest path."""
+        """Each reachable node, with its predecessor on a shortest path."""
         came_from = {source: source}
         queue = deque([source])
         while queue:

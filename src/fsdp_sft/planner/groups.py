@@ -1,4 +1,4 @@
-"""The ranks that could share a row of a model, and what a training needs with each number of them."""
+"""How many ranks could share a row of a model, and the memory that each number of them needs."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -24,7 +24,7 @@ def group_sizes(config: Any, setup: Setup, options: dict[str, Any]) -> list[int]
 def group_divisors(config: Any, setup: Setup) -> list[int]:
     """Numbers of ranks, 2 or more, that divide a replica's ranks and the model's query heads.
 
-    There are none where ranks share out experts: these ranks cannot share rows.
+    Empty with expert parallelism, which rules out context parallelism.
     """
     if setup.ep_size > 1:
         return []
@@ -38,7 +38,7 @@ def group_divisors(config: Any, setup: Setup) -> list[int]:
 
 
 def _can_share(config: Any, setup: Setup) -> bool:
-    """Whether ranks can share rows of this model, which a trace finds out."""
+    """Whether ranks can share rows of this model: whether it can be traced so."""
     try:
         trace(build_skeleton(config, setup), setup)
     except UnsupportedModelError:

@@ -1,4 +1,4 @@
-"""What fused kernels keep and allocate; the meta device would run something else in their place."""
+"""Stand-ins that keep and allocate what fused kernels do; the meta device would run other kernels."""
 
 from typing import Any
 
@@ -51,12 +51,12 @@ class Kernels(TorchFunctionMode):
         dropout_p: float = 0.0,
         **options: Any,
     ) -> torch.Tensor:
-        """Fused attention in the place of ``scaled_dot_product_attention``."""
+        """Fused attention instead of ``scaled_dot_product_attention``."""
         if dropout_p > 0 and self.gpu.name == "cpu":
             # torch's CPU kernel has no dropout; what it falls back to keeps the attention matrix.
             return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, **options)
         if attn_mask is not None and attn_mask.dtype == torch.bool:
-            # torch turns a mask of booleans into a bias of the query's dtype before it calls a kernel.
+            # torch turns a boolean mask into a bias of the query's dtype before it calls a kernel.
             bias = torch.zeros_like(attn_mask, dtype=query.dtype)
             attn_mask = bias.masked_fill_(attn_mask.logical_not(), float("-inf"))
         causal = bool(options.get("is_causal", False))
@@ -87,8 +87,7 @@ class _FusedAttention(torch.autograd.Function):
         rows = query.new_empty(query.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, bias, out, rows)
         ctx.ledger = ledger
-        # Two products. A causal kernel leaves out what lies above the diagonal; a kernel with a mask does
-        # not.
+        # Two products. A causal kernel skips what is above the diagonal; a kernel with a mask does not.
         scores = query.shape[:-1].numel() * key.shape[-2] / (2 if causal else 1)
         ctx.flops = 2.0 * scores * (query.shape[-1] + value.shape[-1])
         moved = sum(float(t.nbytes) for t in (query, key, value, out))
@@ -100,7 +99,7 @@ class _FusedAttention(torch.autograd.Function):
         query, key, value, _, _, _ = ctx.saved_tensors
         result = [torch.empty_like(t) for t in (query, key, value)]
         moved = 2.0 * sum(t.nbytes for t in (grads[0], query, key, value))
-        # Five products instead of the forward's two: the scores were not kept and are computed again.
+        # Five products instead of the forward's two: the scores were not kept and are recomputed.
         ctx.ledger.note(ATTENTION, (grads[0], query, key, value), result, flops=2.5 * ctx.flops, moved=moved)
         return (*result, None, None, None, None)
 
@@ -133,7 +132,7 @@ def chunked_loss(
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """A loss whose gradients are made in the forward, in a wide dtype, and cast in the backward."""
+    """A loss whose gradients are computed in the forward, in a wide dtype, and cast in the backward."""
 
     @staticmethod
     def forward(
@@ -180,8 +179,8 @@ def _chunk_buffers(
     """Allocate and drop what one pass through the chunk loop holds, so that the ledger sees its peak.
 
     No value is computed. The lists below keep tensors alive as long as ``loss/linear_cross_entropy.py`` and
-    ``loss/products.py`` do, and ``del`` stands where those free one: the peak of a chunk is the largest set
-    of buffers that is alive at once.
+    ``loss/products.py`` do, with a ``del`` where those free one: the peak of a chunk is the largest set of
+    buffers that is alive at once.
 
     Args:
         hidden: Hidden states of all rows, ``(N, H)``.

@@ -1,10 +1,9 @@
-"""How many bytes are alive: a mode that watches every storage that operations create.
+"""How many bytes are alive: a dispatch mode that tracks every storage that operations create.
 
-A tensor is known by its storage, and a storage by a number: the order in which the ledger first met it. Views
-of one storage thus are one thing, and bytes count once. While a storage lives, Python's ``id`` of it finds
-the number. When it dies, the ``id`` is forgotten, since a later storage may be given the same one; the number
-is never given again. So a set of numbers, such as what a block has saved, can be asked about after the
-tensors are gone.
+A tensor is identified by its storage, and a storage by a number, given in the order in which the ledger first
+saw it. So the bytes of several views count once. Python's ``id`` of a storage leads to the number while the
+storage lives. Python then reuses ids, but numbers are never reused: a set of numbers, such as what a block
+has saved, keeps its meaning after the tensors are gone.
 """
 
 import weakref
@@ -19,7 +18,7 @@ from fsdp_sft._model.named import tensors_in
 from fsdp_sft.planner.cost import flops_of, moved_by
 from fsdp_sft.sac import is_decision
 
-# Names of operations that the mode does not see as one, and that are therefore recorded by `note`.
+# Operations that the mode does not see as one, so `note` records them.
 ATTENTION = "attention"  # a fused kernel
 EXCHANGE = "exchange"  # between ranks that share rows or experts
 LOSS = "loss"  # the chunked loss
@@ -91,7 +90,7 @@ class Ledger(TorchDispatchMode):
             self.number(tensor, counted=False)
 
     def number(self, tensor: torch.Tensor, *, counted: bool = True) -> int:
-        """The number of a tensor's storage; one that is met for the first time counts from now on."""
+        """The number of a tensor's storage, which is counted from its first call on."""
         storage = tensor.untyped_storage()
         key = id(storage)
         found = self._numbers.get(key)

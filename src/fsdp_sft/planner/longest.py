@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _LONGEST = 1 << 24  # tokens; longer rows are not looked for
 _FIRST = 64  # the length that is tried first, in units of multiple_of
-_SECANTS = 8  # tries by straight lines, after which bisection takes over
+_SECANTS = 8  # tries by secants, after which bisection takes over
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class LongestRow:
         seq_length: Tokens of the row.
         sac_ratio: Fraction of checkpointed blocks: the smallest of a fixed list with which the row fits.
         sac_placement: Placement of the checkpointed blocks: ``"even"`` or ``"prefix"``.
-        sac_offload: Whether what checkpointed blocks keep waits on the host.
+        sac_offload: Whether what checkpointed blocks keep is offloaded to the host.
         estimate: Memory per GPU.
     """
 
@@ -63,14 +63,14 @@ def longest_rows(
 ) -> list[LongestRow]:
     """Find the longest row that fits into memory, for each number of ranks that could share it.
 
-    A micro-batch is one row, and as many blocks are checkpointed as that takes. With ``sac_offload=True``
-    what these blocks keep waits on the host.
+    A micro-batch is one row, and as many blocks are checkpointed as it needs. ``sac_offload=True`` offloads
+    what these blocks keep.
 
     Args:
         config: The config, as for ``estimate_memory``.
         num_gpus: Number of ranks.
         gpu_memory_bytes: Memory of one device, as for ``plan_run``.
-        multiple_of: Number of tokens of which each length is a multiple.
+        multiple_of: Lengths are multiples of this number of tokens.
         **estimate_options: Further fields of ``Run``. Where ``cp`` or ``sac_ratio`` is given,
             only that value is tried. With ``attention_mask=True``, the default, attention gets a mask of
             S x S; packs do not have one where ``use_varlen_attention`` runs.
@@ -133,7 +133,7 @@ def peaks_by_length(
 
 
 def _leanest_peak(config: Any, setup: Setup, options: dict[str, Any]) -> Callable[[int], int]:
-    """The function from a length to the least peak, with no block or every block checkpointed."""
+    """Function from a length to the least peak, with no block or every block checkpointed."""
     given = "sac_ratio" in options or setup.sac_blocks is not None
     ratios = (parse_ratio(setup.sac_ratio),) if given else (Fraction(0), Fraction(1))
 
@@ -147,8 +147,7 @@ def _leanest_peak(config: Any, setup: Setup, options: dict[str, Any]) -> Callabl
 def _longest(peak: Callable[[int], int], budget: int, step: int, expected: int) -> int:
     """The longest multiple of ``step`` whose peak is within the budget; 0 if there is none.
 
-    Over the length, peaks are nearly straight lines (curved with a mask). So the line through two known peaks
-    leads to the answer in a few tries.
+    The peak is nearly linear in the length (curved with a mask), so secants find the answer in a few tries.
     """
     low, high = 1, _LONGEST // step
     at_low = peak(step)

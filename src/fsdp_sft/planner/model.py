@@ -47,7 +47,7 @@ class Group:
     Attributes:
         shapes: Shape of each parameter, and whether it is trained.
         names: Name of each parameter; a block's parameters have the names that they have within it.
-        stacks: Whether each parameter is a stack of experts that ranks can share out; empty if none is.
+        stacks: Whether each parameter is a stack of experts that can be distributed; empty if none is.
     """
 
     shapes: tuple[tuple[tuple[int, ...], bool], ...]
@@ -57,8 +57,8 @@ class Group:
     def parts(self, num_shards: int, ep_size: int) -> "tuple[tuple[Group, int], ...]":
         """Parts of the group that are sharded alike, each with the number of ranks it is sharded over.
 
-        Usually that is the whole group. Where ranks share out experts, the second part is the experts that
-        are this rank's, which lie on the ranks that have the same ones.
+        Usually that is the whole group. With expert parallelism the second part is this rank's experts, which
+        are sharded over the ranks that have the same ones.
         """
         if ep_size == 1 or not any(self.stacks):
             return ((self, num_shards),)
@@ -69,7 +69,7 @@ class Group:
         return sum(_numel(shape) for shape, flag in self.shapes if trained is None or flag is trained)
 
     def shard_elements(self, num_shards: int, *, trained: bool | None = None) -> int:
-        """Number of elements in one rank's shard, with the padding of an uneven first dimension."""
+        """Number of elements in one rank's shard, padding included."""
         chosen = [shape for shape, flag in self.shapes if trained is None or flag is trained]
         return sum(shard_numel(shape, num_shards) for shape in chosen)
 
@@ -98,17 +98,17 @@ class Skeleton:
         model: The model on the meta device, in the compute dtype and in ``train()`` mode.
         family: ``config.model_type``.
         blocks: The blocks, in forward order.
-        kinds: Kind of each block, given as the index of the first block that is made like it.
+        kinds: Kind of each block: the index of the first block like it.
         groups: Parameters of each block, in forward order; equal ones are the same object.
         root: Parameters outside of all other groups: the last norm, and embedding and head if they are tied.
-        embedding: Parameters of the input embedding, if they are a group of their own.
+        embedding: Parameters of the input embedding, if they are a separate group.
         head: Parameters of the head, likewise.
-        gathers_embedding_again: Whether the embedding's backward gathers them.
+        gathers_embedding_again: Whether the embedding's backward gathers its parameters again.
         first_backward: Index of the first block that the backward reaches. Blocks before it have nothing to
             train in or below them, and keep nothing.
         parameters: Number of parameters of the whole model; tied ones count once.
         active_parameters: Number of parameters that one token passes through.
-        experts: Number of experts of each layer whose experts ranks can share out; empty where none can.
+        experts: Number of experts in each layer that expert parallelism can distribute; empty if none.
     """
 
     model: Any
@@ -127,12 +127,12 @@ class Skeleton:
 
     @property
     def outside(self) -> tuple[Group, ...]:
-        """The groups that are no blocks: the root's, and those of embedding and head if they have some."""
+        """The groups that are not blocks: the root, and embedding and head if they are groups."""
         return tuple(group for group in (self.root, self.embedding, self.head) if group is not None)
 
     @functools.cached_property
     def traced_tensors(self) -> tuple[torch.Tensor, ...]:
-        """Parameters and buffers of one block of each kind, and of all that is outside of the blocks."""
+        """Parameters and buffers of one block of each kind, and of everything outside the blocks."""
         silent = {id(block) for i, block in enumerate(self.blocks) if i not in set(self.kinds)}
         found: list[torch.Tensor] = []
 
@@ -149,7 +149,7 @@ class Skeleton:
 
     @functools.cached_property
     def distinct_groups(self) -> tuple[tuple[Group, int], ...]:
-        """The different groups, each with the number of groups that are equal to it."""
+        """The distinct groups, each with its number of occurrences."""
         return tuple(Counter([*self.groups, *self.outside]).items())
 
 
@@ -172,7 +172,7 @@ def build_skeleton(config: Any, setup: "Setup") -> Skeleton:
 
 @dataclass(frozen=True)
 class _Keyed:
-    """A config that compares and hashes by its contents, so that it can be a key of a cache."""
+    """A config as a cache key, compared by its contents."""
 
     key: str
     config: Any
@@ -265,13 +265,13 @@ def _group(
 
 
 def _within(block: str, names: Iterable[str]) -> tuple[str, ...]:
-    """The modules that lie within a block, by their names within it."""
+    """Those of the modules ``names`` that are inside a block, by their names in it."""
     return tuple(name.removeprefix(f"{block}.") for name in names if name.startswith(f"{block}."))
 
 
 @functools.lru_cache(maxsize=1024)
 def _parts(group: Group, num_shards: int, ep_size: int) -> tuple[tuple[Group, int], ...]:
-    """``Group.parts`` where ranks share out experts: all other parameters, and this rank's experts."""
+    """``Group.parts`` with expert parallelism: all other parameters, and this rank's experts."""
     rows = list(zip(group.shapes, group.names, group.stacks, strict=True))
     dense = [(shape, name) for shape, name, is_stack in rows if not is_stack]
     own = [
@@ -295,7 +295,7 @@ def _first_backward(model: Any, groups: list[Group]) -> int:
 
 
 def _kinds(blocks: list[nn.Module]) -> tuple[int, ...]:
-    """For each block, the index of the first block that is made like it."""
+    """For each block, the index of the first block like it."""
     first: dict[Any, int] = {}
     return tuple(first.setdefault(_likeness(block), index) for index, block in enumerate(blocks))
 
@@ -333,7 +333,7 @@ def _choose_trained(model: nn.Module, trainable: tuple[str, ...] | None, lora: A
 
 
 class _LoraLinear(nn.Module):
-    """A frozen linear layer beside two small trained ones, as adapters are computed."""
+    """A frozen linear layer with a LoRA adapter."""
 
     def __init__(self, base: nn.Linear, rank: int) -> None:
         super().__init__()
@@ -348,7 +348,7 @@ class _LoraLinear(nn.Module):
 
 
 def _add_lora(blocks: dict[str, nn.Module], rank: int, targets: tuple[str, ...]) -> None:
-    """Put adapters beside the named linear layers of the blocks."""
+    """Add adapters to the named linear layers of the blocks."""
     replaced = 0
     for block in blocks.values():
         for name, module in list(block.named_modules()):

@@ -39,10 +39,7 @@ _SMALLEST_SHARE = 0.005  # of the peak; smaller parts are summed up as one
 
 
 def plan_table(plans: Sequence[RunPlan]) -> str:
-    """The plans as a table, one line each, fastest first.
-
-    A column in which all plans have the usual value is left out.
-    """
+    """The plans as a table, one line each, without columns in which all have the usual value."""
     columns: dict[str, list[str]] = {
         "": [f"{index}." for index in range(1, len(plans) + 1)],
         "cp": [str(plan.cp) for plan in plans],
@@ -126,9 +123,9 @@ def draw(
     budget: Budget | None = None,
     title: str = "Memory per GPU at the peak",
 ) -> Path:
-    """Write a picture with one stacked bar for each labelled estimate: PNG, or what the suffix names.
+    """Draw one stacked bar for each labelled estimate: a PNG, or what the suffix names.
 
-    Estimates that would give the same bar share one, under both labels.
+    Estimates with equal bars share one, under all their labels.
 
     Raises:
         ModuleNotFoundError: If matplotlib is not installed.
@@ -155,7 +152,7 @@ def draw(
         for name, size in sorted(_parts(estimate), key=lambda part: list(_COLOURS).index(part[0])):
             axes.barh(row, size / _GIB, left=left, color=_COLOURS[name], edgecolor="white", height=0.62)
             left += size / _GIB
-        # In a column of its own: beside its bar a number would cover the dashed line.
+        # In a separate column: beside its bar a number would cover the dashed line.
         axes.annotate(
             f"{left:.1f}",
             (1, row),
@@ -192,7 +189,7 @@ def draw_lengths(
     budget: Budget,
     title: str = "Memory per GPU at the peak, by the length of a row and the GPUs (cp) that share it",
 ) -> Path:
-    """Write a picture with a curve for each number of ranks that share a row: PNG, or what the suffix names.
+    """Draw a curve for each number of ranks that share a row: a PNG, or what the suffix names.
 
     Args:
         path: File to write.
@@ -247,7 +244,7 @@ def _usable(budget: Budget) -> str:
 
 
 def _joined(estimates: Sequence[tuple[str, MemoryEstimate]]) -> dict[str, MemoryEstimate]:
-    """Estimates by label; those whose bars could not be told apart go under the labels of all of them."""
+    """Estimates by label; those with indistinguishable bars share one entry under all their labels."""
     labels: dict[tuple[tuple[str, float], ...], list[str]] = {}
     first: dict[tuple[tuple[str, float], ...], MemoryEstimate] = {}
     for label, estimate in estimates:
@@ -258,7 +255,7 @@ def _joined(estimates: Sequence[tuple[str, MemoryEstimate]]) -> dict[str, Memory
 
 
 def _between(start: tuple[int, int], end: tuple[int, int]) -> list[tuple[float, float]]:
-    """Points of a straight line between two points: over a logarithmic axis the line is a curve."""
+    """Points of a straight line between two points, which is a curve over a logarithmic axis."""
     steps = [step / 16 for step in range(17)]
     return [(start[0] + s * (end[0] - start[0]), start[1] + s * (end[1] - start[1])) for s in steps]
 

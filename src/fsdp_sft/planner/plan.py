@@ -1,4 +1,4 @@
-"""One way to run a training: its numbers, and the code that runs it so."""
+"""A way to train: its predicted memory and speed, and the code for it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,28 +17,28 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True)
 class RunPlan:
-    """One way to run a training that fits.
+    """A way to train that fits into memory.
 
     Attributes:
         num_gpus: Number of ranks.
-        cp: Number of ranks that share the tokens of each row; each of the ``num_gpus // cp`` groups has rows
-            of its own.
-        ep_size: Number of ranks that share out the experts of each layer.
+        cp: Number of ranks that share the tokens of each row; the ``num_gpus // cp`` groups have different
+            rows.
+        ep_size: Number of ranks over which the experts of each layer are distributed.
         dp_replicate: Replicas of the sharded model (HSDP).
         micro_batch_size: Sequences per rank (or group of ``cp`` ranks) and forward.
         grad_accum_steps: Micro-batches per optimizer step.
-        grad_sync: Whether gradients are reduced after ``"each"`` micro-batch, or after the ``"last"``.
+        grad_sync: When gradients are reduced: after ``"each"`` micro-batch, or only after the ``"last"``.
         sac_ratio: Fraction of checkpointed blocks: the smallest of a fixed list that fits.
         sac_placement: Placement of the checkpointed blocks: ``"even"`` or ``"prefix"``.
-        sac_offload: Whether what checkpointed blocks keep waits on the host, where it takes
+        sac_offload: Whether what checkpointed blocks keep is offloaded to the host, where it takes
             ``estimate.host_bytes``.
         reshard_after_forward: Whether blocks are freed between forward and backward.
         compile: Whether the blocks are compiled.
         estimate: Memory per GPU.
         time: Predicted seconds of an optimizer step, by part.
         tokens_per_second: Predicted tokens per second of one GPU.
-        relative_speed: Speed as a share of the fastest plan's, which has 1.0.
-        reasons: Sentences that say what the speed comes from.
+        relative_speed: Speed relative to the fastest plan, which has 1.0.
+        reasons: What determines the speed, in sentences.
         setup: All arguments of the estimate.
     """
 
@@ -71,7 +71,7 @@ class RunPlan:
         return "\n".join(_code(self, model))
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan in types that JSON has: memory in bytes, times in seconds, speed of one GPU."""
+        """The plan in JSON types: memory in bytes, times in seconds, speed of one GPU."""
         return {
             "num_gpus": self.num_gpus,
             "cp": self.cp,
@@ -99,7 +99,7 @@ class RunPlan:
 
 
 def make_plan(setup: Setup, memory: MemoryEstimate, time: StepTime, why: str) -> RunPlan:
-    """The plan of a setup; ``why`` is the reason in words that several ranks share a row, or empty."""
+    """The plan of a setup; ``why`` says in words why several ranks share a row, or is empty."""
     tokens = setup.grad_accum_steps * setup.micro_batch_size * setup.seq_length / setup.cp
     return RunPlan(
         num_gpus=setup.num_gpus,
@@ -171,7 +171,7 @@ _OPTIMIZERS = {
 
 
 def _mp_policy(setup: Setup) -> "_Verbatim":
-    """The argument for dtypes other than those of ``shard_model``: bfloat16, reduced in float32."""
+    """The ``mp_policy`` argument; None for the default of ``shard_model``, bfloat16 reduced in float32."""
     if (setup.param_dtype, setup.reduce_dtype) == (torch.bfloat16, torch.float32):
         return _Verbatim(None)
     dtypes = f"param_dtype={setup.param_dtype}, reduce_dtype={setup.reduce_dtype}"
@@ -198,7 +198,7 @@ def _code(plan: RunPlan, model: str) -> Iterator[str]:
 
 
 def _model(plan: RunPlan, name: str) -> Iterator[str]:
-    """Lines of code that make the model: one call, or the parts where that does not take all of the plan."""
+    """Lines of code that make the model: ``load_pretrained``, or its steps if it lacks an argument."""
     setup = plan.setup
     offload = "torch.distributed.fsdp.CPUOffloadPolicy()" if setup.cpu_offload else None
     peft: str | None = None
@@ -256,7 +256,7 @@ def _call(*arguments: str) -> str:
 
 
 class _Verbatim:
-    """Code to write into an argument as it stands, without the quotes that a string would get."""
+    """Code that is written into an argument without the quotes of a string."""
 
     def __init__(self, text: str | None) -> None:
         self.text = text

@@ -1,13 +1,13 @@
-"""One optimizer step replayed on paper: which buffers are alive when, in the order in which FSDP2 allocates.
+"""One optimizer step replayed on paper: when each buffer is alive, in the order in which FSDP2 allocates.
 
 Source of the order: ``torch/distributed/fsdp/_fully_shard`` (``FSDPParamGroup``, ``foreach_all_gather``,
 ``foreach_reduce``), torch 2.11 to 2.13.
 
 A worked example: a Llama of two blocks on 4 H100s, one row of 1,024 tokens on each, and AdamW. A block has
-32 MiB of bfloat16 parameters, embedding and head 16 MiB each. They are not tied, so each is a group of its
-own; the root, FSDP2's name for the group of all that is in no other, has the last norm alone. Shards,
-optimizer states and cuBLAS's workspace (176 MiB) are there all the time. The picture shows the rest, at the
-moments of one step at which it is largest. One letter is 8 MiB::
+32 MiB of bfloat16 parameters, embedding and head 16 MiB each. They are not tied, so each is a separate
+group; the root, FSDP2's group of the parameters in no other group, has only the last norm. Shards, optimizer
+states and cuBLAS's workspace (176 MiB) are always allocated. The picture shows the rest, at the moments of
+one step at which it is largest. One letter is 8 MiB::
 
     V embedding or head, gathered    B block, gathered    a all-gather buffers    k activations kept for later
     g whole gradients    s reduce-scatter input    o shards of gradients    w tensors of what runs just now
@@ -35,18 +35,18 @@ How to read it:
   (``V``, ``B``). In the forward FSDP2 frees a group's buffer only after the buffer of the next one has been
   allocated, so that at "gather 2" two are alive, with the 8 MiB that this rank sends.
 - The embedding is freed after its forward, and not gathered for its backward. A block is freed after its
-  forward (``reshard_after_forward``) and gathered once more for its backward. The head stays gathered between
-  them. Where embedding and head are tied, both lie in the root, which stays gathered for the whole step.
+  forward (``reshard_after_forward``) and gathered again for its backward. The head stays gathered between the
+  two. If embedding and head are tied, both are in the root, which stays gathered for the whole step.
 - The backward prefetches: while the head's backward runs, block 2 is gathered (``a``); while that of block 2
   runs, block 1 is.
 - A block's gradients (``g``, bfloat16) are copied into the input of the reduce-scatter (``s``, float32, hence
-  twice as large), and then freed. FSDP2 keeps that input until the next reduce-scatter, so ``s`` never goes
-  before the end of the backward. What a rank keeps of the result is ``o``.
-- In the backward ``k`` shrinks while ``s`` and ``o`` grow. Where blocks keep much, as here, the peak stands
-  at the loss or in the last block's backward. Where they keep little (checkpointed blocks, few tokens), it
-  stands after the first reductions, when ``s`` and ``o`` are there too.
+  twice as large), and then freed. FSDP2 keeps that input until the next reduce-scatter, so ``s`` is there
+  until the backward ends. What a rank keeps of the result is ``o``.
+- In the backward ``k`` shrinks while ``s`` and ``o`` grow. If blocks keep much, as here, the peak is at the
+  loss or in the last block's backward. If they keep little (checkpointed blocks, few tokens), it comes after
+  the first reductions, when ``s`` and ``o`` are there too.
 
-tests/planner/test_replay.py draws the picture anew and compares.
+tests/planner/test_replay.py draws the picture again and compares.
 """
 
 from collections import defaultdict
@@ -94,9 +94,9 @@ def replay(skeleton: Skeleton, trace: Trace, setup: Setup) -> Peak:
     """Find the peak of one optimizer step in the steady state, when optimizer states exist."""
     step = _Step(skeleton, trace, setup)
     accumulates = setup.grad_accum_steps > 1
-    # All micro-steps but the first and the last are alike, so few are enough. With gradients reduced once, a
-    # second one without reduction adds to the whole gradients that the first has left; with gradients reduced
-    # each time, the second finds shards of gradients that the first has left.
+    # All micro-steps but the first and the last are alike, so few are enough. With "last", a second one
+    # without reduction adds to the unsharded gradients of the first; with "each", the second finds the
+    # gradient shards of the first.
     if setup.grad_sync == "last" and accumulates:
         step.micro_step(reduce=False)
         if setup.grad_accum_steps > 2:
@@ -113,12 +113,12 @@ class _Sizes:
     """Bytes of one FSDP2 group's buffers.
 
     Attributes:
-        gathered: Parameters in the compute dtype, whole and padded.
+        gathered: Parameters in the compute dtype, unsharded and padded.
         buffer: The all-gather's output; 0 on one rank, which gathers nothing.
-        ahead: Part of ``buffer`` that is gathered while the block before runs: not the experts that ranks
-            share out, which are a group of their own within the block.
+        ahead: Part of ``buffer`` that is prefetched: all but the experts under expert parallelism, which are
+            a separate group within the block.
         cast: The all-gather's input: this rank's shard in the compute dtype.
-        gradients: Gradients of the trained parameters, whole, in the compute dtype.
+        gradients: Unsharded gradients of the trained parameters, in the compute dtype.
         reduced: The reduce-scatter's input: those gradients in the dtype of the reduction, padded.
         scattered: The reduce-scatter's output: this rank's part of it.
         last_gradient: Gradient of the last trained parameter, to which foreach_reduce's loop variable still
@@ -145,10 +145,10 @@ class _Sizes:
 
 
 class _Step:
-    """The bytes alive at the present moment of a step, by kind, and the fullest moment so far.
+    """The bytes alive at the current moment of a step, by kind, and the peak so far.
 
-    ``hold`` and ``free`` say what is allocated and freed. ``look`` stands at each moment at which the total
-    may be at its highest, and is told what is alive for that moment alone.
+    ``hold`` and ``free`` record allocations and frees. ``look`` is called wherever the total may peak, with
+    what is alive at that moment only.
     """
 
     def __init__(self, skeleton: Skeleton, trace: Trace, setup: Setup) -> None:
@@ -173,13 +173,13 @@ class _Step:
         self.total = 0
         self.best, self.best_phase, self.best_parts = -1, "", dict[str, int]()
         self.reduced = 0  # bytes of the latest reduce-scatter's input, which the next one frees
-        # Whole gradients of earlier micro-steps: of the blocks, the root, the embedding, the head.
+        # Unsharded gradients of earlier micro-steps: of the blocks, the root, the embedding, the head.
         self.accumulated = [0] * (len(self.sizes) + 3)
         self.has_gradients = False
         self._hold_states()
 
     def _hold_states(self) -> None:
-        """Hold what is there all the time: shards, optimizer states, cuBLAS's workspace."""
+        """Hold what is always allocated: shards, optimizer states, cuBLAS's workspace."""
         setup, on_device = self.setup, not self.setup.cpu_offload or self.setup.gpu.name == "cpu"
         masters = states = 0
         for group, count in self.groups:
@@ -204,7 +204,7 @@ class _Step:
         self.hold(part, -size)
 
     def look(self, phase: str, part: str = "", extra: int = 0) -> None:
-        """Compare this moment, with ``extra`` more bytes of ``part``, with the fullest moment so far."""
+        """Update the peak with this moment, at which ``extra`` more bytes of ``part`` are alive."""
         if self.total + extra <= self.best:
             return
         self.best, self.best_phase = self.total + extra, phase
@@ -255,7 +255,7 @@ class _Step:
         return previous
 
     def _gather(self, sizes: _Sizes, previous: int) -> int:
-        """Gather a group that is no block; returns the size of its buffer, which the next gather frees."""
+        """Gather a group that is not a block; returns the size of its buffer, which the next gather frees."""
         self.hold(ALL_GATHER, sizes.buffer)
         self.look("loss", ALL_GATHER, sizes.cast)
         self.free(ALL_GATHER, previous)
@@ -322,7 +322,7 @@ class _Step:
         self.look("backward")
 
     def _block_backward(self, index: int) -> None:
-        """Backward of one block, from its parameters' copy out of the prefetched buffer to their release."""
+        """Backward of one block, from copying its parameters out of the prefetched buffer to freeing them."""
         sizes, footprint = self.sizes[index], self.footprints[index]
         if self.setup.reshard_after_forward:
             self.hold(UNSHARDED, sizes.gathered)
@@ -342,10 +342,10 @@ class _Step:
         self.hold(WHOLE_GRADIENTS, sizes.gradients)
 
     def _input_leaves(self, index: int | None, *, leaves: bool = True) -> None:
-        """Move the input of checkpointed block ``index`` to the host, or back to the device.
+        """Offload the input of checkpointed block ``index``, or fetch it back.
 
-        It leaves when the next checkpointed block begins its forward, and comes back when that one begins its
-        backward; see ``sac/offload.py``. The input of a block is the output of the block before it.
+        It is offloaded when the next checkpointed block begins its forward, and fetched when that one begins
+        its backward (``sac/offload.py``). A block's input is the output of the block before it.
         """
         if index is None:
             return
@@ -364,7 +364,7 @@ class _Step:
     def _reduce(self, index: int, sizes: _Sizes, *, reduce: bool) -> None:
         """Reduce a group's gradients when its backward is over, or add them to those of earlier micro-steps.
 
-        Allocations and frees stand in the order of ``FSDPParamGroup.post_backward`` and ``foreach_reduce``.
+        Allocations and frees are in the order of ``FSDPParamGroup.post_backward`` and ``foreach_reduce``.
         """
         if not sizes.gradients:
             return
@@ -430,7 +430,7 @@ def _visits(checkpointed: frozenset[int]) -> dict[int, int]:
 
 
 def _group_sizes(group: Group, setup: Setup) -> _Sizes:
-    """Sizes of a block's buffers, with its experts, which are a second group where ranks share them out."""
+    """Sizes of a block's buffers, including its experts, a second group under expert parallelism."""
     first, *others = (_part_sizes(*part, setup) for part in group.parts(setup.num_shards, setup.ep_size))
     for other in others:
         first = _together(first, other)

@@ -1,4 +1,4 @@
-"""One way to train, as the planner takes it."""
+"""The description of a training run that the planner takes."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -28,14 +28,14 @@ class Run:
     """One way to train a model, for ``estimate_memory``.
 
     Attributes:
-        num_gpus: Number of all ranks, >= 1.
+        num_gpus: Number of ranks, >= 1.
         micro_batch_size: Sequences per rank and forward.
         seq_length: Tokens per sequence, padding included.
         sac_ratio: Fraction of blocks that are checkpointed, as for ``apply_sac``.
         sac_placement: ``"even"`` or ``"prefix"``.
         compile: Whether the blocks are compiled (``compile_blocks``).
         master_dtype: Dtype of the stored shards, hence of gradients and optimizer states.
-        loss_impl: ``"chunked"``, or ``"logits"`` for logits in full.
+        loss_impl: ``"chunked"``, or ``"logits"`` for all logits at once.
         attention_mask: Whether batches are padded, so that attention gets a mask.
         gpu: The GPU, which decides the attention kernels and the speed: ``"h100"``, ``"4090"``, ``"mi300x"``
             and others (an unknown name raises with the list), one with another memory size such as
@@ -44,20 +44,20 @@ class Run:
         dp_replicate: Replicas of the sharded model (HSDP); divides ``num_gpus``.
         cp: Ranks that share the tokens of each row (``use_context_parallel``); ``dp_replicate * cp`` divides
             ``num_gpus``, and ``cp`` the query heads. Parameters are sharded over them as well.
-        sac_blocks: Indices of the checkpointed blocks, in place of ratio and placement.
+        sac_blocks: Indices of the checkpointed blocks, instead of ratio and placement.
         optimizer: ``"adamw"`` (as torch runs it by default: ``foreach`` on a GPU, a loop on a CPU),
             ``"adamw_foreach"``, ``"adamw_fused"``, ``"adamw_for_loop"``, ``"adamw_stochastic"``
             (``StochasticAdamW``), ``"adamw8bit"``, ``"sgd"``, ``"sgd_momentum"``.
         grad_sync: When gradients are reduced: after ``"each"`` micro-batch, or only after the ``"last"``,
-            until which whole gradients are kept.
+            with unsharded gradients kept until then.
         reshard_after_forward: Whether blocks are freed between their forward and their backward; False keeps
             them gathered (ZeRO-2).
-        cpu_offload: Whether shards, gradients and optimizer states live on the host, which is then not
-            counted.
-        sac_offload: Whether what checkpointed blocks keep waits on the host: ``apply_sac(offload=True)``.
+        cpu_offload: Whether shards, gradients and optimizer states are in host memory, which is not counted.
+        sac_offload: Whether what checkpointed blocks keep is offloaded: ``apply_sac(offload=True)``.
         trainable: Regular expressions for the names of trained parameters; None trains all.
-        lora_rank: Rank of adapters beside linear layers. Above 0 all else is frozen, except ``trainable``.
-        lora_targets: Names of those layers, such as ``["q_proj", "v_proj"]``; None takes all in the blocks.
+        lora_rank: Rank of LoRA adapters. Above 0 all other parameters are frozen, except ``trainable``.
+        lora_targets: Names of linear layers to adapt, such as ``["q_proj", "v_proj"]``; None takes all in the
+            blocks.
         frozen_dtype: Dtype of frozen shards; None is ``param_dtype`` with LoRA and ``master_dtype`` without.
         param_dtype: Dtype of the computation.
         reduce_dtype: Dtype of the gradients' reduction.
@@ -67,7 +67,7 @@ class Run:
         chunk_size: Tokens per chunk of the chunked loss, as for ``linear_cross_entropy_sum``.
         experts_impl: How experts are computed, as for ``prepare_experts``: ``"grouped_mm"``, or ``"eager"``,
             whose backward holds a gradient of all of a layer's experts for each of them in turn.
-        ep_size: Ranks that share out the experts of a mixture (``shard_model(ep_size=)``);
+        ep_size: Ranks over which the experts of a layer are distributed (``shard_model(ep_size=)``);
             ``dp_replicate * ep_size`` divides ``num_gpus``, and ``ep_size`` the number of experts. The
             estimate assumes that each rank gets as many tokens as it sends.
 
@@ -83,7 +83,7 @@ class Run:
     seq_length: int
     sac_ratio: Ratio = 0
     sac_placement: Placement = "even"
-    compile: bool = False  # the word of load_pretrained
+    compile: bool = False  # as load_pretrained calls it
     master_dtype: torch.dtype = torch.float32
     loss_impl: LossImpl = "chunked"
     attention_mask: bool = True
@@ -109,7 +109,7 @@ class Run:
     ep_size: int = 1
 
     def __post_init__(self) -> None:
-        """Keep what an iterator gives: a run is looked at more than once."""
+        """Turn iterators into tuples, since a run is read more than once."""
         for name in ("sac_blocks", "trainable", "lora_targets"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):

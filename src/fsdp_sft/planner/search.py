@@ -1,4 +1,4 @@
-"""Which of the ways to run a training fit, and which of them is fastest."""
+"""Search for the ways to train that fit into memory, and for the fastest of them."""
 
 import math
 import os
@@ -38,16 +38,16 @@ def plan_run(
     global_batch_size: int,
     **estimate_options: Any,
 ) -> list[RunPlan]:
-    """Find the ways to run a training that fit into memory, fastest first.
+    """Find the ways to train that fit into memory, fastest first.
 
     What is tried:
 
     - every micro-batch size that divides a rank's share of the batch, with compiled blocks, each with the
       smallest checkpointing ratio that fits, in both placements;
-    - activations that wait on the host (``sac_offload``), where that spares recomputation;
+    - offloaded activations (``sac_offload``), where that saves recomputation;
     - where computation does not hide the network: blocks that stay gathered after the forward, gradients that
-      are reduced after the last micro-batch alone, and replicas of the model (HSDP), one per node;
-    - ranks within a node that share out the experts of a mixture (``ep_size``);
+      are reduced after the last micro-batch only, and replicas of the model (HSDP), one per node;
+    - expert parallelism within a node (``ep_size``);
     - ranks that share rows (``cp``), in groups that divide the query heads and the ranks: within a node where
       that could be faster, beyond a node only if nothing else fits.
 
@@ -57,7 +57,7 @@ def plan_run(
         config: The config, as for ``estimate_memory``.
         num_gpus: Number of ranks.
         gpu_memory_bytes: Memory of one device as ``nvidia-smi`` reports it; None takes that of the usual
-            model. The search subtracts what the driver, the CUDA context, NCCL and fragments take.
+            model. What the driver, the CUDA context, NCCL and fragmentation take is subtracted.
         seq_length: Tokens per sequence.
         global_batch_size: Sequences per optimizer step over all ranks; a multiple of ``num_gpus // cp``.
         **estimate_options: Further fields of ``Run``. Those that would be searched
@@ -118,13 +118,13 @@ def plan_run(
 
 
 def _sharing_could_help(plans: list[RunPlan]) -> bool:
-    """Whether the fastest plan recomputes: recomputation is all that sharing rows can save."""
+    """Whether the fastest plan recomputes enough: sharing rows can save nothing else."""
     best = min(plans, key=lambda plan: plan.time.total)
     return best.grad_accum_steps * best.time.recompute > _WORTH_A_LOOK * best.time.total
 
 
 def _undominated(plans: list[RunPlan]) -> Iterator[RunPlan]:
-    """Those of the plans, sorted by speed, that need less memory than every faster one."""
+    """The plans, sorted by speed, without those that need no less memory than a faster one."""
     least = math.inf
     for plan in plans:
         if plan.peak_bytes < least:
@@ -139,10 +139,10 @@ def smallest_num_gpus(
     seq_length: int,
     **estimate_options: Any,
 ) -> int | None:
-    """Find the smallest number of GPUs, a power of two, on which a training fits at all.
+    """Find the smallest power of two of GPUs on which a training fits at all.
 
-    That is with one sequence per rank and every block checkpointed; if a rank cannot hold a sequence, with
-    ranks that share it (``cp``).
+    A micro-batch is one sequence, and every block is checkpointed. If a rank cannot hold a sequence, ranks
+    share it (``cp``).
 
     Args:
         config: The config, as for ``estimate_memory``.
@@ -151,7 +151,8 @@ def smallest_num_gpus(
         **estimate_options: Further fields of ``Run``.
 
     Returns:
-        The number, or None if none up to 4096 is enough.
+        The number (a power of two times any ``dp_replicate``, ``cp`` and ``ep_size`` given), or None if none
+        up to 4096 is enough.
 
     Example:
         >>> from transformers import Qwen2Config
@@ -203,7 +204,7 @@ def _no_multiple(setup: Setup, global_batch_size: int) -> str:
 
 
 def _why_shared(smaller: list[int], dealt: list[int], plans: list[RunPlan]) -> str:
-    """The reason that more ranks share a row than the ``smaller`` numbers; empty for the smallest."""
+    """Why more ranks share a row than each number in ``smaller``; empty for the smallest."""
     if not smaller:
         return ""
     if plans:
@@ -250,8 +251,8 @@ class _PlanSearch:
             yield self._plan(way, memory, why)
         for layout in self._layouts(setup) if plain else ():
             least = min((way for way, _ in plain), key=lambda way: parse_ratio(way.sac_ratio))
-            # A layout that needs less of the network takes more memory, so it cannot recompute less than the
-            # plain one. If it is not faster even with that little recomputation, it is not worth a search.
+            # A layout that communicates less takes more memory, so it recomputes no less than the plain one.
+            # If it is not faster even with that little recomputation, it is not worth a search.
             hoped = replace(layout, sac_ratio=least.sac_ratio, sac_placement=least.sac_placement)
             if self._seconds(hoped) < self.fastest * (1 - _WORTH_A_LOOK):
                 for way, memory in least_checkpointed(self.config, layout, self.options, self.usable):
@@ -268,7 +269,7 @@ class _PlanSearch:
         return plan
 
     def _layouts(self, setup: Setup) -> Iterator[Setup]:
-        """Other layouts of parameters and gradients, which need less of the network."""
+        """Layouts of parameters and gradients that communicate less."""
         replicas, ranks, node = [setup.dp_replicate], setup.num_gpus, setup.gpu.gpus_per_node
         if "dp_replicate" not in self.options and ranks > node and ranks % node == 0 == node % setup.cp:
             replicas.append(ranks // node)
@@ -288,7 +289,7 @@ class _PlanSearch:
     def _offloaded(
         self, setup: Setup, plain: list[tuple[Setup, MemoryEstimate]]
     ) -> Iterator[tuple[Setup, MemoryEstimate]]:
-        """The setups that need fewer checkpointed blocks if what these keep waits on the host."""
+        """The setups in which offloading what checkpointed blocks keep allows fewer of them."""
         least = min((parse_ratio(way.sac_ratio) for way, _ in plain), default=Fraction(2))
         if least == 0 or "sac_offload" in self.options or setup.gpu.name == "cpu":
             return
@@ -299,7 +300,7 @@ class _PlanSearch:
 
 
 def _expert_groups(config: Any, setup: Setup) -> list[int]:
-    """1, and the numbers of ranks within a node that could share out a layer's experts."""
+    """1, and the numbers of ranks within a node over which a layer's experts could be distributed."""
     experts = build_skeleton(config, setup).experts
     most = min(setup.gpu.gpus_per_node, setup.num_shards) if setup.cp == 1 and experts else 1
     fits = [n for n in range(2, most + 1) if not setup.num_shards % n and not any(e % n for e in experts)]
@@ -340,7 +341,7 @@ def _first_that_fits(
 ) -> tuple[Fraction, MemoryEstimate | None]:
     """The first of ascending ratios that fits, with its estimate; (the last, None) if none does."""
     found: tuple[Fraction, MemoryEstimate | None] = (ratios[-1], None)
-    # The first and the last ratio are tried before the bisection: a run often fits as it is, or not at all.
+    # Bisection follows after the first and the last ratio: a run often fits as it is, or not at all.
     low, high, looked_at = 0, len(ratios) - 1, 0
     while low <= high:
         memory = estimate(config, replace(setup, sac_ratio=ratios[looked_at]))

@@ -1,4 +1,4 @@
-"""A ``Run``, checked once."""
+"""A validated ``Run``."""
 
 import functools
 import re
@@ -17,7 +17,7 @@ _FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 @dataclass(frozen=True)
 class Setup:
-    """One way to train, checked; the fields are those of ``Run``."""
+    """The fields of a valid ``Run``, without None for a default; ``lora`` is (rank, targets) or None."""
 
     num_gpus: int
     micro_batch_size: int
@@ -60,7 +60,7 @@ class Setup:
 
     @property
     def activations_leave(self) -> bool:
-        """Whether what checkpointed blocks keep leaves the device; on a CPU it is on the host already."""
+        """Whether what checkpointed blocks keep is offloaded; on a CPU it is on the host already."""
         return self.sac_offload and self.gpu.name != "cpu"
 
     def checkpointed(self, num_blocks: int) -> frozenset[int]:
@@ -79,7 +79,7 @@ def _selected(num_blocks: int, ratio: Ratio, placement: Placement) -> frozenset[
 
 
 def make_setup(run: Run) -> Setup:
-    """Check all that can be checked without the model, and put defaults in the place of None.
+    """Check all that can be checked without the model, and replace None by defaults.
 
     Raises:
         ValueError: For a value out of range; the message says what is allowed.

@@ -9,7 +9,7 @@ from fsdp_sft.planner.model import Group
 
 @dataclass(frozen=True)
 class ShardBalance:
-    """The elements of the fullest rank in comparison with the mean over all ranks.
+    """How many elements the fullest rank has, compared with the mean.
 
     Attributes:
         ranks: Number of ranks that the parameters are sharded over.
@@ -43,12 +43,12 @@ class ShardBalance:
 
 
 def shard_balance(groups: tuple[tuple[Group, int], ...], ranks: int, ep_size: int = 1) -> ShardBalance:
-    """The balance of a model's groups.
+    """How evenly a model's groups are sharded.
 
     Args:
-        groups: The different groups of a model, each with the number of groups that are equal to it.
+        groups: The distinct groups of a model, each with its number of occurrences.
         ranks: Number of ranks that the parameters are sharded over.
-        ep_size: Number of ranks that share out experts; the ranks that have the same experts shard them.
+        ep_size: Number of ranks over which experts are distributed; ranks with the same experts shard them.
     """
     most = total = 0
     worst: tuple[float, str, tuple[int, ...], int] = (0.0, "", (), ranks)

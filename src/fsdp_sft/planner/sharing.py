@@ -29,7 +29,7 @@ class PaperGroup(SequenceGroup):
 
 
 def exchange_on_paper(rows: torch.Tensor, ledger: Ledger) -> torch.Tensor:
-    """Return as many rows as are sent; in the backward, gradients travel the other way."""
+    """A new tensor like ``rows``; the forward and the backward each record an exchange."""
     received: torch.Tensor = _Exchange.apply(rows, ledger)
     return received
 
@@ -75,7 +75,7 @@ def part_of_micro_batch(
 
 @contextmanager
 def forward_of_part(model: Any, whole: WholeRows) -> Iterator[None]:
-    """Within the block, a forward of the model is that of one rank's part of ``whole``.
+    """Context in which the model's forward is that of one rank's part of ``whole``.
 
     Raises:
         UnsupportedModelError: If the model's attention cannot be run on a part.
@@ -98,7 +98,7 @@ def exchanged_bytes(events: list[Event], sizes: list[int], *, who: str) -> int:
         who: Name of the block, for the message.
 
     Raises:
-        UnsupportedModelError: If the block exchanges nothing: if it mixes positions, then in another place.
+        UnsupportedModelError: If the block exchanges nothing, although it may mix positions.
     """
     found = sent_bytes(events, sizes)
     if not found:

@@ -1,8 +1,7 @@
-"""How long an optimizer step takes: each operation takes the time of its FLOPs or of its bytes, if longer.
+"""How long an optimizer step takes, by a roofline: an operation takes the longer of its FLOPs and its bytes.
 
-The rates are the device's, times the shares of them that training reaches. These shares are the only numbers
-here that were fitted; docs/explanation/how-the-estimate-was-checked.md says to what, and how far off they
-are.
+The rates are the device's, times the shares of them that training reaches. Only these shares were fitted;
+docs/explanation/how-the-estimate-was-checked.md says to what, and how far off they are.
 """
 
 from collections.abc import Sequence
@@ -27,9 +26,9 @@ class Rates:
         attention: The same for a fused attention kernel, which does more than multiply.
         memory: Share of the bandwidth of the device's memory.
         network: Share of the links' bandwidth.
-        contention: Share of the time of hidden collectives by which they slow the computation beside them, as
-            they take multiprocessors and memory bandwidth from it.
-        operation: Least seconds of any operation.
+        contention: Seconds by which a second of collectives slows the computation that hides it, since they
+            take multiprocessors and memory bandwidth from it.
+        operation: Shortest time of an operation, in seconds.
     """
 
     products: float = 0.85
@@ -61,12 +60,12 @@ class StepTime:
         compute: Computation of one micro-step, recomputation included.
         recompute: The part of ``compute`` that checkpointing adds.
         memory_bound: The part of ``compute`` in which the device waits for its memory.
-        communication: Gathers and reductions of one micro-step; they run beside the computation.
-        exposed: The time that ``communication`` adds to a micro-step: the part that nothing hides, and the
-            time by which it slows the computation beside it.
-        exchange: Exchanges of one micro-step between ranks that share rows or experts; nothing hides them.
-        offload: Copies of one micro-step between device and host, beside the computation: activations that
-            wait there, and with ``cpu_offload`` shards and gradients.
+        communication: Gathers and reductions of one micro-step, which overlap with the computation.
+        exposed: The time that ``communication`` adds to a micro-step: what the computation does not hide, and
+            the slowdown of the computation itself.
+        exchange: Exchanges of one micro-step between ranks that share rows or experts; they do not overlap.
+        offload: Copies of one micro-step between device and host, which overlap: offloaded activations, and
+            with ``cpu_offload`` shards and gradients.
         optimizer: Gradient norm and update.
         total: The whole step.
     """
@@ -94,8 +93,8 @@ class StepTime:
 def step_time(skeleton: Skeleton, setup: Setup, rates: Rates = RATES) -> StepTime:
     """Predict the seconds of one optimizer step: micro-steps, and the update.
 
-    A forward and a backward each take as long as the longer of computation and communication. Nothing hides
-    the gathers before the first block runs and the reductions after the backward's last block.
+    The forward and the backward each take the longest of computation (slowed by contention), communication
+    and host copies. The gathers before the first block and the reductions after the last are not hidden.
     """
     seen = trace(skeleton, setup)
     passes = _passes(skeleton, seen, setup, rates)
@@ -128,7 +127,7 @@ def step_time(skeleton: Skeleton, setup: Setup, rates: Rates = RATES) -> StepTim
 
 
 def _beside(compute: float, network: float, offload: float, rates: Rates) -> float:
-    """Seconds of a pass in which collectives and copies run beside the computation."""
+    """Seconds of a pass in which collectives and copies overlap with the computation."""
     return max(compute + rates.contention * min(compute, network), network, offload)
 
 
@@ -186,7 +185,7 @@ def _seconds(work: Workload, setup: Setup, rates: Rates) -> tuple[float, float]:
 
 
 def _width(setup: Setup) -> float:
-    """The rate of products as a share of that in 16 bits: about 1/8 in float32, half of that without TF32."""
+    """The rate of products relative to that in 16 bits: about 1/8 in float32 (TF32; half of it without)."""
     return 1.0 if setup.param_dtype.itemsize == 2 else 1 / 8
 
 
@@ -207,9 +206,9 @@ class _Collectives:
     """Seconds of a micro-step's collectives.
 
     Attributes:
-        forward: Collectives beside the forward.
-        backward: Collectives beside the backward.
-        alone: Collectives that run beside nothing.
+        forward: Collectives that overlap with the forward.
+        backward: Collectives that overlap with the backward.
+        alone: Collectives that overlap with nothing.
     """
 
     forward: float
@@ -249,12 +248,12 @@ def _network(skeleton: Skeleton, setup: Setup, rates: Rates, *, reduces: bool) -
 
 
 def _gathered(group: Group, setup: Setup, *, trained: bool | None = None) -> int:
-    """Elements of a group that a rank holds while it computes: whole parameters, of experts its own."""
+    """Elements of a group that are gathered on a rank: of the experts only its own."""
     return sum(part.elements(trained=trained) for part, _ in group.parts(setup.num_shards, setup.ep_size))
 
 
 def _received(group: Group, setup: Setup, *, trained: bool | None = None) -> float:
-    """The elements among them that come from other ranks."""
+    """Elements of ``_gathered`` that come from other ranks."""
     parts = group.parts(setup.num_shards, setup.ep_size)
     return sum(part.elements(trained=trained) * (over - 1) / over for part, over in parts)
 
@@ -317,7 +316,7 @@ def _update(skeleton: Skeleton, setup: Setup, rates: Rates) -> float:
     gpu = setup.gpu
     if not setup.cpu_offload:
         return trips * here / (gpu.memory_bytes_per_second * rates.memory)
-    # On the host the update is bound by the host's memory: 200 GB/s, which the ranks of a node share.
+    # On the host the update is bound by memory bandwidth: 200 GB/s, which the ranks of a node share.
     return trips * here * min(gpu.gpus_per_node, setup.num_gpus) / 200e9
 
 

@@ -1,12 +1,11 @@
 """One forward and backward on the meta device, in which one block of each kind takes part.
 
-Every other block hands its input on, so a trace costs a few blocks whatever the depth of the model. It says
-what each kind of block keeps and what it needs while it runs; ``replay`` puts a whole step together from
-that.
+All other blocks pass their input on, so a trace costs a few blocks however deep the model. It shows what each
+kind of block keeps and what it needs while it runs, from which ``replay`` builds a whole step.
 
-Tensors are told apart by the number that the ledger gives to their storage (see ledger.py). So "the block
-saved its input" means that autograd packed a tensor with the number of the input's storage, be it a view of
-it, and "the mask is kept by the blocks alone" means that its number is dead once the forward has ended.
+A tensor is identified by the number that the ledger gives to its storage (see ledger.py). So "the block saved
+its input" means that autograd packed the input or a view of it, and "the mask is kept by the blocks alone"
+means that its number is dead once the forward has ended.
 
 Bytes are read off the ledger at moments that hooks mark: before and after a block's forward, where the
 gradient of its output arrives, and where the gradient of its input has been computed.
@@ -44,15 +43,15 @@ class Footprint:
 
     Attributes:
         kept: Bytes that the forward adds to the activations: what it saves and its output, less its input if
-            nothing needs that any more.
+            that is no longer needed.
         forward_peak: Most bytes that the forward adds while it runs.
         unsaved_peak: The same where nothing is saved for a backward, as in a checkpointed block.
         again_peak: Most bytes that recomputation adds; it ends at the last tensor that the backward needs.
         saved: Bytes that the block's backward needs besides its input.
         backward_peak: Most bytes that the backward adds while it runs, gradients of parameters included.
         output: Bytes of the output.
-        saves_input: Whether the backward reads the block's input, apart from recomputation.
-        decisions: Bytes of what a router has chosen, which a checkpointed block keeps beside its input.
+        saves_input: Whether the backward itself, not only recomputation, reads the block's input.
+        decisions: Bytes of a router's choices, which a checkpointed block keeps with its input.
         exchanged: Bytes that the forward sends to the ranks that share its rows or experts.
         forward: Work of the forward.
         again: Work of the part of the forward that is repeated if the block is checkpointed.
@@ -110,11 +109,11 @@ class Trace:
 
 
 def trace(skeleton: Skeleton, setup: Setup) -> Trace:
-    """Trace a model under a setup; the answer to an equal question is remembered.
+    """Trace a model under a setup; results are cached.
 
     Raises:
         ValueError: If the model's forward depends on values, which meta tensors do not have.
-        UnsupportedModelError: If ranks are to share rows and the model does not allow it.
+        UnsupportedModelError: If ``cp > 1`` and the model cannot run on parts of rows.
     """
     question = _Question(
         micro_batch_size=setup.micro_batch_size,
@@ -134,7 +133,7 @@ def trace(skeleton: Skeleton, setup: Setup) -> Trace:
 
 @dataclass(frozen=True)
 class _Question:
-    """The fields of a setup that a trace depends on; what is not here needs no new trace."""
+    """The fields of a setup that a trace depends on."""
 
     micro_batch_size: int
     seq_length: int
@@ -150,7 +149,7 @@ class _Question:
 
 
 class _Identity:
-    """A skeleton that is equal only to itself, as a cache's key: equal configs share a skeleton already."""
+    """A skeleton as a cache key, compared by identity: equal configs share a skeleton already."""
 
     def __init__(self, skeleton: Skeleton) -> None:
         self.skeleton = skeleton
@@ -164,7 +163,7 @@ class _Identity:
 
 @functools.lru_cache(maxsize=128)
 def _trace(identity: _Identity, question: _Question) -> Trace:
-    """``trace`` for arguments that can be the key of a cache."""
+    """``trace`` for hashable arguments."""
     skeleton = identity.skeleton
     try:
         return _Run(skeleton, question).result()
@@ -253,8 +252,8 @@ class _Run:
             del output
         marks["after_forward"] = ledger.live
         for run in self.runs.values():
-            # What autograd has saved is alive by itself. A mask that is dead now would be kept by a
-            # checkpointed block alone.
+            # What autograd has saved is still alive. A mask that is dead now would only be kept by a
+            # checkpointed block.
             run.arguments = {n for n in run.arguments if not ledger.alive(n)}
             run.live["input_kept"] = int(ledger.alive(run.input))
         loss.backward()
@@ -282,7 +281,7 @@ class _Run:
         return self.question.cp == 1 and self.question.logits_dtype == self.model.dtype
 
     def _forward(self, inputs: dict[str, Any]) -> torch.Tensor:
-        """What the model returns: logits, or the loss where it is computed in the place of the head."""
+        """The model's output: logits, or the loss if that replaces the head."""
         inputs = {**inputs, "use_cache": False}
         if self.question.loss_impl == "logits":
             output: torch.Tensor = self.model(**inputs).logits
@@ -318,7 +317,7 @@ class _Run:
 
     @contextmanager
     def _instrumented(self) -> Iterator[None]:
-        """Within the block, one block of each kind is watched by hooks and the others hand their input on."""
+        """Context in which hooks watch one block of each kind, and the others pass their input on."""
         taking_part = {id(run.block) for run in self.runs.values()}
         silenced = [block for block in self.skeleton.blocks if id(block) not in taking_part]
         handles = []
@@ -337,7 +336,7 @@ class _Run:
                 block.__dict__.pop("forward", None)
 
     def _pass_on(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward of a block that takes no part: its input, in a tuple if blocks return tuples."""
+        """The forward of a silenced block: its input, in a tuple if blocks return tuples."""
         hidden = args[0] if args else kwargs["hidden_states"]
         return (hidden,) if self.marks.get("tuples") else hidden
 
@@ -349,8 +348,8 @@ class _Run:
         hidden = args[0] if args else kwargs["hidden_states"]
         if not hidden.requires_grad:
             hidden.requires_grad_()
-        # A view has a gradient of its own, and that gradient is the last thing that this block's backward
-        # computes. With the input itself, the hook would also wait for whatever else reads it.
+        # The gradient of a view is the last thing that this block's backward computes. On the input itself,
+        # the hook would also wait for whatever else reads it.
         hidden = hidden.view_as(hidden)
         hidden.register_hook(functools.partial(self._at_input_gradient, run))
         run.input = ledger.number(hidden)
@@ -406,7 +405,7 @@ class _Run:
         self.ledger.reset_peak()
 
     def _at_input_gradient(self, run: _BlockRun, grad: torch.Tensor) -> None:
-        """A block's backward has ended. Drop its parameters' gradients, which ``replay`` accounts for."""
+        """At the end of a block's backward: drop its parameters' gradients, which ``replay`` counts."""
         run.peak["backward"] = self.ledger.reset_peak()
         run.events["end"] = len(self.ledger.events)
         for parameter in run.block.parameters():

@@ -29,16 +29,15 @@ def work_of(events: Iterable[Event]) -> Workload:
 
 
 def fused_work(events: Iterable[Event], sizes: list[int], *, in_memory: set[int], apart: Any) -> Workload:
-    """The work of operations that are fused, except those that run ``apart``.
+    """The work of operations that are all fused, except those for which ``apart`` is true.
 
-    What fused operations hand to each other never reaches the memory. They read each tensor that lies in
-    memory once, and write it once.
+    Intermediates of fused operations never reach memory. A tensor in memory is read once and written once.
 
     Args:
         events: The events of the operations.
         sizes: Bytes by storage number.
-        in_memory: Numbers of the storages that lie in memory.
-        apart: Function from an operation to whether it is a kernel of its own.
+        in_memory: Numbers of the storages that are in memory.
+        apart: Predicate of an operation: whether it is a separate kernel.
     """
     alone: list[Event] = []
     read, written = set[int](), set[int]()

@@ -1,8 +1,8 @@
-"""Names a rank that dies, hangs or falls out of step on all ranks, where there would be a silent time-out.
+"""Report on all ranks which rank died, hangs or is out of step, instead of a silent time-out.
 
 A rank's heartbeat (beat.py) travels through the c10d store (exchange.py). Rules decide from the beats what is
-wrong (judge.py), a report says it in words (report.py), and a thread beside the training loop puts these
-together (watch.py).
+wrong (judge.py), a report says it in words (report.py), and a thread beside the training loop runs all this
+(watch.py).
 """
 
 from fsdp_sft.jobs.watchdog.watch import STALL_EXIT_CODE, Watchdog

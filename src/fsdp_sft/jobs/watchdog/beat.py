@@ -1,4 +1,4 @@
-"""The heartbeat: what one rank says about itself at one moment."""
+"""The heartbeat: the state of one rank at one moment."""
 
 import json
 import os
@@ -17,7 +17,7 @@ RUNNING, ENDED, FAILED = "running", "ended", "failed"
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _COLLECTIVES = os.path.join("torch", "distributed", "")
 _PACKAGE = Path(__file__).resolve().parents[2]
-# Files of this library whose functions wait for other ranks: their names say more than torch's inside them.
+# Files whose functions wait for other ranks: their names say more than those of torch's functions inside.
 _AGREEMENT = tuple(
     str(_PACKAGE / name)
     for name in ("_ranks/tree.py", "_ranks/agree.py", "attention/context_parallel/heads.py")
@@ -29,7 +29,7 @@ class Beat:
     """One heartbeat.
 
     Attributes:
-        rank: Rank that the beat is of.
+        rank: The rank.
         host: Host name.
         process: Identity of the rank's process.
         number: Number of the beat. If it stays the same, the process does not run.
@@ -42,10 +42,10 @@ class Beat:
         error: The exception of a failed rank.
         ticket: Place of this rank among those that failed: 1, 2, ...; 0 if it did not.
         where: Innermost place in the caller's own code, such as ``"train.py:33 in main"``.
-        collective: Name of the function that the main thread waits in, if that is a function of
-            torch.distributed or one by which ranks of this library agree; "" otherwise.
+        collective: Function of torch.distributed, or of this library's agreement between ranks, that the main
+            thread waits in; "" if it is in none.
         shapes: (first step, shape) for each of the latest changes of the batch's shape; () if none was given.
-        saw: (rank, state) of processes of the same machine that do not run.
+        saw: (rank, state) of processes on the same machine that do not run.
     """
 
     rank: int
@@ -65,12 +65,12 @@ class Beat:
     saw: tuple[tuple[int, str], ...] = ()
 
     def to_bytes(self) -> bytes:
-        """The beat as it goes through the store; a few hundred bytes."""
+        """The beat as stored; a few hundred bytes."""
         return json.dumps(list(vars(self).values()), separators=(",", ":")).encode()
 
     @classmethod
     def from_bytes(cls, value: bytes) -> "Beat":
-        """The beat that ``to_bytes`` was called on, with tuples where JSON has lists."""
+        """The inverse of ``to_bytes``."""
         beat = cls(*(_tuples(item) for item in json.loads(value)))
         return replace(beat, process=ProcessId(*beat.process))
 
@@ -81,8 +81,8 @@ def _tuples(value: Any) -> Any:
 
 def place_of_main_thread() -> tuple[str, str]:
     """(innermost place of the main thread in the user's own code, collective that it waits in or "")."""
-    # From the innermost frame outwards: first the frames of a collective, if it is in one, then those of
-    # libraries, then the first frame that is the user's.
+    # From the innermost frame outwards: the frames of a collective, if any, those of libraries, and the first
+    # one of the user's.
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     where = collective = ""
     while frame is not None:

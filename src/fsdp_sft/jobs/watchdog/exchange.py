@@ -1,8 +1,8 @@
-"""Heartbeats through the store, in a thread of its own: a store that does not answer blocks no other thread.
+"""Heartbeats through the store, in a separate thread: a store that does not answer blocks no other thread.
 
-A rank posts two things: a pulse of 32 bytes, which changes all the time, and its beat, of which most stays
-the same for long. A rank that watches fetches all pulses. It fetches a beat only when the pulse says that
-there is something new in it, or when a report is due.
+A rank posts a pulse of 32 bytes, which changes all the time, and its beat, most of which rarely changes. A
+rank that watches fetches all pulses, and a beat only if the pulse says that it has changed, or when a report
+is due.
 """
 
 import struct
@@ -26,8 +26,8 @@ class Exchange:
     """Posts this rank's beat and fetches those of others, once per interval; posts what is new in between.
 
     Args:
-        store: Any c10d store of the job. The exchange makes a connection of its own, since calls of one
-            client wait for each other.
+        store: Any c10d store of the job. The exchange opens another connection, since calls of one client
+            wait for each other.
         prefix: Prefix of all keys; the same on all ranks.
         rank: This rank.
         watched: Ranks whose beats are fetched.
@@ -40,10 +40,10 @@ class Exchange:
         answered: Time in ``time.monotonic()`` at which the last completed exchange began.
         verdict: The report that the job ends with, the same on all ranks that reach the store; "" so far.
         ticket: Place of this rank among those that failed, from 1; 0 if it did not.
-        first_failed: The last beat of the rank whose exception came first; None until this rank has asked.
+        first_failed: The last beat of the rank that failed first; None until this rank has asked.
         failed_for: Seconds since that exception, as far as the machines' clocks agree.
         num_left: Number of ranks that have left the loop; counted once this rank has left it.
-        error: The store's last error message; "" if its last answer was none.
+        error: The store's last error message; "" if it has answered since.
     """
 
     def __init__(
@@ -87,11 +87,11 @@ class Exchange:
         self._thread.start()
 
     def poke(self) -> None:
-        """Post this rank's beat soon, since there is something new in it."""
+        """Post this rank's beat soon, since it has changed."""
         self._wake.set()
 
     def leave(self) -> None:
-        """Count this rank as one that has left the loop; ``num_left`` says from now on how many have."""
+        """Count this rank as having left the loop; from now on ``num_left`` says how many have."""
         self._wants_to_leave = self._hurry = True
         self._wake.set()
 
@@ -115,7 +115,7 @@ class Exchange:
             time.sleep(0.01)
 
     def fetch_details(self, seconds: float) -> None:
-        """Fetch all beats anew, or give up after ``seconds``: a pulse does not say where its rank is."""
+        """Fetch all beats, or give up after ``seconds``: a pulse does not say where its rank is."""
         self._wants_details = True
         self.refresh(seconds)
 
@@ -149,7 +149,7 @@ class Exchange:
             time.sleep(_SHORTEST_PAUSE)
 
     def _post(self, full: bool) -> None:
-        """Post this rank's pulse, and its beat if that has something new or the exchange is ``full``."""
+        """Post this rank's pulse, and its beat if that has changed or the exchange is ``full``."""
         if self._store is None:
             self._store = self._given.clone()
             self._store.set_timeout(self._timeout)
@@ -170,7 +170,7 @@ class Exchange:
         self._store.set(self._key("pulse", self._rank), pulse)
 
     def _fetch(self) -> None:
-        """Fetch pulses, new beats, the verdict, and what has been asked about ranks that failed or left."""
+        """Fetch pulses, changed beats, the verdict, and what was asked about ranks that failed or left."""
         self._find_new()
         ranks = sorted(self._present)
         pulses = dict(zip(ranks, map(_PULSE.unpack, self._values("pulse", ranks)), strict=True))
@@ -181,13 +181,12 @@ class Exchange:
             beats[rank] = Beat.from_bytes(value)
         for rank, (number, progress, step, version) in pulses.items():
             self._versions[rank] = version
-            if number > beats[rank].number:  # otherwise the beat was posted after the pulse was fetched
+            if number > beats[rank].number:  # else the beat was posted after the pulse was fetched
                 known = None if step == _NO_STEP else step
                 beats[rank] = replace(beats[rank], number=number, progress=progress, step=known)
         self.beats = beats
         first = self._prefix + "first_failed"
-        # The beat of the rank that failed first is fetched each time: that rank may have found out more
-        # since.
+        # The beat of the rank that failed first is fetched each time, since it may have found out more.
         if self._wants_ticket and self._store.check([first]):
             rank, when = self._store.get(first).decode().split()
             self.first_failed = Beat.from_bytes(self._store.get(self._key("beat", int(rank))))
@@ -207,8 +206,8 @@ class Exchange:
 
     def _find_new(self) -> None:
         """Find watched ranks that have posted their first beat."""
-        # One question finds out whether all missing ranks are there. They are asked for one by one only if
-        # they are few, or at every fourth look: at the start of a large job most are missing.
+        # One query tells whether all missing ranks are there. They are queried one by one only if they are
+        # few, or at every fourth look: at the start of a large job most are missing.
         self._looks += 1
         if not self._missing:
             return
@@ -232,7 +231,7 @@ class Exchange:
 def _lasting(beat: Beat) -> Beat:
     """The part of a beat that must be posted when it changes.
 
-    The pulse carries number, progress and step; where the main thread is matters only for a report.
+    The pulse has number, progress and step; where the main thread is matters only for a report.
     """
     return replace(beat, number=0, progress=0, step=None, where="", collective="")
 

@@ -1,16 +1,16 @@
-"""The rules by which beats become a finding: which rank is dead, silent, absent, different or overdue.
+"""The rules that turn beats into a finding: which rank is dead, silent, absent, different or overdue.
 
-One rule a method, from the surest to the least sure:
+One rule per method, from the surest to the least sure:
 
-- **dead**: the process is gone from its machine, and the store has since shown no last word of it.
+- **dead**: the process is gone from its machine, and the store has since shown no final beat of it.
 - **absent**: the rank has posted no beat within ``timeout``: it never entered its watchdog.
 - **silent**: its beats stopped for ``timeout``: the process is stopped, or its host is gone.
 - **shape**: its batch differs in shape from that of most ranks, all of which have begun that step.
-- **overdue**: its beats go on, but its ``progress`` has stayed the same for longer than its limit. Ranks that
-  wait for a rank with a longer limit (it saves, say) are given that time too.
+- **overdue**: its beats continue, but its ``progress`` has stayed the same for longer than its limit. Ranks
+  that wait for a rank with a longer limit (it saves, say) get that time too.
 
-All moments are taken on this rank's own clock. A rank counts as silent from what the store has answered, not
-from what it has not: while the store itself is mute, no rank is judged by its silence.
+All times are on this rank's own clock. Silence is judged by what the store has answered: while the store
+itself does not answer, no rank counts as silent.
 """
 
 import math
@@ -36,14 +36,13 @@ class Finding:
 
 @dataclass
 class Stamps:
-    """Moments of one watched rank, in seconds on this rank's own clock; clocks of machines are not compared.
+    """Times of one watched rank, in seconds on this rank's own clock; clocks of machines are not compared.
 
     Attributes:
-        heard: Time at which the rank's beat last changed.
-        moved: Time at which its progress last changed.
-        counts: Time from which its limit counts: ``moved``, or later if another rank was allowed to take
-            longer.
-        dead: Time at which its process was first found to be gone; infinite if it is there.
+        heard: When the rank's beat last changed.
+        moved: When its progress last changed.
+        counts: When its limit began to count: ``moved``, or later if another rank was allowed to take longer.
+        dead: When its process was first found to be gone; infinite if it is there.
     """
 
     heard: float
@@ -59,9 +58,9 @@ class Judge:
         rank: This rank.
         watched: Ranks that are watched, this rank among them.
         thorough: Whether ``watched`` are all ranks. Only a rank that sees all can tell a rank that hangs from
-            one that waits for a rank with a longer limit. Other ranks only tell which rank is silent.
+            one that waits for a rank with a longer limit. Others find only dead, absent and silent ranks.
         timeout: Seconds after which a rank counts as absent or silent.
-        now: Present time in seconds, of any clock that does not jump.
+        now: Current time in seconds, of any clock that does not jump.
         lookouts: Ranks that watch all others.
     """
 
@@ -83,7 +82,7 @@ class Judge:
         self._known: dict[int, Beat] = {}
 
     def shift(self, seconds: float) -> None:
-        """Leave out a time in which this process itself did not run, and so could not see the others."""
+        """Exclude a time in which this process itself did not run, and so could not see the others."""
         for stamps in self.stamps.values():
             stamps.heard += seconds
             stamps.moved += seconds
@@ -96,9 +95,9 @@ class Judge:
 
         Args:
             beats: The latest beat of each watched rank that has begun; this rank's own is up to date.
-            now: Present time.
-            answered: Time at which the last question that the store has answered was asked. What others have
-                posted is known up to this time and no further.
+            now: Current time.
+            answered: Start of the last query that the store has answered. What others have posted is known up
+                to this time.
             states: State of each rank's process, as ``process_state`` gives it.
         """
         self._take_in(beats, now, states)
@@ -123,8 +122,8 @@ class Judge:
             dead = states.get(rank) == "dead" and beat.state == RUNNING
             stamps.dead = min(stamps.dead, now) if dead else math.inf
             self._known[rank] = beat
-        # While a rank is within a limit of its own that is longer (it saves), other ranks may wait for it:
-        # their limits begin to count when it is done.
+        # While a rank is within a longer limit (it saves, say), other ranks may wait for it: their limits
+        # begin to count when it is done.
         running = [b for b in beats.values() if b.state == RUNNING]
         allowed = [b.limit for b in running if now - self.stamps[b.rank].moved <= b.limit]
         longest = max(allowed, default=0.0)
@@ -134,8 +133,8 @@ class Judge:
 
     def _dead(self, running: Mapping[int, Beat], answered: float) -> tuple[int, ...]:
         """Ranks whose process is gone, although their last beat says that they run."""
-        # A rank that ends in order says so in its last beat, which may still be on its way. So wait for one
-        # reply of the store, asked for after the process disappeared.
+        # A rank that ends normally says so in its last beat, which may still be on its way. So wait for one
+        # reply of the store to a query made after the process disappeared.
         return tuple(r for r in running if r != self.rank and answered > self.stamps[r].dead)
 
     def _absent(self, beats: Mapping[int, Beat], answered: float) -> tuple[int, ...]:
@@ -145,15 +144,15 @@ class Judge:
 
     def _silent(self, running: Mapping[int, Beat], answered: float) -> tuple[int, ...]:
         """Ranks whose beats have stopped for longer than the time-out."""
-        # Compared with `answered` and not with the present: what the store has not been asked, nobody knows.
+        # Compared with `answered` and not with the current time: only the store knows of newer beats.
         others = [r for r in running if r != self.rank]
         return tuple(r for r in others if answered - self.stamps[r].heard > self.timeout)
 
     def _different(self, beats: Mapping[int, Beat]) -> tuple[int, ...]:
         """Ranks whose batch has another shape than that of most ranks in the same step."""
         differing = differing_shapes(beats) if self.thorough and len(beats) == len(self.stamps) else {}
-        # Which shape most ranks have is known once all of them have begun the step. A rank that never begins
-        # it becomes overdue.
+        # The majority is known once all ranks have begun the step. A rank that never begins it becomes
+        # overdue.
         steps = [b.step if b.step is not None else -1 for b in beats.values()]
         return tuple(rank for rank, (step, _) in differing.items() if step <= min(steps))
 
@@ -161,8 +160,8 @@ class Judge:
         self, beats: Mapping[int, Beat], running: Mapping[int, Beat], now: float, answered: float
     ) -> tuple[int, ...]:
         """Ranks that have made no progress for longer than their limit."""
-        # A rank without a store, or whose lookouts have all left, judges itself alone. Other ranks that do
-        # not see all ranks judge nobody: that is the lookouts' business.
+        # A rank without a store, or whose lookouts have all left, judges itself alone. Otherwise only
+        # lookouts, which see all ranks, judge.
         lost = now - answered > self.timeout
         unwatched = lost or (not self.thorough and self._lookouts_are_gone(beats, answered))
         if not (self.thorough or unwatched):
@@ -172,7 +171,7 @@ class Judge:
         return tuple(r for r, b in judged.items() if times[r] - self.stamps[r].counts > b.limit)
 
     def _lookouts_are_gone(self, beats: Mapping[int, Beat], answered: float) -> bool:
-        """Whether all lookouts have left the loop, with an exception or without, and no longer watch."""
+        """Whether all lookouts have left the loop, with or without an exception, and no longer watch."""
         return bool(self.lookouts) and all(
             r in beats and beats[r].state != RUNNING and answered - self.stamps[r].heard > self.timeout
             for r in self.lookouts

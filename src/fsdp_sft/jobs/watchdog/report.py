@@ -18,9 +18,9 @@ class Report:
 
     Args:
         beats: The latest beat of each rank.
-        stamps: Moments at which each rank was last heard of and moved.
+        stamps: Times at which each rank was last heard of and moved.
         states: State of each process that does not run: ``"dead"`` or ``"stopped"``.
-        now: Present time on the clock of ``stamps``.
+        now: Current time on the clock of ``stamps``.
         timeout: Seconds without a beat after which a rank is called silent.
     """
 
@@ -36,8 +36,7 @@ class Report:
         self.beats, self.stamps, self.states = beats, stamps, states
         self.now, self.timeout = now, timeout
         self.shapes = differing_shapes(beats)
-        # The last beat of a rank that does not run may be older than its last step, so it does not count
-        # here.
+        # The last beat of a rank that does not run may be older than its last step, so it is left out.
         runs = [b for r, b in beats.items() if not (b.state == RUNNING and self._is_silent(r))]
         steps = Counter(b.step for b in runs if b.step is not None)
         self.usual = steps.most_common(1)[0][0] if steps else None
@@ -48,7 +47,7 @@ class Report:
         self.spread = sorted(steps)
 
     def text(self, finding: Finding) -> str:
-        """Several lines: the finding, one for each rank that stands out, and one for each group of others."""
+        """The finding, a line for each rank that stands out, and a line for each group of others."""
         odd = {rank: self.oddity(rank) for rank in self.stamps}
         lines = [self.heading(finding)]
         order = sorted((r for r in odd if odd[r]), key=lambda r: (not self._is_silent(r), r))
@@ -123,11 +122,11 @@ class Report:
         return f" (host {beat.host}, process {beat.process.pid})" if beat else ""
 
     def _out_of_step(self, beat: Beat) -> str:
-        """Words for how many steps a rank is ahead of the others or behind them; "" if it is neither."""
+        """How many steps a rank is ahead of the others or behind them, in words; "" if it is neither."""
         if beat.step is None or self.usual is None or len(self.spread) < 2:
             return ""
-        # Without a majority, ranks in the last step are compared with the first of the steps, and others with
-        # the last: two ranks that are a step apart are "ahead" and "behind".
+        # Without a majority, ranks in the last step are compared with the first step, and others with the
+        # last: of two ranks in neighbouring steps one is "ahead" and one "behind".
         reference = self.usual if not self.is_tie else _other_end(self.spread, beat.step)
         ahead = beat.step - reference
         if ahead == 0:
@@ -135,9 +134,8 @@ class Report:
         return f"is {abs(ahead)} step{'s' * (abs(ahead) > 1)} {'ahead' if ahead > 0 else 'behind'}"
 
     def _not_waiting(self, beat: Beat) -> str:
-        """Words for a rank that is overdue outside of a collective while others wait in one; or ""."""
-        # The ranks that wait for this one may become overdue a little before this one does, hence half a
-        # limit.
+        """Words for a rank that is overdue outside a collective while others wait in one; else ""."""
+        # Ranks that wait for this one may become overdue a little earlier, hence half a limit.
         late = self.now - self.stamps[beat.rank].counts > beat.limit / 2
         others = any(b.collective for r, b in self.beats.items() if r != beat.rank)
         return "hangs outside of a collective" if late and others and not beat.collective else ""

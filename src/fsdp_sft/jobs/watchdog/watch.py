@@ -1,4 +1,4 @@
-"""The watchdog: what a loop tells it, and the thread that looks at the ranks."""
+"""The watchdog: its interface to the training loop, and the thread that watches the ranks."""
 
 import math
 import os
@@ -33,11 +33,11 @@ _uses = count()  # watchdogs entered by this process; all ranks enter them in th
 
 
 class Watchdog:
-    """Names the rank that a job hangs on, on all ranks, and ends the job.
+    """Reports on all ranks which rank a job hangs on, and ends the job.
 
     A collective that one rank does not enter leaves the others waiting in C++ until the group's time-out, and
     no exception reaches them there. So a thread of each rank posts heartbeats to the store over which the
-    process group was made, and looks at those of other ranks. It uses no collective.
+    process group was made, and reads those of other ranks. It uses no collective.
 
     A report is due when
 
@@ -49,21 +49,21 @@ class Watchdog:
     - batches differ in a shape that was given to ``step``.
 
     Then every rank that still runs writes the same report to stderr: rank, host, process, step, phase and
-    place of each rank that stands out, what the others do, and the stack of its own main thread. It exits
-    with ``STALL_EXIT_CODE``, whatever its main thread waits in. All this takes ``timeout`` and at most four
+    place of each rank that stands out, and what the others do; then the stack of its own main thread. It
+    exits with ``STALL_EXIT_CODE``, whatever its main thread waits in. This takes ``timeout`` and at most four
     intervals; a process that is gone is found by ranks of its own machine within three intervals.
 
-    A rank that comes to the end of the block waits there until all ranks have left the loop, as long as the
-    others make progress. A rank that leaves with an exception does not wait. It is reported only once another
-    rank has waited for it for too long, and its exception gets a note that says which rank failed or died
-    first. If the store cannot be reached (it lives in rank 0 or in torchrun's agent), each rank judges by its
-    own progress alone, and reports where the store was and what it heard last.
+    A rank that reaches the end of the block waits there until all ranks have left the loop, as long as the
+    others make progress. A rank that leaves with an exception does not wait: it is reported only once another
+    rank has waited for it for too long, and a note on its exception says which rank failed or died first. If
+    the store (in rank 0 or torchrun's agent) cannot be reached, each rank judges by its own progress alone,
+    and reports where the store was and what it heard last.
 
     A single process only watches its own progress.
 
     Args:
-        timeout: Seconds that a step may take on any rank, including what comes between two calls of ``step``:
-            more than the longest step, less than the time-out of the process group.
+        timeout: Seconds that may pass between two calls of ``step`` on any rank: more than the longest step,
+            less than the time-out of the process group.
         interval: Seconds between two heartbeats; None takes a tenth of ``timeout``, at most 5.
 
     Raises:
@@ -146,7 +146,7 @@ class Watchdog:
             self._exchange.close(min(self.timeout, 2.0))
 
     def step(self, step: int, *, shape: Sequence[int] | None = None) -> None:
-        """Say that the loop begins ``step``.
+        """Report that the loop begins ``step``.
 
         Args:
             step: Number of the step; the same on all ranks for steps that belong together.
@@ -167,9 +167,9 @@ class Watchdog:
 
     @contextmanager
     def phase(self, name: str, *, timeout: float | None = None) -> Iterator[None]:
-        """Give what the block does a name in reports, and a limit of its own.
+        """Name what the block does in reports, and give it another limit.
 
-        While a rank is in a phase with a longer limit than others have, these may wait for it that long.
+        While a rank is in a phase with a longer limit, the other ranks may wait for it that long.
 
         Args:
             name: Name of the phase, such as ``"save"``.
@@ -190,7 +190,7 @@ class Watchdog:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Let the block take any time; whether the process runs is still watched."""
+        """Let the block take any time, as long as the process runs."""
         with self.phase("paused", timeout=math.inf):
             yield
 
@@ -254,8 +254,7 @@ class Watchdog:
         ticked = time.monotonic()
         while not self._left.wait(self.interval):
             now = time.monotonic()
-            # Woken far too late: this process itself was stopped or got no processor, and saw nobody
-            # meanwhile.
+            # Woken far too late: this process was stopped or got no processor, and saw nobody meanwhile.
             if now - ticked > 3 * self.interval + 1 and self._judge is not None:
                 self._judge.shift(now - ticked)
             ticked = now
@@ -284,16 +283,16 @@ class Watchdog:
         return self._exchange.propose(text, 2 * self.interval + 1) if self._exchange is not None else text
 
     def _states(self, beats: dict[int, Beat]) -> dict[int, str]:
-        """The processes that do not run, as far as this rank or another one can see."""
+        """State of each process that does not run, as far as this rank or another one can see."""
         own = {r: process_state(b.process) for r, b in beats.items() if b.state == RUNNING}
         self._saw = {r: state for r, state in own.items() if state in ("dead", "stopped")}
-        # Of a rank that has ended its part others may still say that it is gone.
+        # Left out are ranks that have left the loop: others may still report their processes as gone.
         ended = {r for r, b in beats.items() if b.state != RUNNING}
         told = {r: state for b in beats.values() for r, state in b.saw if not own.get(r) and r not in ended}
         return {**told, **self._saw}
 
     def _text(self, finding: Finding, beats: dict[int, Beat], states: dict[int, str], now: float) -> str:
-        """The report about a finding, with a word on the store if that does not answer."""
+        """The report about a finding, which mentions the store if that does not answer."""
         assert self._judge is not None
         report = Report(beats, self._judge.stamps, states, now=now, timeout=self.timeout)
         text = report.text(finding)
@@ -331,13 +330,10 @@ class Watchdog:
         while self._exchange.verdict or not (
             self._exchange.num_left == self._world_size or self._exchange.error
         ):
-            time.sleep(0.02)  # where there is a verdict, this goes on until the other thread ends the process
+            time.sleep(0.02)  # with a verdict, until the other thread ends the process
 
     def _explain(self, error: Exception) -> None:
-        """Add a note to an exception that says which rank failed or died first.
-
-        What reaches a rank is often only that it has lost a peer.
-        """
+        """Note on an exception which rank failed or died first: often it only says that a peer was lost."""
         if self._exchange is None or self._judge is None:
             return
         self._exchange.fail(min(self.interval, 2.0))
@@ -349,8 +345,8 @@ class Watchdog:
             told = beats if first is None else {**beats, first.rank: first}
             now = time.monotonic()
             gone = {r: gone.get(r, now) for r, state in self._states(told).items() if state == "dead"}
-            # A rank that fails posts that before its process ends. So it has died only if the store, asked
-            # after its end, still has the beat of a rank that runs.
+            # A rank that fails posts that before its process ends. So it died only if the store, queried
+            # after its end, still has a running beat of it.
             answered = math.inf if self._exchange.error or now > deadline else self._exchange.answered
             dead = [r for r, seen in gone.items() if seen <= answered]
             # The rank that failed first may itself have lost a peer, and needs a moment to find out which.

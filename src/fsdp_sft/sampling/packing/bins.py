@@ -11,7 +11,7 @@ def pack_lengths(lengths: Iterable[int], capacity: int) -> list[list[int]]:
     """Put rows into packs of ``capacity`` tokens by best fit decreasing, which needs few packs.
 
     From the longest to the shortest, each row goes into the fullest pack that has room for it. That needs at
-    most 11/9 of the fewest packs possible, plus one; packs of chat data are 99 % full or more. The result
+    most 11/9 of the fewest packs possible, plus four; packs of chat data are 99 % full or more. The result
     depends on the arguments alone.
 
     Args:
