@@ -101,7 +101,9 @@ def _rank(rank: int, world_size: int, port: int, folder: str) -> None:
         note("watchdog, 20 looks", lambda: time.sleep(10))
     note("load", lambda: fs.load_checkpoint(folder, model=model, optimizer=optimizer))
     torch.save(found, f"{folder}/found-{rank}")
-    dist.barrier()
+    agree.all_gather_objects(None)
+    if rank == 0:
+        time.sleep(2)  # the store of the group ends with this process, and the others may still need it
     dist.destroy_process_group()
 
 
