@@ -383,6 +383,7 @@ def test_every_private_name_is_watched() -> None:
         "hooked_while_gathered",
         "replaced_parameters",
         "is_broken_off",
+        "has_begun",
         "forget_held_back",
         "_held_parameters",
         "forget_unscaled",

@@ -4,16 +4,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
 
 import fsdp_sft as fs
 from fsdp_sft.shard import units
 from fsdp_sft.shard.embeddings import own_vocabulary
 from tests.harness.device import device_here, mesh_here
-from tests.harness.models import tiny_model, windows_of_rank
+from tests.harness.models import full, largest_error, tiny_model, windows_of_rank
 from tests.harness.ranks import run_distributed
 
 UNTIED = ("llama", "mixtral")
@@ -108,10 +110,74 @@ def _reshard() -> None:
         assert all(isinstance(p, DTensor) for p in model.parameters())
 
 
+def _past_the_root() -> None:
+    """A part that is called before the model is refused, and the model is as it was."""
+    model = _sharded("llama")
+    batch = windows_of_rank(1, device_here())[0][0]
+    for part, given in (("model.embed_tokens", batch["input_ids"]), ("lm_head", torch.ones(1, 32))):
+        with pytest.raises(fs.UnsupportedModelError, match=f"{part} was called before .*: call the model"):
+            model.get_submodule(part)(given)
+    with pytest.raises(fs.UnsupportedModelError, match=r"model.embed_tokens was called before"):
+        model.model(batch["input_ids"])
+    expected = model(**batch).logits
+    hidden = model(**batch, output_hidden_states=True).hidden_states
+    assert torch.equal(model.get_input_embeddings()(batch["input_ids"]), hidden[0])
+    assert torch.equal(model.lm_head(hidden[-1]), expected)
+
+
+def _loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def _head_again(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    output = model(input_ids=ids, output_hidden_states=True)
+    return _loss(output.logits, ids) + _loss(model.lm_head(output.hidden_states[-1] / 2), ids)
+
+
+def _embedded_outside(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    embedded = model.get_input_embeddings()(ids)
+    return _loss(model(inputs_embeds=embedded).logits, ids) + _loss(model(input_ids=ids).logits, ids)
+
+
+def _embedded_after(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    output = model(input_ids=ids, output_hidden_states=True)
+    apart = model.get_input_embeddings()(ids) - output.hidden_states[-1]
+    return _loss(output.logits, ids) + apart.square().mean()
+
+
+def _two_forwards(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    return _loss(model(input_ids=ids).logits, ids) + _loss(model(input_ids=ids.flip(1)).logits, ids)
+
+
+def _loops_of_ones_own() -> None:
+    """Loops that call parts of the model by themselves, beside one process."""
+    rank = dist.get_rank()
+    for loop in (_head_again, _embedded_outside, _embedded_after, _two_forwards):
+        model, plain = tiny_model("llama"), tiny_model("llama").to(device_here())
+        fs.shard_model(model, mesh=mesh_here(), mp_policy=MixedPrecisionPolicy())
+        for step in range(2):
+            ids = torch.randint(3, 90, (4, 9), generator=torch.Generator().manual_seed(step)).to(
+                device_here()
+            )
+            with torch.no_grad():
+                model(input_ids=ids[:1])
+            model.reshard()
+            loop(model, ids[2 * rank : 2 * rank + 2]).backward()
+            for half in ids.split(2):
+                (loop(plain, half) / 2).backward()
+            gradients = {name: full(p.grad) for name, p in model.named_parameters()}
+            expected = {name: p.grad.cpu() for name, p in plain.named_parameters()}
+            assert largest_error(gradients, expected) < 1e-5, (loop.__name__, step)
+            model.zero_grad()
+            plain.zero_grad()
+
+
 def test_numbers_are_those_of_the_roots_group_with_fewer_gathers() -> None:
     run_distributed(_compare, 2)
     run_distributed(_count_gathers, 2)
     run_distributed(_reshard, 2)
+    run_distributed(_past_the_root, 2)
+    run_distributed(_loops_of_ones_own, 2)
 
 
 class _UsesWeight(nn.Module):

@@ -22,6 +22,20 @@ MISTAKES: list[Mistake] = [
         ("tests/shard/test_embeddings.py",),
     ),
     Mistake(
+        "an embedding that is called before the model becomes a root",
+        "shard/embeddings.py",
+        "    if not has_begun(module):\n",
+        "    if False:\n",
+        ("tests/shard/test_embeddings.py",),
+    ),
+    Mistake(
+        "reshard() of the root leaves the head gathered",
+        "shard/embeddings.py",
+        "if module is self or hasattr(module, _BESIDE_ROOT):",
+        "if module is self:",
+        ("tests/shard/test_embeddings.py",),
+    ),
+    Mistake(
         "a head whose weight is used without a call is not gathered for it",
         "shard/embeddings.py",
         "return module if alone and _is_only_called(model, module) else None",

@@ -46,6 +46,14 @@ def keep_trained_flags(module: Any) -> None:
             parameter.sharded_param.requires_grad_(shown.requires_grad)
 
 
+def has_begun(module: Any) -> bool:
+    """Whether FSDP2 knows the root of a sharded module, as it does from the root's first forward on.
+
+    It notes that in ``_is_root`` of the module's private state alone.
+    """
+    return module._get_fsdp_state()._is_root is not None
+
+
 def is_broken_off(model: nn.Module) -> bool:
     """Whether an error has left FSDP2's ``_training_state`` in a forward or backward: it reshards nothing."""
     return any(state._training_state.name != "IDLE" for state in _states_within(model))

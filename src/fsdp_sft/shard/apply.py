@@ -25,7 +25,7 @@ from fsdp_sft._tensors.boxes import check_ranks_ascend
 from fsdp_sft.errors import UnsupportedModelError, WrappedModelError, abridged
 from fsdp_sft.sac import check_now
 from fsdp_sft.shard.describe import name_uneven
-from fsdp_sft.shard.embeddings import reshard_with_root
+from fsdp_sft.shard.embeddings import follow_root
 from fsdp_sft.shard.expert_parallel import check_placeable_experts, place_experts
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ def shard_model(
         # peft's generate calls the base model, and so bypasses the root, which gathers its parameters.
         register_fsdp_forward_method(model, "generate")
     set_prefetch(list(chosen.values()), prefetch)
-    reshard_with_root(model)
+    follow_root(model)
     if mesh.get_rank() == 0:
         name_uneven(model, mesh.size(mesh.ndim - 1))
     remember_mesh(model, given)

@@ -16,6 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_sft._compat.fsdp import has_begun
+from fsdp_sft.errors import UnsupportedModelError
+
 _BESIDE_ROOT = "_fsdp_sft_beside_root"  # attribute of a module whose group would be a part of the root's
 
 
@@ -58,17 +61,22 @@ def needs_weight_in_backward(embedding: nn.Module) -> bool:
 
 
 def note_beside_root(module: nn.Module) -> None:
-    """Mark an embedding or a head in its own group, for ``reshard_with_root``."""
+    """Mark an embedding or a head in its own group, for ``follow_root``."""
     setattr(module, _BESIDE_ROOT, True)
 
 
-def reshard_with_root(model: nn.Module) -> None:
-    """Let ``model.reshard()`` free embedding and head too, as if they were in the root's group.
+def follow_root(model: nn.Module) -> None:
+    """Let embedding and head follow the root, as if they were in its group.
 
-    torch's method frees the group of one module only. After a forward without a backward, embedding and head
-    are gathered like the root, and ``zero_grad`` would miss the gradients of their shards.
+    ``model.reshard()`` frees them too: torch's method frees the group of one module only, and after a forward
+    without a backward ``zero_grad`` would miss the gradients of their shards. And they are not called before
+    the model's first forward: FSDP2 would take them for roots, and refuse the model from then on.
     """
-    if any(hasattr(module, _BESIDE_ROOT) for module in model.modules()):
+    beside = {name: module for name, module in model.named_modules() if hasattr(module, _BESIDE_ROOT)}
+    for name, module in beside.items():
+        # Before FSDP2's own hook, which gathers.
+        module.register_forward_pre_hook(functools.partial(_refuse_before_root, name), prepend=True)
+    if beside:
         setattr(model, "reshard", types.MethodType(_reshard, model))  # noqa: B010  it is no attribute of nn.Module
 
 
@@ -77,6 +85,14 @@ def _reshard(self: Any) -> None:
     for module in self.modules():
         if module is self or hasattr(module, _BESIDE_ROOT):
             type(module).reshard(module)
+
+
+def _refuse_before_root(name: str, module: nn.Module, _args: Any) -> None:
+    if not has_begun(module):
+        raise UnsupportedModelError(
+            f"{name} was called before the sharded model that it is a part of, and FSDP2 gathers weights "
+            "from the model's forward on: call the model; for hidden states, with output_hidden_states=True"
+        )
 
 
 def free_early(embedding: Any) -> None:
