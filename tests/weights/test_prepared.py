@@ -111,6 +111,10 @@ def _refusals(root: str) -> None:
     assert half != path
     with pytest.raises(fs.CheckpointMismatchError, match=r"prepared in torch.float32, not torch.bfloat16"):
         fs.load_prepared(path, mesh=mesh, master_dtype=torch.bfloat16)
+    with pytest.raises(fs.CheckpointFormatError, match="is a prepared base already: load_prepared reads it"):
+        fs.prepare_base(path, f"{root}/cache", mesh=mesh)
+    with pytest.raises(fs.CheckpointFormatError, match="is a prepared base, which has no variant='fp16'"):
+        fs.load_weights(fs.shard_model(fs.build_meta_model(path), mesh=mesh), path, variant="fp16")
     with pytest.raises(fs.CheckpointNotFoundError, match="prepare_base makes one"):
         fs.load_prepared(f"{root}/nothing", mesh=mesh)
     fs.save_checkpoint(f"{root}/steps", 1, model=fs.load_prepared(path, mesh=mesh), train_state={"a": 1})

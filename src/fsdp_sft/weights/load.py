@@ -101,6 +101,8 @@ def load_weights(
     with agreed("planning the load"):
         refuse_initialised_from_base(model)
         prepared = prepared_at(folder)
+        if prepared is not None and variant is not None:
+            raise CheckpointFormatError(f"{folder} is a prepared base, which has no variant={variant!r}")
     if prepared is not None:
         manifest = open_prepared(prepared, verify=True)
         return load_prepared_base(model, prepared, manifest, check_finite=check_finite, started=started)

@@ -22,7 +22,12 @@ from fsdp_sft._tensors.lock import Lock, claim_on
 from fsdp_sft.dcp_io.content import FolderContent, describe_mesh
 from fsdp_sft.dcp_io.folder import write_folder
 from fsdp_sft.dcp_io.verify import verify_folder
-from fsdp_sft.errors import CheckpointMismatchError, CheckpointNotFoundError, UnstorableStateError
+from fsdp_sft.errors import (
+    CheckpointFormatError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    UnstorableStateError,
+)
 from fsdp_sft.sac import Ratio
 from fsdp_sft.shard.apply import shard_model
 from fsdp_sft.weights import load_weights
@@ -106,6 +111,8 @@ def prepare_base(
     )
     target: Path | None = None
     with agreed(f"looking for a prepared {name_or_path}"):
+        if prepared_at(source) is not None:
+            raise CheckpointFormatError(f"{source} is a prepared base already: load_prepared reads it")
         if this_rank() == 0:
             digest = source_digest(
                 source, master_dtype, missing, trust_remote_code, allow_pickle, check_finite
