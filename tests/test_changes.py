@@ -149,7 +149,7 @@ def test_a_change_of_some_logits_that_no_look_at_the_model_sees(ids: slice) -> N
     _step(model, batches)
     assert fs.prepare_loss(model) == "chunked"
     is_on[0] = True
-    with pytest.raises(fs.NotFusedError, match="the model no longer makes"):
+    with pytest.raises(fs.ModelLossError, match="the model no longer makes"):
         _step(model, batches)
 
 

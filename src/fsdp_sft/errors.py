@@ -8,38 +8,23 @@ range raise plain ``TypeError`` and ``ValueError``.
       CheckpointError (RuntimeError)      reading or writing files of a model failed
         CheckpointCorruptError              damaged: use another copy
         CheckpointMismatchError             intact, but of another model or optimizer
-        CheckpointExistsError (FileExistsError)  a checkpoint of that step exists
+        CheckpointExistsError (FileExistsError)  something exists where a checkpoint or an export is to go
         CheckpointInUseError                another job saves below the same root
         CheckpointNotFoundError (FileNotFoundError)  no checkpoint at that place
         UnstorableStateError (TypeError, ValueError)  state that a checkpoint could not restore
-        CheckpointFormatError (ValueError)  a Hugging Face checkpoint that cannot be loaded
-          MissingKeysError                  parameters without values in the checkpoint
-          UnexpectedKeysError               tensors in the checkpoint for which the model has no place
-          NonFiniteWeightsError             NaN or infinity in a parameter
-        UnfilledTensorsError                part of a model would be left without a value
-      AdapterError (ValueError)           adapters that cannot be added, merged, or kept when a base is loaded
-      ExportExistsError (FileExistsError) something exists where an export is to go
-      VocabularyError (ValueError, IndexError)  ids without a row, or rows that cannot be added
-      SafetensorsError (ValueError)       not the safetensors format
-      ChatTemplateError (ValueError)      the trained part of a chat cannot be determined
-        DroppedTextError                  the template does not print a text of an answer
-      MediaError (ValueError)             a row with an image, a video or a sound, where text is encoded
-      TooLongError (ValueError)           a row over max_length that may not be truncated
-      UnsupportedModelError (ValueError)  a model with which this function cannot work
+        CheckpointFormatError (ValueError)  files of Hugging Face's formats that cannot be read or written
+      RowError (ValueError)               a row that cannot be encoded as asked
+        ChatTemplateError                   the trained part of a chat cannot be determined
+      UnsupportedModelError (TypeError, ValueError)  a model with which this function cannot work
+      ModelLossError (ValueError)         a loss that cannot be computed as asked
       PackingError (ValueError)           packed rows would see each other
       BatchError (ValueError)             batches that cannot be trained on, or not by these ranks together
-      ModelLossError (ValueError)         a model's own loss is not the loss that is computed here
-      NotFusedError (ValueError)          the loss needs the logits
-      WrappedModelError (TypeError)       a wrapper around the model that hides its ranks or gradients
       OptimizerError (TypeError, ValueError)  optimizers or schedulers with which no step can be taken
       NonFiniteGradientError (FloatingPointError)  NaN or infinity in the gradient norm
-      NoBlocksError (ValueError)          no transformer blocks found
-      NotRecomputedError (RuntimeError)   a block chosen for checkpointing runs outside of its checkpoint
       HostMemoryError (MemoryError)       the host has no room for what would be offloaded to it
       NoPlanError (ValueError)            no plan fits into the memory
       LostRankError (RuntimeError)        another rank has died or does not answer
-      CallMismatchError (RuntimeError)    ranks are in different calls
-      RemoteRankError (RuntimeError)      another rank failed with an error that cannot be sent
+      RemoteRankError (RuntimeError)      another rank failed, or is in a different call
 """
 
 from collections.abc import Iterable
@@ -53,7 +38,7 @@ class FsdpSftError(Exception):
         ...     fs.encode_chat(rows[0], tokenizer, max_length=4, truncation="error")
         ... except fs.FsdpSftError as error:
         ...     print(type(error).__name__)
-        TooLongError
+        RowError
     """
 
 
@@ -66,11 +51,11 @@ class CheckpointCorruptError(CheckpointError):
 
 
 class CheckpointMismatchError(CheckpointError):
-    """The files are intact, but belong to another model or optimizer than the one to load into."""
+    """The files are intact, but belong to another model or optimizer, or leave a tensor without values."""
 
 
 class CheckpointExistsError(CheckpointError, FileExistsError):
-    """An intact checkpoint of that step exists already; it is never overwritten."""
+    """Something exists where a checkpoint or an export is to be written; it is never overwritten unasked."""
 
 
 class CheckpointInUseError(CheckpointError):
@@ -86,59 +71,53 @@ class UnstorableStateError(CheckpointError, TypeError, ValueError):
 
 
 class CheckpointFormatError(CheckpointError, ValueError):
-    """A Hugging Face checkpoint is damaged, unsafe, or does not fit the model."""
+    """A Hugging Face checkpoint or a safetensors file is damaged, unsafe, or does not fit the model.
+
+    Attributes:
+        missing: Names of the model's parameters and buffers for which the checkpoint has no values.
+        unexpected: Names of the checkpoint's tensors for which the model has no place.
+    """
+
+    def __init__(self, *args: object, missing: Iterable[str] = (), unexpected: Iterable[str] = ()) -> None:
+        super().__init__(*args)
+        self.missing = tuple(missing)
+        self.unexpected = tuple(unexpected)
 
 
-class MissingKeysError(CheckpointFormatError):
-    """The model has parameters or buffers for which the checkpoint has no values."""
+class RowError(FsdpSftError, ValueError):
+    """A row cannot be encoded as asked: it is too long, has an image, or its template does not show enough.
+
+    Attributes:
+        reason: The name under which `filter_rows` counts such a row: "malformed", "media", "too_long", and
+            for a `ChatTemplateError` "refused_by_template" or "dropped_text".
+    """
+
+    reason: str
+
+    def __init__(self, *args: object, reason: str = "malformed") -> None:
+        super().__init__(*args)
+        self.reason = reason
 
 
-class UnexpectedKeysError(CheckpointFormatError):
-    """The checkpoint has tensors for which the model has no place."""
-
-
-class NonFiniteWeightsError(CheckpointFormatError):
-    """A parameter's values in the checkpoint include NaN or infinity."""
-
-
-class UnfilledTensorsError(CheckpointError):
-    """Nothing defines the values of some parameters or buffers, which would keep what was in memory."""
-
-
-class AdapterError(FsdpSftError, ValueError):
-    """Adapters cannot be added to a model, merged or told apart from it, or would not fit a new base."""
-
-
-class ExportExistsError(FsdpSftError, FileExistsError):
-    """An export cannot be written, because something exists at its place."""
-
-
-class VocabularyError(FsdpSftError, ValueError, IndexError):
-    """A batch has ids for which the model has no row, or a vocabulary cannot be given more rows."""
-
-
-class SafetensorsError(FsdpSftError, ValueError):
-    """A file is not a valid safetensors file, or a tensor cannot be stored in one."""
-
-
-class ChatTemplateError(FsdpSftError, ValueError):
+class ChatTemplateError(RowError):
     """The trained part of a conversation cannot be determined with certainty with this chat template."""
 
-
-class MediaError(FsdpSftError, ValueError):
-    """A row has an image, a video or a sound, where text alone is encoded; the message names its keys."""
-
-
-class TooLongError(FsdpSftError, ValueError):
-    """A row has more than ``max_length`` tokens and may not be truncated."""
+    def __init__(self, *args: object, reason: str = "refused_by_template") -> None:
+        super().__init__(*args, reason=reason)
 
 
-class DroppedTextError(ChatTemplateError):
-    """The chat template does not print a text of an answer that is to be trained."""
+def row_error(text: str, reason: str) -> RowError:
+    """The error of a row for a reason, of the class that goes with it."""
+    of_template = reason in ("refused_by_template", "dropped_text")
+    return ChatTemplateError(text, reason=reason) if of_template else RowError(text, reason=reason)
 
 
-class UnsupportedModelError(FsdpSftError, ValueError):
-    """The model lacks something that a function needs; the message says what, and what to do instead."""
+class UnsupportedModelError(FsdpSftError, TypeError, ValueError):
+    """A function cannot work with this model; the message says why, and what to do instead.
+
+    The model lacks something, has no blocks or adapters that are told apart from it, or is in a wrapper that
+    hides its ranks or gradients.
+    """
 
 
 class PackingError(FsdpSftError, ValueError):
@@ -150,15 +129,11 @@ class BatchError(FsdpSftError, ValueError):
 
 
 class ModelLossError(FsdpSftError, ValueError):
-    """A model's own loss is not the cross entropy, or a ``loss_fn`` is no sum; the message says which."""
+    """A loss cannot be computed as asked.
 
-
-class NotFusedError(FsdpSftError, ValueError):
-    """The loss of a model cannot be computed without its logits; the message says why."""
-
-
-class WrappedModelError(FsdpSftError, TypeError):
-    """The model is in a wrapper that hides its ranks or gradients; the message names the wrapper."""
+    A model's own loss is not the cross entropy, a ``loss_fn`` is no sum, or ``impl="chunked"`` is asked of a
+    model whose loss needs its logits; the message says which.
+    """
 
 
 class OptimizerError(FsdpSftError, TypeError, ValueError):
@@ -167,14 +142,6 @@ class OptimizerError(FsdpSftError, TypeError, ValueError):
 
 class NonFiniteGradientError(FsdpSftError, FloatingPointError):
     """The gradient norm is NaN or infinite; parameters and optimizer are as they were before the step."""
-
-
-class NoBlocksError(FsdpSftError, ValueError):
-    """No module of the model matches as a transformer block."""
-
-
-class NotRecomputedError(FsdpSftError, RuntimeError):
-    """A block that ``apply_sac`` has chosen does not run through its checkpoint in the model's forward."""
 
 
 class HostMemoryError(FsdpSftError, MemoryError):
@@ -189,12 +156,11 @@ class LostRankError(FsdpSftError, RuntimeError):
     """Another rank has died, or has not answered within the time-out: end the job and start it again."""
 
 
-class CallMismatchError(FsdpSftError, RuntimeError):
-    """Ranks are in different calls, as where one of them alone saves; the message says in which."""
-
-
 class RemoteRankError(FsdpSftError, RuntimeError):
-    """Another rank failed with an error of a class that is not sent, so the message has its text."""
+    """Another rank is in a different call, as where it alone saves, or failed with an error that is not sent.
+
+    The message names both calls, or has the error's text.
+    """
 
 
 def abridged(items: Iterable[str], separator: str = ", ", most: int = 8) -> str:

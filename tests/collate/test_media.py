@@ -57,14 +57,14 @@ ROWS: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("shape", ROWS)
 def test_a_row_with_more_than_text_is_refused_by_name(shape: str) -> None:
     row, words = ROWS[shape]
-    with pytest.raises(fs.MediaError, match=words):
+    with pytest.raises(fs.RowError, match=words):
         fs.encode_chat(row, TOKENIZER)
     rows = [{"messages": CHAT}, row]
     kept, counts = fs.filter_rows(rows, TOKENIZER, max_length=200, on_error="count")
     assert (kept, dict(counts)) == (rows[:1], {"kept": 1, "media": 1})
-    with pytest.raises(fs.MediaError, match="row 0: "):
+    with pytest.raises(fs.RowError, match="row 0: "):
         fs.filter_rows([row], TOKENIZER, max_length=200)
-    with pytest.raises(fs.MediaError, match=words):
+    with pytest.raises(fs.RowError, match=words):
         fs.SFTCollator(TOKENIZER, max_length=200)([row])
 
 

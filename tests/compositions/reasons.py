@@ -39,7 +39,7 @@ def _is(draw: Draw, **options: str | tuple[str, ...]) -> bool:
 REASONS: tuple[Reason, ...] = (
     Reason(
         "adapters that begin from the base weights, before there are any",
-        "AdapterError",
+        "UnsupportedModelError",
         r"can only be initialised|cannot be initialised|initialised from",
         lambda draw: _is(
             draw,
@@ -51,7 +51,7 @@ REASONS: tuple[Reason, ...] = (
     ),
     Reason(
         "adapters for experts, before there are weights",
-        "AdapterError",
+        "UnsupportedModelError",
         r"adapters go to linear layers|base weights cannot be told apart",
         lambda draw: (
             draw["adapters"] != "none"
@@ -62,7 +62,7 @@ REASONS: tuple[Reason, ...] = (
     ),
     Reason(
         "adapters that peft put into a model without weights",
-        "UnfilledTensorsError",
+        "CheckpointMismatchError",
         r"lora_",
         lambda draw: draw["adapters"] != "none" and _is(draw, start="meta") and draw["adapted by"] == "peft",
         ("adapters", "start", "adapted by"),
@@ -70,7 +70,7 @@ REASONS: tuple[Reason, ...] = (
     ),
     Reason(
         "a chunked loss of a head that says more than its weight",
-        "NotFusedError",
+        "ModelLossError",
         r"cannot be computed by impl='chunked'",
         lambda draw: _is(draw, loss="chunked", twist="hook on the head"),
         ("loss", "twist"),
@@ -78,7 +78,7 @@ REASONS: tuple[Reason, ...] = (
     ),
     Reason(
         "trained tokens and adapters of experts, merged into an export",
-        "AdapterError",
+        "UnsupportedModelError",
         r"whose base weights cannot be told apart here",
         lambda draw: (
             draw["export"] != "no"

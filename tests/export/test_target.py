@@ -43,7 +43,9 @@ def test_a_busy_folder_is_found_before_training(tmp_path: Path) -> None:
     assert fs.check_export(out) == out
     assert not out.exists()
     _busy(out)
-    with pytest.raises(fs.ExportExistsError, match=r"not an empty folder; choose another.*overwrite=True"):
+    with pytest.raises(
+        fs.CheckpointExistsError, match=r"not an empty folder; choose another.*overwrite=True"
+    ):
         fs.check_export(out)
     assert fs.check_export(out, overwrite=True) == out
     (tmp_path / "file").write_text("mine")

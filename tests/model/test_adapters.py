@@ -406,7 +406,7 @@ def _merged(root: str) -> list[str]:
         lambda: fs.train_step(model, batches, optimizer),
         lambda: (fs.evaluate(model, batches), fs.train_step(model, batches, optimizer)),
     ):
-        with pytest.raises(fs.AdapterError) as caught:
+        with pytest.raises(fs.UnsupportedModelError) as caught:
             call()
         told.append(str(caught.value))
     model.unmerge_adapter()

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import fsdp_sft as fs
-from fsdp_sft._model.blocks import NoBlocksError
+from fsdp_sft._model.blocks import UnsupportedModelError
 from tests.harness.models import tiny_model
 
 # Where the trunk is more, or something else, than config.num_hidden_layers says.
@@ -163,9 +163,11 @@ def test_containers_that_are_never_called_are_no_blocks() -> None:
 
 def test_finding_nothing_lists_what_was_seen() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
-    with pytest.raises(NoBlocksError, match=r"block_cls=.*Linear x2"):
+    with pytest.raises(UnsupportedModelError, match=r"block_cls=.*Linear x2"):
         fs.find_blocks(model)
-    with pytest.raises(NoBlocksError, match=r"\['LlamaLayer'\] in LlamaForCausalLM.*LlamaDecoderLayer x3"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"\['LlamaLayer'\] in LlamaForCausalLM.*LlamaDecoderLayer x3"
+    ):
         fs.find_blocks(tiny_model("llama"), block_cls="LlamaLayer")
-    with pytest.raises(NoBlocksError, match="at least 1000000000 parameters"):
+    with pytest.raises(UnsupportedModelError, match="at least 1000000000 parameters"):
         fs.find_blocks(tiny_model("llama"), min_params=10**9)

@@ -36,12 +36,12 @@ def _refused_on_all_ranks(kind: str) -> None:
     rank = torch.distributed.get_rank()
     for key, value in WRONG:
         batch = _batch(key, value) if rank == 1 else ragged_batches(1)[0]
-        with pytest.raises(fs.VocabularyError, match=rf"{key} has {value} \(row 0, position 2\).*0 to 100"):
+        with pytest.raises(fs.BatchError, match=rf"{key} has {value} \(row 0, position 2\).*0 to 100"):
             fs.train_step(model, [ragged_batches(1)[0], batch], optimizer)
-        with pytest.raises(fs.VocabularyError, match=f"{key} has {value}"):
+        with pytest.raises(fs.BatchError, match=f"{key} has {value}"):
             fs.evaluate(model, [batch])
         if key == "input_ids":
-            with pytest.raises(fs.VocabularyError, match=f"{key} has {value}"):
+            with pytest.raises(fs.BatchError, match=f"{key} has {value}"):
                 list(fs.windows([batch], 1, vocab_size=VOCAB))
     for old, new in zip(before, model.parameters(), strict=True):
         same = old == new
@@ -89,7 +89,7 @@ def test_a_loss_of_ones_own_has_labels_of_its_own() -> None:
         "count_fn": lambda batch: 1,
     }
     fs.train_step(model, [_batch("labels", -1)], optimizer, **options)
-    with pytest.raises(fs.VocabularyError, match="input_ids has 101"):
+    with pytest.raises(fs.BatchError, match="input_ids has 101"):
         fs.train_step(model, [_batch()], optimizer, **options)
 
 
@@ -98,10 +98,10 @@ def test_ids_of_images_may_lie_beyond_the_rows() -> None:
     model = tiny_model("llama")
     model.config.image_token_id = VOCAB + 3
     vocabulary_of(model).check_ids(_batch(value=VOCAB + 3))
-    with pytest.raises(fs.VocabularyError):
+    with pytest.raises(fs.BatchError):
         vocabulary_of(model).check_ids(_batch(value=VOCAB + 2))
     model.config.image_token_id, model.config.eos_token_id = None, VOCAB + 3
-    with pytest.raises(fs.VocabularyError):
+    with pytest.raises(fs.BatchError):
         vocabulary_of(model).check_ids(_batch(value=VOCAB + 3))
 
 
@@ -115,7 +115,7 @@ def test_the_collator_refuses_earlier() -> None:
     rows = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}, {"input_ids": [1, 7], "labels": [1, 7]}]
     assert fs.SFTCollator(_tokenizer(), max_length=8, vocab_size=8)(rows)["input_ids"].shape == (2, 3)
     collate = fs.SFTCollator(_tokenizer(), max_length=8, vocab_size=7)
-    with pytest.raises(fs.VocabularyError, match=r"input_ids has 7 \(position 1\).*0 to 6"):
+    with pytest.raises(fs.BatchError, match=r"input_ids has 7 \(position 1\).*0 to 6"):
         collate(rows)
     for size in (0, True, 1.5):
         with pytest.raises(ValueError, match="vocab_size"):
@@ -126,8 +126,7 @@ def test_windows_take_the_collators_number() -> None:
     class Loader(list[Any]):
         collate_fn = fs.SFTCollator(_tokenizer(), max_length=8, vocab_size=VOCAB)
 
-    with pytest.raises(fs.VocabularyError, match="input_ids has 101"):
+    with pytest.raises(fs.BatchError, match="input_ids has 101"):
         list(fs.windows(Loader([_batch()]), 1))
     with pytest.raises(ValueError, match="vocab_size must be"):
         fs.windows([], 1, vocab_size=0)
-    assert issubclass(fs.VocabularyError, IndexError)  # what torch raises on a CPU

@@ -168,11 +168,11 @@ def _check_refused() -> None:
     }
     for named, model in cases.items():
         for number, call in enumerate(_calls(model)):
-            with pytest.raises(fs.WrappedModelError, match=named):
+            with pytest.raises(fs.UnsupportedModelError, match=named):
                 call()
                 raise AssertionError(f"call {number} of {named}")
     both = DistributedDataParallel(tiny_model("llama"))
-    with pytest.raises(fs.WrappedModelError, match="already"):
+    with pytest.raises(fs.UnsupportedModelError, match="already"):
         fs.shard_model(both, mesh=mesh_here())
 
 

@@ -60,7 +60,7 @@ def test_a_warning_outside_of_the_library_is_of_its_line() -> None:
 def _check_different_calls() -> None:
     model = fs.shard_model(tiny_model("llama"), mesh=mesh_here())
     batch = ragged_batches(1)[0]
-    with pytest.raises(fs.CallMismatchError, match=rf"train_step \({HERE}:\d+\).*evaluate \({HERE}:\d+\)"):
+    with pytest.raises(fs.RemoteRankError, match=rf"train_step \({HERE}:\d+\).*evaluate \({HERE}:\d+\)"):
         if dist.get_rank() == 0:
             fs.train_step(model, [batch], torch.optim.SGD(model.parameters(), lr=0.1))
         else:

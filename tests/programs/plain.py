@@ -64,7 +64,7 @@ class Plain(User):
         name, *args = step
         if name in ("save", "load"):
             nothing = name == "load" and not self.saves
-            return Refusal(("AdapterError",) if "merged" in self.on and not nothing else ())
+            return Refusal(("UnsupportedModelError",) if "merged" in self.on and not nothing else ())
         if name == "evaluate":
             return self._of_loss(args[0])
         if name not in ("train", "fail", "stray"):
@@ -83,7 +83,7 @@ class Plain(User):
         return Refusal(tuple(found), is_sure)
 
     def _of_training(self, loss: str) -> list[str]:
-        found = ["AdapterError"] if "merged" in self.on else []
+        found = ["UnsupportedModelError"] if "merged" in self.on else []
         are_freed = (
             self.program.settings["shards"] == "freed"
         )  # parameters that stay gathered are plain tensors

@@ -123,7 +123,7 @@ def test_a_block_whose_parts_run_outside_of_its_checkpoint_is_an_error(compiled:
         model.train()
         for _ in range(2):
             with pytest.raises(
-                fs.NotRecomputedError, match=r"trunk.0 \(Block\) was chosen by apply_sac, but .*'up'"
+                fs.UnsupportedModelError, match=r"trunk.0 \(Block\) was chosen by apply_sac, but .*'up'"
             ):
                 model(x)
         fs.remove_sac(model)
@@ -133,7 +133,7 @@ def test_a_block_whose_parts_run_outside_of_its_checkpoint_is_an_error(compiled:
     llama.gradient_checkpointing_disable()
     if not checkpoints_its_forward(llama.model.layers[0]):
         return  # the block's forward was replaced, and has no flag
-    with pytest.raises(fs.NotRecomputedError, match=r"model.layers.0 .* chosen by apply_sac.*'self_attn'"):
+    with pytest.raises(fs.UnsupportedModelError, match=r"model.layers.0 .* chosen by apply_sac.*'self_attn'"):
         _llama_loss(llama)
     fs.apply_sac(llama, save="o_proj")
     _llama_loss(llama).backward()
@@ -155,7 +155,7 @@ def test_parts_that_run_where_they_may_are_no_error() -> None:
     for one in (model, clone):
         one(torch.ones(3, 8)).sum().backward()
         one.shared(torch.ones(3, 8))
-    with pytest.raises(fs.NotRecomputedError, match=r"trunk.3 "):
+    with pytest.raises(fs.UnsupportedModelError, match=r"trunk.3 "):
         model.trunk[3].up(torch.ones(3, 8))
     llama = tiny_model("llama")
     fs.apply_sac(llama, 1)

@@ -30,7 +30,7 @@ def _changed_head() -> str:
     changes = context.rank == 1  # it alone sees it, and all have to say it
     messages = []
     for call in (lambda: fs.train_step(model, window, optimizer), lambda: fs.evaluate(model, window)):
-        with pytest.raises(fs.NotFusedError) as caught:
+        with pytest.raises(fs.ModelLossError) as caught:
             call()
         messages.append(str(caught.value))
     after = [full(p).detach().cpu() for p in model.parameters()]

@@ -72,7 +72,7 @@ def test_what_the_reference_implementation_writes_is_read(tmp_path: Path) -> Non
         buffer = bytearray(entry.num_bytes)
         st.read_at(fd, entry.start, memoryview(buffer))
         assert memoryview(buffer) == st.bytes_of(tensor), name
-    with pytest.raises(st.SafetensorsError, match="too early"):
+    with pytest.raises(st.CheckpointFormatError, match="too early"):
         st.read_at(fd, header.file_bytes - 1, memoryview(bytearray(2)))
     os.close(fd)
 
@@ -108,7 +108,7 @@ ENTRY: dict[str, Any] = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 )
 def test_a_header_that_lies_is_refused(header: Any, size: int, message: str) -> None:
     text = json.dumps(header).encode()
-    with pytest.raises(st.SafetensorsError, match=message):
+    with pytest.raises(st.CheckpointFormatError, match=message):
         st.parse_header(text, len(text) + 8 + size)
 
 
@@ -127,7 +127,7 @@ def test_a_header_that_lies_is_refused(header: Any, size: int, message: str) -> 
 )
 def test_a_file_that_is_no_safetensors_is_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(content)
-    with pytest.raises(st.SafetensorsError):
+    with pytest.raises(st.CheckpointFormatError):
         _header_of(tmp_path / "a")
 
 
@@ -137,14 +137,14 @@ def test_links_and_special_files_are_not_opened(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(OSError):
         st.open_file(tmp_path / "link")
-    with pytest.raises(st.SafetensorsError, match="regular"):
+    with pytest.raises(st.CheckpointFormatError, match="regular"):
         st.open_file(tmp_path / "pipe")
     with pytest.raises(FileExistsError):
         st.create(tmp_path / "a", {})
 
 
 def test_what_cannot_be_stored_is_named() -> None:
-    with pytest.raises(st.SafetensorsError, match="complex128"):
+    with pytest.raises(st.CheckpointFormatError, match="complex128"):
         st.encode_header({"a": (torch.complex128, [1])})
-    with pytest.raises(st.SafetensorsError, match="__metadata__"):
+    with pytest.raises(st.CheckpointFormatError, match="__metadata__"):
         st.encode_header({"__metadata__": (torch.float32, [1])})

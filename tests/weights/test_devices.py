@@ -132,7 +132,7 @@ def _load_what_is_not_finite(folders: dict[str, Path]) -> dict[str, str]:
         try:
             fs.load_pretrained(folder, mesh=fs.build_mesh())
             messages[name] = "loaded"
-        except fs.NonFiniteWeightsError as error:
+        except fs.CheckpointFormatError as error:
             messages[name] = str(error)
     return messages
 

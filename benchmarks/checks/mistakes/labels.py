@@ -7,7 +7,7 @@ LABELS = '"labels": self._pad([chat.labels for chat in chats], length, IGNORE_IN
 MISTAKES = [
     Mistake(
         "an answer that another tool would leave out is trained",
-        "collate/rows.py",
+        "collate/messages.py",
         "        total *= value is not False\n",
         "",
         ("tests/collate/test_rows.py",),

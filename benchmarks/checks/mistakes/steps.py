@@ -9,8 +9,8 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "adapters that are merged are trained or saved once more",
         "_model/adapters.py",
-        "    if merged:\n        raise AdapterError(",
-        "    if False:\n        raise AdapterError(",
+        "    if merged:\n        raise UnsupportedModelError(",
+        "    if False:\n        raise UnsupportedModelError(",
         ("tests/model/test_adapters.py",),
     ),
     Mistake(

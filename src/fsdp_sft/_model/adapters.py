@@ -16,7 +16,7 @@ from fsdp_sft._model.named import named_tensors
 from fsdp_sft._model.wrappers import unwrapped
 from fsdp_sft._process.generators import unmoved
 from fsdp_sft._tensors.boxes import local_of
-from fsdp_sft.errors import AdapterError, abridged
+from fsdp_sft.errors import UnsupportedModelError, abridged
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
@@ -43,7 +43,7 @@ def add_adapters(model: nn.Module, peft_config: "PeftConfig", *, seed: int = 0) 
 
     Raises:
         ImportError: If peft is not installed.
-        AdapterError: If an adapter on the meta device can only be initialised from the base weights.
+        UnsupportedModelError: If an adapter on the meta device can only be initialised from the base weights.
 
     Memory: The adapters, on the CPU if the base model is on the meta device.
 
@@ -92,7 +92,7 @@ def without_adapters(model: nn.Module, *, trained: bool = False) -> Iterator[nn.
             they were copied.
 
     Raises:
-        AdapterError: For adapters that wrap no layer that could replace them.
+        UnsupportedModelError: For adapters that wrap no layer that could replace them.
     """
     if "peft" not in sys.modules:
         yield model
@@ -115,7 +115,7 @@ def adapted_layers(model: nn.Module) -> dict[str, Any]:
     """The layers with adapters by their FQNs in the base model; empty if there are none.
 
     Raises:
-        AdapterError: For prompt tuning and the like, which cannot become part of the base model's weights.
+        UnsupportedModelError: For prompt tuning and the like, which cannot become part of the base's weights.
     """
     if "peft" not in sys.modules:
         return {}
@@ -124,7 +124,7 @@ def adapted_layers(model: nn.Module) -> dict[str, Any]:
     if not isinstance(model, PeftModel):
         return _tuner_layers(model)
     if model.active_peft_config.is_prompt_learning:
-        raise AdapterError(
+        raise UnsupportedModelError(
             f"{model.active_peft_config.peft_type} trains tokens beside the model and cannot be merged into "
             "its weights; export_adapter writes them in peft's format"
         )
@@ -135,13 +135,13 @@ def refuse_initialised_from_base(model: nn.Module) -> None:
     """Refuse adapters that depend on the base weights they were made with, before others are loaded.
 
     Raises:
-        AdapterError: For adapters that were initialised from the base weights (DoRA, PiSSA, ...).
+        UnsupportedModelError: For adapters that were initialised from the base weights (DoRA, PiSSA, ...).
     """
     configs: Any = getattr(model, "peft_config", None) if _tuner_layers(model) else None
     for name, config in configs.items() if isinstance(configs, Mapping) else ():
         how = _initialised_from_base(config)
         if how is not None:
-            raise AdapterError(
+            raise UnsupportedModelError(
                 f"adapter {name!r} was initialised from the base weights that it had ({how}), and would not "
                 "fit those that are loaded now: load the base model first, with from_pretrained, and then "
                 "call add_adapters"
@@ -208,11 +208,11 @@ def refuse_merged(model: nn.Module, doing: str) -> None:
         doing: What is refused, for the message.
 
     Raises:
-        AdapterError: If adapters are merged.
+        UnsupportedModelError: If adapters are merged.
     """
     merged = [fqn for fqn, layer in _tuner_layers(model).items() if getattr(layer, "merged", False)]
     if merged:
-        raise AdapterError(
+        raise UnsupportedModelError(
             f"{doing} while adapters are merged into their base layers ({abridged(merged)}): these hold the "
             "sum, in which the adapters would count twice, or be taken off what is loaded. Call "
             "model.unmerge_adapter() before; export_hf writes a merged model by itself"
@@ -253,7 +253,7 @@ def _inside(fqn: str, wrapper: Any, trained: bool) -> nn.Module:
         layer = wrapper.get_base_layer()
         if layer is wrapper.base_layer:
             return cast(nn.Module, layer)
-    raise AdapterError(
+    raise UnsupportedModelError(
         f"{fqn} is a {type(wrapper).__name__} of peft, whose base weights cannot be told apart here; load "
         "the base model with from_pretrained, and export with export_adapter"
     )
@@ -282,14 +282,14 @@ def _initialised_from_base(peft_config: Any) -> str | None:
 
 
 def _refuse_unless_initialised_alone(peft_config: Any) -> None:
-    """Raise AdapterError if adapters are initialised from base weights."""
+    """Raise UnsupportedModelError if adapters are initialised from base weights."""
     from peft import LoraConfig
 
     variant = _initialised_from_base(peft_config)
     if not isinstance(peft_config, LoraConfig):
         variant = type(peft_config).__name__
     if variant is not None:
-        raise AdapterError(
+        raise UnsupportedModelError(
             f"{variant} cannot be initialised on the meta device, without the base weights: take a "
             "LoraConfig with init_lora_weights=True or 'gaussian', or load the base model with "
             "from_pretrained"
@@ -305,7 +305,7 @@ def _initialise(fqn: str, layer: Any, peft_config: Any) -> None:
     empty = [name for name, p in layer.named_parameters() if p.is_meta and id(p) not in base]
     strange = [name for name in empty if not name.startswith(("lora_A.", "lora_B."))]
     if strange:
-        raise AdapterError(
+        raise UnsupportedModelError(
             f"{fqn} is on the meta device, where {', '.join(strange)} cannot be initialised: adapters go to "
             "linear layers there; load the base model with from_pretrained for others"
         )

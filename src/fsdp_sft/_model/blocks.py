@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from fsdp_sft.errors import NoBlocksError
+from fsdp_sft.errors import UnsupportedModelError
 
 # A module list with a smaller share than this of the largest list's parameters holds no blocks (Gemma3n has a
 # list of three projection matrices beside its 35 layers).
@@ -44,7 +44,7 @@ def find_blocks(
         Blocks by FQN, in the order of registration, which is forward order in transformers.
 
     Raises:
-        NoBlocksError: If nothing matches; the message lists the classes that the model has.
+        UnsupportedModelError: If nothing matches; the message lists the classes that the model has.
         ValueError: If both arguments are given, or ``min_params`` is not positive.
 
     Example:
@@ -67,7 +67,7 @@ def find_blocks(
         blocks = _by_module_list(model)
         wanted = "in a repeated module list"
     if not blocks:
-        raise NoBlocksError(
+        raise UnsupportedModelError(
             f"no block {wanted} in {type(model).__name__}; name the class with block_cls=. "
             f"Seen: {_summary(model)}"
         )

@@ -17,7 +17,7 @@ from fsdp_sft._model.record import kept_of, record_of
 from fsdp_sft._model.wrappers import replicas_of, replicated_by, unwrapped
 from fsdp_sft._ranks.agree import world_size
 from fsdp_sft._ranks.mesh import EP, PP
-from fsdp_sft.errors import UnsupportedModelError, WrappedModelError, abridged
+from fsdp_sft.errors import UnsupportedModelError, abridged
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -60,8 +60,8 @@ def mesh_of(model: torch.nn.Module) -> "DeviceMesh | None":
     DistributedDataParallel, a mesh of one axis over the ranks of the process group.
 
     Raises:
-        WrappedModelError: If the model is in a wrapper whose ranks cannot be determined.
-        UnsupportedModelError: If the model is split into stages of a pipeline.
+        UnsupportedModelError: If the model is in a wrapper whose ranks cannot be determined, or is split into
+            stages of a pipeline.
     """
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
@@ -88,7 +88,7 @@ def mesh_of(model: torch.nn.Module) -> "DeviceMesh | None":
         return mesh
     replicas = replicas_of(model)
     if mesh is not None and replicas is not None:
-        raise WrappedModelError(
+        raise UnsupportedModelError(
             f"{type(unwrapped(model)).__name__} has sharded parameters inside DistributedDataParallel: ranks "
             "of two kinds, which cannot be told apart; shard on build_mesh(dp_replicate=...)"
         )
@@ -110,8 +110,8 @@ def reshard(model: torch.nn.Module) -> None:
     reads or writes parameters calls this first. What a failed forward or backward has left is dropped.
 
     Raises:
-        WrappedModelError: If the model is in a wrapper that hides its parameters.
-        UnsupportedModelError: If parameters were replaced since the first forward.
+        UnsupportedModelError: If the model is in a wrapper that hides its parameters, or parameters were
+            replaced since the first forward.
     """
     from torch.distributed.fsdp import FSDPModule
 

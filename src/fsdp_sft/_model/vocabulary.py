@@ -11,7 +11,7 @@ from torch import nn
 
 from fsdp_sft._model.wrappers import unwrapped
 from fsdp_sft._ranks.agree import this_rank
-from fsdp_sft.errors import VocabularyError, abridged
+from fsdp_sft.errors import BatchError, abridged
 
 # Names in a config of ids for images and the like, which a multimodal model replaces before it looks up
 # embeddings.
@@ -42,7 +42,7 @@ class Vocabulary:
         """Refuse ``input_ids`` for which the embedding has no row.
 
         Raises:
-            VocabularyError: For the first such id; the message names it, its place and the ids that exist.
+            BatchError: For the first such id; the message names it, its place and the ids that exist.
         """
         ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
         if self.embedding is not None:
@@ -52,7 +52,7 @@ class Vocabulary:
         """Refuse labels that are neither ``ignored`` nor the index of one of the head's rows.
 
         Raises:
-            VocabularyError: For the first such label; the message names it, its place and the ids that exist.
+            BatchError: For the first such label; the message names it, its place and the ids that exist.
         """
         for key in keys if self.head is not None and isinstance(batch, Mapping) else ():
             _check(key, batch.get(key), self.head or 0, self.owner, lambda: {ignored})
@@ -77,7 +77,7 @@ def check_row(ids: Any, vocab_size: int) -> None:
     """Refuse a row of plain integers with an id outside a vocabulary.
 
     Raises:
-        VocabularyError: For the first such id; the message names it and its place.
+        BatchError: For the first such id; the message names it and its place.
     """
     if len(ids) and not 0 <= min(ids) <= max(ids) < vocab_size:
         _check("input_ids", torch.tensor(list(ids), dtype=torch.int64), vocab_size, "the model", set)
@@ -146,7 +146,7 @@ def _placeholders(config: Any) -> set[int]:
 
 
 def _check(name: str, ids: Any, rows: int, owner: str, allowed: Callable[[], Collection[int]]) -> None:
-    """Raise VocabularyError for the first id that is neither a row nor allowed."""
+    """Raise BatchError for the first id that is neither a row nor allowed."""
     if not isinstance(ids, torch.Tensor) or ids.dtype not in _INTEGERS or not ids.numel():
         return
     outside = (ids < 0) | (ids >= rows)
@@ -163,7 +163,7 @@ def _check(name: str, ids: Any, rows: int, owner: str, allowed: Callable[[], Col
         if name == "input_ids"
         else "a label is an id, or -100 where nothing is trained; for another one pass loss_fn and count_fn"
     )
-    raise VocabularyError(
+    raise BatchError(
         f"{name} has {int(ids[tuple(place)])} ({where}), and {owner} has rows for the ids 0 to {rows - 1}: "
         f"{advice}"
     )

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_sft._compat.fsdp import composable_api_of
-from fsdp_sft.errors import WrappedModelError
+from fsdp_sft.errors import UnsupportedModelError
 
 # Class name of a refused wrapper, and the reason.
 _REFUSED = {
@@ -56,18 +56,20 @@ def replicas_of(model: nn.Module) -> dist.ProcessGroup | None:
     """Ranks over which DistributedDataParallel averages the gradients; None for a model without it.
 
     Raises:
-        WrappedModelError: If a wrapper, at any depth, hides its ranks or what it does to gradients.
+        UnsupportedModelError: If a wrapper, at any depth, hides its ranks or what it does to gradients.
     """
     around = replicated_by(model)
     for name, module in model.named_modules():
         cls = next((c.__name__ for c in type(module).__mro__ if c.__name__ in _REFUSED), None)
         place = f"{type(model).__name__}{f' (at {name})' if name else ''}"
         if cls is not None:
-            raise WrappedModelError(f"{place} is wrapped by {cls}: {_REFUSED[cls]}; {_WAY_OUT}")
+            raise UnsupportedModelError(f"{place} is wrapped by {cls}: {_REFUSED[cls]}; {_WAY_OUT}")
         if composable_api_of(module) == "replicate":
-            raise WrappedModelError(f"{place} is replicated by replicate(), which cannot be seen; {_WAY_OUT}")
+            raise UnsupportedModelError(
+                f"{place} is replicated by replicate(), which cannot be seen; {_WAY_OUT}"
+            )
         if isinstance(module, DistributedDataParallel) and module is not around:
-            raise WrappedModelError(
+            raise UnsupportedModelError(
                 f"only a part of {place} is wrapped by DistributedDataParallel: ranks would average some "
                 f"gradients and not others; {_WAY_OUT}"
             )

@@ -26,7 +26,7 @@ from fsdp_sft._process.callers import outermost_call
 from fsdp_sft._process.limits import says_too_many_files, too_many_files
 from fsdp_sft._ranks.message import pack, portable, revived, unpack
 from fsdp_sft._ranks.tree import Call, Combine, Tree
-from fsdp_sft.errors import CallMismatchError, LostRankError, abridged
+from fsdp_sft.errors import LostRankError, RemoteRankError, abridged
 
 T = TypeVar("T")
 A = TypeVar("A")
@@ -115,7 +115,7 @@ def answered() -> Iterator[None]:
     """
     try:
         yield
-    except CallMismatchError:
+    except RemoteRankError:
         raise
     except RuntimeError as error:  # gloo's errors have no type of their own
         detail = _said_by_gloo(error)
@@ -308,10 +308,11 @@ def raise_first(error: Exception | None, phase: str) -> None:
     try:
         if _reduced([when], min)[0] == math.inf:
             return
-        _raise_earliest(all_gather_objects(_verdict(error, when)), error, phase)
-    except (LostRankError, CallMismatchError) as broken:
+        verdicts = all_gather_objects(_verdict(error, when))
+    except (LostRankError, RemoteRankError) as broken:
         _note_own(error, broken, phase)
         raise
+    _raise_earliest(verdicts, error, phase)
 
 
 def through_rank_0(phase: str, own: Callable[[], A], decide: Callable[[list[A]], T]) -> T:
@@ -360,7 +361,7 @@ def through_rank_0(phase: str, own: Callable[[], A], decide: Callable[[list[A]],
     mine = mine if error is None else pack((_verdict(error, when), None))
     try:
         verdicts, answer = unpack(_around("decide", _frame(mine), operator.add, judge))
-    except (LostRankError, CallMismatchError) as broken:
+    except (LostRankError, RemoteRankError) as broken:
         _note_own(error, broken, phase)
         raise
     _raise_earliest(verdicts, error or deciding, phase)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from fsdp_sft.errors import CallMismatchError
+from fsdp_sft.errors import RemoteRankError
 
 Combine = Callable[[bytes, bytes], bytes]
 
@@ -84,7 +84,7 @@ class Tree:
 
         Raises:
             RuntimeError: If a rank cannot be reached; on every rank that can be.
-            CallMismatchError: If ranks are in different calls; likewise.
+            RemoteRankError: If ranks are in different calls; likewise.
         """
         news = None
         for child in self._children:
@@ -105,7 +105,7 @@ class Tree:
             said = self._send(child, value, news)
             news = news or said
         if news is not None:
-            raise CallMismatchError(news.text) if news.kind == _APART else RuntimeError(news.text)
+            raise RemoteRankError(news.text) if news.kind == _APART else RuntimeError(news.text)
         return value
 
     def _send(self, peer: int, payload: bytes, news: _News | None) -> _News | None:

@@ -23,7 +23,7 @@ import torch
 
 from fsdp_sft._process.limits import blame_no_file
 from fsdp_sft._tensors.safetensors import bytes_of, create, force_to_disk, open_file, read_at, write_at
-from fsdp_sft.errors import CheckpointCorruptError, SafetensorsError
+from fsdp_sft.errors import CheckpointCorruptError, CheckpointFormatError
 
 _BUFFER_BYTES = 16 << 20  # written or read at once
 _TEMPORARY = ".tmp-"  # prefix of unfinished folders
@@ -217,10 +217,10 @@ def read_bytes(path: Path, most: int) -> bytes:
         with closing(fd):
             size = os.fstat(fd).st_size
             if size > most:
-                raise SafetensorsError(f"it has {size} bytes, more than {most}")
+                raise CheckpointFormatError(f"it has {size} bytes, more than {most}")
             data = bytearray(size)
             read_at(fd, 0, memoryview(data))
-    except (OSError, SafetensorsError) as error:
+    except (OSError, CheckpointFormatError) as error:
         blame_no_file(error, path)
         raise CheckpointCorruptError(f"{path} cannot be read: {error}") from error
     return bytes(data)
@@ -249,7 +249,7 @@ def file_problem(folder: Path, name: str, record: FileRecord, *, hashes: bool) -
                     return "has other contents than were written (SHA-256 differs)"
     except FileNotFoundError:
         return "is missing"
-    except (OSError, SafetensorsError) as error:
+    except (OSError, CheckpointFormatError) as error:
         blame_no_file(error, path)
         return f"cannot be read: {error}"
     return None

@@ -30,7 +30,7 @@ from fsdp_sft._tensors.jobs import ByteRange, Computation, Job
 from fsdp_sft._tensors.prefault import HostPages
 from fsdp_sft._tensors.safetensors import bytes_of, expect, expect_parts, open_file, read_at
 from fsdp_sft._tensors.segments import Batch, batches_of, segments_of
-from fsdp_sft.errors import CheckpointFormatError, NonFiniteWeightsError, SafetensorsError
+from fsdp_sft.errors import CheckpointFormatError
 
 MAX_WORKERS = 4  # threads that read
 PIECE_BYTES = 1 << 20  # read at once for a shard on the host
@@ -74,9 +74,8 @@ def read_jobs(
 
     Raises:
         CheckpointFormatError: If a file ends early or cannot be opened (then it is ``damaged``), or tied
-            tensors differ.
+            tensors differ; and if a parameter's values are not finite.
         OSError: If this process may open no more files, or may not open one of them.
-        NonFiniteWeightsError: If a parameter's values are not finite.
 
     Memory: One buffer of about 1 MiB for each thread (for an accelerator two pinned ones of 8 MiB), and the
         bytes and values of a ``Computation``.
@@ -185,7 +184,7 @@ class _Reader:
         if file not in self._descriptors:
             try:
                 self._descriptors[file] = open_file(file)
-            except (OSError, SafetensorsError) as error:
+            except (OSError, CheckpointFormatError) as error:
                 blame_no_file(error, file)
                 raise self._damaged(f"{file} cannot be opened: {error}") from None
             expect_parts(self._descriptors[file])
@@ -202,7 +201,7 @@ class _Reader:
     def _read(self, run: ByteRange, key: str, memory: memoryview) -> None:
         try:
             read_at(self._descriptors[run.file], run.start, memory)
-        except (OSError, SafetensorsError) as error:
+        except (OSError, CheckpointFormatError) as error:
             blame_no_file(error, run.file)
             raise self._damaged(
                 f"{run.file} cannot be read at byte {run.start} ({key!r}): {error}; is it complete?"
@@ -324,7 +323,7 @@ def check_all_finite(tensors: Mapping[str, torch.Tensor]) -> None:
     """Refuse NaN and infinity in floating-point tensors, all of them on one device.
 
     Raises:
-        NonFiniteWeightsError: If a tensor has such values; the message names the first one.
+        CheckpointFormatError: If a tensor has such values; the message names the first one.
 
     Memory: A few bytes on the device for each tensor, and 8 MiB where there is something to count. The host
         waits for the device once.
@@ -335,7 +334,7 @@ def check_all_finite(tensors: Mapping[str, torch.Tensor]) -> None:
     sound = torch.stack(extremes).all(1).tolist() if extremes else []
     for (name, values), is_sound in zip(filled.items(), sound, strict=True):
         if not is_sound:
-            raise NonFiniteWeightsError(
+            raise CheckpointFormatError(
                 f"{name!r} has {_count_non_finite(values)} values in the checkpoint that are NaN or infinite "
                 f"in {values.dtype}; load_weights(check_finite=False) takes them"
             )

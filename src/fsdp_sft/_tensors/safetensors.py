@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from fsdp_sft.errors import SafetensorsError
+from fsdp_sft.errors import CheckpointFormatError
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the reference implementation
 _MAX_SIZE = (1 << 63) - 1  # torch's limit for one dimension
@@ -95,10 +95,10 @@ def dtype_name(dtype: torch.dtype) -> str:
     """The format's name of a dtype, such as ``"BF16"``.
 
     Raises:
-        SafetensorsError: If the format does not have that dtype.
+        CheckpointFormatError: If the format does not have that dtype.
     """
     if dtype not in DTYPE_NAMES:
-        raise SafetensorsError(f"safetensors cannot store {dtype}; it knows {', '.join(DTYPES)}")
+        raise CheckpointFormatError(f"safetensors cannot store {dtype}; it knows {', '.join(DTYPES)}")
     return DTYPE_NAMES[dtype]
 
 
@@ -123,7 +123,7 @@ def encode_header(
         (bytes of the header and of its length, with which the file begins; the layout).
 
     Raises:
-        SafetensorsError: If a dtype or a name cannot be stored, or the header would be too large.
+        CheckpointFormatError: If a dtype or a name cannot be stored, or the header would be too large.
     """
     order = sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, name))
     described: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
@@ -131,7 +131,7 @@ def encode_header(
     end = 0
     for name in order:
         if name == _METADATA:
-            raise SafetensorsError(f"a tensor cannot be named {_METADATA!r}")
+            raise CheckpointFormatError(f"a tensor cannot be named {_METADATA!r}")
         dtype, shape = tensors[name]
         start, end = end, end + num_bytes(dtype, shape)
         offsets[name] = (start, end)
@@ -139,7 +139,7 @@ def encode_header(
     text = json.dumps(described, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     if len(text) > MAX_HEADER_BYTES:
-        raise SafetensorsError(f"the header would take {len(text)} bytes, more than {MAX_HEADER_BYTES}")
+        raise CheckpointFormatError(f"the header would take {len(text)} bytes, more than {MAX_HEADER_BYTES}")
     first = len(text) + 8
     entries = {
         name: TensorEntry(tensors[name][0], tuple(tensors[name][1]), start + first, stop + first)
@@ -178,7 +178,7 @@ def open_file(path: Path) -> int:
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise SafetensorsError(f"{path} is not a regular file")
+        raise CheckpointFormatError(f"{path} is not a regular file")
     return fd
 
 
@@ -186,17 +186,17 @@ def read_header(fd: int) -> Header:
     """Read and check a file's header.
 
     Raises:
-        SafetensorsError: If the file is cut short, if the header is too large or not as the format requires,
-            or if tensors overlap, leave a gap or lie outside the file.
+        CheckpointFormatError: If the file is cut short, if the header is too large or not as the format
+            requires, or if tensors overlap, leave a gap or lie outside the file.
     """
     file_bytes = os.fstat(fd).st_size
     if file_bytes < 8:
-        raise SafetensorsError(f"a safetensors file has at least 8 bytes, this one {file_bytes}")
+        raise CheckpointFormatError(f"a safetensors file has at least 8 bytes, this one {file_bytes}")
     prefix = bytearray(8)
     read_at(fd, 0, memoryview(prefix))
     (length,) = struct.unpack("<Q", prefix)
     if length > MAX_HEADER_BYTES or length + 8 > file_bytes:
-        raise SafetensorsError(f"the header claims {length} bytes; the file has {file_bytes}")
+        raise CheckpointFormatError(f"the header claims {length} bytes; the file has {file_bytes}")
     text = bytearray(length)
     read_at(fd, 8, memoryview(text))
     return parse_header(bytes(text), file_bytes)
@@ -207,12 +207,12 @@ def parse_header(text: bytes, file_bytes: int) -> Header:
     try:
         described = json.loads(text.decode(), object_pairs_hook=_without_duplicates)
     except (ValueError, RecursionError) as error:
-        raise SafetensorsError(f"the header is not JSON: {error}") from None
+        raise CheckpointFormatError(f"the header is not JSON: {error}") from None
     if not isinstance(described, dict):
-        raise SafetensorsError("the header is not a JSON object")
+        raise CheckpointFormatError("the header is not a JSON object")
     metadata = described.pop(_METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise SafetensorsError("the header's metadata is not an object of strings")
+        raise CheckpointFormatError("the header's metadata is not an object of strings")
     first = len(text) + 8
     entries = {name: _parse_entry(name, value, first) for name, value in described.items()}
     entries = dict(sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)))
@@ -245,14 +245,16 @@ def read_at(fd: int, offset: int, buffer: memoryview) -> None:
     """Fill ``buffer`` from the file, from byte ``offset`` on; the file's own position does not move.
 
     Raises:
-        SafetensorsError: If the file ends before the buffer is full.
+        CheckpointFormatError: If the file ends before the buffer is full.
     """
     view = buffer.cast("B")
     done = 0
     while done < len(view):
         count = os.preadv(fd, [view[done : done + _MAX_IO_BYTES]], offset + done)
         if count == 0:
-            raise SafetensorsError(f"the file ends at byte {offset + done}, {len(view) - done} too early")
+            raise CheckpointFormatError(
+                f"the file ends at byte {offset + done}, {len(view) - done} too early"
+            )
         done += count
 
 
@@ -304,7 +306,7 @@ def _without_duplicates(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     seen: dict[str, Any] = {}
     for name, value in pairs:
         if name in seen:
-            raise SafetensorsError(f"the header names {name!r} twice")
+            raise CheckpointFormatError(f"the header names {name!r} twice")
         seen[name] = value
     return seen
 
@@ -316,15 +318,17 @@ def _parse_entry(name: str, value: Any, first: int) -> TensorEntry:
         sizes = [*shape, start, end]
         ok = isinstance(shape, list) and all(type(size) is int and 0 <= size <= _MAX_SIZE for size in sizes)
         if ok and isinstance(dtype, str) and dtype not in DTYPES:
-            raise SafetensorsError(
+            raise CheckpointFormatError(
                 f"the header's entry of {name!r} is not valid: stored as {dtype}, none of {', '.join(DTYPES)}"
             )
         if not ok or num_bytes(DTYPES[dtype], shape) != end - start:
             raise ValueError
-    except SafetensorsError:
+    except CheckpointFormatError:
         raise
     except (TypeError, KeyError, ValueError):
-        raise SafetensorsError(f"the header's entry of {name!r} is not valid: {str(value)[:200]}") from None
+        raise CheckpointFormatError(
+            f"the header's entry of {name!r} is not valid: {str(value)[:200]}"
+        ) from None
     return TensorEntry(DTYPES[dtype], tuple(shape), start + first, end + first)
 
 
@@ -333,7 +337,9 @@ def _check_contiguous(entries: Mapping[str, TensorEntry], first: int, file_bytes
     end = first
     for name, entry in entries.items():
         if entry.start != end:
-            raise SafetensorsError(f"{name!r} begins at byte {entry.start}, the tensors before end at {end}")
+            raise CheckpointFormatError(
+                f"{name!r} begins at byte {entry.start}, the tensors before end at {end}"
+            )
         end = entry.end
     if end != file_bytes:
-        raise SafetensorsError(f"the tensors end at byte {end}, the file at {file_bytes}")
+        raise CheckpointFormatError(f"the tensors end at byte {end}, the file at {file_bytes}")

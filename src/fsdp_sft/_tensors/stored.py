@@ -15,7 +15,7 @@ from fsdp_sft._tensors.boxes import Box
 from fsdp_sft._tensors.jobs import ByteRange, Computation, Job, Mode
 from fsdp_sft._tensors.pieces import Ints, Piece, contiguous_strides, intersect
 from fsdp_sft._tensors.safetensors import Header, TensorEntry, open_file, read_header
-from fsdp_sft.errors import CheckpointCorruptError, SafetensorsError
+from fsdp_sft.errors import CheckpointCorruptError, CheckpointFormatError
 
 _ROWS_BYTES = 8 << 20  # of values that are computed at once, unless they can only be computed together
 
@@ -188,7 +188,7 @@ class StoredFolder:
                     self._headers[file] = read_header(fd)
                 finally:
                     os.close(fd)
-            except (OSError, SafetensorsError) as error:
+            except (OSError, CheckpointFormatError) as error:
                 blame_no_file(error, self.folder / file)
                 raise CheckpointCorruptError(f"{self.folder / file} cannot be read: {error}") from error
         return self._headers[file]

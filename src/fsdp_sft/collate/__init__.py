@@ -9,7 +9,7 @@ from fsdp_sft.collate.filtering import REFUSALS, FilterCounts, filter_rows
 from fsdp_sft.collate.notes import NOTES
 from fsdp_sft.collate.packs import PackSize, filler_of, pack_size, refuse_masked_pack
 from fsdp_sft.collate.render import render_labels, render_labels_html
-from fsdp_sft.errors import ChatTemplateError, DroppedTextError
+from fsdp_sft.errors import ChatTemplateError
 from fsdp_sft.targets import IGNORE_INDEX
 
 __all__ = [
@@ -17,7 +17,6 @@ __all__ = [
     "NOTES",
     "REFUSALS",
     "ChatTemplateError",
-    "DroppedTextError",
     "EncodedChat",
     "FilterCounts",
     "PackSize",

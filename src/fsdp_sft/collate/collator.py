@@ -101,7 +101,7 @@ class SFTCollator:
             0 and 1, also `loss_weights`, float32 (B, S), which is 1 for the other rows.
 
         Raises:
-            VocabularyError: For an id outside of `vocab_size`.
+            BatchError: For an id outside of `vocab_size`.
             ValueError: Without rows, and for a row that `encode_chat` refuses.
         """
         if not rows:

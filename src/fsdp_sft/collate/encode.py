@@ -19,7 +19,7 @@ from fsdp_sft.collate.rows import (
 from fsdp_sft.collate.spans import Turn, find_turns, not_in_the_text
 from fsdp_sft.collate.template import ChatTemplate, describe_tokenizer
 from fsdp_sft.collate.tokens import Tokens, starts_in_a_token, tokenise
-from fsdp_sft.errors import ChatTemplateError, TooLongError
+from fsdp_sft.errors import ChatTemplateError, RowError
 from fsdp_sft.targets import IGNORE_INDEX
 
 if TYPE_CHECKING:
@@ -110,11 +110,9 @@ def encode_chat(
         Ids and labels of equal length. Without a trained turn all labels are -100.
 
     Raises:
-        DroppedTextError: For a text that is not printed.
-        ChatTemplateError: If there is no template, it does not parse or refuses the row, or the trained
-            tokens cannot be determined with certainty.
-        TooLongError: For a row over max_length with truncation="error".
-        MediaError: For a row with an image, a video or a sound.
+        ChatTemplateError: If there is no template, it does not parse or refuses the row, it does not print a
+            text that is trained, or the trained tokens cannot be determined with certainty.
+        RowError: For a row over max_length with truncation="error", or with an image, a video or a sound.
         ValueError: For a malformed row or option, or a slow tokenizer.
 
     Example:
@@ -355,15 +353,16 @@ def truncate(chat: EncodedChat, options: EncodeOptions) -> EncodedChat:
     """Cut a chat to `max_length`, or refuse it, as `truncation` says.
 
     Raises:
-        TooLongError: For a chat over max_length with truncation="error".
+        RowError: For a chat over max_length with truncation="error".
     """
     limit, length = options.max_length, len(chat.input_ids)
     if limit is None or length <= limit:
         return chat
     if options.truncation == "error":
-        raise TooLongError(
+        raise RowError(
             f"the row has {length} tokens, max_length is {limit}; raise max_length, drop the row, "
-            'or truncate with "right" or "left"'
+            'or truncate with "right" or "left"',
+            reason="too_long",
         )
     keep = slice(limit) if options.truncation == "right" else slice(length - limit, None)
     weights = None if chat.loss_weights is None else chat.loss_weights[keep]

@@ -17,7 +17,7 @@ from fsdp_sft.collate.notes import NOTES, WARNED_OF_ROWS
 from fsdp_sft.collate.options import EncodeKeywords, EncodeOptions, check_choice
 from fsdp_sft.collate.rows import is_encoded, read_row
 from fsdp_sft.collate.template import check_template
-from fsdp_sft.errors import ChatTemplateError, DroppedTextError, FsdpSftError, MediaError, TooLongError
+from fsdp_sft.errors import RowError, row_error
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -151,10 +151,10 @@ def filter_rows(
         rows have them, "no_end_of_turn" and "start_in_a_token".
 
     Raises:
-        ValueError: For a malformed row, with its index, or if no row is left, with the counts.
-        ChatTemplateError: For a row that the template refuses. Also, whatever `on_error` is, if there is no
-            template or it does not parse.
-        DroppedTextError: For a row with a text that the template does not print.
+        RowError: For a row that is malformed, too long or more than text; it has the row's index.
+        ChatTemplateError: For a row that the template refuses, or of which it does not print a text. Also,
+            whatever `on_error` is, if there is no template or it does not parse.
+        ValueError: If no row is left, with the counts.
 
     Example:
         >>> silent = {"messages": [{"role": "user", "content": "Hello?"}]}
@@ -231,10 +231,9 @@ def judge_row(
         error = unexpected
         if not isinstance(error, ValueError):
             error = ValueError(f"the row cannot be read: {type(unexpected).__name__}: {unexpected}")
+        reason = error.reason if isinstance(error, RowError) else "malformed"
         if on_error == "raise":
-            kind = type(error) if isinstance(error, FsdpSftError) else ValueError
-            raise kind(f"row {index}: {error}") from unexpected
-        reason = _reason_of(error)
+            raise row_error(f"row {index}: {error}", reason) from unexpected
         counts.add(reason, index, str(error))
         return reason, None
     reason = "kept" if chat.num_targets else _why_empty(row, whole, options)
@@ -242,17 +241,6 @@ def judge_row(
     for note in chat.notes if reason == "kept" else ():
         counts.add(note, index)
     return reason, chat
-
-
-def _reason_of(error: ValueError) -> str:
-    """Name in `REFUSALS` for an error that refuses a row."""
-    if isinstance(error, DroppedTextError):
-        return "dropped_text"
-    if isinstance(error, ChatTemplateError):
-        return "refused_by_template"
-    if isinstance(error, MediaError):
-        return "media"
-    return "too_long" if isinstance(error, TooLongError) else "malformed"
 
 
 def _why_empty(row: Any, whole: EncodedChat, options: EncodeOptions) -> str:

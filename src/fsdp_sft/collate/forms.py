@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from fsdp_sft.collate.rows import Message
+from fsdp_sft.collate.messages import Message
 
 
 def other_forms(messages: list[Message]) -> Iterator[list[Message]]:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from fsdp_sft.collate.rows import REASONING_KEYS, Message
+from fsdp_sft.collate.messages import REASONING_KEYS, Message
 from fsdp_sft.collate.template import (
     NUMERIC_SENTINEL,
     ChatTemplate,

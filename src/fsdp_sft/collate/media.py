@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fsdp_sft.errors import MediaError
+from fsdp_sft.errors import RowError
 
 # Keys of rows and messages, as LLaVA, LLaMA-Factory, ms-swift, TRL and the docs of datasets name them.
 _KEYS = ("image", "images", "video", "videos", "audio", "audios")
@@ -29,14 +29,15 @@ def refuse_media(row: Mapping[Any, Any], where: str = "the row") -> None:
     """Refuse a row or message with an image, a video or a sound.
 
     Raises:
-        MediaError: If it has one that is not empty.
+        RowError: If it has one that is not empty.
     """
     found = [key for key in (*_KEYS, *_OF_TOWERS) if key in row and not _is_empty(row[key])]
     if found:
-        raise MediaError(
+        raise RowError(
             f"{where} has {' and '.join(map(repr, found))}: only text is encoded here, and the row would be "
             "trained without it. Leave the column out of the data set if the model is not to see it, or "
-            "give train_step batches of the model's own processor"
+            "give train_step batches of the model's own processor",
+            reason="media",
         )
 
 

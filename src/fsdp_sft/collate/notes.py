@@ -11,7 +11,7 @@ from fsdp_sft.collate.options import EncodeOptions
 from fsdp_sft.collate.rows import Conversation
 from fsdp_sft.collate.spans import Found
 from fsdp_sft.collate.template import ChatTemplate, TemplateFacts, describe_tokenizer
-from fsdp_sft.errors import ChatTemplateError, DroppedTextError
+from fsdp_sft.errors import ChatTemplateError
 
 NOTES = {
     "dropped": "the template leaves out a text of an answer, which is not trained",
@@ -60,7 +60,7 @@ def notes_of(
         trained: Indices of the messages that are trained.
 
     Raises:
-        DroppedTextError: For a text that the template drops, unless the options let that pass.
+        ChatTemplateError: For a text that the template drops, unless the options let that pass.
     """
     yield from _on_dropped(found, template, options)
     yield from _on_context(found, template, conversation, options)
@@ -158,14 +158,15 @@ def _warn(template: ChatTemplate, what: str) -> None:
     warn_caller(text)
 
 
-def _dropped_error(lost: Dropped, template: ChatTemplate) -> DroppedTextError:
+def _dropped_error(lost: Dropped, template: ChatTemplate) -> ChatTemplateError:
     """The error for a text that the template does not print."""
     keys = template.reasoning_keys() if lost.part == "reasoning" else []
     shown = lost.text if len(lost.text) <= 60 else f"{lost.text[:60]}..."
-    return DroppedTextError(
+    return ChatTemplateError(
         f"the chat template of {describe_tokenizer(template.tokenizer)} does not print the {lost.part} of "
         f"message {lost.message}, {shown!r}, so it would not be trained: "
         + (f"give reasoning as {' or '.join(map(repr, keys))}, which it prints; or " if keys else "")
         + "pass a chat_template= that prints it, leave the row out (filter_rows with on_error='count'), or "
-        "train what is printed with on_dropped='count'"
+        "train what is printed with on_dropped='count'",
+        reason="dropped_text",
     )

@@ -11,21 +11,21 @@ In a row that shows neither, nulls are kept.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
-_MESSAGE_LISTS = ("messages", "conversations", "prompt", "completion")
 # The only keywords of JSON Schema whose value may be null.
 _NULL_IN_A_SCHEMA = ("default", "const")
 
 
-def without_fillers(row: dict[str, Any]) -> dict[str, Any]:
+def without_fillers(row: dict[str, Any], message_lists: Collection[str]) -> dict[str, Any]:
     """The row without nulls from a table in the arguments of calls and in tools.
 
     Args:
         row: A chat row of plain Python data, which is not modified.
+        message_lists: Its keys that may hold a list of messages.
     """
-    lists = [row[key] for key in _MESSAGE_LISTS if isinstance(row.get(key), list)]
+    lists = [row[key] for key in message_lists if isinstance(row.get(key), list)]
     calls = [call for items in lists for call in _calls(items)]
     tools = row["tools"] if isinstance(row.get("tools"), list) else []
     if not calls and not tools:
@@ -33,7 +33,7 @@ def without_fillers(row: dict[str, Any]) -> dict[str, Any]:
     known = dict(_parameters(tools))
     from_table = _comes_from_a_table(lists, calls, tools)
     cleaned = dict(row)
-    for key in _MESSAGE_LISTS:
+    for key in message_lists:
         if isinstance(row.get(key), list):
             cleaned[key] = [_clean_message(item, from_table, known) for item in row[key]]
     if from_table and tools:

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
 
-from fsdp_sft.collate.rows import FORMATS, ROLES, check_template_kwargs
+from fsdp_sft.collate.messages import ROLES
+from fsdp_sft.collate.rows import FORMATS, check_template_kwargs
 
 TrainOn = Literal["assistant", "last", "all"] | Iterable[str]
 ON_DROPPED = ("error", "count", "ignore")
@@ -63,7 +64,7 @@ class EncodeOptions:
                 f"chat_template must be a Jinja template as a str, got {type(self.chat_template).__name__}"
             )
         if self.row_format is not None:
-            check_choice("row_format", self.row_format, tuple(FORMATS))
+            check_choice("row_format", self.row_format, FORMATS)
         check_choice("on_dropped", self.on_dropped, ON_DROPPED)
         object.__setattr__(self, "train_on", roles)
         object.__setattr__(self, "chat_template_kwargs", check_template_kwargs(self.chat_template_kwargs))

@@ -55,7 +55,8 @@ from typing import Any
 
 from fsdp_sft.collate.forms import other_forms
 from fsdp_sft.collate.layout import THINK, Dropped, Layout, MessageSpan, SlotSpan, lay_out, mark_text
-from fsdp_sft.collate.rows import Conversation, Message
+from fsdp_sft.collate.messages import Message
+from fsdp_sft.collate.rows import Conversation
 from fsdp_sft.collate.template import (
     OPEN,
     OPENED_REASONING,

@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from fsdp_sft._compat import tokenizers
-from fsdp_sft.collate.rows import REASONING_KEYS, Message
+from fsdp_sft.collate.messages import REASONING_KEYS, Message
 from fsdp_sft.collate.tokens import starts_in_a_token, tokenise
 from fsdp_sft.errors import ChatTemplateError
 

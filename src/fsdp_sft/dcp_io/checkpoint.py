@@ -147,7 +147,7 @@ def save_checkpoint(
         The folder where the step is or will be, and how long training stood still.
 
     Raises:
-        AdapterError: If adapters are merged into the model.
+        UnsupportedModelError: If adapters are merged into the model.
         CheckpointInUseError: If another job saves below ``root``. From its first save on, a root belongs to a
             job until the process of rank 0 ends.
         CheckpointExistsError: If that step exists and is sound. A damaged one is moved to
@@ -231,7 +231,7 @@ def load_checkpoint(
         Number and folder of the step, and the caller's own state.
 
     Raises:
-        AdapterError: If adapters are merged into the model.
+        UnsupportedModelError: If adapters are merged into the model.
         CheckpointNotFoundError: If there is no checkpoint.
         CheckpointCorruptError: If the step is damaged, or with ``fallback`` every step.
         CheckpointMismatchError: If it is of another model or optimizer; the message lists the differences. Or

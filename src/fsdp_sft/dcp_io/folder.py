@@ -51,7 +51,7 @@ from fsdp_sft.dcp_io.rank_files import keys_of_rank
 from fsdp_sft.dcp_io.shard_header import header_metadata
 from fsdp_sft.dcp_io.stored import StoredTensor, missing_files, shard_file
 from fsdp_sft.dcp_io.verify import file_problems
-from fsdp_sft.errors import CheckpointCorruptError, CheckpointError, SafetensorsError, abridged
+from fsdp_sft.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError, abridged
 
 _VISIBLE_SECONDS = 5.0  # a network file system may show a new folder to other machines late
 
@@ -249,7 +249,7 @@ def _write_own(folder: Path, content: FolderContent, parts: Parts) -> dict[str, 
         metadata = header_metadata(content.step, world_size(), rank, offsets, shapes)
         try:
             written[shard_file(rank)] = write_tensors(folder / shard_file(rank), tensors, metadata)
-        except SafetensorsError as error:
+        except CheckpointFormatError as error:
             raise CheckpointError(
                 f"rank {rank} has {len(tensors)} tensors, whose names and shapes are more than a file can "
                 f"begin with: {error}; has rank_state very many tensors?"

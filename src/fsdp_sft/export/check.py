@@ -32,14 +32,14 @@ def check_export(
         The folder as an absolute path.
 
     Raises:
-        ExportExistsError: If something is there: a file, a mounted file system, or a folder that is not empty
-            (which ``overwrite`` allows).
+        CheckpointExistsError: If something is there: a file, a mounted file system, or a folder that is not
+            empty (which ``overwrite`` allows).
         PermissionError: If this process may not write there.
         NotADirectoryError: If a part of the path is a file.
         OSError: If the disk has less room than the export in bfloat16 takes (``ENOSPC``).
         UnsupportedModelError: If ``from_pretrained`` would not read the export of this model as what was
             trained: parts were put into it that its class does not have, or its weights are quantised.
-        AdapterError, ValueError: If its adapters cannot be merged.
+        UnsupportedModelError, ValueError: If its adapters cannot be merged.
 
     Collective: all ranks; all raise the same error.
 
@@ -50,7 +50,7 @@ def check_export(
         >>> fs.check_export("out")
         Traceback (most recent call last):
         ...
-        fsdp_sft.errors.ExportExistsError: ... exists and is not an empty folder; ...
+        fsdp_sft.errors.CheckpointExistsError: ... exists and is not an empty folder; ...
         >>> fs.check_export("out", overwrite=True).name
         'out'
     """

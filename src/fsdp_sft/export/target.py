@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._tensors.disk import check_room, full_path, publish, sync_folder, temporary_beside
-from fsdp_sft.errors import ExportExistsError
+from fsdp_sft.errors import CheckpointExistsError
 
 _TAKEN = {errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR, errno.EBUSY}
 # Files that an earlier export or save_pretrained may have left and that would be read as part of the new one.
@@ -42,14 +42,16 @@ def check_target(target: Path, *, overwrite: bool, need: int = 0) -> None:
         OSError: If it is refused; see ``check_export`` for the types.
     """
     if os.path.lexists(target) and not target.is_dir():
-        raise ExportExistsError(f"{target} exists and is not a folder; choose another name, or move it away")
+        raise CheckpointExistsError(
+            f"{target} exists and is not a folder; choose another name, or move it away"
+        )
     if os.path.ismount(target):
-        raise ExportExistsError(
+        raise CheckpointExistsError(
             f"{target} is where a file system is mounted, and no folder can take its place; name one below "
             f"it, such as {target / 'export'}"
         )
     if target.is_dir() and os.listdir(target) and not overwrite:
-        raise ExportExistsError(
+        raise CheckpointExistsError(
             f"{target} exists and is not an empty folder; choose another, move it away, or pass "
             "overwrite=True to check_export and to the export: that replaces the files of an earlier export "
             "and leaves the others"

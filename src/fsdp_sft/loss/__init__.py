@@ -46,7 +46,12 @@ from fsdp_sft.loss.prepare import (
     needs_choice as needs_choice,
     prepare_loss as prepare_loss,
 )
-from fsdp_sft.loss.probe import Looked as Looked, evaluating as evaluating, guarded as guarded
+from fsdp_sft.loss.probe import (
+    Looked as Looked,
+    ProbeError as ProbeError,
+    evaluating as evaluating,
+    guarded as guarded,
+)
 from fsdp_sft.loss.same_rows import (
     refuse_different_rows as refuse_different_rows,
     to_compare_rows as to_compare_rows,

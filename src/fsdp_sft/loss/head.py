@@ -21,7 +21,7 @@ from fsdp_sft._model.adapters import forward_parameters
 from fsdp_sft._model.forward import look_with
 from fsdp_sft._model.wrappers import replicated_by, unwrapped, with_wrappers
 from fsdp_sft._process.streams import LateValues
-from fsdp_sft.errors import NotFusedError
+from fsdp_sft.errors import ModelLossError
 from fsdp_sft.loss.linear_head import num_logits, why_not_linear
 from fsdp_sft.loss.transform import Transform, tolerance
 
@@ -48,9 +48,9 @@ class HeadChecks:
         self._sound.append(sound)
         self._message = message
 
-    def problem(self) -> NotFusedError | None:
+    def problem(self) -> ModelLossError | None:
         """The error of a failed check, None if all passed; the host waits for the device."""
-        return None if all(LateValues(self._sound).read()) else NotFusedError(self._message)
+        return None if all(LateValues(self._sound).read()) else ModelLossError(self._message)
 
 
 _later: ContextVar[HeadChecks | None] = ContextVar("fsdp_sft_head_checks", default=None)
@@ -117,7 +117,7 @@ def loss_at_head(
 
     Raises:
         RuntimeError: If the forward does not call its head exactly once.
-        NotFusedError: If the forward does something else to the head's output than ``transform``.
+        ModelLossError: If the forward does something else to the head's output than ``transform``.
     """
     inner = unwrapped(model)
     losses: list[torch.Tensor] = []
@@ -213,7 +213,7 @@ def _checked(loss: torch.Tensor, output: Any, transform: Transform, number: int)
     """The loss, if the model has turned the known logits into what ``transform`` makes of them.
 
     Raises:
-        NotFusedError: If it has not, or the output does not show it. If checks are read later, the loss
+        ModelLossError: If it has not, or the output does not show it. If checks are read later, the loss
             becomes NaN instead.
     """
     message = (
@@ -223,7 +223,7 @@ def _checked(loss: torch.Tensor, output: Any, transform: Transform, number: int)
     )
     logits = getattr(output, "logits", None)
     if not isinstance(logits, torch.Tensor) or logits.shape[-1] != number:
-        raise NotFusedError(message)
+        raise ModelLossError(message)
     error = transform.error(_known(logits, number).expand(logits.shape), logits.detach())
     sound = error <= tolerance(logits, logits)
     later = _later.get()
@@ -231,5 +231,5 @@ def _checked(loss: torch.Tensor, output: Any, transform: Transform, number: int)
         later.add(sound, message)
         return loss * torch.full_like(loss.detach(), math.nan).masked_fill(sound, 1.0)
     if not bool(sound):
-        raise NotFusedError(message)
+        raise ModelLossError(message)
     return loss

@@ -19,10 +19,10 @@ from fsdp_sft._model.adapters import forward_parameters
 from fsdp_sft._model.sharded import compute_device
 from fsdp_sft._model.wrappers import unwrapped
 from fsdp_sft._process.generators import unmoved
-from fsdp_sft.errors import NotFusedError, abridged
+from fsdp_sft.errors import abridged
 from fsdp_sft.loss.balance import Balance, balanced_beside
 from fsdp_sft.loss.head import replaced_forward, takes_use_cache
-from fsdp_sft.loss.probe import evaluating, guarded
+from fsdp_sft.loss.probe import ProbeError, evaluating, guarded
 from fsdp_sft.loss.transform import wide
 from fsdp_sft.targets import IGNORE_INDEX, shifted
 
@@ -157,7 +157,7 @@ def ask(model: nn.Module, router: bool | None) -> OwnLoss | str:
     for training in (True, False):
         try:
             found = _in_mode(model, router, training)
-        except NotFusedError as error:
+        except ProbeError as error:
             found = Incomparable(f"its forward with labels raises ({error})")
         if isinstance(found, (OwnLoss, Different)):
             return found
@@ -256,7 +256,7 @@ def _in_mode(model: nn.Module, router: bool | None, training: bool) -> OwnLoss |
         try:
             with balanced_beside(model, balance), unmoved([device]):
                 output = _forward(model, inputs, seen)
-        except NotFusedError:
+        except ProbeError:
             if not seen.different:
                 raise
             return Different(seen.different)

@@ -12,12 +12,12 @@ from fsdp_sft._model.record import findings, forget_findings, is_changed
 from fsdp_sft._model.sharded import compute_device, training_mesh_of
 from fsdp_sft._model.wrappers import unwrapped
 from fsdp_sft._ranks.mesh import sum_over_mesh
-from fsdp_sft.errors import ModelLossError, NotFusedError
+from fsdp_sft.errors import ModelLossError
 from fsdp_sft.loss import liger
 from fsdp_sft.loss.additions import additions_to, compare_or_not, refuse_meta
 from fsdp_sft.loss.choice import LossChoice
 from fsdp_sft.loss.head import fusible_head, takes_use_cache
-from fsdp_sft.loss.probe import probe
+from fsdp_sft.loss.probe import ProbeError, probe
 from fsdp_sft.loss.transform import Transform, settings_of
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ def _decide(model: nn.Module, impl: LossImpl) -> LossChoice:
             _logger.info("loss of %s: %s, %s", name, choice.impl, choice.transform)
         return choice
     if impl != "auto":
-        raise NotFusedError(f"the loss of {name} cannot be computed by impl={impl!r}: {reason}")
+        raise ModelLossError(f"the loss of {name} cannot be computed by impl={impl!r}: {reason}")
     if first:
         _logger.warning("loss of %s: full logits, because %s", name, reason)
     return _logits_choice(model, reason)
@@ -199,7 +199,7 @@ def _try_fused(model: nn.Module, head: nn.Module, impl: str) -> tuple[LossChoice
     inputs: dict[str, Any] = {"use_cache": False} if takes_use_cache(model) else {}
     try:
         return probe(model, head, make_choice, inputs), ""
-    except NotFusedError as error:
+    except ProbeError as error:
         return None, str(error)
 
 

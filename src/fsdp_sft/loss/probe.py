@@ -19,7 +19,6 @@ from fsdp_sft._model.preserved import preserved, uncompiled
 from fsdp_sft._model.record import findings
 from fsdp_sft._model.sharded import compute_device
 from fsdp_sft._model.wrappers import unwrapped
-from fsdp_sft.errors import NotFusedError
 from fsdp_sft.experts import counter_of
 from fsdp_sft.loss.choice import LossChoice
 from fsdp_sft.loss.head import checked_later, loss_at_head, replaced_forward
@@ -49,7 +48,7 @@ def probe(
         inputs: Arguments of the forward beside ``input_ids``.
 
     Raises:
-        NotFusedError: If no choice of ``make_choice`` gives that loss.
+        ProbeError: If no choice of ``make_choice`` gives that loss.
 
     Collective: all ranks of the model's mesh, by two forwards.
     """
@@ -69,7 +68,7 @@ def probe(
         )
     error = float((actual - expected).abs() / expected.abs().clamp_min(1e-6))
     if not error <= _TOLERANCE.get(raw.dtype, 1e-2):
-        raise NotFusedError(f"the fused loss differs from that of the logits by {error:.1e}, relatively")
+        raise ProbeError(f"the fused loss differs from that of the logits by {error:.1e}, relatively")
     return choice
 
 
@@ -96,12 +95,12 @@ def _observe(model: nn.Module, head: nn.Module, inputs: dict[str, Any]) -> tuple
     with replaced_forward(head, head_forward), replaced_forward(inner, model_forward):
         guarded(model, lambda: model(**inputs))
     if len(raw) != 1:
-        raise NotFusedError(f"the forward calls the head {len(raw)} times")
+        raise ProbeError(f"the forward calls the head {len(raw)} times")
     logits = getattr(outputs[0], "logits", None)
     if not isinstance(logits, torch.Tensor):
-        raise NotFusedError("the forward returns no logits")
+        raise ProbeError("the forward returns no logits")
     if logits.shape != raw[0].shape or logits.shape[:2] != inputs["input_ids"].shape:
-        raise NotFusedError(
+        raise ProbeError(
             f"the head returns {tuple(raw[0].shape)} and the model {tuple(logits.shape)} for input_ids "
             f"{tuple(inputs['input_ids'].shape)}"
         )
@@ -113,11 +112,15 @@ def _transform(model: nn.Module, raw: torch.Tensor, logits: torch.Tensor) -> Tra
     errors = {candidate: float(candidate.error(raw, logits)) for candidate in candidates(model)}
     best = min(errors, key=lambda candidate: errors[candidate])
     if not errors[best] <= tolerance(raw, logits):
-        raise NotFusedError(
+        raise ProbeError(
             "what the model does to its head's output is neither a scale nor a soft cap of its config "
             f"(off by {errors[best]:.1e} of the largest logit)"
         )
     return best
+
+
+class ProbeError(Exception):
+    """A forward that was tried has failed, or does not show what was looked for; the message says why."""
 
 
 @dataclass
@@ -139,7 +142,7 @@ def guarded(model: nn.Module, call: Any) -> Any:
     and wait in the forward until this process ends.
 
     Raises:
-        NotFusedError: With the first error.
+        ProbeError: With the first error.
     """
     inner = unwrapped(model)
     errors: list[Exception] = []
@@ -166,7 +169,7 @@ def guarded(model: nn.Module, call: Any) -> Any:
         if findings(model, Looked).changed_alone:
             raise errors[0]
         first = str(errors[0]).strip().split("\n")[0]
-        raise NotFusedError(f"the probe failed: {type(errors[0]).__name__}: {first}") from errors[0]
+        raise ProbeError(f"the probe failed: {type(errors[0]).__name__}: {first}") from errors[0]
     return result
 
 

@@ -61,19 +61,17 @@ def apply_sac(
         FQNs of the checkpointed blocks, in forward order.
 
     Raises:
-        NoBlocksError: If the model has no blocks.
         TypeError: If ``ratio`` is neither a number nor a text, or a block neither an FQN nor a position.
         ValueError: If an argument is out of range, if a block is unknown or lies in another one, if
             transformers' own checkpointing is on, or if compile's memory budget is on (torch would ignore
             it, or ``save``). With ``save``, also if a name matches no submodule of the chosen blocks, if a
             named one has no matrix to multiply by, if ``"sdpa"`` cannot be kept, or if a part of a block is
             compiled separately (torch would see none of its operations).
-        UnsupportedModelError: With ``save``, if parts of a block are sharded as groups of their own, as
-            modules kept in float32 are. If the model is sharded later, ``shard_model`` raises it, or with
-            another sharding the first forward.
-        NotRecomputedError: In the first training forward, if a part of a chosen block runs outside of its
-            checkpoint, because the model calls the parts and not the block, or because the block's forward
-            has been replaced.
+        UnsupportedModelError: If the model has no blocks. With ``save``, if parts of a block are sharded as
+            groups of their own, as modules kept in float32 are. If the model is sharded later,
+            ``shard_model`` raises it, or with another sharding the first forward. In the first training
+            forward, if a part of a chosen block runs outside of its checkpoint, because the model calls the
+            parts and not the block, or because the block's forward has been replaced.
         HostMemoryError: With ``offload``, in the first forward or one with longer rows, if the host has less
             memory than its ranks would take together.
 

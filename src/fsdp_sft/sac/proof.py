@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_sft.errors import NotRecomputedError
+from fsdp_sft.errors import UnsupportedModelError
 
 _PROOF = "_fsdp_sft_sac_proof"  # attribute of a block: its _Proof
 _CHECK = "_fsdp_sft_sac_check"  # attribute of the model: hook of check_before_forward, and its handle
@@ -131,7 +131,7 @@ def _before_part(proof: _Proof, name: str, part: nn.Module, args: Any) -> None:
     if _RUNNING.count:
         proof.end()
     else:
-        raise NotRecomputedError(
+        raise UnsupportedModelError(
             f"{proof.block} was chosen by {proof.caller}, but its part {name!r} runs outside of its "
             "checkpoint, so nothing would be recomputed. If the model calls the block's parts instead of the "
             "block, choose what it calls with blocks=[...]; if something has replaced the block's forward or "

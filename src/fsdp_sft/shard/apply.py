@@ -22,7 +22,7 @@ from fsdp_sft._model.wrappers import replicas_of
 from fsdp_sft._process.dtypes import check_dtypes
 from fsdp_sft._ranks.mesh import EP, parameter_mesh
 from fsdp_sft._tensors.boxes import check_ranks_ascend
-from fsdp_sft.errors import UnsupportedModelError, WrappedModelError, abridged
+from fsdp_sft.errors import UnsupportedModelError, abridged
 from fsdp_sft.sac import check_now
 from fsdp_sft.shard.describe import name_uneven
 from fsdp_sft.shard.embeddings import follow_root
@@ -101,10 +101,10 @@ def shard_model(
         TypeError: If ``mp_policy`` is no policy, or the model is inside DistributedDataParallel.
         ValueError: If the model is sharded already, an argument is out of range, or a block is not part of
             this model.
-        NoBlocksError: If ``blocks`` is None and none is found.
-        UnsupportedModelError: If a trained parameter has hooks, which would not run, if transformers holds
-            the weights quantised, if it has no plan to divide experts among ``ep_size`` ranks, or, after
-            ``apply_sac(save=)``, if a part of a block is sharded as a group of its own, as these experts are.
+        UnsupportedModelError: If ``blocks`` is None and none is found, if a trained parameter has hooks,
+            which would not run, if transformers holds the weights quantised, if it has no plan to divide
+            experts among ``ep_size`` ranks, or, after ``apply_sac(save=)``, if a part of a block is sharded
+            as a group of its own, as these experts are.
 
     Collective: all ranks of the mesh, with the same model.
     Memory: For a materialised model, its memory, which falls to that of the shards, plus one block at a time.
@@ -187,7 +187,7 @@ def refuse_hooks(
 def _refuse_sharded(model: nn.Module) -> None:
     """Raise for a model that is sharded or inside DistributedDataParallel; placed experts are allowed."""
     if replicas_of(model) is not None:
-        raise WrappedModelError(
+        raise UnsupportedModelError(
             "the model is inside DistributedDataParallel already; shard the model that it was made of, on "
             "build_mesh(dp_replicate=...) if whole replicas are wanted"
         )

@@ -42,7 +42,7 @@ def compile_blocks(
         FQNs of the compiled blocks, in forward order.
 
     Raises:
-        NoBlocksError: If the model has no blocks.
+        UnsupportedModelError: If the model has no blocks.
         TypeError: If ``memory_budget`` is neither a number nor a text, or a keyword is not allowed with it.
         ValueError: If an argument is out of range, or a block is unknown. With ``memory_budget``, also if the
             backend would ignore it, if a block is compiled already, or if ``apply_sac`` is on.

@@ -99,8 +99,8 @@ def evaluate(
         PackingError: If the model mixes the rows of a pack, or a pack has an attention mask.
         ModelLossError: If the model's own loss is not the cross entropy, or ``loss_fn`` returns a mean.
         BatchError: If ranks have batches of different keys at the same time or differ in an option, or if no
-            rank has a target or all targets have weight 0.
-        VocabularyError: If a batch has an id or a label that the model has no row for.
+            rank has a target or all targets have weight 0, or if a batch has an id or a label that the model
+            has no row for.
         ValueError: If an option of the loss here is out of range, or given beside ``loss_fn``.
 
     Collective: all ranks, if the model is sharded or inside DistributedDataParallel.

@@ -58,11 +58,11 @@ def windows(
         Lists of 1 to ``grad_accum_steps`` batches.
 
     Raises:
-        VocabularyError: On all ranks, if a batch has an id beyond ``vocab_size``.
         ValueError: If ``grad_accum_steps`` is not positive, if ``mesh`` is left out although this process has
             made several with different ``cp``, or if ``loader`` is None on a rank that has to read.
-        BatchError: If no rank had a target in a whole epoch, if a sampler knows of more rows than there are,
-            if ranks share an order of rows that is not the same on all, or if a sampler is moved in a pass.
+        BatchError: On all ranks, if a batch has an id beyond ``vocab_size``, if no rank had a target in a
+            whole epoch, if a sampler knows of more rows than there are, if ranks share an order of rows that
+            is not the same on all, or if a sampler is moved in a pass.
 
     Collective: all ranks; each must ask for the same windows.
 

@@ -13,8 +13,8 @@ from fsdp_sft._model.forward import function_state
 from fsdp_sft._model.record import findings
 from fsdp_sft._model.sharded import compute_device
 from fsdp_sft._ranks.mesh import sum_over_mesh
-from fsdp_sft.errors import BatchError, ModelLossError, NotFusedError
-from fsdp_sft.loss import evaluating, guarded
+from fsdp_sft.errors import BatchError, ModelLossError
+from fsdp_sft.loss import ProbeError, evaluating, guarded
 from fsdp_sft.step.own_loss import LossFn, Objective
 from fsdp_sft.step.window import CountFn, counted, num_rows, to_device
 
@@ -128,7 +128,7 @@ def _growth(model: nn.Module, objective: Objective, batches: tuple[Any, Any] | N
             try:
                 loss = guarded(model, lambda own=batch: objective.of(model, to_device(own, device))[0])
                 losses.append(float(loss))
-            except NotFusedError as error:  # go on: every rank must run both forwards, also after an error
+            except ProbeError as error:  # go on: every rank must run both forwards, also after an error
                 _logger.debug("%s", error)
                 losses.append(math.nan)
     return losses[1] / losses[0] if losses and losses[0] else math.nan

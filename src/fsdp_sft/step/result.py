@@ -94,7 +94,7 @@ class QueuedStep:
 
         Raises:
             NonFiniteGradientError: If the gradient was not finite.
-            NotFusedError: If a forward has changed since its loss was prepared.
+            ModelLossError: If a forward has changed since its loss was prepared.
             UnstorableStateError: If no checkpoint could hold the optimizer's state.
 
         Collective: all ranks of the mesh.

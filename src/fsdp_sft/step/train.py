@@ -135,11 +135,11 @@ def train_step(
 
     Raises:
         BatchError: If labels show a recognised mistake, or ranks differ in the number of micro-batches, the
-            keys of a micro-batch or the options of this call.
-        AdapterError: If adapters are merged into the model.
-        UnsupportedModelError: If torch would divide the gradients of experts twice, or if ranks that compute
-            the same rows (tensor parallelism) would draw different random numbers.
-        VocabularyError: If a batch has an id or a label that the model has no row for.
+            keys of a micro-batch or the options of this call, or if a batch has an id or a label that the
+            model has no row for.
+        UnsupportedModelError: If adapters are merged into the model, if torch would divide the gradients of
+            experts twice, or if ranks that compute the same rows (tensor parallelism) would draw different
+            random numbers.
         ValueError: If a rank's batches cannot be used (all ranks raise it, before the forward), or if
             an option of the loss here (``loss_impl``, ``router_loss``, ``z_loss`` and the like) is given
             beside ``loss_fn``.

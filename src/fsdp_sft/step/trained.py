@@ -78,11 +78,11 @@ def refuse_untrainable(
         look: Whether its modules may have changed since they were looked at.
 
     Raises:
-        AdapterError: If adapters are merged into it.
         OptimizerError: If nothing is trained.
         RuntimeError: If gradients are off.
-        UnsupportedModelError: If gradients of its parameters would not be reduced, or if a module keeps
-            running statistics of its inputs, which are those of this rank's rows.
+        UnsupportedModelError: If adapters are merged into it, if gradients of its parameters would not be
+            reduced, or if a module keeps running statistics of its inputs, which are those of this rank's
+            rows.
     """
     if not torch.is_grad_enabled():
         raise RuntimeError(

@@ -8,9 +8,6 @@ only the bytes of its own shards.
 
 from fsdp_sft.errors import (
     CheckpointFormatError as CheckpointFormatError,
-    MissingKeysError as MissingKeysError,
-    NonFiniteWeightsError as NonFiniteWeightsError,
-    UnexpectedKeysError as UnexpectedKeysError,
 )
 from fsdp_sft.weights.load import choose_strategy as choose_strategy, load_weights as load_weights
 from fsdp_sft.weights.meta import build_meta_model as build_meta_model
@@ -19,9 +16,6 @@ from fsdp_sft.weights.report import LoadReport as LoadReport
 __all__ = [
     "CheckpointFormatError",
     "LoadReport",
-    "MissingKeysError",
-    "NonFiniteWeightsError",
-    "UnexpectedKeysError",
     "build_meta_model",
     "choose_strategy",
     "load_weights",

@@ -11,7 +11,7 @@ from torch import nn
 
 from fsdp_sft._model.adapters import saved_copies
 from fsdp_sft._model.named import named_tensors
-from fsdp_sft.errors import UnfilledTensorsError, abridged
+from fsdp_sft.errors import CheckpointMismatchError, abridged
 
 Source = Literal["checkpoint", "tie", "initialised", "computed", "copy", "kept"]
 
@@ -48,7 +48,7 @@ def account(model: nn.Module, filled: Mapping[int, Source]) -> dict[str, Source]
         filled: What ``filled_in_base`` returned.
 
     Raises:
-        UnfilledTensorsError: If a tensor on the meta device would be given memory and no value.
+        CheckpointMismatchError: If a tensor on the meta device would be given memory and no value.
     """
     filled = dict(filled)
     for original, copied in saved_copies(model):
@@ -63,7 +63,7 @@ def account(model: nn.Module, filled: Mapping[int, Source]) -> dict[str, Source]
         sources[name] = "tie" if id(tensor) in seen else filled.get(id(tensor), "kept")
         seen.add(id(tensor))
     if left:
-        raise UnfilledTensorsError(
+        raise CheckpointMismatchError(
             f"nothing says what {abridged(left)} should hold: these tensors are on the meta device, and "
             f"neither the checkpoint nor the model's own initialisation has values for them. {_advice(left)}"
         )
@@ -74,12 +74,12 @@ def check_nothing_empty(model: nn.Module, sources: Collection[str]) -> None:
     """Check that a load has left nothing on the meta device, and that every tensor is among ``sources``.
 
     Raises:
-        UnfilledTensorsError: If there are such tensors; the message names them.
+        CheckpointMismatchError: If there are such tensors; the message names them.
     """
     tensors = named_tensors(model)
     left = [name for name, tensor in tensors.items() if tensor.is_meta or name not in sources]
     if left:
-        raise UnfilledTensorsError(f"the load has left {abridged(left)} without a value")
+        raise CheckpointMismatchError(f"the load has left {abridged(left)} without a value")
 
 
 def _advice(left: list[str]) -> str:

@@ -126,7 +126,7 @@ def check_shards_finite(model: nn.Module, plan: LoadPlan) -> None:
     """Refuse NaN and infinity in shards on an accelerator. Shards on the host were checked as they were read.
 
     Raises:
-        NonFiniteWeightsError: If a parameter has such values; the message names it.
+        CheckpointFormatError: If a parameter has such values; the message names it.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     by_device: dict[torch.device, dict[str, torch.Tensor]] = {}

@@ -73,11 +73,11 @@ def load_weights(
         What was read, from where, and how long it took.
 
     Raises:
-        CheckpointFormatError: If the checkpoint is damaged, unsafe or does not fit the model; with the
-            subclasses ``MissingKeysError``, ``UnexpectedKeysError`` and ``NonFiniteWeightsError``.
-        UnfilledTensorsError: If the model has a tensor on the meta device that nothing has values for, such
-            as adapters that ``peft.get_peft_model`` made there. Nothing has been read then.
-        AdapterError: If the adapters were initialised from other base weights.
+        CheckpointFormatError: If the checkpoint is damaged, unsafe or does not fit the model; it has the
+            names of what is missing or unexpected.
+        CheckpointMismatchError: If the model has a tensor on the meta device that nothing has values for,
+            such as adapters that ``peft.get_peft_model`` made there. Nothing has been read then.
+        UnsupportedModelError: If the adapters were initialised from other base weights.
         ValueError: If an argument is out of range.
 
     Collective: all ranks. An error on one is raised on all.

@@ -79,7 +79,7 @@ def build_meta_model(
     Raises:
         CheckpointFormatError: If the config names no class that can be built, or describes a quantised model.
         TypeError: If the config does not have a field of ``config_overrides``.
-        VocabularyError: If rows cannot be added for ``new_vocab_size`` tokens.
+        UnsupportedModelError: If rows cannot be added for ``new_vocab_size`` tokens.
         ValueError: If ``new_vocab_size`` is not a positive integer.
 
     Example:

@@ -20,7 +20,7 @@ from fsdp_sft._model.quantised import WITHOUT_A_WORD, is_scaled, refuse_packed
 from fsdp_sft._model.twin import meta_twin
 from fsdp_sft._tensors.pieces import Piece, is_row_major
 from fsdp_sft._tensors.stored import Computed
-from fsdp_sft.errors import CheckpointFormatError, MissingKeysError, UnexpectedKeysError, abridged
+from fsdp_sft.errors import CheckpointFormatError, abridged
 from fsdp_sft.weights.meta import matches_any
 from fsdp_sft.weights.provenance import Traced, UntraceableError, source
 from fsdp_sft.weights.resolve import Checkpoint
@@ -146,11 +146,9 @@ def make_plan(
         unexpected: ``"error"`` or ``"ignore"``; see ``load_weights``.
 
     Raises:
-        CheckpointFormatError: If a shape does not fit or a conversion fails.
-        MissingKeysError: If keys are missing that the model's class does not allow to be missing, and
-            ``missing`` is ``"error"``.
-        UnexpectedKeysError: If keys are left over that the model's class does not name as ignorable, and
-            ``unexpected`` is ``"error"``.
+        CheckpointFormatError: If a shape does not fit or a conversion fails. Also, unless ``missing`` and
+            ``unexpected`` allow it, if keys are missing that the model's class does not allow to be missing,
+            or left over that it does not name as ignorable; the error has their names.
     """
     twin = meta_twin(model)
     tensors = named_tensors(model)
@@ -364,9 +362,10 @@ def _refuse_missing(
     stored = {name: checkpoint.sources.get(key) for name, key in left_over.items()}
     refuse_packed(plan.missing, {name: kept.entry.dtype for name, kept in stored.items() if kept is not None})
     if plan.missing and policy == "error":
-        raise MissingKeysError(
+        raise CheckpointFormatError(
             f"the checkpoint has no values for {abridged(plan.missing)} of {type(plan.twin).__name__}; "
-            "load_weights(missing='initialise') fills them with the model's own initialisation"
+            "load_weights(missing='initialise') fills them with the model's own initialisation",
+            missing=plan.missing,
         )
 
 
@@ -375,7 +374,8 @@ def _settle_unexpected(plan: LoadPlan, left_over: Mapping[str, str], policy: str
     _, allowed = ignored_on_load(plan.twin)
     plan.unexpected = sorted(name for name in left_over if not matches_any(name, allowed))
     if plan.unexpected and policy == "error":
-        raise UnexpectedKeysError(
+        raise CheckpointFormatError(
             f"{type(plan.twin).__name__} has no place for {abridged(plan.unexpected)} of the checkpoint; "
-            "load_weights(unexpected='ignore') leaves them unread"
+            "load_weights(unexpected='ignore') leaves them unread",
+            unexpected=plan.unexpected,
         )

@@ -71,8 +71,8 @@ def load_pretrained(
     Raises:
         CheckpointFormatError: If the checkpoint is damaged, unsafe or does not fit.
         ValueError: If an argument is out of range.
-        VocabularyError: If rows cannot be added for ``new_vocab_size`` tokens.
-        AdapterError: If the adapters can only be initialised from the base weights.
+        UnsupportedModelError: If rows cannot be added for ``new_vocab_size`` tokens, or the adapters can only
+            be initialised from the base weights.
 
     Collective: all ranks of the mesh, which are all ranks of the job.
     Memory: The shards, and the buffers of ``load_weights``.

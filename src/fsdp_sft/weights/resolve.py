@@ -9,7 +9,7 @@ from fsdp_sft._process.limits import blame_no_file
 from fsdp_sft._tensors.pickled import read_pickled
 from fsdp_sft._tensors.safetensors import Header, TensorEntry, open_file, read_header
 from fsdp_sft._tensors.stored import InFile, Stored
-from fsdp_sft.errors import CheckpointFormatError, SafetensorsError, abridged
+from fsdp_sft.errors import CheckpointFormatError, abridged
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -228,12 +228,12 @@ def _header(path: Path, name: str) -> Header:
         return read_pickled(path)
     try:
         fd = open_file(path)
-    except (OSError, SafetensorsError) as error:
+    except (OSError, CheckpointFormatError) as error:
         blame_no_file(error, path)
         raise CheckpointFormatError(f"{path} cannot be opened: {error}") from None
     try:
         return read_header(fd)
-    except SafetensorsError as error:
+    except CheckpointFormatError as error:
         raise CheckpointFormatError(f"{path} is damaged: {error}; download it again") from None
     finally:
         os.close(fd)

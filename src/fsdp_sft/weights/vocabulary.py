@@ -11,7 +11,7 @@ from fsdp_sft._compat.models import build_like_from_pretrained
 from fsdp_sft._model.named import named_tensors
 from fsdp_sft._ranks.agree import all_reduce_sum, this_rank
 from fsdp_sft._tensors.boxes import Box, box_of, local_of, owner_ranks, part_of
-from fsdp_sft.errors import VocabularyError, abridged
+from fsdp_sft.errors import UnsupportedModelError, abridged
 
 _PIECE_ELEMENTS = 1 << 20  # widened to float64 at once
 _SHORT = "_fsdp_sft_shapes_before_new_tokens"  # attribute of a model that has rows for new tokens
@@ -28,8 +28,8 @@ def build_with_vocabulary(cls: Any, config: Any, dtype: torch.dtype, new_vocab_s
 
     Raises:
         ValueError: If the size is not a positive integer.
-        VocabularyError: If the class has tensors that depend on the size in another way than by a row for
-            each token.
+        UnsupportedModelError: If the class has tensors that depend on the size in another way than by a row
+            for each token.
     """
     if isinstance(new_vocab_size, bool) or not isinstance(new_vocab_size, int) or new_vocab_size < 1:
         raise ValueError(f"new_vocab_size must be a positive integer or None, got {new_vocab_size!r}")
@@ -93,12 +93,12 @@ def _set_vocab_size(config: Any, new: int) -> int:
     try:
         text = config.get_text_config()
     except ValueError as error:
-        raise VocabularyError(
+        raise UnsupportedModelError(
             f"new_vocab_size cannot tell which part of the config describes the text model: {error}"
         ) from None
     old = getattr(text, "vocab_size", None)
     if not isinstance(old, int):
-        raise VocabularyError(
+        raise UnsupportedModelError(
             f"new_vocab_size needs a config with a vocab_size, {type(text).__name__} has none"
         )
     if new <= old:
@@ -120,7 +120,7 @@ def _check_rows(cls: Any, model: Any, before: Mapping[str, Shape], old: int, new
         or (before[name] != tuple(after[name].shape) and not _is_grown(before[name], after[name], old, new))
     ]
     if strange:
-        raise VocabularyError(
+        raise UnsupportedModelError(
             f"new_vocab_size cannot add tokens to {cls.__name__}: {abridged(strange)} depend on the size in "
             "another way than by a row for each token; resize it with transformers, save it, and load that"
         )
@@ -130,7 +130,7 @@ def _check_rows(cls: Any, model: Any, before: Mapping[str, Shape], old: int, new
     ):
         weight = getattr(layer, "weight", None)
         if weight is not None and weight.shape[0] != new:
-            raise VocabularyError(
+            raise UnsupportedModelError(
                 f"new_vocab_size cannot add tokens to {cls.__name__}: its {what} keeps {weight.shape[0]} "
                 "rows; resize it with transformers, save it, and load that"
             )

@@ -191,8 +191,9 @@ def test_the_row_that_is_refused_is_named(num_proc: int, tmp_path: Path) -> None
     with pytest.raises(ValueError, match=r"row 998: no known row shape"):
         fs.encode_dataset(given, TOKENIZER, num_proc=num_proc, cache_dir=tmp_path, **shape)
     given[998], given[11], given[701] = chat("q", "a"), chat("q", "a" * 500), {"x": 1}  # not looked at first
-    with pytest.raises(fs.TooLongError, match="row 11: the row has"):
+    with pytest.raises(fs.RowError, match="row 11: the row has") as caught:
         fs.encode_dataset(given, TOKENIZER, num_proc=num_proc, cache_dir=tmp_path, **options)
+    assert caught.value.reason == "too_long"
 
 
 @pytest.mark.parametrize(
@@ -228,7 +229,7 @@ def test_a_systematic_refusal_is_told_before_anything_is_encoded(tmp_path: Path)
     lossy.chat_template = ct.CHATML.replace("message.content", "(message.content if not message.tool_calls)")
     row = chat("q", "I look")
     row["messages"][1]["tool_calls"] = [call]
-    with pytest.raises(fs.DroppedTextError, match="does not print the content of message 1"):
+    with pytest.raises(fs.ChatTemplateError, match="does not print the content of message 1"):
         fs.encode_dataset([row] * 20, lossy, max_length=99, cache_dir=tmp_path, on_dropped="error")
     assert fs.encode_dataset([row] * 20, lossy, max_length=99, cache_dir=tmp_path).counts["dropped"] == 20
     assert len([path for path in tmp_path.iterdir() if not path.name.startswith(".")]) == 1

@@ -18,19 +18,13 @@ from fsdp_sft.collate.encoded.source import RowRange, RowSource, Unreadable
 from fsdp_sft.collate.encoded.store import RowWriter, joined
 from fsdp_sft.collate.filtering import FilterCounts, check_template_for, judge_row
 from fsdp_sft.collate.options import EncodeOptions
-from fsdp_sft.errors import ChatTemplateError, DroppedTextError, MediaError, TooLongError
+from fsdp_sft.errors import RowError, row_error
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-REFUSED = {
-    "malformed": ValueError,
-    "too_long": TooLongError,
-    "refused_by_template": ChatTemplateError,
-    "dropped_text": DroppedTextError,
-    "media": MediaError,
-}
-"""Error types by the reason why a row cannot be encoded; a row without a target can, but is not kept."""
+# Reasons why a row cannot be encoded; a row without a target can, but is not kept.
+_REFUSED = ("malformed", "too_long", "refused_by_template", "dropped_text", "media")
 
 # Rows or bytes that take less time to encode than a process takes to start.
 _FEWEST = {"row": 4000, "B": 8 << 20}
@@ -148,15 +142,15 @@ def encode_pieces(
 
 def num_refused(counts: FilterCounts) -> int:
     """Number of rows that could not be encoded."""
-    return sum(counts.get(reason, 0) for reason in REFUSED)
+    return sum(counts.get(reason, 0) for reason in _REFUSED)
 
 
-def refusal(counts: FilterCounts, says: str) -> ValueError:
-    """The error for refused rows, of the type of the most frequent reason."""
-    kind = max(REFUSED, key=lambda reason: counts.get(reason, 0))
-    return REFUSED[kind](
+def refusal(counts: FilterCounts, says: str) -> RowError:
+    """The error for refused rows, for the most frequent reason."""
+    return row_error(
         f"{says}; counted {dict(counts)}{first_examples(counts)}\n"
-        "Leave such rows out, change the options, or allow more with max_refused="
+        "Leave such rows out, change the options, or allow more with max_refused=",
+        max(_REFUSED, key=lambda reason: counts.get(reason, 0)),
     )
 
 

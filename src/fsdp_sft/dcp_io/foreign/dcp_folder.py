@@ -22,7 +22,7 @@ from fsdp_sft._tensors.boxes import Box, tiling_problem
 from fsdp_sft._tensors.disk import closing, read_bytes
 from fsdp_sft._tensors.safetensors import open_file, read_at
 from fsdp_sft.dcp_io.foreign.source import ForeignTensor
-from fsdp_sft.errors import CheckpointCorruptError, CheckpointFormatError, SafetensorsError
+from fsdp_sft.errors import CheckpointCorruptError, CheckpointFormatError
 
 METADATA_NAME = ".metadata"
 _MOST_METADATA_BYTES = 1 << 30
@@ -178,7 +178,7 @@ class DcpFolder:
                 f"{path}: {key} is an object, which is not unpickled: that could run any code "
                 f"({str(error).splitlines()[0][:200]})"
             ) from None
-        except (OSError, SafetensorsError, *_NOT_METADATA, RuntimeError) as error:
+        except (OSError, CheckpointFormatError, *_NOT_METADATA, RuntimeError) as error:
             blame_no_file(error, path)
             raise CheckpointCorruptError(f"{path}: {key} cannot be read: {error}") from None
 

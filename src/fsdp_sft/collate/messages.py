@@ -1,0 +1,234 @@
+"""One message of a row in the form that chat templates take: its role, parts, tool calls and weights."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fsdp_sft.collate.media import PARTS, refuse_media
+from fsdp_sft.errors import RowError
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+MAX_WEIGHT = 3.4e38
+"""Largest weight: weights become float32."""
+
+_FLAG_KEYS = ("train", "loss_weight", "weight", "loss_scale")
+_YES_OR_NO = ("loss", "training", "trainable")  # ms-swift's, axolotl's; numbers there are no weights
+_BY_CHARACTERS = ("train_detail", "training_detail")  # axolotl's
+_ORDER = ("thinking", "reasoning", "text", "tool_call")  # of the parts of a content
+# Keys under which a message carries notes while its row is read; take_notes removes them.
+_IN_PARTS = "reasoning given as a part of type thinking"
+_WEIGHED = "characters and weights of a content's parts"
+
+Message = dict[str, Any]
+
+
+@dataclass(slots=True)
+class Notes:
+    """What a row says of a message beside what templates take.
+
+    Attributes:
+        weight: Factor of its loss; 0 where the row switches it off.
+        parts: (characters, weight) of each part of its texts, by the key of the text, where weights differ.
+        thinks_in_parts: Whether reasoning was given as a part of type "thinking".
+    """
+
+    weight: float
+    parts: dict[str, list[tuple[int, float]]]
+    thinks_in_parts: bool
+
+
+def read_message(item: Any, where: str) -> Message:
+    """A message in the form that templates take, but with its weights."""
+    if not isinstance(item, dict):
+        raise ValueError(f"{where} must be a dict with role and content, got {shortened(item)}")
+    # In a row from an Arrow table each message has the keys of all, with None for those that it lacks.
+    message = {str(key): value for key, value in item.items() if value is not None}
+    refuse_media(message, where)
+    role = message.get("role")
+    if role not in ROLES:
+        raise ValueError(f"{where} has the role {role!r}; known roles: {', '.join(ROLES)}")
+    calls = message.pop("tool_calls", None) or []
+    if not isinstance(calls, list):
+        raise ValueError(f"{where}.tool_calls must be a list, got {shortened(calls)}")
+    if "function_call" in message:  # OpenAI's form before tool_calls
+        calls = [*calls, message.pop("function_call")]
+    content = message.get("content")
+    if isinstance(content, list | tuple):
+        parts = _read_parts(content, where)
+        content, calls = parts.text, [*calls, *parts.calls]
+        if parts.reasoning:
+            if any(key in message for key in REASONING_KEYS):
+                raise ValueError(f"{where} has reasoning twice: in its parts and beside its content")
+            message["reasoning_content"] = parts.reasoning
+            message[_IN_PARTS] = parts.is_thinking
+        if any(weight != 1 for pieces in parts.weighed.values() for _, weight in pieces):
+            message[_WEIGHED] = parts.weighed
+    if content is None and not calls:
+        raise ValueError(f"{where} has neither content nor tool_calls, got the keys {sorted(message)}")
+    message["content"] = "" if content is None else as_text(content, f"{where}.content")
+    if calls:
+        if role != "assistant":
+            raise ValueError(f"{where} has tool calls but the role {role!r}; only the assistant calls tools")
+        message["tool_calls"] = [_read_call(call, where) for call in calls]
+    for key in REASONING_KEYS:
+        if key in message:
+            as_text(message[key], f"{where}.{key}")
+    return message
+
+
+@dataclass
+class _Parts:
+    """A content in parts, sorted out.
+
+    Attributes:
+        text: The parts of type "text", joined.
+        reasoning: The parts of type "reasoning" or "thinking", joined.
+        is_thinking: Whether some were of type "thinking".
+        calls: Tool calls.
+        weighed: (characters, weight) of each part, by the key of the text ("content", "reasoning_content").
+    """
+
+    text: str = ""
+    reasoning: str = ""
+    is_thinking: bool = False
+    calls: list[Any] = field(default_factory=list)
+    weighed: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+
+
+def _read_parts(parts: Sequence[Any], where: str) -> _Parts:
+    """Sort out a content that is a list of parts."""
+    found, last = _Parts(), 0
+    for number, part in enumerate(parts):
+        kind, place = part.get("type") if isinstance(part, dict) else None, f"{where}.content[{number}]"
+        if kind in PARTS:
+            raise RowError(f"{place} is a part of type {kind}: only text is encoded here", reason="media")
+        if kind not in _ORDER:
+            raise ValueError(
+                f"{place} must be a part of type text, reasoning, thinking or tool_call, "
+                f"got {shortened(part)}"
+            )
+        weight = _pop_weight({key: value for key, value in part.items() if value is not None}, place)
+        given = [part[key] for key in (kind, "text", "value") if part.get(key) is not None]
+        value = next((one for one in given if one), given[0] if given else None)
+        if kind == "thinking" and isinstance(value, list):
+            inner = _read_parts(value, place)
+            _refuse_weight(math.prod(w for _, w in inner.weighed.get("content", ())), f"a part of {place}")
+            value = inner.text
+        text = as_text(value, place)
+        if kind == "tool_call" or not text.strip():
+            _refuse_weight(weight, place)
+        rank = _ORDER.index(kind)
+        if text and rank < last:
+            raise ValueError(
+                f"{place} is {kind} after {_ORDER[last]}: a message has its reasoning, then its text, then "
+                "its calls; make messages of the parts"
+            )
+        last = max(rank, last) if text else last
+        if kind == "tool_call":
+            found.calls.append(parse_json(text, f"{where}: tool_call"))
+        elif kind == "text":
+            found.text += text
+            found.weighed.setdefault("content", []).append((len(text), weight))
+        else:
+            found.reasoning += text
+            found.is_thinking |= kind == "thinking"
+            found.weighed.setdefault("reasoning_content", []).append((len(text), weight))
+    return found
+
+
+def _refuse_weight(weight: float, place: str) -> None:
+    """Raise ValueError unless the weight is 1."""
+    if weight != 1:
+        raise ValueError(
+            f"{place} has the weight {weight:g}: a weight is of a message, or of a part of it that is text "
+            "or reasoning and more than white space; give it to the message, or make messages of the parts"
+        )
+
+
+def _read_call(call: Any, where: str) -> dict[str, Any]:
+    """One tool call in OpenAI's format, with arguments as a dict."""
+    inner = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
+        raise ValueError(f"{where}: a tool call needs a name and arguments, got {shortened(call)}")
+    arguments = inner.get("arguments")
+    if arguments is None:
+        arguments = inner.get("parameters")  # Llama's own format of a call
+        others = sorted(set(map(str, inner)) - {"name", "arguments", "parameters", "id", "type", "index"})
+        if arguments is None and any(inner[key] is not None for key in others if key in inner):
+            raise ValueError(f"{where}: a tool call's arguments belong under 'arguments', got {others}")
+    if isinstance(arguments, str):
+        # Templates print arguments with tojson, which would quote a string of JSON a second time.
+        arguments = parse_json(arguments or "{}", f"{where}: arguments")
+    if arguments is not None and not isinstance(arguments, dict):
+        raise ValueError(f"{where}: tool call arguments must be an object, got {shortened(arguments)}")
+    function = {"name": inner["name"], "arguments": dict(arguments or {})}
+    call_id = {"id": call["id"]} if call.get("id") is not None else {}
+    return {"type": "function", **call_id, "function": function}
+
+
+def take_notes(message: Message, place: str) -> Notes:
+    """Remove what ``read_message`` left in a message beside what templates take, and return it.
+
+    Raises:
+        ValueError: If a weight is negative, not finite or no number.
+    """
+    return Notes(_pop_weight(message, place), message.pop(_WEIGHED, {}), message.pop(_IN_PARTS, False))
+
+
+def _pop_weight(message: Message, place: str) -> float:
+    """Product of a message's weights, which are removed from it."""
+    total = 1.0
+    for key in _YES_OR_NO:
+        value = message.pop(key, None)
+        if not isinstance(value, bool | None):
+            raise ValueError(
+                f"{place}: {key} says whether it is trained and must be True or False, got {value!r}"
+            )
+        total *= value is not False
+    given = next((key for key in _BY_CHARACTERS if message.pop(key, None)), None)
+    if given is not None:
+        raise ValueError(
+            f"{place}: {given} is not read; give the content in parts, each with a weight: "
+            '[{"type": "text", "text": ..., "weight": 0}, ...]'
+        )
+    for key in _FLAG_KEYS:
+        value = message.pop(key, 1)
+        if not isinstance(value, int | float) or not 0 <= value <= MAX_WEIGHT:
+            raise ValueError(
+                f"{place}: {key} must be a finite number that is not negative (False or True), got {value!r}"
+            )
+        total *= float(value)
+    return total
+
+
+def as_text(value: Any, where: str) -> str:
+    """The value, or ValueError with its place if it is no str."""
+    if not isinstance(value, str):
+        raise ValueError(f"{where} must be a string, got {shortened(value)}")
+    return value
+
+
+def as_list(value: Any, where: str) -> list[Any]:
+    """A copy of the value, or ValueError with its place if it is no list."""
+    if not isinstance(value, list):
+        raise ValueError(f'"{where}" must be a list, got {shortened(value)}')
+    return list(value)
+
+
+def parse_json(text: str, where: str) -> Any:
+    """The value of a JSON text, or ValueError with its place."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where} must be JSON, got {shortened(text)} ({error})") from error
+
+
+def shortened(value: Any, limit: int = 60) -> str:
+    """Type and shortened repr of a value, for error messages."""
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= limit else text[:limit] + '...'}"
