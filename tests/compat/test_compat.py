@@ -193,17 +193,6 @@ def test_how_a_model_computes_has_no_public_reader() -> None:
     assert not hasattr(FSDPModule, "mp_policy"), "torch has a public name now"
 
 
-def test_where_torch_load_left_a_storage_has_no_public_reader(tmp_path: Path) -> None:
-    torch.save({"a": torch.zeros(3), "b": torch.arange(5)}, tmp_path / "file")
-    loaded = torch.load(tmp_path / "file", map_location="meta", weights_only=True)
-    start = _compat.offset_in_checkpoint(loaded["b"])
-    stored = (tmp_path / "file").read_bytes()[start : start + 40]
-    assert torch.frombuffer(bytearray(stored), dtype=torch.int64).tolist() == [0, 1, 2, 3, 4]
-    assert not hasattr(torch.UntypedStorage, "checkpoint_offset"), "torch has a public form now"
-    with pytest.raises(ValueError, match="no bytes"):
-        _compat.offset_in_checkpoint(torch.zeros(1))
-
-
 def test_whether_a_module_is_compiled_has_no_public_reader() -> None:
     module = nn.Linear(2, 2)
     assert not _compat.is_compiled(module)
@@ -338,7 +327,6 @@ def test_every_private_name_is_watched() -> None:
         "experts_to_place",
         "_stack_length",
         "attention_of",
-        "offset_in_checkpoint",
         "switchable_experts",
         "experts_implementation_of",
         "experts_forward",

@@ -1,5 +1,6 @@
 """A checkpoint that brings its own modeling file: refused without trust, bitwise right with it, offline."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from fsdp_sft.weights import CheckpointFormatError, build_meta_model, load_weigh
 from fsdp_sft.weights.hub import resolve_folder
 from fsdp_sft.weights.pretrained import load_pretrained
 from tests.harness.device import device_here, mesh_here
-from tests.harness.hf_folders import difference
+from tests.harness.hf_folders import difference, save_tiny
 from tests.harness.hub_server import serve, use_hub
 from tests.harness.models import full
 from tests.harness.ranks import run_distributed
@@ -75,3 +76,13 @@ def test_from_the_hub(tmp_path: Path) -> None:
     folder = save_with_code(tmp_path / "model")
     with serve(folder, drops=0) as (address, _):
         run_distributed(_check_hub, 2, address, tmp_path / "cache", tmp_path / "modules", folder)
+
+
+@pytest.mark.parametrize("field", ["attn_implementation", "_attn_implementation"])
+def test_a_config_cannot_fetch_code_for_its_attention(field: str, tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, field: "someone/kernel"}))
+    with pytest.raises(CheckpointFormatError, match=r"'someone/kernel', native code .*attn_implementation="):
+        build_meta_model(folder)
+    assert build_meta_model(folder, attn_implementation="sdpa").config._attn_implementation == "sdpa"

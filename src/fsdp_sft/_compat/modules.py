@@ -28,20 +28,6 @@ def wrapper_tensor(cls: type[torch.Tensor], shape: tuple[int, ...], dtype: torch
     return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=torch.device("cpu"))
 
 
-def offset_in_checkpoint(tensor: torch.Tensor) -> int:
-    """Offset in its file, in bytes, of the storage of a tensor that ``torch.load(map_location="meta")`` made.
-
-    ``torch.load`` notes it on storages whose bytes it has not read, as ``_checkpoint_offset``.
-
-    Raises:
-        ValueError: If the tensor has no storage in the file.
-    """
-    offset = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
-    if not isinstance(offset, int):
-        raise ValueError("a tensor has no bytes of its own in the file")
-    return offset
-
-
 def foreign_hooks(module: nn.Module, *, pre: bool) -> list[Any]:
     """Hooks on a module's call that may look at or change what it returns.
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from fsdp_sft._process.bounds import parse_json
+
 MALFORMED = (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError)
 """Errors that reading may raise if JSON holds something unexpected, such as 1e999 for a number."""
 # JSON has no tuples, and only strings as keys. Such values become JSON objects with this key.
@@ -95,10 +97,7 @@ def loads(text: bytes, what: str) -> Any:
     Raises:
         ValueError: If it is not JSON; the message begins with ``what``.
     """
-    try:
-        return json.loads(text.decode())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{what} is not JSON: {error}") from None
+    return parse_json(text, what)
 
 
 def _encode_dict(

@@ -20,13 +20,13 @@ from typing import Any
 
 import torch
 
+from fsdp_sft._process.bounds import MAX_HEADER_BYTES, check_sizes, parse_json
 from fsdp_sft.errors import CheckpointFormatError
 
-MAX_HEADER_BYTES = 100_000_000  # the limit of the reference implementation
-_MAX_SIZE = (1 << 63) - 1  # torch's limit for one dimension
 _MAX_IO_BYTES = 1 << 30  # Linux reads or writes at most 2 GiB per call
 _ALIGNMENT = 8  # of the tensors' first byte
 _METADATA = "__metadata__"
+_OF_AN_ENTRY = {"dtype", "shape", "data_offsets"}
 
 DTYPES = {
     "BOOL": torch.bool,
@@ -204,13 +204,17 @@ def read_header(fd: int) -> Header:
 
 def parse_header(text: bytes, file_bytes: int) -> Header:
     """Check the JSON of a header against the size of its file; see ``read_header``."""
+    signs = {"parse_int": _size} if b"-" in text else {}
     try:
-        described = json.loads(text.decode(), object_pairs_hook=_without_duplicates)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointFormatError(f"the header is not JSON: {error}") from None
+        described = parse_json(
+            text, "the header", finite=True, object_pairs_hook=_without_duplicates, **signs
+        )
+    except ValueError as error:
+        raise CheckpointFormatError(str(error)) from None
     if not isinstance(described, dict):
         raise CheckpointFormatError("the header is not a JSON object")
-    metadata = described.pop(_METADATA, {})
+    metadata = described.pop(_METADATA, None)
+    metadata = {} if metadata is None else metadata
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise CheckpointFormatError("the header's metadata is not an object of strings")
     first = len(text) + 8
@@ -311,25 +315,42 @@ def _without_duplicates(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     return seen
 
 
+def _size(digits: str) -> int:
+    """A number of a header; -0 is a floating-point number for others, and no size."""
+    return int(digits) if digits != "-0" else -1
+
+
 def _parse_entry(name: str, value: Any, first: int) -> TensorEntry:
     """One tensor of a header, checked; ``first`` is the file's first byte after the header."""
     try:
-        dtype, shape, (start, end) = value["dtype"], value["shape"], value["data_offsets"]
-        sizes = [*shape, start, end]
-        ok = isinstance(shape, list) and all(type(size) is int and 0 <= size <= _MAX_SIZE for size in sizes)
-        if ok and isinstance(dtype, str) and dtype not in DTYPES:
-            raise CheckpointFormatError(
-                f"the header's entry of {name!r} is not valid: stored as {dtype}, none of {', '.join(DTYPES)}"
-            )
-        if not ok or num_bytes(DTYPES[dtype], shape) != end - start:
-            raise ValueError
-    except CheckpointFormatError:
-        raise
-    except (TypeError, KeyError, ValueError):
+        dtype = value["dtype"]
+        shape = check_sizes(value["shape"], "its shape")
+        start, end = check_sizes(value["data_offsets"], "its place")
+        if dtype not in DTYPES:
+            raise ValueError(f"stored as {dtype}, none of {', '.join(DTYPES)}")
+        if _checked_bytes(DTYPES[dtype], shape) != end - start:
+            raise ValueError("its shape and its place differ in size")
+        if any(isinstance(value[key], (dict, list)) for key in value.keys() - _OF_AN_ENTRY):
+            raise ValueError("it has parts that no tensor has")
+    except (TypeError, KeyError, ValueError) as error:
         raise CheckpointFormatError(
-            f"the header's entry of {name!r} is not valid: {str(value)[:200]}"
+            f"the header's entry of {name!r} is not valid: {str(value)[:200]} ({error})"
         ) from None
-    return TensorEntry(DTYPES[dtype], tuple(shape), start + first, end + first)
+    return TensorEntry(DTYPES[dtype], shape, start + first, end + first)
+
+
+def _checked_bytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
+    """Bytes of a tensor whose sizes can be multiplied in the order in which they are written.
+
+    Raises:
+        ValueError: If a product on the way is more than 64 bits hold, also where a later size is 0.
+    """
+    total = 1
+    for size in shape:
+        total *= size
+        if total * 8 * dtype.itemsize >= 1 << 64:
+            raise ValueError("it has more bytes than a file can hold")
+    return total * dtype.itemsize
 
 
 def _check_contiguous(entries: Mapping[str, TensorEntry], first: int, file_bytes: int) -> None:

@@ -16,13 +16,14 @@ from typing import Any
 
 import torch
 
+from fsdp_sft._process.bounds import MAX_JSON_BYTES, MAX_RANKS, check_sizes
 from fsdp_sft._process.codec import MALFORMED, decode, dumps, loads
 from fsdp_sft._tensors.boxes import Box, tiling_problem
 from fsdp_sft._tensors.disk import FileRecord, read_bytes
 from fsdp_sft._tensors.safetensors import DTYPES, dtype_name
 from fsdp_sft.dcp_io.sharding import Sharding, encode_sharding, parse_sharding
 from fsdp_sft.dcp_io.steps import step_number
-from fsdp_sft.dcp_io.stored import StoredTensor, checked_shape, file_key
+from fsdp_sft.dcp_io.stored import StoredTensor, file_key
 from fsdp_sft.errors import CheckpointCorruptError
 
 MANIFEST_NAME = "MANIFEST.json"
@@ -30,7 +31,6 @@ INDEX_NAME = "INDEX.json"
 TRAIN_STATE_NAME = "train_state.json"
 FORMAT = "fsdp-sft-checkpoint"
 VERSION = 3
-MAX_JSON_BYTES = 1 << 27  # parsed JSON takes up to 24 times as much memory in Python
 _FILE_NAMES = re.compile(r"shards/\d{5,}\.safetensors|train_state\.json|settings/\w[\w.-]*")
 
 
@@ -215,6 +215,8 @@ def parse(body: Mapping[str, Any], index: Mapping[str, Any]) -> Manifest:
             raise ValueError(f"it names a file {name!r}, which no checkpoint has")
         files[name] = FileRecord(int(entry["size"]), str(entry["sha256"]))
     world_size = int(body["world_size"])
+    if not 0 < world_size <= MAX_RANKS:
+        raise ValueError(f"it is of {world_size} ranks; at most {MAX_RANKS} are read")
     sections: dict[str, dict[str, StoredTensor] | None] = {}
     shardings = [parse_sharding(sharding, world_size) for sharding in body["shardings"]]
     for section in ("model", "optimizer"):
@@ -299,7 +301,7 @@ def _parse_tensors(raw: Any, section: str, shardings: list[Sharding]) -> dict[st
         (copy,) = more or (0,)
         if type(number) is not int or type(copy) is not int or not 0 <= number < len(shardings):
             raise ValueError(f"the place of {name} is not valid")
-        sharding, shape = shardings[number], checked_shape(name, shape)
+        sharding, shape = shardings[number], check_sizes(shape, f"the shape of {name}")
         if any(dim >= len(shape) for _, dim in sharding.splits) or not 0 <= copy < sharding.copies:
             raise ValueError(f"the place of {name} is not valid")
         tensors[name] = StoredTensor(shape, DTYPES[dtype], file_key(section, name), sharding, copy)

@@ -25,7 +25,7 @@ from fsdp_sft._tensors.reader import read_jobs
 from fsdp_sft._tensors.safetensors import bytes_of
 from fsdp_sft.errors import CheckpointFormatError
 from fsdp_sft.weights.prepared_note import prepared_at
-from fsdp_sft.weights.resolve import open_checkpoint, told_of_adapter
+from fsdp_sft.weights.resolve import check_settings, open_checkpoint, told_of_adapter
 from fsdp_sft.weights.vocabulary import build_with_vocabulary
 
 if TYPE_CHECKING:
@@ -192,7 +192,21 @@ def _class_and_config(
         unknown = sorted(set(unused) & set(overrides))
         if unknown:
             raise TypeError(f"{cls.config_class.__name__} has no field {', '.join(unknown)}")
+    if attention is None and not remote:
+        _refuse_kernels(name, config)
     return cls, config
+
+
+def _refuse_kernels(name: str, config: Any) -> None:
+    """Refuse a config whose attention is a repository of the Hub, whose code transformers would run."""
+    asked = getattr(config, "_attn_implementation", None)
+    if isinstance(asked, str) and "/" in asked:
+        raise CheckpointFormatError(
+            f"the config of {name} asks for the attention {asked!r}, native code that would be fetched "
+            "and run; pass attn_implementation= with a name that you trust, this one or 'sdpa'"
+        )
+    for part in getattr(config, "sub_configs", ()):
+        _refuse_kernels(name, getattr(config, part, None))
 
 
 def _is_model_class(cls: Any) -> bool:
@@ -235,6 +249,7 @@ def _auto_config(name: str, options: dict[str, Any]) -> Any:
     """The config that the folder names, with a clear error where it needs ``trust_remote_code``."""
     import transformers
 
+    check_settings(Path(name))
     try:
         return transformers.AutoConfig.from_pretrained(name, **options)
     except (ValueError, OSError) as error:

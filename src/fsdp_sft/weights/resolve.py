@@ -1,15 +1,16 @@
 """The weight files of a checkpoint's folder: their names, checked, and the headers of all their tensors."""
 
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from fsdp_sft._process.bounds import MAX_INDEX_BYTES, MAX_SETTINGS_BYTES, parse_json
 from fsdp_sft._process.limits import blame_no_file
-from fsdp_sft._tensors.pickled import read_pickled
+from fsdp_sft._tensors.disk import read_bytes
 from fsdp_sft._tensors.safetensors import Header, TensorEntry, open_file, read_header
 from fsdp_sft._tensors.stored import InFile, Stored
-from fsdp_sft.errors import CheckpointFormatError, abridged
+from fsdp_sft._tensors.torch_file import read_pickled
+from fsdp_sft.errors import CheckpointCorruptError, CheckpointFormatError, abridged
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -17,7 +18,6 @@ PICKLED_SINGLE = "pytorch_model.bin"
 PICKLED_INDEX = "pytorch_model.bin.index.json"
 ADAPTER = "adapter_config.json"
 _INDEX_ENDING, _PICKLE_ENDING, _SAFE_ENDING = ".json", ".bin", ".safetensors"
-_MAX_INDEX_BYTES = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,20 @@ def find_manifest(folder: Path, variant: str | None = None, *, allow_pickle: boo
     return found
 
 
+def check_settings(folder: Path) -> None:
+    """Refuse settings that are no regular files, or too large: others would wait for a pipe, or read on.
+
+    Raises:
+        CheckpointFormatError: If there is such a file.
+    """
+    for path in (folder / "config.json", folder / "generation_config.json"):
+        try:
+            if path.exists():
+                read_bytes(path.resolve(), MAX_SETTINGS_BYTES)
+        except CheckpointCorruptError as error:
+            raise CheckpointFormatError(str(error)) from None
+
+
 def told_of_adapter(name: str | os.PathLike[str], settings: Path) -> str:
     """Advice, for an error, on a folder with a peft adapter, which ``from_pretrained`` would apply.
 
@@ -80,8 +94,9 @@ def told_of_adapter(name: str | os.PathLike[str], settings: Path) -> str:
         settings: Its ``adapter_config.json``.
     """
     try:
-        base = json.loads(settings.read_text()).get("base_model_name_or_path")
-    except ValueError:
+        about = parse_json(read_bytes(settings.resolve(), MAX_SETTINGS_BYTES), ADAPTER)
+        base = about.get("base_model_name_or_path")
+    except (AttributeError, CheckpointCorruptError, ValueError):
         base = None
     merge = "PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({}), {}).merge_and_unload()"
     if any((settings.parent / file).is_file() for file in (SINGLE, INDEX, PICKLED_SINGLE, PICKLED_INDEX)):
@@ -131,13 +146,12 @@ def read_index(path: Path) -> dict[str, str]:
         CheckpointFormatError: If it is no index, or names a file outside its folder.
     """
     try:
-        if path.stat().st_size > _MAX_INDEX_BYTES:
-            raise ValueError(f"it has more than {_MAX_INDEX_BYTES} bytes")
-        weight_map = json.loads(path.read_text())["weight_map"]
+        text = read_bytes(path.resolve(), MAX_INDEX_BYTES)  # in the Hub's cache it is a link
+        weight_map = parse_json(text, "it", finite=True)["weight_map"]
         texts = isinstance(weight_map, dict) and all(isinstance(v, str) for v in weight_map.values())
         if not texts or not weight_map:
             raise ValueError("weight_map is not an object of file names")
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, CheckpointCorruptError, ValueError, KeyError, TypeError) as error:
         blame_no_file(error, path)
         raise CheckpointFormatError(f"{path} is not an index of weight files: {error!r}") from None
     for name in set(weight_map.values()):

@@ -76,7 +76,11 @@ def given_as(kind: str, folder: Path) -> Any:
     ("kind", "num_proc"),
     [("list", 1), ("data set", 1), ("encoded", 1), ("files", 1), ("list", 2), ("files", 2)],
 )
-def test_rows_are_those_of_encode_chat(kind: str, num_proc: int, tmp_path: Path) -> None:
+def test_rows_are_those_of_encode_chat(
+    kind: str, num_proc: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "torch.py").write_text("raise SystemExit('the code of a folder ran')")
+    monkeypatch.chdir(tmp_path)  # the processes must not look for modules where they are started
     encoded = fs.encode_dataset(
         given_as(kind, tmp_path), TOKENIZER, max_length=60, num_proc=num_proc, cache_dir=tmp_path / "cache"
     )
@@ -210,6 +214,29 @@ def test_one_bad_row_ends_nothing(bad: dict[str, Any], tmp_path: Path) -> None:
     assert encoded[: len(expected)] == expected
     if "chat_template_kwargs" not in bad:  # which no template here reads
         assert list(encoded.counts.indices["malformed"]) == [300]
+
+
+def test_what_a_damaged_file_claims_is_not_made(tmp_path: Path) -> None:
+    first = fs.encode_dataset(rows(20), TOKENIZER, max_length=60, cache_dir=tmp_path)
+    place = len(first._edges) - 1
+    for name, number, words in (
+        ("edges.i32", 2**25, r"row \d+ of .* is damaged; delete the folder"),
+        ("edges.i32", -5, r"row \d+ of .* is damaged"),
+        ("lengths.i32", 2**30, r"row \d+ of .* is damaged"),
+        ("id_begins.i64", 2**40, "do not belong together"),
+    ):
+        path = first.path / name
+        sound = path.read_bytes()
+        width = 8 if name.endswith("64") else 4
+        at = width * place if name == "edges.i32" else len(sound) - width
+        path.write_bytes(sound[:at] + number.to_bytes(width, "little", signed=True) + sound[at + width :])
+        with pytest.raises(fs.CheckpointCorruptError, match=words):
+            list(fs.EncodedDataset(first.path))
+        path.write_bytes(sound)
+    assert list(fs.EncodedDataset(first.path)) == list(first)
+    (first.path / "about.json").write_text("[]")
+    with pytest.raises(fs.CheckpointCorruptError, match=r"about\.json is damaged"):
+        fs.EncodedDataset(first.path)
 
 
 def test_a_damaged_folder_is_made_anew(tmp_path: Path) -> None:

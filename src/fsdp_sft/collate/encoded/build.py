@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -94,7 +95,7 @@ def build(
     """
     number = num_proc or min(len(os.sched_getaffinity(0)), max(1, source.size // _FEWEST[source.unit]))
     shares = source.shares(number)
-    scratch.mkdir()
+    scratch.mkdir(mode=0o700)
     try:
         parts = [scratch / str(i) for i in range(len(shares))]
         if len(shares) == 1:
@@ -195,43 +196,65 @@ def _in_processes(
     """Encode each share in a separate process; (counts, rows that were read) of each.
 
     The processes run `worker`: a fork could inherit a lock that a thread holds, and multiprocessing's
-    "spawn" would import the caller's script again.
+    "spawn" would import the caller's script again. Jobs and results go through pipes, since others may write
+    into the folder, and a pickle from there would run their code.
     """
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-        "TOKENIZERS_PARALLELISM": "false",
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    running: list[tuple[subprocess.Popen[bytes], threading.Thread]] = []
-    results = []
+    running: list[_Worker] = []
     try:
         for share, part in zip(shares, parts, strict=True):
-            job = part.with_suffix(".job")
-            job.write_bytes(pickle.dumps(([piece.portable() for piece in share], work, part)))
-            command = [sys.executable, "-m", "fsdp_sft.collate.encoded.worker", str(job)]
-            with open(part.with_suffix(".log"), "wb") as log:
-                process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=log)
-            thread = threading.Thread(target=_listen, args=(process, tick), daemon=True)
-            thread.start()
-            running.append((process, thread))
-        for (process, thread), part in zip(running, parts, strict=True):
-            code = process.wait()
-            thread.join()
-            if code:
-                tail = part.with_suffix(".log").read_text(errors="replace")[-2000:]
-                raise RuntimeError(f"a process that encoded rows ended with {code}:\n{tail}")
-            results.append(pickle.loads(part.with_suffix(".result").read_bytes()))
+            job = ([piece.portable() for piece in share], work, part)
+            running.append(_Worker(job, part.with_suffix(".log"), tick))
+        return [worker.result() for worker in running]
     finally:
-        for process, _ in running:
-            process.kill()
-            process.wait()
-    return results
+        for worker in running:
+            worker.end()
 
 
-def _listen(process: subprocess.Popen[bytes], tick: Callable[[int], None]) -> None:
-    """Pass on the sizes that a process prints."""
-    assert process.stdout is not None
-    for line in process.stdout:
-        tick(int(line))
+class _Worker:
+    """A process that encodes rows, and a thread that talks with it."""
+
+    def __init__(self, job: Any, log: Path, tick: Callable[[int], None]) -> None:
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+            "TOKENIZERS_PARALLELISM": "false",
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+        # -P: otherwise the current folder, which may be a stranger's, would come first on the path.
+        command = [sys.executable, "-P", "-m", "fsdp_sft.collate.encoded.worker"]
+        pipe = subprocess.PIPE
+        with open(log, "xb") as errors:
+            self._process = subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=errors)
+        self._job, self._log, self._tick = pickle.dumps(job), log, tick
+        self._result: tuple[FilterCounts, int] | None = None
+        self._thread = threading.Thread(target=self._talk, daemon=True)
+        self._thread.start()
+
+    def _talk(self) -> None:
+        sent, received = self._process.stdin, self._process.stdout
+        assert sent is not None
+        assert received is not None
+        with suppress(BrokenPipeError, EOFError):  # it has ended, and its exit code says so
+            with sent:
+                sent.write(self._job)
+            for line in received:
+                if line == b"\n":
+                    self._result = pickle.load(received)
+                    break
+                self._tick(int(line))
+
+    def result(self) -> tuple[FilterCounts, int]:
+        """Wait for the process, and return what it has encoded."""
+        code = self._process.wait()
+        self._thread.join()
+        if code or self._result is None:
+            tail = self._log.read_text(errors="replace")[-2000:]
+            raise RuntimeError(f"a process that encoded rows ended with {code}:\n{tail}")
+        return self._result
+
+    def end(self) -> None:
+        """End the process if it still runs."""
+        self._process.kill()
+        self._process.wait()
+        self._thread.join()

@@ -13,22 +13,25 @@ runs' edges and not the labels:
 
 from __future__ import annotations
 
+import errno
 import json
 import mmap
 import os
 import shutil
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, overload
 
 import torch
 
+from fsdp_sft._process.bounds import MAX_JSON_BYTES, parse_json
 from fsdp_sft._process.limits import blame_no_file
-from fsdp_sft._tensors.disk import sync_file, sync_folder, write_bytes
+from fsdp_sft._tensors.disk import read_bytes, sync_file, sync_folder, write_bytes
 from fsdp_sft.collate import EncodedChat, FilterCounts
 from fsdp_sft.collate.rows import check_encoded
+from fsdp_sft.errors import CheckpointCorruptError
 from fsdp_sft.targets import IGNORE_INDEX
 
 _COLUMNS = {
@@ -42,6 +45,7 @@ _COLUMNS = {
 _BEGINS = {"id_begins.i64": "lengths.i32", "run_begins.i64": "runs.i32"}
 _ABOUT = "about.json"
 _FLUSH_TOKENS = 1 << 20
+_ANEW = "delete the folder, and encode the rows anew"
 
 
 class RowWriter:
@@ -113,9 +117,9 @@ def joined(parts: Sequence[Path], target: Path, counts: FilterCounts) -> None:
 def is_sound(folder: Path) -> bool:
     """Whether all files exist and have the size that ``about.json`` states."""
     try:
-        sizes = json.loads((folder / _ABOUT).read_text())["sizes"]
+        sizes = _about(folder)["sizes"]
         return all((folder / name).stat().st_size == size for name, size in sizes.items())
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, CheckpointCorruptError, KeyError) as error:
         blame_no_file(error, folder)
         return False
 
@@ -151,7 +155,7 @@ class EncodedDataset(Sequence[EncodedChat]):
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        about = json.loads((self.path / _ABOUT).read_text())
+        about = _about(self.path)
         self.counts = FilterCounts.of(about["counts"], about["indices"], about["examples"])
         self._ids, self._edges = _mapped(self.path / "ids.i32"), _mapped(self.path / "edges.i32")
         self._weights = _mapped(self.path / "weights.f32") if "weights.f32" in about["sizes"] else None
@@ -160,6 +164,13 @@ class EncodedDataset(Sequence[EncodedChat]):
             torch.frombuffer(_mapped(self.path / name), dtype=torch.int32)
             for name in ("lengths.i32", "targets.i32")
         )
+        rows = len(self._id_begins) - 1
+        ends = (self._id_begins[rows], 2 * self._run_begins[rows]) if rows >= 0 else ()
+        if (
+            ends != (len(self._ids), len(self._edges))
+            or not len(self._run_begins) - 1 == len(self.lengths) == len(self.num_targets) == rows
+        ):
+            raise CheckpointCorruptError(f"the files of {self.path} do not belong together; {_ANEW}")
 
     def __len__(self) -> int:
         return len(self._id_begins) - 1
@@ -179,6 +190,8 @@ class EncodedDataset(Sequence[EncodedChat]):
         ids = self._ids[self._id_begins[index] : self._id_begins[index + 1]].tolist()
         first, stop = self._run_begins[index], self._run_begins[index + 1]
         edges = self._edges[2 * first : 2 * stop].tolist()
+        if not _is_row(len(ids), int(self.lengths[index]), edges, stop - first):
+            raise CheckpointCorruptError(f"row {index} of {self.path} is damaged; {_ANEW}")
         labels = [IGNORE_INDEX] * len(ids)
         for begin, end in zip(edges[::2], edges[1::2], strict=True):
             labels[begin:end] = ids[begin:end]
@@ -197,6 +210,36 @@ class EncodedDataset(Sequence[EncodedChat]):
 
     def __repr__(self) -> str:
         return f"EncodedDataset({str(self.path)!r}, {len(self)} rows, {len(self._ids)} tokens)"
+
+
+def _is_row(length: int, said: int, edges: list[int], runs: int) -> bool:
+    """Whether a row's edges rise within its length; a damaged one could claim any length."""
+    rising = all(a <= b for a, b in pairwise(edges))
+    return (
+        length == said
+        and len(edges) == 2 * runs
+        and rising
+        and (not edges or 0 <= edges[0] <= edges[-1] <= length)
+    )
+
+
+def _about(folder: Path) -> dict[str, Any]:
+    """What ``about.json`` says.
+
+    Raises:
+        CheckpointCorruptError: If it is damaged.
+        FileNotFoundError: If there is none.
+    """
+    path = folder / _ABOUT
+    if not path.exists():
+        raise FileNotFoundError(errno.ENOENT, "no folder of encoded rows", str(path))
+    try:
+        about = parse_json(read_bytes(path, MAX_JSON_BYTES), _ABOUT)
+        if not isinstance(about, dict) or not isinstance(about["sizes"], dict):
+            raise ValueError(f"{_ABOUT} does not say the sizes of the files")
+    except (KeyError, ValueError) as error:
+        raise CheckpointCorruptError(f"{path} is damaged: {error}; {_ANEW}") from None
+    return about
 
 
 def _runs(chat: EncodedChat) -> tuple[list[int], list[float]]:

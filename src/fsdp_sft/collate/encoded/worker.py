@@ -1,21 +1,28 @@
-"""A process that encodes rows: ``python -m fsdp_sft.collate.encoded.worker JOB``.
+"""A process that encodes rows: ``python -P -m fsdp_sft.collate.encoded.worker``.
 
-It prints the size of each encoded block on a line.
+The job comes through its standard input, and through its standard output go the size of each encoded block,
+a line each, an empty line, and the result. What others print goes to its standard error.
 """
 
+import os
 import pickle
 import sys
-from pathlib import Path
 
 from fsdp_sft.collate.encoded.build import encode_pieces
 
 
 def main() -> None:
-    """Encode the rows of the job's file, and write the result beside the folder."""
-    job = Path(sys.argv[1])
-    pieces, work, folder = pickle.loads(job.read_bytes())  # written by the process that started this one
-    result = encode_pieces(pieces, work, folder, lambda size: print(size, flush=True))
-    folder.with_suffix(".result").write_bytes(pickle.dumps(result))
+    """Encode the rows of the job."""
+    with os.fdopen(os.dup(sys.stdout.fileno()), "wb") as answer:
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+        pieces, work, folder = pickle.load(sys.stdin.buffer)  # from the process that started this one
+
+        def tick(size: int) -> None:
+            answer.write(b"%d\n" % size)
+            answer.flush()
+
+        result = encode_pieces(pieces, work, folder, tick)
+        answer.write(b"\n" + pickle.dumps(result))
 
 
 if __name__ == "__main__":

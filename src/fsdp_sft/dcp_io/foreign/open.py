@@ -1,7 +1,7 @@
 """Opening another tool's checkpoint: which tool has written it, and what it holds by name."""
 
 import json
-import pickle
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,12 @@ import torch
 from fsdp_sft._process.codec import MALFORMED
 from fsdp_sft._process.limits import blame_no_file
 from fsdp_sft._tensors.boxes import Box, part_of
-from fsdp_sft.dcp_io.foreign.dcp_folder import METADATA_NAME, DcpFolder, below, is_plain
+from fsdp_sft._tensors.pickle_data import NotDataError
+from fsdp_sft._tensors.reader import read_jobs
+from fsdp_sft._tensors.safetensors import open_file
+from fsdp_sft._tensors.stored import InFile
+from fsdp_sft._tensors.torch_file import BROKEN_ARCHIVE, SavedTensor, TorchFile, Unusual, read_torch_file
+from fsdp_sft.dcp_io.foreign.dcp_folder import METADATA_NAME, DcpFolder, below, plain_value
 from fsdp_sft.dcp_io.foreign.names import kind_of
 from fsdp_sft.dcp_io.foreign.source import ForeignCheckpoint, ForeignTensor, split_optimizer, step_of
 from fsdp_sft.dcp_io.steps import step_number
@@ -57,8 +62,8 @@ def open_foreign(source: Path, kind: str, *, allow_pickle: bool) -> ForeignCheck
         )
     if found == "full" and not allow_pickle:
         raise CheckpointFormatError(
-            f"{source / _FULL} is a pickle; allow_pickle=True reads the tensors in it by "
-            "torch.load(weights_only=True), which runs nothing of it"
+            f"{source / _FULL} is a pickle; allow_pickle=True reads the tensors in it as data, "
+            "and runs nothing of it"
         )
     reader = {"accelerate": _accelerate, "dcp": _one_folder, "full": _full}[found]
     try:
@@ -118,45 +123,65 @@ def _one_folder(source: Path) -> ForeignCheckpoint:
 
 def _full(source: Path) -> ForeignCheckpoint:
     """Full state dicts of Accelerate or Trainer: one file for the model and one for the optimizer."""
-    saved_model = _loaded(source / _FULL)
-    model = {str(name): _in_memory(t) for name, t in saved_model.items() if isinstance(t, torch.Tensor)}
-    others = tuple(str(name) for name, value in saved_model.items() if not isinstance(value, torch.Tensor))
+    path = source / _FULL
+    saved = _opened(path)
+    model = {str(name): _in_file(path, saved, name) for name, one in saved.value.items() if _is_tensor(one)}
+    others = tuple(str(name) for name, one in saved.value.items() if not _is_tensor(one))
     states: dict[tuple[str, str], ForeignTensor] = {}
     groups: list[dict[str, Any]] = []
-    if (source / _FULL_OPTIMIZER).is_file():
-        saved = _loaded(source / _FULL_OPTIMIZER)
-        groups = [dict(group) for group in saved.get("param_groups", [])]
-        for name, entries in saved.get("state", {}).items():
-            states |= {(str(name), key): _in_memory(torch.as_tensor(value)) for key, value in entries.items()}
+    path = source / _FULL_OPTIMIZER
+    if path.is_file():
+        saved = _opened(path)
+        groups = [plain_value("param_groups", dict(group)) for group in saved.value.get("param_groups", [])]
+        for name, entries in saved.value.get("state", {}).items():
+            inner = TorchFile(entries, saved.records)
+            for key, one in entries.items():
+                found = _in_file(path, inner, key) if _is_tensor(one) else _in_memory(torch.as_tensor(one))
+                states[str(name), str(key)] = found
     return ForeignCheckpoint("full", model, states, groups, _trainer_step(source), others)
 
 
-def _loaded(path: Path) -> Mapping[str, Any]:
-    """The dict in a ``torch.save`` file, with its tensors memory-mapped and not read yet."""
+def _opened(path: Path) -> TorchFile:
+    """A file of ``torch.save`` that holds a dict, without the bytes of its tensors."""
     try:
-        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except pickle.UnpicklingError as error:
+        with os.fdopen(open_file(path), "rb") as file:
+            saved = read_torch_file(file)
+    except NotDataError as error:
         raise CheckpointFormatError(
-            f"{path} has objects in it, which are not unpickled: that could run any code "
-            f"({str(error).splitlines()[0][:200]})"
+            f"{path} has objects in it, which are not unpickled: that could run any code ({error})"
         ) from None
-    except (RuntimeError, ValueError, EOFError, OSError, KeyError) as error:
+    except (OSError, ValueError, *BROKEN_ARCHIVE) as error:
         blame_no_file(error, path)
         raise CheckpointCorruptError(f"{path} is cut short or damaged: {error}") from None
-    if not isinstance(loaded, Mapping):
+    if not isinstance(saved.value, dict):
         raise CheckpointCorruptError(f"{path} is not a dict of tensors")
-    return loaded
+    return saved
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, (SavedTensor, Unusual))
+
+
+def _in_file(path: Path, saved: TorchFile, name: Any) -> ForeignTensor:
+    """A tensor of a file, which is read by position."""
+    try:
+        entry = saved.entry(str(name), saved.value[name])
+    except ValueError as error:
+        raise CheckpointCorruptError(f"{path}: {error}") from None
+    stored = InFile(path, entry)
+
+    def read(wanted: Box) -> torch.Tensor:
+        out = torch.empty(wanted.shape, dtype=entry.dtype)
+        jobs = stored.jobs(str(name), stored.piece(str(name)), wanted, out)
+        read_jobs(jobs, damaged=CheckpointCorruptError)
+        return out
+
+    return ForeignTensor(entry.shape, entry.dtype, read)
 
 
 def _in_memory(tensor: torch.Tensor) -> ForeignTensor:
-    """An ordinary CPU tensor as one of another checkpoint."""
-    if not is_plain(tensor):
-        raise TypeError(f"a tensor of another kind than a plain one ({tensor.layout}, {tensor.device})")
-
-    def read(wanted: Box) -> torch.Tensor:
-        return part_of(tensor, wanted).clone()
-
-    return ForeignTensor(tuple(tensor.shape), tensor.dtype, read)
+    """A number as a tensor of another checkpoint."""
+    return ForeignTensor(tuple(tensor.shape), tensor.dtype, lambda wanted: part_of(tensor, wanted).clone())
 
 
 def _value(folder: DcpFolder, key: str) -> Any:

@@ -1,0 +1,219 @@
+"""Files that a stranger made: they cost in proportion to their size, and nothing in them is run."""
+
+import io
+import os
+import pickle
+import struct
+import time
+import tracemalloc
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+import fsdp_sft as fs
+from fsdp_sft._tensors.pickle_data import Named, NotDataError, read_pickle
+from fsdp_sft._tensors.safetensors import open_file, read_header
+from fsdp_sft._tensors.torch_file import read_torch_file
+from fsdp_sft.weights.resolve import open_checkpoint
+from tests.harness.hf_folders import save_tiny
+from tests.tensors.odd_headers import ODD
+
+
+def _theirs(path: Path) -> bool:
+    try:
+        with safe_open(path, "pt") as file:
+            file.keys()
+    except Exception:
+        return False
+    return True
+
+
+def _ours(path: Path) -> bool:
+    fd = open_file(path)
+    try:
+        read_header(fd)
+    except fs.CheckpointFormatError:
+        return False
+    finally:
+        os.close(fd)
+    return True
+
+
+def test_what_safetensors_refuses_is_refused(tmp_path: Path) -> None:
+    path, taken = tmp_path / "odd.safetensors", {}
+    for name, contents in ODD.items():
+        path.write_bytes(contents)
+        taken[name] = (_theirs(path), _ours(path))
+    assert [name for name, (theirs, ours) in taken.items() if ours and not theirs] == []
+    assert sum(ours for _, ours in taken.values()) >= 10
+    assert len(taken) >= 60
+
+
+def _nothing_known(module: str, name: str) -> Any:
+    raise NotDataError(f"{module}.{name}")
+
+
+def _pairs(levels: int, ending: bytes) -> bytes:
+    """A pair of a pair twice, and so on, each named twice: 2^levels parts."""
+    text = b"\x80\x04K\x01\x94"
+    return (
+        text + b"".join(b"h" + bytes([i]) + b"h" + bytes([i]) + b"\x86\x94" for i in range(levels)) + ending
+    )
+
+
+class _Executes:
+    def __reduce__(self) -> Any:
+        return exec, ("raise SystemExit",)
+
+
+HOSTILE: dict[str, tuple[bytes, str]] = {
+    "a memo of 2^31 entries": (b"\x80\x02Nr\xff\xff\xff\x7fj\xff\xff\xff\x7f.", ""),
+    "pairs of pairs as a key": (_pairs(60, b"}h\x3cNs."), "a key is tuple"),
+    "pairs of pairs as a value": (_pairs(60, b"."), "far larger than its file"),
+    "lists of lists": (b"\x80\x04" + b"]" * 5000 + b"a" * 4999 + b".", "deeper"),
+    "a list in itself": (b"\x80\x04]\x94h\x00a.", "contains itself"),
+    "a text of 2^62 bytes": (b"\x80\x04\x8d" + struct.pack("<Q", 1 << 62) + b"x.", "ends early"),
+    "a function": (pickle.dumps(_Executes()), "exec"),
+    "a call of a text": (b"\x80\x04\x8c\x01a)R.", "is called"),
+    "an end without a value": (b"\x80\x04.", "ends early"),
+    "no end": (b"\x80\x04K\x01", "ends early"),
+    "an instruction of extensions": (b"\x80\x04\x82\x01.", "no instruction"),
+    "a reference": (b"\x80\x04K\x01Q.", "outside of the pickle"),
+    "half of a surrogate pair": (b"\x80\x04\x8c\x03\xed\xa0\x80.", "utf-8"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_pickles_that_cost_more_than_they_are(name: str) -> None:
+    data, words = HOSTILE[name]
+    tracemalloc.start()
+    started = time.perf_counter()
+    try:
+        if words:
+            with pytest.raises(ValueError, match=words):
+                read_pickle(data, _nothing_known)
+        else:
+            assert read_pickle(data, _nothing_known) is None
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()
+    assert time.perf_counter() - started < 2
+
+
+def test_a_pickle_of_data_is_what_pythons_own_reader_makes() -> None:
+    value = {
+        "text": "é",
+        "numbers": [0, -1, 255, 65_536, -(2**31), 2**63, -(2**200), 1.5, True, False, None],
+        "nested": ([1, [2, {"a": (3, 4, 5, 6)}]], ()),
+        7: {"a", "b"},
+        "bytes": b"x" * 300,
+        "long": "y" * 300,
+    }
+    value["shared"] = value["numbers"]
+    for protocol in (4, 5):
+        assert read_pickle(pickle.dumps(value, protocol), _nothing_known) == value
+    plain = {key: inner for key, inner in value.items() if not isinstance(inner, (bytes, set))}
+    assert read_pickle(pickle.dumps(plain, 2), _nothing_known) == plain
+    ordered = pickle.dumps(OrderedDict(a=1, b=[2]), 2)
+    assert read_pickle(ordered, lambda *_: Named(dict)) == {"a": 1, "b": [2]}
+
+
+def test_what_torch_saves(tmp_path: Path) -> None:
+    value = {
+        "bf16": torch.randn(3, 4).bfloat16(),
+        "transposed": torch.randn(3, 4).t(),
+        "part": torch.arange(10)[3:7],
+        "float8": torch.randn(4).to(torch.float8_e4m3fn),
+        "uint16": torch.tensor([1, 2], dtype=torch.uint16),
+        "parameter": torch.nn.Parameter(torch.randn(2)),
+        "scalar": torch.tensor(1.5),
+        "empty": torch.empty(0, 3),
+        "number": 3,
+    }
+    torch.save(value, tmp_path / "file.pt")
+    data = (tmp_path / "file.pt").read_bytes()
+    found = read_torch_file(io.BytesIO(data))
+    assert found.value["number"] == 3
+    for name, tensor in value.items():
+        if isinstance(tensor, torch.Tensor):
+            entry = found.entry(name, found.value[name])
+            assert (entry.shape, entry.dtype) == (tuple(tensor.shape), tensor.dtype)
+            assert (entry.stride is None) == tensor.is_contiguous()
+            flat = torch.frombuffer(bytearray(data[entry.start : entry.end] or b"\0" * 8), dtype=entry.dtype)
+            again = flat.as_strided(entry.shape, entry.stride or torch.empty(entry.shape).stride())
+            assert again.float().tolist() == tensor.float().tolist(), name
+
+
+def test_a_compressed_entry_is_not_unpacked(tmp_path: Path) -> None:
+    path = tmp_path / "file.pt"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", b"\x80\x02}." + b"\0" * (64 << 20))
+    tracemalloc.start()
+    try:
+        with path.open("rb") as file, pytest.raises(ValueError, match="compressed"):
+            read_torch_file(file)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors.index.json", "model.safetensors", "config.json"])
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(name: str, tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path)
+    (folder / name).unlink(missing_ok=True)
+    if name.endswith("index.json"):
+        (folder / "model.safetensors").unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    started = time.perf_counter()
+    with pytest.raises((fs.CheckpointFormatError, OSError), match="not a regular file"):
+        fs.build_meta_model(folder) if name == "config.json" else open_checkpoint(folder)
+    assert time.perf_counter() - started < 5
+
+
+def _header_of(entries: int) -> bytes:
+    texts = (f'"t{i}":{{"dtype":"U8","shape":[1],"data_offsets":[{i},{i + 1}]}}' for i in range(entries))
+    text = ("{" + ",".join(texts) + "}").encode()
+    return struct.pack("<Q", len(text)) + text + bytes(entries)
+
+
+def _pickle_of(entries: int) -> bytes:
+    return pickle.dumps({f"t{i}": (i, i + 1) for i in range(entries)})
+
+
+def _seconds_and_bytes(read: Callable[[], object]) -> tuple[float, int]:
+    read()
+    started = time.process_time()
+    read()
+    seconds = time.process_time() - started
+    tracemalloc.start()
+    try:
+        kept = read()
+        return seconds, tracemalloc.get_traced_memory()[1] if kept is not None else 0
+    finally:
+        tracemalloc.stop()
+
+
+def test_readers_cost_in_proportion(tmp_path: Path) -> None:
+    """At 1, 10 and 100 times the size, at most 20 and 200 times the cost: the rest is noise of a machine."""
+
+    def header(data: bytes) -> object:
+        path = tmp_path / "file.safetensors"
+        path.write_bytes(data)
+        fd = open_file(path)
+        try:
+            return read_header(fd)
+        finally:
+            os.close(fd)
+
+    for make, read in ((_header_of, header), (_pickle_of, lambda data: read_pickle(data, _nothing_known))):
+        costs = [_seconds_and_bytes(lambda size=size: read(make(size))) for size in (300, 3000, 30_000)]
+        base_seconds, base_bytes = max(costs[0][0], 1e-3), costs[0][1]
+        assert costs[1][1] < 20 * base_bytes
+        assert costs[2][1] < 200 * base_bytes
+        assert costs[2][0] < 400 * base_seconds
