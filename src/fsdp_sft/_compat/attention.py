@@ -13,6 +13,16 @@ def attention_of(model: nn.Module) -> str:
     return str(getattr(getattr(model, "config", None), "_attn_implementation", None) or "its own")
 
 
+def attention_asked_for(config: Any) -> Any:
+    """The attention that a config names, ``_attn_implementation``; None if it names none."""
+    return getattr(config, "_attn_implementation", None)
+
+
+def ask_for_attention(config: Any, name: str) -> None:
+    """Let a config name an attention, also where the folder's file sets the private field itself."""
+    config._attn_implementation = name
+
+
 def varlen_attn_takes_gqa() -> bool:
     """Whether torch's ``varlen_attn`` takes ``enable_gqa``.
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from fsdp_sft._compat.attention import ask_for_attention, attention_asked_for
 from fsdp_sft._compat.models import (
     build_like_from_pretrained,
     drop_tie,
@@ -192,14 +193,16 @@ def _class_and_config(
         unknown = sorted(set(unused) & set(overrides))
         if unknown:
             raise TypeError(f"{cls.config_class.__name__} has no field {', '.join(unknown)}")
-    if attention is None and not remote:
+    if attention is not None:
+        ask_for_attention(config, attention)
+    elif not remote:
         _refuse_kernels(name, config)
     return cls, config
 
 
 def _refuse_kernels(name: str, config: Any) -> None:
     """Refuse a config whose attention is a repository of the Hub, whose code transformers would run."""
-    asked = getattr(config, "_attn_implementation", None)
+    asked = attention_asked_for(config)
     if isinstance(asked, str) and "/" in asked:
         raise CheckpointFormatError(
             f"the config of {name} asks for the attention {asked!r}, native code that would be fetched "
