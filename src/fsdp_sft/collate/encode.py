@@ -252,6 +252,12 @@ def _template(
             "version: AutoTokenizer does where a tokenizer.json exists, for a tekken.json there is "
             "transformers.integrations.mistral.convert_tekken_tokenizer"
         )
+    special = sorted(set(tokenizer.special_tokens_map) & set(conversation.template_kwargs))
+    if special:
+        raise ValueError(
+            f"the row's chat_template_kwargs cannot set {', '.join(special)}, which the tokenizer gives: the "
+            "row would be trained on other tokens than those on which generation stops"
+        )
     kwargs = {**(options.chat_template_kwargs or {}), **conversation.template_kwargs}
     # Some tokenizers have a second template for conversations with tools.
     variables = json.dumps(kwargs, default=repr) if kwargs else ""

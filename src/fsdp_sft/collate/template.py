@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import weakref
 from collections.abc import Iterable, Iterator
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp_sft._compat import tokenizers
 from fsdp_sft.collate.messages import REASONING_KEYS, Message
+from fsdp_sft.collate.template_limits import problem_of_trial, within_limits
 from fsdp_sft.collate.tokens import starts_in_a_token, tokenise
 from fsdp_sft.errors import ChatTemplateError
 
@@ -122,7 +124,11 @@ class ChatTemplate:
         self._thinks_in_parts = thinks_in_parts
         self._key = (self.text, repr(self._variables), len(tokenizer), tools is not None)
         self._facts: TemplateFacts | None = None
-        self._skeletons = _SKELETONS.setdefault(tokenizer, {}).setdefault(self._key, {})
+        skeletons = _SKELETONS.setdefault(tokenizer, {})
+        if self._key not in skeletons:
+            _make_room(skeletons)
+        self._skeletons = skeletons.setdefault(self._key, {})
+        _USED.setdefault(tokenizer, set()).add(self.text)
         self._in_parts = False
         with suppress(ChatTemplateError):  # a failed probe matters only when a turn is to be found
             self._in_parts = self.facts().in_parts
@@ -147,16 +153,17 @@ class ChatTemplate:
         if self._in_parts or self._thinks_in_parts:
             messages = [self._as_parts(message) for message in messages]
         try:
-            text, tags = tokenizers.render_chat(
-                self.text,
-                messages,
-                variables=self._variables,
-                tools=tools,
-                add_generation_prompt=add_generation_prompt,
-            )
+            with within_limits(self.text):
+                text, tags = tokenizers.render_chat(
+                    self.text,
+                    messages,
+                    variables=self._variables,
+                    tools=tools,
+                    add_generation_prompt=add_generation_prompt,
+                )
         except (
             *(jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError),
-            *(ArithmeticError, RecursionError),
+            *(ArithmeticError, RecursionError, MemoryError),
         ) as error:
             raise ChatTemplateError(
                 f"the chat template of {describe_tokenizer(self.tokenizer)} does not take this conversation: "
@@ -210,6 +217,7 @@ class ChatTemplate:
         if self._facts is None:
             known = _FACTS.setdefault(self.tokenizer, {})
             if self._key not in known:
+                _make_room(known)
                 known[self._key] = self._probe_either_form()
             self._facts = known[self._key]
         return self._facts
@@ -397,7 +405,15 @@ class ChatTemplate:
 
 _FACTS: weakref.WeakKeyDictionary[Any, dict[Any, TemplateFacts]] = weakref.WeakKeyDictionary()
 _SKELETONS: weakref.WeakKeyDictionary[Any, dict[Any, dict[Any, str]]] = weakref.WeakKeyDictionary()
+_USED: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 _MAX_SKELETONS = 1024
+_MAX_VARIABLES = 64  # sets of variables of a template that are remembered: rows may each have their own
+
+
+def _make_room(remembered: dict[Any, Any]) -> None:
+    """Forget what was remembered first, if there is too much."""
+    while len(remembered) >= _MAX_VARIABLES:
+        remembered.pop(next(iter(remembered)))
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -> None:
@@ -420,6 +436,12 @@ def check_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None
         )
     # All templates of the tokenizer, since it chooses by whether a row has tools.
     texts = [named.get(chat_template, chat_template)] if chat_template else list(named.values())
+    variables = json.dumps(dict(tokenizer.special_tokens_map), default=str)
+    for problem in filter(None, (problem_of_trial(text, variables) for text in texts)):
+        raise ChatTemplateError(
+            f"the chat template of {describe_tokenizer(tokenizer)} is refused: {problem}; pass another "
+            "chat_template="
+        )
     for problem in filter(None, map(_syntax_error, texts)):
         raise ChatTemplateError(
             f"the chat template of {describe_tokenizer(tokenizer)} does not parse: {problem}; repair it, or "
@@ -433,7 +455,8 @@ def _syntax_error(template: str) -> str | None:
     import jinja2
 
     try:
-        tokenizers.render_chat(template, [], variables={})
+        with within_limits(template):
+            tokenizers.render_chat(template, [], variables={})
     except jinja2.TemplateSyntaxError as error:
         return f"line {error.lineno}: {error.message}"
     except Exception:  # it parses, but needs a conversation
@@ -443,7 +466,7 @@ def _syntax_error(template: str) -> str | None:
 
 def templates_used(tokenizer: PreTrainedTokenizerBase) -> set[str]:
     """Texts of the templates with which this process has encoded rows for this tokenizer."""
-    return {key[0] for key in _FACTS.get(tokenizer, {})}
+    return set(_USED.get(tokenizer, ()))
 
 
 @lru_cache(maxsize=64)

@@ -1,0 +1,96 @@
+"""Templates of strangers that do not end, or make texts of gigabytes, are refused by name."""
+
+import time
+from typing import Any
+
+import pytest
+
+import fsdp_sft as fs
+from fsdp_sft.collate import template, template_limits
+from tests.harness import chat_templates as ct
+from tests.harness.chats import chat
+
+# One operation makes a text of gigabytes.
+AT_ONCE = {
+    "a product": "{{ 'x' * 20000000000 }}",
+    "a power": "{{ 'x' * 10**10 }}",
+    "a filter": "{{ 'x'|center(20000000000) }}",
+    "a method": "{{ 'x'.ljust(20000000000) }}",
+    "a width": "{{ '%20000000000d' % 1 }}",
+    "a width in a filter": "{{ '%20000000000d'|format(1) }}",
+    "a replacement": "{{ ('x'*100000)|replace('x','x'*100000) }}",
+}
+# Every operation is small, and there are very many.
+IN_LOOPS = {
+    "nested ranges": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "much output": "{% for i in range(99999) %}{% for j in range(99999) %}{{ 'x' }}{% endfor %}{% endfor %}",
+    "a call that calls itself twice": (
+        "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(40) }}"
+    ),
+}
+DOUBLING = "{% set ns = namespace(s='xx') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}"
+
+
+def _with(text: str) -> Any:
+    made = ct.byte_tokenizer("chatml")
+    made.chat_template = text + ct.CHATML
+    return made
+
+
+@pytest.mark.parametrize("name", AT_ONCE)
+def test_a_text_of_gigabytes_is_made_in_another_process(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = time.monotonic()
+    with pytest.raises(fs.ChatTemplateError, match=r"is refused: it takes more than 10 s or 1 GiB.*another"):
+        fs.encode_chat(chat("q", "a"), _with(AT_ONCE[name]))
+    assert time.monotonic() - started < 15
+
+
+@pytest.mark.parametrize("name", IN_LOOPS)
+def test_a_template_that_does_not_end(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_limits, "SECONDS", 0.5)
+    own, started = _with(IN_LOOPS[name]), time.monotonic()
+    for _ in range(3):
+        with pytest.raises(fs.ChatTemplateError, match=r"more than 0\.5 s, or 1 GiB of memory"):
+            fs.encode_chat(chat("q", "a"), own)
+    assert time.monotonic() - started < 5, "it was tried again"
+    assert fs.encode_chat(chat("q", "a"), _with("")).num_targets, "the limit has outlived its template"
+
+
+def test_a_template_that_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_limits, "GROWN_BYTES", 1 << 26)
+    with pytest.raises(fs.ChatTemplateError, match="of memory"):
+        fs.encode_chat(chat("q", "a"), _with(DOUBLING))
+
+
+def test_what_real_templates_do_needs_no_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: Any, **__: Any) -> None:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(template_limits.subprocess, "run", never)
+    usual = (
+        "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{% endif %}"
+        "{% set x = m.content.replace('a', 'b')|trim|indent(4) %}{% endfor %}{{ ['a', 'b']|join(', ') }}"
+    )
+    assert fs.encode_chat(chat("q", "a"), _with(usual)).num_targets
+
+
+def test_what_a_row_cannot_set() -> None:
+    row = {**chat("q", "a"), "chat_template_kwargs": {"eos_token": "<other>"}}
+    own = _with("")
+    own.eos_token = "<|im_end|>"
+    with pytest.raises(
+        ValueError, match=r"cannot set eos_token.*other tokens than those on which generation"
+    ):
+        fs.encode_chat(row, own)
+    kept, counts = fs.filter_rows([row, chat("q", "a")], own, on_error="count")
+    assert (len(kept), counts["malformed"]) == (1, 1)
+
+
+def test_variables_of_many_rows_are_not_all_remembered() -> None:
+    own = _with("{{ date or '' }}")
+    rows = [{**chat("q", "a"), "chat_template_kwargs": {"date": str(day)}} for day in range(200)]
+    kept, _ = fs.filter_rows(rows, own)
+    assert len(kept) == 200
+    assert len(template._FACTS[own]) <= 64
+    assert len(template._SKELETONS[own]) <= 64
+    assert template.templates_used(own) == {own.chat_template}
