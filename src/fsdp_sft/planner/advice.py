@@ -131,7 +131,7 @@ class _Advisor:
         num_gpus = setup.num_gpus
         while num_gpus < _MOST_GPUS:
             num_gpus *= 2
-            usable = budget_of(setup.gpu, num_gpus, self.budget.memory_bytes).usable_bytes
+            usable = budget_of(setup.device, num_gpus, self.budget.memory_bytes).usable_bytes
             needed = self._needed(replace(setup, num_gpus=num_gpus))
             if needed is not None and needed <= usable:
                 yield f"{num_gpus} GPUs of this kind: {needed / GIB:.1f} GiB (--gpus {num_gpus})"
@@ -169,6 +169,6 @@ def _ways(setup: Setup) -> Iterator[_Way]:
     if not setup.cpu_offload:
         yield _Way("cpu_offload=True", "--cpu-offload", "the update runs on the host", {"cpu_offload": True})
     if setup.lora is None and setup.trainable is None:
-        changes = {"lora": (_RANK, ("all-linear",)), "frozen_dtype": setup.param_dtype}
+        changes = {"lora_rank": _RANK, "frozen_dtype": setup.param_dtype}
         cost = "trains adapters, and not the model"
         yield _Way(f"lora_rank={_RANK}", f"--lora {_RANK}", cost, changes)

@@ -80,10 +80,10 @@ def calibrate(config: Any, setup: Setup, *, blocks: int = 2) -> Calibration:
         seq_length=seq_length,
         compile=False,
         trainable=None,
-        lora=None,
+        lora_rank=0,
         loss_impl="logits",
         logits_dtype=setup.param_dtype,
-        gpu=setup.gpu if on_gpu else gpu_named("cpu"),
+        device=setup.device if on_gpu else gpu_named("cpu"),
     )
     skeleton = build_skeleton(short, here)
     seen = trace(skeleton, here)

@@ -174,6 +174,8 @@ def _notes(skeleton: Skeleton, setup: Setup, balance: ShardBalance) -> tuple[str
         )
     if balance.largest_over_mean > 1 + _NOTABLE_PADDING:
         notes.append(f"{balance}; fewer shards (dp_replicate) can need less")
-    if not setup.gpu.checked and setup.gpu.name != "cpu":
-        notes.append(f"what attention keeps on {setup.gpu.name} was never compared with a measurement there")
+    if not setup.device.checked and setup.device.name != "cpu":
+        notes.append(
+            f"what attention keeps on {setup.device.name} was never compared with a measurement there"
+        )
     return tuple(notes)

@@ -106,7 +106,7 @@ def longest_rows(
     known = as_config(config)
     options = {"micro_batch_size": 1, **estimate_options}
     first = check_options(num_gpus=num_gpus, seq_length=multiple_of, **options)
-    budget = budget_of(first.gpu, num_gpus, gpu_memory_bytes)
+    budget = budget_of(first.device, num_gpus, gpu_memory_bytes)
     found = list[LongestRow]()
     for cp in group_sizes(known, first, options):
         setup = replace(first, cp=cp)

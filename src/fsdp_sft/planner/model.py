@@ -5,7 +5,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -90,9 +90,9 @@ class Group:
         return max((shard_numel(shape, num_shards) for shape, flag in self.shapes if flag), default=0)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Skeleton:
-    """What the planner knows of a model.
+    """What the planner knows of a model; as a key of a cache only equal to itself.
 
     Attributes:
         model: The model on the meta device, in the compute dtype and in ``train()`` mode.
@@ -175,13 +175,7 @@ class _Keyed:
     """A config as a cache key, compared by its contents."""
 
     key: str
-    config: Any
-
-    def __hash__(self) -> int:
-        return hash(self.key)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Keyed) and other.key == self.key
+    config: Any = field(compare=False)
 
 
 @functools.lru_cache(maxsize=8)

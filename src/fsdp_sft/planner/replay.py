@@ -180,7 +180,7 @@ class _Step:
 
     def _hold_states(self) -> None:
         """Hold what is always allocated: shards, optimizer states, cuBLAS's workspace."""
-        setup, on_device = self.setup, not self.setup.cpu_offload or self.setup.gpu.name == "cpu"
+        setup, on_device = self.setup, not self.setup.cpu_offload or self.setup.device.name == "cpu"
         masters = states = 0
         for group, count in self.groups:
             parts = group.parts(setup.num_shards, setup.ep_size)
@@ -188,7 +188,7 @@ class _Step:
             frozen = sum(part.shard_elements(shards, trained=False) for part, shards in parts)
             masters += count * (trained * setup.master_dtype.itemsize + frozen * setup.frozen_dtype.itemsize)
             states += count * _state_bytes(setup.optimizer, trained, setup.master_dtype)
-        self.hold(WORKSPACE, setup.gpu.workspace_bytes)
+        self.hold(WORKSPACE, setup.device.workspace_bytes)
         self.shards_on_device = on_device
         if on_device:
             self.hold(MASTERS, masters)
@@ -412,7 +412,7 @@ class _Step:
         ]
         largest = max(part.largest_shard(here) for part, _, here in parts)
         looped = setup.optimizer == "adamw_for_loop" or (
-            setup.optimizer == "adamw" and setup.gpu.name == "cpu"
+            setup.optimizer == "adamw" and setup.device.name == "cpu"
         )
         if looped:
             working = 2 * item * largest

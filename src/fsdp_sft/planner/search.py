@@ -96,10 +96,10 @@ def plan_run(
     dealt = [cp for cp in sizes if global_batch_size % (num_gpus // cp) == 0]
     if not dealt:
         raise ValueError(_no_multiple(first, global_batch_size))
-    budget, plans = budget_of(first.gpu, num_gpus, gpu_memory_bytes), list[RunPlan]()
+    budget, plans = budget_of(first.device, num_gpus, gpu_memory_bytes), list[RunPlan]()
     search = _PlanSearch(config, estimate_options, global_batch_size, budget)
     for cp in dealt:
-        if plans and cp > first.gpu.gpus_per_node:
+        if plans and cp > first.device.gpus_per_node:
             break
         why = _why_shared(sizes[: sizes.index(cp)], dealt, plans) if "cp" not in estimate_options else ""
         if cp > 1 and plans and "cp" not in estimate_options and not _sharing_could_help(plans):
@@ -174,7 +174,7 @@ def smallest_num_gpus(
     num_gpus = options.get("dp_replicate", 1) * options.get("cp", 1) * options.get("ep_size", 1)
     while num_gpus <= _LARGEST_SEARCH:
         setup = check_options(num_gpus=num_gpus, micro_batch_size=1, seq_length=seq_length, **options)
-        usable = budget_of(setup.gpu, num_gpus, gpu_memory_bytes).usable_bytes
+        usable = budget_of(setup.device, num_gpus, gpu_memory_bytes).usable_bytes
         least = least_by_group(known, setup, group_sizes(known, setup, options))
         if any(memory.peak_bytes <= usable for memory in least):
             return int(num_gpus)
@@ -270,7 +270,7 @@ class _PlanSearch:
 
     def _layouts(self, setup: Setup) -> Iterator[Setup]:
         """Layouts of parameters and gradients that communicate less."""
-        replicas, ranks, node = [setup.dp_replicate], setup.num_gpus, setup.gpu.gpus_per_node
+        replicas, ranks, node = [setup.dp_replicate], setup.num_gpus, setup.device.gpus_per_node
         if "dp_replicate" not in self.options and ranks > node and ranks % node == 0 == node % setup.cp:
             replicas.append(ranks // node)
         reshard = (setup.reshard_after_forward,) if "reshard_after_forward" in self.options else (True, False)
@@ -291,7 +291,7 @@ class _PlanSearch:
     ) -> Iterator[tuple[Setup, MemoryEstimate]]:
         """The setups in which offloading what checkpointed blocks keep allows fewer of them."""
         least = min((parse_ratio(way.sac_ratio) for way, _ in plain), default=Fraction(2))
-        if least == 0 or "sac_offload" in self.options or setup.gpu.name == "cpu":
+        if least == 0 or "sac_offload" in self.options or setup.device.name == "cpu":
             return
         offloaded = replace(setup, sac_offload=True)
         for way, memory in least_checkpointed(self.config, offloaded, self.options, self.usable):
@@ -302,7 +302,7 @@ class _PlanSearch:
 def _expert_groups(config: Any, setup: Setup) -> list[int]:
     """1, and the numbers of ranks within a node over which a layer's experts could be distributed."""
     experts = build_skeleton(config, setup).experts
-    most = min(setup.gpu.gpus_per_node, setup.num_shards) if setup.cp == 1 and experts else 1
+    most = min(setup.device.gpus_per_node, setup.num_shards) if setup.cp == 1 and experts else 1
     fits = [n for n in range(2, most + 1) if not setup.num_shards % n and not any(e % n for e in experts)]
     return [1, *fits]
 

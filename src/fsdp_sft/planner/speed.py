@@ -161,7 +161,7 @@ def _passes(skeleton: Skeleton, seen: Trace, setup: Setup, rates: Rates) -> _Pas
             seconds, waits = spent[kind, "again"]
             again, waiting = again + seconds, waiting + waits
     rest, waits = _seconds(seen.rest, setup, rates)
-    copies = _copies(skeleton, setup) / (setup.gpu.memory_bytes_per_second * rates.memory)
+    copies = _copies(skeleton, setup) / (setup.device.memory_bytes_per_second * rates.memory)
     return _Passes(
         forward + rest / 3 + copies / 3,
         backward + again + rest * 2 / 3 + copies * 2 / 3,
@@ -172,7 +172,7 @@ def _passes(skeleton: Skeleton, seen: Trace, setup: Setup, rates: Rates) -> _Pas
 
 def _seconds(work: Workload, setup: Setup, rates: Rates) -> tuple[float, float]:
     """Seconds that operations take, and how many of them are spent waiting for memory."""
-    gpu = setup.gpu
+    gpu = setup.device
     peak = gpu.flops_per_second * gpu.achievable * _width(setup)
     rate = {False: peak * rates.products, True: peak * rates.attention}
     memory = gpu.memory_bytes_per_second * rates.memory
@@ -218,7 +218,7 @@ class _Collectives:
 
 def _network(skeleton: Skeleton, setup: Setup, rates: Rates, *, reduces: bool) -> _Collectives:
     """Seconds of the gathers of a micro-step, and of its reductions if it ``reduces``."""
-    gpu, shards = setup.gpu, setup.num_shards
+    gpu, shards = setup.device, setup.num_shards
     link = _shared_link(setup, shards) * rates.network
     gather = setup.param_dtype.itemsize / link
     reduce = setup.reduce_dtype.itemsize / link if reduces else 0.0
@@ -263,7 +263,7 @@ def _shared_link(setup: Setup, ranks: int) -> float:
 
     Over several nodes, a node fetches what it needs once, over the adapters of all its GPUs together.
     """
-    gpu = setup.gpu
+    gpu = setup.device
     if ranks <= gpu.gpus_per_node:
         return gpu.node_bytes_per_second
     return min(gpu.node_bytes_per_second, gpu.gpus_per_node * gpu.bytes_per_second)
@@ -279,7 +279,7 @@ def _exchange(skeleton: Skeleton, seen: Trace, setup: Setup, rates: Rates) -> fl
         seen.blocks[kind].exchanged * (2 + (index in checkpointed))
         for index, kind in enumerate(skeleton.kinds)
     )
-    gpu = setup.gpu
+    gpu = setup.device
     link = gpu.node_bytes_per_second if ranks <= gpu.gpus_per_node else gpu.bytes_per_second
     share = (ranks - 1) / ranks
     memory = gpu.memory_bytes_per_second * rates.memory
@@ -306,14 +306,14 @@ def _offload(skeleton: Skeleton, seen: Trace, setup: Setup, rates: Rates) -> flo
                 trained, frozen = (part.shard_elements(over, trained=flag) for flag in (True, False))
                 stored = trained * setup.master_dtype.itemsize
                 moved += number * (gathers * (stored + frozen * setup.frozen_dtype.itemsize) + stored)
-    return moved / (setup.gpu.host_bytes_per_second * rates.network)
+    return moved / (setup.device.host_bytes_per_second * rates.network)
 
 
 def _update(skeleton: Skeleton, setup: Setup, rates: Rates) -> float:
     """Seconds of the gradients' norm and of the update."""
     here = _trained(skeleton) / setup.num_shards * setup.master_dtype.itemsize
     trips = _UPDATE_TRIPS.get(setup.optimizer, _LISTED_TRIPS) + _NORM_TRIPS
-    gpu = setup.gpu
+    gpu = setup.device
     if not setup.cpu_offload:
         return trips * here / (gpu.memory_bytes_per_second * rates.memory)
     # On the host the update is bound by memory bandwidth: 200 GB/s, which the ranks of a node share.

@@ -14,7 +14,7 @@ gradient of its output arrives, and where the gradient of its input has been com
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,9 +22,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from fsdp_sft._model.named import tensors_in
-from fsdp_sft._process.gpus import Gpu
 from fsdp_sft.errors import UnsupportedModelError
-from fsdp_sft.planner.experts import ExpertsImpl, computed_by
+from fsdp_sft.planner.experts import computed_by
 from fsdp_sft.planner.fused import fused_footprint
 from fsdp_sft.planner.kernels import Kernels, chunked_loss
 from fsdp_sft.planner.ledger import Event, Ledger
@@ -35,6 +34,22 @@ from fsdp_sft.planner.workload import Workload, until, work_of
 from fsdp_sft.sac import decides
 
 _NO_WORK = Workload()
+# Fields that a trace does not depend on, at values that stand for all: setups that differ only in these share
+# a trace.
+_UNTRACED: dict[str, Any] = {
+    "num_gpus": 1,
+    "dp_replicate": 1,
+    "grad_accum_steps": 1,
+    "grad_sync": "each",
+    "sac_ratio": 0,
+    "sac_placement": "even",
+    "sac_blocks": None,
+    "sac_offload": False,
+    "reshard_after_forward": True,
+    "cpu_offload": False,
+    "optimizer": "adamw",
+    **dict.fromkeys(("master_dtype", "frozen_dtype", "reduce_dtype"), torch.float32),
+}
 
 
 @dataclass(frozen=True)
@@ -115,60 +130,16 @@ def trace(skeleton: Skeleton, setup: Setup) -> Trace:
         ValueError: If the model's forward depends on values, which meta tensors do not have.
         UnsupportedModelError: If ``cp > 1`` and the model cannot run on parts of rows.
     """
-    question = _Question(
-        micro_batch_size=setup.micro_batch_size,
-        seq_length=setup.seq_length,
-        cp=setup.cp,
-        compile=setup.compile,
-        loss_impl=setup.loss_impl,
-        logits_dtype=setup.logits_dtype,
-        chunk_size=setup.chunk_size,
-        attention_mask=setup.attention_mask,
-        experts_impl=setup.experts_impl,
-        ep_size=setup.ep_size,
-        gpu=setup.gpu,
-    )
-    return _trace(_Identity(skeleton), question)
-
-
-@dataclass(frozen=True)
-class _Question:
-    """The fields of a setup that a trace depends on."""
-
-    micro_batch_size: int
-    seq_length: int
-    cp: int
-    compile: bool
-    loss_impl: str
-    logits_dtype: torch.dtype
-    chunk_size: int | None
-    attention_mask: bool
-    experts_impl: ExpertsImpl
-    ep_size: int
-    gpu: Gpu
-
-
-class _Identity:
-    """A skeleton as a cache key, compared by identity: equal configs share a skeleton already."""
-
-    def __init__(self, skeleton: Skeleton) -> None:
-        self.skeleton = skeleton
-
-    def __hash__(self) -> int:
-        return id(self.skeleton)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Identity) and other.skeleton is self.skeleton
+    return _trace(skeleton, replace(setup, **_UNTRACED))
 
 
 @functools.lru_cache(maxsize=128)
-def _trace(identity: _Identity, question: _Question) -> Trace:
-    """``trace`` for hashable arguments."""
-    skeleton = identity.skeleton
+def _trace(skeleton: Skeleton, setup: Setup) -> Trace:
+    """``trace`` for a setup that has the values of ``_UNTRACED``."""
     try:
-        return _Run(skeleton, question).result()
+        return _Run(skeleton, setup).result()
     except (RuntimeError, NotImplementedError, AttributeError, TypeError) as error:
-        if question.cp > 1:
+        if setup.cp > 1:
             raise UnsupportedModelError(
                 f"model type {skeleton.family!r} cannot run on parts of a row ({type(error).__name__}: "
                 f"{str(error)[:200]}); plan it with cp=1"
@@ -211,10 +182,10 @@ class _BlockRun:
 class _Run:
     """One traced step."""
 
-    def __init__(self, skeleton: Skeleton, question: _Question) -> None:
+    def __init__(self, skeleton: Skeleton, setup: Setup) -> None:
         self.model = skeleton.model
         self.skeleton = skeleton
-        self.question = question
+        self.setup = setup
         self.ledger = Ledger()
         self.ledger.ignore(skeleton.traced_tensors)
         kinds = sorted(set(skeleton.kinds))
@@ -224,10 +195,10 @@ class _Run:
 
     def result(self) -> Trace:
         """Run the step and sum up what was seen."""
-        kernels = Kernels(self.question.gpu, padded=self.question.attention_mask, ledger=self.ledger)
+        kernels = Kernels(self.setup.device, padded=self.setup.attention_mask, ledger=self.ledger)
         try:
-            q = self.question
-            experts = computed_by(self.model, q.experts_impl, q.ep_size, self.ledger)
+            setup = self.setup
+            experts = computed_by(self.model, setup.experts_impl, setup.ep_size, self.ledger)
             with self._instrumented(), experts, self.ledger, kernels, torch.enable_grad():
                 self._step()
         finally:
@@ -238,15 +209,17 @@ class _Run:
     def _step(self) -> None:
         """Forward, loss and backward of one micro-batch, with marks at the moments that a trace reports."""
         ledger, marks = self.ledger, self.marks
-        q = self.question
+        setup = self.setup
         inputs, forward = self._micro_batch()
         with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
             with forward:
                 output = self._forward(inputs)
             output.register_hook(self._at_output_gradient)
             marks["head_peak"] = ledger.reset_peak()
-            loss = output if q.loss_impl == "chunked" else self._cross_entropy(output, inputs["input_ids"])
-        holds = q.loss_impl == "logits" and self._plain_loop
+            loss = (
+                output if setup.loss_impl == "chunked" else self._cross_entropy(output, inputs["input_ids"])
+            )
+        holds = setup.loss_impl == "logits" and self._plain_loop
         marks["outputs"] = ledger.sizes[ledger.number(output)] if holds else 0
         if not holds:
             del output
@@ -261,29 +234,29 @@ class _Run:
 
     def _micro_batch(self) -> tuple[dict[str, Any], AbstractContextManager[None]]:
         """The arguments of a rank's forward, and the context that it runs in."""
-        q = self.question
-        if q.cp > 1:
+        setup = self.setup
+        if setup.cp > 1:
             whole, part = part_of_micro_batch(
-                batch_size=q.micro_batch_size,
-                seq_length=q.seq_length,
-                ranks=q.cp,
-                padded=q.attention_mask,
+                batch_size=setup.micro_batch_size,
+                seq_length=setup.seq_length,
+                ranks=setup.cp,
+                padded=setup.attention_mask,
                 ledger=self.ledger,
             )
             return part, forward_of_part(self.model, whole)
-        ids = torch.zeros((q.micro_batch_size, q.seq_length), dtype=torch.int64, device="meta")
-        mask = torch.ones_like(ids) if q.attention_mask else None
+        ids = torch.zeros((setup.micro_batch_size, setup.seq_length), dtype=torch.int64, device="meta")
+        mask = torch.ones_like(ids) if setup.attention_mask else None
         return {"input_ids": ids, "attention_mask": mask}, nullcontext()
 
     @property
     def _plain_loop(self) -> bool:
         """Whether the model's logits go to the cross entropy as they are."""
-        return self.question.cp == 1 and self.question.logits_dtype == self.model.dtype
+        return self.setup.cp == 1 and self.setup.logits_dtype == self.model.dtype
 
     def _forward(self, inputs: dict[str, Any]) -> torch.Tensor:
         """The model's output: logits, or the loss if that replaces the head."""
         inputs = {**inputs, "use_cache": False}
-        if self.question.loss_impl == "logits":
+        if self.setup.loss_impl == "logits":
             output: torch.Tensor = self.model(**inputs).logits
             return output
         head = self.model.get_output_embeddings()
@@ -295,8 +268,10 @@ class _Run:
         losses: list[torch.Tensor] = []
 
         def loss_in_place(hidden: torch.Tensor) -> torch.Tensor:
-            q = self.question
-            losses.append(chunked_loss(hidden, head.weight, head.bias, q.chunk_size, q.gpu, self.ledger))
+            setup = self.setup
+            losses.append(
+                chunked_loss(hidden, head.weight, head.bias, setup.chunk_size, setup.device, self.ledger)
+            )
             return hidden.new_empty((*hidden.shape[:-1], 0))
 
         head.__dict__["forward"] = loss_in_place
@@ -309,10 +284,10 @@ class _Run:
     def _cross_entropy(self, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """The loss from logits in full."""
         # A plain loop shifts the labels and not the logits; so does a loss of rows that ranks share.
-        if self._plain_loop or self.question.cp > 1:
-            logits = logits.to(self.question.logits_dtype)
+        if self._plain_loop or self.setup.cp > 1:
+            logits = logits.to(self.setup.logits_dtype)
             return F.cross_entropy(logits.flatten(0, 1), ids.flatten(), reduction="sum")
-        shifted = logits[:, :-1].to(self.question.logits_dtype).flatten(0, 1)
+        shifted = logits[:, :-1].to(self.setup.logits_dtype).flatten(0, 1)
         return F.cross_entropy(shifted, ids[:, 1:].flatten(), reduction="sum")
 
     @contextmanager
@@ -418,7 +393,7 @@ class _Run:
         marks = self.marks
         kept = {kind: self._kept(run) for kind, run in self.runs.items()}
         base = marks["before"] + sum(kept.values())
-        make: Callable[[_BlockRun, int], Footprint] = self._fused if self.question.compile else self._eager
+        make: Callable[[_BlockRun, int], Footprint] = self._fused if self.setup.compile else self._eager
         return Trace(
             blocks={kind: make(run, kept[kind]) for kind, run in self.runs.items()},
             before=marks["before"],
@@ -500,7 +475,7 @@ class _Run:
     def _exchanged(self, run: _BlockRun) -> int:
         """Bytes that a block's forward exchanges; where ranks share rows, a block must exchange some."""
         forward = self.ledger.events[run.events["before"] : run.events["after"]]
-        if self.question.cp == 1:
+        if self.setup.cp == 1:
             return sent_bytes(forward, self.ledger.sizes)
         return exchanged_bytes(
             forward, self.ledger.sizes, who=f"{type(run.block).__name__} of {self.skeleton.family}"
