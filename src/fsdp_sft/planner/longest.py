@@ -11,7 +11,7 @@ from fsdp_sft.planner.budget import budget_of
 from fsdp_sft.planner.estimate import MemoryEstimate, check_options, estimate
 from fsdp_sft.planner.model import as_config
 from fsdp_sft.planner.search import group_sizes, least_checkpointed
-from fsdp_sft.planner.setup import Setup
+from fsdp_sft.planner.setup import Setup, check_integer
 from fsdp_sft.sac import Placement, parse_ratio
 
 if TYPE_CHECKING:
@@ -101,8 +101,7 @@ def longest_rows(
     """
     if "seq_length" in estimate_options:
         raise TypeError("longest_rows finds seq_length; estimate_memory says what one length takes")
-    _check_positive(gpu_memory_bytes=1 if gpu_memory_bytes is None else gpu_memory_bytes)
-    _check_positive(multiple_of=multiple_of)
+    check_integer("multiple_of", multiple_of, 1)
     known = as_config(config)
     options = {"micro_batch_size": 1, **estimate_options}
     first = check_options(num_gpus=num_gpus, seq_length=multiple_of, **options)
@@ -172,9 +171,3 @@ def _row(config: Any, setup: Setup, options: dict[str, Any], budget: int) -> Lon
     chosen, memory = min(ways, key=lambda way: parse_ratio(way[0].sac_ratio))
     ratio = parse_ratio(chosen.sac_ratio)
     return LongestRow(setup.cp, setup.seq_length, ratio, chosen.sac_placement, chosen.sac_offload, memory)
-
-
-def _check_positive(**values: int) -> None:
-    for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")

@@ -1,5 +1,6 @@
 """Search for the ways to train that fit into memory, and for the fastest of them."""
 
+import itertools
 import math
 import os
 from collections.abc import Iterator
@@ -11,10 +12,10 @@ from fsdp_sft.errors import NoPlanError, UnsupportedModelError
 from fsdp_sft.planner.advice import what_would_fit
 from fsdp_sft.planner.budget import Budget, budget_of
 from fsdp_sft.planner.estimate import MemoryEstimate, check_options, estimate
-from fsdp_sft.planner.groups import group_divisors, group_sizes, least_by_group
+from fsdp_sft.planner.groups import group_divisors, group_sizes
 from fsdp_sft.planner.model import as_config, build_skeleton
 from fsdp_sft.planner.plan import RunPlan, make_plan
-from fsdp_sft.planner.setup import GradSync, Setup
+from fsdp_sft.planner.setup import GradSync, Setup, check_integer
 from fsdp_sft.planner.speed import step_time
 from fsdp_sft.sac import Placement, parse_ratio
 
@@ -84,7 +85,7 @@ def plan_run(
         for window in fs.windows(loader, grad_accum_steps=1):
             fs.train_step(model, window, optimizer)
     """
-    _check_numbers(num_gpus, global_batch_size, gpu_memory_bytes)
+    check_integer("global_batch_size", global_batch_size, 1)
     if "grad_accum_steps" in estimate_options:
         raise TypeError(
             "plan_run finds grad_accum_steps from the global batch; give micro_batch_size to fix it"
@@ -175,21 +176,11 @@ def smallest_num_gpus(
     while num_gpus <= _LARGEST_SEARCH:
         setup = check_options(num_gpus=num_gpus, micro_batch_size=1, seq_length=seq_length, **options)
         usable = budget_of(setup.device, num_gpus, gpu_memory_bytes).usable_bytes
-        least = least_by_group(known, setup, group_sizes(known, setup, options))
-        if any(memory.peak_bytes <= usable for memory in least):
+        shared = (replace(setup, cp=cp) for cp in group_sizes(known, setup, options))
+        if any(estimate(known, way).peak_bytes <= usable for way in shared):
             return int(num_gpus)
         num_gpus *= 2
     return None
-
-
-def _check_numbers(num_gpus: int, global_batch_size: int, gpu_memory_bytes: int | None) -> None:
-    for name, value in (("num_gpus", num_gpus), ("global_batch_size", global_batch_size)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
-    if gpu_memory_bytes is None:
-        return
-    if isinstance(gpu_memory_bytes, bool) or not 0 < gpu_memory_bytes < math.inf:
-        raise ValueError(f"gpu_memory_bytes must be positive and finite, got {gpu_memory_bytes!r}")
 
 
 def _no_multiple(setup: Setup, global_batch_size: int) -> str:
@@ -277,14 +268,10 @@ class _PlanSearch:
         syncs: tuple[GradSync, ...] = ("each", "last") if setup.grad_accum_steps > 1 else (setup.grad_sync,)
         if "grad_sync" in self.options:
             syncs = (setup.grad_sync,)
-        for dp_replicate in replicas:
-            for frees in reshard:
-                for sync in syncs:
-                    layout = replace(
-                        setup, dp_replicate=dp_replicate, reshard_after_forward=frees, grad_sync=sync
-                    )
-                    if layout != setup:
-                        yield layout
+        for dp_replicate, frees, sync in itertools.product(replicas, reshard, syncs):
+            layout = replace(setup, dp_replicate=dp_replicate, reshard_after_forward=frees, grad_sync=sync)
+            if layout != setup:
+                yield layout
 
     def _offloaded(
         self, setup: Setup, plain: list[tuple[Setup, MemoryEstimate]]

@@ -89,7 +89,7 @@ def make_setup(run: Run) -> Setup:
     """
     for name, least in _AT_LEAST.items():
         if name != "chunk_size" or run.chunk_size is not None:
-            _check_integer(name, getattr(run, name), least)
+            check_integer(name, getattr(run, name), least)
     _check_ranks(run)
     for name, allowed in _CHOICES.items():
         _check_choice(name, getattr(run, name), allowed)
@@ -103,7 +103,7 @@ def make_setup(run: Run) -> Setup:
         if parse_ratio(run.sac_ratio):
             raise ValueError("give sac_ratio or sac_blocks, and not both: each says which blocks recompute")
         for index in run.sac_blocks:
-            _check_integer("each of sac_blocks", index, 0)
+            check_integer("each of sac_blocks", index, 0)
     select_block_indices(1, run.sac_ratio, placement=run.sac_placement)
     return Setup(
         **{
@@ -148,7 +148,8 @@ def _logits_dtype(run: Run) -> torch.dtype:
     return wide
 
 
-def _check_integer(name: str, value: Any, smallest: int) -> None:
+def check_integer(name: str, value: Any, smallest: int) -> None:
+    """Raise a ValueError unless a value is an integer of at least ``smallest``."""
     if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
         raise ValueError(f"{name} must be an integer of at least {smallest}, got {value!r}")
 
