@@ -252,20 +252,18 @@ def _headline(args: argparse.Namespace, config: Any, estimate: MemoryEstimate, b
 
 def _label(plan: RunPlan) -> str:
     """A plan in a few words, for the picture."""
-    text = f"micro batch {plan.micro_batch_size} x {plan.grad_accum_steps}"
-    if plan.cp > 1:
-        text += f", cp {plan.cp}"
-    if plan.ep_size > 1:
-        text += f", ep {plan.ep_size}"
-    if plan.dp_replicate > 1:
-        text += f", {plan.dp_replicate} replicas"
-    if plan.sac_ratio:
-        share = "all" if plan.sac_ratio == 1 else f"{plan.sac_ratio} ({plan.sac_placement})"
-        text += f", {share} checkpointed"
-        text += ", offloaded" if plan.sac_offload else ""
-    if plan.grad_sync == "last" and plan.grad_accum_steps > 1:
-        text += ", reduced once"
-    return text + ("" if plan.reshard_after_forward else ", kept gathered")
+    share = "all" if plan.sac_ratio == 1 else f"{plan.sac_ratio} ({plan.sac_placement})"
+    offloaded = ", offloaded" if plan.sac_offload else ""
+    parts = {
+        f"micro batch {plan.micro_batch_size} x {plan.grad_accum_steps}": True,
+        f"cp {plan.cp}": plan.cp > 1,
+        f"ep {plan.ep_size}": plan.ep_size > 1,
+        f"{plan.dp_replicate} replicas": plan.dp_replicate > 1,
+        f"{share} checkpointed{offloaded}": plan.sac_ratio > 0,
+        "reduced once": plan.grad_sync == "last" and plan.grad_accum_steps > 1,
+        "kept gathered": not plan.reshard_after_forward,
+    }
+    return ", ".join(part for part, is_so in parts.items() if is_so)
 
 
 def _calibrated(config: Any, best: RunPlan) -> tuple[MemoryEstimate, str]:
