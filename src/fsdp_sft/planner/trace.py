@@ -12,7 +12,7 @@ gradient of its output arrives, and where the gradient of its input has been com
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,11 +29,10 @@ from fsdp_sft.planner.kernels import Kernels, chunked_loss
 from fsdp_sft.planner.ledger import Event, Ledger
 from fsdp_sft.planner.model import Skeleton
 from fsdp_sft.planner.setup import Setup
-from fsdp_sft.planner.sharing import exchanged_bytes, forward_of_part, part_of_micro_batch, sent_bytes
-from fsdp_sft.planner.workload import Workload, until, work_of
+from fsdp_sft.planner.sharing import forward_of_part, part_of_micro_batch, sent_bytes
+from fsdp_sft.planner.workload import Operation, Workload, until, work_of
 from fsdp_sft.sac import decides
 
-_NO_WORK = Workload()
 # Fields that a trace does not depend on, at values that stand for all: setups that differ only in these share
 # a trace.
 _UNTRACED: dict[str, Any] = {
@@ -83,9 +82,13 @@ class Footprint:
     saves_input: bool
     decisions: int = 0
     exchanged: int = 0
-    forward: Workload = _NO_WORK
-    again: Workload = _NO_WORK
-    backward: Workload = _NO_WORK
+    forward: Workload = ()
+    again: Workload = ()
+    backward: Workload = ()
+
+    def left(self, checkpointed: bool) -> int:
+        """Bytes that the forward leaves on the device for the backward."""
+        return self.output + self.decisions if checkpointed else self.kept
 
 
 @dataclass(frozen=True)
@@ -120,7 +123,7 @@ class Trace:
     embedding_peak: int
     head_gradients: int
     outputs: int
-    rest: Workload = _NO_WORK
+    rest: Workload = ()
 
 
 def trace(skeleton: Skeleton, setup: Setup) -> Trace:
@@ -393,9 +396,8 @@ class _Run:
         marks = self.marks
         kept = {kind: self._kept(run) for kind, run in self.runs.items()}
         base = marks["before"] + sum(kept.values())
-        make: Callable[[_BlockRun, int], Footprint] = self._fused if self.setup.compile else self._eager
         return Trace(
-            blocks={kind: make(run, kept[kind]) for kind, run in self.runs.items()},
+            blocks={kind: self._footprint(run, kept[kind]) for kind, run in self.runs.items()},
             before=marks["before"],
             arguments={
                 kind: frozenset((number, self.ledger.sizes[number]) for number in run.arguments)
@@ -421,65 +423,62 @@ class _Run:
                 (run.events["backward"], run.events["end"]),
             )
         )
-        outside, done = Workload(), 0
+        outside, done = list[Operation](), 0
         for begin, end in [*inside, (len(self.ledger.events),) * 2]:
             outside += work_of(self.ledger.events[done:begin])
             done = end
-        return outside
+        return tuple(outside)
 
     def _kept(self, run: _BlockRun) -> int:
         """Bytes that a block's forward added, less its input if that is dead after the model's forward."""
         given_back = 0 if run.live["input_kept"] else self.ledger.sizes[run.input]
         return run.live["after"] - run.live["before"] - given_back
 
-    def _eager(self, run: _BlockRun, kept: int) -> Footprint:
-        """The footprint of a block as it ran."""
-        output = self.ledger.sizes[run.output]
-        forward = self.ledger.events[run.events["before"] : run.events["after"]]
+    def _footprint(self, run: _BlockRun, kept: int) -> Footprint:
+        """The footprint of a block as it ran, or as it would run under ``torch.compile``."""
+        events, sizes = self.ledger.events, self.ledger.sizes
+        forward = events[run.events["before"] : run.events["after"]]
+        backward = events[run.events["backward"] : run.events["end"]]
+        output = sizes[run.output]
+        alike: dict[str, Any] = {
+            "output": output,
+            "decisions": _decisions(run.block, forward),
+            "exchanged": self._exchanged(run, forward),
+        }
+        if self.setup.compile:
+            fused = fused_footprint(
+                forward=forward,
+                backward=backward,
+                sizes=sizes,
+                saved=run.saved,
+                block_input=run.input,
+                block_output=run.output,
+            )
+            return Footprint(saves_input=True, **alike, **fused)
         return Footprint(
             forward=work_of(forward),
             again=work_of(until(forward, run.saved)),
-            backward=work_of(self.ledger.events[run.events["backward"] : run.events["end"]]),
+            backward=work_of(backward),
             kept=kept,
             forward_peak=run.peak["forward"] - run.live["before"],
             unsaved_peak=run.peak["unsaved"],
             again_peak=run.peak["again"] - run.live["before"],
             saved=run.live["after"] - run.live["before"] - output,
             backward_peak=run.peak["backward"] - run.live["backward"],
-            output=output,
             saves_input=run.input in run.saved,
-            decisions=_decisions(run.block, forward),
-            exchanged=self._exchanged(run),
+            **alike,
         )
 
-    def _fused(self, run: _BlockRun, kept: int) -> Footprint:
-        """The footprint that the block would have under ``torch.compile``."""
-        events = self.ledger.events
-        forward = events[run.events["before"] : run.events["after"]]
-        fused = fused_footprint(
-            forward=forward,
-            backward=events[run.events["backward"] : run.events["end"]],
-            sizes=self.ledger.sizes,
-            saved=run.saved,
-            block_input=run.input,
-            block_output=run.output,
-        )
-        return Footprint(
-            output=self.ledger.sizes[run.output],
-            saves_input=True,
-            decisions=_decisions(run.block, forward),
-            exchanged=self._exchanged(run),
-            **fused,
-        )
-
-    def _exchanged(self, run: _BlockRun) -> int:
+    def _exchanged(self, run: _BlockRun, forward: list[Event]) -> int:
         """Bytes that a block's forward exchanges; where ranks share rows, a block must exchange some."""
-        forward = self.ledger.events[run.events["before"] : run.events["after"]]
-        if self.setup.cp == 1:
-            return sent_bytes(forward, self.ledger.sizes)
-        return exchanged_bytes(
-            forward, self.ledger.sizes, who=f"{type(run.block).__name__} of {self.skeleton.family}"
-        )
+        sent = sent_bytes(forward, self.ledger.sizes)
+        if self.setup.cp > 1 and not sent:
+            raise UnsupportedModelError(
+                f"{type(run.block).__name__} of {self.skeleton.family} runs no attention of transformers' "
+                "attention interface: what positions it mixes, ranks that share rows could not. Plan it with "
+                "cp=1"
+            )
+        return sent
 
 
 def _decisions(block: nn.Module, forward: list[Event]) -> int:
