@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_sft._tensors.disk import full_path
+from fsdp_sft.metrics.figure import new_figure, save_figure
+from fsdp_sft.metrics.memory import PEAKS
 
-_PEAK_MEMORY = ("peak_reserved_bytes", "peak_allocated_bytes", "peak_resident_bytes")
 _SMOOTH_FROM = 60  # number of points from which on a running median is drawn over the raw curve
 _LINE, _SECOND, _BAD = "#1f5fa8", "#d1660d", "#c62828"
 
@@ -42,25 +43,13 @@ def plot_run(jsonl: str | Path, out: str | Path) -> Path:
         >>> fs.plot_run("metrics.jsonl", "run.png").name
         'run.png'
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-        from matplotlib.layout_engine import ConstrainedLayoutEngine
-    except ImportError as error:
-        raise ImportError("matplotlib is not installed: pip install matplotlib") from error
+    figure: Any = new_figure(11, 7)
     rows = _read(full_path(jsonl))
-    spacing = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1, wspace=0.03, hspace=0.04)
-    figure = Figure(figsize=(11, 7), layout=spacing)
-    FigureCanvasAgg(figure)  # no pyplot: it would choose a backend for the whole process
-    panels = figure.subplots(2, 2).flat
-    _loss_panel(next(panels), rows)
-    _grad_norm_panel(next(panels), rows)
-    _throughput_panel(next(panels), rows)
-    _memory_panel(next(panels), rows)
-    path = full_path(out)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120, format="png")
-    return path
+    figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1, wspace=0.03, hspace=0.04)
+    panels = (_loss_panel, _grad_norm_panel, _throughput_panel, _memory_panel)
+    for axes, draw in zip(figure.subplots(2, 2).flat, panels, strict=True):
+        draw(axes, rows)
+    return save_figure(figure, out, file_format="png")
 
 
 def _read(path: Path) -> dict[int, dict[str, Any]]:
@@ -181,7 +170,7 @@ def _throughput_panel(axes: Any, rows: dict[int, dict[str, Any]]) -> None:
 
 
 def _memory_panel(axes: Any, rows: dict[int, dict[str, Any]]) -> None:
-    key = next((k for k in _PEAK_MEMORY if any(k in row for row in rows.values())), _PEAK_MEMORY[0])
+    key = next((k for k in PEAKS if any(k in row for row in rows.values())), PEAKS[0])
     points, bad = _points(rows, key, 1 << 30)
     name = key.removeprefix("peak_").removesuffix("_bytes")
     _draw(axes, points, bad, title=f"Peak memory ({name})", unit="GiB")
