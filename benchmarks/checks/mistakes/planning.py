@@ -19,7 +19,7 @@ MISTAKES = [
     ),
     Mistake(
         "what routers chose takes no memory",
-        "planner/trace.py",
+        "planner/footprint.py",
         "return self.output + self.decisions if checkpointed",
         "return self.output if checkpointed",
         ("tests/planner/test_experts.py::test_checkpointed_blocks_keep_what_their_routers_chose",),

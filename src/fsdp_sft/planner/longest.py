@@ -12,7 +12,7 @@ from fsdp_sft.planner.estimate import MemoryEstimate, check_options, estimate
 from fsdp_sft.planner.model import as_config
 from fsdp_sft.planner.search import group_sizes, least_checkpointed
 from fsdp_sft.planner.setup import Setup, check_integer
-from fsdp_sft.sac import Placement, parse_ratio
+from fsdp_sft.sac import Placement
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -134,7 +134,7 @@ def peaks_by_length(
 def _leanest_peak(config: Any, setup: Setup, options: dict[str, Any]) -> Callable[[int], int]:
     """Function from a length to the least peak, with no block or every block checkpointed."""
     given = "sac_ratio" in options or setup.sac_blocks is not None
-    ratios = (parse_ratio(setup.sac_ratio),) if given else (Fraction(0), Fraction(1))
+    ratios = (setup.sac_ratio,) if given else (Fraction(0), Fraction(1))
 
     def peak(length: int) -> int:
         tried = (replace(setup, seq_length=length, sac_ratio=ratio) for ratio in ratios)
@@ -168,6 +168,7 @@ def _longest(peak: Callable[[int], int], budget: int, step: int, expected: int) 
 def _row(config: Any, setup: Setup, options: dict[str, Any], budget: int) -> LongestRow:
     """The row of a setup, with as few checkpointed blocks as fit."""
     ways = least_checkpointed(config, setup, options, budget)
-    chosen, memory = min(ways, key=lambda way: parse_ratio(way[0].sac_ratio))
-    ratio = parse_ratio(chosen.sac_ratio)
-    return LongestRow(setup.cp, setup.seq_length, ratio, chosen.sac_placement, chosen.sac_offload, memory)
+    way, memory = min(ways, key=lambda found: found[0].sac_ratio)
+    return LongestRow(
+        way.cp, way.seq_length, way.sac_ratio, way.sac_placement, way.sac_offload, estimate=memory
+    )

@@ -55,9 +55,9 @@ from dataclasses import dataclass, fields
 import torch
 
 from fsdp_sft.optimizer import working_bytes
+from fsdp_sft.planner.footprint import Footprint, Trace
 from fsdp_sft.planner.model import Group, Skeleton
 from fsdp_sft.planner.setup import Setup
-from fsdp_sft.planner.trace import Footprint, Trace
 
 MASTERS = "parameters (shards)"
 OPTIMIZER = "optimizer states"

@@ -17,7 +17,7 @@ from fsdp_sft.planner.model import as_config, build_skeleton
 from fsdp_sft.planner.plan import RunPlan, make_plan
 from fsdp_sft.planner.setup import GradSync, Setup, check_integer
 from fsdp_sft.planner.speed import step_time
-from fsdp_sft.sac import Placement, parse_ratio
+from fsdp_sft.sac import Placement
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -100,11 +100,9 @@ def plan_run(
     budget, plans = budget_of(first.device, num_gpus, gpu_memory_bytes), list[RunPlan]()
     search = _PlanSearch(config, estimate_options, global_batch_size, budget)
     for cp in dealt:
-        if plans and cp > first.device.gpus_per_node:
+        if plans and (cp > first.device.gpus_per_node or not _sharing_could_help(plans)):
             break
-        why = _why_shared(sizes[: sizes.index(cp)], dealt, plans) if "cp" not in estimate_options else ""
-        if cp > 1 and plans and "cp" not in estimate_options and not _sharing_could_help(plans):
-            break
+        why = _why_shared(sizes[: sizes.index(cp)], dealt, plans)
         try:
             plans += search.plans_of_groups(replace(first, cp=cp), why)
         except UnsupportedModelError:
@@ -241,7 +239,7 @@ class _PlanSearch:
         for way, memory in plain + list(self._offloaded(setup, plain)):
             yield self._plan(way, memory, why)
         for layout in self._layouts(setup) if plain else ():
-            least = min((way for way, _ in plain), key=lambda way: parse_ratio(way.sac_ratio))
+            least = min((way for way, _ in plain), key=lambda way: way.sac_ratio)
             # A layout that communicates less takes more memory, so it recomputes no less than the plain one.
             # If it is not faster even with that little recomputation, it is not worth a search.
             hoped = replace(layout, sac_ratio=least.sac_ratio, sac_placement=least.sac_placement)
@@ -277,12 +275,12 @@ class _PlanSearch:
         self, setup: Setup, plain: list[tuple[Setup, MemoryEstimate]]
     ) -> Iterator[tuple[Setup, MemoryEstimate]]:
         """The setups in which offloading what checkpointed blocks keep allows fewer of them."""
-        least = min((parse_ratio(way.sac_ratio) for way, _ in plain), default=Fraction(2))
+        least = min((way.sac_ratio for way, _ in plain), default=Fraction(2))
         if least == 0 or "sac_offload" in self.options or setup.device.name == "cpu":
             return
         offloaded = replace(setup, sac_offload=True)
         for way, memory in least_checkpointed(self.config, offloaded, self.options, self.usable):
-            if parse_ratio(way.sac_ratio) < least:
+            if way.sac_ratio < least:
                 yield way, memory
 
 
@@ -308,9 +306,8 @@ def least_checkpointed(
     config: Any, setup: Setup, options: dict[str, Any], budget: int
 ) -> Iterator[tuple[Setup, MemoryEstimate]]:
     """For each placement that may be chosen, the setup with the smallest ratio that fits, if one does."""
-    ratios = (parse_ratio(options["sac_ratio"]),) if "sac_ratio" in options else RATIOS
-    if setup.sac_blocks is not None:
-        ratios = (Fraction(0),)
+    given = "sac_ratio" in options or setup.sac_blocks is not None
+    ratios = (setup.sac_ratio,) if given else RATIOS
     placements: tuple[Placement, ...] = ("even", "prefix")
     if "sac_placement" in options or setup.sac_blocks is not None:
         placements = (setup.sac_placement,)

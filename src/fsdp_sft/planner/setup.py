@@ -3,6 +3,7 @@
 import functools
 import re
 from dataclasses import dataclass, fields
+from fractions import Fraction
 from typing import Any, get_args
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from fsdp_sft._process.gpus import Gpu, gpu_named
 from fsdp_sft.planner.experts import ExpertsImpl
 from fsdp_sft.planner.run import GradSync, LossImpl, Optimizer, Run
-from fsdp_sft.sac import Placement, Ratio, parse_ratio, select_block_indices
+from fsdp_sft.sac import Placement, parse_ratio, select_block_indices
 
 _FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _AT_LEAST = {
@@ -40,6 +41,7 @@ class Setup(Run):
     """
 
     device: Gpu
+    sac_ratio: Fraction
     frozen_dtype: torch.dtype
     logits_dtype: torch.dtype
     sac_blocks: tuple[int, ...] | None
@@ -77,7 +79,7 @@ class Setup(Run):
 
 
 @functools.lru_cache(maxsize=256)
-def _selected(num_blocks: int, ratio: Ratio, placement: Placement) -> frozenset[int]:
+def _selected(num_blocks: int, ratio: Fraction, placement: Placement) -> frozenset[int]:
     return frozenset(select_block_indices(num_blocks, ratio, placement=placement))
 
 
@@ -99,16 +101,18 @@ def make_setup(run: Run) -> Setup:
         )
     if run.lora_targets is not None and not run.lora_rank:
         raise ValueError(f"lora_targets={run.lora_targets!r} is for adapters: give lora_rank too")
+    ratio = parse_ratio(run.sac_ratio)
     if run.sac_blocks is not None:
-        if parse_ratio(run.sac_ratio):
+        if ratio:
             raise ValueError("give sac_ratio or sac_blocks, and not both: each says which blocks recompute")
         for index in run.sac_blocks:
             check_integer("each of sac_blocks", index, 0)
-    select_block_indices(1, run.sac_ratio, placement=run.sac_placement)
+    select_block_indices(1, ratio, placement=run.sac_placement)
     return Setup(
         **{
             **{field.name: getattr(run, field.name) for field in fields(Run)},
             "device": gpu_named(run.gpu),
+            "sac_ratio": ratio,
             "frozen_dtype": run.frozen_dtype or (run.param_dtype if run.lora_rank else run.master_dtype),
             "logits_dtype": _logits_dtype(run),
             "sac_blocks": None if run.sac_blocks is None else tuple(sorted(set(run.sac_blocks))),

@@ -8,9 +8,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from fsdp_sft.planner.footprint import Trace
 from fsdp_sft.planner.model import Group, Skeleton
 from fsdp_sft.planner.setup import Setup
-from fsdp_sft.planner.trace import Trace, trace
+from fsdp_sft.planner.trace import trace
 from fsdp_sft.planner.workload import Workload
 
 Bound = Literal["compute", "memory bandwidth", "network", "host link"]
