@@ -166,7 +166,9 @@ def draw(
     axes.invert_yaxis()
     axes.set_xlabel("GiB")
     axes.set_xlim(0, end)
-    handles = [_patch(colour, name) for name, colour in _COLOURS.items() if name in seen]
+    from matplotlib.patches import Patch
+
+    handles = [Patch(color=colour, label=name) for name, colour in _COLOURS.items() if name in seen]
     figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
     return _finished(figure, title, path)
 
@@ -265,12 +267,6 @@ def _finished(figure: Any, title: str, path: str | os.PathLike[str]) -> Path:
     figure.axes[0].spines[["top", "right"]].set_visible(False)
     figure.suptitle(title, fontsize=11)
     return save_figure(figure, Path(path))
-
-
-def _patch(colour: str, label: str) -> object:
-    from matplotlib.patches import Patch
-
-    return Patch(color=colour, label=label)
 
 
 def _parts(estimate: MemoryEstimate) -> list[tuple[str, int]]:

@@ -49,6 +49,7 @@ How to read it:
 tests/planner/test_replay.py draws the picture again and compares.
 """
 
+import itertools
 from collections import defaultdict
 from dataclasses import dataclass, fields
 
@@ -163,7 +164,9 @@ class _Step:
         # share a mask; blocks with a window have another one. So each storage is counted once.
         kept = {trace.arguments[skeleton.kinds[index]] for index in self.checkpointed}
         self.arguments = sum(size for _, size in frozenset[tuple[int, int]]().union(*kept))
-        self.visits = _visits(self.checkpointed) if setup.activations_leave else {}
+        # For each checkpointed block but the first whose input leaves, the checkpointed block before it.
+        ordered = sorted(self.checkpointed) if setup.activations_leave else []
+        self.visits = dict(itertools.pairwise(reversed(ordered)))
         self.held: dict[str, int] = defaultdict(int)
         self.total = 0
         self.best = Peak(-1, "", {})
@@ -175,15 +178,14 @@ class _Step:
 
     def _hold_states(self) -> None:
         """Hold what is always allocated: shards, optimizer states, cuBLAS's workspace."""
-        setup, on_device = self.setup, not self.setup.cpu_offload or self.setup.device.name == "cpu"
-        masters = states = 0
+        setup, masters, states = self.setup, 0, 0
         for part, shards, count in self.parts:
             trained, frozen = (part.shard_elements(shards, trained=flag) for flag in (True, False))
             masters += count * (trained * setup.master_dtype.itemsize + frozen * setup.frozen_dtype.itemsize)
             states += count * _state_bytes(setup.optimizer, trained, setup.master_dtype)
         self.hold(WORKSPACE, setup.device.workspace_bytes)
-        self.shards_on_device = on_device
-        if on_device:
+        self.shards_on_device = not setup.cpu_offload or setup.device.name == "cpu"
+        if self.shards_on_device:
             self.hold(MASTERS, masters)
             self.hold(OPTIMIZER, states)
 
@@ -389,12 +391,6 @@ class _Step:
         elif setup.optimizer == "adamw_stochastic":
             working = working_bytes(largest, setup.master_dtype)
         self.look("optimizer", UPDATE, working)
-
-
-def _visits(checkpointed: frozenset[int]) -> dict[int, int]:
-    """For each checkpointed block but the first, the checkpointed block before it."""
-    ordered = sorted(checkpointed)
-    return dict(zip(ordered[1:], ordered, strict=False))
 
 
 def _group_sizes(group: Group, setup: Setup) -> _Sizes:

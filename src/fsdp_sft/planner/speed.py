@@ -99,10 +99,9 @@ def step_time(skeleton: Skeleton, setup: Setup, rates: Rates = RATES) -> StepTim
     """
     seen = trace(skeleton, setup)
     passes = _passes(skeleton, seen, setup, rates)
-    # "half" is for the micro-steps before the last where gradients are reduced once: they only gather.
-    whole, half = _network(skeleton, setup, rates, reduces=True), None
-    if setup.grad_sync == "last" and setup.grad_accum_steps > 1:
-        half = _network(skeleton, setup, rates, reduces=False)
+    # Where gradients are reduced once, the micro-steps before the last only gather.
+    whole = _network(skeleton, setup, rates, reduces=True)
+    early = whole if setup.grad_sync == "each" else _network(skeleton, setup, rates, reduces=False)
     exchange = _exchange(skeleton, seen, setup, rates)
     offload = _offload(skeleton, seen, setup, rates)
 
@@ -112,7 +111,7 @@ def step_time(skeleton: Skeleton, setup: Setup, rates: Rates = RATES) -> StepTim
 
     optimizer = _update(skeleton, setup, rates)
     others = setup.grad_accum_steps - 1
-    total = micro_step(whole) + others * micro_step(half or whole) + optimizer
+    total = micro_step(whole) + others * micro_step(early) + optimizer
     compute = passes.forward + passes.backward
     return StepTime(
         compute=compute,
