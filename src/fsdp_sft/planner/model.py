@@ -143,19 +143,9 @@ class Skeleton:
     @functools.cached_property
     def traced_tensors(self) -> tuple[torch.Tensor, ...]:
         """Parameters and buffers of one block of each kind, and of everything outside the blocks."""
-        silent = {id(block) for i, block in enumerate(self.blocks) if i not in set(self.kinds)}
-        found: list[torch.Tensor] = []
-
-        def collect(module: nn.Module) -> None:
-            if id(module) in silent:
-                return
-            found.extend(module.parameters(recurse=False))
-            found.extend(module.buffers(recurse=False))
-            for child in module.children():
-                collect(child)
-
-        collect(self.model)
-        return tuple(found)
+        silent = {block for i, block in enumerate(self.blocks) if i not in set(self.kinds)}
+        modules = [module for _, module in self.model.named_modules(memo=silent)]  # passes over these blocks
+        return tuple(t for m in modules for t in (*m.parameters(recurse=False), *m.buffers(recurse=False)))
 
     @functools.cached_property
     def distinct_groups(self) -> tuple[tuple[Group, int], ...]:

@@ -1,7 +1,7 @@
 """What a sequence of operations costs a device: FLOPs, and bytes read from and written to its memory."""
 
 from collections.abc import Iterable
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from fsdp_sft.planner.ledger import ATTENTION, Event
 
@@ -15,32 +15,6 @@ def work_of(events: Iterable[Event]) -> Workload:
     """The work of operations that run one by one."""
     counted = (event for event in events if event.flops or event.moved)
     return tuple((event.flops, event.moved, event.op == ATTENTION) for event in counted)
-
-
-def fused_work(events: Iterable[Event], sizes: list[int], *, in_memory: set[int], apart: Any) -> Workload:
-    """The work of operations that are all fused, except those for which ``apart`` is true.
-
-    Intermediates of fused operations never reach memory. A tensor in memory is read once and written once.
-
-    Args:
-        events: The events of the operations.
-        sizes: Bytes by storage number.
-        in_memory: Numbers of the storages that are in memory.
-        apart: Predicate of an operation: whether it is a separate kernel.
-    """
-    alone: list[Event] = []
-    read, written = set[int](), set[int]()
-    for event in events:
-        if event.op is None:
-            continue
-        if apart(event.op):
-            alone.append(event)
-        elif event.moved:
-            made = set(event.outputs) - set(event.inputs)
-            written |= made & in_memory
-            read |= set(event.inputs) & in_memory - written
-    moved = sum(sizes[number] for number in read | written)
-    return work_of(alone) + (((0.0, float(moved), False),) if moved else ())
 
 
 def until(events: list[Event], wanted: set[int]) -> list[Event]:
