@@ -237,7 +237,7 @@ class _Step:
         return previous
 
     def _gather(self, sizes: _Sizes, previous: int, phase: str = "loss") -> int:
-        """Gather a group; returns the size of its buffer, which the next gather frees as its own exists."""
+        """Gather a group; returns the size of its buffer, which the next gather frees after its own."""
         self.hold(ALL_GATHER, sizes.buffer)
         self.look(phase, ALL_GATHER, sizes.cast)
         self.free(ALL_GATHER, previous)
